@@ -16,7 +16,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROMISED = {
     "aedit": "LayerSync MeanExchange HubExchange EverySteps EverySeconds TorchTransport EditConfig",
     "aedit.async_sgd": "Hub HubConfig OuterOptimizer Nesterov InProcessHub",
-    "aedit.proto": "Transport Link Codec HubClient",
+    "aedit.proto": "Transport Link Codec HubClient Discovery",
     "aedit.spec_rollout": "Engine Prompt Sampling Rollout Drafter SuffixDrafter LayerDrafter ArmChooser "
     "Goodput PolicyLoss LossInputs LossSettings find_loss advantages",
 }

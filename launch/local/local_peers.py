@@ -8,6 +8,7 @@ from aedit.launch.config.config import RunConfig
 from aedit.launch.config.placement import JoinOptions
 from aedit.launch.local.host_process import HostProcess
 from aedit.launch.rundir.prepare import file_name
+from aedit.launch.swarm.introduction import INTRODUCTION
 from aedit.proto.swarm.replicas_file import REPLICAS
 from aedit.system import write_atomically
 from aedit.types import UserError
@@ -74,7 +75,8 @@ class LocalPeers:
         """Return what the first peer says that others need to find it."""
         first.address()
         deadline_s = time.monotonic() + _INTRODUCTION_LIMIT_S
-        while not (text := _read(first.directory / "introduction")):
+        wanted = "/" if self._config.swarm.discovery == "hivemind" and not self._config.swarm.peers else ""
+        while not (text := _read(first.directory / INTRODUCTION)) or not text.startswith(wanted):
             if not first.running() or time.monotonic() > deadline_s:
                 raise UserError(f"the first peer was not reachable in time: see {first.log}")
             time.sleep(_POLL_S)

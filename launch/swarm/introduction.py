@@ -1,48 +1,63 @@
-"""The first peers that a peer comes to know: from addresses, or a file of them."""
+"""The first peers that a peer comes to know: from addresses, a file of them, or a DHT."""
 
+import ipaddress
 import tempfile
 import time
 from pathlib import Path
 
+from aedit.launch.config.swarm import SwarmConfig
 from aedit.proto.swarm.card import decoded
-from aedit.proto.swarm.discovery import Discovery
+from aedit.proto.swarm.dht import DhtDiscovery, DhtSettings
 from aedit.proto.swarm.peer_file import PeerFile
-
 from aedit.system import write_atomically
 from aedit.types import UserError, address_fault
 
+INTRODUCTION = "introduction"
+"""File of a peer with what a further peer passes to `aedit join`."""
 _GIVEN = "given_peers.txt"
 _LIMIT_S, _LOOK_S = 20.0, 0.2
 
 
-def make_discovery(kind: str, peers: str, *, directory: Path, run: str) -> Discovery:
+def make_discovery(swarm: SwarmConfig, peers: str, *, directory: Path, run: str) -> PeerFile | DhtDiscovery:
     """Return the discovery of a peer.
 
     Args:
-        kind: `swarm.discovery`.
-        peers: `swarm.peers`: a file, addresses, or multiaddresses; addresses and files serve in any swarm.
+        swarm: Configuration of the swarm.
+        peers: In place of `swarm.peers`: a file, addresses, or multiaddresses of a table. Addresses and files
+            serve in any swarm.
         directory: Folder of the peer.
-        run: Name of the run.
+        run: Name of the run; "" finds the peers of any run.
 
     Raises:
         UserError: `peers` is none of these.
     """
+    peers = peers or swarm.peers
     if is_addresses(peers):
         given = directory / _GIVEN
         write_atomically(given, "".join(f"{address}\n" for address in peers.split(",")))
         return PeerFile(given)
-    is_file = bool(peers) and not peers.startswith(("/ip4/", "/ip6/", "/dns"))
-    if kind == "file" or is_file:
+    if swarm.discovery == "file" or (peers and not is_maddrs(peers)):
         return PeerFile(Path(peers) if peers else directory / _GIVEN)
-    # Imported here: the extra `swarm` may be missing where it is not used.
-    from aedit.proto.swarm.dht import Dht
-
-    return Dht(run, initial=[one for one in peers.split(",") if one], directory=directory / "dht")
+    host = listen.rpartition(":")[0].strip("[]")
+    return DhtDiscovery(
+        DhtSettings(
+            run=run,
+            initial_peers=tuple(filter(None, peers.split(","))),
+            listen=(f"/ip{ipaddress.ip_address(host).version}/{host}/tcp/0",),
+            identity=directory / "dht_key",
+            allow=tuple(allow),
+        )
+    )
 
 
 def is_addresses(peers: str) -> bool:
     """Return whether `peers` is HOST:PORT, or several separated by commas."""
     return bool(peers) and not any(address_fault(one) for one in peers.split(","))
+
+
+def is_maddrs(peers: str) -> bool:
+    """Return whether `peers` begins with a multiaddress, such as /ip4/10.0.0.1/tcp/7000/p2p/12D3..."""
+    return peers.startswith(("/ip4/", "/ip6/", "/dns"))
 
 
 def introduced(peers: str) -> tuple[str, ...]:
@@ -52,7 +67,8 @@ def introduced(peers: str) -> tuple[str, ...]:
         UserError: None is found in time.
     """
     with tempfile.TemporaryDirectory() as directory:
-        discovery = make_discovery("hivemind", peers, directory=Path(directory), run="")
+        anywhere = SwarmConfig(discovery="hivemind", listen="0.0.0.0:0")
+        discovery = make_discovery(anywhere, peers, directory=Path(directory), run="")
         try:
             deadline_s = time.monotonic() + _LIMIT_S
             while not (found := [address for hint in discovery.found() if (address := _address(hint))]):

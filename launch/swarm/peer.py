@@ -11,7 +11,7 @@ from aedit.launch.config.config import RunConfig
 from aedit.launch.config.fields import to_toml
 from aedit.launch.rundir.prepare import claimed
 from aedit.launch.swarm.hosted_part import HostedPart, HostOptions
-from aedit.launch.swarm.introduction import make_discovery
+from aedit.launch.swarm.introduction import INTRODUCTION, make_discovery
 from aedit.launch.swarm.own_card import OwnCard
 from aedit.launch.swarm.peer_service import PeerService
 from aedit.launch.swarm.roles import PartView, Role, part_view
@@ -30,8 +30,6 @@ _TURN_S = 0.5
 """Pause between two looks at the other peers and at the own replicas."""
 _LEAVE_S = 12.0
 """Longest time in which the parts that this peer owns are handed over when it ends."""
-INTRODUCTION = "introduction"
-"""File with what a further peer passes to `aedit join`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,12 +108,11 @@ class Peer:
         )
         self._hosted: dict[int, HostedPart] = {}
         self._hosting = threading.Lock()
+        self._told = ""
         self._replicas = ReplicasFile(directory / REPLICAS)
         self._card = OwnCard(config, options.name, directory, self._key, self._known)
         self._service = PeerService(config, self._replicas, self._trust, self._live_names)
-        self._discovery = make_discovery(
-            swarm.discovery, options.peers or swarm.peers, directory=directory, run=config.name
-        )
+        self._discovery = make_discovery(swarm, options.peers, directory=directory, run=config.name)
         plan = GossipPlan(
             listen=swarm.listen,
             peers_file=directory / "last_peers.json",
@@ -139,12 +136,11 @@ class Peer:
         for part in range(self._hosts.parts) if founds else kept:
             self._host(part, founds=founds)
         self._gossip.start()
-        introduction = getattr(self._discovery, "introduction", "") or self.address
-        write_atomically(directory / INTRODUCTION, introduction)
         write_atomically(directory / "address", self.address)
 
     def turn(self) -> None:
         """Look at the own replicas and at what others say; begin to keep parts, or give them up."""
+        self._introduce()
         for hosted in list(self._hosted.values()):
             hosted.look()
         views = self._views()
@@ -179,6 +175,13 @@ class Peer:
         hosted = HostedPart(part, self._hosts, self._trust, founds=founds)
         with self._hosting:
             self._hosted[part] = hosted
+
+    def _introduce(self) -> None:
+        """Write what others need to find this peer, once it is known."""
+        told = self._discovery.introduction or self.address
+        if told != self._told:
+            write_atomically(self._options.directory / INTRODUCTION, told)
+            self._told = told
 
     def _views(self) -> list[PartView]:
         live = self._known.live(time.monotonic())

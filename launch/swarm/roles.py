@@ -11,7 +11,6 @@ from enum import Enum
 
 from aedit.proto.swarm.card import PartReplica, PeerCard
 from aedit.proto.swarm.placement import candidates, ranking
-
 from aedit.proto.swarm.replicas_file import PartPlaces
 
 

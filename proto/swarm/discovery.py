@@ -18,6 +18,10 @@ class Discovery(Protocol):
         """Return addresses (HOST:PORT) or encoded cards of peers, as far as they are known now."""
 
     @property
+    def introduction(self) -> str:
+        """Return what a further peer passes to `aedit join`; "" if that is this peer's HOST:PORT."""
+
+    @property
     def state(self) -> str:
         """Return for people what is wrong, and since when; "" if nothing is."""
 

@@ -37,6 +37,11 @@ class PeerFile:
         return self._found
 
     @property
+    def introduction(self) -> str:
+        """Return ""."""
+        return ""
+
+    @property
     def state(self) -> str:
         """Return which lines are wrong, or why the file cannot be read; "" if nothing is wrong."""
         return self._state

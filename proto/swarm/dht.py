@@ -1,0 +1,236 @@
+"""Discovery by hivemind's distributed hash table, whose node is a process of its own.
+
+Nothing that happens to that process, to p2pd or to the table reaches the caller: the process is started
+again with growing pauses, and `state` says since when there is no table.
+"""
+
+import base64
+import importlib.util
+import logging
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from aedit.proto.swarm.card import parsed
+from aedit.proto.swarm.line_process import LineProcess
+from aedit.types import UserError, printable
+
+log = logging.getLogger(__name__)
+
+COMMAND = (sys.executable, "-m", "aedit.proto.swarm.dht_process")
+_MOST_SKEW_S = 3.0
+"""hivemind's limit: records of a peer whose clock differs by more end too early or too late."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+_LOOK_S = 0.2
+_END_S = 15.0
+_MADDR = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/[^/\s]+/.*/p2p/[1-9A-HJ-NP-Za-km-z]{20,80}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DhtSettings:
+    """Settings of a peer's node of the table."""
+
+    run: str
+    """Name of the run; "" finds the peers of all runs of the table, and cannot announce."""
+    initial_peers: tuple[str, ...] = ()
+    """Addresses of nodes, such as /ip4/10.0.0.1/tcp/7000/p2p/12D3...; empty: this is the first node."""
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    """Addresses where the node listens."""
+    announce: tuple[str, ...] = ()
+    """Addresses that others are told, where they differ from those of this machine."""
+    identity: Path | None = None
+    """File of the node's key, made if there is none, so that its address stays; None draws one."""
+    client: bool = False
+    """Behind NAT or a firewall: the node asks others and is asked by nobody."""
+    allow: tuple[bytes, ...] = ()
+    """Public keys of the peers whose cards this node stores; empty: everybody's."""
+    every_s: float = 2.0
+    """Time between two looks at the table."""
+    silent_s: float = 60.0
+    """The process is started again if it says nothing for so long. Its slowest start takes 40 s."""
+
+
+class DhtDiscovery:
+    """Finds peers by records of a distributed hash table. Any thread may call; no method blocks."""
+
+    def __init__(self, settings: DhtSettings, *, command: Sequence[str] = COMMAND) -> None:
+        """Start the process of the table.
+
+        Args:
+            settings: Settings of the node.
+            command: Program of the process; its last argument will be the id of this process. For tests.
+
+        Raises:
+            UserError: hivemind is not installed, or an address of `initial_peers` is none.
+        """
+        if importlib.util.find_spec("hivemind") is None:
+            raise UserError("discovery by a DHT needs hivemind: pip install 'aedit[swarm]'")
+        for maddr in settings.initial_peers:
+            if not _MADDR.fullmatch(maddr):
+                raise UserError(
+                    f"{printable(maddr, 128)!r} is not the address of a peer, as in"
+                    " /ip4/10.0.0.1/tcp/7000/p2p/12D3KooW..."
+                )
+        self._settings, self._command = settings, command
+        self._lock = threading.Lock()
+        self._card = b""
+        self._found: tuple[bytes, ...] = ()
+        self._maddrs: tuple[str, ...] = ()
+        self._neighbours: tuple[str, ...] = ()
+        self._pids: tuple[int, ...] = ()
+        self._trouble: _Trouble | None = _Trouble("it is not up yet", time.time())
+        self._skew_s = 0.0
+        self._failures = 0
+        self._closed = threading.Event()
+        # The kernel ends the process with the thread that has started it: this one.
+        self._thread = threading.Thread(target=self._run, name="dht", daemon=True)
+        self._thread.start()
+
+    def announce(self, card: bytes) -> None:
+        """Announce this card while the table is up, until another one is given."""
+        with self._lock:
+            self._card = card
+
+    def found(self) -> Sequence[bytes]:
+        """Return the cards that the table held last, with our own one. Signed or not, they are hints."""
+        with self._lock:
+            return self._found
+
+    @property
+    def state(self) -> str:
+        """Return since when there is no table, and why, or how wrong the clock is; "" if all is well."""
+        with self._lock:
+            told = self._trouble.text if self._trouble else ""
+            if abs(self._skew_s) > _MOST_SKEW_S:
+                side = "behind" if self._skew_s > 0 else "ahead of"
+                told += "; " * bool(told) + (
+                    f"this machine's clock is {abs(self._skew_s):.1f} s {side} those of other peers, and"
+                    f" {_MOST_SKEW_S:g} s are possible: set it"
+                )
+            return told
+
+    @property
+    def maddrs(self) -> tuple[str, ...]:
+        """Return the addresses by which others join: values for `initial_peers`. Empty for a client."""
+        with self._lock:
+            return self._maddrs
+
+    @property
+    def introduction(self) -> str:
+        """Return what a further peer passes to `aedit join`; "" until the table is up, and for a client."""
+        return ",".join(self.maddrs)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Return the ids of the process and of p2pd, while they run."""
+        with self._lock:
+            return self._pids
+
+    def close(self) -> None:
+        """End the processes. May be called more than once."""
+        self._closed.set()
+        self._thread.join(_END_S)
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                reason = self._attempt()
+            except Exception as error:  # whatever it is, the run goes on without the table
+                log.exception("the process of the hash table failed here")
+                reason = str(error)
+            with self._lock:
+                self._pids = ()
+                self._note(reason)
+                self._failures += 1
+                pause_s = min(_FIRST_PAUSE_S * 2.0 ** (self._failures - 1), _LONGEST_PAUSE_S)
+            self._closed.wait(pause_s)
+
+    def _attempt(self) -> str:
+        """Run the process until it ends, hangs, or `close` is called; return why it has ended."""
+        process = LineProcess([*self._command, str(os.getpid())])
+        with self._lock:
+            self._pids = (process.pid,)
+        try:
+            return self._listen(process)
+        finally:
+            process.end()
+
+    def _listen(self, process: LineProcess) -> str:
+        heard_s, sent, last = monotonic(), b"", "its process has ended"
+        if not process.send(self._message()):
+            return last
+        while not self._closed.is_set():
+            messages = process.read(_LOOK_S)
+            if messages is None:
+                return last
+            for message in messages:
+                heard_s = monotonic()
+                last = self._take(message) or last
+            if monotonic() - heard_s > self._settings.silent_s:
+                return f"its process has said nothing for {self._settings.silent_s:g} s"
+            with self._lock:
+                card = self._card
+            if card and card != sent:
+                lease_s = parsed(card).lease_s
+                if not process.send({"card": base64.b64encode(card).decode(), "lease_s": lease_s}):
+                    return "its process reads nothing"
+                sent = card
+        return "closed"
+
+    def _message(self) -> dict[str, Any]:
+        """Return the settings for the process. Nodes that were there before are as good to begin with."""
+        mine = self._settings
+        return {
+            "run": mine.run,
+            "initial_peers": [*dict.fromkeys((*mine.initial_peers, *self._neighbours))],
+            "listen": list(mine.listen),
+            "announce": list(mine.announce),
+            "identity": str(mine.identity) if mine.identity else None,
+            "client": mine.client,
+            "allow": [key.hex() for key in mine.allow],
+            "every_s": mine.every_s,
+        }
+
+    def _take(self, message: dict[str, Any]) -> str:
+        """Take a message of the process, and return its error; "" if it tells none."""
+        with self._lock:
+            if "p2pd" in message:
+                self._pids = (*self._pids, int(message["p2pd"]))
+            elif "error" in message:
+                error = printable(str(message["error"]), 256)
+                self._note(error)
+                return error
+            elif "found" in message:
+                self._take_found(message)
+        return ""
+
+    def _take_found(self, message: dict[str, Any]) -> None:
+        self._found = tuple(base64.b64decode(card) for card in message["found"])
+        self._maddrs = tuple(map(str, message["maddrs"]))
+        self._neighbours = tuple(filter(_MADDR.fullmatch, map(str, message["neighbours"])))
+        self._skew_s = float(message["skew_s"] or 0.0)
+        self._trouble, self._failures = None, 0
+
+    def _note(self, reason: str) -> None:
+        """Note what is wrong; since when stays while anything is."""
+        since_s = self._trouble.since_s if self._trouble else time.time()
+        self._trouble = _Trouble(reason, since_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trouble:
+    reason: str
+    since_s: float
+    """Wall clock."""
+
+    @property
+    def text(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since_s))
+        return f"no hash table since {since}: {self.reason}"
