@@ -14,14 +14,26 @@ from types import TracebackType
 
 import psutil
 
-from aedit.system import end_with_parent
+from aedit.system import PARENT, end_with_parent
 
 
 class Child:
     """One command with all its descendants, which end with the block."""
 
-    def __init__(self, words: list[str], log: Path, env: Mapping[str, str] | None = None) -> None:
-        """Start the command; its output is appended to `log`. env: in place of this process's environment."""
+    def __init__(
+        self, words: list[str], log: Path, env: Mapping[str, str] | None = None, *, own: bool = False
+    ) -> None:
+        """Start the command; its output is appended to `log`.
+
+        Args:
+            words: The command.
+            log: File of its output.
+            env: In place of this process's environment.
+            own: The command is `aedit`, which ends with this process by itself. Nothing of Python then runs
+                between fork and exec, where a process with threads of gRPC may abort.
+        """
+        end = None if own else partial(end_with_parent, os.getpid(), signal.SIGTERM)
+        env = {**(env or os.environ), PARENT: str(os.getpid())} if own else env
         with log.open("ab") as output:
             self._read_to = output.tell()
             self._process = subprocess.Popen(
@@ -32,7 +44,7 @@ class Child:
                 env=env,
                 # Ctrl-C in the terminal reaches only this process, which forwards signals to the nodes.
                 start_new_session=True,
-                preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
+                preexec_fn=end,
             )
         self._log = log
         self._output = ""

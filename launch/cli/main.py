@@ -14,6 +14,7 @@ from aedit.launch.cli.hub_options import add_hub_options, run_hub
 from aedit.launch.cli.keys_options import add_keys_options
 from aedit.launch.cli.peer_options import add_peer_options, run_peer
 from aedit.launch.cli.serve_options import add_serve_options, serve_request
+from aedit.system import end_with_named_parent
 from aedit.types import UserError
 
 USER_ERROR = 2
@@ -24,6 +25,7 @@ Options = argparse.Namespace
 
 def main(words: list[str] | None = None) -> int:
     """Run one command; return the exit code: 0, 1 for a failure, 2 for a user's error, 130 after Ctrl-C."""
+    end_with_named_parent()
     # Characters that the terminal cannot encode are replaced by `?` instead of raising.
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

@@ -63,8 +63,9 @@ class LocalPeers:
         directory = self._run_dir / "peers" / file_name(name)
         words = [sys.executable, "-m", "aedit.launch.cli", "peer", str(self._run_toml)]
         words += [f"--directory={directory}", f"--as={name}"]
-        known = self._config.swarm.peers or (self.place if self._config.swarm.discovery == "hivemind" else "")
-        words += [f"--peers={known or self._run_dir / PEERS}"]
+        if not self._config.swarm.peers:
+            in_table = self._config.swarm.discovery == "hivemind"
+            words += [f"--peers={self.place if in_table else self._run_dir / PEERS}"]
         if self._joins is not None:
             words += [f"--keys={self._joins.keys}"] if self._joins.keys else []
             words += ["--insecure"] * self._joins.insecure

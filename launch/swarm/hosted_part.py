@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 MARK = "part.json"
 """File that a hub writes into its folder when it first starts there."""
 RECORDS = ("metrics.jsonl", "events.jsonl")
+REFUSED = 2
+"""Exit code of a hub that a person must help, or whose part another one leads."""
 _STATUS_S = 2.0
 """Deadline of the question for a replica's state."""
 _NO_LINES = 2**31 - 1
@@ -76,6 +78,7 @@ class HostedPart:
         """True once the process has ended without error, with the run."""
         self.state: PartReplica | None = None
         """None until it answers, and while it does not."""
+        self._founds = founds
         self._start(founds=founds)
 
     def look(self) -> None:
@@ -88,6 +91,7 @@ class HostedPart:
             if address != self._address:
                 self._connect(address)
         self.state = self._asked() if self._client is not None else None
+        self._founds = self._founds and self.state is None  # once it has led, its journal says how to go on
 
     def retire(self) -> None:
         """End the process and forget the replica, all but its records of the run."""
@@ -112,7 +116,7 @@ class HostedPart:
     def _start(self, *, founds: bool) -> None:
         (self._folder / "address").unlink(missing_ok=True)
         words = self._options.words(self.part, founds=founds)
-        self._child = Child(words, self._options.directory / f"part_{self.part}.log")
+        self._child = Child(words, self._options.directory / f"part_{self.part}.log", own=True)
         self._ended_s = None
 
     def _mend(self) -> None:
@@ -120,11 +124,12 @@ class HostedPart:
         if self._ended_s is None:
             self._ended_s = time.monotonic()
             self.is_over = self._child.exit_code() == 0
+            self._founds = self._founds and self._child.exit_code() != REFUSED  # another one leads by now
             if not self.is_over:
                 log.warning("part %d: its process has ended with code %d", self.part, self._child.exit_code())
         elif not self.is_over and time.monotonic() > self._ended_s + _AGAIN_S:
             self._child.kill()
-            self._start(founds=False)
+            self._start(founds=self._founds)
 
     def _connect(self, address: str) -> None:
         if self._client is not None:

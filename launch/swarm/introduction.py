@@ -38,14 +38,14 @@ def make_discovery(swarm: SwarmConfig, peers: str, *, directory: Path, run: str)
         return PeerFile(given)
     if swarm.discovery == "file" or (peers and not is_maddrs(peers)):
         return PeerFile(Path(peers) if peers else directory / _GIVEN)
-    host = listen.rpartition(":")[0].strip("[]")
+    host = swarm.listen.rpartition(":")[0].strip("[]")
     return DhtDiscovery(
         DhtSettings(
             run=run,
             initial_peers=tuple(filter(None, peers.split(","))),
             listen=(f"/ip{ipaddress.ip_address(host).version}/{host}/tcp/0",),
             identity=directory / "dht_key",
-            allow=tuple(allow),
+            allow=tuple(bytes.fromhex(key) for key in swarm.allow),
         )
     )
 

@@ -1,4 +1,4 @@
-"""Answers of a peer to those who join the run or look at it: its configuration, and the state of all parts."""
+"""Answers of a peer to those who join the run or look at it: its configuration, and the state of parts."""
 
 import json
 from collections.abc import Callable, Sequence

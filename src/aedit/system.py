@@ -6,6 +6,7 @@ Standard library only, so that a hub, a node agent and the command line can impo
 import ctypes
 import gc
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -103,6 +104,16 @@ def anonymous_memory(name: str, num_bytes: int) -> int:
         os.unlink(path)
     os.ftruncate(fd, num_bytes)
     return fd
+
+
+PARENT = "AEDIT_PARENT"
+"""Environment variable with the id of the process with which an `aedit` command ends."""
+
+
+def end_with_named_parent() -> None:
+    """Do as `end_with_parent` if the environment names this process's parent, with SIGTERM."""
+    if parent := os.environ.pop(PARENT, ""):
+        end_with_parent(int(parent), signal.SIGTERM)
 
 
 def end_with_parent(parent: int, signal_number: int) -> None:
