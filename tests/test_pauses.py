@@ -172,7 +172,7 @@ def test_the_route_says_when_samples_run_on_after_its_deadline(place):
     for _ in range(2):  # asked again, it waits again
         status, _, answer = do("/pause?mode=wait&timeout_s=0.05").result(LIMIT_S)
         assert (status, answer["error"]["code"]) == (504, "timeout")
-        assert answer["error"]["message"].startswith("1 samples still run after 0.05 s. They go on")
+        assert answer["error"]["message"].startswith("samples that still run after 0.05 s: 1. They go on")
     assert service.host.is_paused
     waiting = do("/pause?mode=wait")
     until(lambda: len(service.host._loop._pausing) == 3, "the third request")
@@ -187,3 +187,12 @@ def test_the_route_says_when_samples_run_on_after_its_deadline(place):
     for query in ("mode=wait&timeout_s=0", "mode=wait&timeout_s=x", "mode=wait&timeout_s=nan", "timeout_s=1"):
         status, _, answer = do(f"/pause?{query}").result(LIMIT_S)
         assert (status, answer["error"]["param"]) == (400, "timeout_s")
+
+
+def test_a_server_that_ends_takes_no_pause(place):
+    service, steps, do = place
+    steps.open()
+    service.host.close()
+    for mode in ("wait", "abort"):
+        status, _, answer = do(f"/pause?mode={mode}").result(LIMIT_S)
+        assert (status, answer["error"]["code"]) == (503, "ending")

@@ -60,11 +60,7 @@ class _Control:
         if mode == "keep":
             host.pause()
         else:
-            ended = host.pause_after_running()
-            if mode == "abort":
-                host.abort_all(service.line)
-                ended = host.pause_after_running()  # ends after the command above
-            await _no_sample_runs(service, ended, limit_s)
+            await _no_sample_runs(service, limit_s, abort=mode == "abort")
         if request.query_params.get("clear_cache", "false").lower() not in ("false", "0"):
             await _finished(host.call(service.line, _clear_prefix_cache))
         return JSONResponse({"status": "paused", "mode": mode})
@@ -194,20 +190,24 @@ def _timeout_s(request: Request, mode: str) -> float:
     return value
 
 
-async def _no_sample_runs(service: Service, ended: "Future[None]", limit_s: float) -> None:
-    """Wait until no sample runs.
+async def _no_sample_runs(service: Service, limit_s: float, *, abort: bool) -> None:
+    """Start no further samples, and wait until none runs.
 
     Raises:
-        ApiError: The time has passed, or another request has changed the pause.
+        ApiError: The time has passed, another request has changed the pause, or the server is ending.
     """
     try:
+        ended = service.host.pause_after_running()
+        if abort:
+            service.host.abort_all(service.line)
+            ended = service.host.pause_after_running()  # ends after the command above
         await asyncio.wait_for(asyncio.wrap_future(ended), limit_s)
     except TimeoutError:
         counts = service.host.status()
         num_running = counts["samples"] - counts["waiting_run"] - counts["waiting_public"]
         message = (
-            f"{num_running} samples still run after {limit_s:g} s. They go on, and no other one starts: ask"
-            " again, or end the pause with /resume, or stop them with mode keep or abort"
+            f"samples that still run after {limit_s:g} s: {num_running}. They go on, and no other one starts:"
+            " ask again, or end the pause with /resume, or stop them with mode keep or abort"
         )
         raise ApiError(504, message, code="timeout") from None
     except Exception as error:
