@@ -200,6 +200,18 @@ def test_all_peers_know_each_other_soon_though_each_knew_one(count):
     assert (sum(peer.calls for peer in net.peers) - before) / 6 / count <= 3.5
 
 
+def test_every_live_peer_is_called_once_before_one_is_called_again():
+    net = network(10)
+    net.rounds_until(complete(net), 30)
+    peer = net.peers[4]
+    peer.exchanges._deck.clear()
+    for _ in range(4):
+        passed = [peer.exchanges.targets(net.now, 3, 0) for _ in range(3)]
+        assert sorted(address for called in passed for address in called) == sorted(
+            p.listens for p in net.peers if p is not peer
+        )
+
+
 def test_a_killed_peer_is_gone_for_all_after_its_lease_and_no_replay_keeps_it():
     net = network(24)
     net.rounds_until(complete(net), 30)
@@ -321,6 +333,12 @@ def test_addresses_that_have_answered_are_displaced_by_no_number_of_hints():
     for n in range(1000):
         dials.add(f"10.2.{n >> 8}.{n & 255}:1", Standing.CALLED, 0.0)
     assert len(dials) == 10
+    dials.add("10.3.0.1:1", Standing.ANSWERED, 0.0)  # in place of one that has not answered
+    for n in range(10):
+        dials.add(f"10.4.0.{n}:1", Standing.ANSWERED, 0.0)
+        dials.add(f"10.5.0.{n}:1", Standing.HINT, 0.0)
+    assert len(dials) == 10
+    assert {a for a in dials.due(0.5, 10) if a.startswith("10.5")} == set()
     assert {a for a in dials.due(100.0, 10) if a.startswith("10.1")} == {f"10.1.0.{n}:1" for n in range(4)}
 
 
