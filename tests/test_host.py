@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kit.hosts import LIMIT_S, Kept, Steps, host_of
+from kit.hosts import LIMIT_S, Kept, Steps, host_of, submit
 from kit.rollouts import decode_plainly, logprobs_of, prompts_of, tiny_policy
 from kit.waiting import until
 
@@ -33,12 +33,6 @@ def policy():
 def closing():
     with contextlib.ExitStack() as stack:
         yield lambda host: stack.callback(host.close) and host
-
-
-def submit(host, prompts, **options):
-    kept = [Kept() for _ in prompts]
-    tickets = [host.submit("a", p, k, **options) for p, k in zip(prompts, kept, strict=True)]
-    return kept, tickets
 
 
 def test_samples_of_many_threads_are_those_of_plain_decoding(policy, closing):

@@ -85,7 +85,9 @@ def served(tmp_path, monkeypatch):
         ([LISTED, AWAY, BUSY, LISTED, FINISHED], 0, "the run is finished"),
     ],
 )
-def test_a_server_ends_with_one_line_that_says_why_and_an_exit_code(replies, code, reason, served, capsys):
+def test_a_server_ends_with_one_line_that_says_why_and_an_exit_code(
+    replies, code, reason, served, capsys, tmp_path
+):
     found, events = served(*replies)
     assert found == code
     said = capsys.readouterr().out.splitlines()
@@ -94,6 +96,11 @@ def test_a_server_ends_with_one_line_that_says_why_and_an_exit_code(replies, cod
     assert (events[-1]["event"], events[-1]["reason"]) == ("end", reason)
     names = [event["event"] for event in events]
     assert names.count("hub_lost") == (AWAY in replies), "once, however often it does not answer"
+    assert main(["status", str(tmp_path / "run" / "servers" / "s1")]) == 0
+    shown = " ".join(capsys.readouterr().out.replace("\u2502", " ").split())
+    assert "rollout server s1" in shown
+    assert f"state {reason} address 127.0.0.1:" in shown
+    assert ("hub lost 1 time" in shown) == (AWAY in replies)
 
 
 def test_a_name_that_is_taken_at_the_start_is_a_mistake_of_the_user_in_one_line(served, capsys):

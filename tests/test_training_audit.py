@@ -1,6 +1,7 @@
 """Tests of the audit in the training forward: margins, exclusion from the loss, accusation."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +14,14 @@ from aedit.launch.config.config import ModelConfig, RunConfig
 from aedit.launch.config.load import parse
 from aedit.launch.config.rl import PromptConfig, RLConfig, RLSamplingConfig
 from aedit.launch.node.rl_audit import TrainingAudit, audit_options
+from aedit.launch.node.rl_objective import PolicyObjective
 from aedit.launch.node.rl_policy import PolicyGradient
 from aedit.launch.node.rl_samples import Sample
 from aedit.spec_rollout.audit.calibration import Calibration
 from aedit.spec_rollout.audit.make import make_auditor
 from aedit.spec_rollout.audit.recording import weights_files
+from aedit.spec_rollout.rl.groups import Group
+from aedit.spec_rollout.rl.problems import Problem
 from aedit.spec_rollout.sampling.samples import Sampling
 
 VERSION = 6
@@ -62,6 +66,73 @@ def gradient(samples, version=VERSION, steps=1):
         made.model.zero_grad()
         made.accumulate(samples, lambda loss: None, version if step == 0 else None)
     return {name: each.grad.clone() for name, each in made.model.named_parameters()}, accused
+
+
+def objective(groups, settings, audit):
+    """Return the objective of a rank whose next batch is `groups`, at policy version `VERSION`."""
+    made = PolicyGradient(
+        config=settings,
+        model=policy().train(),
+        reference=None,
+        shards=Shards(),
+        device=torch.device("cpu"),
+        audit=audit,
+    )
+    return PolicyObjective(
+        config=settings,
+        sync=SimpleNamespace(steps=0),
+        stream=SimpleNamespace(
+            next_batch=lambda: groups, trained=lambda count: (), first_pending=lambda: len(groups)
+        ),
+        gradient=made,
+        warm_up=None,
+        records=SimpleNamespace(add_batch=lambda groups, version: None, train_s=0.0, newest={}),
+        held_out=(),
+        curriculum=None,
+        greedy=SAMPLING,
+        online=None,
+        deaths=None,
+        directory=Path(),
+        version=VERSION,
+        started=True,
+    )
+
+
+def groups_of(samples, size):
+    """Return groups of `size` samples each, whose rewards are 1 and 0 in turn."""
+    rollouts = [each.rollout for each in samples]
+    return [
+        Group(
+            position=i,
+            problem=Problem(index=i, prompt="", tokens=(), columns={}),
+            rollouts=tuple(rollouts[start : start + size]),
+            rewards=tuple(float(j % 2) for j in range(size)),
+        )
+        for i, start in enumerate(range(0, len(rollouts), size))
+    ]
+
+
+def train(groups, **rl):
+    """Train one batch with weights that move between the inner steps.
+
+    Returns:
+        The audit, the accusations, the objective, and the number of forward passes.
+    """
+    accused, passes = [], []
+    settings = config(**rl)
+    audit = TrainingAudit.of(settings, lambda *found: accused.append(found))
+    made = objective(groups, settings, audit)
+    model = made.gradient.model
+    model.register_forward_hook(lambda *_: passes.append(1))
+    made.take_groups()
+    while made.has_steps():
+        model.zero_grad()
+        made.accumulate_gradients(lambda loss: None)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.5 * parameter.grad
+        made.end_step()
+    return audit, accused, made, len(passes)
 
 
 def oracle(samples, num_tokens_of=None):
@@ -111,6 +182,64 @@ def test_it_stays_left_out_at_later_steps_on_the_batch():
     found, accused = gradient(samples, steps=2)
     assert_same(found, oracle(samples[:3] + samples[4:], num_tokens_of=5))
     assert len(accused) == 1
+
+
+@pytest.mark.parametrize("importance", ["off", "token"])
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("place", [0, 3, 5])
+def test_a_false_sample_is_found_in_every_part_of_a_batch_before_the_weights_move(place, epochs, importance):
+    samples = batch()
+    rollout = samples[place].rollout
+    rollout.servers[:] = [(0, "liar")]
+    rollout.tokens[5] = (rollout.tokens[5] + 1) % 48
+    audit, accused, _, _ = train(groups_of(samples, 2), batches=3, epochs=epochs, importance=importance)
+    ((server, _, evidence),) = accused
+    assert (server, evidence["place"], evidence["version"]) == ("liar", 5, VERSION)
+    assert audit.excluded == {rollout.prompt.key}
+
+
+@pytest.mark.parametrize("importance", ["off", "token"])
+def test_true_samples_of_servers_are_judged_once_each_and_pass_in_every_part(importance):
+    samples = batch()
+    for each in samples:
+        each.rollout.servers[:] = [(0, "true")]
+    audit, accused, made, _ = train(groups_of(samples, 2), batches=3, epochs=2, importance=importance)
+    assert (accused, audit.excluded) == ([], set())
+    record = audit.servers["true"]
+    assert record.num_samples == len(samples)
+    assert record.num_tokens == sum(len(each.rollout.tokens) for each in samples)
+    assert set(made._proximal) == (
+        {each.rollout.prompt.key for each in samples} if importance == "token" else set()
+    )
+    for each in samples if importance == "token" else ():
+        # The engine's log-probabilities are those of the weights before the first step.
+        found, known = made._proximal[each.rollout.prompt.key], each.rollout.logprobs
+        torch.testing.assert_close(found.tolist(), known, rtol=0, atol=1e-4)
+
+
+def test_a_false_sample_of_a_later_part_has_no_part_in_the_loss():
+    samples = batch(lie=True)
+    settings = config(batches=2)
+    audit = TrainingAudit.of(settings, lambda *found: None)
+    made = objective((), settings, audit).gradient
+    made.before_steps([samples[:3], samples[3:]], VERSION)
+    made.accumulate(samples[3:], lambda loss: None, None)
+    found = {name: each.grad for name, each in made.model.named_parameters()}
+    assert_same(found, oracle(samples[4:]))
+
+
+def test_only_what_has_to_be_checked_costs_a_forward_pass_and_as_many_on_each_rank():
+    groups, rl = groups_of(batch(), 2), {"batches": 3, "epochs": 1}
+    assert train(groups, **rl)[3] == 3 + 1  # the fourth sample, in the second part
+    for group in groups:
+        for rollout in group.rollouts:
+            rollout.servers.clear()
+    assert train(groups, **rl)[3] == 3
+    assert train(groups, importance="token", **rl)[3] == 3 + 1  # all six in one
+    gradient = objective((), config(**rl), TrainingAudit.of(config(), print)).gradient
+    gradient.shards = SimpleNamespace(size=1, most=lambda numbers: [2])
+    assert len(gradient._to_check(batch()[1:], VERSION)) == 2, "another rank has two to check"
+    assert gradient._to_check(batch()[1:], VERSION)[0].rollout.servers == [(0, "liar")]
 
 
 @pytest.mark.parametrize(

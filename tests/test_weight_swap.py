@@ -103,13 +103,36 @@ def test_samples_continue_one_by_one_while_others_are_computed():
     swap.fill(weights(2))
     lengths = [len(rollout.tokens) for rollout in rollouts]
     swap.recompute(2)
-    assert made.waiting == rollouts
+    assert sorted(made.waiting, key=rollouts.index) == rollouts
     numbers = []
     while len(made.running) < 4:
         made.step()
         numbers.append(len(made.running))
     assert set(numbers) >= {1, 2, 3}
-    assert rollouts[0].versions[lengths[0] :].count(2) > rollouts[3].versions[lengths[3] :].count(2)
+    news = {r.prompt.key: r.versions[n:].count(2) for r, n in zip(rollouts, lengths, strict=True)}
+    assert max(news.values()) > min(news.values())
+
+
+def test_the_shortest_text_is_computed_first_so_that_no_token_waits_for_a_longer_one():
+    made = engine(rows=4)
+    long, short = (replace(prompts_of(1, seed=k, max_new_tokens=24)[0], rollout=k) for k in range(2))
+    long = replace(long, tokens=(long.tokens * 20)[:60])
+    rollouts = [made.add(prompt) for prompt in (long, short)]
+    while len(made.running) < 2:
+        made.step()
+    swap = WeightSwap(made)
+    swap.fill(weights(2))
+    swap.recompute(2)
+    num_tokens = len(short.tokens) + len(rollouts[1].tokens)
+    num_silent = 0
+    while not made.running:
+        made.step()
+        num_silent += 1
+    assert made.running == [rollouts[1]]
+    assert num_silent <= -(-num_tokens // PREFILL_TOKENS)
+    while made.running or made.waiting:
+        made.step()
+    assert [rollout.tokens for rollout in rollouts] == [expected(rollout) for rollout in rollouts]
 
 
 def test_the_contract_of_update_weights_is_as_before():

@@ -30,18 +30,26 @@ class Amount:
     rows: int = 4
     prompt: int = 64
     answer: int = 400
-    steps: int = 40
+    steps: int = 110
     versions: int = 4
     prefill_tokens: int = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Pauses:
-    """Seconds between the ends of two steps, while versions change in one way."""
+    """Seconds between the beginnings of two steps, while versions change in one way."""
 
     way: Way
     gaps_s: tuple[float, ...]
-    """All of them, those of the first step of a sample left out."""
+    starts_s: tuple[float, ...]
+    """Those of the steps in which a new sample started: a step and the computation of a prompt."""
+    silent_s: float
+    """Longest time without a token of any sample."""
+
+    @property
+    def start_s(self) -> float:
+        """Return the median of the steps that start a sample."""
+        return float(np.median(self.starts_s))
 
     def of(self, quantile: float) -> float:
         """Return a quantile."""
@@ -49,13 +57,16 @@ class Pauses:
 
 
 class Counter:
-    """Receiver that starts its sample again when it ends, so that all rows stay busy."""
+    """Receiver that notes when tokens come, and starts a new sample after the end so that rows stay busy."""
 
-    def __init__(self, again: Callable[["Counter"], object]) -> None:
-        self._again = again
+    def __init__(self, steps: "Steps", again: Callable[["Counter"], object]) -> None:
+        self._steps, self._again = steps, again
 
     def tokens(self, rollout: Rollout, start: int) -> None:
-        """Ignore tokens: steps are counted elsewhere."""
+        """Note the time, and the step if these are the first tokens of the sample."""
+        self._steps.tokens_s.append(time.monotonic())
+        if start == 0:
+            self._steps.starts.append(len(self._steps.times_s) - 1)
 
     def ended(self, rollout: Rollout) -> None:
         """Start again."""
@@ -71,6 +82,10 @@ class Steps:
 
     def __init__(self) -> None:
         self.times_s: list[float] = []
+        self.tokens_s: list[float] = []
+        """Times at which tokens of a sample came."""
+        self.starts: list[int] = []
+        """Number of the step in which each sample got its first token."""
         self._todo: list[Callable[[], object]] = []
         self._changed = threading.Condition()
 
@@ -104,7 +119,7 @@ def measure(model: PreTrainedModel, way: Way, amount: Amount) -> Pauses:
     engine = Engine.of(model, rows=amount.rows, max_tokens=amount.prompt + amount.answer, limits=limits)
     try:
         host.open(LINE, lambda: engine, between_steps=steps)
-        _submit_all(host, amount, model.config.vocab_size)
+        _submit_all(host, steps, amount, model.config.vocab_size)
         steps.wait(amount.prompt * amount.rows // amount.prefill_tokens + 20)
         first = len(steps.times_s)
         own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -112,9 +127,23 @@ def measure(model: PreTrainedModel, way: Way, amount: Amount) -> Pauses:
             if way != "no new weights":
                 _change(host, steps, way, own, version)
             steps.wait(amount.steps)
-        return Pauses(way, tuple(np.diff(steps.times_s[first:]).tolist()))
+        return _pauses(way, steps, first)
     finally:
         host.close(LIMIT_S)
+
+
+def _pauses(way: Way, steps: Steps, first: int) -> Pauses:
+    """Return the pauses from a step on."""
+    last = len(steps.times_s) - 1
+    gaps_s = np.diff(steps.times_s[first : last + 1]).tolist()
+    began_s, ended_s = steps.times_s[first], steps.times_s[last]
+    tokens_s = [time_s for time_s in list(steps.tokens_s) if began_s <= time_s <= ended_s]
+    return Pauses(
+        way,
+        tuple(gaps_s),
+        tuple(gaps_s[i - first] for i in list(steps.starts) if first <= i < last),
+        float(np.max(np.diff([began_s, *tokens_s, ended_s]))),
+    )
 
 
 def _change(host: EngineHost, steps: Steps, way: Way, own: Weights, version: int) -> None:
@@ -133,13 +162,14 @@ def _moved(tensor: Tensor, version: int) -> Tensor:
     return tensor * (1 + 1e-4 * version) if tensor.is_floating_point() else tensor
 
 
-def _submit_all(host: EngineHost, amount: Amount, vocabulary: int) -> None:
+def _submit_all(host: EngineHost, steps: Steps, amount: Amount, vocabulary: int) -> None:
+    """Submit a sample for each row. The first ones are of unequal length, so that they end one by one."""
     generator = torch.Generator().manual_seed(0)
 
-    def submit(counter: Counter) -> None:
+    def submit(counter: Counter, answer: int = amount.answer) -> None:
         tokens = torch.randint(vocabulary, (amount.prompt,), generator=generator).tolist()
-        sampling = Sampling(max_new_tokens=amount.answer)
+        sampling = Sampling(max_new_tokens=answer)
         host.submit(LINE, Prompt(tokens=tuple(tokens), sampling=sampling), counter)
 
-    for _ in range(amount.rows):
-        submit(Counter(submit))
+    for row in range(amount.rows):
+        submit(Counter(steps, submit), amount.answer * (row + 1) // amount.rows)

@@ -28,7 +28,8 @@ class AuditConfig:
 
     training: bool = True
     """Check also in the forward pass of training, where the weights are still those that have generated: all
-    samples, at the cost of their noise."""
+    samples, at the cost of their noise. With `rl.batches` above 1 and `rl.importance = "off"`, samples of
+    servers in later parts of a batch cost one more forward pass."""
 
     device: str = "same"
     """Device of the recomputation: `same` as that of training, `cpu`, or `cuda:1`."""

@@ -88,8 +88,9 @@ class PolicyObjective:
         """Wait for the groups of the next batch, and divide them into the inner steps on them."""
         groups = self.stream.next_batch()
         self.records.add_batch(groups, self.version)
-        self._proximal = self.gradient.proximal(samples_of(groups, self.config.rl))
         parts = parts_of(groups, self.config.rl.batches)
+        samples = [samples_of(part, self.config.rl) for part in parts]
+        self._proximal = self.gradient.before_steps(samples, self.version)
         self._steps.extend(parts * self.config.rl.epochs)
         self._new, self._is_first = len(parts), True
 

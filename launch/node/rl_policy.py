@@ -80,20 +80,45 @@ class PolicyGradient:
         return int(num_tokens)
 
     @torch.no_grad()
-    def proximal(self, samples: Sequence[Sample]) -> dict[Key, Tensor]:
-        """Return the log-probabilities of the present weights for each rollout's tokens, by its key.
+    def before_steps(self, parts: Sequence[Sequence[Sample]], version: int) -> dict[Key, Tensor]:
+        """Run the forward passes that the inner steps on `parts` of a batch need before the first of them.
 
-        Nothing if no loss will need them: without importance weights, and for a single step on the batch.
+        Samples of servers in later parts are checked here: their own steps come when the weights have moved.
+
+        Args:
+            parts: This rank's samples of each inner step.
+            version: Policy version that the weights are.
+
+        Returns:
+            The log-probabilities of the present weights for each rollout's tokens, by its key. Nothing if no
+            loss will need them: without importance weights, and for a single step on the batch.
         """
         rl, found = self.config.rl, {}
-        if rl.importance == "off" or rl.epochs * rl.batches == 1:
-            return {}
+        is_proximal = rl.importance != "off" and rl.epochs * rl.batches > 1
+        samples: Sequence[Sample] = [
+            sample for part in (parts if is_proximal else parts[1:]) for sample in part
+        ]
+        if not is_proximal:
+            samples = self._to_check(samples, version)
         for part in micro_batches(samples, self._size):
             batch = to_tensors(part, self.device, whole=True)
-            logp_BT = self.logprobs(self.model, batch)[0].cpu()
-            for sample, logp_T, mask_T in zip(part, logp_BT, batch.mask_BT.cpu(), strict=True):
-                found[sample.rollout.prompt.key] = logp_T[mask_T]
+            logits_NV = self._answer_logits(self.model, batch)
+            if self.audit is not None:
+                self.audit.check(part, logits_NV, version, whole=True)
+            if is_proximal:
+                logp_BT = self._of_logits(logits_NV, batch)[0].cpu()
+                for sample, logp_T, mask_T in zip(part, logp_BT, batch.mask_BT.cpu(), strict=True):
+                    found[sample.rollout.prompt.key] = logp_T[mask_T]
         return found
+
+    def _to_check(self, samples: Sequence[Sample], version: int) -> Sequence[Sample]:
+        """Return samples with all that the audit has to check, as many on each rank. Collective."""
+        if self.audit is None or not samples:
+            return []
+        audit = self.audit
+        first = [sample for sample in samples if audit.has_to_check(sample, version)]
+        others = [sample for sample in samples if not audit.has_to_check(sample, version)]
+        return [*first, *others][: self.shards.most([len(first)])[0]]
 
     def means(self) -> dict[str, float]:
         """Return the means of `loss_metrics` over the ranks since the last call."""

@@ -23,6 +23,7 @@ from aedit.launch.rundir.records import (
     StartEvent,
 )
 from aedit.launch.rundir.rl_records import RLEvalEvent
+from aedit.launch.rundir.server_records import KEY_FILE
 from aedit.launch.rundir.values import BAD_LINE, Line
 from aedit.types import UserError
 
@@ -100,7 +101,12 @@ def require_run(run_dir: Path) -> None:
         inside = Path("runs") / run_dir
         hint = f"did you mean {inside}?" if (inside / "run.toml").is_file() else ""
         if (run_dir / "servers").is_dir():
-            hint = "servers/NAME has records of rollout servers; name their hub as HOST:PORT"
+            hint = (
+                "servers/NAME has records of rollout servers, which `aedit status` shows; for the run, name"
+                " their hub as HOST:PORT"
+            )
+        if (run_dir / KEY_FILE).is_file():
+            hint = "it is the folder of a rollout server, which `aedit status` shows"
         hint = hint or "name one such as runs/NAME, or a running hub as HOST:PORT"
         raise UserError(f"{run_dir}: not a run directory, since it has no run.toml; {hint}")
 

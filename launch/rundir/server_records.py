@@ -7,6 +7,9 @@ from typing import Any
 
 from aedit.launch.rundir.values import Line, counts, number, text
 
+KEY_FILE = "signing.key"
+"""File with a server's key in its folder. Folders of nodes and hubs do not have it."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServerSample:

@@ -134,7 +134,8 @@ class RunMember:
             card = self.card()
             named = ("name", "address", "rows", "tokens_per_s", "serial", "running", "waiting", "state")
             values = {name: getattr(card, name) for name in (*named, "idle_s", "idle_used_s")}
-            self._recorder.metrics(**values, tokens=self._host.status()["tokens"], **self._figures())
+            host = self._host.status()
+            self._recorder.metrics(**values, tokens=host["tokens"], samples=host["over"], **self._figures())
 
     def leave(self, timeout_s: float) -> None:
         """Let the trainers take their samples back, for up to `timeout_s`; take no new ones meanwhile."""

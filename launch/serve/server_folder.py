@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aedit.launch.rundir.prepare import claimed, file_name
+from aedit.launch.rundir.server_records import KEY_FILE
 from aedit.proto.wire.security import name_of
 from aedit.proto.wire.signing_key import SigningKey
 from aedit.types import UserError
 
-KEY_FILE = "signing.key"
 MOST_HERE = 64
 """Servers without a name in one run directory."""
 

@@ -181,8 +181,8 @@ class RowScheduler:
     def recompute(self, *, in_steps: bool) -> None:
         """Compute the state of all running samples again with the current weights.
 
-        in_steps: They start again like waiting samples, before all others, within the limit of computed
-        tokens even while no sample is running.
+        in_steps: They start again like waiting samples, before all others and the shortest text first, within
+        the limit of computed tokens even while no sample is running.
         """
         for row in range(len(self.running)):
             self._release(row, finished=False)
@@ -193,6 +193,8 @@ class RowScheduler:
             if isinstance(drafter, PolicyReader):
                 drafter.read_policy(self.target.embedding, self.target.head)
         rollouts = [live.rollout for live in self.running]
+        if in_steps:  # the shortest text first: the next token of any sample comes as soon as possible
+            rollouts.sort(key=lambda rollout: len(rollout.prompt.tokens) + len(rollout.tokens))
         self.running, self._sampling, self._is_full = [], None, False
         self.waiting.extendleft(reversed(rollouts))
         if in_steps:

@@ -37,6 +37,11 @@ class Scoring:
         self._begin(-1)
 
     @property
+    def has_begun(self) -> bool:
+        """Return true if a part was computed."""
+        return self._num_done > 0
+
+    @property
     def num_left(self) -> int:
         """Return the number of tokens that are still to be computed."""
         return len(self.tokens) - self._num_done

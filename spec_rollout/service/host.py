@@ -242,16 +242,25 @@ class EngineHost:
 
     def pause(self) -> None:
         """Stop stepping after the current step. Samples stay where they are; new ones are queued."""
-        self._loop.set_paused(True)
+        self._loop.set_pause("keep")
+
+    def pause_after_running(self) -> Future[None]:
+        """Start no further samples; those that run go on to their ends, and the others are queued.
+
+        Returns:
+            A future that ends when no sample runs, or with `PauseReplaced` if `resume` or `pause` is called
+            before.
+        """
+        return self._loop.pause_after_running()
 
     def resume(self) -> None:
-        """Go on after `pause`."""
-        self._loop.set_paused(False)
+        """Go on after `pause` or `pause_after_running`."""
+        self._loop.set_pause("off")
 
     @property
     def is_paused(self) -> bool:
-        """Return true between `pause` and `resume`."""
-        return self._loop.is_paused
+        """Return true from `pause` or `pause_after_running` on until `resume`."""
+        return self._loop.pause != "off"
 
     @property
     def error(self) -> BaseException | None:
@@ -273,7 +282,7 @@ class EngineHost:
             return {
                 "samples": loop.num_live,
                 **counts,
-                "paused": loop.is_paused,
+                "paused": loop.pause != "off",
                 "ending": loop.is_ending,
                 "error": "" if loop.error is None else repr(loop.error),
                 **loop.figures.status(),

@@ -64,6 +64,15 @@ class HostLine:
         return len(self._finishing)
 
     @property
+    def is_running(self) -> bool:
+        """Return true if samples are in the engine, or a text is scored in part."""
+        return bool(self.tickets) or self._is_scoring
+
+    @property
+    def _is_scoring(self) -> bool:
+        return bool(self.scorings) and self.scorings[0][0].has_begun
+
+    @property
     def is_busy(self) -> bool:
         """Return true if samples are in the engine, or texts wait to be scored."""
         return bool(self.tickets or self.scorings)
@@ -130,13 +139,16 @@ class HostLine:
             ticket.rollout = rollout
             self.tickets[rollout.prompt.key] = ticket
 
-    def step(self) -> None:
+    def step(self, *, starts: bool = True) -> None:
         """Run one step of the engine and tell the receivers.
 
         A sample for which the engine has no next token or no memory fails; the others go on.
+
+        Args:
+            starts: The first text to score may be begun.
         """
         self._between_steps()
-        if self.scorings:
+        if self._is_scoring or (starts and self.scorings):
             self._score()
         if self.weights.finishing is not None:
             self._step(self.weights.finishing)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.service.host_figures import HostFigures
@@ -21,6 +21,7 @@ from aedit.spec_rollout.service.tickets import (
     HostEnding,
     HostLimits,
     LineClosed,
+    PauseReplaced,
     Priority,
     Ticket,
 )
@@ -32,6 +33,9 @@ log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 60.0
 """Longest wait without a look at the state."""
+
+Pause = Literal["off", "wait", "keep"]
+"""off: samples start and run; wait: those that run go on, none starts; keep: nothing is computed."""
 
 IdleWindow = Callable[[str], AbstractContextManager[None]]
 """`IdleWork.window`."""
@@ -54,7 +58,10 @@ class HostLoop:
         """Samples that wait or are in an engine."""
         self.next_deadline_s = math.inf
         """No deadline of a sample is before this time."""
-        self.is_paused = self.is_ending = self.is_closing = False
+        self.pause: Pause = "off"
+        self._pausing: list[Future[None]] = []
+        """Futures of `pause_after_running` that have not ended."""
+        self.is_ending = self.is_closing = False
         self.error: BaseException | None = None
         self._turn = 0
 
@@ -91,11 +98,25 @@ class HostLoop:
             self.commands.append(command)
             self.changed.notify_all()
 
-    def set_paused(self, is_paused: bool) -> None:
-        """Stop or go on."""
+    def set_pause(self, pause: Pause) -> None:
+        """Stop or go on. What `pause_after_running` has returned fails."""
         with self.changed:
-            self.is_paused = is_paused
+            self.pause = pause
+            replaced, self._pausing = self._pausing, []
             self.changed.notify_all()
+        what = "resumed" if pause == "off" else "paused in another way"
+        for done in replaced:
+            settle(done, PauseReplaced(f"the server was {what} before the running samples had ended"))
+
+    def pause_after_running(self) -> Future[None]:
+        """Start no further samples; return a future that ends when none runs."""
+        done: Future[None] = Future()
+        with self.changed:
+            self.check_alive()
+            self.pause = "wait"
+            self._pausing.append(done)
+            self.changed.notify_all()
+        return done
 
     def forget(self, ticket: Ticket) -> None:
         """Take note that a sample is over."""
@@ -111,6 +132,8 @@ class HostLoop:
         return bool(self.waiting.first(line.name, priority, 1, lambda t: t.min_version <= version))
 
     def _is_busy(self, line: HostLine) -> bool:
+        if self.pause != "off":
+            return self.pause == "wait" and line.is_running
         return line.is_busy or any(self._is_ready(line, each) for each in Priority)
 
     def _has_run_samples(self, line: HostLine) -> bool:
@@ -125,6 +148,7 @@ class HostLoop:
                 self._run_commands()
                 self._expire()
                 if (line := self._next_line()) is None:
+                    self._end_pausing()
                     self._wait()
                 else:
                     self._step(line)
@@ -149,7 +173,7 @@ class HostLoop:
     def _next_line(self) -> HostLine | None:
         """Return the line whose turn it is; None if no line has work."""
         with self.changed:
-            busy = [] if self.is_paused else list(filter(self._is_busy, self.lines.values()))
+            busy = list(filter(self._is_busy, self.lines.values()))
             if not busy:
                 return None
             first = [line for line in busy if self._has_run_samples(line)]
@@ -162,7 +186,8 @@ class HostLoop:
 
     def _step(self, line: HostLine) -> None:
         with self.changed:
-            chosen = line.choose(self.waiting)
+            starts = self.pause != "wait"
+            chosen = line.choose(self.waiting) if starts else []
             for ticket in chosen:
                 self.waiting.remove(ticket)
         evicted = line.evict(len(chosen))
@@ -170,23 +195,32 @@ class HostLoop:
             for ticket in evicted:
                 self.waiting.put_first(ticket)
         line.start(chosen)
-        line.step()
+        line.step(starts=starts)
         with self.changed:
             self.figures.update(line)
+
+    def _end_pausing(self) -> None:
+        """End the futures of `pause_after_running` if nothing runs and no command waits."""
+        with self.changed:
+            if self.commands or self.pause != "wait" or any(map(self._is_busy, self.lines.values())):
+                return
+            ended, self._pausing = self._pausing, []
+        for done in ended:
+            settle(done, None)
 
     def _wait(self) -> None:
         """Wait for work, a command, or the next deadline."""
         until_s = self.next_deadline_s
 
         def has_news() -> bool:
-            if self.is_closing or self.commands or self.next_deadline_s < until_s:
+            if self.is_closing or self.commands or self._pausing or self.next_deadline_s < until_s:
                 return True
             if any(line.weights.is_prepared for line in self.lines.values()):
                 return True
-            return not self.is_paused and any(map(self._is_busy, self.lines.values()))
+            return any(map(self._is_busy, self.lines.values()))
 
         cause = "weights" if self.num_live else "no requests"
-        with nullcontext() if self.is_paused else self.idle(cause), self.changed:
+        with self.idle(cause) if self.pause == "off" else nullcontext(), self.changed:
             self.changed.wait_for(has_news, min(MAX_WAIT_S, max(0.0, until_s - self.clock())))
 
     def _expire(self) -> None:
@@ -263,9 +297,10 @@ class HostLoop:
         with self.changed:
             names = list(self.lines)
             self.commands.clear()
+            pausing, self._pausing = self._pausing, []
             self.changed.notify_all()
         for name in names:
             self.close_line(name, error)
-        for done in self.calls:
+        for done in (*self.calls, *pausing):
             settle(done, error)
         self.calls.clear()

@@ -50,6 +50,10 @@ class HostEnding(RuntimeError):
     """The host is ending and takes no samples."""
 
 
+class PauseReplaced(RuntimeError):
+    """The host was resumed, or paused in another way, before the running samples had ended."""
+
+
 class DeadlinePassed(TimeoutError):
     """The sample was not finished at its deadline."""
 

@@ -81,3 +81,10 @@ def host_of(*, rows=2, limits=None, model=None, steps=None, **options):
     engine = Engine.of(model if model is not None else tiny_policy(), rows=rows, max_tokens=64, **options)
     host.open("a", lambda: engine, **({} if steps is None else {"between_steps": steps}))
     return host
+
+
+def submit(host, prompts, **options):
+    """Submit samples to line `a`; return their receivers and tickets."""
+    kept = [Kept() for _ in prompts]
+    tickets = [host.submit("a", p, k, **options) for p, k in zip(prompts, kept, strict=True)]
+    return kept, tickets

@@ -1,6 +1,7 @@
 """Control routes: pause, weights, samples. They change the server, so they have an address of their own."""
 
 import asyncio
+import math
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from aedit.spec_rollout.service.http.service import Service
 from aedit.spec_rollout.service.http.weight_files import checksums, read_weights
 
 UPDATE_S = 600.0
-"""Time for new weights to be read and taken over."""
-MODES = ("keep", "abort")
+"""Time for new weights to be read and taken over, and for running samples to end before a pause."""
+MODES = ("keep", "wait", "abort")
 
 
 def control_routes(root: Path | None) -> list[Route]:
@@ -47,17 +48,21 @@ class _Control:
     async def pause(self, request: Request) -> Response:
         """Stop generating.
 
-        mode: "keep" (default) lets samples wait where they are, "abort" ends them now. Requests that come
-        meanwhile are queued.
+        mode: "keep" (default) lets samples wait where they are, "wait" lets those that run end and answers
+        then, "abort" ends all that are here. Requests that come meanwhile are queued. timeout_s: longest wait
+        for the samples that run.
         """
-        host, mode = _service(request).host, request.query_params.get("mode", "keep")
+        service = _service(request)
+        host, mode = service.host, request.query_params.get("mode", "keep")
         if mode not in MODES:
             raise bad_request("mode", f"must be one of {', '.join(MODES)}, got {mode[:64]!r}")
+        limit_s = _timeout_s(request, mode)
+        if mode == "keep":
+            host.pause()
+        else:
+            await _no_sample_runs(service, limit_s, abort=mode == "abort")
         if request.query_params.get("clear_cache", "false").lower() not in ("false", "0"):
-            await _finished(host.call(_service(request).line, _clear_prefix_cache))
-        if mode == "abort":
-            host.abort_all(_service(request).line)
-        host.pause()
+            await _finished(host.call(service.line, _clear_prefix_cache))
         return JSONResponse({"status": "paused", "mode": mode})
 
     async def resume(self, request: Request) -> Response:
@@ -167,6 +172,46 @@ class _Control:
 def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
+
+
+def _timeout_s(request: Request, mode: str) -> float:
+    """Return the parameter timeout_s of a pause."""
+    text = request.query_params.get("timeout_s")
+    if text is None:
+        return UPDATE_S
+    if mode == "keep":
+        raise bad_request("timeout_s", "needs mode wait or abort: mode keep waits for no sample")
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= UPDATE_S:
+        raise bad_request("timeout_s", f"must be above 0 and at most {UPDATE_S:g}, got {text[:64]!r}")
+    return value
+
+
+async def _no_sample_runs(service: Service, limit_s: float, *, abort: bool) -> None:
+    """Start no further samples, and wait until none runs.
+
+    Raises:
+        ApiError: The time has passed, another request has changed the pause, or the server is ending.
+    """
+    try:
+        ended = service.host.pause_after_running()
+        if abort:
+            service.host.abort_all(service.line)
+            ended = service.host.pause_after_running()  # ends after the command above
+        await asyncio.wait_for(asyncio.wrap_future(ended), limit_s)
+    except TimeoutError:
+        counts = service.host.status()
+        num_running = counts["samples"] - counts["waiting_run"] - counts["waiting_public"]
+        message = (
+            f"samples that still run after {limit_s:g} s: {num_running}. They go on, and no other one starts:"
+            " ask again, or end the pause with /resume, or stop them with mode keep or abort"
+        )
+        raise ApiError(504, message, code="timeout") from None
+    except Exception as error:
+        raise host_error(error) from error
 
 
 def _clear_prefix_cache(engine: Any) -> None:

@@ -5,7 +5,13 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from aedit.spec_rollout.service.tickets import DeadlinePassed, HostEnding, LineClosed, Overloaded
+from aedit.spec_rollout.service.tickets import (
+    DeadlinePassed,
+    HostEnding,
+    LineClosed,
+    Overloaded,
+    PauseReplaced,
+)
 
 INVALID, SERVER = "invalid_request_error", "server_error"
 
@@ -74,6 +80,8 @@ def host_error(error: Exception) -> ApiError:
             return ApiError(429, message, code="overloaded", retry_after_s=error.retry_after_s)
         case HostEnding() | LineClosed():
             return ApiError(503, str(error), code="ending", retry_after_s=5.0)
+        case PauseReplaced():
+            return ApiError(409, str(error), code="pause_replaced")
         case DeadlinePassed():
             return ApiError(504, str(error), code="timeout")
         case ValueError():

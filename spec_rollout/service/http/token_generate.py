@@ -1,16 +1,19 @@
 """POST /inference/v1/generate: tokens in, tokens out, with the policy version of each token."""
 
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from aedit.spec_rollout.engine.scoring import Scoring
 from aedit.spec_rollout.sampling.samples import Rollout
+from aedit.spec_rollout.service.http.answering import answered
 from aedit.spec_rollout.service.http.answers import usage
-from aedit.spec_rollout.service.http.bodies import json_body
-from aedit.spec_rollout.service.http.common_fields import read_key_fields
+from aedit.spec_rollout.service.http.common_fields import read_key_fields, read_stream
 from aedit.spec_rollout.service.http.completions import DEFAULT_TOKENS
+from aedit.spec_rollout.service.http.event_stream import event
 from aedit.spec_rollout.service.http.fields import Fields
 from aedit.spec_rollout.service.http.generation import Call, Generation
 from aedit.spec_rollout.service.http.logprobs import finite
@@ -19,28 +22,23 @@ from aedit.spec_rollout.service.http.sampling_fields import BIGGEST, read_sampli
 from aedit.spec_rollout.service.http.service import Service
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRequest:
+    """A request for the tokens that follow a prompt of tokens."""
+
+    call: Call
+    logprobs: int | None
+    """Number of alternatives of each token; None: no log-probabilities."""
+    include_usage: bool
+
+
 async def generate(request: Request) -> Response:
     """Answer a request."""
-    service: Service = request.app.state.service
-    async with json_body(request, service) as body:
-        call, logprobs, request_id = read_generate(body, service, request)
-    generation = Generation(service, call)
-    generation.start()
-    await generation.finish(request.receive)
-    choices = [_choice(i, generation.rollout(i), logprobs) for i in range(call.num_samples)]
-    scores = generation.scores
-    return JSONResponse(
-        {
-            "request_id": request_id,
-            "choices": choices,
-            "prompt_logprobs": _prompt_logprobs(scores[0]) if scores else None,
-            "usage": usage(len(call.prompts[0]), sum(len(choice["token_ids"]) for choice in choices)),
-        }
-    )
+    return await answered(request, read_generate, _TokenAnswer)
 
 
-def read_generate(body: Any, service: Service, request: Request) -> tuple[Call, int | None, str]:
-    """Return the call of a body, the number of alternatives (None: no log-probabilities), and the id.
+async def read_generate(body: Any, service: Service, request: Request) -> TokenRequest:
+    """Return the request of a body.
 
     Raises:
         ApiError: A parameter is not valid.
@@ -49,11 +47,14 @@ def read_generate(body: Any, service: Service, request: Request) -> tuple[Call, 
     service.check_model(fields)
     found = fields.any("token_ids")
     tokens = fields.tokens("token_ids", found)
+    stream, include_usage = read_stream(fields)
     given = fields.any("sampling_params")
     settings = Fields({} if given is None else given, "sampling_params")
     n = settings.integer("n", 1, 1, limits.max_samples)
     logprobs = settings.integer("logprobs", None, 0, limits.max_logprobs)
     prompt_logprobs = settings.integer("prompt_logprobs", None, 0, limits.max_logprobs)
+    if stream and prompt_logprobs is not None:
+        raise settings.bad("prompt_logprobs", "needs stream false: events have new tokens only")
     num_new = settings.integer("max_tokens", DEFAULT_TOKENS, 1, BIGGEST)
     sampling = read_sampling(
         settings, limits, service.eos, max_new_tokens=num_new, top_logprobs=logprobs or 0
@@ -63,47 +64,93 @@ def read_generate(body: Any, service: Service, request: Request) -> tuple[Call, 
     settings.ignore("skip_special_tokens", "spaces_between_special_tokens")  # there is no text
     settings.ignore("include_stop_str_in_output", "detokenize", "output_kind")
     settings.finish()
-    fields.allow("stream", False)
     fields.allow("priority", 0)
     fields.ignore("cache_salt", "return_token_ids")
     fields.finish()
-    keys = noise_keys([tokens], n, seed=seed, request_id=request_id)
     call = Call(
         prompts=(tokens,),
         sampling=sampling,
         n=n,
-        keys=keys,
+        keys=noise_keys([tokens], n, seed=seed, request_id=request_id),
         prompt_logprobs=prompt_logprobs,
+        stream=stream,
         request_id=request_id,
     )
-    return call, logprobs, request_id
+    return TokenRequest(call=call, logprobs=logprobs, include_usage=include_usage)
 
 
-def weight_versions(versions: list[int]) -> list[dict[str, Any]]:
-    """Return half-open spans of the tokens of an answer that one policy version has drawn."""
+class _TokenAnswer:
+    """Answer of a request, whole or in parts."""
+
+    def __init__(self, service: Service, asked: TokenRequest, generation: Generation) -> None:
+        self._asked, self._generation = asked, generation
+        self._num_shown = [0] * asked.call.num_samples
+        self._head = {"request_id": asked.call.request_id}
+
+    def whole(self) -> dict[str, Any]:
+        """Return the answer when all samples are over."""
+        choices = []
+        for i in range(self._asked.call.num_samples):
+            rollout = self._generation.rollout(i)
+            choices.append(self._choice(i, rollout, len(rollout.tokens), rollout.finish_reason))
+        scores = self._generation.scores
+        prompt_logprobs = _prompt_logprobs(scores[0]) if scores else None
+        return {**self._head, "choices": choices, "prompt_logprobs": prompt_logprobs, "usage": self._usage()}
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the answer in parts, as vLLM does: each event has the new tokens of one sample."""
+        open_samples = dict(enumerate(self._generation.feed.samples))
+        async for _ in self._generation.news():
+            for i, sample in list(open_samples.items()):
+                ends = sample.is_over  # before its state, as the engine writes in this order
+                rollout, count = sample.state
+                if sample.error is not None or rollout is None or not (ends or count > self._num_shown[i]):
+                    continue
+                reason = (rollout.finish_reason or "abort") if ends else None
+                yield event(
+                    {**self._head, "choices": [self._choice(i, rollout, count, reason)], "usage": None}
+                )
+                if ends:
+                    del open_samples[i]
+        if self._asked.include_usage:
+            yield event({**self._head, "choices": [], "usage": self._usage()})
+
+    def _choice(self, i: int, rollout: Rollout, end: int, finish_reason: str | None) -> dict[str, Any]:
+        """Return the tokens of a sample that were not shown yet, as a choice."""
+        start, self._num_shown[i] = self._num_shown[i], end
+        shown = None
+        if self._asked.logprobs is not None:
+            shown = {"content": _logprobs(rollout, start, end)}
+        return {
+            "index": i,
+            "finish_reason": finish_reason,
+            "token_ids": rollout.tokens[start:end],
+            "logprobs": shown,
+            "weight_versions": weight_versions(rollout.versions[start:end], start),
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        return usage(len(self._asked.call.prompts[0]), sum(self._num_shown))
+
+
+def weight_versions(versions: Sequence[int], start: int = 0) -> list[dict[str, Any]]:
+    """Return half-open spans of tokens that one policy version has drawn; `start`: place of the first one."""
     spans: list[dict[str, Any]] = []
-    for place, version in enumerate(versions):
+    for place, version in enumerate(versions, start):
         if not spans or spans[-1]["version"] != str(version):
             spans.append({"version": str(version), "start": place, "end": place})
         spans[-1]["end"] = place + 1
     return spans
 
 
-def _choice(i: int, rollout: Rollout, logprobs: int | None) -> dict[str, Any]:
-    shown = None
-    if logprobs is not None:
-        content = []
-        for place, (token, logprob) in enumerate(zip(rollout.tokens, rollout.logprobs, strict=True)):
-            top = rollout.top_logprobs[place] if rollout.top_logprobs else ()
-            content.append({**_entry(token, logprob), "top_logprobs": [_entry(*pair) for pair in top]})
-        shown = {"content": content}
-    return {
-        "index": i,
-        "finish_reason": rollout.finish_reason,
-        "token_ids": rollout.tokens,
-        "logprobs": shown,
-        "weight_versions": weight_versions(rollout.versions),
-    }
+def _logprobs(rollout: Rollout, start: int, end: int) -> list[dict[str, Any]]:
+    """Return the log-probabilities of tokens start to end, with their alternatives."""
+    content = []
+    for place in range(start, end):
+        top = rollout.top_logprobs[place] if rollout.top_logprobs else ()
+        entry = _entry(rollout.tokens[place], rollout.logprobs[place])
+        content.append({**entry, "top_logprobs": [_entry(*pair) for pair in top]})
+    return content
 
 
 def _entry(token: int, logprob: float) -> dict[str, Any]:
