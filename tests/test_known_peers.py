@@ -104,6 +104,19 @@ def test_two_cards_of_one_serial_shut_the_key_out_and_name_it():
     assert alive(told, 0.0) == {"beta"}
 
 
+def test_a_caller_is_told_of_peers_that_count_and_of_its_own_newest_card():
+    peers, card = known(), data_of(ALPHA, 7)
+    peers.offer(card, 0.0)
+    peers.offer(data_of(BETA, 2, address="10.0.0.2:1"), 0.0)
+    peers.confirm(ALPHA.public, 0.0)
+    assert peers.newer({}, b"", 0.0) == [card]
+    assert peers.newer({ALPHA.public[:16]: 6}, b"", 0.0) == [card]
+    assert peers.newer({ALPHA.public[:16]: 7}, b"", 0.0) == []
+    assert peers.newer({}, b"", 10.0) == []
+    assert peers.newer({ALPHA.public[:16]: 1}, ALPHA.public, 10.0) == [card]
+    assert peers.serials() == {ALPHA.public[:16]: 7, BETA.public[:16]: 2, OWN.public[:16]: 0}
+
+
 def test_a_card_signed_twice_is_no_contradiction():
     peers = known()
     member(peers, parts={1: replica()})

@@ -2,14 +2,18 @@
 
 import math
 import random
+from contextlib import suppress
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kit.swarm import Network, Peer, card_of, data_of, key_of
 
 from aedit.proto.swarm.card import encoded
 from aedit.proto.swarm.dialing import DialList, Standing
 from aedit.proto.swarm.exchange import MOST_CARDS, MOST_KNOWN, Violation
 from aedit.proto.wire import swarm_pb2 as pb
+from aedit.proto.wire.hello import PROTOCOL
 from aedit.proto.wire.service import Refusal
 
 HOST = "10.0.0.1:7001"
@@ -200,6 +204,18 @@ def test_all_peers_know_each_other_soon_though_each_knew_one(count):
     assert (sum(peer.calls for peer in net.peers) - before) / 6 / count <= 3.5
 
 
+def test_every_live_peer_is_called_once_before_one_is_called_again():
+    net = network(10)
+    net.rounds_until(complete(net), 30)
+    peer = net.peers[4]
+    peer.exchanges._deck.clear()
+    for _ in range(4):
+        passed = [peer.exchanges.targets(net.now, 3, 0) for _ in range(3)]
+        assert sorted(address for called in passed for address in called) == sorted(
+            p.listens for p in net.peers if p is not peer
+        )
+
+
 def test_a_killed_peer_is_gone_for_all_after_its_lease_and_no_replay_keeps_it():
     net = network(24)
     net.rounds_until(complete(net), 30)
@@ -321,6 +337,12 @@ def test_addresses_that_have_answered_are_displaced_by_no_number_of_hints():
     for n in range(1000):
         dials.add(f"10.2.{n >> 8}.{n & 255}:1", Standing.CALLED, 0.0)
     assert len(dials) == 10
+    dials.add("10.3.0.1:1", Standing.ANSWERED, 0.0)  # in place of one that has not answered
+    for n in range(10):
+        dials.add(f"10.4.0.{n}:1", Standing.ANSWERED, 0.0)
+        dials.add(f"10.5.0.{n}:1", Standing.HINT, 0.0)
+    assert len(dials) == 10
+    assert {a for a in dials.due(0.5, 10) if a.startswith("10.5")} == set()
     assert {a for a in dials.due(100.0, 10) if a.startswith("10.1")} == {f"10.1.0.{n}:1" for n in range(4)}
 
 
@@ -337,3 +359,43 @@ def test_a_dead_address_is_called_less_and_less_often_and_a_mere_hint_is_forgott
     assert 12 <= len(times["10.0.0.2:1"]) <= 26
     assert max(b - a for a, b in zip(times["10.0.0.2:1"], times["10.0.0.2:1"][1:], strict=False)) <= 61
     assert len(dials) == 1
+
+
+# -- garbage
+
+BYTES = st.binary(max_size=80)
+NUMBERS = st.integers(0, 2**64 - 1)
+REQUESTS = st.builds(
+    pb.ExchangeRequest,
+    protocol=st.sampled_from([PROTOCOL, 0, 2**32 - 1]),
+    nonce=st.one_of(st.binary(min_size=32, max_size=32), BYTES),
+    card=st.one_of(
+        BYTES, st.sampled_from([data_of(key_of(40)), data_of(key_of(2), 9), data_of(key_of(1), 9)])
+    ),
+    known=st.lists(st.builds(pb.KnownCard, key=BYTES, serial=NUMBERS), max_size=4),
+    proof=BYTES,
+)
+CARDS = st.lists(st.one_of(BYTES, st.just(data_of(key_of(41)))), max_size=4)
+REPLIES = st.builds(
+    pb.ExchangeReply,
+    protocol=st.sampled_from([PROTOCOL, 0]),
+    card=st.one_of(
+        BYTES, st.sampled_from([data_of(key_of(40)), data_of(key_of(2), 9), data_of(key_of(1), 9)])
+    ),
+    signature=st.one_of(BYTES, st.binary(min_size=64, max_size=64)),
+    cards=CARDS,
+    challenge=BYTES,
+    contradictions=st.lists(st.builds(pb.Contradiction, one=BYTES, other=BYTES), max_size=2),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(REQUESTS, REPLIES)
+def test_no_request_and_no_reply_makes_a_stranger_a_member_or_raises_anything_else(request, reply):
+    alpha, beta = pair()
+    with suppress(Violation, Refusal):
+        answer = beta.exchanges.answer(request, 0.0)
+        assert answer.card == beta.known.own_card
+    with pytest.raises(Violation):
+        alpha.exchanges.take(beta.listens, alpha.exchanges.request(beta.listens), reply, 0.0)
+    assert (alpha.sees(0.0), beta.sees(0.0)) == ({"p0"}, {"p1"})

@@ -125,7 +125,9 @@ class HostedPart:
             self._ended_s = time.monotonic()
             self.is_over = self._child.exit_code() == 0
             self._founds = self._founds and self._child.exit_code() != REFUSED  # another one leads by now
-            if not self.is_over:
+            if self._child.exit_code() == REFUSED:
+                log.warning("part %d: another peer owns it now; following that one", self.part)
+            elif not self.is_over:
                 log.warning("part %d: its process has ended with code %d", self.part, self._child.exit_code())
         elif not self.is_over and time.monotonic() > self._ended_s + _AGAIN_S:
             self._child.kill()

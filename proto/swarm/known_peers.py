@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
-from aedit.proto.swarm.card import CARD_HEAD_BYTES, PeerCard, decoded, parsed
+from aedit.proto.swarm.card import PeerCard, decoded, parsed
 
 KEY_PREFIX = 16
 """Bytes of a key by which a caller says which cards it knows."""
@@ -234,7 +234,7 @@ class KnownPeers:
         entry = self._peers.get(key)
         if entry and card.serial < entry.card.serial:
             return Offer("known", entry.card)
-        if entry and card.serial == entry.card.serial and not _has_same_content(data, entry.data):
+        if entry and card.serial == entry.card.serial and data != entry.data:
             return Offer("refused", reason=self._shut_out(card, entry.data, data).reason)
         if entry and card.serial == entry.card.serial:
             return Offer("known", entry.card)
@@ -247,7 +247,7 @@ class KnownPeers:
     def _taken_own(self, card: PeerCard, data: bytes) -> Offer:
         own = self._own
         self._own_serial = max(self._own_serial, card.serial)
-        if own and card.serial == own.card.serial and not _has_same_content(data, own.data):
+        if own and card.serial == own.card.serial and data != own.data:
             self._own_fault = (
                 f"another process uses this peer's key {self._own_key.hex()}, at"
                 f" {card.address or 'no address'}: give each peer a key file of its own"
@@ -278,8 +278,3 @@ class KnownPeers:
 
 def _is_over(entry: _Entry, now_s: float) -> bool:
     return now_s - entry.seen_s >= entry.card.lease_s
-
-
-def _has_same_content(one: bytes, other: bytes) -> bool:
-    """Return whether two cards differ in nothing but the signature."""
-    return one[CARD_HEAD_BYTES:] == other[CARD_HEAD_BYTES:]
