@@ -1,4 +1,4 @@
-"""Tests how a node finds the hubs of a part: from its configuration, or from the file of its machine's peer."""
+"""Tests how a node finds the hubs of a part: in its configuration, or in the file of its machine's peer."""
 
 import pytest
 
