@@ -100,7 +100,9 @@ def test_a_run_goes_on_when_the_peer_that_began_it_is_killed_and_ends_well(place
 def test_a_node_joins_with_the_address_of_any_peer_and_its_peer_keeps_parts(place):
     place.configure(TOML, steps=600, discovery="file")
     run = run_of(place, 2)
-    until(lambda: replicas(place, "local-1") and all(p["owner"] for p in replicas(place, "local-1")), "owners")
+    until(
+        lambda: replicas(place, "local-1") and all(p["owner"] for p in replicas(place, "local-1")), "owners"
+    )
     address = (place.directory / "runs" / "x" / "peers" / "local-1" / "address").read_text()
     joined = place.aedit("join", address, "--as=new", f"--dir={place.directory}/other", "--device=cpu")
     path = place.directory / "other" / "x" / "peers" / "new" / "replicas.json"
