@@ -8,6 +8,8 @@ import pytest
 from kit.places import LIMIT_S, Place, ends_well
 from kit.waiting import until
 
+from aedit.launch.cli import main
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TOML = """
@@ -77,6 +79,7 @@ def test_a_local_swarm_ends_with_a_report_and_leaves_no_process(place, discovery
     assert "run x: 3 nodes" in out
     assert [place.events(node)[-1]["reason"] for node in range(3)] == ["done"] * 3
     assert place.processes() == []
+    assert main(["export", str(place.directory / "runs" / "x"), str(place.directory / "out")]) == 0
 
 
 def test_a_run_goes_on_when_the_peer_that_began_it_is_killed_and_ends_well(place):
@@ -104,6 +107,7 @@ def test_a_node_joins_with_the_address_of_any_peer_and_its_peer_keeps_parts(plac
         lambda: replicas(place, "local-1") and all(p["owner"] for p in replicas(place, "local-1")), "owners"
     )
     address = (place.directory / "runs" / "x" / "peers" / "local-1" / "address").read_text()
+    assert main(["export", address, str(place.directory / "from_a_peer")]) == 0
     joined = place.aedit("join", address, "--as=new", f"--dir={place.directory}/other", "--device=cpu")
     path = place.directory / "other" / "x" / "peers" / "new" / "replicas.json"
     until(path.exists, "the joiner's peer", LIMIT_S)
