@@ -107,7 +107,6 @@ def test_a_node_joins_with_the_address_of_any_peer_and_its_peer_keeps_parts(plac
         lambda: replicas(place, "local-1") and all(p["owner"] for p in replicas(place, "local-1")), "owners"
     )
     address = (place.directory / "runs" / "x" / "peers" / "local-1" / "address").read_text()
-    assert main(["export", address, str(place.directory / "from_a_peer")]) == 0
     joined = place.aedit("join", address, "--as=new", f"--dir={place.directory}/other", "--device=cpu")
     path = place.directory / "other" / "x" / "peers" / "new" / "replicas.json"
     until(path.exists, "the joiner's peer", LIMIT_S)
@@ -119,6 +118,7 @@ def test_a_node_joins_with_the_address_of_any_peer_and_its_peer_keeps_parts(plac
     until(keeps, "a third replica of each part", LIMIT_S)
     node = place.directory / "other" / "x" / "nodes"
     until(lambda: any(node.glob("*/events.jsonl")), "the joiner to train", LIMIT_S)
+    assert main(["export", address, str(place.directory / "from_a_peer")]) == 0
     for process in (run, joined):
         ends_well(process)
     (events,) = node.glob("*/events.jsonl")

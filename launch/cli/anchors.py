@@ -27,7 +27,8 @@ def from_folders(model: PreTrainedModel, config: RunConfig, folders: Iterable[Pa
     """Load the anchors in these folders of hubs into `model`.
 
     Of several replicas the one of the highest term and the newest versions is used. Returns a text with the
-    source, "" if there are no anchors yet. Raises UserError if a part of them is missing, or they belong to another model.
+    source, "" if there are no anchors yet. Raises UserError if a part of them is missing, or they belong to
+    another model.
     """
     newest: dict[int, tuple[Hub, Path]] = {}
     for folder in folders:

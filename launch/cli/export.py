@@ -76,9 +76,9 @@ def load_run_model(
 
     Args:
         place: A run directory, a hub's folder in one, or HOST:PORT of a hub (several, separated by commas,
-            split the units) or of a peer of a swarm. A directory with a hub gives the hub's anchors. A directory whose nodes joined a
-            hub elsewhere gives that hub's anchors if it answers. Otherwise the newest checkpoint of any node
-            gives its anchors, or its weights if it has no anchors.
+            split the units) or of a peer of a swarm. A directory with a hub gives the hub's anchors. A
+            directory whose nodes joined a hub elsewhere gives that hub's anchors if it answers. Otherwise the
+            newest checkpoint of any node gives its anchors, or its weights if it has no anchors.
         keys: Folder of keys that `aedit keys` made, for a hub with TLS.
         insecure: Connect to a hub on another machine without TLS.
 
