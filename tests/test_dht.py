@@ -88,6 +88,8 @@ def test_two_peers_find_each_other_by_the_table_and_go_on_without_it():
         until(complete, "two peers", limit_s=START_S)
         pids = (*first.pids, *second.pids)
         assert len(pids) == 4
+        sockets = [Path(first._socket), Path(second._socket)]
+        assert all(path.exists() for path in sockets)
         for pid in pids:
             kill(pid)
         until(lambda: "no hash table since" in peers[0].gossip.state, "a word about the table")
@@ -96,6 +98,7 @@ def test_two_peers_find_each_other_by_the_table_and_go_on_without_it():
         for peer in peers:
             peer.gossip.close()
     assert gone(pids)
+    assert not any(path.exists() for path in sockets)
     assert (first.pids, second.pids) == ((), ())
 
 

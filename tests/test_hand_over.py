@@ -1,73 +1,93 @@
-"""Tests the hand-over of a sharded trainer's weights to engines of the node's ranks."""
+"""Tests the hand-over of leadership: a leader's vote for the replica that should lead in its place."""
 
 import pytest
-import torch
 
-SLACK = 12 << 20
-"""Bytes that a process takes besides: memory that its threads have freed and kept."""
-JOBS = "tests/dist_jobs/hand_over_jobs.py"
+from aedit.async_sgd.leadership.replica import Replica
+from aedit.async_sgd.rules.records import Configured
+from aedit.async_sgd.service.leadership import Leadership
+from aedit.proto.wire.vote_messages import VoterFile
+from aedit.proto.wire.votes import Proposal, Voter
 
-
-@pytest.mark.parametrize(
-    ("engines", "dtype", "tied"),
-    [((0,), torch.float32, False), ((1,), torch.bfloat16, True), ((0, 1), torch.float64, False)],
-)
-def test_engines_generate_with_the_weights_of_each_step_of_two_sharded_ranks(world, engines, dtype, tied):
-    args = {"engines": engines, "dtype": dtype, "tied": tied}
-    results = world.run(JOBS, "train_and_generate", size=2, args=args)
-    for rank, (versions, correct) in enumerate(results):
-        assert versions == [1, 1, 2, 2, 3, 3, 4, 4]
-        assert correct == [True] * (12 if rank in engines else 0)
+ME, OTHER, THIRD, STRANGER = 1, 2, 3, 9
 
 
-def test_a_sharded_trainer_of_one_rank_hands_over_too(world):
-    args = {"engines": (0,), "dtype": torch.float32, "tied": True}
-    ((versions, correct),) = world.run(JOBS, "train_and_generate", size=1, args=args)
-    assert (versions, correct) == ([1, 1, 2, 2, 3, 3, 4, 4], [True] * 12)
+def leader(*replicas):
+    """Return a leader of term 1 whose replicas were all heard at time 0."""
+    found = Replica(Voter(ME), promise_s=4.0, lease_s=2.0)
+    found.found(0)
+    found.configs = (Configured(1, 2, ME, tuple(sorted({ME, *replicas})), (50, 51, 52)),)
+    for one in replicas:
+        found.confirm(one, (1, 100), 0.0)
+    return found
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ("other model", r"weights: model.embed_tokens.weight must be of shape (67, 32), got (67, 40)"),
-        ("missing", "weights: model.norm.weight is missing"),
-        ("old version", "version -1 is below version 0"),
-        ("other ranks", "weights: the ranks of the node pass different names or shapes"),
-    ],
-)
-def test_weights_that_do_not_fit_one_engine_are_refused_on_all_ranks_before_anything_changes(
-    world, change, words
-):
-    (first, unchanged), (second, _) = world.run(JOBS, "refuse", size=2, args={"change": change})
-    assert first.startswith(words)
-    assert "\n" not in first
-    assert second.startswith(
-        words if change == "other ranks" else "weights: another rank of the node refuses"
-    )
-    assert unchanged
+def vote_for(proposer, term=2):
+    return Proposal(term, 0, proposer, (1, 2), (1, 1, 100))
 
 
-def test_an_engine_whose_hand_over_lost_a_rank_generates_after_a_complete_update_only(world):
-    (errors, right, version), _ = world.run(JOBS, "lose_a_rank", size=2)
-    assert len(errors) == 3
-    assert "could not be gathered from the node's ranks" in errors[0]
-    assert all("update to version 1 of the weights failed on the way" in error for error in errors[1:])
-    assert right
-    assert version == 1
+def test_a_leader_that_holds_its_lease_votes_only_for_the_one_it_yields_to():
+    machine = leader(OTHER, THIRD)
+    assert not machine.answer(vote_for(OTHER), 1.0).granted
+    assert machine.yield_to(OTHER, 4.0)
+    assert not machine.answer(vote_for(THIRD), 1.0).granted
+    assert machine.term == 1
+    assert machine.answer(vote_for(OTHER), 1.0).granted
+    assert machine.term == 0, "it leads no more once it has voted for another"
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_an_engine_whose_model_is_sharded_afterwards_refuses_by_name(world, size):
-    for errors in world.run(JOBS, "shard_after_the_engine", size=size):
-        assert errors[0].startswith("RuntimeError: model.embed_tokens.weight has changed")
-        for error in errors[1:]:
-            assert error.startswith(
-                "ValueError: model.embed_tokens.weight of the engine's model has been sharded"
-            )
+def test_a_leader_yields_for_a_while_only():
+    machine = leader(OTHER)
+    assert machine.yield_to(OTHER, 1.5)
+    assert not machine.answer(vote_for(OTHER), 1.6).granted
+    assert machine.term == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_rank_holds_a_second_copy_of_the_weights_at_any_time(world, dtype):
-    for peak, wasteful, predicted, fp32_bytes in world.run(JOBS, "measure", size=2, args={"dtype": dtype}):
-        assert peak <= predicted + 2 * SLACK < fp32_bytes / 2
-        assert wasteful >= fp32_bytes - SLACK
+@pytest.mark.parametrize("whom", [STRANGER, ME])
+def test_it_does_not_yield_to_one_that_is_not_a_replica_in_sync(whom):
+    assert not leader(OTHER).yield_to(whom, 4.0)
+
+
+def test_it_does_not_yield_while_a_configuration_is_not_agreed():
+    machine = leader(OTHER)
+    machine.propose({OTHER, THIRD}, (50, 51, 52))
+    assert not machine.yield_to(OTHER, 4.0)
+
+
+def test_a_follower_does_not_yield():
+    follower = Replica(Voter(ME), promise_s=4.0, lease_s=2.0)
+    assert not follower.yield_to(OTHER, 4.0)
+
+
+def test_a_successor_that_lacks_what_was_acknowledged_gets_no_vote():
+    machine = leader(OTHER)
+    machine.voter = machine.voter.saw((1, 1, 500))
+    machine.yield_to(OTHER, 4.0)
+    assert not machine.answer(vote_for(OTHER), 1.0).granted
+
+
+def test_a_follower_of_a_leader_that_says_it_has_ended_votes_for_another_at_once():
+    follower = Replica(Voter(ME), promise_s=4.0, lease_s=2.0)
+    follower.configs = (Configured(1, 2, THIRD, (ME, OTHER, THIRD), ()),)
+    follower.heard_leader(0.0)
+    assert not follower.answer(vote_for(OTHER), 1.0).granted
+    follower.leader_ended()
+    assert follower.answer(vote_for(OTHER), 1.0).granted
+
+
+def test_the_replica_at_an_address_is_told_to_stand_when_it_confirms_next_and_not_again_soon(tmp_path):
+    now = [0.0]
+    leadership = Leadership(VoterFile(tmp_path / "votes.json"), 3, clock=lambda: now[0])
+    leadership.begin(0, (), is_new=True)
+    me = leadership.identity
+    leadership._replica.configs = (Configured(1, 2, me, (me, OTHER, THIRD), ()),)
+    assert not leadership.confirm(OTHER, (1, 10), "b:1")
+    assert not leadership.hand_over("c:1"), "nobody in sync is there"
+    assert leadership.hand_over("b:1")
+    assert not leadership.confirm(THIRD, (1, 10), "c:1")
+    assert leadership.confirm(OTHER, (1, 10), "b:1")
+    now[0] = 4.0
+    assert not leadership.confirm(OTHER, (1, 10), "b:1"), "it has had its time"
+    assert not leadership.hand_over("b:1")
+    now[0] = 11.0
+    leadership.confirm(OTHER, (1, 10), "b:1")
+    assert leadership.hand_over()

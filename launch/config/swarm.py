@@ -23,7 +23,11 @@ class SwarmConfig:
 
     listen: str = "127.0.0.1:0"
     """HOST:PORT at which this peer answers others; port 0 takes a free one. The parts that it hosts take free
-    ports of the same host."""
+    ports of the same host. Empty: a client, which only calls others, for example from behind a firewall, and
+    hosts nothing."""
+
+    announce: str = ""
+    """Host name or address by which others reach this peer, if it is another than that of `listen`."""
 
     parts: int = 4
     """Parts of the model, each of which has an owner of its own: unit i belongs to part i % parts."""
@@ -43,11 +47,18 @@ class SwarmConfig:
         """Return whether the run is a swarm."""
         return bool(self.discovery)
 
+    def reached_at(self, address: str) -> str:
+        """Return the HOST:PORT by which others reach what listens at `address` here."""
+        return f"{self.announce}:{address.rpartition(':')[2]}" if self.announce and address else address
+
     def __post_init__(self) -> None:
         host, _, port = self.listen.rpartition(":")
-        check(bool(host) and port.isdecimal(), "swarm.listen", "must be HOST:PORT", repr(self.listen))
+        named = not self.listen or (bool(host) and port.isdecimal())
+        check(named, "swarm.listen", "must be HOST:PORT, or empty for a client", repr(self.listen))
+        reached = host not in ("0.0.0.0", "[::]") or bool(self.announce)
+        check(reached, "swarm.announce", "must name this machine if swarm.listen is", repr(host))
         check(1 <= self.parts <= 64, "swarm.parts", "must be in [1, 64]", self.parts)
         check(1 <= self.copies <= 7, "swarm.copies", "must be in [1, 7]", self.copies)
-        check(self.lease_s >= 2, "swarm.lease_s", "must be at least 2", self.lease_s)
+        check(2 <= self.lease_s <= 300, "swarm.lease_s", "must be in [2, 300]", self.lease_s)
         for key in self.allow:
             check(bool(_KEY.fullmatch(key)), "swarm.allow", "must be 64 hexadecimal digits", repr(key))

@@ -54,8 +54,8 @@ class HubEndpoint:
 
     @property
     def own_address(self) -> str:
-        """Return the HOST:PORT at which this hub listens; "" before it does."""
-        return folder.read_line(self.directory / "address")
+        """Return the HOST:PORT by which others reach this hub; "" before it listens."""
+        return self.config.swarm.reached_at(folder.read_line(self.directory / "address"))
 
     @property
     def successor(self) -> str:

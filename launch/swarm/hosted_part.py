@@ -5,6 +5,7 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,8 @@ class HostOptions:
     """Of the peer; `part_K` below it is the folder of a replica."""
     host: str
     """Host name or address at which they listen."""
+    reached_at: Callable[[str], str]
+    """Returns the HOST:PORT by which others reach what listens at an address of this machine."""
     parts: int
     copies: int
     keys: Path | None = None
@@ -148,7 +151,7 @@ class HostedPart:
         status = json.loads(reply.json)
         leads = "follows" not in status
         return PartReplica(
-            address=self._address,
+            address=self._options.reached_at(self._address),
             term=int(status["term"]),
             leads=leads,
             in_sync=leads or bool(status.get("is_replica")),

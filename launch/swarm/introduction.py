@@ -1,6 +1,7 @@
 """The first peers that a peer comes to know: from addresses, a file of them, or a DHT."""
 
 import ipaddress
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from aedit.types import UserError, address_fault
 INTRODUCTION = "introduction"
 """File of a peer with what a further peer passes to `aedit join`."""
 _GIVEN = "given_peers.txt"
-_LIMIT_S, _LOOK_S = 20.0, 0.2
+_LIMIT_S, _LOOK_S = 40.0, 0.2
 
 
 def make_discovery(swarm: SwarmConfig, peers: str, *, directory: Path, run: str) -> PeerFile | DhtDiscovery:
@@ -38,16 +39,26 @@ def make_discovery(swarm: SwarmConfig, peers: str, *, directory: Path, run: str)
         return PeerFile(given)
     if swarm.discovery == "file" or (peers and not is_maddrs(peers)):
         return PeerFile(Path(peers) if peers else directory / _GIVEN)
-    host = swarm.listen.rpartition(":")[0].strip("[]")
+    host = _ip_of(swarm.listen)
     return DhtDiscovery(
         DhtSettings(
             run=run,
             initial_peers=tuple(filter(None, peers.split(","))),
             listen=(f"/ip{ipaddress.ip_address(host).version}/{host}/tcp/0",),
             identity=directory / "dht_key",
+            client=not swarm.listen,
             allow=tuple(bytes.fromhex(key) for key in swarm.allow),
         )
     )
+
+
+def _ip_of(listen: str) -> str:
+    """Return the IP address of HOST:PORT; that of all interfaces for a client, which listens nowhere."""
+    host = listen.rpartition(":")[0].strip("[]") or "0.0.0.0"
+    try:
+        return str(ipaddress.ip_address(socket.gethostbyname(host) if ":" not in host else host))
+    except (OSError, ValueError) as error:
+        raise UserError(f"swarm.listen: {host!r} is no address of this machine ({error})") from None
 
 
 def is_addresses(peers: str) -> bool:
@@ -67,7 +78,7 @@ def introduced(peers: str) -> tuple[str, ...]:
         UserError: None is found in time.
     """
     with tempfile.TemporaryDirectory() as directory:
-        anywhere = SwarmConfig(discovery="hivemind", listen="0.0.0.0:0")
+        anywhere = SwarmConfig(discovery="hivemind", listen="")
         discovery = make_discovery(anywhere, peers, directory=Path(directory), run="")
         try:
             deadline_s = time.monotonic() + _LIMIT_S

@@ -61,7 +61,7 @@ def peer(config: RunConfig, options: PeerOptions) -> int:
         member = Peer(config, options)
         try:
             member.start()
-            print(f"peer {options.name} of {config.name} at {member.address}", flush=True)
+            print(f"peer {options.name} of {config.name} at {member.address or 'no address'}", flush=True)
             while not stop.wait(_TURN_S) and not member.is_over:
                 member.turn()
         finally:
@@ -96,6 +96,7 @@ class Peer:
             run_toml=run_toml,
             directory=directory,
             host=swarm.listen.rpartition(":")[0],
+            reached_at=swarm.reached_at,
             parts=swarm.parts,
             copies=swarm.copies,
             keys=options.keys,
@@ -124,8 +125,8 @@ class Peer:
 
     @property
     def address(self) -> str:
-        """Return the HOST:PORT at which this peer answers others."""
-        return self._gossip.address
+        """Return the HOST:PORT at which others reach this peer; "" for a client."""
+        return self._config.swarm.reached_at(self._gossip.address)
 
     def start(self) -> None:
         """Host what is on the disk, or found the run; then exchange cards with others."""
@@ -136,7 +137,7 @@ class Peer:
         for part in range(self._hosts.parts) if founds else kept:
             self._host(part, founds=founds)
         self._gossip.start()
-        write_atomically(directory / "address", self.address)
+        write_atomically(directory / "address", self.address or "client")
 
     def turn(self) -> None:
         """Look at the own replicas and at what others say; begin to keep parts, or give them up."""

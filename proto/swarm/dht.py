@@ -30,6 +30,7 @@ _MOST_SKEW_S = 3.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 _LOOK_S = 0.2
 _END_S = 15.0
+_SOCKET = re.compile(r"/tmp/hivemind-p2pd-[\w-]+\.sock")
 _MADDR = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/[^/\s]+/.*/p2p/[1-9A-HJ-NP-Za-km-z]{20,80}")
 
 
@@ -85,6 +86,8 @@ class DhtDiscovery:
         self._maddrs: tuple[str, ...] = ()
         self._neighbours: tuple[str, ...] = ()
         self._pids: tuple[int, ...] = ()
+        self._socket = ""
+        """Socket of p2pd, which stays when it is killed."""
         self._trouble: _Trouble | None = _Trouble("it is not up yet", time.time())
         self._skew_s = 0.0
         self._failures = 0
@@ -161,6 +164,8 @@ class DhtDiscovery:
             return self._listen(process)
         finally:
             process.end()
+            if _SOCKET.fullmatch(self._socket):
+                Path(self._socket).unlink(missing_ok=True)
 
     def _listen(self, process: LineProcess) -> str:
         heard_s, sent, last = monotonic(), b"", "its process has ended"
@@ -203,6 +208,7 @@ class DhtDiscovery:
         with self._lock:
             if "p2pd" in message:
                 self._pids = (*self._pids, int(message["p2pd"]))
+                self._socket = str(message.get("socket", ""))
             elif "error" in message:
                 error = printable(str(message["error"]), 256)
                 self._note(error)

@@ -33,6 +33,8 @@ _SKEW_EVERY_S = 10.0
 _MOST_ASKED = 5
 _MOST_NEIGHBOURS = 16
 _MOST_LEASE_S = 300.0
+_LISTENS = "-listen=/unix"
+"""Beginning of the word on p2pd's command line that names its socket."""
 _CLOCKS_S = 60.0
 """A record may expire so much later than its lease, as clocks differ."""
 
@@ -245,13 +247,14 @@ async def _serve(say: Say) -> None:
 
 
 def _bind_p2pd(say: Say) -> None:
-    """Let p2pd, which hivemind starts, end with this process, and tell its process id."""
+    """Let p2pd, which hivemind starts, end with this process, and tell its process id and its socket."""
     start = asyncio.subprocess.create_subprocess_exec
     ends = partial(end_with_parent, os.getpid(), signal.SIGKILL)
 
     async def started(*words: Any, **options: Any) -> Any:
         process = await start(*words, **options, preexec_fn=ends)
-        say(p2pd=process.pid)
+        listens = [str(word) for word in words if str(word).startswith(_LISTENS)]
+        say(p2pd=process.pid, socket=listens[0].removeprefix(_LISTENS) if listens else "")
         return process
 
     asyncio.subprocess.create_subprocess_exec = started
