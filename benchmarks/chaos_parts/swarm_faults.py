@@ -63,11 +63,11 @@ def _kill(scene: Scene, peer: SwarmPeer | None, kind: str) -> None:
     if peer is None:
         peer, kind = scene.chance.choice(scene.present()), "machine killed"
     renewed = scene.chance.random() < 0.5 and _all_in_sync(scene, peer)
+    scene.note(f"{kind}, disk lost" if renewed else kind, peer)
     peer.kill()
     peer.due_s = time.monotonic() + scene.chance.uniform(0.2, BACK_WITHIN_S)
     if renewed:
         scene.ground.replace_machine(peer)
-    scene.note(f"{kind}, disk lost" if renewed else kind)
 
 
 def _all_in_sync(scene: Scene, victim: SwarmPeer) -> bool:
@@ -76,12 +76,12 @@ def _all_in_sync(scene: Scene, victim: SwarmPeer) -> bool:
         return False
     status = scene.ground.status(next(peer for peer in scene.present() if peer is not victim))
     followers = scene.ground.shape.copies - 1
-    return bool(status) and all(part and part["in_sync"] >= followers for part in status["parts"])
+    return status is not None and all(part and part["in_sync"] >= followers for part in status["parts"])
 
 
 def _stop(away_s: float, scene: Scene) -> None:
     peer = scene.owner(scene.chance.randrange(scene.ground.shape.parts)) or scene.ground.peers[0]
-    scene.note("machine stopped")
+    scene.note("machine stopped", peer)
     peer.is_away = True
     peer.send(signal.SIGSTOP)
     scene.mends.append((time.monotonic() + away_s, partial(_go_on, peer)))
@@ -94,7 +94,7 @@ def _go_on(peer: SwarmPeer) -> None:
 
 def _cut(away_s: float, scene: Scene) -> None:
     peer = scene.owner(scene.chance.randrange(scene.ground.shape.parts)) or scene.ground.peers[0]
-    scene.note("machine cut off")
+    scene.note("machine cut off", peer)
     peer.is_away = True
     scene.ground.cut(peer, "down")
     scene.mends.append((time.monotonic() + away_s, partial(_mend, scene, peer)))

@@ -19,6 +19,8 @@ class SwarmStory:
     """Faults applied and results."""
 
     faults: dict[str, int] = field(default_factory=dict)
+    moments: list[str] = field(default_factory=list)
+    """Time of each fault by the monotonic clock, as in the ledgers, its kind and its machine."""
     starts: int = 0
     """Starts of machines."""
     longest_gap_s: float = 0.0
@@ -62,8 +64,9 @@ class Scene:
             time.sleep(TURN_S)
         return so
 
-    def note(self, kind: str) -> None:
+    def note(self, kind: str, peer: SwarmPeer) -> None:
         """Count a fault."""
+        self.story.moments.append(f"{time.monotonic():.1f} {kind}: {peer.name} (place {peer.slot})")
         self.story.faults[kind] = self.story.faults.get(kind, 0) + 1
 
     def heal(self) -> None:
