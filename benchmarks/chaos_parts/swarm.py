@@ -11,7 +11,6 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.chaos_parts.accounts import account, errors
-from benchmarks.chaos_parts.books import LATE
 from benchmarks.chaos_parts.history import history_of, read
 from benchmarks.chaos_parts.swarm_faults import AWAY_S, fault_plan
 from benchmarks.chaos_parts.swarm_peers import SwarmGround, SwarmShape, last_words
@@ -122,16 +121,14 @@ def _places() -> Iterator[list[Place]]:
 
 @contextmanager
 def _scene(directory: Path, places: list[Place], chance: random.Random, story: SwarmStory) -> Iterator[Scene]:
-    with (directory / "output.log").open("a") as log:
-        scene = Scene(SwarmGround(directory, NODE, SwarmShape(), places, log), chance, story)
-        scene.ground.set_up()
-        try:
-            if not scene.until(lambda: scene.all_acknowledged(0.0), JOINS_WITHIN_S):
-                said = (directory / "output.log").read_text(errors="replace")[-3000:]
-                raise TimeoutError(f"not all nodes have joined:\n{said}\n{last_words(directory / 'peers')}")
-            yield scene
-        finally:
-            scene.ground.kill_all()
+    scene = Scene(SwarmGround(directory, NODE, SwarmShape(), places), chance, story)
+    scene.ground.set_up()
+    try:
+        if not scene.until(lambda: scene.all_acknowledged(0.0), JOINS_WITHIN_S):
+            raise TimeoutError(f"not all nodes have joined:\n{last_words(directory / 'peers')}")
+        yield scene
+    finally:
+        scene.ground.kill_all()
 
 
 # --- the end
@@ -151,7 +148,7 @@ def _end(scene: Scene) -> None:
     _ask_to_end(scene, {peer.name: peer.process for peer in peers if peer.process is not None})
     ground.keep()
     story.starts = ground.starts
-    story.late_calls = (ground.directory / "output.log").read_text(errors="replace").count(LATE)
+    story.late_calls = ground.late_calls()
     ledgers, parts = ground.ledgers(), ground.shape.parts
     for part in range(parts):
         folder, copies = _newest(ground, part), ground.copies(part)

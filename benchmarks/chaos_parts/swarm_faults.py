@@ -83,6 +83,7 @@ def _stop(away_s: float, scene: Scene) -> None:
     peer = scene.owner(scene.chance.randrange(scene.ground.shape.parts)) or scene.ground.peers[0]
     scene.note("machine stopped", peer)
     peer.is_away = True
+    scene.ground.stopped.add(peer.name)
     peer.send(signal.SIGSTOP)
     scene.mends.append((time.monotonic() + away_s, partial(_go_on, peer)))
 

@@ -8,12 +8,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 
 from aedit.launch.swarm.hosted_part import MARK
 from aedit.proto.swarm.replicas_file import REPLICAS
+from benchmarks.chaos_parts.books import LATE
 from benchmarks.chaos_parts.history import keep
 from benchmarks.kit.cluster import TOML, ask, free_port, ledger_lines
 from benchmarks.kit.netns import Place, set_link
@@ -28,7 +29,7 @@ copies = {copies}
 lease_s = {lease_s}
 """
 _WITNESS = "benchmarks.chaos_parts.witness"
-_HUB_LOG_END = 3000
+_LOG_END = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,11 @@ class SwarmPeer:
     def name(self) -> str:
         """Return the name of the machine."""
         return f"peer-{self.number}"
+
+    @property
+    def log(self) -> Path:
+        """Return the file with what the peer and the node of the machine have said."""
+        return self.directory / "output.log"
 
     def processes(self) -> list[psutil.Process]:
         """Return all live processes of the machine: node, peer, and its hubs."""
@@ -108,10 +114,13 @@ class SwarmGround:
     plan: PacedNode
     shape: SwarmShape
     places: Sequence[Place]
-    log: IO[str]
     peers: list[SwarmPeer] = field(default_factory=list)
     starts: int = 0
     machines: int = 0
+    stopped: set[str] = field(default_factory=set)
+    """Names of machines that were stopped, whose own calls were late therefore."""
+    hubs: dict[str, str] = field(default_factory=dict)
+    """Machine by address of a hub: a replica that is started again has another address."""
 
     def set_up(self) -> None:
         """Write the configuration and the list of peers; nothing is started."""
@@ -137,7 +146,6 @@ class SwarmGround:
 
     def start(self, peer: SwarmPeer) -> None:
         """Start the peer process and the node of a machine; the first machine of all founds the run."""
-        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": self.log, "stderr": self.log}
         words = [
             "peer",
             str(self.directory / "run.toml"),
@@ -146,7 +154,6 @@ class SwarmGround:
         ]
         words += [f"--peers={self.directory / 'peers.txt'}", "--insecure", f"--swarm.listen={peer.address}"]
         words += ["--found"] * (peer.number == 0)
-        peer.process = start("aedit.launch.cli", *words, place=peer.place, **pipes)
         node = replace(
             self.plan,
             name=peer.name,
@@ -156,7 +163,10 @@ class SwarmGround:
             votes=str(peer.directory / "votes"),
             prefers=peer.number,
         )
-        peer.node = start(_WITNESS, json.dumps(asdict(node)), place=peer.place, **pipes)
+        with peer.log.open("a") as log:
+            pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            peer.process = start("aedit.launch.cli", *words, place=peer.place, **pipes)
+            peer.node = start(_WITNESS, json.dumps(asdict(node)), place=peer.place, **pipes)
         self.starts += 1
 
     def cut(self, peer: SwarmPeer, state: str) -> None:
@@ -174,8 +184,17 @@ class SwarmGround:
         return found
 
     def ledgers(self) -> list[list[dict[str, Any]]]:
-        """Return the ledger of each place."""
-        return [ledger_lines(peer.ledger) for peer in self.peers]
+        """Return the ledger of each place, with the machine in place of a hub's address."""
+        found = [ledger_lines(peer.ledger) for peer in self.peers]
+        for line in (line for lines in found for line in lines if "hub" in line):
+            line["hub"] = self.hubs.get(line["hub"], line["hub"])
+        return found
+
+    def late_calls(self) -> int:
+        """Return the calls that ended too late, of machines that were never stopped."""
+        logs = (self.directory / "peers").glob("*/output.log")
+        counted = (log for log in logs if log.parent.name not in self.stopped)
+        return sum(log.read_text(errors="replace").count(LATE) for log in counted)
 
     # -- what is on the disks
 
@@ -186,22 +205,16 @@ class SwarmGround:
                 yield folder
 
     def keep(self) -> None:
-        """Keep the segments that the hubs have now."""
+        """Keep the segments that the hubs have now, and their addresses."""
         for part in range(self.shape.parts):
             for folder in self.folders(part):
                 keep(folder, self.directory / f"copies_{part}_{folder.parent.name}")
+                with suppress(OSError):
+                    self.hubs[(folder / "address").read_text().strip()] = folder.parent.name
 
     def copies(self, part: int) -> list[Path]:
         """Return all segments of a part that were kept."""
         return sorted(self.directory.glob(f"copies_{part}_*/journal-*"))
-
-    def part_at(self, part: int, address: str) -> Path | None:
-        """Return the folder of the replica of `part` that serves at `address`."""
-        for folder in self.folders(part):
-            with suppress(OSError):
-                if (folder / "address").read_text().strip() == address:
-                    return folder
-        return None
 
     def kill_all(self) -> None:
         """Kill what is left."""
@@ -209,7 +222,9 @@ class SwarmGround:
             peer.kill()
 
 
-def last_words(folder: Path) -> str:
-    """Return the end of the logs of a machine's hubs."""
-    logs = sorted(folder.glob("part_*.log"))
-    return "\n".join(f"{log.name}: {log.read_text(errors='replace')[-_HUB_LOG_END:]}" for log in logs)
+def last_words(peers: Path) -> str:
+    """Return the end of all logs of all machines."""
+    return "\n".join(
+        f"{log.parent.name}/{log.name}: {log.read_text(errors='replace')[-_LOG_END:]}"
+        for log in sorted(peers.glob("*/*.log"))
+    )

@@ -91,8 +91,8 @@ class Scene:
             for line in lines
             if line.get("event") == "acknowledged" and line["unit"] % parts == part
         ]
-        folder = self.ground.part_at(part, max(told)[1]) if told else None
-        return next((peer for peer in self.present() if folder and peer.directory == folder.parent), None)
+        name = self.ground.hubs.get(max(told)[1], "") if told else ""
+        return next((peer for peer in self.present() if peer.name == name), None)
 
     def pushes_large(self) -> bool:
         """Return whether a node pushes its large unit now."""
