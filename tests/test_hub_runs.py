@@ -2,17 +2,15 @@
 
 import contextlib
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections import Counter
 
 import psutil
 import pytest
 import torch
+from kit.places import LIMIT_S, Place, ends_well, steps_in
 from kit.waiting import until
 from transformers import AutoModelForCausalLM
 
@@ -20,7 +18,6 @@ from aedit.launch.cli import main
 from aedit.launch.hub.replay import anchors_of, pushes_of
 from aedit.proto.wire import hello
 
-LIMIT_S = 230
 pytestmark = pytest.mark.timeout(600)  # a test has several waits
 
 TOML = """
@@ -58,51 +55,8 @@ def free_port():
         return probe.getsockname()[1]
 
 
-class Place:
-    """Directory with a configuration, and the commands started there."""
-
-    def __init__(self, directory):
-        self.directory, self.started = directory, []
-        self.toml = directory / "run.toml"
-        (directory / "text.txt").write_text("one two three four five six seven " * 2000)
-
-    def configure(self, steps, *, address="127.0.0.1:0", expire_s=3.0):
-        text = TOML.format(directory=self.directory, steps=steps, address=address, expire_s=expire_s)
-        self.toml.write_text(text)
-
-    def aedit(self, *words):
-        command = [sys.executable, "-m", "aedit.launch.cli", *map(str, words)]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        process = subprocess.Popen(command, env=env, **pipes)
-        self.started.append(process)
-        return process
-
-    def processes(self, *marks):
-        """Return the processes that have all of `marks` in their command line."""
-        found = []
-        for process in psutil.process_iter(["cmdline"]):
-            line = " ".join(process.info["cmdline"] or [])
-            if str(self.directory) in line and all(mark in line for mark in marks):
-                found.append(process)
-        return found
-
-    def node(self, name):
-        """Return the process of the node of this name: the newest, as torchrun has the name too."""
-        return max(
-            self.processes("aedit.launch.node", f"--name={name}"), key=lambda found: found.create_time()
-        )
-
-    def events(self, node, run_dir=None):
-        path = (run_dir or self.directory / "runs" / "x") / "nodes" / str(node) / "events.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    def end(self):
-        for process in self.started:
-            process.kill()
-            process.communicate()
-        for process in self.processes():
-            process.kill()
+def configure(place, steps, *, address="127.0.0.1:0", expire_s=3.0):
+    place.configure(TOML, steps=steps, address=address, expire_s=expire_s)
 
 
 @contextlib.contextmanager
@@ -122,18 +76,8 @@ def place(tmp_path):
     made.end()
 
 
-def ends_well(process):
-    out, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, out[-3000:] + err[-3000:]
-    return out
-
-
-def steps_in(events, kind):
-    return [event["step"] for event in events if event["event"] == kind]
-
-
 def test_a_local_run_has_a_hub_and_a_torchrun_per_node_and_ends_with_a_report(place):
-    place.configure(24)
+    configure(place, 24)
     out = ends_well(place.aedit("run", place.toml, "--local", 2, f"--dir={place.directory}/runs"))
     assert "run x: 2 nodes" in out
     assert "held-out loss" in out
@@ -155,7 +99,7 @@ def test_a_local_run_has_a_hub_and_a_torchrun_per_node_and_ends_with_a_report(pl
 
 
 def test_a_run_goes_on_when_its_hub_and_a_node_are_killed(place):
-    place.configure(200, expire_s=600.0)
+    configure(place, 200, expire_s=600.0)
     run = place.aedit("run", place.toml, "--local", 2, f"--dir={place.directory}/runs")
 
     def rounds(node):
@@ -191,7 +135,7 @@ def test_nodes_join_with_an_address_and_keys_from_one_directory_and_all_leave_wi
     """
     address, keys = f"127.0.0.1:{free_port()}", place.directory / "keys"
     ends_well(place.aedit("keys", keys, "--host=127.0.0.1"))
-    place.configure(100_000, address=address)
+    configure(place, 100_000, address=address)
     hub = place.aedit("hub", place.toml, f"--dir={place.directory}/hub", f"--keys={keys}/hub")
     shown = [hub.stdout.readline() for _ in range(3)]
     assert f"run x: hub at {address}" in shown[0]
@@ -235,7 +179,7 @@ def started_by(process, run_dir, index):
 
 
 def test_a_run_with_a_hub_starts_it_and_a_second_terminal_joins(place):
-    place.configure(100_000, expire_s=600.0)
+    configure(place, 100_000, expire_s=600.0)
     run = place.aedit("run", place.toml, f"--dir={place.directory}/runs")
     told = run.stderr.readline()
     address = told.split()[-1]

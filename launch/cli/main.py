@@ -138,6 +138,7 @@ def _add_run(commands: "argparse._SubParsersAction[Parser]") -> None:
     run.add_argument(
         "--master", metavar="HOST:PORT", default="", help="address of node 0, with several machines"
     )
+    _add_trust(run)
 
 
 def _add_join(commands: "argparse._SubParsersAction[Parser]") -> None:
@@ -208,7 +209,14 @@ def _run(options: Options) -> int:
     if local and (options.master or options.nodes != 1 or options.node):
         raise UserError("--local: starts all nodes here; remove --nodes, --node and --master")
     nodes = options.local if local else options.nodes
-    placement = Placement(nodes=nodes, node=options.node, local=local, master=options.master)
+    placement = Placement(
+        nodes=nodes,
+        node=options.node,
+        local=local,
+        master=options.master,
+        keys=options.keys,
+        insecure=options.insecure,
+    )
     config = load(options.config, options.flags, strict=True).config
     check_hub_start(config, placement)
     preflight(config, placement)

@@ -28,6 +28,12 @@ class Placement:
     master: str = ""
     """HOST:PORT of node 0, the rendezvous of several machines."""
 
+    keys: Path | None = None
+    """Folder of keys of this machine's peer in a swarm; None without TLS."""
+
+    insecure: bool = False
+    """Let other machines reach this machine's peer without TLS."""
+
     def __post_init__(self) -> None:
         if self.nodes < 1:
             raise UserError(f"{'--local' if self.local else '--nodes'}: must be at least 1, got {self.nodes}")
@@ -87,6 +93,14 @@ def check_hub_start(config: RunConfig, placement: Placement) -> None:
     several machines the hub has a command of its own.
     """
     hub = config.hub
+    if config.swarm.on and (placement.nodes > 1 or placement.master) and not placement.local:
+        raise UserError(
+            "--nodes, --master: no effect in a swarm; use aedit join ADDRESS on each of the others"
+        )
+    if (placement.keys or placement.insecure) and not config.swarm.on:
+        raise UserError(
+            "--keys, --insecure: of aedit run have an effect in a swarm only; aedit hub takes them"
+        )
     if not hub.address or placement.local:
         return
     reach = hub.address if not hub.address.endswith(":0") else "HOST:PORT"

@@ -56,7 +56,7 @@ class Cluster:
         self._hubs: list[HostProcess] = []
         try:
             if config.swarm.on:
-                peers = LocalPeers(config, run_dir, run_toml, placement.nodes, joins)
+                peers = LocalPeers(config, run_toml, placement, joins)
                 self._hubs = peers.processes
                 peers.start()
                 members, self.address = peers.members(), peers.place

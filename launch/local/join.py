@@ -4,9 +4,11 @@ import contextlib
 import secrets
 import socket
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.effects import check_effects
@@ -21,6 +23,8 @@ from aedit.launch.rundir.prepare import claimed
 from aedit.proto.wire.hello import caller_keys, greet
 from aedit.proto.wire.security import name_of
 from aedit.types import UserError
+
+T = TypeVar("T")
 
 NAMES = "node_name"
 """File of the run directory with the names of the nodes that joined from it."""
@@ -40,7 +44,7 @@ def join(
         insecure: Connect to another machine without TLS.
     """
     peers = addresses
-    addresses, told = _told(addresses, keys, insecure)
+    addresses, told = joined_to(addresses, partial(_greet, keys=keys, insecure=insecure))
     config = with_flags(of_this_machine(told), flags)
     check_imports(config, node=True)
     check_effects(config, dict.fromkeys(flag_keys(flags), 1), defaultdict(lambda: "flag"))
@@ -66,21 +70,26 @@ def join(
         return run(config, Placement(), membership=membership)
 
 
-def _told(place: str, keys: Path | None, insecure: bool) -> tuple[str, RunConfig]:
-    """Return the addresses that were asked, and the configuration of the run.
+def joined_to(place: str, greet: Callable[[str], T]) -> tuple[str, T]:
+    """Return the address that was asked, and its answer.
 
-    place: addresses, or a file or multiaddresses that lead to peers of a swarm.
+    Args:
+        place: Addresses, or a file or multiaddresses that lead to peers of a swarm, which are asked in turn.
+        greet: Asks one address. Raises UserError.
+
+    Raises:
+        UserError: Nobody answers.
     """
     if not (Path(place).is_file() or place.startswith("/")):
-        return place, _greet(place, keys, insecure)
+        return place, greet(place)
     # Imported here: most runs have a hub.
     from aedit.launch.swarm.introduction import introduced
 
     found = introduced(place)
     for address in found[:-1]:
         with contextlib.suppress(UserError):
-            return address, _greet(address, keys, insecure)
-    return found[-1], _greet(found[-1], keys, insecure)
+            return address, greet(address)
+    return found[-1], greet(found[-1])
 
 
 def _greet(addresses: str, keys: Path | None, insecure: bool) -> RunConfig:

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from aedit.launch.config.config import RunConfig
-from aedit.launch.config.placement import JoinOptions
+from aedit.launch.config.placement import JoinOptions, Placement
 from aedit.launch.local.host_process import HostProcess
 from aedit.launch.rundir.prepare import file_name
 from aedit.launch.swarm.introduction import INTRODUCTION
@@ -23,10 +23,14 @@ class LocalPeers:
     """The peers that this machine starts: those of a local run, or the one of a node that joins a swarm."""
 
     def __init__(
-        self, config: RunConfig, run_dir: Path, run_toml: Path, nodes: int, joins: JoinOptions | None
+        self, config: RunConfig, run_toml: Path, placement: Placement, joins: JoinOptions | None
     ) -> None:
-        self._config, self._run_dir, self._run_toml, self._joins = config, run_dir, run_toml, joins
-        self._names = [joins.name] if joins else [f"local-{i}" for i in range(nodes)]
+        """Prepare them. joins: the node that joins a swarm; None for a new run, by `placement`."""
+        self._config, self._run_toml, self._joins = config, run_toml, joins
+        self._run_dir = run_toml.parent
+        self._names = [joins.name] if joins else [f"local-{i}" for i in range(placement.nodes)]
+        trust = joins or placement
+        self._keys, self._insecure = trust.keys, trust.insecure
         self.processes: list[HostProcess] = []
         self.place = ""
         """What a further peer passes to `aedit join`."""
@@ -46,14 +50,13 @@ class LocalPeers:
 
     def members(self) -> list[JoinOptions]:
         """Return how each node finds the owners of the parts: through its peer."""
-        keys, insecure = (self._joins.keys, self._joins.insecure) if self._joins else (None, False)
         return [
             JoinOptions(
                 hub="",
                 replicas=process.directory / REPLICAS,
                 name=name,
-                keys=keys,
-                insecure=insecure,
+                keys=self._keys,
+                insecure=self._insecure,
                 prefers=None if self._joins else i,
             )
             for i, (name, process) in enumerate(zip(self._names, self.processes, strict=True))
@@ -66,9 +69,8 @@ class LocalPeers:
         if not self._config.swarm.peers:
             in_table = self._config.swarm.discovery == "hivemind"
             words += [f"--peers={self.place if in_table else self._run_dir / PEERS}"]
-        if self._joins is not None:
-            words += [f"--keys={self._joins.keys}"] if self._joins.keys else []
-            words += ["--insecure"] * self._joins.insecure
+        words += [f"--keys={self._keys}"] if self._keys else []
+        words += ["--insecure"] * self._insecure
         log = self._run_dir / f"peer_{file_name(name)}.log"
         return HostProcess([*words, *["--found"] * founds], directory, log, self._config.restarts)
 

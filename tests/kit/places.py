@@ -1,0 +1,67 @@
+"""A directory with a configuration, and the `aedit` commands that are started there as from a shell."""
+
+import json
+import os
+import subprocess
+import sys
+
+import psutil
+
+LIMIT_S = 230
+
+
+class Place:
+    """Directory with a configuration, and the commands started there."""
+
+    def __init__(self, directory):
+        self.directory, self.started = directory, []
+        self.toml = directory / "run.toml"
+        (directory / "text.txt").write_text("one two three four five six seven " * 2000)
+
+    def configure(self, text, **values):
+        """Write the configuration: `text` with these values and the directory in their places."""
+        self.toml.write_text(text.format(directory=self.directory, **values))
+
+    def aedit(self, *words):
+        command = [sys.executable, "-m", "aedit.launch.cli", *map(str, words)]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(command, env=env, **pipes)
+        self.started.append(process)
+        return process
+
+    def processes(self, *marks):
+        """Return the processes that have all of `marks` in their command line."""
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            line = " ".join(process.info["cmdline"] or [])
+            if str(self.directory) in line and all(mark in line for mark in marks):
+                found.append(process)
+        return found
+
+    def node(self, name):
+        """Return the process of the node of this name: the newest, as torchrun has the name too."""
+        return max(
+            self.processes("aedit.launch.node", f"--name={name}"), key=lambda found: found.create_time()
+        )
+
+    def events(self, node, run_dir=None):
+        path = (run_dir or self.directory / "runs" / "x") / "nodes" / str(node) / "events.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def end(self):
+        for process in self.started:
+            process.kill()
+            process.communicate()
+        for process in self.processes():
+            process.kill()
+
+
+def ends_well(process):
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, out[-3000:] + err[-3000:]
+    return out
+
+
+def steps_in(events, kind):
+    return [event["step"] for event in events if event["event"] == kind]

@@ -1,0 +1,125 @@
+"""Tests a peer without its child processes: what it answers, what it hosts, and the card that it gives."""
+
+import json
+import time
+
+import pytest
+
+from aedit.launch.config.load import parse
+from aedit.launch.swarm import peer as peer_module
+from aedit.launch.swarm.peer import Peer, PeerOptions
+from aedit.proto.swarm.card import PartReplica
+from aedit.proto.swarm.replicas_file import ReplicasFile
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.client import HubClient
+from aedit.proto.wire.hello import greet
+from aedit.proto.wire.security import ClientKeys
+
+CONFIG = parse('name = "r"\n[swarm]\ndiscovery = "file"\nparts = 2\ncopies = 2\n', "here")
+LIMIT_S = 60.0
+
+
+class Hosted:
+    """A replica without a process: the owner of its part if it founds, else in sync."""
+
+    made = ()
+
+    def __init__(self, part, options, keys, *, founds):
+        self.part, self.retired, self.is_over = part, False, False
+        self.state = PartReplica(address=f"127.0.0.1:{9000 + part}", term=1, leads=founds, in_sync=True)
+        (options.folder(part)).mkdir(parents=True, exist_ok=True)
+
+    def look(self):
+        pass
+
+    def retire(self):
+        self.retired = True
+
+    def ask_to_end(self):
+        pass
+
+    def stop(self, limit_s):
+        pass
+
+
+@pytest.fixture
+def peers(tmp_path, monkeypatch):
+    """Return a function that starts a peer of the run; all end with the test."""
+    monkeypatch.setattr(peer_module, "HostedPart", Hosted)
+    made = []
+
+    def start(name, *, founds=False, known=()):
+        directory = tmp_path / name
+        directory.mkdir(exist_ok=True)
+        options = PeerOptions(directory=directory, name=name, peers=",".join(known), founds=founds)
+        made.append(Peer(CONFIG, options))
+        made[-1].start()
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.close()
+
+
+def until(holds, peers):
+    """Let the peers take turns until `holds`."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < deadline_s, "not in time"
+        for one in peers:
+            one.turn()
+        time.sleep(0.02)
+
+
+def status(peer):
+    client = HubClient(peer.address, ClientKeys(), call_timeout_s=10.0)
+    try:
+        return json.loads(client.status(pb.StatusRequest()).json)
+    finally:
+        client.close()
+
+
+def test_a_peer_tells_a_joiner_the_configuration_of_the_run(peers):
+    first = peers("first", founds=True)
+    assert parse(greet(first.address, ClientKeys()).config, "there").swarm == CONFIG.swarm
+
+
+def test_the_first_peer_founds_every_part_once(peers, tmp_path):
+    first = peers("first", founds=True)
+    assert sorted(first._hosted) == [0, 1]
+    first.close()
+    again = peers("first", founds=True)
+    assert again._hosted == {}, "it was a member before: it follows what others have"
+
+
+def test_peers_that_know_one_address_find_each_other_and_keep_the_parts_together(peers):
+    first = peers("first", founds=True)
+    others = [peers(name, known=[first.address]) for name in ("second", "third")]
+    everybody = [first, *others]
+
+    def replicas(one):
+        return [part.replicas for part in ReplicasFile(one._options.directory / "replicas.json").parts()]
+
+    until(lambda: all(len(one._known.live(time.monotonic())) == 3 for one in everybody), everybody)
+    until(lambda: all(sum(part in one._hosted for one in everybody) >= 2 for part in range(2)), everybody)
+    until(lambda: replicas(first) == replicas(others[0]) == replicas(others[1]), everybody)
+    assert {peer["name"] for peer in status(others[1])["peers"]} == {"first", "second", "third"}
+    assert all(part is None for part in status(first)["parts"]), (
+        "nobody listens at the owners' addresses here"
+    )
+
+
+def test_a_peer_that_leaves_says_so_and_is_not_chosen_any_more(peers):
+    first = peers("first", founds=True)
+    second = peers("second", known=[first.address])
+    until(lambda: len(first._known.live(time.monotonic())) == 2, [first, second])
+    second._card.leaving = True
+    until(lambda: any(c.leaving for c in first._known.live(time.monotonic()).values()), [first, second])
+    assert all(second._key.public not in view.ranked for view in first._views())
+
+
+def test_a_card_is_made_anew_when_something_changes_and_else_a_few_times_in_a_lease(peers):
+    first = peers("first")
+    before = first._card.current("h:1", {})
+    assert first._card.current("h:1", {}) == before
+    assert first._card.current("h:2", {}) != before

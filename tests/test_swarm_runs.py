@@ -1,0 +1,123 @@
+"""Tests whole runs of a swarm from the command line: real processes, of which some are killed."""
+
+import json
+import signal
+
+import psutil
+import pytest
+from kit.places import LIMIT_S, Place, ends_well
+from kit.waiting import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+TOML = """
+name = "x"
+device = "cpu"
+[model]
+sizes = {{ hidden_size = 32, intermediate_size = 64, num_hidden_layers = 2, num_attention_heads = 2 }}
+[data]
+source = "{directory}/text.txt"
+seq_len = 32
+held_out = 0.3
+[train]
+steps = {steps}
+batch_size = 2
+eval_samples = 4
+[edit]
+every = 4
+schedule = "dylu"
+landing = "arrival"
+[outer]
+lr = 0.7
+momentum = 0.5
+[hub]
+quorum = 1
+heartbeat_s = 0.1
+expire_s = 3.0
+lease_samples = 64
+[swarm]
+discovery = "{discovery}"
+parts = 2
+copies = 3
+"""
+
+
+@pytest.fixture
+def place(tmp_path):
+    made = Place(tmp_path)
+    yield made
+    made.end()
+
+
+def replicas(place, name):
+    path = place.directory / "runs" / "x" / "peers" / name / "replicas.json"
+    return json.loads(path.read_text())["parts"] if path.exists() else []
+
+
+def run_of(place, nodes=3):
+    return place.aedit("run", place.toml, "--local", nodes, f"--dir={place.directory}/runs")
+
+
+def kept_by_all(place, name):
+    """Return whether every part has an owner and three replicas, as this peer knows."""
+    parts = replicas(place, name)
+    return len(parts) == 2 and all(part["owner"] and len(part["replicas"]) == 3 for part in parts)
+
+
+def machine(place, name):
+    """Return the processes of a peer: itself and the hubs that it hosts."""
+    (peer,) = place.processes("aedit.launch.cli peer", f"--as={name}")
+    return [peer, *peer.children(recursive=True)]
+
+
+@pytest.mark.parametrize("discovery", ["file", "hivemind"])
+def test_a_local_swarm_ends_with_a_report_and_leaves_no_process(place, discovery):
+    place.configure(TOML, steps=40, discovery=discovery)
+    out = ends_well(run_of(place))
+    assert "run x: 3 nodes" in out
+    assert [place.events(node)[-1]["reason"] for node in range(3)] == ["done"] * 3
+    assert place.processes() == []
+
+
+def test_a_run_goes_on_when_the_peer_that_began_it_is_killed_and_ends_well(place):
+    place.configure(TOML, steps=400, discovery="file")
+    run = run_of(place)
+    until(lambda: kept_by_all(place, "local-1"), "three replicas of each part", LIMIT_S)
+    until(lambda: any(e["event"] == "round" for e in place.events(1)), "a round", LIMIT_S)
+    before = len([e for e in place.events(1) if e["event"] == "round"])
+    victims = machine(place, "local-0")
+    for process in victims:
+        process.send_signal(signal.SIGKILL)
+    psutil.wait_procs(victims, 10)
+    rounds = "rounds without the peer that began the run"
+    until(lambda: len([e for e in place.events(1) if e["event"] == "round"]) > before + 2, rounds, LIMIT_S)
+    ends_well(run)
+    assert [place.events(node)[-1]["reason"] for node in range(3)] == ["done"] * 3
+    assert all(sum(e["event"] == "start" for e in place.events(node)) == 1 for node in (1, 2))
+    assert place.processes() == []
+
+
+def test_a_node_joins_with_the_address_of_any_peer_and_its_peer_keeps_parts(place):
+    place.configure(TOML, steps=600, discovery="file")
+    run = run_of(place, 2)
+    until(
+        lambda: replicas(place, "local-1") and all(p["owner"] for p in replicas(place, "local-1")), "owners"
+    )
+    address = (place.directory / "runs" / "x" / "peers" / "local-1" / "address").read_text()
+    joined = place.aedit("join", address, "--as=new", f"--dir={place.directory}/other", "--device=cpu")
+    path = place.directory / "other" / "x" / "peers" / "new" / "replicas.json"
+    until(path.exists, "the joiner's peer", LIMIT_S)
+
+    def keeps():
+        parts = json.loads(path.read_text())["parts"]
+        return len(parts) == 2 and all(len(part["replicas"]) == 3 for part in parts)
+
+    until(keeps, "a third replica of each part", LIMIT_S)
+    node = place.directory / "other" / "x" / "nodes"
+    until(lambda: any(node.glob("*/events.jsonl")), "the joiner to train", LIMIT_S)
+    for process in (run, joined):
+        ends_well(process)
+    (events,) = node.glob("*/events.jsonl")
+    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    assert any(line["event"] == "round" for line in lines), "its pushes were merged"
+    assert place.processes() == []
