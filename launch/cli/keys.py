@@ -237,6 +237,8 @@ def _serving(folder: Path, authority: Authority, served: _Served, days: int) -> 
         certify(
             path, authority, Holder(served.name, served.role, ExtendedKeyUsageOID.SERVER_AUTH, names), days
         )
+    if (revoked := folder.parent / REVOKED).exists() and not (folder / REVOKED).exists():
+        write_atomically(folder / REVOKED, revoked.read_text())
     held = certificate_in(path).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     if missing := [host for host, name in zip(wanted, names, strict=True) if name not in list(held)]:
         raise UserError(f"{path} is not for {', '.join(missing)}: remove {folder} and run `aedit keys` again")
