@@ -6,7 +6,6 @@ import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -44,7 +43,7 @@ def join(
         insecure: Connect to another machine without TLS.
     """
     peers = addresses
-    addresses, told = joined_to(addresses, partial(_greet, keys=keys, insecure=insecure))
+    addresses, told = joined_to(addresses, lambda place: _greet(place, keys, insecure))
     config = with_flags(of_this_machine(told), flags)
     check_imports(config, node=True)
     check_effects(config, dict.fromkeys(flag_keys(flags), 1), defaultdict(lambda: "flag"))
