@@ -41,6 +41,8 @@ class Accounts:
     """Terms in which more than one hub has acknowledged, by the nodes' ledgers."""
     back: int
     """Nodes that saw a unit's version go back within one of their processes."""
+    alone: int
+    """Pushes of the history that only the leading hub had on disk, after there had been other replicas."""
     missing: int
     """Segments at the beginning of the history of which no copy was kept: nothing can be told of them."""
 
@@ -101,6 +103,7 @@ def account(
         two_leaders=sum(len(who) > 1 for who in leaders(segments).values()),
         two_hubs=sum(len(who) > 1 for who in hubs.values()),
         back=sum(_went_back(lines) for lines in ledgers),
+        alone=history.alone,
         missing=history.missing,
     )
 

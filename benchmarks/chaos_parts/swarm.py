@@ -74,7 +74,9 @@ def _row(name: str, story: SwarmStory) -> tuple[str, ...]:
 def _bars(story: SwarmStory, share: float, seconds: float) -> tuple[Bar, ...]:
     reached = None if seconds < DECIDES_S else share >= GOODPUT
     back = f"all nodes acknowledged in all parts {story.healed_s:.1f} s after the last fault"
+    alone = sum(part.alone for part in story.accounts)
     return (
+        Bar(f"accepted pushes that only the owner had on disk: {alone}", alone == 0),
         Bar(f"goodput {percent(share)} of the calm run, wanted >= {percent(GOODPUT, 0)}", reached),
         *(Bar(f"{text}: {number}", number == 0) for text, number in mistakes(story).items()),
         Bar(f"{back}, wanted < {HEALS_WITHIN_S:g} s", story.healed_s < HEALS_WITHIN_S),

@@ -116,6 +116,15 @@ def test_a_history_is_joined_from_copies_by_the_hashes_in_the_heads_of_segments(
     assert history_of(place, [one for one in copies if one.number != 2]).missing >= 2
 
 
+def test_pushes_that_only_the_leading_hub_had_are_counted_once_there_had_been_others(tmp_path):
+    book = Book(tmp_path).join("a")
+    for number, replicas in ((1, (5,)), (2, (5, 6)), (3, (5,)), (4, (5, 6))):
+        book.commit([Configured(1, number, 5, replicas)])
+        book.push(0, 0)
+    (segment,) = copies_of(tmp_path)
+    assert history_of(tmp_path, [segment]).alone == 1
+
+
 def found_seqs(book, node):
     """Return the numbers of the node's pushes in its unit but that of the first parameters."""
     last = book.hub.state.members[node].received[node]
