@@ -8,74 +8,15 @@ from contextlib import contextmanager
 
 import grpc
 import pytest
-from kit.swarm import RUN, card_of, data_of, key_of
+from kit.gossip import Peer, all_see, call, started
+from kit.swarm import key_of
 from kit.waiting import until
 
 from aedit.launch.cli.keys import make_keys
-from aedit.proto.swarm.card import encoded
-from aedit.proto.swarm.gossip import Gossip, GossipPlan
-from aedit.proto.swarm.known_peers import KnownPeers
-from aedit.proto.wire import swarm_pb2 as pb
-from aedit.proto.wire.calls import Calls
 from aedit.proto.wire.hello import PROTOCOL
 from aedit.proto.wire.retry import HubRefused
 from aedit.proto.wire.security import ClientKeys, client_keys, server_keys
 from aedit.types import UserError
-
-EVERY_S = 0.05
-
-
-class Hints:
-    """A discovery that returns what a test gives it."""
-
-    state = ""
-
-    def __init__(self, *found):
-        self.given, self.announced, self.is_closed = list(found), [], False
-
-    def announce(self, card):
-        self.announced.append(card)
-
-    def found(self):
-        return self.given
-
-    def close(self):
-        self.is_closed = True
-
-
-class Peer:
-    """A peer with real sockets."""
-
-    def __init__(self, number, *hints, client=False, discovery=None, allow=(), lease_s=5.0, **plan):
-        self.key, self.name, self.lease_s = key_of(number), f"p{number}", lease_s
-        self.known = KnownPeers(RUN, self.key.public, allow=allow)
-        self.discovery = discovery or Hints(*hints)
-        listen = "" if client else plan.pop("listen", "127.0.0.1:0")
-        settings = GossipPlan(listen=listen, every_s=EVERY_S, **plan)
-        self.gossip = Gossip(self.known, self.key, self.card, self.discovery, settings)
-
-    def card(self):
-        serial = time.time_ns()
-        made = card_of(self.key, serial, name=self.name, address=self.gossip.address, lease_s=self.lease_s)
-        return encoded(made, self.key.private)
-
-    def sees(self):
-        return {card.name for card in self.known.live(time.monotonic()).values()}
-
-
-@contextmanager
-def started(*peers):
-    try:
-        for peer in peers:
-            peer.gossip.start()
-        yield peers
-    finally:
-        for peer in peers:
-            peer.gossip.close()
-
-
-def all_see(peers, names):
-    return lambda: all(peer.sees() == names for peer in peers)
 
 
 def test_peers_and_a_client_find_each_other_through_one_and_their_threads_end():
@@ -165,17 +106,6 @@ def test_an_own_card_that_fails_is_named_and_made_again():
         until(lambda: "gossip: the card has the version 110" in peer.gossip.state, "the error")
         peer.gossip._own_card = good
         until(lambda: peer.sees() == {"p1"} and not peer.gossip.state, "a good card")
-
-
-def call(address, keys=None, timeout_s=5.0, **changes):
-    """Return the answer to a stranger's call."""
-    request = pb.ExchangeRequest(protocol=PROTOCOL, nonce=bytes(32), card=data_of(key_of(50)))
-    request.MergeFrom(pb.ExchangeRequest(**changes))
-    calls = Calls(address, keys or ClientKeys(), call_timeout_s=timeout_s, channels=0)
-    try:
-        return calls.call("Swarm/Exchange", request, pb.ExchangeReply)
-    finally:
-        calls.close()
 
 
 def refusal(*args, **changes):

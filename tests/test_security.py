@@ -18,7 +18,7 @@ from cryptography.x509.verification import PolicyBuilder, Store
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
-from aedit.launch.cli import keys as making
+from aedit.launch.cli import certificates as making
 from aedit.launch.cli.keys import Others, hosted_of, make_keys, revoke
 from aedit.launch.config.config import RunConfig
 from aedit.launch.hub.endpoint import HubEndpoint
@@ -298,8 +298,8 @@ def test_a_rollout_server_is_believed_at_its_own_hosts_and_called_by_its_name(tm
 def self_signed(folder):
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "alpha")])
     key = ec.generate_private_key(ec.SECP256R1())
-    certificate = making._begun(name, name, key, 1).sign(key, hashes.SHA256())
-    (folder / "node.key").write_bytes(making._pem(key))
+    certificate = making.begun(name, name, key, 1).sign(key, hashes.SHA256())
+    (folder / "node.key").write_bytes(making.pem(key))
     (folder / "node.crt").write_bytes(certificate.public_bytes(making.Encoding.PEM))
     return folder
 
@@ -323,7 +323,7 @@ def expired(folder, target, kind):
         list(like.extensions),
     )
     target.mkdir()
-    (target / f"{kind}.key").write_bytes(making._pem(key))
+    (target / f"{kind}.key").write_bytes(making.pem(key))
     (target / f"{kind}.crt").write_bytes(
         builder.sign(signer, hashes.SHA256()).public_bytes(making.Encoding.PEM)
     )

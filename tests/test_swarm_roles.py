@@ -1,9 +1,9 @@
 """Tests what a peer of a swarm does with each part: begin to keep it, give it up, name the one to own it."""
 
 import pytest
-from aedit.proto.swarm.card import PartReplica, PeerCard
 
 from aedit.launch.swarm.roles import PartView, Role, part_view
+from aedit.proto.swarm.card import PartReplica, PeerCard
 from aedit.proto.swarm.replicas_file import PartPlaces, ReplicasFile
 
 A, B, C, D = (bytes([n]) * 32 for n in range(1, 5))

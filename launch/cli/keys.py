@@ -5,26 +5,28 @@ certificate with the same role and name. `revoke` ends the keys of a holder.
 """
 
 import argparse
-import ipaddress
-import os
-import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    load_pem_private_key,
-)
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
+from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from aedit.launch.cli.certificates import (
+    CA_KEY,
+    Authority,
+    Holder,
+    authority_in,
+    certificate_in,
+    certify,
+    general,
+    is_address,
+    write,
+)
 from aedit.proto.wire import identity
 from aedit.proto.wire.identity import HUB, READER, REVOKED, Identity, read_revocations, statement, token_text
 from aedit.proto.wire.identity import NAME as _NAME
@@ -33,28 +35,8 @@ from aedit.proto.wire.security import CA, NODE, SERVER, TOKEN
 from aedit.system import write_atomically
 from aedit.types import UserError
 
-CA_KEY = "ca.key"
-CA_DAYS = 3650
 DAYS = 365
 _LOCAL = ("localhost", "127.0.0.1", "::1")
-_CLOCKS = timedelta(hours=1)
-"""How far the clocks of two machines may be apart before a new certificate is refused as not yet valid."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Authority:
-    certificate: x509.Certificate
-    key: ec.EllipticCurvePrivateKey
-
-
-@dataclass(frozen=True, slots=True)
-class _Holder:
-    """Holder of a certificate, and its permitted uses."""
-
-    name: str
-    role: str
-    usage: ObjectIdentifier
-    names: Sequence[x509.GeneralName] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +47,15 @@ class Others:
     """Rollout servers: name, and host names and IP addresses at which trainers reach it."""
     standbys: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Standbys: name, and host names and IP addresses at which nodes reach it."""
+    peers: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Peers of a swarm: name, and host names and IP addresses at which the other peers reach it."""
     readers: Sequence[str] = ()
     """Names of those who may look at the run and copy its model, and nothing else."""
 
 
 def keys(options: argparse.Namespace) -> str:
     """Make or revoke keys as the command line says; return the instructions. Raises UserError."""
-    made = (options.host, options.node, options.server, options.standby, options.reader)
+    made = (options.host, options.node, options.server, options.standby, options.peer, options.reader)
     if options.revoke and any(made):
         raise UserError("--revoke: stands alone; make new keys by a second command")
     if options.revoke:
@@ -79,6 +63,7 @@ def keys(options: argparse.Namespace) -> str:
     others = Others(
         servers=hosted_of("server", options.server),
         standbys=hosted_of("standby", options.standby),
+        peers=hosted_of("peer", options.peer),
         readers=options.reader,
     )
     return make_keys(options.out, options.host, options.node, others=others)
@@ -96,7 +81,8 @@ def make_keys(
 
     Return the instructions for copying them.
 
-    Without names, one folder `nodes` serves all nodes, with one token and no certificate. Existing files are
+    Without hosts there is no hub: all others are for a swarm, which has peers. Without names, one folder
+    `nodes` serves all nodes of a hub, with one token and no certificate. Existing files are
     not overwritten: a second call with the same directory adds what is missing, from the same authority. Keys
     are ECDSA P-256, readable by their owner only. Raises UserError for invalid names, for other hosts than
     the hub's existing certificate has, and for folders that cannot be written.
@@ -105,13 +91,14 @@ def make_keys(
         directory: Folder for authority and keys.
         hosts: Host names and IP addresses at which nodes reach the hub.
         nodes: Names of the nodes.
-        others: Rollout servers, standbys and readers. Servers and standbys have a certificate for their calls
-            and one for their own services.
+        others: Rollout servers, standbys, peers and readers. All but readers have a certificate for their
+            calls and one for their own services.
         days: Validity of the certificates.
     """
     others = others or Others()
-    _check_hosts(hosts, "--host", "the hub")
-    for flag, hosted in (("server", others.servers), ("standby", others.standbys)):
+    if hosts or not others.peers:
+        _check_hosts(hosts, "--host", "the hub")
+    for flag, hosted in (("server", others.servers), ("standby", others.standbys), ("peer", others.peers)):
         for name, places in hosted.items():
             _check_hosts(places, f"--{flag} {name}", f"the {flag}")
         _check_names(hosted, f"--{flag}")
@@ -119,18 +106,20 @@ def make_keys(
     _check_names(others.readers, "--reader")
     _check_roles(directory, nodes, others)
     try:
-        authority = _authority(directory)
+        authority = authority_in(directory)
         own = (*hosts, *_LOCAL)  # the hub's own machine can always use loopback
-        folders = [_serving(directory / HUB, authority, _Served("aedit hub", HUB, own), days)]
-        for name, role in {HUB: HUB, **_roles(nodes, others)}.items():
-            folder = _calling(directory / name, authority, role, days)
-            folders += [folder] if name != HUB else []
+        hub = {HUB: HUB} if hosts else {}
+        for name in hub:
+            _serving(directory / name, authority, _Served("aedit hub", HUB, own), days)
+        held = {**hub, **_roles(nodes, others)}
+        folders = [_calling(directory / name, authority, role, days) for name, role in held.items()]
         for name, places in others.servers.items():
             _serving(directory / name, authority, _Served(name, identity.SERVER, places), days)
-        for name, places in others.standbys.items():
-            served = _Served("aedit hub", identity.STANDBY, (*places, *_LOCAL))
-            _serving(directory / name, authority, served, days)
-        if not nodes:
+        for role, hubs in ((identity.STANDBY, others.standbys), (identity.PEER, others.peers)):
+            for name, places in hubs.items():
+                served = _Served("aedit hub", role, (*places, *_LOCAL))
+                _serving(directory / name, authority, served, days)
+        if hosts and not nodes:
             folders.append(_shared(directory / ANY_NODE, authority, identity.NODE))
     except OSError as error:
         raise UserError(f"cannot write {error.filename} ({error.strerror}): choose another folder") from error
@@ -140,9 +129,9 @@ def make_keys(
 def revoke(directory: Path, names: Sequence[str]) -> str:
     """End all keys that were made for `names` until now; return the instructions.
 
-    The hub's folder in `directory` and those of standbys and rollout servers get the new list. The folders of
-    `names` are renamed, so that `make_keys` makes new keys under the same names. Raises UserError for a name
-    that has no keys, and for folders that cannot be written.
+    The folders in `directory` of hub, standbys, peers and rollout servers get the new list. Those of `names`
+    are renamed, so that `make_keys` makes new keys under the same names. Raises UserError for a name that has
+    no keys, and for folders that cannot be written.
     """
     now_ms = time.time_ns() // 10**6
     known = read_revocations(directory / REVOKED) if (directory / REVOKED).exists() else {}
@@ -173,7 +162,7 @@ def revoke(directory: Path, names: Sequence[str]) -> str:
 
 
 def hosted_of(flag: str, words: Sequence[str]) -> dict[str, list[str]]:
-    """Return the hosts of each server or standby from words such as `spare-1=10.0.0.5,gpu-5.example.org`.
+    """Return the hosts of each holder from words such as `spare-1=10.0.0.5,gpu-5.example.org`.
 
     flag: of the command line, for errors. Raises UserError for words of another form.
     """
@@ -189,8 +178,14 @@ def hosted_of(flag: str, words: Sequence[str]) -> dict[str, list[str]]:
 def _roles(nodes: Sequence[str], others: Others) -> dict[str, str]:
     """Return the role of each named holder of keys. Raises UserError if a name has two."""
     found: dict[str, str] = {}
-    groups = ((identity.NODE, nodes), (identity.SERVER, others.servers), (identity.STANDBY, others.standbys))
-    for role, names in (*groups, (READER, others.readers)):
+    groups = (
+        (identity.NODE, nodes),
+        (identity.SERVER, others.servers),
+        (identity.STANDBY, others.standbys),
+        (identity.PEER, others.peers),
+        (READER, others.readers),
+    )
+    for role, names in groups:
         for name in names:
             if found.setdefault(name, role) != role:
                 raise UserError(
@@ -213,7 +208,7 @@ def _check_hosts(hosts: Sequence[str], flag: str, whom: str) -> None:
     if not hosts:
         raise UserError(f"{flag}: missing; give the host names or IP addresses at which nodes reach {whom}")
     for host in hosts:
-        if not _is_address(host) and not all(map(_NAME.fullmatch, host.split("."))):
+        if not is_address(host) and not all(map(_NAME.fullmatch, host.split("."))):
             raise UserError(f"{flag}: {host!r} is neither a host name nor an IP address (without port)")
 
 
@@ -225,167 +220,62 @@ def _check_names(names: Iterable[str], flag: str) -> None:
             )
 
 
-def _authority(directory: Path) -> _Authority:
-    """Return the authority in `directory`, a new one if there is none."""
-    if not (directory / CA_KEY).exists():
-        _found(directory)
-    private = load_pem_private_key((directory / CA_KEY).read_bytes(), None)
-    if not isinstance(private, ec.EllipticCurvePrivateKey):
-        raise UserError(f"{directory / CA_KEY} is not a key that `aedit keys` wrote: choose another folder")
-    certificate = x509.load_pem_x509_certificate((directory / CA).read_bytes())
-    return _Authority(certificate, private)
-
-
-def _found(directory: Path) -> None:
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = _named(f"aedit {secrets.token_hex(4)}")
-    certificate = (
-        _begun(name, name, key, CA_DAYS)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(signs=True), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    _write(directory / CA, certificate.public_bytes(Encoding.PEM))
-    _write(directory / CA_KEY, _pem(key))
-
-
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """Name, role and hosts of who is called: a hub, a standby or a rollout server."""
+    """Name, role and hosts of who is called: a hub, a standby, a peer or a rollout server."""
 
     name: str
     role: str
     hosts: Sequence[str]
 
 
-def _serving(folder: Path, authority: _Authority, served: _Served, days: int) -> Path:
+def _serving(folder: Path, authority: Authority, served: _Served, days: int) -> Path:
     wanted = dict.fromkeys(served.hosts)
-    names = [_general(host) for host in wanted]
+    names = [general(host) for host in wanted]
     path = folder / f"{SERVER}.crt"
     if not path.exists():
-        _certify(
-            path, authority, _Holder(served.name, served.role, ExtendedKeyUsageOID.SERVER_AUTH, names), days
+        certify(
+            path, authority, Holder(served.name, served.role, ExtendedKeyUsageOID.SERVER_AUTH, names), days
         )
-    held = _certificate(path).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    if (revoked := folder.parent / REVOKED).exists() and not (folder / REVOKED).exists():
+        write_atomically(folder / REVOKED, revoked.read_text())
+    held = certificate_in(path).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     if missing := [host for host, name in zip(wanted, names, strict=True) if name not in list(held)]:
         raise UserError(f"{path} is not for {', '.join(missing)}: remove {folder} and run `aedit keys` again")
     return folder
 
 
-def _calling(folder: Path, authority: _Authority, role: str, days: int) -> Path:
+def _calling(folder: Path, authority: Authority, role: str, days: int) -> Path:
     """Write certificate and token of a holder that calls others; return the folder."""
     path = folder / f"{NODE}.crt"
     if not path.exists():
-        _certify(path, authority, _Holder(folder.name, role, ExtendedKeyUsageOID.CLIENT_AUTH), days)
+        certify(path, authority, Holder(folder.name, role, ExtendedKeyUsageOID.CLIENT_AUTH), days)
     return _shared(folder, authority, role)
 
 
-def _shared(folder: Path, authority: _Authority, role: str) -> Path:
+def _shared(folder: Path, authority: Authority, role: str) -> Path:
     """Write the authority's certificate and a token; return the folder."""
     if not (folder / CA).exists():
-        _write(folder / CA, authority.certificate.public_bytes(Encoding.PEM))
+        write(folder / CA, authority.certificate.public_bytes(Encoding.PEM))
     if not (folder / TOKEN).exists():
         holder = Identity(role, folder.name, time.time_ns() // 10**6)
         signed = authority.key.sign(
             statement(holder.role, holder.issued_ms, holder.name), ec.ECDSA(hashes.SHA256())
         )
-        _write(folder / TOKEN, token_text(holder, signed).encode() + b"\n")
+        write(folder / TOKEN, token_text(holder, signed).encode() + b"\n")
     return folder
-
-
-def _certify(path: Path, authority: _Authority, holder: _Holder, days: int) -> None:
-    key = ec.generate_private_key(ec.SECP256R1())
-    issuer = authority.certificate
-    builder = (
-        _begun(_named(holder.name, holder.role), issuer.subject, key, days)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(signs=False), critical=True)
-        .add_extension(_signer(authority), critical=False)
-        .add_extension(x509.ExtendedKeyUsage([holder.usage]), critical=False)
-    )
-    if holder.names:
-        builder = builder.add_extension(x509.SubjectAlternativeName(holder.names), critical=False)
-    certificate = builder.sign(authority.key, hashes.SHA256())
-    _write(path.with_suffix(".key"), _pem(key))
-    _write(path, certificate.public_bytes(Encoding.PEM))
-
-
-def _begun(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int
-) -> x509.CertificateBuilder:
-    now = datetime.now(UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _CLOCKS)
-        .not_valid_after(now + timedelta(days=days))
-    )
-
-
-def _usage(*, signs: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs,
-        key_cert_sign=signs,
-        crl_sign=signs,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
-
-
-def _signer(authority: _Authority) -> x509.AuthorityKeyIdentifier:
-    return x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
-
-
-def _named(name: str, role: str = "") -> x509.Name:
-    unit = [x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, role)] if role else []
-    return x509.Name([*unit, x509.NameAttribute(NameOID.COMMON_NAME, name)])
-
-
-def _general(host: str) -> x509.GeneralName:
-    return x509.IPAddress(ipaddress.ip_address(host)) if _is_address(host) else x509.DNSName(host)
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def _certificate(path: Path) -> x509.Certificate:
-    return x509.load_pem_x509_certificate(path.read_bytes())
-
-
-def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Create a file that only its owner can read. Raises FileExistsError if it exists."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
 
 
 def _what_to_copy(directory: Path, folders: Sequence[Path]) -> str:
     lines = [f"{directory / CA_KEY} signs for the whole run: keep it here, off the machines that train."]
     for folder in folders:
         certificates = [path for path in (folder / f"{SERVER}.crt", folder / f"{NODE}.crt") if path.exists()]
-        days = [_certificate(path).not_valid_after_utc for path in certificates]
+        days = [certificate_in(path).not_valid_after_utc for path in certificates]
         ends = f", valid until {min(days):%Y-%m-%d}" if days else ""
         kind = identity.parse((folder / TOKEN).read_text().strip())[0].role
         whom = {HUB: "the hub's machine", ANY_NODE: "every node"}.get(folder.name, f"{kind} {folder.name}")
         lines.append(f"Copy {folder} to {whom}{ends}.")
     if directory / ANY_NODE in folders:
         lines.append("The nodes have no certificates: one token lets them all in, under any name.")
-    lines.append("Then name the copied folder with --keys, on the hub and on the nodes.")
+    lines.append("Then name the copied folder with --keys, wherever it is used.")
     return "\n".join(lines)

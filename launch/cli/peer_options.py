@@ -7,7 +7,11 @@ from pathlib import Path
 def add_peer_options(peer: argparse.ArgumentParser) -> None:
     """Add the options to the command."""
     peer.add_argument(
-        "--as", dest="name", metavar="NAME", default="", help="name of this peer (default: of the machine)"
+        "--as",
+        dest="name",
+        metavar="NAME",
+        default="",
+        help="name of this peer (default: of keys or machine)",
     )
     peer.add_argument(
         "--directory", metavar="DIR", type=Path, help="folder of its key and replicas (default: in the run's)"
@@ -23,9 +27,10 @@ def run_peer(options: argparse.Namespace) -> int:
     from aedit.launch.config.load import load
     from aedit.launch.rundir.prepare import file_name
     from aedit.launch.swarm.peer import PeerOptions, peer
+    from aedit.proto.wire.security import name_of
 
     config = load(options.config, options.flags, strict=True).config
-    name = options.name or socket.gethostname()
+    name = options.name or name_of(options.keys) or socket.gethostname()
     default = Path(config.dir) / config.name / "peers" / file_name(name)
     own = PeerOptions(
         directory=options.directory or default,

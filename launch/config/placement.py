@@ -101,6 +101,11 @@ def check_hub_start(config: RunConfig, placement: Placement) -> None:
         raise UserError(
             "--keys, --insecure: of aedit run have an effect in a swarm only; aedit hub takes them"
         )
+    if placement.keys and placement.nodes > 1:
+        raise UserError(
+            f"--local: the keys in {placement.keys} are for one peer; begin the run with one node, and add"
+            " others by aedit join with keys of their own"
+        )
     if not hub.address or placement.local:
         return
     reach = hub.address if not hub.address.endswith(":0") else "HOST:PORT"

@@ -6,8 +6,7 @@ from pathlib import Path
 from aedit.launch.config.config import RunConfig
 from aedit.launch.hub import folder
 from aedit.proto.swarm.replicas_file import ReplicasFile
-from aedit.proto.wire.security import ClientKeys, ServerKeys, check_exposure, client_keys, server_keys
-from aedit.types import UserError
+from aedit.proto.wire.security import ClientKeys, ServerKeys, client_keys, listener_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +99,7 @@ class HubEndpoint:
         Raises UserError if remote callers could connect without TLS and `insecure` is False.
         """
         mutual = self.config.hub.certificates
-        if mutual and not self.keys:
-            raise UserError(
-                "hub.certificates = true needs --keys: the folder that `aedit keys` made for the hub"
-            )
-        keys = server_keys(self.keys, require_client_certificates=mutual) if self.keys else None
-        check_exposure(self.address, keys, insecure)
-        return keys or ServerKeys()
+        return listener_keys(self.address, self.keys, certificates=mutual, insecure=insecure)
 
     def client_keys(self) -> ClientKeys:
         """Return the TLS keys for calls to the other hubs."""

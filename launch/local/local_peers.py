@@ -10,6 +10,7 @@ from aedit.launch.local.host_process import HostProcess
 from aedit.launch.rundir.prepare import file_name
 from aedit.launch.swarm.introduction import INTRODUCTION
 from aedit.proto.swarm.replicas_file import REPLICAS
+from aedit.proto.wire.security import name_of
 from aedit.system import write_atomically
 from aedit.types import UserError
 
@@ -28,8 +29,9 @@ class LocalPeers:
         """Prepare them. joins: the node that joins a swarm; None for a new run, by `placement`."""
         self._config, self._run_toml, self._joins = config, run_toml, joins
         self._run_dir = run_toml.parent
-        self._names = [joins.name] if joins else [f"local-{i}" for i in range(placement.nodes)]
         trust = joins or placement
+        own_name = joins.name if joins else name_of(placement.keys)
+        self._names = [own_name] if own_name else [f"local-{i}" for i in range(placement.nodes)]
         self._keys, self._insecure = trust.keys, trust.insecure
         self.processes: list[HostProcess] = []
         self.place = ""

@@ -5,12 +5,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from aedit.launch.config.config import RunConfig
 from aedit.proto.swarm.card import PartReplica, PeerCard, encoded
 from aedit.proto.swarm.known_peers import KnownPeers
 from aedit.proto.swarm.serials import Serials
 from aedit.proto.wire.signing_key import SigningKey
-
-from aedit.launch.config.config import RunConfig
 
 _RENEWALS = 4
 """Times that a card is renewed within a lease."""

@@ -19,7 +19,7 @@ from aedit.proto.swarm.gossip import Gossip, GossipPlan
 from aedit.proto.swarm.known_peers import KnownPeers
 from aedit.proto.swarm.replicas_file import REPLICAS, ReplicasFile
 from aedit.proto.wire.connections import raise_descriptor_limit
-from aedit.proto.wire.security import ClientKeys, ServerKeys, check_exposure, client_keys, server_keys
+from aedit.proto.wire.security import ClientKeys, ServerKeys, client_keys, listener_keys
 from aedit.proto.wire.signing_key import SigningKey
 from aedit.system import write_atomically
 from aedit.types import UserError
@@ -117,7 +117,7 @@ class Peer:
         plan = GossipPlan(
             listen=swarm.listen,
             peers_file=directory / "last_peers.json",
-            server_keys=_server_keys(swarm.listen, options),
+            server_keys=self._server_keys(),
             client_keys=self._trust,
             services=self._service.services(),
         )
@@ -177,6 +177,14 @@ class Peer:
         with self._hosting:
             self._hosted[part] = hosted
 
+    def _server_keys(self) -> ServerKeys:
+        """Return what this peer requires of its callers; nothing of a client, which nobody calls."""
+        listen, options = self._config.swarm.listen, self._options
+        if not listen:
+            return ServerKeys()
+        mutual = self._config.hub.certificates
+        return listener_keys(listen, options.keys, certificates=mutual, insecure=options.insecure)
+
     def _introduce(self) -> None:
         """Write what others need to find this peer, once it is known."""
         told = self._discovery.introduction or self.address
@@ -215,9 +223,3 @@ def _kept_key(path: Path) -> SigningKey:
         return SigningKey.kept(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None
-
-
-def _server_keys(listen: str, options: PeerOptions) -> ServerKeys:
-    keys = server_keys(options.keys) if options.keys else None
-    check_exposure(listen, keys, options.insecure)
-    return keys or ServerKeys()

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-HUB, STANDBY, NODE, SERVER, READER = ROLES = ("hub", "standby", "node", "server", "reader")
+HUB, STANDBY, PEER, NODE, SERVER, READER = ROLES = ("hub", "standby", "peer", "node", "server", "reader")
 SHARED = "nodes"
 """Name in the token that all nodes share: its holders choose their own names."""
 REVOKED = "revoked"
@@ -29,9 +29,9 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 _TITLE = b"aedit token\0"
 _KNOWN_TOKENS = 8192
-_HUBS = frozenset({HUB, STANDBY})
-_MEMBERS = frozenset({HUB, NODE})
-_TRAINERS_AND_SERVERS = frozenset({HUB, STANDBY, NODE, SERVER})
+_HUBS = frozenset({HUB, STANDBY, PEER})
+_MEMBERS = frozenset({HUB, PEER, NODE})
+_TRAINERS_AND_SERVERS = frozenset({HUB, STANDBY, PEER, NODE, SERVER})
 _EVERYBODY = frozenset(ROLES)
 _ROLES_OF: Mapping[str, frozenset[str]] = {
     "Membership/Hello": _EVERYBODY,
@@ -55,7 +55,7 @@ _ROLES_OF: Mapping[str, frozenset[str]] = {
     "Versions/Put": _TRAINERS_AND_SERVERS,
     "Rollouts/Generate": _TRAINERS_AND_SERVERS,
     "Rollouts/ServerStatus": _EVERYBODY,
-    "Swarm/Exchange": _TRAINERS_AND_SERVERS,
+    "Swarm/Exchange": _MEMBERS,
 }
 """Calls of a run by the roles that may make them; hubs alone make any other one."""
 _OWN = "/aedit.v1."

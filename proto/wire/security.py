@@ -84,6 +84,27 @@ def check_exposure(address: str, keys: ServerKeys | None, insecure: bool) -> Non
         )
 
 
+def listener_keys(address: str, directory: Path | None, *, certificates: bool, insecure: bool) -> ServerKeys:
+    """Return what a hub or peer at `address` requires of its callers; nothing if `directory` is None.
+
+    Args:
+        address: HOST:PORT at which it listens.
+        directory: Folder of its keys.
+        certificates: Require certificates of the callers too.
+        insecure: Serve other machines without TLS and tokens.
+
+    Raises:
+        UserError: The keys do not suffice, or cannot be read.
+    """
+    if certificates and directory is None:
+        raise UserError(
+            "hub.certificates = true needs --keys: the folder that `aedit keys` made for this hub or peer"
+        )
+    keys = server_keys(directory, require_client_certificates=certificates) if directory else None
+    check_exposure(address, keys, insecure)
+    return keys or ServerKeys()
+
+
 def is_loopback(address: str) -> bool:
     """Return whether only this machine can reach HOST:PORT. Host names but `localhost` may mean anything."""
     host = address.rpartition(":")[0].strip("[]")

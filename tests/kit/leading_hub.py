@@ -41,18 +41,21 @@ class LeadingHub:
         return made
 
 
-def keys_of(folder, nodes=(), **others):
-    """Make keys for a hub on loopback; return their folder."""
-    make_keys(folder / "keys", ["127.0.0.1"], nodes, others=Others(**others))
+def keys_of(folder, nodes=(), hosts=("127.0.0.1",), **others):
+    """Make keys for a hub on loopback, or without hosts for a swarm; return their folder."""
+    make_keys(folder / "keys", hosts, nodes, others=Others(**others))
     return folder / "keys"
 
 
 @contextmanager
-def leading_hub(folder, more="", keys=None, force=False, **settings):
-    """Yield a hub that leads. more: lines of its `[hub]` table. keys: folder that `keys_of` has made."""
+def leading_hub(folder, more="", keys=None, force=False, holder="hub", **settings):
+    """Yield a hub that leads. more: lines of its `[hub]` table. keys: folder that `keys_of` has made.
+
+    holder: of the keys of the hub.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = load(write_run(folder, more, **settings), []).config
-    own = keys / "hub" if keys else None
+    own = keys / holder if keys else None
     endpoint = HubEndpoint(config, folder / "hub", (0, 1), False, "127.0.0.1:0", own)
     (folder / "hub").mkdir(exist_ok=True)
     process = _Process(endpoint, insecure=False)
