@@ -40,7 +40,7 @@ def shown(monkeypatch):
 
 def test_a_peer_shows_nodes_peers_and_parts(shown):
     run, text = shown({"run": "r", "peers": PEERS, "parts": [part(), None]})
-    rows = [line.strip("│ ").split() for line in text.splitlines()]
+    rows = [line.strip("\u2502 ").split() for line in text.splitlines()]
     assert ["alpha", "a:1", "0", "1"] in rows
     assert ["[bold]beta", "client", "-", "-", "leaving"] in rows
     assert ["0", "a:9", "3", "2", "7", "1", "100", "bytes"] in rows
