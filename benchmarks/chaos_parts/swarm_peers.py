@@ -19,7 +19,7 @@ from benchmarks.chaos_parts.history import keep
 from benchmarks.kit.cluster import TOML, ask, free_port, ledger_lines
 from benchmarks.kit.netns import Place, set_link
 from benchmarks.kit.paced_node import STRIDE, PacedNode
-from benchmarks.kit.processes import start
+from benchmarks.kit.processes import end, start
 
 SWARM = """
 [swarm]
@@ -179,7 +179,11 @@ class SwarmGround:
         if peer.place is None:
             return ask(peer.address)
         asked = start("benchmarks.kit.cluster", peer.address, place=peer.place, stdout=subprocess.PIPE)
-        told = asked.communicate(timeout=30)[0]
+        try:
+            told = asked.communicate(timeout=30)[0]
+        except subprocess.TimeoutExpired:
+            end([asked])
+            return None
         found: dict[str, Any] | None = json.loads(told) if asked.returncode == 0 else None
         return found
 
