@@ -3,7 +3,7 @@
 import pytest
 
 from aedit.proto.agent.plan import AgentPlan
-from aedit.proto.agent.replica_finder import ReplicaFinder, owners
+from aedit.proto.agent.replica_finder import ReplicaFinder, replicas_of_parts
 from aedit.proto.swarm.replicas_file import PartPlaces, ReplicasFile
 from aedit.types import UserError
 
@@ -51,14 +51,14 @@ def test_while_nobody_owns_the_part_it_has_not_moved(file):
     assert not ReplicaFinder(plan(replicas=str(file.path)), 0).has_moved("a:1")
 
 
-def test_a_node_begins_with_the_owners_of_all_parts_and_names_those_that_have_none(file):
-    file.write([PartPlaces(("a:1",), "a:1"), PartPlaces(("b:1",), "")])
-    with pytest.raises(UserError, match="no owner of 1 was found within 0 s"):
-        owners(file.path, 0.0)
-    file.write([PartPlaces(("a:1",), "a:1"), PartPlaces(("b:1",), "b:1")])
-    assert owners(file.path, 0.0) == ["a:1", "b:1"]
+def test_a_node_begins_with_the_owners_or_with_replicas_that_may_need_its_vote(file):
+    file.write([PartPlaces(("a:1",), "a:1"), PartPlaces()])
+    with pytest.raises(UserError, match="no replica of 1 was found within 0 s"):
+        replicas_of_parts(file.path, 0.0)
+    file.write([PartPlaces(("x:1", "a:1"), "a:1"), PartPlaces(("b:1", "c:1"), "")])
+    assert replicas_of_parts(file.path, 0.0) == ["a:1", "b:1"]
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(UserError, match="no owner of any part was found"):
-        owners(tmp_path / "replicas.json", 0.0)
+    with pytest.raises(UserError, match="no replica of any part was found"):
+        replicas_of_parts(tmp_path / "replicas.json", 0.0)

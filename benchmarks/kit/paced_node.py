@@ -25,7 +25,7 @@ from typing import Any
 from aedit.proto.agent.agent_link import start_agent
 from aedit.proto.agent.link import Answer, Link, Progress
 from aedit.proto.agent.plan import AgentPlan
-from aedit.proto.agent.replica_finder import owners
+from aedit.proto.agent.replica_finder import replicas_of_parts
 from aedit.types import TensorLayout, UnitLayout, Verdict
 
 _OWNERS_S = 60.0
@@ -206,7 +206,9 @@ class Ledger:
 def agent_plan(plan: PacedNode) -> AgentPlan:
     """Return the plan of its agent; the run is the same for all nodes."""
     return AgentPlan(
-        addresses=tuple(owners(Path(plan.replicas), _OWNERS_S) if plan.replicas else plan.hub.split(",")),
+        addresses=tuple(
+            replicas_of_parts(Path(plan.replicas), _OWNERS_S) if plan.replicas else plan.hub.split(",")
+        ),
         replicas=plan.replicas,
         standbys=tuple(plan.standby.split(",")) if plan.standby else (),
         name=plan.name,

@@ -43,7 +43,7 @@ from aedit.launch.rundir.sinks import Origin, open_sinks
 from aedit.proto.agent.agent_link import AgentLink, attach, start_agent
 from aedit.proto.agent.plan import AgentPlan
 from aedit.proto.agent.rejoin import rejoin_secret
-from aedit.proto.agent.replica_finder import owners
+from aedit.proto.agent.replica_finder import replicas_of_parts
 from aedit.proto.wire.security import SERVER, is_loopback
 from aedit.types import UserError
 
@@ -139,7 +139,11 @@ def agent_plan(
     """Return the settings of the node's agent."""
     hub = config.hub
     units = canonical.layout([*_units(model, config), *([shared.unit] if shared else [])]).units
-    addresses = owners(member.replicas, config.edit.timeout_s) if member.replicas else member.hub.split(",")
+    addresses = (
+        replicas_of_parts(member.replicas, config.edit.timeout_s)
+        if member.replicas
+        else member.hub.split(",")
+    )
     return AgentPlan(
         addresses=tuple(addresses),
         replicas=str(member.replicas or ""),

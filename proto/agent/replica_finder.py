@@ -12,20 +12,21 @@ from aedit.types import UserError
 _LOOK_S = 0.2
 
 
-def owners(path: Path, limit_s: float) -> Sequence[str]:
-    """Return the address of the owner of each part, as soon as all of them are known.
+def replicas_of_parts(path: Path, limit_s: float) -> Sequence[str]:
+    """Return the address of the owner of each part, or of a replica, as soon as one is known for each.
 
-    Raises UserError if one is not known within `limit_s`.
+    A part may have no owner because it needs the vote of this node. Raises UserError if no replica of a part
+    is known within `limit_s`.
     """
     file, deadline_s = ReplicasFile(path), time.monotonic() + limit_s
     while True:
-        found = [part.owner for part in file.parts()]
+        found = [part.owner or next(iter(part.replicas), "") for part in file.parts()]
         if found and all(found):
             return found
         if time.monotonic() > deadline_s:
             missing = ", ".join(str(k) for k, owner in enumerate(found) if not owner) or "any part"
             raise UserError(
-                f"{path}: no owner of {missing} was found within {limit_s:g} s; see the peer's log"
+                f"{path}: no replica of {missing} was found within {limit_s:g} s; see the peer's log"
             )
         time.sleep(_LOOK_S)
 
