@@ -27,23 +27,9 @@ MOST_ELECTORS = 7
 class Leadership:
     """Leadership of one hub process. Any thread may call."""
 
-    def __init__(
-        self,
-        file: VoterFile,
-        num_others: int,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        least: Callable[[], int] = lambda: 1,
-    ) -> None:
-        """Load the votes.
-
-        Args:
-            file: File of the votes.
-            num_others: Most hubs besides this one that may lead at a time.
-            clock: Monotonic clock, in seconds.
-            least: Returns how many replicas, this hub included, must have a record before it is acknowledged.
-        """
-        self._file, self._num_others, self._clock, self._least = file, num_others, clock, least
+    def __init__(self, file: VoterFile, num_others: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Load the votes. num_others: hubs besides this one that may lead."""
+        self._file, self._num_others, self._clock = file, num_others, clock
         self._change = threading.Condition(threading.RLock())
         self._replica = Replica(file.load(), promise_s=_PROMISE_S, lease_s=_LEASE_S)
         self._ledger: Ledger | None = None
@@ -210,23 +196,14 @@ class Leadership:
             return False
 
     def wait(self, position: Position, limit_s: float = _WAIT_LIMIT_S) -> None:
-        """Return when every replica has what is before `position`, and enough of them. Raises Unconfirmed."""
+        """Return when every replica has what is before `position`. Raises Unconfirmed."""
         deadline_s = self._clock() + limit_s
         with self._change:
-            while self.has_others and not (self._replica.term and self._is_acknowledged(position)):
+            while self.has_others and not (self._replica.term and position <= self._replica.acknowledged()):
                 left_s = deadline_s - self._clock()
                 if left_s <= 0 or not self._replica.term:
                     raise Unconfirmed("another hub of the run must confirm this first: try again")
                 self._change.wait(min(left_s, 0.25))
-
-    def _is_acknowledged(self, position: Position) -> bool:
-        """Return whether the replicas that were agreed on have it, and are as many as must be there.
-
-        Before a node has joined there are no electors, without whom there may be no second replica.
-        """
-        agreed = self._replica.configs[0]
-        enough = len(agreed.replicas) >= self._least() or not agreed.electors
-        return enough and position <= self._replica.acknowledged()
 
     def tick(self, live: Iterable[int], complete: Position, extent: Extent) -> None:
         """Propose another configuration if replicas or nodes have come or gone.

@@ -146,11 +146,7 @@ class _Process:
             addresses=endpoint.addresses,
             standby=lambda: ",".join(endpoint.others),
         )
-        self._leadership = Leadership(
-            VoterFile(endpoint.directory / "votes.json"),
-            endpoint.num_others,
-            least=lambda: endpoint.least_replicas,
-        )
+        self._leadership = Leadership(VoterFile(endpoint.directory / "votes.json"), endpoint.num_others)
         self._others = OtherHubs(endpoint, self._responder.question())
         self._canvass = Canvass(endpoint, self._leadership, self._count)
         self._server: Server | None = None

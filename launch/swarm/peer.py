@@ -145,7 +145,7 @@ class Peer:
         for hosted in list(self._hosted.values()):
             hosted.look()
         views = self._views()
-        self._replicas.write([view.places(self._hosts.copies) for view in views])
+        self._replicas.write([view.places() for view in views])
         for part, view in enumerate(views):
             role = view.role(self._key.public, self._hosts.copies)
             if role is Role.HOST and part not in self._hosted:

@@ -55,19 +55,15 @@ class PartView:
         in_sync = sum(key in self.replicas and self.replicas[key].in_sync for key in chosen)
         return Role.RETIRE if chosen and in_sync == len(chosen) and self.owner in chosen else Role.KEEP
 
-    def places(self, copies: int) -> PartPlaces:
-        """Return the addresses of the replicas, of which `copies` are wanted, for the processes here.
-
-        Most of them must confirm a push, or all peers where there are not so many.
-        """
+    def places(self) -> PartPlaces:
+        """Return the addresses of the replicas, for the processes of this machine."""
         ranked = [key for key in self.ranked if key in self.replicas]
         ranked += sorted(set(self.replicas) - set(ranked))
 
         def address(key: bytes | None) -> str:
             return "" if key is None else self.replicas[key].address
 
-        least = max(1, min(copies // 2 + 1, len(self.ranked)))
-        return PartPlaces(tuple(map(address, ranked)), address(self.owner), address(self.first()), least)
+        return PartPlaces(tuple(map(address, ranked)), address(self.owner), address(self.first()))
 
 
 def part_view(run: str, part: int, live: Mapping[bytes, PeerCard]) -> PartView:
