@@ -50,7 +50,9 @@ class Canvass:
 
     def _ask(self, address: str, asks: Proposal) -> None:
         client = HubClient(address, self._endpoint.client_keys(), call_timeout_s=_CALL_TIMEOUT_S)
-        request = pb.ProposeRequest(run=self._endpoint.config.name, proposal=proposal_out(asks))
+        request = pb.ProposeRequest(
+            run=self._endpoint.config.name, proposal=proposal_out(asks), part=self._endpoint.part_asked
+        )
         try:
             self._count(answer_in(client.propose(request, _CALL_TIMEOUT_S)))
         except (HubUnreachable, HubRefused) as error:
