@@ -9,11 +9,14 @@ from kit.hub_processes import Client, HubRefused
 from kit.waiting import until
 
 from aedit.launch.config.load import parse
+from aedit.launch.hub.canvass import Canvass
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.main import _Process
+from aedit.launch.swarm import peer_service
 from aedit.proto.swarm.replicas_file import PartPlaces, ReplicasFile
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.hello import PROTOCOL
+from aedit.proto.wire.security import ClientKeys
 from aedit.proto.wire.vote_messages import proposal_out
 from aedit.proto.wire.votes import Proposal
 
@@ -44,6 +47,75 @@ def address(process):
 def kept(process):
     """Return the mirrored journal of a follower."""
     return {path.name: path.read_bytes() for path in process._endpoint.directory.glob("journal*")}
+
+
+# -- the journal, not cards, says how many replicas there are
+
+
+def test_a_follower_tells_its_peer_how_many_others_its_journal_has(tmp_path):
+    with ExitStack() as held:
+        owner, file = held.enter_context(replica(tmp_path / "owner", 0, standby=False))
+        follower, _ = held.enter_context(replica(tmp_path / "follower", 0, address(owner)))
+        file.write([PartPlaces((address(owner), address(follower)), address(owner)), PartPlaces()])
+
+        def told():
+            return json.loads(Client(address(follower)).hub.status(pb.StatusRequest()).json)
+
+        until(lambda: told()["is_replica"], "the follower in sync")
+        assert told()["other_replicas"] == 1
+
+
+# -- more addresses than replicas
+
+
+class Endpoint:
+    """A part whose cards name more replicas than are wanted."""
+
+    num_others, part_asked, config = 2, 1, CONFIG
+    others = tuple(f"127.0.0.1:{port}" for port in range(9001, 9006))
+
+
+class Asking:
+    """A candidate."""
+
+    def asks(self):
+        return Proposal(2, 0, 1, (1, 2), (1, 1, 100))
+
+
+def test_votes_are_asked_of_all_addresses_in_turn(monkeypatch):
+    """Found: false replicas that were listed first were asked again and again, and the true ones never."""
+    asked = set()
+    canvass = Canvass(Endpoint(), Asking(), lambda answer: None)
+    monkeypatch.setattr(canvass, "_ask", lambda one, asks: asked.add(one))
+    canvass.start()
+    try:
+        until(lambda: asked == set(Endpoint.others), "a question to each")
+    finally:
+        canvass.stop()
+
+
+# -- a status that is none
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "3", "[" * 100_000, "null"])
+def test_an_owner_that_answers_nonsense_does_not_spoil_the_view_of_the_run(tmp_path, monkeypatch, text):
+    """Found: the peer's whole status failed."""
+    file = ReplicasFile(tmp_path / "replicas.json")
+    file.write([PartPlaces(("h:1",), "h:1")])
+
+    class Lying:
+        def __init__(self, *where, **settings):
+            pass
+
+        def status(self, request, limit_s):
+            return pb.StatusReply(json=text)
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(peer_service, "HubClient", Lying)
+    service = peer_service.PeerService(CONFIG, file, ClientKeys(), list)
+    assert json.loads(service.status(pb.StatusRequest()).json)["parts"] == [None]
 
 
 # -- a card that names the hub of another part

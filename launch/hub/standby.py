@@ -137,11 +137,12 @@ class Standby(_Refusing):
         """Return the state of this standby as JSON."""
         with self._mirror.lock:
             now = news.status(self._mirror.hub, time.monotonic())
-            newest = self._mirror.hub.state.configs[-1:]
-            is_replica = any(self._leadership.identity in config.replicas for config in newest)
+            configs, me = self._mirror.hub.state.configs, self._leadership.identity
+            in_sync = set(configs[-1].replicas if configs else ())
         segment, offset = self._mirror.position
         leader = self._leader or next(iter(self._endpoint.others), "")
-        following = {"follows": leader, "segment": segment, "offset": offset, "is_replica": is_replica}
+        following = {"follows": leader, "segment": segment, "offset": offset}
+        following |= {"is_replica": me in in_sync, "other_replicas": len(in_sync - {me})}
         return pb.StatusReply(json=self._reports.status(now | following, request.metrics_after))
 
     def propose(self, request: pb.ProposeRequest) -> pb.Answer:
