@@ -55,14 +55,16 @@ def kept(process):
 def test_a_follower_tells_its_peer_how_many_others_its_journal_has(tmp_path):
     with ExitStack() as held:
         owner, file = held.enter_context(replica(tmp_path / "owner", 0, standby=False))
-        follower, _ = held.enter_context(replica(tmp_path / "follower", 0, address(owner)))
-        file.write([PartPlaces((address(owner), address(follower)), address(owner)), PartPlaces()])
+        names = ("second", "third")
+        followers = [held.enter_context(replica(tmp_path / one, 0, address(owner)))[0] for one in names]
+        file.write([PartPlaces(tuple(map(address, followers)), address(owner)), PartPlaces()])
+        client = Client(address(followers[0])).hub
 
         def told():
-            return json.loads(Client(address(follower)).hub.status(pb.StatusRequest()).json)
+            return json.loads(client.status(pb.StatusRequest()).json)
 
         until(lambda: told()["is_replica"], "the follower in sync")
-        assert told()["other_replicas"] == 1
+        assert told()["other_replicas"] == 2
 
 
 # -- more addresses than replicas
