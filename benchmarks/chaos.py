@@ -7,6 +7,10 @@ of each node have been merged. Goodput is compared with the same run without fau
     python -m benchmarks.chaos --standby 2
 
 runs two standbys beside the hub, and hubs fail as well as nodes (`chaos_parts/failover.py`).
+
+    python -m benchmarks.chaos --swarm
+
+runs six machines without a hub; whole machines fail (`chaos_parts/swarm.py`).
 """
 
 import argparse
@@ -18,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks.chaos_parts import failover
+from benchmarks.chaos_parts import failover, swarm
 from benchmarks.chaos_parts.books import Books, compare, journal_kept
 from benchmarks.kit import netns
 from benchmarks.kit.cluster import Field
@@ -80,18 +84,23 @@ class Story:
 
 def measure(args: argparse.Namespace) -> Report:
     """Return the table of the run that the options name."""
+    if args.swarm:
+        return swarm.measure(args.minutes, args.seed, quick=args.quick)
     if args.standby:
         return failover.measure(args.minutes, args.standby, args.seed, quick=args.quick)
     return _alone(args.quick)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a run with standbys."""
+    """Add the options of a run with standbys, and of a swarm."""
     about = "run N standbys (2 without a number); hubs fail as well as nodes"
     parser.add_argument("--standby", type=int, nargs="?", const=2, default=0, metavar="N", help=about)
-    about = "with --standby: minutes of faults (default 10, with --quick 1)"
+    about = "run a swarm of six machines; all fail as a whole, owners and the first one included"
+    parser.add_argument("--swarm", action="store_true", help=about)
+    about = "with --standby or --swarm: minutes of faults (default 10, with --quick 1)"
     parser.add_argument("--minutes", type=float, metavar="M", help=about)
-    parser.add_argument("--seed", type=int, default=1, help="with --standby: of the faults (default 1)")
+    about = "with --standby or --swarm: of the faults (default 1)"
+    parser.add_argument("--seed", type=int, default=1, help=about)
 
 
 def _alone(quick: bool) -> Report:

@@ -180,7 +180,7 @@ class _FakeHub:
     """Client of a hub that gives the receipts of a list, and records what it is shown."""
 
     def __init__(self, receipts):
-        self.receipts, self.shown = receipts, []
+        self.receipts, self.shown, self.left = receipts, [], []
 
     def hello(self, request):
         return pb.HelloReply(term=1)
@@ -192,6 +192,9 @@ class _FakeHub:
     def heartbeat(self, request, timeout_s):
         self.shown.append(request.claim)
         return pb.News(term=1, receipt=self.receipts.pop(0))
+
+    def leave(self, request, timeout_s):
+        self.left.append(request.who)
 
 
 class _Owner:
@@ -228,6 +231,16 @@ def test_a_node_shows_the_newest_receipt_and_its_numbers():
     assert all((list(claim.seqs), list(claim.versions)) == ([4], [2]) for claim in hub.shown)
     membership.acknowledged(pb.Receipt(epoch="e", segment=2, offset=5))  # with a push
     assert membership._claim().receipt.offset == 5
+
+
+def test_a_node_that_has_left_sends_no_heartbeat_that_would_join_it_again():
+    hub = _FakeHub([pb.Receipt()])
+    plan = AgentPlan(addresses=("127.0.0.1:1",), name="a", run="r", version="0", units=(), num_samples=1)
+    membership = Membership(0, plan, lambda address: hub)
+    membership._turn(_Owner())
+    membership.leave([])
+    membership.run(_Owner())  # the thread's next round; the hub has no answer for it
+    assert hub.left == [membership.who()]
 
 
 def harmed(directory, rng):

@@ -8,6 +8,8 @@ import pytest
 from kit.places import LIMIT_S, Place, ends_well
 from kit.waiting import until
 
+from aedit.launch.cli import main
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TOML = """
@@ -77,6 +79,7 @@ def test_a_local_swarm_ends_with_a_report_and_leaves_no_process(place, discovery
     assert "run x: 3 nodes" in out
     assert [place.events(node)[-1]["reason"] for node in range(3)] == ["done"] * 3
     assert place.processes() == []
+    assert main(["export", str(place.directory / "runs" / "x"), str(place.directory / "out")]) == 0
 
 
 def test_a_run_goes_on_when_the_peer_that_began_it_is_killed_and_ends_well(place):
@@ -98,7 +101,7 @@ def test_a_run_goes_on_when_the_peer_that_began_it_is_killed_and_ends_well(place
 
 
 def test_a_node_joins_with_the_address_of_any_peer_and_its_peer_keeps_parts(place):
-    place.configure(TOML, steps=600, discovery="file")
+    place.configure(TOML, steps=1_000_000, discovery="file")
     run = run_of(place, 2)
     until(
         lambda: replicas(place, "local-1") and all(p["owner"] for p in replicas(place, "local-1")), "owners"
@@ -113,13 +116,17 @@ def test_a_node_joins_with_the_address_of_any_peer_and_its_peer_keeps_parts(plac
         return len(parts) == 2 and all(len(part["replicas"]) == 3 for part in parts)
 
     until(keeps, "a third replica of each part", LIMIT_S)
-    node = place.directory / "other" / "x" / "nodes"
-    until(lambda: any(node.glob("*/events.jsonl")), "the joiner to train", LIMIT_S)
-    for process in (run, joined):
-        ends_well(process)
-    (events,) = node.glob("*/events.jsonl")
-    lines = [json.loads(line) for line in events.read_text().splitlines()]
-    assert any(line["event"] == "round" for line in lines), "its pushes were merged"
+
+    def merged():
+        found = (place.directory / "other" / "x" / "nodes").glob("*/events.jsonl")
+        return any(json.loads(line)["event"] == "round" for file in found for line in file.open())
+
+    until(merged, "a push of the joiner to be merged", LIMIT_S)
+    assert main(["export", address, str(place.directory / "from_a_peer")]) == 0
+    for process in (joined, run):
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 130
     assert place.processes() == []
 
 

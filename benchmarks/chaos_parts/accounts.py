@@ -41,18 +41,44 @@ class Accounts:
     """Terms in which more than one hub has acknowledged, by the nodes' ledgers."""
     back: int
     """Nodes that saw a unit's version go back within one of their processes."""
+    alone: int
+    """Pushes of the history that only the leading hub had on disk, after there had been other replicas."""
     missing: int
     """Segments at the beginning of the history of which no copy was kept: nothing can be told of them."""
 
 
-def account(
-    plan: PacedNode, ledgers: Sequence[Lines], folder: Path, copies: Sequence[Path], ended_s: float
-) -> Accounts:
-    """Compare the accounts of a run that has ended.
+def errors(parts: Sequence[Accounts]) -> dict[str, int]:
+    """Return the number of errors of each kind in the accounts of all parts of a run, by description."""
+    names = {
+        "lost": "acknowledged pushes that the surviving journal lacks",
+        "twice": "pushes accepted twice, or not merged exactly once",
+        "invented": "pushes in the journal that no node has sent",
+        "damaged": "damaged payloads in the journal",
+        "uncounted": "steps that the hub did not count",
+        "wrong": "elements of anchors that are not the sum of the nodes' own steps",
+        "two_leaders": "terms with two leaders, by the journals of all hubs",
+        "two_hubs": "terms in which two hubs acknowledged, by the nodes' ledgers",
+        "back": "nodes that saw a version go back",
+        "missing": "segments of the journal that no copy has",
+    }
+    return {text: sum(getattr(part, name) for part in parts) for name, text in names.items()}
 
-    folder: of the hub that leads at the end. copies: of all segments of all hubs. ended_s: when the nodes
-    were asked to end, by the monotonic clock.
+
+def account(
+    plan: PacedNode,
+    ledgers: Sequence[Lines],
+    folder: Path,
+    copies: Sequence[Path],
+    ended_s: float,
+    part: tuple[int, int] = (0, 1),
+) -> Accounts:
+    """Compare the accounts of a run that has ended, or of part k of n of it.
+
+    folder: of the hub that leads at the end. copies: of all segments of all hubs of the part. ended_s: when
+    the nodes were asked to end, by the monotonic clock.
     """
+    units = range(part[0], plan.units, part[1])
+    ledgers = [[line for line in lines if line.get("unit", units[0]) in units] for lines in ledgers]
     segments = [segment for path in copies if (segment := read(path))]
     history = history_of(folder, segments)
     offers = _noted(ledgers, "offered")
@@ -62,21 +88,22 @@ def account(
     for key, steps in own.items():
         share = history.shares.get(key, 0.0)
         sums[key[:2]] = sums.get(key[:2], 0.0) + (steps or 0) * share
-    anchors = anchors_of(folder)
+    anchors, wanted = anchors_of(folder), expected(plan, sums)
     hubs = _hubs(ledgers)
     return Accounts(
-        steps_per_s=sum(steps or 0 for steps in own.values()) / plan.units / mean_s(ledgers, ended_s),
+        steps_per_s=sum(steps or 0 for steps in own.values()) / len(units) / mean_s(ledgers, ended_s),
         acknowledged=len(seen),
         terms=tuple(history.terms),
         lost=sum(history.accepted.get(key) != crc for key, crc in seen),
         twice=history.repeated + sum(history.merged[key] != 1 for key in history.accepted),
         invented=sum(steps is None for steps in own.values()),
         uncounted=sum(steps or 0 for steps in own.values()) - history.steps,
-        wrong=sum(differ(anchors[i], values) for i, values in enumerate(expected(plan, sums))),
+        wrong=sum(differ(anchors[i], wanted[i]) for i in units),
         damaged=history.damaged,
         two_leaders=sum(len(who) > 1 for who in leaders(segments).values()),
         two_hubs=sum(len(who) > 1 for who in hubs.values()),
         back=sum(_went_back(lines) for lines in ledgers),
+        alone=history.alone,
         missing=history.missing,
     )
 

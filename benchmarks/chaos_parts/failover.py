@@ -1,6 +1,5 @@
 """Faults of a run with standbys: all processes and links can fail, the leading hub at its worst moments."""
 
-import json
 import random
 import signal
 import tempfile
@@ -12,13 +11,12 @@ from functools import partial
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-from benchmarks.chaos_parts.accounts import Accounts, account
+from benchmarks.chaos_parts.accounts import Accounts, account, errors
 from benchmarks.chaos_parts.history import keep
 from benchmarks.chaos_parts.replicas import Replica, Replicas, addresses_of, replicas
 from benchmarks.kit import netns
-from benchmarks.kit.cluster import Field
+from benchmarks.kit.cluster import Field, ledger_tail
 from benchmarks.kit.netns import Place
 from benchmarks.kit.paced_node import PacedNode
 from benchmarks.kit.statistics import percent
@@ -91,7 +89,7 @@ class Ground:
         """Return time, term and hub of the last push of each node that was acknowledged."""
         found = []
         for name in NODES:
-            lines = _tail(self.field.ledger(name))
+            lines = ledger_tail(self.field.ledger(name))
             told = [line for line in lines if line.get("event") == "acknowledged"]
             found += [(told[-1]["t"], told[-1]["term"], told[-1]["hub"])] if told else []
         return found
@@ -138,16 +136,7 @@ def _row(name: str, story: Story, accounts: Accounts) -> tuple[str, ...]:
 def _bars(story: Story, found: Accounts, share: float, seconds: float) -> tuple[Bar, ...]:
     reached = None if seconds < DECIDES_S else share >= GOODPUT
     nothing = {
-        "acknowledged pushes that the surviving journal lacks": found.lost,
-        "pushes accepted twice, or not merged exactly once": found.twice,
-        "pushes in the journal that no node has sent": found.invented,
-        "damaged payloads in the journal": found.damaged,
-        "steps that the hub did not count": found.uncounted,
-        "elements of anchors that are not the sum of the nodes' own steps": found.wrong,
-        "terms with two leaders, by the journals of all hubs": found.two_leaders,
-        "terms in which two hubs acknowledged, by the nodes' ledgers": found.two_hubs,
-        "nodes that saw a version go back": found.back,
-        "segments of the journal that no copy has": found.missing,
+        **errors([found]),
         "processes that ended though nobody killed them": len(story.died),
         "processes left behind": story.left_behind,
     }
@@ -345,18 +334,8 @@ def _cut_standby(ground: Ground) -> Callable[[], None]:
     return partial(ground.hubs.cut, hub, "up")
 
 
-def _tail(path: Path) -> list[dict[str, Any]]:
-    """Return the last lines of a ledger, without one that a kill has torn."""
-    if not path.exists():
-        return []
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 8192))
-        texts = file.read().decode().splitlines()
-    return [json.loads(text) for text in texts if text.startswith("{") and text.endswith("}")]
-
-
 def _pushes_large(ledger: Path) -> bool:
-    lines = _tail(ledger)
+    lines = ledger_tail(ledger)
     return bool(lines) and lines[-1]["event"] == "offered" and lines[-1]["unit"] == 0
 
 

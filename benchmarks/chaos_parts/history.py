@@ -58,6 +58,12 @@ class History:
     damaged: int = 0
     """Payloads of accepted pushes that are not what was acknowledged."""
     terms: list[int] = field(default_factory=list)
+    alone: int = 0
+    """Pushes that were accepted while the leading hub was the only replica, after there had been others."""
+    most: int = 0
+    """Largest number of replicas of a configuration so far."""
+    replicas: int = 0
+    """Number of replicas of the newest configuration."""
 
     def take(self, segment: Segment) -> None:
         """Add the records of the next segment."""
@@ -69,6 +75,7 @@ class History:
                     self.repeated += key in self.accepted
                     self.accepted[key] = record["values"]["crc"]
                     self.steps += record["steps"]
+                    self.alone += self.replicas == 1 < self.most
                 case "Merged":
                     for node, seq, *_ in record["parts"] if record["version"] > 1 else ():
                         self.merged[node, record["unit"], seq] += 1
@@ -76,6 +83,9 @@ class History:
                         self.shares[node, record["unit"], seq] = share
                 case "Led":
                     self.terms.append(record["term"])
+                case "Configured":
+                    self.replicas = len(record["replicas"])
+                    self.most = max(self.most, self.replicas)
 
 
 def keep(folder: Path, copies: Path) -> None:

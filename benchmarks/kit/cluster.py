@@ -145,10 +145,7 @@ class Field:
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """Return the lines of a node's ledger, all attempts, without a line that a kill has torn."""
-        if not self.ledger(name).exists():
-            return []
-        texts = self.ledger(name).read_text().splitlines()
-        return [json.loads(text) for text in texts if text.startswith("{") and text.endswith("}")]
+        return ledger_lines(self.ledger(name))
 
     def latest(self, name: str) -> dict[str, Any]:
         """Return the last line of a node's ledger, without reading the others; {} if there is none."""
@@ -192,16 +189,39 @@ class Field:
 
     def left_behind(self) -> list[str]:
         """Return the commands of processes of this field that still run."""
-        found = []
-        for process in psutil.process_iter(["cmdline"]):
-            line = " ".join(process.info["cmdline"] or [])
-            if str(self.directory) in line and process.pid != os.getpid():
-                found.append(line)
-        return found
+        return left_behind(self.directory)
 
     def _place(self, name: str) -> int:
         """Return the index of a node's place; nodes are called something-0, something-1, ..."""
         return 1 + int(name.rpartition("-")[2])
+
+
+def ledger_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a ledger, without a line that a kill has torn."""
+    if not path.exists():
+        return []
+    texts = path.read_text().splitlines()
+    return [json.loads(text) for text in texts if text.startswith("{") and text.endswith("}")]
+
+
+def ledger_tail(path: Path, size: int = 8192) -> list[dict[str, Any]]:
+    """Return the lines in the last `size` bytes of a ledger, without one that is torn."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - size))
+        texts = file.read().decode().splitlines()
+    return [json.loads(text) for text in texts if text.startswith("{") and text.endswith("}")]
+
+
+def left_behind(directory: Path) -> list[str]:
+    """Return the commands of processes that still run and name `directory`."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if str(directory) in line and process.pid != os.getpid():
+            found.append(line)
+    return found
 
 
 def answered(lines: Sequence[dict[str, Any]]) -> list[Answered]:

@@ -25,8 +25,11 @@ from typing import Any
 from aedit.proto.agent.agent_link import start_agent
 from aedit.proto.agent.link import Answer, Link, Progress
 from aedit.proto.agent.plan import AgentPlan
+from aedit.proto.agent.replica_finder import owners
 from aedit.types import TensorLayout, UnitLayout, Verdict
 
+_OWNERS_S = 60.0
+"""Longest time until all parts of a swarm have an owner."""
 LATE_S = 0.1
 """A step that takes so much longer than it should is put on record."""
 STRIDE = 64
@@ -42,6 +45,8 @@ class PacedNode:
     ledger: str
     run: str = "paced"
     standby: str = ""
+    replicas: str = ""
+    """File in which its peer keeps where the parts of a swarm are, in place of `hub` and `standby`."""
     units: int = 4
     numel: int = 4096
     step_s: float = 0.02
@@ -201,7 +206,8 @@ class Ledger:
 def agent_plan(plan: PacedNode) -> AgentPlan:
     """Return the plan of its agent; the run is the same for all nodes."""
     return AgentPlan(
-        addresses=tuple(plan.hub.split(",")),
+        addresses=tuple(owners(Path(plan.replicas), _OWNERS_S) if plan.replicas else plan.hub.split(",")),
+        replicas=plan.replicas,
         standbys=tuple(plan.standby.split(",")) if plan.standby else (),
         name=plan.name,
         run=plan.run,

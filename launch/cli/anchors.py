@@ -26,14 +26,15 @@ TIMEOUT_S = 10.0
 def from_folders(model: PreTrainedModel, config: RunConfig, folders: Iterable[Path]) -> str:
     """Load the anchors in these folders of hubs into `model`.
 
-    The hub that led last is used if a standby's folder is among them. Returns a text with the source, "" if
-    there are no anchors yet. Raises UserError if a part of them is missing, or they belong to another model.
+    Of several replicas the one of the highest term and the newest versions is used. Returns a text with the
+    source, "" if there are no anchors yet. Raises UserError if a part of them is missing, or they belong to
+    another model.
     """
     newest: dict[int, tuple[Hub, Path]] = {}
     for folder in folders:
         hub = replayed(folder)
         part, _ = json.loads((folder / "part.json").read_text())
-        if part not in newest or hub.state.term > newest[part][0].state.term:
+        if part not in newest or _progress(hub) > _progress(newest[part][0]):
             newest[part] = hub, folder
     layout, found = _layout(model, config), dict[int, NDArray[np.float32]]()
     for hub, _ in newest.values():
@@ -47,6 +48,10 @@ def from_folders(model: PreTrainedModel, config: RunConfig, folders: Iterable[Pa
         raise UserError(f"no anchors of {names}: the folders of all hubs that split the units must be here")
     _copy(model, layout, (found[index] for index in range(len(layout.units))))
     return f"anchors of {', '.join(str(folder) for _, folder in newest.values())}"
+
+
+def _progress(hub: Hub) -> tuple[int, int]:
+    return hub.state.term, sum(unit.version for unit in hub.state.units.values())
 
 
 def from_network(

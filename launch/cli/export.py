@@ -76,9 +76,9 @@ def load_run_model(
 
     Args:
         place: A run directory, a hub's folder in one, or HOST:PORT of a hub (several, separated by commas,
-            split the units). A directory with a hub gives the hub's anchors. A directory whose nodes joined a
-            hub elsewhere gives that hub's anchors if it answers. Otherwise the newest checkpoint of any node
-            gives its anchors, or its weights if it has no anchors.
+            split the units) or of a peer of a swarm. A directory with a hub gives the hub's anchors. A
+            directory whose nodes joined a hub elsewhere gives that hub's anchors if it answers. Otherwise the
+            newest checkpoint of any node gives its anchors, or its weights if it has no anchors.
         keys: Folder of keys that `aedit keys` made, for a hub with TLS.
         insecure: Connect to a hub on another machine without TLS.
 
@@ -87,9 +87,11 @@ def load_run_model(
     """
     if is_hub(place):
         trust = caller_keys(str(place), keys, insecure)
-        config = parse(greet(str(place), trust).config, f"the configuration of {place}")
+        told = greet(str(place), trust)
+        config = parse(told.config, f"the configuration of {place}")
         model, tokenizer = _model(config)
-        where = _from_network(model, config, str(place), trust)
+        owners = ",".join(told.addresses) if config.swarm.on else str(place)
+        where = _from_network(model, config, owners, trust)
     else:
         run_dir = Path(place)
         config = load(_configuration(run_dir), []).config
@@ -122,7 +124,8 @@ def _hub_folders(run_dir: Path) -> list[Path]:
     For the folder of one hub, also the others beside it.
     """
     around = run_dir.parent if (run_dir / "part.json").exists() else run_dir
-    return sorted(path.parent for path in around.glob("*/part.json"))
+    found = [*around.glob("*/part.json"), *around.glob("peers/*/part_*/part.json")]
+    return sorted(path.parent for path in found)
 
 
 def _of_joined(

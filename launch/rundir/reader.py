@@ -24,6 +24,7 @@ from aedit.launch.rundir.records import (
 )
 from aedit.launch.rundir.rl_records import RLEvalEvent
 from aedit.launch.rundir.server_records import KEY_FILE
+from aedit.launch.rundir.swarm_records import SwarmSample
 from aedit.launch.rundir.values import BAD_LINE, Line
 from aedit.types import UserError
 
@@ -64,6 +65,9 @@ class Run:
     nodes: tuple[NodeRecords, ...]
     hubs: tuple[HubRecords, ...] = ()
     """Hubs whose folders are here."""
+
+    swarm: SwarmSample | None = None
+    """Peers and parts of a swarm, if a peer has been asked."""
 
     @property
     def name(self) -> str:

@@ -1,12 +1,14 @@
-"""View of a run from its hub, on any machine that may connect."""
+"""View of a run from its hub, or a peer of a swarm, on any machine that may connect."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from aedit.launch.config.config import RunConfig
 from aedit.launch.rundir.hub_records import HubRecords, HubSample
 from aedit.launch.rundir.reader import Run
+from aedit.launch.rundir.swarm_records import SwarmSample
 from aedit.launch.rundir.values import BAD_LINE
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
 from aedit.proto.wire.hello import caller_keys
@@ -30,6 +32,8 @@ class HubSource:
         """Return the state of the run. Raises UserError if the hub does not answer."""
         said = self._ask(NO_LINES)
         try:
+            if "peers" in said:
+                return self._of_swarm(said)
             return self._run(said, (HubSample.of(said),))
         except BAD_LINE as error:
             raise self._strange(error) from None
@@ -38,6 +42,9 @@ class HubSource:
         """Return the hub's records since the start of its process, without records of the nodes."""
         said = self._ask(0)
         try:
+            if "peers" in said:
+                lines = next((part["lines"] for part in said["parts"] if part), ())
+                return replace(self._run(said, tuple(map(HubSample.of, lines))), swarm=SwarmSample.of(said))
             return self._run(said, tuple(map(HubSample.of, said["lines"])))
         except BAD_LINE as error:
             raise self._strange(error) from None
@@ -45,6 +52,11 @@ class HubSource:
     def close(self) -> None:
         """Close the connection."""
         self._client.close()
+
+    def _of_swarm(self, said: dict[str, Any]) -> Run:
+        """Return the nodes as the first owner that answers knows them, with all peers and parts."""
+        swarm = SwarmSample.of(said)
+        return replace(self._run(said, (swarm.hub,) if swarm.hub else ()), swarm=swarm)
 
     def _run(self, said: dict[str, Any], lines: tuple[HubSample, ...]) -> Run:
         name = str(said["run"])

@@ -26,6 +26,7 @@ from aedit.launch.views.rl_table import (
     rl_health,
     rl_lines,
 )
+from aedit.launch.views.swarm_table import swarm_tables
 
 SILENT_AFTER_S = 120.0
 COLOURS = {
@@ -277,7 +278,8 @@ def _footer(run: Run, detail: Detail) -> list[RenderableType]:
     max_rows = None if run.nodes else detail.max_rows
     elsewhere = {node.node for hub in run.hubs for node in hub.last.nodes} - set(run.indices)
     hub = replace(detail.hub, max_rows=max_rows, rl=detail.hub.rl and bool(elsewhere))
-    return [*facts, *hub_tables(run.hubs, hub)]
+    peers = swarm_tables(run.swarm) if run.swarm else ()
+    return [*facts, *hub_tables(run.hubs, hub), *peers]
 
 
 def _rl_footer(run: Run, detail: Detail) -> Iterator[RenderableType]:

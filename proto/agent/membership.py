@@ -164,7 +164,8 @@ class Membership:
         self._hurry.set()
 
     def leave(self, consumed: list[pb.Consumed]) -> None:
-        """Tell the hub that this node leaves, if it answers."""
+        """Tell the hub that this node leaves, if it answers. No later heartbeat joins again."""
+        self.stop()
         if self._member:
             with suppress(HubUnreachable, HubRefused):
                 self.client.leave(pb.LeaveRequest(who=self.who(), consumed=consumed), self._patience_s)

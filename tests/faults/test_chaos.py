@@ -1,4 +1,4 @@
-"""Tests a short version of `python -m benchmarks.chaos`, alone and with standbys.
+"""Tests short versions of `python -m benchmarks.chaos`: of a hub alone, with standbys, and of a swarm.
 
 Processes are killed, and the accounts still agree.
 """
@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from benchmarks.chaos import Plan, tell
-from benchmarks.chaos_parts import failover
+from benchmarks.chaos_parts import failover, swarm
 from benchmarks.chaos_parts.books import attempts, expected, owed
 from benchmarks.chaos_parts.history import history_of, keep, leaders, read
 from benchmarks.kit import netns
@@ -81,6 +81,16 @@ def test_hubs_fail_as_well_as_nodes_and_nothing_acknowledged_is_lost_with_one_le
     assert found.back == found.missing == story.left_behind == 0
 
 
+@pytest.mark.slow
+def test_machines_of_a_swarm_fail_owners_included_and_nothing_acknowledged_is_lost():
+    story = swarm.tell(60, seed=2, away_s=15)
+    assert sum(story.faults.values()) >= 5
+    assert all(part.acknowledged > 50 for part in story.accounts)
+    assert any(len(part.terms) > 1 for part in story.accounts), "no part had another owner"
+    found = swarm.mistakes(story)
+    assert found == dict.fromkeys(found, 0), story.died
+
+
 def copies_of(directory):
     return [segment for path in directory.glob("journal-*") if (segment := read(path))]
 
@@ -104,6 +114,15 @@ def test_a_history_is_joined_from_copies_by_the_hashes_in_the_heads_of_segments(
     assert all(found.merged[key] == 1 for key in found.accepted)
     assert leaders(copies) == {1: {5}}
     assert history_of(place, [one for one in copies if one.number != 2]).missing >= 2
+
+
+def test_pushes_that_only_the_leading_hub_had_are_counted_once_there_had_been_others(tmp_path):
+    book = Book(tmp_path).join("a")
+    for number, replicas in ((1, (5,)), (2, (5, 6)), (3, (5,)), (4, (5, 6))):
+        book.commit([Configured(1, number, 5, replicas)])
+        book.push(0, 0)
+    (segment,) = copies_of(tmp_path)
+    assert history_of(tmp_path, [segment]).alone == 1
 
 
 def found_seqs(book, node):

@@ -1,0 +1,106 @@
+"""Faults of a swarm: whole machines are killed, stopped and cut off, owners and the first one included."""
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+
+from benchmarks.chaos_parts.swarm_peers import SwarmPeer
+from benchmarks.chaos_parts.swarm_scene import Scene
+
+KILL_EVERY_S, AWAY_EVERY_S, AWAY_S = 20.0, 40.0, 30.0
+BACK_WITHIN_S = 5.0
+"""Longest time after which a machine that was killed, or another in its place, starts."""
+AIM_S = 6.0
+"""How long a kill waits for a push of the large unit."""
+
+Act = Callable[[Scene], None]
+
+
+def fault_plan(
+    seconds: float, chance: random.Random, away_s: float, *, wires: bool
+) -> list[tuple[float, Act]]:
+    """Return (second, fault) in order."""
+    kills: list[Act] = [_kill_owner, _kill_at_push, _kill_first, _kill_any]
+    aways: list[Act] = [partial(_stop, away_s), partial(_cut if wires else _stop, away_s)]
+    found: list[tuple[float, Act]] = []
+    for every_s, first_s, kinds in ((KILL_EVERY_S, 5.0, kills), (AWAY_EVERY_S, 10.0, aways)):
+        at_s, bag = first_s, list[Act]()
+        while at_s < seconds - 5:
+            bag = bag or chance.sample(kinds, len(kinds))  # all kinds by turns
+            found.append((at_s, bag.pop()))
+            at_s += every_s
+    return sorted(found, key=lambda entry: entry[0])
+
+
+def _kill_owner(scene: Scene) -> None:
+    _kill(scene, scene.owner(scene.chance.randrange(scene.ground.shape.parts)), "owner killed")
+
+
+def _kill_at_push(scene: Scene) -> None:
+    """Kill the owner of the large unit while a node pushes it."""
+    scene.until(scene.pushes_large, AIM_S)
+    time.sleep(scene.chance.uniform(0, 0.1))
+    _kill(scene, scene.owner(0), "owner killed in a push")
+
+
+def _kill_first(scene: Scene) -> None:
+    first = scene.ground.peers[0]
+    _kill(scene, first if first in scene.present() else None, "first machine killed")
+
+
+def _kill_any(scene: Scene) -> None:
+    _kill(scene, None, "machine killed")
+
+
+def _kill(scene: Scene, peer: SwarmPeer | None, kind: str) -> None:
+    """Kill a machine, any if `peer` is None. It comes back, or another takes its place.
+
+    One with an empty disk comes only if all parts have all their copies: only then does a majority of each
+    outlive it and the machine that is stopped or cut off.
+    """
+    if peer is None:
+        peer, kind = scene.chance.choice(scene.present()), "machine killed"
+    renewed = scene.chance.random() < 0.5 and _all_in_sync(scene, peer)
+    scene.note(f"{kind}, disk lost" if renewed else kind, peer)
+    peer.kill()
+    peer.due_s = time.monotonic() + scene.chance.uniform(0.2, BACK_WITHIN_S)
+    if renewed:
+        scene.ground.replace_machine(peer)
+
+
+def _all_in_sync(scene: Scene, victim: SwarmPeer) -> bool:
+    """Return whether each part has all its copies, and all are on machines that run."""
+    if any(peer.is_away or peer.process is None for peer in scene.ground.peers):
+        return False
+    status = scene.ground.status(next(peer for peer in scene.present() if peer is not victim))
+    followers = scene.ground.shape.copies - 1
+    return status is not None and all(part and part["in_sync"] >= followers for part in status["parts"])
+
+
+def _stop(away_s: float, scene: Scene) -> None:
+    peer = scene.owner(scene.chance.randrange(scene.ground.shape.parts)) or scene.ground.peers[0]
+    scene.note("machine stopped", peer)
+    peer.is_away = True
+    scene.ground.stopped.add(peer.name)
+    peer.send(signal.SIGSTOP)
+    scene.mends.append((time.monotonic() + away_s, partial(_go_on, peer)))
+
+
+def _go_on(peer: SwarmPeer) -> None:
+    peer.is_away = False
+    peer.send(signal.SIGCONT)
+
+
+def _cut(away_s: float, scene: Scene) -> None:
+    peer = scene.owner(scene.chance.randrange(scene.ground.shape.parts)) or scene.ground.peers[0]
+    scene.note("machine cut off", peer)
+    peer.is_away = True
+    scene.ground.cut(peer, "down")
+    scene.mends.append((time.monotonic() + away_s, partial(_mend, scene, peer)))
+
+
+def _mend(scene: Scene, peer: SwarmPeer) -> None:
+    peer.is_away = False
+    scene.ground.cut(peer, "up")

@@ -1,0 +1,230 @@
+"""The peers of a swarm, each a peer process with its hubs and a paced node, killed and started as a whole."""
+
+import json
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from aedit.launch.swarm.hosted_part import MARK
+from aedit.proto.swarm.replicas_file import REPLICAS
+from benchmarks.chaos_parts.books import LATE
+from benchmarks.chaos_parts.history import keep
+from benchmarks.kit.cluster import TOML, ask, free_port, ledger_lines
+from benchmarks.kit.netns import Place, set_link
+from benchmarks.kit.paced_node import STRIDE, PacedNode
+from benchmarks.kit.processes import start
+
+SWARM = """
+[swarm]
+discovery = "file"
+parts = {parts}
+copies = {copies}
+lease_s = {lease_s}
+"""
+_WITNESS = "benchmarks.chaos_parts.witness"
+_LOG_END = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmShape:
+    """Size of the swarm."""
+
+    peers: int = 6
+    parts: int = 4
+    copies: int = 3
+    lease_s: float = 5.0
+
+
+@dataclass(slots=True)
+class SwarmPeer:
+    """One place in the swarm: the machine that is there now, and its processes."""
+
+    slot: int
+    address: str
+    place: Place | None
+    ledger: Path
+    """Of all nodes that have been in this place."""
+    directory: Path
+    number: int
+    """Of this machine, counted over all that have ever been in the swarm."""
+    process: "subprocess.Popen[str] | None" = None
+    node: "subprocess.Popen[str] | None" = None
+    due_s: float = 0.0
+    """Time at which it is started again after a kill."""
+    is_away: bool = False
+    """It is stopped or cut off."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the machine."""
+        return f"peer-{self.number}"
+
+    @property
+    def log(self) -> Path:
+        """Return the file with what the peer and the node of the machine have said."""
+        return self.directory / "output.log"
+
+    def processes(self) -> list[psutil.Process]:
+        """Return all live processes of the machine: node, peer, and its hubs."""
+        found: list[psutil.Process] = []
+        for process in (self.node, self.process):
+            if process is not None and process.poll() is None:
+                with suppress(psutil.NoSuchProcess):
+                    known = psutil.Process(process.pid)
+                    found += [known, *known.children(recursive=True)]
+        return found
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to all processes of the machine."""
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill all processes of the machine at once, as a power cut does."""
+        found = self.processes()
+        self.send(signal.SIGSTOP)  # none starts another or notices the end of another meanwhile
+        self.send(signal.SIGKILL)
+        for process in (self.node, self.process):
+            if process is not None:
+                process.wait(10)
+        psutil.wait_procs(found, timeout=10)
+        self.process = self.node = None
+
+    def ended(self) -> list[str]:
+        """Return which processes have ended by themselves, with their exit codes."""
+        named = ((f"{self.name} (node)", self.node), (self.name, self.process))
+        return [
+            f"{name}: exit code {one.returncode}" for name, one in named if one and one.poll() is not None
+        ]
+
+
+@dataclass(slots=True)
+class SwarmGround:
+    """All processes of one run."""
+
+    directory: Path
+    plan: PacedNode
+    shape: SwarmShape
+    places: Sequence[Place]
+    peers: list[SwarmPeer] = field(default_factory=list)
+    starts: int = 0
+    machines: int = 0
+    stopped: set[str] = field(default_factory=set)
+    """Names of machines that were stopped, whose own calls were late therefore."""
+    hubs: dict[str, str] = field(default_factory=dict)
+    """Machine by address of a hub: a replica that is started again has another address."""
+
+    def set_up(self) -> None:
+        """Write the configuration and the list of peers; nothing is started."""
+        shape = self.shape
+        facts = {"every": self.plan.every, "expire_s": self.plan.expire_s, "address": ""}
+        facts |= {"lease_samples": self.plan.lease_samples, "directory": self.directory, "more": ""}
+        swarm = SWARM.format(parts=shape.parts, copies=shape.copies, lease_s=shape.lease_s)
+        (self.directory / "run.toml").write_text(TOML.format(**facts) + swarm)
+        for slot in range(shape.peers):
+            place = self.places[slot] if self.places else None
+            address = f"{place.address}:7000" if place else f"127.0.0.1:{free_port()}"
+            ledger = self.directory / f"node-{slot}.jsonl"
+            self.peers.append(SwarmPeer(slot, address, place, ledger, Path(), 0))
+            self.replace_machine(self.peers[slot])
+        (self.directory / "peers.txt").write_text("".join(f"{peer.address}\n" for peer in self.peers))
+
+    def replace_machine(self, peer: SwarmPeer) -> None:
+        """Put a machine with an empty disk, and a name and a key of its own, in the place of another."""
+        assert self.machines < STRIDE, "more machines than there are elements of their own"
+        peer.number, self.machines = self.machines, self.machines + 1
+        peer.directory = self.directory / "peers" / peer.name
+        peer.directory.mkdir(parents=True)
+
+    def start(self, peer: SwarmPeer) -> None:
+        """Start the peer process and the node of a machine; the first machine of all founds the run."""
+        words = [
+            "peer",
+            str(self.directory / "run.toml"),
+            f"--directory={peer.directory}",
+            f"--as={peer.name}",
+        ]
+        words += [f"--peers={self.directory / 'peers.txt'}", "--insecure", f"--swarm.listen={peer.address}"]
+        words += ["--found"] * (peer.number == 0)
+        node = replace(
+            self.plan,
+            name=peer.name,
+            ledger=str(peer.ledger),
+            replicas=str(peer.directory / REPLICAS),
+            rejoin=sha256(peer.name.encode()).hexdigest()[:32],
+            votes=str(peer.directory / "votes"),
+            prefers=peer.number,
+        )
+        with peer.log.open("a") as log:
+            pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            peer.process = start("aedit.launch.cli", *words, place=peer.place, **pipes)
+            peer.node = start(_WITNESS, json.dumps(asdict(node)), place=peer.place, **pipes)
+        self.starts += 1
+
+    def cut(self, peer: SwarmPeer, state: str) -> None:
+        """Set the link of a machine "down" or "up"."""
+        assert peer.place is not None
+        set_link(peer.place, state)
+
+    def status(self, peer: SwarmPeer) -> dict[str, Any] | None:
+        """Return what a peer says of the swarm; None if it does not answer soon."""
+        if peer.place is None:
+            return ask(peer.address)
+        asked = start("benchmarks.kit.cluster", peer.address, place=peer.place, stdout=subprocess.PIPE)
+        told = asked.communicate(timeout=30)[0]
+        found: dict[str, Any] | None = json.loads(told) if asked.returncode == 0 else None
+        return found
+
+    def ledgers(self) -> list[list[dict[str, Any]]]:
+        """Return the ledger of each place, with the machine in place of a hub's address."""
+        found = [ledger_lines(peer.ledger) for peer in self.peers]
+        for line in (line for lines in found for line in lines if "hub" in line):
+            line["hub"] = self.hubs.get(line["hub"], line["hub"])
+        return found
+
+    def late_calls(self) -> int:
+        """Return the calls that ended too late, of machines that were never stopped."""
+        logs = (self.directory / "peers").glob("*/output.log")
+        counted = (log for log in logs if log.parent.name not in self.stopped)
+        return sum(log.read_text(errors="replace").count(LATE) for log in counted)
+
+    # -- what is on the disks
+
+    def folders(self, part: int) -> Iterator[Path]:
+        """Yield the folders of all replicas of a part, of machines that were replaced too."""
+        for folder in sorted((self.directory / "peers").glob(f"*/part_{part}")):
+            if (folder / MARK).exists() and any(folder.glob("journal-*")):
+                yield folder
+
+    def keep(self) -> None:
+        """Keep the segments that the hubs have now, and their addresses."""
+        for part in range(self.shape.parts):
+            for folder in self.folders(part):
+                keep(folder, self.directory / f"copies_{part}_{folder.parent.name}")
+                with suppress(OSError):
+                    self.hubs[(folder / "address").read_text().strip()] = folder.parent.name
+
+    def copies(self, part: int) -> list[Path]:
+        """Return all segments of a part that were kept."""
+        return sorted(self.directory.glob(f"copies_{part}_*/journal-*"))
+
+    def kill_all(self) -> None:
+        """Kill what is left."""
+        for peer in self.peers:
+            peer.kill()
+
+
+def last_words(peers: Path) -> str:
+    """Return the end of all logs of all machines."""
+    return "\n".join(
+        f"{log.parent.name}/{log.name}: {log.read_text(errors='replace')[-_LOG_END:]}"
+        for log in sorted(peers.glob("*/*.log"))
+    )

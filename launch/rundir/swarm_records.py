@@ -1,0 +1,72 @@
+"""State of a swarm as frozen values, read from a peer's reply to `status`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from aedit.launch.rundir.hub_records import HubSample
+from aedit.launch.rundir.values import Line, text
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSample:
+    """One live peer, as another one knows it."""
+
+    name: str
+    address: str
+    """HOST:PORT; empty for a client."""
+    owns: tuple[int, ...]
+    """Parts that it owns."""
+    keeps: tuple[int, ...]
+    """Parts that it follows."""
+    state: str
+
+    @staticmethod
+    def of(line: Line) -> "PeerSample":
+        """Return the peer in one entry of `peers`."""
+        return PeerSample(
+            name=text(line["name"]),
+            address=text(line.get("address")),
+            owns=tuple(int(part) for part in line.get("owns") or ()),
+            keeps=tuple(int(part) for part in line.get("keeps") or ()),
+            state=text(line.get("state")),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PartSample:
+    """One part of the model, as its owner tells; all unknown while it has none that answers."""
+
+    owner: str = ""
+    """HOST:PORT."""
+    in_sync: int = 0
+    """Followers that confirm each acknowledged push."""
+    hub: HubSample | None = None
+
+    @staticmethod
+    def of(line: Line | None) -> "PartSample":
+        """Return the part in one entry of `parts`."""
+        if line is None:
+            return PartSample()
+        return PartSample(text(line.get("owner")), int(line.get("in_sync") or 0), HubSample.of(line))
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmSample:
+    """Peers and parts at one time."""
+
+    peers: tuple[PeerSample, ...]
+    parts: tuple[PartSample, ...]
+
+    @staticmethod
+    def of(said: Mapping[str, Any]) -> "SwarmSample":
+        """Return the state in a reply to `status`."""
+        return SwarmSample(
+            tuple(PeerSample.of(peer) for peer in said["peers"]),
+            tuple(PartSample.of(part) for part in said["parts"]),
+        )
+
+    @property
+    def hub(self) -> HubSample | None:
+        """Return the state of the first part whose owner answers: all nodes take part in each."""
+        return next((part.hub for part in self.parts if part.hub is not None), None)

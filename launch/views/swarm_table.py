@@ -1,0 +1,44 @@
+"""Tables of the peers and parts of a swarm for a terminal of 80 columns."""
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from aedit.launch.rundir.swarm_records import PartSample, PeerSample, SwarmSample
+from aedit.launch.views import words
+from aedit.launch.views.hubtable import spread
+
+_PEERS = ("peer", "address", "owns", "follows", "state")
+_PARTS = ("part", "owner", "term", "followers", "versions", "pending", "journal")
+
+
+def swarm_tables(swarm: SwarmSample) -> Iterator[RenderableType]:
+    """Yield a table of the live peers and one of the parts."""
+    yield Text()
+    yield _table(_PEERS, [_peer(peer) for peer in swarm.peers], left=5)
+    yield Text()
+    yield _table(_PARTS, [_part(number, part) for number, part in enumerate(swarm.parts)], left=2)
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="left" if i < left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))  # no markup in names, which peers choose
+    return table
+
+
+def _peer(peer: PeerSample) -> list[str]:
+    owns, keeps = (",".join(map(str, parts)) or words.UNKNOWN for parts in (peer.owns, peer.keeps))
+    return [peer.name, peer.address or "client", owns, keeps, peer.state]
+
+
+def _part(number: int, part: PartSample) -> list[str]:
+    if part.hub is None:
+        return [str(number), "none that answers", *[words.UNKNOWN] * 5]
+    hub = part.hub
+    told = [str(hub.term), str(part.in_sync), spread(hub.versions), str(hub.pending)]
+    return [str(number), part.owner, *told, words.size(hub.journal_bytes)]

@@ -1,0 +1,66 @@
+"""Tests the views of a swarm: the answer of a peer, and the tables of peers and parts."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from aedit.launch.rundir.swarm_records import SwarmSample
+from aedit.launch.views import hubview
+from aedit.launch.views.panel import panel
+
+PEERS = [
+    {"name": "alpha", "address": "a:1", "owns": [0], "keeps": [1], "state": ""},
+    {"name": "[bold]beta", "address": "", "owns": [], "keeps": [], "state": "leaving"},
+]
+
+
+def part(**values):
+    units = [{"unit": 0, "name": "u", "version": 7, "pending": 1, "usual_s": None, "norm": 0.0}]
+    node = {"node": 0, "name": "alpha", "state": "training", "steps": 30, "steps_per_s": 1.5}
+    status = {"term": 3, "elapsed_s": 65.0, "progress": 0.5, "nodes": [node], "units": units}
+    return status | {"owner": "a:9", "in_sync": 2, "journal": {"bytes": 100, "past_bytes": 0}} | values
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """Return a function that shows what a peer says."""
+
+    def show(said, poll="poll"):
+        client = SimpleNamespace(status=lambda request: SimpleNamespace(json=json.dumps(said)))
+        monkeypatch.setattr(hubview, "HubClient", lambda *args, **values: client)
+        run = getattr(hubview.HubSource("127.0.0.1:1"), poll)()
+        console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+        console.print(panel(run, run.indices))
+        return run, console.export_text()
+
+    return show
+
+
+def test_a_peer_shows_nodes_peers_and_parts(shown):
+    run, text = shown({"run": "r", "peers": PEERS, "parts": [part(), None]})
+    rows = [line.strip("\u2502 ").split() for line in text.splitlines()]
+    assert ["alpha", "a:1", "0", "1"] in rows
+    assert ["[bold]beta", "client", "-", "-", "leaving"] in rows
+    assert ["0", "a:9", "3", "2", "7", "1", "100", "bytes"] in rows
+    assert ["1", "none", "that", "answers", *["-"] * 5] in rows
+    assert run.hubs[0].last.progress == 0.5
+
+
+def test_without_any_owner_the_peers_are_shown(shown):
+    run, text = shown({"run": "r", "peers": PEERS[:1], "parts": [None]})
+    assert run.hubs == ()
+    assert "none that answers" in text
+
+
+def test_the_history_is_that_of_the_first_part_whose_owner_answers(shown):
+    lines = [{"t": float(t), "term": 1, "progress": t / 4, "nodes": [], "versions": [t]} for t in range(3)]
+    run, _ = shown({"run": "r", "peers": PEERS, "parts": [None, part(lines=lines)]}, "history")
+    assert [line.progress for line in run.hubs[0].lines] == [0.0, 0.25, 0.5]
+
+
+@pytest.mark.parametrize("said", [{"peers": [{}], "parts": []}, {"peers": [], "parts": [{"term": 1}]}])
+def test_an_answer_of_another_form_is_not_a_swarm(said):
+    with pytest.raises((KeyError, TypeError)):
+        SwarmSample.of(said)
