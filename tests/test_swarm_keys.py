@@ -95,6 +95,12 @@ def test_the_keys_of_one_peer_are_not_for_several_nodes(keys):
     check_hub_start(swarm, Placement(nodes=1, local=True, keys=keys / "alice"))
 
 
+def test_a_client_cannot_begin_a_run():
+    client = parse('name = "r"\n[swarm]\ndiscovery = "file"\nlisten = ""\n', "here")
+    with pytest.raises(UserError, match="keeps no part and cannot begin a run"):
+        check_hub_start(client, Placement(local=True))
+
+
 # -- gossip
 
 

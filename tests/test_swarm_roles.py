@@ -13,30 +13,30 @@ def replica(leads=False, in_sync=True, term=1, address="h:1"):
     return PartReplica(address=address, term=term, leads=leads, in_sync=in_sync)
 
 
-def view(ranked, **replicas):
+def view(ranked, me=A, **replicas):
     keys = {"a": A, "b": B, "c": C, "d": D}
-    return PartView(tuple(ranked), {keys[name]: one for name, one in replicas.items()})
+    return PartView(tuple(ranked), {keys[name]: one for name, one in replicas.items()}, me)
 
 
 def test_a_chosen_peer_begins_to_keep_a_part_once_somebody_owns_it():
-    assert view([B, A, C], a=replica(leads=True)).role(B, 2) is Role.HOST
-    assert view([B, A, C], a=replica()).role(B, 2) is Role.KEEP, "nobody leads: there is nothing to follow"
-    assert view([B, A, C], a=replica(leads=True)).role(C, 2) is Role.KEEP, "not among the first two"
+    assert view([B, A, C], B, a=replica(leads=True)).role(2, 2) is Role.HOST
+    assert view([B, A, C], B, a=replica()).role(2, 2) is Role.KEEP, "nobody leads: there is nothing to follow"
+    assert view([B, A, C], C, a=replica(leads=True)).role(2, 2) is Role.KEEP, "not among the first two"
 
 
 def test_a_replica_is_given_up_only_when_all_chosen_peers_are_in_sync_and_one_of_them_owns_the_part():
-    assert view([A, B, C], a=replica(leads=True), b=replica(), c=replica()).role(C, 2) is Role.RETIRE
+    assert view([A, B, C], C, a=replica(leads=True), b=replica(), c=replica()).role(2, 2) is Role.RETIRE
     late = replica(in_sync=False)
-    assert view([A, B, C], a=replica(leads=True), b=late, c=replica()).role(C, 2) is Role.KEEP
-    assert view([A, B, C], a=replica(leads=True), c=replica()).role(C, 2) is Role.KEEP
+    assert view([A, B, C], C, a=replica(leads=True), b=late, c=replica()).role(2, 2) is Role.KEEP
+    assert view([A, B, C], C, a=replica(leads=True), c=replica()).role(2, 2) is Role.KEEP
     assert (
-        view([A, B, C, D], a=replica(), b=replica(), c=replica(), d=replica(leads=True)).role(C, 2)
+        view([A, B, C, D], C, a=replica(), b=replica(), c=replica(), d=replica(leads=True)).role(2, 2)
         is Role.KEEP
     )
 
 
 def test_an_owner_never_gives_its_part_up_by_itself():
-    assert view([A, B, C], a=replica(), b=replica(), c=replica(leads=True)).role(C, 2) is Role.KEEP
+    assert view([A, B, C], C, a=replica(), b=replica(), c=replica(leads=True)).role(2, 2) is Role.KEEP
 
 
 def test_the_best_ranked_replica_in_sync_is_to_own_the_part():
@@ -45,7 +45,30 @@ def test_the_best_ranked_replica_in_sync_is_to_own_the_part():
 
 
 def test_of_two_that_say_they_own_a_part_the_higher_term_does():
-    assert view([A, B], a=replica(leads=True, term=3), b=replica(leads=True, term=5)).owner == B
+    assert view([A, B], C, a=replica(leads=True, term=3), b=replica(leads=True, term=5)).owner == B
+
+
+def test_of_two_that_say_they_own_a_part_the_one_that_is_followed_does():
+    """Found: one card with a term of 2^62 was the owner for everybody."""
+    false = replica(leads=True, term=2**62)
+    assert view([A, B, C], D, a=false, b=replica(leads=True, term=3), c=replica(term=3)).owner == B
+    late = replica(term=3, in_sync=False)
+    assert view([A, B, C], D, a=false, b=replica(leads=True, term=3), c=late).owner == A, "nobody follows B"
+
+
+def test_the_own_replica_is_believed_more_than_all_cards():
+    """Found: false followers of a false owner would outnumber those that are there."""
+    many = {"b": replica(leads=True, term=9), "c": replica(term=9), "d": replica(term=9)}
+    assert view([B, C, D, A], A, a=replica(leads=True, term=3), **many).owner == A
+    following = {"a": replica(term=3), "b": replica(leads=True, term=3)}
+    assert view([C, D, B, A], A, **following, c=replica(leads=True, term=9), d=replica(term=9)).owner == B
+
+
+def test_a_replica_is_not_given_up_because_cards_say_that_others_have_it():
+    """Found: three cards that said so were enough, and every honest follower removed its copy."""
+    cards = {"a": replica(leads=True), "b": replica(), "c": replica()}
+    assert view([A, B, C], C, **cards).role(2, 1) is Role.KEEP
+    assert view([A, B, C], C, **cards).role(2, 2) is Role.RETIRE
 
 
 @pytest.mark.parametrize("change", [{"leaving": True}, {"address": ""}])

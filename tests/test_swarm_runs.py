@@ -128,3 +128,34 @@ def test_a_node_joins_with_the_address_of_any_peer_and_its_peer_keeps_parts(plac
         process.communicate(timeout=LIMIT_S)
         assert process.returncode == 130
     assert place.processes() == []
+
+
+def test_peers_and_a_client_train_over_tls_with_the_keys_of_a_swarm(place):
+    keys = place.directory / "keys"
+    ends_well(place.aedit("keys", keys, "--peer=alice=127.0.0.1", "--peer=bob=127.0.0.1", "--node=carol"))
+    place.configure(
+        TOML.replace("quorum = 1", "quorum = 1\ncertificates = true"), steps=300, discovery="file"
+    )
+    run = place.aedit("run", place.toml, f"--dir={place.directory}/runs", f"--keys={keys}/alice")
+    until(
+        lambda: len(found := replicas(place, "alice")) == 2 and all(p["owner"] for p in found),
+        "owners",
+        LIMIT_S,
+    )
+    address = (place.directory / "runs" / "x" / "peers" / "alice" / "address").read_text()
+    ends = {"bob": [], "carol": ["--swarm.listen", ""]}
+    joined = [
+        place.aedit(
+            "join", address, f"--keys={keys}/{name}", f"--dir={place.directory}/{name}", "--device=cpu", *more
+        )
+        for name, more in ends.items()
+    ]
+    for process in (run, *joined):
+        ends_well(process)
+    for name in ends:
+        (events,) = (place.directory / name / "x" / "nodes").glob("*/events.jsonl")
+        assert any(json.loads(line)["event"] == "round" for line in events.read_text().splitlines()), name
+    hosted = place.directory / "bob" / "x" / "peers" / "bob"
+    assert sorted(path.name for path in hosted.glob("part_*") if path.is_dir()) == ["part_0", "part_1"]
+    assert not list((place.directory / "carol" / "x" / "peers" / "carol").glob("part_*"))
+    assert place.processes() == []

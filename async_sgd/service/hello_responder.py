@@ -28,6 +28,8 @@ class HelloResponder:
     addresses: Callable[[], tuple[str, ...]]
     standby: Callable[[], str]
     """Empty: nobody else could lead."""
+    part: int = 0
+    """In a swarm the part that this hub keeps, counted from 1; 0: there is nothing to confuse."""
 
     def question(self) -> pb.HelloRequest:
         """Return the Hello that this hub sends to another one of its run.
@@ -35,7 +37,7 @@ class HelloResponder:
         That hub must have the same method.
         """
         method = pb.Method(settings=dict(self.method))
-        return pb.HelloRequest(protocol=self.protocol, version=self.version, method=method)
+        return pb.HelloRequest(protocol=self.protocol, version=self.version, method=method, part=self.part)
 
     def reply(self, request: pb.HelloRequest, term: int, *, leads: bool = False) -> pb.HelloReply:
         """Return the reply. Raises Refusal, with the difference named, for another protocol or method."""
@@ -52,6 +54,7 @@ class HelloResponder:
                 f"{name} is {here} at this hub (aedit {self.version}) and {there} here ({theirs}): set it as"
                 " the hub has it, or join with `aedit join`, which takes the hub's configuration"
             )
+        check_part(request.part, self.part)
         return pb.HelloReply(
             protocol=self.protocol,
             version=self.version,
@@ -62,6 +65,16 @@ class HelloResponder:
             standby=self.standby(),
             leads=leads,
         )
+
+
+def check_part(asked: int, own: int) -> None:
+    """Raise Refusal for a call that is for the hub of another part; 0: the caller, or this hub, has none.
+
+    A peer may name this hub's address for a part that it does not keep, or the port was another hub's before.
+    """
+    if asked and own and asked != own:
+        text = f"this hub keeps part {own - 1}, and part {asked - 1} is asked for: ask another one"
+        raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, text)
 
 
 def _refusal(text: str) -> Refusal:

@@ -15,6 +15,7 @@ from aedit.async_sgd.journal.receipts import Unproven
 from aedit.async_sgd.service import losses, messages
 from aedit.async_sgd.service.callers import fingerprint
 from aedit.async_sgd.service.engine import HubWorker
+from aedit.async_sgd.service.hello_responder import check_part
 from aedit.async_sgd.service.leadership import Leadership
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.service import Refusal
@@ -28,8 +29,12 @@ _ASK_S = 1.0
 class RequestGuard:
     """The checks of a hub that leads under one term, for all its services."""
 
-    def __init__(self, ledger: Ledger, engine: HubWorker, run: str, leadership: Leadership) -> None:
+    def __init__(
+        self, ledger: Ledger, engine: HubWorker, run: str, leadership: Leadership, part: int = 0
+    ) -> None:
+        """Create the checks. part: see `HelloResponder.part`."""
         self.ledger, self.engine, self.run, self.leadership = ledger, engine, run, leadership
+        self._part = part
         self.replaced = threading.Event()
         """Another hub leads under a higher term: this one has nothing to say any more."""
         self.lacking = ""
@@ -80,6 +85,7 @@ class RequestGuard:
         if who.run and who.run != self.run:
             text = f"this hub leads the run {self.run!r}, not {who.run[:64]!r}"
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, text)
+        check_part(who.part, self._part)
         self.check_term(who.term)
 
     def check_term(self, term: int, *, from_hub: bool = False) -> None:

@@ -101,6 +101,10 @@ def check_hub_start(config: RunConfig, placement: Placement) -> None:
         raise UserError(
             "--keys, --insecure: of aedit run have an effect in a swarm only; aedit hub takes them"
         )
+    if config.swarm.on and not config.swarm.listen:
+        raise UserError(
+            "swarm.listen: empty makes a client, which keeps no part and cannot begin a run; aedit join one"
+        )
     if placement.keys and placement.nodes > 1:
         raise UserError(
             f"--local: the keys in {placement.keys} are for one peer; begin the run with one node, and add"

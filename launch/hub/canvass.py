@@ -1,5 +1,6 @@
 """Ask the other hubs of a run for their votes, for as long as this one has something to ask."""
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable
@@ -18,7 +19,7 @@ _CALL_TIMEOUT_S = 1.0
 
 
 class Canvass:
-    """One thread per other hub, which asks it what `leadership` asks and hands the answer to `count`."""
+    """Threads that ask the other hubs what `leadership` asks, and hand the answers to `count`."""
 
     def __init__(
         self, endpoint: HubEndpoint, leadership: Leadership, count: Callable[[Answer], None]
@@ -43,14 +44,18 @@ class Canvass:
                 thread.join(timeout=5)
 
     def _run(self, index: int) -> None:
-        while not self._stopping.wait(_EVERY_S):
-            asks, others = self._leadership.asks(), self._endpoint.others
-            if asks is not None and index < len(others):
-                self._ask(others[index], asks)
+        for turn in itertools.count():
+            if self._stopping.wait(_EVERY_S):
+                return
+            asks, mine = self._leadership.asks(), self._endpoint.others[index :: len(self._threads)]
+            if asks is not None and mine:  # there may be more than threads: cards of a swarm may lie
+                self._ask(mine[turn % len(mine)], asks)
 
     def _ask(self, address: str, asks: Proposal) -> None:
         client = HubClient(address, self._endpoint.client_keys(), call_timeout_s=_CALL_TIMEOUT_S)
-        request = pb.ProposeRequest(run=self._endpoint.config.name, proposal=proposal_out(asks))
+        request = pb.ProposeRequest(
+            run=self._endpoint.config.name, proposal=proposal_out(asks), part=self._endpoint.part_asked
+        )
         try:
             self._count(answer_in(client.propose(request, _CALL_TIMEOUT_S)))
         except (HubUnreachable, HubRefused) as error:

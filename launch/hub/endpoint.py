@@ -52,6 +52,11 @@ class HubEndpoint:
         return len(self._standbys) if self.replicas is None else self.copies
 
     @property
+    def part_asked(self) -> int:
+        """Return the part as calls name it: counted from 1 in a swarm, 0 with hubs of fixed addresses."""
+        return 0 if self.replicas is None else self.part[0] + 1
+
+    @property
     def own_address(self) -> str:
         """Return the HOST:PORT by which others reach this hub; "" before it listens."""
         return self.config.swarm.reached_at(folder.read_line(self.directory / "address"))

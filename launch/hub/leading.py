@@ -48,7 +48,7 @@ class LeadingHub:
             snapshot_bytes=config.hub.snapshot_bytes,
             mergers=config.hub.threads or max(1, num_cores() // 2),
         )
-        self.guard = RequestGuard(self.ledger, self.engine, config.name, leadership)
+        self.guard = RequestGuard(self.ledger, self.engine, config.name, leadership, responder.part)
         self.driver = Driver(self.guard, responder, self._status)
         self.directory = ServerDirectory(self.guard, reports.event)
         self.uplink: Uplink | None = None

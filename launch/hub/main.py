@@ -145,6 +145,7 @@ class _Process:
             config=to_toml(self._config, defaults=False),
             addresses=endpoint.addresses,
             standby=lambda: ",".join(endpoint.others),
+            part=endpoint.part_asked,
         )
         self._leadership = Leadership(VoterFile(endpoint.directory / "votes.json"), endpoint.num_others)
         self._others = OtherHubs(endpoint, self._responder.question())

@@ -5,6 +5,8 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
+
 from aedit.async_sgd.hub.hub import Hub
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.proto.wire import hub_pb2 as pb
@@ -25,14 +27,16 @@ class OtherHubs:
     def newest_term(self) -> int:
         """Return the highest term that another hub knows; 0 if there is none or none answers.
 
-        Raises UserError if one refuses this hub: it is alive and may lead.
+        Raises UserError if one of this part refuses this hub: it is alive and may lead.
         """
         terms = [0]
         for address, client in self._clients():
             try:
                 terms.append(client.hello(self._question).term)
             except HubRefused as error:
-                raise UserError(str(error)) from error
+                if error.code is not grpc.StatusCode.FAILED_PRECONDITION:
+                    raise UserError(str(error)) from error
+                log.warning("not a hub of this part: %s", error)
             except HubUnreachable as error:
                 log.warning("%s: another hub of the run does not answer: %s", address, error)
         return max(terms)

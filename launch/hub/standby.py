@@ -16,7 +16,7 @@ from aedit.async_sgd.journal.mirror import Mirror
 from aedit.async_sgd.rules.records import Led, Record
 from aedit.async_sgd.service import messages
 from aedit.async_sgd.service.callers import fingerprint
-from aedit.async_sgd.service.hello_responder import HelloResponder
+from aedit.async_sgd.service.hello_responder import HelloResponder, check_part
 from aedit.async_sgd.service.leadership import Leadership
 from aedit.launch.hub import folder
 from aedit.launch.hub.endpoint import HubEndpoint
@@ -137,16 +137,17 @@ class Standby(_Refusing):
         """Return the state of this standby as JSON."""
         with self._mirror.lock:
             now = news.status(self._mirror.hub, time.monotonic())
-            newest = self._mirror.hub.state.configs[-1:]
-            is_replica = any(self._leadership.identity in config.replicas for config in newest)
+            configs, me = self._mirror.hub.state.configs, self._leadership.identity
+            in_sync = set(configs[-1].replicas if configs else ())
         segment, offset = self._mirror.position
         leader = self._leader or next(iter(self._endpoint.others), "")
-        following = {"follows": leader, "segment": segment, "offset": offset, "is_replica": is_replica}
+        following = {"follows": leader, "segment": segment, "offset": offset}
+        following |= {"is_replica": me in in_sync, "other_replicas": len(in_sync - {me})}
         return pb.StatusReply(json=self._reports.status(now | following, request.metrics_after))
 
     def propose(self, request: pb.ProposeRequest) -> pb.Answer:
         """Answer another hub of the run that asks for a vote."""
-        self._check_run(request.run)
+        self._check_part(request.run, request.part)
         return answer_out(self._leadership.answer(proposal_in(request.proposal)))
 
     def take_over(self, request: pb.TakeOverRequest) -> pb.TakeOverReply:
@@ -172,14 +173,15 @@ class Standby(_Refusing):
             elif self._stands():
                 self._count(answer)
 
-    def _check_run(self, run: str) -> None:
+    def _check_part(self, run: str, part: int) -> None:
         if run != self._responder.run:
             text = f"run {run[:64]!r}: this hub serves the run {self._responder.run!r}"
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, text)
+        check_part(part, self._responder.part)
 
     def _check_voter(self, request: pb.TakeOverRequest) -> None:
         """Raise Refusal unless the caller breaks ties in this run, or is a member of it."""
-        self._check_run(request.who.run)
+        self._check_part(request.who.run, request.who.part)
         with self._mirror.lock:
             state = self._mirror.hub.state
             if any(request.voter in config.electors for config in state.configs):

@@ -45,7 +45,8 @@ class LocalPeers:
             self.processes.append(process)
             process.start()
             if i == 0:
-                self.place = self._introduction(process)
+                swarm = self._config.swarm
+                self.place = self._introduction(process) if swarm.listen else swarm.peers
         addresses = [process.address() for process in self.processes]
         if begins:
             write_atomically(self._run_dir / PEERS, "".join(f"{address}\n" for address in addresses))

@@ -81,6 +81,8 @@ class HostedPart:
         """True once the process has ended without error, with the run."""
         self.state: PartReplica | None = None
         """None until it answers, and while it does not."""
+        self.others = 0
+        """Replicas in sync besides this one, as its journal has them."""
         self._founds = founds
         self._start(founds=founds)
 
@@ -150,6 +152,7 @@ class HostedPart:
             return None
         status = json.loads(reply.json)
         leads = "follows" not in status
+        self.others = int(status.get("other_replicas", 0))
         return PartReplica(
             address=self._options.reached_at(self._address),
             term=int(status["term"]),

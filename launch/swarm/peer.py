@@ -147,7 +147,8 @@ class Peer:
         views = self._views()
         self._replicas.write([view.places() for view in views])
         for part, view in enumerate(views):
-            role = view.role(self._key.public, self._hosts.copies)
+            own = self._hosted.get(part)
+            role = view.role(self._hosts.copies, own.others if own is not None else 0)
             if role is Role.HOST and part not in self._hosted:
                 log.warning("part %d: keeping a replica", part)
                 self._host(part, founds=False)
@@ -194,7 +195,9 @@ class Peer:
 
     def _views(self) -> list[PartView]:
         live = self._known.live(time.monotonic())
-        return [part_view(self._config.name, part, live) for part in range(self._hosts.parts)]
+        return [
+            part_view(self._config.name, part, live, self._key.public) for part in range(self._hosts.parts)
+        ]
 
     def _own_card(self) -> bytes:
         with self._hosting:

@@ -60,14 +60,14 @@ class PeerService:
         return pb.StatusReply(json=json.dumps(said))
 
     def _of_part(self, owner: str, request: pb.StatusRequest) -> dict[str, Any] | None:
-        """Return the status of a part, None while it has no owner that answers."""
+        """Return the status of a part, None while it has no owner that gives one."""
         if not owner:
             return None
         client = HubClient(owner, self._keys, call_timeout_s=_ASK_S)
         try:
-            found: dict[str, Any] = json.loads(client.status(request, _ASK_S).json)
-            return found | {"owner": owner}
-        except (HubUnreachable, HubRefused):
+            found = json.loads(client.status(request, _ASK_S).json)
+            return found | {"owner": owner} if isinstance(found, dict) else None
+        except (HubUnreachable, HubRefused, ValueError, RecursionError):
             return None
         finally:
             client.close()

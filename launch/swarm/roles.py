@@ -32,28 +32,51 @@ class PartView:
     ranked: tuple[bytes, ...]
     """Keys of the peers that can keep the part, those that should do so first."""
     replicas: Mapping[bytes, PartReplica]
-    """Replicas of the part by the key of their peer."""
+    """Replicas of the part by the key of their peer, as it says itself."""
+    me: bytes = b""
+    """Key of the peer that looks."""
 
     @property
     def owner(self) -> bytes | None:
-        """Return the key of the peer that owns the part under the highest term; None if none is known."""
+        """Return the key of the peer that owns the part, as far as cards tell; None if none is known.
+
+        A card may lie. So of several that say so, it is the one that the own replica follows or is, then the
+        one that most replicas in sync follow, then the one of the highest term.
+        """
         leading = [key for key, replica in self.replicas.items() if replica.leads]
-        return max(leading, key=lambda key: (self.replicas[key].term, key), default=None)
+
+        def rank(key: bytes) -> tuple[bool, int, int, bytes]:
+            followers = self._followers(self.replicas[key].term)
+            return key == self.me or self.me in followers, len(followers), self.replicas[key].term, key
+
+        return max(leading, key=rank, default=None)
+
+    def _followers(self, term: int) -> set[bytes]:
+        """Return the peers whose replicas are in sync with an owner of this term."""
+        replicas = self.replicas.items()
+        return {key for key, one in replicas if one.in_sync and not one.leads and one.term == term}
 
     def first(self) -> bytes | None:
         """Return the peer that should own the part: the best-ranked one whose replica is in sync; or None."""
         in_sync = (key for key in self.ranked if key in self.replicas and self.replicas[key].in_sync)
         return next(in_sync, None)
 
-    def role(self, me: bytes, copies: int) -> Role:
-        """Return what the peer `me` does with the part, of which `copies` replicas are wanted."""
-        chosen = self.ranked[:copies]
+    def role(self, copies: int, others: int) -> Role:
+        """Return what this peer does with the part.
+
+        Args:
+            copies: Replicas that are wanted.
+            others: Replicas in sync besides the own one, as its journal has them. What cards say is not
+                enough to give a replica up.
+        """
+        me, chosen = self.me, self.ranked[:copies]
         if me not in self.replicas:
             return Role.HOST if me in chosen and self.owner is not None else Role.KEEP
         if me in chosen or self.replicas[me].leads:
             return Role.KEEP
         in_sync = sum(key in self.replicas and self.replicas[key].in_sync for key in chosen)
-        return Role.RETIRE if chosen and in_sync == len(chosen) and self.owner in chosen else Role.KEEP
+        is_kept = in_sync == len(chosen) and self.owner in chosen and others >= copies
+        return Role.RETIRE if chosen and is_kept else Role.KEEP
 
     def places(self) -> PartPlaces:
         """Return the addresses of the replicas, for the processes of this machine."""
@@ -66,7 +89,7 @@ class PartView:
         return PartPlaces(tuple(map(address, ranked)), address(self.owner), address(self.first()))
 
 
-def part_view(run: str, part: int, live: Mapping[bytes, PeerCard]) -> PartView:
-    """Return the view of one part. live: cards of the live peers by key, this peer's own included."""
+def part_view(run: str, part: int, live: Mapping[bytes, PeerCard], me: bytes = b"") -> PartView:
+    """Return the view of one part. live: cards of the live peers by key, that of the peer `me` included."""
     replicas = {key: card.parts[part] for key, card in live.items() if part in card.parts}
-    return PartView(ranking(run, part, candidates(live)), replicas)
+    return PartView(ranking(run, part, candidates(live)), replicas, me)

@@ -71,7 +71,9 @@ class Membership:
         self._ballots = Elector(VoterFile(plan.voter_file(part)))
         self.client = connect(self._address)
         self.ranks = 1
-        self._who = pb.Who(run=plan.run)
+        self._asked = part + 1 if plan.replicas else 0
+        """The part as calls name it."""
+        self._who = pb.Who(run=plan.run, part=self._asked)
         self._member = False
         self._here = False
         self._ended = False
@@ -206,7 +208,7 @@ class Membership:
 
     def _join(self) -> pb.JoinReply:
         plan = self._plan
-        hello = self.client.hello(_hello(plan))
+        hello = self.client.hello(_hello(plan, self._asked))
         request = pb.JoinRequest(who=self.who(), name=plan.name, num_samples=plan.num_samples)
         request.layout.extend(_layout(plan))
         request.facts.update(dict(plan.facts))
@@ -220,7 +222,9 @@ class Membership:
         reply = self.client.join(request)
         self.acknowledged(reply.news.receipt)
         with self._change:
-            self._who = pb.Who(run=plan.run, term=reply.term, node=reply.node, session=reply.session)
+            self._who = pb.Who(
+                run=plan.run, term=reply.term, node=reply.node, session=reply.session, part=self._asked
+            )
         return reply
 
     def _claim(self) -> pb.Claim:
@@ -306,9 +310,9 @@ class Membership:
             self._change.notify_all()
 
 
-def _hello(plan: AgentPlan) -> pb.HelloRequest:
+def _hello(plan: AgentPlan, part: int) -> pb.HelloRequest:
     method = None if plan.method is None else pb.Method(settings=dict(plan.method))
-    return pb.HelloRequest(protocol=PROTOCOL, version=plan.version, method=method)
+    return pb.HelloRequest(protocol=PROTOCOL, version=plan.version, method=method, part=part)
 
 
 def _layout(plan: AgentPlan) -> list[pb.Unit]:

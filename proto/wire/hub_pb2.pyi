@@ -19,16 +19,18 @@ REFUSED: Verdict
 DISTRUSTED: Verdict
 
 class Who(_message.Message):
-    __slots__ = ("run", "term", "node", "session")
+    __slots__ = ("run", "term", "node", "session", "part")
     RUN_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
     run: str
     term: int
     node: int
     session: int
-    def __init__(self, run: _Optional[str] = ..., term: _Optional[int] = ..., node: _Optional[int] = ..., session: _Optional[int] = ...) -> None: ...
+    part: int
+    def __init__(self, run: _Optional[str] = ..., term: _Optional[int] = ..., node: _Optional[int] = ..., session: _Optional[int] = ..., part: _Optional[int] = ...) -> None: ...
 
 class Method(_message.Message):
     __slots__ = ("settings",)
@@ -44,14 +46,16 @@ class Method(_message.Message):
     def __init__(self, settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class HelloRequest(_message.Message):
-    __slots__ = ("protocol", "version", "method")
+    __slots__ = ("protocol", "version", "method", "part")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     version: str
     method: Method
-    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., method: _Optional[_Union[Method, _Mapping]] = ...) -> None: ...
+    part: int
+    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., method: _Optional[_Union[Method, _Mapping]] = ..., part: _Optional[int] = ...) -> None: ...
 
 class Receipt(_message.Message):
     __slots__ = ("epoch", "process", "segment", "offset", "chain", "mac")
@@ -498,12 +502,14 @@ class ConfirmRequest(_message.Message):
     def __init__(self, term: _Optional[int] = ..., segment: _Optional[int] = ..., offset: _Optional[int] = ..., replica: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class ProposeRequest(_message.Message):
-    __slots__ = ("run", "proposal")
+    __slots__ = ("run", "proposal", "part")
     RUN_FIELD_NUMBER: _ClassVar[int]
     PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
     run: str
     proposal: Proposal
-    def __init__(self, run: _Optional[str] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ...) -> None: ...
+    part: int
+    def __init__(self, run: _Optional[str] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., part: _Optional[int] = ...) -> None: ...
 
 class ConfirmReply(_message.Message):
     __slots__ = ("stand",)

@@ -1,0 +1,173 @@
+"""Tests what a card that lies can do: to followers, nodes, votes and placement. Real servers on loopback."""
+
+import json
+from contextlib import ExitStack, contextmanager
+
+import grpc
+import pytest
+from kit.hub_processes import Client, HubRefused
+from kit.waiting import until
+
+from aedit.launch.config.load import parse
+from aedit.launch.hub.canvass import Canvass
+from aedit.launch.hub.endpoint import HubEndpoint
+from aedit.launch.hub.main import _Process
+from aedit.launch.swarm import peer_service
+from aedit.proto.swarm.replicas_file import PartPlaces, ReplicasFile
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.hello import PROTOCOL
+from aedit.proto.wire.security import ClientKeys
+from aedit.proto.wire.vote_messages import proposal_out
+from aedit.proto.wire.votes import Proposal
+
+CONFIG = parse('name = "run"\n[swarm]\ndiscovery = "file"\nparts = 2\ncopies = 3\n', "here")
+
+
+@contextmanager
+def replica(folder, part, *owner, standby=True):
+    """Yield the process of a replica of `part`, and the file that its peer writes."""
+    folder.mkdir(parents=True)
+    file = ReplicasFile(folder / "replicas.json")
+    places = [PartPlaces(), PartPlaces()]
+    places[part] = PartPlaces(owner, *owner[:1])
+    file.write(places)
+    made = HubEndpoint(CONFIG, folder, (part, 2), standby, "127.0.0.1:0", None, replicas=file, copies=3)
+    process = _Process(made, insecure=False)
+    try:
+        process.start()
+        yield process, file
+    finally:
+        process.close()
+
+
+def address(process):
+    return process._server.address
+
+
+def kept(process):
+    """Return the mirrored journal of a follower."""
+    return {path.name: path.read_bytes() for path in process._endpoint.directory.glob("journal*")}
+
+
+# -- the journal, not cards, says how many replicas there are
+
+
+def test_a_follower_tells_its_peer_how_many_others_its_journal_has(tmp_path):
+    with ExitStack() as held:
+        owner, file = held.enter_context(replica(tmp_path / "owner", 0, standby=False))
+        names = ("second", "third")
+        followers = [held.enter_context(replica(tmp_path / one, 0, address(owner)))[0] for one in names]
+        file.write([PartPlaces(tuple(map(address, followers)), address(owner)), PartPlaces()])
+        client = Client(address(followers[0])).hub
+
+        def told():
+            return json.loads(client.status(pb.StatusRequest()).json)
+
+        until(lambda: told()["is_replica"], "the follower in sync")
+        assert told()["other_replicas"] == 2
+
+
+# -- more addresses than replicas
+
+
+class Endpoint:
+    """A part whose cards name more replicas than are wanted."""
+
+    num_others, part_asked, config = 2, 1, CONFIG
+    others = tuple(f"127.0.0.1:{port}" for port in range(9001, 9006))
+
+
+class Asking:
+    """A candidate."""
+
+    def asks(self):
+        return Proposal(2, 0, 1, (1, 2), (1, 1, 100))
+
+
+def test_votes_are_asked_of_all_addresses_in_turn(monkeypatch):
+    """Found: false replicas that were listed first were asked again and again, and the true ones never."""
+    asked = set()
+    canvass = Canvass(Endpoint(), Asking(), lambda answer: None)
+    monkeypatch.setattr(canvass, "_ask", lambda one, asks: asked.add(one))
+    canvass.start()
+    try:
+        until(lambda: asked == set(Endpoint.others), "a question to each")
+    finally:
+        canvass.stop()
+
+
+# -- a status that is none
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "3", "[" * 100_000, "null"])
+def test_an_owner_that_answers_nonsense_does_not_spoil_the_view_of_the_run(tmp_path, monkeypatch, text):
+    """Found: the peer's whole status failed."""
+    file = ReplicasFile(tmp_path / "replicas.json")
+    file.write([PartPlaces(("h:1",), "h:1")])
+
+    class Lying:
+        def __init__(self, *where, **settings):
+            pass
+
+        def status(self, request, limit_s):
+            return pb.StatusReply(json=text)
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(peer_service, "HubClient", Lying)
+    service = peer_service.PeerService(CONFIG, file, ClientKeys(), list)
+    assert json.loads(service.status(pb.StatusRequest()).json)["parts"] == [None]
+
+
+# -- a card that names the hub of another part
+
+
+def test_a_follower_does_not_take_the_journal_of_another_part(tmp_path):
+    """Found: it gave up its own copy for that of whatever hub of the run a card named as the owner."""
+    with ExitStack() as until_then, ExitStack() as held:
+        other, _ = held.enter_context(replica(tmp_path / "other", 1, standby=False))
+        owner, _ = until_then.enter_context(replica(tmp_path / "owner", 0, standby=False))
+        follower, file = held.enter_context(replica(tmp_path / "follower", 0, address(owner)))
+        until(lambda: follower._standby._leader == address(owner), "the owner's journal")
+        until(lambda: follower._standby._mirror.position[1] > 0, "some of it")
+        true = kept(follower)
+        assert true
+        file.write([PartPlaces((address(other),), address(other)), PartPlaces()])
+        until_then.close()
+        asked = []
+        follow = follower._standby._follow_once
+
+        def noted(one):
+            asked.append(one)
+            follow(one)
+
+        follower._standby._follow_once = noted
+        until(lambda: asked.count(address(other)) > 1, "questions to the false owner", 10.0)
+        assert follower._standby._term in (0, 1)
+        assert follower._standby._leader != address(other)
+        assert not other._leading.leadership._replica.followers(float("-inf")), "nor does it confirm there"
+        assert all(kept(follower)[name][: len(data)] == data for name, data in true.items())
+
+
+def test_a_hub_of_another_part_answers_neither_node_nor_candidate(tmp_path):
+    with replica(tmp_path / "other", 1, standby=False) as (other, _):
+        node = Client(address(other))
+        with pytest.raises(HubRefused, match="part 1, and part 0 is asked for") as caught:
+            node.hub.hello(pb.HelloRequest(protocol=PROTOCOL, part=1))
+        assert caught.value.code is grpc.StatusCode.FAILED_PRECONDITION, "the node goes on to the next one"
+        node.who.part = 1
+        with pytest.raises(HubRefused, match="part 0 is asked for"):
+            node.vote(address(other))
+        asked = proposal_out(Proposal(7, 0, 9, (1, 2), (1, 1, 100)))
+        with pytest.raises(HubRefused, match="part 0 is asked for"):
+            node.hub.propose(pb.ProposeRequest(run="run", proposal=asked, part=1))
+        assert node.hub.hello(pb.HelloRequest(protocol=PROTOCOL, part=2)).leads
+
+
+def test_a_replica_starts_although_its_file_names_the_hub_of_another_part(tmp_path):
+    with (
+        replica(tmp_path / "other", 1, standby=False) as (other, _),
+        replica(tmp_path / "founder", 0, address(other), standby=False) as (founder, _),
+    ):
+        assert json.loads(Client(address(founder)).hub.status(pb.StatusRequest()).json)["term"] == 1
