@@ -123,3 +123,15 @@ def test_a_card_is_made_anew_when_something_changes_and_else_a_few_times_in_a_le
     before = first._card.current("h:1", {})
     assert first._card.current("h:1", {}) == before
     assert first._card.current("h:2", {}) != before
+
+
+def test_a_peer_ends_when_all_its_parts_have_or_some_time_after_the_first(peers, monkeypatch):
+    first = peers("first", founds=True)
+    assert not first.is_over
+    first._hosted[0].is_over = True
+    assert not first.is_over, "a node may still leave the other part"
+    monkeypatch.setattr(peer_module, "_LATE_S", 0.0)
+    assert first.is_over
+    monkeypatch.undo()
+    first._hosted[1].is_over = True
+    assert first.is_over

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 _TURN_S = 0.5
 """Pause between two looks at the other peers and at the own replicas."""
+_LATE_S = 60.0
+"""Longest time for which parts of a run that is over wait for nodes that have not left."""
 _LEAVE_S = 12.0
 """Longest time in which the parts that this peer owns are handed over when it ends."""
 
@@ -110,6 +112,7 @@ class Peer:
         self._hosted: dict[int, HostedPart] = {}
         self._hosting = threading.Lock()
         self._told = ""
+        self._over_since_s: float | None = None
         self._replicas = ReplicasFile(directory / REPLICAS)
         self._card = OwnCard(config, options.name, directory, self._key, self._known)
         self._service = PeerService(config, self._replicas, self._trust, self._live_names)
@@ -160,8 +163,15 @@ class Peer:
 
     @property
     def is_over(self) -> bool:
-        """Return whether every part that this peer keeps has ended with the run."""
-        return bool(self._hosted) and all(hosted.is_over for hosted in self._hosted.values())
+        """Return whether every part that this peer keeps has ended with the run, or one has long ago.
+
+        A node that was away as the run ended may be awaited by one part, while another one has ended.
+        """
+        ended = [hosted.is_over for hosted in self._hosted.values()]
+        if not any(ended):
+            return False
+        self._over_since_s = self._over_since_s or time.monotonic()
+        return all(ended) or time.monotonic() > self._over_since_s + _LATE_S
 
     def close(self) -> None:
         """Say good-bye, let the owned parts be handed over, and end all processes."""
