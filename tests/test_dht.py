@@ -74,6 +74,7 @@ class TablePeer:
         return encoded(card_of(self.key, time.time_ns(), name=name, address=address), self.key.private)
 
 
+@pytest.mark.slow
 def test_two_peers_find_each_other_by_the_table_and_go_on_without_it():
     first = dht()
     second = dht(*up(first))

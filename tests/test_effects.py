@@ -33,6 +33,7 @@ USELESS = {
     "hub.staleness.power": HUB + '[hub.staleness]\nrule = "constant"\npower = 1.0\n',
     "hub.staleness.rate": HUB + "[hub.staleness]\nrate = 1.0\n",
     "serve.rows": "[serve]\nrows = 3\n",
+    "swarm.parts": "[swarm]\nparts = 2\n",
     "hub.parent_mix": HUB + "parent_mix = 0.5\n",
     "model.sizes.hidden_size": '[model]\npretrained = "x"\nsizes = { hidden_size = 3 }\n',
     "rl.groups": "[rl]\ngroups = 3\n",
