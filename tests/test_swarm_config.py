@@ -87,6 +87,11 @@ def test_a_file_of_peers_introduces_a_node_that_joins(tmp_path, monkeypatch):
         introduced(str(listed))
 
 
+def test_a_file_of_peers_that_is_not_there_is_named_at_once(tmp_path):
+    with pytest.raises(UserError, match=r"missing\.txt: no such file; give HOST:PORT"):
+        introduced(str(tmp_path / "missing.txt"))
+
+
 def test_a_node_joins_by_the_first_peer_in_the_file_that_answers(tmp_path):
     listed = tmp_path / "peers.txt"
     listed.write_text("127.0.0.1:1\n127.0.0.1:2\n")

@@ -77,6 +77,11 @@ def introduced(peers: str) -> tuple[str, ...]:
     Raises:
         UserError: None is found in time.
     """
+    if not (is_maddrs(peers) or Path(peers).is_file()):
+        raise UserError(
+            f"{peers}: no such file; give HOST:PORT of a hub or a peer, a file of such addresses, or"
+            " multiaddresses of a hash table"
+        )
     with tempfile.TemporaryDirectory() as directory:
         anywhere = SwarmConfig(discovery="hivemind", listen="")
         discovery = make_discovery(anywhere, peers, directory=Path(directory), run="")
