@@ -134,12 +134,16 @@ def test_steps_are_equal_in_both_ways_and_the_trainer_has_what_the_waits_gave(tm
     assert len(said) == 1
 
 
-def test_the_node_that_trains_none_takes_a_shared_drafter_in_its_next_step(tmp_path, one_thread):
+def test_the_node_that_trains_none_takes_a_shared_drafter_while_it_generates(tmp_path, one_thread):
+    """One sample in eight is held out, and one too short to compare drafters on decides nothing."""
     with World(SIZE, 0, tmp_path) as world:
         before = world.other.status()["adopted"]
-        world.other.take_shared({name: t.clone() for name, t in world.other.tensors().items()})
-        world.step(("speculating",))
-        assert world.other.status()["adopted"] == before + 1
+        for _ in range(20):
+            world.other.take_shared({name: t.clone() for name, t in world.other.tensors().items()})
+            world.step(("speculating",))
+            if world.other.status()["adopted"] > before:
+                return
+    pytest.fail("no step compared the shared drafter with the one in use")
 
 
 @pytest.mark.slow
