@@ -8,7 +8,7 @@ from zlib_ng.zlib_ng import crc32
 
 from aedit.async_sgd.journal.frames import File
 from aedit.async_sgd.journal.journal import Position, segment_path
-from aedit.async_sgd.journal.store import segment_numbers, snapshot_path
+from aedit.async_sgd.journal.store import begin_of_term, segment_numbers, snapshot_path
 from aedit.async_sgd.service.request_guard import RequestGuard
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.service import Refusal
@@ -27,11 +27,15 @@ class Tailing:
     def tail(self, request: pb.TailRequest) -> Iterator[pb.TailChunk | None]:
         """Stream from the given byte on if that segment is still there, else a snapshot first.
 
-        None: there is nothing new at this moment.
+        A standby that has other records before that byte is told so. None: there is nothing new now.
         """
         self._guard.check_term(request.term, from_hub=True)
         directory = self._ledger.store.directory
         segment, offset = request.segment, request.offset
+        if request.chain and not self._ledger.receipts.has((segment, offset), request.chain):
+            began = begin_of_term(directory, self._ledger.hub.state.term)
+            yield pb.TailChunk(differs=True, segment=began[0], offset=began[1])
+            return
         path = segment_path(directory, segment)
         if not path.exists() or path.stat().st_size < offset:
             snapshots = segment_numbers(directory, "snapshot")

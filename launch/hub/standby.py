@@ -12,6 +12,7 @@ import grpc
 from aedit.async_sgd.hub import news
 from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.journal.frames import Damaged
+from aedit.async_sgd.journal.journal import Mark, Position
 from aedit.async_sgd.journal.mirror import Mirror
 from aedit.async_sgd.rules.records import Led, Record
 from aedit.async_sgd.service import messages
@@ -289,26 +290,57 @@ class Standby(_Refusing):
         self._client = HubClient(other, self._endpoint.client_keys(), call_timeout_s=_CALL_TIMEOUT_S)
         try:
             hello = self._client.hello(self._responder.question())
-            if not hello.leads or hello.term < self._mirror.hub.state.term:
+            if not hello.leads or hello.term < max(self._mirror.hub.state.term, self._noted_term()):
                 return
-            self._begin(hello.term)
-            segment, offset = self._mirror.position
-            for chunk in self._client.tail(pb.TailRequest(term=hello.term, segment=segment, offset=offset)):
-                if self._stopping.is_set():
-                    return
-                self._mirror.take(chunk)
-                self._leadership.heard_leader(self._mirror.hub.state.configs)
-                self._term, self._leader = hello.term, other
+            while not self._tail(self._client, hello.term, other):
+                pass
         finally:
             self._client.close()
 
-    def _begin(self, term: int) -> None:
-        """Forget what was mirrored under another term, which the leader may not have."""
+    def _tail(self, client: HubClient, term: int, other: str) -> bool:
+        """Mirror the journal of a leader from where its records and those here are the same.
+
+        Returns False if that was not where these end: they are cut off, and it may be tried again.
+        """
+        mark = self._mark(term)
+        segment, offset = mark.position
+        for chunk in client.tail(pb.TailRequest(term=term, segment=segment, offset=offset, chain=mark.chain)):
+            if self._stopping.is_set():
+                return True
+            if chunk.differs:
+                self._take_back((chunk.segment, chunk.offset))
+                return False
+            self._mirror.take(chunk)
+            self._leadership.heard_leader(self._mirror.hub.state.configs)
+            self._term, self._leader = term, other
+        return True
+
+    def _noted_term(self) -> int:
+        """Return the highest term whose leader was followed; 0 without one."""
         noted = folder.read_line(self._endpoint.directory / folder.MIRROR)
-        if not noted or json.loads(noted)["term"] != term:
-            self._leadership.forget((0, 0, 0))
-            self._mirror.forget()
+        return int(json.loads(noted)["term"]) if noted else 0
+
+    def _mark(self, term: int) -> Mark:
+        """Return where this journal ends. Delete a snapshot alone of another term: it cannot be compared."""
+        mark = self._mirror.mark()
+        if self._noted_term() != term:
+            if not mark.chain:
+                self._leadership.forget((0, 0, 0))
+                self._mirror.forget()
+                mark = self._mirror.mark()
             write_atomically(self._endpoint.directory / folder.MIRROR, json.dumps({"term": term}))
+        return mark
+
+    def _take_back(self, end: Position) -> None:
+        """Cut off what only this hub has: it was not acknowledged, as the leader was elected without it."""
+        before = self._mirror.position
+        extent = (self._mirror.hub.state.term, *before)
+        if self._mirror.cut(end):
+            log.warning("cut the journal from %s back to %s, where the leader's term begins", before, end)
+        else:
+            log.warning("the leader has other records: fetching its journal from the start")
+            self._leadership.forget(extent)
+            self._mirror.forget()
 
     def _fetch_anew(self, error: Damaged) -> None:
         """Discard a damaged journal. Until all of it is here again, this hub cannot be elected."""

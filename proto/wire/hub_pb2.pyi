@@ -464,28 +464,32 @@ class StatusReply(_message.Message):
     def __init__(self, json: _Optional[str] = ...) -> None: ...
 
 class TailRequest(_message.Message):
-    __slots__ = ("term", "segment", "offset")
+    __slots__ = ("term", "segment", "offset", "chain")
     TERM_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
     term: int
     segment: int
     offset: int
-    def __init__(self, term: _Optional[int] = ..., segment: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+    chain: bytes
+    def __init__(self, term: _Optional[int] = ..., segment: _Optional[int] = ..., offset: _Optional[int] = ..., chain: _Optional[bytes] = ...) -> None: ...
 
 class TailChunk(_message.Message):
-    __slots__ = ("segment", "offset", "data", "snapshot", "crc")
+    __slots__ = ("segment", "offset", "data", "snapshot", "crc", "differs")
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     CRC_FIELD_NUMBER: _ClassVar[int]
+    DIFFERS_FIELD_NUMBER: _ClassVar[int]
     segment: int
     offset: int
     data: bytes
     snapshot: bool
     crc: int
-    def __init__(self, segment: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., snapshot: _Optional[bool] = ..., crc: _Optional[int] = ...) -> None: ...
+    differs: bool
+    def __init__(self, segment: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., snapshot: _Optional[bool] = ..., crc: _Optional[int] = ..., differs: _Optional[bool] = ...) -> None: ...
 
 class ConfirmRequest(_message.Message):
     __slots__ = ("term", "segment", "offset", "replica", "address")

@@ -169,9 +169,11 @@ def shortest(what, fails):
             if fails(without):
                 what, smaller = without, True
                 break
-    for calm in (replace(what, loss=0.0, repeat=0.0), replace(what, num_nodes=1)):
-        what = calm if fails(calm) else what
-    return what
+    calm = replace(what, loss=0.0, repeat=0.0)
+    what = calm if fails(calm) else what
+    one_node = replace(what, num_nodes=1)
+    is_possible = all(fault.kind == "part" or fault.who <= NODE >= fault.other for fault in what.faults)
+    return one_node if is_possible and fails(one_node) else what
 
 
 def first_failure(seeds, make_hub=SimHub, make_node=SimNode):

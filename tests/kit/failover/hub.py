@@ -36,6 +36,8 @@ class SimHub:
         self.alive, self.paused_until, self.life = False, 0.0, 0
         self.handed_over = 0
         """Number of times that it gave its vote to its successor."""
+        self.cut = 0
+        """Number of times that it took back records which a new leader did not have."""
 
     # --- life
 
@@ -189,30 +191,51 @@ class SimHub:
     def on_answer(self, sender, answer):
         self._count(answer, from_node=False)
 
-    def on_fetch(self, sender, identity, term, length):
+    def on_fetch(self, sender, identity, term, log):
         if not self.machine.term:
             return
+        length, has_all = len(log), self._has(log)
         if term == self.machine.term:
-            self.machine.confirm(identity, (1, length), self.world.now)
-            self._release()
+            if has_all:
+                self.machine.confirm(identity, (1, length), self.world.now)
+                self._release()
         elif not self._leads(term):
             return
-        begin = length if term == self.machine.term else 0
-        chunk = tuple(self.disk.log[begin : self.disk.synced])
-        self.world.send(self.number, sender, "chunk", self.machine.term, begin, chunk)
-
-    def on_chunk(self, sender, term, begin, entries):
-        if self.machine.term or not self.machine.may_confirm(term) or term < self.disk.mirrored:
+        if not has_all:
+            began = self.disk.log.index(Led(self.machine.term))
+            self.world.send(self.number, sender, "differs", self.machine.term, began, log)
             return
-        if term != self.disk.mirrored:
-            self.machine.forget((0, 0, 0))
-            self.disk.keep(0)
-            self.disk.mirrored = term
-            self._replay()
+        chunk = tuple(self.disk.log[length : self.disk.synced])
+        self.world.send(self.number, sender, "chunk", self.machine.term, log, chunk)
+
+    def _has(self, log):
+        """Return whether the journal begins with these records."""
+        return tuple(self.disk.log[: len(log)]) == log
+
+    def on_differs(self, sender, term, began, asked):
+        """Take back what the leader of a term does not have; fetch all of it if that is not enough."""
+        if asked != tuple(self.disk.log) or not self._follows(term):
+            return
+        if began < len(asked):
+            self.cut += 1
+            self.disk.keep(began)
+        else:
+            self._forget()
+        self._replay()
+        self._fetch_from(sender)
+
+    def _follows(self, term):
+        """Return whether the leader of a term may be followed, and note that it is."""
+        if self.machine.term or not self.machine.may_confirm(term) or term < self.disk.mirrored:
+            return False
+        self.disk.mirrored = term
+        return True
+
+    def on_chunk(self, sender, term, asked, entries):
+        if asked != tuple(self.disk.log) or not self._follows(term):
+            return
         self.machine.heard_leader(self.world.now)
         self.leader = sender
-        if begin != len(self.disk.log):
-            return
         for entry in entries:
             self.disk.log.append(entry)
             self._apply(len(self.disk.log), entry)
@@ -241,7 +264,7 @@ class SimHub:
         length = len(self.disk.log)
         self.disk.synced = length  # flushed before it is confirmed
         term = self.disk.mirrored if self.machine.may_confirm(self.disk.mirrored) else 0
-        self.world.send(self.number, hub, "fetch", self.disk.voter.me, term, length)
+        self.world.send(self.number, hub, "fetch", self.disk.voter.me, term, tuple(self.disk.log))
 
     def _forget(self):
         self.machine.forget(self._extent())
