@@ -28,8 +28,9 @@ class Follower:
         place.mkdir(exist_ok=True)
         self.mirror = Mirror(Store(place), lambda: make_hub(config(), (0, 1)))
         endpoint = SimpleNamespace(config=config(), directory=place, replicas=None, others=())
+        responder = SimpleNamespace(question=lambda: None)
         votes = Leadership(VoterFile(place / "votes.json"), 1)
-        self.standby = Standby(endpoint, self.mirror, None, None, votes, None)
+        self.standby = Standby(endpoint, self.mirror, None, responder, votes, None)
         self.bytes = self.differed = 0
 
     def follow(self, ledger):

@@ -39,7 +39,9 @@ class HelloResponder:
         method = pb.Method(settings=dict(self.method))
         return pb.HelloRequest(protocol=self.protocol, version=self.version, method=method, part=self.part)
 
-    def reply(self, request: pb.HelloRequest, term: int, *, leads: bool = False) -> pb.HelloReply:
+    def reply(
+        self, request: pb.HelloRequest, term: int, *, leads: bool = False, promised: int = 0
+    ) -> pb.HelloReply:
         """Return the reply. Raises Refusal, with the difference named, for another protocol or method."""
         theirs = f"aedit {request.version[:_SHOWN]}"
         if request.protocol != self.protocol:
@@ -64,6 +66,7 @@ class HelloResponder:
             addresses=self.addresses(),
             standby=self.standby(),
             leads=leads,
+            promised=promised,
         )
 
 

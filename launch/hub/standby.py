@@ -22,6 +22,7 @@ from aedit.async_sgd.service.leadership import Leadership
 from aedit.launch.hub import folder
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.leading import LeadingHub
+from aedit.launch.hub.other_hubs import OtherHubs
 from aedit.launch.hub.reports import Reports
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
@@ -94,6 +95,7 @@ class Standby(_Refusing):
     ) -> None:
         self._endpoint, self._mirror, self._reports = endpoint, mirror, reports
         self._responder, self._leadership, self._lead = responder, leadership, lead
+        self._others = OtherHubs(endpoint, responder.question())
         self._window_s = endpoint.config.hub.expire_s
         self._patience_s = self._drawn_patience_s()
         """Nodes repeat their votes; a node that has stopped voting has reached the leading hub again."""
@@ -132,7 +134,7 @@ class Standby(_Refusing):
 
     def hello(self, request: pb.HelloRequest) -> pb.HelloReply:
         """Return the answer to a node or another hub that asks for this run."""
-        return self._responder.reply(request, self._mirror.hub.state.term)
+        return self._responder.reply(request, self._mirror.hub.state.term, promised=self._leadership.promised)
 
     def status(self, request: pb.StatusRequest) -> pb.StatusReply:
         """Return the state of this standby as JSON."""
@@ -240,17 +242,18 @@ class Standby(_Refusing):
     def _follow(self) -> None:
         alone_s = time.monotonic()
         while not self._stopping.is_set():
-            for other in self._endpoint.others:
+            leader = self._others.leader(max(self._mirror.hub.state.term, self._noted_term()))
+            if leader is not None:
                 try:
-                    self._follow_once(other)
+                    self._follow_once(*leader)
                 except (HubUnreachable, HubRefused) as error:
                     log.warning("following: %s", error)
                     self._note_end(error)
                 except Damaged as error:
                     self._fetch_anew(error)
-                if self._leader:
-                    alone_s = time.monotonic()
-                self._term, self._leader = 0, ""
+            if self._leader:
+                alone_s = time.monotonic()
+            self._term, self._leader = 0, ""
             if self._endpoint.replicas is not None and time.monotonic() > alone_s + self._patience_s:
                 alone_s, self._patience_s = time.monotonic(), self._drawn_patience_s()
                 self._stand_or_end()
@@ -285,19 +288,16 @@ class Standby(_Refusing):
             if self.leading is None:
                 self._stands()
 
-    def _follow_once(self, other: str) -> None:
-        """Follow the hub at this address for as long as it leads."""
-        self._client = HubClient(other, self._endpoint.client_keys(), call_timeout_s=_CALL_TIMEOUT_S)
+    def _follow_once(self, leader: str, term: int) -> None:
+        """Follow the hub at this address for as long as it leads this term."""
+        self._client = HubClient(leader, self._endpoint.client_keys(), call_timeout_s=_CALL_TIMEOUT_S)
         try:
-            hello = self._client.hello(self._responder.question())
-            if not hello.leads or hello.term < max(self._mirror.hub.state.term, self._noted_term()):
-                return
-            while not self._tail(self._client, hello.term, other):
+            while not self._tail(self._client, term, leader):
                 pass
         finally:
             self._client.close()
 
-    def _tail(self, client: HubClient, term: int, other: str) -> bool:
+    def _tail(self, client: HubClient, term: int, leader: str) -> bool:
         """Mirror the journal of a leader from where its records and those here are the same.
 
         Returns False if that was not where these end: they are cut off, and it may be tried again.
@@ -312,7 +312,7 @@ class Standby(_Refusing):
                 return False
             self._mirror.take(chunk)
             self._leadership.heard_leader(self._mirror.hub.state.configs)
-            self._term, self._leader = term, other
+            self._term, self._leader = term, leader
         return True
 
     def _noted_term(self) -> int:

@@ -78,15 +78,16 @@ class PartView:
         is_kept = in_sync == len(chosen) and self.owner in chosen and others >= copies
         return Role.RETIRE if chosen and is_kept else Role.KEEP
 
-    def places(self) -> PartPlaces:
-        """Return the addresses of the replicas, for the processes of this machine."""
+    def places(self, copies: int) -> PartPlaces:
+        """Return the addresses of the replicas, of which `copies` are wanted, for the processes here."""
         ranked = [key for key in self.ranked if key in self.replicas]
         ranked += sorted(set(self.replicas) - set(ranked))
 
         def address(key: bytes | None) -> str:
             return "" if key is None else self.replicas[key].address
 
-        return PartPlaces(tuple(map(address, ranked)), address(self.owner), address(self.first()))
+        least = max(1, min(copies // 2 + 1, len(self.ranked)))
+        return PartPlaces(tuple(map(address, ranked)), address(self.owner), address(self.first()), least)
 
 
 def part_view(run: str, part: int, live: Mapping[bytes, PeerCard], me: bytes = b"") -> PartView:

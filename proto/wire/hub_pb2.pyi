@@ -84,7 +84,7 @@ class Claim(_message.Message):
     def __init__(self, receipt: _Optional[_Union[Receipt, _Mapping]] = ..., seqs: _Optional[_Iterable[int]] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol", "version", "run", "term", "config", "addresses", "standby", "leads")
+    __slots__ = ("protocol", "version", "run", "term", "config", "addresses", "standby", "leads", "promised")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +93,7 @@ class HelloReply(_message.Message):
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     STANDBY_FIELD_NUMBER: _ClassVar[int]
     LEADS_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     version: str
     run: str
@@ -101,7 +102,8 @@ class HelloReply(_message.Message):
     addresses: _containers.RepeatedScalarFieldContainer[str]
     standby: str
     leads: bool
-    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., run: _Optional[str] = ..., term: _Optional[int] = ..., config: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., standby: _Optional[str] = ..., leads: _Optional[bool] = ...) -> None: ...
+    promised: int
+    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., run: _Optional[str] = ..., term: _Optional[int] = ..., config: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., standby: _Optional[str] = ..., leads: _Optional[bool] = ..., promised: _Optional[int] = ...) -> None: ...
 
 class Tensor(_message.Message):
     __slots__ = ("name", "shape")

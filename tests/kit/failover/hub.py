@@ -27,6 +27,8 @@ class SimHub:
     """One hub process: alive or dead, paused or not."""
 
     make = Replica
+    least = 1
+    """Replicas that must have what is acknowledged."""
     volatile_votes = False
     """Forget votes at a restart, as a mutant does that keeps them in memory only."""
 
@@ -36,6 +38,8 @@ class SimHub:
         self.alive, self.paused_until, self.life = False, 0.0, 0
         self.handed_over = 0
         """Number of times that it gave its vote to its successor."""
+        self.ruined = False
+        """Whether its disk was lost for good, and another machine has taken its place."""
         self.cut = 0
         """Number of times that it took back records which a new leader did not have."""
 
@@ -46,11 +50,12 @@ class SimHub:
         if self.volatile_votes:
             self.disk.voter = Voter(self.disk.voter.me)
         self.machine = self.make(self.disk.voter, promise_s=PROMISE_S, lease_s=LEASE_S)
+        self.machine.least = self.least
         self.waiting, self.nodes, self.turn = [], {}, 0
         self.electing_until = 0.0
         self._replay()
         term = self._term()
-        if not self.disk.log and self.number == 0 and not self.disk.mirrored:
+        if not (self.disk.log or self.number or self.disk.mirrored or self.ruined):
             self._write(self.machine.found(0))
         elif self.machine.may_resume(term):
             self._write(self.machine.resume())
@@ -242,6 +247,13 @@ class SimHub:
         if entries:
             self._fetch_from(sender)
 
+    def on_who_leads(self, sender):
+        self.world.send(self.number, sender, "leads", self.machine.term, self.disk.voter.term)
+
+    def on_leads(self, sender, term, promised):
+        if self._leads(term):
+            self.machine.heard_promise(promised)
+
     def _leads(self, term):
         """Return whether this hub leads; it gives up when somebody knows a higher term."""
         if term > self.machine.term > 0:
@@ -285,6 +297,9 @@ class SimHub:
             return
         if machine.is_overtaken and machine.may_stand(now):
             machine.stand(self._extent())
+        if not machine.holds_lease(now):
+            for other in self.others:
+                self.world.send(self.number, other, "who_leads")
         self._write(machine.propose(*self._wanted()))
         self._save()
         self._ask_voters(machine.asks)
@@ -293,9 +308,9 @@ class SimHub:
     def _wanted(self):
         machine, now = self.machine, self.world.now
         silent = machine.silent(now, SILENT_S)
-        known = {100 + other for other in self.others}
-        near = {one for one in known if machine.confirmed(one) >= (1, len(self.disk.log) - 5)}
-        kept = set(machine.configs[-1].replicas) | {n for n in near if machine.was_heard(n, now - SILENT_S)}
+        heard = machine.followers(now - SILENT_S)
+        near = {one for one in heard if machine.confirmed(one) >= (1, len(self.disk.log) - 5)}
+        kept = set(machine.configs[-1].replicas) | near
         live = sorted(voter for voter, at_s in self.nodes.values() if now - at_s < EXPIRE_S)
         return kept - silent, live[:7]
 
@@ -348,7 +363,9 @@ class SimHub:
         return [(e[1], e[2]) for e in self.disk.log if isinstance(e, tuple) and e[0] == "push"]
 
     def _may_tell(self, position):
-        return position <= self.disk.synced and (1, position) <= self.machine.acknowledged()
+        machine, agreed = self.machine, self.machine.configs[:1]
+        enough = bool(agreed) and (len(agreed[0].replicas) >= self.least or not agreed[0].electors)
+        return enough and position <= self.disk.synced and (1, position) <= machine.acknowledged()
 
     def _release(self):
         """Acknowledge what is on all disks that count."""
