@@ -1,11 +1,15 @@
 """Tests that a swarm of parts with replicas computes what one hub does, to the last bit, in every round."""
 
+import hashlib
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 from kit.hub_machine import AVERAGE, Int8, config, plan
-from kit.swarm_parts import Copies, swarm
+from kit.hub_processes import Client, HubProcess, ending
+from kit.swarm_parts import Copies, parts_of
+from kit.swarm_processes import RUN, on_disk, swarm
+from kit.waiting import until
 
 from aedit.async_sgd.hub.hub import Hub
 from aedit.async_sgd.hub.members import Report
@@ -21,6 +25,8 @@ LAYOUT = Layout(
         for i, n in enumerate((900, 40, 1, 333, 64, 5, 128))
     )
 )
+NUMELS = (5000, 70, 900, 3, 1, 2000, 64)
+"""Elements of the units of a run on real processes."""
 NESTEROV = OuterConfig(kind="nesterov", lr=0.7, momentum=0.9)
 DEFAULTS = {"address": "h:1", "expire_s": 100.0}
 SETTINGS = {
@@ -104,7 +110,7 @@ def differences(tmp_path, settings, make_part=None, make_replica=None):
     """Return what differs after the rounds: (round, "anchor", unit) or (round, "replica", part)."""
     make, found = maker(settings), []
     one = [Copies(tmp_path / "hub", make, LAYOUT)]
-    parts = swarm(tmp_path, make_part or make, LAYOUT, parts=PARTS, copies=COPIES, replica=make_replica)
+    parts = parts_of(tmp_path, make_part or make, LAYOUT, parts=PARTS, copies=COPIES, replica=make_replica)
     schedule = Schedule(one, parts)
     schedule.begin()
     for number in range(ROUNDS):
@@ -168,3 +174,64 @@ def test_a_replica_that_drops_a_record_goes_no_further(tmp_path):
     settings = SETTINGS["each arrival, sum of shares"]
     with pytest.raises(AssertionError, match="versions count up, one by one"):
         differences(tmp_path, settings, make_replica=part_of(Forgetful, settings))
+
+
+# --- on real processes
+
+
+class Member:
+    """A node that is only a client, of a run whose parts are at these addresses."""
+
+    def __init__(self, addresses, name):
+        self.parts = [Client(address, name, numels=NUMELS) for address in addresses]
+
+    def join(self):
+        for k, part in enumerate(self.parts):
+            if part.join().founder:
+                for unit in range(k, len(NUMELS), len(self.parts)):
+                    assert part.push(unit, base=0).accepted
+
+    def of(self, unit):
+        return self.parts[unit % len(self.parts)]
+
+
+def joined(addresses):
+    members = [Member(addresses, f"node-{number}") for number in range(NODES)]
+    for member in members:
+        member.join()
+    return members
+
+
+@pytest.mark.slow
+def test_a_swarm_of_real_peers_has_the_anchors_of_one_hub_and_every_replica_has_them_on_its_disk(tmp_path):
+    toml = tmp_path / "hub.toml"
+    toml.write_text(RUN.format(address="127.0.0.1:0"))
+    with ending(), swarm(tmp_path, peers=4, parts=PARTS, copies=COPIES) as peers:
+        hub = HubProcess(toml, tmp_path / "hub")
+        owners = until(lambda: [part["owner"] for part in peers.places()], "owners", 60)
+        runs = [joined([hub.address]), joined(owners)]
+        settled = until(peers.settled, "replicas", 120)
+        if [part["owner"] for part in settled] != owners:  # handed over meanwhile
+            for member in runs[1]:
+                for client, part in zip(member.parts, settled, strict=True):
+                    client.go_to(part["owner"])
+        for round_ in range(ROUNDS):
+            for members in runs:
+                for unit in range(len(NUMELS)):
+                    for number, member in enumerate(members):
+                        assert member.of(unit).push(unit, scale=0.01 + 0.003 * number).accepted
+            for unit in range(len(NUMELS)):
+                anchors = [merged(members, unit, version=round_ + 2) for members in runs]
+                assert np.array_equal(*anchors)
+                digest = hashlib.sha256(anchors[0].tobytes()).hexdigest()
+                found = [on_disk(folder)[unit] for folder in peers.replicas(unit % PARTS)]
+                assert found == [(round_ + 2, digest)] * COPIES
+
+
+def merged(members, unit, version):
+    """Return the anchor of a unit as a node receives it, once it has this version."""
+    client = members[0].of(unit)
+    until(lambda: client.version(unit) >= version, f"version {version} of unit {unit}")
+    found, values = client.anchor(unit)
+    assert found == version
+    return values

@@ -100,7 +100,7 @@ class Copies:
         return [picture(hub) for hub in (self.hub, *(mirror.hub for mirror in self.mirrors))]
 
 
-def swarm(folder, make, layout, *, parts, copies, replica=None):
+def parts_of(folder, make, layout, *, parts, copies, replica=None):
     """Return the parts of a run. make, replica: given (k, n), return the hub of an owner, of a replica."""
     return [
         Copies(
