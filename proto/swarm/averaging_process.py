@@ -184,23 +184,9 @@ def _serve(say: Say) -> None:
             return
 
 
-def _end_forks_with_parents() -> None:
-    """Let the processes that hivemind forks end with the one that forks them."""
-    import signal
-
-    from aedit.system import end_with_parent
-
-    parents = [os.getpid()]
-    os.register_at_fork(
-        before=lambda: parents.append(os.getpid()),
-        after_in_child=lambda: end_with_parent(parents[-1], signal.SIGKILL),
-    )
-
-
 def main(arguments: list[str]) -> int:
     """Serve until standard input is closed; return the exit code."""
     say = begin(int(arguments[0]))
-    _end_forks_with_parents()
     try:
         _serve(say)
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""What the processes that run hivemind share: their output, and the end of everything that they start."""
+"""Helpers of processes that run hivemind: messages to the parent, and the end of all that hivemind starts."""
 
 import asyncio
 import json
@@ -32,12 +32,17 @@ def begin(parent: int) -> Say:
     def say(**message: Any) -> None:
         out.write(json.dumps(message) + "\n")
 
-    _bind_p2pd(say)
+    bind_children(say)
     return say
 
 
-def _bind_p2pd(say: Say) -> None:
-    """Let p2pd, which hivemind starts, end with the process that starts it; tell its id and its socket."""
+def bind_children(say: Say) -> None:
+    """Let processes that hivemind forks, and p2pd, end with their parents; tell p2pd's id and its socket."""
+    parents = [os.getpid()]
+    os.register_at_fork(
+        before=lambda: parents.append(os.getpid()),
+        after_in_child=lambda: end_with_parent(parents[-1], signal.SIGKILL),
+    )
     start = asyncio.subprocess.create_subprocess_exec
 
     async def started(*words: Any, **options: Any) -> Any:
