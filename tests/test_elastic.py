@@ -85,6 +85,7 @@ def test_a_jump_is_measured_from_the_last_loss_before_the_change():
     assert curve.largest_rise == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_one_to_four_to_two_to_six_to_three_nodes_draw_every_sample_once():
     story = elastic.walk(replace(elastic.PLAN, num_samples=400, expire_s=1.0), phase_s=2.0)
     assert [change.members for change in story.changes] == [len(phase.nodes) for phase in PHASES]

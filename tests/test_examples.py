@@ -92,6 +92,7 @@ def test_fsdp2_saves_and_a_second_start_goes_on(tmp_path):
     assert len({checksum for *_, checksum in first}) == len({checksum for *_, checksum in second}) == 1
 
 
+@pytest.mark.slow
 def test_grpo_in_a_loop_of_ones_own_raises_the_reward_of_both_nodes(tmp_path):
     script = EXAMPLES / "grpo.py"
     assert len(script.read_text().splitlines()) < 60

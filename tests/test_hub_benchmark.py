@@ -37,6 +37,7 @@ def test_pushes_and_bare_bytes_arrive_by_turns():
     assert [len(way["seconds"]) for way in asdict(times).values()] == [2, 2, 2, 2]
 
 
+@pytest.mark.slow
 def test_a_real_hub_answers_a_small_crowd_and_its_memory_is_seen():
     size = Size(nodes=3, processes=2, units=2, numel=10_000, interval_s=0.4, seconds=1.5)
     seen = crowd(size)

@@ -3,6 +3,7 @@
 import threading
 
 import numpy as np
+import pytest
 import torch
 from dist_jobs.hub_node_jobs import agent_plan
 from kit.agents import MemoryHub, node
@@ -88,6 +89,7 @@ def test_nodes_train_on_while_their_hub_is_away_and_nothing_is_lost(world):
     check_books(hub.anchors, results)
 
 
+@pytest.mark.slow
 def test_a_hub_that_is_killed_twice_has_lost_nothing_that_it_had_accepted(world, tmp_path):
     settings = SETTINGS | {"expire_s": 5.0}
     with real_hub(tmp_path) as hub:

@@ -98,6 +98,7 @@ def test_a_local_run_has_a_hub_and_a_torchrun_per_node_and_ends_with_a_report(pl
     assert torch.equal(exported.sort().values, anchors.sort().values), "the anchors, bit for bit"
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_its_hub_and_a_node_are_killed(place):
     configure(place, 200, expire_s=600.0)
     run = place.aedit("run", place.toml, "--local", 2, f"--dir={place.directory}/runs")
@@ -128,6 +129,7 @@ def test_a_run_goes_on_when_its_hub_and_a_node_are_killed(place):
     assert place.events(0)[-1]["reason"] == place.events(1)[-1]["reason"] == "done"
 
 
+@pytest.mark.slow
 def test_nodes_join_with_an_address_and_keys_from_one_directory_and_all_leave_with_ctrl_c(place):
     """A second node of one directory is another node.
 
@@ -178,6 +180,7 @@ def started_by(process, run_dir, index):
     )
 
 
+@pytest.mark.slow
 def test_a_run_with_a_hub_starts_it_and_a_second_terminal_joins(place):
     configure(place, 100_000, expire_s=600.0)
     run = place.aedit("run", place.toml, f"--dir={place.directory}/runs")

@@ -139,6 +139,7 @@ def test_prompts_are_the_same_for_the_same_seed(task):
     assert all(0 <= token < 257 for tokens in first for token in tokens)
 
 
+@pytest.mark.slow
 def test_a_drafter_learns_from_the_rollouts_of_its_policy(tmp_path, monkeypatch):
     monkeypatch.setattr(policy_drafter, "MAX_TOKENS", 96)
     recipe = Recipe(policy=QUICK, num_tokens=3000, minutes=0.1, lr=3e-3)

@@ -113,6 +113,7 @@ def test_the_cost_of_a_trainer_is_told_only_where_its_harm_could_be_seen(wrong, 
     assert {bar.passed for bar in rl_speed.waits_report(seen, rl_speed.QUICK).bars} == {None}
 
 
+@pytest.mark.slow
 def test_steps_are_equal_in_both_ways_and_the_trainer_has_what_the_waits_gave(tmp_path, one_thread):
     said = []
     plan = replace(rl_speed.QUICK, size=SIZE, root=tmp_path, drafter=tmp_path / "drafter.safetensors")

@@ -151,6 +151,7 @@ class Learning:
         assert all(self.published), "the workers have the drafter in use"
 
 
+@pytest.mark.slow
 def test_killed_workers_and_a_drafter_that_is_trained_change_no_token_no_reward_and_no_weight(
     tmp_path, batches, monkeypatch
 ):

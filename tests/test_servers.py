@@ -151,11 +151,11 @@ def test_servers_that_lie_are_left_and_nothing_that_they_have_drawn_is_used(open
         ended += finish(source, asked)
         if not any(liar.lie for liar in liars.values()):
             break
-    reasons = {fields["server"]: fields for fields in lost(events)}
+    lies = [fields for fields in lost(events) if fields["violation"]]  # a busy machine loses connections, too
+    reasons = {fields["server"]: fields for fields in lies}
     assert {*reasons} == {*LIES}
     for lie, liar in liars.items():
         assert LIES[lie] in reasons[lie]["reason"]
-        assert reasons[lie]["violation"] is True
         status = source.status()["servers"][lie]
         assert (status["violations"], status["connected"]) == (1, False)
         assert liar.lie == ""
@@ -163,7 +163,7 @@ def test_servers_that_lie_are_left_and_nothing_that_they_have_drawn_is_used(open
     assert by_servers(ended) == 12 * len(whole), "tokens of a liar were continued"
     assert len(whole) <= 3, "only what had ended before the lie"
     until(lambda: source.step() or len(source.status()["servers_away"]) == len(LIES), "the reasons")
-    assert {each["error"] for each in source.status()["servers_away"]} == {e["reason"] for e in lost(events)}
+    assert {each["error"] for each in source.status()["servers_away"]} == {each["reason"] for each in lies}
 
 
 @pytest.mark.slow  # the same

@@ -21,7 +21,14 @@ def leave_after_one_step(run, nodes, ranks, step):
     run.train(nodes, ranks, [deed(node, "drawing", step, "SIGTERM") for node in range(nodes)])
 
 
-SHAPES = [((2, 1), (2, 2)), ((2, 2), (2, 1)), ((2, 1), (3, 1)), ((3, 1), (2, 1)), ((2, 2), (3, 1))]
+SHAPES = [
+    ((2, 1), (3, 1)),
+    ((2, 2), (2, 1)),
+    *(
+        pytest.param(*shapes, marks=pytest.mark.slow)
+        for shapes in (((2, 1), (2, 2)), ((3, 1), (2, 1)), ((2, 2), (3, 1)))
+    ),
+]
 
 
 @pytest.mark.parametrize(("before", "after"), SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")

@@ -1,7 +1,8 @@
 """Rollout worker without a model, for faults: starts in a moment, and draws tokens made of keys.
 
 `python -m kit.fake_worker PARENT FD` in place of `aedit.spec_rollout.workers.worker`. Its behaviour is
-`options["does"]`: `serve`, `be slow`, `end` at once, `end with NUMBER` when it gets that sample, `be silent`.
+`options["does"]`: `serve`, `be slow`, `end` at once, `end with NUMBER` when it has that sample and
+has finished the others, `be silent`.
 """
 
 import json
@@ -22,7 +23,7 @@ def token(rollout, sample, place):
 def main(parent, fd):
     end_with_parent(int(parent), signal.SIGKILL)
     channel = Channel(socket.socket(fileno=int(fd)))
-    samples, does = {}, None
+    samples, does, poison = {}, None, None
     while not channel.closed:
         for message in channel.receive():
             if message["kind"] == "begin":
@@ -34,8 +35,8 @@ def main(parent, fd):
                 prompt = json.loads(message["prompt"])
                 key = prompt["rollout"], prompt["sample"]
                 if does == f"end with {key[1]}":
-                    channel.send("error", message=f"ValueError: sample {key[1]} is poison")
-                    sys.exit(1)
+                    poison = key[1]
+                    continue
                 place = len((prompt["partial"] or {"tokens": []})["tokens"])
                 samples[key] = [prompt, place, message["version"]]
             elif message["kind"] == "remove":
@@ -43,6 +44,9 @@ def main(parent, fd):
                 channel.send("removed", key=message["key"], found=found is not None)
         if does != "be silent" and samples:
             advance(channel, samples)
+        if poison is not None and not samples:
+            channel.send("error", message=f"ValueError: sample {poison} is poison")
+            sys.exit(1)
         Channel.wait([channel], 0.002 if samples else 0.5)
         if does == "be slow" and samples:
             time.sleep(0.01)

@@ -82,8 +82,12 @@ def assert_same_end(run, undisturbed):
 
 @pytest.mark.parametrize(
     ("moment", "step"),
-    [("drawing", 5), ("drawn", 7), ("stepped", 6), ("renaming", 7)],
-    ids=["with rewarded groups", "before the inner step", "after the inner step", "writing a checkpoint"],
+    [
+        pytest.param("drawing", 5, id="with rewarded groups"),
+        pytest.param("drawn", 7, id="before the inner step", marks=pytest.mark.slow),
+        pytest.param("stepped", 6, id="after the inner step", marks=pytest.mark.slow),
+        pytest.param("renaming", 7, id="writing a checkpoint"),
+    ],
 )
 def test_a_node_killed(make_rl_run, undisturbed_rl, moment, step):
     run = make_rl_run()

@@ -1,0 +1,113 @@
+"""Peers of a swarm as real processes, without trainers."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from aedit.launch.hub.replay import anchors_of, replayed
+from aedit.launch.swarm.hosted_part import MARK
+from kit.waiting import until
+
+JOINS_S = 60.0
+
+RUN = """
+name = "run"
+[train]
+steps = 100000
+[edit]
+every = 10
+landing = "arrival"
+[outer]
+kind = "nesterov"
+[hub]
+address = "{address}"
+quorum = "all"
+codec = "fp32"
+expire_s = 60
+"""
+SWARM = """
+[swarm]
+discovery = "file"
+parts = {parts}
+copies = {copies}
+"""
+
+
+@dataclass
+class Swarm:
+    """Peers that know each other; the first one begins the run."""
+
+    folder: Path
+    peers: int
+    parts: int
+    copies: int
+    processes: list = field(default_factory=list)
+
+    def start(self):
+        toml, addresses = self.folder / "swarm.toml", self.folder / "peers.txt"
+        toml.write_text(RUN.format(address="") + SWARM.format(parts=self.parts, copies=self.copies))
+        addresses.write_text("")
+        for number in range(self.peers):
+            folder = self.folder / "peers" / f"peer-{number}"
+            folder.mkdir(parents=True)
+            words = ["peer", str(toml), f"--directory={folder}", f"--as=peer-{number}", "--insecure"]
+            words += [f"--peers={addresses}", "--swarm.listen=127.0.0.1:0"] + ["--found"] * (number == 0)
+            with (folder / "output.log").open("a") as log:
+                command = [sys.executable, "-m", "aedit.launch.cli", *words]
+                env = os.environ | {"OMP_NUM_THREADS": "1"}
+                self.processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=env))
+            until((folder / "address").exists, "a peer", JOINS_S)
+            with addresses.open("a") as file:
+                file.write((folder / "address").read_text() + "\n")
+
+    def places(self):
+        """Return the places of the parts if all peers agree on them; else ()."""
+        found = [path.read_text() for path in self.folder.glob("peers/*/replicas.json")]
+        agreed = len(found) == self.peers and len(set(found)) == 1
+        return json.loads(found[0])["parts"] if agreed else ()
+
+    def settled(self):
+        """Return the places of the parts once each has all copies and the owner that it is to have."""
+        places = self.places()
+        done = all(
+            len(one["replicas"]) == self.copies and one["owner"] == one["first"] != "" for one in places
+        )
+        return places if done else ()
+
+    def replicas(self, part):
+        """Return the folders of all replicas of a part."""
+        return sorted(path.parent for path in self.folder.glob(f"peers/*/part_{part}/{MARK}"))
+
+    def end(self):
+        for process in self.processes:
+            found = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+            for one in found:
+                one.kill()
+            process.kill()
+            process.wait(10)
+
+
+@contextmanager
+def swarm(folder, **shape):
+    made = Swarm(folder, **shape)
+    try:
+        made.start()
+        yield made
+    finally:
+        made.end()
+
+
+def on_disk(folder):
+    """Return (version, digest of the anchor) by unit, as the journal in a hub's folder has them."""
+    state = replayed(folder).state
+    digests = {
+        unit: hashlib.sha256(values.tobytes()).hexdigest() for unit, values in anchors_of(folder).items()
+    }
+    return {unit: (state.units[unit].version, digest) for unit, digest in digests.items()}
