@@ -5,7 +5,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
 
@@ -23,10 +23,11 @@ from aedit.launch.hub import folder
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.leading import LeadingHub
 from aedit.launch.hub.other_hubs import OtherHubs
+from aedit.launch.hub.refusing import Refusing
 from aedit.launch.hub.reports import Reports
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
-from aedit.proto.wire.service import Caller, Refusal
+from aedit.proto.wire.service import Refusal
 from aedit.proto.wire.vote_messages import answer_in, answer_out, proposal_in, proposal_out
 from aedit.proto.wire.votes import Answer
 from aedit.system import write_atomically
@@ -38,50 +39,14 @@ _RETRY_S = 0.5
 _CONFIRM_S = 0.5
 """Longest time between two confirmations to the leading hub."""
 _CALL_TIMEOUT_S = 5.0
-_POLL_S = 0.002
+_SOON_S = 0.02
+"""Pause of a follower that may confirm nothing now."""
 
 Lead = Callable[[Mirror, Sequence[Record]], LeadingHub]
 """Start to lead with the state of the mirror and these first records."""
 
 
-class _Refusing:
-    """Refusals of the calls that only the leading hub may answer."""
-
-    def _refusal(self) -> Refusal:
-        return Refusal(grpc.StatusCode.FAILED_PRECONDITION, "this hub is a standby: call the leading hub")
-
-    def join(self, request: pb.JoinRequest, caller: Caller) -> pb.JoinReply:
-        raise self._refusal()
-
-    def heartbeat(self, request: pb.HeartbeatRequest) -> pb.News:
-        raise self._refusal()
-
-    def lease(self, request: pb.LeaseRequest) -> pb.LeaseReply:
-        raise self._refusal()
-
-    def leave(self, request: pb.LeaveRequest) -> pb.LeaveReply:
-        raise self._refusal()
-
-    def max_push_bytes(self, unit: int) -> int:
-        raise self._refusal()
-
-    def push(self, head: pb.PushHead, data: memoryview) -> pb.PushReply:
-        raise self._refusal()
-
-    def garbled(self, head: pb.PushHead, reason: str) -> None:
-        raise self._refusal()
-
-    def pull(self, request: pb.PullRequest) -> tuple[pb.PullHead, memoryview]:
-        raise self._refusal()
-
-    def tail(self, request: pb.TailRequest) -> Iterator[pb.TailChunk]:
-        raise self._refusal()
-
-    def confirm(self, request: pb.ConfirmRequest) -> pb.ConfirmReply:
-        raise self._refusal()
-
-
-class Standby(_Refusing):
+class Standby(Refusing):
     """`HubCore` of a hub that follows the leading one; `failure` is the reason if it had to stop."""
 
     def __init__(
@@ -104,6 +69,8 @@ class Standby(_Refusing):
         self._hindered = ""
         """Why this hub could not be elected when it was last asked."""
         self._stopping, self._deciding = threading.Event(), threading.Lock()
+        self._arrived, self._arrivals = threading.Condition(), 0
+        """Signals a chunk of the journal, and how many have come."""
         self._client: HubClient | None = None
         self._term = 0
         """Term of the hub whose journal is mirrored; 0 while that is unknown."""
@@ -124,6 +91,7 @@ class Standby(_Refusing):
     def stop(self) -> None:
         """Stop following."""
         self._stopping.set()
+        self._note_arrival()
         if self._client is not None:
             self._client.close()
         for thread in self._threads:
@@ -313,6 +281,7 @@ class Standby(_Refusing):
             self._mirror.take(chunk)
             self._leadership.heard_leader(self._mirror.hub.state.configs)
             self._term, self._leader = term, leader
+            self._note_arrival()
         return True
 
     def _noted_term(self) -> int:
@@ -348,16 +317,27 @@ class Standby(_Refusing):
         self._leadership.forget((self._mirror.hub.state.term, *self._mirror.position))
         self._mirror.forget()
 
+    def _note_arrival(self) -> None:
+        with self._arrived:
+            self._arrivals += 1
+            self._arrived.notify_all()
+
+    def _await_arrival(self, seen: int) -> None:
+        """Return when more chunks than `seen` have come, or at the time of the next confirmation."""
+        with self._arrived:
+            self._arrived.wait_for(lambda: self._arrivals != seen, _CONFIRM_S)
+
     def _confirm(self) -> None:
-        confirmed, waited_s = (0, 0), 0.0
+        confirmed = (0, 0)
         while not self._stopping.is_set():
-            term = self._term
-            is_quiet = self._mirror.position == confirmed and waited_s < _CONFIRM_S
-            if is_quiet or not term or not self._leadership.may_confirm(term):
-                self._stopping.wait(_POLL_S)
-                waited_s += _POLL_S
+            seen, term = self._arrivals, self._term
+            if self._mirror.position == confirmed or not term:
+                self._await_arrival(seen)
+                term = self._term
+            if not term or not self._leadership.may_confirm(term):
+                self._stopping.wait(_SOON_S)
                 continue
-            confirmed, waited_s = self._mirror.sync(), 0.0
+            confirmed = self._mirror.sync()
             request = pb.ConfirmRequest(
                 term=term,
                 segment=confirmed[0],
@@ -377,10 +357,10 @@ class Standby(_Refusing):
 
     def _apply(self) -> None:
         while not self._stopping.is_set():
+            seen, moved = self._arrivals, False
             try:
                 moved = self._mirror.apply()
             except Damaged as error:
                 self._fetch_anew(error)
-                moved = False
             if not moved:
-                self._stopping.wait(_POLL_S)
+                self._await_arrival(seen)
