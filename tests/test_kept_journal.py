@@ -11,7 +11,7 @@ from aedit.async_sgd.journal.encoding import encode_records
 from aedit.async_sgd.journal.journal import Mark, segment_path
 from aedit.async_sgd.journal.ledger import Ledger
 from aedit.async_sgd.journal.mirror import Mirror
-from aedit.async_sgd.journal.store import Store, begin_of_term, segment_numbers, snapshot_path
+from aedit.async_sgd.journal.store import Store, begin_after, segment_numbers, snapshot_path
 from aedit.async_sgd.rules.records import Led
 from aedit.async_sgd.service.leadership import Leadership
 from aedit.async_sgd.service.tailing import Tailing
@@ -28,9 +28,8 @@ class Follower:
         place.mkdir(exist_ok=True)
         self.mirror = Mirror(Store(place), lambda: make_hub(config(), (0, 1)))
         endpoint = SimpleNamespace(config=config(), directory=place, replicas=None, others=())
-        responder = SimpleNamespace(question=lambda: None)
         votes = Leadership(VoterFile(place / "votes.json"), 1)
-        self.standby = Standby(endpoint, self.mirror, None, responder, votes, None)
+        self.standby = Standby(SimpleNamespace(endpoint=endpoint), self.mirror, None, None, votes, None)
         self.bytes = self.differed = 0
 
     def follow(self, ledger):
@@ -80,7 +79,7 @@ def test_what_a_new_leader_has_too_is_not_sent_again(book, tmp_path):
     short.follow(leader)
     assert (short.differed, short.mirror.position) == (0, leader.journal.position)
     assert 0 < short.bytes < leader.journal.position[1] - 1000
-    assert begin_of_term(tmp_path / "c", 2) == (1, whole)
+    assert begin_after(tmp_path / "c", 1) == (1, whole)
     assert bytes_of(tmp_path / "b") == bytes_of(tmp_path / "c")
     same(short.mirror.hub, leader.hub)
 
@@ -172,12 +171,12 @@ def test_the_begin_of_a_term_is_found_in_any_segment_and_in_one_that_is_being_wr
     place = tmp_path / "a"
     at = book.ledger.journal.position
     book.commit([Led(5)])
-    assert begin_of_term(place, 5) == at
+    assert begin_after(place, 4) == at
     book.ledger.journal.rotate()
     book.push(0, 0)
-    assert begin_of_term(place, 5) == at
+    assert begin_after(place, 4) == at
     frame = encode_records([Led(6)])
     end = book.ledger.journal.position
     book.ledger.journal.file.write(end[1], frame[:7])
-    assert begin_of_term(place, 5) == at
-    assert begin_of_term(place, 7) == (0, 0)
+    assert begin_after(place, 4) == at
+    assert begin_after(place, 5) == (0, 0)

@@ -169,17 +169,17 @@ def batches(file: File, offset: int = FILE_BYTES) -> Iterator[tuple[list[Record]
         )
 
 
-def begin_of_term(directory: Path, term: int) -> tuple[int, int]:
-    """Return the segment and the byte at which a term begins; (0, 0) if they are not there."""
-    for number in reversed(segment_numbers(directory, "journal")):
+def begin_after(directory: Path, term: int) -> tuple[int, int]:
+    """Return the segment and the byte at which the first term above `term` begins; (0, 0) without one."""
+    for number in segment_numbers(directory, "journal"):
         start = FILE_BYTES
         try:
             for batch, end in batches(File(segment_path(directory, number))):
-                if any(isinstance(record, Led) and record.term == term for record in batch):
+                if any(isinstance(record, Led) and record.term > term for record in batch):
                     return number, start
                 start = end
-        except Damaged:
-            continue  # the end of the newest one is being written
+        except (Damaged, FileNotFoundError):
+            continue  # the end of the newest one is being written, or the oldest one is not needed any more
     return 0, 0
 
 

@@ -152,7 +152,7 @@ class _Process:
             endpoint.num_others,
             least=lambda: endpoint.least_replicas,
         )
-        self._others = OtherHubs(endpoint, self._responder.question())
+        self._others = OtherHubs(endpoint, lambda: self._responder.question(self._leadership.promised))
         self._canvass = Canvass(endpoint, self._leadership, self._count)
         self._server: Server | None = None
         self._leading: LeadingHub | None = None
@@ -335,7 +335,7 @@ class _Process:
     def _follow(self) -> None:
         mirror = Mirror(self._store, self._make)
         self._standby = Standby(
-            self._endpoint, mirror, self._reports, self._responder, self._leadership, self._take_over
+            self._others, mirror, self._reports, self._responder, self._leadership, self._take_over
         )
         self._serve(self._standby)
         self._standby.start()

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
@@ -25,8 +25,9 @@ Hello = pb.HelloReply | HubRefused | HubUnreachable
 class OtherHubs:
     """The hubs besides this one that may lead."""
 
-    def __init__(self, endpoint: HubEndpoint, question: pb.HelloRequest) -> None:
-        self._endpoint, self._question = endpoint, question
+    def __init__(self, endpoint: HubEndpoint, question: Callable[[], pb.HelloRequest]) -> None:
+        """Create them. question: returns the Hello of this hub."""
+        self.endpoint, self._question = endpoint, question
 
     def newest_term(self) -> int:
         """Return the highest term that another hub knows; 0 if there is none or none answers.
@@ -66,7 +67,7 @@ class OtherHubs:
 
     def _hellos(self) -> Iterator[tuple[str, Hello]]:
         """Ask all at once, and yield their answers as they come: one that is silent delays no other."""
-        addresses = self._endpoint.others
+        addresses = self.endpoint.others
         pool = ThreadPoolExecutor(max(1, len(addresses)), thread_name_prefix="hello")
         try:
             asked = {pool.submit(self._hello, address): address for address in addresses}
@@ -76,9 +77,9 @@ class OtherHubs:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _hello(self, address: str) -> Hello:
-        client = HubClient(address, self._endpoint.client_keys(), call_timeout_s=_TIMEOUT_S)
+        client = HubClient(address, self.endpoint.client_keys(), call_timeout_s=_TIMEOUT_S)
         try:
-            return client.hello(self._question)
+            return client.hello(self._question())
         except (HubRefused, HubUnreachable) as error:
             log.info("asking another hub for its term: %s", error)
             return error
@@ -111,8 +112,8 @@ class OtherHubs:
         return "\n".join(lines)
 
     def _clients(self) -> Iterator[tuple[str, HubClient]]:
-        for address in self._endpoint.others:
-            client = HubClient(address, self._endpoint.client_keys(), call_timeout_s=_TIMEOUT_S)
+        for address in self.endpoint.others:
+            client = HubClient(address, self.endpoint.client_keys(), call_timeout_s=_TIMEOUT_S)
             try:
                 yield address, client
             finally:

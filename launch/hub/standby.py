@@ -14,13 +14,13 @@ from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.journal.frames import Damaged
 from aedit.async_sgd.journal.journal import Mark, Position
 from aedit.async_sgd.journal.mirror import Mirror
+from aedit.async_sgd.journal.store import begin_after
 from aedit.async_sgd.rules.records import Led, Record
 from aedit.async_sgd.service import messages
 from aedit.async_sgd.service.callers import fingerprint
 from aedit.async_sgd.service.hello_responder import HelloResponder, check_part
 from aedit.async_sgd.service.leadership import Leadership
 from aedit.launch.hub import folder
-from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.leading import LeadingHub
 from aedit.launch.hub.other_hubs import OtherHubs
 from aedit.launch.hub.refusing import Refusing
@@ -51,16 +51,16 @@ class Standby(Refusing):
 
     def __init__(
         self,
-        endpoint: HubEndpoint,
+        others: OtherHubs,
         mirror: Mirror,
         reports: Reports,
         responder: HelloResponder,
         leadership: Leadership,
         lead: Lead,
     ) -> None:
-        self._endpoint, self._mirror, self._reports = endpoint, mirror, reports
+        self._others, self._mirror, self._reports = others, mirror, reports
         self._responder, self._leadership, self._lead = responder, leadership, lead
-        self._others = OtherHubs(endpoint, responder.question())
+        self._endpoint = endpoint = others.endpoint
         self._window_s = endpoint.config.hub.expire_s
         self._patience_s = self._drawn_patience_s()
         """Nodes repeat their votes; a node that has stopped voting has reached the leading hub again."""
@@ -210,7 +210,8 @@ class Standby(Refusing):
     def _follow(self) -> None:
         alone_s = time.monotonic()
         while not self._stopping.is_set():
-            leader = self._others.leader(max(self._mirror.hub.state.term, self._noted_term()))
+            known = max(self._mirror.hub.state.term, self._noted_term(), self._leadership.promised)
+            leader = self._others.leader(known)
             if leader is not None:
                 try:
                     self._follow_once(*leader)
@@ -271,8 +272,14 @@ class Standby(Refusing):
         Returns False if that was not where these end: they are cut off, and it may be tried again.
         """
         mark = self._mark(term)
-        segment, offset = mark.position
-        for chunk in client.tail(pb.TailRequest(term=term, segment=segment, offset=offset, chain=mark.chain)):
+        request = pb.TailRequest(
+            term=term,
+            segment=mark.position[0],
+            offset=mark.position[1],
+            chain=mark.chain,
+            last_term=self._mirror.hub.state.term,
+        )
+        for chunk in client.tail(request):
             if self._stopping.is_set():
                 return True
             if chunk.differs:
@@ -301,14 +308,18 @@ class Standby(Refusing):
         return mark
 
     def _take_back(self, end: Position) -> None:
-        """Cut off what only this hub has: it was not acknowledged, as the leader was elected without it."""
-        before = self._mirror.position
-        extent = (self._mirror.hub.state.term, *before)
-        if self._mirror.cut(end):
-            log.warning("cut the journal from %s back to %s, where the leader's term begins", before, end)
+        """Cut off what only this hub has: it was not acknowledged, as the leader was elected without it.
+
+        It is behind `end`, where the leader goes on to terms that are not known here; or else it is at least
+        what was written here in the last term.
+        """
+        term, before = self._mirror.hub.state.term, self._mirror.position
+        own = begin_after(self._endpoint.directory, term - 1)
+        if self._mirror.cut(end) or self._mirror.cut(own):
+            log.warning("cut the journal from %s back to %s", before, self._mirror.position)
         else:
             log.warning("the leader has other records: fetching its journal from the start")
-            self._leadership.forget(extent)
+            self._leadership.forget((term, *before))
             self._mirror.forget()
 
     def _fetch_anew(self, error: Damaged) -> None:

@@ -46,16 +46,18 @@ class Method(_message.Message):
     def __init__(self, settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class HelloRequest(_message.Message):
-    __slots__ = ("protocol", "version", "method", "part")
+    __slots__ = ("protocol", "version", "method", "part", "promised")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     version: str
     method: Method
     part: int
-    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., method: _Optional[_Union[Method, _Mapping]] = ..., part: _Optional[int] = ...) -> None: ...
+    promised: int
+    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., method: _Optional[_Union[Method, _Mapping]] = ..., part: _Optional[int] = ..., promised: _Optional[int] = ...) -> None: ...
 
 class Receipt(_message.Message):
     __slots__ = ("epoch", "process", "segment", "offset", "chain", "mac")
@@ -466,16 +468,18 @@ class StatusReply(_message.Message):
     def __init__(self, json: _Optional[str] = ...) -> None: ...
 
 class TailRequest(_message.Message):
-    __slots__ = ("term", "segment", "offset", "chain")
+    __slots__ = ("term", "segment", "offset", "chain", "last_term")
     TERM_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     CHAIN_FIELD_NUMBER: _ClassVar[int]
+    LAST_TERM_FIELD_NUMBER: _ClassVar[int]
     term: int
     segment: int
     offset: int
     chain: bytes
-    def __init__(self, term: _Optional[int] = ..., segment: _Optional[int] = ..., offset: _Optional[int] = ..., chain: _Optional[bytes] = ...) -> None: ...
+    last_term: int
+    def __init__(self, term: _Optional[int] = ..., segment: _Optional[int] = ..., offset: _Optional[int] = ..., chain: _Optional[bytes] = ..., last_term: _Optional[int] = ...) -> None: ...
 
 class TailChunk(_message.Message):
     __slots__ = ("segment", "offset", "data", "snapshot", "crc", "differs")

@@ -207,7 +207,9 @@ class SimHub:
         elif not self._leads(term):
             return
         if not has_all:
-            began = self.disk.log.index(Led(self.machine.term))
+            last = max((entry.term for entry in log if isinstance(entry, Led)), default=0)
+            higher = (i for i, e in enumerate(self.disk.log) if isinstance(e, Led) and e.term > last)
+            began = next(higher, len(log))
             self.world.send(self.number, sender, "differs", self.machine.term, began, log)
             return
         chunk = tuple(self.disk.log[length : self.disk.synced])
@@ -221,9 +223,10 @@ class SimHub:
         """Take back what the leader of a term does not have; fetch all of it if that is not enough."""
         if asked != tuple(self.disk.log) or not self._follows(term):
             return
-        if began < len(asked):
+        own = next(i for i, e in enumerate(asked) if e == Led(self._term())) if asked else 0
+        if began < len(asked) or own:
             self.cut += 1
-            self.disk.keep(began)
+            self.disk.keep(began if began < len(asked) else own)
         else:
             self._forget()
         self._replay()
