@@ -43,7 +43,7 @@ class Balance:
     """Parts with another best-ranked peer, per change."""
     ideal_owners_moved: float
     needless: int
-    """Replicas that began anew though no peer that had one of their part has left, nor is the new one theirs."""
+    """Replicas that begin anew though no other of their part has left, nor is it the new peer that begins."""
     look_s: float
     """CPU time in which a peer finds its role for all parts, once all others are known; the median."""
 
@@ -124,7 +124,6 @@ def balance(peers: int, parts: int, copies: int, changes: int, seed: int) -> Bal
             owners += keys[0] != before[part][0]
             needless += len(begun) if gone not in before[part] and begun != {new} else 0
     ideal = _ideal_most(peers, parts, copies, chance)
-    there = peers - 0.5  # one less after every second change
     return Balance(
         peers=peers,
         parts=parts,
