@@ -59,7 +59,7 @@ def abandoned(copies: Iterable[Segment], chain: Iterable[Segment]) -> int:
 
 def _merge(record: Mapping[str, Any]) -> tuple[object, ...]:
     pushes = tuple((node, seq) for node, seq, *_ in record["parts"])
-    return record["unit"], record["version"], record["elapsed_s"], pushes
+    return record["unit"], record["version"], record["at_s"], pushes
 
 
 def digest_on_disk(folder: Path) -> str:
