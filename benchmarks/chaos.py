@@ -86,7 +86,7 @@ class Story:
     books: Books | None = None
 
 
-def measure(args: argparse.Namespace) -> Report | str:
+def measure(args: argparse.Namespace) -> Report | list[Report]:
     """Return the table of the run that the options name."""
     if args.partition:
         return swarm_partition.measure(args.partition, args.minutes, args.seed, quick=args.quick)

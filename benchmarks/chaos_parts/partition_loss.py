@@ -7,11 +7,11 @@ other side do not reach it: it gives them up, they train on, and push what they 
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from aedit.async_sgd.hub.members import Report
+from aedit.async_sgd.hub import members
 from aedit.async_sgd.hub.news import news
 from aedit.async_sgd.inprocess import InProcessHub, make_push
 from aedit.async_sgd.rules.records import Vector
@@ -20,7 +20,8 @@ from aedit.launch.config.load import load
 from aedit.proto.agent.link import Answer, Progress
 from aedit.proto.swarm.placement import chosen
 from aedit.types import News, Verdict
-from benchmarks.kit.processes import ROOT
+from benchmarks.kit.processes import ROOT, in_parallel
+from benchmarks.kit.tables import Bar, Report
 from benchmarks.kit.two_domains import held_out_loss
 from benchmarks.kit.virtual_hub import (
     Method,
@@ -36,9 +37,11 @@ from benchmarks.kit.virtual_hub import (
 
 SPEEDS_S = (1.0, 0.8, 1.3, 1.0, 0.7, 1.6)
 """Seconds per step of the six nodes."""
-PARTS, COPIES, EXPIRE_S = 4, 3, 10.0
-CUT_AT, LASTS = 0.4, 0.2
+PARTS, COPIES, EXPIRE_S = 3, 3, 10.0
+CUT_AT, LASTS = 0.3, 0.2
 """Shares of the run: when the partition begins, and how long it lasts."""
+SEEDS, STEPS, QUICK_STEPS = (0, 1, 2), 240, 24
+RISE = 0.02
 
 
 class Wires:
@@ -138,7 +141,7 @@ class PartsLink:
         for number, part in enumerate(self._parts):
             if self._wires.reaches(self._index, number):
                 node = part.join(self._name) if not self._is_in(part) else part.hub.state.names[self._name]
-                part.heartbeat(node, Report(steps_per_s=steps_per_s, state="training"))
+                part.heartbeat(node, members.Report(steps_per_s=steps_per_s, state="training"))
 
     def leases(self) -> Sequence[tuple[int, int]]:
         """Return nothing: the node has its own data."""
@@ -195,8 +198,8 @@ class Outcome:
 
 
 def setting_of(seed: int, steps: int) -> Setting:
-    """Return the setting: six nodes and a model of five units."""
-    return Setting(seed=seed, step_s=SPEEDS_S, steps=steps, num_layers=4, warmup_steps=64)
+    """Return the setting: six nodes and a model of three units."""
+    return Setting(seed=seed, step_s=SPEEDS_S, steps=steps, num_layers=2, warmup_steps=64)
 
 
 def train(setting: Setting, sides: Sequence[int]) -> Outcome:
@@ -239,3 +242,27 @@ def train(setting: Setting, sides: Sequence[int]) -> Outcome:
     adopt_anchors(probe := models[0][0], lambda unit: parts[unit % PARTS].hub.anchor(unit), nodes[0].sync)
     loss = held_out_loss(probe, setting.seq_len, setting.held_out)
     return Outcome(loss, max(link.longest for link in links))
+
+
+def report(sizes: str, *, quick: bool) -> Report:
+    """Return the table of runs with a partition into sides of these sizes, and without."""
+    seeds, steps = (SEEDS[:1], QUICK_STEPS) if quick else (SEEDS, STEPS)
+    sides = [side for side, size in enumerate(sizes.split(",")) for _ in range(int(size))]
+    jobs = [(setting_of(seed, steps), cut) for seed in seeds for cut in ([0] * len(sides), sides)]
+    outcomes = in_parallel(train, jobs)
+    pairs = list(zip(outcomes[::2], outcomes[1::2], strict=True))
+    rises = [cut.loss / calm.loss - 1 for calm, cut in pairs]
+    rows = tuple(
+        (str(seed), *(f"{one.loss:.4f}" for one in (calm, cut)), f"{rise:+.2%}", str(cut.longest))
+        for seed, (calm, cut), rise in zip(seeds, pairs, rises, strict=True)
+    )
+    mean = sum(rises) / len(rises)
+    return Report(
+        "loss with a partition",
+        (f"Real gradients in virtual time: six unequal nodes, {steps} steps each on average, {PARTS} parts.",
+         f"Cut into sides of {sizes} from {CUT_AT:.0%} to {CUT_AT + LASTS:.0%} of it; `configs/swarm.toml`."),
+        ("seed", "calm", "partition", "rise", "steps of the longest push"),
+        rows,
+        (Bar(f"held-out loss rises by {mean:+.2%}, wanted <= {RISE:.0%}", None if quick else mean <= RISE),),
+        {"rises": rises, "outcomes": [asdict(one) for one in outcomes]},
+    )  # fmt: skip
