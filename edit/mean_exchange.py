@@ -16,7 +16,7 @@ from aedit.edit.config import PenaltyConfig
 from aedit.edit.detector import NormHistory, judge, learned_only
 from aedit.edit.digest import digest, halves
 from aedit.edit.exchange import RoundOutcome
-from aedit.edit.named import history, kept_state, named, named_history
+from aedit.edit.named import history, kept_state, named_history, named_store
 from aedit.edit.schedule import Notes
 from aedit.edit.shards import Shards
 from aedit.edit.store import DeviceStore, Kept, OuterStore, PinnedStore
@@ -261,13 +261,7 @@ class MeanExchange:
         own_steps = torch.tensor(self.own_steps)
         state = named_history("history", self.history)
         state |= {"history/steps_L": self.steps_L, "own_steps": own_steps}
-        for i, unit in enumerate(self.units) if self._digests else ():
-            anchor, outer = self.store.peek(i)
-            state |= named("anchor", unit, anchor)
-            for kind, array in zip(("momentum", "pending"), outer.arrays, strict=False):
-                state |= named(kind, unit, array) if array.numel() else {}
-            if outer.pending is not None:
-                state[f"pending_count/{unit.name}"] = torch.tensor(outer.count)
+        state |= named_store(self.units, self.store) if self._digests else {}
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

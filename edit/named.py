@@ -4,7 +4,7 @@ Named after parameters, they can be loaded by a node with another number of rank
 of this code.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from aedit.async_sgd.rules.outer import OuterState
 from aedit.edit.detector import NormHistory
 from aedit.edit.shards import local
-from aedit.edit.store import Kept
+from aedit.edit.store import Kept, OuterStore
 from aedit.edit.units import SyncUnit
 
 _HISTORY = ("norms_WL", "mean_L", "var_L", "rounds_L", "suspects_L")
@@ -38,6 +38,19 @@ def named_history(kind: str, history: NormHistory) -> dict[str, Tensor]:
 def history(kind: str, state: Mapping[str, Tensor]) -> NormHistory:
     """Return the history that `named_history` has named."""
     return NormHistory(*(state[f"{kind}/{name}"] for name in _HISTORY))
+
+
+def named_store(units: Sequence[SyncUnit], store: OuterStore) -> dict[str, Tensor]:
+    """Return anchor and outer state of every unit by parameter. Views of what the store holds."""
+    state: dict[str, Tensor] = {}
+    for i, unit in enumerate(units):
+        anchor, outer = store.peek(i)
+        state |= named("anchor", unit, anchor)
+        for kind, array in zip(("momentum", "pending"), outer.arrays, strict=False):
+            state |= named(kind, unit, array) if array.numel() else {}
+        if outer.pending is not None:
+            state[f"pending_count/{unit.name}"] = torch.tensor(outer.count)
+    return state
 
 
 def kept_state(unit: SyncUnit, state: Mapping[str, Tensor]) -> Kept:

@@ -92,6 +92,31 @@ class EverySeconds:
         return self._notes.read(key) is not None
 
 
+class AtMultiples:
+    """A round at each multiple of `every` seconds of a clock that peers share, such as that of the day.
+
+    So that peers meet who have no other way to agree. A clock that is set back delays the next round by at
+    most `every` seconds.
+    """
+
+    def __init__(self, every: float, clock: Callable[[], float] = time.time) -> None:
+        self.every = every
+        self.clock = clock
+        self.last_id = 0
+        self.last_step = 0
+        self._seen: int | None = None
+
+    def due(self, step: int) -> Round | None:
+        """Return a round at the first step after a multiple has passed, once for several of them."""
+        now, seen = int(self.clock() // self.every), self._seen
+        self._seen = now
+        return _next(self, step) if seen is not None and now > seen else None
+
+    def listen(self, notes: Notes) -> None:
+        """Do nothing: the clock is the agreement."""
+        pass
+
+
 def _next(schedule: RoundSchedule, step: int) -> Round:
     round = Round(schedule.last_id + 1, step - schedule.last_step)
     schedule.last_id, schedule.last_step = round.id, step

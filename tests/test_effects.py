@@ -13,6 +13,7 @@ from aedit.types import UserError
 
 HUB = '[hub]\naddress = "h:1"\n'
 SERVED = '[prompts]\nsource = "a.jsonl"\n[rl]\nservers = "h:1"\n'
+AVERAGES = '[edit]\nschedule = "seconds"\n[swarm]\ndiscovery = "hivemind"\nexchange = "hivemind"\n'
 USELESS = {
     "edit.prefetch": '[edit]\nlanding = "arrival"\nprefetch = 2\n',
     "edit.fragments": '[edit]\nwarmup_steps = "all"\nfragments = 4\n',
@@ -34,6 +35,9 @@ USELESS = {
     "hub.staleness.rate": HUB + "[hub.staleness]\nrate = 1.0\n",
     "serve.rows": "[serve]\nrows = 3\n",
     "swarm.parts": "[swarm]\nparts = 2\n",
+    "swarm.averaging_s": '[swarm]\ndiscovery = "file"\naveraging_s = 20.0\n',
+    "swarm.copies": AVERAGES + "copies = 2\n",
+    "edit.penalty.threshold": AVERAGES + "[edit.penalty]\nthreshold = 4.0\n",
     "hub.parent_mix": HUB + "parent_mix = 0.5\n",
     "model.sizes.hidden_size": '[model]\npretrained = "x"\nsizes = { hidden_size = 3 }\n',
     "rl.groups": "[rl]\ngroups = 3\n",

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from aedit.edit.config import EditConfig
-from aedit.edit.schedule import EverySeconds, EverySteps, make_schedule
+from aedit.edit.schedule import AtMultiples, EverySeconds, EverySteps, make_schedule
 from aedit.types import Round
 
 
@@ -159,3 +159,27 @@ def test_the_configuration_chooses_the_schedule_and_fragments_come_more_often():
     seconds = make_schedule(EditConfig(schedule="seconds", every=9, fragments=2))
     assert isinstance(seconds, EverySeconds)
     assert seconds.every == 4.5
+
+
+def test_peers_that_share_a_clock_open_rounds_at_the_same_multiples():
+    begins, clocks = (3.0, 8.9), [0.0, 0.0]
+    peers = [AtMultiples(10, clock=lambda i=i: clocks[i]) for i in range(2)]
+    opened = [[], []]
+    for step in range(1, 41):
+        for i, peer in enumerate(peers):
+            clocks[i] = begins[i] + step * (1.0 + i)  # the second one is slower
+            if peer.due(step):
+                opened[i].append(clocks[i] // 10)
+    assert opened[0] == [1, 2, 3, 4]
+    assert opened[1] == [2, 3, 4, 5, 6, 7, 8]
+    assert (peers[1].last_id, peers[1].last_step) == (7, 36)
+
+
+def test_several_multiples_that_have_passed_are_one_round_and_a_clock_set_back_only_delays():
+    now = [0.0]
+    schedule = AtMultiples(10, clock=lambda: now[0])
+    due = []
+    for step, now[0] in enumerate([5, 9, 45, 46, 12, 19, 21], 1):
+        if round := schedule.due(step):
+            due.append((now[0], round))
+    assert due == [(45, Round(1, 3)), (21, Round(2, 4))]

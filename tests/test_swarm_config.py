@@ -1,7 +1,10 @@
 """Tests the configuration of a swarm, and how a peer is told of the first others."""
 
+import importlib.util
+
 import pytest
 
+from aedit.launch.cli import main
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.load import load, parse
 from aedit.launch.config.machine import of_this_machine
@@ -9,6 +12,7 @@ from aedit.launch.config.swarm import SwarmConfig
 from aedit.launch.local.join import joined_to
 from aedit.launch.swarm import introduction
 from aedit.launch.swarm.introduction import introduced, make_discovery
+from aedit.launch.swarm.peer import PeerOptions, peer
 from aedit.proto.swarm.peer_file import PeerFile
 from aedit.types import UserError
 
@@ -41,6 +45,76 @@ def test_a_swarm_is_a_run_in_which_nodes_push_and_land_on_arrival():
 def test_what_cannot_be_in_a_swarm_is_named(text, said):
     with pytest.raises(UserError, match=said):
         parse(text, "here")
+
+
+AVERAGES = '[swarm]\ndiscovery = "hivemind"\nexchange = "hivemind"\n'
+TIMED = '[edit]\nschedule = "seconds"\nevery = 10\n'
+
+
+def test_a_swarm_that_averages_owns_nothing_and_lands_on_arrival():
+    config = parse(AVERAGES + TIMED, "here")
+    assert config.swarm.averages
+    assert not config.has_hub
+    assert not config.swarm.has_parts
+    assert config.edit.landing == "arrival"
+    assert parse(AVERAGES + TIMED + 'landing = "forward"', "here").edit.landing == "forward"
+    assert not RunConfig().swarm.averages
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (AVERAGES.replace('y = "hivemind"', 'y = "file"') + TIMED, 'swarm.discovery must be "hivemind" with'),
+        (AVERAGES + TIMED + "[hub]\nquorum = 2", "hub must be left out with swarm.exchange"),
+        (AVERAGES, 'edit.schedule must be "seconds" with swarm.exchange'),
+        (AVERAGES + TIMED.replace("10", "2"), r"edit.every must be at least 5 \(s\) with swarm.exchange"),
+        (AVERAGES + TIMED + "fragments = 2", "edit.fragments must be 1 with swarm.exchange"),
+        (AVERAGES + TIMED + "warmup_steps = 5", "edit.warmup_steps must be 0 with swarm.exchange"),
+        (AVERAGES + TIMED + "offload = true", "edit.offload must be false with swarm.exchange"),
+        (AVERAGES + TIMED + "[local]\nranks = 2", "local.ranks must be 1 with swarm.exchange"),
+        (AVERAGES + 'announce = "h"\n' + TIMED, "swarm.listen must name a port with swarm.announce"),
+        (AVERAGES + TIMED + '[outer]\nkind = "heloco"', "outer.kind needs a hub"),
+        (AVERAGES + TIMED + '[prompts]\nsource = "a.b:c"', "prompts.source must be empty in a swarm"),
+        (AVERAGES + "averaging_s = 5.0\n" + TIMED, r"swarm.averaging_s must be in \[10, 3600\]"),
+        (SWARM + 'exchange = "all"', "swarm.exchange"),
+    ],
+)
+def test_what_cannot_be_averaged_by_hivemind_is_named(text, said):
+    with pytest.raises(UserError, match=said):
+        parse(text, "here")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--swarm.listen", ""], "swarm.listen: empty makes a client, which nobody can call"),
+        (["--swarm.peers", "10.0.0.1:7000"], "'10.0.0.1:7000' is not the address of a peer"),
+        (["--nodes", "2", "--master", "h:1"], "--nodes, --master: no effect in a swarm"),
+        (["--insecure"], "--keys, --insecure: no effect with swarm.exchange"),
+    ],
+)
+def test_a_start_that_cannot_average_is_one_line_and_exit_code_2(tmp_path, capsys, monkeypatch, flags, said):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "run.toml"
+    path.write_text(AVERAGES + TIMED)
+    assert main(["run", str(path), "--dry-run", *flags]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_averaging_without_the_extra_is_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(AVERAGES + TIMED)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["run", "run.toml", "--dry-run"]) == 2
+    assert "needs hivemind: pip install 'aedit[swarm]'" in capsys.readouterr().err
+
+
+def test_a_peer_that_averages_keeps_no_parts(tmp_path):
+    config = parse(AVERAGES + TIMED, "here")
+    with pytest.raises(UserError, match="has no parts to keep: a peer is a node"):
+        peer(config, PeerOptions(directory=tmp_path, name="a"))
 
 
 def test_a_key_of_a_swarm_without_one_has_no_effect(tmp_path):

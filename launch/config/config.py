@@ -239,7 +239,7 @@ class RunConfig:
     @property
     def has_hub(self) -> bool:
         """Return whether the nodes push to owners of units: a hub, or peers of a swarm."""
-        return bool(self.hub.address) or self.swarm.on
+        return bool(self.hub.address) or self.swarm.has_parts
 
     def _check_swarm(self) -> None:
         """Raise ValueError for a value that cannot be in a swarm."""
@@ -253,8 +253,29 @@ class RunConfig:
         check(
             not self.prompts.source, "prompts.source", "must be empty in a swarm", repr(self.prompts.source)
         )
+        if self.swarm.averages:
+            self._check_averaging()
         no_page = self.hub.metrics_port is None
         check(no_page, "hub.metrics_port", "has no effect in a swarm; use", "aedit status")
+
+    def _check_averaging(self) -> None:
+        """Raise ValueError for a value that cannot be in a swarm whose peers average by hivemind."""
+        swarm, edit = self.swarm, self.edit
+        because = 'with swarm.exchange = "hivemind"'
+        table = swarm.discovery == "hivemind"
+        check(table, "swarm.discovery", f'must be "hivemind" {because}', repr(swarm.discovery))
+        check(self.hub == HubConfig(), "hub", f"must be left out {because}: nobody owns a unit", "[hub]")
+        timed = edit.schedule == "seconds"
+        check(
+            timed, "edit.schedule", f'must be "seconds" {because}: peers meet at equal times', edit.schedule
+        )
+        check(edit.every >= 5, "edit.every", f"must be at least 5 (s) {because}", edit.every)
+        check(edit.fragments == 1, "edit.fragments", f"must be 1 {because}", edit.fragments)
+        check(edit.warmup_steps == 0, "edit.warmup_steps", f"must be 0 {because}", edit.warmup_steps)
+        check(not edit.offload, "edit.offload", f"must be false {because}", edit.offload)
+        check(self.local.ranks == 1, "local.ranks", f"must be 1 {because}", self.local.ranks)
+        fixed = not swarm.announce or not swarm.listen.endswith(":0")
+        check(fixed, "swarm.listen", f"must name a port with swarm.announce {because}", repr(swarm.listen))
 
     def _check_lengths(self) -> None:
         """Raise ValueError if there is no place for a prompt, or the supervised warm-up never ends."""

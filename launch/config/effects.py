@@ -108,6 +108,13 @@ RULES = (
         '"exponential"',
     ),
     EffectRule(("serve.",), "hub.address", lambda c: not c.hub.address, "HOST:PORT"),
+    EffectRule(
+        ("swarm.parts", "swarm.copies", "swarm.lease_s", "swarm.allow", "edit.penalty."),
+        "swarm.exchange",
+        lambda c: c.swarm.averages,
+        '"parts"',
+    ),
+    EffectRule(("swarm.averaging_s",), "swarm.exchange", lambda c: c.swarm.has_parts, '"hivemind"'),
     EffectRule(("swarm.",), "swarm.discovery", lambda c: not c.swarm.on, '"file" or "hivemind"'),
     EffectRule(("hub.parent_every", "hub.parent_mix"), "hub.parent", lambda c: not c.hub.parent, "HOST:PORT"),
     EffectRule(

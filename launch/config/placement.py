@@ -1,15 +1,21 @@
 """Nodes of a run that this machine starts, and the number of processes per node."""
 
+import importlib.util
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from aedit.launch.config.config import RunConfig
+from aedit.proto.swarm.maddr import checked_maddrs
 from aedit.proto.wire.security import is_loopback
 from aedit.types import UserError
 
 NODE_PROGRAM = ("-m", "--", "aedit.launch.node")
 """Arguments of torchrun; `--` keeps it from reading the node's `--local` as one of its own options."""
+
+
+FIRST = "local-0"
+"""Name of the first node of `aedit run` on this machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,13 +101,20 @@ def check_hub_start(config: RunConfig, placement: Placement) -> None:
     hub = config.hub
     if config.swarm.on and (placement.nodes > 1 or placement.master) and not placement.local:
         raise UserError(
-            "--nodes, --master: no effect in a swarm; use aedit join ADDRESS on each of the others"
+            "--nodes, --master: no effect in a swarm; use aedit join ADDRESS on each of the others,"
+            ' or with swarm.exchange = "hivemind" aedit run CONFIG --swarm.peers ADDRESS'
+        )
+    if (placement.keys or placement.insecure) and config.swarm.averages:
+        raise UserError(
+            '--keys, --insecure: no effect with swarm.exchange = "hivemind", which has its own TLS'
         )
     if (placement.keys or placement.insecure) and not config.swarm.on:
         raise UserError(
             "--keys, --insecure: of aedit run have an effect in a swarm only; aedit hub takes them"
         )
-    if config.swarm.on and not config.swarm.listen:
+    if config.swarm.averages:
+        _check_averaging_start(config)
+    elif config.swarm.on and not config.swarm.listen:
         raise UserError(
             "swarm.listen: empty makes a client, which keeps no part and cannot begin a run; aedit join one"
         )
@@ -123,6 +136,18 @@ def check_hub_start(config: RunConfig, placement: Placement) -> None:
         raise UserError(
             f"hub.address = {open_to_others[0]} is not a loopback address: aedit run starts only a hub of"
             f" this machine; use {others}, or --hub.address 127.0.0.1:0 for a hub and one node here"
+        )
+
+
+def _check_averaging_start(config: RunConfig) -> None:
+    """Raise UserError if a peer that averages by hivemind cannot find others, and they cannot find it."""
+    if importlib.util.find_spec("hivemind") is None:
+        raise UserError("swarm.exchange = \"hivemind\" needs hivemind: pip install 'aedit[swarm]'")
+    checked_maddrs(tuple(filter(None, config.swarm.peers.split(","))))
+    if not config.swarm.listen and not config.swarm.peers:
+        raise UserError(
+            "swarm.listen: empty makes a client, which nobody can call; set swarm.peers to the address of"
+            " another peer"
         )
 
 

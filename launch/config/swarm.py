@@ -17,6 +17,10 @@ class SwarmConfig:
     """How peers find each other: `file` is a list of addresses, `hivemind` a distributed hash table. Empty:
     no swarm."""
 
+    exchange: Literal["parts", "hivemind"] = "parts"
+    """What peers exchange: `parts` have owners, who take the outer step; with `hivemind`, a baseline for
+    comparison, the peers average their parameters by hivemind at equal times, and each steps by itself."""
+
     peers: str = ""
     """Peers to begin with: the path of a file with a HOST:PORT per line, or with `hivemind` multiaddresses,
     separated by commas. Empty: `aedit run` begins the run here."""
@@ -38,6 +42,9 @@ class SwarmConfig:
     lease_s: float = 6.0
     """Silence after which a peer is no longer counted on."""
 
+    averaging_s: float = 60.0
+    """Longest time of a round with hivemind, after which the peer goes on alone."""
+
     allow: tuple[str, ...] = ()
     """Public keys, in hexadecimal digits, of the peers that may take part; empty: everybody with the run's
     keys."""
@@ -46,6 +53,16 @@ class SwarmConfig:
     def on(self) -> bool:
         """Return whether the run is a swarm."""
         return bool(self.discovery)
+
+    @property
+    def has_parts(self) -> bool:
+        """Return whether the peers own parts of the model."""
+        return self.on and self.exchange == "parts"
+
+    @property
+    def averages(self) -> bool:
+        """Return whether the peers average by hivemind, and nobody owns anything."""
+        return self.on and self.exchange == "hivemind"
 
     def reached_at(self, address: str) -> str:
         """Return the HOST:PORT by which others reach what listens at `address` here."""
@@ -59,6 +76,7 @@ class SwarmConfig:
         check(reached, "swarm.announce", "must name this machine if swarm.listen is", repr(host))
         check(1 <= self.parts <= 64, "swarm.parts", "must be in [1, 64]", self.parts)
         check(1 <= self.copies <= 7, "swarm.copies", "must be in [1, 7]", self.copies)
+        check(10 <= self.averaging_s <= 3600, "swarm.averaging_s", "must be in [10, 3600]", self.averaging_s)
         check(2 <= self.lease_s <= 300, "swarm.lease_s", "must be in [2, 300]", self.lease_s)
         for key in self.allow:
             check(bool(_KEY.fullmatch(key)), "swarm.allow", "must be 64 hexadecimal digits", repr(key))

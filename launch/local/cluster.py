@@ -13,11 +13,12 @@ import psutil
 
 from aedit.launch.child import Child
 from aedit.launch.config.config import RunConfig
-from aedit.launch.config.placement import NODE_PROGRAM, JoinOptions, Placement, torchrun_words
+from aedit.launch.config.placement import FIRST, NODE_PROGRAM, JoinOptions, Placement, torchrun_words
 from aedit.launch.hub.folder import of_standby
 from aedit.launch.local.host_process import POLL_S, HostProcess
 from aedit.launch.local.local_peers import LocalPeers
 from aedit.launch.rundir.prepare import file_name
+from aedit.proto.swarm.averaging import AVERAGING, INTRODUCTION
 
 NODE_LEAVE_LIMIT_S = 60.0
 """Longest time of a node for its last evaluation and checkpoint after it has left the hub."""
@@ -48,14 +49,17 @@ class Cluster:
         """
         self.nodes: list[Child] = []
         self.address = ""
-        """HOST:PORT of the hub; several, separated by commas, split the units. Of a peer in a swarm."""
+        """HOST:PORT of the hub; several, separated by commas, split the units. Of a peer in a swarm; with
+        hivemind's averaging the file to which the first peer writes its address."""
         run_dir = run_toml.parent
         self._over_since: float | None = None
         self._late: set[int] = set()
         """Nodes that were restarted after the run was over."""
         self._hubs: list[HostProcess] = []
         try:
-            if config.swarm.on:
+            if config.swarm.averages:
+                members, self.address = _averaging_members(run_dir, placement)
+            elif config.swarm.on:
                 peers = LocalPeers(config, run_toml, placement, joins)
                 self._hubs = peers.processes
                 peers.start()
@@ -128,7 +132,7 @@ class Cluster:
 
     def _end_the_late(self) -> None:
         """Stop nodes that were restarted after the hub had ended with the run: they wait for it in vain."""
-        if not all(hub.is_over for hub in self._hubs):
+        if not self._hubs or not all(hub.is_over for hub in self._hubs):
             return
         self._over_since = self._over_since or time.monotonic()
         if time.monotonic() > self._over_since + NODE_LEAVE_LIMIT_S:
@@ -180,6 +184,14 @@ def _start_hubs(hubs: list[HostProcess], num_parts: int, nodes: int) -> list[Joi
     addresses = [hub.address() for hub in hubs]
     address, standby = ",".join(addresses[:num_parts]), ",".join(addresses[num_parts:])
     return [JoinOptions(hub=address, standby=standby, name=f"local-{i}", prefers=i) for i in range(nodes)]
+
+
+def _averaging_members(run_dir: Path, placement: Placement) -> tuple[list[JoinOptions], str]:
+    """Return the nodes of a swarm that averages by hivemind, and where the first one writes its address."""
+    introduction = run_dir / AVERAGING / FIRST / INTRODUCTION
+    introduction.unlink(missing_ok=True)  # of an earlier start, at another port
+    members = [JoinOptions(hub="", name=f"local-{i}", prefers=i) for i in range(placement.nodes)]
+    return members, str(introduction)
 
 
 def _as_standby(number: int) -> list[str]:

@@ -89,7 +89,10 @@ def _start(
     if config.swarm.on or (config.hub.address and membership is None):
         cluster = Cluster(config, placement, run_toml, attempt, program, membership)
         here = "swarm" if config.swarm.on else f"hub at {cluster.address}"
-        _say(f"{here}; to add a node, in another terminal: aedit join {cluster.address}")
+        add = f"aedit join {cluster.address}"
+        if config.swarm.averages:
+            add = f'aedit run CONFIG --dir OTHER --swarm.peers "$(cat {cluster.address})"'
+        _say(f"{here}; to add a node, in another terminal: {add}")
         return cluster
     words = torchrun_words(run_toml, config, placement, attempt, program, membership)
     log = f"launch_{file_name(membership.name)}.log" if membership else "launch.log"

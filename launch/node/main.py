@@ -64,18 +64,19 @@ def _join_and_train(config: RunConfig, options: argparse.Namespace, at_end: cont
     run_dir = Path(config.dir) / config.name
     world = join_world(config.device, ranks, config.edit.timeout_s)
     at_end.callback(leave_world)
-    if options.hub or options.replicas:
-        _train_with_hub(config, world, run_dir, attempt, options)
+    if options.hub or options.replicas or config.swarm.averages:
+        _train_as_member(config, world, run_dir, attempt, options)
         return
     _log_to(run_dir / "nodes" / str(world.node), attempt)
     with build(config, world, run_dir, attempt, _slowdown(config, world.node, options)) as node:
         _train(node)
 
 
-def _train_with_hub(
+def _train_as_member(
     config: RunConfig, world: "World", run_dir: Path, attempt: int, options: argparse.Namespace
 ) -> None:
-    """Train as a node of a world of its own, whose index the hub assigns."""
+    """Train as a node of a world of its own, whose index the hub assigns, or as one that averages."""
+    from aedit.launch.node.build_averaging import build_averaging
     from aedit.launch.node.build_hub import NodeStartOptions, build_with_hub
 
     node_options = NodeStartOptions(
@@ -93,7 +94,8 @@ def _train_with_hub(
         log_to=_log_to,
         slowdown=_slowdown(config, options.prefers or 0, options),
     )
-    with build_with_hub(config, world, node_options) as node:
+    built = build_averaging if config.swarm.averages else build_with_hub
+    with built(config, world, node_options) as node:
         _train(node)
 
 

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from aedit.edit import snapshot
 from aedit.edit.sync import LayerSync
 from aedit.launch.node.checkpoint import NodeCheckpoints
-from aedit.launch.node.resume import Resumed, check_facts, training_state
+from aedit.launch.node.resume import Resumed, check_facts, resumed_alone, training_state
 from aedit.system import write_atomically
 
 NAME = "name"
@@ -48,17 +48,4 @@ def rejoin(sync: LayerSync, checkpoints: NodeCheckpoints, facts: dict[str, Any])
     set_optimizer_state_dict(sync.model, sync.optimizers.outermost, state["inner"])
     torch.set_rng_state(state["rng"])
     snapshot.restore(sync, state["sync"], meta["sync"])
-    clock = meta["clock"]
-    return Resumed(
-        mark,
-        owed=[],
-        tokens=meta["tokens"],
-        elapsed_s=clock["elapsed_s"],
-        busy_s=clock["busy_s"],
-        other_s=clock["other_s"],
-        waited_s=clock["waited_s"],
-        idle_used_s=clock.get("idle_used_s", 0.0),
-        cuda_rng=meta["cuda_rng"],
-        objective=meta.get("objective", {}),
-        order=None,
-    )
+    return resumed_alone(mark, meta, order=None)

@@ -130,6 +130,39 @@ def _holders(has: Tensor, mark: Mark) -> Tensor:
     return (has[:, :_MOST] == mark.number).any(1)
 
 
+def resume_alone(sync: LayerSync, checkpoints: NodeCheckpoints, facts: dict[str, Any]) -> Resumed | None:
+    """Restore everything from the newest checkpoint of this node, which no other node must have.
+
+    Return None without one. Raises UserError that names the first of `facts` that differs.
+    """
+    marks = checkpoints.marks()
+    if not marks:
+        return None
+    mark = marks[-1]
+    meta = checkpoints.meta(mark)
+    check_facts(meta["facts"], facts, checkpoints.path(mark))
+    _load(sync, checkpoints, mark, meta)
+    return resumed_alone(mark, meta, SampleOrder.resume(meta["order"]))
+
+
+def resumed_alone(mark: Mark, meta: dict[str, Any], order: SampleOrder | None) -> Resumed:
+    """Return the rest of the state in a checkpoint's `meta` of a node that owes others no round."""
+    clock = meta["clock"]
+    return Resumed(
+        mark,
+        order,
+        owed=[],
+        tokens=meta["tokens"],
+        elapsed_s=clock["elapsed_s"],
+        busy_s=clock["busy_s"],
+        other_s=clock["other_s"],
+        waited_s=clock["waited_s"],
+        idle_used_s=clock.get("idle_used_s", 0.0),
+        cuda_rng=meta["cuda_rng"],
+        objective=meta.get("objective", {}),
+    )
+
+
 def check_facts(made_with: dict[str, Any], facts: dict[str, Any], path: Path) -> None:
     """Raise UserError that names the first property in which the checkpoint at `path` differs."""
     for name, value in facts.items():

@@ -28,7 +28,7 @@ from aedit.launch.rundir.swarm_records import SwarmSample
 from aedit.launch.rundir.values import BAD_LINE, Line
 from aedit.types import UserError
 
-WORTH_TELLING = ("error", "checkpoint_failed", "heal", "reward_error")
+WORTH_TELLING = ("error", "checkpoint_failed", "heal", "reward_error", "average_failed", "averages_differ")
 WORTH_TELLING_OF_A_HUB = ("excluded", "lead", "standby_lost", "banned")
 
 
@@ -43,7 +43,7 @@ class NodeRecords:
     evaluations: tuple[EvalEvent, ...]
     checkpoints: tuple[CheckpointEvent, ...]
     notices: tuple[Notice, ...]
-    """Errors, failed checkpoints, repairs of anchors, errors in reward functions."""
+    """Errors, failed checkpoints, repairs of anchors, errors in reward functions, rounds that failed."""
 
     latest: Notice | None
     """The newest event of any kind."""
@@ -85,6 +85,14 @@ class Run:
         prompts = self.config.get("prompts")
         written = any(node.metrics[-1].rl is not None for node in self.nodes if node.metrics)
         return written or (isinstance(prompts, dict) and bool(prompts.get("source")))
+
+    @property
+    def averages(self) -> bool:
+        """Return whether the nodes average with each other by hivemind."""
+        swarm = self.config.get("swarm")
+        return (
+            isinstance(swarm, dict) and bool(swarm.get("discovery")) and swarm.get("exchange") == "hivemind"
+        )
 
     @property
     def has_hub(self) -> bool:

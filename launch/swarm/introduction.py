@@ -1,7 +1,5 @@
 """The first peers that a peer comes to know: from addresses, a file of them, or a DHT."""
 
-import ipaddress
-import socket
 import tempfile
 import time
 from pathlib import Path
@@ -9,6 +7,7 @@ from pathlib import Path
 from aedit.launch.config.swarm import SwarmConfig
 from aedit.proto.swarm.card import decoded
 from aedit.proto.swarm.dht import DhtDiscovery, DhtSettings
+from aedit.proto.swarm.maddr import listening_maddr
 from aedit.proto.swarm.peer_file import PeerFile
 from aedit.system import write_atomically
 from aedit.types import UserError, address_fault
@@ -39,26 +38,16 @@ def make_discovery(swarm: SwarmConfig, peers: str, *, directory: Path, run: str)
         return PeerFile(given)
     if swarm.discovery == "file" or (peers and not is_maddrs(peers)):
         return PeerFile(Path(peers) if peers else directory / _GIVEN)
-    host = _ip_of(swarm.listen)
     return DhtDiscovery(
         DhtSettings(
             run=run,
             initial_peers=tuple(filter(None, peers.split(","))),
-            listen=(f"/ip{ipaddress.ip_address(host).version}/{host}/tcp/0",),
+            listen=(listening_maddr(swarm.listen, 0),),
             identity=directory / "dht_key",
             client=not swarm.listen,
             allow=tuple(bytes.fromhex(key) for key in swarm.allow),
         )
     )
-
-
-def _ip_of(listen: str) -> str:
-    """Return the IP address of HOST:PORT; that of all interfaces for a client, which listens nowhere."""
-    host = listen.rpartition(":")[0].strip("[]") or "0.0.0.0"
-    try:
-        return str(ipaddress.ip_address(socket.gethostbyname(host) if ":" not in host else host))
-    except (OSError, ValueError) as error:
-        raise UserError(f"swarm.listen: {host!r} is no address of this machine ({error})") from None
 
 
 def is_addresses(peers: str) -> bool:

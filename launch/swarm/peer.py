@@ -57,6 +57,8 @@ def peer(config: RunConfig, options: PeerOptions) -> int:
     logging.basicConfig(format="aedit peer: %(message)s", level=logging.WARNING)
     if not config.swarm.on:
         raise UserError('swarm.discovery is empty: set it to "file" or "hivemind"')
+    if config.swarm.averages:
+        raise UserError('swarm.exchange = "hivemind" has no parts to keep: a peer is a node, of aedit run')
     raise_descriptor_limit()
     stop = _stop_on_signals()
     with claimed(options.directory, "peer"):

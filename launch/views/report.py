@@ -80,7 +80,16 @@ class Summary:
     """Steps of the last evaluation and of the end, if there was no evaluation at the end; see
     `figures.last_evaluation_step`."""
 
+    num_failed_rounds: int
+    """Number of rounds of a node in which it got no average of its peers."""
+
+    num_differing: int
+    """Number of averages that were found to differ from those of other peers."""
+
     has_hub: bool
+    averages: bool
+    """The nodes average with each other by hivemind."""
+
     hub: Totals | None
     """Totals of the run's hubs, if their folders are here."""
 
@@ -105,7 +114,10 @@ def summary(run: Run) -> Summary:
         num_rolled_back=sum(len({u for _, row in rows for u in row.rolled_back}) for rows in by_id.values()),
         num_refused=sum(len(row.refused) for row in landed),
         evaluated_at=last_evaluation_step(run),
+        num_failed_rounds=sum(len(row.refused) > 0 for row in landed),
+        num_differing=sum(each.event == "averages_differ" for node in run.nodes for each in node.notices),
         has_hub=run.has_hub,
+        averages=run.averages,
         hub=totals(run.hubs),
     )
 
@@ -166,7 +178,8 @@ def _facts(out: Summary) -> Table:
     facts.add_row(
         "", "speed", f"{words.count(out.tokens_per_s)} tokens/s, {words.percent(out.share_of_solo)} {OF_SOLO}"
     )
-    for name, text in _of_hub(out) if out.has_hub else _of_rounds(out):
+    found = _of_averages(out) if out.averages else _of_hub(out) if out.has_hub else _of_rounds(out)
+    for name, text in found:
         facts.add_row("", name, text)
     return facts
 
@@ -182,6 +195,12 @@ def _of_rounds(out: Summary) -> Iterator[tuple[str, str]]:
     yield "sent", f"{words.size(out.bytes)} in {words.some(out.num_rounds, 'round')}"
     judged = f"{words.some(out.num_distrusted, 'pseudo-gradient')} distrusted"
     yield "penalty", f"{judged}, {words.some(out.num_rolled_back, 'unit')} rolled back"
+
+
+def _of_averages(out: Summary) -> Iterator[tuple[str, str]]:
+    yield "sent", f"{words.size(out.bytes)} to other peers, by calculation"
+    failed = f"{out.num_failed_rounds:,} failed, {out.num_differing:,} with different averages"
+    yield "rounds", f"{out.num_rounds:,} per node; of all nodes' {failed}"
 
 
 def _of_hub(out: Summary) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,6 @@ import base64
 import importlib.util
 import logging
 import os
-import re
 import sys
 import threading
 import time
@@ -19,7 +18,9 @@ from time import monotonic
 from typing import Any
 
 from aedit.proto.swarm.card import parsed
+from aedit.proto.swarm.hivemind_child import remove_socket
 from aedit.proto.swarm.line_process import LineProcess
+from aedit.proto.swarm.maddr import checked_maddrs, is_maddr
 from aedit.types import UserError, printable
 
 log = logging.getLogger(__name__)
@@ -30,8 +31,6 @@ _MOST_SKEW_S = 3.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 _LOOK_S = 0.2
 _END_S = 15.0
-_SOCKET = re.compile(r"/tmp/hivemind-p2pd-[\w-]+\.sock")
-_MADDR = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/[^/\s]+/.*/p2p/[1-9A-HJ-NP-Za-km-z]{20,80}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +72,7 @@ class DhtDiscovery:
         """
         if importlib.util.find_spec("hivemind") is None:
             raise UserError("discovery by a DHT needs hivemind: pip install 'aedit[swarm]'")
-        for maddr in settings.initial_peers:
-            if not _MADDR.fullmatch(maddr):
-                raise UserError(
-                    f"{printable(maddr, 128)!r} is not the address of a peer, as in"
-                    " /ip4/10.0.0.1/tcp/7000/p2p/12D3KooW..."
-                )
+        checked_maddrs(settings.initial_peers)
         self._settings, self._command = settings, command
         self._lock = threading.Lock()
         self._card = b""
@@ -164,8 +158,7 @@ class DhtDiscovery:
             return self._listen(process)
         finally:
             process.end()
-            if _SOCKET.fullmatch(self._socket):
-                Path(self._socket).unlink(missing_ok=True)
+            remove_socket(self._socket)
 
     def _listen(self, process: LineProcess) -> str:
         heard_s, sent, last = monotonic(), b"", "its process has ended"
@@ -220,7 +213,7 @@ class DhtDiscovery:
     def _take_found(self, message: dict[str, Any]) -> None:
         self._found = tuple(base64.b64decode(card) for card in message["found"])
         self._maddrs = tuple(map(str, message["maddrs"]))
-        self._neighbours = tuple(filter(_MADDR.fullmatch, map(str, message["neighbours"])))
+        self._neighbours = tuple(filter(is_maddr, map(str, message["neighbours"])))
         self._skew_s = float(message["skew_s"] or 0.0)
         self._trouble, self._failures = None, 0
 

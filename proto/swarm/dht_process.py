@@ -11,17 +11,16 @@ import base64
 import json
 import os
 import random
-import signal
 import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from aedit.proto.swarm.card import decoded
-from aedit.system import end_with_parent
+from aedit.proto.swarm.hivemind_child import Say, begin
 
 MOST_RECORDS = 512
 """Records that are kept of one run, and told in a round."""
@@ -33,13 +32,8 @@ _SKEW_EVERY_S = 10.0
 _MOST_ASKED = 5
 _MOST_NEIGHBOURS = 16
 _MOST_LEASE_S = 300.0
-_LISTENS = "-listen=/unix"
-"""Beginning of the word on p2pd's command line that names its socket."""
 _CLOCKS_S = 60.0
 """A record may expire so much later than its lease, as clocks differ."""
-
-Say = Callable[..., None]
-
 
 ANY_RUN = ""
 """In place of a run's name: the cards of all runs of a table, for those who know nothing but an address."""
@@ -246,32 +240,9 @@ async def _serve(say: Say) -> None:
         await asyncio.wait_for(node.shutdown(), 2.0)
 
 
-def _bind_p2pd(say: Say) -> None:
-    """Let p2pd, which hivemind starts, end with this process, and tell its process id and its socket."""
-    start = asyncio.subprocess.create_subprocess_exec
-    ends = partial(end_with_parent, os.getpid(), signal.SIGKILL)
-
-    async def started(*words: Any, **options: Any) -> Any:
-        process = await start(*words, **options, preexec_fn=ends)
-        listens = [str(word) for word in words if str(word).startswith(_LISTENS)]
-        say(p2pd=process.pid, socket=listens[0].removeprefix(_LISTENS) if listens else "")
-        return process
-
-    asyncio.subprocess.create_subprocess_exec = started
-
-
 def main(arguments: list[str]) -> int:
     """Serve until standard input is closed; return the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent(int(arguments[0]), signal.SIGKILL)
-    # What hivemind prints must not come between the messages.
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-
-    def say(**message: Any) -> None:
-        out.write(json.dumps(message) + "\n")
-
-    _bind_p2pd(say)
+    say = begin(int(arguments[0]))
     try:
         asyncio.run(_serve(say))
     except BaseException as error:

@@ -1,0 +1,156 @@
+"""Build a node that averages with other peers by hivemind; `build_hub.py` does so for a run with a hub."""
+
+import hashlib
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from aedit.async_sgd.rules.outer import make_outer
+from aedit.edit.averaging_exchange import AveragingExchange
+from aedit.edit.schedule import AtMultiples
+from aedit.edit.sync import LayerSync
+from aedit.launch.config.config import RunConfig
+from aedit.launch.config.method import method
+from aedit.launch.config.placement import FIRST
+from aedit.launch.data.samples import SampleOrder
+from aedit.launch.data.tokenizer import load_tokenizer
+from aedit.launch.node.budget import OwnBudget
+from aedit.launch.node.build import check_fits, facts_of, started
+from aedit.launch.node.build_hub import NodeStartOptions
+from aedit.launch.node.checkpoint import NodeCheckpoints
+from aedit.launch.node.inner import make_inners
+from aedit.launch.node.objective import NodeParts
+from aedit.launch.node.objectives import load_data
+from aedit.launch.node.resume import resume_alone
+from aedit.launch.node.sharding import make_model
+from aedit.launch.node.stop import StopAlone
+from aedit.launch.node.train import TrainingNode
+from aedit.launch.node.world import World
+from aedit.launch.rundir.prepare import file_name
+from aedit.launch.rundir.recorder import Clock, Recorder
+from aedit.launch.rundir.sinks import Origin, open_sinks
+from aedit.proto.swarm.averaging import AVERAGING, INTRODUCTION, AveragingSettings, HivemindAverager
+from aedit.proto.swarm.maddr import announced_maddr, checked_maddrs, listening_maddr
+from aedit.types import UserError
+
+START_S = 60.0
+"""Longest time that a peer waits for its averager before it begins to train."""
+
+
+@contextmanager
+def build_averaging(config: RunConfig, world: World, options: NodeStartOptions) -> Iterator[TrainingNode]:
+    """Build a peer, resume it if it has a checkpoint, and end its averager when the block ends."""
+    check_fits(config, world)
+    if world.ranks > 1:
+        raise UserError(
+            f'swarm.exchange = "hivemind" needs one process per node, not {world.ranks}: it averages whole'
+            ' models; set swarm.exchange = "parts", or show one GPU to this node'
+        )
+    torch.manual_seed(config.seed)
+    index = options.membership.prefers or 0
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    data = load_data(config, tokenizer, options.run_dir / "data")
+    model = make_model(config, tokenizer, world)
+    facts = facts_of(config, model, tokenizer, data)
+    numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    directory = options.run_dir / "nodes" / str(index)
+    options.log_to(directory, options.attempt)
+    settings = averaging_settings(config, options, numel, prefix_of(config, facts))
+    with closing(HivemindAverager(settings)) as averager:
+        exchange = AveragingExchange(averager, outer=make_outer(config.outer))
+        sync = _sync(config, model, exchange)
+        world = replace(world, node=index)
+        checkpoints = NodeCheckpoints(
+            directory / "checkpoints", keep=config.checkpoint.keep, shards=sync.shards
+        )
+        resumed = resume_alone(sync, checkpoints, facts)
+        if not resumed:
+            torch.manual_seed(config.seed + 1 + index)  # a different dropout mask per node
+        if not averager.wait_until_up(START_S):
+            print(f"aedit: hivemind is not up after {START_S:g} s: this peer begins alone", flush=True)
+        clock, elapsed_s = Clock(), resumed.elapsed_s if resumed else 0.0
+        clock.start(elapsed_s)
+        exchange.began_s = time.time() - elapsed_s
+        sinks = partial(open_sinks, config.log, Origin(config.name, index, directory))
+        recorder = Recorder(directory, clock, writes=True, sinks=sinks)
+        exchange.on_event = recorder.event
+        stop = StopAlone(sync.shards)
+        parts = NodeParts(
+            config=config,
+            world=world,
+            tokenizer=tokenizer,
+            sync=sync,
+            order=(resumed and resumed.order) or _order(config, data.num_samples, index),
+            stop=stop,
+            recorder=recorder,
+        )
+        make = partial(
+            TrainingNode,
+            config=config,
+            world=world,
+            sync=sync,
+            budget=OwnBudget(config, sync, exchange, evaluates=index == 0),
+            stop=stop,
+            checkpoints=checkpoints,
+            recorder=recorder,
+            facts=facts,
+            slowdown=options.slowdown,
+        )
+        with started(make, data, parts, resumed, options.attempt) as node:
+            yield node
+
+
+def averaging_settings(
+    config: RunConfig, options: NodeStartOptions, numel: int, prefix: str
+) -> AveragingSettings:
+    """Return the settings of the node's averager. Raises UserError for an address that is none."""
+    swarm, member = config.swarm, options.membership
+    peers = checked_maddrs(tuple(filter(None, swarm.peers.split(","))))
+    first = options.run_dir / AVERAGING / FIRST
+    port = int(swarm.listen.rpartition(":")[2] or 0)
+    return AveragingSettings(
+        name=member.name,
+        prefix=prefix,
+        numel=numel,
+        directory=options.run_dir / AVERAGING / file_name(member.name),
+        initial_peers=peers,
+        introduction=None if peers or not member.prefers else first / INTRODUCTION,
+        listen=listening_maddr(swarm.listen, 0 if member.prefers else port),
+        announce=announced_maddr(swarm.announce, port) if swarm.announce else "",
+        client=not swarm.listen,
+        total_s=swarm.averaging_s,
+    )
+
+
+def prefix_of(config: RunConfig, facts: dict[str, Any]) -> str:
+    """Return a name under which only peers with this run, method, model and data meet."""
+    described = repr((config.name, sorted(method(config).items()), sorted(facts.items())))
+    return hashlib.sha256(described.encode()).hexdigest()[:32]
+
+
+def _order(config: RunConfig, num_samples: int, index: int) -> SampleOrder:
+    """Return an order of this peer alone: nobody deals the samples to the peers.
+
+    A peer of another machine does not know its number, and draws a seed.
+    """
+    own = secrets.randbits(31) if config.swarm.peers else index
+    return SampleOrder(num_samples, hash((config.seed, own)) % 2**31)
+
+
+def _sync(config: RunConfig, model: torch.nn.Module, exchange: AveragingExchange) -> LayerSync:
+    try:
+        return LayerSync.of(
+            model,
+            make_inners(model, config.train),
+            exchange=exchange,
+            schedule=AtMultiples(config.edit.every),
+            config=config.edit,
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from error

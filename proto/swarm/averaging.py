@@ -1,0 +1,342 @@
+"""Averages with other peers by hivemind, whose averager is a process of its own.
+
+Nothing that happens to that process reaches the caller but as a failed round: the process is started again,
+and every round has a deadline.
+"""
+
+import importlib.util
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aedit.proto.swarm.hivemind_child import remove_socket
+from aedit.proto.swarm.line_process import LineProcess
+from aedit.system import anonymous_memory, write_atomically
+from aedit.types import UserError, printable
+
+COMMAND = (sys.executable, "-m", "aedit.proto.swarm.averaging_process")
+AVERAGING = "averaging"
+"""Folder of a run directory with a folder for each peer of this machine."""
+INTRODUCTION = "introduction"
+"""File of a peer with the addresses by which others find it."""
+APART = 1e-5
+"""Distance from which on two averages are different ones, relative to their norm. Rounding makes 1e-7."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_LOOK_S = 0.02
+_START_S = 90.0
+_INTRODUCTION_S = 60.0
+_LATE_S = 5.0
+_END_S = 15.0
+_MOST_KNOWN = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AveragingSettings:
+    """Settings of a peer's averager."""
+
+    name: str
+    """Of this peer, in what the others see."""
+    prefix: str
+    """Peers with another one never meet: of run, method and layout. No dots."""
+    numel: int
+    """Elements of the vector."""
+    directory: Path
+    """Folder in which this peer keeps its key and the addresses of others."""
+    initial_peers: tuple[str, ...] = ()
+    """Multiaddresses of peers; empty: `introduction`, or this is the first peer."""
+    introduction: Path | None = None
+    """File to which the first peer of this machine writes its address; the others wait for it."""
+    listen: str = "/ip4/127.0.0.1/tcp/0"
+    announce: str = ""
+    client: bool = False
+    """This peer calls others and is called by nobody."""
+    match_s: float = 3.0
+    """Time in which the peers of a round find each other; hivemind takes all of it, unless it knows their
+    number."""
+    chunk_s: float = 5.0
+    """Silence after which a peer is left out of a round."""
+    total_s: float = 60.0
+    """Longest time of a round."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AveragedRound:
+    """End of a round."""
+
+    number: int
+    members: int = 0
+    """Peers of the round, this one included; 0 if it has failed."""
+    why: str = ""
+    """Why it has failed."""
+    seconds: float = 0.0
+    began_s: float = 0.0
+    """When the first of the members began, by its clock of the day."""
+    late: bool = False
+    """The others have averaged before and this peer has not: the average is theirs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Comparison of what the members of a round have received, made after its end."""
+
+    number: int
+    members: int
+    distances: tuple[float, ...]
+    """Of the other members that have answered, relative to the norm of the average."""
+
+    @property
+    def differ(self) -> int:
+        """Return how many of the others have received another average."""
+        return sum(not distance <= APART for distance in self.distances)
+
+
+class Averager(Protocol):
+    """Averages of a vector with other peers. No call but `close` blocks."""
+
+    sent: NDArray[np.float32]
+    """The vector, to be written before `start`."""
+    average: NDArray[np.float32]
+    """The average, once `outcome` says so. All its values are finite then."""
+
+    def start(self, number: int, steps: int, began_s: float) -> None:
+        """Begin a round; the one before has ended.
+
+        Args:
+            number: Of the round, for this peer.
+            steps: Weight of this peer.
+            began_s: When the first peer known here began, by its clock of the day.
+        """
+
+    def outcome(self, number: int) -> AveragedRound | None:
+        """Return the end of the newest round, None before it."""
+
+    def comparisons(self) -> Sequence[Comparison]:
+        """Return the comparisons made since the last call."""
+
+    def close(self, wait_s: float = 0.0) -> None:
+        """End. Wait up to `wait_s` for the comparison of the last round."""
+
+
+class HivemindAverager:
+    """`Averager` by a process with hivemind's `DecentralizedAverager`. Any thread may call."""
+
+    def __init__(self, settings: AveragingSettings, *, command: Sequence[str] = COMMAND) -> None:
+        """Start the process.
+
+        Args:
+            settings: Of this peer.
+            command: Program of the process; its last argument will be the id of this process. For tests.
+
+        Raises:
+            UserError: hivemind is not installed.
+        """
+        if importlib.util.find_spec("hivemind") is None:
+            raise UserError("swarm.exchange = \"hivemind\" needs hivemind: pip install 'aedit[swarm]'")
+        self._settings, self._command = settings, command
+        settings.directory.mkdir(parents=True, exist_ok=True)
+        self._memory = anonymous_memory("aedit-average", 8 * settings.numel)
+        vectors = np.memmap(self._memory_path, dtype=np.float32, mode="r+", shape=(2, settings.numel))
+        self.sent, self.average = vectors[0], vectors[1]
+        self._lock = threading.Lock()
+        self._request: dict[str, Any] | None = None
+        """Round under way."""
+        self._asked = False
+        """Whether the process has been told of it."""
+        self._due_s = 0.0
+        self._outcome: AveragedRound | None = None
+        self._compared: list[Comparison] = []
+        self._uncompared = -1
+        self._rounds = 0
+        self._up = False
+        self._failures = 0
+        self._socket = ""
+        self._closed = threading.Event()
+        # The kernel ends the process with the thread that has started it: this one.
+        self._thread = threading.Thread(target=self._run, name="averaging", daemon=True)
+        self._thread.start()
+
+    def wait_until_up(self, limit_s: float) -> bool:
+        """Wait until the process is up, for at most `limit_s`, and return whether it is."""
+        deadline_s = monotonic() + limit_s
+        while not self._up and monotonic() < deadline_s:
+            time.sleep(_LOOK_S)
+        return self._up
+
+    def start(self, number: int, steps: int, began_s: float) -> None:
+        """See `Averager.start`. A round fails at once while the process is not up."""
+        with self._lock:
+            asks = {"round": number, "steps": steps, "began_s": began_s, "rounds": self._rounds}
+            self._request = asks
+            self._asked, self._outcome = False, None
+            self._due_s = monotonic() + self._settings.total_s + _LATE_S
+            if not self._up:
+                self._fail("its process is not up")
+
+    def outcome(self, number: int) -> AveragedRound | None:
+        """See `Averager.outcome`."""
+        with self._lock:
+            return self._outcome if self._outcome and self._outcome.number == number else None
+
+    def comparisons(self) -> Sequence[Comparison]:
+        """See `Averager.comparisons`."""
+        with self._lock:
+            compared, self._compared = self._compared, []
+            return compared
+
+    def close(self, wait_s: float = 0.0) -> None:
+        """See `Averager.close`. May be called more than once."""
+        deadline_s = monotonic() + wait_s
+        while self._uncompared >= 0 and self._up and monotonic() < deadline_s:
+            time.sleep(_LOOK_S)
+        self._closed.set()
+        self._thread.join(_END_S)
+
+    @property
+    def _memory_path(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._memory}"
+
+    @property
+    def _known_file(self) -> Path:
+        return self._settings.directory / "known_peers.json"
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                reason = self._attempt()
+            except Exception as error:  # whatever it is, this peer goes on alone
+                reason = f"{type(error).__name__}: {error}"
+            with self._lock:
+                self._up = False
+                self._uncompared = -1
+                self._fail(reason)
+                pause_s = min(_FIRST_PAUSE_S * 2.0**self._failures, _LONGEST_PAUSE_S)
+                self._failures += 1
+            self._closed.wait(pause_s)
+
+    def _attempt(self) -> str:
+        """Run the process until it ends, hangs, or `close` is called; return why it has ended."""
+        settings = self._message()
+        process = LineProcess([*self._command, str(os.getpid())])
+        try:
+            return self._listen(process, settings)
+        finally:
+            process.end()
+            remove_socket(self._socket)
+
+    def _listen(self, process: LineProcess, settings: dict[str, Any]) -> str:
+        give_up_s, last = monotonic() + _START_S, "its process has ended"
+        if not process.send(settings):
+            return last
+        while not self._closed.is_set():
+            messages = process.read(_LOOK_S)
+            if messages is None:
+                return last
+            for message in messages:
+                last = self._take(message) or last
+            with self._lock:
+                asks = self._request if self._up and not self._asked and self._outcome is None else None
+                self._asked = self._asked or asks is not None
+                overdue = self._asked and self._outcome is None and monotonic() > self._due_s
+            if asks and not process.send(asks):
+                return "its process reads nothing"
+            if overdue:
+                return f"no answer within {self._settings.total_s:g} s"
+            if not self._up and monotonic() > give_up_s:
+                return f"hivemind was not up within {_START_S:g} s"
+        return "closed"
+
+    def _message(self) -> dict[str, Any]:
+        """Return the settings for the process."""
+        mine = self._settings
+        return {
+            "name": mine.name,
+            "prefix": mine.prefix,
+            "numel": mine.numel,
+            "memory": self._memory_path,
+            "initial_peers": self._initial_peers(),
+            "listen": [mine.listen],
+            "announce": [mine.announce] * bool(mine.announce),
+            "identity": str(mine.directory / "dht_key"),
+            "client": mine.client,
+            "match_s": mine.match_s,
+            "chunk_s": mine.chunk_s,
+            "total_s": mine.total_s,
+        }
+
+    def _initial_peers(self) -> list[str]:
+        """Return the addresses to begin with; empty begins a table.
+
+        Those that were known before may all be gone: every second attempt does without them.
+        """
+        mine, known = self._settings, []
+        if self._failures % 2 == 0:
+            with suppress(OSError, ValueError):
+                known = [str(maddr) for maddr in json.loads(self._known_file.read_text())]
+        found = [*mine.initial_peers, *known]
+        deadline_s = monotonic() + _INTRODUCTION_S
+        while mine.introduction and not (found or self._closed.is_set()):
+            with suppress(OSError):
+                found = mine.introduction.read_text().split(",")
+            if monotonic() > deadline_s:
+                raise TimeoutError(f"{mine.introduction}: the first peer has not written its address")
+            self._closed.wait(_LOOK_S)
+        return list(dict.fromkeys(found))
+
+    def _take(self, message: dict[str, Any]) -> str:
+        """Take a message of the process, and return its error; "" if it tells none."""
+        if "error" in message:
+            return printable(str(message["error"]), 256)
+        if "round" in message:
+            self._end_round(message)
+        with self._lock:
+            if "p2pd" in message:
+                self._socket = str(message.get("socket", ""))
+            elif "maddrs" in message:
+                text = ",".join(map(str, message["maddrs"]))
+                write_atomically(self._settings.directory / INTRODUCTION, text)
+                self._up, self._failures = True, 0
+            elif "compared" in message:
+                distances = tuple(float(one) for one in message["distances"])
+                number, members = int(message["compared"]), int(message["members"])
+                self._compared.append(Comparison(number=number, members=members, distances=distances))
+                self._uncompared = -1
+        return ""
+
+    def _end_round(self, message: dict[str, Any]) -> None:
+        """Take the end of a round. An average that is not finite is none."""
+        number, members = int(message["round"]), int(message["members"])
+        why, seconds = printable(str(message["why"]), 256), float(message["seconds"])
+        if members and not np.isfinite(self.average).all():
+            members, why = 0, "the average of the peers is not finite"
+        with self._lock:
+            if self._request is None or self._request["round"] != number or self._outcome is not None:
+                return
+            late = bool(message.get("late"))
+            self._rounds += members > 0
+            self._uncompared = number if members else -1
+            self._outcome = AveragedRound(
+                number=number,
+                members=members,
+                why=why,
+                seconds=seconds,
+                began_s=float(message.get("began_s", 0.0)),
+                late=late and members > 0,
+            )
+        if neighbours := [str(maddr) for maddr in message.get("neighbours", ())][:_MOST_KNOWN]:
+            write_atomically(self._known_file, json.dumps(neighbours))
+
+    def _fail(self, reason: str) -> None:
+        """End the round under way, if any."""
+        if self._request is not None and self._outcome is None:
+            self._outcome = AveragedRound(number=self._request["round"], why=reason)
