@@ -157,11 +157,15 @@ def _majority(scene: Scene, part: int, sides: list[int]) -> int:
 
 
 def _compare_replicas(scene: Scene, found: Partition) -> None:
-    """Compare the anchors of all replicas, and who owns the parts, as soon as that is decided."""
+    """Compare the anchors of all replicas, and who owns the parts, as soon as that is decided.
+
+    All replicas follow the owner, also those that it does not wait for: without nodes it takes in no others.
+    """
     ground = scene.ground
     deadline_s = time.monotonic() + COMPLETE_WITHIN_S
-    while not (_is_complete(scene) and not _unequal(scene)) and time.monotonic() < deadline_s:
+    while _unequal(scene) and time.monotonic() < deadline_s:
         ground.keep()
+        time.sleep(0.5)
     found.unequal = _unequal(scene)
     told = [ground.status(peer) for peer in ground.peers]
     for part in range(ground.shape.parts):

@@ -253,7 +253,9 @@ def make_node(
     trained: its model and optimizers. shard: its data, by default as the setting says.
     """
     link = hub.link(f"node {index}", tamper=method.tamper.get(index))
-    return node_of(link, setting, method, index, trained, hub.clock, shard)
+    node = node_of(link, setting, method, index, trained, hub.clock)
+    node.shard = shard or node.shard
+    return node
 
 
 def node_of(
@@ -263,7 +265,6 @@ def node_of(
     index: int,
     trained: Trained,
     clock: Callable[[], float],
-    shard: Shard | None = None,
 ) -> Node:
     """Return node number `index`, which exchanges over `link`."""
     model, inners = trained
@@ -276,7 +277,7 @@ def node_of(
     sync = LayerSync.of(model, inners, exchange=exchange, schedule=schedule, config=config)
     step_s = setting.step_s[index]
     late_s = step_s * setting.every * index / setting.nodes if setting.in_turn else 0.0
-    return Node(sync, link, shard or setting.shard(index), step_s, clock() + late_s + step_s)
+    return Node(sync, link, setting.shard(index), step_s, clock() + late_s + step_s)
 
 
 def interval(setting: Setting, method: Method) -> float:
