@@ -23,7 +23,7 @@ from benchmarks.swarm_parts.outcome import Outcome, PeerOutcome
 from benchmarks.swarm_parts.runs import AVERAGES, PARTS, Race, run, toml
 
 FULL = Race()
-QUICK = Race(seconds=24.0, every_s=6.0, slowdown=(1.0, 2.0), hidden_size=32, layers=2, eval_samples=8)
+QUICK = Race(seconds=40.0, every_s=10.0, slowdown=(1.0, 2.0), hidden_size=32, layers=2, eval_samples=8)
 OURS, OVERLAPPED, WAITING, OPTIMIZER = "swarm", "averages, overlapped", "averages, waiting", "Optimizer"
 STALL_BAR, LOSS_BAR = 0.01, 0.01
 

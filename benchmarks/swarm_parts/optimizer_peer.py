@@ -28,7 +28,7 @@ from aedit.system import end_with_parent
 from benchmarks.kit.processes import until
 from benchmarks.swarm_parts.outcome import PeerOutcome
 
-MATCHMAKING_S, AVERAGING_S = 3.0, 30.0
+MATCHMAKING_S, AVERAGING_S = 5.0, 30.0
 LONG_S = 0.25
 """So much above the median, a call of `Optimizer.step` has waited: it did not only take the inner step."""
 LATE_S = 60.0

@@ -18,7 +18,7 @@ ENDS_WITHIN_S = 240.0
 class Race:
     """Sizes that all ways of training share."""
 
-    seconds: float = 180.0
+    seconds: float = 120.0
     every_s: float = 10.0
     slowdown: tuple[float, ...] = (1.0, 1.0, 2.0, 3.0)
     """Of the peers' steps, one per peer."""
