@@ -20,10 +20,10 @@ class Race:
 
     seconds: float = 120.0
     every_s: float = 10.0
-    slowdown: tuple[float, ...] = (1.0, 1.0, 2.0, 3.0)
-    """Of the peers' steps, one per peer."""
-    hidden_size: int = 128
-    layers: int = 6
+    slowdown: tuple[float, ...] = (4.0, 4.0, 8.0, 12.0)
+    """Of the peers' steps, one per peer: so they leave cores free, as machines of their own would have."""
+    hidden_size: int = 64
+    layers: int = 4
     batch_size: int = 4
     seq_len: int = 128
     lr: float = 3e-3
