@@ -15,7 +15,7 @@ from aedit.launch.config.load import load
 
 SS = (
     'ESTAB 0      0      127.0.0.1:40000 127.0.0.1:50000 users:(("python",pid=7,fd=16))'
-    " bbr wscale:10,10 bytes_sent:14752 bytes_acked:14753 bytes_received:15\n"
+    " bbr wscale:10,10 bytes_sent:14762 bytes_retrans:10 bytes_acked:14753 bytes_received:15\n"
     'ESTAB 0      12     127.0.0.1:50000 127.0.0.1:40000 users:(("p2pd",pid=9,fd=3),("python",pid=8,fd=3))'
     " cubic bytes_received:14752 segs_out:3\n"
     "ESTAB 0      0      127.0.0.1:60000 127.0.0.1:60001 cubic bytes_sent:5\n"

@@ -18,7 +18,7 @@ ENDS_WITHIN_S = 240.0
 class Race:
     """Sizes that all ways of training share."""
 
-    seconds: float = 120.0
+    seconds: float = 90.0
     every_s: float = 10.0
     slowdown: tuple[float, ...] = (4.0, 4.0, 8.0, 12.0)
     """Of the peers' steps, one per peer: so they leave cores free, as machines of their own would have."""

@@ -1,5 +1,6 @@
 """Bytes between the peers of a run on this machine, by the kernel's counters of their TCP connections."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ import psutil
 _PEER = re.compile(r"\blocal-(\d+)\b")
 """Mark of a peer's number in the command line of its processes, or of one that has started them."""
 _ROW = re.compile(r"^\S+\s+\d+\s+\d+\s+(?P<local>\S+)\s+(?P<remote>\S+).*?pid=(?P<pid>\d+)")
-_SENT = re.compile(r"\bbytes_sent:(\d+)")
+_SENT, _AGAIN = re.compile(r"\bbytes_sent:(\d+)"), re.compile(r"\bbytes_retrans:(\d+)")
 _LOOK_S = 0.5
 _COMMAND = ("ss", "-tinpHO")
 
@@ -30,7 +31,7 @@ class Connection:
     remote: str
     pid: int
     sent: int
-    """Bytes that this end has sent."""
+    """Bytes that this end has sent, without those that were sent again."""
 
 
 def parsed(text: str) -> list[Connection]:
@@ -38,11 +39,14 @@ def parsed(text: str) -> list[Connection]:
     found = []
     for line in text.splitlines():
         if row := _ROW.match(line):
-            sent = _SENT.search(line)
-            found.append(
-                Connection(row["local"], row["remote"], int(row["pid"]), int(sent[1]) if sent else 0)
-            )
+            sent = _number(_SENT, line) - _number(_AGAIN, line)
+            found.append(Connection(row["local"], row["remote"], int(row["pid"]), sent))
     return found
+
+
+def _number(pattern: re.Pattern[str], line: str) -> int:
+    found = pattern.search(line)
+    return int(found[1]) if found else 0
 
 
 class Traffic:
@@ -87,13 +91,16 @@ class Traffic:
 
 
 def peer_of(pid: int) -> int | None:
-    """Return the number of the peer to which a process belongs; None if to none."""
+    """Return the number of the peer to which a process belongs.
+
+    None if to none, or to one that others have started: their runs have peers of the same names.
+    """
+    found: re.Match[str] | None = None
     try:
         process: psutil.Process | None = psutil.Process(pid)
-        while process is not None:
-            if found := _PEER.search(" ".join(process.cmdline())):
-                return int(found[1])
+        while process is not None and process.pid != os.getpid():
+            found = found or _PEER.search(" ".join(process.cmdline()))
             process = process.parent()
     except psutil.Error:
-        pass
-    return None
+        return None
+    return int(found[1]) if found and process is not None else None
