@@ -11,6 +11,10 @@ runs two standbys beside the hub, and hubs fail as well as nodes (`chaos_parts/f
     python -m benchmarks.chaos --swarm
 
 runs six machines without a hub; whole machines fail (`chaos_parts/swarm.py`).
+
+    python -m benchmarks.chaos --partition 3,3
+
+cuts six such machines into two sides for a minute (`chaos_parts/swarm_partition.py`).
 """
 
 import argparse
@@ -22,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks.chaos_parts import failover, swarm
+from benchmarks.chaos_parts import failover, swarm, swarm_partition
 from benchmarks.chaos_parts.books import Books, compare, journal_kept
 from benchmarks.kit import netns
 from benchmarks.kit.cluster import Field
@@ -82,8 +86,10 @@ class Story:
     books: Books | None = None
 
 
-def measure(args: argparse.Namespace) -> Report:
+def measure(args: argparse.Namespace) -> Report | list[Report]:
     """Return the table of the run that the options name."""
+    if args.partition:
+        return swarm_partition.measure(args.partition, args.minutes, args.seed, quick=args.quick)
     if args.swarm:
         return swarm.measure(args.minutes, args.seed, quick=args.quick)
     if args.standby:
@@ -97,9 +103,13 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--standby", type=int, nargs="?", const=2, default=0, metavar="N", help=about)
     about = "run a swarm of six machines; all fail as a whole, owners and the first one included"
     parser.add_argument("--swarm", action="store_true", help=about)
-    about = "with --standby or --swarm: minutes of faults (default 10, with --quick 1)"
+    about = "run a swarm of six machines that is cut once into two sides of so many machines, and healed"
+    parser.add_argument("--partition", choices=("3,3", "2,4"), metavar="3,3|2,4", help=about)
+    about = (
+        "minutes of faults (default 10, with --quick 1), or of the partition (default 1, with --quick 0.5)"
+    )
     parser.add_argument("--minutes", type=float, metavar="M", help=about)
-    about = "with --standby or --swarm: of the faults (default 1)"
+    about = "seed of the faults (default 1); not of a hub alone"
     parser.add_argument("--seed", type=int, default=1, help=about)
 
 

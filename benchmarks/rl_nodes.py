@@ -176,7 +176,7 @@ def train(rule: Rule, nodes: int, seed: int, steps: int) -> float:
         if node.link.is_member:
             node.sync.close()  # pushes its last steps
     policy = copy.deepcopy(start)
-    adopt_anchors(policy, hub, made[0].sync)
+    adopt_anchors(policy, hub.hub.anchor, made[0].sync)
     return solved(policy)
 
 

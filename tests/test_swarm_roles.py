@@ -24,15 +24,20 @@ def test_a_chosen_peer_begins_to_keep_a_part_once_somebody_owns_it():
     assert view([B, A, C], C, a=replica(leads=True)).role(2, 2) is Role.KEEP, "not among the first two"
 
 
-def test_a_replica_is_given_up_only_when_all_chosen_peers_are_in_sync_and_one_of_them_owns_the_part():
+def test_a_replica_is_given_up_only_when_as_many_others_are_in_sync_as_are_wanted():
     assert view([A, B, C], C, a=replica(leads=True), b=replica(), c=replica()).role(2, 2) is Role.RETIRE
     late = replica(in_sync=False)
     assert view([A, B, C], C, a=replica(leads=True), b=late, c=replica()).role(2, 2) is Role.KEEP
     assert view([A, B, C], C, a=replica(leads=True), c=replica()).role(2, 2) is Role.KEEP
-    assert (
-        view([A, B, C, D], C, a=replica(), b=replica(), c=replica(), d=replica(leads=True)).role(2, 2)
-        is Role.KEEP
-    )
+
+
+def test_of_the_replicas_in_sync_that_are_not_chosen_the_last_of_the_ranking_is_given_up_first():
+    """Found: they were kept until all chosen ones were in sync, and left no room for those, for ever."""
+    late = replica(in_sync=False)
+    replicas = {"a": late, "b": replica(), "c": replica(), "d": replica(leads=True)}
+    assert view([A, C, B, D], B, **replicas).role(1, 2) is Role.RETIRE
+    assert view([A, B, C, D], B, **replicas).role(1, 2) is Role.KEEP, "C goes first"
+    assert view([B, C, D, A], A, **replicas).role(1, 2) is Role.RETIRE, "nobody waits for it"
 
 
 def test_an_owner_never_gives_its_part_up_by_itself():
@@ -86,7 +91,7 @@ def test_replicas_are_named_by_rank_then_those_that_are_not_ranked():
         "b": replica(address="b:1"),
         "c": replica(address="c:1"),
     }
-    places = view([B, A], **replicas).places()
+    places = view([B, A], **replicas).places(3)
     assert (places.replicas, places.owner, places.first) == (("b:1", "a:1", "c:1"), "a:1", "b:1")
 
 
@@ -94,7 +99,14 @@ def test_the_file_of_replicas_is_read_as_it_was_written_and_again_when_it_change
     reads, writes = (ReplicasFile(tmp_path / "replicas.json") for _ in range(2))
     assert reads.parts() == ()
     assert reads.part(3) == PartPlaces()
-    writes.write([view([A], a=replica(leads=True)).places()])
-    assert reads.part(0) == PartPlaces(("h:1",), "h:1", "h:1")
-    writes.write([PartPlaces(("x:2",), "", ""), PartPlaces()])
-    assert reads.parts() == (PartPlaces(("x:2",), "", ""), PartPlaces())
+    writes.write([view([A], a=replica(leads=True)).places(3)])
+    assert reads.part(0) == PartPlaces(("h:1",), "h:1", "h:1", 1)
+    writes.write([PartPlaces(("x:2",), "", "", 2), PartPlaces()])
+    assert reads.parts() == (PartPlaces(("x:2",), "", "", 2), PartPlaces())
+
+
+@pytest.mark.parametrize(
+    ("peers", "copies", "least"), [(1, 3, 1), (2, 3, 2), (6, 3, 2), (6, 5, 3), (6, 1, 1), (0, 3, 1)]
+)
+def test_most_copies_must_confirm_or_all_peers_where_there_are_fewer(peers, copies, least):
+    assert view([A, B, C, D, b"5", b"6"][:peers]).places(copies).least == least

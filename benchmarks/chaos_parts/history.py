@@ -128,16 +128,22 @@ def _is_whole(record: dict[str, Any], data: bytes) -> bool:
     return (len(payload), zlib.crc32(payload)) == (values["length"], values["crc"])
 
 
-def history_of(folder: Path, copies: Sequence[Segment]) -> History:
-    """Return the history that ends with the newest segment in `folder`, from it and from `copies`."""
+def chain_of(folder: Path, copies: Sequence[Segment]) -> list[Segment]:
+    """Return the segments that lead to the newest one in `folder`, and that one, as far as they are left."""
     newest = max(folder.glob("journal-*"), key=lambda path: path.name)
     segment, chain = read(newest), list[Segment]()
     while segment is not None:
         chain.append(segment)
         wanted, number = segment.before, segment.number - 1
         segment = next((one for one in copies if (one.number, one.end) == (number, wanted)), None)
-    found = History(missing=chain[-1].number - 1 if chain else 0)
-    for segment in reversed(chain):
+    return chain[::-1]
+
+
+def history_of(folder: Path, copies: Sequence[Segment]) -> History:
+    """Return the history that ends with the newest segment in `folder`, from it and from `copies`."""
+    chain = chain_of(folder, copies)
+    found = History(missing=chain[0].number - 1 if chain else 0)
+    for segment in chain:
         found.take(segment)
     return found
 

@@ -4,7 +4,7 @@ import random
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import pairwise
@@ -99,21 +99,21 @@ def tell(seconds: float, seed: int, *, calm: bool = False, away_s: float = AWAY_
 
     away_s: how long a machine is stopped or cut off.
     """
-    with tempfile.TemporaryDirectory() as name, _places() as places:
+    with tempfile.TemporaryDirectory() as name, machine_places() as places:
         story, chance = SwarmStory(), random.Random(seed)
-        with _scene(Path(name), places, chance, story) as scene:
+        with staged(Path(name), places, chance, story) as scene:
             began = time.monotonic()
             for at_s, act in () if calm else fault_plan(seconds, chance, away_s, wires=bool(places)):
                 scene.pause(began + at_s)
                 act(scene)
             scene.pause(began + seconds)
-            _end(scene)
+            finish(scene)
         story.left_behind = len(left_behind(Path(name)))
         return story
 
 
 @contextmanager
-def _places() -> Iterator[list[Place]]:
+def machine_places() -> Iterator[list[Place]]:
     if netns.why_not() is not None:
         yield []
         return
@@ -122,7 +122,8 @@ def _places() -> Iterator[list[Place]]:
 
 
 @contextmanager
-def _scene(directory: Path, places: list[Place], chance: random.Random, story: SwarmStory) -> Iterator[Scene]:
+def staged(directory: Path, places: list[Place], chance: random.Random, story: SwarmStory) -> Iterator[Scene]:
+    """Run a swarm in which every node has joined; no process is left afterwards."""
     scene = Scene(SwarmGround(directory, NODE, SwarmShape(), places), chance, story)
     scene.ground.set_up()
     try:
@@ -136,8 +137,11 @@ def _scene(directory: Path, places: list[Place], chance: random.Random, story: S
 # --- the end
 
 
-def _end(scene: Scene) -> None:
-    """End all faults, let all nodes push and leave, then all peers; compare the accounts."""
+def finish(scene: Scene, look: Callable[[], object] = lambda: None) -> None:
+    """End all faults, let all nodes push and leave, then all peers; compare the accounts.
+
+    look: called when all nodes have left, while the peers run.
+    """
     story, ground, peers = scene.story, scene.ground, scene.ground.peers
     scene.heal()
     healed_s = time.monotonic()
@@ -146,6 +150,7 @@ def _end(scene: Scene) -> None:
     ended_s = time.monotonic()
     nodes = {peer.name: peer.node for peer in peers if peer.node is not None}
     _ask_to_end(scene, nodes)
+    look()
     ground.keep()
     _ask_to_end(scene, {peer.name: peer.process for peer in peers if peer.process is not None})
     ground.keep()
@@ -153,7 +158,7 @@ def _end(scene: Scene) -> None:
     story.late_calls = ground.late_calls()
     ledgers, parts = ground.ledgers(), ground.shape.parts
     for part in range(parts):
-        folder, copies = _newest(ground, part), ground.copies(part)
+        folder, copies = newest(ground, part), ground.copies(part)
         story.accounts.append(account(ground.plan, ledgers, folder, copies, ended_s, (part, parts)))
         told = (line for lines in ledgers for line in lines if line["event"] == "acknowledged")
         times = sorted(line["t"] for line in told if line["unit"] % parts == part)
@@ -175,7 +180,7 @@ def _ask_to_end(scene: Scene, processes: "Mapping[str, subprocess.Popen[str]]") 
     scene.story.died += [f"{name}, asked to end: {text}" for name, text in said.items()]
 
 
-def _newest(ground: SwarmGround, part: int) -> Path:
+def newest(ground: SwarmGround, part: int) -> Path:
     """Return the folder of the replica whose journal has the highest term, and of those the longest one."""
     segments = [segment for path in ground.copies(part) if (segment := read(path))]
 

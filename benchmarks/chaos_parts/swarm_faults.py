@@ -62,7 +62,7 @@ def _kill(scene: Scene, peer: SwarmPeer | None, kind: str) -> None:
     """
     if peer is None:
         peer, kind = scene.chance.choice(scene.present()), "machine killed"
-    renewed = scene.chance.random() < 0.5 and _all_in_sync(scene, peer)
+    renewed = scene.chance.random() < 0.5 and all_in_sync(scene, peer)
     scene.note(f"{kind}, disk lost" if renewed else kind, peer)
     peer.kill()
     peer.due_s = time.monotonic() + scene.chance.uniform(0.2, BACK_WITHIN_S)
@@ -70,7 +70,7 @@ def _kill(scene: Scene, peer: SwarmPeer | None, kind: str) -> None:
         scene.ground.replace_machine(peer)
 
 
-def _all_in_sync(scene: Scene, victim: SwarmPeer) -> bool:
+def all_in_sync(scene: Scene, victim: SwarmPeer) -> bool:
     """Return whether each part has all its copies, and all are on machines that run."""
     if any(peer.is_away or peer.process is None for peer in scene.ground.peers):
         return False

@@ -1,4 +1,4 @@
-"""A paced node that also writes down which pushes it sends, and which a hub acknowledges, at the wire.
+"""A paced node that also notes, at the wire, what it pushes, what is acknowledged, and what it receives.
 
 python -m benchmarks.chaos_parts.witness '{"hub": "127.0.0.1:7000", "name": "a", ...}'     fields of PacedNode
 """
@@ -9,13 +9,15 @@ from pathlib import Path
 from unittest.mock import patch
 
 from aedit.proto.wire.client import HubClient
-from aedit.proto.wire.hub_pb2 import PushHead, PushReply
+from aedit.proto.wire.download import Download
+from aedit.proto.wire.hub_pb2 import PullHead, PushHead, PushReply
 from benchmarks.kit import paced_node
 from benchmarks.kit.paced_node import Ledger
 
 
 def main(words: list[str]) -> int:
-    ledger, push = Ledger(Path(paced_node.of_json(words[0]).ledger)), HubClient.push
+    ledger = Ledger(Path(paced_node.of_json(words[0]).ledger))
+    push, fetch = HubClient.push, HubClient.fetch
 
     def witnessed(client: HubClient, head: PushHead, data: memoryview) -> PushReply:
         facts = {
@@ -35,7 +37,13 @@ def main(words: list[str]) -> int:
             ledger.note("acknowledged", **facts)
         return reply
 
-    with patch.object(HubClient, "push", witnessed):
+    def received(client: HubClient, download: Download, *, again: bool = True) -> PullHead:
+        head = fetch(client, download, again=again)
+        facts = {"unit": download.request.unit, "version": head.version, "hub": client.address}
+        ledger.note("received", **facts, sha256=head.sha256.hex())
+        return head
+
+    with patch.object(HubClient, "push", witnessed), patch.object(HubClient, "fetch", received):
         return paced_node.main(words)
 
 

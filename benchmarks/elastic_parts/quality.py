@@ -136,7 +136,7 @@ class Elastic:
         self.hub.tick()
 
     def _loss(self) -> float:
-        adopt_anchors(self.probe, self.hub, next(iter(self.nodes.values())).sync)
+        adopt_anchors(self.probe, self.hub.hub.anchor, next(iter(self.nodes.values())).sync)
         return held_out_loss(self.probe, self.setting.seq_len, self.setting.held_out)
 
 

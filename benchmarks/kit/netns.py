@@ -5,7 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -80,6 +80,17 @@ def set_link(place: Place, state: str) -> None:
     """Drop all packets from and to `place` with "down", so that neither end is notified; "up" ends that."""
     switch = place.namespace.rpartition("-")[0] + "-switch"
     run_command(f"ip -n {switch} link set port-{place.interface} {state}")
+
+
+def split(places: Sequence[Place], group: Sequence[Place]) -> None:
+    """Let `group` and the others reach their own members only, so that no end is notified; () ends that."""
+    switch = f"{places[0].namespace.rpartition('-')[0]}-switch"
+    if "apart" not in run_command(f"ip -n {switch} -brief link show type bridge"):
+        run_command(f"ip -n {switch} link add apart type bridge")
+        run_command(f"ip -n {switch} link set apart up")
+    for place in places:
+        bridge = "apart" if place in group else "bridge"
+        run_command(f"ip -n {switch} link set port-{place.interface} master {bridge}")
 
 
 def run_command(command: str) -> str:

@@ -6,17 +6,18 @@ machine.
 
 import copy
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from aedit.async_sgd.hub.plan import HubPlan
-from aedit.async_sgd.inprocess import InProcessHub, InProcessLink, Tally, Tamper
+from aedit.async_sgd.inprocess import InProcessHub, Tally, Tamper
 from aedit.async_sgd.rules.config import HubConfig, OuterConfig
 from aedit.async_sgd.rules.outer import Average, Nesterov
+from aedit.async_sgd.rules.records import Vector
 from aedit.clock import VirtualClock
 from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.hub_exchange import HubExchange
@@ -24,6 +25,7 @@ from aedit.edit.pace import HubPace, make_pace
 from aedit.edit.sync import LayerSync
 from aedit.launch.config.config import TrainConfig
 from aedit.launch.node.inner import lr_at, make_inners, set_lr
+from aedit.proto.agent.link import Link
 from aedit.proto.codecs.codecs import codec
 from aedit.types import Round
 from benchmarks.kit.hubs import layout_of
@@ -107,13 +109,13 @@ def warm_up(setting: Setting) -> bytes:
     shard = Shard(setting.seq_len, 10 * setting.seed + 1, 0, 1, mixed=True)
     for step in range(setting.warmup_steps):
         lr = setting.lr_after((step - setting.warmup_steps) * setting.nodes)
-        _train(model, inners, lr, shard.take(setting.batch_size * setting.nodes))
+        train_step(model, inners, lr, shard.take(setting.batch_size * setting.nodes))
     buffer = io.BytesIO()
     torch.save({"model": model.state_dict(), "inners": [inner.state_dict() for inner in inners]}, buffer)
     return buffer.getvalue()
 
 
-def _train(model: nn.Module, inners: Sequence[torch.optim.Optimizer], lr: float, samples: Tensor) -> None:
+def train_step(model: nn.Module, inners: Sequence[torch.optim.Optimizer], lr: float, samples: Tensor) -> None:
     """Take one step of all optimizers."""
     for inner in inners:
         set_lr(inner, lr)
@@ -148,7 +150,7 @@ def train_together(setting: Setting, start: bytes, outer: Nesterov) -> Outcome:
             _adopt(model, anchor)
             for step in range(begin, end):
                 lr = setting.lr_after(step * setting.nodes)
-                _train(model, inners, lr, shard.take(setting.batch_size))
+                train_step(model, inners, lr, shard.take(setting.batch_size))
         D = anchor - torch.stack([_flat(model) for model, _ in nodes]).mean(0)
         move, state = (Average() if end == setting.steps else outer).update(D, state)
         anchor = anchor - move
@@ -169,12 +171,23 @@ def _adopt(model: nn.Module, flat: torch.Tensor) -> None:
 # --- asynchronous, with a hub
 
 
+class VirtualLink(Link, Protocol):
+    """The link of a node that lives in virtual time."""
+
+    @property
+    def is_member(self) -> bool:
+        """Return whether the node is a member."""
+
+    def heartbeat(self, steps_per_s: float) -> None:
+        """Say that the node is there and how fast it is."""
+
+
 @dataclass(slots=True)
 class Node:
     """One node. `next_s`: when its step under way ends."""
 
     sync: LayerSync
-    link: InProcessLink
+    link: VirtualLink
     shard: Shard
     step_s: float
     next_s: float
@@ -197,28 +210,31 @@ def train_apart(setting: Setting, start: bytes, method: Method) -> Outcome:
             other.link.heartbeat(1 / other.step_s)
         hub.tick()
         sync, samples = node.sync, node.shard.take(setting.batch_size)
-        _train(sync.model, sync.optimizers.outermost, setting.lr_after(done), samples)
+        train_step(sync.model, sync.optimizers.outermost, setting.lr_after(done), samples)
         done += 1
         node.sync.step()
         node.next_s += node.step_s
     nodes = [node for node in nodes if node.link.is_member]
     ended_s = clock()
-    _finish(hub, clock, nodes)
+    finish(hub.tick, clock, nodes)
     model = copy.deepcopy(nodes[0].sync.model)
-    adopt_anchors(model, hub, nodes[0].sync)
+    adopt_anchors(model, hub.hub.anchor, nodes[0].sync)
     loss = held_out_loss(model, setting.seq_len, setting.held_out)
     return Outcome(loss, ended_s, max(node.sync.schedule.last_id for node in nodes), hub.tally)
 
 
-def make_hub(setting: Setting, method: Method, model: nn.Module, clock: VirtualClock) -> InProcessHub:
-    """Return a hub for nodes that train `model`."""
+def make_hub(
+    setting: Setting, method: Method, model: nn.Module, clock: VirtualClock, part: tuple[int, int] = (0, 1)
+) -> InProcessHub:
+    """Return a hub for nodes that train `model`, or the owner of part k of n."""
     plan = HubPlan(
         hub=method.hub,
         outer=method.outer,
         penalty=method.penalty,
-        every=_every(setting, method),
+        every=interval(setting, method),
         pace=method.pace,
         steps=setting.steps,
+        part=part,
     )
     quantiser = None if plan.hub.codec_down == "fp32" else codec(plan.hub.codec_down)
     return InProcessHub(plan, layout_of(model), quantiser=quantiser, clock=clock)
@@ -236,29 +252,43 @@ def make_node(
 
     trained: its model and optimizers. shard: its data, by default as the setting says.
     """
-    model, inners = trained
     link = hub.link(f"node {index}", tamper=method.tamper.get(index))
+    node = node_of(link, setting, method, index, trained, hub.clock)
+    node.shard = shard or node.shard
+    return node
+
+
+def node_of(
+    link: VirtualLink,
+    setting: Setting,
+    method: Method,
+    index: int,
+    trained: Trained,
+    clock: Callable[[], float],
+) -> Node:
+    """Return node number `index`, which exchanges over `link`."""
+    model, inners = trained
     exchange = HubExchange(link, tokens_per_step=setting.batch_size * setting.seq_len, penalty=method.penalty)
-    every = hub.hub.plan.every
+    every = interval(setting, method)
     config = EditConfig(every=every, landing="arrival", schedule=method.pace)
     schedule = make_pace(config, link.news)
     if isinstance(schedule, HubPace):
-        schedule = HubPace(every, link.news, clock=hub.clock)
+        schedule = HubPace(every, link.news, clock=clock)
     sync = LayerSync.of(model, inners, exchange=exchange, schedule=schedule, config=config)
     step_s = setting.step_s[index]
     late_s = step_s * setting.every * index / setting.nodes if setting.in_turn else 0.0
-    return Node(sync, link, shard or setting.shard(index), step_s, hub.clock() + late_s + step_s)
+    return Node(sync, link, setting.shard(index), step_s, clock() + late_s + step_s)
 
 
-def _every(setting: Setting, method: Method) -> float:
+def interval(setting: Setting, method: Method) -> float:
     """Return the interval in steps, or in the seconds in which the nodes take as many on average."""
     if method.pace != "seconds":
         return setting.every
     return setting.nodes * setting.every / sum(1 / step_s for step_s in setting.step_s)
 
 
-def _finish(hub: InProcessHub, clock: VirtualClock, nodes: list[Node]) -> None:
-    """Merge the pushes under way, then the steps taken since."""
+def finish(tick: Callable[[], None], clock: VirtualClock, nodes: list[Node]) -> None:
+    """Merge the pushes under way, then the steps taken since. tick: lets the hub do what is due."""
     for _ in range(2):
         for node in nodes:
             sync = node.sync
@@ -268,17 +298,17 @@ def _finish(hub: InProcessHub, clock: VirtualClock, nodes: list[Node]) -> None:
         clock.advance(1000.0)  # longer than the wait for any quorum; heartbeats follow at once
         for node in nodes:
             node.link.heartbeat(1 / node.step_s)
-        hub.tick()
+        tick()
         for node in nodes:
             if node.link.is_member:  # a node excluded for its last push gets no answer
                 node.sync.finish()
 
 
-def adopt_anchors(model: nn.Module, hub: InProcessHub, sync: LayerSync) -> None:
-    """Copy the hub's current anchors into `model`. sync: of any of its nodes."""
+def adopt_anchors(model: nn.Module, anchor_of: Callable[[int], tuple[int, Vector]], sync: LayerSync) -> None:
+    """Copy current anchors into `model`. anchor_of: of the hub, by unit. sync: of any of its nodes."""
     named = dict(model.named_parameters())
     with torch.no_grad():
         for index, unit in enumerate(sync.units):
-            anchor = torch.from_numpy(hub.hub.anchor(index)[1].copy())
+            anchor = torch.from_numpy(anchor_of(index)[1].copy())
             for (_, part), name in zip(unit.split(anchor), unit.names, strict=True):
                 named[name].copy_(part.view_as(named[name]))

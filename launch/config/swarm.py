@@ -37,7 +37,7 @@ class SwarmConfig:
     """Parts of the model, each of which has an owner of its own: unit i belongs to part i % parts."""
 
     copies: int = 3
-    """Peers that keep a part, its owner included."""
+    """Peers that keep a part, its owner included. What two of three have on disk is acknowledged."""
 
     lease_s: float = 6.0
     """Silence after which a peer is no longer counted on."""

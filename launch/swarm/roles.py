@@ -5,7 +5,7 @@ by the votes of the part's replicas and nodes (`async_sgd.leadership`): two peer
 none at all, can do no harm.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -74,19 +74,33 @@ class PartView:
             return Role.HOST if me in chosen and self.owner is not None else Role.KEEP
         if me in chosen or self.replicas[me].leads:
             return Role.KEEP
-        in_sync = sum(key in self.replicas and self.replicas[key].in_sync for key in chosen)
-        is_kept = in_sync == len(chosen) and self.owner in chosen and others >= copies
-        return Role.RETIRE if chosen and is_kept else Role.KEEP
+        is_kept = chosen and others >= copies and len(self._in_sync() - {me}) >= copies
+        return Role.RETIRE if is_kept and self._is_next_to_go(chosen) else Role.KEEP
 
-    def places(self) -> PartPlaces:
-        """Return the addresses of the replicas, for the processes of this machine."""
+    def _in_sync(self) -> set[bytes]:
+        return {key for key, replica in self.replicas.items() if replica.in_sync}
+
+    def _is_next_to_go(self, chosen: Collection[bytes]) -> bool:
+        """Return whether no other replica in sync is to be given up before this one: one goes at a time.
+
+        It makes room for one that is chosen: a part has one replica more in sync than it is to keep.
+        """
+        if not self.replicas[self.me].in_sync:
+            return True
+        surplus = [key for key in self._in_sync() - set(chosen) if not self.replicas[key].leads]
+        places = {key: place for place, key in enumerate(self.ranked)}
+        return self.me == max(surplus, key=lambda key: (places.get(key, len(places)), key))
+
+    def places(self, copies: int) -> PartPlaces:
+        """Return the addresses of the replicas, of which `copies` are wanted, for the processes here."""
         ranked = [key for key in self.ranked if key in self.replicas]
         ranked += sorted(set(self.replicas) - set(ranked))
 
         def address(key: bytes | None) -> str:
             return "" if key is None else self.replicas[key].address
 
-        return PartPlaces(tuple(map(address, ranked)), address(self.owner), address(self.first()))
+        least = max(1, min(copies // 2 + 1, len(self.ranked)))
+        return PartPlaces(tuple(map(address, ranked)), address(self.owner), address(self.first()), least)
 
 
 def part_view(run: str, part: int, live: Mapping[bytes, PeerCard], me: bytes = b"") -> PartView:
