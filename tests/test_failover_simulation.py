@@ -60,12 +60,16 @@ def test_the_histories_contain_what_they_are_to_show():
         seen["pushes"] += len(accounts.acknowledged)
         seen["in sync again"] += any(len(hub.machine.configs[-1].replicas) > 1 for hub in simulation.hubs)
         seen["hand-overs"] += sum(hub.handed_over for hub in simulation.hubs)
+        seen["ruined"] += any(hub.ruined for hub in simulation.hubs)
+        seen["cut back"] += sum(hub.cut for hub in simulation.hubs)
         seen["with three hubs"] += len(simulation.hubs) == 3
     assert seen["failovers"] > 50
     assert seen["pushes"] > 2_000
     assert seen["in sync again"] > 50
     assert seen["with three hubs"] > 20
     assert seen["hand-overs"] > 20
+    assert seen["cut back"] > 20
+    assert seen["ruined"] > 4
 
 
 def test_the_shortest_history_has_only_the_faults_that_matter():

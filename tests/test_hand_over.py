@@ -2,6 +2,7 @@
 
 import pytest
 
+from aedit.async_sgd.journal.ledger import Unconfirmed
 from aedit.async_sgd.leadership.replica import Replica
 from aedit.async_sgd.rules.records import Configured
 from aedit.async_sgd.service.leadership import Leadership
@@ -91,3 +92,20 @@ def test_the_replica_at_an_address_is_told_to_stand_when_it_confirms_next_and_no
     now[0] = 11.0
     leadership.confirm(OTHER, (1, 10), "b:1")
     assert leadership.hand_over()
+
+
+def test_an_owner_acknowledges_nothing_alone_while_other_peers_could_have_it(tmp_path):
+    least = [2]
+    leadership = Leadership(VoterFile(tmp_path / "votes.json"), 3, least=lambda: least[0])
+    leadership.begin(0, (), is_new=True)
+    me = leadership.identity
+    leadership.wait((1, 10), 0.0)  # no node has joined: nothing can be lost
+    leadership._replica.configs = (Configured(1, 2, me, (me,), (50, 51, 52)),)
+    with pytest.raises(Unconfirmed):
+        leadership.wait((1, 10), 0.0)
+    least[0] = 1
+    leadership.wait((1, 10), 0.0)
+    least[0] = 2
+    leadership._replica.configs = (Configured(1, 3, me, (me, OTHER), (50, 51, 52)),)
+    leadership.confirm(OTHER, (1, 10))
+    leadership.wait((1, 10), 0.0)

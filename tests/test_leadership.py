@@ -129,6 +129,66 @@ def test_a_candidate_is_elected_by_a_quorum_and_acknowledges_after_another_one()
     assert hub.acknowledged() == END
 
 
+def test_replicas_that_have_voted_are_waited_for_from_the_first_record_on():
+    """A disk that is lost after an election is not the only one with what was acknowledged since."""
+    hub = replica(B, [config((A, B, C), (X,))])
+    proposal = hub.stand((1, 1, 90))
+    assert hub.count_vote(yes(C, proposal), 5.0) == [Led(2), Configured(2, 1, B, (B, C), (X,))]
+    hub.placed((1, 100))
+    assert (hub.silent(6.0, 2.0), hub.asks) == ({A}, None), "C has a moment to catch up"
+    hub.confirm(C, (1, 100), 6.5)
+    assert hub.count_acceptance(yes(C, hub.asks), 6.5) == [Agreed(2, 1)]
+    assert hub.acknowledged() == (1, 100)
+
+
+def test_with_a_least_number_of_replicas_none_is_taken_out_before_another_is_there():
+    hub = replica(A)
+    hub.least = 2
+    hub.found(0)
+    hub.propose({A, B}, (X,))
+    hub.placed((1, 10))
+    hub.confirm(B, (1, 10), 0.0)
+    assert hub.count_acceptance(yes(B, hub.asks), 0.0) == [Agreed(1, 2)]
+    assert hub.propose({A}, (X,)) == [], "B is silent"
+    assert hub.acknowledged() == (1, 10)
+    hub.confirm(C, (1, 30), 9.0)
+    assert hub.propose({A, C}, (X,)) == [config((A, C), (X,), 3)]
+    hub.placed((1, 40))
+    hub.confirm(C, (1, 40), 9.1)
+    assert hub.count_acceptance(yes(X, hub.asks), 9.1) == [Agreed(1, 3)]
+    assert hub.acknowledged() == (1, 40), "B is waited for no more"
+    hub.least = 1
+    assert hub.propose({A}, (X,)) == [config((A,), (X,), 4)], "only this machine is left"
+
+
+def test_a_replica_that_ends_before_it_is_agreed_on_is_replaced():
+    """Else a leader that may not be alone would wait for it for ever."""
+    hub = replica(B, [config((A, B), (X,))])
+    hub.least = 2
+    proposal = hub.stand((1, 1, 90))
+    assert hub.count_vote(yes(X, proposal), 0.0) == [Led(2), Configured(2, 1, B, (A, B), (X,))], "A is gone"
+    hub.placed((1, 100))
+    assert hub.asks is None
+    assert hub.propose({B}, (X,)) == []
+    hub.confirm(C, (1, 100), 1.0)
+    assert hub.propose({B, C}, (X,)) == [Configured(2, 2, B, (B, C), (X,))]
+    hub.placed((1, 110))
+    hub.confirm(C, (1, 110), 1.0)
+    assert hub.count_acceptance(yes(C, hub.asks), 1.0) == []
+    assert hub.count_acceptance(yes(X, hub.asks), 1.0) == [Agreed(2, 2)], "half of the first one and X"
+
+
+def test_a_leader_whose_replica_has_promised_a_higher_term_is_elected_again():
+    """The other candidate is gone, and the replica confirms nothing to a leader of a lower term."""
+    hub = replica(A, [config((A, B, C), (X,))])
+    hub.resume()
+    hub.heard_promise(1)
+    assert not hub.is_overtaken
+    hub.heard_promise(4)
+    assert hub.is_overtaken
+    assert hub.stand((1, 1, 9)).term == 5
+
+
 @pytest.mark.parametrize("number", [1, 6, 100])
 def test_invented_voters_do_not_elect_anybody_however_many_they_are(number):
     """Only the identities in the configurations of the journal count."""

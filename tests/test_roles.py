@@ -251,7 +251,7 @@ def test_a_hub_with_keys_is_believed_when_it_leads_under_a_higher_term(tmp_path,
 def test_without_keys_the_other_hub_is_asked_and_believed(tmp_path):
     with leading_hub(tmp_path, STANDBY) as hub:
         node = hub.node().found()
-        hub.leading.guard.trust(hubs=False, other_term=lambda: 2)
+        hub.leading.guard.trust(hubs=False, other_terms=lambda: (2, 2))
         node.who.term = 2
         assert code(node.heartbeat) == "FAILED_PRECONDITION"
         until(lambda: hub.process.is_over, "the end of the replaced hub")

@@ -136,13 +136,14 @@ def test_a_follower_does_not_take_the_journal_of_another_part(tmp_path):
         file.write([PartPlaces((address(other),), address(other)), PartPlaces()])
         until_then.close()
         asked = []
-        follow = follower._standby._follow_once
+        others = follower._standby._others
+        hello = others._hello
 
         def noted(one):
             asked.append(one)
-            follow(one)
+            return hello(one)
 
-        follower._standby._follow_once = noted
+        others._hello = noted
         until(lambda: asked.count(address(other)) > 1, "questions to the false owner", 10.0)
         assert follower._standby._term in (0, 1)
         assert follower._standby._leader != address(other)

@@ -91,7 +91,7 @@ def test_replicas_are_named_by_rank_then_those_that_are_not_ranked():
         "b": replica(address="b:1"),
         "c": replica(address="c:1"),
     }
-    places = view([B, A], **replicas).places()
+    places = view([B, A], **replicas).places(3)
     assert (places.replicas, places.owner, places.first) == (("b:1", "a:1", "c:1"), "a:1", "b:1")
 
 
@@ -99,7 +99,14 @@ def test_the_file_of_replicas_is_read_as_it_was_written_and_again_when_it_change
     reads, writes = (ReplicasFile(tmp_path / "replicas.json") for _ in range(2))
     assert reads.parts() == ()
     assert reads.part(3) == PartPlaces()
-    writes.write([view([A], a=replica(leads=True)).places()])
-    assert reads.part(0) == PartPlaces(("h:1",), "h:1", "h:1")
-    writes.write([PartPlaces(("x:2",), "", ""), PartPlaces()])
-    assert reads.parts() == (PartPlaces(("x:2",), "", ""), PartPlaces())
+    writes.write([view([A], a=replica(leads=True)).places(3)])
+    assert reads.part(0) == PartPlaces(("h:1",), "h:1", "h:1", 1)
+    writes.write([PartPlaces(("x:2",), "", "", 2), PartPlaces()])
+    assert reads.parts() == (PartPlaces(("x:2",), "", "", 2), PartPlaces())
+
+
+@pytest.mark.parametrize(
+    ("peers", "copies", "least"), [(1, 3, 1), (2, 3, 2), (6, 3, 2), (6, 5, 3), (6, 1, 1), (0, 3, 1)]
+)
+def test_most_copies_must_confirm_or_all_peers_where_there_are_fewer(peers, copies, least):
+    assert view([A, B, C, D, b"5", b"6"][:peers]).places(copies).least == least

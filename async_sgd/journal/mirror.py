@@ -12,11 +12,21 @@ from aedit.async_sgd.hub.hub import Hub
 from aedit.async_sgd.hub.saved import load_state, save_state
 from aedit.async_sgd.journal import snapshot
 from aedit.async_sgd.journal.encoding import decode_records
-from aedit.async_sgd.journal.frames import FILE_BYTES, RECORDS, Damaged, File, Short, frame_at, read_head
-from aedit.async_sgd.journal.journal import NOTE, Journal, JournalBroken, Position, segment_path
+from aedit.async_sgd.journal.frames import (
+    FILE_BYTES,
+    RECORDS,
+    Damaged,
+    File,
+    Short,
+    chain_of,
+    frame_at,
+    read_head,
+)
+from aedit.async_sgd.journal.journal import NOTE, Journal, JournalBroken, Mark, Position, segment_path
 from aedit.async_sgd.journal.store import Store, is_before, locate, segment_numbers, snapshot_path
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.system import sync_directory
+from aedit.types import UserError
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +34,8 @@ log = logging.getLogger(__name__)
 class Mirror:
     """The journal and state of a standby.
 
-    One thread calls `take`, one `sync`, one `apply`. Any may read `position` and `hub`, the hub under `lock`.
+    One thread calls `mark`, `cut` and `take`, one `sync`, one `apply`. Any may read `position` and `hub`, the
+    hub under `lock`.
     """
 
     def __init__(self, store: Store, make: Callable[[], Hub]) -> None:
@@ -32,25 +43,57 @@ class Mirror:
         self._store, self._make, self._directory = store, make, store.directory
         self.lock = threading.RLock()
         """Held while records are applied."""
-        self.hub = make()
-        journal = store.recover(self.hub)
-        self._file = journal.file
+        self._incoming: File | None = None
+        self._load()
+        if self.position[1] == FILE_BYTES:  # a segment that was begun here, and not there
+            self.forget()
+
+    def _load(self) -> None:
+        """Take over what the folder has."""
+        self.hub = self._make()
+        journal = self._store.recover(self.hub)
+        self._file: File = journal.file
+        self._reading: File = journal.file
         self.position: Position = journal.position
         """Everything before it is written, here."""
         self._applied: Position = journal.position
-        self._reading: File = journal.file
-        self._incoming: File | None = None
-        if journal.position[1] == FILE_BYTES:  # a segment that was begun here, and not there
-            self.forget()
 
     def forget(self) -> None:
         """Begin anew: the content of the folder is of another term."""
         with self.lock:
-            for kind, path in (("snapshot", snapshot_path), ("journal", segment_path)):
-                for number in segment_numbers(self._directory, kind):
-                    path(self._directory, number).unlink()
-            (self._directory / NOTE).unlink(missing_ok=True)
+            self._remove(after=0)
             self.hub, self.position, self._applied = self._make(), (1, 0), (1, 0)
+
+    def mark(self) -> Mark:
+        """Cut off an incomplete end, and return the end of the rest and the chain up to there.
+
+        The chain is empty if no segment has begun: after a snapshot, or in an empty folder.
+        """
+        with self.lock:
+            segment, offset = self.position = self._end()
+            if offset:
+                self._file = self._reading
+            chain = chain_of(self._reading, offset).value if offset else b""
+            return Mark((segment, offset), chain)
+
+    def cut(self, end: Position) -> bool:
+        """Take back all records from `end` on, and return True; or False if that is not possible here.
+
+        Then `forget` is what is left: there is nothing behind `end`, or the folder does not go back so far.
+        """
+        segment, offset = end
+        with self.lock:
+            path = segment_path(self._directory, segment)
+            if end >= self._applied or offset < FILE_BYTES or not path.exists():
+                return False
+            self._remove(after=segment)
+            os.truncate(path, offset)
+            try:
+                self._load()
+            except UserError as error:
+                log.warning("going back to %s: %s", end, error)
+                return False
+            return self.position == end
 
     def take(self, chunk: pb.TailChunk) -> None:
         """Write a received chunk.
@@ -112,16 +155,29 @@ class Mirror:
         Ends the mirroring.
         """
         with self.lock:
-            while self.apply():
-                pass
-            segment, offset = self._applied
-            if self.position[0] > segment or offset == 0:  # a segment without a head
-                segment_path(self._directory, self.position[0]).unlink(missing_ok=True)
-            if offset:
-                os.ftruncate(self._reading.fd, offset)
-                os.fsync(self._reading.fd)
+            segment, _ = self._end()
             self.hub.clocks = Clocks()  # the time while it followed is not the run's
             return self._store.open(segment)
+
+    def _end(self) -> Position:
+        """Apply everything, cut off an incomplete end, and return where the rest ends."""
+        while self.apply():
+            pass
+        segment, offset = self._applied
+        if self.position[0] > segment or offset == 0:  # a segment without a head
+            segment_path(self._directory, self.position[0]).unlink(missing_ok=True)
+        if offset:
+            os.ftruncate(self._reading.fd, offset)
+            os.fsync(self._reading.fd)
+        return segment, offset
+
+    def _remove(self, *, after: int) -> None:
+        """Delete the snapshots and segments of higher numbers."""
+        for kind, path in (("snapshot", snapshot_path), ("journal", segment_path)):
+            for number in segment_numbers(self._directory, kind):
+                if number > after:
+                    path(self._directory, number).unlink()
+        (self._directory / NOTE).unlink(missing_ok=True)
 
     def _is_whole(self, segment: int, offset: int) -> bool:
         """Return whether the next frame, or the segment's end, has arrived."""

@@ -10,7 +10,7 @@ import secrets
 import struct
 
 from aedit.async_sgd.journal.frames import Damaged, File, chain_of
-from aedit.async_sgd.journal.journal import Journal, Mark, segment_path
+from aedit.async_sgd.journal.journal import Journal, Mark, Position, segment_path
 from aedit.proto.wire import hub_pb2 as pb
 
 _SIGNED = struct.Struct("<QQQ32s")
@@ -59,23 +59,24 @@ class Receipts:
             return False
         if not hmac.compare_digest(receipt.mac, self._mac(receipt)):
             raise Unproven("this node shows a receipt that no hub of this run has given")
-        if not self._has(receipt):
+        if not self.has((receipt.segment, receipt.offset), receipt.chain):
             return True
         if len(self._checked) >= _MOST_CHECKED:
             self._checked.clear()
         self._checked.add(receipt.mac)
         return False
 
-    def _has(self, receipt: pb.Receipt) -> bool:
-        """Return whether the journal has the records before the receipt.
+    def has(self, position: Position, chain: bytes) -> bool:
+        """Return whether the records before a position are those of this chain.
 
-        Those of a segment that was deleted are in a snapshot.
+        Those of a segment that was deleted are in a snapshot: this cannot tell them from others.
         """
-        if (receipt.segment, receipt.offset) > self._journal.position:
+        if position > self._journal.position:
             return False
-        path = segment_path(self._journal.directory, receipt.segment)
         try:
-            return chain_of(File(path), receipt.offset).value == receipt.chain
+            return (
+                chain_of(File(segment_path(self._journal.directory, position[0])), position[1]).value == chain
+            )
         except FileNotFoundError:
             return True
         except Damaged:

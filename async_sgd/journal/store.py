@@ -35,7 +35,7 @@ from aedit.async_sgd.journal.frames import (
 )
 from aedit.async_sgd.journal.journal import NOTE, Journal, segment_path
 from aedit.async_sgd.journal.payload import Payload
-from aedit.async_sgd.rules.records import Accepted, Record, Values
+from aedit.async_sgd.rules.records import Accepted, Led, Record, Values
 from aedit.system import sync_directory
 from aedit.types import UserError
 
@@ -167,6 +167,20 @@ def batches(file: File, offset: int = FILE_BYTES) -> Iterator[tuple[list[Record]
             decode_records(body, lambda plain: locate(file, plain)) if frame.kind == RECORDS else [],
             frame.end,
         )
+
+
+def begin_after(directory: Path, term: int) -> tuple[int, int]:
+    """Return the segment and the byte at which the first term above `term` begins; (0, 0) without one."""
+    for number in segment_numbers(directory, "journal"):
+        start = FILE_BYTES
+        try:
+            for batch, end in batches(File(segment_path(directory, number))):
+                if any(isinstance(record, Led) and record.term > term for record in batch):
+                    return number, start
+                start = end
+        except (Damaged, FileNotFoundError):
+            continue  # the end of the newest one is being written, or the oldest one is not needed any more
+    return 0, 0
 
 
 def check_gapless(directory: Path, first: int, segments: list[int]) -> None:

@@ -4,8 +4,9 @@
 They only decide when a hub asks: what is acknowledged does not depend on them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from aedit.async_sgd.leadership.quorum import is_quorum
 from aedit.async_sgd.leadership.tally import Tally
@@ -34,6 +35,10 @@ class Replica:
         self.voter, self._promise_s, self._lease_s = voter, promise_s, lease_s
         self.configs: tuple[Configured, ...] = ()
         """Configurations in its journal, from the newest one that the voters are known to have agreed on."""
+        self.least = 1
+        """Size below which a leader takes no replica out, silent or not, until another one has caught up.
+
+        Else a single disk would have what is acknowledged next. It changes with the number of machines."""
         self.term = 0
         """The term that it leads; 0: it does not lead."""
         self._known_term = 0
@@ -163,7 +168,7 @@ class Replica:
         if not own.granted:
             self._votes = None
             return []
-        return [*known, *self._begin(votes.proposal.term)]
+        return [*known, *self._begin(votes.proposal.term, votes.granted(since_s))]
 
     def _agreed_by_answers(self) -> Decided:
         """Count only the newest configuration if the answers show that the voters have agreed on it.
@@ -180,11 +185,31 @@ class Replica:
         self.configs = newest
         return [Agreed(*newest[0].ballot)]
 
-    def _begin(self, term: int) -> Decided:
-        me, electors = self.voter.me, self.configs[-1].electors if self.configs else ()
-        self.term, self._votes, self._confirmed = term, None, {}
-        self.configs = (*self.configs, Configured(term, 1, me, (me,), electors))
+    def _begin(self, term: int, voters: Mapping[int, float] = MappingProxyType({})) -> Decided:
+        """Lead with the replicas that have voted for it, by the time of their votes, or more up to `least`.
+
+        Those are alive and have nearly all of its journal: what is acknowledged is on several disks at once.
+        """
+        me, newest = self.voter.me, self.configs[-1] if self.configs else Configured(0, 0, 0, ())
+        follow = {one: at_s for one, at_s in voters.items() if one in newest.replicas and one != me}
+        replicas = self._decidable(self._enough({me, *follow}, newest.replicas), newest.electors)
+        self.term, self._votes = term, None
+        self._confirmed = {one: ((0, 0), at_s) for one, at_s in follow.items()}
+        self.configs = (*self.configs, Configured(term, 1, me, replicas, newest.electors))
         return [Led(term), self.configs[-1], *self._ask_for_agreement()]
+
+    def _decidable(self, replicas: Iterable[int], electors: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the replicas in order, or this one alone if nobody could decide between two halves."""
+        ordered = tuple(sorted(set(replicas)))
+        return ordered if len(ordered) % 2 or electors else (self.voter.me,)
+
+    def heard_promise(self, term: int) -> None:
+        """Note that a replica has promised a term. It confirms nothing to a leader of a lower one.
+
+        Such a leader must be elected again, unless another hub is.
+        """
+        self._known_term = max(self._known_term, term)
+        self.is_overtaken = self.is_overtaken or term > self.term > 0
 
     # --- leading
 
@@ -198,7 +223,10 @@ class Replica:
 
     def was_heard(self, replica: int, since_s: float) -> bool:
         """Return whether a replica has confirmed something since then."""
-        return replica in self._confirmed and self._confirmed[replica][1] >= since_s
+        return self._heard_s(replica) >= since_s
+
+    def _heard_s(self, replica: int) -> float:
+        return self._confirmed[replica][1] if replica in self._confirmed else float("-inf")
 
     def followers(self, since_s: float) -> set[int]:
         """Return the hubs that have confirmed something since then."""
@@ -239,20 +267,29 @@ class Replica:
             return (0, 0)
         return min((self.confirmed(one) for one in self._needed()), default=END)
 
+    def _enough(self, wanted: set[int], replicas: Iterable[int]) -> set[int]:
+        """Return what is wanted, with those of the replicas up to `least` that were heard last."""
+        others = sorted(set(replicas) - wanted, key=lambda one: -self._heard_s(one))
+        return wanted | set(others[: max(0, self.least - len(wanted))])
+
     def propose(self, replicas: Iterable[int], electors: Iterable[int]) -> Decided:
         """Ask for another configuration; return the records to write, [] if nothing is to change.
 
-        While the voters have not agreed on the last one, only replicas can be taken out.
+        While the voters have not agreed on the last one, replicas are only taken out, or replaced.
+
+        Args:
+            replicas: Hubs that should confirm records from now on.
+            electors: Nodes that should break ties.
         """
         newest = self.configs[-1]
-        wanted, chosen = tuple(sorted({self.voter.me, *replicas})), tuple(sorted(electors)) or newest.electors
+        wanted, chosen = {self.voter.me, *replicas}, tuple(sorted(electors)) or newest.electors
         if self._agreement is not None:
-            wanted, chosen = tuple(one for one in newest.replicas if one in wanted), newest.electors
-        if len(wanted) % 2 == 0 and not chosen:
-            wanted = (self.voter.me,)  # without electors, nobody could decide between two halves
-        if not self.term or (wanted, chosen) == (newest.replicas, newest.electors):
+            kept, chosen = wanted & set(newest.replicas), newest.electors
+            wanted = kept if len(kept) >= min(self.least, len(wanted)) else wanted
+        ordered = self._decidable(self._enough(wanted, newest.replicas), chosen)
+        if not self.term or (ordered, chosen) == (newest.replicas, newest.electors):
             return []
-        after = Configured(self.term, newest.number + 1, self.voter.me, wanted, chosen)
+        after = Configured(self.term, newest.number + 1, self.voter.me, ordered, chosen)
         self.configs = (*self.configs, after)
         return [after, *self._ask_for_agreement()]
 

@@ -25,9 +25,13 @@ class Tally:
             self._granted[answer.voter] = now
         return ours and answer.granted
 
+    def granted(self, since_s: float = float("-inf")) -> dict[int, float]:
+        """Return the voters that have granted the proposal since then, with the times."""
+        return {voter: at_s for voter, at_s in self._granted.items() if at_s >= since_s}
+
     def voters(self, since_s: float = float("-inf")) -> set[int]:
         """Return the voters that have granted the proposal since then."""
-        return {voter for voter, at_s in self._granted.items() if at_s >= since_s}
+        return set(self.granted(since_s))
 
     def is_carried(self, voters: set[int]) -> bool:
         """Return whether these voters are a quorum of every configuration."""

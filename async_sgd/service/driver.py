@@ -37,7 +37,11 @@ class Driver:
     def hello(self, request: pb.HelloRequest) -> pb.HelloReply:
         """Return the run's configuration to a peer of the same protocol and method."""
         self._guard.check_leads()
-        return self._responder.reply(request, self._hub.state.term, leads=True)
+        if request.promised > self._hub.state.term:
+            self._guard.ask_the_others()  # that hub confirms nothing to this one
+        return self._responder.reply(
+            request, self._hub.state.term, leads=True, promised=self._guard.leadership.promised
+        )
 
     def join(self, request: pb.JoinRequest, caller: Caller) -> pb.JoinReply:
         """Make the caller a member, and return what it must know. Raises Refusal with the reason."""

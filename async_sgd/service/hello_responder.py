@@ -31,15 +31,22 @@ class HelloResponder:
     part: int = 0
     """In a swarm the part that this hub keeps, counted from 1; 0: there is nothing to confuse."""
 
-    def question(self) -> pb.HelloRequest:
-        """Return the Hello that this hub sends to another one of its run.
+    def question(self, promised: int = 0) -> pb.HelloRequest:
+        """Return the Hello that this hub sends to another one of its run, which must have the same method.
 
-        That hub must have the same method.
+        promised: highest term that this hub has promised to support.
         """
-        method = pb.Method(settings=dict(self.method))
-        return pb.HelloRequest(protocol=self.protocol, version=self.version, method=method, part=self.part)
+        return pb.HelloRequest(
+            protocol=self.protocol,
+            version=self.version,
+            method=pb.Method(settings=dict(self.method)),
+            part=self.part,
+            promised=promised,
+        )
 
-    def reply(self, request: pb.HelloRequest, term: int, *, leads: bool = False) -> pb.HelloReply:
+    def reply(
+        self, request: pb.HelloRequest, term: int, *, leads: bool = False, promised: int = 0
+    ) -> pb.HelloReply:
         """Return the reply. Raises Refusal, with the difference named, for another protocol or method."""
         theirs = f"aedit {request.version[:_SHOWN]}"
         if request.protocol != self.protocol:
@@ -64,6 +71,7 @@ class HelloResponder:
             addresses=self.addresses(),
             standby=self.standby(),
             leads=leads,
+            promised=promised,
         )
 
 

@@ -27,9 +27,23 @@ MOST_ELECTORS = 7
 class Leadership:
     """Leadership of one hub process. Any thread may call."""
 
-    def __init__(self, file: VoterFile, num_others: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Load the votes. num_others: hubs besides this one that may lead."""
-        self._file, self._num_others, self._clock = file, num_others, clock
+    def __init__(
+        self,
+        file: VoterFile,
+        num_others: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        least: Callable[[], int] = lambda: 1,
+    ) -> None:
+        """Load the votes.
+
+        Args:
+            file: File of the votes.
+            num_others: Most hubs besides this one that may lead at a time.
+            clock: Monotonic clock, in seconds.
+            least: Returns how many replicas, this hub included, must have a record before it is acknowledged.
+        """
+        self._file, self._num_others, self._clock, self._least = file, num_others, clock, least
         self._change = threading.Condition(threading.RLock())
         self._replica = Replica(file.load(), promise_s=_PROMISE_S, lease_s=_LEASE_S)
         self._ledger: Ledger | None = None
@@ -46,7 +60,7 @@ class Leadership:
     def _deciding(self) -> Iterator[Replica]:
         """Yield the state machine; what it has promised is on disk when the block ends."""
         with self._change:
-            before = self._replica.voter
+            before, self._replica.least = self._replica.voter, self._least()
             yield self._replica
             if self._replica.voter != before:
                 self._file.save(self._replica.voter)
@@ -56,6 +70,11 @@ class Leadership:
     def identity(self) -> int:
         """Return the number under which this hub votes."""
         return self._replica.voter.me
+
+    @property
+    def promised(self) -> int:
+        """Return the highest term that this hub has promised to support."""
+        return self._replica.voter.term
 
     @property
     def has_others(self) -> bool:
@@ -196,14 +215,23 @@ class Leadership:
             return False
 
     def wait(self, position: Position, limit_s: float = _WAIT_LIMIT_S) -> None:
-        """Return when every replica has what is before `position`. Raises Unconfirmed."""
+        """Return when every replica has what is before `position`, and enough of them. Raises Unconfirmed."""
         deadline_s = self._clock() + limit_s
         with self._change:
-            while self.has_others and not (self._replica.term and position <= self._replica.acknowledged()):
+            while self.has_others and not (self._replica.term and self._is_acknowledged(position)):
                 left_s = deadline_s - self._clock()
                 if left_s <= 0 or not self._replica.term:
                     raise Unconfirmed("another hub of the run must confirm this first: try again")
                 self._change.wait(min(left_s, 0.25))
+
+    def _is_acknowledged(self, position: Position) -> bool:
+        """Return whether the replicas that were agreed on have it, and are as many as must be there.
+
+        Before a node has joined there are no electors, without whom there may be no second replica.
+        """
+        agreed = self._replica.configs[0]
+        enough = len(agreed.replicas) >= self._least() or not agreed.electors
+        return enough and position <= self._replica.acknowledged()
 
     def tick(self, live: Iterable[int], complete: Position, extent: Extent) -> None:
         """Propose another configuration if replicas or nodes have come or gone.
@@ -222,8 +250,19 @@ class Leadership:
             if replica.is_overtaken and replica.may_stand(now):
                 replica.stand(extent)
             if not self._owed:
-                self._owed += replica.propose(self._wanted(replica, complete, now), self._electors(live))
+                wanted = self._wanted(replica, complete, now)
+                self._owed += replica.propose(wanted, self._electors(live))
         self._write()
+
+    def heard_promise(self, term: int) -> None:
+        """Note that another hub has promised this term; see `Replica.heard_promise`."""
+        with self._change:
+            self._replica.heard_promise(term)
+
+    def holds_lease(self) -> bool:
+        """Return whether every standby that is waited for was heard lately; true without standbys."""
+        with self._change:
+            return not self.has_others or self._replica.holds_lease(self._clock())
 
     def in_sync(self) -> tuple[int, int]:
         """Return how many standbys the voters agreed to wait for, and how many nodes break ties."""
@@ -234,10 +273,12 @@ class Leadership:
             return len(configs[0].replicas) - 1, len(configs[0].electors)
 
     def _wanted(self, replica: Replica, complete: Position, now: float) -> set[int]:
-        newest, heard = replica.configs[-1], replica.followers(now - SILENT_S)
-        near = {one for one in heard if _is_near(replica.confirmed(one), complete)}
-        new = sorted(near - set(newest.replicas))[: max(0, self._num_others + 1 - len(newest.replicas))]
-        return (set(newest.replicas) - replica.silent(now, SILENT_S)) | set(new)
+        old, heard = set(replica.configs[-1].replicas), replica.followers(now - SILENT_S)
+        near, kept = (
+            {n for n in heard if _is_near(replica.confirmed(n), complete)},
+            old - replica.silent(now, SILENT_S),
+        )
+        return kept | set(sorted(near - old)[: max(0, self._num_others + 1 - len(kept))])
 
     def _electors(self, live: Iterable[int]) -> Sequence[int]:
         """Return the nodes that break ties: those that do already, then others, in the order given."""

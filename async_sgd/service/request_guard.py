@@ -40,17 +40,17 @@ class RequestGuard:
         self.lacking = ""
         """Acknowledged records that this hub has lost, as text; it does not lead unless this is empty."""
         self._believes_hubs = False
-        self._other_term: Callable[[], int] = lambda: 0
+        self._other_terms: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._asking = threading.Lock()
         self._asked_s = -math.inf
 
-    def trust(self, *, hubs: bool, other_term: Callable[[], int]) -> None:
+    def trust(self, *, hubs: bool, other_terms: Callable[[], tuple[int, int]]) -> None:
         """Set whose word about a higher term counts.
 
-        hubs: whether callers of `Tail` and `Confirm` have shown keys of a hub. other_term: asks the other hub
-        for its term, 0 if it does not answer; whatever a member claims is checked there.
+        hubs: whether callers of `Tail` and `Confirm` have shown keys of a hub. other_terms: asks the other
+        hubs for the terms that they lead and have promised; whatever a member claims is checked there.
         """
-        self._believes_hubs, self._other_term = hubs, other_term
+        self._believes_hubs, self._other_terms = hubs, other_terms
 
     @contextmanager
     def deciding(self) -> Iterator[float]:
@@ -107,12 +107,12 @@ class RequestGuard:
         if from_hub and self._believes_hubs:
             self.replaced.set()
             self.check_leads()
-        self._ask_the_other()
+        self.ask_the_others()
         text = f"this hub leads under term {own}, and {term} is claimed: ask the other one"
         raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, text)
 
-    def _ask_the_other(self) -> None:
-        """Find out in a thread whether the other hub leads under a higher term, at most once a second."""
+    def ask_the_others(self) -> None:
+        """Find out in a thread whether another hub leads under a higher term, at most once a second."""
         now = self.ledger.clock()
         if now - self._asked_s < _ASK_S or not self._asking.acquire(blocking=False):
             return
@@ -120,8 +120,11 @@ class RequestGuard:
 
         def ask() -> None:
             try:
-                if self._other_term() > self.ledger.hub.state.term:
+                leads, promised = self._other_terms()
+                if leads > self.ledger.hub.state.term:
                     self.replaced.set()
+                else:
+                    self.leadership.heard_promise(promised)
             finally:
                 self._asking.release()
 

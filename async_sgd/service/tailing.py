@@ -8,7 +8,7 @@ from zlib_ng.zlib_ng import crc32
 
 from aedit.async_sgd.journal.frames import File
 from aedit.async_sgd.journal.journal import Position, segment_path
-from aedit.async_sgd.journal.store import segment_numbers, snapshot_path
+from aedit.async_sgd.journal.store import begin_after, segment_numbers, snapshot_path
 from aedit.async_sgd.service.request_guard import RequestGuard
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.service import Refusal
@@ -27,11 +27,15 @@ class Tailing:
     def tail(self, request: pb.TailRequest) -> Iterator[pb.TailChunk | None]:
         """Stream from the given byte on if that segment is still there, else a snapshot first.
 
-        None: there is nothing new at this moment.
+        A standby that has other records before that byte is told so. None: there is nothing new now.
         """
         self._guard.check_term(request.term, from_hub=True)
         directory = self._ledger.store.directory
         segment, offset = request.segment, request.offset
+        if request.chain and not self._ledger.receipts.has((segment, offset), request.chain):
+            other = begin_after(directory, request.last_term)
+            yield pb.TailChunk(differs=True, segment=other[0], offset=other[1])
+            return
         path = segment_path(directory, segment)
         if not path.exists() or path.stat().st_size < offset:
             snapshots = segment_numbers(directory, "snapshot")
@@ -60,8 +64,8 @@ class Tailing:
     def _segments(self, segment: int, offset: int) -> Iterator[pb.TailChunk | None]:
         directory = self._ledger.store.directory
         file = File(segment_path(directory, segment))
-        quiet_since_s = 0.0
-        while True:
+        quiet_since_s, term = 0.0, self._ledger.hub.state.term
+        while self._ledger.hub.state.term == term:  # else it must be confirmed under a higher one
             self._guard.check_leads()
             end = self._end(file, segment)
             if offset < end:

@@ -68,6 +68,11 @@ class HubEndpoint:
         return "" if first == self.own_address else first
 
     @property
+    def least_replicas(self) -> int:
+        """Return how many replicas must have a record on disk, this hub included; 1 but in a swarm."""
+        return self.replicas.part(self.part[0]).least if self.replicas is not None else 1
+
+    @property
     def others(self) -> tuple[str, ...]:
         """Return the addresses of the other hubs that may lead, without those that are not known yet."""
         part = self.part[0]

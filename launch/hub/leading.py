@@ -144,6 +144,8 @@ class LeadingHub:
                 self.engine.is_full(error)
             except (JournalBroken, OSError) as error:
                 self.engine.fail(error)
+            if not self.leadership.holds_lease():
+                self.guard.ask_the_others()  # it may have been replaced while it could not be told
             if not self.leadership.leads:
                 self.guard.replaced.set()
             elif (first := self._successor()) and self.leadership.hand_over(first):

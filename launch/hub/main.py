@@ -147,8 +147,12 @@ class _Process:
             standby=lambda: ",".join(endpoint.others),
             part=endpoint.part_asked,
         )
-        self._leadership = Leadership(VoterFile(endpoint.directory / "votes.json"), endpoint.num_others)
-        self._others = OtherHubs(endpoint, self._responder.question())
+        self._leadership = Leadership(
+            VoterFile(endpoint.directory / "votes.json"),
+            endpoint.num_others,
+            least=lambda: endpoint.least_replicas,
+        )
+        self._others = OtherHubs(endpoint, lambda: self._responder.question(self._leadership.promised))
         self._canvass = Canvass(endpoint, self._leadership, self._count)
         self._server: Server | None = None
         self._leading: LeadingHub | None = None
@@ -288,7 +292,7 @@ class _Process:
             self._leadership,
             lambda: self._endpoint.successor,
         )
-        leading.guard.trust(hubs=self._endpoint.keys is not None, other_term=self._others.leading_term)
+        leading.guard.trust(hubs=self._endpoint.keys is not None, other_terms=self._others.terms)
         leading.begin(records)
         (self._endpoint.directory / folder.MIRROR).unlink(missing_ok=True)
         if self._config.hub.parent:
@@ -331,7 +335,7 @@ class _Process:
     def _follow(self) -> None:
         mirror = Mirror(self._store, self._make)
         self._standby = Standby(
-            self._endpoint, mirror, self._reports, self._responder, self._leadership, self._take_over
+            self._others, mirror, self._reports, self._responder, self._leadership, self._take_over
         )
         self._serve(self._standby)
         self._standby.start()

@@ -1,8 +1,9 @@
-"""Ask the other hubs of a run about its state, when a hub starts."""
+"""Ask the other hubs of a run which one leads, and what it has."""
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import grpc
@@ -17,12 +18,16 @@ log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 3.0
 
+Hello = pb.HelloReply | HubRefused | HubUnreachable
+"""What a hub says to a question, or why it does not."""
+
 
 class OtherHubs:
     """The hubs besides this one that may lead."""
 
-    def __init__(self, endpoint: HubEndpoint, question: pb.HelloRequest) -> None:
-        self._endpoint, self._question = endpoint, question
+    def __init__(self, endpoint: HubEndpoint, question: Callable[[], pb.HelloRequest]) -> None:
+        """Create them. question: returns the Hello of this hub."""
+        self.endpoint, self._question = endpoint, question
 
     def newest_term(self) -> int:
         """Return the highest term that another hub knows; 0 if there is none or none answers.
@@ -30,28 +35,56 @@ class OtherHubs:
         Raises UserError if one of this part refuses this hub: it is alive and may lead.
         """
         terms = [0]
-        for address, client in self._clients():
-            try:
-                terms.append(client.hello(self._question).term)
-            except HubRefused as error:
-                if error.code is not grpc.StatusCode.FAILED_PRECONDITION:
-                    raise UserError(str(error)) from error
-                log.warning("not a hub of this part: %s", error)
-            except HubUnreachable as error:
-                log.warning("%s: another hub of the run does not answer: %s", address, error)
+        for address, answer in self._hellos():
+            if isinstance(answer, pb.HelloReply):
+                terms.append(answer.term)
+            elif isinstance(answer, HubUnreachable):
+                log.warning("%s: another hub of the run does not answer: %s", address, answer)
+            elif answer.code is grpc.StatusCode.FAILED_PRECONDITION:
+                log.warning("not a hub of this part: %s", answer)
+            else:
+                raise UserError(str(answer)) from answer
         return max(terms)
 
-    def leading_term(self) -> int:
-        """Return the highest term under which another hub leads; 0 if none is known."""
-        terms = [0]
-        for _, client in self._clients():
-            try:
-                hello = client.hello(self._question)
-            except (HubRefused, HubUnreachable) as error:
-                log.warning("asking another hub for its term: %s", error)
-                continue
-            terms.append(hello.term if hello.leads else 0)
-        return max(terms)
+    def terms(self) -> tuple[int, int]:
+        """Return the highest term under which another hub leads, and the highest that one has promised.
+
+        0 stands for none that is known.
+        """
+        answers = [answer for _, answer in self._hellos() if isinstance(answer, pb.HelloReply)]
+        leads = max((answer.term for answer in answers if answer.leads), default=0)
+        return leads, max((answer.promised for answer in answers), default=0)
+
+    def leader(self, least_term: int) -> tuple[str, int] | None:
+        """Return the address and term of the first hub to answer that it leads; None if none does.
+
+        least_term: leaders of lower terms do not count.
+        """
+        for address, answer in self._hellos():
+            if isinstance(answer, pb.HelloReply) and answer.leads and answer.term >= least_term:
+                return address, answer.term
+        return None
+
+    def _hellos(self) -> Iterator[tuple[str, Hello]]:
+        """Ask all at once, and yield their answers as they come: one that is silent delays no other."""
+        addresses = self.endpoint.others
+        pool = ThreadPoolExecutor(max(1, len(addresses)), thread_name_prefix="hello")
+        try:
+            asked = {pool.submit(self._hello, address): address for address in addresses}
+            for done in as_completed(asked):
+                yield asked[done], done.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _hello(self, address: str) -> Hello:
+        client = HubClient(address, self.endpoint.client_keys(), call_timeout_s=_TIMEOUT_S)
+        try:
+            return client.hello(self._question())
+        except (HubRefused, HubUnreachable) as error:
+            log.info("asking another hub for its term: %s", error)
+            return error
+        finally:
+            client.close()
 
     def what_is_missing(self, hub: Hub, identity: int) -> str:
         """Return a text for the operator who lets this hub lead without a vote: what may be lost."""
@@ -79,8 +112,8 @@ class OtherHubs:
         return "\n".join(lines)
 
     def _clients(self) -> Iterator[tuple[str, HubClient]]:
-        for address in self._endpoint.others:
-            client = HubClient(address, self._endpoint.client_keys(), call_timeout_s=_TIMEOUT_S)
+        for address in self.endpoint.others:
+            client = HubClient(address, self.endpoint.client_keys(), call_timeout_s=_TIMEOUT_S)
             try:
                 yield address, client
             finally:

@@ -5,26 +5,29 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
 
 from aedit.async_sgd.hub import news
 from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.journal.frames import Damaged
+from aedit.async_sgd.journal.journal import Mark, Position
 from aedit.async_sgd.journal.mirror import Mirror
+from aedit.async_sgd.journal.store import begin_after
 from aedit.async_sgd.rules.records import Led, Record
 from aedit.async_sgd.service import messages
 from aedit.async_sgd.service.callers import fingerprint
 from aedit.async_sgd.service.hello_responder import HelloResponder, check_part
 from aedit.async_sgd.service.leadership import Leadership
 from aedit.launch.hub import folder
-from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.leading import LeadingHub
+from aedit.launch.hub.other_hubs import OtherHubs
+from aedit.launch.hub.refusing import Refusing
 from aedit.launch.hub.reports import Reports
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
-from aedit.proto.wire.service import Caller, Refusal
+from aedit.proto.wire.service import Refusal
 from aedit.proto.wire.vote_messages import answer_in, answer_out, proposal_in, proposal_out
 from aedit.proto.wire.votes import Answer
 from aedit.system import write_atomically
@@ -36,63 +39,28 @@ _RETRY_S = 0.5
 _CONFIRM_S = 0.5
 """Longest time between two confirmations to the leading hub."""
 _CALL_TIMEOUT_S = 5.0
-_POLL_S = 0.002
+_SOON_S = 0.02
+"""Pause of a follower that may confirm nothing now."""
 
 Lead = Callable[[Mirror, Sequence[Record]], LeadingHub]
 """Start to lead with the state of the mirror and these first records."""
 
 
-class _Refusing:
-    """Refusals of the calls that only the leading hub may answer."""
-
-    def _refusal(self) -> Refusal:
-        return Refusal(grpc.StatusCode.FAILED_PRECONDITION, "this hub is a standby: call the leading hub")
-
-    def join(self, request: pb.JoinRequest, caller: Caller) -> pb.JoinReply:
-        raise self._refusal()
-
-    def heartbeat(self, request: pb.HeartbeatRequest) -> pb.News:
-        raise self._refusal()
-
-    def lease(self, request: pb.LeaseRequest) -> pb.LeaseReply:
-        raise self._refusal()
-
-    def leave(self, request: pb.LeaveRequest) -> pb.LeaveReply:
-        raise self._refusal()
-
-    def max_push_bytes(self, unit: int) -> int:
-        raise self._refusal()
-
-    def push(self, head: pb.PushHead, data: memoryview) -> pb.PushReply:
-        raise self._refusal()
-
-    def garbled(self, head: pb.PushHead, reason: str) -> None:
-        raise self._refusal()
-
-    def pull(self, request: pb.PullRequest) -> tuple[pb.PullHead, memoryview]:
-        raise self._refusal()
-
-    def tail(self, request: pb.TailRequest) -> Iterator[pb.TailChunk]:
-        raise self._refusal()
-
-    def confirm(self, request: pb.ConfirmRequest) -> pb.ConfirmReply:
-        raise self._refusal()
-
-
-class Standby(_Refusing):
+class Standby(Refusing):
     """`HubCore` of a hub that follows the leading one; `failure` is the reason if it had to stop."""
 
     def __init__(
         self,
-        endpoint: HubEndpoint,
+        others: OtherHubs,
         mirror: Mirror,
         reports: Reports,
         responder: HelloResponder,
         leadership: Leadership,
         lead: Lead,
     ) -> None:
-        self._endpoint, self._mirror, self._reports = endpoint, mirror, reports
+        self._others, self._mirror, self._reports = others, mirror, reports
         self._responder, self._leadership, self._lead = responder, leadership, lead
+        self._endpoint = endpoint = others.endpoint
         self._window_s = endpoint.config.hub.expire_s
         self._patience_s = self._drawn_patience_s()
         """Nodes repeat their votes; a node that has stopped voting has reached the leading hub again."""
@@ -101,6 +69,8 @@ class Standby(_Refusing):
         self._hindered = ""
         """Why this hub could not be elected when it was last asked."""
         self._stopping, self._deciding = threading.Event(), threading.Lock()
+        self._arrived, self._arrivals = threading.Condition(), 0
+        """Signals a chunk of the journal, and how many have come."""
         self._client: HubClient | None = None
         self._term = 0
         """Term of the hub whose journal is mirrored; 0 while that is unknown."""
@@ -121,6 +91,7 @@ class Standby(_Refusing):
     def stop(self) -> None:
         """Stop following."""
         self._stopping.set()
+        self._note_arrival()
         if self._client is not None:
             self._client.close()
         for thread in self._threads:
@@ -131,7 +102,7 @@ class Standby(_Refusing):
 
     def hello(self, request: pb.HelloRequest) -> pb.HelloReply:
         """Return the answer to a node or another hub that asks for this run."""
-        return self._responder.reply(request, self._mirror.hub.state.term)
+        return self._responder.reply(request, self._mirror.hub.state.term, promised=self._leadership.promised)
 
     def status(self, request: pb.StatusRequest) -> pb.StatusReply:
         """Return the state of this standby as JSON."""
@@ -239,17 +210,19 @@ class Standby(_Refusing):
     def _follow(self) -> None:
         alone_s = time.monotonic()
         while not self._stopping.is_set():
-            for other in self._endpoint.others:
+            known = max(self._mirror.hub.state.term, self._noted_term(), self._leadership.promised)
+            leader = self._others.leader(known)
+            if leader is not None:
                 try:
-                    self._follow_once(other)
+                    self._follow_once(*leader)
                 except (HubUnreachable, HubRefused) as error:
                     log.warning("following: %s", error)
                     self._note_end(error)
                 except Damaged as error:
                     self._fetch_anew(error)
-                if self._leader:
-                    alone_s = time.monotonic()
-                self._term, self._leader = 0, ""
+            if self._leader:
+                alone_s = time.monotonic()
+            self._term, self._leader = 0, ""
             if self._endpoint.replicas is not None and time.monotonic() > alone_s + self._patience_s:
                 alone_s, self._patience_s = time.monotonic(), self._drawn_patience_s()
                 self._stand_or_end()
@@ -284,31 +257,70 @@ class Standby(_Refusing):
             if self.leading is None:
                 self._stands()
 
-    def _follow_once(self, other: str) -> None:
-        """Follow the hub at this address for as long as it leads."""
-        self._client = HubClient(other, self._endpoint.client_keys(), call_timeout_s=_CALL_TIMEOUT_S)
+    def _follow_once(self, leader: str, term: int) -> None:
+        """Follow the hub at this address for as long as it leads this term."""
+        self._client = HubClient(leader, self._endpoint.client_keys(), call_timeout_s=_CALL_TIMEOUT_S)
         try:
-            hello = self._client.hello(self._responder.question())
-            if not hello.leads or hello.term < self._mirror.hub.state.term:
-                return
-            self._begin(hello.term)
-            segment, offset = self._mirror.position
-            for chunk in self._client.tail(pb.TailRequest(term=hello.term, segment=segment, offset=offset)):
-                if self._stopping.is_set():
-                    return
-                self._mirror.take(chunk)
-                self._leadership.heard_leader(self._mirror.hub.state.configs)
-                self._term, self._leader = hello.term, other
+            while not self._tail(self._client, term, leader):
+                pass
         finally:
             self._client.close()
 
-    def _begin(self, term: int) -> None:
-        """Forget what was mirrored under another term, which the leader may not have."""
+    def _tail(self, client: HubClient, term: int, leader: str) -> bool:
+        """Mirror the journal of a leader from where its records and those here are the same.
+
+        Returns False if that was not where these end: they are cut off, and it may be tried again.
+        """
+        mark = self._mark(term)
+        request = pb.TailRequest(
+            term=term,
+            segment=mark.position[0],
+            offset=mark.position[1],
+            chain=mark.chain,
+            last_term=self._mirror.hub.state.term,
+        )
+        for chunk in client.tail(request):
+            if self._stopping.is_set():
+                return True
+            if chunk.differs:
+                self._take_back((chunk.segment, chunk.offset))
+                return False
+            self._mirror.take(chunk)
+            self._leadership.heard_leader(self._mirror.hub.state.configs)
+            self._term, self._leader = term, leader
+            self._note_arrival()
+        return True
+
+    def _noted_term(self) -> int:
+        """Return the highest term whose leader was followed; 0 without one."""
         noted = folder.read_line(self._endpoint.directory / folder.MIRROR)
-        if not noted or json.loads(noted)["term"] != term:
-            self._leadership.forget((0, 0, 0))
-            self._mirror.forget()
+        return int(json.loads(noted)["term"]) if noted else 0
+
+    def _mark(self, term: int) -> Mark:
+        """Return where this journal ends. Delete a snapshot alone of another term: it cannot be compared."""
+        mark = self._mirror.mark()
+        if self._noted_term() != term:
+            if not mark.chain:
+                self._leadership.forget((0, 0, 0))
+                self._mirror.forget()
+                mark = self._mirror.mark()
             write_atomically(self._endpoint.directory / folder.MIRROR, json.dumps({"term": term}))
+        return mark
+
+    def _take_back(self, end: Position) -> None:
+        """Cut off what only this hub has: it was not acknowledged, as the leader was elected without it.
+
+        It is behind `end`, where the leader goes on to terms that are not known here; or else it is at least
+        what was written here in the last term.
+        """
+        term, before = self._mirror.hub.state.term, self._mirror.position
+        own = begin_after(self._endpoint.directory, term - 1)
+        if self._mirror.cut(end) or self._mirror.cut(own):
+            log.warning("cut the journal from %s back to %s", before, self._mirror.position)
+        else:
+            log.warning("the leader has other records: fetching its journal from the start")
+            self._leadership.forget((term, *before))
+            self._mirror.forget()
 
     def _fetch_anew(self, error: Damaged) -> None:
         """Discard a damaged journal. Until all of it is here again, this hub cannot be elected."""
@@ -316,16 +328,27 @@ class Standby(_Refusing):
         self._leadership.forget((self._mirror.hub.state.term, *self._mirror.position))
         self._mirror.forget()
 
+    def _note_arrival(self) -> None:
+        with self._arrived:
+            self._arrivals += 1
+            self._arrived.notify_all()
+
+    def _await_arrival(self, seen: int) -> None:
+        """Return when more chunks than `seen` have come, or at the time of the next confirmation."""
+        with self._arrived:
+            self._arrived.wait_for(lambda: self._arrivals != seen, _CONFIRM_S)
+
     def _confirm(self) -> None:
-        confirmed, waited_s = (0, 0), 0.0
+        confirmed = (0, 0)
         while not self._stopping.is_set():
-            term = self._term
-            is_quiet = self._mirror.position == confirmed and waited_s < _CONFIRM_S
-            if is_quiet or not term or not self._leadership.may_confirm(term):
-                self._stopping.wait(_POLL_S)
-                waited_s += _POLL_S
+            seen, term = self._arrivals, self._term
+            if self._mirror.position == confirmed or not term:
+                self._await_arrival(seen)
+                term = self._term
+            if not term or not self._leadership.may_confirm(term):
+                self._stopping.wait(_SOON_S)
                 continue
-            confirmed, waited_s = self._mirror.sync(), 0.0
+            confirmed = self._mirror.sync()
             request = pb.ConfirmRequest(
                 term=term,
                 segment=confirmed[0],
@@ -345,10 +368,10 @@ class Standby(_Refusing):
 
     def _apply(self) -> None:
         while not self._stopping.is_set():
+            seen, moved = self._arrivals, False
             try:
                 moved = self._mirror.apply()
             except Damaged as error:
                 self._fetch_anew(error)
-                moved = False
             if not moved:
-                self._stopping.wait(_POLL_S)
+                self._await_arrival(seen)

@@ -150,7 +150,7 @@ class Peer:
         for hosted in list(self._hosted.values()):
             hosted.look()
         views = self._views()
-        self._replicas.write([view.places() for view in views])
+        self._replicas.write([view.places(self._hosts.copies) for view in views])
         for part, view in enumerate(views):
             own = self._hosted.get(part)
             role = view.role(self._hosts.copies, own.others if own is not None else 0)

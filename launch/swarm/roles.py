@@ -91,15 +91,16 @@ class PartView:
         places = {key: place for place, key in enumerate(self.ranked)}
         return self.me == max(surplus, key=lambda key: (places.get(key, len(places)), key))
 
-    def places(self) -> PartPlaces:
-        """Return the addresses of the replicas, for the processes of this machine."""
+    def places(self, copies: int) -> PartPlaces:
+        """Return the addresses of the replicas, of which `copies` are wanted, for the processes here."""
         ranked = [key for key in self.ranked if key in self.replicas]
         ranked += sorted(set(self.replicas) - set(ranked))
 
         def address(key: bytes | None) -> str:
             return "" if key is None else self.replicas[key].address
 
-        return PartPlaces(tuple(map(address, ranked)), address(self.owner), address(self.first()))
+        least = max(1, min(copies // 2 + 1, len(self.ranked)))
+        return PartPlaces(tuple(map(address, ranked)), address(self.owner), address(self.first()), least)
 
 
 def part_view(run: str, part: int, live: Mapping[bytes, PeerCard], me: bytes = b"") -> PartView:

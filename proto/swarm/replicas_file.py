@@ -1,6 +1,7 @@
 """`replicas.json`: the addresses of the replicas of each part. A peer writes it for the processes here.
 
-{"parts": [{"replicas": ["10.0.0.1:7001", "10.0.0.2:7001"], "owner": "10.0.0.1:7001", "first": ""}, ...]}
+{"parts": [{"replicas": ["10.0.0.1:7001", "10.0.0.2:7001"], "owner": "10.0.0.1:7001", "first": "",
+            "least": 2}, ...]}
 """
 
 import json
@@ -24,6 +25,9 @@ class PartPlaces:
     """The one that leads; empty while none is known."""
     first: str = ""
     """The one that should lead: an owner that is another hands the part over to it. Empty: no wish."""
+    least: int = 1
+    """Replicas, the owner included, that must have a push on disk before it is acknowledged: most of the
+    copies that are wanted, or all peers where there are fewer."""
 
 
 class ReplicasFile:
@@ -63,6 +67,6 @@ class ReplicasFile:
 
 def _parts(text: str) -> tuple[PartPlaces, ...]:
     return tuple(
-        PartPlaces(tuple(part["replicas"]), part["owner"], part["first"])
+        PartPlaces(tuple(part["replicas"]), part["owner"], part["first"], part["least"])
         for part in json.loads(text)["parts"]
     )

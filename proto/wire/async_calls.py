@@ -32,8 +32,8 @@ _Work: TypeAlias = Callable[[AsyncIterator[bytes], CallContext, _Write], Corouti
 _LATER = grpc.StatusCode.RESOURCE_EXHAUSTED
 _SILENT = "too many open calls that have sent nothing: this one was ended to make room"
 _END = object()
-_LOOK_S = 0.005
-"""Pause before a handler that had nothing to send is asked again."""
+_LOOK_S, _LONGEST_LOOK_S = 0.005, 0.04
+"""Pauses before a handler that had nothing to send is asked again: each is twice as long as the last one."""
 
 
 class AsyncCalls:
@@ -173,13 +173,15 @@ def _threaded(
         first = None
         if not response_streaming:
             return await pool.run(context.peer(), lambda: behaviour(request, context))
-        answers = behaviour(request, context)
+        answers, pause_s = behaviour(request, context), _LOOK_S
         try:
             while (answer := await pool.run(context.peer(), lambda: next(answers, _END))) is not _END:
                 if answer is None:
-                    await asyncio.sleep(_LOOK_S)
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
                 else:
                     await write(answer)
+                    pause_s = _LOOK_S
         finally:
             _close(answers)
 

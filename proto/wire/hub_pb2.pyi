@@ -46,16 +46,18 @@ class Method(_message.Message):
     def __init__(self, settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class HelloRequest(_message.Message):
-    __slots__ = ("protocol", "version", "method", "part")
+    __slots__ = ("protocol", "version", "method", "part", "promised")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     version: str
     method: Method
     part: int
-    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., method: _Optional[_Union[Method, _Mapping]] = ..., part: _Optional[int] = ...) -> None: ...
+    promised: int
+    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., method: _Optional[_Union[Method, _Mapping]] = ..., part: _Optional[int] = ..., promised: _Optional[int] = ...) -> None: ...
 
 class Receipt(_message.Message):
     __slots__ = ("epoch", "process", "segment", "offset", "chain", "mac")
@@ -84,7 +86,7 @@ class Claim(_message.Message):
     def __init__(self, receipt: _Optional[_Union[Receipt, _Mapping]] = ..., seqs: _Optional[_Iterable[int]] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol", "version", "run", "term", "config", "addresses", "standby", "leads")
+    __slots__ = ("protocol", "version", "run", "term", "config", "addresses", "standby", "leads", "promised")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +95,7 @@ class HelloReply(_message.Message):
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     STANDBY_FIELD_NUMBER: _ClassVar[int]
     LEADS_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     version: str
     run: str
@@ -101,7 +104,8 @@ class HelloReply(_message.Message):
     addresses: _containers.RepeatedScalarFieldContainer[str]
     standby: str
     leads: bool
-    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., run: _Optional[str] = ..., term: _Optional[int] = ..., config: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., standby: _Optional[str] = ..., leads: _Optional[bool] = ...) -> None: ...
+    promised: int
+    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., run: _Optional[str] = ..., term: _Optional[int] = ..., config: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., standby: _Optional[str] = ..., leads: _Optional[bool] = ..., promised: _Optional[int] = ...) -> None: ...
 
 class Tensor(_message.Message):
     __slots__ = ("name", "shape")
@@ -464,28 +468,34 @@ class StatusReply(_message.Message):
     def __init__(self, json: _Optional[str] = ...) -> None: ...
 
 class TailRequest(_message.Message):
-    __slots__ = ("term", "segment", "offset")
+    __slots__ = ("term", "segment", "offset", "chain", "last_term")
     TERM_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    LAST_TERM_FIELD_NUMBER: _ClassVar[int]
     term: int
     segment: int
     offset: int
-    def __init__(self, term: _Optional[int] = ..., segment: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+    chain: bytes
+    last_term: int
+    def __init__(self, term: _Optional[int] = ..., segment: _Optional[int] = ..., offset: _Optional[int] = ..., chain: _Optional[bytes] = ..., last_term: _Optional[int] = ...) -> None: ...
 
 class TailChunk(_message.Message):
-    __slots__ = ("segment", "offset", "data", "snapshot", "crc")
+    __slots__ = ("segment", "offset", "data", "snapshot", "crc", "differs")
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     CRC_FIELD_NUMBER: _ClassVar[int]
+    DIFFERS_FIELD_NUMBER: _ClassVar[int]
     segment: int
     offset: int
     data: bytes
     snapshot: bool
     crc: int
-    def __init__(self, segment: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., snapshot: _Optional[bool] = ..., crc: _Optional[int] = ...) -> None: ...
+    differs: bool
+    def __init__(self, segment: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., snapshot: _Optional[bool] = ..., crc: _Optional[int] = ..., differs: _Optional[bool] = ...) -> None: ...
 
 class ConfirmRequest(_message.Message):
     __slots__ = ("term", "segment", "offset", "replica", "address")

@@ -129,11 +129,11 @@ def hub_services(core: HubCore, limits: Limits, threads: int) -> tuple[Service, 
     """
     handlers = CallHandlers(limits)
     small, pushes = FairPool(8, "call"), FairPool(threads, "push")
-    # Other calls wait for what these bring.
+    # Other calls wait for what these bring; none of these waits.
     votes = FairPool(4, "vote")
     pulls, tails = FairPool(threads, "pull"), FairPool(4, "tail")
     membership = {
-        "Hello": handlers.call(hub_pb2.HelloRequest, core.hello, small, SMALL_BYTES),
+        "Hello": handlers.call(hub_pb2.HelloRequest, core.hello, votes, SMALL_BYTES),
         "Join": handlers.call_as(hub_pb2.JoinRequest, core.join, small),
         "Heartbeat": handlers.call(hub_pb2.HeartbeatRequest, core.heartbeat, small, SMALL_BYTES),
         "Lease": handlers.call(hub_pb2.LeaseRequest, core.lease, small, SMALL_BYTES),

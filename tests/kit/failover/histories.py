@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass, replace
 
-from kit.failover.hub import SimHub
+from kit.failover.hub import Disk, SimHub
 from kit.failover.node import SimNode
 from kit.failover.world import Fault, Violation, World
 
@@ -24,9 +24,12 @@ class History:
     repeat: float
     delay_s: float
     faults: tuple
+    least: int = 1
+    """Hubs that must have what is acknowledged, as in a swarm."""
 
     def __str__(self):
         head = f"seed {self.seed}: {self.num_hubs} hubs, {self.num_nodes} nodes, loss {self.loss:.2f}"
+        head += f", at least {self.least}"
         return "\n".join([head, *map(str, self.faults)])
 
 
@@ -53,10 +56,23 @@ def history(seed):
     for _ in range(moves.choice((0, 0, 1, 2, 4))):
         kind, at_s = moves.choice(("hand", "hand", "hand", "stand")), moves.uniform(1.0, FAULTS_S)
         faults += [Fault(at_s, kind, who, moves.choice(hubs)) for who in hubs]  # one of them leads
+    least = moves.choice((1, 2))
+    if num_hubs == 3 and least == 2 and moves.random() < 0.5:
+        faults = [*_without_losses(faults), Fault(moves.uniform(2.0, FAULTS_S), "ruin", moves.choice(hubs))]
     faults.sort(key=lambda fault: fault.at_s)
     rough = chance.random() < 0.5
     loss, repeat = (0.15 * chance.random(), 0.1 * chance.random()) if rough else (0.0, 0.0)
-    return History(seed, num_hubs, num_nodes, loss, repeat, chance.choice((0.002, 0.01, 0.03)), tuple(faults))
+    delay_s = chance.choice((0.002, 0.01, 0.03))
+    return History(seed, num_hubs, num_nodes, loss, repeat, delay_s, tuple(faults), least)
+
+
+def _without_losses(faults):
+    """Return the faults without those that lose a journal or a vote for good: one disk may be, not two."""
+
+    def loses(fault):
+        return fault.kind == "damage" or (fault.kind == "lose" and fault.who >= NODE)
+
+    return [replace(fault, kind="kill") if loses(fault) else fault for fault in faults]
 
 
 class Simulation:
@@ -67,6 +83,8 @@ class Simulation:
         numbers = list(range(what.num_hubs))
         self.hubs = [make_hub(self.world, number, numbers) for number in numbers]
         self.nodes = [make_node(self.world, NODE + i, numbers) for i in range(what.num_nodes)]
+        for hub in self.hubs:
+            hub.least = what.least
         self.everybody = [*self.hubs, *self.nodes]
         self.world.processes = {process.number: process for process in self.everybody}
         self.world.network.delay_s = what.delay_s
@@ -128,6 +146,19 @@ class Simulation:
     def _damage(self, fault):
         self._process(fault.who).damage()
 
+    def _ruin(self, fault):
+        """Lose the disk of a hub for good, once it is not the only one; another machine takes its place."""
+        hub = self._process(fault.who)
+        if any(
+            len(one.machine.configs[-1].replicas) > 1
+            for one in self.hubs
+            if one.alive and one.machine.configs
+        ):
+            hub.kill(loses=False)
+            hub.disk = Disk(hub.disk.voter.me + 50)
+            hub.ruined = True
+            self.world.after(0.5, self._restart, hub, hub.life)
+
     def _hand(self, fault):
         """Let a hub that leads hand over to another one; one that follows does nothing."""
         if fault.who != fault.other:
@@ -169,9 +200,11 @@ def shortest(what, fails):
             if fails(without):
                 what, smaller = without, True
                 break
-    for calm in (replace(what, loss=0.0, repeat=0.0), replace(what, num_nodes=1)):
-        what = calm if fails(calm) else what
-    return what
+    calm = replace(what, loss=0.0, repeat=0.0)
+    what = calm if fails(calm) else what
+    one_node = replace(what, num_nodes=1)
+    is_possible = all(fault.kind == "part" or fault.who <= NODE >= fault.other for fault in what.faults)
+    return one_node if is_possible and fails(one_node) else what
 
 
 def first_failure(seeds, make_hub=SimHub, make_node=SimNode):

@@ -27,6 +27,8 @@ class SimHub:
     """One hub process: alive or dead, paused or not."""
 
     make = Replica
+    least = 1
+    """Replicas that must have what is acknowledged."""
     volatile_votes = False
     """Forget votes at a restart, as a mutant does that keeps them in memory only."""
 
@@ -36,6 +38,10 @@ class SimHub:
         self.alive, self.paused_until, self.life = False, 0.0, 0
         self.handed_over = 0
         """Number of times that it gave its vote to its successor."""
+        self.ruined = False
+        """Whether its disk was lost for good, and another machine has taken its place."""
+        self.cut = 0
+        """Number of times that it took back records which a new leader did not have."""
 
     # --- life
 
@@ -44,11 +50,12 @@ class SimHub:
         if self.volatile_votes:
             self.disk.voter = Voter(self.disk.voter.me)
         self.machine = self.make(self.disk.voter, promise_s=PROMISE_S, lease_s=LEASE_S)
+        self.machine.least = self.least
         self.waiting, self.nodes, self.turn = [], {}, 0
         self.electing_until = 0.0
         self._replay()
         term = self._term()
-        if not self.disk.log and self.number == 0 and not self.disk.mirrored:
+        if not (self.disk.log or self.number or self.disk.mirrored or self.ruined):
             self._write(self.machine.found(0))
         elif self.machine.may_resume(term):
             self._write(self.machine.resume())
@@ -189,35 +196,66 @@ class SimHub:
     def on_answer(self, sender, answer):
         self._count(answer, from_node=False)
 
-    def on_fetch(self, sender, identity, term, length):
+    def on_fetch(self, sender, identity, term, log):
         if not self.machine.term:
             return
+        length, has_all = len(log), self._has(log)
         if term == self.machine.term:
-            self.machine.confirm(identity, (1, length), self.world.now)
-            self._release()
+            if has_all:
+                self.machine.confirm(identity, (1, length), self.world.now)
+                self._release()
         elif not self._leads(term):
             return
-        begin = length if term == self.machine.term else 0
-        chunk = tuple(self.disk.log[begin : self.disk.synced])
-        self.world.send(self.number, sender, "chunk", self.machine.term, begin, chunk)
-
-    def on_chunk(self, sender, term, begin, entries):
-        if self.machine.term or not self.machine.may_confirm(term) or term < self.disk.mirrored:
+        if not has_all:
+            last = max((entry.term for entry in log if isinstance(entry, Led)), default=0)
+            higher = (i for i, e in enumerate(self.disk.log) if isinstance(e, Led) and e.term > last)
+            began = next(higher, len(log))
+            self.world.send(self.number, sender, "differs", self.machine.term, began, log)
             return
-        if term != self.disk.mirrored:
-            self.machine.forget((0, 0, 0))
-            self.disk.keep(0)
-            self.disk.mirrored = term
-            self._replay()
+        chunk = tuple(self.disk.log[length : self.disk.synced])
+        self.world.send(self.number, sender, "chunk", self.machine.term, log, chunk)
+
+    def _has(self, log):
+        """Return whether the journal begins with these records."""
+        return tuple(self.disk.log[: len(log)]) == log
+
+    def on_differs(self, sender, term, began, asked):
+        """Take back what the leader of a term does not have; fetch all of it if that is not enough."""
+        if asked != tuple(self.disk.log) or not self._follows(term):
+            return
+        own = next(i for i, e in enumerate(asked) if e == Led(self._term())) if asked else 0
+        if began < len(asked) or own:
+            self.cut += 1
+            self.disk.keep(began if began < len(asked) else own)
+        else:
+            self._forget()
+        self._replay()
+        self._fetch_from(sender)
+
+    def _follows(self, term):
+        """Return whether the leader of a term may be followed, and note that it is."""
+        if self.machine.term or not self.machine.may_confirm(term) or term < self.disk.mirrored:
+            return False
+        self.disk.mirrored = term
+        return True
+
+    def on_chunk(self, sender, term, asked, entries):
+        if asked != tuple(self.disk.log) or not self._follows(term):
+            return
         self.machine.heard_leader(self.world.now)
         self.leader = sender
-        if begin != len(self.disk.log):
-            return
         for entry in entries:
             self.disk.log.append(entry)
             self._apply(len(self.disk.log), entry)
         if entries:
             self._fetch_from(sender)
+
+    def on_who_leads(self, sender):
+        self.world.send(self.number, sender, "leads", self.machine.term, self.disk.voter.term)
+
+    def on_leads(self, sender, term, promised):
+        if self._leads(term):
+            self.machine.heard_promise(promised)
 
     def _leads(self, term):
         """Return whether this hub leads; it gives up when somebody knows a higher term."""
@@ -241,7 +279,7 @@ class SimHub:
         length = len(self.disk.log)
         self.disk.synced = length  # flushed before it is confirmed
         term = self.disk.mirrored if self.machine.may_confirm(self.disk.mirrored) else 0
-        self.world.send(self.number, hub, "fetch", self.disk.voter.me, term, length)
+        self.world.send(self.number, hub, "fetch", self.disk.voter.me, term, tuple(self.disk.log))
 
     def _forget(self):
         self.machine.forget(self._extent())
@@ -262,6 +300,9 @@ class SimHub:
             return
         if machine.is_overtaken and machine.may_stand(now):
             machine.stand(self._extent())
+        if not machine.holds_lease(now):
+            for other in self.others:
+                self.world.send(self.number, other, "who_leads")
         self._write(machine.propose(*self._wanted()))
         self._save()
         self._ask_voters(machine.asks)
@@ -270,9 +311,9 @@ class SimHub:
     def _wanted(self):
         machine, now = self.machine, self.world.now
         silent = machine.silent(now, SILENT_S)
-        known = {100 + other for other in self.others}
-        near = {one for one in known if machine.confirmed(one) >= (1, len(self.disk.log) - 5)}
-        kept = set(machine.configs[-1].replicas) | {n for n in near if machine.was_heard(n, now - SILENT_S)}
+        heard = machine.followers(now - SILENT_S)
+        near = {one for one in heard if machine.confirmed(one) >= (1, len(self.disk.log) - 5)}
+        kept = set(machine.configs[-1].replicas) | near
         live = sorted(voter for voter, at_s in self.nodes.values() if now - at_s < EXPIRE_S)
         return kept - silent, live[:7]
 
@@ -325,7 +366,9 @@ class SimHub:
         return [(e[1], e[2]) for e in self.disk.log if isinstance(e, tuple) and e[0] == "push"]
 
     def _may_tell(self, position):
-        return position <= self.disk.synced and (1, position) <= self.machine.acknowledged()
+        machine, agreed = self.machine, self.machine.configs[:1]
+        enough = bool(agreed) and (len(agreed[0].replicas) >= self.least or not agreed[0].electors)
+        return enough and position <= self.disk.synced and (1, position) <= machine.acknowledged()
 
     def _release(self):
         """Acknowledge what is on all disks that count."""

@@ -88,6 +88,13 @@ class YieldsToAnybody(Replica):
         return "" if self.configs else "it has no journal"
 
 
+class ComparesNothing(SimHub):
+    """A leader that lets a follower keep all that it has."""
+
+    def _has(self, log):
+        return len(log) <= len(self.disk.log)
+
+
 def hub_with(machine, *, voter=Voter, forgets=False):
     """Return a simulated hub whose state machine is `machine`."""
 
@@ -144,6 +151,7 @@ MUTANTS = {
         hub_with(YieldsToAnybody, voter=Credulous),
         node_with(voter=Credulous),
     ),
+    "a follower keeps records that the leader does not have": (ComparesNothing, SimNode),
     "a configuration needs no quorum of the one before": (hub_with(NewestOnly), SimNode),
 }
 """By name: the simulated hub and node."""

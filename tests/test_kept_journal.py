@@ -1,0 +1,182 @@
+"""Tests that a follower keeps the records that a new leader has too, and no others."""
+
+import zlib
+from itertools import takewhile
+from types import SimpleNamespace
+
+import pytest
+from test_journal import Book, config, same
+
+from aedit.async_sgd.journal.encoding import encode_records
+from aedit.async_sgd.journal.journal import Mark, segment_path
+from aedit.async_sgd.journal.ledger import Ledger
+from aedit.async_sgd.journal.mirror import Mirror
+from aedit.async_sgd.journal.store import Store, begin_after, segment_numbers, snapshot_path
+from aedit.async_sgd.rules.records import Led
+from aedit.async_sgd.service.leadership import Leadership
+from aedit.async_sgd.service.tailing import Tailing
+from aedit.launch.hub.replay import make_hub
+from aedit.launch.hub.standby import Standby
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.vote_messages import VoterFile
+
+
+class Follower:
+    """A standby over a folder, without threads. Its leaders are ledgers in this process."""
+
+    def __init__(self, place):
+        place.mkdir(exist_ok=True)
+        self.mirror = Mirror(Store(place), lambda: make_hub(config(), (0, 1)))
+        endpoint = SimpleNamespace(config=config(), directory=place, replicas=None, others=())
+        votes = Leadership(VoterFile(place / "votes.json"), 1)
+        self.standby = Standby(SimpleNamespace(endpoint=endpoint), self.mirror, None, None, votes, None)
+        self.bytes = self.differed = 0
+
+    def follow(self, ledger):
+        """Mirror all that a leader has; count the bytes that this took."""
+        self.bytes = self.differed = 0
+        term = ledger.hub.state.term
+        while not self.standby._tail(
+            SimpleNamespace(tail=lambda request: self._chunks(ledger, request)), term, "h:1"
+        ):
+            pass
+        while self.mirror.apply():
+            pass
+
+    def _chunks(self, ledger, request):
+        guard = SimpleNamespace(
+            ledger=ledger, check_term=lambda term, from_hub: None, check_leads=lambda: None
+        )
+        for chunk in takewhile(lambda chunk: chunk is not None, Tailing(guard).tail(request)):
+            self.bytes += len(chunk.data)
+            self.differed += chunk.differs
+            yield chunk
+
+    def lead(self, term):
+        """Return the ledger of this follower, which leads from now on."""
+        ledger = Ledger(self.mirror.hub, self.mirror.journal(), self.mirror._store, clock=lambda: 0.0)
+        ledger.durable(ledger.commit([Led(term)]))
+        return ledger
+
+
+@pytest.fixture
+def book(tmp_path):
+    (tmp_path / "a").mkdir()
+    return Book(tmp_path / "a").join("a")
+
+
+def bytes_of(place):
+    return {number: segment_path(place, number).read_bytes() for number in segment_numbers(place, "journal")}
+
+
+def test_what_a_new_leader_has_too_is_not_sent_again(book, tmp_path):
+    short, long = (Follower(tmp_path / name) for name in "bc")
+    short.follow(book.ledger)
+    book.push(0, 0)
+    long.follow(book.ledger)
+    whole = long.mirror.position[1]
+    leader = long.lead(2)
+    short.follow(leader)
+    assert (short.differed, short.mirror.position) == (0, leader.journal.position)
+    assert 0 < short.bytes < leader.journal.position[1] - 1000
+    assert begin_after(tmp_path / "c", 1) == (1, whole)
+    assert bytes_of(tmp_path / "b") == bytes_of(tmp_path / "c")
+    same(short.mirror.hub, leader.hub)
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+def test_what_a_new_leader_lacks_is_cut_off_and_the_state_with_it(book, tmp_path, segments):
+    """Of two followers the one that has less may be elected: what only the other has is not acknowledged."""
+    short, long = (Follower(tmp_path / name) for name in "bc")
+    short.follow(book.ledger)
+    kept = short.mirror.position
+    book.push(0, 0)
+    for _ in range(segments - 1):
+        book.ledger.snapshot()
+        book.push(0, 1)
+    long.follow(book.ledger)
+    assert long.mirror.hub.state.units[0].version > short.mirror.hub.state.units[0].version
+    leader = short.lead(2)
+    long.follow(leader)
+    assert (long.differed, long.mirror.position) == (1, leader.journal.position)
+    assert long.bytes == leader.journal.position[1] - kept[1]
+    same(long.mirror.hub, leader.hub)
+    again = Follower(tmp_path / "c")
+    assert bytes_of(tmp_path / "b") == bytes_of(tmp_path / "c")
+    same(again.mirror.hub, leader.hub)
+
+
+def test_a_leader_that_was_replaced_follows_with_what_it_has_in_common(book, tmp_path):
+    follower = Follower(tmp_path / "b")
+    follower.follow(book.ledger)
+    book.push(0, 0)
+    leader = follower.lead(2)
+    former = Follower(tmp_path / "a")
+    former.follow(leader)
+    assert former.differed == 1
+    assert former.bytes < 200
+    same(former.mirror.hub, leader.hub)
+
+
+def test_records_of_another_journal_are_fetched_anew(book, tmp_path):
+    """The other one even has a term that begins behind the end of these."""
+    (tmp_path / "other").mkdir()
+    other = Book(tmp_path / "other").join("a")
+    for _ in range(3):
+        other.push(0, 1)
+    other.commit([Led(2)])
+    follower = Follower(tmp_path / "b")
+    follower.follow(book.ledger)
+    follower.follow(other.ledger)
+    assert follower.differed == 1
+    assert follower.bytes == other.ledger.journal.position[1]
+    same(follower.mirror.hub, other.hub)
+    assert follower.standby._leadership._replica.voter.seen > (0, 0, 0), "no candidate before it has as much"
+
+
+def test_an_incomplete_end_is_cut_off_before_it_is_compared(book, tmp_path):
+    follower = Follower(tmp_path / "b")
+    follower.follow(book.ledger)
+    whole = follower.mirror.position
+    book.push(0, 0)
+    piece = book.ledger.journal.file.read(whole[1], 70)
+    follower.mirror.take(pb.TailChunk(segment=1, offset=whole[1], data=piece, crc=zlib.crc32(piece)))
+    assert follower.mirror.mark().position == whole
+    follower.follow(book.ledger)
+    assert follower.differed == 0
+    same(follower.mirror.hub, book.hub)
+
+
+def test_a_snapshot_alone_is_fetched_again_under_another_term(book, tmp_path):
+    book.commit([Led(2)])
+    for unit in (0, 1, 0):
+        book.push(0, unit)
+        book.ledger.snapshot()
+    follower = Follower(tmp_path / "b")
+    chunks = follower._chunks(book.ledger, pb.TailRequest(segment=1))
+    for chunk in chunks:
+        if not chunk.snapshot:
+            break
+        follower.mirror.take(chunk)
+    head = chunk.data[:7]
+    follower.mirror.take(pb.TailChunk(segment=chunk.segment, offset=0, data=head, crc=zlib.crc32(head)))
+    assert follower.mirror.mark() == Mark((chunk.segment, 0), b"")
+    saved = snapshot_path(tmp_path / "a", chunk.segment).stat().st_size
+    follower.follow(book.ledger)
+    assert follower.bytes == saved + book.ledger.journal.position[1]
+    same(follower.mirror.hub, book.hub)
+
+
+def test_the_begin_of_a_term_is_found_in_any_segment_and_in_one_that_is_being_written(book, tmp_path):
+    place = tmp_path / "a"
+    at = book.ledger.journal.position
+    book.commit([Led(5)])
+    assert begin_after(place, 4) == at
+    book.ledger.journal.rotate()
+    book.push(0, 0)
+    assert begin_after(place, 4) == at
+    frame = encode_records([Led(6)])
+    end = book.ledger.journal.position
+    book.ledger.journal.file.write(end[1], frame[:7])
+    assert begin_after(place, 4) == at
+    assert begin_after(place, 5) == (0, 0)
