@@ -10,7 +10,7 @@ INSTALL := $(PIP) pip setuptools && $(PIP) --no-build-isolation --editable
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Test processes side by side. WORKERS=0 runs all tests in one process.
 WORKERS := 2
-BENCHMARKS := overhead straggler quality async_quality bandwidth hub agent chaos poison elastic joining soak peers rollout decode drift idle tail off_policy rl_nodes rl_speed rl_servers versions audit serve \
+BENCHMARKS := overhead straggler quality async_quality bandwidth hub agent swarm chaos poison elastic joining soak peers rollout decode drift idle tail off_policy rl_nodes rl_speed rl_servers versions audit serve \
 	offload_gpu rollout_gpu
 
 .PHONY: help install run run-rl proto lint types test suite test-slow bench docs clean

@@ -67,7 +67,7 @@ def test_a_swarm_that_averages_owns_nothing_and_lands_on_arrival():
         (AVERAGES.replace('y = "hivemind"', 'y = "file"') + TIMED, 'swarm.discovery must be "hivemind" with'),
         (AVERAGES + TIMED + "[hub]\nquorum = 2", "hub must be left out with swarm.exchange"),
         (AVERAGES, 'edit.schedule must be "seconds" with swarm.exchange'),
-        (AVERAGES + TIMED.replace("10", "2"), r"edit.every must be at least 5 \(s\) with swarm.exchange"),
+        (AVERAGES + TIMED.replace("10", "9"), r"edit.every must be at least 10 \(s\) with swarm.exchange"),
         (AVERAGES + TIMED + "fragments = 2", "edit.fragments must be 1 with swarm.exchange"),
         (AVERAGES + TIMED + "warmup_steps = 5", "edit.warmup_steps must be 0 with swarm.exchange"),
         (AVERAGES + TIMED + "offload = true", "edit.offload must be false with swarm.exchange"),
@@ -75,7 +75,7 @@ def test_a_swarm_that_averages_owns_nothing_and_lands_on_arrival():
         (AVERAGES + 'announce = "h"\n' + TIMED, "swarm.listen must name a port with swarm.announce"),
         (AVERAGES + TIMED + '[outer]\nkind = "heloco"', "outer.kind needs a hub"),
         (AVERAGES + TIMED + '[prompts]\nsource = "a.b:c"', "prompts.source must be empty in a swarm"),
-        (AVERAGES + "averaging_s = 5.0\n" + TIMED, r"swarm.averaging_s must be in \[10, 3600\]"),
+        (AVERAGES + "averaging_s = 5.0\n" + TIMED, r"swarm.averaging_s must be in \[15, 3600\]"),
         (SWARM + 'exchange = "all"', "swarm.exchange"),
     ],
 )

@@ -269,7 +269,7 @@ class RunConfig:
         check(
             timed, "edit.schedule", f'must be "seconds" {because}: peers meet at equal times', edit.schedule
         )
-        check(edit.every >= 5, "edit.every", f"must be at least 5 (s) {because}", edit.every)
+        check(edit.every >= 10, "edit.every", f"must be at least 10 (s) {because}", edit.every)
         check(edit.fragments == 1, "edit.fragments", f"must be 1 {because}", edit.fragments)
         check(edit.warmup_steps == 0, "edit.warmup_steps", f"must be 0 {because}", edit.warmup_steps)
         check(not edit.offload, "edit.offload", f"must be false {because}", edit.offload)

@@ -76,7 +76,7 @@ class SwarmConfig:
         check(reached, "swarm.announce", "must name this machine if swarm.listen is", repr(host))
         check(1 <= self.parts <= 64, "swarm.parts", "must be in [1, 64]", self.parts)
         check(1 <= self.copies <= 7, "swarm.copies", "must be in [1, 7]", self.copies)
-        check(10 <= self.averaging_s <= 3600, "swarm.averaging_s", "must be in [10, 3600]", self.averaging_s)
+        check(15 <= self.averaging_s <= 3600, "swarm.averaging_s", "must be in [15, 3600]", self.averaging_s)
         check(2 <= self.lease_s <= 300, "swarm.lease_s", "must be in [2, 300]", self.lease_s)
         for key in self.allow:
             check(bool(_KEY.fullmatch(key)), "swarm.allow", "must be 64 hexadecimal digits", repr(key))

@@ -61,9 +61,10 @@ class AveragingSettings:
     announce: str = ""
     client: bool = False
     """This peer calls others and is called by nobody."""
-    match_s: float = 3.0
-    """Time in which the peers of a round find each other; hivemind takes all of it, unless it knows their
-    number."""
+    match_s: float = 5.0
+    """Time in which the peers of a round find each other; hivemind takes all of it. Its own default."""
+    request_s: float = 3.0
+    """Longest time of a call while they do. hivemind's own default."""
     chunk_s: float = 5.0
     """Silence after which a peer is left out of a round."""
     total_s: float = 60.0
@@ -270,6 +271,7 @@ class HivemindAverager:
             "identity": str(mine.directory / "dht_key"),
             "client": mine.client,
             "match_s": mine.match_s,
+            "request_s": mine.request_s,
             "chunk_s": mine.chunk_s,
             "total_s": mine.total_s,
         }

@@ -68,7 +68,7 @@ class Averager:
             start=False,
             prefix=str(settings["prefix"]),
             min_matchmaking_time=self._match_s,
-            request_timeout=self._match_s / 2,
+            request_timeout=float(settings["request_s"]),
             allreduce_timeout=self._total_s - 2 * self._match_s,
             next_chunk_timeout=float(settings["chunk_s"]),
             sender_timeout=float(settings["chunk_s"]),
