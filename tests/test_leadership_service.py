@@ -65,7 +65,10 @@ def test_a_silent_standby_is_taken_out_when_the_nodes_agree(tmp_path):
     made.count(Answer(STANDBY, made.identity, made.asks().ballot, True, 1))
     position = ledger.commit([Led(1)])
     clock.now += 10.0
+    assert not made.asks_elector(NODE)
     tick(made, ledger)
+    assert made.asks_elector(NODE), "also a node whose heartbeats are answered is told to vote"
+    assert not made.asks_elector(NODE + 1)
     with pytest.raises(Unconfirmed):
         made.wait(position, limit_s=0.02)
     made.count(Answer(NODE, made.identity, made.asks().ballot, True, 1))

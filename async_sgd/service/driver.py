@@ -75,6 +75,7 @@ class Driver:
             self._guard.durable(position)
         self._guard.shown(versions_at)
         told.receipt.CopyFrom(self._ledger.receipt)
+        told.asks = self._guard.leadership.asks_elector(member.voter)
         return told
 
     def lease(self, request: pb.LeaseRequest) -> pb.LeaseReply:

@@ -127,6 +127,11 @@ class Leadership:
             standing = self._replica.term > 0 or self._clock() < self._standing_until_s
             return self._replica.asks if standing else None
 
+    def asks_elector(self, voter: int) -> bool:
+        """Return whether this hub waits for the answer of a node that breaks ties."""
+        with self._change:
+            return self.asks() is not None and any(voter in one.electors for one in self._replica.configs)
+
     def count(self, answer: Answer, window_s: float = float("inf")) -> Sequence[Record]:
         """Count an answer; return the records with which this hub begins to lead, once it is elected."""
         with self._deciding() as replica:

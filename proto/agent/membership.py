@@ -203,6 +203,8 @@ class Membership:
             self.acknowledged(news.receipt)
             owner.heard(self.part, news)
             owner.beaten(self.part, heartbeat)
+            if news.asks:
+                self._offer(self.client, min(self._patience_s, _OWN_HUB_S))
         self._heard_s = time.monotonic()
         self._set(here=True, member=True)
 

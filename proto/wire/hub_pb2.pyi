@@ -240,7 +240,7 @@ class UnitNews(_message.Message):
     def __init__(self, unit: _Optional[int] = ..., version: _Optional[int] = ..., seq: _Optional[int] = ..., verdict: _Optional[_Union[Verdict, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class News(_message.Message):
-    __slots__ = ("term", "units", "round", "pace_steps", "nodes", "total_steps", "total_tokens", "elapsed_s", "finished", "evaluates", "donors", "progress", "receipt")
+    __slots__ = ("term", "units", "round", "pace_steps", "nodes", "total_steps", "total_tokens", "elapsed_s", "finished", "evaluates", "donors", "progress", "receipt", "asks")
     TERM_FIELD_NUMBER: _ClassVar[int]
     UNITS_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -254,6 +254,7 @@ class News(_message.Message):
     DONORS_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    ASKS_FIELD_NUMBER: _ClassVar[int]
     term: int
     units: _containers.RepeatedCompositeFieldContainer[UnitNews]
     round: int
@@ -267,7 +268,8 @@ class News(_message.Message):
     donors: _containers.RepeatedScalarFieldContainer[str]
     progress: float
     receipt: Receipt
-    def __init__(self, term: _Optional[int] = ..., units: _Optional[_Iterable[_Union[UnitNews, _Mapping]]] = ..., round: _Optional[int] = ..., pace_steps: _Optional[int] = ..., nodes: _Optional[int] = ..., total_steps: _Optional[int] = ..., total_tokens: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., finished: _Optional[bool] = ..., evaluates: _Optional[bool] = ..., donors: _Optional[_Iterable[str]] = ..., progress: _Optional[float] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ...) -> None: ...
+    asks: bool
+    def __init__(self, term: _Optional[int] = ..., units: _Optional[_Iterable[_Union[UnitNews, _Mapping]]] = ..., round: _Optional[int] = ..., pace_steps: _Optional[int] = ..., nodes: _Optional[int] = ..., total_steps: _Optional[int] = ..., total_tokens: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., finished: _Optional[bool] = ..., evaluates: _Optional[bool] = ..., donors: _Optional[_Iterable[str]] = ..., progress: _Optional[float] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., asks: _Optional[bool] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
     __slots__ = ("who", "samples", "lists_held", "held")

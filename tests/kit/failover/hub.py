@@ -174,7 +174,8 @@ class SimHub:
         if not self._may_tell(self.version_at):
             return self.world.send(self.number, node, "waits", self.number)
         told = self.version, self.parts.get(self.version, ())
-        return self.world.send(self.number, node, "news", self.machine.term, *told)
+        asks = self.machine.asks is not None
+        return self.world.send(self.number, node, "news", self.machine.term, *told, asks)
 
     def on_poll(self, node, answer):
         """Handle a node that offers its vote, with its answer to the last proposal."""

@@ -65,9 +65,11 @@ class SimNode:
         if hub == self.hub:
             self.world.send(self.number, hub, "poll", None)
 
-    def on_news(self, sender, term, version, parts):
+    def on_news(self, sender, term, version, parts, asks):
         if sender != self.hub or not self._is_current(term):
             return
+        if asks:
+            self.world.send(self.number, sender, "poll", None)
         self.heard_s = self.world.now
         self.world.accounts.tells(version, parts)
         if term > self.known_term and version < self.version:
