@@ -189,6 +189,18 @@ def test_a_leader_whose_replica_has_promised_a_higher_term_is_elected_again():
     assert hub.stand((1, 1, 9)).term == 5
 
 
+def test_a_candidate_asks_with_what_its_journal_has_now():
+    """Found: it asked with an older journal than that which it had mirrored since, and was refused for ever."""
+    hub = replica(B, [config((A, B), (X,))])
+    first = hub.stand((1, 1, 90))
+    hub.configs = (config((A, B), (X,), 2),)
+    second = hub.stand((1, 1, 120))
+    assert (second.term, second.basis, second.extent) == (first.term, (1, 2), (1, 1, 120))
+    voter = Voter(X, 1, A, accepted=(1, 2))
+    assert not voter.answer(first)[1].granted
+    assert hub.count_vote(voter.answer(second)[1], 0.0)[0] == Led(2)
+
+
 @pytest.mark.parametrize("number", [1, 6, 100])
 def test_invented_voters_do_not_elect_anybody_however_many_they_are(number):
     """Only the identities in the configurations of the journal count."""

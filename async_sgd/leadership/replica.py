@@ -143,13 +143,14 @@ class Replica:
         return now - self._yielded_s >= self._promise_s
 
     def stand(self, extent: Extent) -> Proposal:
-        """Return the request for votes of a hub that can become the leader."""
+        """Return the request for votes of a hub that can become the leader, with what its journal has now."""
         least = max(self.voter.term, self._known_term, extent[0], self.configs[-1].term)
-        if self._votes is None or self._votes.proposal.term <= least:
-            self._votes = Tally(
-                Proposal(least + 1, 0, self.voter.me, self.configs[-1].ballot, extent), self.configs
-            )
-        return self._votes.proposal
+        votes = self._votes if self._votes is not None and self._votes.proposal.term > least else None
+        term = least + 1 if votes is None else votes.proposal.term
+        asked = Proposal(term, 0, self.voter.me, self.configs[-1].ballot, extent)
+        self._votes = votes or Tally(asked, self.configs)
+        self._votes.proposal, self._votes.configs = asked, self.configs
+        return asked
 
     def count_vote(self, answer: Answer, now: float, since_s: float = float("-inf")) -> Decided:
         """Count a vote; return the records with which this hub begins to lead, once it is elected.
