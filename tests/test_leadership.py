@@ -190,7 +190,7 @@ def test_a_leader_whose_replica_has_promised_a_higher_term_is_elected_again():
 
 
 def test_a_candidate_asks_with_what_its_journal_has_now():
-    """Found: it asked with an older journal than that which it had mirrored since, and was refused for ever."""
+    """Found: it asked with an older journal than it had by then, and was refused for ever."""
     hub = replica(B, [config((A, B), (X,))])
     first = hub.stand((1, 1, 90))
     hub.configs = (config((A, B), (X,), 2),)
