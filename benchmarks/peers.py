@@ -5,6 +5,7 @@ on two cores. And 1,000 simulated peers, of which only the signed cards exist, i
 places parts.
 """
 
+import argparse
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,23 +20,33 @@ from benchmarks.peers_parts.simulated import Balance, balance
 
 PARTS, COPIES = 8, 3
 FULL = tuple(
-    Size(peers=n, processes=2, parts=PARTS, copies=COPIES, steady_s=60, changes=10, change_every_s=6)
+    Size(peers=n, processes=2, parts=PARTS, copies=COPIES, steady_s=30, changes=6, change_every_s=5)
     for n in (32, 64)
 )
 QUICK = (Size(peers=6, processes=2, parts=2, copies=COPIES, steady_s=8, changes=2, change_every_s=6),)
 SIMULATED, SIMULATED_QUICK = (32, 64, 1000), (100,)
-SIMULATED_PARTS, CHANGES, CHANGES_QUICK = 64, 400, 20
+SIMULATED_PARTS, CHANGES, CHANGES_QUICK = 64, 100, 20
 RATE_MBIT = 1000
 _SEED = 1
 
 
-def measure(quick: bool) -> list[Report]:
+def measure(args: argparse.Namespace) -> list[Report]:
     """Return the tables of real and of simulated peers."""
-    sizes, simulated = (QUICK, SIMULATED_QUICK) if quick else (FULL, SIMULATED)
-    changes = CHANGES_QUICK if quick else CHANGES
-    crowds = [_crowd(size) for size in sizes]
-    balances = [balance(peers, SIMULATED_PARTS, COPIES, changes, _SEED) for peers in simulated]
-    return [_costs(crowds, sizes[0]), _moves(crowds, sizes[0]), _load(balances)]
+    sizes, simulated = (QUICK, SIMULATED_QUICK) if args.quick else (FULL, SIMULATED)
+    changes = CHANGES_QUICK if args.quick else CHANGES
+    reports: list[Report] = []
+    if args.only != "simulated":
+        crowds = [_crowd(size) for size in sizes]
+        reports += [_costs(crowds, sizes[0]), _moves(crowds, sizes[0])]
+    if args.only != "real":
+        balances = [balance(peers, SIMULATED_PARTS, COPIES, changes, _SEED) for peers in simulated]
+        reports += [_load(balances)]
+    return reports
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the choice of tables."""
+    parser.add_argument("--only", choices=("real", "simulated"), help="only the tables of these peers")
 
 
 def _crowd(size: Size) -> Crowd:
@@ -140,4 +151,9 @@ def _load(balances: list[Balance]) -> Report:
 
 
 if __name__ == "__main__":
-    main("peers", "Many peers of a swarm: cost of gossip and parts, churn, and balance.", measure)
+    main(
+        "peers",
+        "Many peers of a swarm: cost of gossip and parts, churn, and balance.",
+        measure,
+        options=options,
+    )
