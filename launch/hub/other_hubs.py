@@ -2,8 +2,9 @@
 
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any
 
 import grpc
@@ -16,7 +17,7 @@ from aedit.types import UserError
 
 log = logging.getLogger(__name__)
 
-_TIMEOUT_S = 3.0
+_TIMEOUT_S, _LOOK_S = 3.0, 0.1
 
 Hello = pb.HelloReply | HubRefused | HubUnreachable
 """What a hub says to a question, or why it does not."""
@@ -55,24 +56,28 @@ class OtherHubs:
         leads = max((answer.term for answer in answers if answer.leads), default=0)
         return leads, max((answer.promised for answer in answers), default=0)
 
-    def leader(self, least_term: int) -> tuple[str, int] | None:
+    def leader(self, least_term: int, stopping: threading.Event) -> tuple[str, int] | None:
         """Return the address and term of the first hub to answer that it leads; None if none does.
 
-        least_term: leaders of lower terms do not count.
+        Args:
+            least_term: Leaders of lower terms do not count.
+            stopping: Ends the search once it is set.
         """
-        for address, answer in self._hellos():
+        for address, answer in self._hellos(stopping):
             if isinstance(answer, pb.HelloReply) and answer.leads and answer.term >= least_term:
                 return address, answer.term
         return None
 
-    def _hellos(self) -> Iterator[tuple[str, Hello]]:
+    def _hellos(self, stopping: threading.Event | None = None) -> Iterator[tuple[str, Hello]]:
         """Ask all at once, and yield their answers as they come: one that is silent delays no other."""
-        addresses = self.endpoint.others
+        addresses, stopping = self.endpoint.others, stopping or threading.Event()
         pool = ThreadPoolExecutor(max(1, len(addresses)), thread_name_prefix="hello")
         try:
             asked = {pool.submit(self._hello, address): address for address in addresses}
-            for done in as_completed(asked):
-                yield asked[done], done.result()
+            waiting = set(asked)
+            while waiting and not stopping.is_set():
+                done, waiting = wait(waiting, _LOOK_S, FIRST_COMPLETED)
+                yield from ((asked[one], one.result()) for one in done)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

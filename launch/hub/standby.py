@@ -211,7 +211,7 @@ class Standby(Refusing):
         alone_s = time.monotonic()
         while not self._stopping.is_set():
             known = max(self._mirror.hub.state.term, self._noted_term(), self._leadership.promised)
-            leader = self._others.leader(known)
+            leader = self._others.leader(known, self._stopping)
             if leader is not None:
                 try:
                     self._follow_once(*leader)
