@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
@@ -82,7 +83,8 @@ class Traffic:
 
     def _run(self) -> None:
         while not self._over.wait(_LOOK_S):
-            self.take(parsed(subprocess.run(_COMMAND, capture_output=True, text=True, timeout=10).stdout))
+            with suppress(subprocess.TimeoutExpired):  # the next look has what this one would have seen
+                self.take(parsed(subprocess.run(_COMMAND, capture_output=True, text=True, timeout=30).stdout))
 
     def _peer(self, pid: int) -> int | None:
         if pid not in self._peers:
