@@ -79,7 +79,7 @@ def test_what_a_new_leader_has_too_is_not_sent_again(book, tmp_path):
     short.follow(leader)
     assert (short.differed, short.mirror.position) == (0, leader.journal.position)
     assert 0 < short.bytes < leader.journal.position[1] - 1000
-    assert begin_after(tmp_path / "c", 1) == (1, whole)
+    assert begin_after(tmp_path / "c", 1) == ((1, whole), False)
     assert bytes_of(tmp_path / "b") == bytes_of(tmp_path / "c")
     same(short.mirror.hub, leader.hub)
 
@@ -171,12 +171,15 @@ def test_the_begin_of_a_term_is_found_in_any_segment_and_in_one_that_is_being_wr
     place = tmp_path / "a"
     at = book.ledger.journal.position
     book.commit([Led(5)])
-    assert begin_after(place, 4) == at
+    assert begin_after(place, 4) == (at, False)
     book.ledger.journal.rotate()
     book.push(0, 0)
-    assert begin_after(place, 4) == at
+    assert begin_after(place, 4) == (at, False)
     frame = encode_records([Led(6)])
     end = book.ledger.journal.position
     book.ledger.journal.file.write(end[1], frame[:7])
-    assert begin_after(place, 4) == at
-    assert begin_after(place, 5) == (0, 0)
+    assert begin_after(place, 4) == (at, False)
+    assert begin_after(place, 5) == ((0, 0), False)
+    book.commit([Led(8)])
+    assert begin_after(place, 5)[1] is False
+    assert begin_after(place, 6)[1] is True, "terms 6 and 7 are not there"

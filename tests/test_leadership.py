@@ -181,7 +181,7 @@ def test_a_replica_that_ends_before_it_is_agreed_on_is_replaced():
 def test_a_leader_whose_replica_has_promised_a_higher_term_is_elected_again():
     """The other candidate is gone, and the replica confirms nothing to a leader of a lower term."""
     hub = replica(A, [config((A, B, C), (X,))])
-    hub.resume()
+    hub.resume(0.0)
     hub.heard_promise(1)
     assert not hub.is_overtaken
     hub.heard_promise(4)
@@ -259,7 +259,7 @@ def test_a_leader_gives_way_only_without_its_replicas():
 
 def test_a_leader_whose_voters_know_a_higher_term_is_elected_again():
     hub = replica(A, [config((A, B), (X,))])
-    hub.resume()
+    hub.resume(0.0)
     hub.placed((1, 9))
     hub.confirm(B, (1, 9), 0.0)
     hub.count_acceptance(Answer(X, A, hub.asks.ballot, False, 4), 0.0)

@@ -169,18 +169,25 @@ def batches(file: File, offset: int = FILE_BYTES) -> Iterator[tuple[list[Record]
         )
 
 
-def begin_after(directory: Path, term: int) -> tuple[int, int]:
-    """Return the segment and the byte at which the first term above `term` begins; (0, 0) without one."""
+def begin_after(directory: Path, term: int) -> tuple[tuple[int, int], bool]:
+    """Return the segment and the byte at which the first term above `term` begins; (0, 0) without one.
+
+    Returns also whether `term` is missing: there is a lower one right before that place. One that may be in a
+    segment that was deleted is not missing.
+    """
+    before = term
     for number in segment_numbers(directory, "journal"):
         start = FILE_BYTES
         try:
             for batch, end in batches(File(segment_path(directory, number))):
-                if any(isinstance(record, Led) and record.term > term for record in batch):
-                    return number, start
+                for led in (record.term for record in batch if isinstance(record, Led)):
+                    if led > term:
+                        return (number, start), before < term
+                    before = led
                 start = end
         except (Damaged, FileNotFoundError):
             continue  # the end of the newest one is being written, or the oldest one is not needed any more
-    return 0, 0
+    return (0, 0), False
 
 
 def check_gapless(directory: Path, first: int, segments: list[int]) -> None:

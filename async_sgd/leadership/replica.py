@@ -46,7 +46,7 @@ class Replica:
         self.is_overtaken = False
         """True if a voter refuses this leader's configuration for a higher term: it must be elected again."""
         self._leader_heard_s = self._yielded_s = self._yields_until_s = float("-inf")
-        self._successor = 0
+        self._successor = self._followed = 0
         self._supported = 0
         self._votes: Tally | None = None
         self._accepted: dict[int, Ballot] = {}
@@ -71,9 +71,13 @@ class Replica:
             and self.voter.term <= journal_term
         )
 
-    def resume(self) -> Decided:
-        """Lead on after a restart, see `may_resume`; return the records to write."""
+    def resume(self, now: float) -> Decided:
+        """Lead on after a restart, see `may_resume`; return the records to write.
+
+        Its replicas count as heard: they had no chance to be.
+        """
         self.term = self.configs[-1].term
+        self._confirmed = dict.fromkeys(self._needed(), ((0, 0), now))
         return self._ask_for_agreement()
 
     def force(self, journal_term: int, jump: int) -> Decided:
@@ -90,8 +94,11 @@ class Replica:
     # --- voting
 
     def heard_leader(self, now: float) -> None:
-        """Note a word from the leader whose journal is followed."""
-        self._leader_heard_s, self._supported = now, self.configs[-1].leader if self.configs else 0
+        """Note a word from the leader whose journal is followed. A new one is given time."""
+        newest = self.configs[-1] if self.configs else Configured(0, 0, 0, ())
+        self._leader_heard_s, self._supported = now, newest.leader
+        if newest.term > self._followed:
+            self._followed, self._yielded_s = newest.term, now
 
     def leader_ended(self) -> None:
         """Note that the leader has said that it leads no more: it needs no support against others."""
@@ -139,7 +146,7 @@ class Replica:
         return ""
 
     def may_stand(self, now: float) -> bool:
-        """Return whether this hub may ask for votes: not soon after it has given its own to another."""
+        """Return whether this hub may ask for votes: not soon after another had its vote or began to lead."""
         return now - self._yielded_s >= self._promise_s
 
     def stand(self, extent: Extent) -> Proposal:

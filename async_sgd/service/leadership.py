@@ -101,7 +101,7 @@ class Leadership:
                 return []
             if is_new and not configs:
                 return replica.found(journal_term)
-            return replica.resume() if replica.may_resume(journal_term) else None
+            return replica.resume(self._clock()) if replica.may_resume(journal_term) else None
 
     def force(self, journal_term: int, jump: int) -> Sequence[Record]:
         """Return the records with which this hub leads without a vote."""
@@ -170,13 +170,21 @@ class Leadership:
         with self._deciding() as replica:
             replica.forget(confirmed)
 
-    def stand(self, configs: tuple[Configured, ...], extent: Extent, window_s: float) -> str:
+    def stand(
+        self,
+        configs: tuple[Configured, ...],
+        extent: Extent,
+        window_s: float,
+        *,
+        invited: bool = False,
+    ) -> str:
         """Ask for votes for the next `window_s`; return why not, "" if this hub can be elected.
 
         Args:
             configs: Of the journal.
             extent: Of the journal.
             window_s: How long a vote counts.
+            invited: The leader wants this hub to lead in its place.
         """
         with self._change:
             replica, now = self._replica, self._clock()
@@ -184,7 +192,7 @@ class Leadership:
                 return ""
             replica.configs = configs
             reason = replica.why_not(extent)
-            if not reason and replica.may_stand(now):
+            if not reason and (invited or replica.may_stand(now)):
                 replica.stand(extent)
                 self._standing_until_s = now + window_s
             return reason

@@ -33,8 +33,8 @@ class Tailing:
         directory = self._ledger.store.directory
         segment, offset = request.segment, request.offset
         if request.chain and not self._ledger.receipts.has((segment, offset), request.chain):
-            other = begin_after(directory, request.last_term)
-            yield pb.TailChunk(differs=True, segment=other[0], offset=other[1])
+            other, lacks = begin_after(directory, request.last_term)
+            yield pb.TailChunk(differs=True, segment=other[0], offset=other[1], lacks_term=lacks)
             return
         path = segment_path(directory, segment)
         if not path.exists() or path.stat().st_size < offset:

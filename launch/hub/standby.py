@@ -162,14 +162,14 @@ class Standby(Refusing):
             except Denied as denied:
                 raise messages.refusal(denied) from denied
 
-    def _stands(self) -> bool:
-        """Ask for votes; return whether this hub can be elected."""
+    def _stands(self, *, invited: bool = False) -> bool:
+        """Ask for votes; return whether this hub can be elected. invited: by the leader."""
         with self._mirror.lock:
             while self._mirror.apply():
                 pass
             state = self._mirror.hub.state
             extent = (state.term, *self._mirror.position)
-            reason = self._leadership.stand(state.configs, extent, self._window_s)
+            reason = self._leadership.stand(state.configs, extent, self._window_s, invited=invited)
         if reason != self._hindered:
             self._hindered = reason
             if reason:
@@ -251,11 +251,11 @@ class Standby(Refusing):
         """
         return self._window_s * random.uniform(0.5, 1.5)
 
-    def _ask_for_votes(self) -> None:
+    def _ask_for_votes(self, *, invited: bool = False) -> None:
         """Stand for election without a node's word: in a swarm, other replicas may be all that is left."""
         with self._deciding:
             if self.leading is None:
-                self._stands()
+                self._stands(invited=invited)
 
     def _follow_once(self, leader: str, term: int) -> None:
         """Follow the hub at this address for as long as it leads this term."""
@@ -283,7 +283,7 @@ class Standby(Refusing):
             if self._stopping.is_set():
                 return True
             if chunk.differs:
-                self._take_back((chunk.segment, chunk.offset))
+                self._take_back(None if chunk.lacks_term else (chunk.segment, chunk.offset))
                 return False
             self._mirror.take(chunk)
             self._leadership.heard_leader(self._mirror.hub.state.configs)
@@ -307,16 +307,17 @@ class Standby(Refusing):
             write_atomically(self._endpoint.directory / folder.MIRROR, json.dumps({"term": term}))
         return mark
 
-    def _take_back(self, end: Position) -> None:
+    def _take_back(self, end: Position | None) -> None:
         """Cut off what only this hub has: it was not acknowledged, as the leader was elected without it.
 
-        It is behind `end`, where the leader goes on to terms that are not known here; or else it is at least
-        what was written here in the last term.
+        It is behind `end`, where the leader goes on to terms that are not known here. None: the leader has no
+        record of the last term here, so that nothing of that was acknowledged.
         """
         term, before = self._mirror.hub.state.term, self._mirror.position
-        own = begin_after(self._endpoint.directory, term - 1)
-        if self._mirror.cut(end) or self._mirror.cut(own):
-            log.warning("cut the journal from %s back to %s", before, self._mirror.position)
+        if end is None:
+            end, _ = begin_after(self._endpoint.directory, term - 1)
+        if self._mirror.cut(end):
+            log.warning("cut the journal from %s back to %s", before, end)
         else:
             log.warning("the leader has other records: fetching its journal from the start")
             self._leadership.forget((term, *before))
@@ -361,7 +362,7 @@ class Standby(Refusing):
                 if client is not None and not self._stopping.is_set():
                     reply = client.confirm(request, timeout_s=1.0)
                     if reply.stand:
-                        self._ask_for_votes()
+                        self._ask_for_votes(invited=True)
             except (HubUnreachable, HubRefused) as error:
                 log.warning("confirming: %s", error)
                 confirmed = (0, 0)

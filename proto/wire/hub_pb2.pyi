@@ -484,20 +484,22 @@ class TailRequest(_message.Message):
     def __init__(self, term: _Optional[int] = ..., segment: _Optional[int] = ..., offset: _Optional[int] = ..., chain: _Optional[bytes] = ..., last_term: _Optional[int] = ...) -> None: ...
 
 class TailChunk(_message.Message):
-    __slots__ = ("segment", "offset", "data", "snapshot", "crc", "differs")
+    __slots__ = ("segment", "offset", "data", "snapshot", "crc", "differs", "lacks_term")
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     CRC_FIELD_NUMBER: _ClassVar[int]
     DIFFERS_FIELD_NUMBER: _ClassVar[int]
+    LACKS_TERM_FIELD_NUMBER: _ClassVar[int]
     segment: int
     offset: int
     data: bytes
     snapshot: bool
     crc: int
     differs: bool
-    def __init__(self, segment: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., snapshot: _Optional[bool] = ..., crc: _Optional[int] = ..., differs: _Optional[bool] = ...) -> None: ...
+    lacks_term: bool
+    def __init__(self, segment: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., snapshot: _Optional[bool] = ..., crc: _Optional[int] = ..., differs: _Optional[bool] = ..., lacks_term: _Optional[bool] = ...) -> None: ...
 
 class ConfirmRequest(_message.Message):
     __slots__ = ("term", "segment", "offset", "replica", "address")

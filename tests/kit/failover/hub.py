@@ -58,7 +58,7 @@ class SimHub:
         if not (self.disk.log or self.number or self.disk.mirrored or self.ruined):
             self._write(self.machine.found(0))
         elif self.machine.may_resume(term):
-            self._write(self.machine.resume())
+            self._write(self.machine.resume(self.world.now))
         self._sync(self.life, len(self.disk.log))
         self._save()
         for period, call in ((FETCH_S, self._fetch), (TICK_S, self._tick), (MERGE_S, self._merge)):
@@ -77,12 +77,12 @@ class SimHub:
             self.world.send(self.number, other, "stand")
 
     def on_stand(self, sender):
-        self.stand()
+        self.stand(invited=True)
 
-    def stand(self):
-        """Ask for votes, as a replica of a swarm does that has heard no owner for long."""
+    def stand(self, invited=False):
+        """Ask for votes, as a replica of a swarm does that was invited or has heard no owner for long."""
         if self.alive and not self.machine.term:
-            self._ask_voters(self._asks())
+            self._ask_voters(self._asks(invited))
 
     def damage(self):
         """The disk has lost the journal; a follower notices, and fetches it anew."""
@@ -209,9 +209,11 @@ class SimHub:
             return
         if not has_all:
             last = max((entry.term for entry in log if isinstance(entry, Led)), default=0)
-            higher = (i for i, e in enumerate(self.disk.log) if isinstance(e, Led) and e.term > last)
-            began = next(higher, len(log))
-            self.world.send(self.number, sender, "differs", self.machine.term, began, log)
+            terms = [(i, e.term) for i, e in enumerate(self.disk.log) if isinstance(e, Led)]
+            began = next((i for i, term in terms if term > last), 0)
+            began -= began > 0 and isinstance(self.disk.log[began - 1], Agreed)  # perhaps written with it
+            lacks = last not in [term for _, term in terms]
+            self.world.send(self.number, sender, "differs", self.machine.term, began, lacks, log)
             return
         chunk = tuple(self.disk.log[length : self.disk.synced])
         self.world.send(self.number, sender, "chunk", self.machine.term, log, chunk)
@@ -220,14 +222,15 @@ class SimHub:
         """Return whether the journal begins with these records."""
         return tuple(self.disk.log[: len(log)]) == log
 
-    def on_differs(self, sender, term, began, asked):
+    def on_differs(self, sender, term, began, lacks, asked):
         """Take back what the leader of a term does not have; fetch all of it if that is not enough."""
         if asked != tuple(self.disk.log) or not self._follows(term):
             return
-        own = next(i for i, e in enumerate(asked) if e == Led(self._term())) if asked else 0
-        if began < len(asked) or own:
+        if lacks:
+            began = asked.index(Led(self._term()))
+        if 0 < began < len(asked):
             self.cut += 1
-            self.disk.keep(began if began < len(asked) else own)
+            self.disk.keep(began)
         else:
             self._forget()
         self._replay()
@@ -318,12 +321,12 @@ class SimHub:
         live = sorted(voter for voter, at_s in self.nodes.values() if now - at_s < EXPIRE_S)
         return kept - silent, live[:7]
 
-    def _asks(self):
+    def _asks(self, invited=False):
         """Return what this hub asks of voters: as a leader, or as a candidate."""
         machine = self.machine
         if machine.term:
             return machine.asks
-        if machine.why_not(self._extent()) or not machine.may_stand(self.world.now):
+        if machine.why_not(self._extent()) or not (invited or machine.may_stand(self.world.now)):
             return None
         self.electing_until = self.world.now + EXPIRE_S
         return machine.stand(self._extent())
@@ -360,7 +363,7 @@ class SimHub:
         self._release()
 
     def _check(self):
-        self.world.accounts.check_log(self.number, self.pushes())
+        self.world.accounts.check_log(self.number, self.pushes(), self.machine.term)
 
     def pushes(self):
         """Return (node, seq) of every push in the journal, in order."""

@@ -13,7 +13,7 @@ class LeadsWhatItMirrored(Replica):
     def may_resume(self, journal_term):
         return journal_term > 0
 
-    def resume(self):
+    def resume(self, now):
         self.term = self.configs[-1].term
         alone = Configured(self.term, self.configs[-1].number + 1, self.voter.me, (self.voter.me,))
         self.configs = (alone,)

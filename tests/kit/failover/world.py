@@ -4,6 +4,7 @@ Deterministic: a history is its seed and its list of faults.
 """
 
 import heapq
+import math
 import random
 from dataclasses import dataclass, field
 
@@ -41,8 +42,8 @@ class Network:
 class Accounts:
     """Acknowledgements that nodes have received."""
 
-    acknowledged: set = field(default_factory=set)
-    """(node, seq) of every acknowledged push."""
+    acknowledged: dict = field(default_factory=dict)
+    """Term in which it was first acknowledged, by (node, seq) of a push."""
     leaders: dict = field(default_factory=dict)
     """Hub that has acknowledged something, by term."""
     versions: dict = field(default_factory=dict)
@@ -52,17 +53,20 @@ class Accounts:
         first = self.leaders.setdefault(term, hub)
         if first != hub:
             raise Violation(f"hubs {first} and {hub} have both acknowledged under term {term}")
-        self.acknowledged.add(push)
+        self.acknowledged.setdefault(push, term)
 
     def tells(self, version, parts):
         if self.versions.setdefault(version, parts) != parts:
             raise Violation(f"version {version} is {self.versions[version]} and {parts}")
 
-    def check_log(self, hub, pushes):
-        """Check the journal of a hub that begins to lead or leads at the end."""
+    def check_log(self, hub, pushes, term=math.inf):
+        """Check the journal of a hub whose first configuration in a term is agreed, or that leads at the end.
+
+        A leader that was paused may learn of the agreement when another one leads already.
+        """
         if len(set(pushes)) != len(pushes):
             raise Violation(f"hub {hub} has a push twice: {sorted(pushes)}")
-        lost = self.acknowledged - set(pushes)
+        lost = {push for push, at in self.acknowledged.items() if at <= term} - set(pushes)
         if lost:
             raise Violation(f"hub {hub} leads and lacks acknowledged pushes: {sorted(lost)}")
 
