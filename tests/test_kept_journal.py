@@ -118,6 +118,25 @@ def test_a_leader_that_was_replaced_follows_with_what_it_has_in_common(book, tmp
     same(former.mirror.hub, leader.hub)
 
 
+def test_a_term_of_which_the_leader_has_no_record_is_cut_off(book, tmp_path):
+    """It ended before anybody else had a record of it; the leader has more of the term before."""
+    other, follower = (Follower(tmp_path / name) for name in "bc")
+    book.commit([Led(1)])
+    other.follow(book.ledger)
+    common = other.mirror.position
+    book.push(0, 0)
+    follower.follow(book.ledger)
+    alone = other.lead(7)
+    while alone.journal.position <= follower.mirror.position:
+        alone.commit([Led(7)])
+    leader = follower.lead(8)
+    former = Follower(tmp_path / "b")
+    former.follow(leader)
+    assert former.differed == 1
+    assert former.bytes == leader.journal.position[1] - common[1]
+    same(former.mirror.hub, leader.hub)
+
+
 def test_records_of_another_journal_are_fetched_anew(book, tmp_path):
     """The other one even has a term that begins behind the end of these."""
     (tmp_path / "other").mkdir()
