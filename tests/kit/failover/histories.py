@@ -147,13 +147,13 @@ class Simulation:
         self._process(fault.who).damage()
 
     def _ruin(self, fault):
-        """Lose the disk of a hub for good, once it is not the only one; another machine takes its place."""
+        """Lose the disk of a hub for good, and let another machine take its place.
+
+        Only once the leader's configuration is agreed and it is not alone: one fault at a time.
+        """
         hub = self._process(fault.who)
-        if any(
-            len(one.machine.configs[-1].replicas) > 1
-            for one in self.hubs
-            if one.alive and one.machine.configs
-        ):
+        leaders = [one.machine.configs for one in self.hubs if one.alive and one.machine.term]
+        if leaders and all(len(configs) == 1 and len(configs[0].replicas) > 1 for configs in leaders):
             hub.kill(loses=False)
             hub.disk = Disk(hub.disk.voter.me + 50)
             hub.ruined = True
