@@ -66,7 +66,7 @@ def test_a_hub_that_only_mirrored_a_term_does_not_lead_it(tmp_path):
         attached(node)
         place = primary.address
         primary.kill()
-        assert node.vote(standby.address).leads
+        node.elect(standby.address)
         node.go_to(standby.address)
         old = HubProcess(toml, primary.directory, "--standby", "--address", place)
         attached(node)

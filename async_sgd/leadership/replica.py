@@ -46,6 +46,7 @@ class Replica:
         self.is_overtaken = False
         """True if a voter refuses this leader's configuration for a higher term: it must be elected again."""
         self._leader_heard_s = self._yielded_s = self._yields_until_s = float("-inf")
+        self._follows_since_s = float("-inf")
         self._successor = self._followed = 0
         self._supported = 0
         self._votes: Tally | None = None
@@ -98,7 +99,11 @@ class Replica:
         newest = self.configs[-1] if self.configs else Configured(0, 0, 0, ())
         self._leader_heard_s, self._supported = now, newest.leader
         if newest.term > self._followed:
-            self._followed, self._yielded_s = newest.term, now
+            self._followed, self._follows_since_s = newest.term, now
+
+    def lost_leader(self) -> None:
+        """Note that the leader cannot be followed any more: it is given no more time."""
+        self._follows_since_s = float("-inf")
 
     def leader_ended(self) -> None:
         """Note that the leader has said that it leads no more: it needs no support against others."""
@@ -147,7 +152,7 @@ class Replica:
 
     def may_stand(self, now: float) -> bool:
         """Return whether this hub may ask for votes: not soon after another had its vote or began to lead."""
-        return now - self._yielded_s >= self._promise_s
+        return now - max(self._yielded_s, self._follows_since_s) >= self._promise_s
 
     def stand(self, extent: Extent) -> Proposal:
         """Return the request for votes of a hub that can become the leader, with what its journal has now."""

@@ -155,6 +155,11 @@ class Leadership:
                 self._replica.configs = configs
             self._replica.heard_leader(self._clock())
 
+    def lost_leader(self) -> None:
+        """Note that the leader cannot be followed any more: this hub may stand for election at once."""
+        with self._change:
+            self._replica.lost_leader()
+
     def leader_ended(self) -> None:
         """Note that the leader says itself that it leads no more: this hub may vote for another at once."""
         with self._change:

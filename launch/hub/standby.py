@@ -222,6 +222,7 @@ class Standby(Refusing):
                     self._fetch_anew(error)
             if self._leader:
                 alone_s = time.monotonic()
+                self._leadership.lost_leader()
             self._term, self._leader = 0, ""
             if self._endpoint.replicas is not None and time.monotonic() > alone_s + self._patience_s:
                 alone_s, self._patience_s = time.monotonic(), self._drawn_patience_s()

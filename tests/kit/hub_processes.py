@@ -201,6 +201,10 @@ class Client:
         finally:
             other.close()
 
+    def elect(self, address):
+        """Offer the vote to a hub until it leads: it may still believe that its leader is there."""
+        until(lambda: self.vote(address).leads, "the election")
+
     def go_to(self, address):
         """Connect to another hub."""
         self.hub.close()
