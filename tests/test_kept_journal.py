@@ -186,6 +186,18 @@ def test_a_snapshot_alone_is_fetched_again_under_another_term(book, tmp_path):
     same(follower.mirror.hub, book.hub)
 
 
+def test_a_part_of_a_snapshot_is_not_adopted_when_the_journal_goes_on_without_one(book, tmp_path):
+    """The connection was lost in the middle of it, and the next leader still has the follower's segment."""
+    follower = Follower(tmp_path / "b")
+    follower.follow(book.ledger)
+    book.push(0, 0)
+    book.ledger.snapshot()
+    piece = snapshot_path(tmp_path / "a", 2).read_bytes()[:100]
+    follower.mirror.take(pb.TailChunk(segment=2, offset=0, data=piece, crc=zlib.crc32(piece), snapshot=True))
+    follower.follow(book.ledger)
+    same(follower.mirror.hub, book.hub)
+
+
 def test_the_begin_of_a_term_is_found_in_any_segment_and_in_one_that_is_being_written(book, tmp_path):
     place = tmp_path / "a"
     at = book.ledger.journal.position

@@ -70,6 +70,7 @@ class Mirror:
         The chain is empty if no segment has begun: after a snapshot, or in an empty folder.
         """
         with self.lock:
+            self._incoming = None  # a snapshot of which only a part has come is sent again, or not needed
             segment, offset = self.position = self._end()
             if offset:
                 self._file = self._reading
