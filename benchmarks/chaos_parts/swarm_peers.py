@@ -50,10 +50,10 @@ class SwarmPeer:
     address: str
     place: Place | None
     ledger: Path
-    """Of all nodes that have been in this place."""
+    """File with the pushes of all nodes that have been in this place."""
     directory: Path
     number: int
-    """Of this machine, counted over all that have ever been in the swarm."""
+    """Number of this machine, counted over all that have ever been in the swarm."""
     process: "subprocess.Popen[str] | None" = None
     node: "subprocess.Popen[str] | None" = None
     due_s: float = 0.0

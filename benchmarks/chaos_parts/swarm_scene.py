@@ -33,7 +33,7 @@ class SwarmStory:
     """Calls that ended more than a second after their deadline."""
     left_behind: int = 0
     accounts: list[Accounts] = field(default_factory=list)
-    """Of each part."""
+    """Accounts of each part."""
 
     @property
     def steps_per_s(self) -> float:
@@ -50,7 +50,7 @@ class Scene:
     story: SwarmStory
     kept_s: float = 0.0
     mends: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
-    """What ends a fault, and when."""
+    """Times at which faults end, and the acts that end them."""
 
     def pause(self, until_s: float) -> None:
         """Start what is due and keep journals, until this time of the monotonic clock."""

@@ -53,7 +53,7 @@ Places = dict[int, tuple[bytes, ...]]
 
 
 class Swarm:
-    """What one peer knows of all others, whose cards come as in gossip. Time is virtual."""
+    """Knowledge of one peer about all others, whose cards come as in gossip. Time is virtual."""
 
     def __init__(self, peers: int, parts: int, copies: int) -> None:
         self.parts, self.copies, self.now_s, self.made = parts, copies, 0.0, 0

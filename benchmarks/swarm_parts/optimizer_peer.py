@@ -54,12 +54,12 @@ class Job:
 
 @dataclass(slots=True)
 class Story:
-    """What has happened so far. Another thread may read it."""
+    """Progress of a peer. Another thread may read it."""
 
     began_s: float = 0.0
     steps: int = 0
     spans_s: list[float] = field(default_factory=list)
-    """Of calls of `Optimizer.step`."""
+    """Seconds in each call of `Optimizer.step`."""
     entered_s: float | None = None
     """When the call under way began."""
     progress: list[tuple[float, float]] = field(default_factory=list)

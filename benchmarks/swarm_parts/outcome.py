@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class PeerOutcome:
-    """What one peer did."""
+    """Work and waits of one peer."""
 
     steps: int
     waited_s: float
@@ -25,7 +25,7 @@ class PeerOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the peers of a run did together."""
+    """Work and waits of all peers of a run."""
 
     peers: tuple[PeerOutcome, ...]
     sent: tuple[int, ...]

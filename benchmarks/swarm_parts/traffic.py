@@ -55,7 +55,7 @@ class Traffic:
 
     def __init__(self) -> None:
         self._sent: dict[tuple[str, str], tuple[int, int]] = {}
-        """By connection: the peer that has sent, and how much so far."""
+        """Peer that has sent, and bytes so far, by connection."""
         self._peers: dict[int, int | None] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)

@@ -25,7 +25,7 @@ from aedit.types import UserError
 CA_KEY = "ca.key"
 _CA_DAYS = 3650
 _CLOCKS = timedelta(hours=1)
-"""How far the clocks of two machines may be apart before a new certificate is refused as not yet valid."""
+"""Largest difference of two clocks at which a new certificate is not refused as not yet valid."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 _TIMEOUT_S, _LOOK_S = 3.0, 0.1
 
 Hello = pb.HelloReply | HubRefused | HubUnreachable
-"""What a hub says to a question, or why it does not."""
+"""Answer of a hub, or the error in its place."""
 
 
 class OtherHubs:

@@ -46,7 +46,7 @@ class AveragingSettings:
     """Settings of a peer's averager."""
 
     name: str
-    """Of this peer, in what the others see."""
+    """Name of this peer, as the others see it."""
     prefix: str
     """Peers with another one never meet: of run, method and layout. No dots."""
     numel: int
@@ -79,7 +79,7 @@ class AveragedRound:
     members: int = 0
     """Peers of the round, this one included; 0 if it has failed."""
     why: str = ""
-    """Why it has failed."""
+    """Reason of the failure; empty without one."""
     seconds: float = 0.0
     began_s: float = 0.0
     """When the first of the members began, by its clock of the day."""
@@ -94,7 +94,7 @@ class Comparison:
     number: int
     members: int
     distances: tuple[float, ...]
-    """Of the other members that have answered, relative to the norm of the average."""
+    """Distances from the other members that have answered, relative to the norm of the average."""
 
     @property
     def differ(self) -> int:
@@ -153,7 +153,7 @@ class HivemindAverager:
         self._request: dict[str, Any] | None = None
         """Round under way."""
         self._asked = False
-        """Whether the process has been told of it."""
+        """True once the process has been told of it."""
         self._due_s = 0.0
         self._outcome: AveragedRound | None = None
         self._compared: list[Comparison] = []

@@ -39,7 +39,7 @@ class SimHub:
         self.handed_over = 0
         """Number of times that it gave its vote to its successor."""
         self.ruined = False
-        """Whether its disk was lost for good, and another machine has taken its place."""
+        """True once its disk was lost for good, and another machine has taken its place."""
         self.cut = 0
         """Number of times that it took back records which a new leader did not have."""
 
