@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x61\x65\x64it/proto/wire/swarm.proto\x12\x08\x61\x65\x64it.v1\"\xd6\x01\n\x04\x43\x61rd\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\npublic_key\x18\x03 \x01(\x0c\x12\x0e\n\x06serial\x18\x04 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12#\n\x05parts\x18\x06 \x03(\x0b\x32\x14.aedit.v1.HostedPart\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\r\n\x05model\x18\x08 \x01(\t\x12\x13\n\x0bsteps_per_s\x18\t \x01(\x01\x12\x0f\n\x07lease_s\x18\n \x01(\x01\x12\x0f\n\x07leaving\x18\x0b \x01(\x08\"Y\n\nHostedPart\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0c\n\x04term\x18\x03 \x01(\x04\x12\r\n\x05leads\x18\x04 \x01(\x08\x12\x0f\n\x07in_sync\x18\x05 \x01(\x08\"s\n\x0f\x45xchangeRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\r\n\x05nonce\x18\x02 \x01(\x0c\x12\x0c\n\x04\x63\x61rd\x18\x03 \x01(\x0c\x12\"\n\x05known\x18\x04 \x03(\x0b\x32\x13.aedit.v1.KnownCard\x12\r\n\x05proof\x18\x05 \x01(\x0c\"(\n\tKnownCard\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0e\n\x06serial\x18\x02 \x01(\x04\"\x95\x01\n\rExchangeReply\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0c\n\x04\x63\x61rd\x18\x02 \x01(\x0c\x12\x11\n\tsignature\x18\x03 \x01(\x0c\x12\r\n\x05\x63\x61rds\x18\x04 \x03(\x0c\x12\x11\n\tchallenge\x18\x05 \x01(\x0c\x12/\n\x0e\x63ontradictions\x18\x06 \x03(\x0b\x32\x17.aedit.v1.Contradiction\"+\n\rContradiction\x12\x0b\n\x03one\x18\x01 \x01(\x0c\x12\r\n\x05other\x18\x02 \x01(\x0c\x32G\n\x05Swarm\x12>\n\x08\x45xchange\x12\x19.aedit.v1.ExchangeRequest\x1a\x17.aedit.v1.ExchangeReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x61\x65\x64it/proto/wire/swarm.proto\x12\x08\x61\x65\x64it.v1\"\xfd\x01\n\x04\x43\x61rd\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\npublic_key\x18\x03 \x01(\x0c\x12\x0e\n\x06serial\x18\x04 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12#\n\x05parts\x18\x06 \x03(\x0b\x32\x14.aedit.v1.HostedPart\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\r\n\x05model\x18\x08 \x01(\t\x12\x13\n\x0bsteps_per_s\x18\t \x01(\x01\x12\x0f\n\x07lease_s\x18\n \x01(\x01\x12\x0f\n\x07leaving\x18\x0b \x01(\x08\x12%\n\tfoundings\x18\x0c \x03(\x0b\x32\x12.aedit.v1.Founding\"P\n\x08\x46ounding\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x11\n\tcandidate\x18\x03 \x01(\x0c\x12\x0f\n\x07members\x18\x04 \x01(\r\"Y\n\nHostedPart\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0c\n\x04term\x18\x03 \x01(\x04\x12\r\n\x05leads\x18\x04 \x01(\x08\x12\x0f\n\x07in_sync\x18\x05 \x01(\x08\"s\n\x0f\x45xchangeRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\r\n\x05nonce\x18\x02 \x01(\x0c\x12\x0c\n\x04\x63\x61rd\x18\x03 \x01(\x0c\x12\"\n\x05known\x18\x04 \x03(\x0b\x32\x13.aedit.v1.KnownCard\x12\r\n\x05proof\x18\x05 \x01(\x0c\"(\n\tKnownCard\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0e\n\x06serial\x18\x02 \x01(\x04\"\x95\x01\n\rExchangeReply\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0c\n\x04\x63\x61rd\x18\x02 \x01(\x0c\x12\x11\n\tsignature\x18\x03 \x01(\x0c\x12\r\n\x05\x63\x61rds\x18\x04 \x03(\x0c\x12\x11\n\tchallenge\x18\x05 \x01(\x0c\x12/\n\x0e\x63ontradictions\x18\x06 \x03(\x0b\x32\x17.aedit.v1.Contradiction\"+\n\rContradiction\x12\x0b\n\x03one\x18\x01 \x01(\x0c\x12\r\n\x05other\x18\x02 \x01(\x0c\x32G\n\x05Swarm\x12>\n\x08\x45xchange\x12\x19.aedit.v1.ExchangeRequest\x1a\x17.aedit.v1.ExchangeReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,17 +32,19 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'aedit.proto.wire.swarm_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CARD']._serialized_start=43
-  _globals['_CARD']._serialized_end=257
-  _globals['_HOSTEDPART']._serialized_start=259
-  _globals['_HOSTEDPART']._serialized_end=348
-  _globals['_EXCHANGEREQUEST']._serialized_start=350
-  _globals['_EXCHANGEREQUEST']._serialized_end=465
-  _globals['_KNOWNCARD']._serialized_start=467
-  _globals['_KNOWNCARD']._serialized_end=507
-  _globals['_EXCHANGEREPLY']._serialized_start=510
-  _globals['_EXCHANGEREPLY']._serialized_end=659
-  _globals['_CONTRADICTION']._serialized_start=661
-  _globals['_CONTRADICTION']._serialized_end=704
-  _globals['_SWARM']._serialized_start=706
-  _globals['_SWARM']._serialized_end=777
+  _globals['_CARD']._serialized_end=296
+  _globals['_FOUNDING']._serialized_start=298
+  _globals['_FOUNDING']._serialized_end=378
+  _globals['_HOSTEDPART']._serialized_start=380
+  _globals['_HOSTEDPART']._serialized_end=469
+  _globals['_EXCHANGEREQUEST']._serialized_start=471
+  _globals['_EXCHANGEREQUEST']._serialized_end=586
+  _globals['_KNOWNCARD']._serialized_start=588
+  _globals['_KNOWNCARD']._serialized_end=628
+  _globals['_EXCHANGEREPLY']._serialized_start=631
+  _globals['_EXCHANGEREPLY']._serialized_end=780
+  _globals['_CONTRADICTION']._serialized_start=782
+  _globals['_CONTRADICTION']._serialized_end=825
+  _globals['_SWARM']._serialized_start=827
+  _globals['_SWARM']._serialized_end=898
 # @@protoc_insertion_point(module_scope)
