@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -48,6 +49,7 @@ class Swarm:
     peers: int
     parts: int
     copies: int
+    flags: tuple = ()
     processes: list = field(default_factory=list)
 
     def start(self):
@@ -59,6 +61,7 @@ class Swarm:
             folder.mkdir(parents=True)
             words = ["peer", str(toml), f"--directory={folder}", f"--as=peer-{number}", "--insecure"]
             words += [f"--peers={addresses}", "--swarm.listen=127.0.0.1:0"] + ["--found"] * (number == 0)
+            words += self.flags
             with (folder / "output.log").open("a") as log:
                 command = [sys.executable, "-m", "aedit.launch.cli", *words]
                 env = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -84,6 +87,15 @@ class Swarm:
     def replicas(self, part):
         """Return the folders of all replicas of a part."""
         return sorted(path.parent for path in self.folder.glob(f"peers/*/part_{part}/{MARK}"))
+
+    def lose(self, numbers):
+        """Kill peers with all their processes, and delete their folders."""
+        for number in numbers:
+            process = psutil.Process(self.processes[number].pid)
+            for one in (process, *process.children(recursive=True)):
+                one.kill()
+            self.processes[number].wait(10)
+            shutil.rmtree(self.folder / "peers" / f"peer-{number}")
 
     def end(self):
         for process in self.processes:

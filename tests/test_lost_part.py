@@ -1,0 +1,61 @@
+"""Tests that a part of a swarm is founded again when all its replicas are lost for good: real processes."""
+
+import json
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+from kit.agents import node, order, plan
+from kit.swarm_processes import swarm
+from kit.waiting import until
+
+from aedit.proto.agent.replica_finder import replicas_of_parts
+from aedit.types import Verdict
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+LIMIT_S = 240.0
+FLAGS = ("--swarm.lost_s=8", "--hub.expire_s=3", "--hub.heartbeat_s=0.1")
+
+
+def push(links, unit, seq, base):
+    """Let all nodes push, and return the answers."""
+    for link in links:
+        order(link, unit, seq, 0.5, base)
+    return [until(lambda one=one: one.answer(unit, seq), f"push {seq}", LIMIT_S) for one in links]
+
+
+def keepers(swarm, part):
+    """Return the numbers of the peers that keep a part."""
+    return [int(folder.parent.name.removeprefix("peer-")) for folder in swarm.replicas(part)]
+
+
+def test_a_part_goes_on_from_the_newest_anchor_when_all_its_replicas_are_lost_for_good(tmp_path):
+    with ExitStack() as stack:
+        made = stack.enter_context(swarm(tmp_path, peers=5, parts=2, copies=2, flags=FLAGS))
+        until(made.settled, "two replicas of each part", LIMIT_S)
+        lost = keepers(made, 0)
+        assert len(lost) == 2
+        other = next(n for n in range(5) if n not in lost)
+        file = tmp_path / "peers" / f"peer-{other}" / "replicas.json"
+        addresses = replicas_of_parts(file, 60.0)
+        plans = [plan(addresses, name=name, run="run", replicas=str(file)) for name in "ab"]
+        links = [stack.enter_context(node(one)) for one in plans]
+        assert [link.join(LIMIT_S) for link in links] == [(1, 1), (1, 1)]
+        for seq in (1, 2):
+            assert {(a.verdict, a.version) for a in push(links, 0, seq, seq)} == {(Verdict.MERGED, seq + 1)}
+        newest = links[0].anchors[0].copy()
+        made.lose(lost)
+        answers = push(links, 0, 3, 3)
+        assert {answer.verdict for answer in answers} == {Verdict.REFUSED}, "their nodes keep them"
+        assert all(np.array_equal(link.anchors[0], newest) for link in links)
+        assert {answer.version for answer in answers} == {1}
+        after = push(links, 0, 4, 1)
+        assert {(answer.verdict, answer.version) for answer in after} == {(Verdict.MERGED, 2)}
+        assert np.array_equal(links[0].anchors[0], links[1].anchors[0])
+        assert not np.array_equal(links[0].anchors[0], newest)
+        found = [json.loads(path.read_text())["0"] for path in tmp_path.glob("peers/*/foundings.json")]
+        assert {(one["accepted"], one["founder"]) for one in found} == {(1, found[0]["founder"])}
+        assert sum(one["begun"] for one in found) == 1
+        events = [line for path in tmp_path.glob("peers/*/part_0/events.jsonl") for line in path.open()]
+        told = [json.loads(line) for line in events if json.loads(line)["event"] == "goes_on_from"]
+        assert [(one["unit"], one["version"]) for one in told] == [(0, 3)]
