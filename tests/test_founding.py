@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from aedit.proto.swarm.card import Founding
-from aedit.proto.swarm.founding import Register, accepted, begins, in_sync, voted
+from aedit.proto.swarm.founding import Register, accepted, begins, in_sync, mark, voted
 from aedit.proto.wire.lineage import last_term_before, lineage
 
 KEYS = [bytes([65 + n]) * 32 for n in range(7)]
@@ -116,7 +116,7 @@ def test_the_first_peer_stands_and_the_others_follow():
             world.hear(one, other)
     for key in world.alive:
         world.accept(key)
-    assert {(r.accepted, r.founder) for r in world.registers.values()} == {(1, KEYS[0])}
+    assert {(r.accepted, r.founder) for r in world.registers.values()} == {(1, mark(KEYS[0]))}
     assert [key for key, register in world.registers.items() if register.begun] == [KEYS[0]]
 
 
@@ -135,7 +135,7 @@ def test_after_a_split_vote_the_next_generation_is_tried():
             world.vote(key, KEYS)
     for key in world.alive:
         world.accept(key)
-    assert world.founded.popitem() == (2, KEYS[0])
+    assert world.founded.popitem() == (2, mark(KEYS[0]))
 
 
 def test_a_minority_that_still_sees_a_replica_does_not_become_a_majority():
@@ -154,20 +154,20 @@ def test_peers_that_are_cut_off_together_are_not_taken_out_one_by_one():
 def test_newcomers_do_not_outvote_a_minority_that_waits_for_the_others():
     """Four that have come to three of eight peers are a majority of those seven."""
     new, old = KEYS[3:7], KEYS[:3]
-    say = Founding(generation=1, candidate=new[0], members=7)
+    say = Founding(generation=1, candidate=mark(new[0]), members=7)
     says = dict.fromkeys(new, say) | dict.fromkeys(old, Founding(generation=0, candidate=b"", members=8))
     assert accepted(Register(members=frozenset(KEYS)), says, KEYS).accepted == 0
 
 
 def test_a_peer_that_comes_later_believes_most_of_those_who_are_there():
-    say = Founding(generation=2, candidate=KEYS[1], members=3)
+    say = Founding(generation=2, candidate=mark(KEYS[1]), members=3)
     assert accepted(Register(), dict.fromkeys(KEYS[:2], say), KEYS[:3]).accepted == 2
     assert accepted(Register(), {KEYS[0]: say}, KEYS[:3]).accepted == 0, "one of three"
 
 
 def test_a_false_generation_does_not_use_them_up():
     me = KEYS[0]
-    says = {KEYS[1]: Founding(generation=2**20 - 1, candidate=KEYS[2], members=3)}
+    says = {KEYS[1]: Founding(generation=2**20 - 1, candidate=mark(KEYS[2]), members=3)}
     after = voted(Register(members=frozenset(KEYS[:3])), me, KEYS[:3], says)
     assert after.generation < 100
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aedit.proto.swarm.card import Founding, PeerCard
-from aedit.proto.swarm.founding import Register, accepted, begins, in_sync, voted
+from aedit.proto.swarm.founding import Register, accepted, begins, in_sync, mark, voted
 from aedit.proto.swarm.placement import candidates, ranking
 from aedit.system import write_atomically
 from aedit.types import printable
@@ -78,7 +78,8 @@ class Foundings:
     def look(self, live: Mapping[bytes, PeerCard]) -> None:
         """Take the cards of the live peers, this one's included; vote if a part is lost. Raises OSError."""
         now, hosts = self._clock(), candidates(live)
-        self._live_s.update(dict.fromkeys(hosts, now))
+        lately = {key: at_s for key, at_s in self._live_s.items() if now < at_s + self._lost_s}
+        self._live_s = lately | dict.fromkeys(hosts, now)
         with self._lock:
             after = [self._looked(part, live, hosts, now) for part in range(len(self._parts))]
             self._save(after)
@@ -105,16 +106,14 @@ class Foundings:
         register = accepted(part.register, {key: one for key, one in says.items() if key in hosts}, hosts)
         if register.accepted > part.register.accepted:
             part.seen_s, part.is_lost = now, False
-            founder = live[register.founder].name if register.founder in live else register.founder.hex()
-            log.warning(
-                "part %d: founded again by %s, generation %d", number, printable(founder), register.accepted
-            )
+            names = [card.name for key, card in live.items() if mark(key) == register.founder]
+            founder = printable(names[0]) if names else register.founder.hex()
+            log.warning("part %d: founded again by %s, generation %d", number, founder, register.accepted)
         replicas = [live[key].parts[number] for key in live if number in live[key].parts]
         part.is_missed = not any(one.in_sync and register.counts(one.term) for one in replicas)
         if not part.is_missed:
             part.seen_s, part.is_lost = now, False
-            lately = [key for key, at_s in self._live_s.items() if now < at_s + self._lost_s]
-            return in_sync(register, hosts, lately)
+            return in_sync(register, hosts, self._live_s)
         if not self._lost_s or now < part.seen_s + self._lost_s:
             return register
         if not part.is_lost:

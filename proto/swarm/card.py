@@ -23,6 +23,8 @@ PURPOSE = b"aedit peer card 1\n"
 MOST_CARD_BYTES = 4095
 """A record of a distributed hash table has less than 4 KiB."""
 MOST_PARTS = 4096
+FOUNDER_BYTES = 8
+"""Bytes of a key that name a candidate, so that a card has room for many parts."""
 MOST_MEMBERS = 4096
 """Peers of a run that a card may speak of."""
 LONGEST_NAME = 64
@@ -55,7 +57,7 @@ class Founding:
     generation: int
     """0: it has voted for no founding."""
     candidate: bytes
-    """Key of the peer that it lets found this generation; empty with generation 0."""
+    """First bytes of the key of the peer that it lets found this generation; empty with generation 0."""
     members: int
     """Peers that it knew when the part was last in sync: most of them must agree."""
 
@@ -197,7 +199,7 @@ def _check_founding(part: int, founding: Founding) -> None:
     if not 0 <= founding.generation < MOST_GENERATIONS:
         most = MOST_GENERATIONS - 1
         raise ValueError(f"part {part}: generation is {founding.generation}; it must be in [0, {most}]")
-    expected = KEY_BYTES if founding.generation else 0
+    expected = FOUNDER_BYTES if founding.generation else 0
     if len(founding.candidate) != expected:
         raise ValueError(f"part {part}: candidate has {len(founding.candidate)} bytes; expected {expected}")
     if not 0 <= founding.members <= MOST_MEMBERS:

@@ -7,11 +7,16 @@ were there when the part was last in sync has founded it, and everybody can coun
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from aedit.proto.swarm.card import Founding
+from aedit.proto.swarm.card import FOUNDER_BYTES, Founding
 from aedit.proto.wire.lineage import MOST_GENERATIONS, last_term_before, lineage
 
 _MOST_AHEAD = 16
 """Generations that others may claim beyond those that are known here: a false card does not use them up."""
+
+
+def mark(key: bytes) -> bytes:
+    """Return the bytes that name a peer as a candidate."""
+    return key[:FOUNDER_BYTES]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +28,11 @@ class Register:
     generation: int = 0
     """Highest one in which it has voted, or whose founding it has accepted."""
     candidate: bytes = b""
-    """Whom it lets found that generation: one peer per generation."""
+    """Whom it lets found that generation, see `mark`: one peer per generation."""
     accepted: int = 0
     """Generation of the founding that counts here; 0: the part as the run began it."""
     founder: bytes = b""
-    """Peer that has founded it."""
+    """Mark of the peer that has founded it."""
     begun: int = 0
     """Generation that this peer has founded itself: it does so once."""
 
@@ -99,20 +104,20 @@ def voted(register: Register, me: bytes, ranked: Sequence[bytes], says: Mapping[
     able = [key for key in ranked if key in register.members]
     if me not in able:
         return register
-    heard = {key: says[key].generation for key in able if key in says and says[key].candidate == key}
+    heard = {key: says[key].generation for key in able if key in says and says[key].candidate == mark(key)}
     stand = {key: at for key, at in heard.items() if at > register.generation}
     if stand:
         candidate = max(stand, key=lambda key: (stand[key], -able.index(key)))
-        return replace(register, generation=stand[candidate], candidate=candidate)
+        return replace(register, generation=stand[candidate], candidate=mark(candidate))
     if able[0] != me:
         return register
     known = max((says[key].generation for key in able if key in says), default=0)
     following = max(register.generation, min(known, register.generation + _MOST_AHEAD)) + 1
     if following >= MOST_GENERATIONS:
         return register
-    return replace(register, generation=following, candidate=me)
+    return replace(register, generation=following, candidate=mark(me))
 
 
 def begins(register: Register, me: bytes) -> bool:
     """Return whether this peer is to found the part now."""
-    return register.founder == me and register.begun < register.accepted
+    return register.founder == mark(me) and register.begun < register.accepted

@@ -24,7 +24,7 @@ def lineage(term: int) -> int:
 def last_term_before(generation: int, founder: bytes) -> int:
     """Return the number below the first term of a lineage. 0 in generation 0.
 
-    founder: public key of the peer that founds it.
+    founder: Names the peer that founds it.
     """
     mark = int.from_bytes(sha256(founder).digest()[:2], "big") >> (16 - _FOUNDER_BITS) if generation else 0
     return (generation << _FOUNDER_BITS | mark) << _COUNT_BITS
