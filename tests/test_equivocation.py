@@ -4,6 +4,7 @@ import hashlib
 from contextlib import ExitStack
 
 import numpy as np
+import pytest
 from kit.agents import node, order, plan
 from kit.hub_processes import status
 from kit.peers_in_process import peers_here
@@ -121,9 +122,12 @@ def begun(held, folder):
 
 
 def in_sync(peers, number):
-    return lambda: peers.hub(number)._leading.leadership.in_sync()[0] == 2
+    """Return whether the owner at a peer has two followers, on which the voters have agreed."""
+    leadership = peers.hub(number)._leading.leadership
+    return lambda: leadership.in_sync()[0] == 2 and leadership._replica._agreement is None
 
 
+@pytest.mark.slow
 def test_an_owner_that_gives_two_nodes_different_anchors_is_replaced_and_training_goes_on(tmp_path):
     with ExitStack() as held:
         peers, (one, other) = begun(held, tmp_path)
@@ -149,3 +153,29 @@ def test_an_owner_that_gives_two_nodes_different_anchors_is_replaced_and_trainin
         assert [line["state"] for line in told] == [f"shut out: {peers.peers[2]._known.faults[key].reason}"]
         events = (tmp_path / "peer-1" / "part_0" / "events.jsonl").read_text()
         assert "owner_shut_out" in events + (tmp_path / "peer-2" / "part_0" / "events.jsonl").read_text()
+
+
+@pytest.mark.slow
+def test_honest_owners_that_change_twice_give_no_proof_and_equal_anchors(tmp_path):
+    with ExitStack() as held:
+        peers, trainers = begun(held, tmp_path)
+        anchors = rounds(trainers, 1)
+        for now, then in ((0, 1), (1, 2)):
+            until(in_sync(peers, now), "both followers in sync", 30.0)
+            leadership, successor = peers.hub(now)._leading.leadership, peers.address(then)
+            until(lambda one=leadership, to=successor: one.hand_over(to), "the hand-over", 30.0)
+            until(lambda n=then: peers.hub(n)._leading is not None, "the next owner", 30.0)
+            anchors = rounds(trainers, 2)
+            assert equal(anchors)
+        until(
+            lambda: all((tmp_path / f"peer-{n}" / "statements.json").exists() for n in (1, 2)), "statements"
+        )
+        terms = set().union(*map(terms_told, peers.peers))
+        assert len(terms) > 1, "the statements of several owners were compared"
+        assert [dict(peer._known.faults) for peer in peers.peers] == [{}, {}, {}]
+
+
+def terms_told(peer):
+    """Return the terms of the statements that a peer has heard of and of its own node's."""
+    kept = peer._gossip._exchanges._statements
+    return {place.term for one in (kept._own, *kept._heard.values()) for place in one.kept}

@@ -46,7 +46,7 @@ def test_every_changed_byte_is_refused():
         ({"run": "a\nb"}, "run "),
         ({"part": 4096}, "part is 4096"),
         ({"lineage": ""}, "lineage ''"),
-        ({"lineage": "é"}, "lineage"),
+        ({"lineage": "\u00e9"}, "lineage"),
         ({"term": 0}, r"term is 0; it must be in \[1, "),
         ({"version": 0}, "version is 0"),
         ({"sha256": bytes(31)}, "sha256 has 31 bytes; expected 32"),

@@ -15,6 +15,7 @@ from aedit.launch.swarm.peer import Peer, PeerOptions
 from aedit.proto.swarm.gossip import GossipPlan
 from aedit.proto.swarm.placement import ranking
 from aedit.proto.swarm.replicas_file import KEY, ReplicasFile
+from aedit.types import UserError
 from kit.swarm import key_of
 
 EVERY_S = 0.05
@@ -46,7 +47,11 @@ class HubHere:
         return not (self.closed or self.process.is_over)
 
     def exit_code(self):
-        return 0
+        self.terminate()
+        try:
+            return self.process.exit_code()
+        except UserError:
+            return hosted_part.REFUSED
 
     def terminate(self):
         if not self.closed:
@@ -129,6 +134,7 @@ def peers_here(folder, config, count):
     plan = partial(GossipPlan, every_s=EVERY_S)
     with (
         patch.object(hosted_part, "Child", HubHere),
+        patch.object(hosted_part, "_AGAIN_S", 0.1),
         patch.object(peer_module, "GossipPlan", plan),
         patch.object(HubHere, "config", config),
     ):
