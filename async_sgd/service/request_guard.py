@@ -43,16 +43,27 @@ class RequestGuard:
         """Acknowledged records that this hub has lost, as text; it does not lead unless this is empty."""
         self._believes_hubs = False
         self._other_terms: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self.is_shut_out: Callable[[str], bool] = lambda address: False
         self._asking = threading.Lock()
         self._asked_s = -math.inf
 
-    def trust(self, *, hubs: bool, other_terms: Callable[[], tuple[int, int]]) -> None:
-        """Set whose word about a higher term counts.
+    def trust(
+        self,
+        *,
+        hubs: bool,
+        other_terms: Callable[[], tuple[int, int]],
+        shut_out: Callable[[str], bool] = lambda address: False,
+    ) -> None:
+        """Set whose word counts.
 
-        hubs: whether callers of `Tail` and `Confirm` have shown keys of a hub. other_terms: asks the other
-        hubs for the terms that they lead and have promised; whatever a member claims is checked there.
+        Args:
+            hubs: Whether callers of `Tail` and `Confirm` have shown keys of a hub.
+            other_terms: Asks the other hubs for the terms that they lead and have promised; whatever a member
+                claims of a higher term is checked there.
+            shut_out: Returns whether the replica at an address is not to be waited for, see
+                `HubEndpoint.is_shut_out`.
         """
-        self._believes_hubs, self._other_terms = hubs, other_terms
+        self._believes_hubs, self._other_terms, self.is_shut_out = hubs, other_terms, shut_out
 
     @contextmanager
     def deciding(self) -> Iterator[float]:

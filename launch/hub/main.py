@@ -23,6 +23,7 @@ from aedit.async_sgd.service.hello_responder import HelloResponder
 from aedit.async_sgd.service.leadership import Leadership
 from aedit.async_sgd.service.memory import give_back_what_is_freed
 from aedit.async_sgd.service.server_directory import DirectorySwitch
+from aedit.async_sgd.service.statements import Signer
 from aedit.async_sgd.service.switch import Switch
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.fields import to_toml
@@ -309,7 +310,13 @@ class _Process:
             self._leadership,
             lambda: self._endpoint.successor,
         )
-        leading.guard.trust(hubs=self._endpoint.keys is not None, other_terms=self._others.terms)
+        leading.guard.trust(
+            hubs=self._endpoint.keys is not None,
+            other_terms=self._others.terms,
+            shut_out=self._endpoint.is_shut_out,
+        )
+        if (key := self._endpoint.signing_key()) is not None:
+            leading.driver.exchange.signer = Signer(key, self._config.name, self._endpoint.part[0])
         leading.begin(records)
         (self._endpoint.directory / folder.MIRROR).unlink(missing_ok=True)
         if self._config.hub.parent:

@@ -5,7 +5,7 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Protocol
 
@@ -121,6 +121,10 @@ class Membership:
         """Return the address of the hub that leads, as far as this node knows."""
         return self._address
 
+    def host_keys(self) -> Collection[str]:
+        """Return the keys, in hexadecimal, that may sign for the owner of this part, in a swarm."""
+        return self._finder.keys_of(self._address)
+
     def acknowledged(self, receipt: pb.Receipt) -> None:
         """Keep the newest receipt of this hub: its successor must have everything before it."""
         with self._change:
@@ -190,6 +194,9 @@ class Membership:
             self._hurry.wait(self._plan.heartbeat_s * random.uniform(0.9, 1.1))
 
     def _turn(self, owner: Owner) -> None:
+        if self._finder.is_shut_out(self._address):
+            why = f"there is proof that the owner at {self._address} gives nodes different anchors"
+            return self._lost(why, at_once=True)
         if not self._member:
             owner.joined(self.part, self._join())
             self._hurry.set()
