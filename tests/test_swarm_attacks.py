@@ -13,10 +13,12 @@ from aedit.launch.hub.canvass import Canvass
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.main import _Process
 from aedit.launch.swarm import peer_service
-from aedit.proto.swarm.replicas_file import PartPlaces, ReplicasFile
+from aedit.proto.swarm.replicas_file import KEY, PartPlaces, ReplicasFile
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.hello import PROTOCOL
 from aedit.proto.wire.security import ClientKeys
+from aedit.proto.wire.signing_key import SigningKey
+from aedit.proto.wire.statement import is_signed, parsed
 from aedit.proto.wire.vote_messages import proposal_out
 from aedit.proto.wire.votes import Proposal
 
@@ -172,3 +174,63 @@ def test_a_replica_starts_although_its_file_names_the_hub_of_another_part(tmp_pa
         replica(tmp_path / "founder", 0, address(other), standby=False) as (founder, _),
     ):
         assert json.loads(Client(address(founder)).hub.status(pb.StatusRequest()).json)["term"] == 1
+
+
+# -- an owner of which there is proof that it gives nodes different anchors
+
+
+LIAR, HONEST = "aa" * 32, "bb" * 32
+
+
+def test_a_follower_leaves_an_owner_whose_key_is_shut_out_and_gives_it_no_more_time(tmp_path):
+    with ExitStack() as held:
+        owner, _ = held.enter_context(replica(tmp_path / "owner", 0, standby=False))
+        follower, seen = held.enter_context(replica(tmp_path / "follower", 0, address(owner)))
+        standby, at = follower._standby, address(owner)
+        until(lambda: standby._leader == at, "the owner's journal")
+        votes = standby._leadership._replica
+
+        seen.write([PartPlaces((at, at), at, keys=(LIAR, HONEST)), PartPlaces()], [LIAR])
+        arrivals = standby._arrivals
+        until(lambda: standby._arrivals > arrivals + 2, "chunks after somebody else's fault")
+        assert standby._leader == at, (
+            "a liar that names the address of an honest owner does not take it along"
+        )
+        assert votes._leader_heard_s > 0
+
+        seen.write([PartPlaces(), PartPlaces()], [LIAR, HONEST])
+        until(lambda: not standby._leader, "the end of the journal")
+        assert votes._leader_heard_s == float("-inf"), "it may vote for another one at once"
+        events = (follower._endpoint.directory / "events.jsonl").read_text().splitlines()
+        assert [one["owner"] for one in map(json.loads, events) if one["event"] == "owner_shut_out"] == [at]
+
+
+def test_an_owner_waits_for_no_replica_whose_key_is_shut_out(tmp_path):
+    with replica(tmp_path / "owner", 0, standby=False) as (owner, file):
+        votes, hub = owner._leading.leadership._replica, Client(address(owner)).hub
+
+        def confirms(number):
+            hub.confirm(pb.ConfirmRequest(term=1, segment=1, offset=0, replica=number, address="10.0.0.9:1"))
+            return votes.was_heard(number, 0.0)
+
+        file.write([PartPlaces(("10.0.0.9:1",), "", keys=(LIAR,)), PartPlaces()])
+        assert confirms(77)
+        file.write([PartPlaces(), PartPlaces()], [LIAR])
+        assert not confirms(78)
+
+
+def test_the_owner_of_a_part_signs_with_the_key_in_the_folder_of_its_peer(tmp_path):
+    with replica(tmp_path / "owner", 0, standby=False) as (owner, file):
+        node = Client(address(owner))
+        node.join()
+        assert node.push(0, base=0).accepted
+        path = file.path.parent / KEY
+        for _ in range(2):
+            head = node.hub.pull(pb.PullRequest(who=node.who, unit=0), memoryview(bytearray(20_000)))
+            found = parsed(head.statement)
+            assert found.public_key == SigningKey.kept(path).public
+            assert path.stat().st_mode & 0o777 == 0o600
+            told = (found.run, found.part, found.unit, found.version, found.sha256, found.term)
+            assert told == ("run", 0, 0, 1, head.sha256, 1)
+            assert found.lineage == owner._leading.ledger.journal.epoch
+            assert is_signed(head.statement)

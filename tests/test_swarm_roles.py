@@ -100,7 +100,7 @@ def test_the_file_of_replicas_is_read_as_it_was_written_and_again_when_it_change
     assert reads.parts() == ()
     assert reads.part(3) == PartPlaces()
     writes.write([view([A], a=replica(leads=True)).places(3)])
-    assert reads.part(0) == PartPlaces(("h:1",), "h:1", "h:1", 1)
+    assert reads.part(0) == PartPlaces(("h:1",), "h:1", "h:1", 1, (A.hex(),))
     writes.write([PartPlaces(("x:2",), "", "", 2), PartPlaces()])
     assert reads.parts() == (PartPlaces(("x:2",), "", "", 2), PartPlaces())
 

@@ -19,6 +19,7 @@ from aedit.async_sgd.rules.records import Accepted, Push, Vector
 from aedit.async_sgd.service import messages
 from aedit.async_sgd.service.gaps import FREE, Gaps
 from aedit.async_sgd.service.request_guard import RequestGuard
+from aedit.async_sgd.service.statements import Signer, TwoValues
 from aedit.proto.codecs.codecs import Codec, codec
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.lineage import version_of
@@ -79,6 +80,8 @@ class PushPull:
         """Version and base of the last answer and its SHA-256, by unit."""
         self._known = KnownAnchors()
         self._gaps = Gaps()
+        self.signer: Signer | None = None
+        """Signs the anchors that are given, in a swarm."""
         self.bytes_in = 0
         self.bytes_out = 0
 
@@ -130,17 +133,19 @@ class PushPull:
             self._layout(unit)
             if self._hub.state.units[unit].anchor is None:
                 raise Refusal(_LATER, f"unit {unit} has no anchor yet: nobody has brought weights")
-            num_bytes = 4 * self._layout(unit).numel
+            num_bytes, term = 4 * self._layout(unit).numel, self._hub.state.term
             if known and request.offset == num_bytes:  # another node has sent all of it: is it right?
                 head = pb.PullHead(version=request.version, codec="fp32", num_bytes=num_bytes, sha256=known)
+                head.statement = self._statement(term, unit, request.version, known)
                 return head, memoryview(b"")
             chain = self._hub.chain(unit, request.base) or None  # an empty one would mean: whole
+            version, values = self._hub.anchor(unit)
+        whole = values.data.cast("B")
         if chain is not None:
             data, name = memoryview(b"".join(delta for _, delta in chain)), self._hub.config.codec_down
-            version, base = chain[-1][0], request.base
+            base = request.base
         else:
-            version, values = self._hub.anchor(unit)
-            data, name, base = values.data.cast("B"), "fp32", 0
+            data, name, base = whole, "fp32", 0
         self._guard.durable(self._ledger.journal.position)
         self.bytes_out += len(data)
         links = [pb.Link(version=v, num_bytes=len(delta)) for v, delta in chain or ()]
@@ -148,7 +153,27 @@ class PushPull:
         head.sha256 = self._sum(unit, (version, base), data)
         if chain is None:
             self._known.add(unit, version, head.sha256)
+        if self.signer is not None:
+            head.statement = self._statement(term, unit, version, self._digest(unit, version, whole))
         return head, data
+
+    def _statement(self, term: int, unit: int, version: int, digest: bytes) -> bytes:
+        """Return what this hub signs about an anchor that is durable; empty outside a swarm."""
+        if self.signer is None:
+            return b""
+        try:
+            return self.signer.statement(self._ledger.journal.epoch, term, unit, version, digest)
+        except TwoValues as error:
+            self._guard.engine.fail(error)
+            raise Refusal(grpc.StatusCode.UNAVAILABLE, str(error)) from error
+
+    def _digest(self, unit: int, version: int, whole: memoryview) -> bytes:
+        """Return the SHA-256 of an anchor as nodes have it, computed once for each version."""
+        known = self._known.digest(unit, version)
+        if not known:
+            known = hashlib.sha256(whole).digest()
+            self._known.add(unit, version, known)
+        return known
 
     def _layout(self, unit: int) -> UnitLayout:
         layout = self._hub.state.layout

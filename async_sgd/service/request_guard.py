@@ -23,6 +23,8 @@ from aedit.proto.wire.service import Refusal
 
 SHOWN_LIMIT_S = 0.5
 """Shorter than a node waits for the reply to a heartbeat."""
+_JOIN_LIMIT_S = 1.0
+"""Longest wait of a join for the replicas."""
 _ASK_S = 1.0
 """Least time between two questions to the other hub for its term."""
 
@@ -42,16 +44,27 @@ class RequestGuard:
         """Acknowledged records that this hub has lost, as text; it does not lead unless this is empty."""
         self._believes_hubs = False
         self._other_terms: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self.is_shut_out: Callable[[str], bool] = lambda address: False
         self._asking = threading.Lock()
         self._asked_s = -math.inf
 
-    def trust(self, *, hubs: bool, other_terms: Callable[[], tuple[int, int]]) -> None:
-        """Set whose word about a higher term counts.
+    def trust(
+        self,
+        *,
+        hubs: bool,
+        other_terms: Callable[[], tuple[int, int]],
+        shut_out: Callable[[str], bool] = lambda address: False,
+    ) -> None:
+        """Set whose word counts.
 
-        hubs: whether callers of `Tail` and `Confirm` have shown keys of a hub. other_terms: asks the other
-        hubs for the terms that they lead and have promised; whatever a member claims is checked there.
+        Args:
+            hubs: Whether callers of `Tail` and `Confirm` have shown keys of a hub.
+            other_terms: Asks the other hubs for the terms that they lead and have promised; whatever a member
+                claims of a higher term is checked there.
+            shut_out: Returns whether the replica at an address is not to be waited for, see
+                `HubEndpoint.is_shut_out`.
         """
-        self._believes_hubs, self._other_terms = hubs, other_terms
+        self._believes_hubs, self._other_terms, self.is_shut_out = hubs, other_terms, shut_out
 
     @contextmanager
     def deciding(self) -> Iterator[float]:
@@ -173,6 +186,17 @@ class RequestGuard:
             receipt = self.ledger.durable(position)
         self.check_leads()
         return receipt
+
+    def admitted(self, position: Position) -> pb.Receipt:
+        """Return `durable(position)` for a join; raise Refusal if the replicas take long.
+
+        A node that waits for the reply to a join gives no vote, and the replicas may wait for just that.
+        """
+        try:
+            self.leadership.wait(position, _JOIN_LIMIT_S)
+        except Unconfirmed as error:
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
+        return self.durable(position)
 
     def shown(self, position: Position) -> None:
         """Return when another hub that may lead cannot lack what is before `position`.

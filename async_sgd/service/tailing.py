@@ -54,7 +54,7 @@ class Tailing:
                 f"byte {request.offset} of segment {request.segment} is confirmed, and {newest} is the newest"
             )
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, text)
-        if request.term != self._ledger.hub.state.term:
+        if request.term != self._ledger.hub.state.term or self._guard.is_shut_out(request.address):
             return pb.ConfirmReply()
         position = request.segment, request.offset
         return pb.ConfirmReply(

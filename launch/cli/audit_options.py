@@ -28,7 +28,8 @@ class AuditRequest:
 def add_audit_options(parser: Parser) -> None:
     """Add the arguments of `aedit audit` to its parser."""
     add = parser.add_argument
-    add("file", metavar="FILE", type=Path, help="rollouts.jsonl of a run with audit.record = true")
+    does = "rollouts.jsonl of a run with audit.record = true; or a proof against the owner of a part (.json)"
+    add("file", metavar="FILE", type=Path, help=does)
     does = "weights of a policy version: a run, or a model directory; repeatable (default: those beside FILE)"
     add("--model", metavar="[VERSION=]DIR", action="append", default=[], help=does)
     add("--dtype", choices=DTYPES, default="", help="dtype of the servers' engines (default: the model's)")

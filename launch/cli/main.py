@@ -308,9 +308,14 @@ def _generate(options: Options) -> int:
 
 
 def _audit(options: Options) -> int:
+    request = audit_request(options)
+    if request.file.suffix == ".json":
+        from aedit.launch.cli.proof import audit_proof
+
+        return audit_proof(request.file)
     from aedit.launch.cli.audit import audit
 
-    return audit(audit_request(options))
+    return audit(request)
 
 
 def _config_show(options: Options) -> None:

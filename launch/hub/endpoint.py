@@ -5,8 +5,10 @@ from pathlib import Path
 
 from aedit.launch.config.config import RunConfig
 from aedit.launch.hub import folder
-from aedit.proto.swarm.replicas_file import ReplicasFile
+from aedit.proto.swarm.replicas_file import KEY, ReplicasFile
 from aedit.proto.wire.security import ClientKeys, ServerKeys, client_keys, listener_keys
+from aedit.proto.wire.signing_key import SigningKey
+from aedit.types import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,20 @@ class HubEndpoint:
     def least_replicas(self) -> int:
         """Return how many replicas must have a record on disk, this hub included; 1 but in a swarm."""
         return self.replicas.part(self.part[0]).least if self.replicas is not None else 1
+
+    def is_shut_out(self, address: str) -> bool:
+        """Return whether there is proof against the peer that hosts the replica at an address."""
+        return self.replicas is not None and self.replicas.is_shut_out(address)
+
+    def signing_key(self) -> SigningKey | None:
+        """Return the key of the peer that hosts this hub; None outside a swarm. Raises UserError."""
+        if self.replicas is None:
+            return None
+        path = self.replicas.path.parent / KEY
+        try:
+            return SigningKey.kept(path)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path}: {error}") from None
 
     @property
     def others(self) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from aedit.async_sgd.service.hello_responder import HelloResponder
 from aedit.async_sgd.service.leadership import Leadership
 from aedit.async_sgd.service.memory import give_back_what_is_freed
 from aedit.async_sgd.service.server_directory import DirectorySwitch
+from aedit.async_sgd.service.statements import Signer
 from aedit.async_sgd.service.switch import Switch
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.fields import to_toml
@@ -84,21 +85,30 @@ def hub(config: RunConfig, *, directory: Path, **options: Unpack[HubOptions]) ->
     raise_descriptor_limit()
     stop = _Stop()
     with folder.locked(directory):
-        endpoint = endpoint_of(config, directory, options)
-        process = _Process(endpoint, insecure=options.get("insecure", False))
-        try:
-            process.start(force=options.get("force_lead", False), above=options.get("term_above", 0))
-            print(process.welcome(), flush=True)
-            if warning := process.warning():
-                _warn(warning)
-            while not stop.asked.wait(0.2) and not process.is_over:
-                pass
-            if stop.by_hand:
-                process.wait_for_leaving_nodes()
-            process.hand_over()
-        finally:
-            process.close()
+        process = _served(config, directory, options, stop)
+        while process.may_follow and not stop.asked.is_set():
+            log.warning("another replica of the part leads now: following it")
+            options |= {"standby": True, "force_lead": False}
+            process = _served(config, directory, options, stop)
         return process.exit_code()
+
+
+def _served(config: RunConfig, directory: Path, options: HubOptions, stop: "_Stop") -> "_Process":
+    """Serve until the run is over, a signal arrives or another hub leads; return the closed process."""
+    process = _Process(endpoint_of(config, directory, options), insecure=options.get("insecure", False))
+    try:
+        process.start(force=options.get("force_lead", False), above=options.get("term_above", 0))
+        print(process.welcome(), flush=True)
+        if warning := process.warning():
+            _warn(warning)
+        while not stop.asked.wait(0.2) and not process.is_over:
+            pass
+        if stop.by_hand:
+            process.wait_for_leaving_nodes()
+        process.hand_over()
+    finally:
+        process.close()
+    return process
 
 
 def _warn(text: str) -> None:
@@ -269,6 +279,14 @@ class _Process:
                 log.error("no final snapshot: %s; the journal is complete", error)
         self._reports.close()
 
+    @property
+    def may_follow(self) -> bool:
+        """Return whether another replica of the part leads now, which this one can follow in this process."""
+        leading = self._leading
+        if self._endpoint.replicas is None or leading is None:
+            return False
+        return leading.guard.replaced.is_set() and not (leading.guard.lacking or leading.failure)
+
     def exit_code(self) -> int:
         """Return the exit code. Raises UserError if another hub leads, or this one has lost something."""
         leading, standby = self._leading, self._standby
@@ -297,7 +315,13 @@ class _Process:
             self._leadership,
             lambda: self._endpoint.successor,
         )
-        leading.guard.trust(hubs=self._endpoint.keys is not None, other_terms=self._others.terms)
+        leading.guard.trust(
+            hubs=self._endpoint.keys is not None,
+            other_terms=self._others.terms,
+            shut_out=self._endpoint.is_shut_out,
+        )
+        if (key := self._endpoint.signing_key()) is not None:
+            leading.driver.exchange.signer = Signer(key, self._config.name, self._endpoint.part[0])
         leading.begin(records)
         (self._endpoint.directory / folder.MIRROR).unlink(missing_ok=True)
         if self._config.hub.parent:

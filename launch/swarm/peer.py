@@ -18,7 +18,9 @@ from aedit.launch.swarm.peer_service import PeerService
 from aedit.launch.swarm.roles import PartView, Role, part_view
 from aedit.proto.swarm.gossip import Gossip, GossipPlan
 from aedit.proto.swarm.known_peers import KnownPeers
-from aedit.proto.swarm.replicas_file import REPLICAS, ReplicasFile
+from aedit.proto.swarm.proofs import Proofs
+from aedit.proto.swarm.received_file import STATEMENTS, StatementsFile
+from aedit.proto.swarm.replicas_file import KEY, REPLICAS, ReplicasFile
 from aedit.proto.wire.connections import raise_descriptor_limit
 from aedit.proto.wire.security import ClientKeys, ServerKeys, client_keys, listener_keys
 from aedit.proto.wire.signing_key import SigningKey
@@ -108,7 +110,7 @@ class Peer:
             insecure=options.insecure,
         )
         self._trust = client_keys(options.keys) if options.keys else ClientKeys()
-        self._key = _kept_key(directory / "key")
+        self._key = _kept_key(directory / KEY)
         self._known = KnownPeers(
             config.name, self._key.public, allow=frozenset(bytes.fromhex(key) for key in swarm.allow)
         )
@@ -120,6 +122,7 @@ class Peer:
         self._foundings = Foundings(
             directory, config.name, self._key.public, parts=swarm.parts, lost_s=swarm.lost_s
         )
+        self._received, self._proofs = StatementsFile(directory / STATEMENTS), Proofs(directory / "proofs")
         self._card = OwnCard(config, options.name, directory, self._key, self._known)
         self._service = PeerService(
             config, self._replicas, self._trust, self._live_names, self._foundings.states
@@ -142,6 +145,8 @@ class Peer:
     def start(self) -> None:
         """Host what is on the disk, or found the run; then exchange cards with others."""
         directory, kept = self._options.directory, self._hosts.kept()
+        for proof in self._proofs.load():
+            self._known.shut_out(proof)
         marker = directory / "member"
         founds = self._options.founds and not kept and not marker.exists()
         marker.touch()
@@ -158,8 +163,11 @@ class Peer:
         self._foundings.look(self._known.live(time.monotonic()))
         for part in range(self._hosts.parts):
             self._follow_founding(part)
-        views = self._views()
-        self._replicas.write([view.places(self._hosts.copies) for view in views])
+        self._gossip.received(self._received.changed())
+        faults, views = self._known.faults, self._views()
+        self._proofs.keep(faults)
+        shut_out = [key.hex() for key, found in faults.items() if found.statement is not None]
+        self._replicas.write([view.places(self._hosts.copies) for view in views], shut_out)
         for part, view in enumerate(views):
             own = self._hosted.get(part)
             role = view.role(self._hosts.copies, own.others if own is not None else 0)
@@ -242,9 +250,10 @@ class Peer:
         return self._card.current(self.address, hosts, self._foundings.says())
 
     def _live_names(self) -> list[dict[str, object]]:
-        """Return the live peers for views."""
+        """Return the live peers for views, and those that are shut out."""
         cards = self._known.live(time.monotonic()).values()
-        return [
+        shut_out = self._known.faults.items()
+        live: list[dict[str, object]] = [
             {
                 "name": card.name,
                 "address": card.address,
@@ -254,6 +263,10 @@ class Peer:
                 "state": "leaving" if card.leaving else "",
             }
             for card in sorted(cards, key=lambda card: card.name)
+        ]
+        return live + [
+            {"name": key.hex()[:16], "address": "-", "key": key.hex(), "state": f"shut out: {found.reason}"}
+            for key, found in shut_out
         ]
 
 

@@ -100,7 +100,10 @@ class PartView:
             return "" if key is None else self.replicas[key].address
 
         least = max(1, min(copies // 2 + 1, len(self.ranked)))
-        return PartPlaces(tuple(map(address, ranked)), address(self.owner), address(self.first()), least)
+        keys = tuple(key.hex() for key in ranked)
+        return PartPlaces(
+            tuple(map(address, ranked)), address(self.owner), address(self.first()), least, keys
+        )
 
 
 def part_view(

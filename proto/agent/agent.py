@@ -214,6 +214,7 @@ class Agent:
 
     def beaten(self, part: int, heartbeat: pb.HeartbeatRequest) -> None:
         """Note that hub process `part` has the heartbeat."""
+        self._transfers.statements.save()
         if part == 0:
             with self._lease_lock:
                 self._leases = self._leases.settle(sum(c.upto - c.start for c in heartbeat.consumed))

@@ -94,14 +94,22 @@ class InitialSync:
                 break
         while not self._ended and membership.wait():
             request.who.CopyFrom(membership.who())
-            if self._is_taken(unit, download, membership.client):
+            if self._is_taken(unit, download, membership.client, owner=membership):
                 return
             membership.pause(random.uniform(0.5, 1.5) * self._plan.heartbeat_s)
 
-    def _is_taken(self, unit: int, download: "_Counted", client: HubClient, donor: str = "") -> bool:
+    def _is_taken(
+        self,
+        unit: int,
+        download: "_Counted",
+        client: HubClient,
+        donor: str = "",
+        *,
+        owner: Membership | None = None,
+    ) -> bool:
         """Return whether the unit was fetched from `client`.
 
-        donor: its address, if `client` is not the hub's.
+        donor: its address, if `client` is not the hub's. owner: the membership, if it is.
         """
         before = download.num_bytes
         try:
@@ -109,6 +117,8 @@ class InitialSync:
                 head = client.fetch(download, again=not donor)
                 if head.num_bytes != download.room_bytes or head.chain:
                     raise ValueError(f"{head.num_bytes} bytes, where an anchor has {download.room_bytes}")
+                if owner is not None:
+                    self._transfers.check(owner, unit, head)
                 self._transfers.versions[unit] = 0 if donor else head.version
             return True
         except (HubRefused, HubUnreachable, ValueError) as error:

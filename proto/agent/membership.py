@@ -5,7 +5,7 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -130,6 +130,10 @@ class Membership:
         """Return the address of the hub that leads, as far as this node knows."""
         return self._address
 
+    def host_keys(self) -> Collection[str]:
+        """Return the keys, in hexadecimal, that may sign for the owner of this part, in a swarm."""
+        return self._finder.keys_of(self._address)
+
     def acknowledged(self, receipt: pb.Receipt, term: int) -> None:
         """Keep the newest receipt of this hub: its successor must have everything before it.
 
@@ -204,6 +208,9 @@ class Membership:
             self._hurry.wait(self._plan.heartbeat_s * random.uniform(0.9, 1.1))
 
     def _turn(self, owner: Owner) -> None:
+        if self._finder.is_shut_out(self._address):
+            why = f"there is proof that the owner at {self._address} gives nodes different anchors"
+            return self._lost(why, at_once=True)
         if not self._member:
             owner.joined(self.part, self._join(owner))
             self._hurry.set()
@@ -301,7 +308,7 @@ class Membership:
         other = self._finder.next(self._address)
         if not other:
             return
-        if not at_once:  # it may be alive, and wait for votes
+        if not (at_once and self._member):  # it may be alive, and wait for votes before it lets a node join
             self._offer(self.client, min(self._patience_s, _OWN_HUB_S))
         is_late = time.monotonic() - self._heard_s > self._plan.expire_s
         if at_once or is_late or self._finder.has_moved(self._address):

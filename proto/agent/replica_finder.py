@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from aedit.proto.agent.plan import AgentPlan
@@ -56,6 +56,14 @@ class ReplicaFinder:
         """Return whether the peers know another owner than `current`."""
         owner = self._file.part(self._part).owner if self._file is not None else ""
         return bool(owner) and owner != current
+
+    def keys_of(self, address: str) -> Collection[str]:
+        """Return the keys, in hexadecimal, that may sign for a hub of a swarm; see `ReplicasFile.keys_of`."""
+        return self._file.keys_of(address) if self._file is not None else ()
+
+    def is_shut_out(self, address: str) -> bool:
+        """Return whether there is proof against the peer of a hub; see `ReplicasFile.is_shut_out`."""
+        return self._file is not None and self._file.is_shut_out(address)
 
     def _update(self, current: str) -> None:
         assert self._file is not None

@@ -1,5 +1,6 @@
 """Exchange of one unit: encode, push until the hub has it, wait for the decision, pull, answer."""
 
+import hashlib
 import logging
 import random
 import threading
@@ -15,6 +16,7 @@ from aedit.proto.agent.link import Answer
 from aedit.proto.agent.mailbox import Mailbox
 from aedit.proto.agent.membership import Membership
 from aedit.proto.agent.plan import AgentPlan
+from aedit.proto.agent.statement_check import StatementCheck, Unsigned
 from aedit.proto.agent.traffic import Traffic
 from aedit.proto.codecs.codecs import Codec, Feedback, codec, slices
 from aedit.proto.wire import hub_pb2 as pb
@@ -68,6 +70,7 @@ class UnitTransfers:
         self._news: dict[int, pb.UnitNews] = {}
         self.versions = [0] * len(plan.units)
         """Version of each unit in `box.anchors`."""
+        self.statements = StatementCheck(plan)
         self.guards = [threading.Lock() for _ in plan.units]
         """Held while anchors change; a donor reads under it."""
         self._pools = [ThreadPoolExecutor(plan.streams, f"hub-{k}") for k in range(len(memberships))]
@@ -289,6 +292,9 @@ class UnitTransfers:
                 if error.code == grpc.StatusCode.DATA_LOSS:
                     self.versions[unit] = 0  # no good as a delta: ask for the whole
                 _refused(membership, error)
+            except Unsigned as error:
+                log.warning("refused: %s", error)
+                membership.pause(random.uniform(0.5, 1.5) * PAUSE_S)
         return 0
 
     def _try_pull(self, membership: Membership, unit: int) -> int:
@@ -310,8 +316,16 @@ class UnitTransfers:
                 add_chain(anchor, into[: head.num_bytes], head, codec(self._plan.codec_down))
             elif not whole:
                 _bytes(anchor)[:] = into[: head.num_bytes]
+            self.check(membership, unit, head)
             self.versions[unit] = head.version
         return head.version
+
+    def check(self, membership: Membership, unit: int, head: pb.PullHead) -> None:
+        """Raise Unsigned if the owner of a part in a swarm has not signed the anchor that is here now."""
+        if self.statements.is_on:
+            # What came whole has the hash that was checked on its way.
+            digest = hashlib.sha256(_bytes(self._box.anchors[unit])).digest() if head.chain else head.sha256
+            self.statements.check(membership, unit, head, digest)
 
     # --- error feedback
 

@@ -11,13 +11,14 @@ import random
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import grpc
 
 from aedit.proto.swarm.card import PeerCard
 from aedit.proto.swarm.dialing import DialList, Standing
 from aedit.proto.swarm.known_peers import KnownPeers, Offer
+from aedit.proto.swarm.statements import MOST_SENT, Pair, Statements
 from aedit.proto.wire import swarm_pb2 as pb
 from aedit.proto.wire.hello import PROTOCOL
 from aedit.proto.wire.service import Refusal
@@ -54,6 +55,7 @@ class Exchanges:
     ) -> None:
         """Know nobody but those in `known`. chance, draw: for tests."""
         self.known, self._key = known, key
+        self._statements = Statements(known.run)
         self._chance, self._draw = chance or random.Random(), draw
         self._lock = threading.Lock()
         self._dials = DialList(MOST_HINTS, self._chance)
@@ -62,6 +64,10 @@ class Exchanges:
         self._secret = draw(NONCE_BYTES)
         self._challenges: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()
         """Last challenge and key of the peer at an address."""
+
+    def received(self, statements: Iterable[bytes], now: float) -> None:
+        """Take statements of owners that the node of this peer has received."""
+        self._blame(self._statements.received(statements), now)
 
     # -- which peers to call
 
@@ -106,6 +112,7 @@ class Exchanges:
             card=self.known.own_card,
             known=[pb.KnownCard(key=key, serial=serial) for key, serial in serials],
             proof=self._key.private.sign(signed) if challenge else b"",
+            statements=self._statements.unsent(address) if challenge else (),
         )
 
     def take(self, address: str, request: pb.ExchangeRequest, reply: pb.ExchangeReply, now: float) -> None:
@@ -125,6 +132,8 @@ class Exchanges:
                 self._dials.drop(address)  # another name of this peer
             return
         self._note_answer(address, card, reply.challenge, now)
+        if request.statements:
+            self._statements.sent(address, request.statements)
         for data in reply.cards:
             self._offer(data, now)
         for both in reply.contradictions:
@@ -152,6 +161,9 @@ class Exchanges:
             raise Violation(f"nonce has {len(request.nonce)} bytes; expected {NONCE_BYTES}")
         if len(request.known) > MOST_KNOWN:
             raise Violation(f"known has {len(request.known)} entries; at most {MOST_KNOWN} are allowed")
+        if len(request.statements) > MOST_SENT:
+            most = f"at most {MOST_SENT} are allowed"
+            raise Violation(f"statements has {len(request.statements)} entries; {most}")
         offer = self._offer(request.card, now, Standing.CALLED)
         key = self._caller(request, offer, now)
         return pb.ExchangeReply(
@@ -195,10 +207,17 @@ class Exchanges:
         if offer.card is None:
             raise Refusal(grpc.StatusCode.PERMISSION_DENIED, f"your card is refused: {offer.reason}")
         key = offer.card.public_key
+        is_client = not offer.card.address
         # A proof that is too old, or for the process that was here before, is followed by a new one.
-        if not offer.card.address and request.proof and self._is_proof(key, request.proof, now):
-            self.known.confirm(key, now)
+        if (is_client or request.statements) and request.proof and self._is_proof(key, request.proof, now):
+            if is_client:
+                self.known.confirm(key, now)
+            self._blame(self._statements.hear(key, request.statements), now)
         return key
+
+    def _blame(self, pairs: Iterable[Pair], now: float) -> None:
+        for one, other in pairs:
+            self.known.contradict(one, other, now)
 
     def _challenge(self, key: bytes, now: float, ago: int = 0) -> bytes:
         window = int(now // _CHALLENGE_S) - ago
@@ -215,7 +234,9 @@ class Exchanges:
         return newer if len(newer) <= MOST_CARDS else self._chance.sample(newer, MOST_CARDS)
 
     def _contradictions(self) -> Sequence[pb.Contradiction]:
-        faults = list(self.known.faults.values())[-MOST_CONTRADICTIONS:]
+        faults = list(self.known.faults.values())
+        if len(faults) > MOST_CONTRADICTIONS:  # drawn, so that new ones hide no old one
+            faults = self._chance.sample(faults, MOST_CONTRADICTIONS)
         return [pb.Contradiction(one=fault.one, other=fault.other) for fault in faults]
 
     def _offer(self, data: bytes, now: float, standing: Standing | None = Standing.HINT) -> Offer:

@@ -114,6 +114,10 @@ class Gossip:
         for thread in self._threads:
             thread.start()
 
+    def received(self, statements: Sequence[bytes]) -> None:
+        """Take statements of owners that the node of this peer has received, to tell and to compare."""
+        self._exchanges.received(statements, monotonic())
+
     def close(self) -> None:
         """End threads, calls, service and discovery. May be called more than once."""
         self._closed.set()

@@ -8,11 +8,13 @@ card keeps nobody alive. After the lease the key has to be confirmed again.
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
 
 from aedit.proto.swarm.card import PeerCard, decoded, parsed
+from aedit.proto.swarm.contradiction import Contradiction, contradiction
+from aedit.types import printable
 
 KEY_PREFIX = 16
 """Bytes of a key by which a caller says which cards it knows."""
@@ -38,15 +40,6 @@ class _Entry:
     confirmed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Two different cards that one key has signed with the same serial."""
-
-    one: bytes
-    other: bytes
-    reason: str
-
-
 class KnownPeers:
     """The newest valid card of each key. Any thread may call.
 
@@ -69,9 +62,14 @@ class KnownPeers:
         self._own: _Entry | None = None
         self._peers: OrderedDict[bytes, _Entry] = OrderedDict()
         """Confirmed or not; the one that has changed least recently is first."""
-        self._faults: OrderedDict[bytes, Fault] = OrderedDict()
+        self._faults: OrderedDict[bytes, Contradiction] = OrderedDict()
         self._own_serial = 0
         self._own_fault = ""
+
+    @property
+    def run(self) -> str:
+        """Return the name of the run."""
+        return self._run
 
     @property
     def own_key(self) -> bytes:
@@ -91,7 +89,7 @@ class KnownPeers:
             return self._own.data if self._own else b""
 
     @property
-    def faults(self) -> Mapping[bytes, Fault]:
+    def faults(self) -> Mapping[bytes, Contradiction]:
         """Return the keys that are shut out, with the proof."""
         with self._lock:
             return dict(self._faults)
@@ -144,17 +142,21 @@ class KnownPeers:
 
         A proof against a key that is not known here is ignored.
         """
-        try:
-            first, second = decoded(one), decoded(other)
-        except ValueError:
+        found = contradiction(one, other)
+        if found is None or found.run != self._run:
             return False
-        key = first.public_key
-        same = (key, first.run, first.serial) == (second.public_key, second.run, second.serial)
         with self._lock:
-            if not same or one == other or first.run != self._run or key not in self._peers:
+            if found.public_key == self._own_key:
+                self._own_fault = f"others have proof against this peer's key: {found.reason}"
+            if found.public_key not in self._peers:
                 return False
-            self._shut_out(first, one, other)
+            self._shut_out(found)
         return True
+
+    def shut_out(self, found: Contradiction) -> None:
+        """Shut out a key against which an earlier process of this peer had proof."""
+        with self._lock:
+            self._shut_out(found)
 
     def confirm(self, key: bytes, now: float) -> bool:
         """Let the peer count that has shown to have this key; return whether it does.
@@ -235,7 +237,9 @@ class KnownPeers:
         if entry and card.serial < entry.card.serial:
             return Offer("known", entry.card)
         if entry and card.serial == entry.card.serial and data != entry.data:
-            return Offer("refused", reason=self._shut_out(card, entry.data, data).reason)
+            found = contradiction(entry.data, data)
+            assert found is not None, "two valid cards of one key and serial that differ are a proof"
+            return Offer("refused", reason=self._shut_out(found))
         if entry and card.serial == entry.card.serial:
             return Offer("known", entry.card)
         confirmed = entry is not None and entry.confirmed and not _is_over(entry, now_s)
@@ -254,13 +258,15 @@ class KnownPeers:
             )
         return Offer("own", card)
 
-    def _shut_out(self, card: PeerCard, one: bytes, other: bytes) -> Fault:
-        reason = f"two different cards of {card.name!r} have the serial {card.serial}"
-        fault = self._faults[card.public_key] = Fault(one, other, reason)
-        del self._peers[card.public_key]
+    def _shut_out(self, found: Contradiction) -> str:
+        """Shut a key out; return why."""
+        entry = self._peers.pop(found.public_key, None)
+        if entry is not None and found.statement is not None:
+            found = replace(found, reason=f"{printable(entry.card.name)!r}: {found.reason}")
+        self._faults[found.public_key] = found
         while len(self._faults) > self._limit:
             self._faults.popitem(last=False)
-        return fault
+        return found.reason
 
     def _lapse(self, now_s: float) -> None:
         for entry in self._peers.values():

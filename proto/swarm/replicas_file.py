@@ -1,18 +1,23 @@
 """`replicas.json`: the addresses of the replicas of each part. A peer writes it for the processes here.
 
 {"parts": [{"replicas": ["10.0.0.1:7001", "10.0.0.2:7001"], "owner": "10.0.0.1:7001", "first": "",
-            "least": 2}, ...]}
+            "least": 2, "keys": ["5f3a...", "90b1..."]}, ...], "shut_out": []}
 """
 
 import json
 import threading
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from aedit.system import write_atomically
 
 REPLICAS = "replicas.json"
+KEY = "key"
+"""File beside it with the private key of the peer, with which the hubs that it hosts sign."""
+_MOST_ADDRESSES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,8 @@ class PartPlaces:
     least: int = 1
     """Replicas, the owner included, that must have a push on disk before it is acknowledged: most of the
     copies that are wanted, or all peers where there are fewer."""
+    keys: tuple[str, ...] = ()
+    """Public keys of the peers that say that they host `replicas`, in hexadecimal, in their order."""
 
 
 class ReplicasFile:
@@ -38,35 +45,76 @@ class ReplicasFile:
         self._lock = threading.Lock()
         self._mark: tuple[int, int, int] | None = None
         self._parts: tuple[PartPlaces, ...] = ()
+        self._shut_out: tuple[str, ...] = ()
+        self._keys: OrderedDict[str, set[str]] = OrderedDict()
+        """Keys that the file has named for an address so far, also after their cards have lapsed."""
 
-    def write(self, parts: Sequence[PartPlaces]) -> None:
-        """Write the places of each part, if they have changed. Raises OSError."""
+    def write(self, parts: Sequence[PartPlaces], shut_out: Sequence[str] = ()) -> None:
+        """Write the places of each part, and keys that are shut out, if they have changed. Raises OSError."""
         with self._lock:
-            if tuple(parts) != self._parts:
-                write_atomically(self.path, json.dumps({"parts": [asdict(part) for part in parts]}))
-                self._parts, self._mark = tuple(parts), None
+            if (tuple(parts), tuple(shut_out)) != (self._parts, self._shut_out):
+                told = {"parts": [asdict(part) for part in parts], "shut_out": list(shut_out)}
+                write_atomically(self.path, json.dumps(told))
+                self._parts, self._shut_out, self._mark = tuple(parts), tuple(shut_out), None
 
     def parts(self) -> tuple[PartPlaces, ...]:
         """Return the places of each part as the file has them now; () while there is none."""
+        return self._read()[0]
+
+    def shut_out(self) -> tuple[str, ...]:
+        """Return the keys, in hexadecimal, of peers of which there is proof that they have lied."""
+        return self._read()[1]
+
+    def keys_of(self, address: str) -> Collection[str]:
+        """Return the keys of the peers that may sign for what listens at `address`.
+
+        A key counts also after its card has lapsed: this machine's peer may be cut off from the other one.
+        """
+        shut_out = self.shut_out()
+        with self._lock:
+            return self._keys.get(address, set()) - set(shut_out)
+
+    def is_shut_out(self, address: str) -> bool:
+        """Return whether all peers that have said that they host what listens at `address` are shut out.
+
+        So a peer that names the address of another one cannot take that one with it, and one that names its
+        own no more stays shut out.
+        """
+        shut_out = self.shut_out()
+        with self._lock:
+            known = self._keys.get(address, set())
+            return bool(known) and known <= set(shut_out)
+
+    def _read(self) -> tuple[tuple[PartPlaces, ...], tuple[str, ...]]:
         with self._lock:
             try:
                 found = self.path.stat()
                 mark = (found.st_mtime_ns, found.st_size, found.st_ino)
                 if mark != self._mark:
-                    self._parts = _parts(self.path.read_text(encoding="utf-8"))
+                    told = json.loads(self.path.read_text(encoding="utf-8"))
+                    self._parts, self._shut_out = _parts(told["parts"]), tuple(told["shut_out"])
                     self._mark = mark
+                    self._note_keys()
             except FileNotFoundError:
-                self._parts, self._mark = (), None
-            return self._parts
+                self._parts, self._shut_out, self._mark = (), (), None
+            return self._parts, self._shut_out
 
     def part(self, number: int) -> PartPlaces:
         """Return the places of one part; without any while they are not known."""
         parts = self.parts()
         return parts[number] if number < len(parts) else PartPlaces()
 
+    def _note_keys(self) -> None:
+        for part in self._parts:
+            for address, key in zip(part.replicas, part.keys, strict=False):
+                self._keys.setdefault(address, set()).add(key)
+                self._keys.move_to_end(address)
+        while len(self._keys) > _MOST_ADDRESSES:
+            self._keys.popitem(last=False)
 
-def _parts(text: str) -> tuple[PartPlaces, ...]:
+
+def _parts(told: Sequence[dict[str, Any]]) -> tuple[PartPlaces, ...]:
     return tuple(
-        PartPlaces(tuple(part["replicas"]), part["owner"], part["first"], part["least"])
-        for part in json.loads(text)["parts"]
+        PartPlaces(tuple(part["replicas"]), part["owner"], part["first"], part["least"], tuple(part["keys"]))
+        for part in told
     )

@@ -448,18 +448,20 @@ class Link(_message.Message):
     def __init__(self, version: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class PullHead(_message.Message):
-    __slots__ = ("version", "codec", "chain", "num_bytes", "sha256")
+    __slots__ = ("version", "codec", "chain", "num_bytes", "sha256", "statement")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     CHAIN_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
+    STATEMENT_FIELD_NUMBER: _ClassVar[int]
     version: int
     codec: str
     chain: _containers.RepeatedCompositeFieldContainer[Link]
     num_bytes: int
     sha256: bytes
-    def __init__(self, version: _Optional[int] = ..., codec: _Optional[str] = ..., chain: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., num_bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ...) -> None: ...
+    statement: bytes
+    def __init__(self, version: _Optional[int] = ..., codec: _Optional[str] = ..., chain: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., num_bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ..., statement: _Optional[bytes] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ("metrics_after",)

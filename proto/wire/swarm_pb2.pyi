@@ -61,18 +61,20 @@ class HostedPart(_message.Message):
     def __init__(self, part: _Optional[int] = ..., address: _Optional[str] = ..., term: _Optional[int] = ..., leads: _Optional[bool] = ..., in_sync: _Optional[bool] = ...) -> None: ...
 
 class ExchangeRequest(_message.Message):
-    __slots__ = ("protocol", "nonce", "card", "known", "proof")
+    __slots__ = ("protocol", "nonce", "card", "known", "proof", "statements")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     CARD_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     PROOF_FIELD_NUMBER: _ClassVar[int]
+    STATEMENTS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     nonce: bytes
     card: bytes
     known: _containers.RepeatedCompositeFieldContainer[KnownCard]
     proof: bytes
-    def __init__(self, protocol: _Optional[int] = ..., nonce: _Optional[bytes] = ..., card: _Optional[bytes] = ..., known: _Optional[_Iterable[_Union[KnownCard, _Mapping]]] = ..., proof: _Optional[bytes] = ...) -> None: ...
+    statements: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, protocol: _Optional[int] = ..., nonce: _Optional[bytes] = ..., card: _Optional[bytes] = ..., known: _Optional[_Iterable[_Union[KnownCard, _Mapping]]] = ..., proof: _Optional[bytes] = ..., statements: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class KnownCard(_message.Message):
     __slots__ = ("key", "serial")
@@ -105,3 +107,23 @@ class Contradiction(_message.Message):
     one: bytes
     other: bytes
     def __init__(self, one: _Optional[bytes] = ..., other: _Optional[bytes] = ...) -> None: ...
+
+class Statement(_message.Message):
+    __slots__ = ("run", "part", "public_key", "lineage", "term", "unit", "version", "sha256")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    part: int
+    public_key: bytes
+    lineage: str
+    term: int
+    unit: int
+    version: int
+    sha256: bytes
+    def __init__(self, run: _Optional[str] = ..., part: _Optional[int] = ..., public_key: _Optional[bytes] = ..., lineage: _Optional[str] = ..., term: _Optional[int] = ..., unit: _Optional[int] = ..., version: _Optional[int] = ..., sha256: _Optional[bytes] = ...) -> None: ...
