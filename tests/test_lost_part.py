@@ -44,7 +44,9 @@ def test_a_part_goes_on_from_the_newest_anchor_when_all_its_replicas_are_lost_fo
         for seq in (1, 2):
             assert {(a.verdict, a.version) for a in push(links, 0, seq, seq)} == {(Verdict.MERGED, seq + 1)}
         newest = links[0].anchors[0].copy()
-        made.lose(lost)
+        late = lost[0]
+        made.kill(late)
+        made.lose(lost[1])
         answers = push(links, 0, 3, 3)
         assert {answer.verdict for answer in answers} == {Verdict.REFUSED}, "their nodes keep them"
         assert all(np.array_equal(link.anchors[0], newest) for link in links)
@@ -59,3 +61,8 @@ def test_a_part_goes_on_from_the_newest_anchor_when_all_its_replicas_are_lost_fo
         events = [line for path in tmp_path.glob("peers/*/part_0/events.jsonl") for line in path.open()]
         told = [json.loads(line) for line in events if json.loads(line)["event"] == "goes_on_from"]
         assert [(one["unit"], one["version"]) for one in told] == [(0, 3)]
+        # A replica that was given up for lost comes back: it is kept aside, and the part goes on without it.
+        made.again(late)
+        aside = made.folder_of(late) / "lost_part_0_1" / "part.json"
+        until(aside.exists, "the old replica to be kept aside", LIMIT_S)
+        assert {one.verdict for one in push(links, 0, 5, 2)} == {Verdict.MERGED}
