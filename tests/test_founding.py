@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from aedit.proto.swarm.card import Founding
-from aedit.proto.swarm.founding import Register, accepted, begins, in_sync, mark, voted
+from aedit.proto.swarm.founding import Register, accepted, begins, mark, owned, voted
 from aedit.proto.wire.lineage import last_term_before, lineage
 
 KEYS = [bytes([65 + n]) * 32 for n in range(7)]
@@ -139,15 +139,15 @@ def test_after_a_split_vote_the_next_generation_is_tried():
 
 
 def test_a_minority_that_still_sees_a_replica_does_not_become_a_majority():
-    register = in_sync(Register(), KEYS[:7], KEYS[:7])
-    assert in_sync(register, KEYS[:3], KEYS[:3]).members == frozenset(KEYS[:7])
-    assert in_sync(register, KEYS[:4], KEYS[:4]).members == frozenset(KEYS[:4]), "most of them are here"
+    register = owned(Register(), KEYS[:7], KEYS[:7])
+    assert owned(register, KEYS[:3], KEYS[:3]).members == frozenset(KEYS[:7])
+    assert owned(register, KEYS[:4], KEYS[:4]).members == frozenset(KEYS[:4]), "most of them are here"
 
 
 def test_peers_that_are_cut_off_together_are_not_taken_out_one_by_one():
-    register = in_sync(Register(), KEYS[:6], KEYS[:6])
+    register = owned(Register(), KEYS[:6], KEYS[:6])
     for left in (5, 4, 3):  # their leases end one after the other
-        register = in_sync(register, KEYS[:left], KEYS[:6])
+        register = owned(register, KEYS[:left], KEYS[:6])
     assert len(register.members) == 6
 
 

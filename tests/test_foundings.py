@@ -14,7 +14,7 @@ LOST_S = 100.0
 
 
 class Peers:
-    """Peers that read each other's cards at once, on one clock. part 0 is kept by those in `keep`."""
+    """Peers that read each other's cards at once. Part 0 is kept by `keep`, of which the first owns it."""
 
     def __init__(self, folder, count, keep):
         self.now, self.folder = 0.0, folder
@@ -93,13 +93,23 @@ def test_half_of_the_peers_and_fewer_wait_and_say_so(tmp_path, lost):
     assert state == "lost: founded again once 3 of the 4 peers that knew it agree"
 
 
-def test_a_live_replica_in_sync_keeps_its_part(tmp_path):
+def test_a_live_owner_keeps_its_part(tmp_path):
     peers = Peers(tmp_path, 5, keep=(0, 1))
     peers.turn()
-    peers.lose(0)
+    peers.lose(1)
     for _ in range(10):
         peers.turn(LOST_S)
     assert {register.generation for register in peers.registers()} == {0}
+
+
+def test_a_replica_that_cannot_be_elected_keeps_no_part(tmp_path):
+    """Owner and follower of three copies are gone for good: one vote of three elects nobody."""
+    peers = Peers(tmp_path, 5, keep=(0, 1, 2))
+    peers.turn()
+    peers.lose(0, 1)
+    for _ in range(3):
+        peers.turn(LOST_S)
+    assert {register.accepted > 0 for register in peers.registers()} == {True}
 
 
 def test_a_peer_keeps_what_it_has_promised_over_restarts(tmp_path):

@@ -42,9 +42,9 @@ class SwarmConfig:
     lease_s: float = 6.0
     """Silence after which a peer is no longer counted on."""
 
-    lost_s: float = 120.0
-    """Time without any replica in sync after which a part is lost: then one peer, on which most agree, founds
-    it again from the newest anchor of any node. Longer than a cut or a restart takes; 0: never."""
+    lost_s: float = 300.0
+    """Time without an owner after which a part is lost: then one peer, on which most agree, founds it again
+    from the newest anchor of any node. Longer than a cut or a restart takes; 0: never."""
 
     averaging_s: float = 60.0
     """Longest time of a round with hivemind, after which the peer goes on alone."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aedit.proto.swarm.card import Founding, PeerCard
-from aedit.proto.swarm.founding import Register, accepted, begins, in_sync, mark, voted
+from aedit.proto.swarm.founding import Register, accepted, begins, mark, owned, voted
 from aedit.proto.swarm.placement import candidates, ranking
 from aedit.system import write_atomically
 from aedit.types import printable
@@ -23,13 +23,13 @@ FILE = "foundings.json"
 class _Part:
     register: Register
     seen_s: float
-    """When it was last seen in sync, or this peer last voted on it, on a monotonic clock."""
+    """When it last had an owner, or this peer last voted on it, on a monotonic clock."""
     is_missed: bool = False
     is_lost: bool = False
 
 
 class Foundings:
-    """Looks whether parts have replicas in sync, and votes on founding them again. Any thread may read."""
+    """Looks whether parts have owners, and votes on founding those again that have none."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Foundings:
             run: Name of the run.
             me: Key of the peer.
             parts: Parts of the model.
-            lost_s: Time without a known replica in sync after which a part counts as lost; 0: it never does.
+            lost_s: Time without a known owner after which a part counts as lost; 0: it never does.
             clock: Monotonic, in seconds.
         """
         self._path, self._run, self._me = directory / FILE, run, me
@@ -110,15 +110,15 @@ class Foundings:
             founder = printable(names[0]) if names else register.founder.hex()
             log.warning("part %d: founded again by %s, generation %d", number, founder, register.accepted)
         replicas = [live[key].parts[number] for key in live if number in live[key].parts]
-        part.is_missed = not any(one.in_sync and register.counts(one.term) for one in replicas)
+        part.is_missed = not any(one.leads and register.counts(one.term) for one in replicas)
         if not part.is_missed:
             part.seen_s, part.is_lost = now, False
-            return in_sync(register, hosts, self._live_s)
+            return owned(register, hosts, self._live_s)
         if not self._lost_s or now < part.seen_s + self._lost_s:
             return register
         if not part.is_lost:
             log.warning(
-                "part %d: no replica in sync for %g s: it is lost; peers vote on founding it again",
+                "part %d: no owner for %g s: it is lost; peers vote on founding it again",
                 number,
                 self._lost_s,
             )
@@ -133,7 +133,7 @@ class Foundings:
             return ""
         members = len(part.register.members)
         if not part.is_lost:
-            return f"no replica in sync for {now - part.seen_s:.0f} s"
+            return f"no owner for {now - part.seen_s:.0f} s"
         return f"lost: founded again once {members // 2 + 1} of the {members} peers that knew it agree"
 
     def _save(self, registers: list[Register]) -> None:

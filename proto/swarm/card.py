@@ -59,7 +59,7 @@ class Founding:
     candidate: bytes
     """First bytes of the key of the peer that it lets found this generation; empty with generation 0."""
     members: int
-    """Peers that it knew when the part was last in sync: most of them must agree."""
+    """Peers that it knew when the part last had an owner: most of them must agree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""Founding a part anew whose replicas are all lost: which peer may do it. No clock, no socket, no file.
+"""Founding a part anew that has no owner and elects none: who may do it. No clock, socket or file.
 
 Peers say in their signed cards whom they let found a part. Who is let by more than half of the peers that
-were there when the part was last in sync has founded it, and everybody can count that.
+were there when the part last had an owner has founded it, and everybody can count that.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -24,7 +24,7 @@ class Register:
     """What a peer knows and has promised about one part. On disk before its card says so."""
 
     members: frozenset[bytes] = frozenset()
-    """Keys of the peers that could host the part when it was last in sync: most of them must agree."""
+    """Keys of the peers that could host the part when it last had an owner: most of them must agree."""
     generation: int = 0
     """Highest one in which it has voted, or whose founding it has accepted."""
     candidate: bytes = b""
@@ -51,8 +51,8 @@ class Register:
         return Founding(generation=self.generation, candidate=self.candidate, members=len(self.members))
 
 
-def in_sync(register: Register, hosts: Collection[bytes], lately: Collection[bytes]) -> Register:
-    """Return the register once the part was seen in sync.
+def owned(register: Register, hosts: Collection[bytes], lately: Collection[bytes]) -> Register:
+    """Return the register once the part was seen to have an owner.
 
     A member that has gone stays one for a while, so that peers that are cut off together are not taken out
     one by one; and a minority takes nobody out.
@@ -97,7 +97,7 @@ def voted(register: Register, me: bytes, ranked: Sequence[bytes], says: Mapping[
 
     Args:
         register: Its present one.
-        me: Key of this peer. One that has never seen the part in sync does not vote.
+        me: Key of this peer. One that has never seen an owner of the part does not vote.
         ranked: Live peers that can host the part, those that should keep it first.
         says: What these say, by key.
     """
