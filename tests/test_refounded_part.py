@@ -3,12 +3,14 @@
 import json
 import shutil
 from contextlib import ExitStack
+from itertools import pairwise
 
 import numpy as np
 from kit.agents import exchange, node, order, plan
 from kit.leading_hub import leading_hub
 from kit.waiting import until
 
+from aedit.proto.agent.link import Progress
 from aedit.proto.wire.lineage import last_term_before
 from aedit.types import Verdict
 
@@ -80,3 +82,24 @@ def test_the_one_with_the_newest_anchor_need_not_be_the_first_to_come(tmp_path):
             late, versions = nodes(stack, hub.address, "c")
             assert versions == [(1, 1)]
             assert np.array_equal(late[0].anchors[0], newest)
+
+
+def test_samples_that_were_handed_out_are_handed_out_to_nobody_else(tmp_path):
+    with ExitStack() as stack:
+        with hub_at(tmp_path / "one") as hub:
+            address = hub.address
+            made = [plan([address], name=name, run="run", samples_per_step=1) for name in "ab"]
+            links = [stack.enter_context(node(one)) for one in made]
+            assert [link.join(20.0) for link in links] == [(1, 1), (1, 1)]
+            until(lambda: all(link.leases() for link in links), "leases")
+            before = [list(link.leases()) for link in links]
+        with hub_at(tmp_path / "two", address, above=AGAIN) as hub:
+            until(lambda: hub.leading.ledger.hub.state.is_founded, "a first anchor of each unit")
+            for link in links:  # enough to want more
+                link.tell(Progress(steps=30, tokens=300, used=30, drawn=30))
+            until(
+                lambda: all(len(link.leases()) > len(old) for link, old in zip(links, before, strict=True)),
+                "more",
+            )
+            blocks = sorted(block for link in links for block in link.leases())
+            assert all(end <= start for (_, end), (start, _) in pairwise(blocks)), blocks
