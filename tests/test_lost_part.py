@@ -24,6 +24,13 @@ def push(links, unit, seq, base):
     return [until(lambda one=one: one.answer(unit, seq), f"push {seq}", LIMIT_S) for one in links]
 
 
+def nodes(stack, file):
+    """Return two nodes that have not joined, with what the peer of a machine writes for them."""
+    addresses = replicas_of_parts(file, 60.0)
+    plans = [plan(addresses, name=name, run="run", replicas=str(file)) for name in "ab"]
+    return [stack.enter_context(node(one)) for one in plans]
+
+
 def keepers(swarm, part):
     """Return the numbers of the peers that keep a part."""
     return [int(folder.parent.name.removeprefix("peer-")) for folder in swarm.replicas(part)]
@@ -34,15 +41,17 @@ def test_a_part_goes_on_from_the_newest_anchor_when_its_replicas_are_lost_for_go
     """All of two copies, or of three copies so many that the last one cannot be elected."""
     with ExitStack() as stack:
         made = stack.enter_context(swarm(tmp_path, peers=5, parts=2, copies=copies, flags=FLAGS))
+        anyone = made.folder_of(0) / "replicas.json"
+        links = nodes(stack, anyone)
+        assert [link.join(LIMIT_S) for link in links] == [(1, 1), (1, 1)]
         until(made.settled, "all replicas of each part", LIMIT_S)
         until(lambda: len(keepers(made, 0)) == copies, "no other replicas", LIMIT_S)
         lost = keepers(made, 0)[:2]
-        other = next(n for n in range(5) if n not in lost)
-        file = tmp_path / "peers" / f"peer-{other}" / "replicas.json"
-        addresses = replicas_of_parts(file, 60.0)
-        plans = [plan(addresses, name=name, run="run", replicas=str(file)) for name in "ab"]
-        links = [stack.enter_context(node(one)) for one in plans]
-        assert [link.join(LIMIT_S) for link in links] == [(1, 1), (1, 1)]
+        file = made.folder_of(next(number for number in range(5) if number not in lost)) / "replicas.json"
+        for link in links:
+            link.leave(LIMIT_S)
+        links = nodes(stack, file)
+        assert len([link.join(LIMIT_S) for link in links]) == 2
         for seq in (1, 2):
             assert {(a.verdict, a.version) for a in push(links, 0, seq, seq)} == {(Verdict.MERGED, seq + 1)}
         newest = links[0].anchors[0].copy()

@@ -1,4 +1,4 @@
-"""How a part of a swarm goes on that was lost and founded again: from the newest anchors that nodes have.
+"""A part of a swarm that was lost and founded again goes on from the newest anchors that nodes have.
 
 Not journaled: a hub that takes over before every unit has an anchor is told by the nodes again.
 """
@@ -14,7 +14,7 @@ _LAST_POSITION = 2**60
 
 
 class Heirs:
-    """What the nodes have of the part, as they say when they join."""
+    """The anchors that nodes have of the part, as they say when they join."""
 
     def __init__(self, state: Callable[[], HubState], gather_s: float) -> None:
         """Know nobody.

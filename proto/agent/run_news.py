@@ -9,7 +9,7 @@ from aedit.types import News
 
 @dataclass(frozen=True, slots=True)
 class _Past:
-    """What the run had reached when part 0 was founded again."""
+    """The state of the run when part 0 was founded again."""
 
     round: int = 0
     total_steps: int = 0

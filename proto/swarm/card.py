@@ -52,7 +52,7 @@ class PartReplica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Founding:
-    """What a peer says about a part that is lost, or was founded again."""
+    """The say of a peer about a part that is lost, or was founded again."""
 
     generation: int
     """0: it has voted for no founding."""

@@ -21,7 +21,7 @@ def mark(key: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Register:
-    """What a peer knows and has promised about one part. On disk before its card says so."""
+    """Knowledge and promises of a peer about one part. On disk before its card says so."""
 
     members: frozenset[bytes] = frozenset()
     """Keys of the peers that could host the part when it last had an owner: most of them must agree."""
