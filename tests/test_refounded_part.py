@@ -1,5 +1,6 @@
 """Tests that nodes go on when the hub of their units is lost with its disk and is founded again."""
 
+import hashlib
 import json
 import shutil
 from contextlib import ExitStack
@@ -14,7 +15,16 @@ from aedit.proto.agent.link import Progress
 from aedit.proto.wire.lineage import last_term_before
 from aedit.types import Verdict
 
-MORE = "quorum = 1\ngrace = 0.0\nheartbeat_s = 0.05\npush_filter = { threshold = 1e9, cosine = false }"
+FIRST = [np.arange(size, dtype=np.float32) + 100 * unit for unit, size in enumerate((22, 5000))]
+DIGESTS = [hashlib.sha256(anchor.tobytes()).hexdigest() for anchor in FIRST]
+MORE = f"""
+quorum = 1
+grace = 0.0
+heartbeat_s = 0.05
+push_filter = {{ threshold = 1e9, cosine = false }}
+anchors_sha256 = {DIGESTS}
+"""
+"""The first anchors of the run are named; those that nodes bring later are others."""
 AGAIN = last_term_before(1, b"k" * 32)
 
 
