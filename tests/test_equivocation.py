@@ -13,6 +13,7 @@ from kit.waiting import until
 from aedit.launch.config.load import parse
 from aedit.proto.swarm.proofs import read_proof
 from aedit.proto.wire import statement as wire
+from aedit.proto.wire.statement import parsed
 from aedit.types import Verdict
 
 CONFIG = parse(
@@ -178,4 +179,6 @@ def test_honest_owners_that_change_twice_give_no_proof_and_equal_anchors(tmp_pat
 def terms_told(peer):
     """Return the terms of the statements that a peer has heard of and of its own node's."""
     kept = peer._gossip._exchanges._statements
-    return {place.term for one in (kept._own, *kept._heard.values()) for place in one.kept}
+    return {
+        parsed(each.data).term for one in (kept._own, *kept._heard.values()) for each in one.kept.values()
+    }
