@@ -15,6 +15,9 @@ from aedit.types import Round
 
 T = TypeVar("T")
 
+_LATE = 2
+"""Intervals after which the other units do not wait for an answer."""
+
 
 @dataclass(slots=True)
 class Flight:
@@ -78,9 +81,17 @@ def note_answers(flights: Sequence[Flight], shards: Shards, step: int) -> list[F
     return opened
 
 
-def under_way(flights: Sequence[Flight], units: Sequence[int]) -> bool:
-    """Return whether any of `units` has been sent and not answered."""
-    return any(i in flight.sent and i not in flight.ready for flight in flights for i in units)
+def movable(flights: Sequence[Flight], units: Sequence[int], step: int) -> tuple[int, ...]:
+    """Return those of `units` that a round after local step `step` may move; () if it must be put off.
+
+    It is put off while an answer is awaited, so that the units move together. A unit whose answer takes more
+    than two of its intervals is left out instead: its owner may be away, and others are not.
+    """
+    awaited = [(flight, i) for flight in flights for i in flight.sent if i not in flight.ready]
+    late = {i for flight, i in awaited if step - flight.opened_at > _LATE * flight.round.steps}
+    if any(i in units and i not in late for _, i in awaited):
+        return ()
+    return tuple(i for i in units if i not in late)
 
 
 def _result(pending: Pending[T]) -> T:

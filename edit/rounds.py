@@ -16,7 +16,7 @@ from torch import Tensor
 from aedit.edit.buffers import Buffers
 from aedit.edit.config import EditConfig
 from aedit.edit.exchange import Exchange, RoundOutcome
-from aedit.edit.flight import Flight, note_answers, under_way
+from aedit.edit.flight import Flight, movable, note_answers
 from aedit.edit.landing import StandIns, take, values_only, warn_of_idle_modules
 from aedit.edit.optimizers import InnerOptimizers
 from aedit.edit.shards import Shards
@@ -37,7 +37,7 @@ class RoundNode(Protocol):
     config: EditConfig
     on_round: Callable[[RoundOutcome, float], None]
     round_id: int
-    """Number of the round that landed last."""
+    """Highest number of a round that has landed."""
     total_steps: int
     """Inner steps of all nodes up to that round."""
 
@@ -74,9 +74,9 @@ class OpenRounds:
     def __bool__(self) -> bool:
         return bool(self._flights)
 
-    def under_way(self, units: Sequence[int]) -> bool:
-        """Return whether any of `units` has been sent and not answered."""
-        return under_way(self._flights, units)
+    def movable(self, units: tuple[int, ...]) -> tuple[int, ...]:
+        """Return those of `units` that the next round may move; () if it must be put off."""
+        return movable(self._flights, units, self._node.local_steps) if self._free else units
 
     # -- what the training loop calls
 
@@ -85,7 +85,11 @@ class OpenRounds:
         node = self._node
         warn_of_idle_modules(self._flights, node.units, node.config.landing, node.local_steps)
         for flight in list(self._flights):
-            if self._forward or set(units) & set(flight.units):
+            if self._free and not self._forward:
+                for i in flight.units:
+                    if i in units:
+                        self._land(flight, i)
+            elif self._forward or set(units) & set(flight.units):
                 self._finish(flight)
             else:  # one order of messages on all nodes: this round's follow those of older rounds
                 self._send_all(flight)
@@ -267,5 +271,5 @@ class OpenRounds:
     def _conclude(self, flight: Flight) -> None:
         if flight.outcome and flight.landed:
             self._flights.remove(flight)
-            self._node.round_id = flight.round.id
+            self._node.round_id = max(self._node.round_id, flight.round.id)
             self._node.on_round(flight.outcome, flight.waited_s)

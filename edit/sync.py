@@ -5,7 +5,8 @@ steps, opens a round when the schedule says so, and attaches the hooks through w
 units.
 
 With an asynchronous exchange a round is put off while one of its units is under way; the progress keeps
-growing and travels in the next push. A node that is `max_steps_ahead` steps ahead of an answer waits for it.
+growing and travels in the next push. It leaves out units whose answers take more than two intervals. A node
+that is `max_steps_ahead` steps ahead of an answer waits for it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -69,7 +70,7 @@ class LayerSync(Waiter):
         self.steps = 0
         """Inner steps so far, warm-up included."""
         self.round_id = 0
-        """Number of the round that landed last."""
+        """Highest number of a round that has landed."""
         self.total_steps = 0
         """Inner steps of all nodes up to that round, warm-up not included."""
         self._hooks: list[RemovableHandle] = []
@@ -239,8 +240,9 @@ class LayerSync(Waiter):
             return self.anchor()
         self._rounds.note_answers()
         self._rounds.hold_back()
-        if round := self._due():
-            self.begin(round)
+        units = self._rounds.movable(self._fragment(self.schedule.last_id + 1))
+        if round := self._due() if units else None:
+            self._rounds.open(round, units, leaving=False)
         self._rounds.note_parameters()
 
     def average_gradients(self) -> None:
@@ -360,8 +362,6 @@ class LayerSync(Waiter):
 
         The first rank of the node decides, so that all its ranks open the round after the same step.
         """
-        if self.free and self._rounds.under_way(self._fragment(self.schedule.last_id + 1)):
-            return None  # put off: the schedule is asked again after the next step
         round = self.schedule.due(self.local_steps) if self.shards.leads else None
         id, steps = self.shards.decide([round.id, round.steps] if round else [0, 0])
         if not id:

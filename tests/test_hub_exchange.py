@@ -48,7 +48,7 @@ def plus(total, moved):
 @given(st.integers(0, 10_000))
 @pytest.mark.parametrize("fragments", [1, 3])
 def test_what_all_nodes_learned_is_in_the_anchors_or_still_with_them(fragments, seed):
-    """The order of steps, late answers, refusals and late joins is random; the sum is exact, bit for bit."""
+    """Order of steps, late and missing answers, refusals and late joins are random; the sum has all bits."""
     chance = random.Random(seed)
     kinds = [Verdict.MERGED, Verdict.MERGED, Verdict.REFUSED]
     hub, start = Hub(judge=lambda push: chance.choice(kinds)), round_numbers(tower())
@@ -63,9 +63,12 @@ def test_what_all_nodes_learned_is_in_the_anchors_or_still_with_them(fragments, 
         for _ in range(chance.randint(5, 40)):
             sync, link = chance.choice(syncs)
             link.away = chance.random() < 0.6 and sync.local_steps % 9 != 8
+            if chance.random() < 0.1:
+                link.lost = set(chance.sample(range(len(sync.units)), chance.randint(0, 3)))
+            link.lost = link.lost if sync.local_steps % 9 != 8 else set()
             total = plus(total, moved_step(sync, rng))
     for sync, link in syncs:
-        link.away = False
+        link.away, link.lost = False, set()
         sync.__exit__(None, None, None)
         assert link.left
     outstanding = {}
@@ -112,6 +115,36 @@ def test_a_refused_push_travels_again_with_what_was_learned_since():
     ]  # the last one is empty
     for name, anchor in anchors_of(hub, sync).items():
         assert torch.equal(anchor - start[name], total[name])
+
+
+def test_units_whose_owner_cannot_be_reached_are_left_out_and_travel_whole_when_it_is_back():
+    hub, link, sync, _ = one_node(every=3, model=round_numbers(tower()))
+    rng, start, total, rounds = torch.Generator().manual_seed(0), parameters(sync.model), {}, []
+    sync.on_round = lambda outcome, waited_s: rounds.append((outcome.round.id, outcome.units))
+    link.lost = {1}
+    with sync:
+        for number in range(1, 20):
+            total = plus(total, moved_step(sync, rng))
+            link.lost = {1} if number < 17 else set()
+        assert sync.waited_s == 0
+    assert [push.steps for push in hub.pushes if push.unit == 0] == [3, 7, 3, 3, 3]
+    assert [push.steps for push in hub.pushes if push.unit == 1] == [3, 16]
+    without, whole = (0, 2, 3), (0, 1, 2, 3)
+    assert rounds[:5] == [(2, without), (3, without), (4, without), (1, whole), (5, whole)]
+    assert sync.round_id == 6, "of the last one, in which the node leaves"
+    for name, anchor in anchors_of(hub, sync).items():
+        assert torch.equal(anchor - start[name], total[name])
+
+
+def test_units_that_are_only_late_put_the_round_off_and_move_together():
+    hub, link, sync, _ = one_node(every=3)
+    link.lost = {1}
+    with sync:
+        for number in range(1, 13):
+            moved_step(sync, torch.Generator())
+            link.lost = {1} if number < 8 else set()
+    assert [push.steps for push in hub.pushes if push.unit == 0] == [3, 6, 3]
+    assert [push.steps for push in hub.pushes if push.unit == 1] == [3, 6, 3]
 
 
 # -- who founds and who joins

@@ -48,6 +48,8 @@ class Ledger:
         """Newest receipt, for the next replies to nodes; empty before anything was acknowledged."""
         self.confirmed: Callable[[Position], None] = lambda position: None
         """Returns when all replicas have everything before the position. Raises Unconfirmed."""
+        self.is_confirmed: Callable[[Position], bool] = lambda position: True
+        """Returns whether all replicas have everything before the position."""
         self.versions_at: Position = journal.position
         """Before it are the records of all versions."""
         self._saving = threading.Lock()

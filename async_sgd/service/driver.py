@@ -57,7 +57,7 @@ class Driver:
             position = self._ledger.commit(decided)
             joined = next(record for record in decided if isinstance(record, Joined))
             reply = messages.join_reply(self._hub, self._hub.state.members[joined.node], session, now)
-        reply.news.receipt.CopyFrom(self._guard.durable(position))
+        reply.news.receipt.CopyFrom(self._guard.admitted(position))
         return reply
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.News:

@@ -171,7 +171,9 @@ class HubWorker:
         with self.ledger.lock:
             hub = self.ledger.hub
             ended = bool(hub.state.members) and not hub.state.live and hub.progress(now) >= 1.0
-        if not ended:
+            position = self.ledger.journal.position
+        # A hub that acknowledges nothing has answered nobody: nodes may be waiting to come back.
+        if not (ended and self.ledger.is_confirmed(position)):
             self._empty_since_s = None
         elif self._empty_since_s is None:
             self._empty_since_s = now

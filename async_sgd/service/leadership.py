@@ -111,7 +111,7 @@ class Leadership:
     def attach(self, ledger: Ledger, position: Position) -> None:
         """Write further decisions to this journal, which has the first ones on disk before `position`."""
         with self._deciding() as replica:
-            self._ledger, ledger.confirmed = ledger, self.wait
+            self._ledger, ledger.confirmed, ledger.is_confirmed = ledger, self.wait, self.acknowledges
             replica.placed(position)
 
     # --- votes
@@ -236,20 +236,23 @@ class Leadership:
         """Return when every replica has what is before `position`, and enough of them. Raises Unconfirmed."""
         deadline_s = self._clock() + limit_s
         with self._change:
-            while self.has_others and not (self._replica.term and self._is_acknowledged(position)):
+            while not self.acknowledges(position):
                 left_s = deadline_s - self._clock()
                 if left_s <= 0 or not self._replica.term:
                     raise Unconfirmed("another hub of the run must confirm this first: try again")
                 self._change.wait(min(left_s, 0.25))
 
-    def _is_acknowledged(self, position: Position) -> bool:
+    def acknowledges(self, position: Position) -> bool:
         """Return whether the replicas that were agreed on have it, and are as many as must be there.
 
         Before a node has joined there are no electors, without whom there may be no second replica.
         """
-        agreed = self._replica.configs[0]
-        enough = len(agreed.replicas) >= self._least() or not agreed.electors
-        return enough and position <= self._replica.acknowledged()
+        with self._change:
+            if not self.has_others or not self._replica.term:
+                return not self.has_others
+            agreed = self._replica.configs[0]
+            enough = len(agreed.replicas) >= self._least() or not agreed.electors
+            return enough and position <= self._replica.acknowledged()
 
     def tick(self, live: Iterable[int], complete: Position, extent: Extent) -> None:
         """Propose another configuration if replicas or nodes have come or gone.

@@ -22,6 +22,8 @@ from aedit.proto.wire.service import Refusal
 
 SHOWN_LIMIT_S = 0.5
 """Shorter than a node waits for the reply to a heartbeat."""
+_JOIN_LIMIT_S = 1.0
+"""Longest wait of a join for the replicas."""
 _ASK_S = 1.0
 """Least time between two questions to the other hub for its term."""
 
@@ -176,6 +178,17 @@ class RequestGuard:
             receipt = self.ledger.durable(position)
         self.check_leads()
         return receipt
+
+    def admitted(self, position: Position) -> pb.Receipt:
+        """Return `durable(position)` for a join; raise Refusal if the replicas take long.
+
+        A node that waits for the reply to a join gives no vote, and the replicas may wait for just that.
+        """
+        try:
+            self.leadership.wait(position, _JOIN_LIMIT_S)
+        except Unconfirmed as error:
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
+        return self.durable(position)
 
     def shown(self, position: Position) -> None:
         """Return when another hub that may lead cannot lack what is before `position`.

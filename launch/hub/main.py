@@ -85,21 +85,30 @@ def hub(config: RunConfig, *, directory: Path, **options: Unpack[HubOptions]) ->
     raise_descriptor_limit()
     stop = _Stop()
     with folder.locked(directory):
-        endpoint = endpoint_of(config, directory, options)
-        process = _Process(endpoint, insecure=options.get("insecure", False))
-        try:
-            process.start(force=options.get("force_lead", False))
-            print(process.welcome(), flush=True)
-            if warning := process.warning():
-                _warn(warning)
-            while not stop.asked.wait(0.2) and not process.is_over:
-                pass
-            if stop.by_hand:
-                process.wait_for_leaving_nodes()
-            process.hand_over()
-        finally:
-            process.close()
+        process = _served(config, directory, options, stop)
+        while process.may_follow and not stop.asked.is_set():
+            log.warning("another replica of the part leads now: following it")
+            options |= {"standby": True, "force_lead": False}
+            process = _served(config, directory, options, stop)
         return process.exit_code()
+
+
+def _served(config: RunConfig, directory: Path, options: HubOptions, stop: "_Stop") -> "_Process":
+    """Serve until the run is over, a signal arrives or another hub leads; return the closed process."""
+    process = _Process(endpoint_of(config, directory, options), insecure=options.get("insecure", False))
+    try:
+        process.start(force=options.get("force_lead", False))
+        print(process.welcome(), flush=True)
+        if warning := process.warning():
+            _warn(warning)
+        while not stop.asked.wait(0.2) and not process.is_over:
+            pass
+        if stop.by_hand:
+            process.wait_for_leaving_nodes()
+        process.hand_over()
+    finally:
+        process.close()
+    return process
 
 
 def _warn(text: str) -> None:
@@ -264,6 +273,14 @@ class _Process:
             except (NoSpace, JournalBroken, OSError) as error:
                 log.error("no final snapshot: %s; the journal is complete", error)
         self._reports.close()
+
+    @property
+    def may_follow(self) -> bool:
+        """Return whether another replica of the part leads now, which this one can follow in this process."""
+        leading = self._leading
+        if self._endpoint.replicas is None or leading is None:
+            return False
+        return leading.guard.replaced.is_set() and not (leading.guard.lacking or leading.failure)
 
     def exit_code(self) -> int:
         """Return the exit code. Raises UserError if another hub leads, or this one has lost something."""

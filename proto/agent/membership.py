@@ -281,7 +281,7 @@ class Membership:
         other = self._finder.next(self._address)
         if not other:
             return
-        if not at_once:  # it may be alive, and wait for votes
+        if not (at_once and self._member):  # it may be alive, and wait for votes before it lets a node join
             self._offer(self.client, min(self._patience_s, _OWN_HUB_S))
         is_late = time.monotonic() - self._heard_s > self._plan.expire_s
         if at_once or is_late or self._finder.has_moved(self._address):

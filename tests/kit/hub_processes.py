@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import grpc
 import numpy as np
 
 from aedit.proto.agent.elector import Elector
@@ -210,7 +211,17 @@ class Client:
         self.hub.close()
         self.hub, self.address = HubClient(address, call_timeout_s=5.0), address
         self.who = pb.Who(run="run", session=self.who.session)
-        return self.join()
+        return until(self._admitted, "the join")
+
+    def _admitted(self):
+        """Join and return the reply; None, after the hub has had this node's vote, if it needs that first."""
+        try:
+            return self.join()
+        except HubRefused as refused:
+            if refused.code != grpc.StatusCode.FAILED_PRECONDITION:
+                raise
+            self.vote(self.address)
+            return None
 
 
 def numbers(unit, seq, numel):

@@ -93,7 +93,8 @@ class SharedLink:
 class HubLink:
     """Trainer's end of a node agent that takes no time.
 
-    `work` decides on what was sent; it runs whenever an answer is asked for, unless `away`.
+    `work` decides on what was sent; it runs whenever an answer is asked for, unless `away`. The owners of the
+    units in `lost` cannot be reached.
     """
 
     def __init__(self, hub, model, units="auto"):
@@ -103,7 +104,7 @@ class HubLink:
         self.anchors = [np.full(n, np.nan, np.float32) for n in numels]
         self.outbox = [np.full(n, np.nan, np.float32) for n in numels]
         self.bytes_sent = 0
-        self.away = False
+        self.away, self.lost = False, set()
         self.told = News(pace_steps=0, nodes=1)
         self.blocks = []
         self.rest = {}
@@ -128,12 +129,14 @@ class HubLink:
 
     def work(self):
         """Let the hub decide on all that was sent, and take the newest anchors of those units."""
-        for unit, push in self._sent.items():
+        for unit, push in list(self._sent.items()):
             assert self._there[unit] == push.seq
+            if unit in self.lost:
+                continue
+            del self._sent[unit]
             verdict = self.hub.decide(push)
             self.anchors[unit][:] = self.hub.anchors[unit]
             self._answers[unit, push.seq] = Answer(push.seq, self.hub.versions[unit], verdict)
-        self._sent.clear()
 
     def answer(self, unit, seq):
         if not self.away:
