@@ -117,6 +117,7 @@ class Driver:
     def propose(self, request: pb.ProposeRequest) -> pb.Answer:
         """Answer another hub of the run that asks for a vote."""
         self._guard.check_who(pb.Who(run=request.run, part=request.part))
+        self._guard.check_candidate(request)
         return answer_out(self._guard.leadership.answer(proposal_in(request.proposal)))
 
     def status(self, request: pb.StatusRequest) -> pb.StatusReply:

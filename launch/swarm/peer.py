@@ -115,7 +115,7 @@ class Peer:
         )
         self._hosted: dict[int, HostedPart] = {}
         self._hosting = threading.Lock()
-        self._told = ""
+        self._told = self._own_fault = ""
         self._over_since_s: float | None = None
         self._replicas = ReplicasFile(directory / REPLICAS)
         self._received, self._proofs = StatementsFile(directory / STATEMENTS), Proofs(directory / "proofs")
@@ -154,6 +154,9 @@ class Peer:
         self._introduce()
         for hosted in list(self._hosted.values()):
             hosted.look()
+        if self._known.state != self._own_fault:
+            self._own_fault = self._known.state
+            log.error("%s", self._own_fault)
         self._gossip.received(self._received.changed())
         faults, views = self._known.faults, self._views()
         self._proofs.keep(faults)

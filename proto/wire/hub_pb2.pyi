@@ -518,14 +518,18 @@ class ConfirmRequest(_message.Message):
     def __init__(self, term: _Optional[int] = ..., segment: _Optional[int] = ..., offset: _Optional[int] = ..., replica: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class ProposeRequest(_message.Message):
-    __slots__ = ("run", "proposal", "part")
+    __slots__ = ("run", "proposal", "part", "public_key", "signature")
     RUN_FIELD_NUMBER: _ClassVar[int]
     PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     run: str
     proposal: Proposal
     part: int
-    def __init__(self, run: _Optional[str] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., part: _Optional[int] = ...) -> None: ...
+    public_key: bytes
+    signature: bytes
+    def __init__(self, run: _Optional[str] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., part: _Optional[int] = ..., public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class ConfirmReply(_message.Message):
     __slots__ = ("stand",)
