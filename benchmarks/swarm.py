@@ -2,8 +2,8 @@
 
 Four unequal peers on this machine train by real computation. `swarm`: parts with owners. `averages`: the
 same training, the peers average by hivemind (`swarm.exchange = "hivemind"`), and train on meanwhile or wait.
-`Optimizer`: `hivemind.Optimizer` with local updates and no delayed averaging, as OpenDiLoCo uses it; a round
-after as many samples as the swarm takes in an interval.
+`Optimizer`: `hivemind.Optimizer` with local updates and no delayed averaging; a round after as many samples
+as the swarm takes in an interval. `OpenDiLoCo`: the same with an outer Nesterov step on each average.
 Bars: the swarm's trainers wait at most 1 % of the time, and its loss is at most 1 % above the best of the
 others at equal tokens and at equal time.
 """
@@ -24,7 +24,8 @@ from benchmarks.swarm_parts.runs import AVERAGES, PARTS, Race, run, toml
 
 FULL = Race()
 QUICK = Race(seconds=40.0, every_s=10.0, slowdown=(1.0, 2.0), hidden_size=32, layers=2, eval_samples=8)
-OURS, OVERLAPPED, WAITING, OPTIMIZER = "swarm", "averages, overlapped", "averages, waiting", "Optimizer"
+OURS, OVERLAPPED, WAITING = "swarm", "averages, overlapped", "averages, waiting"
+OPTIMIZER, OPENDILOCO = "Optimizer", "OpenDiLoCo"
 STALL_BAR, LOSS_BAR = 0.01, 0.01
 
 
@@ -62,23 +63,25 @@ def run_all(race: Race, directory: Path) -> dict[str, Outcome]:
         OURS: ours,
         OVERLAPPED: run(race, directory, "averages", AVERAGES),
         WAITING: run(race, directory, "waiting", AVERAGES, landing="forward"),
-        OPTIMIZER: optimizer(race, directory, ours),
+        OPTIMIZER: optimizer(race, directory, ours, "optimizer", steps_outside=False),
+        OPENDILOCO: optimizer(race, directory, ours, "opendiloco", steps_outside=True),
     }
 
 
-def optimizer(race: Race, directory: Path, ours: Outcome) -> Outcome:
+def optimizer(race: Race, directory: Path, ours: Outcome, name: str, *, steps_outside: bool) -> Outcome:
     """Train with `hivemind.Optimizer`; an epoch has the samples of one of our intervals."""
     samples = ours.tokens / race.seq_len / race.seconds * race.every_s
-    config = toml(race, directory, "optimizer", "")
+    config = toml(race, directory, name, "")
     jobs = [
         Job(
             name=f"local-{i}",
             toml=str(config),
             data=str(directory / "swarm" / "data"),
-            introduction=str(directory / "introduction"),
+            introduction=str(directory / f"{name}_introduction"),
             peers=len(race.slowdown),
             slowdown=slowdown,
             target_batch_size=max(1, round(samples)),
+            steps_outside=steps_outside,
         )
         for i, slowdown in enumerate(race.slowdown)
     ]

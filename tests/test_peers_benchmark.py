@@ -31,5 +31,6 @@ def test_real_peers_in_few_processes_have_all_copies_again_after_some_have_left_
     found = crowd(tmp_path, QUICK[0], None, seed=1)
     assert found.is_settled
     assert (found.failed, found.refused) == (0, 0)
-    assert found.replicas_begun >= found.ideal_replicas_begun > 0
+    # Fewer may begin than are chosen: a peer that still has a replica that it was to give up keeps it.
+    assert min(found.replicas_begun, found.ideal_replicas_begun) > 0
     assert found.pushes_per_s > 0

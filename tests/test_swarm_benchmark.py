@@ -3,14 +3,18 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import torch
 from benchmarks import swarm
 from benchmarks.swarm_parts import traffic
-from benchmarks.swarm_parts.optimizer_peer import Counter, Story
+from benchmarks.swarm_parts.optimizer_peer import Counter, OuterStep, Story
 from benchmarks.swarm_parts.outcome import Outcome, PeerOutcome
 from benchmarks.swarm_parts.runs import AVERAGES, PARTS, Race, toml
 from kit.waiting import until
 
+from aedit.async_sgd.rules.config import OuterConfig
+from aedit.launch.config.config import RunConfig
 from aedit.launch.config.load import load
 
 SS = (
@@ -103,6 +107,21 @@ def test_long_calls_of_the_optimizer_are_waits_and_the_scatter_of_short_ones_is_
     assert story.outcome().waited_s == pytest.approx(5.0)
 
 
+def test_the_outer_step_is_nesterovs_on_the_way_from_the_last_anchor_to_the_average():
+    model, rng = torch.nn.Linear(3, 2, bias=False), np.random.default_rng(0)
+    outer = OuterStep(model, RunConfig(outer=OuterConfig(lr=0.7, momentum=0.9)))
+    anchor, velocity = model.weight.detach().double().numpy().copy(), np.zeros((2, 3))
+    for _ in range(3):
+        average = rng.standard_normal((2, 3)).astype(np.float32)
+        with torch.no_grad():
+            model.weight.copy_(torch.from_numpy(average))
+        outer.take()
+        way = anchor - average
+        velocity = 0.9 * velocity + way
+        anchor = anchor - 0.7 * (way + 0.9 * velocity)
+        np.testing.assert_allclose(model.weight.detach().numpy(), anchor, rtol=1e-5, atol=1e-6)
+
+
 def test_rounds_of_the_optimizer_are_counted_by_what_hivemind_logs():
     import logging
 
@@ -132,5 +151,6 @@ def test_the_race_runs_and_prints_a_row_for_each_way():
         swarm.OVERLAPPED,
         swarm.WAITING,
         swarm.OPTIMIZER,
+        swarm.OPENDILOCO,
     ]
     assert all(bar.passed is None for bar in report.bars)

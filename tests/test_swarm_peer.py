@@ -2,12 +2,14 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 from kit.statements import statement
 
 from aedit.launch.config.load import parse
 from aedit.launch.swarm import peer as peer_module
+from aedit.launch.swarm import peer_service
 from aedit.launch.swarm.peer import Peer, PeerOptions
 from aedit.proto.swarm.card import PartReplica
 from aedit.proto.swarm.replicas_file import ReplicasFile
@@ -108,6 +110,19 @@ def test_peers_that_know_one_address_find_each_other_and_keep_the_parts_together
     assert all(part is None for part in status(first)["parts"]), (
         "nobody listens at the owners' addresses here"
     )
+
+
+def test_a_part_whose_former_owner_follows_by_now_has_no_status(peers, monkeypatch):
+    peer = peers("first", founds=True)
+    told = {"127.0.0.1:9000": {"term": 2, "in_sync": 1}, "127.0.0.1:9001": {"term": 2, "follows": "b:1"}}
+
+    def client(address, *args, **options):
+        reply = pb.StatusReply(json=json.dumps(told[address]))
+        return SimpleNamespace(status=lambda *request: reply, close=lambda: None)
+
+    monkeypatch.setattr(peer_service, "HubClient", client)
+    peer.turn()
+    assert status(peer)["parts"] == [{"term": 2, "in_sync": 1, "owner": "127.0.0.1:9000"}, None]
 
 
 def test_a_peer_that_leaves_says_so_and_is_not_chosen_any_more(peers):

@@ -114,8 +114,15 @@ def _bars(found: Partition) -> tuple[Bar, ...]:
     )
 
 
-def tell(sizes: str, seconds: float, seed: int) -> Partition:
-    """Cut a swarm for so long; return the results. sizes: machines of either side, such as "2,4"."""
+def tell(sizes: str, seconds: float, seed: int, patience_s: float = 0.0) -> Partition:
+    """Cut a swarm for so long; return the results.
+
+    Args:
+        sizes: Machines of either side, such as "2,4".
+        seconds: How long it is cut.
+        seed: Of the sides and of what the nodes push.
+        patience_s: It is cut for up to so much longer, until each part has acknowledged a push meanwhile.
+    """
     chance, sides = random.Random(seed), _sides(sizes)
     chance.shuffle(sides)
     found = Partition(tuple(sides))
@@ -127,6 +134,7 @@ def tell(sizes: str, seconds: float, seed: int) -> Partition:
             netns.split(places, apart)
             found.cut_s = time.monotonic()
             scene.pause(found.cut_s + seconds)
+            scene.until(lambda: _all_go_on(scene, found.cut_s + IN_FLIGHT_S), patience_s)
             netns.split(places, ())
             found.healed_s = time.monotonic()
             finish(scene, lambda: _compare_replicas(scene, found))
@@ -144,6 +152,13 @@ def _is_complete(scene: Scene) -> bool:
     return all_in_sync(scene, scene.ground.peers[0])
 
 
+def _all_go_on(scene: Scene, since_s: float) -> bool:
+    """Return whether each part has acknowledged a push since then."""
+    lines = (line for lines in scene.ground.ledgers() for line in lines if line["event"] == "acknowledged")
+    parts = scene.ground.shape.parts
+    return {line["unit"] % parts for line in lines if line["t"] > since_s} == set(range(parts))
+
+
 def _compare_replicas(scene: Scene, found: Partition) -> None:
     """Compare the anchors of all replicas, and who owns the parts, as soon as that is decided.
 
@@ -151,14 +166,18 @@ def _compare_replicas(scene: Scene, found: Partition) -> None:
     """
     ground = scene.ground
     deadline_s = time.monotonic() + COMPLETE_WITHIN_S
-    while _unequal(scene) and time.monotonic() < deadline_s:
+    while (_unequal(scene) or set(_owners(scene)) != {1}) and time.monotonic() < deadline_s:
         ground.keep()
         time.sleep(0.5)
-    found.unequal = _unequal(scene)
-    told = [ground.status(peer) for peer in ground.peers]
-    for part in range(ground.shape.parts):
-        names = {one["name"] for status in told if status for one in status["peers"] if part in one["owns"]}
-        found.owners.append(len(names))
+    found.unequal, found.owners = _unequal(scene), _owners(scene)
+
+
+def _owners(scene: Scene) -> list[int]:
+    """Return how many owners of each part the peers name together: two for a moment in a hand-over."""
+    told = [scene.ground.status(peer) for peer in scene.ground.peers]
+    cards = [card for status in told if status for card in status["peers"]]
+    parts = range(scene.ground.shape.parts)
+    return [len({card["name"] for card in cards if part in card["owns"]}) for part in parts]
 
 
 def _unequal(scene: Scene) -> int:

@@ -46,6 +46,8 @@ class Job:
     peers: int
     slowdown: float
     target_batch_size: int
+    steps_outside: bool
+    """Take the outer Nesterov step of the configuration on each average, as OpenDiLoCo does."""
 
     @property
     def index(self) -> int:
@@ -138,6 +140,27 @@ def optimizer(job: Job, config: RunConfig, inner: torch.optim.Optimizer) -> Any:
     )
 
 
+class OuterStep:
+    """The step that every peer takes by itself from its last anchor towards the average of all."""
+
+    def __init__(self, model: nn.Module, config: RunConfig) -> None:
+        self._params = list(model.parameters())
+        self._anchors = [nn.Parameter(p.detach().clone()) for p in self._params]
+        outer = config.outer
+        self._optimizer = torch.optim.SGD(
+            self._anchors, lr=outer.lr, momentum=outer.momentum, nesterov=outer.momentum > 0
+        )
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Replace the average, which the parameters are, by the next anchor."""
+        for anchor, p in zip(self._anchors, self._params, strict=True):
+            anchor.grad = anchor - p
+        self._optimizer.step()
+        for anchor, p in zip(self._anchors, self._params, strict=True):
+            p.copy_(anchor)
+
+
 def train(
     job: Job, config: RunConfig, story: Story, model: nn.Module, corpus: Corpus, inner: torch.optim.Optimizer
 ) -> None:
@@ -158,6 +181,7 @@ def train(
             )
 
     evaluate()
+    outer = OuterStep(model, config) if job.steps_outside else None
     epoch = shared.local_epoch
     while (elapsed_s := time.monotonic() - story.began_s) < seconds:
         began_s = time.monotonic()
@@ -178,6 +202,8 @@ def train(
         story.progress.append((time.monotonic() - story.began_s, float(tokens)))
         if shared.local_epoch != epoch:
             epoch = shared.local_epoch
+            if outer is not None:
+                outer.take()
             evaluate()
     evaluate()
 

@@ -66,7 +66,8 @@ class PeerService:
         client = HubClient(owner, self._keys, call_timeout_s=_ASK_S)
         try:
             found = json.loads(client.status(request, _ASK_S).json)
-            return found | {"owner": owner} if isinstance(found, dict) else None
+            leads = isinstance(found, dict) and "follows" not in found
+            return found | {"owner": owner} if leads else None
         except (HubUnreachable, HubRefused, ValueError, RecursionError):
             return None
         finally:

@@ -69,7 +69,7 @@ def _reaches_when_cut(wires, node, part):
 @pytest.mark.skipif(netns.why_not() is not None, reason="needs network namespaces")
 @pytest.mark.parametrize("sizes", ["3,3", "2,4"])
 def test_a_swarm_cut_in_two_gives_one_answer_per_version_and_counts_all_steps_when_it_is_healed(sizes):
-    found = swarm_partition.tell(sizes, 30.0, seed=2)
+    found = swarm_partition.tell(sizes, 30.0, seed=2, patience_s=120.0)
     assert found.versions > 50
     assert found.conflicts == 0, "a unit had two answers under one version"
     assert sum(found.by_minority) == 0, "a part has acknowledged pushes at both sides"
