@@ -121,7 +121,7 @@ MAY_IMPORT = {
     ),
     "async_sgd.journal": ("async_sgd.hub", "async_sgd.rules", *WIRE, "types", "system"),
     "async_sgd.leadership": ("async_sgd.rules", "proto.wire"),
-    "async_sgd.hub": ("async_sgd.rules", "types", "system"),
+    "async_sgd.hub": ("async_sgd.rules", "proto.wire.lineage", "types", "system"),
     "async_sgd.rules": ("types", "system"),
     "proto.agent": ("proto.codecs", "proto.swarm", "proto.wire", "types", "system"),
     "proto.swarm": ("proto.wire", "types", "system"),

@@ -201,6 +201,12 @@ class _Owner:
     def joined(self, part, reply):
         pass
 
+    def refounded(self, part, generation):
+        self.begun = part, generation
+
+    def inherits(self):
+        return [7]
+
     def heard(self, part, news):
         pass
 
@@ -229,7 +235,7 @@ def test_a_node_shows_the_newest_receipt_and_its_numbers():
         (2, 1),
     ]
     assert all((list(claim.seqs), list(claim.versions)) == ([4], [2]) for claim in hub.shown)
-    membership.acknowledged(pb.Receipt(epoch="e", segment=2, offset=5))  # with a push
+    membership.acknowledged(pb.Receipt(epoch="e", segment=2, offset=5), 1)  # with a push
     assert membership._claim().receipt.offset == 5
 
 

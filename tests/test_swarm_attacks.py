@@ -121,7 +121,7 @@ def test_an_owner_that_answers_nonsense_does_not_spoil_the_view_of_the_run(tmp_p
             pass
 
     monkeypatch.setattr(peer_service, "HubClient", Lying)
-    service = peer_service.PeerService(CONFIG, file, ClientKeys(), list)
+    service = peer_service.PeerService(CONFIG, file, ClientKeys(), list, list)
     assert json.loads(service.status(pb.StatusRequest()).json)["parts"] == [None]
 
 

@@ -27,7 +27,7 @@ class Hosted:
 
     made = ()
 
-    def __init__(self, part, options, keys, *, founds):
+    def __init__(self, part, options, keys, *, founds, above=0):
         self.part, self.retired, self.is_over, self.others = part, False, False, 2
         self.state = PartReplica(address=f"127.0.0.1:{9000 + part}", term=1, leads=founds, in_sync=True)
         (options.folder(part)).mkdir(parents=True, exist_ok=True)
@@ -146,9 +146,9 @@ def test_a_peer_whose_own_key_others_shut_out_says_so_once(peers, caplog):
 
 def test_a_card_is_made_anew_when_something_changes_and_else_a_few_times_in_a_lease(peers):
     first = peers("first")
-    before = first._card.current("h:1", {})
-    assert first._card.current("h:1", {}) == before
-    assert first._card.current("h:2", {}) != before
+    before = first._card.current("h:1", {}, {})
+    assert first._card.current("h:1", {}, {}) == before
+    assert first._card.current("h:2", {}, {}) != before
 
 
 def test_a_peer_ends_when_all_its_parts_have_or_some_time_after_the_first(peers, monkeypatch):

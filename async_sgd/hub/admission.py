@@ -36,16 +36,21 @@ def is_next(member: Member, unit: int, seq: int) -> bool:
     return seq == last + 1
 
 
-def judged(state: HubState, push: Push, config: HubConfig, bounds: Bounds) -> list[Record]:
+def judged(
+    state: HubState, push: Push, config: HubConfig, bounds: Bounds, founder: int | None
+) -> list[Record]:
     """Return Accepted, or Refused (with Left after too many violations); nothing for a push judged before.
 
-    An accepted push has the steps and tokens that it counts as. Raises Denied for a push that skips a number:
-    its node joins again, and is told the right one.
+    founder: the node that brings the first anchor of the unit; None: nobody yet. An accepted push has the
+    steps and tokens that it counts as. Raises Denied for a push that skips a number: its node joins again,
+    and is told the right one.
     """
     member = state.members[push.node]
     if not is_next(member, push.unit, push.seq):
         return []
     refused = _refused(state, member, push, config, bounds)
+    if refused is None and push.base == 0:
+        refused = _refused_founding(state.units[push.unit], push, founder)
     if refused is None:
         return [Accepted(_as_counted(push, bounds))]
     return (
@@ -70,7 +75,7 @@ def _as_counted(push: Push, bounds: Bounds) -> Push:
 def _refused(
     state: HubState, member: Member, push: Push, config: HubConfig, bounds: Bounds
 ) -> Refused | None:
-    """Return Refused for the first rule that the push breaks, or None."""
+    """Return Refused for the first rule that the push breaks, or None; the founder is not looked at."""
     assert state.layout is not None
     unit = state.units[push.unit]
     tensors = state.layout.units[push.unit].tensors
@@ -86,7 +91,7 @@ def _refused(
     if any(node == push.node for node, _ in unit.pending):
         return _stale(push, "early: this node's last push of the unit is not merged yet")
     if push.base == 0:
-        return _refused_founding(state, unit, push)
+        return None
     if push.base > unit.version:
         return _stale(push, f"future: version {push.base}, and {unit.version} is the newest")
     if staleness.factor(config.staleness, unit.version - push.base) == 0.0:
@@ -98,10 +103,10 @@ def _refused(
     return _violation(member, push, f"{NORM}: {doubt}") if doubt else None
 
 
-def _refused_founding(state: HubState, unit: Unit, push: Push) -> Refused | None:
+def _refused_founding(unit: Unit, push: Push, founder: int | None) -> Refused | None:
     if unit.anchor is not None or unit.pending:
         return Refused(push.node, push.unit, push.seq, "founded: the unit has an anchor", True, False)
-    if push.node != state.founder:
+    if push.node != founder:
         return Refused(push.node, push.unit, push.seq, "founded: another node founds the run", True, False)
     return None
 

@@ -15,6 +15,7 @@ from aedit.async_sgd.hub.claims import bounds
 from aedit.async_sgd.hub.clocks import Clocks
 from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.hub.due import is_due
+from aedit.async_sgd.hub.heirs import Heirs
 from aedit.async_sgd.hub.joins import Joiner, joining
 from aedit.async_sgd.hub.members import Member, Report
 from aedit.async_sgd.hub.plan import HubPlan
@@ -64,7 +65,7 @@ class Hub:
         self.rules = advance.own_rules(plan.rules, quantiser)
         self.state = HubState(part=plan.part, has_parent=bool(plan.hub.parent), apart=frozenset(plan.rules))
         self.state.awaits_all = plan.hub.quorum == "all"
-        self.clocks = Clocks()
+        self.clocks, self.heirs = Clocks(), Heirs(lambda: self.state, plan.hub.expire_s)
         self._watch: Watch | None = None
 
     # -- deciding
@@ -105,7 +106,8 @@ class Hub:
             raise Denied("different", f"this hub has no unit {push.unit}")
         self.clocks.seen[push.node] = now
         limits = bounds(self.state, push, self.plan, self.clocks, self.elapsed_s(now))
-        decided = admission.judged(self.state, push, self.config, limits)
+        founder = self.heirs.founder(push.unit, now)
+        decided = admission.judged(self.state, push, self.config, limits, founder)
         if any(isinstance(record, Accepted) for record in decided):
             self.clocks.came_s.setdefault((push.unit, push.node, push.seq), now)
         return decided

@@ -56,6 +56,7 @@ class Driver:
             decided = self._hub.join(who, now)
             position = self._ledger.commit(decided)
             joined = next(record for record in decided if isinstance(record, Joined))
+            self._hub.heirs.note(joined.node, request.inherits, now)
             reply = messages.join_reply(self._hub, self._hub.state.members[joined.node], session, now)
         reply.news.receipt.CopyFrom(self._guard.admitted(position))
         return reply
@@ -64,6 +65,7 @@ class Driver:
         """Take a member's report and return the state of the run."""
         messages.check_blocks(request.consumed)
         report = messages.report_of(request)
+        self._guard.check_lineage(request.who)
         self._guard.check_claim(request.claim, request.who.node)
         with self._guard.deciding() as now:
             member = self._guard.speaker(request.who)
@@ -85,6 +87,9 @@ class Driver:
             member = self._guard.speaker(request.who)
             held = [(block.start, block.end) for block in request.held]
             lost = self._hub.state.pool.unknown(member.node, held) if request.lists_held else []
+            self._ledger.commit(
+                self._hub.heirs.skipped(member.node, max((end for _, end in held), default=0))
+            )
             leased = [] if lost else self._hub.lease(member.node, request.samples, now)
             position = self._ledger.commit(leased)
         self._guard.durable(position)

@@ -31,7 +31,7 @@ class HubWorker:
 
     def __init__(self, ledger: Ledger, event: Event, *, snapshot_bytes: int, mergers: int = 1) -> None:
         """Create the threads. mergers: units that are merged at a time."""
-        self.ledger, self._event, self._snapshot_bytes = ledger, event, snapshot_bytes
+        self.ledger, self.event, self._snapshot_bytes = ledger, event, snapshot_bytes
         self.over = threading.Event()
         self.failure = ""
         self.merge_s = 0.0
@@ -75,7 +75,7 @@ class HubWorker:
         now = self.ledger.clock()
         if not self._full_until_s:
             log.error("%s: pushes are refused until there is room", error)
-            self._event("journal_full", reason=str(error))
+            self.event("journal_full", reason=str(error))
         self._full_until_s = now + _FULL_PAUSE_S
 
     def _run(self) -> None:
@@ -109,7 +109,7 @@ class HubWorker:
             self._merging.update(record.unit for record in due)
         if self._full_until_s and decided:
             self._full_until_s = 0.0
-            self._event("journal_has_room")
+            self.event("journal_has_room")
         for record in due:
             self._pool.submit(self._merge, record)
 
@@ -147,7 +147,7 @@ class HubWorker:
         except NoSpace as error:
             self.is_full(error)
         except BaseException as error:
-            self._event("merge_failed", unit=record.unit, version=record.version, reason=str(error))
+            self.event("merge_failed", unit=record.unit, version=record.version, reason=str(error))
             self.fail(error)
         finally:
             with ledger.lock:
@@ -160,10 +160,10 @@ class HubWorker:
 
     def _snapshot(self) -> None:
         try:
-            self._event("snapshot", bytes=self.ledger.snapshot(self.wake))
+            self.event("snapshot", bytes=self.ledger.snapshot(self.wake))
         except (NoSpace, OSError) as error:
             log.error("no snapshot: %s", error)
-            self._event("snapshot_failed", reason=str(error))
+            self.event("snapshot_failed", reason=str(error))
         except JournalBroken as error:
             self.fail(error)
 

@@ -1,6 +1,7 @@
 """Pseudo-gradients in, anchors out."""
 
 import hashlib
+import logging
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -21,8 +22,11 @@ from aedit.async_sgd.service.request_guard import RequestGuard
 from aedit.async_sgd.service.statements import Signer, TwoValues
 from aedit.proto.codecs.codecs import Codec, codec
 from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.lineage import version_of
 from aedit.proto.wire.service import Refusal
 from aedit.types import UnitLayout, Verdict
+
+log = logging.getLogger(__name__)
 
 _KNOWN_VERSIONS = 16
 _INVALID, _LATER = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -173,7 +177,9 @@ class PushPull:
 
     def _layout(self, unit: int) -> UnitLayout:
         layout = self._hub.state.layout
-        if layout is None or unit not in self._hub.state.units:
+        if layout is None:  # of a part that was founded again: its nodes join anew
+            raise Refusal(grpc.StatusCode.NOT_FOUND, "nobody has joined this hub: join first")
+        if unit not in self._hub.state.units:
             raise Refusal(_INVALID, f"this hub has no unit {unit}")
         return layout.units[unit]
 
@@ -206,8 +212,19 @@ class PushPull:
             self._ledger.commit(decided)
             if accepts:
                 self._gaps.accepted(transfer.head.who.node, transfer.head.unit)
+            if accepts and not transfer.head.base and self._hub.heirs.are_asked:
+                self._tell_brought(transfer.head)
         self._guard.engine.wake()
         return True
+
+    def _tell_brought(self, head: pb.PushHead) -> None:
+        """Log whose anchor a unit of a part that was lost goes on from; the lock is held."""
+        version = version_of(self._hub.heirs.stamp(head.who.node, head.unit))
+        name = self._hub.state.members[head.who.node].name
+        log.warning("unit %d goes on from version %d, which %s had", head.unit, version, name)
+        self._guard.engine.event(
+            "goes_on_from", unit=head.unit, version=version, node=head.who.node, name=name
+        )
 
     def _decided(self, head: pb.PushHead) -> pb.PushReply:
         """Return the answer to a decided push, once the decision is on disk."""

@@ -105,7 +105,7 @@ def join_reply(hub: Hub, member: Member, session: int, now: float) -> pb.JoinRep
         term=state.term,
         node=member.node,
         session=session,
-        founder=state.founder == member.node and not state.is_founded,
+        founder=state.founder == member.node and not (state.is_founded or hub.heirs.are_asked),
         versions=[state.units[i].version if i in state.units else 0 for i in indices],
         seqs=[member.received.get(i, 0) for i in indices],
         donors=told.donors,
@@ -129,6 +129,7 @@ def tell(hub: Hub, node: int, now: float) -> pb.News:
         evaluates=told.evaluates,
         donors=told.donors,
         progress=told.progress,
+        brings=hub.heirs.brings(node, now),
     )
 
 

@@ -18,6 +18,7 @@ from aedit.async_sgd.service.engine import HubWorker
 from aedit.async_sgd.service.hello_responder import check_part
 from aedit.async_sgd.service.leadership import Leadership
 from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.lineage import lineage
 from aedit.proto.wire.service import Refusal
 
 SHOWN_LIMIT_S = 0.5
@@ -95,7 +96,14 @@ class RequestGuard:
     def speaker(self, who: pb.Who) -> Member:
         """Return the live member that calls; the lock is held."""
         self.check_who(who)
+        self.check_lineage(who)
         return self.ledger.hub.member(who.node, fingerprint(who.session))
+
+    def check_lineage(self, who: pb.Who) -> None:
+        """Raise Refusal for a member of a part that was lost; its receipts are of another journal."""
+        if lineage(who.term) < lineage(self.ledger.hub.state.term):
+            text = "this part was lost and has been founded again since: join again"
+            raise Refusal(grpc.StatusCode.NOT_FOUND, text)
 
     def check_who(self, who: pb.Who) -> None:
         """Raise Refusal unless the call is about this run and under this hub's term."""

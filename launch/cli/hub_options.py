@@ -28,6 +28,8 @@ def add_hub_options(hub: argparse.ArgumentParser) -> None:
     hub.add_argument("--standby-number", metavar="K", type=int, default=1, help=does)
     does = "file in which a peer of a swarm keeps where the other replicas of the part are"
     hub.add_argument("--replicas", metavar="FILE", type=Path, help=does)
+    does = "begin the journal with the term after this one: of a part that is founded again"
+    hub.add_argument("--term-above", metavar="N", type=int, default=0, help=does)
     does = "lead without a vote, and with what is left of the journal, whatever may be lost"
     hub.add_argument("--force-lead", action="store_true", help=does)
 
@@ -48,6 +50,7 @@ def run_hub(options: argparse.Namespace) -> int:
         part=(int(part), int(parts)),
         standby=options.standby,
         standby_number=options.standby_number,
+        term_above=options.term_above,
         force_lead=options.force_lead,
         replicas=options.replicas,
         keys=options.keys,

@@ -109,7 +109,7 @@ RULES = (
     ),
     EffectRule(("serve.",), "hub.address", lambda c: not c.hub.address, "HOST:PORT"),
     EffectRule(
-        ("swarm.parts", "swarm.copies", "swarm.lease_s", "swarm.allow", "edit.penalty."),
+        ("swarm.parts", "swarm.copies", "swarm.lease_s", "swarm.lost_s", "swarm.allow", "edit.penalty."),
         "swarm.exchange",
         lambda c: c.swarm.averages,
         '"parts"',

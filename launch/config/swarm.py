@@ -42,6 +42,10 @@ class SwarmConfig:
     lease_s: float = 6.0
     """Silence after which a peer is no longer counted on."""
 
+    lost_s: float = 300.0
+    """Time without an owner after which a part is lost: then one peer, on which most agree, founds it again
+    from the newest anchor of any node. Longer than a cut or a restart takes; 0: never."""
+
     averaging_s: float = 60.0
     """Longest time of a round with hivemind, after which the peer goes on alone."""
 
@@ -78,5 +82,7 @@ class SwarmConfig:
         check(1 <= self.copies <= 7, "swarm.copies", "must be in [1, 7]", self.copies)
         check(15 <= self.averaging_s <= 3600, "swarm.averaging_s", "must be in [15, 3600]", self.averaging_s)
         check(2 <= self.lease_s <= 300, "swarm.lease_s", "must be in [2, 300]", self.lease_s)
+        is_late = self.lost_s == 0 or self.lost_s > self.lease_s
+        check(is_late, "swarm.lost_s", "must be 0, or above swarm.lease_s", self.lost_s)
         for key in self.allow:
             check(bool(_KEY.fullmatch(key)), "swarm.allow", "must be 64 hexadecimal digits", repr(key))

@@ -97,7 +97,7 @@ def _served(config: RunConfig, directory: Path, options: HubOptions, stop: "_Sto
     """Serve until the run is over, a signal arrives or another hub leads; return the closed process."""
     process = _Process(endpoint_of(config, directory, options), insecure=options.get("insecure", False))
     try:
-        process.start(force=options.get("force_lead", False))
+        process.start(force=options.get("force_lead", False), above=options.get("term_above", 0))
         print(process.welcome(), flush=True)
         if warning := process.warning():
             _warn(warning)
@@ -173,27 +173,32 @@ class _Process:
         self._policy = PolicyService(endpoint.part[1])
         self._page: Page | None = None
 
-    def start(self, *, force: bool = False) -> None:
-        """Recover the state from the folder and begin to serve. force: whatever may be lost."""
+    def start(self, *, force: bool = False, above: int = 0) -> None:
+        """Recover the state from the folder and begin to serve.
+
+        Args:
+            force: Lead, whatever may be lost.
+            above: A hub that begins a journal does so with the term after this one.
+        """
         hub = self._make()
         journal = self._store.recover(hub, accept_loss=force)
         state, mirrors = hub.state, (self._endpoint.directory / folder.MIRROR).exists()
-        newest = self._others.newest_term()
-        if newest > state.term and not self._endpoint.standby and not force:
+        newest, own = self._others.newest_term(), max(state.term, above)
+        if newest > own and not self._endpoint.standby and not force:
             raise UserError(
                 f"another hub leads this run under the newer term {newest}: start this hub with"
                 f" --standby --address {self._endpoint.address} to follow it"
             )
         is_new = not mirrors and not self._endpoint.standby
         records: Sequence[Record] | None = None
-        if newest <= state.term or force:
-            records = self._leadership.begin(state.term, state.configs, is_new=is_new)
+        if newest <= own or force:
+            records = self._leadership.begin(own, state.configs, is_new=is_new)
         if force:
             records = self._force(hub)
         if records is None:
             self._follow()
         else:
-            self._lead(hub, journal, records or ([] if state.term else [Led(1)]))
+            self._lead(hub, journal, records or ([] if state.term else [Led(own + 1)]))
         assert self._server is not None
         self._canvass.start()
         write_atomically(self._endpoint.directory / "address", self._server.address)

@@ -22,6 +22,8 @@ class HubOptions(TypedDict, total=False):
     """Number of a standby among those in `hub.standby`, from 1."""
     replicas: Path | None
     """File in which a peer of a swarm keeps where the other replicas of the part are."""
+    term_above: int
+    """A hub of a swarm that begins a journal does so with the term after this one."""
     force_lead: bool
     """Lead without a vote, and with what is left of the journal, whatever may be lost."""
     keys: Path | None

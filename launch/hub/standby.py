@@ -27,6 +27,7 @@ from aedit.launch.hub.refusing import Refusing
 from aedit.launch.hub.reports import Reports
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+from aedit.proto.wire.lineage import lineage
 from aedit.proto.wire.service import Refusal
 from aedit.proto.wire.vote_messages import answer_in, answer_out, proposal_in, proposal_out
 from aedit.proto.wire.votes import Answer
@@ -213,7 +214,7 @@ class Standby(Refusing):
         while not self._stopping.is_set():
             known = max(self._mirror.hub.state.term, self._noted_term(), self._leadership.promised)
             leader = self._others.leader(known, self._stopping)
-            if leader is not None:
+            if leader is not None and not self._is_of_another_lineage(leader[1]):
                 try:
                     self._follow_once(*leader)
                 except (HubUnreachable, HubRefused) as error:
@@ -229,6 +230,14 @@ class Standby(Refusing):
                 alone_s, self._patience_s = time.monotonic(), self._drawn_patience_s()
                 self._stand_or_end()
             self._stopping.wait(_RETRY_S)
+
+    def _is_of_another_lineage(self, term: int) -> bool:
+        """Return whether this journal is not that leader's: its part was lost and founded again.
+
+        The peer keeps this journal aside, and begins another folder.
+        """
+        own = self._mirror.hub.state.term
+        return own > 0 and lineage(term) != lineage(own)
 
     def _note_end(self, error: HubUnreachable | HubRefused) -> None:
         """Give up the support of a leader that says itself that it leads no more."""

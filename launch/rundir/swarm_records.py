@@ -42,13 +42,16 @@ class PartSample:
     in_sync: int = 0
     """Followers that confirm each acknowledged push."""
     hub: HubSample | None = None
+    trouble: str = ""
+    """What is wrong with it, as the peer says that was asked."""
 
     @staticmethod
-    def of(line: Line | None) -> "PartSample":
+    def of(line: Line | None, trouble: str = "") -> "PartSample":
         """Return the part in one entry of `parts`."""
         if line is None:
-            return PartSample()
-        return PartSample(text(line.get("owner")), int(line.get("in_sync") or 0), HubSample.of(line))
+            return PartSample(trouble=trouble)
+        in_sync = int(line.get("in_sync") or 0)
+        return PartSample(text(line.get("owner")), in_sync, HubSample.of(line), trouble)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +64,11 @@ class SwarmSample:
     @staticmethod
     def of(said: Mapping[str, Any]) -> "SwarmSample":
         """Return the state in a reply to `status`."""
+        troubles = list(map(text, said.get("troubles") or ()))
+        troubles += [""] * (len(said["parts"]) - len(troubles))
         return SwarmSample(
             tuple(PeerSample.of(peer) for peer in said["peers"]),
-            tuple(PartSample.of(part) for part in said["parts"]),
+            tuple(PartSample.of(*both) for both in zip(said["parts"], troubles, strict=False)),
         )
 
     @property

@@ -47,13 +47,20 @@ class HostOptions:
     keys: Path | None = None
     insecure: bool = False
 
-    def words(self, part: int, *, founds: bool) -> list[str]:
-        """Return the command of the replica of `part`. founds: it begins the run, instead of following it."""
+    def words(self, part: int, *, founds: bool, above: int = 0) -> list[str]:
+        """Return the command of the replica of `part`.
+
+        Args:
+            part: Its number.
+            founds: It begins the part, instead of following it.
+            above: Number below its first term, if it begins the part.
+        """
         words = [sys.executable, "-m", "aedit.launch.cli", "hub", str(self.run_toml)]
         words += [f"--part={part}/{self.parts}", f"--directory={self.folder(part)}"]
         words += [f"--replicas={self.directory / REPLICAS}", f"--address={self.host}:0"]
         words += [f"--keys={self.keys}"] if self.keys else []
-        return words + ["--insecure"] * self.insecure + ["--standby"] * (not founds)
+        begins = [f"--term-above={above}"] if founds else ["--standby"]
+        return words + ["--insecure"] * self.insecure + begins
 
     def folder(self, part: int) -> Path:
         """Return the folder of the replica of `part`."""
@@ -67,8 +74,10 @@ class HostOptions:
 class HostedPart:
     """A hub process, and the state that it told last."""
 
-    def __init__(self, part: int, options: HostOptions, keys: ClientKeys, *, founds: bool) -> None:
-        """Start the process. founds: it begins the run."""
+    def __init__(
+        self, part: int, options: HostOptions, keys: ClientKeys, *, founds: bool, above: int = 0
+    ) -> None:
+        """Start the process. founds, above: see `HostOptions.words`."""
         self.part, self._options, self._keys = part, options, keys
         self._folder = options.folder(part)
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +92,7 @@ class HostedPart:
         """None until it answers, and while it does not."""
         self.others = 0
         """Replicas in sync besides this one, as its journal has them."""
-        self._founds = founds
+        self._founds, self._above = founds, above
         self._start(founds=founds)
 
     def look(self) -> None:
@@ -103,6 +112,11 @@ class HostedPart:
         self.stop()
         _clear(self._folder)
 
+    def set_aside(self) -> None:
+        """End the process and keep its folder under another name: the part was founded again without it."""
+        self.stop()
+        set_aside(self._folder)
+
     def ask_to_end(self) -> None:
         """Ask the process to end; an owner hands its part over first."""
         self._child.terminate()
@@ -120,7 +134,7 @@ class HostedPart:
 
     def _start(self, *, founds: bool) -> None:
         (self._folder / "address").unlink(missing_ok=True)
-        words = self._options.words(self.part, founds=founds)
+        words = self._options.words(self.part, founds=founds, above=self._above)
         self._child = Child(words, self._options.directory / f"part_{self.part}.log", own=True)
         self._ended_s = None
 
@@ -159,6 +173,15 @@ class HostedPart:
             leads=leads,
             in_sync=leads or bool(status.get("is_replica")),
         )
+
+
+def set_aside(folder: Path) -> None:
+    """Rename the folder of a replica, so that another one can be kept there."""
+    number = 1
+    while (aside := folder.with_name(f"lost_{folder.name}_{number}")).exists():
+        number += 1
+    folder.rename(aside)
+    log.warning("%s: kept as %s; the part was founded again since", folder.name, aside)
 
 
 def _clear(folder: Path) -> None:

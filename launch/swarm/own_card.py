@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from aedit.launch.config.config import RunConfig
-from aedit.proto.swarm.card import PartReplica, PeerCard, encoded
+from aedit.proto.swarm.card import Founding, PartReplica, PeerCard, encoded
 from aedit.proto.swarm.known_peers import KnownPeers
 from aedit.proto.swarm.serials import Serials
 from aedit.proto.wire.signing_key import SigningKey
@@ -29,7 +29,9 @@ class OwnCard:
         self.leaving = False
         """True once this peer ends: others then do without it at once."""
 
-    def current(self, address: str, parts: Mapping[int, PartReplica]) -> bytes:
+    def current(
+        self, address: str, parts: Mapping[int, PartReplica], foundings: Mapping[int, Founding]
+    ) -> bytes:
         """Return the encoded card with these parts. Raises OSError if the serial cannot be kept."""
         card = PeerCard(
             run=self._run,
@@ -40,6 +42,7 @@ class OwnCard:
             parts=parts,
             lease_s=self._lease_s,
             leaving=self.leaving,
+            foundings=foundings,
         )
         now_s = time.monotonic()
         if card != self._last or now_s > self._made_s + self._lease_s / _RENEWALS:

@@ -10,7 +10,8 @@ from pathlib import Path
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.fields import to_toml
 from aedit.launch.rundir.prepare import claimed
-from aedit.launch.swarm.hosted_part import HostedPart, HostOptions
+from aedit.launch.swarm.foundings import Foundings
+from aedit.launch.swarm.hosted_part import HostedPart, HostOptions, set_aside
 from aedit.launch.swarm.introduction import INTRODUCTION, make_discovery
 from aedit.launch.swarm.own_card import OwnCard
 from aedit.launch.swarm.peer_service import PeerService
@@ -118,9 +119,14 @@ class Peer:
         self._told = self._own_fault = ""
         self._over_since_s: float | None = None
         self._replicas = ReplicasFile(directory / REPLICAS)
+        self._foundings = Foundings(
+            directory, config.name, self._key.public, parts=swarm.parts, lost_s=swarm.lost_s
+        )
         self._received, self._proofs = StatementsFile(directory / STATEMENTS), Proofs(directory / "proofs")
         self._card = OwnCard(config, options.name, directory, self._key, self._known)
-        self._service = PeerService(config, self._replicas, self._trust, self._live_names)
+        self._service = PeerService(
+            config, self._replicas, self._trust, self._live_names, self._foundings.states
+        )
         self._discovery = make_discovery(swarm, options.peers, directory=directory, run=config.name)
         plan = GossipPlan(
             listen=swarm.listen,
@@ -154,9 +160,15 @@ class Peer:
         self._introduce()
         for hosted in list(self._hosted.values()):
             hosted.look()
+<<<<<<< HEAD
         if self._known.state != self._own_fault:
             self._own_fault = self._known.state
             log.error("%s", self._own_fault)
+=======
+        self._foundings.look(self._known.live(time.monotonic()))
+        for part in range(self._hosts.parts):
+            self._follow_founding(part)
+>>>>>>> main
         self._gossip.received(self._received.changed())
         faults, views = self._known.faults, self._views()
         self._proofs.keep(faults)
@@ -196,8 +208,21 @@ class Peer:
             one.stop(max(0.1, deadline_s - time.monotonic()))
         self._gossip.close()
 
-    def _host(self, part: int, *, founds: bool) -> None:
-        hosted = HostedPart(part, self._hosts, self._trust, founds=founds)
+    def _follow_founding(self, part: int) -> None:
+        """Keep a replica aside that is older than the founding of its part that counts; found the part."""
+        register, own = self._foundings.register(part), self._hosted.get(part)
+        begins = self._foundings.begins(part)
+        if own is not None and (begins or (own.state and not register.counts(own.state.term))):
+            with self._hosting:
+                del self._hosted[part]
+            own.set_aside()
+        if begins:
+            if self._hosts.folder(part).exists():
+                set_aside(self._hosts.folder(part))
+            self._host(part, founds=True, above=register.term_above)
+
+    def _host(self, part: int, *, founds: bool, above: int = 0) -> None:
+        hosted = HostedPart(part, self._hosts, self._trust, founds=founds, above=above)
         with self._hosting:
             self._hosted[part] = hosted
 
@@ -218,15 +243,17 @@ class Peer:
 
     def _views(self) -> list[PartView]:
         live = self._known.live(time.monotonic())
+        run, me = self._config.name, self._key.public
         return [
-            part_view(self._config.name, part, live, self._key.public) for part in range(self._hosts.parts)
+            part_view(run, part, live, me, self._foundings.register(part).counts)
+            for part in range(self._hosts.parts)
         ]
 
     def _own_card(self) -> bytes:
         with self._hosting:
             states = {part: hosted.state for part, hosted in self._hosted.items()}
         hosts = {part: state for part, state in states.items() if state is not None}
-        return self._card.current(self.address, hosts)
+        return self._card.current(self.address, hosts, self._foundings.says())
 
     def _live_names(self) -> list[dict[str, object]]:
         """Return the live peers for views, and those that are shut out."""

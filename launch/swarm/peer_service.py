@@ -31,9 +31,19 @@ class PeerService:
         replicas: ReplicasFile,
         keys: ClientKeys,
         peers: Callable[[], Sequence[dict[str, object]]],
+        troubles: Callable[[], Sequence[str]],
     ) -> None:
-        """Answer for the run. peers: returns the live peers."""
-        self._config, self._replicas, self._keys, self._peers = config, replicas, keys, peers
+        """Answer for the run.
+
+        Args:
+            config: Of the run.
+            replicas: Where the replicas of each part are.
+            keys: For calls to their owners.
+            peers: Returns the live peers.
+            troubles: Returns what is wrong with each part, "" if nothing is.
+        """
+        self._config, self._replicas, self._keys = config, replicas, keys
+        self._peers, self._troubles = peers, troubles
         self._responder = HelloResponder(
             protocol=PROTOCOL,
             method=(own := method(config)),
@@ -56,7 +66,8 @@ class PeerService:
     def status(self, request: pb.StatusRequest) -> pb.StatusReply:
         """Return as JSON the live peers, and the status of each part as its owner gives it."""
         parts = [self._of_part(part.owner, request) for part in self._replicas.parts()]
-        said = {"run": self._config.name, "peers": list(self._peers()), "parts": parts}
+        said: dict[str, Any] = {"run": self._config.name, "peers": list(self._peers()), "parts": parts}
+        said["troubles"] = list(self._troubles())
         return pb.StatusReply(json=json.dumps(said))
 
     def _of_part(self, owner: str, request: pb.StatusRequest) -> dict[str, Any] | None:

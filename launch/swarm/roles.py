@@ -5,7 +5,7 @@ by the votes of the part's replicas and nodes (`async_sgd.leadership`): two peer
 none at all, can do no harm.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -106,7 +106,22 @@ class PartView:
         )
 
 
-def part_view(run: str, part: int, live: Mapping[bytes, PeerCard], me: bytes = b"") -> PartView:
-    """Return the view of one part. live: cards of the live peers by key, that of the peer `me` included."""
-    replicas = {key: card.parts[part] for key, card in live.items() if part in card.parts}
+def part_view(
+    run: str,
+    part: int,
+    live: Mapping[bytes, PeerCard],
+    me: bytes = b"",
+    counts: Callable[[int], bool] = lambda term: True,
+) -> PartView:
+    """Return the view of one part.
+
+    Args:
+        run: Name of the run.
+        part: Number of the part.
+        live: Cards of the live peers by key, that of the peer `me` included.
+        me: Key of the peer that looks.
+        counts: Returns whether replicas with a term are of the founding of the part that counts.
+    """
+    hosted = {key: card.parts[part] for key, card in live.items() if part in card.parts}
+    replicas = {key: replica for key, replica in hosted.items() if counts(replica.term)}
     return PartView(ranking(run, part, candidates(live)), replicas, me)

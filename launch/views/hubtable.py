@@ -13,6 +13,7 @@ from aedit.launch.views import words
 from aedit.launch.views.figures import ratio
 from aedit.launch.views.rl_table import Learner, hub_learners, rl_lines
 from aedit.launch.views.server_table import server_table
+from aedit.proto.wire.lineage import term_text
 
 LEFT = ("name", "state", "refused")
 PACE = ("node", "name", "state", "steps", "steps/s", "pace", "waited %", "wire", "hidden")
@@ -45,7 +46,9 @@ FULL = HubDetail()
 def hub_table(now: HubSample, detail: HubDetail = FULL) -> Iterator[RenderableType]:
     """Yield tables of the nodes' speed, of their pushes, and the versions."""
     if now.follows:
-        yield Text(f"follows the hub at {now.follows}, term {now.term}; versions {spread(now.versions)}")
+        yield Text(
+            f"follows the hub at {now.follows}, term {term_text(now.term)}; versions {spread(now.versions)}"
+        )
         return
     nodes = now.nodes[: detail.max_rows]
     for wanted, columns, cells in ((detail.pace, PACE, _pace), (detail.trust, TRUST, _trust)):
@@ -68,7 +71,7 @@ def hub_table(now: HubSample, detail: HubDetail = FULL) -> Iterator[RenderableTy
         yield Text(f"{size} that {founder.name} sent are the initial anchors", style="dim")
     pending = f"{words.some(now.pending, 'push', 'pushes')} waiting for a quorum"
     journal = f"journal {words.size(now.journal_bytes)}"
-    facts = [f"term {now.term}", f"versions {spread(now.versions)}", pending, journal]
+    facts = [f"term {term_text(now.term)}", f"versions {spread(now.versions)}", pending, journal]
     yield Text(", ".join(facts), style="dim")
     for node in now.nodes:
         if node.excluded:

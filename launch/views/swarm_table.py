@@ -9,6 +9,7 @@ from rich.text import Text
 from aedit.launch.rundir.swarm_records import PartSample, PeerSample, SwarmSample
 from aedit.launch.views import words
 from aedit.launch.views.hubtable import spread
+from aedit.proto.wire.lineage import term_text
 
 _PEERS = ("peer", "address", "owns", "follows", "state")
 _PARTS = ("part", "owner", "term", "followers", "versions", "pending", "journal")
@@ -20,6 +21,9 @@ def swarm_tables(swarm: SwarmSample) -> Iterator[RenderableType]:
     yield _table(_PEERS, [_peer(peer) for peer in swarm.peers], left=5)
     yield Text()
     yield _table(_PARTS, [_part(number, part) for number, part in enumerate(swarm.parts)], left=2)
+    for number, part in enumerate(swarm.parts):
+        if part.trouble:
+            yield Text(f"part {number}: {part.trouble}", style="bold red")
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> Table:
@@ -40,5 +44,5 @@ def _part(number: int, part: PartSample) -> list[str]:
     if part.hub is None:
         return [str(number), "none that answers", *[words.UNKNOWN] * 5]
     hub = part.hub
-    told = [str(hub.term), str(part.in_sync), spread(hub.versions), str(hub.pending)]
+    told = [term_text(hub.term), str(part.in_sync), spread(hub.versions), str(hub.pending)]
     return [str(number), part.owner, *told, words.size(hub.journal_bytes)]

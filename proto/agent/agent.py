@@ -4,7 +4,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,12 +15,13 @@ from aedit.proto.agent.leases import Leases
 from aedit.proto.agent.mailbox import AgentState, Mailbox, Wants, remove
 from aedit.proto.agent.membership import Membership
 from aedit.proto.agent.plan import AgentPlan
+from aedit.proto.agent.run_news import RunNews
 from aedit.proto.agent.traffic import Traffic
 from aedit.proto.agent.unit_transfers import Transfer, UnitTransfers
 from aedit.proto.agent.wakeup import WakeReceiver
 from aedit.proto.agent.watchdog import Speed, Watchdog
 from aedit.proto.wire import hub_pb2 as pb
-from aedit.types import News, UserError
+from aedit.types import UserError
 
 LOOK_S = 0.25
 """How often the agent looks around without having been woken."""
@@ -49,7 +50,7 @@ class Agent:
         self._plan, self._box, self._wakeups, self._connections = plan, box, wakeups, connections
         self._traffic = Traffic()
         self._leases, self._lease_lock = Leases(), threading.Lock()
-        self._news = pb.News()
+        self._news = RunNews()
         self._seen = _Seen()
         self._started = [0] * len(plan.units)
         self._is_alive: Callable[[], bool] = lambda: True
@@ -110,7 +111,7 @@ class Agent:
                 waiting = True
                 continue
             self._started[unit] = seq
-            self._transfers.start(Transfer(unit, seq, base, steps, tokens, round=self._news.round))
+            self._transfers.start(Transfer(unit, seq, base, steps, tokens, round=self._news.news.round))
         return waiting
 
     # --- begin and end
@@ -174,12 +175,22 @@ class Agent:
             self._box.speak_as(reply.session)
         self.heard(part, reply.news)
 
+    def refounded(self, part: int, generation: int) -> None:
+        """Begin anew with a part that was lost after this generation and founded again."""
+        self._transfers.refounded(part, generation)
+
+    def inherits(self) -> Sequence[int]:
+        """Return the stamps of the anchors from which parts that were founded again can go on."""
+        return self._transfers.inherits
+
     def heard(self, part: int, news: pb.News) -> None:
         """Take the news of hub process `part`."""
         self._transfers.heard(news.units)
+        self._news.heard(part, news)
+        if news.brings and (units := self._transfers.asked_for(news.brings)):
+            self._thread(partial(self._transfers.bring, units), f"bring-{part}")
         if part == 0:
-            self._news = news
-            self._box.publish_news(_news(news), time.monotonic())
+            self._box.publish_news(self._news.current(), time.monotonic())
 
     def report(self, part: int) -> pb.HeartbeatRequest:
         """Return the heartbeat for hub process `part`."""
@@ -230,7 +241,7 @@ class Agent:
     def _lease(self) -> None:
         """Lease samples for `steps_ahead` more steps, or two leases."""
         plan, progress = self._plan, self._box.progress()
-        if not plan.samples_per_step or self._box.wanted() == Wants.LEAVE or self._news.finished:
+        if not plan.samples_per_step or self._box.wanted() == Wants.LEAVE or self._news.current().finished:
             return
         ahead = max(plan.steps_ahead * plan.samples_per_step, 2 * plan.lease_samples)
         missing = max(progress.drawn, progress.used) + ahead - self._leases.num_samples
@@ -245,21 +256,6 @@ class Agent:
         with self._lease_lock:
             self._leases = self._leases.more(blocks)
         self._box.add_blocks(blocks)
-
-
-def _news(news: pb.News) -> News:
-    return News(
-        age_s=0.0,
-        round=news.round,
-        pace_steps=news.pace_steps,
-        nodes=news.nodes,
-        total_steps=news.total_steps,
-        total_tokens=news.total_tokens,
-        elapsed_s=news.elapsed_s,
-        progress=news.progress,
-        finished=news.finished,
-        evaluates=news.evaluates,
-    )
 
 
 def parent_lives(pid: int) -> Callable[[], bool]:

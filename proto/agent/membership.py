@@ -5,7 +5,7 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from aedit.proto.agent.replica_finder import ReplicaFinder
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
 from aedit.proto.wire.hello import PROTOCOL
+from aedit.proto.wire.lineage import generation, lineage
 from aedit.proto.wire.vote_messages import VoterFile
 
 FATAL = frozenset(
@@ -45,6 +46,12 @@ class Owner(Protocol):
 
     def joined(self, part: int, reply: pb.JoinReply) -> None:
         """Take the reply to a join."""
+
+    def refounded(self, part: int, generation: int) -> None:
+        """Begin anew with a part that was lost after this generation and founded again."""
+
+    def inherits(self) -> Sequence[int]:
+        """Return the stamps of the anchors from which parts that were founded again can go on."""
 
     def heard(self, part: int, news: pb.News) -> None:
         """Take the hub's news."""
@@ -83,6 +90,8 @@ class Membership:
         self.known: Callable[[], pb.Claim] = pb.Claim
         """Returns the pushes and versions that this node saw acknowledged, for a hub that has lost some."""
         self._receipt = pb.Receipt()
+        self._lineage = 0
+        """Of the journal that `_receipt` is of; see `lineage`."""
         self._heard_s = time.monotonic()
         self._taken_s: float | None = None
         """Since when the name is refused, because another node has it."""
@@ -125,9 +134,14 @@ class Membership:
         """Return the keys, in hexadecimal, that may sign for the owner of this part, in a swarm."""
         return self._finder.keys_of(self._address)
 
-    def acknowledged(self, receipt: pb.Receipt) -> None:
-        """Keep the newest receipt of this hub: its successor must have everything before it."""
+    def acknowledged(self, receipt: pb.Receipt, term: int) -> None:
+        """Keep the newest receipt of this hub: its successor must have everything before it.
+
+        term: of the membership when it was asked for. A part that was founded again has another journal.
+        """
         with self._change:
+            if lineage(term) != self._lineage:
+                return
             if (receipt.segment, receipt.offset) >= (self._receipt.segment, self._receipt.offset):
                 self._receipt = receipt
 
@@ -198,7 +212,7 @@ class Membership:
             why = f"there is proof that the owner at {self._address} gives nodes different anchors"
             return self._lost(why, at_once=True)
         if not self._member:
-            owner.joined(self.part, self._join())
+            owner.joined(self.part, self._join(owner))
             self._hurry.set()
         else:
             heartbeat = owner.report(self.part)
@@ -207,7 +221,7 @@ class Membership:
             news = self.client.heartbeat(heartbeat, timeout_s=self._patience_s)
             if not self._is_of_now(news.term):
                 return self._lost(f"{self._address} speaks for term {news.term}, which is over")
-            self.acknowledged(news.receipt)
+            self.acknowledged(news.receipt, news.term)
             owner.heard(self.part, news)
             owner.beaten(self.part, heartbeat)
             if news.asks:
@@ -215,7 +229,7 @@ class Membership:
         self._heard_s = time.monotonic()
         self._set(here=True, member=True)
 
-    def _join(self) -> pb.JoinReply:
+    def _join(self, owner: Owner) -> pb.JoinReply:
         plan = self._plan
         hello = self.client.hello(_hello(plan, self._asked))
         request = pb.JoinRequest(who=self.who(), name=plan.name, num_samples=plan.num_samples)
@@ -227,14 +241,26 @@ class Membership:
         request.prefers = 0 if plan.prefers is None else plan.prefers + 1
         if not self._is_of_now(hello.term):
             raise HubUnreachable(f"{self._address} speaks for term {hello.term}, which is over")
+        self._begin_anew(hello.term, owner)
         request.claim.CopyFrom(self._claim())
+        request.inherits.extend(owner.inherits())
         reply = self.client.join(request)
-        self.acknowledged(reply.news.receipt)
         with self._change:
             self._who = pb.Who(
                 run=plan.run, term=reply.term, node=reply.node, session=reply.session, part=self._asked
             )
+        self.acknowledged(reply.news.receipt, reply.term)
         return reply
+
+    def _begin_anew(self, term: int, owner: Owner) -> None:
+        """Forget the receipt of a part that was founded again: its journal is another one."""
+        with self._change:
+            before, is_new = self._who, lineage(term) > self._lineage
+            if is_new:
+                self._lineage, self._receipt = lineage(term), pb.Receipt()
+        if is_new and before.session:
+            log.warning("part %d was lost, and has been founded again", self.part)
+            owner.refounded(self.part, generation(before.term))
 
     def _claim(self) -> pb.Claim:
         claim = self.known()
@@ -245,9 +271,10 @@ class Membership:
     def _is_of_now(self, term: int) -> bool:
         """Take over a higher term and return True; return False for a lower one."""
         with self._change:
-            if term < self._who.term:
+            if term < self._who.term or lineage(term) < self._lineage:
                 return False
-            self._who.term = term
+            if lineage(term) == lineage(self._who.term):  # else it joins anew, and gets another session
+                self._who.term = term
         return True
 
     def _judge(self, error: HubRefused, owner: Owner) -> None:

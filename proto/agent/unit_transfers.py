@@ -21,6 +21,7 @@ from aedit.proto.agent.traffic import Traffic
 from aedit.proto.codecs.codecs import Codec, Feedback, codec, slices
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubRefused, HubUnreachable
+from aedit.proto.wire.lineage import stamp
 from aedit.types import Verdict
 
 PAUSE_S = 1.0
@@ -73,6 +74,12 @@ class UnitTransfers:
         self.guards = [threading.Lock() for _ in plan.units]
         """Held while anchors change; a donor reads under it."""
         self._pools = [ThreadPoolExecutor(plan.streams, f"hub-{k}") for k in range(len(memberships))]
+        self.inherits = [0] * len(plan.units)
+        """Stamps of the anchors that are of an earlier generation of their part."""
+        self._outdated: set[int] = set()
+        """Units whose last answer to the trainer was of an earlier generation of their part."""
+        self._brought: set[int] = set()
+        """Units whose anchors are on their way to a part that was founded again, or there."""
         self._failed: Callable[[BaseException], None] = lambda error: None
 
     def on_failure(self, tell: Callable[[BaseException], None]) -> None:
@@ -106,6 +113,44 @@ class UnitTransfers:
         for transfer in lost:
             log.warning("unit %d, push %d: the hub has forgotten it", transfer.unit, transfer.number)
             self._submit(self._push, transfer)
+
+    def refounded(self, part: int, generation: int) -> None:
+        """Begin anew with a part that was lost after this generation and founded again, with another journal.
+
+        What was measured from anchors of an earlier generation is refused here: the trainer keeps it, and
+        measures it from the anchor with which the part goes on.
+        """
+        for unit in range(part, len(self.versions), len(self._memberships)):
+            with self.guards[unit]:
+                self.inherits[unit] = stamp(generation, self.versions[unit]) or self.inherits[unit]
+                self.versions[unit] = 0
+                with self._lock:
+                    self._outdated.add(unit)
+                    self._brought.discard(unit)
+                    self._accepted[unit] = 0
+                    self._news.pop(unit, None)
+                    transfer = self._active.get(unit)
+            if transfer is not None and transfer.arrived:
+                self._consider(transfer, _refusal(transfer))
+
+    def asked_for(self, units: Sequence[int]) -> list[int]:
+        """Return those of the units that are to be brought now, of which the hub wants the anchors from here.
+
+        Each is returned once: `bring` is called for them.
+        """
+        with self._lock:
+            asked = self._outdated.intersection(units) - self._brought
+            due = [unit for unit in asked if self.inherits[unit]]
+            self._brought.update(due)
+        return due
+
+    def bring(self, units: Sequence[int]) -> None:
+        """Push the anchors as the first ones of units of a part that was founded again; return when done."""
+        for unit in units:
+            reply = self._deliver(Transfer(unit, 0, 0, 0, 0, payload=_bytes(self._box.anchors[unit])))
+            if reply is not None and not reply.accepted:
+                with self._lock:
+                    self._brought.discard(unit)
 
     def known(self) -> pb.Claim:
         """Return the pushes and versions of each unit that this node saw acknowledged."""
@@ -166,7 +211,10 @@ class UnitTransfers:
             if self._is_there(transfer):
                 return None
             try:
-                return self._try_push(membership, transfer)
+                who = membership.who()
+                if transfer.seq and transfer.unit in self._outdated:  # looked up after `who`, see `refounded`
+                    return pb.PushReply(accepted=False, news=_refusal(transfer))
+                return self._try_push(membership, transfer, who)
             except HubUnreachable as error:
                 log.info("unit %d, push %d: %s", transfer.unit, transfer.number, error)
                 membership.missed()
@@ -190,15 +238,15 @@ class UnitTransfers:
             transfer.number = last + 1
         return False
 
-    def _try_push(self, membership: Membership, transfer: Transfer) -> pb.PushReply:
+    def _try_push(self, membership: Membership, transfer: Transfer, who: pb.Who) -> pb.PushReply:
         assert transfer.payload is not None
         founds = transfer.base == 0
-        head = pb.PushHead(who=membership.who(), unit=transfer.unit, seq=transfer.number, base=transfer.base)
+        head = pb.PushHead(who=who, unit=transfer.unit, seq=transfer.number, base=transfer.base)
         head.steps, head.tokens, head.round = transfer.steps, transfer.tokens, transfer.round
         head.codec, head.num_bytes = "fp32" if founds else self._codec.name, len(transfer.payload)
         with self._traffic.moving():
             reply = membership.client.push(head, transfer.payload)
-        membership.acknowledged(reply.receipt)
+        membership.acknowledged(reply.receipt, who.term)
         if not reply.accepted and not reply.news.verdict:
             reply.news.MergeFrom(pb.UnitNews(unit=transfer.unit, seq=transfer.number, verdict=pb.REFUSED))
         self._traffic.count(up=len(transfer.payload))
@@ -223,7 +271,9 @@ class UnitTransfers:
             return
         if self._codec.feedback:
             self._settle(transfer)
-        with self._lock:
+        with self.guards[transfer.unit], self._lock:
+            if self.versions[transfer.unit] == version:
+                self._outdated.discard(transfer.unit)
             del self._active[transfer.unit]
         self._box.answer(transfer.unit, Answer(transfer.seq, version, transfer.verdict))
 
@@ -310,6 +360,12 @@ def add_chain(anchor: Vector, data: memoryview, head: pb.PullHead, decoder: Code
         for start, stop in slices(len(anchor)):
             anchor[start:stop] += decoder.decode(delta, len(anchor), start, stop)
         offset += link.num_bytes
+
+
+def _refusal(transfer: Transfer) -> pb.UnitNews:
+    """Return the decision that the trainer keeps what it has pushed."""
+    reason = "its part was lost and founded again: measured anew from the anchor with which it goes on"
+    return pb.UnitNews(unit=transfer.unit, seq=transfer.number, verdict=pb.REFUSED, reason=reason)
 
 
 def _bytes(vector: Vector) -> memoryview:

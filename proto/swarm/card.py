@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from google.protobuf.message import DecodeError
 
 from aedit.proto.wire import swarm_pb2 as pb
+from aedit.proto.wire.lineage import MOST_GENERATIONS
 from aedit.proto.wire.signing_key import KEY_BYTES, SIGNATURE_BYTES, is_signed_by
 from aedit.types import address_fault, printable
 
@@ -22,6 +23,10 @@ PURPOSE = b"aedit peer card 1\n"
 MOST_CARD_BYTES = 4095
 """A record of a distributed hash table has less than 4 KiB."""
 MOST_PARTS = 4096
+FOUNDER_BYTES = 8
+"""Bytes of a key that name a candidate, so that a card has room for many parts."""
+MOST_MEMBERS = 4096
+"""Peers of a run that a card may speak of."""
 LONGEST_NAME = 64
 LEAST_LEASE_S, MOST_LEASE_S = 1.0, 300.0
 MOST_STEPS_PER_S = 1e9
@@ -46,6 +51,18 @@ class PartReplica:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Founding:
+    """The say of a peer about a part that is lost, or was founded again."""
+
+    generation: int
+    """0: it has voted for no founding."""
+    candidate: bytes
+    """First bytes of the key of the peer that it lets found this generation; empty with generation 0."""
+    members: int
+    """Peers that it knew when the part last had an owner: most of them must agree."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerCard:
     """State of one peer, as it says itself."""
 
@@ -66,6 +83,8 @@ class PeerCard:
     lease_s: float = 10.0
     """How long it counts after this serial was first seen."""
     leaving: bool = False
+    foundings: Mapping[int, Founding] = field(default_factory=dict)
+    """What it says about parts that are lost, or were founded again."""
 
 
 def encoded(card: PeerCard, key: Ed25519PrivateKey) -> bytes:
@@ -123,6 +142,10 @@ def parsed(data: bytes) -> PeerCard:
         steps_per_s=message.steps_per_s,
         lease_s=message.lease_s,
         leaving=message.leaving,
+        foundings={
+            one.part: Founding(generation=one.generation, candidate=one.candidate, members=one.members)
+            for one in message.foundings
+        },
     )
 
 
@@ -146,6 +169,8 @@ def check_card(card: PeerCard) -> None:
         raise ValueError(f"{len(card.parts)} parts and no address: a client hosts nothing")
     for part, replica in card.parts.items():
         _check_part(part, replica)
+    for part, founding in card.foundings.items():
+        _check_founding(part, founding)
 
 
 def _check_text(name: str, value: str) -> None:
@@ -166,6 +191,19 @@ def _check_part(part: int, replica: PartReplica) -> None:
         raise ValueError(f"part {part}: {fault}")
     if not 0 <= replica.term <= _MOST_SERIAL:
         raise ValueError(f"part {part}: term is {replica.term}; it must be in [0, 2^63)")
+
+
+def _check_founding(part: int, founding: Founding) -> None:
+    if not 0 <= part < MOST_PARTS:
+        raise ValueError(f"founding of part {part}: parts are numbered 0 to {MOST_PARTS - 1}")
+    if not 0 <= founding.generation < MOST_GENERATIONS:
+        most = MOST_GENERATIONS - 1
+        raise ValueError(f"part {part}: generation is {founding.generation}; it must be in [0, {most}]")
+    expected = FOUNDER_BYTES if founding.generation else 0
+    if len(founding.candidate) != expected:
+        raise ValueError(f"part {part}: candidate has {len(founding.candidate)} bytes; expected {expected}")
+    if not 0 <= founding.members <= MOST_MEMBERS:
+        raise ValueError(f"part {part}: members is {founding.members}; it must be in [0, {MOST_MEMBERS}]")
 
 
 def _check_size(num_bytes: int) -> None:
@@ -196,5 +234,9 @@ def _body(card: PeerCard) -> bytes:
         steps_per_s=card.steps_per_s,
         lease_s=card.lease_s,
         leaving=card.leaving,
+        foundings=[
+            pb.Founding(part=part, generation=one.generation, candidate=one.candidate, members=one.members)
+            for part, one in sorted(card.foundings.items())
+        ],
     )
     return message.SerializeToString(deterministic=True)

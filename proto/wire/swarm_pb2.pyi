@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Card(_message.Message):
-    __slots__ = ("run", "name", "public_key", "serial", "address", "parts", "fingerprint", "model", "steps_per_s", "lease_s", "leaving")
+    __slots__ = ("run", "name", "public_key", "serial", "address", "parts", "fingerprint", "model", "steps_per_s", "lease_s", "leaving", "foundings")
     RUN_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,7 @@ class Card(_message.Message):
     STEPS_PER_S_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
+    FOUNDINGS_FIELD_NUMBER: _ClassVar[int]
     run: str
     name: str
     public_key: bytes
@@ -30,7 +31,20 @@ class Card(_message.Message):
     steps_per_s: float
     lease_s: float
     leaving: bool
-    def __init__(self, run: _Optional[str] = ..., name: _Optional[str] = ..., public_key: _Optional[bytes] = ..., serial: _Optional[int] = ..., address: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[HostedPart, _Mapping]]] = ..., fingerprint: _Optional[str] = ..., model: _Optional[str] = ..., steps_per_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., leaving: _Optional[bool] = ...) -> None: ...
+    foundings: _containers.RepeatedCompositeFieldContainer[Founding]
+    def __init__(self, run: _Optional[str] = ..., name: _Optional[str] = ..., public_key: _Optional[bytes] = ..., serial: _Optional[int] = ..., address: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[HostedPart, _Mapping]]] = ..., fingerprint: _Optional[str] = ..., model: _Optional[str] = ..., steps_per_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., leaving: _Optional[bool] = ..., foundings: _Optional[_Iterable[_Union[Founding, _Mapping]]] = ...) -> None: ...
+
+class Founding(_message.Message):
+    __slots__ = ("part", "generation", "candidate", "members")
+    PART_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATE_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    part: int
+    generation: int
+    candidate: bytes
+    members: int
+    def __init__(self, part: _Optional[int] = ..., generation: _Optional[int] = ..., candidate: _Optional[bytes] = ..., members: _Optional[int] = ...) -> None: ...
 
 class HostedPart(_message.Message):
     __slots__ = ("part", "address", "term", "leads", "in_sync")

@@ -48,10 +48,10 @@ def keys_of(folder, nodes=(), hosts=("127.0.0.1",), **others):
 
 
 @contextmanager
-def leading_hub(folder, more="", keys=None, force=False, holder="hub", **settings):
+def leading_hub(folder, more="", keys=None, force=False, holder="hub", above=0, **settings):
     """Yield a hub that leads. more: lines of its `[hub]` table. keys: folder that `keys_of` has made.
 
-    holder: of the keys of the hub.
+    holder: of the keys of the hub. above: number below its first term.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = load(write_run(folder, more, **settings), []).config
@@ -60,7 +60,7 @@ def leading_hub(folder, more="", keys=None, force=False, holder="hub", **setting
     (folder / "hub").mkdir(exist_ok=True)
     process = _Process(endpoint, insecure=False)
     try:
-        process.start(force=force)
+        process.start(force=force, above=above)
         yield LeadingHub(process, process._server.address, keys)
     finally:
         process.close()

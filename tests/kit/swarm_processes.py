@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -48,6 +49,7 @@ class Swarm:
     peers: int
     parts: int
     copies: int
+    flags: tuple = ()
     processes: list = field(default_factory=list)
 
     def start(self):
@@ -55,17 +57,25 @@ class Swarm:
         toml.write_text(RUN.format(address="") + SWARM.format(parts=self.parts, copies=self.copies))
         addresses.write_text("")
         for number in range(self.peers):
-            folder = self.folder / "peers" / f"peer-{number}"
+            folder = self.folder_of(number)
             folder.mkdir(parents=True)
-            words = ["peer", str(toml), f"--directory={folder}", f"--as=peer-{number}", "--insecure"]
-            words += [f"--peers={addresses}", "--swarm.listen=127.0.0.1:0"] + ["--found"] * (number == 0)
-            with (folder / "output.log").open("a") as log:
-                command = [sys.executable, "-m", "aedit.launch.cli", *words]
-                env = os.environ | {"OMP_NUM_THREADS": "1"}
-                self.processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=env))
+            self.processes.append(self._begun(number))
             until((folder / "address").exists, "a peer", JOINS_S)
             with addresses.open("a") as file:
                 file.write((folder / "address").read_text() + "\n")
+
+    def folder_of(self, number):
+        return self.folder / "peers" / f"peer-{number}"
+
+    def _begun(self, number):
+        folder = self.folder_of(number)
+        words = ["peer", str(self.folder / "swarm.toml"), f"--directory={folder}", f"--as=peer-{number}"]
+        words += ["--insecure", f"--peers={self.folder}/peers.txt", "--swarm.listen=127.0.0.1:0", *self.flags]
+        words += ["--found"] * (number == 0)
+        with (folder / "output.log").open("a") as log:
+            command = [sys.executable, "-m", "aedit.launch.cli", *words]
+            env = os.environ | {"OMP_NUM_THREADS": "1"}
+            return subprocess.Popen(command, stdout=log, stderr=log, env=env)
 
     def places(self):
         """Return the places of the parts if all peers agree on them; else ()."""
@@ -84,6 +94,22 @@ class Swarm:
     def replicas(self, part):
         """Return the folders of all replicas of a part."""
         return sorted(path.parent for path in self.folder.glob(f"peers/*/part_{part}/{MARK}"))
+
+    def kill(self, number):
+        """Kill a peer with all its processes."""
+        process = psutil.Process(self.processes[number].pid)
+        for one in (process, *process.children(recursive=True)):
+            one.kill()
+        self.processes[number].wait(10)
+
+    def lose(self, number):
+        """Kill a peer, and delete its folder."""
+        self.kill(number)
+        shutil.rmtree(self.folder_of(number))
+
+    def again(self, number):
+        """Start a peer again that was killed."""
+        self.processes[number] = self._begun(number)
 
     def end(self):
         for process in self.processes:

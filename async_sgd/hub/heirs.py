@@ -1,0 +1,76 @@
+"""A part of a swarm that was lost and founded again goes on from the newest anchors that nodes have.
+
+Not journaled: a hub that takes over before every unit has an anchor is told by the nodes again.
+"""
+
+from collections.abc import Callable, Sequence
+
+from aedit.async_sgd.hub.state import HubState
+from aedit.async_sgd.rules.records import Leased, Record, Used
+from aedit.proto.wire.lineage import lineage
+
+_LAST_POSITION = 2**60
+"""Positions of samples beyond this one are nobody's word to be taken for."""
+
+
+class Heirs:
+    """The anchors that nodes have of the part, as they say when they join."""
+
+    def __init__(self, state: Callable[[], HubState], gather_s: float) -> None:
+        """Know nobody.
+
+        Args:
+            state: Returns the state of the hub.
+            gather_s: Time in which nodes can tell, from the first one on.
+        """
+        self._state, self._gather_s = state, gather_s
+        self._stamps: dict[int, tuple[int, ...]] = {}
+        self._since_s: float | None = None
+
+    @property
+    def are_asked(self) -> bool:
+        """Return whether this hub leads a part that was founded again."""
+        return lineage(self._state().term) > 0
+
+    def note(self, node: int, stamps: Sequence[int], now_s: float) -> None:
+        """Note the stamps of a node's anchors by unit."""
+        if not self.are_asked:
+            return
+        self._stamps[node] = tuple(stamps)
+        if self._since_s is None and any(stamps):
+            self._since_s = now_s
+
+    def stamp(self, node: int, unit: int) -> int:
+        """Return the stamp of a node's anchor; 0 if it has told none."""
+        stamps = self._stamps.get(node, ())
+        return stamps[unit] if unit < len(stamps) else 0
+
+    def founder(self, unit: int, now_s: float) -> int | None:
+        """Return the node that brings the unit's first anchor here; None if that is nobody yet.
+
+        The founder of the run; in a part that was founded again the live node that has the newest anchor.
+        """
+        if not self.are_asked:
+            return self._state().founder
+        if self._since_s is None or now_s < self._since_s + self._gather_s:
+            return None
+        having = [node for node in self._stamps if node in self._state().live and self.stamp(node, unit)]
+        return max(having, key=lambda node: (self.stamp(node, unit), -node), default=None)
+
+    def brings(self, node: int, now_s: float) -> list[int]:
+        """Return the units whose anchors this node is to bring, in a part that was founded again."""
+        if not self.are_asked:
+            return []
+        units = self._state().units.items()
+        missing = [index for index, unit in units if unit.anchor is None and not unit.pending]
+        return [index for index in missing if self.founder(index, now_s) == node]
+
+    def skipped(self, node: int, upto: int) -> list[Record]:
+        """Return the records after which nobody is given positions below `upto`, which a node has had before.
+
+        A part that was founded again knows only from nodes how far the data is used.
+        """
+        start = self._state().pool.watermark
+        if not self.are_asked or not start < upto <= _LAST_POSITION:
+            return []
+        return [Leased(node, start, upto), Used(node, start, upto)]

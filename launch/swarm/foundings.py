@@ -1,0 +1,172 @@
+"""The foundings of parts as one peer knows them: what it has seen and promised, on its disk."""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from aedit.proto.swarm.card import Founding, PeerCard
+from aedit.proto.swarm.founding import Register, accepted, begins, mark, owned, voted
+from aedit.proto.swarm.placement import candidates, ranking
+from aedit.system import write_atomically
+from aedit.types import printable
+
+log = logging.getLogger(__name__)
+
+FILE = "foundings.json"
+
+
+@dataclass(slots=True)
+class _Part:
+    register: Register
+    seen_s: float
+    """When it last had an owner, or this peer last voted on it, on a monotonic clock."""
+    is_missed: bool = False
+    is_lost: bool = False
+
+
+class Foundings:
+    """Looks whether parts have owners, and votes on founding those again that have none."""
+
+    def __init__(
+        self,
+        directory: Path,
+        run: str,
+        me: bytes,
+        *,
+        parts: int,
+        lost_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Read what this peer has promised before.
+
+        Args:
+            directory: Folder of the peer.
+            run: Name of the run.
+            me: Key of the peer.
+            parts: Parts of the model.
+            lost_s: Time without a known owner after which a part counts as lost; 0: it never does.
+            clock: Monotonic, in seconds.
+        """
+        self._path, self._run, self._me = directory / FILE, run, me
+        self._lost_s, self._clock, self._lock = lost_s, clock, threading.Lock()
+        kept = _read(self._path)
+        self._live_s = {key: clock() for one in kept.values() for key in one.members}
+        """When each peer was last live."""
+        self._parts = [_Part(kept.get(part, Register()), clock()) for part in range(parts)]
+
+    def register(self, part: int) -> Register:
+        """Return what this peer knows about the part."""
+        with self._lock:
+            return self._parts[part].register
+
+    def says(self) -> dict[int, Founding]:
+        """Return what the card of this peer says: about parts that it misses, or that were founded again."""
+        with self._lock:
+            told = enumerate(self._parts)
+            return {n: one.register.say for n, one in told if one.is_missed or one.register.generation}
+
+    def states(self) -> list[str]:
+        """Return for people what is wrong with each part; "" if nothing is."""
+        now = self._clock()
+        with self._lock:
+            return [self._state(one, now) for one in self._parts]
+
+    def look(self, live: Mapping[bytes, PeerCard]) -> None:
+        """Take the cards of the live peers, this one's included; vote if a part is lost. Raises OSError."""
+        now, hosts = self._clock(), candidates(live)
+        lately = {key: at_s for key, at_s in self._live_s.items() if now < at_s + self._lost_s}
+        self._live_s = lately | dict.fromkeys(hosts, now)
+        with self._lock:
+            after = [self._looked(part, live, hosts, now) for part in range(len(self._parts))]
+            self._save(after)
+            for part, register in zip(self._parts, after, strict=True):
+                part.register = register
+
+    def begins(self, part: int) -> bool:
+        """Return whether this peer is to found the part now. It is told so once. Raises OSError."""
+        with self._lock:
+            registers = [one.register for one in self._parts]
+            if not begins(registers[part], self._me):
+                return False
+            registers[part] = replace(registers[part], begun=registers[part].accepted)
+            self._save(registers)
+            self._parts[part].register = registers[part]
+            return True
+
+    def _looked(
+        self, number: int, live: Mapping[bytes, PeerCard], hosts: frozenset[bytes], now: float
+    ) -> Register:
+        part = self._parts[number]
+        says = {key: live[key].foundings[number] for key in hosts if number in live[key].foundings}
+        says[self._me] = part.register.say
+        register = accepted(part.register, {key: one for key, one in says.items() if key in hosts}, hosts)
+        if register.accepted > part.register.accepted:
+            part.seen_s, part.is_lost = now, False
+            names = [card.name for key, card in live.items() if mark(key) == register.founder]
+            founder = printable(names[0]) if names else register.founder.hex()
+            log.warning("part %d: founded again by %s, generation %d", number, founder, register.accepted)
+        replicas = [live[key].parts[number] for key in live if number in live[key].parts]
+        part.is_missed = not any(one.leads and register.counts(one.term) for one in replicas)
+        if not part.is_missed:
+            part.seen_s, part.is_lost = now, False
+            return owned(register, hosts, self._live_s)
+        if not self._lost_s or now < part.seen_s + self._lost_s:
+            return register
+        if not part.is_lost:
+            log.warning(
+                "part %d: no owner for %g s: it is lost; peers vote on founding it again",
+                number,
+                self._lost_s,
+            )
+            part.is_lost = True
+        after = voted(register, self._me, ranking(self._run, number, hosts), says)
+        if after != register:
+            part.seen_s = now
+        return after
+
+    def _state(self, part: _Part, now: float) -> str:
+        if not part.is_missed:
+            return ""
+        members = len(part.register.members)
+        if not part.is_lost:
+            return f"no owner for {now - part.seen_s:.0f} s"
+        return f"lost: founded again once {members // 2 + 1} of the {members} peers that knew it agree"
+
+    def _save(self, registers: list[Register]) -> None:
+        if registers != [one.register for one in self._parts]:
+            text = json.dumps({str(part): _plain(one) for part, one in enumerate(registers)})
+            write_atomically(self._path, text)
+
+
+def _plain(register: Register) -> dict[str, object]:
+    return {
+        "members": sorted(key.hex() for key in register.members),
+        "generation": register.generation,
+        "candidate": register.candidate.hex(),
+        "accepted": register.accepted,
+        "founder": register.founder.hex(),
+        "begun": register.begun,
+    }
+
+
+def _read(path: Path) -> dict[int, Register]:
+    """Return the registers in the file, by part; {} if there is no file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return {}
+    return {
+        int(part): Register(
+            members=frozenset(map(bytes.fromhex, one["members"])),
+            generation=one["generation"],
+            candidate=bytes.fromhex(one["candidate"]),
+            accepted=one["accepted"],
+            founder=bytes.fromhex(one["founder"]),
+            begun=one["begun"],
+        )
+        for part, one in json.loads(text).items()
+    }

@@ -1,0 +1,123 @@
+"""Founding a part anew that has no owner and elects none: who may do it. No clock, socket or file.
+
+Peers say in their signed cards whom they let found a part. Who is let by more than half of the peers that
+were there when the part last had an owner has founded it, and everybody can count that.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from aedit.proto.swarm.card import FOUNDER_BYTES, Founding
+from aedit.proto.wire.lineage import MOST_GENERATIONS, last_term_before, lineage
+
+_MOST_AHEAD = 16
+"""Generations that others may claim beyond those that are known here: a false card does not use them up."""
+
+
+def mark(key: bytes) -> bytes:
+    """Return the bytes that name a peer as a candidate."""
+    return key[:FOUNDER_BYTES]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Register:
+    """Knowledge and promises of a peer about one part. On disk before its card says so."""
+
+    members: frozenset[bytes] = frozenset()
+    """Keys of the peers that could host the part when it last had an owner: most of them must agree."""
+    generation: int = 0
+    """Highest one in which it has voted, or whose founding it has accepted."""
+    candidate: bytes = b""
+    """Whom it lets found that generation, see `mark`: one peer per generation."""
+    accepted: int = 0
+    """Generation of the founding that counts here; 0: the part as the run began it."""
+    founder: bytes = b""
+    """Mark of the peer that has founded it."""
+    begun: int = 0
+    """Generation that this peer has founded itself: it does so once."""
+
+    @property
+    def term_above(self) -> int:
+        """Return the number below the first term of the founding that counts."""
+        return last_term_before(self.accepted, self.founder)
+
+    def counts(self, term: int) -> bool:
+        """Return whether a replica that knows this term is of the founding that counts; 0: it knows none."""
+        return term == 0 or lineage(term) == lineage(self.term_above)
+
+    @property
+    def say(self) -> Founding:
+        """Return what the card of this peer says about the part."""
+        return Founding(generation=self.generation, candidate=self.candidate, members=len(self.members))
+
+
+def owned(register: Register, hosts: Collection[bytes], lately: Collection[bytes]) -> Register:
+    """Return the register once the part was seen to have an owner.
+
+    A member that has gone stays one for a while, so that peers that are cut off together are not taken out
+    one by one; and a minority takes nobody out.
+
+    Args:
+        register: Its present one.
+        hosts: Live peers that can host the part.
+        lately: Peers that were so of late.
+    """
+    here = register.members.intersection(hosts)
+    is_majority = 2 * len(here) > len(register.members)
+    kept = register.members.intersection(lately) if is_majority else register.members
+    return replace(register, members=kept.union(hosts))
+
+
+def accepted(register: Register, says: Mapping[bytes, Founding], hosts: Collection[bytes]) -> Register:
+    """Return the register with the newest founding on which most members have agreed.
+
+    Args:
+        register: Its present one.
+        says: What live peers say that can host the part, by key.
+        hosts: All live peers that can. To a peer that has come since the part was lost these are the members.
+    """
+    members = register.members or frozenset(hosts)
+    needed = max((len(members), *(say.members for say in says.values()))) // 2 + 1
+    votes: dict[tuple[int, bytes], int] = {}
+    for key in members.intersection(says):
+        choice = says[key].generation, says[key].candidate
+        votes[choice] = votes.get(choice, 0) + 1
+    agreed = [one for one, count in votes.items() if count >= needed and one[0] > register.accepted]
+    if not agreed:
+        return register
+    generation, founder = max(agreed)
+    known = replace(register, accepted=generation, founder=founder)
+    if generation < register.generation:
+        return known
+    return replace(known, generation=generation, candidate=founder)
+
+
+def voted(register: Register, me: bytes, ranked: Sequence[bytes], says: Mapping[bytes, Founding]) -> Register:
+    """Return the register of a peer that has missed the part for long enough: it may vote now.
+
+    Args:
+        register: Its present one.
+        me: Key of this peer. One that has never seen an owner of the part does not vote.
+        ranked: Live peers that can host the part, those that should keep it first.
+        says: What these say, by key.
+    """
+    able = [key for key in ranked if key in register.members]
+    if me not in able:
+        return register
+    heard = {key: says[key].generation for key in able if key in says and says[key].candidate == mark(key)}
+    stand = {key: at for key, at in heard.items() if at > register.generation}
+    if stand:
+        candidate = max(stand, key=lambda key: (stand[key], -able.index(key)))
+        return replace(register, generation=stand[candidate], candidate=mark(candidate))
+    if able[0] != me:
+        return register
+    known = max((says[key].generation for key in able if key in says), default=0)
+    following = max(register.generation, min(known, register.generation + _MOST_AHEAD)) + 1
+    if following >= MOST_GENERATIONS:
+        return register
+    return replace(register, generation=following, candidate=mark(me))
+
+
+def begins(register: Register, me: bytes) -> bool:
+    """Return whether this peer is to found the part now."""
+    return register.founder == mark(me) and register.begun < register.accepted

@@ -1,0 +1,80 @@
+"""Tests that a part of a swarm is founded again when all its replicas are lost for good: real processes."""
+
+import json
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+from kit.agents import node, order, plan
+from kit.swarm_processes import swarm
+from kit.waiting import until
+
+from aedit.proto.agent.replica_finder import replicas_of_parts
+from aedit.types import Verdict
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+LIMIT_S = 240.0
+FLAGS = ("--swarm.lost_s=8", "--hub.expire_s=3", "--hub.heartbeat_s=0.1")
+
+
+def push(links, unit, seq, base):
+    """Let all nodes push, and return the answers."""
+    for link in links:
+        order(link, unit, seq, 0.5, base)
+    return [until(lambda one=one: one.answer(unit, seq), f"push {seq}", LIMIT_S) for one in links]
+
+
+def nodes(stack, file):
+    """Return two nodes that have not joined, with what the peer of a machine writes for them."""
+    addresses = replicas_of_parts(file, 60.0)
+    plans = [plan(addresses, name=name, run="run", replicas=str(file)) for name in "ab"]
+    return [stack.enter_context(node(one)) for one in plans]
+
+
+def keepers(swarm, part):
+    """Return the numbers of the peers that keep a part."""
+    return [int(folder.parent.name.removeprefix("peer-")) for folder in swarm.replicas(part)]
+
+
+@pytest.mark.parametrize("copies", [2, 3])
+def test_a_part_goes_on_from_the_newest_anchor_when_its_replicas_are_lost_for_good(tmp_path, copies):
+    """All of two copies, or of three copies so many that the last one cannot be elected."""
+    with ExitStack() as stack:
+        made = stack.enter_context(swarm(tmp_path, peers=5, parts=2, copies=copies, flags=FLAGS))
+        anyone = made.folder_of(0) / "replicas.json"
+        links = nodes(stack, anyone)
+        assert [link.join(LIMIT_S) for link in links] == [(1, 1), (1, 1)]
+        until(made.settled, "all replicas of each part", LIMIT_S)
+        until(lambda: len(keepers(made, 0)) == copies, "no other replicas", LIMIT_S)
+        lost = keepers(made, 0)[:2]
+        file = made.folder_of(next(number for number in range(5) if number not in lost)) / "replicas.json"
+        for link in links:
+            link.leave(LIMIT_S)
+        links = nodes(stack, file)
+        assert len([link.join(LIMIT_S) for link in links]) == 2
+        for seq in (1, 2):
+            assert {(a.verdict, a.version) for a in push(links, 0, seq, seq)} == {(Verdict.MERGED, seq + 1)}
+        newest = links[0].anchors[0].copy()
+        late = lost[0]
+        made.kill(late)
+        made.lose(lost[1])
+        answers = push(links, 0, 3, 3)
+        assert {answer.verdict for answer in answers} == {Verdict.REFUSED}, "their nodes keep them"
+        assert all(np.array_equal(link.anchors[0], newest) for link in links)
+        assert {answer.version for answer in answers} == {1}
+        after = push(links, 0, 4, 1)
+        assert {(answer.verdict, answer.version) for answer in after} == {(Verdict.MERGED, 2)}
+        assert np.array_equal(links[0].anchors[0], links[1].anchors[0])
+        assert not np.array_equal(links[0].anchors[0], newest)
+        live = [made.folder_of(number) for number in range(5) if number not in lost]
+        found = [json.loads((folder / "foundings.json").read_text())["0"] for folder in live]
+        assert {(one["accepted"], one["founder"]) for one in found} == {(1, found[0]["founder"])}
+        assert sum(one["begun"] for one in found) == 1
+        events = [line for path in tmp_path.glob("peers/*/part_0/events.jsonl") for line in path.open()]
+        told = [json.loads(line) for line in events if json.loads(line)["event"] == "goes_on_from"]
+        assert [(one["unit"], one["version"]) for one in told] == [(0, 3)]
+        # A replica that was given up for lost comes back: it is kept aside, and the part goes on without it.
+        made.again(late)
+        aside = made.folder_of(late) / "lost_part_0_1" / "part.json"
+        until(aside.exists, "the old replica to be kept aside", LIMIT_S)
+        assert {one.verdict for one in push(links, 0, 5, 2)} == {Verdict.MERGED}
