@@ -160,15 +160,12 @@ class Peer:
         self._introduce()
         for hosted in list(self._hosted.values()):
             hosted.look()
-<<<<<<< HEAD
         if self._known.state != self._own_fault:
             self._own_fault = self._known.state
             log.error("%s", self._own_fault)
-=======
         self._foundings.look(self._known.live(time.monotonic()))
         for part in range(self._hosts.parts):
             self._follow_founding(part)
->>>>>>> main
         self._gossip.received(self._received.changed())
         faults, views = self._known.faults, self._views()
         self._proofs.keep(faults)
