@@ -33,12 +33,19 @@ def hub_at(folder, address="", **changes):
     (folder / "hub").mkdir(parents=True)
     if address:
         (folder / "hub" / "address").write_text(address)
-    return leading_hub(folder, MORE, expire_s=0.5, **changes)
+    return leading_hub(folder, MORE, **changes)
 
 
 def nodes(stack, address, names="ab"):
     links = [stack.enter_context(node(plan([address], name=name, run="run"))) for name in names]
     return links, [link.join(20.0) for link in links]
+
+
+def all_have_told(hub, count):
+    """Wait until so many nodes have said what they have, and let the hub decide."""
+    found = hub.leading.ledger.hub.heirs
+    until(lambda: len(found._stamps) == count, "all nodes")
+    found._gather_s = 0.0
 
 
 def events(folder, name):
@@ -66,10 +73,12 @@ def test_a_part_that_was_lost_goes_on_from_the_newest_anchor_of_any_node(tmp_pat
         a, b, newest = lost(tmp_path, stack, address)
         order(b, 0, 1, 0.25, 1)  # on its way while there is no hub
         with hub_at(tmp_path / "two", address[0], above=AGAIN) as hub:
+            all_have_told(hub, 2)
             first = until(lambda: b.answer(0, 1), "the answer to a push that was measured from the old part")
             assert first.verdict == Verdict.REFUSED, "its node keeps it"
             assert np.array_equal(b.anchors[0], newest)
             assert hub.leading.ledger.hub.state.term == AGAIN + 1
+            until(lambda: len(events(tmp_path / "two", "goes_on_from")) == 2, "both units")
             told = [(e["unit"], e["name"], e["version"]) for e in events(tmp_path / "two", "goes_on_from")]
             assert sorted(told) == [(0, "a", 3), (1, "a", 1)]
             # The one that has brought it measures anew, too: its trainer has an old number.
@@ -87,6 +96,7 @@ def test_the_one_with_the_newest_anchor_need_not_be_the_first_to_come(tmp_path):
     with ExitStack() as stack:
         _, _, newest = lost(tmp_path, stack, address)
         with hub_at(tmp_path / "two", address[0], above=AGAIN) as hub:
+            all_have_told(hub, 2)
             until(lambda: hub.leading.ledger.hub.state.is_founded, "a first anchor of each unit")
             assert np.array_equal(hub.leading.ledger.hub.anchor(0)[1], newest)
             late, versions = nodes(stack, hub.address, "c")
@@ -104,6 +114,7 @@ def test_samples_that_were_handed_out_are_handed_out_to_nobody_else(tmp_path):
             until(lambda: all(link.leases() for link in links), "leases")
             before = [list(link.leases()) for link in links]
         with hub_at(tmp_path / "two", address, above=AGAIN) as hub:
+            all_have_told(hub, 2)
             until(lambda: hub.leading.ledger.hub.state.is_founded, "a first anchor of each unit")
             for link in links:  # enough to want more
                 link.tell(Progress(steps=30, tokens=300, used=30, drawn=30))

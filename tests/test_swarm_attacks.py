@@ -1,11 +1,13 @@
 """Tests what a card that lies can do: to followers, nodes, votes and placement. Real servers on loopback."""
 
+import dataclasses
 import json
 from contextlib import ExitStack, contextmanager
 
 import grpc
 import pytest
 from kit.hub_processes import Client, HubRefused
+from kit.swarm import key_of
 from kit.waiting import until
 
 from aedit.launch.config.load import parse
@@ -15,6 +17,7 @@ from aedit.launch.hub.main import _Process
 from aedit.launch.swarm import peer_service
 from aedit.proto.swarm.replicas_file import KEY, PartPlaces, ReplicasFile
 from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.candidate import sign_request
 from aedit.proto.wire.hello import PROTOCOL
 from aedit.proto.wire.security import ClientKeys
 from aedit.proto.wire.signing_key import SigningKey
@@ -234,3 +237,41 @@ def test_the_owner_of_a_part_signs_with_the_key_in_the_folder_of_its_peer(tmp_pa
             assert told == ("run", 0, 0, 1, head.sha256, 1)
             assert found.lineage == owner._leading.ledger.journal.epoch
             assert is_signed(head.statement)
+
+
+# -- votes
+
+
+def asked(process, key=None, part=1, forged=False):
+    """Return the answer of a replica of part 0 to a candidate with this key, or the status of its refusal."""
+    request = pb.ProposeRequest(
+        run="run", proposal=proposal_out(Proposal(7, 0, 9, (1, 2), (1, 1, 100))), part=part
+    )
+    if key is not None:
+        sign_request(request, key)
+    request.proposal.ballot.term += forged
+    try:
+        return Client(address(process)).hub.propose(request)
+    except HubRefused as error:
+        return error.code
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_replica_gives_no_vote_to_a_peer_that_is_shut_out_or_does_not_sign(tmp_path, leads):
+    denied, liar, honest = grpc.StatusCode.PERMISSION_DENIED, key_of(11), key_of(12)
+    with replica(tmp_path / "one", 0, standby=not leads) as (process, file):
+        assert asked(process) is denied
+        assert asked(process, liar).voter
+        assert asked(process, liar, forged=True) is denied
+        file.write([PartPlaces(), PartPlaces()], [liar.public.hex()])
+        assert asked(process, liar) is denied
+        assert asked(process, honest).voter
+
+
+def test_with_a_list_of_peers_only_those_are_voted_for(tmp_path, monkeypatch):
+    honest, other = key_of(11), key_of(12)
+    swarm = dataclasses.replace(CONFIG.swarm, allow=(honest.public.hex(),))
+    monkeypatch.setitem(globals(), "CONFIG", dataclasses.replace(CONFIG, swarm=swarm))
+    with replica(tmp_path / "one", 0) as (process, _):
+        assert asked(process, honest).voter
+        assert asked(process, other) is grpc.StatusCode.PERMISSION_DENIED
