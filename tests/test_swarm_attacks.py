@@ -25,13 +25,15 @@ from aedit.proto.wire.statement import is_signed, parsed
 from aedit.proto.wire.vote_messages import proposal_out
 from aedit.proto.wire.votes import Proposal
 
-CONFIG = parse('name = "run"\n[swarm]\ndiscovery = "file"\nparts = 2\ncopies = 3\n', "here")
+CONFIG = parse(
+    'name = "run"\n[swarm]\ndiscovery = "file"\nparts = 2\ncopies = 3\n[hub]\ncodec = "fp32"\n', "here"
+)
 
 
 @contextmanager
 def replica(folder, part, *owner, standby=True):
     """Yield the process of a replica of `part`, and the file that its peer writes."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     file = ReplicasFile(folder / "replicas.json")
     places = [PartPlaces(), PartPlaces()]
     places[part] = PartPlaces(owner, *owner[:1])
@@ -237,6 +239,23 @@ def test_the_owner_of_a_part_signs_with_the_key_in_the_folder_of_its_peer(tmp_pa
             assert told == ("run", 0, 0, 1, head.sha256, 1)
             assert found.lineage == owner._leading.ledger.journal.epoch
             assert is_signed(head.statement)
+
+
+def test_an_owner_that_starts_again_in_its_term_signs_what_it_has_signed_before(tmp_path):
+    found, signed = [], []
+    for life in range(2):
+        with replica(tmp_path / "owner", 0, standby=False) as (owner, _):
+            node = Client(address(owner))
+            node.join()
+            if life == 0:
+                assert node.push(0, base=0).accepted
+                assert node.push(0, scale=0.5).accepted
+            until(lambda: node.version(0) == 2, "the second version")  # noqa: B023
+            head = node.hub.pull(pb.PullRequest(who=node.who, unit=0), memoryview(bytearray(20_000)))
+            found.append((parsed(head.statement).term, parsed(head.statement).version))
+            signed.append(head.statement)
+    assert found == [(1, 2), (1, 2)]
+    assert signed[0] == signed[1]
 
 
 # -- votes
