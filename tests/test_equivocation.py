@@ -13,6 +13,7 @@ from kit.waiting import until
 from aedit.launch.config.load import parse
 from aedit.proto.swarm.proofs import read_proof
 from aedit.proto.wire import statement as wire
+from aedit.proto.wire.statement import parsed
 from aedit.types import Verdict
 
 CONFIG = parse(
@@ -44,14 +45,18 @@ copies = 3
 )
 
 
-def lie_to(peers, number, victim, from_version):
-    """Let the owner hosted by a peer give one node other anchors than all others, with valid signatures."""
+def lie_to(peers, number, victim):
+    """Let the owner hosted by a peer give one node other anchors than all others, with valid signatures.
+
+    Returns the versions that it has lied about, as a list that grows.
+    """
     hub, key = peers.hub(number), peers.peers[number]._key
-    driver, true = hub._leading.driver, hub._leading.driver.pull
+    driver, true, lies = hub._leading.driver, hub._leading.driver.pull, []
 
     def pull(request):
         head, data = true(request)
-        if request.who.node == victim and head.version >= from_version:
+        if request.who.node == victim:
+            lies.append(head.version)
             values = np.frombuffer(data, dtype=np.float32) + np.float32(0.5)
             data = memoryview(values.tobytes())
             head.sha256 = hashlib.sha256(data).digest()
@@ -60,6 +65,7 @@ def lie_to(peers, number, victim, from_version):
         return head, data
 
     driver.pull = pull
+    return lies
 
 
 class Trainer:
@@ -110,6 +116,11 @@ def equal(anchors):
     )
 
 
+def in_step(trainers, most=10):
+    """Train until all have the same anchors; a node that found the new owner late may have missed a merge."""
+    return any(equal(rounds(trainers, 1)) for _ in range(most))
+
+
 def begun(held, folder):
     """Return three peers, of which the first owns the part and the others follow and train."""
     peers = held.enter_context(peers_here(folder, CONFIG, 3))
@@ -122,31 +133,32 @@ def begun(held, folder):
 
 
 def in_sync(peers, number):
-    """Return whether the owner at a peer has two followers, on which the voters have agreed."""
-    leadership = peers.hub(number)._leading.leadership
-    return lambda: leadership.in_sync()[0] == 2 and leadership._replica._agreement is None
+    """Return a function that tells whether the owner at a peer has two followers."""
+    return lambda: peers.hub(number)._leading.leadership.in_sync()[0] == 2
 
 
-@pytest.mark.slow
 def test_an_owner_that_gives_two_nodes_different_anchors_is_replaced_and_training_goes_on(tmp_path):
     with ExitStack() as held:
         peers, (one, other) = begun(held, tmp_path)
-        assert equal(rounds([one, other], 1))
+        assert in_step([one, other])
         until(in_sync(peers, 0), "both followers in sync", 30.0)
         liar, key = peers.address(0), peers.peers[0]._key.public
-        lie_to(peers, 0, victim=other.link.node, from_version=3)
-        assert not equal(rounds([one, other], 1)), "the lie arrives, as nobody has compared yet"
+        lies = lie_to(peers, 0, victim=other.link.node)
 
+        def is_found():
+            rounds([one, other], 1)
+            return all(key in peers.peers[number]._known.faults for number in (1, 2))
+
+        until(is_found, "the proof", 60.0)
+        assert lies, "lies were told, and taken until somebody compared"
         for number in (1, 2):
-            until(lambda n=number: key in peers.peers[n]._known.faults, "the proof", 30.0)
             until(lambda n=number: peers.places(n).owner not in ("", liar), "another owner", 30.0)
             assert liar not in peers.places(number).replicas
-        assert equal(rounds([one, other], 2)), "the next answers bring the deceived node back"
-        assert one.versions == other.versions == [5, 5]
+        assert in_step([one, other]), "the next answers bring the deceived node back"
         assert np.isfinite(one.link.anchors[0]).all()
 
         reason = peers.peers[1]._known.faults[key].reason
-        assert reason.startswith("'peer-0': it has signed two values of version 3 of unit ")
+        assert reason.startswith("'peer-0': it has signed two values of version ")
         proof = tmp_path / "peer-1" / "proofs" / f"{key.hex()[:16]}.json"
         assert read_proof(proof).public_key == key
         told = [line for line in status(peers.peers[2].address)["peers"] if line["key"] == key.hex()]
@@ -155,27 +167,41 @@ def test_an_owner_that_gives_two_nodes_different_anchors_is_replaced_and_trainin
         assert "owner_shut_out" in events + (tmp_path / "peer-2" / "part_0" / "events.jsonl").read_text()
 
 
+def owner_of(peers):
+    """Return the hub that leads now; None between two."""
+    found = [peers.hub(number)._leading for number in range(3)]
+    return next((one for one in found if one is not None and one.leadership.leads and not one.is_over), None)
+
+
+def changed(peers, term):
+    """Ask the owner to hand over, at every call; return whether another term than `term` has begun."""
+    owner = owner_of(peers)
+    if owner is None:
+        return False
+    now = owner.ledger.hub.state.term
+    if now == term:
+        owner.leadership.hand_over()
+    return now > term
+
+
 @pytest.mark.slow
 def test_honest_owners_that_change_twice_give_no_proof_and_equal_anchors(tmp_path):
     with ExitStack() as held:
         peers, trainers = begun(held, tmp_path)
-        anchors = rounds(trainers, 1)
-        for now, then in ((0, 1), (1, 2)):
-            until(in_sync(peers, now), "both followers in sync", 30.0)
-            leadership, successor = peers.hub(now)._leading.leadership, peers.address(then)
-            until(lambda one=leadership, to=successor: one.hand_over(to), "the hand-over", 30.0)
-            until(lambda n=then: peers.hub(n)._leading is not None, "the next owner", 30.0)
-            anchors = rounds(trainers, 2)
-            assert equal(anchors)
-        until(
-            lambda: all((tmp_path / f"peer-{n}" / "statements.json").exists() for n in (1, 2)), "statements"
+        rounds(trainers, 1)
+        for _ in range(2):
+            term = until(lambda: owner_of(peers), "an owner", 30.0).ledger.hub.state.term
+            until(lambda now=term: changed(peers, now), "another owner", 60.0)
+            assert in_step(trainers)
+        assert len(set().union(*map(terms_told, peers.peers))) > 1, (
+            "statements of several terms were compared"
         )
-        terms = set().union(*map(terms_told, peers.peers))
-        assert len(terms) > 1, "the statements of several owners were compared"
         assert [dict(peer._known.faults) for peer in peers.peers] == [{}, {}, {}]
 
 
 def terms_told(peer):
     """Return the terms of the statements that a peer has heard of and of its own node's."""
     kept = peer._gossip._exchanges._statements
-    return {place.term for one in (kept._own, *kept._heard.values()) for place in one.kept}
+    return {
+        parsed(each.data).term for one in (kept._own, *kept._heard.values()) for each in one.kept.values()
+    }

@@ -138,6 +138,16 @@ def test_after_a_split_vote_the_next_generation_is_tried():
     assert world.founded.popitem() == (2, mark(KEYS[0]))
 
 
+def test_a_founder_that_has_not_managed_it_is_not_the_next_one():
+    says = {key: Register(members=frozenset(KEYS[:3])).say for key in KEYS[:3]}
+    failed = Register(
+        members=frozenset(KEYS[:3]), generation=1, accepted=1, founder=mark(KEYS[0]), candidate=mark(KEYS[0])
+    )
+    assert voted(failed, KEYS[0], KEYS[:3], says) == failed
+    after = voted(failed, KEYS[1], KEYS[:3], says)
+    assert (after.generation, after.candidate) == (2, mark(KEYS[1]))
+
+
 def test_a_minority_that_still_sees_a_replica_does_not_become_a_majority():
     register = owned(Register(), KEYS[:7], KEYS[:7])
     assert owned(register, KEYS[:3], KEYS[:3]).members == frozenset(KEYS[:7])

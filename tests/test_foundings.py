@@ -75,7 +75,8 @@ def test_most_peers_found_a_part_whose_replicas_are_all_lost(tmp_path):
     peers.hosted[founder] = replica(term=term)
     peers.turn(1)
     assert {len(register.members) for register in peers.registers()} == {3}, "the dead are members no more"
-    assert peers.foundings[founder].states() == [""]
+    name = f"p{peers.keys.index(founder)}"
+    assert peers.foundings[founder].states() == [f"was lost; founded again by {name}, generation 1"]
     # What comes back of the old part is not of the one that counts.
     assert not peers.registers()[0].counts(3)
     assert peers.registers()[0].counts(term + 9)

@@ -24,8 +24,8 @@ def heirs(live=(0, 1, 2), term=AGAIN):
 
 def test_the_newest_anchor_of_each_unit_wins():
     found, _ = heirs()
-    found.note(0, [stamp(0, 7), stamp(0, 5)], 100.0)
-    found.note(1, [stamp(0, 8), stamp(0, 4)], 103.0)
+    found.note(0, [stamp(0, 7), stamp(0, 5)], 0, 100.0)
+    found.note(1, [stamp(0, 8), stamp(0, 4)], 0, 103.0)
     assert (found.founder(0, 109.0), found.founder(1, 109.0)) == (None, None), "others may have newer ones"
     assert (found.founder(0, 110.0), found.founder(1, 110.0)) == (1, 0)
     assert (found.brings(1, 110.0), found.brings(2, 110.0)) == ([0], [])
@@ -33,18 +33,18 @@ def test_the_newest_anchor_of_each_unit_wins():
 
 def test_an_anchor_of_a_later_generation_is_newer_whatever_its_version_is():
     found, _ = heirs()
-    found.note(0, [stamp(0, 9000), 0], 0.0)
-    found.note(1, [stamp(1, 1), 0], 0.0)
+    found.note(0, [stamp(0, 9000), 0], 0, 0.0)
+    found.note(1, [stamp(1, 1), 0], 0, 0.0)
     assert found.founder(0, 10.0) == 1
     assert version_of(found.stamp(0, 0)) == 9000
 
 
 def test_nobody_without_an_anchor_brings_one_and_no_member_that_has_gone():
     found, state = heirs()
-    found.note(2, [0, 0], 0.0)
+    found.note(2, [0, 0], 0, 0.0)
     assert found.founder(0, 1000.0) is None, "a new node has only the weights it was made with"
-    found.note(0, [stamp(0, 3), 0], 1000.0)
-    found.note(1, [stamp(0, 2), 0], 1000.0)
+    found.note(0, [stamp(0, 3), 0], 0, 1000.0)
+    found.note(1, [stamp(0, 2), 0], 0, 1000.0)
     assert (found.founder(0, 1010.0), found.founder(1, 1010.0)) == (0, None)
     state.members[0].live = False
     state.roster.remove(state.members[0])
@@ -54,18 +54,23 @@ def test_nobody_without_an_anchor_brings_one_and_no_member_that_has_gone():
 def test_in_the_first_generation_the_founder_is_who_has_joined_first():
     found, state = heirs(term=5)
     state.founder = 2
-    found.note(0, [stamp(0, 7)], 0.0)
-    assert (found.founder(0, 0.0), found.brings(0, 100.0), found.skipped(0, 64)) == (2, [], [])
+    found.note(0, [stamp(0, 7)], 0, 0.0)
+    assert (found.founder(0, 0.0), found.brings(0, 100.0), found.skipped(0)) == (2, [], [])
+    assert found.leases(0.0)
 
 
 def test_positions_that_nodes_have_had_are_given_to_nobody_again():
     found, state = heirs()
-    assert found.skipped(1, 640) == [Leased(1, 0, 640), Used(1, 0, 640)]
-    for record in found.skipped(1, 640):
+    found.note(0, [stamp(0, 1)], 320, 0.0)
+    assert not found.leases(5.0), "another node may have been given more"
+    found.note(1, [0], 640, 5.0)
+    found.note(2, [0], 2**61, 6.0)  # nobody's word
+    assert found.leases(10.0)
+    assert found.skipped(0) == [Leased(0, 0, 640), Used(0, 0, 640)]
+    for record in found.skipped(0):
         state.apply(record)
     assert state.pool.offer(64) == [(640, 704)]
-    assert found.skipped(0, 320) == []
-    assert found.skipped(0, 2**61) == [], "nobody's word"
+    assert found.skipped(1) == []
 
 
 def news(**values):

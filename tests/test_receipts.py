@@ -207,6 +207,9 @@ class _Owner:
     def inherits(self):
         return [7]
 
+    def leased_upto(self):
+        return 0
+
     def heard(self, part, news):
         pass
 

@@ -1,5 +1,6 @@
 """Tests that nodes go on when the hub of their units is lost with its disk and is founded again."""
 
+import hashlib
 import json
 import shutil
 from contextlib import ExitStack
@@ -14,7 +15,16 @@ from aedit.proto.agent.link import Progress
 from aedit.proto.wire.lineage import last_term_before
 from aedit.types import Verdict
 
-MORE = "quorum = 1\ngrace = 0.0\nheartbeat_s = 0.05\npush_filter = { threshold = 1e9, cosine = false }"
+FIRST = [np.arange(size, dtype=np.float32) + 100 * unit for unit, size in enumerate((22, 5000))]
+DIGESTS = [hashlib.sha256(anchor.tobytes()).hexdigest() for anchor in FIRST]
+MORE = f"""
+quorum = 1
+grace = 0.0
+heartbeat_s = 0.05
+push_filter = {{ threshold = 1e9, cosine = false }}
+anchors_sha256 = {DIGESTS}
+"""
+"""The first anchors of the run are named; those that nodes bring later are others."""
 AGAIN = last_term_before(1, b"k" * 32)
 
 
@@ -23,12 +33,19 @@ def hub_at(folder, address="", **changes):
     (folder / "hub").mkdir(parents=True)
     if address:
         (folder / "hub" / "address").write_text(address)
-    return leading_hub(folder, MORE, expire_s=0.5, **changes)
+    return leading_hub(folder, MORE, **changes)
 
 
 def nodes(stack, address, names="ab"):
     links = [stack.enter_context(node(plan([address], name=name, run="run"))) for name in names]
     return links, [link.join(20.0) for link in links]
+
+
+def all_have_told(hub, count):
+    """Wait until so many nodes have said what they have, and let the hub decide."""
+    found = hub.leading.ledger.hub.heirs
+    until(lambda: len(found._stamps) == count, "all nodes")
+    found._gather_s = 0.0
 
 
 def events(folder, name):
@@ -56,12 +73,14 @@ def test_a_part_that_was_lost_goes_on_from_the_newest_anchor_of_any_node(tmp_pat
         a, b, newest = lost(tmp_path, stack, address)
         order(b, 0, 1, 0.25, 1)  # on its way while there is no hub
         with hub_at(tmp_path / "two", address[0], above=AGAIN) as hub:
+            all_have_told(hub, 2)
             first = until(lambda: b.answer(0, 1), "the answer to a push that was measured from the old part")
             assert first.verdict == Verdict.REFUSED, "its node keeps it"
             assert np.array_equal(b.anchors[0], newest)
             assert hub.leading.ledger.hub.state.term == AGAIN + 1
-            told = [(e["unit"], e["name"], e["version"]) for e in events(tmp_path / "two", "goes_on_from")]
-            assert sorted(told) == [(0, "a", 3), (1, "a", 1)]
+            until(lambda: len(events(tmp_path / "two", "goes_on_from")) == 2, "both units")
+            told = {e["unit"]: (e["version"], e["name"]) for e in events(tmp_path / "two", "goes_on_from")}
+            assert (told[0], told[1][0]) == ((3, "a"), 1)
             # The one that has brought it measures anew, too: its trainer has an old number.
             assert exchange(a, 0, 3, 0.125, 3).verdict == Verdict.REFUSED
             answers = [exchange(a, 0, 4, 0.5, 1), exchange(b, 0, 2, 0.5, 1)]
@@ -77,6 +96,7 @@ def test_the_one_with_the_newest_anchor_need_not_be_the_first_to_come(tmp_path):
     with ExitStack() as stack:
         _, _, newest = lost(tmp_path, stack, address)
         with hub_at(tmp_path / "two", address[0], above=AGAIN) as hub:
+            all_have_told(hub, 2)
             until(lambda: hub.leading.ledger.hub.state.is_founded, "a first anchor of each unit")
             assert np.array_equal(hub.leading.ledger.hub.anchor(0)[1], newest)
             late, versions = nodes(stack, hub.address, "c")
@@ -94,6 +114,7 @@ def test_samples_that_were_handed_out_are_handed_out_to_nobody_else(tmp_path):
             until(lambda: all(link.leases() for link in links), "leases")
             before = [list(link.leases()) for link in links]
         with hub_at(tmp_path / "two", address, above=AGAIN) as hub:
+            all_have_told(hub, 2)
             until(lambda: hub.leading.ledger.hub.state.is_founded, "a first anchor of each unit")
             for link in links:  # enough to want more
                 link.tell(Progress(steps=30, tokens=300, used=30, drawn=30))

@@ -15,6 +15,9 @@ from kit.waiting import until
 from aedit.proto.agent import unit_transfers
 from aedit.proto.swarm.received_file import STATEMENTS
 from aedit.proto.swarm.replicas_file import PartPlaces, ReplicasFile
+from aedit.proto.wire import frames
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.download import Download
 from aedit.proto.wire.statement import parsed
 
 HOST, STRANGER = key_of(5), key_of(6)
@@ -152,3 +155,20 @@ def test_outside_a_swarm_nothing_is_checked():
         link.join(10.0)
         assert exchange(link, 0, 1, 0.5, 1).version == 2
     hub.kill()
+
+
+def test_what_another_node_has_sent_is_not_fetched_again_because_the_owner_signs_and_nodes_do_not():
+    data, taken = memoryview(bytes(range(100))), []
+    plain = pb.PullHead(version=3, codec="fp32", num_bytes=100, sha256=hashlib.sha256(data).digest())
+
+    def answer(head, offset):
+        chunks = frames.chunks(head.SerializeToString(), data, offset=offset)
+        return (frames.pack_chunk(chunk) for chunk in chunks)
+
+    download = Download(pb.PullRequest(unit=0), memoryview(bytearray(100)))
+    download.take(answer(plain, 0), taken.append)
+    assert download.request.offset == 100
+    signed = pb.PullHead(statement=b"of the owner")
+    signed.MergeFrom(plain)
+    assert download.take(answer(signed, 100), taken.append).statement == b"of the owner"
+    assert sum(taken) < 400

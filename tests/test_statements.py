@@ -11,7 +11,7 @@ from aedit.proto.swarm import card, statements
 from aedit.proto.swarm.contradiction import contradiction
 from aedit.proto.swarm.statements import Statements
 from aedit.proto.wire import statement as wire
-from aedit.proto.wire.statement import contradict, is_signed, parsed, signed
+from aedit.proto.wire.statement import contradict, is_signed, parsed, place_of, signed
 
 OTHER = key_of(78)
 
@@ -27,6 +27,24 @@ def test_a_statement_travels_and_its_signature_is_plain_ed25519_over_purpose_and
         data[1:65], b"aedit statement of an anchor 1\n" + data[65:]
     )
     assert len(data) < 256
+
+
+def test_two_statements_have_one_place_on_the_wire_if_they_are_about_the_same():
+    changes = (
+        {},
+        {"term": 4},
+        {"version": 8},
+        {"unit": 300},
+        {"part": 0},
+        {"lineage": "f"},
+        {"run": "other"},
+    )
+    made = [statement_of(value, **one) for one in changes for value in (0, 1)]
+    for one in made:
+        for other in made:
+            same = place_of(signed(one, OWNER)) == place_of(signed(other, OWNER))
+            assert same == (one.place == other.place)
+    assert place_of(statement(0, key=OTHER)) != place_of(statement(0))
 
 
 def test_every_changed_byte_is_refused():

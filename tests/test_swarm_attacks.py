@@ -1,11 +1,13 @@
 """Tests what a card that lies can do: to followers, nodes, votes and placement. Real servers on loopback."""
 
+import dataclasses
 import json
 from contextlib import ExitStack, contextmanager
 
 import grpc
 import pytest
 from kit.hub_processes import Client, HubRefused
+from kit.swarm import key_of
 from kit.waiting import until
 
 from aedit.launch.config.load import parse
@@ -15,6 +17,7 @@ from aedit.launch.hub.main import _Process
 from aedit.launch.swarm import peer_service
 from aedit.proto.swarm.replicas_file import KEY, PartPlaces, ReplicasFile
 from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.candidate import sign_request
 from aedit.proto.wire.hello import PROTOCOL
 from aedit.proto.wire.security import ClientKeys
 from aedit.proto.wire.signing_key import SigningKey
@@ -22,13 +25,15 @@ from aedit.proto.wire.statement import is_signed, parsed
 from aedit.proto.wire.vote_messages import proposal_out
 from aedit.proto.wire.votes import Proposal
 
-CONFIG = parse('name = "run"\n[swarm]\ndiscovery = "file"\nparts = 2\ncopies = 3\n', "here")
+CONFIG = parse(
+    'name = "run"\n[swarm]\ndiscovery = "file"\nparts = 2\ncopies = 3\n[hub]\ncodec = "fp32"\n', "here"
+)
 
 
 @contextmanager
 def replica(folder, part, *owner, standby=True):
     """Yield the process of a replica of `part`, and the file that its peer writes."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     file = ReplicasFile(folder / "replicas.json")
     places = [PartPlaces(), PartPlaces()]
     places[part] = PartPlaces(owner, *owner[:1])
@@ -234,3 +239,58 @@ def test_the_owner_of_a_part_signs_with_the_key_in_the_folder_of_its_peer(tmp_pa
             assert told == ("run", 0, 0, 1, head.sha256, 1)
             assert found.lineage == owner._leading.ledger.journal.epoch
             assert is_signed(head.statement)
+
+
+def test_an_owner_that_starts_again_in_its_term_signs_what_it_has_signed_before(tmp_path):
+    found, signed = [], []
+    for life in range(2):
+        with replica(tmp_path / "owner", 0, standby=False) as (owner, _):
+            node = Client(address(owner))
+            node.join()
+            if life == 0:
+                assert node.push(0, base=0).accepted
+                assert node.push(0, scale=0.5).accepted
+            until(lambda: node.version(0) == 2, "the second version")  # noqa: B023
+            head = node.hub.pull(pb.PullRequest(who=node.who, unit=0), memoryview(bytearray(20_000)))
+            found.append((parsed(head.statement).term, parsed(head.statement).version))
+            signed.append(head.statement)
+    assert found == [(1, 2), (1, 2)]
+    assert signed[0] == signed[1]
+
+
+# -- votes
+
+
+def asked(process, key=None, part=1, forged=False):
+    """Return the answer of a replica of part 0 to a candidate with this key, or the status of its refusal."""
+    request = pb.ProposeRequest(
+        run="run", proposal=proposal_out(Proposal(7, 0, 9, (1, 2), (1, 1, 100))), part=part
+    )
+    if key is not None:
+        sign_request(request, key)
+    request.proposal.ballot.term += forged
+    try:
+        return Client(address(process)).hub.propose(request)
+    except HubRefused as error:
+        return error.code
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_replica_gives_no_vote_to_a_peer_that_is_shut_out_or_does_not_sign(tmp_path, leads):
+    denied, liar, honest = grpc.StatusCode.PERMISSION_DENIED, key_of(11), key_of(12)
+    with replica(tmp_path / "one", 0, standby=not leads) as (process, file):
+        assert asked(process) is denied
+        assert asked(process, liar).voter
+        assert asked(process, liar, forged=True) is denied
+        file.write([PartPlaces(), PartPlaces()], [liar.public.hex()])
+        assert asked(process, liar) is denied
+        assert asked(process, honest).voter
+
+
+def test_with_a_list_of_peers_only_those_are_voted_for(tmp_path, monkeypatch):
+    honest, other = key_of(11), key_of(12)
+    swarm = dataclasses.replace(CONFIG.swarm, allow=(honest.public.hex(),))
+    monkeypatch.setitem(globals(), "CONFIG", dataclasses.replace(CONFIG, swarm=swarm))
+    with replica(tmp_path / "one", 0) as (process, _):
+        assert asked(process, honest).voter
+        assert asked(process, other) is grpc.StatusCode.PERMISSION_DENIED

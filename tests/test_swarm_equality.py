@@ -187,7 +187,7 @@ class Member:
 
     def join(self):
         for k, part in enumerate(self.parts):
-            if part.join().founder:
+            if part.admitted().founder:
                 for unit in range(k, len(NUMELS), len(self.parts)):
                     assert part.push(unit, base=0).accepted
 

@@ -5,6 +5,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from kit.statements import statement
 
 from aedit.launch.config.load import parse
 from aedit.launch.swarm import peer as peer_module
@@ -131,6 +132,16 @@ def test_a_peer_that_leaves_says_so_and_is_not_chosen_any_more(peers):
     second._card.leaving = True
     until(lambda: any(c.leaving for c in first._known.live(time.monotonic()).values()), [first, second])
     assert all(second._key.public not in view.ranked for view in first._views())
+
+
+def test_a_peer_whose_own_key_others_shut_out_says_so_once(peers, caplog):
+    first = peers("first")
+    first._known.contradict(*(statement(value, key=first._key, run="r") for value in (1, 2)), 0.0)
+    for _ in range(3):
+        first.turn()
+    said = [line for line in caplog.messages if "others have proof against this peer's key" in line]
+    assert len(said) == 1
+    assert "it has signed two values of version 7 of unit 5" in said[0]
 
 
 def test_a_card_is_made_anew_when_something_changes_and_else_a_few_times_in_a_lease(peers):

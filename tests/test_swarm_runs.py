@@ -1,6 +1,7 @@
 """Tests whole runs of a swarm from the command line: real processes, of which some are killed."""
 
 import json
+import shutil
 import signal
 
 import psutil
@@ -98,6 +99,48 @@ def test_a_run_goes_on_when_the_peer_that_began_it_is_killed_and_ends_well(place
     assert [place.events(node)[-1]["reason"] for node in range(3)] == ["done"] * 3
     assert all(sum(e["event"] == "start" for e in place.events(node)) == 1 for node in (1, 2))
     assert place.processes() == []
+
+
+def rounds(place, node):
+    return [event for event in place.events(node) if event["event"] == "round"]
+
+
+def test_training_goes_on_when_the_only_replica_of_all_units_is_lost_for_good(place):
+    """One part in one copy: what most peers found again has leases, pace and progress of the run, too."""
+    toml = TOML.replace("parts = 2", "parts = 1").replace("copies = 3", "copies = 1\nlost_s = 8.0")
+    place.configure(toml, steps=1_000_000, discovery="file")
+    run_of(place)
+    peers = place.directory / "runs" / "x" / "peers"
+    until(lambda: all(len(rounds(place, node)) > 3 for node in range(3)), "rounds", LIMIT_S)
+    kept = lambda: sorted(peers.glob("*/part_0/part.json"))  # noqa: E731 - asked again and again
+    until(
+        lambda: len(kept()) == 1 and len(replicas(place, "local-1")[0]["replicas"]) == 1, "one copy", LIMIT_S
+    )
+    lost = kept()[0].parent.parent
+    victims = machine(place, lost.name)
+    for process in victims:
+        process.send_signal(signal.SIGKILL)
+    psutil.wait_procs(victims, 10)
+    shutil.rmtree(lost / "part_0")
+    left = [node for node in range(3) if f"local-{node}" != lost.name]
+    before = {node: rounds(place, node)[-1] for node in left}
+
+    def again():
+        return [
+            line
+            for path in peers.glob("*/part_0/events.jsonl")
+            for line in path.open()
+            if "goes_on_from" in line
+        ]
+
+    until(again, "an anchor to go on from", LIMIT_S)
+    until(
+        lambda: all(rounds(place, n)[-1]["step"] > before[n]["step"] + 100 for n in left), "training", LIMIT_S
+    )
+    found = [json.loads(line) for line in again()]
+    assert len({event["unit"] for event in found}) == len(found) > 2
+    assert all(event["version"] > 1 for event in found), "not the weights of the beginning"
+    assert all(sum(e["event"] == "start" for e in place.events(node)) == 1 for node in left)
 
 
 def test_a_node_joins_with_the_address_of_any_peer_and_its_peer_keeps_parts(place):

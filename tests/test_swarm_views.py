@@ -9,6 +9,7 @@ from rich.console import Console
 from aedit.launch.rundir.swarm_records import SwarmSample
 from aedit.launch.views import hubview
 from aedit.launch.views.panel import panel
+from aedit.proto.wire.lineage import last_term_before
 
 PEERS = [
     {"name": "alpha", "address": "a:1", "owns": [0], "keeps": [1], "state": ""},
@@ -46,6 +47,15 @@ def test_a_peer_shows_nodes_peers_and_parts(shown):
     assert ["0", "a:9", "3", "2", "7", "1", "100", "bytes"] in rows
     assert ["1", "none", "that", "answers", *["-"] * 5] in rows
     assert run.hubs[0].last.progress == 0.5
+
+
+def test_a_part_that_is_lost_or_was_founded_again_says_so(shown):
+    again, lost = "was lost; founded again by alpha, generation 1", "no owner for 12 s"
+    parts = [part() | {"term": last_term_before(1, b"founder") + 4}, None]
+    _, text = shown({"run": "r", "peers": PEERS, "parts": parts, "troubles": [again, lost]})
+    assert f"part 0: {again}" in text
+    assert f"part 1: {lost}" in text
+    assert " 1:4 " in text
 
 
 def test_without_any_owner_the_peers_are_shown(shown):

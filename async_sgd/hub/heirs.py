@@ -25,6 +25,7 @@ class Heirs:
         """
         self._state, self._gather_s = state, gather_s
         self._stamps: dict[int, tuple[int, ...]] = {}
+        self._leased_upto = 0
         self._since_s: float | None = None
 
     @property
@@ -32,13 +33,19 @@ class Heirs:
         """Return whether this hub leads a part that was founded again."""
         return lineage(self._state().term) > 0
 
-    def note(self, node: int, stamps: Sequence[int], now_s: float) -> None:
-        """Note the stamps of a node's anchors by unit."""
+    def note(self, node: int, stamps: Sequence[int], leased_upto: int, now_s: float) -> None:
+        """Note the stamps of a node's anchors by unit, and how far it has been given positions of samples."""
         if not self.are_asked:
             return
         self._stamps[node] = tuple(stamps)
+        if leased_upto <= _LAST_POSITION:
+            self._leased_upto = max(self._leased_upto, leased_upto)
         if self._since_s is None and any(stamps):
             self._since_s = now_s
+
+    def may_tell(self, now_s: float) -> bool:
+        """Return whether nodes may still tell what they have, so that nothing can be decided yet."""
+        return self._since_s is None or now_s < self._since_s + self._gather_s
 
     def stamp(self, node: int, unit: int) -> int:
         """Return the stamp of a node's anchor; 0 if it has told none."""
@@ -52,7 +59,7 @@ class Heirs:
         """
         if not self.are_asked:
             return self._state().founder
-        if self._since_s is None or now_s < self._since_s + self._gather_s:
+        if self.may_tell(now_s):
             return None
         having = [node for node in self._stamps if node in self._state().live and self.stamp(node, unit)]
         return max(having, key=lambda node: (self.stamp(node, unit), -node), default=None)
@@ -65,12 +72,16 @@ class Heirs:
         missing = [index for index, unit in units if unit.anchor is None and not unit.pending]
         return [index for index in missing if self.founder(index, now_s) == node]
 
-    def skipped(self, node: int, upto: int) -> list[Record]:
-        """Return the records after which nobody is given positions below `upto`, which a node has had before.
+    def leases(self, now_s: float) -> bool:
+        """Return whether positions can be leased: in a part that was founded again once nodes have told."""
+        return not self.are_asked or self._state().is_founded or not self.may_tell(now_s)
 
-        A part that was founded again knows only from nodes how far the data is used.
+    def skipped(self, node: int) -> list[Record]:
+        """Return the records after which nobody is given positions that nodes were given before.
+
+        A part that was founded again knows only from them how far the data is used. node: that leases now.
         """
         start = self._state().pool.watermark
-        if not self.are_asked or not start < upto <= _LAST_POSITION:
+        if not self.are_asked or start >= self._leased_upto:
             return []
-        return [Leased(node, start, upto), Used(node, start, upto)]
+        return [Leased(node, start, self._leased_upto), Used(node, start, self._leased_upto)]

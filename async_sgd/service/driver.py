@@ -56,7 +56,7 @@ class Driver:
             decided = self._hub.join(who, now)
             position = self._ledger.commit(decided)
             joined = next(record for record in decided if isinstance(record, Joined))
-            self._hub.heirs.note(joined.node, request.inherits, now)
+            self._hub.heirs.note(joined.node, request.inherits, request.leased_upto, now)
             reply = messages.join_reply(self._hub, self._hub.state.members[joined.node], session, now)
         reply.news.receipt.CopyFrom(self._guard.admitted(position))
         return reply
@@ -87,9 +87,9 @@ class Driver:
             member = self._guard.speaker(request.who)
             held = [(block.start, block.end) for block in request.held]
             lost = self._hub.state.pool.unknown(member.node, held) if request.lists_held else []
-            self._ledger.commit(
-                self._hub.heirs.skipped(member.node, max((end for _, end in held), default=0))
-            )
+            if not self._hub.heirs.leases(now):
+                return pb.LeaseReply()
+            self._ledger.commit(self._hub.heirs.skipped(member.node))
             leased = [] if lost else self._hub.lease(member.node, request.samples, now)
             position = self._ledger.commit(leased)
         self._guard.durable(position)
@@ -122,6 +122,7 @@ class Driver:
     def propose(self, request: pb.ProposeRequest) -> pb.Answer:
         """Answer another hub of the run that asks for a vote."""
         self._guard.check_who(pb.Who(run=request.run, part=request.part))
+        self._guard.check_candidate(request)
         return answer_out(self._guard.leadership.answer(proposal_in(request.proposal)))
 
     def status(self, request: pb.StatusRequest) -> pb.StatusReply:

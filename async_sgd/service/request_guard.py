@@ -45,6 +45,7 @@ class RequestGuard:
         self._believes_hubs = False
         self._other_terms: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.is_shut_out: Callable[[str], bool] = lambda address: False
+        self.check_candidate: Callable[[pb.ProposeRequest], None] = lambda request: None
         self._asking = threading.Lock()
         self._asked_s = -math.inf
 
@@ -54,6 +55,7 @@ class RequestGuard:
         hubs: bool,
         other_terms: Callable[[], tuple[int, int]],
         shut_out: Callable[[str], bool] = lambda address: False,
+        candidate: Callable[[pb.ProposeRequest], None] = lambda request: None,
     ) -> None:
         """Set whose word counts.
 
@@ -63,8 +65,10 @@ class RequestGuard:
                 claims of a higher term is checked there.
             shut_out: Returns whether the replica at an address is not to be waited for, see
                 `HubEndpoint.is_shut_out`.
+            candidate: Raises Refusal for a request for a vote of a peer that is not let in.
         """
-        self._believes_hubs, self._other_terms, self.is_shut_out = hubs, other_terms, shut_out
+        self._believes_hubs, self._other_terms = hubs, other_terms
+        self.is_shut_out, self.check_candidate = shut_out, candidate
 
     @contextmanager
     def deciding(self) -> Iterator[float]:

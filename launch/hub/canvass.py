@@ -8,6 +8,7 @@ from collections.abc import Callable
 from aedit.async_sgd.service.leadership import Leadership
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.candidate import sign_request
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
 from aedit.proto.wire.vote_messages import answer_in, proposal_out
 from aedit.proto.wire.votes import Answer, Proposal
@@ -56,6 +57,8 @@ class Canvass:
         request = pb.ProposeRequest(
             run=self._endpoint.config.name, proposal=proposal_out(asks), part=self._endpoint.part_asked
         )
+        if (key := self._endpoint.signing_key()) is not None:
+            sign_request(request, key)
         try:
             self._count(answer_in(client.propose(request, _CALL_TIMEOUT_S)))
         except (HubUnreachable, HubRefused) as error:

@@ -3,10 +3,15 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
+
 from aedit.launch.config.config import RunConfig
 from aedit.launch.hub import folder
 from aedit.proto.swarm.replicas_file import KEY, ReplicasFile
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.candidate import signer_of
 from aedit.proto.wire.security import ClientKeys, ServerKeys, client_keys, listener_keys
+from aedit.proto.wire.service import Refusal
 from aedit.proto.wire.signing_key import SigningKey
 from aedit.types import UserError
 
@@ -77,6 +82,23 @@ class HubEndpoint:
     def is_shut_out(self, address: str) -> bool:
         """Return whether there is proof against the peer that hosts the replica at an address."""
         return self.replicas is not None and self.replicas.is_shut_out(address)
+
+    def check_candidate(self, request: pb.ProposeRequest) -> None:
+        """Raise Refusal if the peer that asks for a vote in a swarm is shut out, or not let in."""
+        if self.replicas is None:
+            return
+        key, allow = signer_of(request).hex(), self.config.swarm.allow
+        reason = (
+            "it is not signed with the key of a peer"
+            if not key
+            else f"there is proof against the peer with the key {key[:16]}..."
+            if key in self.replicas.shut_out()
+            else f"key {key} is not in swarm.allow"
+            if allow and key not in allow
+            else ""
+        )
+        if reason:
+            raise Refusal(grpc.StatusCode.PERMISSION_DENIED, f"no answer to a request for a vote: {reason}")
 
     def signing_key(self) -> SigningKey | None:
         """Return the key of the peer that hosts this hub; None outside a swarm. Raises UserError."""

@@ -319,6 +319,7 @@ class _Process:
             hubs=self._endpoint.keys is not None,
             other_terms=self._others.terms,
             shut_out=self._endpoint.is_shut_out,
+            candidate=self._endpoint.check_candidate,
         )
         if (key := self._endpoint.signing_key()) is not None:
             leading.driver.exchange.signer = Signer(key, self._config.name, self._endpoint.part[0])

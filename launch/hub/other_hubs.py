@@ -68,6 +68,13 @@ class OtherHubs:
                 return address, answer.term
         return None
 
+    def check_leader(self, address: str, event: Callable[..., None]) -> None:
+        """Raise HubRefused if there is proof against the leader's peer: it is as one that leads no more."""
+        if self.endpoint.is_shut_out(address):
+            event("owner_shut_out", owner=address)
+            text = f"there is proof that the owner at {address} gives nodes different anchors"
+            raise HubRefused(grpc.StatusCode.FAILED_PRECONDITION, text)
+
     def _hellos(self, stopping: threading.Event | None = None) -> Iterator[tuple[str, Hello]]:
         """Ask all at once, and yield their answers as they come: one that is silent delays no other."""
         addresses, stopping = self.endpoint.others, stopping or threading.Event()

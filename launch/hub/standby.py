@@ -120,6 +120,7 @@ class Standby(Refusing):
     def propose(self, request: pb.ProposeRequest) -> pb.Answer:
         """Answer another hub of the run that asks for a vote."""
         self._check_part(request.run, request.part)
+        self._endpoint.check_candidate(request)
         return answer_out(self._leadership.answer(proposal_in(request.proposal)))
 
     def take_over(self, request: pb.TakeOverRequest) -> pb.TakeOverReply:
@@ -292,7 +293,7 @@ class Standby(Refusing):
         for chunk in client.tail(request):
             if self._stopping.is_set():
                 return True
-            self._check_leader(leader)
+            self._others.check_leader(leader, self._reports.event)
             if chunk.differs:
                 self._take_back(None if chunk.lacks_term else (chunk.segment, chunk.offset))
                 return False
@@ -301,15 +302,6 @@ class Standby(Refusing):
             self._term, self._leader = term, leader
             self._note_arrival()
         return True
-
-    def _check_leader(self, leader: str) -> None:
-        """Raise HubRefused if there is proof against the leader's peer: it is as one that leads no more."""
-        if self._endpoint.is_shut_out(leader):
-            self._reports.event("owner_shut_out", owner=leader)
-            text = (
-                f"there is proof that the owner at {leader} gives nodes different anchors: see the peer's log"
-            )
-            raise HubRefused(grpc.StatusCode.FAILED_PRECONDITION, text)
 
     def _noted_term(self) -> int:
         """Return the highest term whose leader was followed; 0 without one."""

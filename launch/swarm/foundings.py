@@ -56,6 +56,8 @@ class Foundings:
         kept = _read(self._path)
         self._live_s = {key: clock() for one in kept.values() for key in one.members}
         """When each peer was last live."""
+        self._names: dict[bytes, str] = {}
+        """Names of peers that are live or were, by mark."""
         self._parts = [_Part(kept.get(part, Register()), clock()) for part in range(parts)]
 
     def register(self, part: int) -> Register:
@@ -70,7 +72,7 @@ class Foundings:
             return {n: one.register.say for n, one in told if one.is_missed or one.register.generation}
 
     def states(self) -> list[str]:
-        """Return for people what is wrong with each part; "" if nothing is."""
+        """Return for people what is wrong with each part, or what became of it; "" if all is as it was."""
         now = self._clock()
         with self._lock:
             return [self._state(one, now) for one in self._parts]
@@ -79,6 +81,7 @@ class Foundings:
         """Take the cards of the live peers, this one's included; vote if a part is lost. Raises OSError."""
         now, hosts = self._clock(), candidates(live)
         lately = {key: at_s for key, at_s in self._live_s.items() if now < at_s + self._lost_s}
+        self._names |= {mark(key): printable(card.name) for key, card in live.items()}
         self._live_s = lately | dict.fromkeys(hosts, now)
         with self._lock:
             after = [self._looked(part, live, hosts, now) for part in range(len(self._parts))]
@@ -106,8 +109,7 @@ class Foundings:
         register = accepted(part.register, {key: one for key, one in says.items() if key in hosts}, hosts)
         if register.accepted > part.register.accepted:
             part.seen_s, part.is_lost = now, False
-            names = [card.name for key, card in live.items() if mark(key) == register.founder]
-            founder = printable(names[0]) if names else register.founder.hex()
+            founder = self._name(register.founder)
             log.warning("part %d: founded again by %s, generation %d", number, founder, register.accepted)
         replicas = [live[key].parts[number] for key in live if number in live[key].parts]
         part.is_missed = not any(one.leads and register.counts(one.term) for one in replicas)
@@ -129,12 +131,18 @@ class Foundings:
         return after
 
     def _state(self, part: _Part, now: float) -> str:
+        if not part.is_missed and part.register.accepted:
+            by = self._name(part.register.founder)
+            return f"was lost; founded again by {by}, generation {part.register.accepted}"
         if not part.is_missed:
             return ""
         members = len(part.register.members)
         if not part.is_lost:
             return f"no owner for {now - part.seen_s:.0f} s"
         return f"lost: founded again once {members // 2 + 1} of the {members} peers that knew it agree"
+
+    def _name(self, founder: bytes) -> str:
+        return self._names.get(founder, founder.hex())
 
     def _save(self, registers: list[Register]) -> None:
         if registers != [one.register for one in self._parts]:

@@ -116,7 +116,7 @@ class Peer:
         )
         self._hosted: dict[int, HostedPart] = {}
         self._hosting = threading.Lock()
-        self._told = ""
+        self._told = self._own_fault = ""
         self._over_since_s: float | None = None
         self._replicas = ReplicasFile(directory / REPLICAS)
         self._foundings = Foundings(
@@ -160,6 +160,9 @@ class Peer:
         self._introduce()
         for hosted in list(self._hosted.values()):
             hosted.look()
+        if self._known.state != self._own_fault:
+            self._own_fault = self._known.state
+            log.error("%s", self._own_fault)
         self._foundings.look(self._known.live(time.monotonic()))
         for part in range(self._hosts.parts):
             self._follow_founding(part)

@@ -40,7 +40,7 @@ class PeerService:
             replicas: Where the replicas of each part are.
             keys: For calls to their owners.
             peers: Returns the live peers.
-            troubles: Returns what is wrong with each part, "" if nothing is.
+            troubles: Returns what is wrong with each part, or became of it; "" if all is as it was.
         """
         self._config, self._replicas, self._keys = config, replicas, keys
         self._peers, self._troubles = peers, troubles

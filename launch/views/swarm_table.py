@@ -23,7 +23,7 @@ def swarm_tables(swarm: SwarmSample) -> Iterator[RenderableType]:
     yield _table(_PARTS, [_part(number, part) for number, part in enumerate(swarm.parts)], left=2)
     for number, part in enumerate(swarm.parts):
         if part.trouble:
-            yield Text(f"part {number}: {part.trouble}", style="bold red")
+            yield Text(f"part {number}: {part.trouble}", style="bold red" if part.hub is None else "dim")
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> Table:

@@ -49,7 +49,7 @@ class Agent:
     ) -> None:
         self._plan, self._box, self._wakeups, self._connections = plan, box, wakeups, connections
         self._traffic = Traffic()
-        self._leases, self._lease_lock = Leases(), threading.Lock()
+        self._leases, self._leased_upto, self._lease_lock = Leases(), 0, threading.Lock()
         self._news = RunNews()
         self._seen = _Seen()
         self._started = [0] * len(plan.units)
@@ -183,6 +183,10 @@ class Agent:
         """Return the stamps of the anchors from which parts that were founded again can go on."""
         return self._transfers.inherits
 
+    def leased_upto(self) -> int:
+        """Return the end of the last positions of samples that this node was given."""
+        return self._leased_upto
+
     def heard(self, part: int, news: pb.News) -> None:
         """Take the news of hub process `part`."""
         self._transfers.heard(news.units)
@@ -255,6 +259,7 @@ class Agent:
         blocks = [(block.start, block.end) for block in reply.blocks]
         with self._lease_lock:
             self._leases = self._leases.more(blocks)
+            self._leased_upto = max((self._leased_upto, *(end for _, end in blocks)))
         self._box.add_blocks(blocks)
 
 

@@ -102,6 +102,7 @@ def voted(register: Register, me: bytes, ranked: Sequence[bytes], says: Mapping[
         says: What these say, by key.
     """
     able = [key for key in ranked if key in register.members]
+    able.sort(key=lambda key: mark(key) == register.founder)  # who has not managed it comes last
     if me not in able:
         return register
     heard = {key: says[key].generation for key in able if key in says and says[key].candidate == mark(key)}

@@ -11,7 +11,8 @@ STATEMENTS = "statements.json"
 
 def write_statements(path: Path, statements: Sequence[bytes]) -> None:
     """Write statements, oldest first. Raises OSError."""
-    write_atomically(path, json.dumps({"statements": [data.hex() for data in statements]}))
+    text = json.dumps({"statements": [data.hex() for data in statements]})
+    write_atomically(path, text, sync=False)  # heartbeats wait for it
 
 
 class StatementsFile:

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from aedit.proto.wire.statement import Statement, is_signed, parsed
+from aedit.proto.wire.statement import is_signed, parsed, place_of
 
 MOST_SENT = 128
 """Statements in one call: of more than that, the newest."""
@@ -33,12 +33,13 @@ class _Kept:
 class _Sender:
     """Statements of one sender by what they are about, oldest first."""
 
-    kept: OrderedDict[Statement, _Kept] = field(default_factory=OrderedDict)
+    kept: OrderedDict[bytes, _Kept] = field(default_factory=OrderedDict)
+    """By `place_of`."""
     count: int = 0
 
-    def keep(self, statement: Statement, data: bytes) -> None:
+    def keep(self, data: bytes, sha256: bytes) -> None:
         self.count += 1
-        self.kept[statement.place] = _Kept(self.count, data, statement.sha256)
+        self.kept[place_of(data)] = _Kept(self.count, data, sha256)
         while len(self.kept) > MOST_KEPT:
             self.kept.popitem(last=False)
 
@@ -100,23 +101,24 @@ class Statements:
                 continue
             if found.run != self._run:
                 continue
-            others = self._others(found)
+            place = place_of(data)
+            others = self._others(place, found.sha256)
             # Signatures are looked at only where values differ. A sender of what nobody has signed is left.
             if others and not is_signed(data):
                 break
-            proofs += [(data, other) for keeper, other in others if _is_true(keeper, found.place, other)]
-            if found.place not in sender.kept:
-                sender.keep(found, data)
+            proofs += [(data, other) for keeper, other in others if _is_true(keeper, place, other)]
+            if place not in sender.kept:
+                sender.keep(data, found.sha256)
         return proofs
 
-    def _others(self, statement: Statement) -> list[tuple[_Sender, bytes]]:
-        """Return the statements that give the same version another value, with who keeps them."""
+    def _others(self, place: bytes, sha256: bytes) -> list[tuple[_Sender, bytes]]:
+        """Return the statements that give a version another value, with who keeps them."""
         keepers = (self._own, *self._heard.values())
-        found = ((keeper, keeper.kept.get(statement.place)) for keeper in keepers)
-        return [(keeper, one.data) for keeper, one in found if one and one.sha256 != statement.sha256]
+        found = ((keeper, keeper.kept.get(place)) for keeper in keepers)
+        return [(keeper, one.data) for keeper, one in found if one and one.sha256 != sha256]
 
 
-def _is_true(keeper: _Sender, place: Statement, data: bytes) -> bool:
+def _is_true(keeper: _Sender, place: bytes, data: bytes) -> bool:
     """Return whether a kept statement is signed; forget it if not."""
     if is_signed(data):
         return True

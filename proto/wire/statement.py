@@ -21,6 +21,8 @@ MOST_STATEMENT_BYTES = 512
 HEAD_BYTES = 1 + SIGNATURE_BYTES
 """Version and signature; what is signed follows."""
 DIGEST_BYTES = 32
+_VALUE_BYTES = 2 + DIGEST_BYTES
+"""Of the field `sha256`, which is the last one, on the wire."""
 _MOST_PARTS, _MOST_NUMBER = 4096, 2**63 - 1
 _LONGEST_RUN = 64
 _LINEAGE = re.compile(r"[0-9A-Za-z]{1,64}")
@@ -99,6 +101,14 @@ def parsed(data: bytes) -> Statement:
 def is_signed(data: bytes) -> bool:
     """Return whether `data`, which `parsed` has taken, is signed with the key that it names."""
     return is_signed_by(parsed(data).public_key, data[1:HEAD_BYTES], PURPOSE + data[HEAD_BYTES:])
+
+
+def place_of(data: bytes) -> bytes:
+    """Return the bytes of a parsed statement that say what it is about: all but the value.
+
+    They are what `Statement.place` is, in a form that is quick to look up.
+    """
+    return data[HEAD_BYTES:-_VALUE_BYTES]
 
 
 def contradict(one: bytes, other: bytes) -> Statement | None:

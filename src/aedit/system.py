@@ -28,8 +28,10 @@ def num_cores() -> int:
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+def atomic_file(path: Path, *, sync: bool = True) -> Iterator[IO[bytes]]:
     """Yield a binary file that replaces `path`, whole and on disk, when the block ends without an error.
+
+    sync: False for a file that a crash of the machine may take back, and that must not wait for the disk.
 
     After an error `path` is as it was. If several processes write at once, the last one wins. Raises OSError
     if the disk is full or the directory is missing.
@@ -38,18 +40,23 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
         try:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
             os.chmod(file.name, 0o644)  # temporary files are private to their user; the result is not
             os.replace(file.name, path)
         except BaseException:
             Path(file.name).unlink(missing_ok=True)
             raise
-    sync_directory(path.parent)
+    if sync:
+        sync_directory(path.parent)
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace `path` by `content` (text as UTF-8), whole and on disk, or leave it as it was."""
-    with atomic_file(path) as file:
+def write_atomically(path: Path, content: str | bytes, *, sync: bool = True) -> None:
+    """Replace `path` by `content` (text as UTF-8), whole and on disk, or leave it as it was.
+
+    sync: see `atomic_file`.
+    """
+    with atomic_file(path, sync=sync) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 

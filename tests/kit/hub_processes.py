@@ -211,6 +211,10 @@ class Client:
         self.hub.close()
         self.hub, self.address = HubClient(address, call_timeout_s=5.0), address
         self.who = pb.Who(run="run", session=self.who.session)
+        return self.admitted()
+
+    def admitted(self):
+        """Join as soon as the hub lets this node in, and return the reply."""
         return until(self._admitted, "the join")
 
     def _admitted(self):
