@@ -29,7 +29,8 @@ class Follower:
         self.mirror = Mirror(Store(place), lambda: make_hub(config(), (0, 1)))
         endpoint = SimpleNamespace(config=config(), directory=place, replicas=None, others=())
         votes = Leadership(VoterFile(place / "votes.json"), 1)
-        self.standby = Standby(SimpleNamespace(endpoint=endpoint), self.mirror, None, None, votes, None)
+        others = SimpleNamespace(endpoint=endpoint, check_leader=lambda leader, event: None)
+        self.standby = Standby(others, self.mirror, SimpleNamespace(event=None), None, votes, None)
         self.bytes = self.differed = 0
 
     def follow(self, ledger):

@@ -378,6 +378,7 @@ class Standby(Refusing):
             except (HubUnreachable, HubRefused) as error:
                 log.warning("confirming: %s", error)
                 confirmed = (0, 0)
+                self._stopping.wait(_SOON_S)
 
     def _apply(self) -> None:
         while not self._stopping.is_set():
