@@ -64,6 +64,21 @@ def test_a_name_keeps_its_index_and_gets_a_new_session():
     assert made.hub.member(1, session=3).name == "node1"
 
 
+def test_an_earlier_session_of_the_same_process_joins_again_and_one_of_another_process_ends():
+    made = world(1)
+    sessions = []
+    for process in (5, 5, 6):
+        made.do(made.hub.join(joiner("node0", process=process), made.now))
+        sessions.append(made.hub.state.members[0].session)
+        found = []
+        for session in sessions[:-1]:
+            with pytest.raises(Denied) as denied:
+                made.hub.member(0, session)
+            found.append(denied.value.kind)
+        assert found == {5: ["unknown"] * len(found), 6: ["replaced"] * 2}[process]
+        assert made.hub.member(0, sessions[-1]).name == "node0"
+
+
 def test_a_restarted_process_of_a_node_gives_back_the_data_of_the_old_one():
     made = world(1)
     assert made.lease(0, 10) == [(0, 10)]

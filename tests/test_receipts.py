@@ -252,6 +252,18 @@ def test_a_node_that_has_left_sends_no_heartbeat_that_would_join_it_again():
     assert hub.left == [membership.who()]
 
 
+def test_a_call_that_was_made_before_the_node_joined_again_does_not_make_it_join_once_more():
+    hub = _FakeHub([pb.Receipt()])
+    plan = AgentPlan(addresses=("127.0.0.1:1",), name="a", run="r", version="0", units=(), num_samples=1)
+    membership = Membership(0, plan, lambda address: hub)
+    membership._turn(_Owner())
+    late = HubRefused(grpc.StatusCode.NOT_FOUND, "a has joined again since")
+    membership.refused(late, membership.who().session + 1)
+    assert membership.wait(0.0)
+    membership.refused(late, membership.who().session)
+    assert not membership.wait(0.0)
+
+
 def harmed(directory, rng):
     """Damage one or two files of a hub's folder; return what was done."""
     files = sorted(p for p in directory.iterdir() if p.name.startswith(("journal-", "snapshot-")))

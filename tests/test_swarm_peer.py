@@ -121,8 +121,11 @@ def test_a_part_whose_former_owner_follows_by_now_has_no_status(peers, monkeypat
         return SimpleNamespace(status=lambda *request: reply, close=lambda: None)
 
     monkeypatch.setattr(peer_service, "HubClient", client)
-    peer.turn()
-    assert status(peer)["parts"] == [{"term": 2, "in_sync": 1, "owner": "127.0.0.1:9000"}, None]
+    shown = [{"term": 2, "in_sync": 1, "owner": "127.0.0.1:9000"}, None]
+    until(
+        lambda: [part and {name: part[name] for name in shown[0]} for part in status(peer)["parts"]] == shown,
+        [peer],
+    )
 
 
 def test_a_peer_that_leaves_says_so_and_is_not_chosen_any_more(peers):

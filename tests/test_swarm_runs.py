@@ -121,7 +121,7 @@ def test_training_goes_on_when_the_only_replica_of_all_units_is_lost_for_good(pl
     for process in victims:
         process.send_signal(signal.SIGKILL)
     psutil.wait_procs(victims, 10)
-    shutil.rmtree(lost / "part_0")
+    shutil.rmtree(lost / "part_0", ignore_errors=True)  # a child that ends takes files away, too
     left = [node for node in range(3) if f"local-{node}" != lost.name]
     before = {node: rounds(place, node)[-1] for node in left}
 

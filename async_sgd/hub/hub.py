@@ -86,11 +86,14 @@ class Hub:
     def member(self, node: int, session: int) -> Member:
         """Return the live member with this index and session.
 
-        Raises Denied if it is unknown (the node joins again), replaced by a newer process, or excluded.
+        Raises Denied if it is unknown or an earlier one of its process (the node joins again), replaced by a
+        newer process, or excluded.
         """
         if not 0 <= node < len(self.state.members):
             raise Denied("unknown", f"no node {node} has joined this hub")
         member = self._must_be_live(node)
+        if session in member.earlier:
+            raise Denied("unknown", f"{member.name} has joined again since: call with its new session")
         if member.session != session:
             raise Denied("replaced", f"another process of {member.name} has joined since")
         return member

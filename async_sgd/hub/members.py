@@ -47,6 +47,10 @@ class Report:
     """Reinforcement learning, by names of `RL_REPORT`; empty in a run on text."""
 
 
+_EARLIER = 8
+"""Earlier sessions of a process that are known."""
+
+
 @dataclass(slots=True)
 class Member:
     """One node, from its first join on; it stays on the list when it leaves."""
@@ -82,6 +86,8 @@ class Member:
     received: dict[int, int] = field(default_factory=dict)
     """Sequence number of the last push that was accepted or refused, by unit."""
     told: dict[int, Told] = field(default_factory=dict)
+    earlier: tuple[int, ...] = field(default=(), compare=False)
+    """Sessions of this very process before its newest join, as far as this hub has seen them."""
     era: int = field(default=0, compare=False)
     """Number of snapshots begun before this object was made: it belongs to those that began later, too."""
 
@@ -92,6 +98,8 @@ class Member:
 
     def join(self, record: Joined) -> None:
         """Take the record of a join: new session, process and donor address."""
+        is_same = record.process != 0 and record.process == self.process
+        self.earlier = (*self.earlier, self.session)[-_EARLIER:] if is_same else ()
         self.session, self.donor, self.live, self.gone = record.session, record.donor, True, ""
         self.process, self.proof, self.origin = record.process, record.proof, record.origin
         self.voter = record.voter

@@ -44,7 +44,8 @@ class Saved:
 
 
 _PLAIN = ("num_samples", "founder", "term", "sessions", "round", "round_at_s", "elapsed_s", "steps", "tokens")
-_MEMBER = [field.name for field in fields(Member) if field.name not in ("refused", "received", "told", "era")]
+_APART = ("refused", "received", "told", "earlier", "era")
+_MEMBER = [field.name for field in fields(Member) if field.name not in _APART]
 _UNIT = ("merged_at_s", "usual_s", "sent_at", "steps", "apart")
 _contribution = attrgetter(*(field.name for field in fields(Contribution)))
 _push_times = attrgetter(*(field.name for field in fields(PushTimes)))

@@ -161,9 +161,11 @@ class Membership:
         """Note that a call found the hub away. No other call is made until a heartbeat gets through."""
         self._set(here=False)
 
-    def refused(self, error: HubRefused) -> None:
-        """React to a refused call: join again, follow a new hub, or end."""
+    def refused(self, error: HubRefused, session: int) -> None:
+        """React to a refused call of a session: join again, follow a new hub, or end."""
         if error.code == grpc.StatusCode.NOT_FOUND:
+            if session != self.who().session:
+                return  # it has joined again meanwhile
             self._set(member=False)
         elif error.code in FATAL:
             raise error

@@ -210,8 +210,8 @@ class UnitTransfers:
         while membership.wait():
             if self._is_there(transfer):
                 return None
+            who = membership.who()
             try:
-                who = membership.who()
                 if transfer.seq and transfer.unit in self._outdated:  # looked up after `who`, see `refounded`
                     return pb.PushReply(accepted=False, news=_refusal(transfer))
                 return self._try_push(membership, transfer, who)
@@ -223,7 +223,7 @@ class UnitTransfers:
                     log.warning("unit %d, push %d is not believed: %s", transfer.unit, transfer.number, error)
                     news = pb.UnitNews(unit=transfer.unit, seq=transfer.number, verdict=pb.DISTRUSTED)
                     return pb.PushReply(accepted=False, news=news)
-                _refused(membership, error)
+                _refused(membership, error, who)
         return None
 
     def _is_there(self, transfer: Transfer) -> bool:
@@ -283,21 +283,22 @@ class UnitTransfers:
         """Bring anchors[unit] to the hub's newest version and return that; 0 if stopped."""
         membership = self._memberships[unit % len(self._memberships)]
         while membership.wait():
+            who = membership.who()
             try:
-                return self._try_pull(membership, unit)
+                return self._try_pull(membership, unit, who)
             except HubUnreachable as error:
                 log.info("unit %d, pull: %s", unit, error)
                 membership.missed()
             except HubRefused as error:
                 if error.code == grpc.StatusCode.DATA_LOSS:
                     self.versions[unit] = 0  # no good as a delta: ask for the whole
-                _refused(membership, error)
+                _refused(membership, error, who)
             except Unsigned as error:
                 log.warning("refused: %s", error)
                 membership.pause(random.uniform(0.5, 1.5) * PAUSE_S)
         return 0
 
-    def _try_pull(self, membership: Membership, unit: int) -> int:
+    def _try_pull(self, membership: Membership, unit: int, who: pb.Who) -> int:
         anchor = self._box.anchors[unit]
         whole = self._plan.codec_down == "fp32" or self.versions[unit] == 0
         with self.guards[unit], self._traffic.moving():
@@ -305,9 +306,7 @@ class UnitTransfers:
             # What comes whole is written where it belongs. A delta is never larger, but needs its base.
             into = _bytes(anchor) if whole else memoryview(bytearray(anchor.nbytes))
             try:
-                head = membership.client.pull(
-                    pb.PullRequest(who=membership.who(), unit=unit, base=base), into
-                )
+                head = membership.client.pull(pb.PullRequest(who=who, unit=unit, base=base), into)
             except BaseException:
                 self.versions[unit] = base
                 raise
@@ -372,7 +371,7 @@ def _bytes(vector: Vector) -> memoryview:
     return vector.view(np.uint8).data
 
 
-def _refused(membership: Membership, error: HubRefused) -> None:
-    """Pass the refusal to the membership, and pause."""
-    membership.refused(error)
+def _refused(membership: Membership, error: HubRefused, who: pb.Who) -> None:
+    """Pass the refusal to the membership, and pause. who: the caller, as the call named it."""
+    membership.refused(error, who.session)
     membership.pause(random.uniform(0.5, 1.5) * PAUSE_S)
