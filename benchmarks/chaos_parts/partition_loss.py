@@ -1,4 +1,4 @@
-"""What a partition costs in loss: real gradients, nodes and parts of a swarm, in virtual time.
+"""Loss of runs with and without a partition: real gradients, nodes and parts of a swarm, in virtual time.
 
 Each part is a hub's state machine at the side of most of its replicas, by the keys of the peers. Nodes of the
 other side do not reach it: it gives them up, they train on, and push what they have when they reach it again.
@@ -45,7 +45,7 @@ RISE = 0.02
 
 
 class Wires:
-    """Which nodes reach which parts."""
+    """Connections between nodes and parts."""
 
     def __init__(self, sides: Sequence[int], seed: int) -> None:
         """Place the parts by keys that are drawn from a seed. sides: of each node."""

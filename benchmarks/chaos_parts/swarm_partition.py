@@ -26,7 +26,7 @@ from benchmarks.kit.tables import Bar, Report
 SECONDS, QUICK_S = 60.0, 30.0
 COMPLETE_WITHIN_S = 120.0
 IN_FLIGHT_S = 1.0
-"""What was acknowledged before the cut may be noted so late."""
+"""Longest time after which a node notes an acknowledgement from before the cut."""
 TRAINED = 0.8
 """Wanted: share of the time of the partition whose steps a node pushes in one push afterwards."""
 
@@ -48,11 +48,11 @@ class Partition:
     by_minority: list[int] = field(default_factory=list)
     """At the other side."""
     trained: list[float] = field(default_factory=list)
-    """Of each node and part on the other side: longest push afterwards, as a share of the partition."""
+    """Longest push after healing as a share of the partition, for each node and part of the other side."""
     versions: int = 0
     """Versions of units that nodes have received."""
     conflicts: int = 0
-    """Of those, versions with two answers, or with another one than the history has."""
+    """Versions with two answers, or with another one than the history has."""
     abandoned: int = 0
     """Merges in journals that are not in the history, and were shown to nobody."""
     owed: int = 0

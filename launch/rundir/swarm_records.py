@@ -43,7 +43,7 @@ class PartSample:
     """Followers that confirm each acknowledged push."""
     hub: HubSample | None = None
     trouble: str = ""
-    """What is wrong with it, or became of it, as the peer says that was asked."""
+    """Fault or former fault of the part, as told by the peer that was asked; "" without one."""
 
     @staticmethod
     def of(line: Line | None, trouble: str = "") -> "PartSample":

@@ -94,7 +94,7 @@ class Membership:
         """Returns the pushes and versions that this node saw acknowledged, for a hub that has lost some."""
         self._receipt = pb.Receipt()
         self._lineage = 0
-        """Of the journal that `_receipt` is of; see `lineage`."""
+        """Lineage of the journal that gave `_receipt`; see `lineage`."""
         self._heard_s = time.monotonic()
         self._taken_s: float | None = None
         """Since when the name is refused, because another node has it."""

@@ -23,7 +23,7 @@ class RunNews:
     """The run as a trainer is told of it. It never goes back, also if part 0 of a swarm begins anew."""
 
     news: pb.News = field(default_factory=pb.News)
-    """Of hub process 0."""
+    """News of hub process 0."""
     _of_parts: dict[int, pb.News] = field(default_factory=dict)
     _past: _Past = _Past()
 

@@ -84,7 +84,7 @@ class PeerCard:
     """How long it counts after this serial was first seen."""
     leaving: bool = False
     foundings: Mapping[int, Founding] = field(default_factory=dict)
-    """What it says about parts that are lost, or were founded again."""
+    """Its votes on parts that are lost or were founded again, by part."""
 
 
 def encoded(card: PeerCard, key: Ed25519PrivateKey) -> bytes:

@@ -13,11 +13,11 @@ class Contradiction:
     run: str
     public_key: bytes
     reason: str
-    """What is wrong, for people, without the name of the peer."""
+    """Description of the fault for people, without the name of the peer."""
     one: bytes
     other: bytes
     statement: Statement | None = None
-    """What two statements are about; None: the proof is two cards."""
+    """Version that two statements describe; None: the proof is two cards."""
 
 
 def contradiction(one: bytes, other: bytes) -> Contradiction | None:

@@ -34,7 +34,7 @@ class _Sender:
     """Statements of one sender by what they are about, oldest first."""
 
     kept: OrderedDict[bytes, _Kept] = field(default_factory=OrderedDict)
-    """By `place_of`."""
+    """Statements of this sender by `place_of`."""
     count: int = 0
 
     def keep(self, data: bytes, sha256: bytes) -> None:
@@ -53,7 +53,7 @@ class Statements:
         self._lock = threading.Lock()
         self._own = _Sender()
         self._heard: OrderedDict[bytes, _Sender] = OrderedDict()
-        """By the key of the sender; the one that was heard least recently is first."""
+        """Senders by key; the one that was heard least recently is first."""
         self._sent: OrderedDict[str, int] = OrderedDict()
         """Number of the last own statement that a peer has, by its address."""
 

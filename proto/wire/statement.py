@@ -22,7 +22,7 @@ HEAD_BYTES = 1 + SIGNATURE_BYTES
 """Version and signature; what is signed follows."""
 DIGEST_BYTES = 32
 _VALUE_BYTES = 2 + DIGEST_BYTES
-"""Of the field `sha256`, which is the last one, on the wire."""
+"""Size on the wire of the field `sha256`, which is the last one."""
 _MOST_PARTS, _MOST_NUMBER = 4096, 2**63 - 1
 _LONGEST_RUN = 64
 _LINEAGE = re.compile(r"[0-9A-Za-z]{1,64}")
@@ -43,7 +43,7 @@ class Statement:
     unit: int
     version: int
     sha256: bytes = b""
-    """Of the anchor in fp32, as every node has it; empty in `place`."""
+    """SHA-256 of the anchor in fp32, as every node has it; empty in `place`."""
 
     @property
     def place(self) -> "Statement":
