@@ -5,11 +5,13 @@ from types import SimpleNamespace
 import pytest
 from kit.leading_hub import leading_hub
 
+from aedit.async_sgd.journal.ledger import Unconfirmed
 from aedit.async_sgd.rules.records import Configured
 from aedit.async_sgd.service.engine import HubWorker
-from aedit.proto.wire.client import HubRefused
+from aedit.proto.wire.client import HubClient, HubRefused
 
 STANDBY = 7
+LONG_S = 60.0
 
 
 def test_a_join_that_a_silent_replica_holds_up_is_refused_soon_so_that_the_node_can_vote(tmp_path):
@@ -19,8 +21,25 @@ def test_a_join_that_a_silent_replica_holds_up_is_refused_soon_so_that_the_node_
         replica = hub.leading.leadership._replica
         pair = tuple(sorted((replica.voter.me, STANDBY)))
         replica.configs = (Configured(replica.term, 9, replica.voter.me, pair, (50, 51, 52)),)
+        late = hub.node("late")
+        late.hub = HubClient(hub.address, call_timeout_s=LONG_S)
         with pytest.raises(HubRefused, match="another hub of the run must confirm this first: try again"):
-            hub.node("late").join()
+            late.join()
+        assert hub.leading.leadership.asks() is not None
+
+
+def test_a_join_waits_for_a_replica_that_only_lags(tmp_path):
+    with leading_hub(tmp_path, 'standby = "127.0.0.1:0"') as hub:
+        waits, leadership = [], hub.leading.leadership
+
+        def wait(position, limit_s):
+            waits.append(limit_s)
+            if len(waits) < 4:
+                raise Unconfirmed("not yet")
+
+        leadership.wait = wait
+        assert hub.node("patient").join().session
+        assert len(waits) == 4
 
 
 def test_a_finished_run_has_not_ended_before_its_replicas_have_what_was_decided_last(tmp_path):

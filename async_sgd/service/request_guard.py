@@ -23,8 +23,8 @@ from aedit.proto.wire.service import Refusal
 
 SHOWN_LIMIT_S = 0.5
 """Shorter than a node waits for the reply to a heartbeat."""
-_JOIN_LIMIT_S = 1.0
-"""Longest wait of a join for the replicas."""
+_JOIN_WAITS, _JOIN_WAIT_S = 10, 1.0
+"""Waits of a join for the replicas, which may lag behind; after each it ends if the leader wants votes."""
 _ASK_S = 1.0
 """Least time between two questions to the other hub for its term."""
 
@@ -192,14 +192,17 @@ class RequestGuard:
         return receipt
 
     def admitted(self, position: Position) -> pb.Receipt:
-        """Return `durable(position)` for a join; raise Refusal if the replicas take long.
+        """Return `durable(position)` for a join; raise Refusal soon if a vote is wanted for it.
 
         A node that waits for the reply to a join gives no vote, and the replicas may wait for just that.
         """
-        try:
-            self.leadership.wait(position, _JOIN_LIMIT_S)
-        except Unconfirmed as error:
-            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
+        for _ in range(_JOIN_WAITS):
+            try:
+                self.leadership.wait(position, _JOIN_WAIT_S)
+                break
+            except Unconfirmed as error:
+                if self.leadership.asks() is not None:
+                    raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
         return self.durable(position)
 
     def shown(self, position: Position) -> None:
