@@ -12,9 +12,8 @@ import pytest
 from kit.hub_processes import HubRefused, numbers
 from kit.leading_hub import leading_hub
 
-from aedit.async_sgd.hub.founding import model_sha256
 from aedit.proto.wire import hub_pb2 as pb
-from aedit.types import Layout, TensorLayout, UnitLayout
+from aedit.types import Layout, TensorLayout, UnitLayout, model_sha256
 
 ROOT = Path(__file__).parent.parent
 NUMELS = (5000, 70)

@@ -11,7 +11,8 @@ from aedit.launch.config.load import parse
 from aedit.launch.swarm import peer as peer_module
 from aedit.launch.swarm import peer_service
 from aedit.launch.swarm.peer import Peer, PeerOptions
-from aedit.proto.swarm.card import PartReplica
+from aedit.proto.swarm.card import PartReplica, decoded
+from aedit.proto.swarm.node_file import NODE, NodeState, write_node
 from aedit.proto.swarm.replicas_file import ReplicasFile
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient
@@ -149,9 +150,34 @@ def test_a_peer_whose_own_key_others_shut_out_says_so_once(peers, caplog):
 
 def test_a_card_is_made_anew_when_something_changes_and_else_a_few_times_in_a_lease(peers):
     first = peers("first")
-    before = first._card.current("h:1", {}, {})
-    assert first._card.current("h:1", {}, {}) == before
-    assert first._card.current("h:2", {}, {}) != before
+    before = first._card.current("h:1", {}, {}, NodeState())
+    assert first._card.current("h:1", {}, {}, NodeState("", 2.0)) == before, "the speed alone can wait"
+    assert first._card.current("h:2", {}, {}, NodeState("", 2.0)) != before
+    again = decoded(first._card.current("h:1", {}, {}, NodeState("ab" * 32, 3.0)))
+    assert (again.model, again.steps_per_s) == ("ab" * 32, 3.0)
+
+
+def test_peers_show_what_each_one_does_and_name_another_model_once(peers, caplog):
+    first = peers("first", founds=True)
+    second, third = (peers(name, known=[first.address]) for name in ("second", "third"))
+    everybody = [first, second, third]
+    write_node(first._options.directory / NODE, NodeState("ab" * 32, 2.5))
+    write_node(second._options.directory / NODE, NodeState("cd" * 32, 1.5))
+
+    def told(peer):
+        return {row["name"]: row for row in status(peer)["peers"]}
+
+    until(lambda: len(told(first)) == 3 and told(first)["second"]["model"], everybody)
+    found = told(first)
+    assert [found[name]["role"] for name in ("first", "third")] == ["trains, keeps parts", "keeps parts"]
+    assert [found[name]["steps_per_s"] for name in ("first", "second", "third")] == [2.5, 1.5, 0.0]
+    assert [found[name]["state"] for name in ("first", "second")] == ["", "trains another model"]
+    assert "trains another model" not in json.dumps(told(third)), "it has no model to compare"
+    for _ in range(3):
+        first.turn()
+    said = [line for line in caplog.messages if line.startswith("second trains another model (cdcd")]
+    assert len(said) == 1
+    assert all(second._key.public in view.ranked for view in first._views()), "it can keep parts all the same"
 
 
 def test_a_peer_ends_when_all_its_parts_have_or_some_time_after_the_first(peers, monkeypatch):

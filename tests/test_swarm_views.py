@@ -1,6 +1,7 @@
 """Tests the views of a swarm: the answer of a peer, and the tables of peers and parts."""
 
 import json
+from hashlib import sha256
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,16 @@ from aedit.launch.views.panel import panel
 from aedit.proto.wire.lineage import last_term_before
 
 PEERS = [
-    {"name": "alpha", "address": "a:1", "owns": [0], "keeps": [1], "state": ""},
+    {
+        "name": "alpha",
+        "address": "a:1",
+        "role": "trains, keeps parts",
+        "owns": [0],
+        "keeps": [1],
+        "steps_per_s": 2.5,
+        "model": "0123456789abcdef",
+        "state": "",
+    },
     {"name": "[bold]beta", "address": "", "owns": [], "keeps": [], "state": "leaving"},
 ]
 
@@ -21,7 +31,10 @@ def part(**values):
     units = [{"unit": 0, "name": "u", "version": 7, "pending": 1, "usual_s": None, "norm": 0.0}]
     node = {"node": 0, "name": "alpha", "state": "training", "steps": 30, "steps_per_s": 1.5}
     status = {"term": 3, "elapsed_s": 65.0, "progress": 0.5, "nodes": [node], "units": units}
-    return status | {"owner": "a:9", "in_sync": 2, "journal": {"bytes": 100, "past_bytes": 0}} | values
+    given = [{"unit": 0, "version": 7, "sha256": "ab" * 32}]
+    traffic = {"bytes_in": 2000, "bytes_out": 3000, "given": given}
+    status |= {"owner": "a:9", "in_sync": 2, "journal": {"bytes": 100, "past_bytes": 0}, "traffic": traffic}
+    return status | values
 
 
 @pytest.fixture
@@ -42,10 +55,12 @@ def shown(monkeypatch):
 def test_a_peer_shows_nodes_peers_and_parts(shown):
     run, text = shown({"run": "r", "peers": PEERS, "parts": [part(), None]})
     rows = [line.strip("\u2502 ").split() for line in text.splitlines()]
-    assert ["alpha", "a:1", "0", "1"] in rows
-    assert ["[bold]beta", "client", "-", "-", "leaving"] in rows
-    assert ["0", "a:9", "3", "2", "7", "1", "100", "bytes"] in rows
-    assert ["1", "none", "that", "answers", *["-"] * 5] in rows
+    assert ["alpha", "a:1", "trains,", "keeps", "parts", "0", "1", "2.50", "01234567"] in rows
+    assert ["[bold]beta", "client", "-", "-", "-", "-", "leaving"] in rows
+    digest = sha256(b"0 7 " + b"ab" * 32 + b"\n").hexdigest()[:8]
+    sizes = ["2.0", "kB", "3.0", "kB", "100", "bytes"]
+    assert ["0", "a:9", "3", "2", "7", digest, "1", *sizes] in rows
+    assert ["1", "none", "that", "answers", *["-"] * 8] in rows
     assert run.hubs[0].last.progress == 0.5
 
 
@@ -56,6 +71,19 @@ def test_a_part_that_is_lost_or_was_founded_again_says_so(shown):
     assert f"part 0: {again}" in text
     assert f"part 1: {lost}" in text
     assert " 1:4 " in text
+
+
+def test_a_part_has_a_digest_once_all_its_units_were_given():
+    units = [{"unit": n, "version": 7, "pending": 0} for n in (1, 3)]
+    given = [{"unit": n, "version": 7, "sha256": f"{n}" * 64} for n in (1, 3)]
+
+    def digest(*given):
+        traffic = {"bytes_in": 0, "bytes_out": 0, "given": given}
+        return SwarmSample.of({"peers": [], "parts": [part(units=units, traffic=traffic)]}).parts[0].digest
+
+    assert digest(*given) == sha256(f"1 7 {'1' * 64}\n3 7 {'3' * 64}\n".encode()).hexdigest()
+    assert digest(given[0]) == digest() == ""
+    assert digest(given[0], given[1] | {"version": 6}) != digest(*given)
 
 
 def test_without_any_owner_the_peers_are_shown(shown):

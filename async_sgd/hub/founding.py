@@ -1,22 +1,12 @@
 """The first member of a run: it describes the model, and the configuration may fix what it must say."""
 
-import json
 from hashlib import sha256
 
 from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.hub.state import HubState
 from aedit.async_sgd.rules.config import HubConfig
 from aedit.async_sgd.rules.records import Founded
-from aedit.types import Layout
-
-Facts = tuple[tuple[str, str], ...]
-
-
-def model_sha256(layout: Layout, facts: Facts, num_samples: int) -> str:
-    """Return the digest of everything that must be equal for nodes to train one model."""
-    units = [[unit.name, [[t.name, list(t.shape)] for t in unit.tensors]] for unit in layout.units]
-    text = json.dumps([units, [list(fact) for fact in sorted(facts)], num_samples], ensure_ascii=True)
-    return sha256(text.encode()).hexdigest()
+from aedit.types import model_sha256
 
 
 def founded(state: HubState, described: Founded, config: HubConfig) -> Founded:

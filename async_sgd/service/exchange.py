@@ -5,6 +5,7 @@ import logging
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from zlib_ng.zlib_ng import crc32
@@ -65,6 +66,11 @@ class KnownAnchors:
             while len(of_unit) > _KNOWN_VERSIONS:
                 of_unit.popitem(last=False)
 
+    def newest(self) -> dict[int, tuple[int, bytes]]:
+        """Return the newest version that was given of each unit, and its SHA-256."""
+        with self._lock:
+            return {unit: max(of_unit.items()) for unit, of_unit in sorted(self._digests.items())}
+
     def digest(self, unit: int, version: int) -> bytes:
         """Return the SHA-256; empty if this anchor was not given whole of late."""
         with self._lock:
@@ -84,6 +90,15 @@ class PushPull:
         """Signs the anchors that are given, in a swarm."""
         self.bytes_in = 0
         self.bytes_out = 0
+
+    def status(self) -> dict[str, Any]:
+        """Return for views the bytes of pushes and anchors so far, and the newest anchors that were given."""
+        newest = self._known.newest().items()
+        return {
+            "bytes_in": self.bytes_in,
+            "bytes_out": self.bytes_out,
+            "given": [{"unit": u, "version": v, "sha256": digest.hex()} for u, (v, digest) in newest],
+        }
 
     def max_push_bytes(self, unit: int) -> int:
         """Return the largest allowed size of a push of this unit."""

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from aedit.async_sgd.hub.founding import model_sha256
 from aedit.edit import canonical
 from aedit.edit.units import find_units
 from aedit.launch.config.config import RunConfig
@@ -15,6 +14,7 @@ from aedit.launch.node.build import facts_of
 from aedit.launch.node.model import build_model
 from aedit.launch.node.objectives import load_data
 from aedit.launch.node.shared_drafter import make_shared
+from aedit.types import model_sha256
 
 
 def model_digests(config: RunConfig) -> str:

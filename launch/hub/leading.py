@@ -118,7 +118,8 @@ class LeadingHub:
         return overview(self.ledger, self.engine, self.directory, self.leadership)
 
     def _status(self, after: int) -> str:
-        return self._reports.status(self.overview() | {"run": self._config.name}, after)
+        told = {"run": self._config.name, "traffic": self.driver.exchange.status()}
+        return self._reports.status(self.overview() | told, after)
 
     def _write_lines(self) -> None:
         while not self._stopping.wait(LINE_EVERY_S):

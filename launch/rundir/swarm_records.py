@@ -1,11 +1,12 @@
 """State of a swarm as frozen values, read from a peer's reply to `status`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 from aedit.launch.rundir.hub_records import HubSample
-from aedit.launch.rundir.values import Line, text
+from aedit.launch.rundir.values import Line, number, text
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,12 @@ class PeerSample:
     keeps: tuple[int, ...]
     """Parts that it follows."""
     state: str
+    role: str = ""
+    """What it does: `trains`, `keeps parts` or both."""
+    steps_per_s: float = 0.0
+    """Speed of its node; 0 if it is unknown."""
+    model: str = ""
+    """Digest of what its node trains; empty without a node."""
 
     @staticmethod
     def of(line: Line) -> "PeerSample":
@@ -30,6 +37,9 @@ class PeerSample:
             owns=tuple(int(part) for part in line.get("owns") or ()),
             keeps=tuple(int(part) for part in line.get("keeps") or ()),
             state=text(line.get("state")),
+            role=text(line.get("role")),
+            steps_per_s=number(line.get("steps_per_s") or 0.0),
+            model=text(line.get("model")),
         )
 
 
@@ -42,6 +52,12 @@ class PartSample:
     in_sync: int = 0
     """Followers that confirm each acknowledged push."""
     hub: HubSample | None = None
+    bytes_in: float = 0.0
+    """Bytes of pushes that the owner has received since it began to lead."""
+    bytes_out: float = 0.0
+    """Bytes of anchors that it has given."""
+    digest: str = ""
+    """Digest of the newest anchors that it has given; empty before it has given all units of the part."""
     trouble: str = ""
     """Fault or former fault of the part, as told by the peer that was asked; "" without one."""
 
@@ -51,7 +67,16 @@ class PartSample:
         if line is None:
             return PartSample(trouble=trouble)
         in_sync = int(line.get("in_sync") or 0)
-        return PartSample(text(line.get("owner")), in_sync, HubSample.of(line), trouble)
+        traffic = line.get("traffic") or {}
+        return PartSample(
+            owner=text(line.get("owner")),
+            in_sync=in_sync,
+            hub=HubSample.of(line),
+            bytes_in=number(traffic.get("bytes_in") or 0),
+            bytes_out=number(traffic.get("bytes_out") or 0),
+            digest=_digest(traffic.get("given") or (), len(line.get("units") or ())),
+            trouble=trouble,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +100,11 @@ class SwarmSample:
     def hub(self) -> HubSample | None:
         """Return the state of the first part whose owner answers: all nodes take part in each."""
         return next((part.hub for part in self.parts if part.hub is not None), None)
+
+
+def _digest(given: Sequence[Line], num_units: int) -> str:
+    """Return one digest of these anchors; "" if they are not of all units."""
+    if len(given) < max(1, num_units):
+        return ""
+    told = "".join(f"{int(one['unit'])} {int(one['version'])} {text(one['sha256'])}\n" for one in given)
+    return sha256(told.encode()).hexdigest()

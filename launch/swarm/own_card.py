@@ -8,6 +8,7 @@ from pathlib import Path
 from aedit.launch.config.config import RunConfig
 from aedit.proto.swarm.card import Founding, PartReplica, PeerCard, encoded
 from aedit.proto.swarm.known_peers import KnownPeers
+from aedit.proto.swarm.node_file import NodeState
 from aedit.proto.swarm.serials import Serials
 from aedit.proto.wire.signing_key import SigningKey
 
@@ -30,9 +31,17 @@ class OwnCard:
         """True once this peer ends: others then do without it at once."""
 
     def current(
-        self, address: str, parts: Mapping[int, PartReplica], foundings: Mapping[int, Founding]
+        self,
+        address: str,
+        parts: Mapping[int, PartReplica],
+        foundings: Mapping[int, Founding],
+        node: NodeState,
     ) -> bytes:
-        """Return the encoded card with these parts. Raises OSError if the serial cannot be kept."""
+        """Return the encoded card with these values; another speed alone waits for the next renewal.
+
+        Raises:
+            OSError: The serial cannot be kept.
+        """
         card = PeerCard(
             run=self._run,
             name=self._name,
@@ -40,6 +49,7 @@ class OwnCard:
             serial=1,
             address=address,
             parts=parts,
+            model=node.model,
             lease_s=self._lease_s,
             leaving=self.leaving,
             foundings=foundings,
@@ -47,6 +57,7 @@ class OwnCard:
         now_s = time.monotonic()
         if card != self._last or now_s > self._made_s + self._lease_s / _RENEWALS:
             serial = self._serials.next(above=self._known.own_serial)
-            self._data = encoded(replace(card, serial=serial), self._key.private)
+            full = replace(card, serial=serial, steps_per_s=node.steps_per_s)
+            self._data = encoded(full, self._key.private)
             self._last, self._made_s = card, now_s
         return self._data

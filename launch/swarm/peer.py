@@ -14,10 +14,12 @@ from aedit.launch.swarm.foundings import Foundings
 from aedit.launch.swarm.hosted_part import HostedPart, HostOptions, set_aside
 from aedit.launch.swarm.introduction import INTRODUCTION, make_discovery
 from aedit.launch.swarm.own_card import OwnCard
+from aedit.launch.swarm.peer_rows import of_another_model, rows
 from aedit.launch.swarm.peer_service import PeerService
 from aedit.launch.swarm.roles import PartView, Role, part_view
 from aedit.proto.swarm.gossip import Gossip, GossipPlan
 from aedit.proto.swarm.known_peers import KnownPeers
+from aedit.proto.swarm.node_file import NODE, NodeFile
 from aedit.proto.swarm.proofs import Proofs
 from aedit.proto.swarm.received_file import STATEMENTS, StatementsFile
 from aedit.proto.swarm.replicas_file import KEY, REPLICAS, ReplicasFile
@@ -25,7 +27,7 @@ from aedit.proto.wire.connections import raise_descriptor_limit
 from aedit.proto.wire.security import ClientKeys, ServerKeys, client_keys, listener_keys
 from aedit.proto.wire.signing_key import SigningKey
 from aedit.system import write_atomically
-from aedit.types import UserError
+from aedit.types import UserError, printable
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +125,9 @@ class Peer:
             directory, config.name, self._key.public, parts=swarm.parts, lost_s=swarm.lost_s
         )
         self._received, self._proofs = StatementsFile(directory / STATEMENTS), Proofs(directory / "proofs")
+        self._node = NodeFile(directory / NODE)
+        self._other_models: dict[bytes, str] = {}
+        """Models that were named, by the key of the peer."""
         self._card = OwnCard(config, options.name, directory, self._key, self._known)
         self._service = PeerService(
             config, self._replicas, self._trust, self._live_names, self._foundings.states
@@ -167,6 +172,7 @@ class Peer:
         for part in range(self._hosts.parts):
             self._follow_founding(part)
         self._gossip.received(self._received.changed())
+        self._name_other_models()
         faults, views = self._known.faults, self._views()
         self._proofs.keep(faults)
         shut_out = [key.hex() for key, found in faults.items() if found.statement is not None]
@@ -250,27 +256,26 @@ class Peer:
         with self._hosting:
             states = {part: hosted.state for part, hosted in self._hosted.items()}
         hosts = {part: state for part, state in states.items() if state is not None}
-        return self._card.current(self.address, hosts, self._foundings.says())
+        return self._card.current(self.address, hosts, self._foundings.says(), self._node.current())
 
     def _live_names(self) -> list[dict[str, object]]:
         """Return the live peers for views, and those that are shut out."""
-        cards = self._known.live(time.monotonic()).values()
-        shut_out = self._known.faults.items()
-        live: list[dict[str, object]] = [
-            {
-                "name": card.name,
-                "address": card.address,
-                "key": card.public_key.hex(),
-                "owns": sorted(part for part, replica in card.parts.items() if replica.leads),
-                "keeps": sorted(part for part, replica in card.parts.items() if not replica.leads),
-                "state": "leaving" if card.leaving else "",
-            }
-            for card in sorted(cards, key=lambda card: card.name)
-        ]
-        return live + [
-            {"name": key.hex()[:16], "address": "-", "key": key.hex(), "state": f"shut out: {found.reason}"}
-            for key, found in shut_out
-        ]
+        return rows(self._known.live(time.monotonic()), self._key.public, self._known.faults)
+
+    def _name_other_models(self) -> None:
+        """Log once which peers have a node with another model than the one of this machine."""
+        live = self._known.live(time.monotonic())
+        for key, card in of_another_model(live, self._key.public).items():
+            if self._other_models.get(key) != card.model:
+                own = live[self._key.public].model
+                log.warning(
+                    "%s trains another model (%s) than this machine (%s): the owners of the parts refuse the"
+                    " node that differs from theirs",
+                    printable(card.name),
+                    card.model[:16],
+                    own[:16],
+                )
+                self._other_models[key] = card.model
 
 
 def _kept_key(path: Path) -> SigningKey:

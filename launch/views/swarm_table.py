@@ -11,14 +11,16 @@ from aedit.launch.views import words
 from aedit.launch.views.hubtable import spread
 from aedit.proto.wire.lineage import term_text
 
-_PEERS = ("peer", "address", "owns", "follows", "state")
-_PARTS = ("part", "owner", "term", "followers", "versions", "pending", "journal")
+_PEERS = ("peer", "address", "role", "owns", "follows", "steps/s", "model", "state")
+_PARTS = ("part", "owner", "term", "in sync", "versions", "digest", "pending", "in", "out", "journal")
+_DIGITS = 8
+"""Of a digest that are shown."""
 
 
 def swarm_tables(swarm: SwarmSample) -> Iterator[RenderableType]:
     """Yield a table of the live peers and one of the parts."""
     yield Text()
-    yield _table(_PEERS, [_peer(peer) for peer in swarm.peers], left=5)
+    yield _table(_PEERS, [_peer(peer) for peer in swarm.peers], left=8)
     yield Text()
     yield _table(_PARTS, [_part(number, part) for number, part in enumerate(swarm.parts)], left=2)
     for number, part in enumerate(swarm.parts):
@@ -37,12 +39,16 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> 
 
 def _peer(peer: PeerSample) -> list[str]:
     owns, keeps = (",".join(map(str, parts)) or words.UNKNOWN for parts in (peer.owns, peer.keeps))
-    return [peer.name, peer.address or "client", owns, keeps, peer.state]
+    speed = words.decimals(peer.steps_per_s) if peer.steps_per_s else words.UNKNOWN
+    model = peer.model[:_DIGITS] or words.UNKNOWN
+    return [peer.name, peer.address or "client", peer.role, owns, keeps, speed, model, peer.state]
 
 
 def _part(number: int, part: PartSample) -> list[str]:
     if part.hub is None:
-        return [str(number), "none that answers", *[words.UNKNOWN] * 5]
+        return [str(number), "none that answers", *[words.UNKNOWN] * 8]
     hub = part.hub
-    told = [term_text(hub.term), str(part.in_sync), spread(hub.versions), str(hub.pending)]
-    return [str(number), part.owner, *told, words.size(hub.journal_bytes)]
+    digest = part.digest[:_DIGITS] or words.UNKNOWN
+    told = [term_text(hub.term), str(part.in_sync), spread(hub.versions), digest, str(hub.pending)]
+    sizes = map(words.size, (part.bytes_in, part.bytes_out, hub.journal_bytes))
+    return [str(number), part.owner, *told, *sizes]

@@ -14,6 +14,7 @@ from aedit.proto.agent.joining import InitialSync
 from aedit.proto.agent.leases import Leases
 from aedit.proto.agent.mailbox import AgentState, Mailbox, Wants, remove
 from aedit.proto.agent.membership import Membership
+from aedit.proto.agent.node_report import NodeReport
 from aedit.proto.agent.plan import AgentPlan
 from aedit.proto.agent.run_news import RunNews
 from aedit.proto.agent.traffic import Traffic
@@ -50,7 +51,7 @@ class Agent:
         self._plan, self._box, self._wakeups, self._connections = plan, box, wakeups, connections
         self._traffic = Traffic()
         self._leases, self._leased_upto, self._lease_lock = Leases(), 0, threading.Lock()
-        self._news = RunNews()
+        self._news, self._node_report = RunNews(), NodeReport(plan)
         self._seen = _Seen()
         self._started = [0] * len(plan.units)
         self._is_alive: Callable[[], bool] = lambda: True
@@ -118,6 +119,7 @@ class Agent:
 
     def _begin(self) -> None:
         """Serve anchors to other nodes if the plan says so, and connect to the hubs."""
+        self._node_report.tell(0.0)
         donor = Donor(self._plan.run, self._box.anchors, self._transfers.versions, self._transfers.guards)
         address = self._connections.open(donor, self._plan.donor) if self._plan.donor else ""
         for membership in self._memberships:
@@ -220,6 +222,7 @@ class Agent:
         """Note that hub process `part` has the heartbeat."""
         self._transfers.statements.save()
         if part == 0:
+            self._node_report.tell(heartbeat.steps_per_s)
             with self._lease_lock:
                 self._leases = self._leases.settle(sum(c.upto - c.start for c in heartbeat.consumed))
             self._lease()

@@ -78,8 +78,9 @@ class PeerCard:
     fingerprint: str = ""
     """SHA-256 of its TLS certificate, in hexadecimal; "" without TLS."""
     model: str = ""
-    """Digest of the layout; "" before it is known."""
+    """SHA-256 of the model that the node of this machine trains, see `model_sha256`; "" without a node."""
     steps_per_s: float = 0.0
+    """Inner steps per second of that node; 0 if it is unknown."""
     lease_s: float = 10.0
     """How long it counts after this serial was first seen."""
     leaving: bool = False
@@ -161,7 +162,7 @@ def check_card(card: PeerCard) -> None:
         raise ValueError(fault)
     if not _FINGERPRINT.fullmatch(card.fingerprint):
         raise ValueError(f"fingerprint {card.fingerprint[:80]!r} is not 64 hexadecimal digits")
-    if not _MODEL.fullmatch(card.model):
+    if not is_model(card.model):
         raise ValueError(f"model {card.model[:80]!r} is not 8 to 64 hexadecimal digits")
     _check_number("steps_per_s", card.steps_per_s, 0.0, MOST_STEPS_PER_S)
     _check_number("lease_s", card.lease_s, LEAST_LEASE_S, MOST_LEASE_S)
@@ -171,6 +172,11 @@ def check_card(card: PeerCard) -> None:
         _check_part(part, replica)
     for part, founding in card.foundings.items():
         _check_founding(part, founding)
+
+
+def is_model(text: str) -> bool:
+    """Return whether a card can have this digest of a model; "" is one."""
+    return _MODEL.fullmatch(text) is not None
 
 
 def _check_text(name: str, value: str) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import json
 import re
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -65,6 +66,13 @@ class Layout:
     def digest(self) -> str:
         """Return 16 hexadecimal digits of a SHA-256 over names and shapes."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+
+
+def model_sha256(layout: Layout, facts: tuple[tuple[str, str], ...], num_samples: int) -> str:
+    """Return the digest of everything that must be equal for nodes to train one model."""
+    units = [[unit.name, [[t.name, list(t.shape)] for t in unit.tensors]] for unit in layout.units]
+    text = json.dumps([units, [list(fact) for fact in sorted(facts)], num_samples], ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class Verdict(IntEnum):

@@ -1,0 +1,50 @@
+"""The peers of a run as the views show them. Pure functions."""
+
+from collections.abc import Mapping
+
+from aedit.proto.swarm.card import PeerCard
+from aedit.proto.swarm.contradiction import Contradiction
+
+
+def rows(
+    live: Mapping[bytes, PeerCard], me: bytes, shut_out: Mapping[bytes, Contradiction]
+) -> list[dict[str, object]]:
+    """Return a row for each live peer, by name, and one for each that is shut out, as JSON values.
+
+    Args:
+        live: Cards of the live peers by key, that of the peer `me` included.
+        me: Key of the peer that tells.
+        shut_out: Keys that are shut out, with the proof.
+    """
+    differ = of_another_model(live, me)
+    cards = sorted(live.items(), key=lambda item: (item[1].name, item[0]))
+    found = [_row(card, differs=key in differ) for key, card in cards]
+    return found + [
+        {"name": key.hex()[:16], "address": "-", "key": key.hex(), "state": f"shut out: {fault.reason}"}
+        for key, fault in shut_out.items()
+    ]
+
+
+def of_another_model(live: Mapping[bytes, PeerCard], me: bytes) -> dict[bytes, PeerCard]:
+    """Return the peers whose node trains another model than the node of the peer `me`.
+
+    Only for people. The hubs refuse such a node by themselves, and a replica needs no node: a card that lies
+    about the model changes nothing else.
+    """
+    own = live[me].model if me in live else ""
+    return {key: card for key, card in live.items() if own and card.model and card.model != own}
+
+
+def _row(card: PeerCard, *, differs: bool) -> dict[str, object]:
+    states = ["leaving"] * card.leaving + ["trains another model"] * differs
+    return {
+        "name": card.name,
+        "address": card.address,
+        "key": card.public_key.hex(),
+        "role": ", ".join(["trains"] * bool(card.model) + ["keeps parts"] * bool(card.address)),
+        "owns": sorted(part for part, replica in card.parts.items() if replica.leads),
+        "keeps": sorted(part for part, replica in card.parts.items() if not replica.leads),
+        "steps_per_s": card.steps_per_s,
+        "model": card.model,
+        "state": ", ".join(states),
+    }
