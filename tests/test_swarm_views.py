@@ -5,6 +5,7 @@ from hashlib import sha256
 from types import SimpleNamespace
 
 import pytest
+from kit.leading_hub import leading_hub
 from rich.console import Console
 
 from aedit.launch.rundir.swarm_records import SwarmSample
@@ -102,3 +103,16 @@ def test_the_history_is_that_of_the_first_part_whose_owner_answers(shown):
 def test_an_answer_of_another_form_is_not_a_swarm(said):
     with pytest.raises((KeyError, TypeError)):
         SwarmSample.of(said)
+
+
+def test_an_owner_tells_the_bytes_that_went_in_and_out_and_the_anchors_that_it_gave(tmp_path):
+    with leading_hub(tmp_path) as hub:
+        node = hub.node().found()
+        before = node.status()["traffic"]
+        assert (before["bytes_in"], before["bytes_out"]) == (4 * sum(node.numels), 0)
+        assert before["given"] == []
+        version, values = node.anchor(1)
+        after = node.status()["traffic"]
+        assert after["bytes_out"] == values.nbytes
+        digest = sha256(values.tobytes()).hexdigest()
+        assert after["given"] == [{"unit": 1, "version": version, "sha256": digest}]

@@ -18,7 +18,7 @@ _FORGOTTEN_S = 6 * WRITTEN_EVERY_S
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
-    """What a peer tells others of the node on its machine."""
+    """State of the node on the machine of a peer, as others are told."""
 
     model: str = ""
     """SHA-256 of everything that must be equal for nodes to train one model; "" without a node."""
