@@ -42,6 +42,40 @@ def test_a_newer_card_from_anybody_renews_a_live_peer():
     assert alive(peers, 19.0) == set()
 
 
+@pytest.mark.parametrize("changes", [{"address": "10.0.0.9:7001"}, {"fingerprint": "ab" * 32}])
+def test_a_peer_that_names_another_place_must_be_confirmed_again(changes):
+    """Found: it went on to count at an address, or with a certificate, at which it had never answered."""
+    peers = known()
+    member(peers)
+    assert peers.offer(data_of(ALPHA, 2, **changes), 1.0).kind == "new"
+    assert alive(peers, 1.0) == set()
+    assert peers.confirm(ALPHA.public, 2.0)
+    assert alive(peers, 2.0) == {"alpha"}
+
+
+def test_one_certificate_is_one_peer_while_that_one_counts():
+    peers, elsewhere = known(), {"address": "10.0.0.2:7001", "name": "beta"}
+    peers.offer(data_of(ALPHA), 0.0)
+    peers.offer(data_of(BETA, **elsewhere), 5.0)
+    assert peers.confirm(ALPHA.public, 1.0, "cert")
+    assert not peers.confirm(BETA.public, 6.0, "cert")
+    assert peers.twin(card_of(BETA, **elsewhere), "cert", 6.0).name == "alpha"
+    assert alive(peers, 6.0) == {"alpha"}
+    assert peers.confirm(ALPHA.public, 7.0, "cert"), "the same peer again"
+    assert peers.confirm(BETA.public, 10.0, "cert"), "the lease of the first one has passed"
+    assert alive(peers, 10.0) == {"beta"}
+    assert peers.twin(card_of(BETA, **elsewhere), "cert", 10.0) is None
+
+
+def test_a_new_key_takes_the_place_of_the_old_one_at_its_address_with_its_certificate():
+    peers = known()
+    peers.offer(data_of(ALPHA), 0.0)
+    peers.offer(data_of(BETA, name="beta"), 0.0)
+    assert peers.confirm(ALPHA.public, 0.0, "cert")
+    assert peers.confirm(BETA.public, 1.0, "cert"), "its folder was deleted, and it came back"
+    assert alive(peers, 1.0) == {"beta"}
+
+
 def test_a_peer_whose_lease_has_ended_must_be_confirmed_again():
     peers = known()
     member(peers)

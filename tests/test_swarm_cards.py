@@ -103,6 +103,7 @@ NAN, INF = float("nan"), float("inf")
         ({"address": "0.0.0.0:80"}, "name the host that others reach"),
         ({"fingerprint": "ab"}, "fingerprint 'ab' is not 64 hexadecimal"),
         ({"fingerprint": "A" * 64}, "fingerprint"),
+        ({"address": "", "fingerprint": "0f" * 32}, "nobody can meet the certificate of a client"),
         ({"model": "x" * 16}, "model 'xxxxxxxxxxxxxxxx' is not 8 to 64 hexadecimal"),
         ({"steps_per_s": NAN}, r"steps_per_s is nan; it must be in \[0, 1e\+09\]"),
         ({"steps_per_s": INF}, "steps_per_s is inf"),

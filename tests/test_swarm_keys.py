@@ -2,6 +2,8 @@
 
 import shutil
 import time
+from contextlib import suppress
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -10,6 +12,7 @@ from cryptography.x509.oid import NameOID
 from kit.gossip import Peer, all_see, call, started
 from kit.hub_processes import HubRefused, HubUnreachable
 from kit.leading_hub import keys_of, leading_hub
+from kit.swarm import RUN, key_of
 from kit.waiting import until
 
 from aedit.launch.cli.keys import Others, make_keys, revoke
@@ -18,11 +21,18 @@ from aedit.launch.config.load import parse
 from aedit.launch.config.placement import Placement, check_hub_start
 from aedit.launch.swarm.peer import Peer as PeerProcess
 from aedit.launch.swarm.peer import PeerOptions
+from aedit.proto.swarm.exchange import Certified, Violation
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient
 from aedit.proto.wire.identity import PEER
 from aedit.proto.wire.identity import parse as parsed
-from aedit.proto.wire.security import ClientKeys, client_keys, server_keys
+from aedit.proto.wire.security import (
+    ClientKeys,
+    client_keys,
+    host_certificates,
+    own_endorsement,
+    server_keys,
+)
 from aedit.proto.wire.vote_messages import proposal_out
 from aedit.proto.wire.votes import Proposal
 from aedit.types import UserError
@@ -107,7 +117,13 @@ def test_a_client_cannot_begin_a_run():
 def gossiping(number, keys, holder, *known, certificates=False, **plan):
     served = server_keys(keys / holder, require_client_certificates=certificates)
     tls = {"server_keys": served, "client_keys": client_keys(keys / holder)}
-    return Peer(number, *known, call_timeout_s=1.0, **tls, **plan)
+    tls["certified"] = certified(number, keys / holder)
+    return Peer(number, *known, call_timeout_s=1.0, **(tls | plan))
+
+
+def certified(number, folder):
+    """Return the certificates in a folder for a peer with this key."""
+    return Certified(host_certificates(folder), own_endorsement(folder, RUN, key_of(number).public))
 
 
 @pytest.mark.parametrize("certificates", [True, False])
@@ -115,13 +131,56 @@ def test_peers_exchange_cards_with_keys_of_peers_and_refuse_others(keys, certifi
     alice = gossiping(1, keys, "alice", certificates=certificates)
     address = alice.gossip.address
     bob = gossiping(2, keys, "bob", address, certificates=certificates)
-    behind_nat = Peer(3, address, client=True, client_keys=client_keys(keys / "dora"))
+    checks = Certified(host_certificates(keys / "dora"))
+    behind_nat = Peer(3, address, client=True, client_keys=client_keys(keys / "dora"), certified=checks)
     with started(alice, bob, behind_nat) as peers:
         until(all_see(peers, {"p1", "p2", "p3"}), "two peers, and a client with the keys of a node")
         for name in ("eve", "spare", "second"):
             assert code(lambda name=name: call(address, client_keys(keys / name))) == "PERMISSION_DENIED"
         with pytest.raises(HubUnreachable):
             call(address, ClientKeys(), timeout_s=0.5)
+
+
+def test_a_peer_counts_only_with_the_certificate_that_its_card_names(keys):
+    alice, bob = gossiping(1, keys, "alice"), gossiping(2, keys, "bob")
+    claims = replace(certified(3, keys / "bob"), own=certified(1, keys / "alice").own)
+    thief = gossiping(3, keys, "bob", certified=claims)
+    other_key = gossiping(4, keys, "bob", certified=certified(5, keys / "bob"))
+    silent = gossiping(6, keys, "bob", certified=None)
+    alice.discovery.given = [peer.gossip.address for peer in (thief, other_key, silent, bob)]
+    with started(alice, bob, thief, other_key, silent):
+        until(lambda: alice.sees() == {"p1", "p2"}, "the honest peer")
+        wanted = (
+            "'p3': the key of its certificate has not signed its identity",
+            "'p4': the key of its certificate has not signed its identity",
+            "'p6': its certificate has 0 bytes",
+        )
+        for peer, text in zip((thief, other_key, silent), wanted, strict=True):
+            with pytest.raises(Violation, match=text):
+                asked(alice, peer)
+        assert alice.sees() == {"p1", "p2"}
+
+
+def test_one_folder_of_keys_is_one_peer_under_however_many_keys_and_addresses(keys):
+    alice, sybils = gossiping(1, keys, "alice"), [gossiping(n, keys, "bob") for n in range(2, 7)]
+    with started(alice, *sybils):
+        for peer in (*sybils, *sybils):
+            with suppress(Violation):
+                asked(alice, peer)
+        assert alice.sees() == {"p1", "p2"}
+        with pytest.raises(
+            Violation, match=r"'p3' and 'p2' at .* have one certificate: give each peer a fol"
+        ):
+            asked(alice, sybils[1])
+
+
+def asked(caller, peer):
+    """Let a peer that has a card call another one, and take the answer."""
+    until(lambda: caller.known.own_card and peer.known.own_card, "cards")
+    address, now = peer.gossip.address, time.monotonic()
+    request = caller.gossip._exchanges.request(address)
+    reply = peer.gossip._exchanges.answer(request, now)
+    caller.gossip._exchanges.take(address, request, reply, now)
 
 
 def test_the_token_of_one_peer_with_the_certificate_of_another_is_refused(tmp_path, keys):
@@ -248,6 +307,23 @@ def test_a_client_starts_with_the_keys_of_a_node_and_without_any(tmp_path, keys)
         client = process(tmp_path / name, 'listen = ""', **options)
         assert client.address == ""
         client.close()
+
+
+def test_the_processes_of_two_peers_count_with_the_certificates_of_their_folders(tmp_path, keys):
+    alice = process(tmp_path / "a", "", keys=keys / "alice")
+    bob = process(tmp_path / "b", "", keys=keys / "bob", peers=alice.address)
+    client = process(tmp_path / "c", 'listen = ""', keys=keys / "dora", peers=alice.address)
+    everybody = (alice, bob, client)
+    try:
+        for one in everybody:
+            one._gossip.start()
+        until(lambda: all(len(one._live_names()) == 3 for one in everybody), "three peers")
+        told = {row["certificate"] for row in client._live_names()}
+        made = [own_endorsement(keys / name, "r", b"").fingerprint for name in ("alice", "bob")]
+        assert told == {*made, ""}
+    finally:
+        for one in everybody:
+            one.close()
 
 
 def test_a_peer_asks_for_certificates_where_the_run_does(tmp_path, keys):

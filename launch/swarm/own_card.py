@@ -20,8 +20,16 @@ class OwnCard:
     """Makes the cards of this peer."""
 
     def __init__(
-        self, config: RunConfig, name: str, directory: Path, key: SigningKey, known: KnownPeers
+        self,
+        config: RunConfig,
+        name: str,
+        directory: Path,
+        key: SigningKey,
+        known: KnownPeers,
+        fingerprint: str = "",
     ) -> None:
+        """Make none yet. fingerprint: of the TLS certificate of this peer; "" without one."""
+        self._fingerprint = fingerprint
         self._run, self._name, self._lease_s = config.name, name, config.swarm.lease_s
         self._key, self._known, self._serials = key, known, Serials(directory / "serial")
         self._last: PeerCard | None = None
@@ -49,6 +57,7 @@ class OwnCard:
             serial=1,
             address=address,
             parts=parts,
+            fingerprint=self._fingerprint,
             model=node.model,
             lease_s=self._lease_s,
             leaving=self.leaving,

@@ -17,6 +17,7 @@ from aedit.launch.swarm.own_card import OwnCard
 from aedit.launch.swarm.peer_rows import of_another_model, rows
 from aedit.launch.swarm.peer_service import PeerService
 from aedit.launch.swarm.roles import PartView, Role, part_view
+from aedit.proto.swarm.exchange import Certified
 from aedit.proto.swarm.gossip import Gossip, GossipPlan
 from aedit.proto.swarm.known_peers import KnownPeers
 from aedit.proto.swarm.node_file import NODE, NodeFile
@@ -24,7 +25,15 @@ from aedit.proto.swarm.proofs import Proofs
 from aedit.proto.swarm.received_file import STATEMENTS, StatementsFile
 from aedit.proto.swarm.replicas_file import KEY, REPLICAS, ReplicasFile
 from aedit.proto.wire.connections import raise_descriptor_limit
-from aedit.proto.wire.security import ClientKeys, ServerKeys, client_keys, listener_keys
+from aedit.proto.wire.host_certificate import Endorsement
+from aedit.proto.wire.security import (
+    ClientKeys,
+    ServerKeys,
+    client_keys,
+    host_certificates,
+    listener_keys,
+    own_endorsement,
+)
 from aedit.proto.wire.signing_key import SigningKey
 from aedit.system import write_atomically
 from aedit.types import UserError, printable
@@ -128,7 +137,9 @@ class Peer:
         self._node = NodeFile(directory / NODE)
         self._other_models: dict[bytes, str] = {}
         """Models that were named, by the key of the peer."""
-        self._card = OwnCard(config, options.name, directory, self._key, self._known)
+        certified = self._certified()
+        fingerprint = certified.own.fingerprint if certified else ""
+        self._card = OwnCard(config, options.name, directory, self._key, self._known, fingerprint)
         self._service = PeerService(
             config, self._replicas, self._trust, self._live_names, self._foundings.states
         )
@@ -138,6 +149,7 @@ class Peer:
             peers_file=directory / "last_peers.json",
             server_keys=self._server_keys(),
             client_keys=self._trust,
+            certified=certified,
             services=self._service.services(),
         )
         self._gossip = Gossip(self._known, self._key, self._own_card, self._discovery, plan)
@@ -236,6 +248,16 @@ class Peer:
             return ServerKeys()
         mutual = self._config.hub.certificates
         return listener_keys(listen, options.keys, certificates=mutual, insecure=options.insecure)
+
+    def _certified(self) -> Certified | None:
+        """Return the certificate of this peer and the check of others' ones; None without keys."""
+        keys, listens = self._options.keys, bool(self._config.swarm.listen)
+        if keys is None:
+            return None
+        run, me = self._config.name, self._key.public
+        return Certified(
+            host_certificates(keys), own_endorsement(keys, run, me) if listens else Endorsement()
+        )
 
     def _introduce(self) -> None:
         """Write what others need to find this peer, once it is known."""

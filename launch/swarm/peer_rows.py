@@ -41,6 +41,7 @@ def _row(card: PeerCard, *, differs: bool) -> dict[str, object]:
         "name": card.name,
         "address": card.address,
         "key": card.public_key.hex(),
+        "certificate": card.fingerprint,
         "role": ", ".join(["trains"] * bool(card.model) + ["keeps parts"] * bool(card.address)),
         "owns": sorted(part for part, replica in card.parts.items() if replica.leads),
         "keeps": sorted(part for part, replica in card.parts.items() if not replica.leads),

@@ -76,7 +76,7 @@ class PeerCard:
     """HOST:PORT of its gossip service; "" for a client, which hosts nothing."""
     parts: Mapping[int, PartReplica] = field(default_factory=dict)
     fingerprint: str = ""
-    """SHA-256 of its TLS certificate, in hexadecimal; "" without TLS."""
+    """SHA-256 of its TLS certificate, in hexadecimal; "" without TLS, and for a client."""
     model: str = ""
     """SHA-256 of the model that the node of this machine trains, see `model_sha256`; "" without a node."""
     steps_per_s: float = 0.0
@@ -168,6 +168,8 @@ def check_card(card: PeerCard) -> None:
     _check_number("lease_s", card.lease_s, LEAST_LEASE_S, MOST_LEASE_S)
     if card.parts and not card.address:
         raise ValueError(f"{len(card.parts)} parts and no address: a client hosts nothing")
+    if card.fingerprint and not card.address:
+        raise ValueError("fingerprint and no address: nobody can meet the certificate of a client")
     for part, replica in card.parts.items():
         _check_part(part, replica)
     for part, founding in card.foundings.items():

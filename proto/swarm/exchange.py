@@ -12,6 +12,7 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import grpc
 
@@ -21,6 +22,7 @@ from aedit.proto.swarm.known_peers import KnownPeers, Offer
 from aedit.proto.swarm.statements import MOST_SENT, Pair, Statements
 from aedit.proto.wire import swarm_pb2 as pb
 from aedit.proto.wire.hello import PROTOCOL
+from aedit.proto.wire.host_certificate import Endorsement, HostCertificates
 from aedit.proto.wire.service import Refusal
 from aedit.proto.wire.signing_key import SigningKey, is_signed_by
 from aedit.types import printable
@@ -38,6 +40,16 @@ _ANSWER = b"aedit peer answer 1\n"
 _PROOF = b"aedit peer proof 1\n"
 
 
+@dataclass(frozen=True, slots=True)
+class Certified:
+    """Certificates in the exchanges of a run that has keys."""
+
+    hosts: HostCertificates
+    """Checks those of others."""
+    own: Endorsement = field(default_factory=Endorsement)
+    """This peer's; an empty one for a client."""
+
+
 class Violation(ValueError):
     """A peer has answered what it must not; the text names it."""
 
@@ -50,11 +62,12 @@ class Exchanges:
         known: KnownPeers,
         key: SigningKey,
         *,
+        certified: Certified | None = None,
         chance: random.Random | None = None,
         draw: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
-        """Know nobody but those in `known`. chance, draw: for tests."""
-        self.known, self._key = known, key
+        """Know nobody but those in `known`. certified: None without keys. chance, draw: for tests."""
+        self.known, self._key, self._certified = known, key, certified
         self._statements = Statements(known.run)
         self._chance, self._draw = chance or random.Random(), draw
         self._lock = threading.Lock()
@@ -131,6 +144,8 @@ class Exchanges:
             with self._lock:
                 self._dials.drop(address)  # another name of this peer
             return
+        if card.address == address:
+            self._confirm(card, reply, now)
         self._note_answer(address, card, reply.challenge, now)
         if request.statements:
             self._statements.sent(address, request.statements)
@@ -166,9 +181,12 @@ class Exchanges:
             raise Violation(f"statements has {len(request.statements)} entries; {most}")
         offer = self._offer(request.card, now, Standing.CALLED)
         key = self._caller(request, offer, now)
+        endorsed = self._certified.own if self._certified else Endorsement()
         return pb.ExchangeReply(
             protocol=PROTOCOL,
             card=own,
+            certificate=endorsed.certificate,
+            endorsement=endorsed.signature,
             signature=self._key.private.sign(_ANSWER + request.nonce + key + self._key.public),
             cards=self._news(request, key, now),
             challenge=self._challenge(key, now),
@@ -189,9 +207,23 @@ class Exchanges:
             raise Violation(f"{printable(offer.card.name)!r} answers calls, and its card names no address")
         return offer.card
 
+    def _confirm(self, card: PeerCard, reply: pb.ExchangeReply, now: float) -> None:
+        """Let the peer count that has answered at its own address, with its certificate over TLS."""
+        made = Endorsement(reply.certificate, reply.endorsement) if self._certified else Endorsement()
+        if self._certified:
+            if card.fingerprint != made.fingerprint:
+                raise Violation(f"the card of {printable(card.name)!r} names another certificate than it has")
+            try:
+                self._certified.hosts.check(made, self.known.run, card.public_key, card.address)
+            except ValueError as error:
+                raise Violation(f"{printable(card.name)!r}: {error}") from None
+        if self.known.confirm(card.public_key, now, made.fingerprint):
+            return
+        if made.certificate and (twin := self.known.twin(card, made.fingerprint, now)):
+            names = f"{printable(card.name)!r} and {printable(twin.name)!r} at {twin.address}"
+            raise Violation(f"{names} have one certificate: give each peer a folder of keys of its own")
+
     def _note_answer(self, address: str, card: PeerCard, challenge: bytes, now: float) -> None:
-        if card.address == address:
-            self.known.confirm(card.public_key, now)
         with self._lock:
             if card.address == address:
                 self._dials.answered(address, now)

@@ -15,7 +15,7 @@ from time import monotonic
 
 from aedit.proto.swarm.calling import PeerCalls
 from aedit.proto.swarm.discovery import Discovery
-from aedit.proto.swarm.exchange import MOST_HINTS, Exchanges
+from aedit.proto.swarm.exchange import MOST_HINTS, Certified, Exchanges
 from aedit.proto.swarm.known_peers import KnownPeers
 from aedit.proto.wire import swarm_pb2 as pb
 from aedit.proto.wire.fair_pool import FairPool
@@ -46,6 +46,8 @@ class GossipPlan:
     """File with the addresses of peers that have answered, for the next start."""
     server_keys: ServerKeys = field(default_factory=ServerKeys)
     client_keys: ClientKeys = field(default_factory=ClientKeys)
+    certified: Certified | None = None
+    """With keys: the certificates of this peer and of others."""
     every_s: float = 1.0
     """Time between two rounds."""
     fanout: int = 3
@@ -78,7 +80,8 @@ class Gossip:
         Raises:
             UserError: The address is not available.
         """
-        self._exchanges, self._own_card, self._plan = Exchanges(known, key), own_card, plan
+        self._exchanges = Exchanges(known, key, certified=plan.certified)
+        self._own_card, self._plan = own_card, plan
         self._known, self._discovery = known, discovery
         most = 2 * (plan.fanout + plan.dials)
         self._pool = ThreadPoolExecutor(most, "gossip call")

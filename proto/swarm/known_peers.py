@@ -38,6 +38,8 @@ class _Entry:
     card: PeerCard
     seen_s: float
     confirmed: bool = False
+    certificate: str = ""
+    """Fingerprint of the certificate that its peer has shown to have, when it was confirmed."""
 
 
 class KnownPeers:
@@ -158,11 +160,17 @@ class KnownPeers:
         with self._lock:
             self._shut_out(found)
 
-    def confirm(self, key: bytes, now: float) -> bool:
+    def confirm(self, key: bytes, now: float, certificate: str = "") -> bool:
         """Let the peer count that has shown to have this key; return whether it does.
 
-        It does not if its card is unknown or its lease has passed, or if `limit` peers count already. Of
-        several keys at one address only the one that was confirmed last counts.
+        It does not if its card is unknown or its lease has passed, if `limit` peers count already, or if a
+        peer at another address that counts has the same certificate. Of several keys at one address only the
+        one that was confirmed last counts.
+
+        Args:
+            key: Public key of the peer.
+            now: Time.
+            certificate: Fingerprint of the certificate that it has shown to have; "" without TLS.
         """
         with self._lock:
             now_s = self._at(now)
@@ -173,11 +181,20 @@ class KnownPeers:
             others = [one for one in self._peers.values() if one.confirmed and one is not entry]
             if not entry.confirmed and len(others) >= self._limit:
                 return False
+            if certificate and any(_is_twin(one, entry.card, certificate) for one in others):
+                return False
             for one in others:
                 if one.card.address and one.card.address == entry.card.address:
                     one.confirmed = False
-            entry.confirmed = True
+            entry.confirmed, entry.certificate = True, certificate
             return True
+
+    def twin(self, card: PeerCard, certificate: str, now: float) -> PeerCard | None:
+        """Return the card of another peer that counts with this certificate elsewhere; None without one."""
+        with self._lock:
+            self._lapse(self._at(now))
+            others = [one for key, one in self._peers.items() if one.confirmed and key != card.public_key]
+            return next((one.card for one in others if _is_twin(one, card, certificate)), None)
 
     def live(self, now: float) -> dict[bytes, PeerCard]:
         """Return the cards of the peers that count, with this peer's own card, by key."""
@@ -242,8 +259,11 @@ class KnownPeers:
             return Offer("refused", reason=self._shut_out(found))
         if entry and card.serial == entry.card.serial:
             return Offer("known", entry.card)
-        confirmed = entry is not None and entry.confirmed and not _is_over(entry, now_s)
-        self._peers[key] = _Entry(data, card, now_s, confirmed)
+        # At another address, or with another certificate, it has to answer again.
+        is_same = entry is not None and _place(entry.card) == _place(card) and not _is_over(entry, now_s)
+        confirmed = entry is not None and entry.confirmed and is_same
+        certificate = entry.certificate if entry is not None and confirmed else ""
+        self._peers[key] = _Entry(data, card, now_s, confirmed, certificate)
         self._peers.move_to_end(key)
         self._forget()
         return Offer("newer" if confirmed else "new", card)
@@ -284,3 +304,11 @@ class KnownPeers:
 
 def _is_over(entry: _Entry, now_s: float) -> bool:
     return now_s - entry.seen_s >= entry.card.lease_s
+
+
+def _is_twin(one: _Entry, card: PeerCard, certificate: str) -> bool:
+    return one.certificate == certificate and one.card.address != card.address
+
+
+def _place(card: PeerCard) -> tuple[str, str]:
+    return card.address, card.fingerprint

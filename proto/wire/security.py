@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import grpc
 from cryptography import x509
 
+from aedit.proto.wire.host_certificate import Endorsement, HostCertificates, endorsement
 from aedit.proto.wire.identity import REVOKED, Stranger, TokenReader, check_call, parse
 from aedit.types import UserError
 
@@ -70,6 +71,26 @@ def client_keys(directory: Path) -> ClientKeys:
     tls = grpc.ssl_channel_credentials(_read(directory / CA), key, certificate)
     token = grpc.access_token_call_credentials(_token(directory))
     return ClientKeys(grpc.composite_channel_credentials(tls, token))
+
+
+def host_certificates(directory: Path) -> HostCertificates:
+    """Return the check of other peers' certificates by the authority in `directory`. Raises UserError."""
+    try:
+        return HostCertificates(_read(directory / CA))
+    except ValueError as error:
+        raise UserError(f"{directory / CA} is not an authority of `aedit keys`: {error}") from error
+
+
+def own_endorsement(directory: Path, run: str, key: bytes) -> Endorsement:
+    """Return the endorsement of the peer with this public key by the certificate in `directory`.
+
+    Raises UserError naming the file.
+    """
+    pair = _pair(directory, SERVER)
+    try:
+        return endorsement(*pair, run, key)
+    except ValueError as error:
+        raise UserError(f"{directory / SERVER}.key is not a key of `aedit keys`: {error}") from error
 
 
 def check_exposure(address: str, keys: ServerKeys | None, insecure: bool) -> None:

@@ -85,20 +85,24 @@ class KnownCard(_message.Message):
     def __init__(self, key: _Optional[bytes] = ..., serial: _Optional[int] = ...) -> None: ...
 
 class ExchangeReply(_message.Message):
-    __slots__ = ("protocol", "card", "signature", "cards", "challenge", "contradictions")
+    __slots__ = ("protocol", "card", "signature", "cards", "challenge", "contradictions", "certificate", "endorsement")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     CARD_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     CARDS_FIELD_NUMBER: _ClassVar[int]
     CHALLENGE_FIELD_NUMBER: _ClassVar[int]
     CONTRADICTIONS_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    ENDORSEMENT_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     card: bytes
     signature: bytes
     cards: _containers.RepeatedScalarFieldContainer[bytes]
     challenge: bytes
     contradictions: _containers.RepeatedCompositeFieldContainer[Contradiction]
-    def __init__(self, protocol: _Optional[int] = ..., card: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., cards: _Optional[_Iterable[bytes]] = ..., challenge: _Optional[bytes] = ..., contradictions: _Optional[_Iterable[_Union[Contradiction, _Mapping]]] = ...) -> None: ...
+    certificate: bytes
+    endorsement: bytes
+    def __init__(self, protocol: _Optional[int] = ..., card: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., cards: _Optional[_Iterable[bytes]] = ..., challenge: _Optional[bytes] = ..., contradictions: _Optional[_Iterable[_Union[Contradiction, _Mapping]]] = ..., certificate: _Optional[bytes] = ..., endorsement: _Optional[bytes] = ...) -> None: ...
 
 class Contradiction(_message.Message):
     __slots__ = ("one", "other")

@@ -2,6 +2,7 @@
 
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 from aedit.proto.swarm.card import encoded
 from aedit.proto.swarm.gossip import Gossip, GossipPlan
@@ -41,12 +42,15 @@ class Peer:
         self.known = KnownPeers(RUN, self.key.public, allow=allow)
         self.discovery = discovery or Hints(*hints)
         listen = "" if client else plan.pop("listen", "127.0.0.1:0")
+        certified = plan.get("certified")
+        self.fingerprint = certified.own.fingerprint if certified else ""
         settings = GossipPlan(listen=listen, every_s=EVERY_S, **plan)
         self.gossip = Gossip(self.known, self.key, self.card, self.discovery, settings)
 
     def card(self):
         serial = time.time_ns()
         made = card_of(self.key, serial, name=self.name, address=self.gossip.address, lease_s=self.lease_s)
+        made = replace(made, fingerprint=self.fingerprint)
         return encoded(made, self.key.private)
 
     def sees(self):
