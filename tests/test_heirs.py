@@ -39,6 +39,26 @@ def test_an_anchor_of_a_later_generation_is_newer_whatever_its_version_is():
     assert version_of(found.stamp(0, 0)) == 9000
 
 
+def test_versions_after_the_anchor_that_is_brought_are_told_by_name_and_change_nothing():
+    found, _ = heirs()
+    found.note(0, [stamp(1, 7), 0], 0, 0.0, [stamp(1, 7), 0])
+    found.note(1, [stamp(1, 4), 0], 0, 0.0, [stamp(1, 9), 0])
+    found.note(2, [0], 0, 0.0, [stamp(2, 3)])
+    assert found.lost_after(0, 0) == [(2, 3), (1, 2)], "a later generation began again at version 1"
+    assert found.lost_after(0, 1) == []
+    assert found.founder(0, 10.0) == 0, "who has the newest anchor, whatever others were told of"
+    found.note(1, [stamp(1, 4), 0], 0, 0.0, [stamp(0, 9000), 2**64 - 1])
+    assert found.lost_after(0, 0) == [(2, 3)], "an earlier generation is older"
+    assert found.lost_after(0, 1) == [(1, 2**32 - 1)]
+
+
+def test_a_bounded_number_of_nodes_is_named():
+    found, _ = heirs(range(20))
+    for node in range(20):
+        found.note(node, [stamp(0, 1)], 0, 0.0, [stamp(0, 2 + node)])
+    assert found.lost_after(0, 0) == [(node, node + 1) for node in range(19, 3, -1)]
+
+
 def test_nobody_without_an_anchor_brings_one_and_no_member_that_has_gone():
     found, state = heirs()
     found.note(2, [0, 0], 0, 0.0)

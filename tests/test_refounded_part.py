@@ -104,6 +104,27 @@ def test_the_one_with_the_newest_anchor_need_not_be_the_first_to_come(tmp_path):
             assert np.array_equal(late[0].anchors[0], newest)
 
 
+def test_later_versions_that_nobody_has_are_named_by_the_nodes_that_were_told_of_them(tmp_path, caplog):
+    """Found: nobody said how much was lost with the part."""
+    with ExitStack() as stack:
+        with hub_at(tmp_path / "one") as hub:
+            address = hub.address
+            (a, b), _ = nodes(stack, address)
+            for seq in (1, 2):
+                assert exchange(a, 0, seq, 0.5, seq).version == seq + 1
+            seen, before = hub.leading.ledger.hub.clocks.seen, 0.0
+            for _ in range(2):  # the second heartbeat shows that the answer to the one before has come
+                before = until(lambda t=before: (now := seen[b.node]) > t and now, "a heartbeat")
+            a.leave(10.0)
+        shutil.rmtree(tmp_path / "one")
+        with hub_at(tmp_path / "two", address, above=AGAIN) as hub:
+            all_have_told(hub, 1)
+            until(lambda: len(events(tmp_path / "two", "goes_on_from")) == 2, "both units")
+            found = {e["unit"]: (e["version"], e["lost"]) for e in events(tmp_path / "two", "goes_on_from")}
+    assert found == {0: (1, [["b", 2]]), 1: (1, [])}
+    assert "unit 0: nodes were told of later versions, which are lost: b of 2" in caplog.messages
+
+
 def test_samples_that_were_handed_out_are_handed_out_to_nobody_else(tmp_path):
     with ExitStack() as stack:
         with hub_at(tmp_path / "one") as hub:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 from aedit.async_sgd.hub.state import HubState
 from aedit.async_sgd.rules.records import Leased, Record, Used
-from aedit.proto.wire.lineage import lineage
+from aedit.proto.wire.lineage import generation_of, lineage, version_of
 
+MOST_TOLD = 16
 _LAST_POSITION = 2**60
 """Positions of samples beyond this one are nobody's word to be taken for."""
 
@@ -25,6 +26,7 @@ class Heirs:
         """
         self._state, self._gather_s = state, gather_s
         self._stamps: dict[int, tuple[int, ...]] = {}
+        self._told: dict[int, tuple[int, ...]] = {}
         self._leased_upto = 0
         self._since_s: float | None = None
 
@@ -33,11 +35,21 @@ class Heirs:
         """Return whether this hub leads a part that was founded again."""
         return lineage(self._state().term) > 0
 
-    def note(self, node: int, stamps: Sequence[int], leased_upto: int, now_s: float) -> None:
-        """Note the stamps of a node's anchors by unit, and how far it has been given positions of samples."""
+    def note(
+        self, node: int, stamps: Sequence[int], leased_upto: int, now_s: float, told: Sequence[int] = ()
+    ) -> None:
+        """Note what a node says when it joins.
+
+        Args:
+            node: Its number.
+            stamps: Of its anchors, by unit.
+            leased_upto: How far it has been given positions of samples.
+            now_s: Age of the run.
+            told: Stamps of the newest anchors that it was told of, by unit.
+        """
         if not self.are_asked:
             return
-        self._stamps[node] = tuple(stamps)
+        self._stamps[node], self._told[node] = tuple(stamps), tuple(told)
         if leased_upto <= _LAST_POSITION:
             self._leased_upto = max(self._leased_upto, leased_upto)
         if self._since_s is None and any(stamps):
@@ -51,6 +63,21 @@ class Heirs:
         """Return the stamp of a node's anchor; 0 if it has told none."""
         stamps = self._stamps.get(node, ())
         return stamps[unit] if unit < len(stamps) else 0
+
+    def lost_after(self, node: int, unit: int) -> list[tuple[int, int]]:
+        """Return which nodes were told of later anchors of a unit than the one that `node` brings.
+
+        Only for people: nobody can check what a node says here, and nothing follows from it.
+
+        Returns:
+            Node and number of later versions, most first; at most `MOST_TOLD`.
+        """
+        brought = self.stamp(node, unit)
+        told = (
+            (one, _later(stamps[unit], brought)) for one, stamps in self._told.items() if unit < len(stamps)
+        )
+        found = [(one, versions) for one, versions in told if versions > 0]
+        return sorted(found, key=lambda item: (-item[1], item[0]))[:MOST_TOLD]
 
     def founder(self, unit: int, now_s: float) -> int | None:
         """Return the node that brings the unit's first anchor here; None if that is nobody yet.
@@ -85,3 +112,10 @@ class Heirs:
         if not self.are_asked or start >= self._leased_upto:
             return []
         return [Leased(node, start, self._leased_upto), Used(node, start, self._leased_upto)]
+
+
+def _later(told: int, brought: int) -> int:
+    """Return how many versions at least lie between two stamps; those of a later generation begin at 1."""
+    if generation_of(told) > generation_of(brought):
+        return version_of(told)
+    return version_of(told) - version_of(brought) if told > brought else 0

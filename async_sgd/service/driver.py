@@ -56,7 +56,7 @@ class Driver:
             decided = self._hub.join(who, now)
             position = self._ledger.commit(decided)
             joined = next(record for record in decided if isinstance(record, Joined))
-            self._hub.heirs.note(joined.node, request.inherits, request.leased_upto, now)
+            self._hub.heirs.note(joined.node, request.inherits, request.leased_upto, now, request.told)
             reply = messages.join_reply(self._hub, self._hub.state.members[joined.node], session, now)
         reply.news.receipt.CopyFrom(self._guard.admitted(position))
         return reply

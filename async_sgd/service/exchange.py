@@ -236,9 +236,14 @@ class PushPull:
         """Log whose anchor a unit of a part that was lost goes on from; the lock is held."""
         version = version_of(self._hub.heirs.stamp(head.who.node, head.unit))
         name = self._hub.state.members[head.who.node].name
+        members, heirs = self._hub.state.members, self._hub.heirs
+        lost = [(members[node].name, num) for node, num in heirs.lost_after(head.who.node, head.unit)]
         log.warning("unit %d goes on from version %d, which %s had", head.unit, version, name)
+        if lost:
+            said = ", ".join(f"{one} of {num:,}" for one, num in lost)
+            log.warning("unit %d: nodes were told of later versions, which are lost: %s", head.unit, said)
         self._guard.engine.event(
-            "goes_on_from", unit=head.unit, version=version, node=head.who.node, name=name
+            "goes_on_from", unit=head.unit, version=version, node=head.who.node, name=name, lost=lost
         )
 
     def _decided(self, head: pb.PushHead) -> pb.PushReply:

@@ -185,6 +185,10 @@ class Agent:
         """Return the stamps of the anchors from which parts that were founded again can go on."""
         return self._transfers.inherits
 
+    def told(self) -> Sequence[int]:
+        """Return the stamps of the newest anchors of such parts that this node was told of."""
+        return self._transfers.told
+
     def leased_upto(self) -> int:
         """Return the end of the last positions of samples that this node was given."""
         return self._leased_upto

@@ -53,6 +53,9 @@ class Owner(Protocol):
     def inherits(self) -> Sequence[int]:
         """Return the stamps of the anchors from which parts that were founded again can go on."""
 
+    def told(self) -> Sequence[int]:
+        """Return the stamps of the newest anchors of such parts that this node was told of."""
+
     def leased_upto(self) -> int:
         """Return the end of the last positions of samples that this node was given."""
 
@@ -249,6 +252,7 @@ class Membership:
         self._begin_anew(hello.term, owner)
         request.claim.CopyFrom(self._claim())
         request.inherits.extend(owner.inherits())
+        request.told.extend(owner.told())
         request.leased_upto = owner.leased_upto() if self.part == 0 else 0
         reply = self.client.join(request)
         with self._change:

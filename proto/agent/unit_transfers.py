@@ -76,6 +76,8 @@ class UnitTransfers:
         self._pools = [ThreadPoolExecutor(plan.streams, f"hub-{k}") for k in range(len(memberships))]
         self.inherits = [0] * len(plan.units)
         """Stamps of the anchors that are of an earlier generation of their part."""
+        self.told = [0] * len(plan.units)
+        """Stamps of the newest anchors of an earlier generation that a hub has told of, here or not."""
         self._outdated: set[int] = set()
         """Units whose last answer to the trainer was of an earlier generation of their part."""
         self._brought: set[int] = set()
@@ -125,6 +127,8 @@ class UnitTransfers:
                 self.inherits[unit] = stamp(generation, self.versions[unit]) or self.inherits[unit]
                 self.versions[unit] = 0
                 with self._lock:
+                    newest = self._news[unit].version if unit in self._news else 0
+                    self.told[unit] = max(self.told[unit], self.inherits[unit], stamp(generation, newest))
                     self._outdated.add(unit)
                     self._brought.discard(unit)
                     self._accepted[unit] = 0

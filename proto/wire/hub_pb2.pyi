@@ -124,7 +124,7 @@ class Unit(_message.Message):
     def __init__(self, name: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("who", "name", "layout", "facts", "num_samples", "donor", "ranks", "process", "rejoin", "voter", "prefers", "claim", "inherits", "leased_upto")
+    __slots__ = ("who", "name", "layout", "facts", "num_samples", "donor", "ranks", "process", "rejoin", "voter", "prefers", "claim", "inherits", "told", "leased_upto")
     class FactsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +145,7 @@ class JoinRequest(_message.Message):
     PREFERS_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
     INHERITS_FIELD_NUMBER: _ClassVar[int]
+    TOLD_FIELD_NUMBER: _ClassVar[int]
     LEASED_UPTO_FIELD_NUMBER: _ClassVar[int]
     who: Who
     name: str
@@ -159,8 +160,9 @@ class JoinRequest(_message.Message):
     prefers: int
     claim: Claim
     inherits: _containers.RepeatedScalarFieldContainer[int]
+    told: _containers.RepeatedScalarFieldContainer[int]
     leased_upto: int
-    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., name: _Optional[str] = ..., layout: _Optional[_Iterable[_Union[Unit, _Mapping]]] = ..., facts: _Optional[_Mapping[str, str]] = ..., num_samples: _Optional[int] = ..., donor: _Optional[str] = ..., ranks: _Optional[int] = ..., process: _Optional[int] = ..., rejoin: _Optional[bytes] = ..., voter: _Optional[int] = ..., prefers: _Optional[int] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., inherits: _Optional[_Iterable[int]] = ..., leased_upto: _Optional[int] = ...) -> None: ...
+    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., name: _Optional[str] = ..., layout: _Optional[_Iterable[_Union[Unit, _Mapping]]] = ..., facts: _Optional[_Mapping[str, str]] = ..., num_samples: _Optional[int] = ..., donor: _Optional[str] = ..., ranks: _Optional[int] = ..., process: _Optional[int] = ..., rejoin: _Optional[bytes] = ..., voter: _Optional[int] = ..., prefers: _Optional[int] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., inherits: _Optional[_Iterable[int]] = ..., told: _Optional[_Iterable[int]] = ..., leased_upto: _Optional[int] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("term", "node", "session", "founder", "versions", "seqs", "donors", "news")

@@ -41,6 +41,11 @@ def stamp(generation: int, version: int) -> int:
     return generation << _VERSION_BITS | version if version else 0
 
 
+def generation_of(stamp: int) -> int:
+    """Return the generation of the part that made the anchor."""
+    return stamp >> _VERSION_BITS
+
+
 def version_of(stamp: int) -> int:
     """Return the version of the anchor, as its generation counted them."""
     return stamp & ((1 << _VERSION_BITS) - 1)
