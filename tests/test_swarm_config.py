@@ -1,6 +1,7 @@
 """Tests the configuration of a swarm, and how a peer is told of the first others."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 
@@ -159,6 +160,19 @@ def test_a_file_of_peers_introduces_a_node_that_joins(tmp_path, monkeypatch):
     listed.write_text("# nobody\n")
     with pytest.raises(UserError, match="no peer was found within 0 s"):
         introduced(str(listed))
+
+
+def test_a_join_to_a_run_that_averages_by_hivemind_is_one_line_with_the_command(capsys, monkeypatch):
+    """Found: it was told that nobody is listed there, and no more."""
+    empty = SimpleNamespace(found=list, state="", close=lambda: None)
+    monkeypatch.setattr(introduction, "DhtDiscovery", lambda settings: empty)
+    monkeypatch.setattr(introduction, "_LIMIT_S", 0.0)
+    place = "/ip4/10.0.0.1/tcp/7000/p2p/12D3Koo"
+    assert main(["join", place]) == 2
+    error = capsys.readouterr().err
+    assert 'swarm.exchange = "hivemind"' in error
+    assert f"aedit run CONFIG --swarm.peers {place}\n" in error
+    assert error.count("\n") == 1
 
 
 def test_a_file_of_peers_that_is_not_there_is_named_at_once(tmp_path):

@@ -16,6 +16,10 @@ INTRODUCTION = "introduction"
 """File of a peer with what a further peer passes to `aedit join`."""
 _GIVEN = "given_peers.txt"
 _LIMIT_S, _LOOK_S = 40.0, 0.2
+_ENTER_AVERAGING = (
+    '; if the run has swarm.exchange = "hivemind", no peer can tell its configuration: copy that, and use'
+    " aedit run CONFIG --swarm.peers {peers}"
+)
 
 
 def make_discovery(swarm: SwarmConfig, peers: str, *, directory: Path, run: str) -> PeerFile | DhtDiscovery:
@@ -79,7 +83,8 @@ def introduced(peers: str) -> tuple[str, ...]:
             while not (found := [address for hint in discovery.found() if (address := _address(hint))]):
                 if time.monotonic() > deadline_s:
                     why = discovery.state or "nobody is listed there"
-                    raise UserError(f"{peers}: no peer was found within {_LIMIT_S:g} s ({why})")
+                    averages = _ENTER_AVERAGING.format(peers=peers) if is_maddrs(peers) else ""
+                    raise UserError(f"{peers}: no peer was found within {_LIMIT_S:g} s ({why}){averages}")
                 time.sleep(_LOOK_S)
             return tuple(dict.fromkeys(found))
         finally:
