@@ -66,10 +66,12 @@ class KnownAnchors:
             while len(of_unit) > _KNOWN_VERSIONS:
                 of_unit.popitem(last=False)
 
-    def newest(self) -> dict[int, tuple[int, bytes]]:
-        """Return the newest version that was given of each unit, and its SHA-256."""
+    def newest(self, num_units: int) -> str:
+        """Return one digest of the newest anchors that were given; "" until all units were."""
         with self._lock:
-            return {unit: max(of_unit.items()) for unit, of_unit in sorted(self._digests.items())}
+            found = [(unit, *max(of_unit.items())) for unit, of_unit in sorted(self._digests.items())]
+        told = "".join(f"{unit} {version} {digest.hex()}\n" for unit, version, digest in found)
+        return hashlib.sha256(told.encode()).hexdigest() if len(found) >= max(1, num_units) else ""
 
     def digest(self, unit: int, version: int) -> bytes:
         """Return the SHA-256; empty if this anchor was not given whole of late."""
@@ -92,13 +94,9 @@ class PushPull:
         self.bytes_out = 0
 
     def status(self) -> dict[str, Any]:
-        """Return for views the bytes of pushes and anchors so far, and the newest anchors that were given."""
-        newest = self._known.newest().items()
-        return {
-            "bytes_in": self.bytes_in,
-            "bytes_out": self.bytes_out,
-            "given": [{"unit": u, "version": v, "sha256": digest.hex()} for u, (v, digest) in newest],
-        }
+        """Return for views the bytes of pushes and anchors, and a digest of the newest anchors given."""
+        digest = self._known.newest(len(self._hub.state.units))
+        return {"bytes_in": self.bytes_in, "bytes_out": self.bytes_out, "digest": digest}
 
     def max_push_bytes(self, unit: int) -> int:
         """Return the largest allowed size of a push of this unit."""

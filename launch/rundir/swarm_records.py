@@ -1,8 +1,7 @@
 """State of a swarm as frozen values, read from a peer's reply to `status`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Any
 
 from aedit.launch.rundir.hub_records import HubSample
@@ -74,7 +73,7 @@ class PartSample:
             hub=HubSample.of(line),
             bytes_in=number(traffic.get("bytes_in") or 0),
             bytes_out=number(traffic.get("bytes_out") or 0),
-            digest=_digest(traffic.get("given") or (), len(line.get("units") or ())),
+            digest=text(traffic.get("digest")),
             trouble=trouble,
         )
 
@@ -100,11 +99,3 @@ class SwarmSample:
     def hub(self) -> HubSample | None:
         """Return the state of the first part whose owner answers: all nodes take part in each."""
         return next((part.hub for part in self.parts if part.hub is not None), None)
-
-
-def _digest(given: Sequence[Line], num_units: int) -> str:
-    """Return one digest of these anchors; "" if they are not of all units."""
-    if len(given) < max(1, num_units):
-        return ""
-    told = "".join(f"{int(one['unit'])} {int(one['version'])} {text(one['sha256'])}\n" for one in given)
-    return sha256(told.encode()).hexdigest()

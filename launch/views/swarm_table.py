@@ -12,7 +12,9 @@ from aedit.launch.views.hubtable import spread
 from aedit.proto.wire.lineage import term_text
 
 _PEERS = ("peer", "address", "role", "owns", "follows", "steps/s", "model", "state")
-_PARTS = ("part", "owner", "term", "in sync", "versions", "digest", "pending", "in", "out", "journal")
+_PARTS = ("part", "owner", "term", "sync", "versions", "digest", "pending", "in", "out")
+_WHOLE = ("address", "owner")
+"""Columns that a narrow terminal does not fold: people copy them."""
 _DIGITS = 8
 """Of a digest that are shown."""
 
@@ -31,7 +33,8 @@ def swarm_tables(swarm: SwarmSample) -> Iterator[RenderableType]:
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for i, name in enumerate(columns):
-        table.add_column(name, justify="left" if i < left else "right", overflow="fold")
+        whole = name in _WHOLE
+        table.add_column(name, justify="left" if i < left else "right", overflow="fold", no_wrap=whole)
     for row in rows:
         table.add_row(*map(Text, row))  # no markup in names, which peers choose
     return table
@@ -40,15 +43,15 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> 
 def _peer(peer: PeerSample) -> list[str]:
     owns, keeps = (",".join(map(str, parts)) or words.UNKNOWN for parts in (peer.owns, peer.keeps))
     speed = words.decimals(peer.steps_per_s) if peer.steps_per_s else words.UNKNOWN
+    role = peer.role.replace("keeps parts", "keeps")
     model = peer.model[:_DIGITS] or words.UNKNOWN
-    return [peer.name, peer.address or "client", peer.role, owns, keeps, speed, model, peer.state]
+    return [peer.name, peer.address or "client", role, owns, keeps, speed, model, peer.state]
 
 
 def _part(number: int, part: PartSample) -> list[str]:
     if part.hub is None:
-        return [str(number), "none that answers", *[words.UNKNOWN] * 8]
+        return [str(number), "none that answers", *[words.UNKNOWN] * 7]
     hub = part.hub
     digest = part.digest[:_DIGITS] or words.UNKNOWN
     told = [term_text(hub.term), str(part.in_sync), spread(hub.versions), digest, str(hub.pending)]
-    sizes = map(words.size, (part.bytes_in, part.bytes_out, hub.journal_bytes))
-    return [str(number), part.owner, *told, *sizes]
+    return [str(number), part.owner, *told, words.size(part.bytes_in), words.size(part.bytes_out)]
