@@ -6,11 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 from kit.statements import statement
+from kit.swarm import card_of, key_of
 
 from aedit.launch.config.load import parse
 from aedit.launch.swarm import peer as peer_module
 from aedit.launch.swarm import peer_service
 from aedit.launch.swarm.peer import Peer, PeerOptions
+from aedit.launch.swarm.peer_rows import OtherModels
 from aedit.proto.swarm.card import PartReplica, decoded
 from aedit.proto.swarm.node_file import NODE, NodeState, write_node
 from aedit.proto.swarm.replicas_file import ReplicasFile
@@ -178,6 +180,19 @@ def test_peers_show_what_each_one_does_and_name_another_model_once(peers, caplog
     said = [line for line in caplog.messages if line.startswith("second trains another model (cdcd")]
     assert len(said) == 1
     assert all(second._key.public in view.ranked for view in first._views()), "it can keep parts all the same"
+
+
+def test_many_peers_with_other_models_fill_no_log(caplog):
+    now, models = [0.0], OtherModels(clock=lambda: now[0])
+    me, others = key_of(1), [key_of(number) for number in range(2, 12)]
+    live = {me.public: card_of(me, model="ab" * 32)}
+    live |= {key.public: card_of(key, model="cd" * 32) for key in others}
+    for turn in range(200):
+        now[0] = turn / 2
+        models.name(live, me.public)
+    assert len(caplog.messages) == len(others), "one line in five seconds, and one for each"
+    models.name({me.public: live[me.public]}, me.public)
+    assert models._named == {}, "of peers that are gone nothing is kept"
 
 
 def test_a_peer_ends_when_all_its_parts_have_or_some_time_after_the_first(peers, monkeypatch):

@@ -10,6 +10,7 @@ from kit.places import LIMIT_S, Place, ends_well
 from kit.waiting import until
 
 from aedit.launch.cli import main
+from aedit.launch.views.hubview import HubSource
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -165,6 +166,21 @@ def test_a_node_joins_with_the_address_of_any_peer_and_its_peer_keeps_parts(plac
         return any(json.loads(line)["event"] == "round" for file in found for line in file.open())
 
     until(merged, "a push of the joiner to be merged", LIMIT_S)
+    source = HubSource(address)
+
+    def are_shown():
+        seen = source.poll().swarm
+        peers = {peer.name: peer for peer in seen.peers}
+        return (
+            peers.keys() == {"local-0", "local-1", "new"}
+            and all(peer.role == "trains, keeps parts" and peer.steps_per_s > 0 for peer in seen.peers)
+            and {len(peer.model) for peer in seen.peers} == {64}
+            and len({peer.model for peer in seen.peers}) == 1
+            and all(part.digest and part.bytes_in and part.bytes_out for part in seen.parts)
+        )
+
+    until(are_shown, "speed and model of each peer, digest and bytes of each part", LIMIT_S)
+    source.close()
     assert main(["export", address, str(place.directory / "from_a_peer")]) == 0
     for process in (joined, run):
         process.send_signal(signal.SIGINT)

@@ -14,7 +14,7 @@ from aedit.launch.swarm.foundings import Foundings
 from aedit.launch.swarm.hosted_part import HostedPart, HostOptions, set_aside
 from aedit.launch.swarm.introduction import INTRODUCTION, make_discovery
 from aedit.launch.swarm.own_card import OwnCard
-from aedit.launch.swarm.peer_rows import of_another_model, rows
+from aedit.launch.swarm.peer_rows import OtherModels, rows
 from aedit.launch.swarm.peer_service import PeerService
 from aedit.launch.swarm.roles import PartView, Role, part_view
 from aedit.proto.swarm.exchange import Certified
@@ -36,7 +36,7 @@ from aedit.proto.wire.security import (
 )
 from aedit.proto.wire.signing_key import SigningKey
 from aedit.system import write_atomically
-from aedit.types import UserError, printable
+from aedit.types import UserError
 
 log = logging.getLogger(__name__)
 
@@ -135,8 +135,7 @@ class Peer:
         )
         self._received, self._proofs = StatementsFile(directory / STATEMENTS), Proofs(directory / "proofs")
         self._node = NodeFile(directory / NODE)
-        self._other_models: dict[bytes, str] = {}
-        """Models that were named, by the key of the peer."""
+        self._other_models = OtherModels()
         certified = self._certified()
         fingerprint = certified.own.fingerprint if certified else ""
         self._card = OwnCard(config, options.name, directory, self._key, self._known, fingerprint)
@@ -184,7 +183,7 @@ class Peer:
         for part in range(self._hosts.parts):
             self._follow_founding(part)
         self._gossip.received(self._received.changed())
-        self._name_other_models()
+        self._other_models.name(self._known.live(time.monotonic()), self._key.public)
         faults, views = self._known.faults, self._views()
         self._proofs.keep(faults)
         shut_out = [key.hex() for key, found in faults.items() if found.statement is not None]
@@ -283,21 +282,6 @@ class Peer:
     def _live_names(self) -> list[dict[str, object]]:
         """Return the live peers for views, and those that are shut out."""
         return rows(self._known.live(time.monotonic()), self._key.public, self._known.faults)
-
-    def _name_other_models(self) -> None:
-        """Log once which peers have a node with another model than the one of this machine."""
-        live = self._known.live(time.monotonic())
-        for key, card in of_another_model(live, self._key.public).items():
-            if self._other_models.get(key) != card.model:
-                own = live[self._key.public].model
-                log.warning(
-                    "%s trains another model (%s) than this machine (%s): the owners of the parts refuse the"
-                    " node that differs from theirs",
-                    printable(card.name),
-                    card.model[:16],
-                    own[:16],
-                )
-                self._other_models[key] = card.model
 
 
 def _kept_key(path: Path) -> SigningKey:

@@ -1,9 +1,17 @@
-"""The peers of a run as the views show them. Pure functions."""
+"""The peers of a run as the views show them."""
 
-from collections.abc import Mapping
+import logging
+import time
+from collections.abc import Callable, Mapping
 
 from aedit.proto.swarm.card import PeerCard
 from aedit.proto.swarm.contradiction import Contradiction
+from aedit.proto.wire.limits import Rates
+from aedit.types import printable
+
+log = logging.getLogger(__name__)
+
+_LINES_PER_S = 0.2
 
 
 def rows(
@@ -33,6 +41,31 @@ def of_another_model(live: Mapping[bytes, PeerCard], me: bytes) -> dict[bytes, P
     """
     own = live[me].model if me in live else ""
     return {key: card for key, card in live.items() if own and card.model and card.model != own}
+
+
+class OtherModels:
+    """Names in the log who trains another model, once each and at a bounded rate."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Name nobody yet. clock: in seconds."""
+        self._lines = Rates(_LINES_PER_S, clock=clock)
+        self._named: dict[bytes, str] = {}
+        """Models that were named, by the key of a peer that is still there."""
+
+    def name(self, live: Mapping[bytes, PeerCard], me: bytes) -> None:
+        """Log which live peers train another model than the peer `me`, and were not named for it."""
+        differ = of_another_model(live, me)
+        self._named = {key: model for key, model in self._named.items() if key in differ}
+        for key, card in differ.items():
+            if self._named.get(key) != card.model and self._lines.allow(None):
+                log.warning(
+                    "%s trains another model (%s) than this machine (%s): the owners of the parts refuse the"
+                    " node that differs from theirs",
+                    printable(card.name),
+                    card.model[:16],
+                    live[me].model[:16],
+                )
+                self._named[key] = card.model
 
 
 def _row(card: PeerCard, *, differs: bool) -> dict[str, object]:
