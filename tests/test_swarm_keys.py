@@ -162,7 +162,8 @@ def test_a_peer_counts_only_with_the_certificate_that_its_card_names(keys):
 
 
 def test_one_folder_of_keys_is_one_peer_under_however_many_keys_and_addresses(keys):
-    alice, sybils = gossiping(1, keys, "alice"), [gossiping(n, keys, "bob") for n in range(2, 7)]
+    alice = gossiping(1, keys, "alice")
+    sybils = [gossiping(number, keys, "bob", lease_s=60.0) for number in range(2, 7)]
     with started(alice, *sybils):
         for peer in (*sybils, *sybils):
             with suppress(Violation):
