@@ -78,7 +78,7 @@ def place(tmp_path):
 
 def test_a_local_run_has_a_hub_and_a_torchrun_per_node_and_ends_with_a_report(place):
     configure(place, 24)
-    out = ends_well(place.aedit("run", place.toml, "--local", 2, f"--dir={place.directory}/runs"))
+    out = ends_well(place.aedit("run", place.toml, "--local", 2, f"--dir={place.directory}/runs"), place)
     assert "run x: 2 nodes" in out
     assert "held-out loss" in out
     for node in (0, 1):
@@ -96,6 +96,15 @@ def test_a_local_run_has_a_hub_and_a_torchrun_per_node_and_ends_with_a_report(pl
     anchors = torch.cat([torch.from_numpy(values.copy()) for _, values in sorted(anchors_of(hub).items())])
     exported = torch.cat([p.detach().flatten() for p in model.parameters()])
     assert torch.equal(exported.sort().values, anchors.sort().values), "the anchors, bit for bit"
+
+
+def test_a_node_that_starts_after_the_others_are_done_is_told_so_at_once(place):
+    configure(place, 12)
+    run = place.aedit("run", place.toml, "--local", 2, f"--dir={place.directory}/runs")
+    place.hold_until_the_others_are_done("local-1", [0])
+    ends_well(run, place)
+    assert [place.events(node)[-1]["reason"] for node in (0, 1)] == ["done"] * 2
+    assert place.processes() == []
 
 
 @pytest.mark.slow

@@ -84,6 +84,15 @@ def test_a_local_swarm_ends_with_a_report_and_leaves_no_process(place, discovery
     assert main(["export", str(place.directory / "runs" / "x"), str(place.directory / "out")]) == 0
 
 
+def test_a_node_that_starts_after_the_others_are_done_is_told_so_at_once(place):
+    place.configure(TOML, steps=20, discovery="file")
+    run = run_of(place)
+    place.hold_until_the_others_are_done("local-2", [0, 1])
+    ends_well(run, place)
+    assert [place.events(node)[-1]["reason"] for node in range(3)] == ["done"] * 3
+    assert place.processes() == []
+
+
 def test_a_run_goes_on_when_the_peer_that_began_it_is_killed_and_ends_well(place):
     place.configure(TOML, steps=400, discovery="file")
     run = run_of(place)

@@ -29,8 +29,25 @@ class HubWorker:
     After `over` is set, `failure` says why; empty if the run has ended well.
     """
 
-    def __init__(self, ledger: Ledger, event: Event, *, snapshot_bytes: int, mergers: int = 1) -> None:
-        """Create the threads. mergers: units that are merged at a time."""
+    def __init__(
+        self,
+        ledger: Ledger,
+        event: Event,
+        *,
+        snapshot_bytes: int,
+        mergers: int = 1,
+        ends_with_run: bool = True,
+    ) -> None:
+        """Create the threads.
+
+        Args:
+            ledger: State and journal.
+            event: Receives what happens.
+            snapshot_bytes: Bytes of the journal after which a snapshot is written.
+            mergers: Units that are merged at a time.
+            ends_with_run: Set `over` once the run is over and no members are left.
+        """
+        self._ends_with_run = ends_with_run
         self.ledger, self.event, self._snapshot_bytes = ledger, event, snapshot_bytes
         self.over = threading.Event()
         self.failure = ""
@@ -173,7 +190,7 @@ class HubWorker:
             ended = bool(hub.state.members) and not hub.state.live and hub.progress(now) >= 1.0
             position = self.ledger.journal.position
         # A hub that acknowledges nothing has answered nobody: nodes may be waiting to come back.
-        if not (ended and self.ledger.is_confirmed(position)):
+        if not (ended and self._ends_with_run and self.ledger.is_confirmed(position)):
             self._empty_since_s = None
         elif self._empty_since_s is None:
             self._empty_since_s = now

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from aedit.types import UserError
 
+STAY = "serve until a signal arrives, also after the run is over, for nodes that come late"
+
 
 def add_hub_options(hub: argparse.ArgumentParser) -> None:
     """Add the options to the command."""
@@ -32,6 +34,7 @@ def add_hub_options(hub: argparse.ArgumentParser) -> None:
     hub.add_argument("--term-above", metavar="N", type=int, default=0, help=does)
     does = "lead without a vote, and with what is left of the journal, whatever may be lost"
     hub.add_argument("--force-lead", action="store_true", help=does)
+    hub.add_argument("--stay", action="store_true", help=STAY)
 
 
 def run_hub(options: argparse.Namespace) -> int:
@@ -52,6 +55,7 @@ def run_hub(options: argparse.Namespace) -> int:
         standby_number=options.standby_number,
         term_above=options.term_above,
         force_lead=options.force_lead,
+        stay=options.stay,
         replicas=options.replicas,
         keys=options.keys,
         insecure=options.insecure,

@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from aedit.launch.cli.hub_options import STAY
+
 
 def add_peer_options(peer: argparse.ArgumentParser) -> None:
     """Add the options to the command."""
@@ -18,6 +20,7 @@ def add_peer_options(peer: argparse.ArgumentParser) -> None:
     )
     peer.add_argument("--peers", metavar="PEERS", default="", help="in place of swarm.peers")
     peer.add_argument("--found", action="store_true", help="begin the run, unless this peer knows it already")
+    peer.add_argument("--stay", action="store_true", help=STAY)
 
 
 def run_peer(options: argparse.Namespace) -> int:
@@ -37,6 +40,7 @@ def run_peer(options: argparse.Namespace) -> int:
         name=name,
         peers=options.peers,
         founds=options.found,
+        stays=options.stay,
         keys=options.keys,
         insecure=options.insecure,
     )

@@ -34,6 +34,8 @@ class HubEndpoint:
     """Where the other replicas of the part are, in a swarm; None: the configuration names the other hubs."""
     copies: int = 0
     """Replicas of the part that a swarm keeps."""
+    stays: bool = False
+    """True if it serves until a signal arrives, also after the run is over."""
 
     @property
     def preferred_address(self) -> str:

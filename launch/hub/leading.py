@@ -36,8 +36,14 @@ class LeadingHub:
         responder: HelloResponder,
         leadership: Leadership,
         successor: Callable[[], str] = str,
+        *,
+        ends_with_run: bool = True,
     ) -> None:
-        """Create them. successor: returns the address of the replica that should lead instead, or ""."""
+        """Create them.
+
+        successor: returns the address of the replica that should lead instead, or "". ends_with_run: see
+        `HubWorker`.
+        """
         self._successor = successor
         state = ledger.hub.state
         reports.start(state.elapsed_s, {node: name for name, node in state.names.items()})
@@ -47,6 +53,7 @@ class LeadingHub:
             reports.event,
             snapshot_bytes=config.hub.snapshot_bytes,
             mergers=config.hub.threads or max(1, num_cores() // 2),
+            ends_with_run=ends_with_run,
         )
         self.guard = RequestGuard(self.ledger, self.engine, config.name, leadership, responder.part)
         self.driver = Driver(self.guard, responder, self._status)

@@ -314,6 +314,7 @@ class _Process:
             self._responder,
             self._leadership,
             lambda: self._endpoint.successor,
+            ends_with_run=not self._endpoint.stays,
         )
         leading.guard.trust(
             hubs=self._endpoint.keys is not None,

@@ -26,6 +26,8 @@ class HubOptions(TypedDict, total=False):
     """A hub of a swarm that begins a journal does so with the term after this one."""
     force_lead: bool
     """Lead without a vote, and with what is left of the journal, whatever may be lost."""
+    stay: bool
+    """Serve until a signal arrives, also after the run is over, for nodes that come late."""
     keys: Path | None
     """Folder of keys that `aedit keys` made for this hub."""
     insecure: bool
@@ -34,7 +36,7 @@ class HubOptions(TypedDict, total=False):
 
 def endpoint_of(config: RunConfig, directory: Path, options: HubOptions) -> HubEndpoint:
     """Return the place of the hub. Raises UserError if the options do not match the configuration."""
-    k, n = options.get("part", (0, 1))
+    (k, n), stays = options.get("part", (0, 1)), options.get("stay", False)
     if (replicas := options.get("replicas")) is not None:
         return HubEndpoint(
             config,
@@ -45,6 +47,7 @@ def endpoint_of(config: RunConfig, directory: Path, options: HubOptions) -> HubE
             options.get("keys"),
             replicas=ReplicasFile(replicas),
             copies=config.swarm.copies,
+            stays=stays,
         )
     standby, number = options.get("standby", False), options.get("standby_number", 1)
     configured, standbys = config.hub.addresses, config.hub.standbys_of(k)
@@ -64,4 +67,5 @@ def endpoint_of(config: RunConfig, directory: Path, options: HubOptions) -> HubE
             f"--standby-number: expected 1 to {len(standbys)}, the addresses in hub.standby, got {number}"
         )
     address = options.get("address") or (standbys[number - 1] if standby else configured[k])
-    return HubEndpoint(config, directory, (k, n), standby, address, options.get("keys"), number)
+    keys = options.get("keys")
+    return HubEndpoint(config, directory, (k, n), standby, address, keys, number, stays=stays)

@@ -251,7 +251,8 @@ class Standby(Refusing):
             while self._mirror.apply():
                 pass
             hub = self._mirror.hub
-            self.is_over = hub.progress(time.monotonic()) >= 1.0 and not hub.state.live
+            ended = hub.progress(time.monotonic()) >= 1.0 and not hub.state.live
+            self.is_over = ended and not self._endpoint.stays
         if not self.is_over:
             self._ask_for_votes()
 

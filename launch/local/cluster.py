@@ -54,7 +54,7 @@ class Cluster:
         run_dir = run_toml.parent
         self._over_since: float | None = None
         self._late: set[int] = set()
-        """Nodes that were restarted after the run was over."""
+        """Nodes of a swarm that were started or restarted after the run was over."""
         self._hubs: list[HostProcess] = []
         try:
             if config.swarm.averages:
@@ -131,7 +131,10 @@ class Cluster:
                 hub.child.kill()
 
     def _end_the_late(self) -> None:
-        """Stop nodes that were restarted after the hub had ended with the run: they wait for it in vain."""
+        """Stop nodes that wait in vain: the peer of this machine has ended with the run.
+
+        The hubs and peers of a run that began here serve until the last node has ended.
+        """
         if not self._hubs or not all(hub.is_over for hub in self._hubs):
             return
         self._over_since = self._over_since or time.monotonic()
@@ -165,7 +168,7 @@ def _hubs(config: RunConfig, run_dir: Path) -> list[HostProcess]:
     places = [(k, run_dir / (f"hub_{k}" if parts > 1 else "hub"), 0) for k in range(parts)]
     numbers = range(1, 1 + len(config.hub.standbys_of(0)))
     places += [(0, run_dir / of_standby(number), number) for number in numbers]
-    words = [sys.executable, "-m", "aedit.launch.cli", "hub", str(run_dir / "run.toml")]
+    words = [sys.executable, "-m", "aedit.launch.cli", "hub", str(run_dir / "run.toml"), "--stay"]
     return [
         HostProcess(
             [*words, f"--part={k}/{parts}", f"--directory={directory}", *_as_standby(number)],

@@ -74,6 +74,7 @@ class LocalPeers:
             words += [f"--peers={self.place if in_table else self._run_dir / PEERS}"]
         words += [f"--keys={self._keys}"] if self._keys else []
         words += ["--insecure"] * self._insecure
+        words += ["--stay"] * (self._joins is None)
         log = self._run_dir / f"peer_{file_name(name)}.log"
         return HostProcess([*words, *["--found"] * founds], directory, log, self._config.restarts)
 

@@ -46,6 +46,8 @@ class HostOptions:
     copies: int
     keys: Path | None = None
     insecure: bool = False
+    stays: bool = False
+    """Replicas serve until a signal arrives, also after the run is over."""
 
     def words(self, part: int, *, founds: bool, above: int = 0) -> list[str]:
         """Return the command of the replica of `part`.
@@ -60,7 +62,7 @@ class HostOptions:
         words += [f"--replicas={self.directory / REPLICAS}", f"--address={self.host}:0"]
         words += [f"--keys={self.keys}"] if self.keys else []
         begins = [f"--term-above={above}"] if founds else ["--standby"]
-        return words + ["--insecure"] * self.insecure + begins
+        return words + ["--insecure"] * self.insecure + ["--stay"] * self.stays + begins
 
     def folder(self, part: int) -> Path:
         """Return the folder of the replica of `part`."""

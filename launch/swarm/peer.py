@@ -59,6 +59,8 @@ class PeerOptions:
     """In place of `swarm.peers`."""
     founds: bool = False
     """Begin the run: found every part. A peer that was in the run before goes on with what it has."""
+    stays: bool = False
+    """Serve until a signal arrives, also after the run is over, for nodes that come late."""
     keys: Path | None = None
     insecure: bool = False
 
@@ -119,6 +121,7 @@ class Peer:
             copies=swarm.copies,
             keys=options.keys,
             insecure=options.insecure,
+            stays=options.stays,
         )
         self._trust = client_keys(options.keys) if options.keys else ClientKeys()
         self._key = _kept_key(directory / KEY)

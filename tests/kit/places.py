@@ -4,8 +4,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import psutil
+
+from kit.waiting import until
 
 LIMIT_S = 230
 
@@ -49,6 +52,31 @@ class Place:
         path = (run_dir or self.directory / "runs" / "x") / "nodes" / str(node) / "events.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
+    def shown(self):
+        """Return the processes, and the end of each log."""
+        lines = [" ".join(process.info["cmdline"]) for process in self.processes()]
+        for log in sorted(self.directory.glob("runs/*/*.log")):
+            lines += [f"--- {log.name}", log.read_text(errors="replace")[-1500:]]
+        return "\n".join(lines)
+
+    def hold_until_the_others_are_done(self, name, others):
+        """Stop a node from its start until the others have ended, and then as long as a hub might wait."""
+        until(lambda: self.processes(f"--name={name}"), f"the launcher of {name}", LIMIT_S)
+        held = self.processes(f"--name={name}")
+        for process in held:
+            process.suspend()
+        try:
+            until(lambda: all(map(self.is_done, others)), "the end of the other nodes", LIMIT_S)
+            time.sleep(5)  # a hub that ended with the run would wait 3 s
+        finally:
+            for process in held:
+                process.resume()
+
+    def is_done(self, node):
+        """Return whether a node of a local run has ended as the run was done."""
+        ended = [event for event in self.events(node) if event["event"] == "stop"]
+        return bool(ended) and not self.processes("aedit.launch.node", f"--name=local-{node}")
+
     def end(self):
         for process in self.started:
             process.kill()
@@ -57,8 +85,12 @@ class Place:
             process.kill()
 
 
-def ends_well(process):
-    out, err = process.communicate(timeout=LIMIT_S)
+def ends_well(process, place=None):
+    """Return the output of a command that must succeed. place: whose state is shown if it does not end."""
+    try:
+        out, err = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"not ended within {LIMIT_S} s\n{place.shown() if place else ''}") from None
     assert process.returncode == 0, out[-3000:] + err[-3000:]
     return out
 
