@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from aedit.async_sgd.journal.journal import JournalBroken, NoSpace
@@ -14,7 +14,7 @@ from aedit.async_sgd.service.hello_responder import HelloResponder
 from aedit.async_sgd.service.leadership import Leadership
 from aedit.async_sgd.service.request_guard import RequestGuard
 from aedit.async_sgd.service.server_directory import ServerDirectory
-from aedit.launch.config.config import RunConfig
+from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.reports import LINE_EVERY_S, Reports, metrics, overview
 from aedit.system import num_cores
 
@@ -30,30 +30,22 @@ class LeadingHub:
 
     def __init__(
         self,
-        config: RunConfig,
+        endpoint: HubEndpoint,
         ledger: Ledger,
         reports: Reports,
         responder: HelloResponder,
         leadership: Leadership,
-        successor: Callable[[], str] = str,
-        *,
-        ends_with_run: bool = True,
     ) -> None:
-        """Create them.
-
-        successor: returns the address of the replica that should lead instead, or "". ends_with_run: see
-        `HubWorker`.
-        """
-        self._successor = successor
-        state = ledger.hub.state
+        state, config = ledger.hub.state, endpoint.config
         reports.start(state.elapsed_s, {node: name for name, node in state.names.items()})
-        self._reports, self._config, self.ledger, self.leadership = reports, config, ledger, leadership
+        self._endpoint, self._config = endpoint, config
+        self._reports, self.ledger, self.leadership = reports, ledger, leadership
         self.engine = HubWorker(
             self.ledger,
             reports.event,
             snapshot_bytes=config.hub.snapshot_bytes,
             mergers=config.hub.threads or max(1, num_cores() // 2),
-            ends_with_run=ends_with_run,
+            ends_with_run=not endpoint.stays,
         )
         self.guard = RequestGuard(self.ledger, self.engine, config.name, leadership, responder.part)
         self.driver = Driver(self.guard, responder, self._status)
@@ -156,7 +148,7 @@ class LeadingHub:
                 self.guard.ask_the_others()  # it may have been replaced while it could not be told
             if not self.leadership.leads:
                 self.guard.replaced.set()
-            elif (first := self._successor()) and self.leadership.hand_over(first):
+            elif (first := self._endpoint.successor) and self.leadership.hand_over(first):
                 self._reports.event("hand_over", to=first)
             now = self.leadership.in_sync()[0]
             if now != in_sync:

@@ -307,15 +307,7 @@ class _Process:
 
     def _lead(self, hub: Hub, journal: Journal, records: Sequence[Record]) -> LeadingHub:
         ledger = Ledger(hub, journal, self._store, self._reports.record_applied)
-        leading = LeadingHub(
-            self._config,
-            ledger,
-            self._reports,
-            self._responder,
-            self._leadership,
-            lambda: self._endpoint.successor,
-            ends_with_run=not self._endpoint.stays,
-        )
+        leading = LeadingHub(self._endpoint, ledger, self._reports, self._responder, self._leadership)
         leading.guard.trust(
             hubs=self._endpoint.keys is not None,
             other_terms=self._others.terms,
