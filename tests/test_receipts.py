@@ -182,7 +182,7 @@ class _FakeHub:
     def __init__(self, receipts):
         self.receipts, self.shown, self.left = receipts, [], []
 
-    def hello(self, request):
+    def hello(self, request, timeout_s=None):
         return pb.HelloReply(term=1)
 
     def join(self, request):

@@ -19,21 +19,21 @@ def file(tmp_path):
 
 def test_standbys_of_the_configuration_are_asked_in_turn_and_the_former_hub_becomes_one():
     finder = ReplicaFinder(plan(standbys=("b:1", "c:1")), 0)
-    assert [finder.next("a:1") for _ in range(4)] == ["b:1", "c:1", "b:1", "c:1"]
+    assert [finder.others("a:1") for _ in range(4)] == [["b:1"], ["c:1"], ["b:1"], ["c:1"]]
     finder.adopt("b:1", "a:1")
-    assert {finder.next("b:1") for _ in range(2)} == {"c:1", "a:1"}
+    assert {*finder.others("b:1"), *finder.others("b:1")} == {"c:1", "a:1"}
     assert not finder.has_moved("b:1")
 
 
 def test_without_a_standby_there_is_nobody_to_ask():
-    assert ReplicaFinder(plan(), 0).next("a:1") == ""
+    assert ReplicaFinder(plan(), 0).others("a:1") == []
 
 
-def test_of_replicas_in_the_file_the_owner_is_asked_first_then_the_one_that_should_lead(file):
+def test_all_replicas_in_the_file_are_asked_the_owner_first_then_the_one_that_should_lead(file):
     finder = ReplicaFinder(plan(replicas=str(file.path)), 0)
     file.write([PartPlaces(("d:1", "c:1", "b:1", "a:1"), "b:1", "c:1")])
     assert finder.has_moved("a:1")
-    assert [finder.next("a:1") for _ in range(3)] == ["b:1", "c:1", "d:1"]
+    assert [finder.others("a:1") for _ in range(2)] == [["b:1", "c:1", "d:1"]] * 2
     finder.adopt("b:1", "a:1")
     assert not finder.has_moved("b:1")
 
@@ -41,9 +41,9 @@ def test_of_replicas_in_the_file_the_owner_is_asked_first_then_the_one_that_shou
 def test_a_node_follows_a_part_to_replicas_that_it_did_not_know_when_it_joined(file):
     finder = ReplicaFinder(plan(replicas=str(file.path)), 0)
     file.write([PartPlaces(("a:1",), "a:1", "")])
-    assert finder.next("a:1") == ""
+    assert finder.others("a:1") == []
     file.write([PartPlaces(("x:9", "y:9"), "y:9", "")])
-    assert [finder.next("a:1") for _ in range(2)] == ["y:9", "x:9"]
+    assert finder.others("a:1") == ["y:9", "x:9"]
 
 
 def test_while_nobody_owns_the_part_it_has_not_moved(file):

@@ -146,9 +146,9 @@ def test_a_follower_does_not_take_the_journal_of_another_part(tmp_path):
         others = follower._standby._others
         hello = others._hello
 
-        def noted(one):
+        def noted(one, limit_s):
             asked.append(one)
-            return hello(one)
+            return hello(one, limit_s)
 
         others._hello = noted
         until(lambda: asked.count(address(other)) > 1, "questions to the false owner", 10.0)

@@ -18,7 +18,7 @@ from kit.wire import MemoryCore, noise
 from aedit.launch.cli.keys import make_keys
 from aedit.proto.wire import frames, hub_pb2
 from aedit.proto.wire.client import Download, HubClient, HubRefused, HubUnreachable, channel
-from aedit.proto.wire.retry import Patience, TransferBroken
+from aedit.proto.wire.retry import NobodyListens, Patience, Pauses, TransferBroken
 from aedit.proto.wire.security import ClientKeys, client_keys, server_keys
 from aedit.proto.wire.server import serve
 from aedit.proto.wire.service import Refusal
@@ -33,7 +33,7 @@ def connect():
     clients = []
 
     def made(address, timeout_s=10.0, **options):
-        options = {"random": lambda: 0.1, **options}
+        options = {"pauses": Pauses(random=lambda: 0.1), **options}
         clients.append(HubClient(address, call_timeout_s=timeout_s, **options))
         return clients[-1]
 
@@ -107,6 +107,27 @@ def test_an_address_where_nobody_is_is_named_at_the_deadline(connect, what, call
     assert time.monotonic() - began_s < 10
 
 
+@pytest.mark.parametrize("patience_s", [0.5, 60.0])
+def test_that_nobody_listens_is_told_apart_and_at_once_to_whom_it_is_news_enough(connect, patience_s):
+    """Whoever can ask another hub does not wait for one whose process has ended."""
+    client = connect(NOBODY, timeout_s=patience_s, until_it_listens=patience_s < 1.0)
+    began_s = time.monotonic()
+    with pytest.raises(NobodyListens, match="no program listens there"):
+        client.hello(hub_pb2.HelloRequest())
+    assert time.monotonic() - began_s < 20
+
+
+def test_a_silent_hub_is_not_taken_for_one_that_has_ended(connect, start):
+    core, over = MemoryCore(), threading.Event()
+    core.heartbeat = lambda request: over.wait(30) and hub_pb2.News()
+    try:
+        with pytest.raises(HubUnreachable) as silent:
+            connect(start(core).address, until_it_listens=False).heartbeat(hub_pb2.HeartbeatRequest(), 0.3)
+        assert not isinstance(silent.value, NobodyListens)
+    finally:
+        over.set()
+
+
 def test_a_hub_that_says_later_is_asked_again_and_one_that_says_no_is_not(connect, start):
     core = MemoryCore()
     answers = ["RESOURCE_EXHAUSTED", "UNAVAILABLE", "NOT_FOUND"]
@@ -116,7 +137,7 @@ def test_a_hub_that_says_later_is_asked_again_and_one_that_says_no_is_not(connec
 
     core.heartbeat = heartbeat
     pauses = []
-    client = connect(start(core).address, sleep=pauses.append, random=lambda: 0.5)
+    client = connect(start(core).address, pauses=Pauses(pauses.append, lambda: 0.5))
     with pytest.raises(HubRefused, match="asked to Heartbeat: as told") as refused:
         client.heartbeat(hub_pb2.HeartbeatRequest())
     assert (refused.value.code, pauses, answers) == (grpc.StatusCode.NOT_FOUND, [0.05, 0.1], [])
@@ -146,7 +167,7 @@ def test_a_push_that_the_hub_sits_on_is_given_up(connect, start):
 
 
 def test_closing_ends_what_others_wait_for(connect):
-    client = connect(NOBODY, timeout_s=60.0, random=lambda: 0.99)
+    client = connect(NOBODY, timeout_s=60.0, pauses=Pauses(random=lambda: 0.99))
     said = []
 
     def call():
@@ -209,7 +230,7 @@ def tiring(monkeypatch):
         clock.now_s += 4
 
     monkeypatch.setattr("aedit.proto.wire.calls.Patience", partial(Patience, clock=clock))
-    return {"timeout_s": 10.0, "sleep": sleep}
+    return {"timeout_s": 10.0, "pauses": Pauses(sleep, lambda: 0.1)}
 
 
 def test_a_pull_that_moves_on_between_breaks_is_not_given_up(connect, start, tiring):
@@ -263,7 +284,8 @@ def test_a_version_that_is_gone_when_a_pull_goes_on_is_replaced_whole(connect, s
         core.anchors, core.version = [later], 5
 
     into = bytearray(4 * MIB)
-    answer = connect(start(core).address, sleep=sleep).pull(hub_pb2.PullRequest(), memoryview(into))
+    client = connect(start(core).address, pauses=Pauses(sleep, lambda: 0.1))
+    answer = client.pull(hub_pb2.PullRequest(), memoryview(into))
     assert (answer.version, into[: 2 * MIB]) == (5, later)
 
 

@@ -53,7 +53,8 @@ class Canvass:
                 self._ask(mine[turn % len(mine)], asks)
 
     def _ask(self, address: str, asks: Proposal) -> None:
-        client = HubClient(address, self._endpoint.client_keys(), call_timeout_s=_CALL_TIMEOUT_S)
+        keys = self._endpoint.client_keys()
+        client = HubClient(address, keys, call_timeout_s=_CALL_TIMEOUT_S, until_it_listens=False)
         request = pb.ProposeRequest(
             run=self._endpoint.config.name, proposal=proposal_out(asks), part=self._endpoint.part_asked
         )

@@ -12,12 +12,16 @@ import grpc
 from aedit.async_sgd.hub.hub import Hub
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable, NobodyListens
 from aedit.types import UserError
 
 log = logging.getLogger(__name__)
 
 _TIMEOUT_S, _LOOK_S = 3.0, 0.1
+_SEARCH_TIMEOUT_S = 1.0
+"""Of a question which replica of a swarm leads: while it is not known, the part stands still."""
+_ENDED_TIMEOUT_S = 0.5
+_TELL_TIMEOUT_S = 60.0
 
 Hello = pb.HelloReply | HubRefused | HubUnreachable
 """Answer of a hub, or the error in its place."""
@@ -63,10 +67,26 @@ class OtherHubs:
             least_term: Leaders of lower terms do not count.
             stopping: Ends the search once it is set.
         """
-        for address, answer in self._hellos(stopping):
+        limit_s = _TIMEOUT_S if self.endpoint.replicas is None else _SEARCH_TIMEOUT_S
+        for address, answer in self._hellos(stopping, limit_s):
             if isinstance(answer, pb.HelloReply) and answer.leads and answer.term >= least_term:
                 return address, answer.term
         return None
+
+    def has_ended(self, address: str) -> bool:
+        """Return whether nobody listens at an address any more, though its machine answers."""
+        return isinstance(self._hello(address, _ENDED_TIMEOUT_S), NobodyListens)
+
+    def tell(self, term: int) -> None:
+        """Tell the other hubs that this one leads under `term`: a former leader that is alive must stop."""
+        for address in self.endpoint.others:
+            client = HubClient(address, self.endpoint.client_keys(), call_timeout_s=_TELL_TIMEOUT_S)
+            try:
+                client.confirm(pb.ConfirmRequest(term=term))
+            except (HubUnreachable, HubRefused) as error:
+                log.warning("telling %s the new term: %s", address, error)
+            finally:
+                client.close()
 
     def check_leader(self, address: str, event: Callable[..., None]) -> None:
         """Raise HubRefused if there is proof against the leader's peer: it is as one that leads no more."""
@@ -75,12 +95,14 @@ class OtherHubs:
             text = f"there is proof that the owner at {address} gives nodes different anchors"
             raise HubRefused(grpc.StatusCode.FAILED_PRECONDITION, text)
 
-    def _hellos(self, stopping: threading.Event | None = None) -> Iterator[tuple[str, Hello]]:
+    def _hellos(
+        self, stopping: threading.Event | None = None, limit_s: float = _TIMEOUT_S
+    ) -> Iterator[tuple[str, Hello]]:
         """Ask all at once, and yield their answers as they come: one that is silent delays no other."""
         addresses, stopping = self.endpoint.others, stopping or threading.Event()
         pool = ThreadPoolExecutor(max(1, len(addresses)), thread_name_prefix="hello")
         try:
-            asked = {pool.submit(self._hello, address): address for address in addresses}
+            asked = {pool.submit(self._hello, address, limit_s): address for address in addresses}
             waiting = set(asked)
             while waiting and not stopping.is_set():
                 done, waiting = wait(waiting, _LOOK_S, FIRST_COMPLETED)
@@ -88,8 +110,9 @@ class OtherHubs:
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _hello(self, address: str) -> Hello:
-        client = HubClient(address, self.endpoint.client_keys(), call_timeout_s=_TIMEOUT_S)
+    def _hello(self, address: str, limit_s: float) -> Hello:
+        keys = self.endpoint.client_keys()
+        client = HubClient(address, keys, call_timeout_s=limit_s, until_it_listens=False)
         try:
             return client.hello(self._question())
         except (HubRefused, HubUnreachable) as error:

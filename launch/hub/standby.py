@@ -2,7 +2,6 @@
 
 import json
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from aedit.async_sgd.service.callers import fingerprint
 from aedit.async_sgd.service.hello_responder import HelloResponder, check_part
 from aedit.async_sgd.service.leadership import Leadership
 from aedit.launch.hub import folder
+from aedit.launch.hub.election_turn import ElectionTurn
 from aedit.launch.hub.leading import LeadingHub
 from aedit.launch.hub.other_hubs import OtherHubs
 from aedit.launch.hub.refusing import Refusing
@@ -35,11 +35,12 @@ from aedit.system import write_atomically
 
 log = logging.getLogger(__name__)
 
-_RETRY_S = 0.5
+_RETRY_S = 0.2
 """Pause before the next attempt to reach the leading hub."""
 _CONFIRM_S = 0.5
 """Longest time between two confirmations to the leading hub."""
-_CALL_TIMEOUT_S = 5.0
+_SILENT_S = 3.0
+"""A leader sends something twice a second: one that is silent for so long is lost."""
 _SOON_S = 0.02
 """Pause of a follower that may confirm nothing now."""
 
@@ -63,8 +64,8 @@ class Standby(Refusing):
         self._responder, self._leadership, self._lead = responder, leadership, lead
         self._endpoint = endpoint = others.endpoint
         self._window_s = endpoint.config.hub.expire_s
-        self._patience_s = self._drawn_patience_s()
         """Nodes repeat their votes; a node that has stopped voting has reached the leading hub again."""
+        self._turn = ElectionTurn(self._window_s)
         self._leader = ""
         """Address of the hub that is followed; empty: none answers."""
         self._hindered = ""
@@ -186,18 +187,7 @@ class Standby(Refusing):
             term = next(record.term for record in records if isinstance(record, Led))
             log.warning("elected: this hub leads from now on, under term %d", term)
             self.leading = self._lead(self._mirror, records)
-            threading.Thread(target=self._notify_others, args=(term,), name="tell", daemon=True).start()
-
-    def _notify_others(self, term: int) -> None:
-        """Tell the other hubs the new term: a former leader that is alive must stop."""
-        for other in self._endpoint.others:
-            client = HubClient(other, self._endpoint.client_keys(), call_timeout_s=60.0)
-            try:
-                client.confirm(pb.ConfirmRequest(term=term))
-            except (HubUnreachable, HubRefused) as error:
-                log.warning("telling %s the new term: %s", other, error)
-            finally:
-                client.close()
+            threading.Thread(target=self._others.tell, args=(term,), name="tell", daemon=True).start()
 
     # --- threads
 
@@ -210,26 +200,36 @@ class Standby(Refusing):
                 self.failure = f"{type(error).__name__}: {error}"
 
     def _follow(self) -> None:
-        alone_s = time.monotonic()
         while not self._stopping.is_set():
-            known = max(self._mirror.hub.state.term, self._noted_term(), self._leadership.promised)
-            leader = self._others.leader(known, self._stopping)
-            if leader is not None and not self._is_of_another_lineage(leader[1]):
-                try:
-                    self._follow_once(*leader)
-                except (HubUnreachable, HubRefused) as error:
-                    log.warning("following: %s", error)
-                    self._note_end(error)
-                except Damaged as error:
-                    self._fetch_anew(error)
-            if self._leader:
-                alone_s = time.monotonic()
+            lost = self._follow_until_lost()
+            if lost:
                 self._leadership.lost_leader()
-            self._term, self._leader = 0, ""
-            if self._endpoint.replicas is not None and time.monotonic() > alone_s + self._patience_s:
-                alone_s, self._patience_s = time.monotonic(), self._drawn_patience_s()
+                self._turn.lost_owner(self._place_without(lost))
+            elif self._endpoint.replicas is not None and self._turn.take():
                 self._stand_or_end()
             self._stopping.wait(_RETRY_S)
+
+    def _follow_until_lost(self) -> str:
+        """Follow the leader for as long as it leads; return its address, "" if none was found."""
+        known = max(self._mirror.hub.state.term, self._noted_term(), self._leadership.promised)
+        leader = self._others.leader(known, self._stopping)
+        if leader is not None and not self._is_of_another_lineage(leader[1]):
+            try:
+                self._follow_once(*leader)
+            except (HubUnreachable, HubRefused) as error:
+                log.warning("following: %s", error)
+                self._note_end(error)
+            except Damaged as error:
+                self._fetch_anew(error)
+        lost, self._term, self._leader = self._leader, 0, ""
+        return lost
+
+    def _place_without(self, owner: str) -> int | None:
+        """Return the place of this replica among those of its part besides the owner; None if unknown."""
+        places = self._endpoint.replicas.part(self._endpoint.part[0]) if self._endpoint.replicas else None
+        left = [one for one in places.replicas if one != owner] if places is not None else []
+        own = self._endpoint.own_address
+        return left.index(own) if own in left else None
 
     def _is_of_another_lineage(self, term: int) -> bool:
         """Return whether this journal is not that leader's: its part was lost and founded again.
@@ -240,9 +240,11 @@ class Standby(Refusing):
         return own > 0 and lineage(term) != lineage(own)
 
     def _note_end(self, error: HubUnreachable | HubRefused) -> None:
-        """Give up the support of a leader that says itself that it leads no more."""
+        """Give up the support of a leader that has ended, or says itself that it leads no more."""
+        if not self._leader:
+            return
         told = isinstance(error, HubRefused) and error.code == grpc.StatusCode.FAILED_PRECONDITION
-        if self._leader and told:
+        if told or self._others.has_ended(self._leader):
             self._leadership.leader_ended()
 
     def _stand_or_end(self) -> None:
@@ -256,13 +258,6 @@ class Standby(Refusing):
         if not self.is_over:
             self._ask_for_votes()
 
-    def _drawn_patience_s(self) -> float:
-        """Return how long a replica of a swarm waits for an owner before it asks to be elected itself.
-
-        Random, so that of several one asks first.
-        """
-        return self._window_s * random.uniform(0.5, 1.5)
-
     def _ask_for_votes(self, *, invited: bool = False) -> None:
         """Stand for election without a node's word: in a swarm, other replicas may be all that is left."""
         with self._deciding:
@@ -271,7 +266,7 @@ class Standby(Refusing):
 
     def _follow_once(self, leader: str, term: int) -> None:
         """Follow the hub at this address for as long as it leads this term."""
-        self._client = HubClient(leader, self._endpoint.client_keys(), call_timeout_s=_CALL_TIMEOUT_S)
+        self._client = HubClient(leader, self._endpoint.client_keys(), call_timeout_s=_SILENT_S)
         try:
             while not self._tail(self._client, term, leader):
                 pass

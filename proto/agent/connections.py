@@ -30,8 +30,17 @@ class Connections:
         self._server: Server | None = None
 
     def hub(self, address: str) -> HubClient:
-        """Return a new client for `address`; the caller closes it."""
-        return HubClient(address, self._keys, call_timeout_s=self._plan.call_timeout_s, channels=BULK)
+        """Return a new client for `address`; the caller closes it.
+
+        In a swarm another replica leads soon if nobody listens there; a hub alone is waited for.
+        """
+        return HubClient(
+            address,
+            self._keys,
+            call_timeout_s=self._plan.call_timeout_s,
+            channels=BULK,
+            until_it_listens=not self._plan.replicas,
+        )
 
     def giver(self, address: str) -> HubClient:
         """Return the client for pulls from another node; one per address, shared."""

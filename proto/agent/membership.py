@@ -15,7 +15,7 @@ from aedit.proto.agent.elector import Elector
 from aedit.proto.agent.plan import AgentPlan
 from aedit.proto.agent.replica_finder import ReplicaFinder
 from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable, NobodyListens
 from aedit.proto.wire.hello import PROTOCOL
 from aedit.proto.wire.lineage import generation, lineage
 from aedit.proto.wire.vote_messages import VoterFile
@@ -34,6 +34,10 @@ SOON_S = 0.05
 """Between two heartbeats, at least."""
 _OWN_HUB_S = 0.5
 """How long a hub that does not answer heartbeats may take to answer an offer of a vote."""
+_OTHER_HUB_S = 1.0
+"""How long a replica of a swarm may take to say whether it leads: another one may."""
+_SILENT_S = 2.0
+"""An owner in a swarm that is silent for so long may have been replaced: all its replicas are asked."""
 _TAKEN = 2.0
 """Times hub.expire_s: a process that has ended is given up sooner."""
 log = logging.getLogger(__name__)
@@ -163,6 +167,8 @@ class Membership:
     def missed(self) -> None:
         """Note that a call found the hub away. No other call is made until a heartbeat gets through."""
         self._set(here=False)
+        if self._plan.replicas:
+            self._hurry.set()
 
     def refused(self, error: HubRefused, session: int) -> None:
         """React to a refused call of a session: join again, follow a new hub, or end."""
@@ -205,15 +211,18 @@ class Membership:
         """
         while not self._ended:
             self._hurry.clear()
-            try:
-                self._turn(owner)
-            except HubUnreachable as error:
-                self._lost(str(error))
-            except HubRefused as error:
-                self._judge(error, owner)
+            self._guarded_turn(owner)
             # Nodes that lost one hub together shall not come back to it together.
             self.pause(min(SOON_S, self._plan.heartbeat_s))
             self._hurry.wait(self._plan.heartbeat_s * random.uniform(0.9, 1.1))
+
+    def _guarded_turn(self, owner: Owner) -> None:
+        try:
+            self._turn(owner)
+        except HubUnreachable as error:
+            self._lost(str(error), has_ended=isinstance(error, NobodyListens))
+        except HubRefused as error:
+            self._judge(error, owner)
 
     def _turn(self, owner: Owner) -> None:
         if self._finder.is_shut_out(self._address):
@@ -239,7 +248,8 @@ class Membership:
 
     def _join(self, owner: Owner) -> pb.JoinReply:
         plan = self._plan
-        hello = self.client.hello(_hello(plan, self._asked))
+        limit_s = self._patience_s if plan.replicas else None
+        hello = self.client.hello(_hello(plan, self._asked), limit_s)
         request = pb.JoinRequest(who=self.who(), name=plan.name, num_samples=plan.num_samples)
         request.layout.extend(_layout(plan))
         request.facts.update(dict(plan.facts))
@@ -311,18 +321,32 @@ class Membership:
             owner.refused(str(error))
             self.stop()
 
-    def _lost(self, why: str, at_once: bool = False) -> None:
+    def _lost(self, why: str, *, at_once: bool = False, has_ended: bool = False) -> None:
+        """Look for the hub that leads now.
+
+        Args:
+            why: For people.
+            at_once: The hub itself has said that it leads no more.
+            has_ended: Nobody listens at its address.
+        """
         if self._here:
             log.warning("no hub: %s", why)
         self._set(here=False)
-        other = self._finder.next(self._address)
-        if not other:
+        others = self._finder.others(self._address)
+        if not others:
             return
-        if not (at_once and self._member):  # it may be alive, and wait for votes before it lets a node join
+        gone = has_ended or (at_once and self._member)
+        if not gone:  # it may be alive, and wait for votes before it lets a node join
             self._offer(self.client, min(self._patience_s, _OWN_HUB_S))
-        is_late = time.monotonic() - self._heard_s > self._plan.expire_s
-        if at_once or is_late or self._finder.has_moved(self._address):
-            self._ask_other(other)
+        if at_once or self._is_given_up(has_ended):
+            any(self._follows(other) for other in others)
+
+    def _is_given_up(self, has_ended: bool) -> bool:
+        """Return whether another hub may lead by now: in a swarm that takes a moment, else `expire_s`."""
+        silent_s = time.monotonic() - self._heard_s
+        if self._plan.replicas and (has_ended or silent_s > _SILENT_S):
+            return True
+        return silent_s > self._plan.expire_s or self._finder.has_moved(self._address)
 
     def _offer(self, hub: HubClient, timeout_s: float) -> bool:
         """Offer this node's vote to a hub; return whether that one leads now."""
@@ -333,21 +357,22 @@ class Membership:
             log.warning("no vote: %s", error)
             return False
 
-    def _ask_other(self, address: str) -> None:
-        """Offer the vote to another hub.
+    def _follows(self, address: str) -> bool:
+        """Offer the vote to another hub; return whether it leads, and is this node's hub from now on.
 
-        Once it leads it is this node's hub; the old one may come back as a standby.
+        The old one may come back as a standby.
         """
         other = self._connect(address)
-        if not self._offer(other, self._patience_s):
+        if not self._offer(other, _OTHER_HUB_S if self._plan.replicas else self._patience_s):
             other.close()
-            return
+            return False
         log.warning("%s leads now, not %s", address, self._address)
         self._finder.adopt(address, self._address)
         old, self._address, self.client = self.client, address, other
         old.close()
         self._set(member=False)
         self._hurry.set()
+        return True
 
     def _set(self, *, here: bool | None = None, member: bool | None = None) -> None:
         with self._change:

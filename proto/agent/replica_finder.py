@@ -35,22 +35,27 @@ class ReplicaFinder:
     """The hubs of one part that may lead, besides the one that a node follows."""
 
     def __init__(self, plan: AgentPlan, part: int) -> None:
-        self._part, self._listed = part, deque(plan.standbys_of(part))
+        self._part, self._standbys = part, deque(plan.standbys_of(part))
         self._file = ReplicasFile(Path(plan.replicas)) if plan.replicas else None
 
-    def next(self, current: str) -> str:
-        """Return the hub to be asked next, another one than `current` at each call; "" if there is none."""
+    def others(self, current: str) -> Sequence[str]:
+        """Return the hubs besides `current` to be asked now, in this order.
+
+        Those are the replicas in a swarm, the one that leads first, and else one standby, the next at each
+        call.
+        """
         if self._file is not None:
-            self._update(current)
-        if not self._listed:
-            return ""
-        self._listed.rotate(-1)
-        return self._listed[-1]
+            places = self._file.part(self._part)
+            ordered = dict.fromkeys((places.owner, places.first, *places.replicas))
+            return [one for one in ordered if one and one != current]
+        self._standbys.rotate(-1)
+        return list(self._standbys)[-1:]
 
     def adopt(self, new: str, old: str) -> None:
         """Note that a node follows `new` from now on, and not `old`, which may come back as a standby."""
-        self._listed.remove(new)
-        self._listed.append(old)
+        if self._file is None:
+            self._standbys.remove(new)
+            self._standbys.append(old)
 
     def has_moved(self, current: str) -> bool:
         """Return whether the peers know another owner than `current`."""
@@ -64,14 +69,3 @@ class ReplicaFinder:
     def is_shut_out(self, address: str) -> bool:
         """Return whether there is proof against the peer of a hub; see `ReplicasFile.is_shut_out`."""
         return self._file is not None and self._file.is_shut_out(address)
-
-    def _update(self, current: str) -> None:
-        assert self._file is not None
-        places = self._file.part(self._part)
-        known = {one for one in (places.owner, *places.replicas) if one and one != current}
-        for address in (places.first, places.owner):  # who leads is asked first, then who should
-            if address in known and address not in self._listed:
-                self._listed.appendleft(address)
-        for address in [one for one in self._listed if one not in known]:
-            self._listed.remove(address)
-        self._listed.extend(sorted(known - set(self._listed)))

@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import random as randomness
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +11,17 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from aedit.proto.wire import frames
-from aedit.proto.wire.retry import HubRefused, HubUnreachable, Patience, TransferBroken, is_final, why
+from aedit.proto.wire.retry import (
+    HubRefused,
+    HubUnreachable,
+    NobodyListens,
+    Patience,
+    Pauses,
+    TransferBroken,
+    is_final,
+    nobody_listens,
+    why,
+)
 from aedit.proto.wire.security import ClientKeys
 from aedit.proto.wire.watch import Stream, Watch
 
@@ -66,14 +75,14 @@ class Calls:
         *,
         call_timeout_s: float = 30.0,
         channels: int = 1,
-        sleep: Callable[[float], object] | None = None,
-        random: Callable[[], float] = randomness.random,
+        pauses: Pauses = Pauses(),  # noqa: B008 - it is immutable
+        until_it_listens: bool = True,
     ) -> None:
-        self.address = address
+        self.address, self._until_it_listens = address, until_it_listens
         self._timeout_s = call_timeout_s
         self._closed = threading.Event()
-        self._sleep = sleep or self._closed.wait
-        self._random = random
+        self._sleep = pauses.sleep or self._closed.wait
+        self._random = pauses.random
         self._watch = Watch(call_timeout_s)
         self._encrypted = keys is not None and keys.credentials is not None
         self._channels = [channel(address, keys, quick=i == 0) for i in range(1 + channels)]
@@ -150,7 +159,9 @@ class Calls:
             self._sleep(pause_s)
 
     def _is_over(self, error: Exception) -> bool:
-        return self._closed.is_set() or (isinstance(error, grpc.RpcError) and is_final(error))
+        if self._closed.is_set() or (nobody_listens(error) and not self._until_it_listens):
+            return True
+        return isinstance(error, grpc.RpcError) and is_final(error)
 
     def error(self, what: str, error: Exception) -> HubUnreachable | HubRefused:
         """Return what a failed call raises in the end."""
@@ -159,7 +170,9 @@ class Calls:
         if not isinstance(error, grpc.RpcError):
             return HubUnreachable(f"{self._asked(what)}: {error}")
         text = f"{self._asked(what)}: {why(error, self._encrypted)}"
-        return HubRefused(error.code(), text) if is_final(error) else HubUnreachable(text)
+        if is_final(error):
+            return HubRefused(error.code(), text)
+        return NobodyListens(text) if nobody_listens(error) else HubUnreachable(text)
 
     def _asked(self, what: str) -> str:
         return f"{self.address}, asked to {what}"

@@ -3,8 +3,7 @@
 Every call has a deadline and is retried while the error may pass by itself.
 """
 
-import random as randomness
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import grpc
@@ -13,10 +12,10 @@ from google.protobuf.message import DecodeError, Message
 from aedit.proto.wire import frames, hub_pb2
 from aedit.proto.wire.calls import MIB, Calls, channel
 from aedit.proto.wire.download import Download
-from aedit.proto.wire.retry import HubRefused, HubUnreachable, Patience, TransferBroken
+from aedit.proto.wire.retry import HubRefused, HubUnreachable, NobodyListens, Patience, Pauses, TransferBroken
 from aedit.proto.wire.security import ClientKeys
 
-__all__ = ["Download", "HubClient", "HubRefused", "HubUnreachable", "channel"]
+__all__ = ["Download", "HubClient", "HubRefused", "HubUnreachable", "NobodyListens", "Pauses", "channel"]
 
 
 M = TypeVar("M", bound=Message)
@@ -27,8 +26,9 @@ class HubClient:
 
     Any thread may call. `call_timeout_s` is the deadline of a small call with all its tries, and how long an
     array may stand still; as a whole it has that much time for each MiB. Every method raises HubUnreachable
-    after its deadline, and HubRefused if the other side refuses. sleep(seconds), random() in [0, 1): for
-    tests.
+    after its deadline, and HubRefused if the other side refuses. `until_it_listens`: whether a call waits for
+    a program to listen at the address, which may be about to start; else it raises NobodyListens at once.
+    pauses: for tests.
     """
 
     def __init__(
@@ -38,12 +38,17 @@ class HubClient:
         *,
         call_timeout_s: float = 30.0,
         channels: int = 1,
-        sleep: Callable[[float], object] | None = None,
-        random: Callable[[], float] = randomness.random,
+        pauses: Pauses = Pauses(),  # noqa: B008 - it is immutable
+        until_it_listens: bool = True,
     ) -> None:
         self.address = address
         self._calls = Calls(
-            address, keys, call_timeout_s=call_timeout_s, channels=channels, sleep=sleep, random=random
+            address,
+            keys,
+            call_timeout_s=call_timeout_s,
+            channels=channels,
+            pauses=pauses,
+            until_it_listens=until_it_listens,
         )
 
     def hello(self, request: hub_pb2.HelloRequest, timeout_s: float | None = None) -> hub_pb2.HelloReply:

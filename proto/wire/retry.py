@@ -1,6 +1,8 @@
 """Retries: which errors may pass, for how long to try, and what a person is told in the end."""
 
+import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import monotonic
 from typing import TypeVar
 
@@ -27,9 +29,10 @@ _REASONS = (
     ("CERTIFICATE_REQUIRED", "it wants a node certificate, and we have none that it takes"),
     ("UNKNOWN_CA", "our node certificate is not from its authority"),
 )
+_REFUSED = "Connection refused"
 # What may still change, so that the call is tried again.
 _PASSING = (
-    ("Connection refused", "no program listens there: check the address, and that the hub is running"),
+    (_REFUSED, "no program listens there: check the address, and that the hub is running"),
     ("DNS resolution failed", "the host name is unknown: check the address"),
 )
 _HUNG_UP = ("Socket closed", "Connection reset", "Stream removed", "GOAWAY")
@@ -37,6 +40,10 @@ _HUNG_UP = ("Socket closed", "Connection reset", "Stream removed", "GOAWAY")
 
 class HubUnreachable(TimeoutError):
     """No answer came from an address until the deadline."""
+
+
+class NobodyListens(HubUnreachable):
+    """The machine answers, and no program listens at the port: what was there has ended."""
 
 
 class HubRefused(Exception):
@@ -50,6 +57,16 @@ class HubRefused(Exception):
 
 class TransferBroken(Exception):
     """An answer broke off or was damaged on the way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pauses:
+    """Functions that make the pauses between two tries."""
+
+    sleep: Callable[[float], object] | None = None
+    """Waits so many seconds; None: until the client is closed, at most."""
+    random: Callable[[], float] = random.random
+    """Draws from [0, 1)."""
 
 
 class Patience:
@@ -89,6 +106,11 @@ def is_final(error: grpc.RpcError) -> bool:
     return (
         error.code() not in _AGAIN or "larger than max" in text or any(sign in text for sign, _ in _REASONS)
     )
+
+
+def nobody_listens(error: Exception) -> bool:
+    """Return whether the connection was refused, as by a machine where no program listens at the port."""
+    return isinstance(error, grpc.RpcError) and _REFUSED in (error.details() or "")
 
 
 def why(error: grpc.RpcError, encrypted: bool, *, answered: bool = False) -> str:
