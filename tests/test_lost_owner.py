@@ -65,7 +65,7 @@ def part(tmp_path, monkeypatch):
         a, b = followers
         for one in (owner, a, b):
             one.file.write([PartPlaces((b.address, a.address, owner.address), owner.address)])
-        Client(owner.address).found()
+        owner.node = Client(owner.address).found()
         until(lambda: owner.process._leadership.in_sync() == (2, 1), "two followers in sync")
         yield owner, a, b, end
 
@@ -111,3 +111,25 @@ def test_replicas_keep_the_support_of_an_owner_whose_connection_was_cut(part):
     assert not given_up
     assert not a.leads
     assert not b.leads
+
+
+def test_a_node_that_asks_all_replicas_makes_none_of_them_ask_for_votes(part):
+    """Found: each of them asked at once, and one that followed an owner by then deposed it a little later."""
+    owner, a, b, _ = part
+    for one in (a, b):
+        one.process._leadership.lost_leader()  # it had no leader a moment ago
+        reply = owner.node.vote(one.address)
+        assert not reply.HasField("asks")
+        assert one.process._leadership.asks() is None
+
+
+def test_a_replica_that_follows_an_owner_again_asks_for_votes_no_more(part):
+    owner, a, _, _ = part
+    standby = a.process._standby
+    standby._ask_for_votes(invited=True)
+    assert a.process._leadership.asks() is not None
+    cut = standby._client
+    cut.close()
+    until(lambda: standby._client is not cut and standby._leader == owner.address, "the owner again")
+    assert a.process._leadership.asks() is None
+    assert owner.leads

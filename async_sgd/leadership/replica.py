@@ -164,6 +164,10 @@ class Replica:
         self._votes.proposal, self._votes.configs = asked, self.configs
         return asked
 
+    def withdraw(self) -> None:
+        """Ask for no votes any more, and count none that are on their way."""
+        self._votes = None
+
     def count_vote(self, answer: Answer, now: float, since_s: float = float("-inf")) -> Decided:
         """Count a vote; return the records with which this hub begins to lead, once it is elected.
 

@@ -165,6 +165,13 @@ class Leadership:
         with self._change:
             self._replica.leader_ended()
 
+    def withdraw(self) -> None:
+        """Ask for no votes any more: another hub leads, and this one follows it."""
+        with self._change:
+            if not self._replica.term:
+                self._standing_until_s = float("-inf")
+                self._replica.withdraw()
+
     def may_confirm(self, term: int) -> bool:
         """Return whether the journal of the leader of `term` may be confirmed to it."""
         with self._change:
@@ -179,7 +186,7 @@ class Leadership:
         self,
         configs: tuple[Configured, ...],
         extent: Extent,
-        window_s: float,
+        window_s: float | None,
         *,
         invited: bool = False,
     ) -> str:
@@ -188,7 +195,7 @@ class Leadership:
         Args:
             configs: Of the journal.
             extent: Of the journal.
-            window_s: How long a vote counts.
+            window_s: How long a vote counts. None: it asks no longer than it does already.
             invited: The leader wants this hub to lead in its place.
         """
         with self._change:
@@ -199,7 +206,8 @@ class Leadership:
             reason = replica.why_not(extent)
             if not reason and (invited or replica.may_stand(now)):
                 replica.stand(extent)
-                self._standing_until_s = now + window_s
+                if window_s is not None:
+                    self._standing_until_s = now + window_s
             return reason
 
     # --- leading

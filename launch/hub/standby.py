@@ -129,7 +129,7 @@ class Standby(Refusing):
         with self._deciding:
             if self.leading is None:
                 self._check_voter(request)
-                if self._stands() and request.HasField("answer"):
+                if self._still_stands() and request.HasField("answer"):
                     self._count(answer_in(request.answer))
             if self.leading is not None:
                 return self.leading.driver.take_over(request)
@@ -144,7 +144,7 @@ class Standby(Refusing):
         with self._deciding:
             if self.leading is not None:
                 self.leading.leadership.count(answer)
-            elif self._stands():
+            elif self._still_stands():
                 self._count(answer)
 
     def _check_part(self, run: str, part: int) -> None:
@@ -165,14 +165,23 @@ class Standby(Refusing):
             except Denied as denied:
                 raise messages.refusal(denied) from denied
 
-    def _stands(self, *, invited: bool = False) -> bool:
-        """Ask for votes; return whether this hub can be elected. invited: by the leader."""
+    def _still_stands(self) -> bool:
+        """Return whether this hub can be elected now.
+
+        In a swarm it can only after its turn to ask for votes. Else every vote of a node lets it ask.
+        """
+        if self._endpoint.replicas is None:
+            return self._stands(self._window_s)
+        return self._leadership.asks() is not None and self._stands(None)
+
+    def _stands(self, window_s: float | None, *, invited: bool = False) -> bool:
+        """Ask for votes, see `Leadership.stand`; return whether this hub can be elected."""
         with self._mirror.lock:
             while self._mirror.apply():
                 pass
             state = self._mirror.hub.state
             extent = (state.term, *self._mirror.position)
-            reason = self._leadership.stand(state.configs, extent, self._window_s, invited=invited)
+            reason = self._leadership.stand(state.configs, extent, window_s, invited=invited)
         if reason != self._hindered:
             self._hindered = reason
             if reason:
@@ -218,6 +227,7 @@ class Standby(Refusing):
                 self._follow_once(*leader)
             except (HubUnreachable, HubRefused) as error:
                 log.warning("following: %s", error)
+                self._term = 0
                 self._note_end(error)
             except Damaged as error:
                 self._fetch_anew(error)
@@ -262,7 +272,7 @@ class Standby(Refusing):
         """Stand for election without a node's word: in a swarm, other replicas may be all that is left."""
         with self._deciding:
             if self.leading is None:
-                self._stands(invited=invited)
+                self._stands(self._window_s, invited=invited)
 
     def _follow_once(self, leader: str, term: int) -> None:
         """Follow the hub at this address for as long as it leads this term."""
@@ -294,6 +304,8 @@ class Standby(Refusing):
                 self._take_back(None if chunk.lacks_term else (chunk.segment, chunk.offset))
                 return False
             self._mirror.take(chunk)
+            if not self._leader:
+                self._leadership.withdraw()
             self._leadership.heard_leader(self._mirror.hub.state.configs)
             self._term, self._leader = term, leader
             self._note_arrival()
