@@ -23,6 +23,7 @@ from aedit.async_sgd.journal.frames import (
     read_head,
 )
 from aedit.async_sgd.journal.journal import NOTE, Journal, JournalBroken, Mark, Position, segment_path
+from aedit.async_sgd.journal.partial import PartialSnapshot
 from aedit.async_sgd.journal.store import Store, is_before, locate, segment_numbers, snapshot_path
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.system import sync_directory
@@ -43,10 +44,12 @@ class Mirror:
         self._store, self._make, self._directory = store, make, store.directory
         self.lock = threading.RLock()
         """Held while records are applied."""
-        self._incoming: File | None = None
+        self.partial = PartialSnapshot(self._directory)
+        self._is_arriving = False
+        """A chunk of a snapshot has come since the last `mark`, and its segment has not begun."""
         self._load()
         if self.position[1] == FILE_BYTES:  # a segment that was begun here, and not there
-            self.forget()
+            self.clear()
 
     def _load(self) -> None:
         """Take over what the folder has."""
@@ -59,7 +62,13 @@ class Mirror:
         self._applied: Position = journal.position
 
     def forget(self) -> None:
-        """Begin anew: the content of the folder is of another term."""
+        """Begin anew, without the part of a snapshot that has arrived."""
+        with self.lock:
+            self.partial.drop()
+            self.clear()
+
+    def clear(self) -> None:
+        """Begin anew, and keep the part of a snapshot that has arrived: its leader compares its hash."""
         with self.lock:
             self._remove(after=0)
             self.hub, self.position, self._applied = self._make(), (1, 0), (1, 0)
@@ -70,7 +79,7 @@ class Mirror:
         The chain is empty if no segment has begun: after a snapshot, or in an empty folder.
         """
         with self.lock:
-            self._incoming = None  # a snapshot of which only a part has come is sent again, or not needed
+            self._is_arriving = False  # until the leader goes on with a snapshot
             segment, offset = self.position = self._end()
             if offset:
                 self._file = self._reading
@@ -109,6 +118,9 @@ class Mirror:
         elif not chunk.data:
             return
         else:
+            if not self._is_arriving:
+                with self.lock:
+                    self.partial.drop()  # the journal goes on without it
             if chunk.offset == 0:
                 self._begin(chunk.segment)
             if at != self.position:
@@ -156,6 +168,7 @@ class Mirror:
         Ends the mirroring.
         """
         with self.lock:
+            self.partial.drop()
             segment, _ = self._end()
             self.hub.clocks = Clocks()  # the time while it followed is not the run's
             return self._store.open(segment)
@@ -195,7 +208,7 @@ class Mirror:
     def _begin(self, segment: int) -> None:
         """Begin the next segment, or the first one after a snapshot or of a journal."""
         with self.lock:
-            if self._incoming is not None:
+            if self._is_arriving:
                 self._adopt(segment)
             elif segment != self.position[0] + 1 and self.position[1] > 0:
                 raise Damaged(f"segment {segment} comes after segment {self.position[0]}")
@@ -205,20 +218,17 @@ class Mirror:
             self.position = segment, 0
 
     def _take_snapshot(self, chunk: pb.TailChunk) -> None:
-        path = snapshot_path(self._directory, chunk.segment)
-        if chunk.offset == 0:
-            self._incoming = File(path.with_name(path.name + ".new"), create=True)
-        assert self._incoming is not None
-        self._incoming.write(chunk.offset, chunk.data)
+        with self.lock:
+            self.partial.take(chunk.segment, chunk.offset, chunk.data)
+            self._is_arriving = True
 
     def _adopt(self, segment: int) -> None:
         """Replace everything by a snapshot that has arrived whole."""
-        incoming, self._incoming = self._incoming, None
-        assert incoming is not None
-        os.fsync(incoming.fd)
-        self.forget()
+        self._is_arriving = False
+        self.partial.sync(segment)
+        self.clear()
         path = snapshot_path(self._directory, segment)
-        os.replace(incoming.path, path)
+        self.partial.finish(path)
         load_state(snapshot.read(path), self.hub.state)
         self._applied = segment, 0
 

@@ -1,13 +1,16 @@
 """Stream the growing journal to standbys."""
 
+import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import grpc
 from zlib_ng.zlib_ng import crc32
 
 from aedit.async_sgd.journal.frames import File
 from aedit.async_sgd.journal.journal import Position, segment_path
+from aedit.async_sgd.journal.partial import pieces
 from aedit.async_sgd.journal.store import begin_after, segment_numbers, snapshot_path
 from aedit.async_sgd.service.request_guard import RequestGuard
 from aedit.proto.wire import hub_pb2 as pb
@@ -28,7 +31,8 @@ class Tailing:
     def tail(self, request: pb.TailRequest) -> Iterator[pb.TailChunk | None]:
         """Stream from the given byte on if that segment is still there, else a snapshot first.
 
-        A standby that has other records before that byte is told so. None: there is nothing new now.
+        Of a snapshot of which the standby has the first bytes, only the rest is sent. A standby that has
+        other records before that byte is told so. None: there is nothing new now.
         """
         self._guard.check_term(request.term, from_hub=True)
         directory = self._ledger.store.directory
@@ -39,10 +43,7 @@ class Tailing:
             return
         path = segment_path(directory, segment)
         if not path.exists() or path.stat().st_size < offset:
-            snapshots = segment_numbers(directory, "snapshot")
-            segment, offset = (snapshots[-1] if snapshots else 1), 0
-            if snapshots:
-                yield from _file(File(snapshot_path(directory, segment)), segment)
+            segment, offset = (yield from _snapshot(directory, request)), 0
         yield from self._segments(segment, offset)
 
     def confirm(self, request: pb.ConfirmRequest) -> pb.ConfirmReply:
@@ -93,8 +94,44 @@ class Tailing:
         return complete[1] if complete[0] == segment else file.num_bytes
 
 
-def _file(file: File, segment: int) -> Iterator[pb.TailChunk]:
-    offset, end = 0, file.num_bytes
+def _snapshot(directory: Path, request: pb.TailRequest) -> Generator[pb.TailChunk, None, int]:
+    """Yield the chunks of a snapshot, and return the number of the segment after it; 1 without one."""
+    named = request.snapshot_segment
+    if segment_path(directory, named).exists():
+        try:
+            file = File(snapshot_path(directory, named))
+        except FileNotFoundError:
+            pass
+        else:
+            if (yield from _has_first_bytes(file, request)):
+                yield from _file(file, named, request.snapshot_bytes)
+                return named
+    numbers = segment_numbers(directory, "snapshot")
+    if not numbers:
+        return 1
+    yield from _file(File(snapshot_path(directory, numbers[-1])), numbers[-1], 0)
+    return numbers[-1]
+
+
+def _has_first_bytes(file: File, request: pb.TailRequest) -> Generator[pb.TailChunk, None, bool]:
+    """Return whether a standby has the first bytes of this file.
+
+    Yields empty chunks meanwhile, so that the call does not end for silence.
+    """
+    if not 0 < request.snapshot_bytes <= file.num_bytes:
+        return False
+    digest = hashlib.sha256()
+    for piece in pieces(file, request.snapshot_bytes):
+        digest.update(piece)
+        yield pb.TailChunk()
+    return digest.digest() == request.snapshot_sha256
+
+
+def _file(file: File, segment: int, offset: int) -> Iterator[pb.TailChunk]:
+    """Yield a snapshot from a byte on: one chunk without data if that is its end."""
+    end = file.num_bytes
+    if offset == end:
+        yield _chunk((segment, offset), b"", snapshot=True)
     while offset < end:
         data = file.read(offset, _CHUNK_BYTES)
         yield _chunk((segment, offset), data, snapshot=True)

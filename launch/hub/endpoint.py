@@ -76,6 +76,12 @@ class HubEndpoint:
         first = self.replicas.part(self.part[0]).first if self.replicas is not None else ""
         return "" if first == self.own_address else first
 
+    def place_without(self, owner: str) -> int | None:
+        """Return the place of this replica among those of its part besides the owner; None if unknown."""
+        replicas = self.replicas.part(self.part[0]).replicas if self.replicas is not None else ()
+        left = [one for one in replicas if one != owner]
+        return left.index(self.own_address) if self.own_address in left else None
+
     @property
     def least_replicas(self) -> int:
         """Return how many replicas must have a record on disk, this hub included; 1 but in a swarm."""

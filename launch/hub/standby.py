@@ -213,7 +213,7 @@ class Standby(Refusing):
             lost = self._follow_until_lost()
             if lost:
                 self._leadership.lost_leader()
-                self._turn.lost_owner(self._place_without(lost))
+                self._turn.lost_owner(self._endpoint.place_without(lost))
             elif self._endpoint.replicas is not None and self._turn.take():
                 self._stand_or_end()
             self._stopping.wait(_RETRY_S)
@@ -233,13 +233,6 @@ class Standby(Refusing):
                 self._fetch_anew(error)
         lost, self._term, self._leader = self._leader, 0, ""
         return lost
-
-    def _place_without(self, owner: str) -> int | None:
-        """Return the place of this replica among those of its part besides the owner; None if unknown."""
-        places = self._endpoint.replicas.part(self._endpoint.part[0]) if self._endpoint.replicas else None
-        left = [one for one in places.replicas if one != owner] if places is not None else []
-        own = self._endpoint.own_address
-        return left.index(own) if own in left else None
 
     def _is_of_another_lineage(self, term: int) -> bool:
         """Return whether this journal is not that leader's: its part was lost and founded again.
@@ -296,6 +289,9 @@ class Standby(Refusing):
             chain=mark.chain,
             last_term=self._mirror.hub.state.term,
         )
+        if part := self._mirror.partial.received():
+            request.snapshot_segment, request.snapshot_bytes = part.segment, part.num_bytes
+            request.snapshot_sha256 = part.sha256
         for chunk in client.tail(request):
             if self._stopping.is_set():
                 return True
@@ -322,7 +318,7 @@ class Standby(Refusing):
         if self._noted_term() != term:
             if not mark.chain:
                 self._leadership.forget((0, 0, 0))
-                self._mirror.forget()
+                self._mirror.clear()
                 mark = self._mirror.mark()
             write_atomically(self._endpoint.directory / folder.MIRROR, json.dumps({"term": term}))
         return mark

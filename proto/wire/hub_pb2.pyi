@@ -480,18 +480,24 @@ class StatusReply(_message.Message):
     def __init__(self, json: _Optional[str] = ...) -> None: ...
 
 class TailRequest(_message.Message):
-    __slots__ = ("term", "segment", "offset", "chain", "last_term")
+    __slots__ = ("term", "segment", "offset", "chain", "last_term", "snapshot_segment", "snapshot_bytes", "snapshot_sha256")
     TERM_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     CHAIN_FIELD_NUMBER: _ClassVar[int]
     LAST_TERM_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_SHA256_FIELD_NUMBER: _ClassVar[int]
     term: int
     segment: int
     offset: int
     chain: bytes
     last_term: int
-    def __init__(self, term: _Optional[int] = ..., segment: _Optional[int] = ..., offset: _Optional[int] = ..., chain: _Optional[bytes] = ..., last_term: _Optional[int] = ...) -> None: ...
+    snapshot_segment: int
+    snapshot_bytes: int
+    snapshot_sha256: bytes
+    def __init__(self, term: _Optional[int] = ..., segment: _Optional[int] = ..., offset: _Optional[int] = ..., chain: _Optional[bytes] = ..., last_term: _Optional[int] = ..., snapshot_segment: _Optional[int] = ..., snapshot_bytes: _Optional[int] = ..., snapshot_sha256: _Optional[bytes] = ...) -> None: ...
 
 class TailChunk(_message.Message):
     __slots__ = ("segment", "offset", "data", "snapshot", "crc", "differs", "lacks_term")
