@@ -1,5 +1,6 @@
 """Tests that a follower keeps the records that a new leader has too, and no others."""
 
+import os
 import zlib
 from itertools import takewhile
 from types import SimpleNamespace
@@ -215,3 +216,23 @@ def test_the_begin_of_a_term_is_found_in_any_segment_and_in_one_that_is_being_wr
     book.commit([Led(8)])
     assert begin_after(place, 5)[1] is False
     assert begin_after(place, 6)[1] is True, "terms 6 and 7 are not there"
+
+
+@pytest.mark.parametrize("arrived", ["with its head", "empty"])
+def test_a_follower_that_restarts_just_after_it_has_adopted_a_snapshot_loses_nothing(book, tmp_path, arrived):
+    """Found: it took a segment with a head alone for one of its own, and fetched all that it had anew."""
+    for unit in (0, 1, 0):
+        book.push(0, unit)
+        book.ledger.snapshot()
+    follower = Follower(tmp_path / "b")
+    follower.follow(book.ledger)
+    fetched, (segment, _) = follower.bytes, follower.mirror.position
+    if arrived == "empty":
+        os.truncate(segment_path(tmp_path / "b", segment), 0)
+    again = Follower(tmp_path / "b")
+    again.follow(book.ledger)
+    assert (again.differed, again.bytes) == ((0, 0) if arrived == "with its head" else (1, fetched))
+    book.push(0, 1)
+    again.follow(book.ledger)
+    assert again.mirror.position == book.ledger.journal.position
+    same(again.mirror.hub, book.hub)

@@ -48,7 +48,7 @@ class Mirror:
         self._is_arriving = False
         """A chunk of a snapshot has come since the last `mark`, and its segment has not begun."""
         self._load()
-        if self.position[1] == FILE_BYTES:  # a segment that was begun here, and not there
+        if self.position == (1, FILE_BYTES):  # the first segment, which was begun here and not there
             self.clear()
 
     def _load(self) -> None:
