@@ -1,28 +1,27 @@
 """Tests that replicas which nobody needs are given up, one at a time, however peers came: in a simulation."""
 
 import random
+from itertools import combinations, permutations
 
 import pytest
 
+from aedit.async_sgd.leadership.placed import placed_replicas
 from aedit.launch.swarm.roles import PartView, Role
 from aedit.proto.swarm.card import PartReplica
 from aedit.proto.swarm.placement import ranking
 
-COPIES, LAG, QUIET = 3, 4, 2
-"""Turns after which a card has arrived at the latest, and after which a silent replica is taken out."""
+COPIES, LAG = 3, 4
+"""Copies that are kept, and turns after which a card or a journal has arrived at the latest."""
 
 
 class Part:
-    """The replicas of one part: what the owner waits for, and cards that others see some turns later.
-
-    `in_sync` is the configuration, of at most one replica more than is kept.
-    """
+    """The replicas of one part: the owner's configuration; others see cards and journals some turns later."""
 
     def __init__(self, seed):
         self.chance = random.Random(seed)
         first = self.new_key()
         self.peers, self.hosts, self.owner, self.in_sync = [first], {first}, first, {first}
-        self.told, self.gone, self.past = {}, {}, []
+        self.past = []
 
     def new_key(self):
         return self.chance.randbytes(32)
@@ -34,35 +33,48 @@ class Part:
         }
         return {key: replica.get(key) for key in self.peers}
 
+    def then(self, me):
+        """Return the cards and the configuration of this turn, or of one some turns ago for somebody else."""
+        return self.past[
+            -1 if me else max(0, len(self.past) - 1 - self.chance.randrange(LAG)) - len(self.past)
+        ]
+
     def view(self, me):
         """Return what a peer sees: its own replica as it is, each other card as it was some turns ago."""
-        now, seen = self.past[-1], {}
+        seen = {}
         for key in self.peers:
-            then = self.past[max(0, len(self.past) - 1 - self.chance.randrange(LAG))]
-            card = now.get(key) if key == me else then.get(key)
+            card = self.then(key == me)[0].get(key)
             if card is not None:
                 seen[key] = card
         return PartView(ranking("run", 0, self.peers), seen, me)
 
     def turn(self):
-        self.past.append(self.cards())
+        self.past.append((self.cards(), frozenset(self.in_sync)))
         for key in self.chance.sample(self.peers, len(self.peers)):
-            journal = self.in_sync - {key}  # what it has from the owner, who is waited for by all in sync
-            role = self.view(key).role(COPIES, len(journal))
+            # A journal says that a replica is needed until it has the configuration without it.
+            journal = self.in_sync if key in self.in_sync else self.then(False)[1]
+            role = self.view(key).role(COPIES, 0 if key in journal else len(journal))
             if role is Role.HOST:
                 self.hosts.add(key)
             elif role is Role.RETIRE:
+                assert key not in self.in_sync, "a replica was given up on which the owner still counted"
                 self.hosts.remove(key)
-                self.gone[key] = len(self.past)
         self.lead()
 
     def lead(self):
-        """Let the owner take out who is silent, take in one that has caught up, and hand the part over."""
-        silent = {key for key in self.in_sync - self.hosts if len(self.past) >= self.gone[key] + QUIET}
-        self.in_sync -= silent
-        near = sorted(self.hosts - self.in_sync)
-        if near and len(self.in_sync) < COPIES + 1 and self.chance.random() < 0.5:
-            self.in_sync.add(self.chance.choice(near))
+        """Let the owner choose its replicas, and hand the part over."""
+        ranked = self.view(self.owner).ranked
+        place = {key: number for number, key in enumerate(ranked)}
+        names = sorted(self.peers)
+        near = {key for key in self.hosts - self.in_sync if self.chance.random() < 0.5}
+        found = placed_replicas(
+            {names.index(key) for key in self.in_sync},
+            {names.index(key) for key in near},
+            names.index(self.owner),
+            lambda one: place[names[one]],
+            COPIES,
+        )
+        self.in_sync = {names[one] for one in found}
         best = self.view(self.owner).first()
         if best in self.in_sync & self.hosts and self.chance.random() < 0.3:
             self.owner = best
@@ -81,10 +93,36 @@ def test_a_part_ends_with_the_chosen_replicas_however_many_peers_came_at_once(co
             for _ in range(part.chance.randrange(4)):
                 part.turn()
         for _ in range(60 * count):
-            alive = len(part.in_sync & part.hosts)
-            most = max(most, alive)
-            assert alive >= min(most, COPIES), f"seed {seed}: two replicas in sync were given up at once"
+            assert part.in_sync <= part.hosts
+            most = max(most, len(part.in_sync))
+            assert len(part.in_sync) >= min(most, COPIES), f"seed {seed}: two replicas were given up at once"
             if part.is_settled():
                 break
             part.turn()
         assert part.is_settled(), f"seed {seed}"
+
+
+def test_every_choice_keeps_the_owner_and_enough_replicas_and_comes_to_the_best_ones():
+    """All sets of five replicas, and all rankings of them."""
+    everybody = set(range(5))
+    for order in permutations(range(5)):
+        for size in range(1, 5):
+            for kept in map(set, combinations(range(5), size)):
+                for me in kept:
+                    _comes_to_the_best(kept, everybody - kept, me, order.index)
+
+
+def _comes_to_the_best(kept, near, me, place):
+    everybody, before = kept | near, kept
+    for _ in range(10):
+        after = placed_replicas(before, everybody - before, me, place, COPIES)
+        assert me in after
+        assert len(after) >= min(len(before), COPIES)
+        assert len(after) <= max(len(before), COPIES + 1)
+        assert len(before - after) <= 1
+        assert after >= before or len(before) > COPIES, "given up before another one had taken its place"
+        if after == before:
+            break
+        before = after
+    best = set(sorted(everybody, key=place)[:COPIES])
+    assert before in (best, best | {me}), "the owner that should be another one stays until it hands over"

@@ -230,6 +230,11 @@ class Replica:
 
     # --- leading
 
+    @property
+    def is_agreed(self) -> bool:
+        """Return whether it leads, and the voters have agreed on its newest configuration."""
+        return bool(self.term) and self._agreement is None
+
     def holds_lease(self, now: float) -> bool:
         """Return whether every replica that must confirm was heard within the lease."""
         return bool(self.term) and not self.silent(now, self._lease_s)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from aedit.async_sgd.journal.journal import Position
 from aedit.async_sgd.journal.ledger import Ledger, Unconfirmed
+from aedit.async_sgd.leadership.placed import placed_replicas
 from aedit.async_sgd.leadership.replica import Replica
 from aedit.async_sgd.rules.records import Configured, Record
 from aedit.proto.wire.vote_messages import VoterFile
@@ -34,6 +35,7 @@ class Leadership:
         clock: Callable[[], float] = time.monotonic,
         *,
         least: Callable[[], int] = lambda: 1,
+        place: Callable[[str | None], int] | None = None,
     ) -> None:
         """Load the votes.
 
@@ -42,8 +44,11 @@ class Leadership:
             num_others: Most hubs besides this one that may lead at a time.
             clock: Monotonic clock, in seconds.
             least: Returns how many replicas, this hub included, must have a record before it is acknowledged.
+            place: In a swarm, returns the place of the replica at an address in the ranking of the part, and
+                of this hub for None; `num_others` is then the number of replicas that are kept for long.
         """
         self._file, self._num_others, self._clock, self._least = file, num_others, clock, least
+        self._place = place
         self._change = threading.Condition(threading.RLock())
         self._replica = Replica(file.load(), promise_s=_PROMISE_S, lease_s=_LEASE_S)
         self._ledger: Ledger | None = None
@@ -307,7 +312,11 @@ class Leadership:
             {n for n in heard if _is_near(replica.confirmed(n), complete)},
             old - replica.silent(now, SILENT_S),
         )
-        return kept | set(sorted(near - old)[: max(0, self._num_others + 1 - len(kept))])
+        if (place := self._place) is None or not replica.is_agreed:
+            return kept | set(sorted(near - old)[: max(0, self._num_others + 1 - len(kept))])
+        me = self.identity
+        places = {one: place(None if one == me else self._addresses.get(one, "")) for one in kept | near}
+        return placed_replicas(kept, near - old, me, places.__getitem__, self._num_others)
 
     def _electors(self, live: Iterable[int]) -> Sequence[int]:
         """Return the nodes that break ties: those that do already, then others, in the order given."""

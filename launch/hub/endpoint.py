@@ -82,6 +82,15 @@ class HubEndpoint:
         left = [one for one in replicas if one != owner]
         return left.index(self.own_address) if self.own_address in left else None
 
+    def place_of(self, address: str | None) -> int:
+        """Return the place of a replica of a swarm in the ranking of its part, from 0; the last if unknown.
+
+        address: of its hub; None for this one.
+        """
+        ranked = self.replicas.part(self.part[0]).replicas if self.replicas is not None else ()
+        wanted = self.own_address if address is None else address
+        return ranked.index(wanted) if wanted in ranked else len(ranked)
+
     @property
     def least_replicas(self) -> int:
         """Return how many replicas must have a record on disk, this hub included; 1 but in a swarm."""

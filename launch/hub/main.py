@@ -161,6 +161,7 @@ class _Process:
             VoterFile(endpoint.directory / "votes.json"),
             endpoint.num_others,
             least=lambda: endpoint.least_replicas,
+            place=endpoint.place_of if endpoint.replicas is not None else None,
         )
         self._others = OtherHubs(endpoint, lambda: self._responder.question(self._leadership.promised))
         self._canvass = Canvass(endpoint, self._leadership, self._count)

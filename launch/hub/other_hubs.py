@@ -60,15 +60,18 @@ class OtherHubs:
         leads = max((answer.term for answer in answers if answer.leads), default=0)
         return leads, max((answer.promised for answer in answers), default=0)
 
-    def leader(self, least_term: int, stopping: threading.Event) -> tuple[str, int] | None:
+    def leader(
+        self, least_term: int, stopping: threading.Event, *, without: str = ""
+    ) -> tuple[str, int] | None:
         """Return the address and term of the first hub to answer that it leads; None if none does.
 
         Args:
             least_term: Leaders of lower terms do not count.
             stopping: Ends the search once it is set.
+            without: Address of a hub that is not asked.
         """
         limit_s = _TIMEOUT_S if self.endpoint.replicas is None else _SEARCH_TIMEOUT_S
-        for address, answer in self._hellos(stopping, limit_s):
+        for address, answer in self._hellos(stopping, limit_s, without):
             if isinstance(answer, pb.HelloReply) and answer.leads and answer.term >= least_term:
                 return address, answer.term
         return None
@@ -96,10 +99,11 @@ class OtherHubs:
             raise HubRefused(grpc.StatusCode.FAILED_PRECONDITION, text)
 
     def _hellos(
-        self, stopping: threading.Event | None = None, limit_s: float = _TIMEOUT_S
+        self, stopping: threading.Event | None = None, limit_s: float = _TIMEOUT_S, without: str = ""
     ) -> Iterator[tuple[str, Hello]]:
         """Ask all at once, and yield their answers as they come: one that is silent delays no other."""
-        addresses, stopping = self.endpoint.others, stopping or threading.Event()
+        addresses = [address for address in self.endpoint.others if address != without]
+        stopping = stopping or threading.Event()
         pool = ThreadPoolExecutor(max(1, len(addresses)), thread_name_prefix="hello")
         try:
             asked = {pool.submit(self._hello, address, limit_s): address for address in addresses}

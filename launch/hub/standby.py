@@ -66,8 +66,8 @@ class Standby(Refusing):
         self._window_s = endpoint.config.hub.expire_s
         """Nodes repeat their votes; a node that has stopped voting has reached the leading hub again."""
         self._turn = ElectionTurn(self._window_s)
-        self._leader = ""
-        """Address of the hub that is followed; empty: none answers."""
+        self._leader, self._away, self._heard_s = "", "", time.monotonic()
+        """Address of the hub that is followed, of one that was just lost, and when the leader was heard."""
         self._hindered = ""
         """Why this hub could not be elected when it was last asked."""
         self._stopping, self._deciding = threading.Event(), threading.Lock()
@@ -110,12 +110,12 @@ class Standby(Refusing):
         """Return the state of this standby as JSON."""
         with self._mirror.lock:
             now = news.status(self._mirror.hub, time.monotonic())
-            configs, me = self._mirror.hub.state.configs, self._leadership.identity
-            in_sync = set(configs[-1].replicas if configs else ())
+            replicas = [set(config.replicas) for config in self._mirror.hub.state.configs]
         segment, offset = self._mirror.position
-        leader = self._leader or next(iter(self._endpoint.others), "")
-        following = {"follows": leader, "segment": segment, "offset": offset}
-        following |= {"is_replica": me in in_sync, "other_replicas": len(in_sync - {me})}
+        leader, me = self._leader or next(iter(self._endpoint.others), ""), {self._leadership.identity}
+        in_sync = replicas[-1] if replicas else set[int]()
+        following = {"follows": leader, "segment": segment, "offset": offset, "is_replica": me <= in_sync}
+        following |= {"is_needed": any(map(me.issubset, replicas)), "other_replicas": len(in_sync - me)}
         return pb.StatusReply(json=self._reports.status(now | following, request.metrics_after))
 
     def propose(self, request: pb.ProposeRequest) -> pb.Answer:
@@ -221,7 +221,8 @@ class Standby(Refusing):
     def _follow_until_lost(self) -> str:
         """Follow the leader for as long as it leads; return its address, "" if none was found."""
         known = max(self._mirror.hub.state.term, self._noted_term(), self._leadership.promised)
-        leader = self._others.leader(known, self._stopping)
+        leader = self._others.leader(known, self._stopping, without=self._away)
+        self._away = ""
         if leader is not None and not self._is_of_another_lineage(leader[1]):
             try:
                 self._follow_once(*leader)
@@ -247,8 +248,12 @@ class Standby(Refusing):
         if not self._leader:
             return
         told = isinstance(error, HubRefused) and error.code == grpc.StatusCode.FAILED_PRECONDITION
-        if told or self._others.has_ended(self._leader):
+        is_silent = time.monotonic() - self._heard_s >= _SILENT_S
+        has_ended = not (told or is_silent) and self._others.has_ended(self._leader)
+        if told or has_ended:
             self._leadership.leader_ended()
+        # To wait for the answer of one that is away once more would delay the election.
+        self._away = self._leader if has_ended or is_silent else ""
 
     def _stand_or_end(self) -> None:
         """Ask for votes; or end, if the leader has ended with the run."""
@@ -303,7 +308,7 @@ class Standby(Refusing):
             if not self._leader:
                 self._leadership.withdraw()
             self._leadership.heard_leader(self._mirror.hub.state.configs)
-            self._term, self._leader = term, leader
+            self._term, self._leader, self._heard_s = term, leader, time.monotonic()
             self._note_arrival()
         return True
 

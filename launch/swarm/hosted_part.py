@@ -93,7 +93,7 @@ class HostedPart:
         self.state: PartReplica | None = None
         """None until it answers, and while it does not."""
         self.others = 0
-        """Replicas in sync besides this one, as its journal has them."""
+        """Replicas on which the voters have agreed without this one, by its journal; 0 while it counts."""
         self._founds, self._above = founds, above
         self._start(founds=founds)
 
@@ -168,7 +168,7 @@ class HostedPart:
             return None
         status = json.loads(reply.json)
         leads = "follows" not in status
-        self.others = int(status.get("other_replicas", 0))
+        self.others = 0 if status.get("is_needed", True) else int(status.get("other_replicas", 0))
         return PartReplica(
             address=self._options.reached_at(self._address),
             term=int(status["term"]),

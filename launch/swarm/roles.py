@@ -5,7 +5,7 @@ by the votes of the part's replicas and nodes (`async_sgd.leadership`): two peer
 none at all, can do no harm.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -66,30 +66,15 @@ class PartView:
 
         Args:
             copies: Replicas that are wanted.
-            others: Replicas in sync besides the own one, as its journal has them. What cards say is not
-                enough to give a replica up.
+            others: Replicas on which the voters have agreed without the own one, as its journal has them; 0
+                while the own one counts. What cards say is not enough to give a replica up.
         """
         me, chosen = self.me, self.ranked[:copies]
         if me not in self.replicas:
             return Role.HOST if me in chosen and self.owner is not None else Role.KEEP
         if me in chosen or self.replicas[me].leads:
             return Role.KEEP
-        is_kept = chosen and others >= copies and len(self._in_sync() - {me}) >= copies
-        return Role.RETIRE if is_kept and self._is_next_to_go(chosen) else Role.KEEP
-
-    def _in_sync(self) -> set[bytes]:
-        return {key for key, replica in self.replicas.items() if replica.in_sync}
-
-    def _is_next_to_go(self, chosen: Collection[bytes]) -> bool:
-        """Return whether no other replica in sync is to be given up before this one: one goes at a time.
-
-        It makes room for one that is chosen: a part has one replica more in sync than it is to keep.
-        """
-        if not self.replicas[self.me].in_sync:
-            return True
-        surplus = [key for key in self._in_sync() - set(chosen) if not self.replicas[key].leads]
-        places = {key: place for place, key in enumerate(self.ranked)}
-        return self.me == max(surplus, key=lambda key: (places.get(key, len(places)), key))
+        return Role.RETIRE if chosen and others >= copies else Role.KEEP
 
     def places(self, copies: int) -> PartPlaces:
         """Return the addresses of the replicas, of which `copies` are wanted, for the processes here."""
