@@ -8,6 +8,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 INSTALL := $(PIP) pip setuptools && $(PIP) --no-build-isolation --editable
 # Processes share the cores: one thread each is faster than all of them fighting for all cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Hundreds of processes are started: compiled modules are kept, also where the environment says otherwise.
+unexport PYTHONDONTWRITEBYTECODE
 # Test processes side by side. WORKERS=0 runs all tests in one process.
 WORKERS := 2
 BENCHMARKS := overhead straggler quality async_quality bandwidth hub agent swarm chaos poison elastic joining soak peers rollout decode drift idle tail off_policy rl_nodes rl_speed rl_servers versions audit serve \

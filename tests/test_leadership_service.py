@@ -57,6 +57,36 @@ def test_whoever_waits_for_the_disk_waits_for_the_standby_that_has_joined(tmp_pa
     assert made.in_sync() == (1, 1)
 
 
+def test_a_part_goes_to_the_replica_of_the_best_place_only_once_that_has_been_in_sync_for_a_while(tmp_path):
+    """Found: an owner that came back took its part again at once, and failed again with it."""
+    made, ledger, clock = leading(tmp_path)
+
+    def confirm():
+        made.confirm(STANDBY, ledger.journal.position, "b:1")
+
+    confirm()
+    tick(made, ledger)
+    confirm()
+    made.count(Answer(STANDBY, made.identity, made.asks().ballot, True, 1))
+    tick(made, ledger)
+    clock.now += 9.0
+    confirm()
+    tick(made, ledger)
+    assert not made.hand_over("b:1")
+    clock.now += 1.5
+    confirm()
+    assert made.hand_over("b:1")
+
+
+def test_an_owner_that_ends_hands_over_at_once(tmp_path):
+    made, ledger, _ = leading(tmp_path)
+    made.confirm(STANDBY, ledger.journal.position, "b:1")
+    tick(made, ledger)
+    made.confirm(STANDBY, ledger.journal.position, "b:1")
+    made.count(Answer(STANDBY, made.identity, made.asks().ballot, True, 1))
+    assert made.hand_over()
+
+
 def test_a_silent_standby_is_taken_out_when_the_nodes_agree(tmp_path):
     made, ledger, clock = leading(tmp_path)
     made.confirm(STANDBY, ledger.journal.position)

@@ -21,6 +21,9 @@ NEAR_BYTES = 8 * 2**20
 _WAIT_LIMIT_S = 10.0
 _YIELD_S, _YIELD_EVERY_S = 3.0, 10.0
 """How long a leader gives way to its successor, and after how long it tries again."""
+_SETTLED_S = 10.0
+"""How long a replica must have been in sync, under one leader, before the part goes to it by its place: each
+change of owners costs an election, and a machine that has just come back may be about to go again."""
 MOST_ELECTORS = 7
 """Nodes that break ties: few, so that the configuration seldom changes in a large run."""
 
@@ -58,6 +61,8 @@ class Leadership:
         self._standing_until_s = self._yield_again_s = float("-inf")
         self._addresses: dict[int, str] = {}
         """HOST:PORT of the replicas of a swarm that have confirmed something, by identity."""
+        self._since_s: dict[int, float] = {}
+        """Time since when each replica has been in the newest configuration of this leader."""
         if num_others:
             file.save(self._replica.voter)
 
@@ -232,14 +237,16 @@ class Leadership:
     def hand_over(self, address: str = "") -> bool:
         """Let the replica at `address`, or any, be elected in place of this hub; return whether one may be.
 
-        It must be in sync. A later call has no effect for `_YIELD_EVERY_S`, so that a successor that fails
-        costs little.
+        It must be in sync, and the one at `address` for some time. A later call has no effect for
+        `_YIELD_EVERY_S`, so that a successor that fails costs little.
         """
         with self._change:
             now, replica = self._clock(), self._replica
             newest = replica.configs[-1].replicas if replica.configs else ()
             for one in newest:
                 is_meant = one != self.identity and address in ("", self._addresses.get(one))
+                if address and now - self._since_s.get(one, float("-inf")) < _SETTLED_S:
+                    continue
                 if is_meant and replica.was_heard(one, now - SILENT_S) and now >= self._yield_again_s:
                     self._yield_again_s = now + _YIELD_EVERY_S
                     return replica.yield_to(one, now + _YIELD_S)
@@ -286,6 +293,8 @@ class Leadership:
             if not self._owed:
                 wanted = self._wanted(replica, complete, now)
                 self._owed += replica.propose(wanted, self._electors(live))
+            newest = replica.configs[-1].replicas
+            self._since_s = {one: self._since_s.get(one, now) for one in newest}
         self._write()
 
     def heard_promise(self, term: int) -> None:
