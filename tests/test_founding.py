@@ -298,7 +298,7 @@ def test_half_of_the_peers_follow_one_that_forces_and_are_all_members_then():
 
 
 def test_who_was_away_follows_a_forced_founding_and_the_elected_one_after_it():
-    """Found: three of five that come back are a majority of the peers that they know."""
+    """Three of five that come back are a majority of the peers that they know."""
     followed = Register(
         generation=2, candidate=mark(KEYS[1]), accepted=2, founder=mark(KEYS[1]), is_forced=True
     )

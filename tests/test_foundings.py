@@ -187,14 +187,14 @@ def test_one_of_the_peers_that_are_left_founds_a_part_by_force(tmp_path, capsys,
 
 
 def test_the_founder_does_not_vote_on_the_part_while_its_owner_starts(tmp_path):
-    """Found: the part was lost for long, so it stood for the next generation at its next look."""
+    """The part was lost for long, so its vote is due soon; its time begins anew with the founding."""
     peers = lost_to_most(tmp_path)
     peers.lose(3)
     forcing = peers.force(peers.keys[4])
-    peers.turn(LOST_S)
+    peers.turn(LOST_S - 1)
     forcing.look(peers.live())
     before = peers.registers()
-    peers.turn(LOST_S - 1)
+    peers.turn(2)
     assert peers.registers() == before
 
 

@@ -81,7 +81,10 @@ def test_a_part_goes_on_from_the_newest_anchor_when_its_replicas_are_lost_for_go
 
 
 def test_a_person_founds_a_part_when_most_peers_are_gone_for_good(tmp_path):
-    """Two of five are left, with the nodes: one more peer founds the part, once, and old ones follow it."""
+    """Two of five are left, with the nodes: one more peer founds the part, once, and old ones follow it.
+
+    It would not while the part has an owner.
+    """
     with ExitStack() as stack:
         made = stack.enter_context(swarm(tmp_path, peers=5, parts=2, copies=2, flags=FLAGS))
         until(made.settled, "all replicas of each part", LIMIT_S)
@@ -92,6 +95,10 @@ def test_a_person_founds_a_part_when_most_peers_are_gone_for_good(tmp_path):
         assert [link.join(LIMIT_S) for link in links] == [(1, 1), (1, 1)]
         assert {(a.verdict, a.version) for a in push(links, 0, 1, 1)} == {(Verdict.MERGED, 2)}
         newest = links[0].anchors[0].copy()
+        refused = made.add("--force-found=0")
+        assert made.processes[refused].wait(LIMIT_S) == 2
+        said = (made.folder_of(refused) / "output.log").read_text()
+        assert "aedit: --force-found: part 0 is owned by peer-" in said
         made.kill(late), made.kill(third), made.lose(gone)
 
         def registers(*numbers):
