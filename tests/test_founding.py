@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from aedit.proto.swarm.card import Founding
-from aedit.proto.swarm.founding import Register, accepted, begins, mark, owned, voted
+from aedit.proto.swarm.founding import MOST_FORCED, Register, accepted, begins, forced, mark, owned, voted
 from aedit.proto.wire.lineage import last_term_before, lineage
 
 KEYS = [bytes([65 + n]) * 32 for n in range(7)]
@@ -192,3 +192,144 @@ def test_terms_of_a_later_generation_are_above_all_earlier_ones_and_founders_dif
     assert register.counts(0)
     assert not register.counts(5)
     assert not register.counts(other + 7)
+
+
+class ForcedWorld(World):
+    """Peers of which some may found the part by force, at any time and without knowing of each other."""
+
+    def copy(self):
+        twin = super().copy()
+        twin.__class__, twin.begun = ForcedWorld, list(self.begun)
+        return twin
+
+    begun = ()
+
+    def force(self, key):
+        before, says = self.registers[key], self.says(key)
+        if before.has_forced:
+            return
+        self.registers[key] = forced(before, key, says, [*self.heard[key], key])
+        assert self.registers[key].accepted > max(max(one.generation, one.forced) for one in says.values())
+
+    def accept(self, key):
+        before = self.registers[key]
+        after = self.registers[key] = accepted(before, self.says(key), [*self.heard[key], key])
+        assert (after.accepted, after.founder) == (before.accepted, before.founder) or before.is_below(
+            (after.accepted, after.founder)
+        ), "a founding never goes back"
+        if begins(after, key):
+            self.registers[key] = replace(after, begun=after.accepted)
+            self.begun = [*self.begun, (after.accepted, key)]
+            assert len(set(self.begun)) == len(self.begun), "nobody founds a generation twice"
+
+    def meet(self):
+        """Let all hear each other until nothing changes; return the foundings that count then."""
+        for _ in range(4):
+            for one, other in itertools.permutations(self.alive, 2):
+                self.hear(one, other)
+            for key in self.alive:
+                self.accept(key)
+        return {(one.accepted, one.founder) for one in self.registers.values()}
+
+
+def forced_steps_of(world, able):
+    return steps_of(world) + [lambda w, key=key: w.force(key) for key in able]
+
+
+def highest(world):
+    foundings = [(one.accepted, one.founder) for one in world.registers.values()]
+    return max(foundings, key=lambda one: (last_term_before(*one), one[1]))
+
+
+def check_one_goes_on(world):
+    """Once one has forced, all follow the highest founding that any of them knows, however it came to be."""
+    if not any(one.has_forced for one in world.registers.values()):
+        return
+    one_of_all, found = highest(world), world.copy().meet()
+    assert len(found) == 1, found
+    ((generation, founder),) = found
+    assert not Register(accepted=generation, founder=founder).is_below(one_of_all)
+
+
+def test_all_short_histories_with_two_peers_that_force_end_with_one_founding():
+    """Breadth first: votes, lost and late cards and restarts of three peers, two of which force."""
+    seen, front, forced_twice = set(), [ForcedWorld(3)], 0
+    for _ in range(7):
+        following = []
+        for world in front:
+            for step in forced_steps_of(world, KEYS[:2]):
+                after = world.copy()
+                step(after)
+                if (state := str(after.state())) not in seen:
+                    seen.add(state)
+                    following.append(after)
+        front = random.Random(0).sample(following, min(len(following), 300))
+        for world in front:
+            check_one_goes_on(world)
+            forced_twice += sum(one.has_forced for one in world.registers.values()) == 2
+    assert forced_twice > 100
+
+
+@pytest.mark.parametrize(("count", "dead", "able"), [(2, 1, 1), (4, 2, 1), (5, 3, 2), (5, 0, 2), (7, 3, 3)])
+def test_random_histories_with_peers_that_force_end_with_one_founding(count, dead, able):
+    split = 0
+    for seed in range(120):
+        world, chance = ForcedWorld(count, dead), random.Random(seed)
+        steps = forced_steps_of(world, world.alive[:able])
+        for _ in range(30 * count):
+            chance.choice(steps)(world)
+        split += len({(one.accepted, one.founder) for one in world.registers.values()}) > 1
+        check_one_goes_on(world)
+    assert split > 0 or len(world.alive) == 1
+
+
+def test_half_of_the_peers_follow_one_that_forces_and_are_all_members_then():
+    world = ForcedWorld(5, dead=3)
+    a, b = world.alive
+    assert world.meet() == {(0, b"")}
+    world.force(a)
+    assert world.meet() == {(1, mark(a))}
+    assert [key for key, one in world.registers.items() if one.begun] == [a]
+    assert {one.members for one in world.registers.values()} == {frozenset((a, b))}
+    world.vote(b, [b, a])  # lost again, with both there: they vote as ever
+    world.hear(a, b)
+    world.vote(a, [b, a])
+    assert world.meet() == {(2, mark(b))}
+
+
+def test_who_was_away_follows_a_forced_founding_and_the_elected_one_after_it():
+    """Three of five that come back are a majority of the peers that they know."""
+    followed = Register(
+        generation=2, candidate=mark(KEYS[1]), accepted=2, founder=mark(KEYS[1]), is_forced=True
+    )
+    old = Register(members=frozenset(KEYS[:5]))
+    says = {KEYS[0]: followed.say} | dict.fromkeys(KEYS[2:5], old.say)
+    after = accepted(old, says, KEYS[:5])
+    assert (after.accepted, after.founder) == (2, mark(KEYS[1]))
+    assert after.say.forced == 2, "and tells others"
+
+
+def test_a_new_peer_forces_above_all_votes_that_it_hears():
+    says = dict.fromkeys(KEYS[:2], Founding(generation=288, candidate=mark(KEYS[0]), members=5))
+    after = forced(Register(), KEYS[6], says, KEYS[:2])
+    assert (after.accepted, after.founder) == (289, mark(KEYS[6]))
+    assert after.members == {*KEYS[:2], KEYS[6]}
+    assert begins(after, KEYS[6])
+    voter = Register(members=frozenset(KEYS[:5]), generation=288, candidate=mark(KEYS[0]))
+    assert accepted(voter, says | {KEYS[6]: after.say}, KEYS[:2]).founder == mark(KEYS[6])
+
+
+def test_false_cards_with_forced_generations_leave_those_to_the_votes():
+    false = Founding(generation=0, candidate=b"", members=0, forced=MOST_FORCED + 1, founder=mark(KEYS[2]))
+    old = Register(members=frozenset(KEYS[:3]))
+    assert accepted(old, {KEYS[2]: false}, KEYS[:3]) == old
+    highest = replace(false, forced=MOST_FORCED)
+    after = accepted(old, {KEYS[2]: highest}, KEYS[:3])
+    assert after.accepted == MOST_FORCED
+    assert forced(after, KEYS[0], {KEYS[2]: highest}, KEYS[:3]) == after, "no more by force"
+    says = dict.fromkeys(KEYS[1:3], highest)
+    assert voted(after, KEYS[0], KEYS[:2], says).generation == MOST_FORCED + 1, "but by votes"
+    beyond = forced(
+        Register(), KEYS[0], {KEYS[2]: replace(false, forced=0, founder=b"", generation=2**20 - 1)}, []
+    )
+    assert beyond.accepted == 1

@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 from kit.swarm import RUN, card_of, key_of, replica
 
+from aedit.launch.swarm.forcing import Forcing
 from aedit.launch.swarm.foundings import Foundings
 from aedit.proto.swarm.founding import mark
 from aedit.proto.swarm.placement import ranking
 from aedit.proto.wire.lineage import last_term_before
+from aedit.types import UserError
 
 LOST_S = 100.0
 
@@ -23,6 +25,18 @@ class Peers:
         self.dead, self.foundings = set(), {}
         for key in self.keys:
             self.start(key)
+
+    def add(self):
+        """Let one more peer come, and return its key."""
+        key = key_of(len(self.keys) + 1).public
+        self.keys.append(key)
+        self.start(key)
+        return key
+
+    def force(self, key, wait_s=0.0, parts=(0,)):
+        """Start a peer again with the option, and return what founds the part by force."""
+        self.start(key)
+        return Forcing(parts, self.foundings[key], wait_s, clock=lambda: self.now)
 
     def start(self, key):
         folder = self.folder / key.hex()
@@ -91,7 +105,8 @@ def test_half_of_the_peers_and_fewer_wait_and_say_so(tmp_path, lost):
         peers.turn(LOST_S)
     assert {register.accepted for register in peers.registers()} == {0}
     (state,) = peers.foundings[peers.keys[3]].states()
-    assert state == "lost: founded again once 3 of the 4 peers that knew it agree"
+    agree = "lost: founded again once 3 of the 4 peers that knew it agree"
+    assert state == f"{agree}, or by aedit peer --force-found 0"
 
 
 def test_a_live_owner_keeps_its_part(tmp_path):
@@ -125,3 +140,121 @@ def test_a_peer_keeps_what_it_has_promised_over_restarts(tmp_path):
     assert peers.registers() == before
     peers.turn(1)
     assert {register.generation for register in peers.registers()} <= {0, 1}, "it waits anew"
+
+
+def lost_to_most(tmp_path, count=5):
+    """Return peers of which two are left, and know that their part is lost."""
+    peers = Peers(tmp_path, count, keep=(0, 1))
+    peers.turn()
+    peers.lose(*range(count - 2))
+    for _ in range(3):
+        peers.turn(LOST_S)
+    assert {register.accepted for register in peers.registers()} == {0}
+    return peers
+
+
+def followed(peers):
+    """Return the foundings that count at the live peers after some turns."""
+    for _ in range(4):
+        peers.turn(1)
+    return {(one.accepted, one.founder) for one in peers.registers()}
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_one_of_the_peers_that_are_left_founds_a_part_by_force(tmp_path, capsys, is_new):
+    peers = lost_to_most(tmp_path)
+    founder = peers.add() if is_new else peers.keys[3]
+    generation = max(register.generation for register in peers.registers()) + 1
+    forcing = peers.force(founder, wait_s=10)
+    peers.turn(9)
+    forcing.look(peers.live())
+    assert peers.foundings[founder].register(0).accepted == 0, "an owner may still be heard of"
+    peers.turn(1)
+    forcing.look(peers.live())
+    assert peers.foundings[founder].begins(0)
+    assert followed(peers) == {(generation, mark(founder))}
+    told = capsys.readouterr().err
+    assert f"part 0 is founded here in generation {generation}, without a vote" in told
+    assert "5 knew it when it had an owner" in told
+    assert "are lost" in told
+    assert "at one peer only" in told
+    peers.hosted[founder] = replica(term=last_term_before(generation, mark(founder)) + 1)
+    peers.turn(1)
+    live = {key for key in peers.keys if key not in peers.dead}
+    assert {register.members for register in peers.registers()} == {frozenset(live)}
+    forcing.look(peers.live())
+    assert not peers.foundings[founder].begins(0)
+
+
+def test_the_founder_does_not_vote_on_the_part_while_its_owner_starts(tmp_path):
+    """The part was lost for long, so its vote is due soon; its time begins anew with the founding."""
+    peers = lost_to_most(tmp_path)
+    peers.lose(3)
+    forcing = peers.force(peers.keys[4])
+    peers.turn(LOST_S - 1)
+    forcing.look(peers.live())
+    before = peers.registers()
+    peers.turn(2)
+    assert peers.registers() == before
+
+
+def test_the_option_at_a_second_start_founds_nothing(tmp_path, capsys):
+    peers = lost_to_most(tmp_path)
+    founder = peers.keys[3]
+    peers.force(founder).look(peers.live())
+    assert peers.foundings[founder].begins(0)
+    before = followed(peers)
+    for _ in range(2):
+        capsys.readouterr()
+        forcing = peers.force(founder)
+        peers.turn(1)
+        forcing.look(peers.live())
+        assert not peers.foundings[founder].begins(0)
+        assert followed(peers) == before
+        assert "was founded here by force before; not again" in capsys.readouterr().err
+
+
+def test_of_two_peers_that_force_at_once_one_goes_on_and_the_other_follows(tmp_path):
+    peers = lost_to_most(tmp_path)
+    one, other = peers.keys[3:]
+    live = peers.live()
+    for key in (one, other):  # neither has heard of the other
+        peers.force(key).look(live)
+        assert peers.foundings[key].begins(0)
+    terms = {key: peers.foundings[key].register(0).term_above + 1 for key in (one, other)}
+    assert terms[one] != terms[other]
+    peers.hosted |= {key: replica(term=terms[key]) for key in terms}
+    winner = max(terms, key=terms.get)
+    ((generation, founder),) = followed(peers)
+    assert founder == mark(winner)
+    assert terms[winner] == last_term_before(generation, founder) + 1
+    counts = [register.counts for register in peers.registers()]
+    assert [[of(terms[key]) for key in (winner, min(terms, key=terms.get))] for of in counts] == [
+        [True, False]
+    ] * 2
+    assert not any(peers.foundings[key].begins(0) for key in terms), "the other one follows"
+
+
+def test_an_owner_that_comes_back_after_that_does_not_count_and_neither_does_its_majority(tmp_path):
+    peers = lost_to_most(tmp_path)
+    founder = peers.keys[3]
+    peers.force(founder).look(peers.live())
+    found = followed(peers)
+    peers.dead -= set(peers.keys[:3])
+    peers.hosted[peers.keys[0]] = replica(term=4)
+    peers.hosted[peers.keys[1]] = replica(term=4, leads=False)
+    for key in peers.keys[:3]:
+        peers.start(key)
+    assert followed(peers) == found
+    assert not any(register.counts(4) for register in peers.registers())
+
+
+def test_a_part_with_a_live_owner_is_not_founded_by_force(tmp_path):
+    peers = Peers(tmp_path, 5, keep=(0, 1))
+    peers.turn()
+    before = peers.registers()
+    forcing = peers.force(peers.keys[4])
+    peers.turn(1)
+    with pytest.raises(UserError, match="part 0 is owned by p0, which is live: nothing was founded"):
+        forcing.look(peers.live())
+    assert peers.registers() == before

@@ -78,3 +78,60 @@ def test_a_part_goes_on_from_the_newest_anchor_when_its_replicas_are_lost_for_go
         aside = made.folder_of(late) / "lost_part_0_1" / "part.json"
         until(aside.exists, "the old replica to be kept aside", LIMIT_S)
         assert {one.verdict for one in push(links, 0, 5, 2)} == {Verdict.MERGED}
+
+
+def test_a_person_founds_a_part_when_most_peers_are_gone_for_good(tmp_path):
+    """Two of five are left, with the nodes: one more peer founds the part, once, and old ones follow it.
+
+    It would not while the part has an owner.
+    """
+    with ExitStack() as stack:
+        made = stack.enter_context(swarm(tmp_path, peers=5, parts=2, copies=2, flags=FLAGS))
+        until(made.settled, "all replicas of each part", LIMIT_S)
+        until(lambda: len(keepers(made, 0)) == 2, "no other replicas", LIMIT_S)
+        late, gone = keepers(made, 0)
+        third, *left = (number for number in range(5) if number not in (late, gone))
+        links = nodes(stack, made.folder_of(left[0]) / "replicas.json")
+        assert [link.join(LIMIT_S) for link in links] == [(1, 1), (1, 1)]
+        assert {(a.verdict, a.version) for a in push(links, 0, 1, 1)} == {(Verdict.MERGED, 2)}
+        newest = links[0].anchors[0].copy()
+        refused = made.add("--force-found=0")
+        assert made.processes[refused].wait(LIMIT_S) == 2
+        said = (made.folder_of(refused) / "output.log").read_text()
+        assert "aedit: --force-found: part 0 is owned by peer-" in said
+        made.kill(late), made.kill(third), made.lose(gone)
+
+        def registers(*numbers):
+            texts = [(made.folder_of(number) / "foundings.json").read_text() for number in numbers]
+            return [json.loads(text)["0"] for text in texts]
+
+        until(lambda: all(one["generation"] for one in registers(*left)), "votes of the two", LIMIT_S)
+        assert {one["accepted"] for one in registers(*left)} == {0}
+        founder = made.add("--force-found=0")
+        answers = push(links, 0, 2, 2)
+        assert {(answer.verdict, answer.version) for answer in answers} == {(Verdict.REFUSED, 1)}
+        assert all(np.array_equal(link.anchors[0], newest) for link in links)
+        assert {(a.verdict, a.version) for a in push(links, 0, 3, 1)} == {(Verdict.MERGED, 2)}
+        found = [(one["accepted"], one["founder"]) for one in registers(founder, *left)]
+        assert len(set(found)) == 1
+        assert [one["begun"] for one in registers(founder, *left)] == [found[0][0], 0, 0]
+        told = (made.folder_of(founder) / "output.log").read_text()
+        assert f"--force-found: part 0 is founded here in generation {found[0][0]}, without a vote" in told
+        # The command again, as a supervisor gives it.
+        made.kill(founder)
+        made.again(founder)
+        # Of the old part come back its owner or follower, and one that has only known it.
+        made.again(late), made.again(third)
+        until((made.folder_of(late) / "lost_part_0_1" / "part.json").exists, "the old replica aside", LIMIT_S)
+        assert {one.verdict for one in push(links, 0, 4, 2)} == {Verdict.MERGED}
+        until(
+            lambda: len({one["founder"] for one in registers(*left, founder, late, third)}) == 1,
+            "all",
+            LIMIT_S,
+        )
+        assert [(one["accepted"], one["founder"]) for one in registers(founder, *left)] == found
+        assert (
+            "was founded here by force before; not again"
+            in (made.folder_of(founder) / "output.log").read_text()
+        )
+        assert not list(made.folder_of(founder).glob("lost_part_0_*"))

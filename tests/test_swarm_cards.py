@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit.swarm import card_of, data_of, key_of, replica
 
-from aedit.proto.swarm.card import MOST_CARD_BYTES, MOST_PARTS, PURPOSE, decoded, encoded
+from aedit.proto.swarm.card import MOST_CARD_BYTES, MOST_PARTS, PURPOSE, Founding, decoded, encoded
 from aedit.proto.wire import swarm_pb2 as pb
 
 KEY = key_of(7)
@@ -22,6 +22,7 @@ FULL = card_of(
     lease_s=12.0,
     leaving=True,
 )
+VOTE = Founding(generation=3, candidate=b"c" * 8, members=5, forced=2, founder=b"f" * 8)
 
 
 def varint(value):
@@ -86,6 +87,17 @@ def test_a_card_with_one_bit_changed_is_refused(bit):
     assert str(refused.value)
 
 
+def test_the_founding_of_a_part_has_these_bytes_and_those_of_a_forced_one_only_if_it_is():
+    vote = {4: replace(VOTE, forced=0, founder=b"")}
+    card = card_of(KEY, foundings=vote)
+    data, body = encoded(card, KEY.private), b"\x08\x04\x10\x03" + text(3, "c" * 8) + b"\x20\x05"
+    assert data.endswith(text(12, body))
+    assert decoded(data).foundings == vote
+    data = encoded(replace(card, foundings={4: VOTE}), KEY.private)
+    assert data.endswith(text(12, body + b"\x28\x02" + text(6, "f" * 8)))
+    assert decoded(data).foundings == {4: VOTE}
+
+
 NAN, INF = float("nan"), float("inf")
 
 
@@ -97,6 +109,10 @@ NAN, INF = float("nan"), float("inf")
         ({"name": "a\x1b[2J"}, "name 'a[?]"),
         ({"public_key": b"k" * 31}, "public_key has 31 bytes; an Ed25519 key has 32"),
         ({"serial": 0}, r"serial is 0; it must be in \[1, 2\^63\)"),
+        ({"foundings": {0: replace(VOTE, forced=2**20)}}, r"part 0: forced is 1048576; it must be in \[0, "),
+        ({"foundings": {0: replace(VOTE, founder=b"")}}, "part 0: founder has 0 bytes; expected 8"),
+        ({"foundings": {0: replace(VOTE, forced=0)}}, "part 0: founder has 8 bytes; expected 0"),
+        ({"foundings": {0: replace(VOTE, candidate=b"")}}, "part 0: candidate has 0 bytes; expected 8"),
         ({"serial": 2**63}, "serial is 9223372036854775808"),
         ({"address": "10.0.0.1"}, "address '10.0.0.1' is not HOST:PORT"),
         ({"address": "unix:80"}, "address 'unix:80' is not HOST:PORT"),
@@ -128,11 +144,22 @@ def test_a_value_that_cannot_be_true_is_refused_by_name_before_it_is_signed_and_
     parts = [
         pb.HostedPart(part=n, address=one.address, term=one.term) for n, one in sorted(card.parts.items())
     ]
+    foundings = [
+        pb.Founding(
+            part=n,
+            generation=one.generation,
+            candidate=one.candidate,
+            members=one.members,
+            forced=one.forced,
+            founder=one.founder,
+        )
+        for n, one in sorted(card.foundings.items())
+    ]
     plain = {name: getattr(card, name) for name in (
         "run", "name", "public_key", "serial", "address", "fingerprint", "model", "steps_per_s", "lease_s",
     )}  # fmt: skip
     with pytest.raises(ValueError, match=named):
-        decoded(signed(pb.Card(**plain, parts=parts).SerializeToString()))
+        decoded(signed(pb.Card(**plain, parts=parts, foundings=foundings).SerializeToString()))
 
 
 def test_another_encoding_of_the_same_card_is_refused():

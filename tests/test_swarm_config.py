@@ -118,6 +118,29 @@ def test_a_peer_that_averages_keeps_no_parts(tmp_path):
         peer(config, PeerOptions(directory=tmp_path, name="a"))
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--force-found", "2"], "--force-found: there is no part 2: they are numbered 0 to 1"),
+        (["--force-found", "0,7"], "--force-found: there is no part 7"),
+        (["--force-found=-1"], "--force-found: expected numbers of parts, such as 1 or 0,3, got '-1'"),
+        (["--force-found", "0,"], "--force-found: expected numbers of parts"),
+        (["--force-found", "1", "--found"], "--force-found: --found begins a run"),
+        (["--force-found", "1", "--swarm.listen", ""], "swarm.listen is empty: a client keeps no part"),
+    ],
+)
+def test_what_a_peer_cannot_found_by_force_is_one_line_and_exit_code_2(
+    tmp_path, capsys, monkeypatch, words, said
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(SWARM + "parts = 2\n")
+    assert main(["peer", "run.toml", "--directory", str(tmp_path / "peer"), *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "peer").exists(), "nothing has begun"
+
+
 def test_a_key_of_a_swarm_without_one_has_no_effect(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("[swarm]\nparts = 2\n")

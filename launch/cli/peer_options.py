@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from aedit.launch.cli.hub_options import STAY
+from aedit.types import UserError
 
 
 def add_peer_options(peer: argparse.ArgumentParser) -> None:
@@ -20,6 +21,8 @@ def add_peer_options(peer: argparse.ArgumentParser) -> None:
     )
     peer.add_argument("--peers", metavar="PEERS", default="", help="in place of swarm.peers")
     peer.add_argument("--found", action="store_true", help="begin the run, unless this peer knows it already")
+    does = "found these parts again without a vote, whatever may be lost; at one peer only"
+    peer.add_argument("--force-found", metavar="K[,K...]", default="", help=does)
     peer.add_argument("--stay", action="store_true", help=STAY)
 
 
@@ -40,8 +43,16 @@ def run_peer(options: argparse.Namespace) -> int:
         name=name,
         peers=options.peers,
         founds=options.found,
+        forces=_parts(options.force_found),
         stays=options.stay,
         keys=options.keys,
         insecure=options.insecure,
     )
     return peer(config, own)
+
+
+def _parts(text: str) -> tuple[int, ...]:
+    words = text.split(",") if text else []
+    if not all(word.isdecimal() for word in words):
+        raise UserError(f"--force-found: expected numbers of parts, such as 1 or 0,3, got {text!r}")
+    return tuple(sorted(set(map(int, words))))

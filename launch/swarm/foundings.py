@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aedit.proto.swarm.card import Founding, PeerCard
-from aedit.proto.swarm.founding import Register, accepted, begins, mark, owned, voted
+from aedit.proto.swarm.founding import Register, accepted, begins, forced, mark, owned, voted
 from aedit.proto.swarm.placement import candidates, ranking
 from aedit.system import write_atomically
 from aedit.types import printable
@@ -24,6 +24,8 @@ class _Part:
     register: Register
     seen_s: float
     """When it last had an owner, or this peer last voted on it, on a monotonic clock."""
+    owner: str = ""
+    """Name of its owner; "" if none is known."""
     is_missed: bool = False
     is_lost: bool = False
 
@@ -65,6 +67,11 @@ class Foundings:
         with self._lock:
             return self._parts[part].register
 
+    def owner(self, part: int) -> str:
+        """Return the name of the peer that owns the part, "" if none is known."""
+        with self._lock:
+            return self._parts[part].owner
+
     def says(self) -> dict[int, Founding]:
         """Return what the card of this peer says: about parts that it misses, or that were founded again."""
         with self._lock:
@@ -75,7 +82,7 @@ class Foundings:
         """Return for people what is wrong with each part, or what became of it; "" if all is as it was."""
         now = self._clock()
         with self._lock:
-            return [self._state(one, now) for one in self._parts]
+            return [self._state(part, one, now) for part, one in enumerate(self._parts)]
 
     def look(self, live: Mapping[bytes, PeerCard]) -> None:
         """Take the cards of the live peers, this one's included; vote if a part is lost. Raises OSError."""
@@ -88,6 +95,20 @@ class Foundings:
             self._save(after)
             for part, register in zip(self._parts, after, strict=True):
                 part.register = register
+
+    def force(self, part: int, live: Mapping[bytes, PeerCard]) -> Register:
+        """Let this peer found the part without a vote; return what it knows then. Raises OSError.
+
+        It is what it knew if the generations are used up.
+        """
+        hosts = candidates(live)
+        with self._lock:
+            registers = [one.register for one in self._parts]
+            registers[part] = forced(registers[part], self._me, _said(part, live, hosts), hosts)
+            self._save(registers)
+            one = self._parts[part]
+            one.register, one.seen_s, one.is_lost = registers[part], self._clock(), False
+            return one.register
 
     def begins(self, part: int) -> bool:
         """Return whether this peer is to found the part now. It is told so once. Raises OSError."""
@@ -104,15 +125,16 @@ class Foundings:
         self, number: int, live: Mapping[bytes, PeerCard], hosts: frozenset[bytes], now: float
     ) -> Register:
         part = self._parts[number]
-        says = {key: live[key].foundings[number] for key in hosts if number in live[key].foundings}
-        says[self._me] = part.register.say
+        says = _said(number, live, hosts) | {self._me: part.register.say}
         register = accepted(part.register, {key: one for key, one in says.items() if key in hosts}, hosts)
-        if register.accepted > part.register.accepted:
+        if (register.accepted, register.founder) != (part.register.accepted, part.register.founder):
             part.seen_s, part.is_lost = now, False
             founder = self._name(register.founder)
             log.warning("part %d: founded again by %s, generation %d", number, founder, register.accepted)
-        replicas = [live[key].parts[number] for key in live if number in live[key].parts]
-        part.is_missed = not any(one.leads and register.counts(one.term) for one in replicas)
+        replicas = [(card.parts[number], card.name) for card in live.values() if number in card.parts]
+        leading = (name for one, name in replicas if one.leads and register.counts(one.term))
+        part.owner = printable(next(leading, ""))
+        part.is_missed = not part.owner
         if not part.is_missed:
             part.seen_s, part.is_lost = now, False
             return owned(register, hosts, self._live_s)
@@ -130,7 +152,7 @@ class Foundings:
             part.seen_s = now
         return after
 
-    def _state(self, part: _Part, now: float) -> str:
+    def _state(self, number: int, part: _Part, now: float) -> str:
         if not part.is_missed and part.register.accepted:
             by = self._name(part.register.founder)
             return f"was lost; founded again by {by}, generation {part.register.accepted}"
@@ -139,7 +161,8 @@ class Foundings:
         members = len(part.register.members)
         if not part.is_lost:
             return f"no owner for {now - part.seen_s:.0f} s"
-        return f"lost: founded again once {members // 2 + 1} of the {members} peers that knew it agree"
+        agree = f"{members // 2 + 1} of the {members} peers that knew it agree"
+        return f"lost: founded again once {agree}, or by aedit peer --force-found {number}"
 
     def _name(self, founder: bytes) -> str:
         return self._names.get(founder, founder.hex())
@@ -158,7 +181,14 @@ def _plain(register: Register) -> dict[str, object]:
         "accepted": register.accepted,
         "founder": register.founder.hex(),
         "begun": register.begun,
+        "is_forced": register.is_forced,
+        "has_forced": register.has_forced,
     }
+
+
+def _said(part: int, live: Mapping[bytes, PeerCard], hosts: frozenset[bytes]) -> dict[bytes, Founding]:
+    """Return what the live peers say about a part that can host it."""
+    return {key: live[key].foundings[part] for key in hosts if part in live[key].foundings}
 
 
 def _read(path: Path) -> dict[int, Register]:
@@ -175,6 +205,8 @@ def _read(path: Path) -> dict[int, Register]:
             accepted=one["accepted"],
             founder=bytes.fromhex(one["founder"]),
             begun=one["begun"],
+            is_forced=one.get("is_forced", False),  # an older build has not written these two
+            has_forced=one.get("has_forced", False),
         )
         for part, one in json.loads(text).items()
     }

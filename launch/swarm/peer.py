@@ -10,6 +10,7 @@ from pathlib import Path
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.fields import to_toml
 from aedit.launch.rundir.prepare import claimed
+from aedit.launch.swarm.forcing import Forcing, check_forcing
 from aedit.launch.swarm.foundings import Foundings
 from aedit.launch.swarm.hosted_part import HostedPart, HostOptions, set_aside
 from aedit.launch.swarm.introduction import INTRODUCTION, make_discovery
@@ -59,6 +60,8 @@ class PeerOptions:
     """In place of `swarm.peers`."""
     founds: bool = False
     """Begin the run: found every part. A peer that was in the run before goes on with what it has."""
+    forces: tuple[int, ...] = ()
+    """Parts that it founds without a vote, because too few peers are left; see `Forcing`."""
     stays: bool = False
     """Serve until a signal arrives, also after the run is over, for nodes that come late."""
     keys: Path | None = None
@@ -68,13 +71,15 @@ class PeerOptions:
 def peer(config: RunConfig, options: PeerOptions) -> int:
     """Take part in the swarm until SIGINT or SIGTERM; return the exit code.
 
-    Raises UserError for what the user must correct: keys, folder, peers, or an address that is taken.
+    Raises UserError for what the user must correct: keys, folder, peers, an address that is taken, or a part
+    that is not to be founded by force.
     """
     logging.basicConfig(format="aedit peer: %(message)s", level=logging.WARNING)
     if not config.swarm.on:
         raise UserError('swarm.discovery is empty: set it to "file" or "hivemind"')
     if config.swarm.averages:
         raise UserError('swarm.exchange = "hivemind" has no parts to keep: a peer is a node, of aedit run')
+    check_forcing(config.swarm, options.forces, founds=options.founds)
     raise_descriptor_limit()
     stop = _stop_on_signals()
     with claimed(options.directory, "peer"):
@@ -136,6 +141,7 @@ class Peer:
         self._foundings = Foundings(
             directory, config.name, self._key.public, parts=swarm.parts, lost_s=swarm.lost_s
         )
+        self._forcing = Forcing(options.forces, self._foundings, swarm.lease_s)
         self._received, self._proofs = StatementsFile(directory / STATEMENTS), Proofs(directory / "proofs")
         self._node = NodeFile(directory / NODE)
         self._other_models = OtherModels()
@@ -175,14 +181,19 @@ class Peer:
         write_atomically(directory / "address", self.address or "client")
 
     def turn(self) -> None:
-        """Look at the own replicas and at what others say; begin to keep parts, or give them up."""
+        """Look at the own replicas and at what others say; begin to keep parts, or give them up.
+
+        Raises UserError if a part is to be founded by force that has an owner.
+        """
         self._introduce()
         for hosted in list(self._hosted.values()):
             hosted.look()
         if self._known.state != self._own_fault:
             self._own_fault = self._known.state
             log.error("%s", self._own_fault)
-        self._foundings.look(self._known.live(time.monotonic()))
+        live = self._known.live(time.monotonic())
+        self._foundings.look(live)
+        self._forcing.look(live)
         for part in range(self._hosts.parts):
             self._follow_founding(part)
         self._gossip.received(self._received.changed())

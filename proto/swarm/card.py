@@ -60,6 +60,10 @@ class Founding:
     """First bytes of the key of the peer that it lets found this generation; empty with generation 0."""
     members: int
     """Peers that it knew when the part last had an owner: most of them must agree."""
+    forced: int = 0
+    """Generation of the founding that counts for it, if it knows of any that was forced; else 0."""
+    founder: bytes = b""
+    """First bytes of the key of the peer that has founded it; empty with 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +148,13 @@ def parsed(data: bytes) -> PeerCard:
         lease_s=message.lease_s,
         leaving=message.leaving,
         foundings={
-            one.part: Founding(generation=one.generation, candidate=one.candidate, members=one.members)
+            one.part: Founding(
+                generation=one.generation,
+                candidate=one.candidate,
+                members=one.members,
+                forced=one.forced,
+                founder=one.founder,
+            )
             for one in message.foundings
         },
     )
@@ -204,12 +214,16 @@ def _check_part(part: int, replica: PartReplica) -> None:
 def _check_founding(part: int, founding: Founding) -> None:
     if not 0 <= part < MOST_PARTS:
         raise ValueError(f"founding of part {part}: parts are numbered 0 to {MOST_PARTS - 1}")
-    if not 0 <= founding.generation < MOST_GENERATIONS:
-        most = MOST_GENERATIONS - 1
-        raise ValueError(f"part {part}: generation is {founding.generation}; it must be in [0, {most}]")
-    expected = FOUNDER_BYTES if founding.generation else 0
-    if len(founding.candidate) != expected:
-        raise ValueError(f"part {part}: candidate has {len(founding.candidate)} bytes; expected {expected}")
+    for name, generation, peer, key in (
+        ("generation", founding.generation, "candidate", founding.candidate),
+        ("forced", founding.forced, "founder", founding.founder),
+    ):
+        if not 0 <= generation < MOST_GENERATIONS:
+            most = MOST_GENERATIONS - 1
+            raise ValueError(f"part {part}: {name} is {generation}; it must be in [0, {most}]")
+        expected = FOUNDER_BYTES if generation else 0
+        if len(key) != expected:
+            raise ValueError(f"part {part}: {peer} has {len(key)} bytes; expected {expected}")
     if not 0 <= founding.members <= MOST_MEMBERS:
         raise ValueError(f"part {part}: members is {founding.members}; it must be in [0, {MOST_MEMBERS}]")
 
@@ -243,7 +257,14 @@ def _body(card: PeerCard) -> bytes:
         lease_s=card.lease_s,
         leaving=card.leaving,
         foundings=[
-            pb.Founding(part=part, generation=one.generation, candidate=one.candidate, members=one.members)
+            pb.Founding(
+                part=part,
+                generation=one.generation,
+                candidate=one.candidate,
+                members=one.members,
+                forced=one.forced,
+                founder=one.founder,
+            )
             for part, one in sorted(card.foundings.items())
         ],
     )

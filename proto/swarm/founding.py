@@ -1,7 +1,8 @@
 """Founding a part anew that has no owner and elects none: who may do it. No clock, socket or file.
 
 Peers say in their signed cards whom they let found a part. Who is let by more than half of the peers that
-were there when the part last had an owner has founded it, and everybody can count that.
+were there when the part last had an owner has founded it, and everybody can count that. Where too few are
+left, a person lets one peer found it: then the others take its word, and of several the highest one counts.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -12,6 +13,8 @@ from aedit.proto.wire.lineage import MOST_GENERATIONS, last_term_before, lineage
 
 _MOST_AHEAD = 16
 """Generations that others may claim beyond those that are known here: a false card does not use them up."""
+MOST_FORCED = MOST_GENERATIONS // 2
+"""Highest generation that counts on the word of one peer: a false card leaves the others to the votes."""
 
 
 def mark(key: bytes) -> bytes:
@@ -35,6 +38,11 @@ class Register:
     """Mark of the peer that has founded it."""
     begun: int = 0
     """Generation that this peer has founded itself: it does so once."""
+    is_forced: bool = False
+    """Whether it knows of any forced founding: whoever hears of the founding that counts here takes its word
+    then, as most of that one's members need not have agreed."""
+    has_forced: bool = False
+    """Whether this peer has founded the part by force, which it does once."""
 
     @property
     def term_above(self) -> int:
@@ -48,7 +56,24 @@ class Register:
     @property
     def say(self) -> Founding:
         """Return what the card of this peer says about the part."""
-        return Founding(generation=self.generation, candidate=self.candidate, members=len(self.members))
+        return Founding(
+            generation=self.generation,
+            candidate=self.candidate,
+            members=len(self.members),
+            forced=self.accepted if self.is_forced else 0,
+            founder=self.founder if self.is_forced else b"",
+        )
+
+    def is_below(self, founding: tuple[int, bytes]) -> bool:
+        """Return whether the founding is above the one that counts: its terms are, as nodes compare them."""
+        return _place(*founding) > _place(self.accepted, self.founder)
+
+    def followed(self, generation: int, founder: bytes) -> "Register":
+        """Return the register once this founding counts. A vote in a later generation stays."""
+        known = replace(self, accepted=generation, founder=founder)
+        if generation < self.generation:
+            return known
+        return replace(known, generation=generation, candidate=founder)
 
 
 def owned(register: Register, hosts: Collection[bytes], lately: Collection[bytes]) -> Register:
@@ -69,7 +94,10 @@ def owned(register: Register, hosts: Collection[bytes], lately: Collection[bytes
 
 
 def accepted(register: Register, says: Mapping[bytes, Founding], hosts: Collection[bytes]) -> Register:
-    """Return the register with the newest founding on which most members have agreed.
+    """Return the register with the highest founding on which most members have agreed, or that was forced.
+
+    Peers that follow a forced founding are the members from then on: the person has given up the others. Who
+    comes back must follow it and all later ones, and who has agreed on another one meanwhile must tell them.
 
     Args:
         register: Its present one.
@@ -82,14 +110,15 @@ def accepted(register: Register, says: Mapping[bytes, Founding], hosts: Collecti
     for key in members.intersection(says):
         choice = says[key].generation, says[key].candidate
         votes[choice] = votes.get(choice, 0) + 1
-    agreed = [one for one, count in votes.items() if count >= needed and one[0] > register.accepted]
-    if not agreed:
-        return register
-    generation, founder = max(agreed)
-    known = replace(register, accepted=generation, founder=founder)
-    if generation < register.generation:
-        return known
-    return replace(known, generation=generation, candidate=founder)
+    agreed = {one for one, count in votes.items() if count >= needed}
+    forced = {(say.forced, say.founder) for say in says.values() if 0 < say.forced <= MOST_FORCED}
+    told = replace(register, is_forced=register.is_forced or bool(forced))
+    above = [one for one in agreed | forced if register.is_below(one)]
+    if not above:
+        return told
+    newest = max(above, key=lambda one: _place(*one))
+    after = told.followed(*newest)
+    return after if newest in agreed else replace(after, members=frozenset(hosts))
 
 
 def voted(register: Register, me: bytes, ranked: Sequence[bytes], says: Mapping[bytes, Founding]) -> Register:
@@ -119,6 +148,33 @@ def voted(register: Register, me: bytes, ranked: Sequence[bytes], says: Mapping[
     return replace(register, generation=following, candidate=mark(me))
 
 
+def forced(
+    register: Register, me: bytes, says: Mapping[bytes, Founding], hosts: Collection[bytes]
+) -> Register:
+    """Return the register of a peer that a person lets found the part, without the votes of others.
+
+    It is the present one if the generations are used up.
+
+    Args:
+        register: Its present one.
+        me: Key of this peer, which may have come since the part was lost.
+        says: What live peers say that can host the part, by key.
+        hosts: All live peers that can: the members from now on.
+    """
+    heard = [generation for say in says.values() for generation in (say.generation, say.forced)]
+    known = (one for one in heard if one < MOST_FORCED)
+    following = max(register.generation, register.accepted, *known) + 1
+    if following > MOST_FORCED:
+        return register
+    after = replace(register.followed(following, mark(me)), is_forced=True, has_forced=True)
+    return replace(after, members=frozenset(hosts) | {me})
+
+
 def begins(register: Register, me: bytes) -> bool:
     """Return whether this peer is to found the part now."""
     return register.founder == mark(me) and register.begun < register.accepted
+
+
+def _place(generation: int, founder: bytes) -> tuple[int, bytes]:
+    """Return the place of a founding in the order of all."""
+    return last_term_before(generation, founder), founder

@@ -35,16 +35,20 @@ class Card(_message.Message):
     def __init__(self, run: _Optional[str] = ..., name: _Optional[str] = ..., public_key: _Optional[bytes] = ..., serial: _Optional[int] = ..., address: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[HostedPart, _Mapping]]] = ..., fingerprint: _Optional[str] = ..., model: _Optional[str] = ..., steps_per_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., leaving: _Optional[bool] = ..., foundings: _Optional[_Iterable[_Union[Founding, _Mapping]]] = ...) -> None: ...
 
 class Founding(_message.Message):
-    __slots__ = ("part", "generation", "candidate", "members")
+    __slots__ = ("part", "generation", "candidate", "members", "forced", "founder")
     PART_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     CANDIDATE_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    FORCED_FIELD_NUMBER: _ClassVar[int]
+    FOUNDER_FIELD_NUMBER: _ClassVar[int]
     part: int
     generation: int
     candidate: bytes
     members: int
-    def __init__(self, part: _Optional[int] = ..., generation: _Optional[int] = ..., candidate: _Optional[bytes] = ..., members: _Optional[int] = ...) -> None: ...
+    forced: int
+    founder: bytes
+    def __init__(self, part: _Optional[int] = ..., generation: _Optional[int] = ..., candidate: _Optional[bytes] = ..., members: _Optional[int] = ..., forced: _Optional[int] = ..., founder: _Optional[bytes] = ...) -> None: ...
 
 class HostedPart(_message.Message):
     __slots__ = ("part", "address", "term", "leads", "in_sync")

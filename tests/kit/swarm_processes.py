@@ -51,6 +51,7 @@ class Swarm:
     copies: int
     flags: tuple = ()
     processes: list = field(default_factory=list)
+    words: dict = field(default_factory=dict)
 
     def start(self):
         toml, addresses = self.folder / "swarm.toml", self.folder / "peers.txt"
@@ -72,10 +73,19 @@ class Swarm:
         words = ["peer", str(self.folder / "swarm.toml"), f"--directory={folder}", f"--as=peer-{number}"]
         words += ["--insecure", f"--peers={self.folder}/peers.txt", "--swarm.listen=127.0.0.1:0", *self.flags]
         words += ["--found"] * (number == 0)
+        words += self.words.get(number, ())
         with (folder / "output.log").open("a") as log:
             command = [sys.executable, "-m", "aedit.launch.cli", *words]
             env = os.environ | {"OMP_NUM_THREADS": "1"}
             return subprocess.Popen(command, stdout=log, stderr=log, env=env)
+
+    def add(self, *words):
+        """Start one more peer, with more words in its command, now and when it starts again."""
+        number, self.peers = self.peers, self.peers + 1
+        self.folder_of(number).mkdir()
+        self.words[number] = words
+        self.processes.append(self._begun(number))
+        return number
 
     def places(self):
         """Return the places of the parts if all peers agree on them; else ()."""
