@@ -10,7 +10,8 @@ runs two standbys beside the hub, and hubs fail as well as nodes (`chaos_parts/f
 
     python -m benchmarks.chaos --swarm
 
-runs six machines without a hub; whole machines fail (`chaos_parts/swarm.py`).
+runs six machines without a hub; whole machines fail, and the processes of hivemind's hash table by which two
+find the others (`chaos_parts/swarm.py`).
 
     python -m benchmarks.chaos --partition 3,3
 

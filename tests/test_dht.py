@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from aedit.proto.swarm.card import encoded
 from aedit.proto.swarm.dht import COMMAND, DhtDiscovery, DhtSettings
 from aedit.proto.swarm.dht_process import MOST_RECORDS, CardsOnly, prune, record_key
 from aedit.proto.swarm.gossip import Gossip, GossipPlan
+from aedit.proto.swarm.kept_node import KeptNode
 from aedit.proto.swarm.known_peers import KnownPeers
 from aedit.types import UserError
 
@@ -103,6 +105,23 @@ def test_two_peers_find_each_other_by_the_table_and_go_on_without_it():
     assert (first.pids, second.pids) == ((), ())
 
 
+@pytest.mark.slow
+def test_two_nodes_that_are_killed_at_once_begin_alone_at_their_addresses_and_meet_again(tmp_path, caplog):
+    keys = [tmp_path / "1", tmp_path / "2"]
+    with closing(dht(identity=keys[0])) as first, closing(dht(*up(first), identity=keys[1])) as second:
+        maddrs = [up(first), up(second)]
+        until(lambda: len(first._kept.nodes) == len(second._kept.nodes) == 1, "each to know the other")
+        pids = (*first.pids, *second.pids)
+        for pid in pids:
+            kill(pid)
+        until(lambda: first.state and second.state, "a word about it")
+        assert [up(first), up(second)] == maddrs
+        assert not {*first.pids, *second.pids} & {*pids}
+        second.announce(discovery_contract.card_of_number(2))
+        until(lambda: discovery_contract.mentions(first.found(), 2), "the second peer", limit_s=START_S)
+    assert caplog.text.count("the hash table is back after") == 2
+
+
 class TableMeeting:
     """Peers in one table."""
 
@@ -177,7 +196,7 @@ def test_a_table_is_joined_again_by_way_of_others_when_the_first_node_has_gone()
         third = dht(*up(first))
         with closing(second), closing(third):
             up(second)
-            until(lambda: len(third._neighbours) == 2, "its neighbours", limit_s=START_S)
+            until(lambda: len(third._kept.nodes) == 2, "its neighbours", limit_s=START_S)
             first.close()
             kill(third.pids[0])
             until(lambda: third.state, "a word about it")
@@ -316,6 +335,62 @@ def test_the_process_gets_the_settings_and_each_new_card_and_its_answers_are_kep
         )
         (pid,) = discovery.pids
     assert gone([pid])
+
+
+def test_a_node_that_was_in_the_table_calls_the_last_ones_and_begins_alone_in_every_second_try(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr("aedit.proto.swarm.dht._FIRST_PAUSE_S", 0.01)
+    given, met = f"/ip4/10.0.0.1/tcp/1/p2p/{'A' * 44}", f"/ip4/10.0.0.2/tcp/2/p2p/{'B' * 44}"
+    tries = tmp_path / "tries"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    program = (
+        f"tries = open({str(tries)!r}, 'a+'); tries.seek(0); is_first = not tries.read()\n"
+        "print(json.dumps(settings), file=tries, flush=True)\n"
+        f"told = found | dict(maddrs=['/ip4/127.0.0.1/tcp/{port}/p2p/x'], neighbours=[{met!r}])\n"
+        "if is_first: say(**told); say(**told | dict(neighbours=[]))\n"
+    )
+    place = {"identity": tmp_path / "key", "initial_peers": (given,), "listen": ("/ip4/127.0.0.1/tcp/0",)}
+
+    def told():
+        return [json.loads(line) for line in tries.read_text().splitlines()] if tries.exists() else []
+
+    with closing(played(program, silent_s=20.0, **place)):
+        until(lambda: len(told()) > 3, "four tries")
+    initial = [settings["initial_peers"] for settings in told()[:4]]
+    assert initial == [[given], [given, met], [], [given, met]]
+    assert [settings["listen"] for settings in told()[:2]] == [
+        ["/ip4/127.0.0.1/tcp/0"],
+        [f"/ip4/127.0.0.1/tcp/{port}"],
+    ]
+    assert told()[2]["known"] == [given, met]
+    assert caplog.text.count("no hash table: ") == 1, "an outage is told once"
+    tries.unlink()
+    with closing(played(program, silent_s=20.0, **place)):
+        until(told, "the first try of the next start")
+    assert told()[0]["initial_peers"] == [given, met]
+
+
+def test_what_a_node_keeps_is_used_if_it_can_be_read_and_the_port_is_free(tmp_path):
+    identity, maddr = tmp_path / "dht_key", "/ip4/127.0.0.1/tcp/0"
+    assert KeptNode.load(identity) == KeptNode.load(None) == KeptNode()
+    node = f"/ip4/10.0.0.1/tcp/7/p2p/{'A' * 44}"
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        kept = KeptNode().renewed([f"/ip4/127.0.0.1/tcp/{port}/p2p/x"], [node])
+        kept.save(identity)
+        assert KeptNode.load(identity) == kept == KeptNode(port, (node,))
+        assert kept.renewed([], []) == kept
+        assert kept.listening(maddr) == maddr, "another program has the port"
+    assert kept.listening(maddr) == f"/ip4/127.0.0.1/tcp/{port}"
+    assert kept.listening("/ip4/127.0.0.1/tcp/5") == "/ip4/127.0.0.1/tcp/5"
+    for garbage in ("", "[]", '{"port": "x"}', '{"nodes": 3}', '{"port": 1e9, "nodes": ["x", 5]}'):
+        (tmp_path / "dht_key.last.json").write_text(garbage)
+        assert KeptNode.load(identity) == KeptNode()
 
 
 def test_a_process_that_does_not_read_is_replaced():

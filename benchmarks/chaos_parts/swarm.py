@@ -1,4 +1,7 @@
-"""A swarm whose machines fail as a whole, owners and the first one included, and its accounts."""
+"""A swarm whose machines fail as a whole, owners and the first one included, and its accounts.
+
+Some machines find the others by hivemind's hash table, whose processes are killed too.
+"""
 
 import random
 import subprocess
@@ -15,6 +18,7 @@ from benchmarks.chaos_parts.history import history_of, read
 from benchmarks.chaos_parts.swarm_faults import AWAY_S, fault_plan
 from benchmarks.chaos_parts.swarm_peers import SwarmGround, SwarmShape, last_words
 from benchmarks.chaos_parts.swarm_scene import TURN_S, Scene, SwarmStory
+from benchmarks.chaos_parts.swarm_tables import BACK_WITHIN_S, machines_with_tables
 from benchmarks.kit import netns
 from benchmarks.kit.cluster import left_behind
 from benchmarks.kit.netns import Place
@@ -53,6 +57,7 @@ def measure(minutes: float | None, seed: int, *, quick: bool) -> Report:
         "chaos in a swarm",
         (f"{shape.peers} machines, {wires}: a peer, its hubs and a node of a fixed pace in each."
          f" {shape.parts} parts, {shape.copies} copies of each.",
+         _tables_line(),
          f"{seconds:g} s of faults, seed {seed}. A machine is killed with all its processes."
          " Steps are those in accepted pushes.",
          f"Faults: {faults or 'none'}."),
@@ -61,6 +66,15 @@ def measure(minutes: float | None, seed: int, *, quick: bool) -> Report:
         _bars(story, story.steps_per_s / calm.steps_per_s, seconds),
         {"calm": asdict(calm), "faults": asdict(story)},
     )  # fmt: skip
+
+
+def _tables_line() -> str:
+    places = " and ".join(map(str, machines_with_tables()))
+    if not places:
+        return (
+            "hivemind is not installed: all machines find the others by a file, and there is no hash table."
+        )
+    return f"Those at places {places} find others by hivemind's hash table, in both runs; the rest by a file."
 
 
 def _row(name: str, story: SwarmStory) -> tuple[str, ...]:
@@ -80,7 +94,25 @@ def _bars(story: SwarmStory, share: float, seconds: float) -> tuple[Bar, ...]:
         Bar(f"goodput {percent(share)} of the calm run, wanted >= {percent(GOODPUT, 0)}", reached),
         *(Bar(f"{text}: {number}", number == 0) for text, number in mistakes(story).items()),
         Bar(f"{back}, wanted < {HEALS_WITHIN_S:g} s", story.healed_s < HEALS_WITHIN_S),
+        *_table_bars(story),
         *(Bar(f"ended: {text}", False) for text in story.died),
+    )
+
+
+def _table_bars(story: SwarmStory) -> tuple[Bar, ...]:
+    tables = story.tables
+    if not tables.wanted:
+        return ()
+    killed, gone, lasted_s = len(tables.outages), len(tables.open()), tables.lasted_s
+    restarted = sum(outage.restarted for outage in tables.outages)
+    longest_s = max(lasted_s, default=0.0)
+    back = f"{killed - gone - restarted} of {killed} hash tables that were killed were back"
+    left = f"{len(lasted_s)} of them, of machines that all went on meanwhile, after at most {longest_s:.1f} s"
+    answer = f"hash tables in which a newcomer finds peers at the end: {tables.answering} of {tables.wanted}"
+    return (
+        Bar(f"{back}, {restarted} were begun by a machine that was restarted", gone == 0 if killed else None),
+        Bar(f"{left}, wanted < {BACK_WITHIN_S:g} s", longest_s < BACK_WITHIN_S if lasted_s else None),
+        Bar(answer, tables.answering == tables.wanted),
     )
 
 
@@ -101,14 +133,16 @@ def tell(seconds: float, seed: int, *, calm: bool = False, away_s: float = AWAY_
     """
     with tempfile.TemporaryDirectory() as name, machine_places() as places:
         story, chance = SwarmStory(), random.Random(seed)
-        with staged(Path(name), places, chance, story) as scene:
+        tables = machines_with_tables()
+        with staged(Path(name), places, chance, story, tables) as scene:
+            plan = fault_plan(seconds, chance, away_s, wires=bool(places), tables=len(tables))
             began = time.monotonic()
-            for at_s, act in () if calm else fault_plan(seconds, chance, away_s, wires=bool(places)):
+            for at_s, act in () if calm else plan:
                 scene.pause(began + at_s)
                 act(scene)
             scene.pause(began + seconds)
-            finish(scene)
-        story.left_behind = len(left_behind(Path(name)))
+            finish(scene, lambda: _see_tables(scene))
+        story.left_behind = len(left_behind(Path(name))) + story.tables.left_behind
         return story
 
 
@@ -122,9 +156,18 @@ def machine_places() -> Iterator[list[Place]]:
 
 
 @contextmanager
-def staged(directory: Path, places: list[Place], chance: random.Random, story: SwarmStory) -> Iterator[Scene]:
-    """Run a swarm in which every node has joined; no process is left afterwards."""
-    scene = Scene(SwarmGround(directory, NODE, SwarmShape(), places), chance, story)
+def staged(
+    directory: Path,
+    places: list[Place],
+    chance: random.Random,
+    story: SwarmStory,
+    tables: tuple[int, ...] = (),
+) -> Iterator[Scene]:
+    """Run a swarm in which every node has joined; no process is left afterwards.
+
+    tables: places of the machines that find others by a hash table.
+    """
+    scene = Scene(SwarmGround(directory, NODE, SwarmShape(tables=tables), places), chance, story)
     scene.ground.set_up()
     try:
         if not scene.until(lambda: scene.all_acknowledged(0.0), JOINS_WITHIN_S):
@@ -164,6 +207,17 @@ def finish(scene: Scene, look: Callable[[], object] = lambda: None) -> None:
         times = sorted(line["t"] for line in told if line["unit"] % parts == part)
         gap_s = max((b - a for a, b in pairwise(times)), default=0.0)
         story.longest_gap_s = max(story.longest_gap_s, gap_s)
+
+
+def _see_tables(scene: Scene) -> None:
+    """Wait until all hash tables are back, and ask each for peers."""
+    tables, peers, ground = scene.story.tables, scene.with_tables(), scene.ground
+    deadline = time.monotonic() + BACK_WITHIN_S
+    while (len(ground.tables) < len(peers) or tables.open()) and time.monotonic() < deadline:
+        ground.keep()
+        tables.look(peers)
+        time.sleep(TURN_S)
+    tables.ask(peers, ground.tables)
 
 
 def _ask_to_end(scene: Scene, processes: "Mapping[str, subprocess.Popen[str]]") -> None:

@@ -1,4 +1,7 @@
-"""Faults of a swarm: whole machines are killed, stopped and cut off, owners and the first one included."""
+"""Faults of a swarm: whole machines are killed, stopped and cut off, owners and the first one included.
+
+The processes of hivemind's hash tables are killed too, of one machine and of all at once.
+"""
 
 import random
 import signal
@@ -8,8 +11,11 @@ from functools import partial
 
 from benchmarks.chaos_parts.swarm_peers import SwarmPeer
 from benchmarks.chaos_parts.swarm_scene import Scene
+from benchmarks.chaos_parts.swarm_tables import table_processes
 
 KILL_EVERY_S, AWAY_EVERY_S, AWAY_S = 20.0, 40.0, 30.0
+TABLES_FROM_S, TABLES_EVERY_S, TABLES_WAIT_S = 42.0, 60.0, 30.0
+"""The first time, and every second one after it, is between two times at which a machine is away."""
 BACK_WITHIN_S = 5.0
 """Longest time after which a machine that was killed, or another in its place, starts."""
 AIM_S = 6.0
@@ -19,9 +25,9 @@ Act = Callable[[Scene], None]
 
 
 def fault_plan(
-    seconds: float, chance: random.Random, away_s: float, *, wires: bool
+    seconds: float, chance: random.Random, away_s: float, *, wires: bool, tables: int = 0
 ) -> list[tuple[float, Act]]:
-    """Return (second, fault) in order."""
+    """Return (second, fault) in order. tables: machines that have a hash table."""
     kills: list[Act] = [_kill_owner, _kill_at_push, _kill_first, _kill_any]
     aways: list[Act] = [partial(_stop, away_s), partial(_cut if wires else _stop, away_s)]
     found: list[tuple[float, Act]] = []
@@ -31,6 +37,10 @@ def fault_plan(
             bag = bag or chance.sample(kinds, len(kinds))  # all kinds by turns
             found.append((at_s, bag.pop()))
             at_s += every_s
+    at_s, num = TABLES_FROM_S, tables
+    while tables and at_s < seconds - 5:
+        found.append((at_s, partial(_kill_tables, num)))
+        at_s, num = at_s + TABLES_EVERY_S, 1 if num == tables else tables
     return sorted(found, key=lambda entry: entry[0])
 
 
@@ -68,6 +78,26 @@ def _kill(scene: Scene, peer: SwarmPeer | None, kind: str) -> None:
     peer.due_s = time.monotonic() + scene.chance.uniform(0.2, BACK_WITHIN_S)
     if renewed:
         scene.ground.replace_machine(peer)
+
+
+def _kill_tables(num: int, scene: Scene, until_s: float | None = None) -> None:
+    """Kill the hash tables of so many machines at once; of fewer if there are no more for a while.
+
+    A table that is not up yet is waited for while other faults go on. until_s: how long.
+    """
+    ground, tables = scene.ground, scene.story.tables
+    now = time.monotonic()
+    until_s = until_s or now + TABLES_WAIT_S
+    away = {outage.machine for outage in tables.open()}
+    mine = [peer for peer in scene.present() if peer in scene.with_tables() and peer.name not in away]
+    found = [peer for peer in mine if peer.slot in ground.tables and table_processes(peer)]
+    if len(found) < num and now < until_s:
+        scene.mends.append((now + 1.0, partial(_kill_tables, num, scene, until_s)))
+        return
+    first = len(tables.outages) % max(1, len(found))  # by turns
+    if killed := [*found[first:], *found[:first]][:num]:
+        scene.note("hash table killed" if len(killed) == 1 else "all hash tables killed at once", *killed)
+        tables.kill(killed)
 
 
 def all_in_sync(scene: Scene, victim: SwarmPeer) -> bool:

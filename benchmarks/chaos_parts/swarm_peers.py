@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 from aedit.launch.swarm.hosted_part import MARK
+from aedit.launch.swarm.introduction import INTRODUCTION, is_maddrs
 from aedit.proto.swarm.replicas_file import REPLICAS
 from benchmarks.chaos_parts.books import LATE
 from benchmarks.chaos_parts.history import keep
@@ -40,6 +41,8 @@ class SwarmShape:
     parts: int = 4
     copies: int = 3
     lease_s: float = 5.0
+    tables: tuple[int, ...] = ()
+    """Places of the machines that find others by hivemind's hash table."""
 
 
 @dataclass(slots=True)
@@ -60,6 +63,8 @@ class SwarmPeer:
     """Time at which it is started again after a kill."""
     is_away: bool = False
     """It is stopped or cut off."""
+    finds: tuple[str, ...] = ()
+    """Words of its command line by which it finds others, the same in all its starts."""
 
     @property
     def name(self) -> str:
@@ -121,6 +126,8 @@ class SwarmGround:
     """Names of machines that were stopped, whose own calls were late therefore."""
     hubs: dict[str, str] = field(default_factory=dict)
     """Machine by address of a hub: a replica that is started again has another address."""
+    tables: dict[int, str] = field(default_factory=dict)
+    """Multiaddresses of the hash table by place, as the machine there has told them."""
 
     def set_up(self) -> None:
         """Write the configuration and the list of peers; nothing is started."""
@@ -135,7 +142,9 @@ class SwarmGround:
             ledger = self.directory / f"node-{slot}.jsonl"
             self.peers.append(SwarmPeer(slot, address, place, ledger, Path(), 0))
             self.replace_machine(self.peers[slot])
-        (self.directory / "peers.txt").write_text("".join(f"{peer.address}\n" for peer in self.peers))
+        # Machines that know no table yet find the others by one, and are found by the others there.
+        listed = (peer.address for peer in self.peers if peer.slot not in shape.tables[1:])
+        (self.directory / "peers.txt").write_text("".join(f"{address}\n" for address in listed))
 
     def replace_machine(self, peer: SwarmPeer) -> None:
         """Put a machine with an empty disk, and a name and a key of its own, in the place of another."""
@@ -143,16 +152,23 @@ class SwarmGround:
         peer.number, self.machines = self.machines, self.machines + 1
         peer.directory = self.directory / "peers" / peer.name
         peer.directory.mkdir(parents=True)
+        peer.finds = ()
+        self.tables.pop(peer.slot, None)
+
+    def waits(self, peer: SwarmPeer) -> bool:
+        """Return whether a machine is to start when another one has told its hash table."""
+        return not peer.finds and peer.slot in self.shape.tables[1:] and not self.tables
 
     def start(self, peer: SwarmPeer) -> None:
         """Start the peer process and the node of a machine; the first machine of all founds the run."""
+        peer.finds = peer.finds or self._finds(peer)
         words = [
             "peer",
             str(self.directory / "run.toml"),
             f"--directory={peer.directory}",
             f"--as={peer.name}",
         ]
-        words += [f"--peers={self.directory / 'peers.txt'}", "--insecure", f"--swarm.listen={peer.address}"]
+        words += [*peer.finds, "--insecure", f"--swarm.listen={peer.address}"]
         words += ["--found"] * (peer.number == 0)
         node = replace(
             self.plan,
@@ -168,6 +184,12 @@ class SwarmGround:
             peer.process = start("aedit.launch.cli", *words, place=peer.place, **pipes)
             peer.node = start(_WITNESS, json.dumps(asdict(node)), place=peer.place, **pipes)
         self.starts += 1
+
+    def _finds(self, peer: SwarmPeer) -> tuple[str, ...]:
+        if peer.slot not in self.shape.tables:
+            return (f"--peers={self.directory / 'peers.txt'}",)
+        others = [f"--peers={told}" for slot, told in self.tables.items() if slot != peer.slot]
+        return ("--swarm.discovery=hivemind", *others[:1])
 
     def cut(self, peer: SwarmPeer, state: str) -> None:
         """Set the link of a machine "down" or "up"."""
@@ -209,7 +231,12 @@ class SwarmGround:
                 yield folder
 
     def keep(self) -> None:
-        """Keep the segments that the hubs have now, and their addresses."""
+        """Keep the segments that the hubs have now, their addresses, and those of hash tables."""
+        for peer in self.peers:
+            with suppress(OSError):
+                told = (peer.directory / INTRODUCTION).read_text()
+                if peer.slot in self.shape.tables and is_maddrs(told):
+                    self.tables[peer.slot] = told
         for part in range(self.shape.parts):
             for folder in self.folders(part):
                 keep(folder, self.directory / f"copies_{part}_{folder.parent.name}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.chaos_parts.accounts import Accounts
 from benchmarks.chaos_parts.swarm_peers import SwarmGround, SwarmPeer
+from benchmarks.chaos_parts.swarm_tables import Tables
 from benchmarks.kit.cluster import ledger_tail
 
 TURN_S, KEEP_EVERY_S = 0.05, 0.3
@@ -32,6 +33,7 @@ class SwarmStory:
     late_calls: int = 0
     """Calls that ended more than a second after their deadline."""
     left_behind: int = 0
+    tables: Tables = field(default_factory=Tables)
     accounts: list[Accounts] = field(default_factory=list)
     """Accounts of each part."""
 
@@ -64,14 +66,15 @@ class Scene:
             time.sleep(TURN_S)
         return so
 
-    def note(self, kind: str, peer: SwarmPeer) -> None:
+    def note(self, kind: str, *peers: SwarmPeer) -> None:
         """Count a fault."""
-        self.story.moments.append(f"{time.monotonic():.1f} {kind}: {peer.name} (place {peer.slot})")
+        names = ", ".join(f"{peer.name} (place {peer.slot})" for peer in peers)
+        self.story.moments.append(f"{time.monotonic():.1f} {kind}: {names}")
         self.story.faults[kind] = self.story.faults.get(kind, 0) + 1
 
     def heal(self) -> None:
         """End all faults."""
-        for _, mend in self.mends:
+        for _, mend in list(self.mends):  # one that waits for something adds itself again
             mend()
         self.mends = []
         for peer in self.ground.peers:
@@ -80,6 +83,10 @@ class Scene:
     def present(self) -> list[SwarmPeer]:
         """Return the machines that run and are neither stopped nor cut off."""
         return [peer for peer in self.ground.peers if peer.process is not None and not peer.is_away]
+
+    def with_tables(self) -> list[SwarmPeer]:
+        """Return the machines that find others by a hash table."""
+        return [peer for peer in self.ground.peers if peer.slot in self.ground.shape.tables]
 
     def owner(self, part: int) -> SwarmPeer | None:
         """Return the machine that has acknowledged last for a part, if it runs and can be reached."""
@@ -113,6 +120,7 @@ class Scene:
         if now > self.kept_s + KEEP_EVERY_S:
             self.kept_s = now
             self.ground.keep()
+            self.story.tables.look(self.with_tables())
         for due_s, mend in [entry for entry in self.mends if entry[0] <= now]:
             mend()
             self.mends.remove((due_s, mend))
@@ -120,5 +128,5 @@ class Scene:
             if ended := peer.ended():
                 self.story.died += ended
                 peer.kill()
-            if peer.process is None and now >= peer.due_s:
+            if peer.process is None and now >= peer.due_s and not self.ground.waits(peer):
                 self.ground.start(peer)

@@ -1,7 +1,8 @@
 """Discovery by hivemind's distributed hash table, whose node is a process of its own.
 
 Nothing that happens to that process, to p2pd or to the table reaches the caller: the process is started
-again with growing pauses, and `state` says since when there is no table.
+again with growing pauses, and `state` says since when there is no table. A node that starts again has the
+address of before, if it can, and calls the nodes that it knew last.
 """
 
 import base64
@@ -19,6 +20,7 @@ from typing import Any
 
 from aedit.proto.swarm.card import parsed
 from aedit.proto.swarm.hivemind_child import remove_socket
+from aedit.proto.swarm.kept_node import KeptNode
 from aedit.proto.swarm.line_process import LineProcess
 from aedit.proto.swarm.maddr import checked_maddrs, is_maddr
 from aedit.types import UserError, printable
@@ -31,6 +33,7 @@ _MOST_SKEW_S = 3.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 _LOOK_S = 0.2
 _END_S = 15.0
+_NOT_UP = "it is not up yet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +49,8 @@ class DhtSettings:
     announce: tuple[str, ...] = ()
     """Addresses that others are told, where they differ from those of this machine."""
     identity: Path | None = None
-    """File of the node's key, made if there is none, so that its address stays; None draws one."""
+    """File of the node's key, made if there is none, so that its address stays; None draws one. What else
+    the next start needs is kept beside it."""
     client: bool = False
     """Behind NAT or a firewall: the node asks others and is asked by nobody."""
     allow: tuple[bytes, ...] = ()
@@ -78,13 +82,14 @@ class DhtDiscovery:
         self._card = b""
         self._found: tuple[bytes, ...] = ()
         self._maddrs: tuple[str, ...] = ()
-        self._neighbours: tuple[str, ...] = ()
+        self._kept = KeptNode.load(settings.identity)
         self._pids: tuple[int, ...] = ()
         self._socket = ""
         """Socket of p2pd, which stays when it is killed."""
-        self._trouble: _Trouble | None = _Trouble("it is not up yet", time.time())
+        self._trouble: _Trouble | None = _Trouble(_NOT_UP, time.time())
         self._skew_s = 0.0
         self._failures = 0
+        self._was_up = False
         self._closed = threading.Event()
         # The kernel ends the process with the thread that has started it: this one.
         self._thread = threading.Thread(target=self._run, name="dht", daemon=True)
@@ -183,12 +188,20 @@ class DhtDiscovery:
         return "closed"
 
     def _message(self) -> dict[str, Any]:
-        """Return the settings for the process. Nodes that were there before are as good to begin with."""
-        mine = self._settings
+        """Return the settings for the process. Nodes that were there before are as good to begin with.
+
+        p2pd does not start if it reaches none of them, and all may have ended. So a node that was in the
+        table before begins alone in every second try, and calls them from there.
+        """
+        mine, kept = self._settings, self._kept
+        known = [*dict.fromkeys((*mine.initial_peers, *kept.nodes))]
+        was_there = self._was_up or kept.port > 0
+        alone = was_there and self._failures > 0 and self._failures % 2 == 0
         return {
             "run": mine.run,
-            "initial_peers": [*dict.fromkeys((*mine.initial_peers, *self._neighbours))],
-            "listen": list(mine.listen),
+            "initial_peers": [] if alone else known,
+            "known": known,
+            "listen": [kept.listening(maddr) for maddr in mine.listen],
             "announce": list(mine.announce),
             "identity": str(mine.identity) if mine.identity else None,
             "client": mine.client,
@@ -213,12 +226,21 @@ class DhtDiscovery:
     def _take_found(self, message: dict[str, Any]) -> None:
         self._found = tuple(base64.b64decode(card) for card in message["found"])
         self._maddrs = tuple(map(str, message["maddrs"]))
-        self._neighbours = tuple(filter(is_maddr, map(str, message["neighbours"])))
         self._skew_s = float(message["skew_s"] or 0.0)
-        self._trouble, self._failures = None, 0
+        if self._trouble and self._was_up:
+            log.warning("the hash table is back after %.1f s", time.time() - self._trouble.since_s)
+        self._trouble, self._failures, self._was_up = None, 0, True
+        nodes = list(filter(is_maddr, map(str, message["neighbours"])))
+        # An announced port may be that of a router.
+        kept = self._kept.renewed(() if self._settings.announce else self._maddrs, nodes)
+        if kept != self._kept:
+            self._kept = kept
+            kept.save(self._settings.identity)
 
     def _note(self, reason: str) -> None:
         """Note what is wrong; since when stays while anything is."""
+        if (self._trouble is None or self._trouble.is_start) and not self._closed.is_set():
+            log.warning("no hash table: %s; peers that know each other go on", reason)
         since_s = self._trouble.since_s if self._trouble else time.time()
         self._trouble = _Trouble(reason, since_s)
 
@@ -228,6 +250,11 @@ class _Trouble:
     reason: str
     since_s: float
     """Wall clock."""
+
+    @property
+    def is_start(self) -> bool:
+        """Return whether nothing has failed yet."""
+        return self.reason == _NOT_UP
 
     @property
     def text(self) -> str:

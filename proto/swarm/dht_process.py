@@ -152,6 +152,7 @@ class Rounds:
     def __init__(self, node: Any, settings: dict[str, Any], say: Say) -> None:
         self._node, self._say = node, say
         self._run, self._every_s = str(settings["run"]), float(settings["every_s"])
+        self._known = [str(maddr) for maddr in settings["known"]]
         self._card: dict[str, Any] = {}
         self._stored_s = self._asked_s = float("-inf")
         self._skew_s: float | None = None
@@ -177,6 +178,8 @@ class Rounds:
 
     async def _round(self) -> None:
         now = time.monotonic()
+        if not self._node.protocol.routing_table.peer_id_to_uid:
+            await self._join()
         if self._card and now - self._stored_s >= self._card["lease_s"] / 3:
             await self._store()
             self._stored_s = now
@@ -193,6 +196,22 @@ class Rounds:
             maddrs=await self._maddrs(),
             neighbours=await self._neighbours(),
         )
+
+    async def _join(self) -> None:
+        """Call nodes that are known while there is no other: each may have begun alone, or been cut off."""
+        from hivemind.p2p import PeerID
+        from hivemind.utils.multiaddr import Multiaddr
+
+        async def call(maddr: str) -> None:
+            address, _, name = maddr.rpartition("/p2p/")
+            peer = PeerID.from_base58(name)
+            if peer != self._node.peer_id:
+                await self._node.p2p._client.connect(peer, [Multiaddr(address)])
+                await self._node.protocol.call_ping(peer)
+
+        calls = [call(maddr) for maddr in random.sample(self._known, min(_MOST_ASKED, len(self._known)))]
+        with suppress(TimeoutError):  # errors are those of nodes that are not there
+            await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), CALL_S)
 
     async def _store(self) -> None:
         data, expires = base64.b64decode(self._card["card"]), time.time() + self._card["lease_s"]

@@ -6,13 +6,19 @@ Processes are killed, and the accounts still agree.
 import json
 import random
 from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from benchmarks.chaos import Plan, tell
-from benchmarks.chaos_parts import failover, swarm
+from benchmarks.chaos_parts import failover, swarm, swarm_tables
 from benchmarks.chaos_parts.books import attempts, expected, owed
 from benchmarks.chaos_parts.history import history_of, keep, leaders, read
+from benchmarks.chaos_parts.swarm_faults import _kill_tables, fault_plan
+from benchmarks.chaos_parts.swarm_peers import SwarmPeer
+from benchmarks.chaos_parts.swarm_tables import Tables, machines_with_tables
 from benchmarks.kit import netns
 from benchmarks.kit.paced_node import PacedNode
 from test_journal import Book
@@ -89,6 +95,69 @@ def test_machines_of_a_swarm_fail_owners_included_and_nothing_acknowledged_is_lo
     assert any(len(part.terms) > 1 for part in story.accounts), "no part had another owner"
     found = swarm.mistakes(story)
     assert found == dict.fromkeys(found, 0), story.died
+    tables = len(machines_with_tables())
+    assert bool(story.tables.outages) == bool(tables), story.moments
+    assert story.tables.open() == []
+    assert story.tables.answering == tables, "a newcomer finds nobody in a hash table"
+
+
+def test_the_hash_tables_of_all_machines_are_killed_at_once_and_of_one_by_turns():
+    def kills(tables):
+        plan = fault_plan(600, random.Random(1), 30.0, wires=True, tables=tables)
+        return [(at_s, act.args[0]) for at_s, act in plan if getattr(act, "func", None) is _kill_tables]
+
+    assert kills(0) == []
+    assert [num for _, num in kills(2)] == [2, 1] * 5
+    assert [b[0] - a[0] for a, b in pairwise(kills(2))] == [60.0] * 9
+    without = fault_plan(600, random.Random(1), 30.0, wires=True)
+    assert len(fault_plan(600, random.Random(1), 30.0, wires=True, tables=2)) == len(without) + 10
+
+
+def machine(tmp_path, name, pid=7):
+    (tmp_path / name).mkdir()
+    peer = SwarmPeer(1, "", None, Path(), tmp_path / name, int(name))
+    peer.process = SimpleNamespace(pid=pid)
+    peer.log.write_text("")
+    return peer
+
+
+def test_a_table_is_back_once_its_machine_says_so_and_has_its_processes(tmp_path, monkeypatch):
+    running = []
+    monkeypatch.setattr(swarm_tables, "table_processes", lambda peer: running)
+    peer, other = machine(tmp_path, "1"), machine(tmp_path, "2", pid=8)
+    tables, both = Tables(), [peer, other]
+    peer.log.write_text("the hash table is back after 2.0 s")
+    tables.kill(both)
+    tables.look(both)
+    assert len(tables.open()) == 2, "what was said before it was killed does not count"
+    peer.log.write_text("the hash table is back after 2.0 s\nthe hash table is back after 3.5 s")
+    tables.look(both)
+    assert len(tables.open()) == 2, "no process runs"
+    running.append(None)
+    tables.look(both)
+    assert [outage.machine for outage in tables.open()] == ["peer-2"]
+    assert len(tables.lasted_s) == 1
+    other.process = SimpleNamespace(pid=9)
+    tables.look(both)
+    assert tables.open() == []
+    assert [outage.restarted for outage in tables.outages] == [False, True]
+
+
+def test_a_table_that_was_away_while_a_machine_failed_says_nothing_about_the_time_that_takes(
+    tmp_path, monkeypatch
+):
+    peer, other = machine(tmp_path, "1"), machine(tmp_path, "2")
+    tables = Tables()
+    monkeypatch.setattr(swarm_tables, "table_processes", lambda peer: [])
+    tables.kill([peer])
+    other.is_away = True
+    tables.look([peer, other])
+    other.is_away = False
+    monkeypatch.setattr(swarm_tables, "table_processes", lambda peer: [None])
+    peer.log.write_text("the hash table is back after 40.0 s")
+    tables.look([peer, other])
+    assert tables.open() == tables.lasted_s == []
+    assert tables.outages[0].disturbed
 
 
 def copies_of(directory):
