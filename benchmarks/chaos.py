@@ -92,7 +92,7 @@ def measure(args: argparse.Namespace) -> Report | list[Report]:
     if args.partition:
         return swarm_partition.measure(args.partition, args.minutes, args.seed, quick=args.quick)
     if args.swarm:
-        return swarm.measure(args.minutes, args.seed, quick=args.quick)
+        return swarm.measure(args.minutes, args.seed, copies=args.copies, quick=args.quick)
     if args.standby:
         return failover.measure(args.minutes, args.standby, args.seed, quick=args.quick)
     return _alone(args.quick)
@@ -104,6 +104,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--standby", type=int, nargs="?", const=2, default=0, metavar="N", help=about)
     about = "run a swarm of six machines; all fail as a whole, owners and the first one included"
     parser.add_argument("--swarm", action="store_true", help=about)
+    about = "copies of each part of a swarm (default 3): 2 f + 1 stand f machines that are away at once"
+    parser.add_argument("--copies", type=int, choices=(3, 5), default=3, help=about)
     about = "run a swarm of six machines that is cut once into two sides of so many machines, and healed"
     parser.add_argument("--partition", choices=("3,3", "2,4"), metavar="3,3|2,4", help=about)
     about = (

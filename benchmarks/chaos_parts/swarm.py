@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -45,12 +45,12 @@ GOODPUT, DECIDES_S = 0.90, 300.0
 JOINS_WITHIN_S, HEALS_WITHIN_S, ENDS_WITHIN_S = 120.0, 60.0, 90.0
 
 
-def measure(minutes: float | None, seed: int, *, quick: bool) -> Report:
+def measure(minutes: float | None, seed: int, *, copies: int, quick: bool) -> Report:
     """Return the table of a swarm: calm, then with faults."""
-    seconds = 60 * (minutes or (1 if quick else 10))
-    calm = tell(min(CALM_S, seconds), seed, calm=True)
-    story = tell(seconds, seed)
-    why, shape = netns.why_not(), SwarmShape()
+    seconds, shape = 60 * (minutes or (1 if quick else 10)), SwarmShape(copies=copies)
+    calm = tell(min(CALM_S, seconds), seed, calm=True, shape=shape)
+    story = tell(seconds, seed, shape=shape)
+    why = netns.why_not()
     wires = "each in a network namespace" if why is None else f"on one network ({why}), so no wire is cut"
     faults = ", ".join(f"{number} x {kind}" for kind, number in sorted(story.faults.items()))
     return Report(
@@ -60,6 +60,8 @@ def measure(minutes: float | None, seed: int, *, quick: bool) -> Report:
          _tables_line(),
          f"{seconds:g} s of faults, seed {seed}. A machine is killed with all its processes."
          " Steps are those in accepted pushes.",
+         "Of the time of all machines they were stopped, or killed and not started again yet, for"
+         f" {percent(story.absent_s / seconds / shape.peers)}; those that are cut off train on.",
          f"Faults: {faults or 'none'}."),
         ("run", "steps/s", "acknowledged", "faults", "starts", "terms led", "longest gap s", "healed s"),
         (_row("calm", calm), _row("faults", story)),
@@ -126,7 +128,14 @@ def mistakes(story: SwarmStory) -> dict[str, int]:
     }
 
 
-def tell(seconds: float, seed: int, *, calm: bool = False, away_s: float = AWAY_S) -> SwarmStory:
+def tell(
+    seconds: float,
+    seed: int,
+    *,
+    calm: bool = False,
+    away_s: float = AWAY_S,
+    shape: SwarmShape = SwarmShape(),  # noqa: B008 - it is immutable
+) -> SwarmStory:
     """Apply faults for so long to a swarm, or none with `calm`; compare the accounts.
 
     away_s: how long a machine is stopped or cut off.
@@ -134,7 +143,7 @@ def tell(seconds: float, seed: int, *, calm: bool = False, away_s: float = AWAY_
     with tempfile.TemporaryDirectory() as name, machine_places() as places:
         story, chance = SwarmStory(), random.Random(seed)
         tables = machines_with_tables()
-        with staged(Path(name), places, chance, story, tables) as scene:
+        with staged(Path(name), places, chance, story, replace(shape, tables=tables)) as scene:
             plan = fault_plan(seconds, chance, away_s, wires=bool(places), tables=len(tables))
             began = time.monotonic()
             for at_s, act in () if calm else plan:
@@ -161,13 +170,10 @@ def staged(
     places: list[Place],
     chance: random.Random,
     story: SwarmStory,
-    tables: tuple[int, ...] = (),
+    shape: SwarmShape = SwarmShape(),  # noqa: B008 - it is immutable
 ) -> Iterator[Scene]:
-    """Run a swarm in which every node has joined; no process is left afterwards.
-
-    tables: places of the machines that find others by a hash table.
-    """
-    scene = Scene(SwarmGround(directory, NODE, SwarmShape(tables=tables), places), chance, story)
+    """Run a swarm in which every node has joined; no process is left afterwards."""
+    scene = Scene(SwarmGround(directory, NODE, shape, places), chance, story)
     scene.ground.set_up()
     try:
         if not scene.until(lambda: scene.all_acknowledged(0.0), JOINS_WITHIN_S):

@@ -75,7 +75,8 @@ def _kill(scene: Scene, peer: SwarmPeer | None, kind: str) -> None:
     renewed = scene.chance.random() < 0.5 and all_in_sync(scene, peer)
     scene.note(f"{kind}, disk lost" if renewed else kind, peer)
     peer.kill()
-    peer.due_s = time.monotonic() + scene.chance.uniform(0.2, BACK_WITHIN_S)
+    peer.due_s = time.monotonic() + (absent_s := scene.chance.uniform(0.2, BACK_WITHIN_S))
+    scene.story.absent_s += absent_s
     if renewed:
         scene.ground.replace_machine(peer)
 
@@ -104,7 +105,7 @@ def all_in_sync(scene: Scene, victim: SwarmPeer) -> bool:
     """Return whether each part has all its copies, and all are on machines that run."""
     if any(peer.is_away or peer.process is None for peer in scene.ground.peers):
         return False
-    status = scene.ground.status(next(peer for peer in scene.present() if peer is not victim))
+    status = scene.status(next(peer for peer in scene.present() if peer is not victim))
     followers = scene.ground.shape.copies - 1
     return status is not None and all(part and part["in_sync"] >= followers for part in status["parts"])
 
@@ -114,6 +115,7 @@ def _stop(away_s: float, scene: Scene) -> None:
     scene.note("machine stopped", peer)
     peer.is_away = True
     scene.ground.stopped.add(peer.name)
+    scene.story.absent_s += away_s
     peer.send(signal.SIGSTOP)
     scene.mends.append((time.monotonic() + away_s, partial(_go_on, peer)))
 

@@ -174,7 +174,7 @@ def _compare_replicas(scene: Scene, found: Partition) -> None:
 
 def _owners(scene: Scene) -> list[int]:
     """Return how many owners of each part the peers name together: two for a moment in a hand-over."""
-    told = [scene.ground.status(peer) for peer in scene.ground.peers]
+    told = [scene.status(peer) for peer in scene.ground.peers]
     cards = [card for status in told if status for card in status["peers"]]
     parts = range(scene.ground.shape.parts)
     return [len({card["name"] for card in cards if part in card["owns"]}) for part in parts]

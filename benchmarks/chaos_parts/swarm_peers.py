@@ -17,10 +17,10 @@ from aedit.launch.swarm.introduction import INTRODUCTION, is_maddrs
 from aedit.proto.swarm.replicas_file import REPLICAS
 from benchmarks.chaos_parts.books import LATE
 from benchmarks.chaos_parts.history import keep
-from benchmarks.kit.cluster import TOML, ask, free_port, ledger_lines
+from benchmarks.kit.cluster import TOML, free_port, ledger_lines
 from benchmarks.kit.netns import Place, set_link
 from benchmarks.kit.paced_node import STRIDE, PacedNode
-from benchmarks.kit.processes import end, start
+from benchmarks.kit.processes import start
 
 SWARM = """
 [swarm]
@@ -196,18 +196,9 @@ class SwarmGround:
         assert peer.place is not None
         set_link(peer.place, state)
 
-    def status(self, peer: SwarmPeer) -> dict[str, Any] | None:
-        """Return what a peer says of the swarm; None if it does not answer soon."""
-        if peer.place is None:
-            return ask(peer.address)
-        asked = start("benchmarks.kit.cluster", peer.address, place=peer.place, stdout=subprocess.PIPE)
-        try:
-            told = asked.communicate(timeout=30)[0]
-        except subprocess.TimeoutExpired:
-            end([asked])
-            return None
-        found: dict[str, Any] | None = json.loads(told) if asked.returncode == 0 else None
-        return found
+    def ask(self, peer: SwarmPeer) -> "subprocess.Popen[str]":
+        """Start a process that prints what a peer says of the swarm, and fails if it does not answer."""
+        return start("benchmarks.kit.cluster", peer.address, place=peer.place, stdout=subprocess.PIPE)
 
     def ledgers(self) -> list[list[dict[str, Any]]]:
         """Return the ledger of each place, with the machine in place of a hub's address."""

@@ -1,16 +1,19 @@
 """A swarm under faults: what is due is started, and the hubs' journals are kept."""
 
+import json
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from benchmarks.chaos_parts.accounts import Accounts
 from benchmarks.chaos_parts.swarm_peers import SwarmGround, SwarmPeer
 from benchmarks.chaos_parts.swarm_tables import Tables
 from benchmarks.kit.cluster import ledger_tail
+from benchmarks.kit.processes import end
 
-TURN_S, KEEP_EVERY_S = 0.05, 0.3
+TURN_S, KEEP_EVERY_S, ANSWERS_S = 0.05, 0.3, 5.0
 TAIL = 65536
 """Bytes of a ledger that have a push of each unit."""
 
@@ -24,6 +27,8 @@ class SwarmStory:
     """Time of each fault by the monotonic clock, as in the ledgers, its kind and its machine."""
     starts: int = 0
     """Starts of machines."""
+    absent_s: float = 0.0
+    """Seconds for which machines were stopped, or had been killed and were not to start yet, summed."""
     longest_gap_s: float = 0.0
     """Longest time in which no node saw a push of some part acknowledged; the largest over parts."""
     healed_s: float = 0.0
@@ -79,6 +84,15 @@ class Scene:
         self.mends = []
         for peer in self.ground.peers:
             peer.due_s = 0.0
+
+    def status(self, peer: SwarmPeer) -> dict[str, Any] | None:
+        """Return what a peer says of the swarm, None without an answer; what is due starts meanwhile."""
+        asked = self.ground.ask(peer)
+        if not self.until(lambda: asked.poll() is not None, ANSWERS_S):
+            end([asked])
+            return None
+        found: dict[str, Any] | None = json.loads(asked.communicate()[0]) if asked.returncode == 0 else None
+        return found
 
     def present(self) -> list[SwarmPeer]:
         """Return the machines that run and are neither stopped nor cut off."""
