@@ -223,7 +223,12 @@ def _see_tables(scene: Scene) -> None:
         ground.keep()
         tables.look(peers)
         time.sleep(TURN_S)
+    deadline = time.monotonic() + 2 * BACK_WITHIN_S  # a machine that was restarted begins its table anew
     tables.ask(peers, ground.tables)
+    while tables.answering < tables.wanted and time.monotonic() < deadline:
+        ground.keep()
+        time.sleep(TURN_S)
+        tables.ask(peers, ground.tables)
 
 
 def _ask_to_end(scene: Scene, processes: "Mapping[str, subprocess.Popen[str]]") -> None:

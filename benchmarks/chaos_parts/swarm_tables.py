@@ -107,7 +107,7 @@ class Tables:
             for peer in peers
             if peer.slot in told and table_processes(peer)
         ]
-        deadline_s = time.monotonic() + _ASKS_WITHIN_S
+        deadline_s, self.answering = time.monotonic() + _ASKS_WITHIN_S, 0
         for process in asked:
             with suppress(subprocess.TimeoutExpired):
                 said = process.communicate(timeout=max(1.0, deadline_s - time.monotonic()))[0]
