@@ -265,9 +265,9 @@ class HubConfig:
     lease_samples: int = 4096
     """Samples handed out at a time; no sample is with two nodes."""
 
-    snapshot_bytes: int = 2**28
+    snapshot_bytes: int = 2**25
     """Journal bytes after which a snapshot lets the hub forget them; at least twice what the last snapshot
-    has. A hub that comes back reads that much."""
+    has. A hub that comes back reads that much, and a new replica or standby fetches it."""
 
     threads: int = 0
     """Units that are merged at a time; each takes up to 12 bytes per parameter of its unit meanwhile. 0: half

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 _TIMEOUT_S, _LOOK_S = 3.0, 0.1
 _SEARCH_TIMEOUT_S = 1.0
-"""Of a question which replica of a swarm leads: while it is not known, the part stands still."""
+"""Of such a question in a swarm: while it is not known which replica leads, the part stands still."""
 _ENDED_TIMEOUT_S = 0.5
 _TELL_TIMEOUT_S = 60.0
 
@@ -40,7 +40,7 @@ class OtherHubs:
         Raises UserError if one of this part refuses this hub: it is alive and may lead.
         """
         terms = [0]
-        for address, answer in self._hellos():
+        for address, answer in self._hellos(limit_s=self._limit_s):
             if isinstance(answer, pb.HelloReply):
                 terms.append(answer.term)
             elif isinstance(answer, HubUnreachable):
@@ -70,8 +70,7 @@ class OtherHubs:
             stopping: Ends the search once it is set.
             without: Address of a hub that is not asked.
         """
-        limit_s = _TIMEOUT_S if self.endpoint.replicas is None else _SEARCH_TIMEOUT_S
-        for address, answer in self._hellos(stopping, limit_s, without):
+        for address, answer in self._hellos(stopping, self._limit_s, without):
             if isinstance(answer, pb.HelloReply) and answer.leads and answer.term >= least_term:
                 return address, answer.term
         return None
@@ -97,6 +96,10 @@ class OtherHubs:
             event("owner_shut_out", owner=address)
             text = f"there is proof that the owner at {address} gives nodes different anchors"
             raise HubRefused(grpc.StatusCode.FAILED_PRECONDITION, text)
+
+    @property
+    def _limit_s(self) -> float:
+        return _TIMEOUT_S if self.endpoint.replicas is None else _SEARCH_TIMEOUT_S
 
     def _hellos(
         self, stopping: threading.Event | None = None, limit_s: float = _TIMEOUT_S, without: str = ""

@@ -1,5 +1,6 @@
 """Membership of a node at one hub process: join, send heartbeats, reconnect, follow the run to a standby."""
 
+import itertools
 import logging
 import random
 import secrets
@@ -107,6 +108,8 @@ class Membership:
         """Since when the name is refused, because another node has it."""
         # A heartbeat that is late is better tried anew than waited for.
         self._patience_s = min(plan.call_timeout_s, max(2.0, 4 * plan.heartbeat_s))
+        # While another hub may lead by now, the old one is waited for in every fourth try only.
+        self._limits_s = itertools.cycle((*[min(self._patience_s, _OWN_HUB_S)] * 3, self._patience_s))
         self._change = threading.Condition()
         self._hurry = threading.Event()
 
@@ -235,7 +238,7 @@ class Membership:
             heartbeat = owner.report(self.part)
             heartbeat.who.CopyFrom(self.who())
             heartbeat.claim.CopyFrom(self._claim())
-            news = self.client.heartbeat(heartbeat, timeout_s=self._patience_s)
+            news = self.client.heartbeat(heartbeat, timeout_s=self._limit_s())
             if not self._is_of_now(news.term):
                 return self._lost(f"{self._address} speaks for term {news.term}, which is over")
             self.acknowledged(news.receipt, news.term)
@@ -246,10 +249,12 @@ class Membership:
         self._heard_s = time.monotonic()
         self._set(here=True, member=True)
 
+    def _limit_s(self) -> float:
+        return self._patience_s if self._here or not self._plan.replicas else next(self._limits_s)
+
     def _join(self, owner: Owner) -> pb.JoinReply:
         plan = self._plan
-        limit_s = self._patience_s if plan.replicas else None
-        hello = self.client.hello(_hello(plan, self._asked), limit_s)
+        hello = self.client.hello(_hello(plan, self._asked), self._limit_s() if plan.replicas else None)
         request = pb.JoinRequest(who=self.who(), name=plan.name, num_samples=plan.num_samples)
         request.layout.extend(_layout(plan))
         request.facts.update(dict(plan.facts))

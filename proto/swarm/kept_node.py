@@ -1,4 +1,4 @@
-"""What a node of a hash table keeps for its next start: its port, and the other nodes that it knew last."""
+"""The file in which a node of a hash table keeps its port, and the other nodes that it knew last."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ _MOST_NODES = 16
 
 @dataclass(frozen=True, slots=True)
 class KeptNode:
-    """What is kept. It is a help, and never needed."""
+    """Port and known nodes of a node's last start. A node without them starts all the same."""
 
     port: int = 0
     """Port where the node has listened last; 0 if it has not."""
