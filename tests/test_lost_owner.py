@@ -1,6 +1,8 @@
 """Tests that the replicas of a part elect another owner once theirs has ended. Real servers on loopback."""
 
 import socket
+import threading
+import time
 from contextlib import ExitStack
 
 import pytest
@@ -9,9 +11,11 @@ from kit.waiting import until
 
 from aedit.async_sgd.service import leadership
 from aedit.launch.config.load import parse
+from aedit.launch.hub import standby as standby_module
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.main import _Process
 from aedit.proto.swarm.replicas_file import PartPlaces, ReplicasFile
+from aedit.proto.wire.client import HubUnreachable
 
 CONFIG = parse(
     'name = "run"\n[swarm]\ndiscovery = "file"\nparts = 1\ncopies = 3\n'
@@ -96,6 +100,34 @@ def test_only_a_machine_that_refuses_the_connection_says_that_a_hub_has_ended(pa
         assert not others.has_ended(f"127.0.0.1:{silent.getsockname()[1]}")
     end(owner)
     assert others.has_ended(owner.address)
+
+
+def test_an_owner_that_was_silent_is_not_waited_for_once_more(part):
+    """Found: it was asked whether it had ended, and then whether it led, for 1.5 s, before anybody stood."""
+    owner, a, _, _ = part
+    others, stopping = a.process._others, threading.Event()
+    assert others.leader(0, stopping) == (owner.address, 1)
+    assert others.leader(0, stopping, without=owner.address) is None
+    standby, asked = a.process._standby, []
+    standby.stop()
+    others.has_ended = lambda address: asked.append(address)
+    standby._leader, standby._heard_s = owner.address, time.monotonic() - standby_module._SILENT_S
+    standby._note_end(HubUnreachable("nothing moved"))
+    assert not asked
+    assert standby._away == owner.address
+
+
+def test_an_owner_whose_connection_broke_is_asked_whether_it_has_ended(part):
+    owner, a, _, end = part
+    standby = a.process._standby
+    standby.stop()
+    standby._leader, standby._heard_s = owner.address, time.monotonic()
+    standby._note_end(HubUnreachable("it hung up"))
+    assert standby._away == "", "it answers"
+    end(owner)
+    standby._leader, standby._heard_s = owner.address, time.monotonic()
+    standby._note_end(HubUnreachable("it hung up"))
+    assert standby._away == owner.address
 
 
 def test_replicas_keep_the_support_of_an_owner_whose_connection_was_cut(part):
