@@ -48,8 +48,10 @@ class Canvass:
         for turn in itertools.count():
             if self._stopping.wait(_EVERY_S):
                 return
-            asks, mine = self._leadership.asks(), self._endpoint.others[index :: len(self._threads)]
-            if asks is not None and mine:  # there may be more than threads: cards of a swarm may lie
+            if (asks := self._leadership.asks()) is None:
+                continue
+            # There may be more addresses than threads: cards of a swarm may lie.
+            if mine := self._endpoint.others[index :: len(self._threads)]:
                 self._ask(mine[turn % len(mine)], asks)
 
     def _ask(self, address: str, asks: Proposal) -> None:
