@@ -66,7 +66,7 @@ def parser() -> Parser:
     for name, task, does in VIEWS:
         view = _command(commands, name, does, task)
         view.add_argument(
-            "run", metavar="RUN", help="run directory, such as runs/tiny, or HOST:PORT of a hub"
+            "run", metavar="RUN", help="run directory, such as runs/tiny, or HOST:PORT of a hub or a peer"
         )
         _add_trust(view)
     export = _command(commands, "export", "write a Hugging Face model directory", _export)

@@ -14,14 +14,19 @@ def add_peer_options(peer: argparse.ArgumentParser) -> None:
         dest="name",
         metavar="NAME",
         default="",
-        help="name of this peer (default: of keys or machine)",
+        help="name of this peer (default: that of its keys, or the host name)",
     )
     peer.add_argument(
-        "--directory", metavar="DIR", type=Path, help="folder of its key and replicas (default: in the run's)"
+        "--directory",
+        metavar="DIR",
+        type=Path,
+        help="folder of its key and replicas (default: peers/NAME in the run directory)",
     )
-    peer.add_argument("--peers", metavar="PEERS", default="", help="in place of swarm.peers")
-    peer.add_argument("--found", action="store_true", help="begin the run, unless this peer knows it already")
-    does = "found these parts again without a vote, whatever may be lost; at one peer only"
+    does = "HOST:PORT of a peer that runs, or what swarm.peers may be; in place of swarm.peers"
+    peer.add_argument("--peers", metavar="PEERS", default="", help=does)
+    does = "begin the run; a peer that was in the run before goes on with what it has"
+    peer.add_argument("--found", action="store_true", help=does)
+    does = "found these lost parts again without a vote, whatever is lost; at one peer only"
     peer.add_argument("--force-found", metavar="K[,K...]", default="", help=does)
     peer.add_argument("--stay", action="store_true", help=STAY)
 

@@ -22,13 +22,13 @@ class SwarmConfig:
     comparison, the peers average their parameters by hivemind at equal times, and each steps by itself."""
 
     peers: str = ""
-    """Peers to begin with: the path of a file with a HOST:PORT per line, or with `hivemind` multiaddresses,
-    separated by commas. Empty: `aedit run` begins the run here."""
+    """Peers to begin with: HOST:PORT or, with `hivemind`, multiaddresses, separated by commas; or a file with
+    a HOST:PORT per line. Empty for the first peer of a run."""
 
     listen: str = "127.0.0.1:0"
     """HOST:PORT at which this peer answers others; port 0 takes a free one. The parts that it hosts take free
-    ports of the same host. Empty: a client, which only calls others, for example from behind a firewall, and
-    hosts nothing."""
+    ports of the same host. Other machines do not reach the default. Empty: a client, for example behind a
+    firewall, which only calls others and hosts nothing."""
 
     announce: str = ""
     """Host name or address by which others reach this peer, if it is another than that of `listen`."""
@@ -37,14 +37,15 @@ class SwarmConfig:
     """Parts of the model, each of which has an owner of its own: unit i belongs to part i % parts."""
 
     copies: int = 3
-    """Peers that keep a part, its owner included. What two of three have on disk is acknowledged."""
+    """Peers that keep a part, its owner included. A push is acknowledged when all that are in sync have it on
+    disk, and these are most of the copies."""
 
     lease_s: float = 6.0
-    """Silence after which a peer is no longer counted on."""
+    """Time without a new card after which a peer is no longer live."""
 
     lost_s: float = 300.0
-    """Time without an owner after which a part is lost: then one peer, on which most agree, founds it again
-    from the newest anchor of any node. Longer than a cut or a restart takes; 0: never."""
+    """Time without an owner after which a part is lost: then a peer that most peers vote for founds it again
+    from the newest anchor of any node. Choose more than a cut or a restart takes; 0: never."""
 
     averaging_s: float = 60.0
     """Longest time of a round with hivemind, after which the peer goes on alone."""
