@@ -1,6 +1,7 @@
 """Tests the configuration of a swarm, and how a peer is told of the first others."""
 
 import importlib.util
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +10,10 @@ from aedit.launch.cli import main
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.load import load, parse
 from aedit.launch.config.machine import of_this_machine
+from aedit.launch.config.placement import Placement
 from aedit.launch.config.swarm import SwarmConfig
 from aedit.launch.local.join import joined_to
+from aedit.launch.local.run import _how_to_join
 from aedit.launch.swarm import introduction
 from aedit.launch.swarm.introduction import introduced, make_discovery
 from aedit.launch.swarm.peer import PeerOptions, peer
@@ -104,6 +107,53 @@ def test_a_start_that_cannot_average_is_one_line_and_exit_code_2(tmp_path, capsy
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ["--swarm.peers", "10.0.0.1:7000"],
+            "enter theirs with aedit join 10.0.0.1:7000, or",
+        ),
+        (["--swarm.listen", "127.0.0.1:7000", "--local", "3"], "each of the 3 peers of --local needs a port"),
+        (["--swarm.listen", ""], "swarm.listen: empty makes a client, which keeps no part"),
+    ],
+)
+def test_a_start_that_cannot_begin_a_swarm_is_one_line_and_exit_code_2(
+    tmp_path, capsys, monkeypatch, flags, said
+):
+    """Found: with swarm.peers, a second run began beside the first one, and nothing said so."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "run.toml"
+    path.write_text(SWARM)
+    assert main(["run", str(path), "--dry-run", *flags]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("listen", "address", "words", "said"),
+    [
+        ("127.0.0.1:0", "127.0.0.1:7000", {}, "in another terminal: aedit join 127.0.0.1:7000"),
+        (
+            "10.0.0.1:7000",
+            "10.0.0.1:7000",
+            {"insecure": True},
+            "on its machine: aedit join 10.0.0.1:7000 --swarm.listen ITS_ADDRESS:7000 --insecure",
+        ),
+        (
+            "10.0.0.1:7000",
+            "10.0.0.1:7000",
+            {"keys": Path("keys")},
+            "on its machine: aedit join 10.0.0.1:7000 --swarm.listen ITS_ADDRESS:7000 --keys keys",
+        ),
+    ],
+)
+def test_a_run_names_the_whole_command_that_adds_a_node(listen, address, words, said):
+    config = parse(SWARM + f'listen = "{listen}"\n', "here")
+    assert _how_to_join(config, Placement(**words), address) == said
+
+
 def test_averaging_without_the_extra_is_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text(AVERAGES + TIMED)
@@ -149,9 +199,9 @@ def test_a_key_of_a_swarm_without_one_has_no_effect(tmp_path):
 
 
 def test_where_a_peer_listens_and_whom_it_knows_belong_to_its_machine():
-    told = parse(SWARM + 'listen = "10.0.0.1:7000"\npeers = "a:1"\nparts = 2', "here")
+    told = parse(SWARM + 'listen = "0.0.0.0:7000"\nannounce = "first"\npeers = "a:1"\nparts = 2', "here")
     own = of_this_machine(told).swarm
-    assert (own.listen, own.peers, own.parts) == (SwarmConfig().listen, "", 2)
+    assert (own.listen, own.announce, own.peers, own.parts) == (SwarmConfig().listen, "", "", 2)
 
 
 def test_an_announced_host_takes_the_place_of_the_one_that_is_listened_at():

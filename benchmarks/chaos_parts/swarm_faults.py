@@ -31,7 +31,8 @@ def fault_plan(
     kills: list[Act] = [_kill_owner, _kill_at_push, _kill_first, _kill_any]
     aways: list[Act] = [partial(_stop, away_s), partial(_cut if wires else _stop, away_s)]
     found: list[tuple[float, Act]] = []
-    for every_s, first_s, kinds in ((KILL_EVERY_S, 5.0, kills), (AWAY_EVERY_S, 10.0, aways)):
+    # A machine is stopped or cut off between two kills: the one that was killed last is about to be back.
+    for every_s, first_s, kinds in ((KILL_EVERY_S, 5.0, kills), (AWAY_EVERY_S, 15.0, aways)):
         at_s, bag = first_s, list[Act]()
         while at_s < seconds - 5:
             bag = bag or chance.sample(kinds, len(kinds))  # all kinds by turns

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aedit.launch.config.config import RunConfig
+from aedit.launch.config.swarm import SwarmConfig
 from aedit.proto.swarm.maddr import checked_maddrs
 from aedit.proto.wire.security import is_loopback
 from aedit.types import UserError
@@ -114,10 +115,8 @@ def check_hub_start(config: RunConfig, placement: Placement) -> None:
         )
     if config.swarm.averages:
         _check_averaging_start(config)
-    elif config.swarm.on and not config.swarm.listen:
-        raise UserError(
-            "swarm.listen: empty makes a client, which keeps no part and cannot begin a run; aedit join one"
-        )
+    elif config.swarm.on:
+        _check_swarm_start(config.swarm, placement)
     if placement.keys and placement.nodes > 1:
         raise UserError(
             f"--local: the keys in {placement.keys} are for one peer; begin the run with one node, and add"
@@ -136,6 +135,24 @@ def check_hub_start(config: RunConfig, placement: Placement) -> None:
         raise UserError(
             f"hub.address = {open_to_others[0]} is not a loopback address: aedit run starts only a hub of"
             f" this machine; use {others}, or --hub.address 127.0.0.1:0 for a hub and one node here"
+        )
+
+
+def _check_swarm_start(swarm: SwarmConfig, placement: Placement) -> None:
+    """Raise UserError if the peers of this machine cannot begin a run, or would begin a second one."""
+    if not swarm.listen:
+        raise UserError(
+            "swarm.listen: empty makes a client, which keeps no part and cannot begin a run; aedit join one"
+        )
+    if swarm.peers:
+        raise UserError(
+            f"swarm.peers = {swarm.peers}: aedit run would begin another run beside the one of these peers;"
+            f" enter theirs with aedit join {swarm.peers}, or leave swarm.peers empty"
+        )
+    if placement.nodes > 1 and not swarm.listen.endswith(":0"):
+        raise UserError(
+            f"swarm.listen = {swarm.listen}: each of the {placement.nodes} peers of --local needs a port of"
+            f" its own; use {swarm.listen.rpartition(':')[0]}:0"
         )
 
 

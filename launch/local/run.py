@@ -23,6 +23,7 @@ from aedit.launch.config.placement import (
 from aedit.launch.local.cluster import Cluster
 from aedit.launch.rundir.ending import Ending, indices_of, refusal
 from aedit.launch.rundir.prepare import claimed, file_name, next_attempt, prepare
+from aedit.proto.wire.security import is_loopback
 from aedit.types import UserError
 
 Watch = Callable[[Path, int, Callable[[], bool]], None]
@@ -89,14 +90,21 @@ def _start(
     if config.swarm.on or (config.hub.address and membership is None):
         cluster = Cluster(config, placement, run_toml, attempt, program, membership)
         here = "swarm" if config.swarm.on else f"hub at {cluster.address}"
-        add = f"aedit join {cluster.address}"
-        if config.swarm.averages:
-            add = f'aedit run CONFIG --dir OTHER --swarm.peers "$(cat {cluster.address})"'
-        _say(f"{here}; to add a node, in another terminal: {add}")
+        _say(f"{here}; to add a node, {_how_to_join(config, placement, cluster.address)}")
         return cluster
     words = torchrun_words(run_toml, config, placement, attempt, program, membership)
     log = f"launch_{file_name(membership.name)}.log" if membership else "launch.log"
     return Child(words, run_dir / log)
+
+
+def _how_to_join(config: RunConfig, placement: Placement, address: str) -> str:
+    """Return where a further node is started, and its command."""
+    if config.swarm.averages:
+        return f'in another terminal: aedit run CONFIG --dir OTHER --swarm.peers "$(cat {address})"'
+    if is_loopback(address) or is_loopback(config.swarm.listen) or not config.swarm.on:
+        return f"in another terminal: aedit join {address}"
+    trust = f"--keys {placement.keys or 'DIR'}" if not placement.insecure else "--insecure"
+    return f"on its machine: aedit join {address} --swarm.listen ITS_ADDRESS:7000 {trust}"
 
 
 class Watcher:

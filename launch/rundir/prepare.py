@@ -49,7 +49,10 @@ PARTS = ("nodes", "votes", "hub", "hub_*", "standby", "standby_*", "peers")
 STEPPED = re.compile(r'"steps?": ?[1-9]')
 """Matches a line of metrics or an event after at least one step."""
 
-MAY_CHANGE_AT_A_HUB = {"hub.address", "hub.standby", "swarm.peers", "swarm.listen", "swarm.allow"}
+MAY_CHANGE_AT_A_HUB = {
+    *("hub.address", "hub.standby"),
+    *("swarm.peers", "swarm.listen", "swarm.announce", "swarm.allow"),
+}
 """Further keys that may differ in a node that joins: its hub may have moved."""
 
 
