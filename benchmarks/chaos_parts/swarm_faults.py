@@ -14,7 +14,7 @@ from benchmarks.chaos_parts.swarm_scene import Scene
 from benchmarks.chaos_parts.swarm_tables import table_processes
 
 KILL_EVERY_S, AWAY_EVERY_S, AWAY_S = 20.0, 40.0, 30.0
-TABLES_FROM_S, TABLES_EVERY_S, TABLES_WAIT_S = 42.0, 60.0, 30.0
+TABLES_FROM_S, TABLES_EVERY_S, TABLES_WAIT_S = 47.0, 60.0, 30.0
 """The first time, and every second one after it, is between two times at which a machine is away."""
 BACK_WITHIN_S = 5.0
 """Longest time after which a machine that was killed, or another in its place, starts."""

@@ -11,6 +11,6 @@ def of_this_machine(config: RunConfig) -> RunConfig:
     own = RunConfig()
     if config.name in (".", ".."):
         raise UserError(f"the hub's run is named {config.name!r}, which is not a valid directory name")
-    own_swarm = {"peers": own.swarm.peers, "listen": own.swarm.listen, "announce": own.swarm.announce}
-    swarm = replace(config.swarm, **own_swarm)
+    mine = own.swarm
+    swarm = replace(config.swarm, peers=mine.peers, listen=mine.listen, announce=mine.announce)
     return replace(config, dir=own.dir, device=own.device, log=own.log, local=LocalConfig(), swarm=swarm)
