@@ -2,6 +2,7 @@
 
 import pytest
 
+from aedit.launch.swarm.recent_peers import RecentPeers
 from aedit.launch.swarm.roles import PartView, Role, part_view
 from aedit.proto.swarm.card import PartReplica, PeerCard
 from aedit.proto.swarm.replicas_file import PartPlaces, ReplicasFile
@@ -63,9 +64,6 @@ def test_the_own_replica_is_believed_more_than_all_cards():
 
 @pytest.mark.parametrize("change", [{"leaving": True}, {"address": ""}])
 def test_clients_and_peers_that_leave_are_not_ranked(change):
-    def card(key, **values):
-        return PeerCard(run="r", name="n", public_key=key, serial=1, **{"address": "h:1", **values})
-
     found = part_view("r", 0, {A: card(A), B: card(B, **change)})
     assert found.ranked == (A,)
 
@@ -95,3 +93,20 @@ def test_the_file_of_replicas_is_read_as_it_was_written_and_again_when_it_change
 )
 def test_most_copies_must_confirm_or_all_peers_where_there_are_fewer(peers, copies, least):
     assert view([A, B, C, D, b"5", b"6"][:peers]).places(copies).least == least
+
+
+def card(key, **values):
+    return PeerCard(run="r", name="n", public_key=key, serial=1, **{"address": "h:1", **values})
+
+
+def test_a_peer_that_has_vanished_counts_for_a_while_and_one_that_leaves_does_not():
+    """Found: peers of a busy machine heard from nobody for a lease, and an owner there acknowledged alone."""
+    recent, everybody = RecentPeers(18.0), {key: card(key) for key in (A, B, C)}
+    assert recent.count(everybody, 0.0) == 3
+    alone = {A: card(A)}
+    assert recent.count(alone, 17.0) == 3
+    assert view([A]).places(3, recent.count(alone, 17.9)).least == 2
+    assert recent.count(alone, 18.5) == 1
+    assert recent.count(everybody, 19.0) == 3
+    assert recent.count({**everybody, C: card(C, leaving=True)}, 19.5) == 2
+    assert recent.count({**everybody, C: card(C, address="")}, 20.0) == 2, "a client keeps nothing"

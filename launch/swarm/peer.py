@@ -17,6 +17,7 @@ from aedit.launch.swarm.introduction import INTRODUCTION, make_discovery
 from aedit.launch.swarm.own_card import OwnCard
 from aedit.launch.swarm.peer_rows import OtherModels, rows
 from aedit.launch.swarm.peer_service import PeerService
+from aedit.launch.swarm.recent_peers import RecentPeers
 from aedit.launch.swarm.roles import PartView, Role, part_view
 from aedit.proto.swarm.exchange import Certified
 from aedit.proto.swarm.gossip import Gossip, GossipPlan
@@ -43,6 +44,8 @@ log = logging.getLogger(__name__)
 
 _TURN_S = 0.5
 """Pause between two looks at the other peers and at the own replicas."""
+_RECENT_LEASES = 3
+"""Leases for which a peer that has vanished counts among those that could keep what is acknowledged."""
 _LATE_S = 60.0
 """Longest time for which parts of a run that is over wait for nodes that have not left."""
 _LEAVE_S = 12.0
@@ -145,6 +148,7 @@ class Peer:
         self._received, self._proofs = StatementsFile(directory / STATEMENTS), Proofs(directory / "proofs")
         self._node = NodeFile(directory / NODE)
         self._other_models = OtherModels()
+        self._recent = RecentPeers(_RECENT_LEASES * swarm.lease_s)
         certified = self._certified()
         fingerprint = certified.own.fingerprint if certified else ""
         self._card = OwnCard(config, options.name, directory, self._key, self._known, fingerprint)
@@ -201,7 +205,8 @@ class Peer:
         faults, views = self._known.faults, self._views()
         self._proofs.keep(faults)
         shut_out = [key.hex() for key, found in faults.items() if found.statement is not None]
-        self._replicas.write([view.places(self._hosts.copies) for view in views], shut_out)
+        num_peers = self._recent.count(self._known.live(time.monotonic()), time.monotonic())
+        self._replicas.write([view.places(self._hosts.copies, num_peers) for view in views], shut_out)
         for part, view in enumerate(views):
             own = self._hosted.get(part)
             role = view.role(self._hosts.copies, own.others if own is not None else 0)

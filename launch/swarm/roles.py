@@ -76,15 +76,18 @@ class PartView:
             return Role.KEEP
         return Role.RETIRE if chosen and others >= copies else Role.KEEP
 
-    def places(self, copies: int) -> PartPlaces:
-        """Return the addresses of the replicas, of which `copies` are wanted, for the processes here."""
+    def places(self, copies: int, peers: int = 0) -> PartPlaces:
+        """Return the addresses of the replicas, of which `copies` are wanted, for the processes here.
+
+        peers: that can keep the part, with those that have not been heard of for a moment.
+        """
         ranked = [key for key in self.ranked if key in self.replicas]
         ranked += sorted(set(self.replicas) - set(ranked))
 
         def address(key: bytes | None) -> str:
             return "" if key is None else self.replicas[key].address
 
-        least = max(1, min(copies // 2 + 1, len(self.ranked)))
+        least = max(1, min(copies // 2 + 1, max(peers, len(self.ranked))))
         keys = tuple(key.hex() for key in ranked)
         return PartPlaces(
             tuple(map(address, ranked)), address(self.owner), address(self.first()), least, keys
