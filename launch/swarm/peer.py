@@ -205,7 +205,7 @@ class Peer:
         faults, views = self._known.faults, self._views()
         self._proofs.keep(faults)
         shut_out = [key.hex() for key, found in faults.items() if found.statement is not None]
-        num_peers = self._recent.count(self._known.live(time.monotonic()), time.monotonic())
+        num_peers = self._recent.count(live, time.monotonic())
         self._replicas.write([view.places(self._hosts.copies, num_peers) for view in views], shut_out)
         for part, view in enumerate(views):
             own = self._hosted.get(part)

@@ -9,6 +9,9 @@ from enum import IntEnum
 from aedit.types import address_fault
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_PATIENT_PAUSE_S, _PATIENT_CALLS = 4.0, 20
+"""Longest pause of an address that has answered before, for so many calls that fail. A cut or a restart is
+over by then, and a part may stand still until the peer counts again."""
 _MOST_FAILURES = 8
 """A hint that never led to a peer is dropped after so many calls."""
 
@@ -43,11 +46,16 @@ class DialList:
         self._targets: OrderedDict[str, _Target] = OrderedDict()
 
     def add(self, address: str, standing: Standing, now: float) -> None:
-        """Remember an address, or improve its standing; ignore what is no address."""
+        """Remember an address, or improve its standing; ignore what is no address.
+
+        One that has answered before and calls here is there: it is due at once.
+        """
         known = self._targets.get(address)
         if known is not None:
             if standing > known.standing:
                 known.standing, known.due_s, known.failures = standing, now, 0
+            elif standing is Standing.CALLED and known.standing is Standing.ANSWERED and known.failures:
+                known.due_s = min(known.due_s, now)
         elif not address_fault(address) and self._has_room(standing):
             self._targets[address] = _Target(standing, now)
 
@@ -91,8 +99,10 @@ class DialList:
         return len(self._targets)
 
     def _put_off(self, target: _Target, now: float) -> None:
-        longest_s = min(_FIRST_PAUSE_S * 2.0**target.failures, _LONGEST_PAUSE_S)
-        target.failures = min(target.failures + 1, 16)
+        is_patient = target.standing is Standing.ANSWERED and target.failures < _PATIENT_CALLS
+        most_s = _PATIENT_PAUSE_S if is_patient else _LONGEST_PAUSE_S
+        longest_s = min(_FIRST_PAUSE_S * 2.0**target.failures, most_s)
+        target.failures = min(target.failures + 1, _PATIENT_CALLS)
         target.due_s = now + longest_s * (0.5 + self._chance.random() / 2)
 
     def _has_room(self, standing: Standing) -> bool:
