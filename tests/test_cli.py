@@ -1,7 +1,6 @@
 """Tests the command line: fast help, one-line errors, exit codes."""
 
 import importlib.util
-import resource
 import subprocess
 import sys
 import tomllib
@@ -26,24 +25,22 @@ COMMANDS = (
 @pytest.mark.parametrize(
     "words", [["--help"], ["run", "--help"], ["config", "show", "--help"], ["--version"]]
 )
-def test_help_is_instant_and_imports_nothing_heavy(words):
+def test_help_imports_nothing_heavy(words):
+    """Help takes a fraction of a second because of what it leaves out: a time would depend on the machine."""
     code = (
         "import sys\n"
         "from aedit.launch.cli import main\n"
+        "before = set(sys.modules)\n"
         "try: main(sys.argv[1:])\n"
         "except SystemExit: pass\n"
-        "heavy = {'torch', 'matplotlib', 'transformers', 'numpy', 'rich'} & set(sys.modules)\n"
-        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+        "heavy = {'torch', 'matplotlib', 'transformers', 'numpy', 'rich', 'grpc'} & set(sys.modules)\n"
+        "ours = [name for name in sys.modules if name.startswith('aedit.')]\n"
+        "more = set(sys.modules) - before\n"
+        "sys.exit(f'imported {heavy}' if heavy else f'{len(ours)} of ours, {len(more)} more'\n"
+        "         if len(ours) > 40 or len(more) > 250 else 0)\n"
     )
-    times = []
-    for _ in range(5):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        assert done.returncode == 0, done.stderr
-    # Processor time, the best of five: the machine may be busy, the command may not be slow.
-    assert min(times) < 0.5
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_help_lists_the_commands_there_are_and_no_others(capsys):
