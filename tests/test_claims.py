@@ -11,8 +11,9 @@ from aedit.async_sgd.hub.hub import Hub
 from aedit.async_sgd.hub.ranking import Ranking
 from aedit.async_sgd.rules.config import PenaltyConfig, PushFilterConfig
 from aedit.async_sgd.rules.push_times import PushTimes, is_early, least_gap, possible_steps
-from aedit.async_sgd.rules.records import Accepted, Merged, Refused
+from aedit.async_sgd.rules.records import Accepted, Led, Merged, Refused
 from aedit.async_sgd.rules.weights import MOST, MOST_SHARE, limited, merge_weights
+from aedit.proto.wire.lineage import last_term_before
 
 LIAR = 7
 SCREEN = {"push_filter": PushFilterConfig(), "expire_s": 1e9}
@@ -371,3 +372,63 @@ def test_the_largest_of_three_is_at_most_three_times_the_others():
     np.testing.assert_array_equal(limited(np.array([1.0, 9.0])), [1, 9])
     np.testing.assert_array_equal(limited(np.array([1.0, 9.0, 1.0])), [1, 6, 1])
     np.testing.assert_array_equal(limited(np.array([1.0, 5.0, 1.0])), [1, 5, 1])
+
+
+def cut_off_and_back(made, node, taken_by=None):
+    """Let a member fall silent until it is put out, another one take its samples, and it join again."""
+    made.now += 11.0
+    made.heartbeat(1 - node)
+    made.tick()
+    assert node not in made.hub.state.live
+    if taken_by is not None:
+        made.lease(taken_by, 64)
+    made.join(f"node{node}", process=7)
+
+
+def one_sample_per_step():
+    made = world(0, more={"every": 16, "steps": 10**6, "leases": True}, **(SCREEN | {"expire_s": 10.0}))
+    for node in range(2):
+        made.join(f"node{node}", process=7 + node)
+    made.found()
+    return made
+
+
+def test_steps_on_samples_of_a_node_that_was_put_out_as_silent_count():
+    """It cannot know meanwhile that its samples went to another node, and trains on them."""
+    made = one_sample_per_step()
+    made.do(made.hub.use(0, made.lease(0, 8)))
+    for _ in range(20):
+        made.lease(0, 64)
+        cut_off_and_back(made, 0, taken_by=1)
+        for _ in range(4):
+            made.now += 16.0
+            made.heartbeat(1)
+            (accepted,) = made.push(0, 0.1, steps=16)
+            made.settle()
+            assert accepted.push.steps == 16
+
+
+def test_samples_that_a_node_is_given_again_allow_no_more_steps():
+    made = one_sample_per_step()
+    made.lease(0, 64)
+    for _ in range(50):
+        cut_off_and_back(made, 0)
+    assert made.hub.state.pool.outstanding(0) == [(0, 64)]
+    for steps in (40, 24):
+        made.now += 100.0
+        made.heartbeat(1)
+        (accepted,) = made.push(0, 0.1, steps=40)
+        made.settle()
+        assert accepted.push.steps == steps
+    (refused,) = made.push(0, 0.1, steps=40)
+    assert refused.reason.endswith("what is usual for 0 steps")
+
+
+def test_in_a_part_that_was_founded_again_leases_say_nothing_of_the_steps():
+    """Its nodes go on with samples of before, of which its journal knows nothing."""
+    made = one_sample_per_step()
+    made.do([Led(last_term_before(1, b"founder") + 1)])
+    made.lease(0, 8)
+    made.now += 16.0
+    (accepted,) = made.push(0, 0.1, steps=16)
+    assert accepted.push.steps == 16

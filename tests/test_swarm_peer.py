@@ -38,6 +38,9 @@ class Hosted:
     def look(self):
         pass
 
+    def rest(self, rests):
+        return rests
+
     def retire(self):
         self.retired = True
 

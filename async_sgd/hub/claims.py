@@ -22,6 +22,7 @@ from aedit.async_sgd.rules.push_times import (
 )
 from aedit.async_sgd.rules.records import Push
 from aedit.async_sgd.rules.weights import MOST
+from aedit.proto.wire.lineage import lineage
 
 _LONGEST = 4
 """Times hub.max_steps_ahead or the local phase: more steps than a push can hold."""
@@ -61,7 +62,7 @@ def bounds(state: HubState, push: Push, plan: HubPlan, clocks: Clocks, now_s: fl
         steps = most
     else:
         steps = min(most, _in_time(state, push, plan, reports, now_s, began_s))
-    leased = state.members[push.node].leased
+    leased = 0 if lineage(state.term) else state.members[push.node].leased  # of before a founding is unknown
     if plan.leases and leased and not unit.apart:
         steps = min(steps, max(0, leased - times.total_steps))
     counted = min(push.steps, int(steps))

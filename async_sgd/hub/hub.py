@@ -73,7 +73,7 @@ class Hub:
     def join(self, joiner: Joiner, now: float) -> list[Record]:
         """Return the records that make `joiner` a member.
 
-        The last record but leases is Joined, with index and session.
+        The last record is Joined, with index and session.
 
         Raises Denied if the node trains another model, was excluded, or there are too many nodes.
         """

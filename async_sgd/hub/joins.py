@@ -49,8 +49,8 @@ class Joiner:
 def joining(state: HubState, joiner: Joiner, config: HubConfig, elapsed_s: float) -> list[Record]:
     """Return the records of a join.
 
-    Founded, if it is the first node; Left, if it replaces a process that seems alive; Joined; and the leases
-    it had when it was given up as silent, unless others have them since.
+    Founded, if it is the first node; Left, if it replaces a process that seems alive; the leases that it had
+    when it was given up as silent, unless others have them since; and Joined.
     """
     if not joiner.name or len(joiner.name) > LONGEST_NAME or not joiner.name.isprintable():
         raise Denied("different", f"a node's name has 1 to {LONGEST_NAME} printable characters")
@@ -74,10 +74,9 @@ def joining(state: HubState, joiner: Joiner, config: HubConfig, elapsed_s: float
         _check_proof(member, joiner, same, config)
     if member and member.live and not same:
         decided.append(Left(node, "another process of this node has joined"))
-    decided.append(_joined(state, joiner, node, elapsed_s))
     if member and not member.live and same:
         decided += [Leased(node, start, end) for start, end in _still_free(state, node)]
-    return decided
+    return [*decided, _joined(state, joiner, node, elapsed_s)]
 
 
 def _joined(state: HubState, joiner: Joiner, node: int, elapsed_s: float) -> Joined:

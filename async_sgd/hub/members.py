@@ -73,7 +73,7 @@ class Member:
     """Inner steps in accepted pushes, summed over units."""
     tokens: int = 0
     leased: int = 0
-    """Samples that it was given and has not returned."""
+    """Samples that it was ever given. Those that it lost as it was silent count: it may have used them."""
     accepted: int = 0
     refused: dict[str, int] = field(default_factory=dict)
     """Refused pushes by kind of reason."""

@@ -194,7 +194,8 @@ class HubState:
                 self._pass(at_s)
             case records.Leased(node, start, end):
                 self.pool.lease(node, start, end)
-                self.changing(node).leased += end - start
+                member = self.changing(node)
+                member.leased += end - start if member.live else 0  # one that comes back had them before
             case records.Used(node, start, upto):
                 self.pool.use(node, start, upto)
             case records.Led(term):
@@ -273,7 +274,6 @@ class HubState:
             for unit in self.units.values():
                 unit.brought.pop(record.node, None)
         self.lost[record.node] = self.pool.outstanding(record.node)
-        member.leased -= sum(end - start for start, end in self.lost[record.node])
         self.pool.give_back(record.node)
         departed.leave(self, record.node)
 

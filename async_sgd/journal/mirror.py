@@ -141,6 +141,15 @@ class Mirror:
         os.fdatasync(file.fd)
         return position
 
+    @property
+    def is_applied(self) -> bool:
+        """Return whether the state is that of all whole batches that have come."""
+        with self.lock:
+            segment, offset = self._applied
+            if self.position <= self._applied or self.position == (segment, 0):
+                return True
+            return offset > 0 and self.position[0] == segment and not self._is_whole(segment, offset)
+
     def apply(self) -> bool:
         """Apply one batch of records and return True, or return False if there is none. Raises Damaged."""
         with self.lock:

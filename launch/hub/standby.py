@@ -20,6 +20,7 @@ from aedit.async_sgd.service.callers import fingerprint
 from aedit.async_sgd.service.hello_responder import HelloResponder, check_part
 from aedit.async_sgd.service.leadership import Leadership
 from aedit.launch.hub import folder
+from aedit.launch.hub.confirmer import Arrivals, Confirmer
 from aedit.launch.hub.election_turn import ElectionTurn
 from aedit.launch.hub.leading import LeadingHub
 from aedit.launch.hub.other_hubs import OtherHubs
@@ -37,12 +38,10 @@ log = logging.getLogger(__name__)
 
 _RETRY_S = 0.2
 """Pause before the next attempt to reach the leading hub."""
-_CONFIRM_S = 0.5
-"""Longest time between two confirmations to the leading hub."""
+_CURRENT_S = 1.5
+"""A journal is current if its leader has been heard within this time."""
 _SILENT_S = 3.0
 """A leader sends something twice a second: one that is silent for so long is lost."""
-_SOON_S = 0.02
-"""Pause of a follower that may confirm nothing now."""
 
 Lead = Callable[[Mirror, Sequence[Record]], LeadingHub]
 """Start to lead with the state of the mirror and these first records."""
@@ -71,8 +70,8 @@ class Standby(Refusing):
         self._hindered = ""
         """Why this hub could not be elected when it was last asked."""
         self._stopping, self._deciding = threading.Event(), threading.Lock()
-        self._arrived, self._arrivals = threading.Condition(), 0
-        """Signals a chunk of the journal, and how many have come."""
+        self._arrivals = Arrivals()
+        self._confirmer = Confirmer(mirror, leadership, endpoint, self._arrivals)
         self._client: HubClient | None = None
         self._term = 0
         """Term of the hub whose journal is mirrored; 0 while that is unknown."""
@@ -93,7 +92,7 @@ class Standby(Refusing):
     def stop(self) -> None:
         """Stop following."""
         self._stopping.set()
-        self._note_arrival()
+        self._arrivals.note()
         if self._client is not None:
             self._client.close()
         for thread in self._threads:
@@ -110,12 +109,17 @@ class Standby(Refusing):
         """Return the state of this standby as JSON."""
         with self._mirror.lock:
             now = news.status(self._mirror.hub, time.monotonic())
-            replicas = [set(config.replicas) for config in self._mirror.hub.state.configs]
+            configs = self._mirror.hub.state.configs
+            is_current = self._mirror.is_applied and time.monotonic() - self._heard_s < _CURRENT_S
         segment, offset = self._mirror.position
-        leader, me = self._leader or next(iter(self._endpoint.others), ""), {self._leadership.identity}
-        in_sync = replicas[-1] if replicas else set[int]()
-        following = {"follows": leader, "segment": segment, "offset": offset, "is_replica": me <= in_sync}
-        following |= {"is_needed": any(map(me.issubset, replicas)), "other_replicas": len(in_sync - me)}
+        leader = self._leader or next(iter(self._endpoint.others), "")
+        in_sync = set(configs[-1].replicas if configs else ())
+        following = {"follows": leader, "segment": segment, "offset": offset}
+        following |= {"is_replica": self._leadership.identity in in_sync}
+        # Of a journal that may go on elsewhere nobody can tell whom it counts on.
+        following |= {"is_needed": self._confirmer.is_needed or not (self._leader and is_current)}
+        following |= {"other_replicas": len(in_sync - {self._leadership.identity})}
+        following |= {"unconfirmed_s": self._confirmer.silent_s}
         return pb.StatusReply(json=self._reports.status(now | following, request.metrics_after))
 
     def propose(self, request: pb.ProposeRequest) -> pb.Answer:
@@ -309,7 +313,7 @@ class Standby(Refusing):
                 self._leadership.withdraw()
             self._leadership.heard_leader(self._mirror.hub.state.configs)
             self._term, self._leader, self._heard_s = term, leader, time.monotonic()
-            self._note_arrival()
+            self._arrivals.note()
         return True
 
     def _noted_term(self) -> int:
@@ -350,51 +354,17 @@ class Standby(Refusing):
         self._leadership.forget((self._mirror.hub.state.term, *self._mirror.position))
         self._mirror.forget()
 
-    def _note_arrival(self) -> None:
-        with self._arrived:
-            self._arrivals += 1
-            self._arrived.notify_all()
-
-    def _await_arrival(self, seen: int) -> None:
-        """Return when more chunks than `seen` have come, or at the time of the next confirmation."""
-        with self._arrived:
-            self._arrived.wait_for(lambda: self._arrivals != seen, _CONFIRM_S)
-
     def _confirm(self) -> None:
-        confirmed = (0, 0)
-        while not self._stopping.is_set():
-            seen, term = self._arrivals, self._term
-            if self._mirror.position == confirmed or not term:
-                self._await_arrival(seen)
-                term = self._term
-            if not term or not self._leadership.may_confirm(term):
-                self._stopping.wait(_SOON_S)
-                continue
-            confirmed = self._mirror.sync()
-            request = pb.ConfirmRequest(
-                term=term,
-                segment=confirmed[0],
-                offset=confirmed[1],
-                replica=self._leadership.identity,
-                address=self._endpoint.own_address,
-            )
-            client = self._client
-            try:
-                if client is not None and not self._stopping.is_set():
-                    reply = client.confirm(request, timeout_s=1.0)
-                    if reply.stand:
-                        self._ask_for_votes(invited=True)
-            except (HubUnreachable, HubRefused) as error:
-                log.warning("confirming: %s", error)
-                confirmed = (0, 0)
-                self._stopping.wait(_SOON_S)
+        self._confirmer.run(
+            lambda: (self._term, self._client), self._stopping, lambda: self._ask_for_votes(invited=True)
+        )
 
     def _apply(self) -> None:
         while not self._stopping.is_set():
-            seen, moved = self._arrivals, False
+            seen, moved = self._arrivals.num, False
             try:
                 moved = self._mirror.apply()
             except Damaged as error:
                 self._fetch_anew(error)
             if not moved:
-                self._await_arrival(seen)
+                self._arrivals.wait(seen)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aedit.launch.child import Child
+from aedit.launch.hub.confirmer import resting_file
 from aedit.proto.swarm.card import PartReplica
 from aedit.proto.swarm.replicas_file import REPLICAS
 from aedit.proto.wire import hub_pb2 as pb
@@ -27,6 +28,8 @@ _STATUS_S = 2.0
 """Deadline of the question for a replica's state."""
 _NO_LINES = 2**31 - 1
 """More lines of metrics than there are: none are sent."""
+_REST_S = 5.0
+"""For so long a replica confirms nothing before it is given up: its owner counts on it 2 s longer at most."""
 _AGAIN_S = 2.0
 """Pause before a replica that has ended is started again."""
 
@@ -94,6 +97,8 @@ class HostedPart:
         """None until it answers, and while it does not."""
         self.others = 0
         """Replicas on which the voters have agreed without this one, by its journal; 0 while it counts."""
+        self._unconfirmed_s = 0.0
+        resting_file(self._folder).unlink(missing_ok=True)
         self._founds, self._above = founds, above
         self._start(founds=founds)
 
@@ -108,6 +113,18 @@ class HostedPart:
                 self._connect(address)
         self.state = self._asked() if self._client is not None else None
         self._founds = self._founds and self.state is None  # once it has led, its journal says how to go on
+
+    def rest(self, rests: bool) -> bool:
+        """Let the replica confirm nothing to its owner, or confirm again.
+
+        Returns whether it has been silent for so long that the owner cannot count on it any more. That it
+        does not yet is in the journal only once the journal has arrived: it may be on its way.
+        """
+        if rests:
+            resting_file(self._folder).touch()
+        else:
+            resting_file(self._folder).unlink(missing_ok=True)
+        return rests and self._unconfirmed_s >= _REST_S
 
     def retire(self) -> None:
         """End the process and forget the replica, all but its records of the run."""
@@ -169,6 +186,7 @@ class HostedPart:
         status = json.loads(reply.json)
         leads = "follows" not in status
         self.others = 0 if status.get("is_needed", True) else int(status.get("other_replicas", 0))
+        self._unconfirmed_s = float(status.get("unconfirmed_s", 0.0))
         return PartReplica(
             address=self._options.reached_at(self._address),
             term=int(status["term"]),

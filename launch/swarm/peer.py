@@ -210,10 +210,11 @@ class Peer:
         for part, view in enumerate(views):
             own = self._hosted.get(part)
             role = view.role(self._hosts.copies, own.others if own is not None else 0)
+            has_rested = own is not None and own.rest(role is Role.RETIRE)
             if role is Role.HOST and part not in self._hosted:
                 log.warning("part %d: keeping a replica", part)
                 self._host(part, founds=False)
-            elif role is Role.RETIRE and part in self._hosted:
+            elif role is Role.RETIRE and has_rested:
                 log.warning("part %d: other peers keep it; giving up the replica here", part)
                 with self._hosting:
                     retired = self._hosted.pop(part)

@@ -1,0 +1,105 @@
+"""Tests that a replica which may be given up confirms nothing, so that its owner does not count on it."""
+
+import json
+from contextlib import ExitStack
+
+from kit.hub_processes import Client
+from kit.waiting import until
+from test_swarm_attacks import address, replica
+
+from aedit.launch.hub.confirmer import resting_file
+from aedit.launch.swarm import hosted_part
+from aedit.launch.swarm.hosted_part import HostedPart, HostOptions
+from aedit.proto.swarm.replicas_file import PartPlaces
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.security import ClientKeys
+
+
+def told(process):
+    return json.loads(Client(address(process)).hub.status(pb.StatusRequest()).json)
+
+
+def followers(held, tmp_path, *names):
+    """Return an owner and those that follow it. Without nodes it takes two more replicas, or none."""
+    owner, file = held.enter_context(replica(tmp_path / "owner", 0, standby=False))
+    found = [held.enter_context(replica(tmp_path / one, 0, address(owner)))[0] for one in names]
+    file.write([PartPlaces(tuple(map(address, found)), address(owner)), PartPlaces()])
+    return owner, *found
+
+
+def test_the_owner_counts_on_a_replica_that_rests_only_once_it_confirms_again(tmp_path):
+    (tmp_path / "second").mkdir()
+    resting_file(tmp_path / "second").touch()
+    with ExitStack() as held:
+        _, first, second = followers(held, tmp_path, "first", "second")
+        until(lambda: not told(second)["is_needed"], "a current journal")
+        until(lambda: told(second)["unconfirmed_s"] > 3, "the second one to be silent")
+        assert not told(first)["is_replica"]
+        assert told(second)["other_replicas"] == 1
+        resting_file(tmp_path / "second").unlink()
+        until(lambda: told(second)["is_replica"], "the second one in sync")
+
+
+def test_a_replica_on_which_the_journal_counts_does_not_rest(tmp_path):
+    with ExitStack() as held:
+        _, _, second = followers(held, tmp_path, "first", "second")
+        until(lambda: told(second)["is_replica"], "the second one in sync")
+        resting_file(tmp_path / "second").touch()
+        for _ in range(8):
+            assert told(second)["is_needed"]
+            until(lambda: told(second)["unconfirmed_s"] < 0.4, "another confirmation")
+
+
+def test_a_follower_without_an_owner_does_not_know_whether_it_is_needed(tmp_path):
+    with ExitStack() as follower, ExitStack() as owner:
+        leading, _ = owner.enter_context(replica(tmp_path / "owner", 0, standby=False))
+        only, _ = follower.enter_context(replica(tmp_path / "only", 0, address(leading)))
+        until(lambda: not told(only)["is_needed"], "a current journal")
+        owner.close()
+        until(lambda: told(only)["is_needed"], "the follower to have noticed")
+
+
+class Process:
+    """A hub that runs and does nothing."""
+
+    def __init__(self, *args, **options):
+        pass
+
+    def running(self):
+        return True
+
+    def terminate(self):
+        pass
+
+    kill = terminate
+
+
+def test_a_replica_has_rested_when_it_was_silent_for_longer_than_the_owner_counts_on_it(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(hosted_part, "Child", Process)
+    options = HostOptions(
+        run_toml=tmp_path / "run.toml", directory=tmp_path, host="h", reached_at=str, parts=2, copies=3
+    )
+    hosted = HostedPart(1, options, ClientKeys(), founds=False)
+    resting, status = resting_file(options.folder(1)), {"term": 1, "follows": "h:1", "is_needed": False}
+
+    def hears(silent_s):
+        reply = pb.StatusReply(json=json.dumps(status | {"other_replicas": 3, "unconfirmed_s": silent_s}))
+        hosted._client = type("Told", (), {"status": lambda *_: reply, "close": lambda _: None})()
+        hosted.look()
+
+    hears(0.1)
+    assert hosted.others == 3
+    assert not hosted.rest(True)
+    assert resting.exists()
+    hears(2.5)
+    assert not hosted.rest(True)
+    hears(5.5)
+    assert not hosted.rest(False)
+    assert not resting.exists()
+    assert hosted.rest(True)
+    again = HostedPart(1, options, ClientKeys(), founds=False)
+    assert not resting.exists(), "what an earlier process of the peer was about to do is over"
+    hosted.stop()
+    again.stop()
