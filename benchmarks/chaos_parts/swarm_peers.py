@@ -3,6 +3,7 @@
 import json
 import signal
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -100,7 +101,7 @@ class SwarmPeer:
         for process in (self.node, self.process):
             if process is not None:
                 process.wait(10)
-        psutil.wait_procs(found, timeout=10)
+        await_ends(found, 10)
         self.process = self.node = None
 
     def ended(self) -> list[str]:
@@ -242,6 +243,20 @@ class SwarmGround:
         """Kill what is left."""
         for peer in self.peers:
             peer.kill()
+
+
+def await_ends(processes: Sequence[psutil.Process], limit_s: float) -> None:
+    """Return when all have ended, whether somebody has asked for their exit codes or not."""
+    deadline_s = time.monotonic() + limit_s
+    while any(map(_lives, processes)) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def last_words(peers: Path) -> str:
