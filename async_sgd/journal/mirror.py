@@ -39,22 +39,33 @@ class Mirror:
     hub under `lock`.
     """
 
-    def __init__(self, store: Store, make: Callable[[], Hub]) -> None:
-        """Continue with what the folder has."""
+    def __init__(
+        self, store: Store, make: Callable[[], Hub], recovered: tuple[Hub, Journal] | None = None
+    ) -> None:
+        """Continue with what the folder has.
+
+        Args:
+            store: Of the folder.
+            make: Returns a hub without a state.
+            recovered: Hub and journal, if the folder has just been recovered; a long journal takes a while.
+        """
         self._store, self._make, self._directory = store, make, store.directory
         self.lock = threading.RLock()
         """Held while records are applied."""
         self.partial = PartialSnapshot(self._directory)
         self._is_arriving = False
         """A chunk of a snapshot has come since the last `mark`, and its segment has not begun."""
-        self._load()
+        self._load(*(recovered or self._recover()))
         if self.position == (1, FILE_BYTES):  # the first segment, which was begun here and not there
             self.clear()
 
-    def _load(self) -> None:
+    def _recover(self) -> tuple[Hub, Journal]:
+        hub = self._make()
+        return hub, self._store.recover(hub)
+
+    def _load(self, hub: Hub, journal: Journal) -> None:
         """Take over what the folder has."""
-        self.hub = self._make()
-        journal = self._store.recover(self.hub)
+        self.hub = hub
         self._file: File = journal.file
         self._reading: File = journal.file
         self.position: Position = journal.position
@@ -99,7 +110,7 @@ class Mirror:
             self._remove(after=segment)
             os.truncate(path, offset)
             try:
-                self._load()
+                self._load(*self._recover())
             except UserError as error:
                 log.warning("going back to %s: %s", end, error)
                 return False

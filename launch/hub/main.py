@@ -2,14 +2,11 @@
 
 import logging
 import secrets
-import signal
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Unpack
 
 import aedit
@@ -40,6 +37,7 @@ from aedit.launch.hub.replay import make_hub
 from aedit.launch.hub.reports import Reports
 from aedit.launch.hub.standby import Standby
 from aedit.launch.hub.welcome import open_to_others, welcome
+from aedit.launch.stop_signals import StopSignals
 from aedit.proto.wire.connections import raise_descriptor_limit
 from aedit.proto.wire.directory import directory_service
 from aedit.proto.wire.hello import PROTOCOL
@@ -83,21 +81,29 @@ def hub(config: RunConfig, *, directory: Path, **options: Unpack[HubOptions]) ->
     logging.basicConfig(format="aedit hub: %(message)s", level=logging.WARNING)
     give_back_what_is_freed()
     raise_descriptor_limit()
-    stop = _Stop()
+    stop = StopSignals()
     with folder.locked(directory):
         process = _served(config, directory, options, stop)
         while process.may_follow and not stop.asked.is_set():
             log.warning("another replica of the part leads now: following it")
             options |= {"standby": True, "force_lead": False}
-            process = _served(config, directory, options, stop)
+            process = _served(config, directory, options, stop, was_replaced=True)
         return process.exit_code()
 
 
-def _served(config: RunConfig, directory: Path, options: HubOptions, stop: "_Stop") -> "_Process":
-    """Serve until the run is over, a signal arrives or another hub leads; return the closed process."""
+def _served(
+    config: RunConfig, directory: Path, options: HubOptions, stop: StopSignals, *, was_replaced: bool = False
+) -> "_Process":
+    """Serve until the run is over, a signal arrives or another hub leads; return the closed process.
+
+    was_replaced: another replica leads, as this one has just found out.
+    """
     process = _Process(endpoint_of(config, directory, options), insecure=options.get("insecure", False))
     try:
-        process.start(force=options.get("force_lead", False), above=options.get("term_above", 0))
+        if was_replaced:
+            process.follow()
+        else:
+            process.start(force=options.get("force_lead", False), above=options.get("term_above", 0))
         print(process.welcome(), flush=True)
         if warning := process.warning():
             _warn(warning)
@@ -105,9 +111,10 @@ def _served(config: RunConfig, directory: Path, options: HubOptions, stop: "_Sto
             pass
         if stop.by_hand:
             process.wait_for_leaving_nodes()
-        process.hand_over()
+        if stop.asked.is_set() or not process.may_follow:  # else it is back at once, and votes then
+            process.hand_over()
     finally:
-        process.close()
+        process.close(0.0 if process.may_follow and not stop.asked.is_set() else _GRACE_S)
     return process
 
 
@@ -117,24 +124,6 @@ def _warn(text: str) -> None:
     from rich.text import Text
 
     Console(stderr=True).print(Text(text, style="bold red"), soft_wrap=True)
-
-
-class _Stop:
-    """Signal handler: the first signal requests the end, the second one ends the process."""
-
-    def __init__(self) -> None:
-        self.asked = threading.Event()
-        self.by_hand = False
-        """True after SIGINT (Ctrl-C), which often reaches the nodes too; a supervisor sends SIGTERM."""
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, self._caught)
-
-    def _caught(self, number: int, frame: FrameType | None) -> None:
-        self.by_hand = number == signal.SIGINT
-        self.asked.set()
-        for again in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(again, signal.SIG_DFL)
 
 
 class _Process:
@@ -197,9 +186,18 @@ class _Process:
         if force:
             records = self._force(hub)
         if records is None:
-            self._follow()
+            self._follow(hub, journal)
         else:
             self._lead(hub, journal, records or ([] if state.term else [Led(own + 1)]))
+        self._started()
+
+    def follow(self) -> None:
+        """Recover the state from the folder and follow another hub: the successor waits for this replica."""
+        hub = self._make()
+        self._follow(hub, self._store.recover(hub))
+        self._started()
+
+    def _started(self) -> None:
         assert self._server is not None
         self._canvass.start()
         write_atomically(self._endpoint.directory / "address", self._server.address)
@@ -262,11 +260,11 @@ class _Process:
         if leading.guard.replaced.is_set():
             time.sleep(_ANSWERS_S)
 
-    def close(self) -> None:
-        """Stop the server and write the final snapshot."""
+    def close(self, grace_s: float = _GRACE_S) -> None:
+        """Stop the server and write the final snapshot. Calls in progress have `grace_s` to end."""
         self._canvass.stop()
         if self._server is not None:
-            self._server.stop(_GRACE_S)
+            self._server.stop(grace_s)
         if self._page is not None:
             self._page.close()
         if self._standby is not None:
@@ -356,8 +354,8 @@ class _Process:
         endpoint = self._endpoint
         leading.join_parent(Uplink(leading.engine, name, endpoint.client_keys(), endpoint.keys, secret))
 
-    def _follow(self) -> None:
-        mirror = Mirror(self._store, self._make)
+    def _follow(self, hub: Hub, journal: Journal) -> None:
+        mirror = Mirror(self._store, self._make, (hub, journal))
         self._standby = Standby(
             self._others, mirror, self._reports, self._responder, self._leadership, self._take_over
         )

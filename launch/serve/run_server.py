@@ -1,12 +1,9 @@
 """`aedit serve HOST:PORT`: a rollout server of the run of a hub."""
 
-import signal
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from aedit.async_sgd.service.memory import keep_one_arena
@@ -16,6 +13,7 @@ from aedit.launch.config.flags import with_flags
 from aedit.launch.config.load import parse
 from aedit.launch.config.machine import of_this_machine
 from aedit.launch.serve.places import ServerPlaces
+from aedit.launch.stop_signals import StopSignals
 from aedit.proto.wire.hello import caller_keys, greet
 from aedit.proto.wire.hub_pb2 import HelloReply
 from aedit.proto.wire.retry import HubRefused, HubUnreachable
@@ -58,7 +56,7 @@ def serve_run(request: ServeRequest) -> int:
     reply = greet(request.hub, client_keys)
     config = run_config(reply, request)
     server_keys = request.places.server_keys(request.keys, config, insecure=request.insecure)
-    stop = Stop()
+    stop = StopSignals()
     with ExitStack() as opened:
         member = opened.enter_context(_member(request, config, reply, server_keys))
         print(member.welcome(), flush=True)
@@ -107,18 +105,3 @@ def _member(
             raise UserError(str(error)) from None
         finally:
             member.close()
-
-
-class Stop:
-    """Signal handler: the first signal requests the end, the second one ends the process."""
-
-    def __init__(self) -> None:
-        self.asked = threading.Event()
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, self._caught)
-
-    def _caught(self, number: int, frame: FrameType | None) -> None:
-        self.asked.set()
-        for again in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(again, signal.SIG_DFL)

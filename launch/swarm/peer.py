@@ -1,7 +1,6 @@
 """`aedit peer`: one member of a swarm, which finds the others and hosts replicas of parts of the model."""
 
 import logging
-import signal
 import threading
 import time
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.fields import to_toml
 from aedit.launch.rundir.prepare import claimed
+from aedit.launch.stop_signals import StopSignals
 from aedit.launch.swarm.forcing import Forcing, check_forcing
 from aedit.launch.swarm.foundings import Foundings
 from aedit.launch.swarm.hosted_part import HostedPart, HostOptions, set_aside
@@ -84,7 +84,7 @@ def peer(config: RunConfig, options: PeerOptions) -> int:
         raise UserError('swarm.exchange = "hivemind" has no parts to keep: a peer is a node, of aedit run')
     check_forcing(config.swarm, options.forces, founds=options.founds)
     raise_descriptor_limit()
-    stop = _stop_on_signals()
+    stop = StopSignals().asked
     with claimed(options.directory, "peer"):
         member = Peer(config, options)
         try:
@@ -95,20 +95,6 @@ def peer(config: RunConfig, options: PeerOptions) -> int:
         finally:
             member.close()
     return 0
-
-
-def _stop_on_signals() -> threading.Event:
-    """Return an event that the first SIGINT or SIGTERM sets; the second one ends the process."""
-    stop = threading.Event()
-
-    def caught(number: int, frame: object) -> None:
-        stop.set()
-        for again in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(again, signal.SIG_DFL)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, caught)
-    return stop
 
 
 class Peer:
