@@ -1,11 +1,19 @@
 """Tests the hand-over of leadership: a leader's vote for the replica that should lead in its place."""
 
+import json
+
 import pytest
+from kit.hub_processes import Client
+from test_swarm_attacks import CONFIG, address, replica
 
 from aedit.async_sgd.journal.ledger import Unconfirmed
 from aedit.async_sgd.leadership.replica import Replica
 from aedit.async_sgd.rules.records import Configured
 from aedit.async_sgd.service.leadership import Leadership
+from aedit.launch.hub.endpoint import HubEndpoint
+from aedit.launch.hub.main import _Process
+from aedit.launch.hub.other_hubs import OtherHubs
+from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.vote_messages import VoterFile
 from aedit.proto.wire.votes import Proposal, Voter
 
@@ -109,3 +117,19 @@ def test_an_owner_acknowledges_nothing_alone_while_other_peers_could_have_it(tmp
     leadership._replica.configs = (Configured(1, 3, me, (me, OTHER), (50, 51, 52)),)
     leadership.confirm(OTHER, (1, 10))
     leadership.wait((1, 10), 0.0)
+
+
+def test_an_owner_that_was_replaced_follows_though_no_other_replica_answers(tmp_path, monkeypatch):
+    """Found: it asked all others for their terms first, and one silent machine held up the successor."""
+    with replica(tmp_path, 0, standby=False) as (owner, file):
+        at = address(owner)
+    monkeypatch.setattr(OtherHubs, "newest_term", lambda self: pytest.fail("asked the other replicas"))
+    endpoint = HubEndpoint(CONFIG, tmp_path, (0, 2), True, "127.0.0.1:0", None, replicas=file, copies=3)
+    process = _Process(endpoint, insecure=False)
+    try:
+        process.follow()
+        told = json.loads(Client(address(process)).hub.status(pb.StatusRequest()).json)
+        assert (address(process), told["term"]) == (at, 1)
+        assert "follows" in told
+    finally:
+        process.close(0.0)

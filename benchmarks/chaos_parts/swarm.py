@@ -41,7 +41,7 @@ NODE = PacedNode(
 """A push of its large unit takes long enough to be hit by a fault."""
 CALM_S = 60.0
 GOODPUT, DECIDES_S = 0.90, 300.0
-"""Wanted goodput, and how long a run must be to tell."""
+"""Wanted goodput of the machines that are there, and how long a run must be to tell."""
 JOINS_WITHIN_S, HEALS_WITHIN_S, ENDS_WITHIN_S = 120.0, 60.0, 90.0
 
 
@@ -53,6 +53,7 @@ def measure(minutes: float | None, seed: int, *, copies: int, quick: bool) -> Re
     why = netns.why_not()
     wires = "each in a network namespace" if why is None else f"on one network ({why}), so no wire is cut"
     faults = ", ".join(f"{number} x {kind}" for kind, number in sorted(story.faults.items()))
+    absent = story.absent_s / seconds / shape.peers
     return Report(
         "chaos in a swarm",
         (f"{shape.peers} machines, {wires}: a peer, its hubs and a node of a fixed pace in each."
@@ -61,11 +62,11 @@ def measure(minutes: float | None, seed: int, *, copies: int, quick: bool) -> Re
          f"{seconds:g} s of faults, seed {seed}. A machine is killed with all its processes."
          " Steps are those in accepted pushes.",
          "Of the time of all machines they were stopped, or killed and not started again yet, for"
-         f" {percent(story.absent_s / seconds / shape.peers)}; those that are cut off train on.",
+         f" {percent(absent)}; those that are cut off train on.",
          f"Faults: {faults or 'none'}."),
         ("run", "steps/s", "acknowledged", "faults", "starts", "terms led", "longest gap s", "healed s"),
         (_row("calm", calm), _row("faults", story)),
-        _bars(story, story.steps_per_s / calm.steps_per_s, seconds),
+        _bars(story, story.steps_per_s / calm.steps_per_s, 1 - absent, seconds),
         {"calm": asdict(calm), "faults": asdict(story)},
     )  # fmt: skip
 
@@ -87,13 +88,17 @@ def _row(name: str, story: SwarmStory) -> tuple[str, ...]:
     return (name, f"{story.steps_per_s:.1f}", *map(str, numbers), *times)
 
 
-def _bars(story: SwarmStory, share: float, seconds: float) -> tuple[Bar, ...]:
-    reached = None if seconds < DECIDES_S else share >= GOODPUT
+def _bars(story: SwarmStory, share: float, present: float, seconds: float) -> tuple[Bar, ...]:
+    reached = None if seconds < DECIDES_S else share / present >= GOODPUT
     back = f"all nodes acknowledged in all parts {story.healed_s:.1f} s after the last fault"
     alone = sum(part.alone for part in story.accounts)
     return (
         Bar(f"accepted pushes that only the owner had on disk: {alone}", alone == 0),
-        Bar(f"goodput {percent(share)} of the calm run, wanted >= {percent(GOODPUT, 0)}", reached),
+        Bar(
+            f"goodput {percent(share)} of the calm run; of what the machines that were there would make in it"
+            f" {percent(share / present)}, wanted >= {percent(GOODPUT, 0)}",
+            reached,
+        ),
         *(Bar(f"{text}: {number}", number == 0) for text, number in mistakes(story).items()),
         Bar(f"{back}, wanted < {HEALS_WITHIN_S:g} s", story.healed_s < HEALS_WITHIN_S),
         *_table_bars(story),

@@ -116,12 +116,13 @@ def _stop(away_s: float, scene: Scene) -> None:
     scene.note("machine stopped", peer)
     peer.is_away = True
     scene.ground.stopped.add(peer.name)
-    scene.story.absent_s += away_s
     peer.send(signal.SIGSTOP)
-    scene.mends.append((time.monotonic() + away_s, partial(_go_on, peer)))
+    now = time.monotonic()
+    scene.mends.append((now + away_s, partial(_go_on, scene, peer, now)))
 
 
-def _go_on(peer: SwarmPeer) -> None:
+def _go_on(scene: Scene, peer: SwarmPeer, since_s: float) -> None:
+    scene.story.absent_s += time.monotonic() - since_s
     peer.is_away = False
     peer.send(signal.SIGCONT)
 
