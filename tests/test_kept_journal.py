@@ -19,6 +19,7 @@ from aedit.async_sgd.service.tailing import Tailing
 from aedit.launch.hub.replay import make_hub
 from aedit.launch.hub.standby import Standby
 from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.bell import Quiet
 from aedit.proto.wire.vote_messages import VoterFile
 
 
@@ -49,7 +50,7 @@ class Follower:
         guard = SimpleNamespace(
             ledger=ledger, check_term=lambda term, from_hub: None, check_leads=lambda: None
         )
-        for chunk in takewhile(lambda chunk: chunk is not None, Tailing(guard).tail(request)):
+        for chunk in takewhile(lambda chunk: not isinstance(chunk, Quiet), Tailing(guard).tail(request)):
             self.bytes += len(chunk.data)
             self.differed += chunk.differs
             yield chunk

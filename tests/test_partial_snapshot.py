@@ -19,6 +19,7 @@ from aedit.async_sgd.journal.store import segment_numbers, snapshot_path
 from aedit.async_sgd.rules.records import Led
 from aedit.async_sgd.service import tailing
 from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.bell import Quiet
 
 CHUNK = 5000
 
@@ -78,7 +79,7 @@ def chunks_for(book, **fields):
         ledger=book.ledger, check_term=lambda term, from_hub: None, check_leads=lambda: None
     )
     request = pb.TailRequest(term=2, segment=1, **fields)
-    return list(takewhile(lambda chunk: chunk is not None, tailing.Tailing(guard).tail(request)))
+    return list(takewhile(lambda chunk: not isinstance(chunk, Quiet), tailing.Tailing(guard).tail(request)))
 
 
 def snapshot_in(chunks):

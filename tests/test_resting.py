@@ -103,3 +103,15 @@ def test_a_replica_has_rested_when_it_was_silent_for_longer_than_the_owner_count
     assert not resting.exists(), "what an earlier process of the peer was about to do is over"
     hosted.stop()
     again.stop()
+
+
+def test_events_of_a_follower_have_the_age_of_the_run(tmp_path):
+    """Found: they had the seconds since the machine was started."""
+    with ExitStack() as held:
+        _, first = followers(held, tmp_path, "first")
+        until(lambda: not told(first)["is_needed"], "a current journal")
+        first._standby._ask_for_votes()
+        lines = (tmp_path / "first" / "events.jsonl").read_text().splitlines()
+        (event,) = [event for line in lines if (event := json.loads(line))["event"] == "cannot_lead"]
+        age_s = first._standby._mirror.hub.state.elapsed_s
+        assert age_s <= event["t"] < age_s + 30

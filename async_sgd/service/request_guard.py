@@ -130,11 +130,16 @@ class RequestGuard:
         if not self.leadership.has_others:
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"there is no term {term} in this run")
         if from_hub and self._believes_hubs:
-            self.replaced.set()
+            self.end_term()
             self.check_leads()
         self.ask_the_others()
         text = f"this hub leads under term {own}, and {term} is claimed: ask the other one"
         raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, text)
+
+    def end_term(self) -> None:
+        """Note that another hub leads under a higher term; followers are told so at once."""
+        self.replaced.set()
+        self.ledger.grown.ring()
 
     def ask_the_others(self) -> None:
         """Find out in a thread whether another hub leads under a higher term, at most once a second."""
@@ -147,7 +152,7 @@ class RequestGuard:
             try:
                 leads, promised = self._other_terms()
                 if leads > self.ledger.hub.state.term:
-                    self.replaced.set()
+                    self.end_term()
                 else:
                     self.leadership.heard_promise(promised)
             finally:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.bell import Quiet
 from aedit.proto.wire.service import Caller, HubCore
 
 
@@ -56,7 +57,7 @@ class Switch:
         """Call `core.status`."""
         return self.core.status(request)
 
-    def tail(self, request: pb.TailRequest) -> Iterator[pb.TailChunk | None]:
+    def tail(self, request: pb.TailRequest) -> Iterator[pb.TailChunk | Quiet]:
         """Call `core.tail`."""
         return self.core.tail(request)
 

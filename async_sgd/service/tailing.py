@@ -14,6 +14,7 @@ from aedit.async_sgd.journal.partial import pieces
 from aedit.async_sgd.journal.store import begin_after, segment_numbers, snapshot_path
 from aedit.async_sgd.service.request_guard import RequestGuard
 from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.bell import Quiet
 from aedit.proto.wire.service import Refusal
 
 _CHUNK_BYTES = 2**18
@@ -28,11 +29,11 @@ class Tailing:
     def __init__(self, guard: RequestGuard) -> None:
         self._guard, self._ledger = guard, guard.ledger
 
-    def tail(self, request: pb.TailRequest) -> Iterator[pb.TailChunk | None]:
+    def tail(self, request: pb.TailRequest) -> Iterator[pb.TailChunk | Quiet]:
         """Stream from the given byte on if that segment is still there, else a snapshot first.
 
         Of a snapshot of which the standby has the first bytes, only the rest is sent. A standby that has
-        other records before that byte is told so. None: there is nothing new now.
+        other records before that byte is told so. `Quiet`: there is nothing new now.
         """
         self._guard.check_term(request.term, from_hub=True)
         directory = self._ledger.store.directory
@@ -63,26 +64,27 @@ class Tailing:
             stand=self._guard.leadership.confirm(request.replica, position, request.address)
         )
 
-    def _segments(self, segment: int, offset: int) -> Iterator[pb.TailChunk | None]:
+    def _segments(self, segment: int, offset: int) -> Iterator[pb.TailChunk | Quiet]:
         directory = self._ledger.store.directory
         file = File(segment_path(directory, segment))
-        quiet_since_s, term = 0.0, self._ledger.hub.state.term
+        told_s, term, grown = 0.0, self._ledger.hub.state.term, self._ledger.grown
         while self._ledger.hub.state.term == term:  # else it must be confirmed under a higher one
             self._guard.check_leads()
+            rung = grown.rung
             end = self._end(file, segment)
             if offset < end:
                 data = file.read(offset, min(_CHUNK_BYTES, end - offset))
                 yield _chunk((segment, offset), data)
                 offset += len(data)
-                quiet_since_s = time.monotonic()
+                told_s = time.monotonic()
             elif self._ledger.journal.complete[0] > segment:
                 segment, offset = segment + 1, 0
                 file = File(segment_path(directory, segment))
-            elif time.monotonic() - quiet_since_s > _QUIET_S:
-                yield _chunk((segment, offset), b"")
-                quiet_since_s = time.monotonic()
+            elif (left_s := told_s + _QUIET_S - time.monotonic()) > 0:
+                yield Quiet(grown, rung, left_s)
             else:
-                yield None
+                yield _chunk((segment, offset), b"")
+                told_s = time.monotonic()
 
     def _end(self, file: File, segment: int) -> int:
         """Return how much of a segment is complete and on disk.

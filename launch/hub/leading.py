@@ -147,7 +147,7 @@ class LeadingHub:
             if not self.leadership.holds_lease():
                 self.guard.ask_the_others()  # it may have been replaced while it could not be told
             if not self.leadership.leads:
-                self.guard.replaced.set()
+                self.guard.end_term()
             elif (first := self._endpoint.successor) and self.leadership.hand_over(first):
                 self._reports.event("hand_over", to=first)
             now = self.leadership.in_sync()[0]

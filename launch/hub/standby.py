@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import grpc
 
@@ -190,8 +191,15 @@ class Standby(Refusing):
             self._hindered = reason
             if reason:
                 log.warning("asked to lead, and it cannot: %s", reason)
-                self._reports.event("cannot_lead", reason=reason)
+                self._event("cannot_lead", reason=reason)
         return not reason
+
+    def _event(self, event: str, **values: Any) -> None:
+        """Record an event at the age of the run, as far as the journal is here."""
+        with self._mirror.lock:
+            state = self._mirror.hub.state
+            self._reports.start(state.elapsed_s, {node: name for name, node in state.names.items()})
+        self._reports.event(event, **values)
 
     def _count(self, answer: Answer) -> None:
         records = self._leadership.count(answer, self._window_s)
@@ -304,7 +312,7 @@ class Standby(Refusing):
         for chunk in client.tail(request):
             if self._stopping.is_set():
                 return True
-            self._others.check_leader(leader, self._reports.event)
+            self._others.check_leader(leader, self._event)
             if chunk.differs:
                 self._take_back(None if chunk.lacks_term else (chunk.segment, chunk.offset))
                 return False

@@ -2,7 +2,7 @@
 
 A handler's work runs in the threads of its pool, one message at a time where it streams. Between two
 messages, and before the first one, only the event loop knows of the call. A handler that streams may yield
-None, if it has nothing to send yet: it is asked again a little later.
+`Quiet`, if it has nothing to send yet: it is asked again when there may be something.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import grpc
 from grpc import aio
 
+from aedit.proto.wire.bell import Quiet
 from aedit.proto.wire.call_context import Aborted, CallContext
 from aedit.proto.wire.connections import Connections
 from aedit.proto.wire.fair_pool import Crowded, FairPool
@@ -32,8 +33,8 @@ _Work: TypeAlias = Callable[[AsyncIterator[bytes], CallContext, _Write], Corouti
 _LATER = grpc.StatusCode.RESOURCE_EXHAUSTED
 _SILENT = "too many open calls that have sent nothing: this one was ended to make room"
 _END = object()
-_LOOK_S, _LONGEST_LOOK_S = 0.005, 0.04
-"""Pauses before a handler that had nothing to send is asked again: each is twice as long as the last one."""
+_GATHER_S = 0.005
+"""Pause before a handler that had nothing to send is asked again: what follows shortly is sent together."""
 
 
 class AsyncCalls:
@@ -173,15 +174,14 @@ def _threaded(
         first = None
         if not response_streaming:
             return await pool.run(context.peer(), lambda: behaviour(request, context))
-        answers, pause_s = behaviour(request, context), _LOOK_S
+        answers = behaviour(request, context)
         try:
             while (answer := await pool.run(context.peer(), lambda: next(answers, _END))) is not _END:
-                if answer is None:
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+                if isinstance(answer, Quiet):
+                    await answer.bell.wait(answer.seen, answer.limit_s)
+                    await asyncio.sleep(_GATHER_S)
                 else:
                     await write(answer)
-                    pause_s = _LOOK_S
         finally:
             _close(answers)
 

@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError, Message
 
 from aedit.proto.wire import frames, hub_pb2
 from aedit.proto.wire.author import secret_of
+from aedit.proto.wire.bell import Quiet
 from aedit.proto.wire.call_context import Aborted, CallContext
 from aedit.proto.wire.fair_pool import FairPool
 from aedit.proto.wire.identity import Stranger, shown_identity
@@ -85,7 +86,7 @@ class HubCore(Protocol):
     def status(self, request: hub_pb2.StatusRequest) -> hub_pb2.StatusReply:
         """Return the hub's status."""
 
-    def tail(self, request: hub_pb2.TailRequest) -> Iterator[hub_pb2.TailChunk | None]:
+    def tail(self, request: hub_pb2.TailRequest) -> Iterator[hub_pb2.TailChunk | Quiet]:
         """Yield the journal as it grows, and None while there is nothing new; it is asked again soon.
 
         At least once a second a chunk, without data if need be: only then is it noticed that the standby has
@@ -290,12 +291,12 @@ class CallHandlers:
     def tail(self, core: HubCore, pool: FairPool) -> Handler:
         """Return a handler that streams messages for as long as the peer is there."""
 
-        def behaviour(message: bytes, context: CallContext) -> Iterator[bytes | None]:
+        def behaviour(message: bytes, context: CallContext) -> Iterator[bytes | Quiet]:
             with self._told(context, "tail"):
                 request = hub_pb2.TailRequest.FromString(message)
                 self._admit(request, context)
                 for chunk in core.tail(request):
-                    yield None if chunk is None else chunk.SerializeToString()
+                    yield chunk if isinstance(chunk, Quiet) else chunk.SerializeToString()
 
         return grpc.unary_stream_rpc_method_handler(_in(pool, behaviour))
 
