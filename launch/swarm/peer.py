@@ -14,6 +14,7 @@ from aedit.launch.swarm.forcing import Forcing, check_forcing
 from aedit.launch.swarm.foundings import Foundings
 from aedit.launch.swarm.hosted_part import HostedPart, HostOptions, set_aside
 from aedit.launch.swarm.introduction import INTRODUCTION, make_discovery
+from aedit.launch.swarm.newcomer import Newcomer
 from aedit.launch.swarm.own_card import OwnCard
 from aedit.launch.swarm.peer_rows import OtherModels, rows
 from aedit.launch.swarm.peer_service import PeerService
@@ -134,6 +135,7 @@ class Peer:
         self._received, self._proofs = StatementsFile(directory / STATEMENTS), Proofs(directory / "proofs")
         self._node = NodeFile(directory / NODE)
         self._other_models = OtherModels()
+        self._newcomer = Newcomer()
         self._recent = RecentPeers(_RECENT_LEASES * swarm.lease_s)
         certified = self._certified()
         fingerprint = certified.own.fingerprint if certified else ""
@@ -192,12 +194,13 @@ class Peer:
         self._proofs.keep(faults)
         shut_out = [key.hex() for key, found in faults.items() if found.statement is not None]
         num_peers = self._recent.count(live, time.monotonic())
+        may_begin = self._newcomer.knows_enough(live)
         self._replicas.write([view.places(self._hosts.copies, num_peers) for view in views], shut_out)
         for part, view in enumerate(views):
             own = self._hosted.get(part)
             role = view.role(self._hosts.copies, own.others if own is not None else 0)
             has_rested = own is not None and own.rest(role is Role.RETIRE)
-            if role is Role.HOST and part not in self._hosted:
+            if role is Role.HOST and part not in self._hosted and may_begin:
                 log.warning("part %d: keeping a replica", part)
                 self._host(part, founds=False)
             elif role is Role.RETIRE and has_rested:
