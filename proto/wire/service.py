@@ -129,13 +129,13 @@ def hub_services(core: HubCore, limits: Limits, threads: int) -> tuple[Service, 
     Calls that wait for one of them do not hold up the small calls.
     """
     handlers = CallHandlers(limits)
-    small, pushes = FairPool(8, "call"), FairPool(threads, "push")
+    small, joins, pushes = FairPool(8, "call"), FairPool(8, "join"), FairPool(threads, "push")
     # Other calls wait for what these bring; none of these waits.
-    votes = FairPool(4, "vote")
+    votes, looks = FairPool(4, "vote"), FairPool(2, "status")
     pulls, tails = FairPool(threads, "pull"), FairPool(4, "tail")
     membership = {
         "Hello": handlers.call(hub_pb2.HelloRequest, core.hello, votes, SMALL_BYTES),
-        "Join": handlers.call_as(hub_pb2.JoinRequest, core.join, small),
+        "Join": handlers.call_as(hub_pb2.JoinRequest, core.join, joins),
         "Heartbeat": handlers.call(hub_pb2.HeartbeatRequest, core.heartbeat, small, SMALL_BYTES),
         "Lease": handlers.call(hub_pb2.LeaseRequest, core.lease, small, SMALL_BYTES),
         "Leave": handlers.call(hub_pb2.LeaveRequest, core.leave, small, SMALL_BYTES),
@@ -143,15 +143,15 @@ def hub_services(core: HubCore, limits: Limits, threads: int) -> tuple[Service, 
     }
     exchange = {"Push": handlers.push(core, pushes), "Pull": handlers.pull(core.pull, pulls)}
     state = {
-        "Status": handlers.call(hub_pb2.StatusRequest, core.status, small, SMALL_BYTES),
+        "Status": handlers.call(hub_pb2.StatusRequest, core.status, looks, SMALL_BYTES),
         "Tail": handlers.tail(core, tails),
         "Confirm": handlers.call(hub_pb2.ConfirmRequest, core.confirm, votes, SMALL_BYTES),
         "Propose": handlers.call(hub_pb2.ProposeRequest, core.propose, votes, SMALL_BYTES),
     }
     return (
-        Service("aedit.v1.Membership", membership, (small, votes)),
+        Service("aedit.v1.Membership", membership, (small, joins, votes)),
         Service("aedit.v1.Exchange", exchange, (pushes, pulls)),
-        Service("aedit.v1.State", state, (tails,)),
+        Service("aedit.v1.State", state, (tails, looks)),
     )
 
 
