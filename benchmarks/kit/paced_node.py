@@ -63,6 +63,8 @@ class PacedNode:
     heartbeat_s: float = 0.25
     expire_s: float = 5.0
     call_timeout_s: float = 30.0
+    join_s: float = 60.0
+    """Longest time until it is a member of all parts."""
     max_steps: int = 10**9
     prefers: int | None = None
     mode: str = "thread"
@@ -111,7 +113,7 @@ class Walker:
         """The longest step: how much a fault elsewhere has held this node up."""
         self.leased = 0
         self.ending = ending
-        self.units = [Unit(version) for version in link.join(60.0)]
+        self.units = [Unit(version) for version in link.join(plan.join_s)]
         self.own = slice(link.node % STRIDE, None, STRIDE)
         note("joined", node=link.node)
 

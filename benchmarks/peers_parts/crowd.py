@@ -24,10 +24,19 @@ from benchmarks.kit.processes import end, start, until
 from benchmarks.peers_parts.peers import PeersPlan
 
 RUN = "paced"
-SETTLES_S, ANSWERS_S, ENDS_S = 240.0, 120.0, 90.0
+SETTLES_S, ANSWERS_S, ENDS_S = 240.0, 240.0, 90.0
 LEASE_S, EXPIRE_S = 10.0, 20.0
 NODE = PacedNode(
-    hub="", name="", ledger="", units=8, numel=4096, step_s=0.1, every=100, heartbeat_s=2.0, expire_s=EXPIRE_S
+    hub="",
+    name="",
+    ledger="",
+    units=8,
+    numel=4096,
+    step_s=0.1,
+    every=100,
+    heartbeat_s=2.0,
+    expire_s=EXPIRE_S,
+    join_s=200.0,
 )
 
 
