@@ -23,10 +23,24 @@ def crowd():
         over.wait(WITHIN_S)
         return pb.JoinReply()
 
+    def answers(name, reply):
+        answer = MagicMock(return_value=reply)
+        answer.__name__ = name
+        return answer
+
     core = MagicMock(join=join)
-    core.hello.return_value, core.status.return_value = pb.HelloReply(term=3), pb.StatusReply(json="{}")
-    core.heartbeat.return_value, core.take_over.return_value = pb.News(term=3), pb.TakeOverReply(term=3)
-    core.confirm.return_value, core.propose.return_value = pb.ConfirmReply(), pb.Answer(term=3)
+    replies = {
+        "hello": pb.HelloReply(term=3),
+        "status": pb.StatusReply(json="{}"),
+        "heartbeat": pb.News(term=3),
+        "take_over": pb.TakeOverReply(term=3),
+        "confirm": pb.ConfirmReply(),
+        "propose": pb.Answer(term=3),
+        "lease": pb.LeaseReply(),
+        "leave": pb.LeaveReply(),
+    }
+    for name, reply in replies.items():
+        setattr(core, name, answers(name, reply))
     server = serve(core, "127.0.0.1:0")
     clients = [HubClient(server.address, call_timeout_s=WITHIN_S) for _ in range(NODES)]
     try:
