@@ -19,10 +19,7 @@ from benchmarks.peers_parts.crowd import NODE, Crowd, Size, crowd
 from benchmarks.peers_parts.simulated import Balance, balance
 
 PARTS, COPIES = 8, 3
-FULL = tuple(
-    Size(peers=n, processes=2, parts=PARTS, copies=COPIES, steady_s=30, changes=6, change_every_s=5)
-    for n in (32, 64)
-)
+CROWDS = (32, 64)
 QUICK = (Size(peers=6, processes=2, parts=2, copies=COPIES, steady_s=8, changes=2, change_every_s=6),)
 SIMULATED, SIMULATED_QUICK = (32, 64, 1000), (100,)
 SIMULATED_PARTS, CHANGES, CHANGES_QUICK = 64, 100, 20
@@ -32,7 +29,8 @@ _SEED = 1
 
 def measure(args: argparse.Namespace) -> list[Report]:
     """Return the tables of real and of simulated peers."""
-    sizes, simulated = (QUICK, SIMULATED_QUICK) if args.quick else (FULL, SIMULATED)
+    full = tuple(map(_size, args.peers or CROWDS))
+    sizes, simulated = (QUICK, SIMULATED_QUICK) if args.quick else (full, SIMULATED)
     changes = CHANGES_QUICK if args.quick else CHANGES
     reports: list[Report] = []
     if args.only != "simulated":
@@ -44,9 +42,17 @@ def measure(args: argparse.Namespace) -> list[Report]:
     return reports
 
 
+def _size(peers: int) -> Size:
+    return Size(
+        peers=peers, processes=2, parts=PARTS, copies=COPIES, steady_s=30, changes=6, change_every_s=5
+    )
+
+
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the choice of tables."""
     parser.add_argument("--only", choices=("real", "simulated"), help="only the tables of these peers")
+    sizes = f"real peers of each crowd (default {' '.join(map(str, CROWDS))})"
+    parser.add_argument("--peers", type=int, nargs="+", metavar="N", help=sizes)
 
 
 def _crowd(size: Size) -> Crowd:
