@@ -7,7 +7,7 @@ from kit.hub_processes import Client
 from kit.waiting import until
 from test_swarm_attacks import address, replica
 
-from aedit.launch.hub.confirmer import resting_file
+from aedit.launch.rundir.resting import resting_file
 from aedit.launch.swarm import hosted_part
 from aedit.launch.swarm.hosted_part import HostedPart, HostOptions
 from aedit.proto.swarm.replicas_file import PartPlaces

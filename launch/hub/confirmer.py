@@ -4,18 +4,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from aedit.async_sgd.journal.mirror import Mirror
 from aedit.async_sgd.service.leadership import Leadership
 from aedit.launch.hub.endpoint import HubEndpoint
+from aedit.launch.rundir.resting import resting_file
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
 
 log = logging.getLogger(__name__)
 
-RESTING = "resting"
-"""File in a hub's folder while its peer may give the replica up."""
 _CONFIRM_S = 0.5
 """Longest time between two confirmations to the leading hub."""
 _SOON_S = 0.02
@@ -113,8 +111,3 @@ class Confirmer:
 
     def _rests(self) -> bool:
         return resting_file(self._endpoint.directory).exists() and not self.is_needed
-
-
-def resting_file(folder: Path) -> Path:
-    """Return the file that makes the replica in this folder rest while it is there."""
-    return folder / RESTING

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aedit.launch.child import Child
-from aedit.launch.hub.confirmer import resting_file
+from aedit.launch.rundir.resting import resting_file
 from aedit.proto.swarm.card import PartReplica
 from aedit.proto.swarm.replicas_file import REPLICAS
 from aedit.proto.wire import hub_pb2 as pb
