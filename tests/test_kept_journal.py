@@ -19,7 +19,7 @@ from aedit.async_sgd.service.tailing import Tailing
 from aedit.launch.hub.replay import make_hub
 from aedit.launch.hub.standby import Standby
 from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.bell import Quiet
+from aedit.proto.wire.notifier import Quiet
 from aedit.proto.wire.vote_messages import VoterFile
 
 

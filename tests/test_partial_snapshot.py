@@ -19,7 +19,7 @@ from aedit.async_sgd.journal.store import segment_numbers, snapshot_path
 from aedit.async_sgd.rules.records import Led
 from aedit.async_sgd.service import tailing
 from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.bell import Quiet
+from aedit.proto.wire.notifier import Quiet
 
 CHUNK = 5000
 

@@ -1,6 +1,7 @@
 """Tests that a replica which may be given up confirms nothing, so that its owner does not count on it."""
 
 import json
+import time
 from contextlib import ExitStack
 
 from kit.hub_processes import Client
@@ -89,16 +90,20 @@ def test_a_replica_has_rested_when_it_was_silent_for_longer_than_the_owner_count
         hosted._client = type("Told", (), {"status": lambda *_: reply, "close": lambda _: None})()
         hosted.look()
 
-    hears(0.1)
-    assert hosted.others == 3
-    assert not hosted.rest(True)
-    assert resting.exists()
-    hears(2.5)
-    assert not hosted.rest(True)
     hears(5.5)
+    assert hosted.others == 3
+    assert not hosted.rest(True), "a confirmation may be on its way"
+    assert resting.exists()
+    monkeypatch.setattr(hosted_part, "_REST_S", 0.05)
+    time.sleep(0.1)
+    hears(0.01)
+    assert not hosted.rest(True)
+    hears(0.2)
+    assert hosted.rest(True)
     assert not hosted.rest(False)
     assert not resting.exists()
-    assert hosted.rest(True)
+    monkeypatch.setattr(hosted_part, "_REST_S", 5.0)
+    assert not hosted.rest(True), "it has rested before, and not now"
     again = HostedPart(1, options, ClientKeys(), founds=False)
     assert not resting.exists(), "what an earlier process of the peer was about to do is over"
     hosted.stop()

@@ -15,7 +15,7 @@ from aedit.async_sgd.journal.receipts import Receipts
 from aedit.async_sgd.journal.store import Store
 from aedit.async_sgd.rules.records import Merged, Mixed, Record
 from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.bell import Bell
+from aedit.proto.wire.notifier import Notifier
 
 
 class Unconfirmed(Exception):
@@ -44,8 +44,8 @@ class Ledger:
         """
         self.hub, self.journal, self.store, self._told, self.clock = hub, journal, store, told, clock
         self.lock = threading.RLock()
-        self.grown = Bell()
-        """Rings when the journal has grown, or its hub leads no more."""
+        self.grown = Notifier()
+        """Notifies when the journal has grown, or its hub leads no more."""
         self.receipts = Receipts(journal)
         self.receipt = pb.Receipt()
         """Newest receipt, for the next replies to nodes; empty before anything was acknowledged."""
@@ -76,7 +76,7 @@ class Ledger:
             self._told(record)
         if any(isinstance(record, Merged | Mixed) for record in records):
             self.versions_at = position
-        self.grown.ring()
+        self.grown.notify()
         return position
 
     def store_payload(self, codec: str, numel: int, crc: int, data: memoryview) -> Payload:
@@ -129,7 +129,7 @@ class Ledger:
             with self.lock:
                 self.past_bytes += self.journal.segment_bytes
                 number = self.journal.rotate()
-                self.grown.ring()
+                self.grown.notify()
                 state = frozen(self.hub.state)
                 handover = self._handover = Handover(state.units, written)
             # Also if this fails: it is tried again after as many bytes.

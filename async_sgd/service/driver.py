@@ -13,7 +13,7 @@ from aedit.async_sgd.service.hello_responder import HelloResponder
 from aedit.async_sgd.service.request_guard import RequestGuard
 from aedit.async_sgd.service.tailing import Tailing
 from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.bell import Quiet
+from aedit.proto.wire.notifier import Quiet
 from aedit.proto.wire.service import Caller
 from aedit.proto.wire.vote_messages import answer_in, answer_out, proposal_in, proposal_out
 

@@ -139,7 +139,7 @@ class RequestGuard:
     def end_term(self) -> None:
         """Note that another hub leads under a higher term; followers are told so at once."""
         self.replaced.set()
-        self.ledger.grown.ring()
+        self.ledger.grown.notify()
 
     def ask_the_others(self) -> None:
         """Find out in a thread whether another hub leads under a higher term, at most once a second."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.bell import Quiet
+from aedit.proto.wire.notifier import Quiet
 from aedit.proto.wire.service import Caller, HubCore
 
 

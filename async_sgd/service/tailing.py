@@ -14,7 +14,7 @@ from aedit.async_sgd.journal.partial import pieces
 from aedit.async_sgd.journal.store import begin_after, segment_numbers, snapshot_path
 from aedit.async_sgd.service.request_guard import RequestGuard
 from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.bell import Quiet
+from aedit.proto.wire.notifier import Quiet
 from aedit.proto.wire.service import Refusal
 
 _CHUNK_BYTES = 2**18
@@ -69,8 +69,8 @@ class Tailing:
         file = File(segment_path(directory, segment))
         told_s, term, grown = 0.0, self._ledger.hub.state.term, self._ledger.grown
         while self._ledger.hub.state.term == term:  # else it must be confirmed under a higher one
+            seen = grown.count  # first: what happens from here on is not missed
             self._guard.check_leads()
-            rung = grown.rung
             end = self._end(file, segment)
             if offset < end:
                 data = file.read(offset, min(_CHUNK_BYTES, end - offset))
@@ -81,7 +81,7 @@ class Tailing:
                 segment, offset = segment + 1, 0
                 file = File(segment_path(directory, segment))
             elif (left_s := told_s + _QUIET_S - time.monotonic()) > 0:
-                yield Quiet(grown, rung, left_s)
+                yield Quiet(grown, seen, left_s)
             else:
                 yield _chunk((segment, offset), b"")
                 told_s = time.monotonic()

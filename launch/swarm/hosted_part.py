@@ -98,6 +98,7 @@ class HostedPart:
         self.others = 0
         """Replicas on which the voters have agreed without this one, by its journal; 0 while it counts."""
         self._unconfirmed_s = 0.0
+        self._rests_since_s: float | None = None
         resting_file(self._folder).unlink(missing_ok=True)
         self._founds, self._above = founds, above
         self._start(founds=founds)
@@ -117,14 +118,18 @@ class HostedPart:
     def rest(self, rests: bool) -> bool:
         """Let the replica confirm nothing to its owner, or confirm again.
 
-        Returns whether it has been silent for so long that the owner cannot count on it any more. That it
-        does not yet is in the journal only once the journal has arrived: it may be on its way.
+        Returns whether it has rested, and confirmed nothing, for so long that the owner cannot count on it
+        any more: a confirmation may be on its way when the rest begins.
         """
-        if rests:
-            resting_file(self._folder).touch()
-        else:
+        if not rests:
+            self._rests_since_s = None
             resting_file(self._folder).unlink(missing_ok=True)
-        return rests and self._unconfirmed_s >= _REST_S
+            return False
+        now = time.monotonic()
+        if self._rests_since_s is None:
+            self._rests_since_s = now
+            resting_file(self._folder).touch()
+        return min(now - self._rests_since_s, self._unconfirmed_s) >= _REST_S
 
     def retire(self) -> None:
         """End the process and forget the replica, all but its records of the run."""

@@ -17,11 +17,11 @@ from typing import Any, TypeAlias
 import grpc
 from grpc import aio
 
-from aedit.proto.wire.bell import Quiet
 from aedit.proto.wire.call_context import Aborted, CallContext
 from aedit.proto.wire.connections import Connections
 from aedit.proto.wire.fair_pool import Crowded, FairPool
 from aedit.proto.wire.limits import Limits
+from aedit.proto.wire.notifier import Quiet
 from aedit.proto.wire.read_permits import ReadPermits
 from aedit.proto.wire.waiting_calls import WaitingCalls
 
@@ -178,7 +178,7 @@ def _threaded(
         try:
             while (answer := await pool.run(context.peer(), lambda: next(answers, _END))) is not _END:
                 if isinstance(answer, Quiet):
-                    await answer.bell.wait(answer.seen, answer.limit_s)
+                    await answer.notifier.wait(answer.seen, answer.limit_s)
                     await asyncio.sleep(_GATHER_S)
                 else:
                     await write(answer)

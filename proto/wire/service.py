@@ -16,11 +16,11 @@ from google.protobuf.message import DecodeError, Message
 
 from aedit.proto.wire import frames, hub_pb2
 from aedit.proto.wire.author import secret_of
-from aedit.proto.wire.bell import Quiet
 from aedit.proto.wire.call_context import Aborted, CallContext
 from aedit.proto.wire.fair_pool import FairPool
 from aedit.proto.wire.identity import Stranger, shown_identity
 from aedit.proto.wire.limits import ByteBudget, Limits, Rates
+from aedit.proto.wire.notifier import Quiet
 from aedit.proto.wire.watch import Stream, Watch
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from kit.waiting import until
 
-from aedit.proto.wire.bell import Bell, Quiet
+from aedit.proto.wire.notifier import Notifier, Quiet
 from aedit.proto.wire.server import Server
 from aedit.proto.wire.service import Service
 
@@ -17,64 +17,64 @@ LONG_S = 60.0
 
 
 def test_who_waits_is_woken_and_what_has_happened_before_is_not_missed():
-    bell = Bell()
+    notifier = Notifier()
 
     async def waits():
-        asyncio.get_running_loop().call_later(0.05, threading.Thread(target=bell.ring).start)
-        await bell.wait(0, LONG_S)
-        assert bell.rung == 1
-        await bell.wait(0, LONG_S)  # it has rung since
+        asyncio.get_running_loop().call_later(0.05, threading.Thread(target=notifier.notify).start)
+        await notifier.wait(0, LONG_S)
+        assert notifier.count == 1
+        await notifier.wait(0, LONG_S)  # it was notified since
         with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(bell.wait(1, LONG_S), 0.05)
-        await bell.wait(1, 0.01)
-        assert bell._waiting == []
+            await asyncio.wait_for(notifier.wait(1, LONG_S), 0.05)
+        await notifier.wait(1, 0.01)
+        assert notifier._waiting == []
 
     asyncio.run(asyncio.wait_for(waits(), LONG_S))
 
 
-def test_a_bell_rings_though_the_loop_of_one_that_waited_has_ended():
-    bell, loop = Bell(), asyncio.new_event_loop()
-    task = loop.create_task(bell.wait(0, LONG_S))
+def test_a_notification_is_possible_though_the_loop_of_one_that_waited_has_ended():
+    notifier, loop = Notifier(), asyncio.new_event_loop()
+    task = loop.create_task(notifier.wait(0, LONG_S))
     loop.run_until_complete(asyncio.sleep(0))
-    waiting = list(bell._waiting)
+    waiting = list(notifier._waiting)
     assert len(waiting) == 1
     task.cancel()
     with suppress(asyncio.CancelledError):
         loop.run_until_complete(task)
     loop.close()
-    bell._waiting = waiting
-    bell.ring()
+    notifier._waiting = waiting
+    notifier.notify()
 
 
 @pytest.fixture
 def stream():
-    """Yield a bell, the number of times the handler was asked, and a function that calls the service."""
-    bell, asked = Bell(), []
+    """Yield a notifier, the number of times the handler was asked, and a function that calls the service."""
+    notifier, asked = Notifier(), []
 
     def handler(request, context):
         for number in range(3):
-            seen = bell.rung
+            seen = notifier.count
             asked.append(number)
-            yield Quiet(bell, seen, LONG_S)
+            yield Quiet(notifier, seen, LONG_S)
             yield b"%d" % number
 
     plain = grpc.unary_stream_rpc_method_handler(handler)
     server = Server([Service("test.Stream", {"Watch": plain}, ())], "127.0.0.1:0")
     channel = grpc.insecure_channel(f"127.0.0.1:{server.port}")
     try:
-        yield bell, asked, lambda: channel.unary_stream("/test.Stream/Watch")(b"x", timeout=LONG_S)
+        yield notifier, asked, lambda: channel.unary_stream("/test.Stream/Watch")(b"x", timeout=LONG_S)
     finally:
         channel.close()
         server.stop(0.0)
 
 
 def test_a_handler_that_has_nothing_to_send_is_asked_again_only_when_there_may_be_something(stream):
-    bell, asked, call = stream
+    notifier, asked, call = stream
     answers = call()
     for number in range(3):
         until(lambda expected=number + 1: len(asked) == expected, "the handler to have been asked")
         time.sleep(0.2)
         assert len(asked) == number + 1, "it was asked again and again"
-        until(lambda: bell._waiting, "the call to wait")
-        bell.ring()
+        until(lambda: notifier._waiting, "the call to wait")
+        notifier.notify()
         assert next(answers) == b"%d" % number
