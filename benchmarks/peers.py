@@ -44,7 +44,7 @@ def measure(args: argparse.Namespace) -> list[Report]:
 
 def _size(peers: int) -> Size:
     return Size(
-        peers=peers, processes=2, parts=PARTS, copies=COPIES, steady_s=30, changes=6, change_every_s=5
+        peers=peers, processes=peers, parts=PARTS, copies=COPIES, steady_s=30, changes=6, change_every_s=5
     )
 
 

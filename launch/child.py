@@ -46,7 +46,7 @@ class Child:
                 start_new_session=True,
                 preexec_fn=end,
             )
-        self._log = log
+        self._log, self._own = log, own
         self._output = ""
         # Workers have sessions of their own: they are found through their parents while those run.
         self._seen: dict[int, psutil.Process] = {self._process.pid: psutil.Process(self._process.pid)}
@@ -60,8 +60,12 @@ class Child:
         self.kill()
 
     def running(self) -> bool:
-        """Return whether the command runs. Also records its descendants, so call it about once a second."""
-        self._look()
+        """Return whether the command runs. Also records its descendants, so call it about once a second.
+
+        Those of `aedit` end by themselves and are not looked for: that takes longer the more processes run.
+        """
+        if not self._own:
+            self._look()
         return self._process.poll() is None
 
     def exit_code(self) -> int:

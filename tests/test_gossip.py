@@ -5,16 +5,21 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import grpc
 import pytest
 from kit.gossip import Peer, all_see, call, started
-from kit.swarm import key_of
+from kit.swarm import card_of, key_of
+from kit.swarm import replica as part
 from kit.waiting import until
 
 from aedit.launch.cli.keys import make_keys
+from aedit.proto.swarm.calling import PeerCalls
+from aedit.proto.swarm.gossip import _Pace
+from aedit.proto.wire import swarm_pb2 as pb
 from aedit.proto.wire.hello import PROTOCOL
-from aedit.proto.wire.retry import HubRefused
+from aedit.proto.wire.retry import HubRefused, HubUnreachable
 from aedit.proto.wire.security import ClientKeys, client_keys, server_keys
 from aedit.types import UserError
 
@@ -154,6 +159,29 @@ def test_addresses_that_hang_hold_up_nobody():
             until(all_see(peers, {"p1", "p2"}), "two peers")
             began = time.monotonic()
         assert time.monotonic() - began < 5
+
+
+def test_an_address_where_nobody_listens_costs_one_attempt():
+    with silent_listener() as gone:
+        pass
+    calls = PeerCalls(ClientKeys(), 30.0, 4)
+    began = time.monotonic()
+    with pytest.raises(HubUnreachable):
+        calls.call(gone, pb.ExchangeRequest())
+    calls.close()
+    assert time.monotonic() - began < 15, "it was tried until the deadline"
+
+
+def test_live_peers_are_called_at_the_given_pace_and_at_once_when_the_own_card_says_something_new():
+    key, pace = key_of(1), _Pace(3.0)
+    card = card_of(key)
+    assert pace.calls(0.0, card)
+    assert not pace.calls(2.9, replace(card, serial=2, steps_per_s=7.0)), "a card that is renewed is no news"
+    assert pace.calls(3.0, card)
+    assert pace.calls(3.5, replace(card, serial=3, parts={1: part()}))
+    assert not pace.calls(4.5, replace(card, serial=4, parts={1: part()}))
+    assert pace.calls(5.0, replace(card, serial=5, parts={1: part()}, leaving=True))
+    assert pace.calls(8.0, replace(card, serial=6, leaving=True))
 
 
 def test_keys_of_the_run_are_asked_for_on_both_sides(tmp_path):

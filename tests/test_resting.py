@@ -13,6 +13,7 @@ from aedit.launch.swarm import hosted_part
 from aedit.launch.swarm.hosted_part import HostedPart, HostOptions
 from aedit.proto.swarm.replicas_file import PartPlaces
 from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.client import HubUnreachable
 from aedit.proto.wire.security import ClientKeys
 
 
@@ -75,13 +76,53 @@ class Process:
     kill = terminate
 
 
+def host_options(directory):
+    return HostOptions(
+        run_toml=directory / "run.toml",
+        directory=directory,
+        host="h",
+        reached_at=str,
+        parts=2,
+        copies=3,
+        lease_s=6.0,
+    )
+
+
+def test_a_replica_that_does_not_answer_for_a_moment_stays_on_the_card_and_is_not_given_up(
+    tmp_path, monkeypatch
+):
+    """Found: on a busy machine its status came late, so others took its place."""
+    monkeypatch.setattr(hosted_part, "Child", Process)
+    hosted = HostedPart(1, host_options(tmp_path), ClientKeys(), founds=False)
+    now = [100.0]
+    monkeypatch.setattr(hosted_part.time, "monotonic", lambda: now[0])
+    status = {"term": 1, "follows": "h:1", "is_needed": False, "other_replicas": 3, "unconfirmed_s": 9.0}
+    replies = [pb.StatusReply(json=json.dumps(status))]
+
+    def answer(*_):
+        if not replies:
+            raise HubUnreachable("late")
+        return replies.pop()
+
+    hosted._client = type("Told", (), {"status": answer, "close": lambda _: None})()
+    hosted.look()
+    assert (hosted.state.term, hosted.others) == (1, 3)
+    now[0] = 105.9
+    hosted.look()
+    assert hosted.state.term == 1
+    assert hosted.others == 0, "what it said of the others may be over"
+    now[0] = 106.1
+    hosted.look()
+    assert hosted.state is None
+    monkeypatch.undo()
+    hosted.stop()
+
+
 def test_a_replica_has_rested_when_it_was_silent_for_longer_than_the_owner_counts_on_it(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(hosted_part, "Child", Process)
-    options = HostOptions(
-        run_toml=tmp_path / "run.toml", directory=tmp_path, host="h", reached_at=str, parts=2, copies=3
-    )
+    options = host_options(tmp_path)
     hosted = HostedPart(1, options, ClientKeys(), founds=False)
     resting, status = resting_file(options.folder(1)), {"term": 1, "follows": "h:1", "is_needed": False}
 

@@ -234,6 +234,26 @@ def test_a_killed_peer_is_gone_for_all_after_its_lease_and_no_replay_keeps_it():
     net.rounds_until(complete(net), 90)  # pauses between calls to a dead address grow to a minute
 
 
+def test_a_peer_that_leaves_is_not_called_any_more_until_it_comes_back():
+    """Found: 58 peers called each of six that had left every 4 s, and tried until the deadline."""
+    net = network(6)
+    net.rounds_until(complete(net), 30)
+    gone, rest = net.peers[3], [peer for peer in net.peers if peer.number != 3]
+    gone.serial += 1
+    leaving = card_of(gone.key, gone.serial, name="p3", address=gone.card_address, lease_s=10.0, leaving=True)
+    gone.known.renew(encoded(leaving, gone.key.private), net.now)
+    for peer in rest:
+        net.call(peer, gone.listens)
+    net.down.add(gone)
+    for _ in range(40):
+        for peer in rest:
+            assert gone.listens not in peer.exchanges.targets(net.now, 5, 8)
+        net.round()
+    assert complete(net, rest)()
+    net.down.clear()
+    net.rounds_until(complete(net), 5)
+
+
 def test_after_a_partition_both_halves_know_their_own_and_find_each_other_again():
     net = network(9)
     net.rounds_until(complete(net), 30)

@@ -9,7 +9,7 @@ from kit.statements import statement
 from kit.swarm import card_of, key_of
 
 from aedit.launch.config.load import parse
-from aedit.launch.swarm import newcomer, peer_service
+from aedit.launch.swarm import overview, peer_service
 from aedit.launch.swarm import peer as peer_module
 from aedit.launch.swarm.peer import Peer, PeerOptions
 from aedit.launch.swarm.peer_rows import OtherModels
@@ -55,8 +55,8 @@ class Hosted:
 def peers(tmp_path, monkeypatch):
     """Return a function that starts a peer of the run; all end with the test."""
     monkeypatch.setattr(peer_module, "HostedPart", Hosted)
-    monkeypatch.setattr(newcomer, "_LEAST_S", 0.3)
-    monkeypatch.setattr(newcomer, "_STEADY_S", 0.2)
+    monkeypatch.setattr(overview, "_LEAST_S", 0.3)
+    monkeypatch.setattr(overview, "_STEADY_S", 0.2)
     made = []
 
     def start(name, *, founds=False, known=()):

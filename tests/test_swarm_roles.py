@@ -25,6 +25,42 @@ def test_a_chosen_peer_begins_to_keep_a_part_once_somebody_owns_it():
     assert view([B, A, C], C, a=replica(leads=True)).role(2, 2) is Role.KEEP, "not among the first two"
 
 
+E, F = (bytes([n]) * 32 for n in (5, 6))
+
+
+def test_a_part_has_one_replica_too_many_at_most():
+    """Found: 32 peers on two cores came to 105 replicas where 24 were wanted."""
+    owner, other = {"a": replica(leads=True)}, replica()
+    ranked = [D, E, F, A, B, C]
+    assert [view(ranked, me, **owner).role(3, 0) for me in (D, E, F)] == [Role.HOST] * 3
+    two = {**owner, "b": other}
+    assert [view(ranked, me, **two).role(3, 0) for me in (D, E, F)] == [Role.HOST, Role.HOST, Role.WAIT]
+    three = {**two, "c": other}
+    assert [view(ranked, me, **three).role(3, 0) for me in (D, E, F)] == [Role.HOST, Role.WAIT, Role.WAIT]
+    four = {**three, "d": other}
+    assert [view(ranked, me, **four).role(3, 0) for me in (E, F)] == [Role.WAIT] * 2, "until one is given up"
+    assert view([A, B, C, D], D, **two).role(3, 0) is Role.KEEP
+    assert view([A, B, D, C], D, **two).role(3, 0) is Role.HOST
+
+
+def test_a_peer_that_vanished_a_moment_ago_keeps_its_place_while_most_copies_are_there():
+    """Found: cards that came late on a busy machine lost their peers their parts."""
+    there = {"a": replica(leads=True), "b": replica()}
+    lately = PartView((A, B, D), {A: there["a"], B: there["b"]}, D, placed=(A, C, B, D))
+    assert lately.role(3, 0) is Role.KEEP, "C may come back"
+    assert view([A, B, D], D, **there).role(3, 0) is Role.HOST
+    alone = PartView((A, D, B), {A: there["a"]}, D, placed=(A, C, B, D))
+    assert alone.role(3, 0) is Role.HOST, "a single copy is left"
+    late = PartView((A, B, D), {A: there["a"], B: replica(in_sync=False)}, D, placed=(A, C, B, D))
+    assert late.role(3, 0) is Role.HOST, "a single one in sync"
+
+
+def test_a_surplus_replica_is_given_up_for_a_peer_that_vanished_a_moment_ago():
+    cards = {B: replica(leads=True), C: replica(), D: replica()}
+    assert PartView((B, C, D), cards, D, placed=(A, B, C, D)).role(3, 3) is Role.RETIRE
+    assert PartView((B, C, D), cards, D, placed=(A, B, C, D)).role(3, 2) is Role.KEEP
+
+
 def test_a_replica_is_given_up_only_when_as_many_others_are_agreed_on_as_are_wanted():
     cards = {"a": replica(leads=True), "b": replica(), "c": replica()}
     assert view([A, B, C], C, **cards).role(2, 2) is Role.RETIRE
@@ -102,11 +138,18 @@ def card(key, **values):
 def test_a_peer_that_has_vanished_counts_for_a_while_and_one_that_leaves_does_not():
     """Found: peers of a busy machine heard from nobody for a lease, and an owner there acknowledged alone."""
     recent, everybody = RecentPeers(18.0), {key: card(key) for key in (A, B, C)}
-    assert recent.count(everybody, 0.0) == 3
+
+    def after(live, now_s, within_s=18.0):
+        recent.look(live, now_s)
+        return recent.within(within_s)
+
+    assert after(everybody, 0.0) == {A, B, C}
     alone = {A: card(A)}
-    assert recent.count(alone, 17.0) == 3
-    assert view([A]).places(3, recent.count(alone, 17.9)).least == 2
-    assert recent.count(alone, 18.5) == 1
-    assert recent.count(everybody, 19.0) == 3
-    assert recent.count({**everybody, C: card(C, leaving=True)}, 19.5) == 2
-    assert recent.count({**everybody, C: card(C, address="")}, 20.0) == 2, "a client keeps nothing"
+    assert after(alone, 5.9, 6.0) == {A, B, C}
+    assert after(alone, 6.0, 6.0) == {A}
+    assert after(alone, 17.0) == {A, B, C}
+    assert view([A]).places(3, len(after(alone, 17.9))).least == 2
+    assert after(alone, 18.5) == {A}
+    assert after(everybody, 19.0) == {A, B, C}
+    assert after({**everybody, C: card(C, leaving=True)}, 19.5) == {A, B}
+    assert after({A: card(A), B: card(B), C: card(C, address="")}, 38.0) == {A, B}, "a client keeps nothing"

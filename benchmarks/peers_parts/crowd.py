@@ -25,16 +25,20 @@ from benchmarks.peers_parts.peers import PeersPlan
 
 RUN = "paced"
 SETTLES_S, ANSWERS_S, ENDS_S = 240.0, 240.0, 90.0
-LEASE_S, EXPIRE_S = 10.0, 20.0
+LEASE_S, LEASE_PER_PEER_S, EXPIRE_S = 10.0, 1.0, 60.0
+"""Least lease of a card, and lease by the number of peers: what a peer hears of all others then costs the
+same, whatever their number."""
+NODE_PROCESSES, STEADY = 2, 2
+"""Processes that host the nodes, and peers that stay, whose files of replicas the nodes read."""
 NODE = PacedNode(
     hub="",
     name="",
     ledger="",
     units=8,
     numel=4096,
-    step_s=0.1,
+    step_s=0.3,
     every=100,
-    heartbeat_s=2.0,
+    heartbeat_s=10.0,
     expire_s=EXPIRE_S,
     join_s=200.0,
 )
@@ -46,7 +50,7 @@ class Size:
 
     peers: int
     processes: int
-    """That host the peers, and as many that host the nodes."""
+    """That host the peers."""
     parts: int
     copies: int
     steady_s: float
@@ -126,10 +130,11 @@ class Ground:
     made: int = 0
 
     def start(self) -> None:
-        """Start all peers, and then all nodes; those use the peers that stay."""
+        """Start all peers, and all nodes once all parts have copies; these use the peers that stay."""
         size, toml = self.size, self.directory / "run.toml"
         facts = {"every": NODE.every, "expire_s": EXPIRE_S, "address": "", "lease_samples": 64}
-        swarm = SWARM.format(parts=size.parts, copies=size.copies, lease_s=LEASE_S)
+        lease_s = max(LEASE_S, LEASE_PER_PEER_S * size.peers)
+        swarm = SWARM.format(parts=size.parts, copies=size.copies, lease_s=lease_s)
         toml.write_text(TOML.format(**facts, directory=self.directory, more="") + swarm)
         introduction = ""
         for _ in range(size.processes):
@@ -138,10 +143,9 @@ class Ground:
             introduction = self.join(len(self.peers) - 1)
         while self.made < size.peers:
             self.join(self.made % size.processes)
-        owned = lambda: self.parts() and all(part.owner for part in self.parts())  # noqa: E731
-        until(owned, "owners", SETTLES_S)
-        for number in range(size.processes):
-            names = [f"peer-{n}" for n in range(number, size.peers, size.processes)]
+        until(self.has_copies, "copies of all parts", SETTLES_S)
+        for number in range(NODE_PROCESSES):
+            names = [f"peer-{n}" for n in range(number, size.peers, NODE_PROCESSES)]
             self.nodes.append(Line("nodes", [self._node(name) for name in names], self.place, self.log))
         for line in self.nodes:
             line.ask()
@@ -159,6 +163,13 @@ class Ground:
     def parts(self) -> Any:
         """Return the places of all parts, as the first peer knows them."""
         return ReplicasFile(self.directory / "peer-0" / REPLICAS).parts()
+
+    def has_copies(self) -> bool:
+        """Return whether each part has an owner and as many replicas as are wanted, in sync or not."""
+        parts = self.parts()
+        return len(parts) == self.size.parts and all(
+            part.owner and len(part.replicas) >= self.size.copies for part in parts
+        )
 
     def is_settled(self) -> bool:
         """Return whether each part has all copies, and the owner that it is to have."""
@@ -198,7 +209,7 @@ class Ground:
         end(line.process for line in (*self.nodes, *self.peers))
 
     def _node(self, name: str) -> dict[str, Any]:
-        steady = f"peer-{int(name.rpartition('-')[2]) % self.size.processes}"
+        steady = f"peer-{int(name.rpartition('-')[2]) % STEADY}"
         replicas = str(self.directory / steady / REPLICAS)
         return asdict(NODE) | {"name": name, "run": RUN, "replicas": replicas}
 
@@ -251,7 +262,7 @@ def _churn(ground: Ground, found: Crowd, chance: random.Random) -> None:
         if number % 2:
             ground.join(number // 2 % size.processes)
         else:
-            steady = {f"peer-{n}" for n in range(size.processes)}
+            steady = {f"peer-{n}" for n in range(STEADY)}
             ground.leave(chance.choice(sorted(ground.there.keys() - steady)))
         for old, new in zip(before, ground.wanted(), strict=True):
             found.ideal_owners_moved += old[0] != new[0]

@@ -18,6 +18,8 @@ from aedit.proto.wire.connections import raise_descriptor_limit
 from benchmarks.kit.paced_node import PacedNode, Walker, agent_plan
 
 LEAVES_S = 60.0
+JOINING = 4
+"""Nodes that join at a time."""
 
 
 @dataclass(slots=True)
@@ -41,10 +43,11 @@ class Count:
 def main(words: list[str]) -> int:
     plans = [PacedNode(**fields) for fields in json.loads(words[0])]
     raise_descriptor_limit()
-    count, ending = Count(), threading.Event()
+    count, ending, joining = Count(), threading.Event(), threading.Semaphore(JOINING)
 
     def joined(plan: PacedNode) -> Walker:
-        return Walker(plan, start_agent(agent_plan(plan), ranks=1, mode="thread"), count.note, ending)
+        with joining:
+            return Walker(plan, start_agent(agent_plan(plan), ranks=1, mode="thread"), count.note, ending)
 
     def walk(walker: Walker) -> None:
         walker.walk()

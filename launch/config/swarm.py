@@ -41,7 +41,8 @@ class SwarmConfig:
     disk, and these are most of the copies."""
 
     lease_s: float = 6.0
-    """Time without a new card after which a peer is no longer live."""
+    """Time without a new card after which a peer is no longer live. A peer calls others ten times in it, and
+    at most once a second."""
 
     lost_s: float = 300.0
     """Time without an owner after which a part is lost: then a peer that most peers vote for founds it again

@@ -47,6 +47,8 @@ class HostOptions:
     """Returns the HOST:PORT by which others reach what listens at an address of this machine."""
     parts: int
     copies: int
+    lease_s: float
+    """Of the cards of this peer."""
     keys: Path | None = None
     insecure: bool = False
     stays: bool = False
@@ -94,7 +96,8 @@ class HostedPart:
         self.is_over = False
         """True once the process has ended without error, with the run."""
         self.state: PartReplica | None = None
-        """None until it answers, and while it does not."""
+        """None until it answers, and when it has not for a lease."""
+        self._told_s = 0.0
         self.others = 0
         """Replicas on which the voters have agreed without this one, by its journal; 0 while it counts."""
         self._unconfirmed_s = 0.0
@@ -112,7 +115,7 @@ class HostedPart:
             address = (self._folder / "address").read_text(encoding="utf-8").strip()
             if address != self._address:
                 self._connect(address)
-        self.state = self._asked() if self._client is not None else None
+        self._ask()
         self._founds = self._founds and self.state is None  # once it has led, its journal says how to go on
 
     def rest(self, rests: bool) -> bool:
@@ -181,8 +184,19 @@ class HostedPart:
             self._client.close()
         self._address, self._client = address, HubClient(address, self._keys, call_timeout_s=_STATUS_S)
 
+    def _ask(self) -> None:
+        """Ask for the state. On a busy machine an answer may fail to come, and the replica is there."""
+        told = self._asked()
+        if told is not None:
+            self._told_s = time.monotonic()
+        elif time.monotonic() < self._told_s + self._options.lease_s:
+            told = self.state
+        self.state = told
+
     def _asked(self) -> PartReplica | None:
-        assert self._client is not None
+        self.others = 0
+        if self._client is None:
+            return None
         try:
             reply = self._client.status(pb.StatusRequest(metrics_after=_NO_LINES), _STATUS_S)
         except (HubUnreachable, HubRefused) as error:

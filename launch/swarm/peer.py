@@ -14,7 +14,7 @@ from aedit.launch.swarm.forcing import Forcing, check_forcing
 from aedit.launch.swarm.foundings import Foundings
 from aedit.launch.swarm.hosted_part import HostedPart, HostOptions, set_aside
 from aedit.launch.swarm.introduction import INTRODUCTION, make_discovery
-from aedit.launch.swarm.newcomer import Newcomer
+from aedit.launch.swarm.overview import Overview
 from aedit.launch.swarm.own_card import OwnCard
 from aedit.launch.swarm.peer_rows import OtherModels, rows
 from aedit.launch.swarm.peer_service import PeerService
@@ -45,8 +45,12 @@ log = logging.getLogger(__name__)
 
 _TURN_S = 0.5
 """Pause between two looks at the other peers and at the own replicas."""
+_WAITS_S = 60.0
+"""Longest time for which a peer that is to keep a part waits for others to give theirs up: cards may lie."""
 _RECENT_LEASES = 3
 """Leases for which a peer that has vanished counts among those that could keep what is acknowledged."""
+_CALLS_IN_A_LEASE = 10.0
+"""Rounds in a lease in which other live peers are called, and at most one per second."""
 _LATE_S = 60.0
 """Longest time for which parts of a run that is over wait for nodes that have not left."""
 _LEAVE_S = 12.0
@@ -114,6 +118,7 @@ class Peer:
             reached_at=swarm.reached_at,
             parts=swarm.parts,
             copies=swarm.copies,
+            lease_s=swarm.lease_s,
             keys=options.keys,
             insecure=options.insecure,
             stays=options.stays,
@@ -135,8 +140,9 @@ class Peer:
         self._received, self._proofs = StatementsFile(directory / STATEMENTS), Proofs(directory / "proofs")
         self._node = NodeFile(directory / NODE)
         self._other_models = OtherModels()
-        self._newcomer = Newcomer()
+        self._overview = Overview(swarm.lease_s)
         self._recent = RecentPeers(_RECENT_LEASES * swarm.lease_s)
+        self._waits_since_s: dict[int, float] = {}
         certified = self._certified()
         fingerprint = certified.own.fingerprint if certified else ""
         self._card = OwnCard(config, options.name, directory, self._key, self._known, fingerprint)
@@ -150,6 +156,7 @@ class Peer:
             server_keys=self._server_keys(),
             client_keys=self._trust,
             certified=certified,
+            calls_every_s=swarm.lease_s / _CALLS_IN_A_LEASE,
             services=self._service.services(),
         )
         self._gossip = Gossip(self._known, self._key, self._own_card, self._discovery, plan)
@@ -190,17 +197,18 @@ class Peer:
             self._follow_founding(part)
         self._gossip.received(self._received.changed())
         self._other_models.name(self._known.live(time.monotonic()), self._key.public)
+        self._recent.look(live, time.monotonic())
         faults, views = self._known.faults, self._views()
         self._proofs.keep(faults)
         shut_out = [key.hex() for key, found in faults.items() if found.statement is not None]
-        num_peers = self._recent.count(live, time.monotonic())
-        may_begin = self._newcomer.knows_enough(live)
+        num_peers = len(self._recent.within(_RECENT_LEASES * self._config.swarm.lease_s))
+        may_begin = self._overview.is_enough(live, self._gossip.answers)
         self._replicas.write([view.places(self._hosts.copies, num_peers) for view in views], shut_out)
         for part, view in enumerate(views):
             own = self._hosted.get(part)
             role = view.role(self._hosts.copies, own.others if own is not None else 0)
             has_rested = own is not None and own.rest(role is Role.RETIRE)
-            if role is Role.HOST and part not in self._hosted and may_begin:
+            if part not in self._hosted and may_begin and self._begins(part, role):
                 log.warning("part %d: keeping a replica", part)
                 self._host(part, founds=False)
             elif role is Role.RETIRE and has_rested:
@@ -244,6 +252,14 @@ class Peer:
                 set_aside(self._hosts.folder(part))
             self._host(part, founds=True, above=register.term_above)
 
+    def _begins(self, part: int, role: Role) -> bool:
+        """Return whether to begin to keep the part now, also if it has waited for long."""
+        if role is not Role.WAIT:
+            self._waits_since_s.pop(part, None)
+            return role is Role.HOST
+        now = time.monotonic()
+        return now - self._waits_since_s.setdefault(part, now) >= _WAITS_S
+
     def _host(self, part: int, *, founds: bool, above: int = 0) -> None:
         hosted = HostedPart(part, self._hosts, self._trust, founds=founds, above=above)
         with self._hosting:
@@ -277,8 +293,9 @@ class Peer:
     def _views(self) -> list[PartView]:
         live = self._known.live(time.monotonic())
         run, me = self._config.name, self._key.public
+        lately = self._recent.within(self._config.swarm.lease_s)
         return [
-            part_view(run, part, live, me, self._foundings.register(part).counts)
+            part_view(run, part, live, me, self._foundings.register(part).counts, lately)
             for part in range(self._hosts.parts)
         ]
 

@@ -1,4 +1,4 @@
-"""Counts the peers that can keep parts, with those that have vanished a moment ago."""
+"""The peers that can keep parts, with those that have vanished a moment ago."""
 
 from collections.abc import Mapping
 
@@ -9,23 +9,22 @@ from aedit.proto.swarm.placement import candidates
 class RecentPeers:
     """The peers that can keep parts, and when each was live last.
 
-    An owner acknowledges what most of the copies have, or all peers where there are fewer. A peer on a busy
-    machine may hear from nobody for longer than a lease: if the others did not count at once, an owner there
-    would need nobody but itself.
+    A peer on a busy machine may be heard of too late, or hear too late from all others. It is back a moment
+    later. If it did not count meanwhile, others would take its replicas over, and an owner that hears from
+    nobody would need nobody but itself to acknowledge.
     """
 
     def __init__(self, for_s: float) -> None:
-        """Count none yet. for_s: how long a peer counts that is not live any more."""
-        self._for_s = for_s
+        """Know none yet. for_s: how long a peer is remembered that is not live any more."""
+        self._for_s, self._now_s = for_s, 0.0
         self._live_s: dict[bytes, float] = {}
 
-    def count(self, live: Mapping[bytes, PeerCard], now_s: float) -> int:
-        """Return the number of peers; one that has said that it leaves does not count.
+    def look(self, live: Mapping[bytes, PeerCard], now_s: float) -> None:
+        """Take the cards of the live peers by key; one that has said that it leaves does not count.
 
-        Args:
-            live: Cards of the live peers by key.
-            now_s: Time on a monotonic clock.
+        now_s: time on a monotonic clock.
         """
+        self._now_s = now_s
         self._live_s |= dict.fromkeys(candidates(live), now_s)
         leaving = {key for key, card in live.items() if card.leaving}
         self._live_s = {
@@ -33,4 +32,7 @@ class RecentPeers:
             for key, at_s in self._live_s.items()
             if now_s - at_s < self._for_s and key not in leaving
         }
-        return len(self._live_s)
+
+    def within(self, seconds: float) -> frozenset[bytes]:
+        """Return the keys of the peers that were live less than `seconds` before the last look."""
+        return frozenset(key for key, at_s in self._live_s.items() if self._now_s - at_s < seconds)

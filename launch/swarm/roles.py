@@ -19,6 +19,8 @@ class Role(Enum):
 
     HOST = "host"
     """Begin to keep a replica of it."""
+    WAIT = "wait"
+    """Begin to keep one when others have given theirs up, or after a while."""
     RETIRE = "retire"
     """Give up the own replica."""
     KEEP = "keep"
@@ -35,6 +37,8 @@ class PartView:
     """Replicas of the part by the key of their peer, as it says itself."""
     me: bytes = b""
     """Key of the peer that looks."""
+    placed: tuple[bytes, ...] = ()
+    """The ranking with the peers that have vanished a moment ago; empty: `ranked`."""
 
     @property
     def owner(self) -> bytes | None:
@@ -69,12 +73,31 @@ class PartView:
             others: Replicas on which the voters have agreed without the own one, as its journal has them; 0
                 while the own one counts. What cards say is not enough to give a replica up.
         """
-        me, chosen = self.me, self.ranked[:copies]
+        me, chosen = self.me, self._chosen(copies)
         if me not in self.replicas:
-            return Role.HOST if me in chosen and self.owner is not None else Role.KEEP
+            return self._beginning(chosen, copies) if me in chosen and self.owner is not None else Role.KEEP
         if me in chosen or self.replicas[me].leads:
             return Role.KEEP
         return Role.RETIRE if chosen and others >= copies else Role.KEEP
+
+    def _chosen(self, copies: int) -> tuple[bytes, ...]:
+        """Return the peers that are to keep the part.
+
+        One that has vanished a moment ago is one of them, unless most of the copies are gone.
+        """
+        num_copies = sum(key in self.replicas and self.replicas[key].in_sync for key in self.ranked)
+        return (self.placed or self.ranked if num_copies > copies // 2 else self.ranked)[:copies]
+
+    def _beginning(self, chosen: tuple[bytes, ...], copies: int) -> Role:
+        """Return the role of a chosen peer without a replica: there is one replica too many at most.
+
+        Otherwise each change of the ranking would add replicas sooner than others are given up, and on a busy
+        machine each of them makes the ranking change again.
+        """
+        missing = [key for key in chosen if key in self.ranked and key not in self.replicas]
+        vanished = sum(key not in self.ranked for key in chosen)
+        present = sum(key in self.replicas for key in self.ranked) + vanished
+        return Role.HOST if self.me in missing[: max(0, copies + 1 - present)] else Role.WAIT
 
     def places(self, copies: int, peers: int = 0) -> PartPlaces:
         """Return the addresses of the replicas, of which `copies` are wanted, for the processes here.
@@ -100,6 +123,7 @@ def part_view(
     live: Mapping[bytes, PeerCard],
     me: bytes = b"",
     counts: Callable[[int], bool] = lambda term: True,
+    lately: frozenset[bytes] = frozenset(),
 ) -> PartView:
     """Return the view of one part.
 
@@ -109,7 +133,11 @@ def part_view(
         live: Cards of the live peers by key, that of the peer `me` included.
         me: Key of the peer that looks.
         counts: Returns whether replicas with a term are of the founding of the part that counts.
+        lately: Keys of the peers that can keep parts and were live a moment ago.
     """
     hosted = {key: card.parts[part] for key, card in live.items() if part in card.parts}
     replicas = {key: replica for key, replica in hosted.items() if counts(replica.term)}
-    return PartView(ranking(run, part, candidates(live)), replicas, me)
+    hosts = candidates(live)
+    return PartView(
+        ranking(run, part, hosts), replicas, me, placed=ranking(run, part, hosts | lately) if lately else ()
+    )

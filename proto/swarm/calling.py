@@ -45,7 +45,13 @@ class PeerCalls:
         with self._lock:
             calls = self._open.get(address)
             if calls is None:
-                calls = Calls(address, self._keys, call_timeout_s=self._timeout_s, channels=0)
+                calls = Calls(
+                    address,
+                    self._keys,
+                    call_timeout_s=self._timeout_s,
+                    channels=0,
+                    until_it_listens=False,  # the next round calls it again
+                )
                 self._open[address] = calls
         return calls.call("Swarm/Exchange", request, pb.ExchangeReply)
 

@@ -100,10 +100,11 @@ class Exchanges:
 
         Every live peer has its turn before one has its second.
         """
-        live = {card.address for card in self.known.live(now).values() if card.address}
+        cards = [card for card in self.known.live(now).values() if card.address]
+        live, leaving = {card.address for card in cards}, {card.address for card in cards if card.leaving}
         mine = self._own_address(now)
         with self._lock:
-            others = live - {mine}
+            others = live - leaving - {mine}
             self._deck = [address for address in self._deck if address in others]
             if not self._deck:
                 self._deck = sorted(others)
@@ -225,7 +226,9 @@ class Exchanges:
 
     def _note_answer(self, address: str, card: PeerCard, challenge: bytes, now: float) -> None:
         with self._lock:
-            if card.address == address:
+            if card.leaving:
+                self._dials.drop(card.address)
+            elif card.address == address:
                 self._dials.answered(address, now)
             else:  # another name of the same place, or somebody who passes calls on
                 self._dials.add(card.address, Standing.CALLED, now)
@@ -272,9 +275,15 @@ class Exchanges:
         return [pb.Contradiction(one=fault.one, other=fault.other) for fault in faults]
 
     def _offer(self, data: bytes, now: float, standing: Standing | None = Standing.HINT) -> Offer:
-        """Offer a card to those that are known, and remember its address if it may lead to a new peer."""
+        """Offer a card to those that are known, and remember its address if it may lead to a new peer.
+
+        A peer that leaves is not called any more. It calls others when it comes back.
+        """
         offer = self.known.offer(data, now)
-        if offer.card and offer.card.address and standing is not None and offer.kind in ("new", "known"):
+        if offer.card and offer.card.leaving:
+            with self._lock:
+                self._dials.drop(offer.card.address)
+        elif offer.card and offer.card.address and standing is not None and offer.kind in ("new", "known"):
             self._add(offer.card.address, standing, now)
         return offer
 

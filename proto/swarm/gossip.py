@@ -9,11 +9,12 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 
 from aedit.proto.swarm.calling import PeerCalls
+from aedit.proto.swarm.card import PeerCard
 from aedit.proto.swarm.discovery import Discovery
 from aedit.proto.swarm.exchange import MOST_HINTS, Certified, Exchanges
 from aedit.proto.swarm.known_peers import KnownPeers
@@ -52,9 +53,13 @@ class GossipPlan:
     """Time between two rounds."""
     fanout: int = 3
     """Live peers that are called in a round."""
+    calls_every_s: float = 0.0
+    """Least time between two rounds that call live peers, while the own card says nothing new. Other
+    addresses are called in each round."""
     dials: int = 8
-    """Other addresses that are called in a round."""
-    call_timeout_s: float = 2.0
+    """Other addresses that are called in a round. No more than `fanout` and these are called at a time: on a
+    busy machine, where answers come late, calls then wait for answers and do not add to its work."""
+    call_timeout_s: float = 4.0
     services: Sequence[Service] = ()
     """Further services at the same address."""
 
@@ -83,11 +88,14 @@ class Gossip:
         self._exchanges = Exchanges(known, key, certified=plan.certified)
         self._own_card, self._plan = own_card, plan
         self._known, self._discovery = known, discovery
-        most = 2 * (plan.fanout + plan.dials)
+        most = plan.fanout + plan.dials
         self._pool = ThreadPoolExecutor(most, "gossip call")
         self._calls = PeerCalls(plan.client_keys, plan.call_timeout_s, most)
         self._closed = threading.Event()
         self._found: Sequence[str | bytes] = ()
+        self._pace = _Pace(plan.calls_every_s)
+        self.answers = 0
+        """Answers of other peers that were taken; for information, threads may miss one."""
         self._troubles: dict[str, str] = {}
         """Last error, by what has failed."""
         self._saved: tuple[float, list[str]] = (float("-inf"), [])
@@ -163,7 +171,8 @@ class Gossip:
         for hint in list(self._found)[:MOST_HINTS]:
             self._exchanges.hint(hint, now)
         room = self._calls.room
-        fanout = min(self._plan.fanout, room)
+        calls = self._pace.calls(now, self._known.live(now)[self._known.own_key])
+        fanout = min(self._plan.fanout if calls else 0, room)
         for address in self._exchanges.targets(now, fanout, min(self._plan.dials, room - fanout)):
             if self._calls.begin(address):
                 self._pool.submit(self._exchange, address)
@@ -180,6 +189,7 @@ class Gossip:
             request = self._exchanges.request(address)
             reply = self._calls.call(address, request)
             self._exchanges.take(address, request, reply, monotonic())
+            self.answers += 1
             self._troubles.pop("refused", None)
         except HubUnreachable:
             self._exchanges.failed(address)
@@ -216,3 +226,19 @@ class Gossip:
         if path and live and live != before and now - saved_s >= _SAVED_EVERY_S:
             write_atomically(path, json.dumps({"peers": live}, indent=1) + "\n")
             self._saved = now, live
+
+
+class _Pace:
+    """When to call live peers again."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s, self._called_s = every_s, float("-inf")
+        self._told: PeerCard | None = None
+
+    def calls(self, now: float, own: PeerCard) -> bool:
+        """Return whether to call some in this round. own: newest card of this peer."""
+        told = replace(own, serial=1, steps_per_s=0.0)
+        if told == self._told and now < self._called_s + self._every_s:
+            return False
+        self._told, self._called_s = told, now
+        return True
