@@ -29,6 +29,7 @@ from pathlib import Path
 
 from benchmarks.chaos_parts import failover, swarm, swarm_partition
 from benchmarks.chaos_parts.books import Books, compare, journal_kept
+from benchmarks.chaos_parts.swarm_scene import KILLED_S
 from benchmarks.kit import netns
 from benchmarks.kit.cluster import Field
 from benchmarks.kit.netns import Place
@@ -92,7 +93,13 @@ def measure(args: argparse.Namespace) -> Report | list[Report]:
     if args.partition:
         return swarm_partition.measure(args.partition, args.minutes, args.seed, quick=args.quick)
     if args.swarm:
-        return swarm.measure(args.minutes, args.seed, copies=args.copies, quick=args.quick)
+        return swarm.measure(
+            args.minutes,
+            args.seed,
+            copies=args.copies,
+            quick=args.quick,
+            back_within_s=args.back_within,
+        )
     if args.standby:
         return failover.measure(args.minutes, args.standby, args.seed, quick=args.quick)
     return _alone(args.quick)
@@ -106,6 +113,10 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--swarm", action="store_true", help=about)
     about = "copies of each part of a swarm (default 3): 2 f + 1 stand f machines that are away at once"
     parser.add_argument("--copies", type=int, choices=(3, 5), default=3, help=about)
+    about = (
+        f"a machine of a swarm that was killed, or another, starts within S seconds (default {KILLED_S:g})"
+    )
+    parser.add_argument("--back-within", type=float, default=KILLED_S, metavar="S", help=about)
     about = "run a swarm of six machines that is cut once into two sides of so many machines, and healed"
     parser.add_argument("--partition", choices=("3,3", "2,4"), metavar="3,3|2,4", help=about)
     about = (

@@ -1,8 +1,8 @@
 """Measure swarms of many peers: the cost of gossip and parts, owners under churn, and the balance of load.
 
-Real peers and nodes of a fixed pace, with real sockets and hubs; several are in each process, so that 64 fit
-on two cores. And 1,000 simulated peers, of which only the signed cards exist, in the code by which a peer
-places parts.
+Real peers, each in a process of its own with its hubs, and nodes of a fixed pace, many in each of two
+processes. And 1,000 simulated peers, of which only the signed cards exist, in the code by which a peer places
+parts.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.kit import netns
 from benchmarks.kit.netns import Place
 from benchmarks.kit.tables import Bar, Report, main
-from benchmarks.peers_parts.crowd import NODE, Crowd, Size, crowd
+from benchmarks.peers_parts.crowd import NODE, NODE_PROCESSES, Crowd, Size, crowd
 from benchmarks.peers_parts.simulated import Balance, balance
 
 PARTS, COPIES = 8, 3
@@ -87,8 +87,8 @@ def _costs(crowds: list[Crowd], size: Size) -> Report:
     failed, refused = sum(found.failed for found in crowds), sum(found.refused for found in crowds)
     return Report(
         "many peers: cost per peer",
-        (f"{size.processes} processes host the peers and as many the nodes; each replica is a hub process."
-         f" {size.parts} parts, {size.copies} copies; means over {size.steady_s:g} s.",
+        (f"Each replica is a hub process; {NODE_PROCESSES} processes host all nodes. The lease of a card is a"
+         f" second for each peer. {size.parts} parts, {size.copies} copies; means over {size.steady_s:g} s.",
          f"A node pushes {NODE.units} units of {4 * NODE.numel / 1e3:.0f} kB every"
          f" {NODE.every * NODE.step_s:g} s. Other bytes: all else on the loopback device."),
         ("peers", "pushes/s", "gossip calls/s", "gossip kB/s", "other kB/s", "peer CPU ms/s",

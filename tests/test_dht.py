@@ -317,6 +317,27 @@ def test_whatever_the_process_does_the_caller_is_told_and_not_held_up(program, n
         assert discovery.state[:45] == before
 
 
+def test_a_table_that_fails_at_its_start_is_said_to_be_back_when_it_is_up(tmp_path, caplog):
+    """Found: "no hash table" was logged, and nothing when there was one."""
+    program = f"""
+from pathlib import Path
+before = Path({str(tmp_path / "before")!r})
+if not before.exists():
+    before.touch()
+    sys.exit(1)
+say(**found)
+time.sleep(100)
+"""
+    with closing(played(program, silent_s=20.0)) as discovery:
+        until(lambda: discovery.found() == (b"a",), "the table")
+    assert caplog.text.count("no hash table: its process has ended") == 1
+    assert caplog.text.count("the hash table is back after") == 1
+    caplog.clear()
+    with closing(played("say(**found); time.sleep(100)", silent_s=20.0)) as discovery:
+        until(lambda: discovery.found() == (b"a",), "the table")
+    assert "the hash table is back after" not in caplog.text, "nothing had failed"
+
+
 def test_the_process_gets_the_settings_and_each_new_card_and_its_answers_are_kept():
     program = (
         "say(**found | {'maddrs': [settings['run'], *settings['listen']]})\n"

@@ -17,7 +17,7 @@ from benchmarks.chaos_parts.accounts import account, errors
 from benchmarks.chaos_parts.history import history_of, read
 from benchmarks.chaos_parts.swarm_faults import AWAY_S, fault_plan
 from benchmarks.chaos_parts.swarm_peers import SwarmGround, SwarmShape, last_words
-from benchmarks.chaos_parts.swarm_scene import TURN_S, Scene, SwarmStory
+from benchmarks.chaos_parts.swarm_scene import KILLED_S, TURN_S, Scene, SwarmStory
 from benchmarks.chaos_parts.swarm_tables import BACK_WITHIN_S, machines_with_tables
 from benchmarks.kit import netns
 from benchmarks.kit.cluster import left_behind
@@ -45,11 +45,13 @@ GOODPUT, DECIDES_S = 0.90, 300.0
 JOINS_WITHIN_S, HEALS_WITHIN_S, ENDS_WITHIN_S = 120.0, 60.0, 90.0
 
 
-def measure(minutes: float | None, seed: int, *, copies: int, quick: bool) -> Report:
-    """Return the table of a swarm: calm, then with faults."""
+def measure(
+    minutes: float | None, seed: int, *, copies: int, quick: bool, back_within_s: float = KILLED_S
+) -> Report:
+    """Return the table of a swarm: calm, then with faults. back_within_s: see `Scene`."""
     seconds, shape = 60 * (minutes or (1 if quick else 10)), SwarmShape(copies=copies)
     calm = tell(min(CALM_S, seconds), seed, calm=True, shape=shape)
-    story = tell(seconds, seed, shape=shape)
+    story = tell(seconds, seed, shape=shape, back_within_s=back_within_s)
     why = netns.why_not()
     wires = "each in a network namespace" if why is None else f"on one network ({why}), so no wire is cut"
     faults = ", ".join(f"{number} x {kind}" for kind, number in sorted(story.faults.items()))
@@ -59,7 +61,8 @@ def measure(minutes: float | None, seed: int, *, copies: int, quick: bool) -> Re
         (f"{shape.peers} machines, {wires}: a peer, its hubs and a node of a fixed pace in each."
          f" {shape.parts} parts, {shape.copies} copies of each.",
          _tables_line(),
-         f"{seconds:g} s of faults, seed {seed}. A machine is killed with all its processes."
+         f"{seconds:g} s of faults, seed {seed}. A machine is killed with all its processes,"
+         f" and starts again, or another one does, within {back_within_s:g} s."
          " Steps are those in accepted pushes.",
          "Of the time of all machines they were stopped, or killed and not started again yet, for"
          f" {percent(absent)}; those that are cut off train on.",
@@ -139,16 +142,18 @@ def tell(
     *,
     calm: bool = False,
     away_s: float = AWAY_S,
+    back_within_s: float = KILLED_S,
     shape: SwarmShape = SwarmShape(),  # noqa: B008 - it is immutable
 ) -> SwarmStory:
     """Apply faults for so long to a swarm, or none with `calm`; compare the accounts.
 
-    away_s: how long a machine is stopped or cut off.
+    away_s: how long a machine is stopped or cut off. back_within_s: see `Scene`.
     """
     with tempfile.TemporaryDirectory() as name, machine_places() as places:
         story, chance = SwarmStory(), random.Random(seed)
         tables = machines_with_tables()
         with staged(Path(name), places, chance, story, replace(shape, tables=tables)) as scene:
+            scene.back_within_s = back_within_s
             plan = fault_plan(seconds, chance, away_s, wires=bool(places), tables=len(tables))
             began = time.monotonic()
             for at_s, act in () if calm else plan:

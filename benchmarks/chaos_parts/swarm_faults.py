@@ -16,8 +16,6 @@ from benchmarks.chaos_parts.swarm_tables import table_processes
 KILL_EVERY_S, AWAY_EVERY_S, AWAY_S = 20.0, 40.0, 30.0
 TABLES_FROM_S, TABLES_EVERY_S, TABLES_WAIT_S = 47.0, 60.0, 30.0
 """The first time, and every second one after it, is between two times at which a machine is away."""
-BACK_WITHIN_S = 5.0
-"""Longest time after which a machine that was killed, or another in its place, starts."""
 AIM_S = 6.0
 """How long a kill waits for a push of the large unit."""
 
@@ -76,7 +74,7 @@ def _kill(scene: Scene, peer: SwarmPeer | None, kind: str) -> None:
     renewed = scene.chance.random() < 0.5 and all_in_sync(scene, peer)
     scene.note(f"{kind}, disk lost" if renewed else kind, peer)
     peer.kill()
-    peer.due_s = time.monotonic() + (absent_s := scene.chance.uniform(0.2, BACK_WITHIN_S))
+    peer.due_s = time.monotonic() + (absent_s := scene.chance.uniform(0.0, scene.back_within_s))
     scene.story.absent_s += absent_s
     if renewed:
         scene.ground.replace_machine(peer)

@@ -14,6 +14,8 @@ from benchmarks.kit.cluster import ledger_tail
 from benchmarks.kit.processes import end
 
 TURN_S, KEEP_EVERY_S, ANSWERS_S = 0.05, 0.3, 5.0
+KILLED_S = 0.5
+"""Longest time for which a machine that was killed is away, unless the command says otherwise."""
 TAIL = 65536
 """Bytes of a ledger that have a push of each unit."""
 
@@ -56,6 +58,8 @@ class Scene:
     chance: random.Random
     story: SwarmStory
     kept_s: float = 0.0
+    back_within_s: float = KILLED_S
+    """Longest time after which a machine that was killed, or another in its place, starts."""
     mends: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
     """Times at which faults end, and the acts that end them."""
 

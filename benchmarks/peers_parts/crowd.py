@@ -1,4 +1,4 @@
-"""Many real peers and paced nodes, several in each process: what they cost, and owners under churn."""
+"""Many real peers and paced nodes: what they cost, and owners under churn."""
 
 import json
 import random

@@ -227,7 +227,7 @@ class DhtDiscovery:
         self._found = tuple(base64.b64decode(card) for card in message["found"])
         self._maddrs = tuple(map(str, message["maddrs"]))
         self._skew_s = float(message["skew_s"] or 0.0)
-        if self._trouble and self._was_up:
+        if self._trouble and not self._trouble.is_start:
             log.warning("the hash table is back after %.1f s", time.time() - self._trouble.since_s)
         self._trouble, self._failures, self._was_up = None, 0, True
         nodes = list(filter(is_maddr, map(str, message["neighbours"])))
