@@ -258,7 +258,10 @@ class Peer:
             self._waits_since_s.pop(part, None)
             return role is Role.HOST
         now = time.monotonic()
-        return now - self._waits_since_s.setdefault(part, now) >= _WAITS_S
+        if now - self._waits_since_s.setdefault(part, now) < _WAITS_S:
+            return False
+        del self._waits_since_s[part]
+        return True
 
     def _host(self, part: int, *, founds: bool, above: int = 0) -> None:
         hosted = HostedPart(part, self._hosts, self._trust, founds=founds, above=above)
