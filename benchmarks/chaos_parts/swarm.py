@@ -209,6 +209,8 @@ def finish(scene: Scene, look: Callable[[], object] = lambda: None) -> None:
     ended_s = time.monotonic()
     nodes = {peer.name: peer.node for peer in peers if peer.node is not None}
     _ask_to_end(scene, nodes)
+    for peer in peers:  # a node that has left is none that has ended by itself
+        peer.node = None if peer.node is not None and peer.node.poll() is not None else peer.node
     look()
     ground.keep()
     _ask_to_end(scene, {peer.name: peer.process for peer in peers if peer.process is not None})
