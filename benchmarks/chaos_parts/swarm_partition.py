@@ -168,10 +168,12 @@ def _compare_replicas(scene: Scene, found: Partition) -> None:
     """
     ground = scene.ground
     deadline_s = time.monotonic() + COMPLETE_WITHIN_S
-    while (_unequal(scene) or set(_owners(scene)) != {1}) and time.monotonic() < deadline_s:
+    while time.monotonic() < deadline_s:
+        found.unequal, found.owners = _unequal(scene), _owners(scene)
+        if not found.unequal and set(found.owners) == {1}:
+            break
         ground.keep()
         time.sleep(0.5)
-    found.unequal, found.owners = _unequal(scene), _owners(scene)
 
 
 def _owners(scene: Scene) -> list[int]:
