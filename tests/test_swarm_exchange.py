@@ -254,6 +254,24 @@ def test_a_peer_that_leaves_is_not_called_any_more_until_it_comes_back():
     net.rounds_until(complete(net), 5)
 
 
+def test_a_strangers_card_that_leaves_from_the_address_of_another_peer_changes_nothing():
+    net = network(2)
+    net.rounds_until(complete(net), 10)
+    first, second = net.peers
+    net.down.add(second)
+    for _ in range(15):  # the lease of the second one passes
+        net.round()
+    stranger = data_of(key_of(99), 1, address=second.listens, leaving=True)
+    first.exchanges.hint(stranger, net.now)
+    liar = Peer(98)
+    lie = card_of(liar.key, 1, name="p98", address=second.listens, leaving=True)
+    liar.known.renew(encoded(lie, liar.key.private), net.now)
+    request, reply = ask(first, liar, net.now)
+    first.exchanges.take(liar.listens, request, reply, net.now)
+    called = {address for n in range(90) for address in first.exchanges.targets(net.now + n, 3, 8)}
+    assert second.listens in called
+
+
 def test_after_a_partition_both_halves_know_their_own_and_find_each_other_again():
     net = network(9)
     net.rounds_until(complete(net), 30)

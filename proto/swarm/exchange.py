@@ -226,8 +226,8 @@ class Exchanges:
 
     def _note_answer(self, address: str, card: PeerCard, challenge: bytes, now: float) -> None:
         with self._lock:
-            if card.leaving:
-                self._dials.drop(card.address)
+            if card.address == address and card.leaving:
+                self._dials.drop(address)
             elif card.address == address:
                 self._dials.answered(address, now)
             else:  # another name of the same place, or somebody who passes calls on
@@ -277,12 +277,14 @@ class Exchanges:
     def _offer(self, data: bytes, now: float, standing: Standing | None = Standing.HINT) -> Offer:
         """Offer a card to those that are known, and remember its address if it may lead to a new peer.
 
-        A peer that leaves is not called any more. It calls others when it comes back.
+        A peer that leaves is not called any more; it calls others when it comes back. Only a peer that counts
+        at its address is believed that it leaves: anybody can sign a card with another's address.
         """
         offer = self.known.offer(data, now)
         if offer.card and offer.card.leaving:
-            with self._lock:
-                self._dials.drop(offer.card.address)
+            if offer.kind == "newer":
+                with self._lock:
+                    self._dials.drop(offer.card.address)
         elif offer.card and offer.card.address and standing is not None and offer.kind in ("new", "known"):
             self._add(offer.card.address, standing, now)
         return offer
