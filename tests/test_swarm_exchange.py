@@ -261,7 +261,7 @@ def test_a_strangers_card_that_leaves_from_the_address_of_another_peer_changes_n
     net.down.add(second)
     for _ in range(15):  # the lease of the second one passes
         net.round()
-    stranger = data_of(key_of(99), 1, address=second.listens, leaving=True)
+    stranger = data_of(key_of(77), 1, address=second.listens, leaving=True)
     first.exchanges.hint(stranger, net.now)
     liar = Peer(98)
     lie = card_of(liar.key, 1, name="p98", address=second.listens, leaving=True)
