@@ -263,6 +263,9 @@ def test_a_strangers_card_that_leaves_from_the_address_of_another_peer_changes_n
         net.round()
     stranger = data_of(key_of(77), 1, address=second.listens, leaving=True)
     first.exchanges.hint(stranger, net.now)
+    called = {address for n in range(90) for address in first.exchanges.targets(net.now + n, 3, 8)}
+    assert second.listens in called
+    net.now += 90
     liar = Peer(98)
     lie = card_of(liar.key, 1, name="p98", address=second.listens, leaving=True)
     liar.known.renew(encoded(lie, liar.key.private), net.now)
