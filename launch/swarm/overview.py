@@ -1,4 +1,4 @@
-"""When a peer knows enough of the others to begin to keep parts."""
+"""Decides whether a peer knows enough of the others to begin to keep parts."""
 
 import time
 from collections.abc import Callable, Collection

@@ -229,7 +229,7 @@ class Gossip:
 
 
 class _Pace:
-    """When to call live peers again."""
+    """Decides in which rounds live peers are called."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s, self._called_s = every_s, float("-inf")
