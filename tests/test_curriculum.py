@@ -1,6 +1,7 @@
 """Tests the curriculum: levels follow the solved share, and the same history gives the same problems."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from kit.rewards import group
@@ -10,7 +11,7 @@ from aedit.launch.config.rl import PromptConfig
 from aedit.launch.data.curriculum import LOWER, RAISE, WINDOW, Curriculum, next_level, solved_of
 from aedit.launch.data.prompts import load_problems
 from aedit.launch.data.tokenizer import ByteTokenizer
-from aedit.spec_rollout import Group, Problem
+from aedit.spec_rollout import Problem
 from aedit.spec_rollout.rl.rewards.calling import find, scores
 from aedit.types import UserError
 
@@ -77,10 +78,15 @@ def test_each_problem_of_a_level_is_drawn_in_an_epoch():
     assert found == set(range(7))
 
 
-def test_a_group_without_rewards_is_not_solved():
+def test_rollouts_without_a_reward_do_not_count_as_wrong():
     made, _ = group(0, ["a", "b", "c", "d"], level=3)
-    made = Group(position=0, problem=made.problem, rollouts=made.rollouts, rewards=(1.0, 0.5, None, 2.0))
-    assert solved_of(made, 1.0) == (3, 0.5)
+    assert solved_of(replace(made, rewards=(1.0, None, None, 0.5)), 1.0) == (3, 0.5)
+    assert solved_of(replace(made, rewards=(1.0, None, None, None)), 1.0) == (3, 1.0)
+    curriculum = Curriculum.of(problems_of(3, 4))
+    curriculum.add([(3, 1.0)] * (WINDOW - 1))
+    before = curriculum.state()
+    curriculum.add([solved_of(replace(made, rewards=(None,) * 4), 1.0)] * WINDOW)
+    assert curriculum.state() == before
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from kit.thread_ranks import run_ranks
 
-from aedit.launch.config.rl import RLConfig
+from aedit.launch.config.rl import RLConfig, RLSamplingConfig
 from aedit.launch.data.order import SampleOrder
 from aedit.launch.node import rl_groups
 from aedit.launch.node.rl_groups import GroupStream
@@ -118,3 +118,29 @@ def test_groups_are_trained_in_the_order_of_their_draws_by_any_number_of_ranks(r
         assert trained == sorted(with_signal)[: len(trained)]
         (drawn,) = {drawn for _, drawn in found}
         assert trained[-1] < drawn <= sorted(with_signal)[len(trained)]
+
+
+class Lengths(Source):
+    """A `RolloutSource` whose samples of one group have 1, 2, 3, ... tokens."""
+
+    def step(self):
+        prompt = self.samples.pop()
+        n = prompt.sample + 1
+        return [Rollout(prompt, tokens=[1] * n, logprobs=[-0.5] * n, versions=[1] * n)]
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_answers_that_are_all_wrong_have_no_signal_whatever_the_penalty_of_their_lengths(replaces):
+    """After the penalty of `overlong` the rewards of each group differ: 0.0, -0.25, -0.5, -0.75."""
+    sampling = RLSamplingConfig(max_new_tokens=5)
+    config = RLConfig(groups=2, group_size=4, sampling=sampling, overlong=4, dynamic_sampling=replaces)
+
+    def job(shards):
+        order = SampleOrder(PROBLEMS, seed=0)
+        stream = stream_of(shards, order, config, (3, 4).__contains__, random.Random(0))
+        stream.pipeline.source = Lengths(None)
+        return [group.position for group in stream.next_batch()], stream.counts
+
+    ((trained, counts),) = run_ranks(1, job)
+    assert trained == ([3, 4] if replaces else [0, 1])
+    assert (counts.groups, counts.no_signal) == ((5, 3) if replaces else (2, 2))

@@ -150,7 +150,8 @@ class RLConfig:
     """Inner steps per pass: parts into which the batch is divided."""
 
     dynamic_sampling: bool = False
-    """Replace groups whose rewards are all equal by groups of further prompts."""
+    """Replace groups whose rewards are all equal, before the penalty of `rl.overlong`, by groups of further
+    prompts."""
 
     overlong: int = 0
     """Tokens before `rl.sampling.max_new_tokens` over which the reward falls linearly by 1; 0: no such

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from math import isnan, nan
 from typing import Any
 
 from aedit.spec_rollout.rl.groups import Group
@@ -24,9 +25,10 @@ def next_level(level: int, solved: float, num_levels: int) -> int:
 
 
 def solved_of(group: Group, solved: float) -> tuple[int, float]:
-    """Return level and solved share of a group: of its rollouts, those with at least this reward."""
-    num_solved = sum(reward is not None and reward >= solved for reward in group.rewards)
-    return group.problem.columns["level"], num_solved / len(group.rewards)
+    """Return level of a group, and the share of its rewards that are at least `solved`: NaN without any."""
+    known = [reward for reward in group.rewards if reward is not None]
+    share = sum(reward >= solved for reward in known) / len(known) if known else nan
+    return group.problem.columns["level"], share
 
 
 @dataclass(slots=True)
@@ -76,8 +78,8 @@ class Curriculum:
     def add(self, solved: Iterable[tuple[int, float]]) -> None:
         """Count trained groups: the column `level` of each, and the solved share of its rollouts."""
         for level, share in solved:
-            if level != self.levels[self.level][0].columns["level"]:
-                continue  # a review, or drawn before the level has changed
+            if level != self.levels[self.level][0].columns["level"] or isnan(share):
+                continue  # a review, drawn before the level has changed, or without rewards
             self._solved, self._groups = self._solved + share, self._groups + 1
             if self._groups == WINDOW:
                 self.level = next_level(self.level, self._solved / WINDOW, len(self.levels))

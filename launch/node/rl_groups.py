@@ -19,7 +19,6 @@ from aedit.edit.shards import Shards
 from aedit.launch.config.rl import RLConfig
 from aedit.launch.data.order import Order
 from aedit.launch.node.rl_pipeline import GroupPipeline
-from aedit.launch.node.rl_samples import shaped_rewards
 from aedit.spec_rollout.rl.admission import capacity
 from aedit.spec_rollout.rl.advantages import has_signal
 from aedit.spec_rollout.rl.groups import Group
@@ -42,6 +41,7 @@ class GroupCounts:
     """Groups that were rewarded."""
     rollouts: int = 0
     no_signal: int = 0
+    """Groups whose rewards are all equal before the penalty of `rl.overlong`: equally right or wrong."""
     excluded: int = 0
     """Rollouts without a reward."""
 
@@ -194,7 +194,7 @@ class GroupStream:
                 each.group = self.pipeline.take(each.position)
                 self._count(each.group)
                 replaces = self.config.dynamic_sampling and self._replaced < MOST_REPLACED * self.per_rank
-                if replaces and not self._has_signal(each.group):
+                if replaces and not has_signal(each.group.rewards):
                     self._replaced += 1
                     replaced.append(each)
         for each in replaced:
@@ -211,10 +211,7 @@ class GroupStream:
         counts.groups += 1
         counts.rollouts += len(group.rollouts)
         counts.excluded += sum(reward is None for reward in group.rewards)
-        counts.no_signal += not self._has_signal(group)
-
-    def _has_signal(self, group: Group) -> bool:
-        return has_signal(shaped_rewards(group, self.config))
+        counts.no_signal += not has_signal(group.rewards)
 
 
 def _share(shares: Sequence[int], rank: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
