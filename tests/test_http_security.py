@@ -4,10 +4,11 @@ import asyncio
 import json
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 import psutil
 import pytest
@@ -33,6 +34,10 @@ from kit.served_models import CHAT, saved
 from kit.waiting import until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from aedit.async_sgd.hub import news
+from aedit.async_sgd.service.page import Page
+from aedit.launch.config.config import RunConfig
+from aedit.launch.hub.replay import make_hub
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.service.host import EngineHost
 from aedit.spec_rollout.service.http.app import make_app
@@ -271,6 +276,122 @@ def test_pipelined_requests_are_answered_in_order(served):
 
     right, got = run(pipeline())
     assert all(close(a, b) for a, b in zip(got, right * 3, strict=True))
+
+
+# --- requests whose length two programs may see differently, with another request hidden behind them
+
+TEXT = b'{"prompt": "t1"}'
+CHUNKED = "Transfer-Encoding: chunked"
+CHUNKS = b"10\r\n" + TEXT + b"\r\n0\r\n\r\n"
+LENGTH = f"Content-Length: {len(TEXT)}"
+HIDDEN = get("/v1/models", "Connection: close")
+
+
+def first(*headers, body=TEXT, version="1.1", end="\r\n"):
+    return end.join([f"POST /tokenize HTTP/{version}", "Host: s", *headers, "", ""]).encode() + body
+
+
+UNCLEAR = {
+    "both lengths": first("Content-Length: 5", CHUNKED, body=b"0\r\n\r\n"),
+    "both lengths, chunked first": first(CHUNKED, LENGTH, body=CHUNKS),
+    "two lengths": first(LENGTH, "Content-Length: 3"),
+    "a list of lengths": first(f"{LENGTH}, 3"),
+    "a length with a sign": first(f"Content-Length: +{len(TEXT)}"),
+    "a length in hexadecimal": first("Content-Length: 0x10"),
+    "a length with an underscore": first("Content-Length: 1_6"),
+    "no length": first("Content-Length: ", body=b""),
+    "another coding": first("Transfer-Encoding: xchunked", body=CHUNKS),
+    "two codings": first("Transfer-Encoding: gzip, chunked", body=CHUNKS),
+    "no coding": first("Transfer-Encoding: identity", LENGTH),
+    "the coding twice": first(CHUNKED, CHUNKED, body=CHUNKS),
+    "a space before the colon": first("Transfer-Encoding : chunked", body=CHUNKS),
+    "a control character before the coding": first("Transfer-Encoding: \x0bchunked", body=CHUNKS),
+    "a continued line": first("X-A: a\r\n b", LENGTH),
+    "a continued coding": first("Transfer-Encoding:\r\n chunked", body=CHUNKS),
+    "lines without CR": first(LENGTH, end="\n"),
+    "one line without CR": first(f"X-A: a\n{LENGTH}"),
+    "a line with CR alone": first(f"X-A: a\r{LENGTH}", LENGTH),
+    "NUL": first("X-A: a\0b", LENGTH),
+    "chunked in HTTP/1.0": first(CHUNKED, "Connection: keep-alive", version="1.0", body=CHUNKS),
+    "HTTP/1.2": first(LENGTH, version="1.2"),
+    "two hosts": first("Host: t", LENGTH),
+    "no end of a chunk": first(CHUNKED, body=b"10\r\n" + TEXT + b"XX0\r\n\r\n"),
+    "chunks without CR": first(CHUNKED, body=CHUNKS.replace(b"\r\n", b"\n")),
+    "an extension with LF": first(CHUNKED, body=CHUNKS.replace(b"10\r\n", b"10;a\nb\r\n")),
+    "a chunk's size with a sign": first(CHUNKED, body=b"+" + CHUNKS),
+    "a chunk's size in C": first(CHUNKED, body=b"0x" + CHUNKS),
+}
+"""Requests that are refused."""
+CHUNKED_BODIES = {
+    "plain": first(CHUNKED, body=CHUNKS),
+    "extensions": first(CHUNKED, body=CHUNKS.replace(b"10\r\n", b'10;a=b;c="d"\r\n')),
+    "an extension with CR": first(CHUNKED, body=CHUNKS.replace(b"10\r\n", b"10;a\rb\r\n")),
+    "a trailer with a length": first(CHUNKED, body=CHUNKS[:-2] + b"Content-Length: 5\r\n\r\n"),
+    "a trailer without CR": first(CHUNKED, body=CHUNKS[:-2] + b"\n"),
+}
+"""Requests that are answered, and nothing that comes after them on their connection."""
+
+
+def exchanged(port, data):
+    """Return the bytes that come back until the server closes the connection."""
+    found = b""
+    with socket.create_connection(("127.0.0.1", port), LIMIT_S) as connection:
+        connection.sendall(data)
+        with suppress(ConnectionError):  # what the server has not read resets the connection
+            while part := connection.recv(1 << 16):
+                found += part
+    return found
+
+
+def statuses_of(found):
+    return re.findall(rb"(?m)^HTTP/1\.[01] (\d{3}) ", found.replace(b"}HTTP/", b"}\nHTTP/"))
+
+
+@pytest.mark.parametrize("name", UNCLEAR)
+def test_a_request_of_unclear_length_is_refused_and_nothing_behind_it_is_read(served, name):
+    found = exchanged(served.port, UNCLEAR[name] + HIDDEN)
+    assert statuses_of(found) == [b"400"], found
+    head, _, body = found.partition(b"\r\n\r\n")
+    assert b"connection: close" in head.lower()
+    assert json.loads(body)["error"]["message"].startswith("the request is not valid HTTP: ")
+
+
+@pytest.mark.parametrize("name", CHUNKED_BODIES)
+def test_a_chunked_body_is_the_last_one_of_its_connection(served, name):
+    found = exchanged(served.port, CHUNKED_BODIES[name] + HIDDEN)
+    assert statuses_of(found) == [b"200"], found
+    assert b'"count":1,' in found
+
+
+@pytest.mark.parametrize("length", [LENGTH, f"{LENGTH}\r\n{LENGTH}", f"{LENGTH}, {len(TEXT)}"])
+def test_a_request_of_clear_length_keeps_its_connection(served, length):
+    assert statuses_of(exchanged(served.port, first(length) + HIDDEN)) == [b"200", b"200"]
+
+
+def test_damage_after_the_answer_has_begun_ends_the_connection_only(served):
+    """The body goes on after the refusal; the client then sends what is no chunk."""
+
+    async def late():
+        async with well_behaved(served.port), connected(served.port) as (reader, writer):
+            writer.write(b"POST /nothing HTTP/1.1\r\nHost: s\r\nTransfer-Encoding: chunked\r\n\r\n")
+            assert (await answer(reader, LIMIT_S))[0] == 404
+            writer.write(b"no size\r\n" + HIDDEN)
+            assert await answer(reader, LIMIT_S) is None
+
+    run(late())
+
+
+def test_the_metrics_page_of_a_hub_answers_one_request_of_a_connection():
+    status = {"merges": 0, "merge_s": 0.0, "journal": {"bytes": 0}, "standby": False, "servers": []}
+    hub = make_hub(RunConfig(), (0, 1))
+    page = Page(lambda: news.status(hub, 0.0) | status, "127.0.0.1", 0)
+    try:
+        hidden = get("/metrics", "Connection: keep-alive")
+        for name, data in {**UNCLEAR, **CHUNKED_BODIES, "clear": first(LENGTH)}.items():
+            assert len(statuses_of(exchanged(page.port, data + hidden))) <= 1, name
+        assert statuses_of(exchanged(page.port, hidden + hidden)) == [b"200"]
+    finally:
+        page.close()
 
 
 def test_keys_given_twice_are_one_value_and_no_failure(served):

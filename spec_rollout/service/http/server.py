@@ -11,7 +11,6 @@ from aedit.spec_rollout.service.http.connections import guarded_protocol
 from aedit.spec_rollout.service.http.limits import HttpLimits
 
 START_S = 60.0
-MAX_HEADER_BYTES = 32 << 10
 
 
 class HttpServer:
@@ -44,7 +43,6 @@ class HttpServer:
             backlog=min(limits.max_connections, 1024),
             timeout_keep_alive=max(1, round(limits.idle_s)),
             timeout_graceful_shutdown=5,
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         )
         self._server = _Server(config, self._started)
         self._thread = threading.Thread(target=self._run, name=f"http {self.address}", daemon=True)
