@@ -1,5 +1,7 @@
 """Tests the directory of rollout servers as a state machine: names, leases, accusations and bans."""
 
+import re
+import urllib.request
 from dataclasses import replace
 
 import pytest
@@ -12,6 +14,8 @@ from aedit.async_sgd.hub.directory import Complaint, Directory
 from aedit.async_sgd.hub.saved import load_state, save_state
 from aedit.async_sgd.hub.state import HubState
 from aedit.async_sgd.journal.encoding import decode_records, encode_records
+from aedit.async_sgd.rules.records import Left
+from aedit.async_sgd.service.page import Page
 
 LEASE_S = 10.0
 KEY, OTHER = bytes(range(32)), bytes(32)
@@ -228,6 +232,46 @@ def test_the_state_of_a_server_is_told_with_its_lag_and_accusations():
     found.announce(replace(CARD, name="b", public_key=OTHER), 99.0)
     found.withdraw("b", 11)
     assert [one["state"] for one in found.status(99.0)] == ["banned", "gone: left"]
+
+
+def test_gauges_of_servers_and_nodes_that_are_gone_are_no_longer_exported():
+    world = World(plan(config()))
+    found = directory(world.hub.state)
+    for name in ("n", "m"):
+        world.found(world.join(name))
+    world.push(0, 1.0)
+    world.push(1, 1.0)
+    world.settle()
+    found.announce(replace(CARD, tokens_per_s=12.5, running=3, idle_s=4.0), 0.0)
+    found.announce(replace(CARD, name="b", public_key=OTHER, running=2), 5.0)
+
+    def exported(now):
+        rest = {"merges": 0, "merge_s": 0.0, "journal": {"bytes": 0}, "standby": False}
+        overview = news.status(world.hub, now) | rest | {"servers": found.status(now)}
+        page = Page(lambda: overview, "127.0.0.1", 0)
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{page.port}/metrics", timeout=10) as answer:
+                return answer.read().decode()
+        finally:
+            page.close()
+
+    text = exported(1.0)
+    assert 'aedit_server_running{server="alpha"} 3.0' in text
+    assert 'aedit_node_weight{node="m"}' in text
+    world.do([Left(1, "left")])
+    text = exported(11.0)  # nothing has looked for silent servers yet
+    of_alpha = sorted(line for line in text.splitlines() if 'server="alpha"' in line)
+    assert of_alpha == [
+        'aedit_server_banned{server="alpha"} 0.0',
+        'aedit_server_idle_seconds_total{server="alpha"} 4.0',
+        'aedit_server_idle_used_seconds_total{server="alpha"} 0.0',
+        'aedit_server_up{server="alpha"} 0.0',
+    ]
+    assert 'aedit_server_running{server="b"} 2.0' in text
+    assert 'aedit_node_accepted_pushes_total{node="m"}' in text
+    of_gauges = set(re.findall(r"^# TYPE (\S+) gauge", text, re.MULTILINE))
+    assert not [x for x in text.splitlines() if 'node="m"' in x and x.partition("{")[0] in of_gauges]
+    assert 'aedit_node_weight{node="n"}' in text
 
 
 def test_servers_are_no_members():

@@ -97,6 +97,42 @@ def test_a_cancelled_sample_ends_between_two_steps_and_others_go_on(policy, clos
     assert kept[0].result().tokens == expected[0][:3]
 
 
+@pytest.mark.parametrize("end", ["cancel", "abort_all", "deadline"])
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_the_figures_of_a_line_are_right_after_its_samples_have_ended_by_no_step(closing, end, is_paused):
+    now_s = itertools.count(0.0, 1e-6)  # less than `REFRESH_S` between steps
+    later = [0.0]
+    host = closing(host_of(rows=4, clock=lambda: next(now_s) + later[0]))
+
+    long = replace(prompts_of(1)[0], sampling=Sampling(max_new_tokens=50, stop_tokens=()))
+    prompts = [replace(long, rollout=number) for number in range(4)]
+    steps = Steps()
+    host.open("b", lambda: Engine.of(tiny_policy(), rows=4, max_tokens=64), between_steps=steps)
+    kept = [Kept() for _ in prompts]
+    tickets = [host.submit("b", p, k, deadline_s=30.0) for p, k in zip(prompts, kept, strict=True)]
+    later[0] = 1.0
+    steps.release(2)
+    assert host.status()["lines"]["b"]["running"] == 4
+    if is_paused:
+        host.pause()
+        steps.open()
+        until(lambda: host.status()["lines"]["b"]["running"] == 4, "the figures of a paused line")
+    if end == "cancel":
+        for ticket in tickets:
+            host.cancel(ticket)
+    elif end == "abort_all":
+        host.abort_all("b")
+    else:
+        later[0] = 31.0
+        host.call("a", lambda engine: None)  # wakes the thread
+    steps.open()
+    for each in kept:
+        assert each.over.wait(LIMIT_S)
+    found = ("running", "waiting", "public_samples", "run_samples")
+    until(lambda: not any(host.status()["lines"]["b"][name] for name in found), "figures without samples")
+    host.resume()
+
+
 def test_a_sample_fails_at_its_deadline_wherever_it_is(policy, closing):
     now = [0.0]
     steps = Steps()

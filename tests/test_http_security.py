@@ -73,6 +73,7 @@ class Served:
         self.service = Service(
             host=self.host, line="model", codec=TextCodec(tokenizer), model="m", eos=(), limits=LIMITS
         )
+        self.service.metrics.follow(self.host.status)
         self.server = HttpServer(make_app(self.service), "127.0.0.1", 0, LIMITS)
         app = make_app(self.service, [KEY], control_routes(root))
         self.control = HttpServer(app, "127.0.0.1", 0, LIMITS)
@@ -228,6 +229,14 @@ def test_clients_that_vanish_free_their_samples(served):
     run(vanish())
     until(served.is_empty, "the end of all requests", 60)
     assert served.host.status()["over"] >= before
+
+    def gauges():
+        text = run(send(served.port, get("/metrics")))[2].decode()
+        names = ("aedit_serve_running{", "aedit_serve_samples ", "aedit_serve_waiting_public ")
+        return [line.split()[1] for line in text.splitlines() if line.startswith(names)]
+
+    assert len(gauges()) == 3
+    until(lambda: set(gauges()) == {"0.0"}, "gauges without samples")
 
 
 def test_connections_that_idle_or_drip_are_closed_and_others_are_served(served):

@@ -153,6 +153,7 @@ class Directory:
             "public_key": card.public_key.hex(),
             "state": _state(entry, ban, now),
             "live": entry.lives(now) and ban is None,
+            "has_lease": entry.lives(now),
             "silent_s": now - entry.seen_s,
             "serial": card.serial,
             "lag": max(0, self._state.policy_version - card.serial),

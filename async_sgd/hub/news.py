@@ -135,6 +135,7 @@ def _node_status(hub: Hub, member: Member, pace_steps: int, now: float) -> dict[
         "node": member.node,
         "name": member.name,
         "state": _state(member, report),
+        "live": member.live,
         "silent_s": None if seen_s is None else now - seen_s,
         "steps": report.steps,
         "tokens": report.tokens,

@@ -120,10 +120,11 @@ class _Numbers(Collector):
 
 
 def _of_nodes(nodes: list[Mapping[str, Any]]) -> Iterator[Metric]:
+    """Yield the figures of the nodes. Those that have left have counters, and no gauges: these would stay."""
     for kind, key, name, meaning in _NODE:
         family = kind(f"aedit_node_{name}", meaning, labels=["node"])
         for node in nodes:
-            if node[key] is not None:
+            if node[key] is not None and (node["live"] or kind is CounterMetricFamily):
                 family.add_metric([node["name"]], node[key])
         yield family
     labels = ["node", "reason"]
@@ -132,16 +133,17 @@ def _of_nodes(nodes: list[Mapping[str, Any]]) -> Iterator[Metric]:
         for reason, count in node["refused"].items():
             refused.add_metric([node["name"], reason], count)
     yield refused
-    if known := [(node["name"], node["rl"]) for node in nodes if node["rl"]]:
+    if known := [node for node in nodes if node["rl"]]:
         yield from _of_rl(known)
 
 
 def _of_servers(servers: list[Mapping[str, Any]]) -> Iterator[Metric]:
-    """Yield the figures of the rollout servers; a run without any has none."""
+    """Yield the figures of the rollout servers. One that is gone has counters, and no gauges but `up`."""
     for kind, key, name, meaning in _SERVER if servers else ():
         family = kind(f"aedit_server_{name}", meaning, labels=["server"])
         for server in servers:
-            family.add_metric([server["name"]], float(server[key]))
+            if server["has_lease"] or key == "live" or kind is CounterMetricFamily:
+                family.add_metric([server["name"]], float(server[key]))
         yield family
     if not servers:
         return
@@ -156,17 +158,17 @@ def _of_servers(servers: list[Mapping[str, Any]]) -> Iterator[Metric]:
     yield accused
 
 
-def _of_rl(nodes: list[tuple[str, Mapping[str, Any]]]) -> Iterator[Metric]:
+def _of_rl(nodes: list[Mapping[str, Any]]) -> Iterator[Metric]:
     """Yield the figures of reinforcement learning; a run on text has none."""
     for kind, key, name, meaning in _RL:
         family = kind(f"aedit_node_{name}", meaning, labels=["node"])
-        for node, rl in nodes:
-            if key in rl:
-                family.add_metric([node], rl[key])
+        for node in nodes:
+            if key in node["rl"] and (node["live"] or kind is CounterMetricFamily):
+                family.add_metric([node["name"]], node["rl"][key])
         yield family
     for key, label, name, meaning in _RL_BY:
         counter = CounterMetricFamily(f"aedit_node_{name}", meaning, labels=["node", label])
-        for node, rl in nodes:
-            for value, count in rl.get(key, {}).items():
-                counter.add_metric([node, value], count)
+        for node in nodes:
+            for value, count in node["rl"].get(key, {}).items():
+                counter.add_metric([node["name"], value], count)
         yield counter

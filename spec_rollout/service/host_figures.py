@@ -28,11 +28,14 @@ class HostFigures:
         self.num_over = 0
         """Samples that have left the host."""
 
-    def update(self, line: HostLine) -> None:
-        """Copy the status of a line's engine, unless that was just done and more samples are in it."""
+    def update(self, line: HostLine, *, now: bool = False) -> None:
+        """Copy the status of a line's engine.
+
+        While samples are in it, no more often than every `REFRESH_S`, unless `now`: no step may follow.
+        """
         now_s, name = self._clock(), line.name
         self._num_tokens[name] = line.engine.meters.num_tokens
-        if line.tickets and now_s - self._read_s.get(name, -REFRESH_S) < REFRESH_S:
+        if not now and line.tickets and now_s - self._read_s.get(name, -REFRESH_S) < REFRESH_S:
             return
         self._read_s[name] = now_s
         num_run = sum(ticket.priority is Priority.RUN for ticket in line.tickets.values())

@@ -148,6 +148,7 @@ class HostLoop:
                 self._run_commands()
                 self._expire()
                 if (line := self._next_line()) is None:
+                    self._update_figures(now=True)
                     self._end_pausing()
                     self._wait()
                 else:
@@ -159,12 +160,20 @@ class HostLoop:
             self._end_all(RuntimeError(f"the engine's thread has died: {error!r}"))
 
     def _run_commands(self) -> None:
-        while self.commands:
-            self.commands.popleft()()
+        if self.commands:
+            while self.commands:
+                self.commands.popleft()()
+            self._update_figures()
         for line in self._with_new_weights():
             line.take_over_weights()
             with self.changed:
                 self.figures.update(line)
+
+    def _update_figures(self, *, now: bool = False) -> None:
+        """Update the figures of all lines: also those that do not step may have fewer samples than before."""
+        with self.changed:
+            for line in self.lines.values():
+                self.figures.update(line, now=now)
 
     def _with_new_weights(self) -> list[HostLine]:
         with self.changed:
@@ -234,6 +243,7 @@ class HostLoop:
         for ticket in live:
             if ticket.deadline_s <= now_s:
                 self._take(ticket).fail(ticket, DeadlinePassed("the sample was not finished in time"))
+        self._update_figures()
 
     def _take(self, ticket: Ticket) -> HostLine:
         """Remove a sample from the waiting ones, if it is there, and return its line."""

@@ -62,6 +62,6 @@ class _HostFigures(Collector):
         kv_bytes = GaugeMetricFamily("aedit_serve_kv_bytes", "Memory of keys and values", labels=("line",))
         for line, figures in status["lines"].items():
             version.add_metric([line], figures["version"])
-            running.add_metric([line], figures["running"])
+            running.add_metric([line], figures["running"] + figures["finishing_samples"])
             kv_bytes.add_metric([line], figures["kv_bytes"])
         yield from (version, running, kv_bytes)
