@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from aedit.async_sgd.rules.config import PenaltyConfig as PenaltyConfig  # read as [edit.penalty]
-from aedit.types import check
+from aedit.types import NonNegativeInt, PositiveFloat, PositiveInt, check, checked
 
 
+@checked("edit")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EditConfig:
     """Settings of a node: its rounds, its sync units, and the landing of units."""
@@ -16,10 +17,10 @@ class EditConfig:
     and with a hub when the hub opens a round. `dylu` (arXiv:2401.09135) needs a hub: the fastest node does
     `every` steps, the others what they can in that time."""
 
-    every: float = 128
+    every: PositiveFloat = 128
     """Length of a local phase, in inner steps or seconds as `schedule` says."""
 
-    warmup_steps: int | Literal["all"] = 0
+    warmup_steps: NonNegativeInt | Literal["all"] = 0
     """Inner steps of synchronous data parallelism (gradients averaged each step) before the first local
     phase; `all` never leaves it."""
 
@@ -29,22 +30,21 @@ class EditConfig:
     landing: Literal["forward", "arrival"] = "forward"
     """`forward` waits for a unit when its module runs next; `arrival` never waits and adds the difference."""
 
-    prefetch: int = 2
+    prefetch: NonNegativeInt = 2
     """Units whose exchange is under way ahead of the one about to run (`forward` landing)."""
 
-    fragments: int = 1
+    fragments: PositiveInt = 1
     """Groups of units with staggered rounds: each round moves one group, each group moves every `every`."""
 
     offload: bool = False
     """Keep anchors and outer momentum in pinned host memory (CUDA only)."""
 
-    timeout_s: float = 1800.0
+    timeout_s: PositiveFloat = 1800.0
     """Longest wait for other nodes before the run fails with the name of what it waited for."""
 
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
 
     def __post_init__(self) -> None:
-        check(self.every > 0, "edit.every", "must be above 0", self.every)
         whole = self.schedule == "seconds" or float(self.every).is_integer()
         check(whole, "edit.every", "must be a whole number of steps", self.every)
         check(
@@ -53,9 +53,4 @@ class EditConfig:
             f"must divide edit.every = {self.every:g}",
             self.fragments,
         )
-        negative = self.warmup_steps != "all" and self.warmup_steps < 0
-        check(not negative, "edit.warmup_steps", "must not be negative", self.warmup_steps)
         check(self.units != (), "edit.units", "must name at least one module", self.units)
-        check(self.prefetch >= 0, "edit.prefetch", "must not be negative", self.prefetch)
-        check(self.fragments >= 1, "edit.fragments", "must be at least 1", self.fragments)
-        check(self.timeout_s > 0, "edit.timeout_s", "must be above 0", self.timeout_s)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from aedit.edit.config import EditConfig
-from aedit.types import Round
+from aedit.types import PositiveFloat, PositiveInt, Round, checked
 
 
 class Notes(Protocol):
@@ -37,10 +37,11 @@ class RoundSchedule(Protocol):
         """Agree with the other nodes through `notes` from now on, if the schedule needs agreement."""
 
 
+@checked()
 class EverySteps:
     """EDiT: a round after every `every` inner steps. Equal on all nodes by itself."""
 
-    def __init__(self, every: int) -> None:
+    def __init__(self, every: PositiveInt) -> None:
         self.every = every
         self.last_id = 0
         self.last_step = 0
@@ -54,6 +55,7 @@ class EverySteps:
         pass
 
 
+@checked()
 class EverySeconds:
     """A-EDiT: a round once `every` seconds have passed since the last one; nodes may be at different steps.
 
@@ -61,7 +63,7 @@ class EverySeconds:
     note, whatever its own clock says. The clock is monotonic, so wall clocks may be wrong or jump.
     """
 
-    def __init__(self, every: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, every: PositiveFloat, clock: Callable[[], float] = time.monotonic) -> None:
         self.every = every
         self.clock = clock
         self.last_id = 0
@@ -92,6 +94,7 @@ class EverySeconds:
         return self._notes.read(key) is not None
 
 
+@checked()
 class AtMultiples:
     """A round at each multiple of `every` seconds of a clock that peers share, such as that of the day.
 
@@ -99,7 +102,7 @@ class AtMultiples:
     most `every` seconds.
     """
 
-    def __init__(self, every: float, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, every: PositiveFloat, clock: Callable[[], float] = time.time) -> None:
         self.every = every
         self.clock = clock
         self.last_id = 0

@@ -2,9 +2,19 @@
 
 import re
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-from aedit.types import ImportPath, check, check_known
+from aedit.types import (
+    ImportPath,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    Share,
+    check,
+    checked,
+)
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -17,6 +27,7 @@ ELEMENTWISE = ("trimmed", "median")
 """Merge rules that order the values of each element."""
 
 
+@checked("outer")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterConfig:
     """The outer optimizer: it turns an averaged pseudo-gradient into the next anchor."""
@@ -28,21 +39,21 @@ class OuterConfig:
     own as `package.module:Name`; its constructor gets those of the values below that it names, but
     `correction`."""
 
-    lr: float = 0.8
+    lr: PositiveFloat = 0.8
     """Outer learning rate; 1 with `average` is plain parameter averaging."""
 
-    momentum: float = 0.85
+    momentum: Annotated[float, Range(least=0, below=1)] = 0.85
     """Momentum of both Nesterov kinds; not used by `average`."""
 
-    delay: int = 4
+    delay: PositiveInt = 4
     """Updates per momentum step (N of arXiv:2401.09135, algorithm 3); about the number of nodes. A hub that
     merges every arrival knows how many there are: however many, a push of each of them together moves the
     anchor as one mean of theirs."""
 
-    activation: float = 0.0
+    activation: Share = 0.0
     """Share of the momentum that takes part in every update in between (c of arXiv:2401.09135)."""
 
-    correction: float = 1.0
+    correction: NonNegativeFloat = 1.0
     """Strength of the correction of `heloco` (k_s and k_d of arXiv:2606.00271)."""
 
     look_ahead: bool = False
@@ -50,16 +61,11 @@ class OuterConfig:
     that what comes back late was measured near where it lands. Needs a hub and momentum."""
 
     def __post_init__(self) -> None:
-        check_known(self.kind, "outer.kind", ("average", "nesterov", "delayed-nesterov", "heloco"))
-        check(self.correction >= 0, "outer.correction", "must not be negative", self.correction)
-        check(self.lr > 0, "outer.lr", "must be above 0", self.lr)
-        check(0 <= self.momentum < 1, "outer.momentum", "must be in [0, 1)", self.momentum)
-        check(self.delay >= 1, "outer.delay", "must be at least 1", self.delay)
-        check(0 <= self.activation <= 1, "outer.activation", "must be in [0, 1]", self.activation)
         no_momentum = self.look_ahead and self.kind == "average"
         check(not no_momentum, "outer.look_ahead", "needs momentum, not outer.kind =", self.kind)
 
 
+@checked("edit.penalty")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PenaltyConfig:
     """The pseudo-gradient penalty.
@@ -71,51 +77,45 @@ class PenaltyConfig:
     """`scale-free` is softmax(-(G_i / median_j G_j - 1) / temperature); `paper` is softmax(-G_i /
     temperature); `uniform` weighs every trusted node equally."""
 
-    temperature: float = 1.0
+    temperature: PositiveFloat = 1.0
     """Raising it moves the weights towards uniform."""
 
-    step_weight: float = 0.0
+    step_weight: Share = 0.0
     """Share of the weight given in proportion to inner steps since the last round (A-EDiT uses 0.5)."""
 
     detector: Literal["off", "robust", "ema"] = "robust"
     """`robust` judges log-norms against a drift-corrected median; `ema` is the paper's z-test on raw norms.
     Non-finite norms are distrusted whatever the detector, also when it is `off`."""
 
-    threshold: float = 3.5
+    threshold: PositiveFloat = 3.5
     """Standard deviations above its own history at which a unit's norm is distrusted; the paper uses 3."""
 
-    warmup_rounds: int = 4
+    warmup_rounds: Annotated[int, Range(least=2)] = 4
     """Rounds of history a unit needs before it can be distrusted for its size."""
 
     window: int = 16
     """Rounds of history the `robust` detector keeps."""
 
-    ema: float = 0.02
+    ema: Annotated[float, Range(above=0, below=1)] = 0.02
     """Weight of the newest norm in the `ema` detector's running mean and variance."""
 
-    patience: int = 3
+    patience: PositiveInt = 3
     """Distrusted finite rounds in a row after which a unit's history starts anew from them, so that a lasting
     change (a new learning rate, new data) cannot lock a node out."""
 
-    clip: float | None = 10.0
+    clip: PositiveFloat | None = 10.0
     """Largest norm of a unit's averaged pseudo-gradient; larger ones are scaled down. None: never."""
 
     def __post_init__(self) -> None:
-        check(self.temperature > 0, "edit.penalty.temperature", "must be above 0", self.temperature)
-        check(0 <= self.step_weight <= 1, "edit.penalty.step_weight", "must be in [0, 1]", self.step_weight)
-        check(self.threshold > 0, "edit.penalty.threshold", "must be above 0", self.threshold)
-        check(self.warmup_rounds >= 2, "edit.penalty.warmup_rounds", "must be at least 2", self.warmup_rounds)
         check(
             self.window >= self.warmup_rounds,
             "edit.penalty.window",
             "must be at least warmup_rounds",
             self.window,
         )
-        check(0 < self.ema < 1, "edit.penalty.ema", "must be in (0, 1)", self.ema)
-        check(self.patience >= 1, "edit.penalty.patience", "must be at least 1", self.patience)
-        check(self.clip is None or self.clip > 0, "edit.penalty.clip", "must be above 0", self.clip)
 
 
+@checked("hub.staleness")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessConfig:
     """Weight of a pseudo-gradient that was measured from an older anchor."""
@@ -124,75 +124,63 @@ class StalenessConfig:
     """With s versions in between: 1, (1 + s)^-power, or exp(-rate s) times a cosine gate that is 0 from
     `cutoff` on (arXiv:2605.09126)."""
 
-    power: float = 0.5
-    rate: float = 0.1
+    power: NonNegativeFloat = 0.5
+    rate: NonNegativeFloat = 0.1
 
-    cutoff: int = 64
+    cutoff: PositiveInt = 64
     """Versions after which a pseudo-gradient is refused, whatever the rule; its node keeps the progress and
     measures it anew."""
 
-    def __post_init__(self) -> None:
-        check(self.power >= 0, "hub.staleness.power", "must not be negative", self.power)
-        check(self.rate >= 0, "hub.staleness.rate", "must not be negative", self.rate)
-        check(self.cutoff >= 1, "hub.staleness.cutoff", "must be at least 1", self.cutoff)
 
-
+@checked("hub.push_filter")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushFilterConfig:
     """Limits on the size and direction of a push, beyond well-formedness."""
 
-    threshold: float = 5.0
+    threshold: PositiveFloat = 5.0
     """Robust standard deviations (MAD of log-norms) above which a norm is refused."""
 
     cosine: bool = True
     """With at least four pushes to merge, weigh 0 what points away from every other one."""
 
-    clip: float | None = 2.0
+    clip: PositiveFloat | None = 2.0
     """Scale down what is longer than this many median norms of its unit, for its steps, and what makes up
     more than three quarters of the way that a merge of three or more moves the anchor. None: never."""
 
-    violations: int = 8
+    violations: PositiveInt = 8
     """Refused pushes, less one for every 16 accepted ones, after which a node is excluded."""
 
-    def __post_init__(self) -> None:
-        check(self.threshold > 0, "hub.push_filter.threshold", "must be above 0", self.threshold)
-        check(self.clip is None or self.clip > 0, "hub.push_filter.clip", "must be above 0", self.clip)
-        check(self.violations >= 1, "hub.push_filter.violations", "must be at least 1", self.violations)
 
-
+@checked("hub.limits")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitConfig:
     """Limits per peer of the hub."""
 
-    nodes: int = 256
+    nodes: PositiveInt = 256
     """Members at a time."""
 
-    servers: int = 256
+    servers: Annotated[int, Range(least=1, most=512)] = 256
     """Rollout servers in the directory at a time; they are no members."""
 
-    names: int = 16
+    names: PositiveInt = 16
     """Names of nodes that one host may take in a run, members or not, where callers have no keys of their
     own; of the hub's own machine `nodes`."""
 
-    calls_per_s: float = 200.0
+    calls_per_s: PositiveFloat = 200.0
     """Calls of one node per second, with bursts of as many."""
 
     in_flight_bytes: int = 2**30
     """Bytes of all pushes being received at a time; who comes above it is asked to wait."""
 
-    connections: int = 1024
+    connections: PositiveInt = 1024
     """Connections of one host at a time; the ones above it that were silent for longest are ended."""
 
     def __post_init__(self) -> None:
-        check(self.connections >= 1, "hub.limits.connections", "must be at least 1", self.connections)
-        check(self.nodes >= 1, "hub.limits.nodes", "must be at least 1", self.nodes)
-        check(self.names >= 1, "hub.limits.names", "must be at least 1", self.names)
-        check(1 <= self.servers <= 512, "hub.limits.servers", "must be in [1, 512]", self.servers)
-        check(self.calls_per_s > 0, "hub.limits.calls_per_s", "must be above 0", self.calls_per_s)
         bound = self.in_flight_bytes >= 2**20
         check(bound, "hub.limits.in_flight_bytes", "must be at least 1 MiB", self.in_flight_bytes)
 
 
+@checked("hub")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubConfig:
     """An asynchronous run: who owns the anchors, and how what arrives becomes the next ones."""
@@ -208,22 +196,22 @@ class HubConfig:
     parent: str = ""
     """HOST:PORT of the hub of which this one is a node, for two levels (HALoS, arXiv:2506.04531)."""
 
-    parent_every: int = 32
+    parent_every: PositiveInt = 32
     """Versions of a unit between two exchanges with the parent."""
 
-    parent_mix: float = 0.25
+    parent_mix: Annotated[float, Range(above=0, most=1)] = 0.25
     """Share of the parent's anchor in the anchor it is mixed into."""
 
-    quorum: int | Literal["all"] = 1
+    quorum: PositiveInt | Literal["all"] = 1
     """Nodes whose pushes of a unit make a new anchor: a number of them, or with `all` every member that is
     alive. With a number, what is merged counts as the share of a round that its nodes have: 1/N of
     N nodes, or their share by `hub.weights`."""
 
-    grace: float = 0.5
+    grace: NonNegativeFloat = 0.5
     """Once a quorum is there, wait for the others this share of the usual time between merges. Nodes train on
     meanwhile. 0 with a quorum of 1: every arrival makes an anchor of its own."""
 
-    grace_cap_s: float = 10.0
+    grace_cap_s: NonNegativeFloat = 10.0
     """Longest such wait."""
 
     merge: MergeRule | ImportPath = "mean"
@@ -233,7 +221,7 @@ class HubConfig:
     mean of differences that are no longer than usual (`centered-clip`). Or a function of your own as
     `package.module:name`."""
 
-    merge_cut: float = 1 / 3
+    merge_cut: Annotated[float, Range(least=0, below=0.5)] = 1 / 3
     """Share of the pushes at either end that `trimmed` leaves out, and share of liars that `multi-krum`
     reckons with; below half."""
 
@@ -245,7 +233,7 @@ class HubConfig:
     """Keep the run open: `train.steps` and `train.seconds` are no budget, and each node decides when it
     leaves. For nodes with training loops of their own."""
 
-    max_steps_ahead: int = 1024
+    max_steps_ahead: PositiveInt = 1024
     """Steps a node trains on without an answer from the hub before it waits."""
 
     codec: Codec | ImportPath = "bf16"
@@ -256,20 +244,20 @@ class HubConfig:
     """How anchors travel down: `fp32` sends them whole, the others what has changed since the version the
     node has."""
 
-    heartbeat_s: float = 0.5
+    heartbeat_s: PositiveFloat = 0.5
     """How often a node reports and asks for news."""
 
     expire_s: float = 15.0
     """Silence after which a node is no longer counted on; its data goes to others."""
 
-    lease_samples: int = 4096
+    lease_samples: PositiveInt = 4096
     """Samples handed out at a time; no sample is with two nodes."""
 
     snapshot_bytes: int = 2**25
     """Journal bytes after which a snapshot lets the hub forget them; at least twice what the last snapshot
     has. A hub that comes back reads that much, and a new replica or standby fetches it."""
 
-    threads: int = 0
+    threads: NonNegativeInt = 0
     """Units that are merged at a time; each takes up to 12 bytes per parameter of its unit meanwhile. 0: half
     of the cores."""
 
@@ -290,12 +278,12 @@ class HubConfig:
     metrics_port: int | None = None
     """Serve Prometheus metrics on this port of the hub's host."""
 
-    policy_versions: int = 4
+    policy_versions: PositiveInt = 4
     """Versions of the policy that the hub keeps for rollout servers: one that has any of them needs only what
     has changed since. Each takes up to 2 bytes per parameter (4 unless `rl.engine_dtype` is bf16), and only
     while a server is there."""
 
-    call_timeout_s: float = 30.0
+    call_timeout_s: PositiveFloat = 30.0
     """Deadline of every call but bulk transfers, which have it per MiB."""
 
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
@@ -312,33 +300,18 @@ class HubConfig:
             for place in filter(None, getattr(self, name).split(",")):
                 host, _, port = place.rpartition(":")
                 check(bool(host) and port.isdecimal(), f"hub.{name}", "must be HOST:PORT", repr(place))
-        check_known(self.merge, "hub.merge", get_args(MergeRule))
-        check(0 <= self.merge_cut < 0.5, "hub.merge_cut", "must be in [0, 0.5)", self.merge_cut)
-        check_known(self.codec, "hub.codec", get_args(Codec))
-        check_known(self.codec_down, "hub.codec_down", get_args(Codec))
         rule = 'must not order single elements with hub.codec = "topk", as few pushes have the same ones and'
         rule += ' the middle of their values is 0; use "mean" or "geometric-median"'
         check(self.codec != "topk" or self.merge not in ELEMENTWISE, "hub.merge", rule, repr(self.merge))
-        check(self.parent_every >= 1, "hub.parent_every", "must be at least 1", self.parent_every)
-        check(0 < self.parent_mix <= 1, "hub.parent_mix", "must be in (0, 1]", self.parent_mix)
-        check(self.quorum == "all" or self.quorum >= 1, "hub.quorum", "must be at least 1", self.quorum)
-        check(self.grace >= 0, "hub.grace", "must not be negative", self.grace)
-        check(self.grace_cap_s >= 0, "hub.grace_cap_s", "must not be negative", self.grace_cap_s)
-        check(self.max_steps_ahead >= 1, "hub.max_steps_ahead", "must be at least 1", self.max_steps_ahead)
-        check(self.heartbeat_s > 0, "hub.heartbeat_s", "must be above 0", self.heartbeat_s)
         check(
             self.expire_s > 2 * self.heartbeat_s, "hub.expire_s", "must be above 2 heartbeats", self.expire_s
         )
-        check(self.lease_samples >= 1, "hub.lease_samples", "must be at least 1", self.lease_samples)
         check(
             self.snapshot_bytes >= 2**20, "hub.snapshot_bytes", "must be at least 1 MiB", self.snapshot_bytes
         )
-        check(self.threads >= 0, "hub.threads", "must not be negative", self.threads)
         for name, found in (("model_sha256", (self.model_sha256,)), ("anchors_sha256", self.anchors_sha256)):
             for digest in filter(None, found):
                 check(bool(_SHA256.fullmatch(digest)), f"hub.{name}", "must be 64 hexadecimal digits", digest)
-        check(self.policy_versions >= 1, "hub.policy_versions", "must be at least 1", self.policy_versions)
-        check(self.call_timeout_s > 0, "hub.call_timeout_s", "must be above 0", self.call_timeout_s)
 
     @property
     def addresses(self) -> tuple[str, ...]:

@@ -8,15 +8,26 @@ checkpointed, offloaded or sent to a joining node as it is.
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Annotated, Any, Generic, Protocol, TypeVar
 
 from aedit.async_sgd.rules import heloco
 from aedit.async_sgd.rules.config import OuterConfig
 from aedit.async_sgd.rules.records import Vector
-from aedit.types import TensorLayout, imported
+from aedit.types import (
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    Share,
+    TensorLayout,
+    checked,
+    imported,
+)
 
 SETTINGS = ("lr", "momentum", "delay", "activation")
 """Values of `[outer]` that the constructor of an outer optimizer may ask for by name."""
+
+Momentum = Annotated[float, Range(least=0, below=1)]
 
 A = TypeVar("A", bound=Any)
 """An array with operators: a NumPy vector or a torch tensor."""
@@ -73,10 +84,11 @@ class OuterOptimizer(Protocol):
         """
 
 
+@checked()
 class Average:
     """x <- x - lr * g: plain parameter averaging when lr is 1."""
 
-    def __init__(self, lr: float = 1.0) -> None:
+    def __init__(self, lr: PositiveFloat = 1.0) -> None:
         self.lr = lr
 
     def init(self, anchor: A) -> OuterState[A]:
@@ -92,13 +104,14 @@ class Average:
         return anchor
 
 
+@checked()
 class Nesterov:
     """SGD with Nesterov momentum as `torch.optim.SGD(nesterov=True)`: u <- mu u + g; x <- x - lr (g + mu u).
 
     The paper's outer optimizer (EDiT, arXiv:2412.07210, section 3.1; DiLoCo, arXiv:2311.08105, algorithm 1).
     """
 
-    def __init__(self, lr: float = 0.8, momentum: float = 0.85) -> None:
+    def __init__(self, lr: PositiveFloat = 0.8, momentum: Momentum = 0.85) -> None:
         self.lr, self.mu = lr, momentum
         self._decay = self._ahead = momentum
 
@@ -130,6 +143,7 @@ class Nesterov:
         return ahead
 
 
+@checked()
 class DelayedNesterov:
     """Nesterov momentum that takes in N updates at once, for updates that come one by one and late.
 
@@ -140,7 +154,11 @@ class DelayedNesterov:
     """
 
     def __init__(
-        self, lr: float = 0.8, momentum: float = 0.85, delay: int = 4, activation: float = 0.0
+        self,
+        lr: PositiveFloat = 0.8,
+        momentum: Momentum = 0.85,
+        delay: PositiveInt = 4,
+        activation: Share = 0.0,
     ) -> None:
         self.lr, self.mu, self.delay, self.c = lr, momentum, delay, activation
 
@@ -166,13 +184,16 @@ class DelayedNesterov:
         return ahead
 
 
+@checked()
 class HeLoCo:
     """Nesterov with an averaged momentum after a correction: m <- mu m + (1 - mu) g; x <- x - lr (g + mu m).
 
     arXiv:2606.00271. The correction is that of `rules.heloco`; it needs whole tensors, which a hub has.
     """
 
-    def __init__(self, lr: float = 0.8, momentum: float = 0.85, correction: float = 1.0) -> None:
+    def __init__(
+        self, lr: PositiveFloat = 0.8, momentum: Momentum = 0.85, correction: NonNegativeFloat = 1.0
+    ) -> None:
         self.lr, self.mu, self.strength = lr, momentum, correction
         self._step = Nesterov(lr, momentum)
 

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-from aedit.types import check
+from aedit.types import check, checked
 
 
+@checked("audit")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditConfig:
     """Checks that rollouts of servers are those of the policy; see docs/security.md."""

@@ -1,7 +1,7 @@
 """Configuration of a run as one frozen value. Imports no torch, so that `aedit --help` is fast."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from aedit.async_sgd.rules.config import HubConfig, OuterConfig
 from aedit.edit.config import EditConfig
@@ -9,7 +9,16 @@ from aedit.launch.config.audit import AuditConfig
 from aedit.launch.config.rl import DrafterConfig, PromptConfig, RewardConfig, RLConfig
 from aedit.launch.config.serve import ServeConfig
 from aedit.launch.config.swarm import SwarmConfig
-from aedit.types import check
+from aedit.types import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    Share,
+    check,
+    checked,
+)
 
 SMALL: dict[str, int | float | bool | str] = {
     "hidden_size": 256,
@@ -22,6 +31,7 @@ SMALL: dict[str, int | float | bool | str] = {
 """Default model, also that of most presets."""
 
 
+@checked("model")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A `transformers` causal language model, new or pretrained."""
@@ -52,6 +62,7 @@ class ModelConfig:
         return self.sizes or (dict(SMALL) if self.family == "llama" else {})
 
 
+@checked("data")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
     """Source of the text, and how it is cut into samples."""
@@ -71,31 +82,28 @@ class DataConfig:
     tokenizer: str = "byte"
     """`byte`, or the directory or name of a Hugging Face tokenizer."""
 
-    seq_len: int = 256
+    seq_len: Annotated[int, Range(least=2)] = 256
     """Sequence length in tokens."""
 
-    held_out: float = 0.02
+    held_out: Annotated[float, Range(above=0, below=1)] = 0.02
     """Share of the documents, chosen by hash, that is held out for evaluation."""
 
-    def __post_init__(self) -> None:
-        check(self.seq_len >= 2, "data.seq_len", "must be at least 2", self.seq_len)
-        check(0 < self.held_out < 1, "data.held_out", "must be in (0, 1)", self.held_out)
 
-
+@checked("train")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """Inner optimizer, length of the run and evaluation."""
 
-    steps: int = 1000
+    steps: PositiveInt = 1000
     """Inner steps per node; with `edit.schedule = "seconds"` the mean over the nodes."""
 
-    seconds: float | None = None
+    seconds: PositiveFloat | None = None
     """End the run at the first round after so many seconds; needs `edit.schedule = "seconds"`."""
 
-    batch_size: int = 8
+    batch_size: PositiveInt = 8
     """Samples per node and micro-batch, over all its ranks."""
 
-    accumulate: int = 1
+    accumulate: PositiveInt = 1
     """Micro-batches per inner step."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -103,63 +111,47 @@ class TrainConfig:
     momentum, as long as a step of AdamW (arXiv:2502.16982), so that `lr` and `weight_decay` mean the same;
     embeddings, the head and vectors are stepped by AdamW."""
 
-    lr: float = 1e-3
+    lr: PositiveFloat = 1e-3
     """Peak learning rate of the inner optimizer."""
 
-    lr_by_nodes: float = 0.0
+    lr_by_nodes: Share = 0.0
     """Power of the number of live nodes by which `lr` grows. AdamW divides by the noise of one node's
     gradients, so the mean of N nodes' steps is shorter than a step on all their samples; 0.5 makes up for
     it (the square-root rule of arXiv:2205.10287)."""
 
-    lr_warmup: float = 0.02
+    lr_warmup: Annotated[float, Range(least=0, below=1)] = 0.02
     """Share of the run with linear warm-up of the learning rate."""
 
-    lr_final: float = 0.1
+    lr_final: Share = 0.1
     """Final learning rate of the cosine schedule, as a share of `lr`; 1 keeps it constant."""
 
-    weight_decay: float = 0.1
+    weight_decay: NonNegativeFloat = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
 
-    grad_clip: float = 1.0
+    grad_clip: PositiveFloat = 1.0
     """Gradients with a larger norm are clipped to it."""
 
-    eval_every: int = 1
+    eval_every: NonNegativeInt = 1
     """Rounds between evaluations on held-out text; 0 evaluates only at the start and the end."""
 
-    eval_samples: int = 32
+    eval_samples: PositiveInt = 32
     """Held-out samples per evaluation."""
 
-    def __post_init__(self) -> None:
-        check(self.steps >= 1, "train.steps", "must be at least 1", self.steps)
-        check(self.seconds is None or self.seconds > 0, "train.seconds", "must be above 0", self.seconds)
-        check(self.batch_size >= 1, "train.batch_size", "must be at least 1", self.batch_size)
-        check(self.accumulate >= 1, "train.accumulate", "must be at least 1", self.accumulate)
-        check(self.lr > 0, "train.lr", "must be above 0", self.lr)
-        check(0 <= self.lr_by_nodes <= 1, "train.lr_by_nodes", "must be in [0, 1]", self.lr_by_nodes)
-        check(0 <= self.lr_warmup < 1, "train.lr_warmup", "must be in [0, 1)", self.lr_warmup)
-        check(0 <= self.lr_final <= 1, "train.lr_final", "must be in [0, 1]", self.lr_final)
-        check(self.weight_decay >= 0, "train.weight_decay", "must not be negative", self.weight_decay)
-        check(self.grad_clip > 0, "train.grad_clip", "must be above 0", self.grad_clip)
-        check(self.eval_every >= 0, "train.eval_every", "must not be negative", self.eval_every)
-        check(self.eval_samples >= 1, "train.eval_samples", "must be at least 1", self.eval_samples)
 
-
+@checked("checkpoint")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
     """Frequency and number of checkpoints."""
 
-    every: int = 1
+    every: NonNegativeInt = 1
     """Rounds between checkpoints; 0: only at the end. In a run without rounds (`edit.warmup_steps = "all"`)
     `edit.every` steps count as one."""
 
-    keep: int = 2
+    keep: PositiveInt = 2
     """Newest checkpoints kept per node."""
 
-    def __post_init__(self) -> None:
-        check(self.every >= 0, "checkpoint.every", "must not be negative", self.every)
-        check(self.keep >= 1, "checkpoint.keep", "must be at least 1", self.keep)
 
-
+@checked("local")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalConfig:
     """Simulated machines of `aedit run --local N`."""
@@ -167,16 +159,16 @@ class LocalConfig:
     slowdown: tuple[float, ...] = ()
     """Factor per node by which each of its steps is slowed down; missing entries are 1."""
 
-    ranks: int = 1
+    ranks: PositiveInt = 1
     """Processes per node, sharded by FSDP2."""
 
     def __post_init__(self) -> None:
         check(
             all(s >= 1 for s in self.slowdown), "local.slowdown", "entries must be at least 1", self.slowdown
         )
-        check(self.ranks >= 1, "local.ranks", "must be at least 1", self.ranks)
 
 
+@checked("")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """Configuration of one run. Each field is a key of the TOML file and a dotted flag."""
@@ -188,7 +180,7 @@ class RunConfig:
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
-    restarts: int = 3
+    restarts: NonNegativeInt = 3
     """Number of times that the processes of a node are restarted after a failure."""
 
     log: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
@@ -217,7 +209,6 @@ class RunConfig:
             "must be a plain directory name",
             repr(self.name),
         )
-        check(self.restarts >= 0, "restarts", "must not be negative", self.restarts)
         check(len(set(self.log)) == len(self.log), "log", "must name each tracker once", list(self.log))
         timed = self.edit.schedule == "seconds"
         check(

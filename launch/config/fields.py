@@ -1,9 +1,8 @@
 """Configuration values by dotted name: their types, TOML text and conversion."""
 
-import difflib
 import json
 import types
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -11,7 +10,7 @@ import tomli_w
 
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.effects import without_effect
-from aedit.types import ImportPath, UserError, is_import_path
+from aedit.types import WRONG, ImportPath, UserError, choices, describe, is_import_path, shown, suggest
 
 NONE = "none"
 """Text for an empty value in a TOML file, as TOML has no null."""
@@ -71,31 +70,10 @@ def convert(value: object, hint: Any, name: str) -> Any:
     Raises UserError with key, expected type and value found.
     """
     converted = _convert(value, hint)
-    if converted is _WRONG:
-        raise UserError(f"{name}: expected {describe(hint)}, got {_shown(value)}")
+    if converted is WRONG:
+        near = suggest(value, choices(hint)) if isinstance(value, str) else ""
+        raise UserError(f"{name}: expected {describe(hint)}, got {shown(value)}{near}")
     return converted
-
-
-def suggest(name: str, known: Collection[str]) -> str:
-    """Return `; did you mean X?`, or "" if no known name is close."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    same_leaf = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]
-    best = (close or same_leaf)[:1]
-    return f"; did you mean {best[0]}?" if best else ""
-
-
-def describe(hint: Any) -> str:
-    """Return a type in words."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return " or ".join(f'"{a}"' for a in args)
-    if origin in (Union, types.UnionType):
-        return " or ".join(describe(a) for a in args)
-    if origin is tuple:
-        return f"a list of {describe(args[0])}" if args[1:] == (...,) else f"a list of {len(args)} values"
-    if origin is dict:
-        return "a table"
-    return _WORDS[hint]
 
 
 def _tree(config: Any, usual: Any) -> dict[str, Any]:
@@ -120,24 +98,13 @@ def _drop(tree: dict[str, Any], path: list[str]) -> None:
         tree.pop(first, None)
 
 
-_WORDS = {
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    bool: "true or false",
-    ImportPath: "package.module:Name",
-    type(None): f'"{NONE}"',
-}
-_WRONG = object()
-
-
 def _convert(value: object, hint: Any) -> Any:
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         answers = (_convert(value, a) for a in args)
-        return next((a for a in answers if a is not _WRONG), _WRONG)
+        return next((a for a in answers if a is not WRONG), WRONG)
     if origin is Literal:
-        return value if value in args and isinstance(value, str) else _WRONG
+        return value if value in args and isinstance(value, str) else WRONG
     if origin is tuple:
         return _convert_list(value, args)
     if origin is dict:
@@ -147,32 +114,27 @@ def _convert(value: object, hint: Any) -> Any:
 
 def _convert_scalar(value: object, hint: type) -> Any:
     if hint is type(None):
-        return None if isinstance(value, str) and value.lower() == NONE else _WRONG
+        return None if isinstance(value, str) and value.lower() == NONE else WRONG
     if hint is ImportPath:
-        return str(value) if isinstance(value, str) and is_import_path(value) else _WRONG
+        return str(value) if isinstance(value, str) and is_import_path(value) else WRONG
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    return value if type(value) is hint else _WRONG
+    return value if type(value) is hint else WRONG
 
 
 def _convert_list(value: object, args: tuple[Any, ...]) -> Any:
     if not isinstance(value, list):
-        return _WRONG
+        return WRONG
     wanted = [args[0]] * len(value) if args[1:] == (...,) else list(args)
     if len(wanted) != len(value):
-        return _WRONG
+        return WRONG
     converted = tuple(_convert(v, w) for v, w in zip(value, wanted, strict=True))
-    return _WRONG if _WRONG in converted else converted
+    return WRONG if WRONG in converted else converted
 
 
 def _convert_table(value: object, hint: Any) -> Any:
     if not isinstance(value, Mapping):
-        return _WRONG
+        return WRONG
     # Keep the type of each number: `int | float` must not convert hidden_size = 64 to 64.0.
-    entries = {key: v if type(v) in get_args(hint) else _WRONG for key, v in value.items()}
-    return _WRONG if _WRONG in entries.values() else entries
-
-
-def _shown(value: object) -> str:
-    text = f'"{value}"' if isinstance(value, str) else str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    entries = {key: v if type(v) in get_args(hint) else WRONG for key, v in value.items()}
+    return WRONG if WRONG in entries.values() else entries

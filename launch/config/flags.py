@@ -11,8 +11,8 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from aedit.launch.config.config import RunConfig
-from aedit.launch.config.fields import NONE, hints, suggest
-from aedit.types import ImportPath, UserError, is_import_path
+from aedit.launch.config.fields import NONE, hints
+from aedit.types import ImportPath, UserError, is_import_path, suggest
 
 T = TypeVar("T")
 

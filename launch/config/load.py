@@ -11,10 +11,10 @@ from typing import Any, TypeVar, get_type_hints
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.effects import check_effects
 from aedit.launch.config.extensions import check_imports
-from aedit.launch.config.fields import convert, hints, suggest, values
+from aedit.launch.config.fields import convert, hints, values
 from aedit.launch.config.flags import flag_keys, with_flags
 from aedit.launch.config.presets import read_config
-from aedit.types import UserError
+from aedit.types import UserError, suggest
 
 T = TypeVar("T")
 

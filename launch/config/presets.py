@@ -3,8 +3,7 @@
 from importlib.resources import files
 from pathlib import Path
 
-from aedit.launch.config.fields import suggest
-from aedit.types import UserError
+from aedit.types import UserError, suggest
 
 PREFIX = "preset:"
 

@@ -1,14 +1,23 @@
 """Configuration of reinforcement learning: prompts, rewards, policy loss, drafter. Imports no torch."""
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-from aedit.types import ImportPath, check, check_known, is_import_path
+from aedit.types import (
+    ImportPath,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    check,
+    checked,
+    is_import_path,
+)
 
 Scalar = int | float | bool | str
 LossName = Literal["dppo-tv", "grpo", "dapo", "dr-grpo", "gspo", "cispo"]
 
 
+@checked("prompts")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptConfig:
     """Source of the problems: a prompt each, with the columns that rewards read."""
@@ -22,7 +31,7 @@ class PromptConfig:
     options: dict[str, Scalar] = field(default_factory=dict)
     """Options of the generator."""
 
-    size: int = 10_000
+    size: Annotated[int, Range(least=2)] = 10_000
     """Problems that a generator makes. Files and datasets are read whole."""
 
     split: str = "train"
@@ -37,17 +46,14 @@ class PromptConfig:
     chat_template: bool = True
     """Use the tokenizer's chat template where it has one; a text becomes one message of the user."""
 
-    held_out: float = 0.05
+    held_out: Annotated[float, Range(above=0, below=1)] = 0.05
     """Share of the problems, chosen by hash of the prompt, that is never trained on and is evaluated."""
 
     curriculum: bool = False
     """Draw harder problems as more are solved, where the generator has levels."""
 
-    def __post_init__(self) -> None:
-        check(self.size >= 2, "prompts.size", "must be at least 2", self.size)
-        check(0 < self.held_out < 1, "prompts.held_out", "must be in (0, 1)", self.held_out)
 
-
+@checked("reward")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardConfig:
     """Functions that score completions, in processes of their own."""
@@ -65,10 +71,10 @@ class RewardConfig:
     solved: float = 1.0
     """Reward from which a completion counts as solved."""
 
-    workers: int = 1
+    workers: PositiveInt = 1
     """Processes per rank that compute rewards."""
 
-    time_limit_s: float = 10.0
+    time_limit_s: PositiveFloat = 10.0
     """Limit of one call. A call that takes longer is ended and tried once more; then its rewards are None and
     its completions are left out."""
 
@@ -81,15 +87,14 @@ class RewardConfig:
         check(len(set(names)) == len(names), "reward.functions", "must name each function once", names)
         fits = not self.weights or len(self.weights) == len(self.functions)
         check(fits, "reward.weights", "must have one weight for each of reward.functions", self.weights)
-        check(self.workers >= 1, "reward.workers", "must be at least 1", self.workers)
-        check(self.time_limit_s > 0, "reward.time_limit_s", "must be above 0", self.time_limit_s)
 
 
+@checked("rl.sampling")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RLSamplingConfig:
     """Sampling of rollouts. No top-k or top-p: the behaviour probabilities are those of the policy."""
 
-    temperature: float = 1.0
+    temperature: PositiveFloat = 1.0
     """Softmax temperature of rollouts; held-out problems are answered greedily."""
 
     max_new_tokens: int = 128
@@ -99,12 +104,12 @@ class RLSamplingConfig:
     """A rollout also ends with the token that completes one of these, as with the end-of-text token."""
 
     def __post_init__(self) -> None:
-        check(self.temperature > 0, "rl.sampling.temperature", "must be above 0", self.temperature)
         most = self.max_new_tokens
         check(most >= 1, "rl.sampling.max_new_tokens", "must be at least 1", most)
         check("" not in self.stop, "rl.sampling.stop", "must not have an empty text", list(self.stop))
 
 
+@checked("rl")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RLConfig:
     """Groups of rollouts, advantages and policy loss."""
@@ -122,16 +127,16 @@ class RLConfig:
     """Reward minus group mean, with or without division by the group's standard deviation, or minus the mean
     of the other rollouts."""
 
-    clip_low: float = 0.2
+    clip_low: PositiveFloat = 0.2
     """Clip range of the ratio below 1 (of the probability difference with `dppo-tv`)."""
 
-    clip_high: float = 0.2
+    clip_high: PositiveFloat = 0.2
     """Clip range of the ratio above 1."""
 
     importance: Literal["off", "token", "sequence"] = "off"
     """Truncated importance weights of trainer over behaviour probabilities, per token or per sequence."""
 
-    importance_cap: float = 2.0
+    importance_cap: PositiveFloat = 2.0
     """Upper limit of an importance weight."""
 
     kl: float = 0.0
@@ -172,7 +177,7 @@ class RLConfig:
     """Rollout servers that generate too: `hub` for those that the run's hub lists (`aedit serve ADDRESS`), or
     addresses as `HOST:PORT,HOST:PORT`."""
 
-    server_silent_s: float = 5.0
+    server_silent_s: PositiveFloat = 5.0
     """Silence after which a server's samples continue elsewhere."""
 
     on_new_version: Literal["recompute", "finish"] = "recompute"
@@ -185,7 +190,7 @@ class RLConfig:
     supervised_batch: int = 32
     """Problems per node and step of the supervised warm-up."""
 
-    supervised_lr: float = 1e-3
+    supervised_lr: PositiveFloat = 1e-3
     """Learning rate of the supervised warm-up."""
 
     eval_every: int = 10
@@ -217,7 +222,6 @@ class RLConfig:
         return "bf16" if self.engine_dtype == "bf16" else "fp32"
 
     def __post_init__(self) -> None:
-        check_known(self.loss, "rl.loss", get_args(LossName))
         for name in ("groups", "group_size", "epochs", "batches", "supervised_batch", "eval_problems"):
             check(getattr(self, name) >= 1, f"rl.{name}", "must be at least 1", getattr(self, name))
         for name in ("kl", "max_staleness", "overlong", "rows", "workers", "supervised_steps", "eval_every"):
@@ -230,10 +234,6 @@ class RLConfig:
         check(self.overlong <= most, "rl.overlong", rule, self.overlong)
         warmed = bool(self.kl and self.supervised_steps)
         check(not warmed, "rl.kl", "must be 0 in a run with rl.supervised_steps", self.kl)
-        check(self.clip_low > 0, "rl.clip_low", "must be above 0", self.clip_low)
-        check(self.clip_high > 0, "rl.clip_high", "must be above 0", self.clip_high)
-        check(self.importance_cap > 0, "rl.importance_cap", "must be above 0", self.importance_cap)
-        check(self.supervised_lr > 0, "rl.supervised_lr", "must be above 0", self.supervised_lr)
 
     def _check_servers(self) -> None:
         places = self.server_addresses
@@ -243,9 +243,9 @@ class RLConfig:
             rule = 'must be "off", "hub", or HOST:PORT, several separated by commas'
             check(fits, "rl.servers", rule, repr(self.servers))
         check(len({*places}) == len(places), "rl.servers", "must name each server once", repr(self.servers))
-        check(self.server_silent_s > 0, "rl.server_silent_s", "must be above 0", self.server_silent_s)
 
 
+@checked("drafter")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterConfig:
     """Speculative decoding of rollouts, which changes no token."""
@@ -260,12 +260,11 @@ class DrafterConfig:
     share: bool = True
     """Exchange the trained layer with the other nodes in the rounds."""
 
-    lr: float = 1e-3
+    lr: PositiveFloat = 1e-3
     """Learning rate of the layer's training."""
 
     memory_bytes: int = 2**26
     """Memory for the newest features, on which the layer is trained."""
 
     def __post_init__(self) -> None:
-        check(self.lr > 0, "drafter.lr", "must be above 0", self.lr)
         check(self.memory_bytes >= 2**20, "drafter.memory_bytes", "must be at least 1 MiB", self.memory_bytes)

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-from aedit.types import check
+from aedit.types import NonNegativeInt, check, checked
 
 
+@checked("serve")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
     """Rollout servers (`aedit serve ADDRESS`). A flag of the server overrides the run's value there."""
@@ -19,7 +20,7 @@ class ServeConfig:
     waiting: int = 1024
     """Samples of one rank that may wait beyond `rows`."""
 
-    max_tokens: int = 0
+    max_tokens: NonNegativeInt = 0
     """Limit of prompt and answer of a sample; 0: `data.seq_len`."""
 
     versions: int = 4
@@ -28,4 +29,3 @@ class ServeConfig:
     def __post_init__(self) -> None:
         for name in ("rows", "lines", "waiting", "versions"):
             check(getattr(self, name) >= 1, f"serve.{name}", "must be at least 1", getattr(self, name))
-        check(self.max_tokens >= 0, "serve.max_tokens", "must not be negative", self.max_tokens)

@@ -2,13 +2,14 @@
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from aedit.types import check
+from aedit.types import Range, check, checked
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 
 
+@checked("swarm")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwarmConfig:
     """A run without a hub: each part of the model is owned by one of the peers, and others follow it."""
@@ -33,14 +34,14 @@ class SwarmConfig:
     announce: str = ""
     """Host name or address by which others reach this peer, if it is another than that of `listen`."""
 
-    parts: int = 4
+    parts: Annotated[int, Range(least=1, most=64)] = 4
     """Parts of the model, each of which has an owner of its own: unit i belongs to part i % parts."""
 
-    copies: int = 3
+    copies: Annotated[int, Range(least=1, most=7)] = 3
     """Peers that keep a part, its owner included. A push is acknowledged when all that are in sync have it on
     disk, and these are most of the copies."""
 
-    lease_s: float = 6.0
+    lease_s: Annotated[float, Range(least=2, most=300)] = 6.0
     """Time without a new card after which a peer is no longer live. A peer calls others ten times in it, and
     at most once a second."""
 
@@ -48,7 +49,7 @@ class SwarmConfig:
     """Time without an owner after which a part is lost: then a peer that most peers vote for founds it again
     from the newest anchor of any node. Choose more than a cut or a restart takes; 0: never."""
 
-    averaging_s: float = 60.0
+    averaging_s: Annotated[float, Range(least=15, most=3600)] = 60.0
     """Longest time of a round with hivemind, after which the peer goes on alone."""
 
     allow: tuple[str, ...] = ()
@@ -80,10 +81,6 @@ class SwarmConfig:
         check(named, "swarm.listen", "must be HOST:PORT, or empty for a client", repr(self.listen))
         reached = host not in ("0.0.0.0", "[::]") or bool(self.announce)
         check(reached, "swarm.announce", "must name this machine if swarm.listen is", repr(host))
-        check(1 <= self.parts <= 64, "swarm.parts", "must be in [1, 64]", self.parts)
-        check(1 <= self.copies <= 7, "swarm.copies", "must be in [1, 7]", self.copies)
-        check(15 <= self.averaging_s <= 3600, "swarm.averaging_s", "must be in [15, 3600]", self.averaging_s)
-        check(2 <= self.lease_s <= 300, "swarm.lease_s", "must be in [2, 300]", self.lease_s)
         is_late = self.lost_s == 0 or self.lost_s > self.lease_s
         check(is_late, "swarm.lost_s", "must be 0, or above swarm.lease_s", self.lost_s)
         for key in self.allow:

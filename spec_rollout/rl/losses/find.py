@@ -11,7 +11,7 @@ from aedit.spec_rollout.rl.losses.dr_grpo import dr_grpo
 from aedit.spec_rollout.rl.losses.grpo import grpo
 from aedit.spec_rollout.rl.losses.gspo import gspo
 from aedit.spec_rollout.rl.losses.inputs import LossInputs, LossOutput, LossSettings, PolicyLoss
-from aedit.types import check_known, imported
+from aedit.types import check, imported, is_import_path, suggest
 
 LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
     {"dppo-tv": dppo_tv, "grpo": grpo, "dapo": dapo, "dr-grpo": dr_grpo, "gspo": gspo, "cispo": cispo}
@@ -24,7 +24,8 @@ def find_loss(name: str) -> PolicyLoss:
     Raises ValueError if there is none, or, when it is called, if a function of one's own returns something
     else than a LossOutput with a scalar loss and a bool tensor of the shape of the log-probabilities.
     """
-    check_known(name, "rl.loss", tuple(LOSSES))
+    rule = f"must be one of {', '.join(LOSSES)}, or module:Name"
+    check(name in LOSSES or is_import_path(name), "rl.loss", rule, f"{name}{suggest(name, LOSSES)}")
     return LOSSES[name] if name in LOSSES else _checked(imported(name, "rl.loss"), name)
 
 
