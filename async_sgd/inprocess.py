@@ -108,10 +108,10 @@ class InProcessHub:
         with self.lock:
             self.hub.heartbeat(node, report, self.clock())
 
-    def lease(self, node: int) -> list[tuple[int, int]]:
-        """Return new blocks [start, end) of sample positions for a member: `hub.lease_samples` samples."""
+    def lease(self, node: int, samples: int) -> list[tuple[int, int]]:
+        """Return new blocks [start, end) for a member: `samples` positions, at most `hub.lease_samples`."""
         with self.lock:
-            records = self.hub.lease(node, 0, self.clock())
+            records = self.hub.lease(node, samples, self.clock())
             self._apply(records)
         return [(record.start, record.end) for record in records if isinstance(record, Leased)]
 
@@ -161,6 +161,7 @@ class InProcessLink:
         self._before: dict[int, int] = {}
         """Number of pushes of earlier processes of this name, and of those that founded the run, by unit."""
         self._leases = Leases()
+        self._blocks: list[tuple[int, int]] = []
         self._told = (0, hub.clock())
         """Inner steps at the last `tell`, and when that was."""
 
@@ -232,7 +233,7 @@ class InProcessLink:
         )
 
     def tell(self, progress: Progress) -> None:
-        """Report steps and speed since the last call, and lease samples ahead of those that were drawn."""
+        """Report steps and speed since the last call, and the samples that are used."""
         with self.hub.lock:
             if not self.is_member:
                 return
@@ -244,19 +245,21 @@ class InProcessLink:
             self.hub.heartbeat(self.node, replace(report, loss=progress.loss, rl=progress.rl))
             for start, upto in self._leases.consumed(progress.used):
                 self.hub.use(self.node, start, upto)
-            if self._leases.num_samples <= progress.drawn:
-                self._leases = self._leases.more(self.hub.lease(self.node))
+            self._leases = self._leases.settle(progress.used)
 
     def heartbeat(self, steps_per_s: float) -> None:
         """Say that the node is there and how fast it is."""
         self.hub.heartbeat(self.node, Report(steps_per_s=steps_per_s, state="training"))
 
-    def leases(self) -> Sequence[tuple[int, int]]:
-        """Return all blocks of samples handed to this node so far."""
+    def leases(self, upto: int = 0) -> Sequence[tuple[int, int]]:
+        """Return all blocks of samples handed to this node so far; see `Link.leases`."""
         with self.hub.lock:
-            if not self._leases.blocks and self.is_member:
-                self._leases = self._leases.more(self.hub.lease(self.node))
-            return self._leases.blocks
+            while self.is_member and (missing := upto - self._leases.num_samples) > 0:
+                blocks = self.hub.lease(self.node, max(missing, self._leases.least))
+                leases = self._leases.more(blocks)
+                self._leases = leases.give(leases.num_samples)
+                self._blocks += blocks
+            return self._blocks
 
     def residuals(self) -> Mapping[int, Vector]:
         """Return nothing: values are sent as they are, so there is no error feedback."""

@@ -36,7 +36,6 @@ PLAN = PacedNode(
     num_samples=1500,
     lease_samples=64,
     expire_s=2.0,
-    draws=True,
 )
 LIMIT_S = 30.0
 

@@ -52,7 +52,6 @@ class Size:
             lease_samples=64,
             max_steps_ahead=8 * self.every,
             expire_s=2.0,
-            draws=True,
         )
 
 

@@ -60,7 +60,7 @@ class LeasedPositions:
 
     def peek(self, k: int) -> Positions | None:
         """Return the next k positions without drawing them; None while the leases have fewer."""
-        blocks = self.link.leases()
+        blocks = self.link.leases(self.drawn + k)
         self._block, self._before = self._find(blocks)
         found: list[Positions] = []
         missing, skip = k, self.drawn - self._before

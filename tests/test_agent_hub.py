@@ -11,6 +11,7 @@ from kit.hub_processes import HubProcess, ending, status
 from kit.waiting import until
 
 from aedit.launch.hub.replay import anchors_of
+from aedit.proto.agent.link import Progress
 from aedit.types import Verdict
 
 RUN = """
@@ -57,6 +58,7 @@ def train(link, seed, merged, reached):
     versions = list(link.join(30))
     kept = [np.zeros_like(v) for v in link.outbox]
     for seq in range(1, ROUNDS + 1):
+        until(lambda n=2 * seq: sum(e - s for s, e in link.leases(n)) >= n, "samples of a step", limit_s=60)
         for unit in (0, 1):
             kept[unit] += rng.integers(-8, 9, kept[unit].size)
             order(link, unit, seq, kept[unit], versions[unit])
@@ -67,6 +69,7 @@ def train(link, seed, merged, reached):
             if answer.verdict == Verdict.MERGED:
                 merged[unit] += kept[unit]
                 kept[unit][:] = 0
+        link.tell(Progress(steps=seq, drawn=2 * seq))
         reached[seed] = seq
     until(lambda: min(reached) == ROUNDS, "the other node, which breaks ties too", limit_s=90)
     link.leave(30)

@@ -119,7 +119,7 @@ def test_a_mailbox_in_a_file_is_removed_once(tmp_path, monkeypatch):
 
 
 def test_used_samples_are_told_block_by_block_and_whole_ones_only_once():
-    leases = Leases().more([(0, 4), (10, 16)]).more([(4, 8)])
+    leases = Leases().more([(0, 4), (10, 16)]).give(10).more([(4, 8)]).give(14)
     assert leases.num_samples == 14
     assert leases.consumed(0) == []
     assert leases.consumed(3) == [(0, 3)]
@@ -129,7 +129,7 @@ def test_used_samples_are_told_block_by_block_and_whole_ones_only_once():
     assert settled.consumed(6) == [(10, 12)]
     assert settled.consumed(14) == [(10, 16), (4, 8)]
     assert settled.settle(14) == Leases((), 14)
-    assert settled.settle(14).more([(20, 24)]).consumed(15) == [(20, 21)]
+    assert settled.settle(14).more([(20, 24)]).give(15).consumed(15) == [(20, 21)]
 
 
 def test_a_trainer_is_stalled_after_30_s_and_20_usual_steps():

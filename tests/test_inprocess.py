@@ -109,17 +109,14 @@ def test_blocks_of_samples_are_disjoint_and_more_come_as_they_are_drawn():
     links = [here.link(name) for name in ("first", "second")]
     for link in links:
         link.join(1.0)
-    assert [len(link.leases()) for link in links] == [1, 1]
-    links[0].tell(Progress(steps=4, drawn=31))
-    assert len(links[0].leases()) == 1
-    links[0].tell(Progress(steps=8, drawn=32, used=20))
-    blocks = [block for link in links for block in link.leases()]
-    assert len(blocks) == 3
-    positions = [position for start, end in blocks for position in range(start, end)]
-    assert len(positions) == len(set(positions)) == 96
+    assert [list(link.leases(upto=8)) for link in links] == [[(0, 8)], [(8, 16)]]
+    links[0].tell(Progress(steps=2, drawn=8, used=6))
+    assert list(links[0].leases(upto=48)) == [(0, 8), (16, 48), (48, 56)], "a lease has at most 32 samples"
     links[0].leave(1.0)
     again = here.link("third")
-    assert again.leases()[0] == (20, 32)  # samples that the first node had leased and not used
+    assert list(again.leases(upto=50)) == [(6, 8), (16, 46), (46, 56), (56, 64)], (
+        "first what the first node had leased and not used"
+    )
 
 
 def test_speed_is_measured_on_the_hubs_clock():
@@ -143,7 +140,7 @@ def test_a_node_that_was_silent_for_too_long_is_no_member_and_cannot_push():
     link.send(0, 1, base=1, steps=1, tokens=1)
     assert link.answer(0, 1) is None
     with pytest.raises(Denied, match="silent"):
-        here.lease(link.node)
+        here.lease(link.node, 1)
 
 
 def test_the_hub_in_process_needs_no_torch():

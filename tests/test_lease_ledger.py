@@ -1,12 +1,20 @@
-"""Tests the ledger of leases of the fault tests: it holds for the hub, and breaks with each broken hub."""
+"""Tests the ledger of leases of the fault tests: it holds for the hub, and breaks with each broken hub.
+
+And how far nodes lease ahead: the hub's state machine and the stocks of nodes run on one virtual clock.
+"""
 
 import random
+from collections import Counter
 
+import numpy as np
 import pytest
 from kit.hub_journal import check_leases
 from kit.hub_machine import World, config, plan
 
 from aedit.async_sgd.hub.pool import Pool
+from aedit.launch.data.order import samples_at
+from aedit.proto.agent.leases import Stock
+from aedit.proto.agent.link import Progress
 
 LEASE = 7
 lease, use = Pool.lease, Pool.use
@@ -108,3 +116,159 @@ def test_trained_positions_that_differ_from_the_journal_break_the_ledger(change)
     changed = {"twice": [*kept, kept[0]], "lost": kept[1:], "foreign": [*kept, 10**6]}[change]
     with pytest.raises(AssertionError, match="trained twice"):
         check_leases(world.journal, world.hub.state.pool, changed)
+
+
+# -- how far nodes lease ahead
+
+GROUPS, BEAT_S, LASTS_S = 8, 0.5, 30.0
+
+
+class Trainer:
+    """Draws `GROUPS` positions per step, and reports them as used at the end of each round of 10 steps."""
+
+    def __init__(self, run, name, steps_per_s):
+        self.run, self.node, self.steps_per_s = run, run.world.join(name), steps_per_s
+        self.stock = Stock(samples_per_step=GROUPS, lasts_s=LASTS_S, most_steps=1024)
+        self.given, self.trained, self.used, self.steps, self.due_s, self.busy_s = [], [], 0, 0, 0.0, 0.0
+        self.starved_s = 0.0
+
+    def turn(self, now_s):
+        """Train the steps that are due by now, as far as there are samples."""
+        while self.due_s <= now_s:
+            self.give()
+            if len(self.given) < len(self.trained) + GROUPS:
+                self.starved_s += BEAT_S
+                self.due_s = now_s + BEAT_S
+                return
+            self.trained += self.given[len(self.trained) : len(self.trained) + GROUPS]
+            self.steps, self.busy_s = self.steps + 1, self.busy_s + 1 / self.steps_per_s
+            self.due_s += 1 / self.steps_per_s
+            if self.steps % 10 == 0:
+                self.used = len(self.trained)
+
+    def give(self):
+        progress = Progress(self.steps, busy_s=self.busy_s, used=self.used, drawn=len(self.trained))
+        self.stock.see(progress, len(self.trained) + GROUPS)
+        self.given += [position for block in self.stock.give() for position in range(*block)]
+
+    def beat(self, now_s):
+        hub, consumed = self.run.world.hub, self.stock.leases.consumed(self.used)
+        self.run.world.do(hub.use(self.node, consumed))
+        self.stock.settle(sum(upto - start for start, upto in consumed))
+        self.stock.heard(now_s)
+        if missing := self.stock.missing():
+            self.stock.more(self.run.world.lease(self.node, missing))
+        self.give()
+
+
+class Run:
+    """Trainers of one hub, on a clock that advances by half a second."""
+
+    def __init__(self, *speeds):
+        self.world, self.now_s = World(plan(config(lease_samples=4096, expire_s=15.0))), 0.0
+        self.trainers = [Trainer(self, f"n{i}", speed) for i, speed in enumerate(speeds)]
+        self.gone = []
+
+    def go(self, seconds=float("inf"), groups=float("inf"), hub=True):
+        until_s = self.now_s + seconds
+        while self.now_s < until_s and len(self.trained) < groups:
+            for trainer in self.trainers:
+                if hub:
+                    trainer.beat(self.now_s)
+                trainer.turn(self.now_s)
+            self.now_s += BEAT_S
+
+    def kill(self, trainer):
+        """End a trainer: the hub notices it, and what it has not reported goes back."""
+        self.trainers.remove(trainer)
+        trainer.trained = trainer.trained[: trainer.used]
+        self.gone.append(trainer)
+        before = set(self.returned)
+        self.world.do(self.world.hub.leave(trainer.node))
+        return sorted(set(self.returned) - before)
+
+    @property
+    def returned(self):
+        return [p for block in self.world.hub.state.pool.returned for p in range(*block)]
+
+    @property
+    def trained(self):
+        return [position for trainer in [*self.trainers, *self.gone] for position in trainer.trained]
+
+
+@pytest.mark.parametrize("speeds", [(0.5, 0.5), (1.0, 0.25), (0.4, 0.1, 0.02)])
+def test_nodes_of_unequal_pace_stay_close_and_a_short_run_sees_no_problem_twice(speeds):
+    run = Run(*speeds)
+    run.go(groups=2500)
+    problems = Counter(samples_at(np.array(run.trained), 2600, seed=3).tolist())
+    assert max(problems.values()) == 1
+    assert run.world.hub.state.pool.watermark <= 2500 + GROUPS * sum(max(5 + 40 * s, 10) for s in speeds)
+    assert [trainer.starved_s for trainer in run.trainers] == [0.0] * len(speeds)
+
+
+@pytest.mark.parametrize("problems", [300, 500, 1000])
+def test_a_run_of_several_epochs_sees_each_problem_as_often_but_for_what_nodes_hold(problems):
+    run = Run(0.5, 0.125)
+    run.go(groups=2500)
+    counts = Counter(samples_at(np.array(run.trained), problems, seed=3).tolist())
+    held = {p for t in run.trainers for block in t.stock.leases.held for p in range(*block)} - {*run.trained}
+    for position in samples_at(np.array(sorted(held)), problems, seed=3).tolist():
+        counts[position] += 1
+    assert len(held) <= 8 * GROUPS * 5
+    assert len(counts) == problems
+    assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_what_a_killed_node_gives_back_is_trained_next():
+    run = Run(0.5, 0.5, 0.25)
+    run.go(seconds=600)
+    back = run.kill(run.trainers[1])
+    assert back
+    begun = {trainer.node: len(trainer.trained) for trainer in run.trainers}
+    run.go(seconds=60)
+    order = [t.trained[begun[t.node] :] for t in run.trainers]
+    behind = [
+        next(i for i, p in enumerate(positions) if p in back) for positions in order if {*positions} & {*back}
+    ]
+    assert {*back} <= {*run.trained}
+    assert min(behind) <= GROUPS * LASTS_S * 0.5 / 2, "it came before half of the stock"
+    for trainer in [*run.trainers]:
+        run.kill(trainer)
+    check_leases(run.world.journal, run.world.hub.state.pool, run.trained)
+
+
+def test_a_node_leases_more_while_a_hub_is_away_for_longer_than_its_stock_lasts():
+    run = Run(1.0, 0.25)
+    run.go(seconds=120)
+
+    def ahead():
+        return [t.stock.leases.num_samples - len(t.trained) for t in run.trainers]
+
+    usual = ahead()
+    assert max(usual) <= GROUPS * 41
+    run.go(seconds=25, hub=False)
+    assert [t.starved_s for t in run.trainers] == [0.0, 0.0], "a restart or a takeover stops nobody"
+    run.go(seconds=20)
+    run.go(seconds=120, hub=False)
+    starved = [t.starved_s for t in run.trainers]
+    assert 50 < starved[0] < 72, "it had twice the 25 s"
+    run.go(seconds=60)
+    assert GROUPS * 200 < ahead()[0] < GROUPS * 350
+    run.go(seconds=120, hub=False)
+    assert [t.starved_s for t in run.trainers] == starved, "the second time they have enough"
+    run.go(seconds=20 * 120 + 600)
+    assert max(ahead()) <= GROUPS * 41, "it is forgotten"
+    for trainer in [*run.trainers]:
+        run.kill(trainer)
+    check_leases(run.world.journal, run.world.hub.state.pool, run.trained)
+
+
+def test_rounds_of_any_length_need_few_leases():
+    stock, leased = Stock(samples_per_step=2, lasts_s=1.0, most_steps=8), 0
+    for step in range(1, 20_000):
+        stock.see(Progress(step, busy_s=step * 1.0, drawn=2 * step), 0)
+        if missing := stock.missing():
+            stock.more([(leased, leased + missing)])
+            leased += missing
+        stock.give()
+    assert len(stock.leases.held) < 1024 / 2

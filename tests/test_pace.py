@@ -124,7 +124,7 @@ class Leases:
     def __init__(self, *blocks):
         self.blocks = list(blocks)
 
-    def leases(self):
+    def leases(self, upto=0):
         return tuple(self.blocks)
 
 

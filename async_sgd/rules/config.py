@@ -234,7 +234,8 @@ class HubConfig:
     leaves. For nodes with training loops of their own."""
 
     max_steps_ahead: PositiveInt = 1024
-    """Steps a node trains on without an answer from the hub before it waits."""
+    """Steps a node trains on without an answer from the hub before it waits. Its leases of data may end
+    before: they last for `2 * expire_s`, or twice as long as the hub was away of late."""
 
     codec: Codec | ImportPath = "bf16"
     """How pseudo-gradients travel up: `e3m0` is 4 bits, `topk` keeps 192 of every 4096 in 2 bits. Or a class
@@ -251,7 +252,7 @@ class HubConfig:
     """Silence after which a node is no longer counted on; its data goes to others."""
 
     lease_samples: PositiveInt = 4096
-    """Samples handed out at a time; no sample is with two nodes."""
+    """Most samples in one lease; no sample is with two nodes."""
 
     snapshot_bytes: int = 2**25
     """Journal bytes after which a snapshot lets the hub forget them; at least twice what the last snapshot

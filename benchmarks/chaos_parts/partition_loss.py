@@ -143,7 +143,7 @@ class PartsLink:
                 node = part.join(self._name) if not self._is_in(part) else part.hub.state.names[self._name]
                 part.heartbeat(node, members.Report(steps_per_s=steps_per_s, state="training"))
 
-    def leases(self) -> Sequence[tuple[int, int]]:
+    def leases(self, upto: int = 0) -> Sequence[tuple[int, int]]:
         """Return nothing: the node has its own data."""
         return ()
 

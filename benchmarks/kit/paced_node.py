@@ -69,8 +69,6 @@ class PacedNode:
     prefers: int | None = None
     mode: str = "thread"
     lease_samples: int = 2048
-    draws: bool = False
-    """Go on only with samples that the hub has leased, as a node with data does."""
     donor: str = ""
     """HOST:PORT where it gives anchors to others; empty: it does not."""
     rejoin: str = ""
@@ -150,13 +148,14 @@ class Walker:
         self.note("left", steps=self.steps, longest_s=self.longest_s)
 
     def _may_go_on(self) -> bool:
-        has_data = not self.plan.draws or self._leased() >= (self.steps + 1) * self.plan.samples_per_step
+        has_data = self._leased() >= (self.steps + 1) * self.plan.samples_per_step
         return has_data and max(unit.steps for unit in self.units) < self.plan.max_steps_ahead
 
     def _leased(self) -> int:
         """Return the number of samples leased so far; the link is asked only when they are used up."""
-        if self.leased < (self.steps + 1) * self.plan.samples_per_step:
-            self.leased = sum(end - start for start, end in self.link.leases())
+        needed = (self.steps + 1) * self.plan.samples_per_step
+        if self.leased < needed:
+            self.leased = sum(end - start for start, end in self.link.leases(needed))
         return self.leased
 
     def _exchange(self, intervals: list[int]) -> None:

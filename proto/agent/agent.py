@@ -11,7 +11,7 @@ from functools import partial
 from aedit.proto.agent.connections import Connections
 from aedit.proto.agent.donor import Donor
 from aedit.proto.agent.joining import InitialSync
-from aedit.proto.agent.leases import Leases
+from aedit.proto.agent.leases import Stock
 from aedit.proto.agent.mailbox import AgentState, Mailbox, Wants, remove
 from aedit.proto.agent.membership import Membership
 from aedit.proto.agent.node_report import NodeReport
@@ -50,7 +50,11 @@ class Agent:
     ) -> None:
         self._plan, self._box, self._wakeups, self._connections = plan, box, wakeups, connections
         self._traffic = Traffic()
-        self._leases, self._leased_upto, self._lease_lock = Leases(), 0, threading.Lock()
+        self._stock = Stock(
+            samples_per_step=plan.samples_per_step, lasts_s=2 * plan.expire_s, most_steps=plan.steps_ahead
+        )
+        self._lease_lock = threading.Lock()
+        self._leased_upto = self._demand = 0
         self._news, self._node_report = RunNews(), NodeReport(plan)
         self._seen = _Seen()
         self._started = [0] * len(plan.units)
@@ -94,6 +98,7 @@ class Agent:
         """
         while self._box.state() in (AgentState.IDLE, AgentState.MEMBER):
             pending = self._start_ordered()
+            self._give()
             if not pending and is_over():
                 return True
             if not self._wakeups.wait(SOON_S if pending else LOOK_S) or not self._is_alive():
@@ -228,7 +233,8 @@ class Agent:
         if part == 0:
             self._node_report.tell(heartbeat.steps_per_s)
             with self._lease_lock:
-                self._leases = self._leases.settle(sum(c.upto - c.start for c in heartbeat.consumed))
+                self._stock.settle(sum(c.upto - c.start for c in heartbeat.consumed))
+                self._stock.heard(time.monotonic())
             self._lease()
 
     def refused(self, text: str) -> None:
@@ -246,28 +252,43 @@ class Agent:
 
     def _consumed(self) -> list[pb.Consumed]:
         with self._lease_lock:
-            blocks = self._leases.consumed(self._box.progress().used)
+            blocks = self._stock.leases.consumed(self._box.progress().used)
         return [pb.Consumed(start=start, upto=upto) for start, upto in blocks]
 
     def _lease(self) -> None:
-        """Lease samples for `steps_ahead` more steps, or two leases."""
-        plan, progress = self._plan, self._box.progress()
+        """Lease the samples that are missing."""
+        plan = self._plan
         if not plan.samples_per_step or self._box.wanted() == Wants.LEAVE or self._news.current().finished:
             return
-        ahead = max(plan.steps_ahead * plan.samples_per_step, 2 * plan.lease_samples)
-        missing = max(progress.drawn, progress.used) + ahead - self._leases.num_samples
-        if missing <= 0:
+        with self._lease_lock:
+            missing, held = self._stock.missing(), self._stock.leases.held
+        if not missing:
             return
-        samples = -(-missing // plan.lease_samples) * plan.lease_samples
         membership = self._memberships[0]
-        request = pb.LeaseRequest(who=membership.who(), samples=samples, lists_held=True)
-        request.held.extend(pb.Block(start=start, end=end) for start, end in self._leases.blocks)
+        request = pb.LeaseRequest(
+            who=membership.who(), samples=min(missing, plan.lease_samples), lists_held=True
+        )
+        request.held.extend(pb.Block(start=start, end=end) for start, end in held)
         reply = membership.client.lease(request)
         blocks = [(block.start, block.end) for block in reply.blocks]
         with self._lease_lock:
-            self._leases = self._leases.more(blocks)
+            self._stock.more(blocks)
             self._leased_upto = max((self._leased_upto, *(end for _, end in blocks)))
-        self._box.add_blocks(blocks)
+        self._give()
+        if blocks and self._stock.is_short:  # a lease has at most `hub.lease_samples`
+            membership.ask_soon()
+
+    def _give(self) -> None:
+        """Give the trainer samples, and lease soon what it asks for and is not there."""
+        if not self._plan.samples_per_step:
+            return
+        demand = self._box.demand()
+        with self._lease_lock:
+            self._stock.see(self._box.progress(), demand)
+            self._box.add_blocks(self._stock.give())
+        if self._stock.is_short and demand != self._demand:
+            self._demand = demand
+            self._memberships[0].ask_soon()
 
 
 def parent_lives(pid: int) -> Callable[[], bool]:

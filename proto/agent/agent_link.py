@@ -46,6 +46,7 @@ class AgentLink:
         """
         self._box, self._rank, self._waker, self._end = box, rank, waker, end
         self._blocks: list[tuple[int, int]] = []
+        self._num_leased = 0
         self.anchors: Sequence[NDArray[np.float32]] = box.anchors
         self.outbox: Sequence[NDArray[np.float32]] = box.outbox
         box.attach(rank)
@@ -111,10 +112,16 @@ class AgentLink:
         """See `Link.tell`."""
         self._box.tell(progress)
 
-    def leases(self) -> Sequence[tuple[int, int]]:
+    def leases(self, upto: int = 0) -> Sequence[tuple[int, int]]:
         """See `Link.leases`."""
         self._state()
-        self._blocks += self._box.blocks(len(self._blocks))
+        more = self._box.blocks(len(self._blocks))
+        self._blocks += more
+        self._num_leased += sum(end - start for start, end in more)
+        if upto and self._waker and upto != self._box.demand():
+            self._box.demand_samples(upto)
+            if upto > self._num_leased:
+                self._waker.ring()
         return self._blocks
 
     def residuals(self) -> Mapping[int, NDArray[np.float32]]:

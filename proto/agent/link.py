@@ -89,10 +89,11 @@ class Link(Protocol):
     def tell(self, progress: Progress) -> None:
         """Report the trainer's progress."""
 
-    def leases(self) -> Sequence[tuple[int, int]]:
+    def leases(self, upto: int = 0) -> Sequence[tuple[int, int]]:
         """Return the blocks [start, end) of sample positions handed to this node so far, in order.
 
-        More arrive as they are used. A later call returns the same blocks and perhaps more.
+        A later call returns the same blocks and perhaps more: what is missing to `upto` samples, from the
+        first of this attempt on, is asked for.
         """
 
     def residuals(self) -> Mapping[int, NDArray[np.float32]]:

@@ -26,7 +26,7 @@ from aedit.proto.agent.link import Answer, Progress
 from aedit.system import anonymous_memory, memory_fence
 from aedit.types import RL_REPORT, News, Verdict
 
-MAGIC = 0x41454449_54000001
+MAGIC = 0x41454449_54000002
 MAX_BLOCKS = 2**20
 """Leases of one attempt; pages that nobody writes take no memory."""
 MAX_ERROR_BYTES = 4096
@@ -63,7 +63,8 @@ class Head(IntEnum):
     WANTS = 7
     BLOCKS = 8
     SESSION = 9
-    NUMELS = 10
+    DEMAND = 10
+    NUMELS = 11
 
 
 class Wants(IntEnum):
@@ -154,6 +155,14 @@ class Mailbox:
         steps, tokens, busy_s, wait_s, loss, used, drawn, *values = self._progress.read()
         rl = {name: value for name, value in zip(RL_REPORT, values, strict=True) if isfinite(value)}
         return Progress(int(steps), int(tokens), busy_s, wait_s, loss, int(used), int(drawn), rl)
+
+    def demand_samples(self, upto: int) -> None:
+        """Ask for so many samples, from the first of this attempt on."""
+        self._head[Head.DEMAND] = upto
+
+    def demand(self) -> int:
+        """Return the number of samples that the trainer has asked for."""
+        return int(self._head[Head.DEMAND])
 
     def attach(self, rank: int) -> None:
         """Note that rank `rank` has the memory."""

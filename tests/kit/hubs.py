@@ -149,7 +149,7 @@ class HubLink:
     def tell(self, progress):
         pass
 
-    def leases(self):
+    def leases(self, upto=0):
         return self.blocks
 
     def residuals(self):

@@ -81,7 +81,7 @@ def test_a_killed_hub_costs_no_group_and_trains_none_twice(tmp_path):
             process.kill()
     positions, folder = trained(tmp_path), tmp_path / "x" / "hub"
     assert len(positions) >= 2 * 2 * 200
-    # Each node had leased prompts for `hub.max_steps_ahead` steps: what it has not used goes to others.
+    # Each node had leased prompts ahead: what it has not used goes to others.
     pool = replayed(folder).state.pool
     check_leases(records_of(folder), pool, positions)
     assert pool.leases.keys() <= {0, 1}
