@@ -1,5 +1,6 @@
 """Tests defaults, file and flags: precedence, error messages, and values that survive being written."""
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,12 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from aedit.launch.cli.main import main
 from aedit.launch.config.config import EditConfig, LocalConfig, ModelConfig, RunConfig, TrainConfig
 from aedit.launch.config.effects import without_effect
 from aedit.launch.config.fields import hints, to_toml, values
-from aedit.launch.config.flags import split_flags
+from aedit.launch.config.flags import split_flags, with_flags
 from aedit.launch.config.load import load
 from aedit.launch.config.placement import Placement, warnings
+from aedit.launch.config.presets import preset_names
 from aedit.launch.rundir.prepare import differences
 from aedit.types import UserError
 
@@ -123,6 +126,16 @@ def test_a_file_may_hold_lists_tables_and_the_word_none(written):
         ),
         (["--checkpoint.keep", "3"], {"checkpoint.keep": 3}),
         (["--model.no-compile"], {"model.compile": False}),
+        (["--model.compile", "false"], {"model.compile": False}),
+        (["--model.compile=False"], {"model.compile": False}),
+        (["--model.no-compile=false"], {"model.compile": True}),
+        (["--log", "[]"], {"log": ()}),
+        (["--log", '["wandb",', '"trackio"]'], {"log": ("wandb", "trackio")}),
+        (["--train.betas=[0.5, 0.75]"], {"train.betas": (0.5, 0.75)}),
+        (["--edit.units", '["a.*"]'], {"edit.units": ("a.*",)}),
+        (["--name", "[a]", "--data.source", "3"], {"name": "[a]", "data.source": "3"}),
+        (["--prompts.options.digits", "3"], {"prompts.options.digits": 3}),
+        (["--prompts.options", "{ digits = 3 }"], {"prompts.options.digits": 3}),
         (["--model.sizes.hidden_size", "32"], {"model.sizes.hidden_size": 32}),
         (
             ["--model.sizes.new=0.5", "--model.sizes.tie", "true"],
@@ -176,16 +189,18 @@ def test_a_wrong_file_is_refused_in_one_line_that_names_file_and_key(written, te
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--edit.every", "x"], "--edit.every: expected a number, got 'x'"),
-        (["--seed", "1.5"], "--seed: expected a whole number, got '1.5'"),
+        (["--edit.every", "x"], '--edit.every: expected a number, got "x"'),
+        (["--seed", "1.5"], "--seed: expected a whole number, got 1.5"),
         (["--edit.every", "-3"], "edit.every must be above 0, got -3.0"),
-        (["--edit.every"], "--edit.every"),
-        (["--train.betas", "1"], "--train.betas"),
-        (["--device", "tpu"], "invalid choice 'tpu' for argument '--device'"),
+        (["--edit.every"], "--edit.every: needs a value"),
+        (["--train.betas", "1"], "--train.betas: expected a list of 2 values, got 1"),
+        (["--device", "tpu"], '--device: expected "auto" or "cpu" or "cuda", got "tpu"'),
+        (["--model.compile", "perhaps"], '--model.compile: expected true or false, got "perhaps"'),
+        (["--rl.stalled", "1"], "unknown flag --rl.stalled"),
         (["--train.seconds", "5"], 'train.seconds needs edit.schedule = "seconds"'),
         (["--model.sizes.hidden_size"], "--model.sizes.hidden_size: needs a value"),
-        (["--edit.penalty.clip", "x"], "--edit.penalty.clip"),
-        (["--outer.kind", "adam"], "--outer.kind: expected {average,nesterov, delayed-nesterov,heloco}"),
+        (["--edit.penalty.clip", "x"], '--edit.penalty.clip: expected a number or none, got "x"'),
+        (["--outer.kind", "adam"], '--outer.kind: expected "average" or "nesterov" or "delayed-nesterov"'),
     ],
 )
 def test_a_wrong_flag_is_refused_in_one_line_that_names_it(flags, message, capfd):
@@ -194,6 +209,28 @@ def test_a_wrong_flag_is_refused_in_one_line_that_names_it(flags, message, capfd
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_each_value_that_config_show_prints_is_a_flag_for_that_value(preset, capsys):
+    assert main(["config", "show", f"preset:{preset}"]) == 0
+    shown = [re.fullmatch(r"(\S+) +(.*\S) {2,}\S.*", line) for line in capsys.readouterr().out.splitlines()]
+    pairs = [(found[1], found[2]) for found in shown]
+    wanted = load([Path(f"preset:{preset}")], []).config
+    assert {key for key, _ in pairs} == {key for key, _ in values(wanted)}
+    for key, value in pairs:
+        assert with_flags(wanted, [f"--{key}", value]) == wanted, key
+    for flags in (
+        [f"--{key}={value}" for key, value in pairs],
+        [word for key, value in pairs for word in (f"--{key}", value)],
+        [
+            word
+            for key, value in pairs
+            for word in (f"--{key}", *(value.split(" ") if value[0] == "[" else [value]))
+        ],
+    ):
+        assert load(None, flags).config == wanted
+        assert split_flags(["run", *flags]) == (["run"], flags)
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from kit.policy_losses import SETTINGS, case, gradient, oracle
 
-from aedit.spec_rollout import LossOutput, LossSettings, find_loss, loss_metrics, mean_metrics
+from aedit.spec_rollout import LossInputs, LossOutput, LossSettings, find_loss, loss_metrics, mean_metrics
 from aedit.spec_rollout.rl.losses.find import LOSSES
 
 SEEDS = range(4)
@@ -196,6 +196,32 @@ def test_metrics_are_those_of_the_definition_and_add_up():
     assert given == pytest.approx(entropy.numpy()[c.mask].mean())
     twice = {name: 2 * value for name, value in loss_metrics(inputs, out).items()}
     assert mean_metrics(twice) == pytest.approx(found)
+
+
+def test_divergences_near_the_policy_are_those_of_float64_and_never_negative():
+    rng = np.random.default_rng(0)
+    behaviour = np.log(rng.uniform(0.05, 1.0, (16, 32))).astype(np.float32)
+    for scale in (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-3, 0.1):
+        logp = (behaviour + rng.normal(0, 1, behaviour.shape) * scale).astype(np.float32)
+        inputs = LossInputs(
+            logp_BT=torch.tensor(logp),
+            behaviour_BT=torch.tensor(behaviour),
+            mask_BT=torch.ones(16, 32, dtype=torch.bool),
+            advantages_B=torch.ones(16),
+            reference_BT=torch.tensor(behaviour),
+            num_tokens=512,
+            num_sequences=16,
+            max_tokens=32,
+        )
+        found = mean_metrics(loss_metrics(inputs, find_loss("grpo")(inputs, LossSettings())))
+        d = (logp - behaviour).astype(np.float64)  # as fp32 has it
+        exact = {
+            name: (d**2 / 2 + sign * d**3 / 6 + d**4 / 24 + sign * d**5 / 120 + d**6 / 720).mean()
+            for name, sign in (("mismatch_kl", 1), ("reference_kl", -1))
+        }
+        for name, value in exact.items():
+            assert found[name] >= 0
+            assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-20)
 
 
 def test_a_metric_of_no_tokens_is_left_out():

@@ -3,8 +3,9 @@
 import json
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tomli_w
 
@@ -12,18 +13,25 @@ from aedit.launch.config.config import RunConfig
 from aedit.launch.config.effects import without_effect
 from aedit.types import WRONG, ImportPath, UserError, choices, describe, is_import_path, shown, suggest
 
+T = TypeVar("T")
+
 NONE = "none"
 """Text for an empty value in a TOML file, as TOML has no null."""
 
 
-def hints(cls: Any = RunConfig, prefix: str = "") -> dict[str, Any]:
+@cache
+def hints(cls: Any = RunConfig, prefix: str = "") -> Mapping[str, Any]:
     """Return the type of each value by dotted name: `{"edit.every": float, ...}`.
 
     `model.sizes` is one value.
     """
     found: dict[str, Any] = {}
     for name, hint in get_type_hints(cls).items():
-        inner = hints(hint, f"{prefix}{name}.") if is_dataclass(hint) else {f"{prefix}{name}": hint}
+        inner = (
+            hints(hint, f"{prefix}{name}.")
+            if isinstance(hint, type) and is_dataclass(hint)
+            else {f"{prefix}{name}": hint}
+        )
         found.update(inner)
     return found
 
@@ -38,6 +46,20 @@ def values(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}.{key}", entry) for key, entry in value.items())
         else:
             yield name, value
+
+
+def replaced(config: T, changes: Mapping[str, Any]) -> T:
+    """Return the configuration with these values by table, tables such as `model.sizes` key by key.
+
+    Its checks run once, when all values are set.
+    """
+    found: dict[str, Any] = {}
+    for key, value in changes.items():
+        before = getattr(config, key)
+        found[key] = replaced(before, value) if is_dataclass(before) else value
+        if isinstance(before, dict):
+            found[key] = before | value
+    return replace(config, **found)  # type: ignore[type-var]
 
 
 def to_toml(config: RunConfig, *, defaults: bool = True) -> str:
@@ -60,7 +82,7 @@ def literal(value: object) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(literal, value))}]"
     if isinstance(value, (bool, str)):
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML wants it escaped
     return f'"{NONE}"' if value is None else str(value)
 
 

@@ -3,29 +3,23 @@
 import contextlib
 import io
 import re
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, TypeVar, get_args, get_origin
-
-import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+import tomllib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, get_args, get_origin
 
 from aedit.launch.config.config import RunConfig
-from aedit.launch.config.fields import NONE, hints
+from aedit.launch.config.fields import convert, hints, replaced
 from aedit.types import ImportPath, UserError, is_import_path, suggest
-
-T = TypeVar("T")
-
-SIZES = "model.sizes."
 
 
 def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
     """Return the words of the command itself, and the configuration flags with their values."""
     rest: list[str] = []
     flags: list[str] = []
+    known = hints()
     i = 0
     while i < len(words):
-        width = _width(words[i:])
+        width = _width(words[i:], known)
         (flags if width else rest).extend(words[i : i + max(width, 1)])
         i += max(width, 1)
     return rest, flags
@@ -33,129 +27,130 @@ def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
 
 def flags_help() -> str:
     """Return the section of `--help` on configuration flags."""
+    import tyro  # it takes half a second, and only writes the help
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+    def import_path(hint: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[str] | None:
+        """Return how tyro shows an ImportPath, which it takes for a class without a constructor."""
+        return None if hint.type is not ImportPath else _import_path_spec(PrimitiveConstructorSpec)
+
+    registry = ConstructorRegistry()
+    registry.primitive_rule(import_path)
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
-        _parsed(["--help"], RunConfig(), prog="aedit run")
+        tyro.cli(RunConfig, args=["--help"], prog="aedit run", use_underscores=True, registry=registry)
     return "\n".join(line for line in shown.getvalue().splitlines() if not line.startswith("usage:"))
 
 
-def with_flags(config: RunConfig, flags: list[str]) -> RunConfig:
-    """Return the configuration with the values of these flags. Raises UserError if a flag cannot be read."""
-    sizes, others = _take_sizes(flags)
-    model = replace(config.model, sizes={**config.model.sizes, **sizes})
-    config = replace(config, model=model)
-    if not others:
-        return config
-    # Without the sizes, which are read already: tyro would make each of them a flag.
-    bare = replace(config, model=replace(model, sizes={}))
-    words = _spell_bools(_spell_none(others))
-    parsed = _quietly(lambda: _parsed(words, bare, prog="aedit"))
-    return replace(parsed, model=replace(parsed.model, sizes=model.sizes))
-
-
-def flag_keys(flags: list[str]) -> set[str]:
-    """Return the dotted names of the values and tables that these flags set."""
-    named = {_key(word) for word in flags if word.startswith("--")}
-    return named | {re.sub(r"(^|\.)no_(\w+)$", r"\1\2", key) for key in named}
-
-
-def _parsed(words: list[str], default: RunConfig, prog: str) -> RunConfig:
-    registry = ConstructorRegistry()
-    registry.primitive_rule(_import_path)
-    return tyro.cli(
-        RunConfig, args=words, default=default, prog=prog, use_underscores=True, registry=registry
-    )
-
-
-def _import_path(hint: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[str] | None:
-    """Return how tyro reads an ImportPath. Without it, tyro takes the class for one without a constructor."""
-    if hint.type is not ImportPath:
-        return None
-    return PrimitiveConstructorSpec(
+def _import_path_spec(spec: Any) -> Any:
+    return spec(
         nargs=1,
         metavar="MODULE:NAME",
-        instance_from_str=_to_import_path,
+        instance_from_str=lambda words: words[0],
         is_instance=lambda value: isinstance(value, str) and is_import_path(value),
         str_from_instance=lambda path: [path],
     )
 
 
-def _to_import_path(words: list[str]) -> str:
-    if not is_import_path(words[0]):
-        raise ValueError(f"expected package.module:Name, got {words[0]!r}")
-    return words[0]
+def with_flags(config: RunConfig, flags: list[str]) -> RunConfig:
+    """Return the configuration with the values of these flags. Raises UserError if a flag cannot be read."""
+    return replaced(config, flag_tree(flags))
 
 
-def _take_sizes(flags: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of `--model.sizes.KEY VALUE`, whose keys depend on the family, and other flags."""
-    sizes: dict[str, Any] = {}
-    others: list[str] = []
-    words = iter(flags)
-    for word in words:
-        name, _, value = word.partition("=")
-        if not _key(name).startswith(SIZES):
-            others.append(word)
-            continue
-        value = value or next(words, "")
-        if not value:
-            raise UserError(f"{name}: needs a value")
-        sizes[_key(name).removeprefix(SIZES)] = _scalar(value)
-    return sizes, others
+def flag_tree(flags: list[str]) -> dict[str, Any]:
+    """Return the values of these flags by table. Raises UserError if a flag cannot be read.
 
-
-def _spell_none(flags: list[str]) -> list[str]:
-    """Return the flags with the text `none` of TOML files replaced by `None` of tyro."""
+    A value is TOML, as `aedit config show` prints it, or plain words: `--log '["wandb"]'`, `--log wandb`.
+    """
     known = hints()
-    empty = {key for key, hint in known.items() if type(None) in get_args(hint)}
-    words = [re.sub(f"={NONE}$", "=None", word) if _key(word) in empty else word for word in flags]
-    pairs = zip(["", *words], words, strict=False)
-    return ["None" if word == NONE and _key(before) in empty else word for before, word in pairs]
+    tree: dict[str, Any] = {}
+    for key, words in _parted(flags):
+        table, _, entry = key.rpartition(".")
+        if name := _negated(key, known):
+            key, value = name, not _read(words or ["true"], bool, f"--{key}")
+        elif key in known:
+            value = _read(words or ["true"] * (known[key] is bool), known[key], f"--{key}")
+        elif _is_table(known.get(table)):
+            if not any(words):
+                raise UserError(f"--{key}: needs a value")
+            key, value = table, convert({entry: _scalar(" ".join(words))}, known[table], f"--{key}")
+        else:
+            raise UserError(_unknown(key, known))
+        *tables, leaf = key.split(".")
+        inner = tree
+        for name in tables:
+            inner = inner.setdefault(name, {})
+        inner[leaf] = inner.get(leaf, {}) | value if _is_table(known[key]) else value
+    return tree
 
 
-def _spell_bools(flags: list[str]) -> list[str]:
-    """Return the flags with `true` and `false` in tables as tyro spells them; it reads others as text."""
-    tables = {key for key, hint in hints().items() if get_origin(hint) is dict}
-    words, key = [], ""
+def flag_keys(flags: list[str]) -> set[str]:
+    """Return the dotted names of the values and tables that these flags set."""
+    known = hints()
+    return {_negated(key, known) or key for key, _ in _parted(flags)}
+
+
+def _parted(flags: list[str]) -> list[tuple[str, list[str]]]:
+    """Return key and words of the value of each flag, in order."""
+    found: list[tuple[str, list[str]]] = []
     for word in flags:
-        key = _key(word) if word.startswith("--") else key
-        is_bool = key in tables and word.lower() in ("true", "false")
-        words.append(word.title() if is_bool else word)
-    return words
+        if word.startswith("--"):
+            _, is_joined, value = word.partition("=")
+            found.append((_key(word), [value] if is_joined else []))
+        else:
+            found[-1][1].append(word)
+    return found
 
 
-def _scalar(text: str) -> int | float | bool | str:
+def _read(words: list[str], hint: Any, flag: str) -> Any:
+    """Return the value of a flag, of the first reading of its words that the type has.
+
+    Raises UserError with flag, type and words.
+    """
+    errors = []
+    for value in _readings(words, hint):
+        try:
+            return convert(value, hint, flag)
+        except UserError as error:
+            errors.append(error)
+    raise errors[0] if words else UserError(f"{flag}: needs a value")
+
+
+def _readings(words: list[str], hint: Any) -> Iterator[Any]:
+    """Yield what the words of a value can mean: TOML, a list or a table of words, a number, text."""
+    text = " ".join(words)
+    with contextlib.suppress(tomllib.TOMLDecodeError):
+        if (found := tomllib.loads(f"value = {text}")).keys() == {"value"}:
+            yield found["value"]
+    if _is_table(hint):
+        pairs = zip(words[::2], words[1::2], strict=False)
+        yield {key: _scalar(value) for key, value in pairs} if words and len(words) % 2 == 0 else text
+        return
+    if words:
+        yield _scalar(text)
+        yield text
+    if _is_list(hint):
+        yield list(map(_scalar, words))
+        yield words
+
+
+def _scalar(text: str) -> Any:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for number in (int, float):
         with contextlib.suppress(ValueError):
             return number(text)
+    with contextlib.suppress(tomllib.TOMLDecodeError):
+        return tomllib.loads(f"value = {text}")["value"] if text[:1] in ('"', "'") else text
     return text
 
 
-def _quietly(parse: Callable[[], T]) -> T:
-    """Return the result of `parse`.
-
-    Raise UserError with the first sentence of tyro's error box instead of exiting.
-    """
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            return parse()
-    except SystemExit:
-        raise UserError(_first_sentence(said.getvalue())) from None
+def _is_table(hint: Any) -> bool:
+    return get_origin(hint) is dict
 
 
-def _first_sentence(box: str) -> str:
-    """Return the first sentence of tyro's error box: title, rule, message, then a rule or an empty line."""
-    lines = [line.strip() for line in box.strip().splitlines()]
-    ends = [i for i, line in enumerate(lines) if not line.strip("-")]
-    sentence = " ".join(lines[ends[0] + 1 : ends[1]]) if len(ends) > 1 else " ".join(lines)
-    sentence = re.sub(r"^Error parsing (\w+(\.\w+)*: )?", "", sentence).rstrip(".")
-    sentence = re.sub(
-        r"no type matching (.*?) could be instantiated from \['(.*)'\]", r"expected \1, got '\2'", sentence
-    )
-    sentence = sentence.replace("could not convert string to float: ", "expected a number, got ")
-    return sentence.replace("invalid literal for int() with base 10: ", "expected a whole number, got ")
+def _is_list(hint: Any) -> bool:
+    return tuple in {get_origin(hint), *map(get_origin, get_args(hint))}
 
 
 def _key(flag: str) -> str:
@@ -163,26 +158,30 @@ def _key(flag: str) -> str:
     return flag.partition("=")[0].removeprefix("--").replace("-", "_")
 
 
-def _width(words: list[str]) -> int:
+def _negated(key: str, known: Mapping[str, Any]) -> str:
+    """Return the key that `--no-KEY` or `--TABLE.no-KEY` sets to false; "" for other keys."""
+    name = re.sub(r"(^|\.)no_(\w+)$", r"\1\2", key)
+    return name if key not in known and known.get(name) is bool else ""
+
+
+def _unknown(key: str, known: Collection[str]) -> str:
+    hint = suggest(key, known).replace("mean ", "mean --") or "; see aedit run --help"
+    return f"unknown flag --{key}{hint}"
+
+
+def _width(words: list[str], known: Mapping[str, Any]) -> int:
     """Return the number of words that the configuration flag at the start takes; 0 if it is none."""
-    word = words[0]
+    word, key = words[0], _key(words[0])
     if not word.startswith("--") or word == "--":
         return 0
-    known = hints()
-    key = _key(word)
-    negated = re.sub(r"(^|\.)no_(\w+)$", r"\1\2", key)
-    if known.get(key) is bool or known.get(negated) is bool:
-        return 1
-    if key not in known and not key.startswith(SIZES):
+    hint, is_entry = known.get(key), _is_table(known.get(key.rpartition(".")[0]))
+    if hint is None and not is_entry and not _negated(key, known):
         if "." in key:
-            hint = suggest(key, known).replace("mean ", "mean --") or "; see aedit run --help"
-            raise UserError(f"unknown flag --{key}{hint}")
+            raise UserError(_unknown(key, known))
         return 0
     if "=" in word:
         return 1
     following = next((i for i, w in enumerate(words[1:]) if w.startswith("--")), len(words) - 1)
-    return 1 + (following if _takes_many(known.get(key)) else min(1, following))
-
-
-def _takes_many(hint: Any) -> bool:
-    return bool({tuple, dict} & {get_origin(hint), *map(get_origin, get_args(hint))})
+    if hint is bool or _negated(key, known):
+        return 1 + (following > 0 and words[1].lower() in ("true", "false"))
+    return 1 + (following if _is_list(hint) or _is_table(hint) else min(1, following))

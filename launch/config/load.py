@@ -3,20 +3,18 @@
 import contextlib
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, get_type_hints
 
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.effects import check_effects
 from aedit.launch.config.extensions import check_imports
-from aedit.launch.config.fields import convert, hints, values
-from aedit.launch.config.flags import flag_keys, with_flags
+from aedit.launch.config.fields import convert, hints, replaced, values
+from aedit.launch.config.flags import flag_keys, flag_tree
 from aedit.launch.config.presets import read_config
 from aedit.types import UserError, suggest
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +48,13 @@ def load(files: Path | Sequence[Path] | None, flags: list[str], *, strict: bool 
         numbers = _line_numbers(text)
         lines |= {key: f"{path}:{numbers[key]}" if key in numbers else str(path) for key in _keys(layer)}
         layers |= dict.fromkeys(_keys(layer), layer_number)
+    with _blaming(""):
+        flagged_tree = flag_tree(flags)
     with _blaming(f"{', '.join(map(str, paths))}: " if paths else ""):
-        config = _replaced(RunConfig(), _with_hub_defaults(tree, flag_keys(flags)))
+        config = replaced(RunConfig(), _with_hub_defaults(tree, _over(tree, flagged_tree)))
     origin = dict.fromkeys((key for key, _ in values(config)), "default") | lines
     with _blaming(""):
-        config = with_flags(config, flags)
+        config = replaced(config, flagged_tree)
     named = flag_keys(flags)  # of a table such as `prompts.options` too, which is one flag
     flagged = [key for key, _ in values(config) if {key, key.rpartition(".")[0]} & named]
     origin |= dict.fromkeys(flagged, "flag")
@@ -68,14 +68,14 @@ def parse(text: str, where: str) -> RunConfig:
     """Return the configuration in TOML text from `where`, such as a hub. Raises UserError as `load` does."""
     with _blaming(f"{where}: "):
         tree = _converted(RunConfig, _parse(text, where))
-        return _replaced(RunConfig(), _with_hub_defaults(tree))
+        return replaced(RunConfig(), _with_hub_defaults(tree, tree))
 
 
-def _with_hub_defaults(tree: dict[str, Any], flags: Iterable[str] = ()) -> dict[str, Any]:
-    """Return `tree` with the landing that a hub needs, if there is a hub and no landing is set."""
+def _with_hub_defaults(tree: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `tree` with the landing that a hub needs, if `whole` has a hub and `tree` sets no landing."""
     edit = tree.get("edit", {})
     named = (("hub", "address"), ("swarm", "discovery"))
-    has_hub = any(f"{table}.{key}" in flags or tree.get(table, {}).get(key) for table, key in named)
+    has_hub = any(whole.get(table, {}).get(key) for table, key in named)
     if not has_hub or "landing" in edit:
         return tree
     return tree | {"edit": edit | {"landing": "arrival"}}
@@ -124,15 +124,6 @@ def _over(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
         both_tables = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = _over(merged[key], value) if both_tables else value
     return merged
-
-
-def _replaced(config: T, changes: Mapping[str, Any]) -> T:
-    """Return the configuration with these values; its checks run once, when all values are set."""
-    inner = {
-        key: _replaced(getattr(config, key), value) if is_dataclass(getattr(config, key)) else value
-        for key, value in changes.items()
-    }
-    return replace(config, **inner)  # type: ignore[type-var]
 
 
 def _names(prefix: str) -> list[str]:

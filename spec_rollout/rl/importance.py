@@ -30,6 +30,15 @@ def bounded_exp(x: Tensor) -> Tensor:
     return x.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * (x - x.detach()).exp()
 
 
+def k3_of(d: Tensor) -> Tensor:
+    """Return exp(d) - d - 1, with d bounded to +-20 in the exponential as in `bounded_exp`.
+
+    expm1 keeps what exp(d) - 1 rounds away: near the policy d is 1e-6, and the result 5e-13.
+    """
+    bounded = d.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return bounded.expm1() + bounded.exp() * (d - d.detach()) - d
+
+
 def masked_difference(a_BT: Tensor, b_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """Return a - b, at least in fp32; 0 outside of the mask, whatever is there, also in the gradient."""
     dtype = torch.promote_types(torch.promote_types(a_BT.dtype, b_BT.dtype), torch.float32)

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from aedit.spec_rollout.rl.importance import bounded_exp, masked_difference
+from aedit.spec_rollout.rl.importance import k3_of, masked_difference
 from aedit.spec_rollout.rl.losses.inputs import LossInputs, LossOutput
-from aedit.spec_rollout.rl.losses.kl import k3
 
 MEANS = {
     "mismatch_kl": "tokens",
@@ -37,7 +36,7 @@ def loss_metrics(
     """
     mask_BT = inputs.mask_BT
     log_BT = masked_difference(inputs.logp_BT, inputs.behaviour_BT, mask_BT)
-    mismatch_BT = bounded_exp(log_BT) - log_BT - 1
+    mismatch_BT = _divergence(log_BT)
     kept_BT, clipped_BT = output.kept_BT & mask_BT, ~output.kept_BT & mask_BT
     entropy_BT = -inputs.behaviour_BT if entropy_BT is None else entropy_BT
     found = {
@@ -52,8 +51,13 @@ def loss_metrics(
     }
     if inputs.reference_BT is not None:
         found["reference_tokens"] = mask_BT
-        found["reference_kl"] = k3(inputs.logp_BT, inputs.reference_BT, mask_BT)
+        found["reference_kl"] = _divergence(masked_difference(inputs.reference_BT, inputs.logp_BT, mask_BT))
     return {name: float(value_BT.sum(dtype=torch.float64)) for name, value_BT in found.items()}
+
+
+def _divergence(d_BT: Tensor) -> Tensor:
+    """Return `k3_of` in float64, never below 0: the rounding of fp32 is larger than the value on policy."""
+    return k3_of(d_BT.double()).clamp_min(0.0)
 
 
 def mean_metrics(totals: Mapping[str, float]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from aedit.spec_rollout.rl.importance import bounded_exp, masked_difference
+from aedit.spec_rollout.rl.importance import k3_of, masked_difference
 
 
 def k3(logp_BT: Tensor, reference_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -11,8 +11,7 @@ def k3(logp_BT: Tensor, reference_BT: Tensor, mask_BT: Tensor) -> Tensor:
     Its mean over tokens drawn from p is KL(p || ref), and it is never negative (Schulman, "Approximating KL
     divergence", 2020). d is bounded to +-20 in the exponential.
     """
-    d_BT = masked_difference(reference_BT.detach(), logp_BT, mask_BT)
-    return bounded_exp(d_BT) - d_BT - 1
+    return k3_of(masked_difference(reference_BT.detach(), logp_BT, mask_BT))
 
 
 def kl_term(logp_BT: Tensor, reference_BT: Tensor, mask_BT: Tensor, r_BT: Tensor) -> Tensor:
