@@ -72,7 +72,7 @@ def test_a_trusted_server_calibrates_the_limits_of_the_next_check(tmp_path, caps
     assert 1e-8 < made["eps"] < 1e-4
     assert main(["audit", str(path), "--calibration", str(out)]) == 0
     slightly = [
-        replace(each, logprobs=[x - 5e-3 for x in each.logprobs])
+        replace(each, logprobs=[x - 8e-5 for x in each.logprobs])
         for each in generate(policy(), 4, version=4, sampling=SAMPLING)
     ]
     path.write_text("".join(to_line(held(each, server="true")) for each in slightly))

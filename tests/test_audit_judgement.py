@@ -7,32 +7,37 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from scipy.integrate import quad
+from scipy.stats import norm
 
 from aedit.spec_rollout.audit.calibration import (
+    MEASURED_TOKENS,
     MIN_RATE,
     SIGMAS,
     Calibration,
+    OwnNoise,
     calibrate,
     calibration_of,
     read_calibrations,
     write_calibrations,
 )
-from aedit.spec_rollout.audit.judge import Scored, ServerRecord
+from aedit.spec_rollout.audit.judge import RewardRecord, Scored, ServerRecord
 from aedit.spec_rollout.audit.margins import Margins
 from aedit.spec_rollout.audit.rates import AuditRate, RateRule
-from aedit.spec_rollout.audit.sequential import MismatchTest, TestState
+from aedit.spec_rollout.audit.sequential import Drift, Errors, ShareTest, TestState, size_ratio
 
-TEST = MismatchTest(p0=0.001, p1=0.05)
+TEST = ShareTest(p0=0.001, p1=0.05)
 FP32 = Calibration(dtype="float32", eps=1e-3, rate=0.0005)
 
 
-def scored(margins, differences=None, spread=1.0):
+def scored(margins, differences=None, spread=1.0, gaps=None):
     count = len(margins)
     far = differences or [0.0] * count
     column = torch.full((count,), spread, dtype=torch.float64)
     found = Margins(
         torch.tensor(margins, dtype=torch.float64),
         torch.arange(count),
+        torch.tensor([9.0] * count if gaps is None else gaps, dtype=torch.float64),
         torch.full((count,), -2.0).double(),
         column,
     )
@@ -50,12 +55,12 @@ def test_the_ratio_is_that_of_the_likelihoods_in_fractions():
 
 
 def test_a_test_ends_at_walds_limits():
-    assert TEST.guilty_from == pytest.approx(math.log(0.999 / 1e-6))
-    assert TEST.honest_to == pytest.approx(math.log(1e-3 / (1 - 1e-6)))
+    assert TEST.errors.guilty_from == pytest.approx(math.log(0.999 / 1e-6))
+    assert TEST.errors.honest_to == pytest.approx(math.log(1e-3 / (1 - 1e-6)))
     clean = TestState().after(TEST, [False] * (TEST.clean_tokens - 1))
     assert (clean.num_honest, clean.log_ratio < 0) == (0, True)
     assert clean.after(TEST, [False]) == TestState(0.0, False, 1)
-    needed = math.ceil(TEST.guilty_from / TEST.of_mismatch)
+    needed = math.ceil(TEST.errors.guilty_from / TEST.of_hit)
     assert not TestState().after(TEST, [True] * (needed - 1)).is_guilty
     assert TestState().after(TEST, [True] * needed).is_guilty
     assert TestState().after(TEST, [True] * needed + [False] * 10**4).is_guilty
@@ -64,7 +69,7 @@ def test_a_test_ends_at_walds_limits():
 def test_honest_servers_are_convicted_as_rarely_and_liars_as_surely_as_stated():
     """With alpha and beta that a simulation can see. The limits are Wald's upper ones."""
     rng = np.random.default_rng(5)
-    test = MismatchTest(p0=0.01, p1=0.06, alpha=0.02, beta=0.02)
+    test = ShareTest(p0=0.01, p1=0.06, errors=Errors(alpha=0.02, beta=0.02))
     wrong = {0.01: 0, 0.06: 0}
     for share in wrong:
         for _ in range(1500):
@@ -98,7 +103,7 @@ def test_the_rate_rises_with_mismatches_and_falls_to_its_floor():
         (scored([0.0, math.nan, 0.0]), "a token is not the one", 1),
         (scored([0.0] * 3, [0.0, -1.01, 0.0]), "a log-probability is not", 1),
         (scored([0.0] * 3, [0.0, math.nan, 0.0]), "a log-probability is not", 1),
-        (scored([0.0] * 9, [0.021] * 8 + [0.022]), "differ by 0.021 in the median", 8),
+        (scored([0.0] * 9, [0.0061, -0.0061] * 4 + [0.007]), "differ by 0.0061 in the median", 8),
         (scored([0.5] * 7), "of its audited tokens", 0),
     ],
 )
@@ -114,14 +119,15 @@ def test_one_sample_can_be_enough(sample, reason, place):
 def test_rounding_passes_and_rare_mismatches_add_up_over_samples():
     tau = FP32.tau
     assert tau == pytest.approx(SIGMAS * 1e-3)
-    record, found = ServerRecord().judge(scored([tau, 0.9 * tau, 0.0] * 50, [0.9 * tau] * 150), FP32)
-    assert (found.reason, found.num_mismatches, found.num_tokens) == ("", 0, 150)
-    rare, test = scored([0.0] * 40 + [2 * tau]), FP32.test()
-    each = 40 * test.of_match + test.of_mismatch
-    needed = next(n for n in range(1, 99) if record.state.log_ratio + n * each >= test.guilty_from)
+    limits = replace(FP32, others=0.3)  # the share of other tokens has a test of its own
+    record, found = ServerRecord().judge(scored([tau, 0.9 * tau, 0.0] * 10, [5e-4, -5e-4, 0.0] * 10), limits)
+    assert (found.reason, found.num_mismatches, found.num_tokens) == ("", 0, 30)
+    rare, test = scored([0.0] * 40 + [2 * tau]), limits.mismatch_test()
+    each, begun = 40 * test.of_miss + test.of_hit, record.tests.mismatches.log_ratio
+    needed = next(n for n in range(1, 99) if begun + n * each >= test.errors.guilty_from)
     assert needed > 4
     for number in range(1, needed + 1):
-        record, found = record.judge(rare, FP32)
+        record, found = record.judge(rare, limits)
         assert bool(found.reason) == (number == needed)
     assert record.num_mismatches == needed
     far = scored([0.0] * 40 + [0.0], [0.0] * 40 + [2 * tau])
@@ -142,7 +148,7 @@ def test_eps_is_recovered_from_claims_with_errors_of_known_size():
         p_TV = np.exp(z_TV) / np.exp(z_TV).sum(1, keepdims=True)
         spread_T = 1 - 2 * np.exp(logp_T) + (p_TV**2).sum(1)
         zero_T = torch.zeros(50, dtype=torch.float64)
-        found = Margins(zero_T, zero_T.long(), torch.tensor(logp_T), torch.tensor(spread_T))
+        found = Margins(zero_T, zero_T.long(), zero_T, torch.tensor(logp_T), torch.tensor(spread_T))
         parts.append((found, torch.tensor(other_T)))
     made = calibrate(parts, torch.float32)
     assert made.eps == pytest.approx(eps, rel=0.1)
@@ -179,6 +185,198 @@ def test_a_file_of_calibrations_is_read_as_it_was_written_and_picked_by_server(t
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_defaults_leave_room_between_honest_rates_and_liars(dtype):
     made = Calibration.default(dtype)
-    test = made.test()
-    assert test.p0 == 2 * made.rate < test.p1 / 4
+    for test, rate in (
+        (made.mismatch_test(), made.rate),
+        (made.others_test(), made.largest_share),
+    ):
+        assert test.p0 == 2 * rate < test.p1 / 4
     assert made.tau <= 1.0
+
+
+# --- what stays below the limits of single tokens
+
+BF16 = Calibration(dtype="bfloat16", eps=8e-3, rate=1e-3, others=0.003, bias=6e-4, clustering=2.5)
+
+
+def errors_of(rng, num_tokens, eps, shared=0.5):
+    """Return honest differences of a sample, which have some of their error in common."""
+    own = rng.normal(0, eps, num_tokens) * math.sqrt(1 - shared**2 / num_tokens)
+    return own + rng.normal(0, eps) * shared / math.sqrt(num_tokens)
+
+
+def verdicts(samples, calibration):
+    """Return the reason that convicts a server, and the samples until then; ("", number) if none does."""
+    record = ServerRecord()
+    for number, sample in enumerate(samples, 1):
+        record, found = record.judge(sample, calibration)
+        if found.reason:
+            return found.reason, number
+    return "", number
+
+
+def test_evidence_of_size_is_the_ratio_of_two_normal_densities_and_one_in_the_mean_at_most():
+    for x in (0.0, 0.3, -2.0, 4.0):
+        wanted = norm.logpdf(x, scale=math.sqrt(2 * 1.7)) - norm.logpdf(x, scale=math.sqrt(1.7))
+        assert size_ratio(x, 1.7) == pytest.approx(wanted)
+    assert size_ratio(1e6, 1.0) == size_ratio(5.0, 1.0)
+    means = [
+        quad(lambda x, s=s: math.exp(size_ratio(x, 1.0)) * norm.pdf(x, scale=s), -60, 60)[0]
+        for s in (0.2, 1.0)
+    ]
+    assert means[0] < means[1] <= 1.0
+
+
+def test_means_of_zero_are_convicted_as_rarely_as_stated_whatever_their_tails():
+    """Over all times: 400 servers of 600 samples each, with an alpha that a simulation can see."""
+    rng = np.random.default_rng(2)
+    draws = {
+        "normal": lambda n: rng.normal(size=n),
+        "heavy": lambda n: rng.standard_t(3, n) / math.sqrt(3),
+        "skewed": lambda n: (rng.random(n) < 0.05) / 0.05 - 1.0,
+    }
+    variances = {"normal": 1.0, "heavy": 1.0, "skewed": 0.95 / 0.05}
+    for name, draw in draws.items():
+        convicted = 0
+        for _ in range(400):
+            drift, unit = Drift(), 50 * variances[name]
+            for x in draw(600):
+                drift = drift.plus(float(x), variances[name])
+                if drift.drifts(unit, 0.1):
+                    convicted += 1
+                    break
+        assert convicted <= 400 * 0.1, name
+    drift, number = Drift(), 0
+    while not drift.drifts(50.0, 1e-6):
+        drift, number = drift.plus(float(rng.normal(0.5)), 1.0), number + 1
+    assert 60 < number < 250
+
+
+@pytest.mark.parametrize("calibration", [FP32, BF16], ids=lambda each: each.dtype)
+def test_honest_errors_up_to_the_calibration_pass(calibration):
+    rng = np.random.default_rng(7)
+    samples = []
+    for _ in range(1000):
+        is_other = rng.random(100) < calibration.largest_share
+        margins_T = np.where(is_other, np.abs(rng.normal(0, calibration.eps, 100)), 0)
+        samples.append(scored(margins_T.tolist(), errors_of(rng, 100, calibration.eps).tolist()))
+    assert verdicts(samples, calibration) == ("", 1000)
+
+
+def test_log_probabilities_that_are_shifted_by_little_are_seen_in_their_mean():
+    rng = np.random.default_rng(3)
+    for calibration, shift, most in (
+        (FP32, -0.008, 3),
+        (FP32, 3e-4, 40),
+        (BF16, -0.008, 20),
+        (BF16, 0.002, 150),
+    ):
+        samples = [
+            scored([0.0] * 100, (errors_of(rng, 100, calibration.eps) + shift).tolist()) for _ in range(most)
+        ]
+        reason, _ = verdicts(samples, calibration)
+        assert "log-probabilities" in reason, (calibration.dtype, shift)
+
+
+def test_shifts_of_both_signs_are_seen_in_the_size_of_whole_samples():
+    rng = np.random.default_rng(4)
+    samples = [
+        scored([0.0] * 100, (errors_of(rng, 100, 8e-3) + rng.choice([-3e-3, 3e-3])).tolist())
+        for _ in range(200)
+    ]
+    reason, number = verdicts(samples, BF16)
+    assert reason == "the log-probabilities of whole samples differ by more than rounding"
+    assert number < 150
+
+
+def test_a_server_that_chooses_among_tokens_below_tau_is_seen_by_their_share():
+    """2 % of the tokens are within tau; none counts as a mismatch."""
+    rng = np.random.default_rng(5)
+    samples = [
+        scored((np.where(rng.random(100) < 0.02, 0.9 * BF16.tau, 0.0)).tolist(), [0.0] * 100)
+        for _ in range(100)
+    ]
+    reason, number = verdicts(samples, BF16)
+    assert "of its audited tokens are not the verifier's, where at most 0.300% are expected" in reason
+    assert number < 20
+
+
+def drawn(rng, eps, choose=lambda others, reward: others, bias=lambda reward: 0.0):
+    """Return samples with near ties of random gaps; those of one kind have more ties and lower rewards."""
+    for _ in range(20_000):
+        is_long = rng.random() < 0.5
+        reward = float(rng.random() < (0.2 if is_long else 0.7))
+        gaps_T = rng.exponential(1.0, 150 if is_long else 50)
+        flips_T = rng.normal(0, math.sqrt(2) * eps, len(gaps_T)) > gaps_T
+        advantage, flips_T = reward - 0.45, choose(flips_T, reward)
+        margins_T = np.where(flips_T, gaps_T, 0.0)
+        differences_T = errors_of(rng, len(gaps_T), eps) + bias(reward)
+        yield scored(margins_T.tolist(), differences_T.tolist(), gaps=gaps_T.tolist()), advantage
+
+
+def first_reason(samples, calibration):
+    record = RewardRecord()
+    for number, (sample, advantage) in enumerate(samples, 1):
+        record, reason = record.judge(sample, advantage, calibration)
+        if reason:
+            return reason, number
+        if number == 4000:
+            break
+    return "", number
+
+
+@pytest.mark.parametrize("eps", [8e-3, 3e-3])
+def test_rounding_that_knows_no_reward_passes_though_rewards_go_with_near_ties(eps):
+    """Also where eps is less than half of the calibrated one."""
+    assert first_reason(drawn(np.random.default_rng(6), eps), BF16) == ("", 4000)
+
+
+def test_errors_that_go_with_the_reward_are_seen_though_their_share_and_mean_are_honest():
+    rng = np.random.default_rng(8)
+
+    def only_where_it_pays(flips_T, reward):
+        return flips_T | (rng.random(len(flips_T)) < 0.005) if reward else np.zeros_like(flips_T)
+
+    reason, number = first_reason(drawn(rng, 8e-3, choose=only_where_it_pays), BF16)
+    assert (reason, number < 2500) == ("its tokens that are not the verifier's go with the reward", True)
+    reason, number = first_reason(drawn(rng, 8e-3, bias=lambda reward: 2e-3 if reward else -2e-3), BF16)
+    assert (reason, number < 300) == ("the errors of its log-probabilities go with the reward", True)
+
+
+def test_share_bias_and_clustering_are_recovered_from_errors_of_known_size():
+    rng, parts = np.random.default_rng(9), []
+    for _ in range(400):
+        own = rng.normal(0, 4e-3, 50) + rng.normal(0, 1e-3) + 5e-4
+        margins_T = np.where(rng.random(50) < 0.01, 1e-3, 0.0)
+        sample = scored(margins_T.tolist(), own.tolist())
+        parts.append((sample.margins, torch.tensor(sample.logprobs, dtype=torch.float64)))
+    made = calibrate(parts, torch.bfloat16)
+    assert made.eps == pytest.approx(math.sqrt(4e-3**2 + 1e-3**2 + 5e-4**2), rel=0.03)
+    count = sum(int((found.margins_T > 0).sum()) for found, _ in parts)
+    assert made.largest_share == (count + 3) / 20_000
+    error = math.sqrt((50 * 4e-3**2 + 50**2 * 1e-3**2) / 400) / 50
+    assert 5e-4 - 3 * error < made.largest_bias < 5e-4 + 8 * error
+    summed = 50 * 4e-3**2 + 50**2 * (1e-3**2 + 5e-4**2)
+    assert made.clustering == pytest.approx(summed / (50 * made.eps**2), rel=0.6)
+    assert made.clustering > summed / (50 * made.eps**2)
+
+
+def test_noise_is_measured_in_16_bits_only_and_holds_for_servers_without_an_entry():
+    rng = np.random.default_rng(10)
+    noise, exact = OwnNoise(torch.bfloat16), OwnNoise(torch.float32)
+    assert (noise.wants(), exact.wants()) == (True, False)
+
+    def add(count, eps):
+        for _ in range(count):
+            sample = scored([0.0] * 100, rng.normal(0, eps, 100).tolist())
+            noise.add(sample.margins, torch.tensor(sample.logprobs, dtype=torch.float64))
+
+    add(MEASURED_TOKENS // 100 - 1, 5e-3)
+    assert calibration_of("a", {}, torch.bfloat16, noise) == Calibration.default(torch.bfloat16)
+    add(1, 5e-3)
+    assert calibration_of("a", {}, torch.bfloat16, noise).eps == pytest.approx(2 * 5e-3, rel=0.1)
+    assert calibration_of("a", {"a": BF16}, torch.bfloat16, noise) == BF16
+    assert [noise.wants() for _ in range(32)].count(True) == 2
+    add(MEASURED_TOKENS // 100, 1e-2)  # the weights have grown: the oldest samples are dropped
+    assert noise.limits.eps == pytest.approx(2e-2, rel=0.1)
+    add(MEASURED_TOKENS // 100, 5e-2)
+    assert calibration_of("a", {}, torch.bfloat16, noise) == Calibration.default(torch.bfloat16)

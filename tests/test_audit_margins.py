@@ -75,6 +75,8 @@ def test_margins_are_those_of_numpy(name):
         np.testing.assert_allclose(
             float(found.margins_T[t]), score_V.max() - score_V[y], rtol=1e-9, atol=1e-9
         )
+        gap = np.diff(np.sort(score_V)[-2:])[0]
+        np.testing.assert_allclose(float(found.gaps_T[t]), gap, rtol=1e-9, atol=1e-9)
         np.testing.assert_allclose(float(found.logprobs_T[t]), logp_V[y], rtol=1e-6, atol=1e-9)
         np.testing.assert_allclose(
             float(found.spread_T[t]), 1 - 2 * np.exp(logp_V[y]) + np.exp(2 * logp_V).sum(), atol=1e-9
@@ -91,6 +93,8 @@ def test_a_large_vocabulary_gives_the_same_margins_in_parts():
     mine_T = sums_TV.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     assert found.right_T.tolist() == right_T.tolist()
     assert found.margins_T.tolist() == (sums_TV.amax(-1) - mine_T).double().tolist()
+    best_T2 = sums_TV.topk(2).values
+    assert found.gaps_T.tolist() == (best_T2[:, 0] - best_T2[:, 1]).double().tolist()
 
 
 def test_another_key_place_or_temperature_is_seen():

@@ -13,6 +13,7 @@ from tests.kit import tiny_policies
 from tests.kit.audited import PROMPT, generate, held
 
 from aedit.proto.wire.signing_key import SigningKey
+from aedit.spec_rollout.audit import calibration
 from aedit.spec_rollout.audit.auditor import AuditSettings, SpotAuditor
 from aedit.spec_rollout.audit.rates import RateRule
 from aedit.spec_rollout.audit.recording import (
@@ -362,3 +363,24 @@ def test_weights_of_bfloat16_arrive_as_their_bits():
         checker.publish(1, lambda: arrays(policy()))
     with pytest.raises(ValueError, match=r"version 3: .*\.weight is missing"):
         checker.publish(3, dict)
+
+
+def test_in_bf16_the_limits_of_a_server_follow_the_noise_that_the_audit_measures_itself(monkeypatch):
+    """Log-probabilities that are 0.03 too high are near the default limits, and outside those measured."""
+    monkeypatch.setattr(calibration, "MEASURED_TOKENS", 1000)
+    model = tiny_policies.policy(dtype=torch.bfloat16, loudness=1.0)
+    weights = {name: value.detach().float().numpy() for name, value in model.state_dict().items()}
+    samples = generate(model, 120, version=VERSION, sampling=SAMPLING)
+    raised = [replace(each, logprobs=[min(0.0, x + 0.03) for x in each.logprobs]) for each in samples[60:]]
+    needed = {}
+    for is_measured in (False, True):
+        checker = SpotAuditor(
+            lambda: tiny_policies.policy(dtype=torch.bfloat16, loudness=1.0), AuditSettings()
+        )
+        checker.publish(VERSION, lambda: weights)
+        for rollout in samples[:60] if is_measured else ():
+            assert checker.check(held(rollout, server="true")).passed
+        verdict, needed[is_measured] = first_failure((held(x, server="false") for x in raised), checker)
+        assert "log-probabilities" in verdict.reason
+        assert checker.check(held(samples[0], server="true")).passed
+    assert needed[True] < needed[False] / 2

@@ -9,7 +9,7 @@ import torch
 
 from aedit.spec_rollout.sampling import noisy_argmax as module
 from aedit.spec_rollout.sampling.noise import NoiseKeys, gumbel
-from aedit.spec_rollout.sampling.noisy_argmax import SMALL_NOISE, noisy_argmax
+from aedit.spec_rollout.sampling.noisy_argmax import SMALL_NOISE, noisy_argmax, noisy_best_two
 from aedit.spec_rollout.sampling.verify import coupled_tokens
 
 NOTHING = -torch.inf
@@ -63,6 +63,18 @@ def test_the_token_is_that_of_the_whole_noise(name, dtype):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
         x, keys = INPUTS[name](x), keys_of(*shape[:2], seed)
         assert torch.equal(noisy_argmax(x, keys), (x + all_noise(keys, shape, dtype)).argmax(-1)), shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", INPUTS)
+def test_the_two_best_sums_are_those_of_the_whole_noise(name, dtype):
+    for seed, shape in enumerate([(1, 1, 20_003), (3, 1, 5000), (10, 1, 777), (12, 1, 9), (2, 1, 2)]):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+        x, keys = INPUTS[name](x), keys_of(*shape[:2], seed)
+        sums = (x + all_noise(keys, shape, dtype))[:, 0]
+        token, best, second = noisy_best_two(x[:, 0], keys)
+        assert torch.equal(token, sums.argmax(-1)), shape
+        assert torch.equal(torch.stack((best, second), -1), sums.topk(2).values), shape
 
 
 def test_many_positions_draw_what_the_whole_noise_draws_however_many_are_computed_at_once(monkeypatch):

@@ -1,6 +1,7 @@
 """Tests of the audit in the training forward: margins, exclusion from the loss, accusation."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ from tests.kit import tiny_policies
 from tests.kit.audited import generate, held
 
 from aedit.edit.shards import Shards
+from aedit.launch.config.audit import AuditConfig
 from aedit.launch.config.config import ModelConfig, RunConfig
 from aedit.launch.config.load import parse
 from aedit.launch.config.rl import PromptConfig, RLConfig, RLSamplingConfig
@@ -17,8 +19,10 @@ from aedit.launch.node.rl_audit import TrainingAudit, audit_options
 from aedit.launch.node.rl_objective import PolicyObjective
 from aedit.launch.node.rl_policy import PolicyGradient
 from aedit.launch.node.rl_samples import Sample
-from aedit.spec_rollout.audit.calibration import Calibration
+from aedit.spec_rollout.audit import calibration
+from aedit.spec_rollout.audit.calibration import Calibration, calibrate, write_calibrations
 from aedit.spec_rollout.audit.make import make_auditor
+from aedit.spec_rollout.audit.margins import ClaimedTokens, margins
 from aedit.spec_rollout.audit.recording import weights_files
 from aedit.spec_rollout.rl.groups import Group
 from aedit.spec_rollout.rl.problems import Problem
@@ -271,9 +275,9 @@ def test_the_keys_of_the_configuration_turn_it_off_and_choose_the_limits():
 
     assert of("[audit]\ntraining = false") is None
     assert of("[audit]\non = false") is None
-    assert of("").calibration == Calibration.default(torch.float32)
-    assert of('[model]\ndtype = "bf16"').calibration == Calibration.default(torch.bfloat16)
-    assert of('[rl]\nengine_dtype = "bf16"').calibration == Calibration.default(torch.bfloat16)
+    assert of("").dtype == torch.float32
+    assert of('[model]\ndtype = "bf16"').dtype == torch.bfloat16
+    assert of('[rl]\nengine_dtype = "bf16"').dtype == torch.bfloat16
 
 
 def test_the_auditor_of_the_connection_is_made_from_the_configuration(tmp_path):
@@ -306,3 +310,57 @@ record_versions = 1
     options["calibration"] = str(tmp_path / "none.json")
     with pytest.raises(OSError, match=r"none\.json"):
         make_auditor(SimpleNamespace(tokenizer="", audit_options=options))
+
+
+def test_measured_limits_hold_for_true_samples_and_find_log_probabilities_that_the_defaults_let_pass(
+    tmp_path,
+):
+    rollouts = generate(policy(), 30, version=VERSION, sampling=SAMPLING)
+    parts = []
+    for each in rollouts[:15]:
+        text = torch.tensor([[*each.prompt.tokens, *each.tokens]])
+        logits_TV = policy()(input_ids=text).logits[0, len(each.prompt.tokens) - 1 : -1].detach()
+        claimed = ClaimedTokens(each.prompt.key, SAMPLING, len(each.prompt.tokens), 0, each.tokens)
+        parts.append((margins(logits_TV, claimed), torch.tensor(each.logprobs, dtype=torch.float64)))
+    path = tmp_path / "calibration.json"
+    write_calibrations(path, {"*": calibrate(parts, torch.float32)})
+    for shift, limits, is_accused in ((0.0, str(path), 0), (5e-5, "", 0), (5e-5, str(path), 1)):
+        accused = []
+        settings = replace(config(), audit=AuditConfig(calibration=limits))
+        audit = TrainingAudit.of(settings, lambda *found, accused=accused: accused.append(found))
+        for each in rollouts[15:]:
+            shifted = replace(each, logprobs=[x + shift for x in each.logprobs], servers=[(0, "one")])
+            text = torch.tensor([[*each.prompt.tokens, *each.tokens]])
+            logits_TV = policy()(input_ids=text).logits[0, len(each.prompt.tokens) - 1 : -1].detach()
+            audit.check([Sample(shifted, 1.0, True)], logits_TV, VERSION)
+        assert bool(accused) == is_accused, (shift, limits)
+
+
+def test_errors_that_go_with_the_advantage_are_accused_beside_the_noise_of_own_samples(monkeypatch):
+    """A server whose log-probabilities are too high where the advantage is, and too low elsewhere."""
+    monkeypatch.setattr(calibration, "MEASURED_TOKENS", 2000)
+    model = tiny_policies.policy(dtype=torch.bfloat16, loudness=1.0)
+    rollouts = generate(model, 220, version=VERSION, sampling=SAMPLING)
+    accused = []
+    settings = replace(config(), model=ModelConfig(dtype="bf16"))
+    audit = TrainingAudit.of(settings, lambda *found: accused.append(found))
+    for number, each in enumerate(rollouts):
+        is_own, advantage = number < 120, (-1.0) ** number
+        text = torch.tensor([[*each.prompt.tokens, *each.tokens]])
+        logits_TV = model(input_ids=text).logits[0, len(each.prompt.tokens) - 1 : -1].detach()
+        false = replace(
+            each,
+            logprobs=[x + 0.02 * advantage for x in each.logprobs],
+            servers=[(0, "true" if number % 4 < 2 else "false")],
+        )
+        given = replace(each, servers=[] if is_own else [(0, "true")]) if is_own or number % 4 < 2 else false
+        audit.check([Sample(given, advantage, True)], logits_TV, VERSION)
+        if number == 119:
+            assert audit.noise.limits.eps < Calibration.default(torch.bfloat16).eps
+            assert accused == []
+    assert {server for server, _, _ in accused} == {"false"}
+    reasons = {reason.partition(": ")[2] for _, reason, _ in accused}
+    assert reasons & {
+        "the errors of its log-probabilities go with the reward",
+        "the log-probabilities of whole samples differ by more than rounding",
+    }

@@ -21,6 +21,7 @@ from aedit.launch.cli.policy import read_model
 from aedit.spec_rollout.audit.auditor import score
 from aedit.spec_rollout.audit.calibration import (
     Calibration,
+    OwnNoise,
     calibrate,
     calibration_of,
     read_calibrations,
@@ -125,6 +126,7 @@ def check_all(
 ) -> dict[str, ServerResult]:
     """Return the results by server. Samples of trusted servers are measured and not judged."""
     results: dict[str, ServerResult] = {}
+    noise = OwnNoise(policy.dtype)
     for held in rollouts:
         result = results.setdefault(held.server, ServerResult())
         sampling = decode_sampling(held.sampling)
@@ -137,22 +139,29 @@ def check_all(
         if reason:
             result.unjudged[reason] += len(held.tokens) - held.start
             continue
-        scored = score(policy, held, sampling)
+        scored = score(policy, held, sampling, noise)
         for version in held.versions[held.start :]:
             if version not in policy.versions:
                 result.unjudged[f"version {version} is not given"] += 1
         if held.server in trusted:
             result.parts.append((scored.margins, torch.tensor(scored.logprobs, dtype=torch.float64)))
         elif scored.tokens:
-            _judge(result, scored, calibration_of(held.server, table, policy.dtype), name)
+            _judge(result, scored, calibration_of(held.server, table, policy.dtype, noise), name)
     return results
 
 
 def print_results(results: Mapping[str, ServerResult], policy: PolicyVersions) -> None:
     """Print a line for each server, the first reasons of failures, and what could not be judged."""
-    table = Table("server", "samples", "tokens", "mismatches", "largest margin", "failures", "result")
+    table = Table(
+        *("server", "samples", "tokens", "mismatches", "other tokens", "log-prob bias"),
+        *("largest margin", "failures", "result"),
+    )
     for server, result in sorted(results.items()):
         record, margins = result.record, [part.margins_T for part, _ in result.parts]
+        others = record.num_others + sum(int((each > 0).sum()) for each in margins)
+        apart = record.sum_of_differences + sum(
+            float((x - part.logprobs_T).sum()) for part, x in result.parts
+        )
         tokens = record.num_tokens + sum(map(len, margins))
         largest = max([record.largest_margin, *(float(each.max()) for each in margins if len(each))])
         verdict = "trusted" if margins else "passed" if tokens else "not judged"
@@ -161,6 +170,8 @@ def print_results(results: Mapping[str, ServerResult], policy: PolicyVersions) -
             str(record.num_samples + len(margins)),
             str(tokens),
             str(record.num_mismatches),
+            f"{others / max(1, tokens):.3%}",
+            f"{apart / max(1, tokens):+.1e}",
             f"{largest:.3g}",
             str(len(result.reasons)),
             "FAILED" if result.reasons else verdict,
@@ -196,8 +207,9 @@ def _calibrate(request: AuditRequest, results: Mapping[str, ServerResult], dtype
         except ValueError as error:
             raise UserError(f"server {server}: {error}") from None
         print(
-            f"{server}: eps {made[server].eps:.3g}, tau {made[server].tau:.3g}, "
-            f"mismatches up to {made[server].rate:.3g}, from {made[server].num_tokens} tokens"
+            f"{server}: eps {made[server].eps:.3g}, tau {made[server].tau:.3g}, mismatches up to "
+            f"{made[server].rate:.3g}, other tokens {made[server].largest_share:.3g}, log-prob bias "
+            f"{made[server].largest_bias:.3g}, from {made[server].num_tokens} tokens"
         )
     try:
         write_calibrations(request.calibrate, made)

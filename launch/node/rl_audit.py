@@ -10,6 +10,7 @@ gradients stay unbiased.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from aedit.launch.config.config import RunConfig
 from aedit.launch.node.rl_samples import Key, Sample
-from aedit.spec_rollout.audit.calibration import Calibration
-from aedit.spec_rollout.audit.judge import Scored, ServerRecord
+from aedit.spec_rollout.audit.calibration import Calibration, OwnNoise, calibration_of, read_calibrations
+from aedit.spec_rollout.audit.judge import RewardRecord, Scored, ServerRecord
 from aedit.spec_rollout.audit.margins import ClaimedTokens, Margins, margins
 from aedit.spec_rollout.sampling.samples import Rollout
 
@@ -31,10 +32,15 @@ Accuse = Callable[[str, str, Mapping[str, Any]], None]
 class TrainingAudit:
     """Checks the samples of a rank's micro-batches against their logits. Used by one thread."""
 
-    calibration: Calibration
-    """Wide limits: trainer and engine may compute in different dtypes."""
+    dtype: torch.dtype
+    """The less precise one of trainer and engine."""
     accuse: Accuse
+    calibrations: Mapping[str, Calibration] = field(default_factory=dict)
+    """Measured limits by server; of no use where trainer and engine compute in different dtypes."""
+    noise: OwnNoise = field(init=False)
+    """Measured on the rollouts of this node's own engine."""
     servers: dict[str, ServerRecord] = field(default_factory=dict)
+    rewards: dict[str, RewardRecord] = field(default_factory=dict)
     excluded: set[Key] = field(default_factory=set)
     """Samples of the present batch that have failed."""
     checked: set[Key] = field(default_factory=set)
@@ -42,14 +48,20 @@ class TrainingAudit:
     version: int = -1
     """Policy version of the present batch."""
 
+    def __post_init__(self) -> None:
+        self.noise = OwnNoise(self.dtype)
+
     @classmethod
     def of(cls, config: RunConfig, accuse: Accuse) -> "TrainingAudit | None":
         """Return the audit of a rank; None if it is off."""
         if not (config.audit.on and config.audit.training):
             return None
-        is_bf16 = "bf16" in (config.model.dtype, config.rl.engine_dtype)
-        dtype = torch.bfloat16 if is_bf16 else torch.float32
-        return cls(calibration=Calibration.default(dtype), accuse=accuse)
+        engine = "fp32" if config.rl.engine_dtype == "same" else config.rl.engine_dtype
+        dtypes = {config.model.dtype, engine}
+        dtype = torch.bfloat16 if "bf16" in dtypes else torch.float32
+        is_measured = len(dtypes) == 1 and config.audit.calibration
+        table = read_calibrations(Path(config.audit.calibration)) if is_measured else {}
+        return cls(dtype=dtype, accuse=accuse, calibrations=table)
 
     def without_excluded(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the samples, those that failed at an earlier step on the batch as not trained."""
@@ -60,7 +72,7 @@ class TrainingAudit:
 
     def has_to_check(self, sample: Sample, version: int) -> bool:
         """Return whether a trained sample has tokens that a server generated under this version."""
-        return sample.is_trained and bool(_parts_of_servers(sample.rollout, version))
+        return sample.is_trained and any(server for server, _ in _parts(sample.rollout, version))
 
     def check(
         self, samples: Sequence[Sample], logits_NV: Tensor, version: int, *, whole: bool = False
@@ -80,39 +92,50 @@ class TrainingAudit:
             count = len(sample.rollout.tokens) if whole else sample.num_trained
             logits_TV = logits_NV[first : first + count]
             first += count
-            kept.append(not sample.num_trained or self._passes(sample.rollout, logits_TV, version))
+            kept.append(not sample.num_trained or self._passes(sample, logits_TV, version))
         return torch.tensor(kept)
 
-    def _passes(self, rollout: Rollout, logits_TV: Tensor, version: int) -> bool:
+    def _passes(self, sample: Sample, logits_TV: Tensor, version: int) -> bool:
         """Return whether all parts of servers in a rollout are right; accuse those of wrong ones."""
-        key = rollout.prompt.key
+        rollout, key = sample.rollout, sample.rollout.prompt.key
         if key in self.checked:
             return key not in self.excluded
         passes = True
-        for server, places in _parts_of_servers(rollout, version):
-            passes = self._judge(server, rollout, _score(rollout, logits_TV, places)) and passes
+        for server, places in _parts(rollout, version):
+            if not server:
+                if self.noise.wants():
+                    scored = _score(rollout, logits_TV, places)
+                    self.noise.add(scored.margins, torch.tensor(scored.logprobs, dtype=torch.float64))
+                continue
+            passes = self._judge(server, sample, _score(rollout, logits_TV, places)) and passes
         self.checked.add(key)
         if not passes:
             self.excluded.add(key)
         return passes
 
-    def _judge(self, server: str, rollout: Rollout, scored: Scored) -> bool:
+    def _judge(self, server: str, sample: Sample, scored: Scored) -> bool:
+        calibration = calibration_of(server, self.calibrations, self.dtype, self.noise)
         record = self.servers.get(server, ServerRecord())
-        self.servers[server], found = record.judge(scored, self.calibration)
-        if found.reason:
-            evidence = {"key": list(rollout.prompt.key), "found_in": "training", **found.evidence}
+        self.servers[server], found = record.judge(scored, calibration)
+        reason = found.reason
+        if not reason:
+            rewards = self.rewards.get(server, RewardRecord())
+            self.rewards[server], reason = rewards.judge(scored, sample.advantage, calibration)
+        if reason:
+            evidence = {"key": list(sample.rollout.prompt.key), "found_in": "training", **found.evidence}
             json.dumps(evidence, allow_nan=False)
-            self.accuse(server, f"sample {rollout.prompt.name}: {found.reason}", evidence)
-        return not found.reason
+            self.accuse(server, f"sample {sample.rollout.prompt.name}: {reason}", evidence)
+        return not reason
 
 
-def _parts_of_servers(rollout: Rollout, version: int) -> list[tuple[str, range]]:
-    """Return the servers of a rollout, each with the places of its tokens of this version."""
+def _parts(rollout: Rollout, version: int) -> list[tuple[str, range]]:
+    """Return who has generated a rollout, with the places of its tokens of this version; "": this node."""
     found = []
-    starts = [*(start for start, _ in rollout.servers), len(rollout.tokens)]
-    for (start, server), end in zip(rollout.servers, starts[1:], strict=True):
+    owners = rollout.servers if rollout.servers and not rollout.servers[0][0] else [(0, ""), *rollout.servers]
+    starts = [*(start for start, _ in owners), len(rollout.tokens)]
+    for (start, server), end in zip(owners, starts[1:], strict=True):
         places = [place for place in range(start, end) if rollout.versions[place] == version]
-        if server and places:
+        if places:
             found.append((server, range(places[0], places[-1] + 1)))
     return found
 

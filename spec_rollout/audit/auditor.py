@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from aedit.spec_rollout.audit.calibration import Calibration, calibration_of
+from aedit.spec_rollout.audit.calibration import Calibration, OwnNoise, calibration_of
 from aedit.spec_rollout.audit.form import form_error
 from aedit.spec_rollout.audit.hook import AuditVerdict, HeldRollout, WeightReader
 from aedit.spec_rollout.audit.judge import Judgement, Scored, ServerRecord
@@ -17,7 +17,7 @@ from aedit.spec_rollout.audit.margins import Margins, not_auditable
 from aedit.spec_rollout.audit.rates import AuditRate, RateRule
 from aedit.spec_rollout.audit.recording import Recording
 from aedit.spec_rollout.audit.statement import spans_of
-from aedit.spec_rollout.audit.versions import PolicyVersions, margins_of
+from aedit.spec_rollout.audit.versions import Part, PolicyVersions, margins_of
 from aedit.spec_rollout.migration.sample_text import decode_sampling
 from aedit.spec_rollout.sampling.samples import Sampling
 from aedit.spec_rollout.sampling.stops import TokenDecoder
@@ -59,6 +59,7 @@ class SpotAuditor:
             recording: Gets each sample once, and all weights.
         """
         self._policy = PolicyVersions(make_model(), kept=settings.versions_kept)
+        self._noise = OwnNoise(self._policy.dtype)
         self._settings, self._tokenizer, self._draw = settings, tokenizer, draw
         self._recording = recording
         self._noted: dict[str, tuple[HeldRollout, ...]] = {}
@@ -110,8 +111,10 @@ class SpotAuditor:
         if reason or missing:
             text = reason or f"the weights of version {missing[0]} are not here any more"
             return AuditVerdict(passed=False, reason=f"sample {name}: {text}", is_final=False)
-        calibration = calibration_of(server, self._settings.calibrations, self._policy.dtype)
-        record, judgement = self._of(server).judge(score(self._policy, held, sampling), calibration)
+        scored = score(self._policy, held, sampling, self._noise)
+        table = self._settings.calibrations
+        calibration = calibration_of(server, table, self._policy.dtype, self._noise)
+        record, judgement = self._of(server).judge(scored, calibration)
         self._servers[server] = record
         return self._verdict(held, judgement)
 
@@ -154,15 +157,17 @@ class SpotAuditor:
         self._noted[server] = tuple(held)  # kept, so that no other object gets one of these ids
 
 
-def score(policy: PolicyVersions, held: HeldRollout, sampling: Sampling) -> Scored:
+def score(
+    policy: PolicyVersions, held: HeldRollout, sampling: Sampling, noise: OwnNoise | None = None
+) -> Scored:
     """Return margins and claims of the tokens that a server has generated under versions that are here."""
     text, parts = (*held.prompt, *held.tokens), []
     judged: list[int] = []
     for version, start, end in spans_of(held.versions[held.start :]):
         if version in policy.versions:
             places = range(held.start + start, held.start + end)
-            part = held.key, len(held.prompt), places
-            parts.append(margins_of(policy, version, text, sampling, part))
+            part = Part(version, text, sampling, held.key, len(held.prompt), places)
+            parts.append(margins_of(policy, part, noise))
             judged += places
     return Scored(
         margins=Margins.joined(parts) if parts else Margins.empty(),

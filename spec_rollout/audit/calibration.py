@@ -3,16 +3,20 @@
 Let eps be the standard deviation of the difference of one logit over temperature between two honest machines.
 A claimed token then differs from the verifier's by a margin of the order of sqrt(2) eps where two tokens are
 that close, and its log-probability by eps times the root of its `spread`. A token counts as a mismatch if its
-margin, or the difference of its log-probability, is above tau = 6 sqrt(2) eps.
+margin, or the difference of its log-probability, is above tau = 6 sqrt(2) eps. Below tau the share of other
+tokens, the mean of the differences, and their size over whole samples are limited too (`judge.py`).
 
-eps is measured on rollouts of servers that are trusted, per server, as the difference depends on both
-machines. Without a measurement the defaults by dtype apply, which are wide.
+All of it is measured on rollouts of servers that are trusted, per server, as the difference depends on both
+machines (`calibrate`). For other servers in 16 bits the verifier's own rounding is measured while it audits
+(`OwnNoise`), since that of a server is of the same size. Until then the defaults by dtype apply, which are
+wide.
 """
 
 import json
 import math
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,7 +24,7 @@ import torch
 from torch import Tensor
 
 from aedit.spec_rollout.audit.margins import Margins
-from aedit.spec_rollout.audit.sequential import MismatchTest
+from aedit.spec_rollout.audit.sequential import ShareTest
 from aedit.system import write_atomically
 from aedit.types import check
 
@@ -36,6 +40,15 @@ MIN_RATE = 5e-5
 _DEFAULT_EPS = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 _P1 = {torch.float64: 0.01, torch.float32: 0.01, torch.bfloat16: 0.06, torch.float16: 0.03}
 _LOGPROB_MEDIAN = {torch.float64: 1e-3, torch.float32: 0.02, torch.bfloat16: 0.10, torch.float16: 0.05}
+_LEAST_SPREAD = 0.1
+"""Log-probabilities near 0 hardly depend on the logits, but are rounded as others are."""
+_LEAST_EPS = 1e-7
+"""Lower limit of a measured eps: two machines of one kind may differ by nothing, others of that kind not."""
+OTHERS_PER_EPS = 0.5
+"""Share of tokens that differ between honest machines, over eps, where it was not measured. 0.33 for a policy
+of 2.25 nats per token."""
+CLUSTERING = 4.0
+"""Variance of the sum of a sample's differences over that of independent ones, where it was not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +61,12 @@ class Calibration:
     """Standard deviation of the difference of a logit over temperature."""
     rate: float
     """Upper limit of the share of honest tokens that are mismatches."""
+    others: float | None = None
+    """Upper limit of the share of honest tokens that are not the verifier's; None: `OTHERS_PER_EPS` eps."""
+    bias: float | None = None
+    """Upper limit of the mean difference of honest log-probabilities, either way; None: eps / 10."""
+    clustering: float = CLUSTERING
+    """Upper limit of the variance of a sample's summed differences, over that of independent ones."""
     num_tokens: int = 0
     """Tokens on which it was measured; 0: a default."""
 
@@ -56,6 +75,11 @@ class Calibration:
         check(self.dtype in names, "dtype", f"must be one of {', '.join(sorted(names))}", self.dtype)
         check(0 < self.eps < 1, "eps", "must be in (0, 1)", self.eps)
         check(0 < self.rate < 0.5, "rate", "must be in (0, 0.5)", self.rate)
+        others, bias = self.largest_share, self.largest_bias
+        check(0 < others < 0.5, "others", "must be in (0, 0.5)", others)
+        check(0 < bias < 1, "bias", "must be in (0, 1)", bias)
+        rule = "must be a finite number of at least 1"
+        check(1 <= self.clustering < math.inf, "clustering", rule, self.clustering)
 
     @classmethod
     def default(cls, dtype: torch.dtype) -> Self:
@@ -71,12 +95,39 @@ class Calibration:
     @property
     def logprob_median(self) -> float:
         """Return the largest median difference of log-probabilities of an honest sample."""
-        return _LOGPROB_MEDIAN[self._torch_dtype]
+        return min(_LOGPROB_MEDIAN[self._torch_dtype], 6 * self.eps)
 
-    def test(self) -> MismatchTest:
-        """Return the sequential test, with twice the measured rate as p0."""
-        p0 = 2 * self.rate
-        return MismatchTest(p0=p0, p1=max(_P1[self._torch_dtype], 5 * p0) if p0 < 0.15 else 0.75)
+    @property
+    def largest_share(self) -> float:
+        """Return the largest share of honest tokens that are not the verifier's."""
+        return max(MIN_RATE, OTHERS_PER_EPS * self.eps) if self.others is None else self.others
+
+    @property
+    def largest_bias(self) -> float:
+        """Return the largest mean difference of honest log-probabilities, either way."""
+        return self.eps / 10 if self.bias is None else self.bias
+
+    def widened(self, factor: float) -> "Calibration":
+        """Return these limits for differences that are `factor` times as large."""
+        return replace(
+            self,
+            eps=min(factor * self.eps, 0.99),
+            others=min(factor * self.largest_share, 0.49),
+            bias=min(factor * self.largest_bias, 0.99),
+        )
+
+    def mismatch_test(self) -> ShareTest:
+        """Return the test of the share of mismatches, with twice the measured rate as p0."""
+        return self._share_test(self.rate, _P1[self._torch_dtype])
+
+    def others_test(self) -> ShareTest:
+        """Return the test of the share of tokens that are not the verifier's, however small their margins."""
+        return self._share_test(self.largest_share, 0.0)
+
+    @staticmethod
+    def _share_test(rate: float, p1: float) -> ShareTest:
+        p0 = 2 * rate
+        return ShareTest(p0=p0, p1=max(p1, 5 * p0) if p0 < 0.15 else max(0.75, (1 + p0) / 2))
 
     @property
     def _torch_dtype(self) -> torch.dtype:
@@ -88,16 +139,19 @@ def calibrate(parts: "list[tuple[Margins, Tensor]]", dtype: torch.dtype) -> Cali
     """Return the calibration that follows from trusted rollouts.
 
     eps^2 is the sum of squared differences of log-probabilities over the sum of their spreads, which is
-    unbiased for independent errors of logits, and at least what the largest margin shows.
+    unbiased for independent errors of logits, and at least what the largest margin shows. Shares and means
+    are upper limits: counts plus 3, the mean plus four standard errors over samples.
 
     Args:
-        parts: Margins of trusted tokens, and the log-probabilities that the server has reported, (T,).
+        parts: Margins of the trusted tokens of each sample, and the log-probabilities that the server has
+            reported, (T,).
         dtype: Dtype of both engines.
 
     Raises:
         ValueError: There are no tokens, or some margin is above 1: these rollouts are not of this policy.
     """
-    if not sum(len(each.margins_T) for each, _ in parts):
+    parts = [(found, claimed) for found, claimed in parts if len(found.margins_T)]
+    if not parts:
         raise ValueError("calibration needs at least one token of a trusted server")
     every = Margins.joined([each for each, _ in parts])
     differences_T = torch.cat([claimed for _, claimed in parts]).double() - every.logprobs_T
@@ -109,13 +163,82 @@ def calibrate(parts: "list[tuple[Margins, Tensor]]", dtype: torch.dtype) -> Cali
         )
     spread = float(every.spread_T.clamp(min=0).sum())
     eps = math.sqrt(float(differences_T.square().sum()) / spread) if spread > 0 else 0.0
-    least = torch.finfo(dtype).eps
-    eps = min(max(eps, largest / SIGMAS, least), 0.99)
-    is_mismatch_T = mismatches(every, differences_T, SIGMAS * eps)
-    num_tokens = len(is_mismatch_T)
-    upper = (int(is_mismatch_T.sum()) + 3) / num_tokens  # 95 % limit where none was seen
-    rate = min(max(MIN_RATE, upper), 0.2)
-    return Calibration(dtype=str(dtype).removeprefix("torch."), eps=eps, rate=rate, num_tokens=num_tokens)
+    eps = min(max(eps, largest / SIGMAS, _LEAST_EPS), 0.99)
+    num_tokens = len(differences_T)
+    sizes = [len(claimed) for _, claimed in parts]
+    sums_S = torch.stack([each.sum() for each in torch.split(differences_T, sizes)])
+    variances_S = torch.stack([variances(each, eps).sum() for each, _ in parts])
+    mean = float(sums_S.sum()) / num_tokens
+    error = float((sums_S - mean * torch.tensor(sizes)).norm()) / num_tokens
+    clustering = float(sums_S.square().sum() / variances_S.sum()) * (1 + 4 * math.sqrt(2 / len(parts)))
+    return Calibration(
+        dtype=str(dtype).removeprefix("torch."),
+        eps=eps,
+        rate=_upper_share(int(mismatches(every, differences_T, SIGMAS * eps).sum()), num_tokens),
+        others=_upper_share(int((every.margins_T > 0).sum()), num_tokens),
+        bias=min(max(abs(mean) + 4 * error, eps / 100), 0.99),
+        clustering=max(clustering, 1.0),
+        num_tokens=num_tokens,
+    )
+
+
+def variances(found: Margins, eps: float) -> Tensor:
+    """Return the variance of the difference of each log-probability between honest machines, (T,)."""
+    return eps**2 * found.spread_T.clamp(min=_LEAST_SPREAD)
+
+
+def _upper_share(count: int, num_tokens: int) -> float:
+    """Return the upper limit of a share: that of 95 % where none was seen."""
+    return min(max(MIN_RATE, (count + 3) / num_tokens), 0.2)
+
+
+NOISE_FACTOR = 2.0
+"""A server's limits over the verifier's own noise. Two machines of equal noise differ by sqrt(2) times it."""
+
+
+@dataclass(slots=True)
+class OwnNoise:
+    """Rounding of the verifier's own engine, measured on samples that it checks anyway.
+
+    Nothing of it depends on what a server claims, apart from which samples there are. It is measured in 16
+    bits only: in 32 bits the difference between machines is not rounding, but the choice of kernels (TF32).
+    """
+
+    dtype: torch.dtype
+    """Of the engines."""
+    window: deque[tuple[Margins, Tensor]] = field(default_factory=deque)
+    limits: Calibration | None = None
+    """None: not measured yet."""
+    _num_offered: int = 0
+
+    def wants(self) -> bool:
+        """Count a sample, and return whether to measure on it: at first all, later one in 16."""
+        self._num_offered += 1
+        is_due = self.limits is None or self._num_offered % MEASURED_ONE_IN == 0
+        return is_due and self.dtype in (torch.bfloat16, torch.float16)
+
+    def add(self, exact: Margins, logprobs_T: Tensor) -> None:
+        """Take the engine's own tokens of a sample.
+
+        Args:
+            exact: Their margins by logits of higher precision.
+            logprobs_T: Their log-probabilities by the engine.
+        """
+        self.window.append((exact, logprobs_T))
+        sizes = [len(each) for _, each in self.window]
+        while sum(sizes) - sizes[0] >= MEASURED_TOKENS:
+            self.window.popleft()
+            del sizes[0]
+        if sum(sizes) >= MEASURED_TOKENS:
+            try:
+                self.limits = calibrate([*self.window], self.dtype).widened(NOISE_FACTOR)
+            except ValueError:
+                self.limits = None  # so noisy that no limit below the defaults holds
+
+
+MEASURED_TOKENS = 4_000
+"""Newest tokens on which the noise is measured."""
+MEASURED_ONE_IN = 16
 
 
 def mismatches(found: Margins, differences_T: Tensor, tau: float) -> Tensor:
@@ -132,7 +255,7 @@ def read_calibrations(path: Path) -> dict[str, Calibration]:
     """
     try:
         table: Mapping[str, Any] = json.loads(path.read_text())["servers"]
-        known = {field.name for field in fields(Calibration)}
+        known = {each.name for each in fields(Calibration)}
         for name, entry in table.items():
             if set(entry) - known:
                 raise ValueError(f"server {name}: unknown keys {sorted(set(entry) - known)}")
@@ -150,9 +273,14 @@ def write_calibrations(path: Path, table: Mapping[str, Calibration]) -> None:
     write_atomically(path, text + "\n")
 
 
-def calibration_of(server: str, table: Mapping[str, Calibration], dtype: torch.dtype) -> Calibration:
-    """Return a server's calibration: its own entry, that of `*`, or the default of the dtype."""
+def calibration_of(
+    server: str, table: Mapping[str, Calibration], dtype: torch.dtype, noise: OwnNoise | None = None
+) -> Calibration:
+    """Return a server's limits: its own entry, that of `*`, the verifier's noise, or the default."""
     found = table.get(server) or table.get(ANY)
-    if found is None or found.dtype != str(dtype).removeprefix("torch."):
-        return Calibration.default(dtype)
-    return found
+    if found is not None and found.dtype == str(dtype).removeprefix("torch."):
+        return found
+    default = Calibration.default(dtype)
+    if noise is None or noise.limits is None or noise.limits.eps > default.eps:
+        return default
+    return noise.limits

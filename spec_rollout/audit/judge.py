@@ -1,4 +1,11 @@
-"""Judgement of a server's samples: hard rules per sample, a sequential test over all of them."""
+"""Judgement of a server's samples: hard rules per sample, sequential tests over all of them.
+
+A server that knows the tolerances stays below each of them and uses what is left: it draws the better one of
+two tokens that are nearly equal, or reports all log-probabilities slightly too high, which shifts the
+importance ratio of a long sample by much. So, besides the share of mismatches, four things are tested that no
+limit of a single token sees: the share of tokens that are not the verifier's, the size of the summed
+difference of log-probabilities of a sample, its mean, and whether either goes with the reward.
+"""
 
 import math
 from collections.abc import Mapping
@@ -7,12 +14,17 @@ from typing import Any
 
 import torch
 
-from aedit.spec_rollout.audit.calibration import HARD_MARGIN, Calibration, mismatches
+from aedit.spec_rollout.audit.calibration import HARD_MARGIN, Calibration, mismatches, variances
 from aedit.spec_rollout.audit.margins import Margins
-from aedit.spec_rollout.audit.sequential import TestState
+from aedit.spec_rollout.audit.sequential import Drift, Errors, TestState, size_ratio
 
 MEDIAN_TOKENS = 8
 """Least tokens of a sample for the rule about its median."""
+UNIT_TOKENS = 1000
+"""Tokens after which the tests of means are sharpest."""
+UNIT_OTHERS = 100.0
+"""Tokens that are not the verifier's after which the test of their advantages is sharpest."""
+ERRORS = Errors()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,48 +48,183 @@ class Judgement:
     evidence: Mapping[str, Any]
     num_tokens: int
     num_mismatches: int
-    is_hard: bool = False
-    """One token, or one sample, is enough to see it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tests:
+    """States of the tests of one server."""
+
+    __test__ = False
+
+    mismatches: TestState = field(default_factory=TestState)
+    others: TestState = field(default_factory=TestState)
+    sizes: TestState = field(default_factory=TestState)
+    too_high: Drift = field(default_factory=Drift)
+    too_low: Drift = field(default_factory=Drift)
+
+    def after(self, found: "SampleSums", calibration: Calibration) -> "Tests":
+        """Return the states after a sample."""
+        allowed = calibration.largest_bias * found.num_tokens
+        ratio = size_ratio(max(0.0, abs(found.difference) - allowed), found.variance)
+        return Tests(
+            self.mismatches.after(calibration.mismatch_test(), found.is_mismatch),
+            self.others.after(calibration.others_test(), found.is_other),
+            self.sizes.plus(ERRORS, ratio),
+            self.too_high.plus(found.difference - allowed, found.variance),
+            self.too_low.plus(-found.difference - allowed, found.variance),
+        )
+
+    def finding(self, record: "ServerRecord", calibration: Calibration) -> str:
+        """Return what the tests have shown about a server with this record; empty if nothing."""
+        tokens = max(1, record.num_tokens)
+        if self.mismatches.is_guilty:
+            return f"{record.num_mismatches / tokens:.3%} of its audited tokens are not those of the policy"
+        if self.others.is_guilty:
+            return (
+                f"{record.num_others / tokens:.3%} of its audited tokens are not the verifier's, where at "
+                f"most {calibration.largest_share:.3%} are expected"
+            )
+        if self.sizes.is_guilty:
+            return "the log-probabilities of whole samples differ by more than rounding"
+        unit = _unit(calibration)
+        if self.too_high.drifts(unit, ERRORS.alpha) or self.too_low.drifts(unit, ERRORS.alpha):
+            mean = record.sum_of_differences / tokens
+            return (
+                f"its log-probabilities differ by {mean:+.2g} in the mean of {tokens} tokens, where at most "
+                f"{calibration.largest_bias:.2g} is expected"
+            )
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSums:
+    """Parts of one sample that the tests add up."""
+
+    is_mismatch: list[bool]
+    is_other: list[bool]
+    """Tokens that are not the verifier's."""
+    expected_others: float
+    """Their number if the errors of logits are independent and normal."""
+    difference: float
+    """Sum of the differences of log-probabilities, each limited to tau."""
+    variance: float
+    """Of `difference`, with an honest server."""
+
+    @classmethod
+    def of(cls, scored: Scored, calibration: Calibration) -> "SampleSums":
+        """Return the sums of a sample in which everything is finite."""
+        found = scored.margins
+        differences_T = _differences(scored)
+        # Two errors of one logit each are between the sums of two tokens.
+        expected_T = 0.5 * torch.special.erfc(found.gaps_T / (2 * calibration.eps))
+        return cls(
+            mismatches(found, differences_T, calibration.tau).tolist(),
+            (~(found.margins_T <= 0)).tolist(),
+            float(expected_T.sum()),
+            float(differences_T.clamp(-calibration.tau, calibration.tau).sum()),
+            calibration.clustering * float(variances(found, calibration.eps).sum()),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of judged tokens."""
+        return len(self.is_other)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerRecord:
     """Results of a server so far, as a value."""
 
-    state: TestState = field(default_factory=TestState)
+    tests: Tests = field(default_factory=Tests)
     num_samples: int = 0
     num_tokens: int = 0
     num_mismatches: int = 0
+    num_others: int = 0
+    """Tokens that were not the verifier's."""
+    sum_of_differences: float = 0.0
+    """Of log-probabilities: those of the server minus those of the verifier."""
     num_failures: int = 0
-    num_unjudged: int = 0
-    """Tokens of versions that were not here any more."""
     largest_margin: float = 0.0
 
     def judge(self, scored: Scored, calibration: Calibration) -> tuple["ServerRecord", Judgement]:
-        """Return the record after a sample, and the judgement of the sample. A failure begins a new test."""
-        differences_T = torch.tensor(scored.logprobs, dtype=torch.float64) - scored.margins.logprobs_T
+        """Return the record after a sample, and the judgement of the sample. A failure begins new tests."""
+        differences_T = _differences(scored)
         is_mismatch = mismatches(scored.margins, differences_T, calibration.tau).tolist()
-        state = self.state.after(calibration.test(), is_mismatch)
-        finding = _hard(scored, differences_T, calibration)
-        is_hard = finding is not None
-        if finding is None and state.is_guilty:
-            place = max(range(len(is_mismatch)), key=lambda i: _worst(scored, differences_T, i))
-            share = (self.num_mismatches + sum(is_mismatch)) / max(1, self.num_tokens + len(is_mismatch))
-            finding = f"{share:.3%} of its audited tokens are not those of the policy", place
         after = replace(
             self,
-            state=TestState() if finding else state,
             num_samples=self.num_samples + 1,
             num_tokens=self.num_tokens + len(is_mismatch),
             num_mismatches=self.num_mismatches + sum(is_mismatch),
-            num_failures=self.num_failures + (finding is not None),
+            num_others=self.num_others + int((~(scored.margins.margins_T <= 0)).sum()),
+            sum_of_differences=self.sum_of_differences + float(differences_T.nansum()),
             largest_margin=max(self.largest_margin, _largest(scored.margins)),
         )
-        reason, evidence = "", {}
-        if finding is not None:
-            reason = finding[0]
-            evidence = _evidence(scored, finding[1], calibration)
-        return after, Judgement(reason, evidence, len(is_mismatch), sum(is_mismatch), is_hard)
+        finding = _hard(scored, differences_T, calibration)
+        tests = Tests()
+        if finding is None and is_mismatch:
+            tests = self.tests.after(SampleSums.of(scored, calibration), calibration)
+            shown = tests.finding(after, calibration)
+            if shown:
+                finding = shown, max(range(len(is_mismatch)), key=lambda i: _worst(scored, differences_T, i))
+        if finding is None:
+            passed = replace(after, tests=tests if is_mismatch else self.tests)
+            return passed, Judgement("", {}, len(is_mismatch), sum(is_mismatch))
+        after = replace(after, tests=Tests(), num_failures=self.num_failures + 1)
+        evidence = _evidence(scored, finding[1], calibration)
+        return after, Judgement(finding[0], evidence, len(is_mismatch), sum(is_mismatch))
+
+
+@dataclass(frozen=True, slots=True)
+class RewardRecord:
+    """Tests whether the errors of a server go with the reward, as a value.
+
+    An honest server's rounding knows no reward: given the sums of logits and noise, which token wins a near
+    tie does not depend on which one pays. So advantage times (other tokens - their expected number) and
+    advantage times the summed difference of log-probabilities have a mean of 0. The expected number is
+    scaled by what was seen before, so that a wrong eps does no harm.
+    """
+
+    num_others: float = 0.0
+    expected_others: float = 0.0
+    better: Drift = field(default_factory=Drift)
+    worse: Drift = field(default_factory=Drift)
+    higher: Drift = field(default_factory=Drift)
+    lower: Drift = field(default_factory=Drift)
+
+    def judge(self, scored: Scored, advantage: float, calibration: Calibration) -> tuple["RewardRecord", str]:
+        """Return the record after a sample that passes all other rules, and what it shows; empty: nothing."""
+        if not scored.tokens:
+            return self, ""
+        found = SampleSums.of(scored, calibration)
+        scale = (self.num_others + 1) / (self.expected_others + 1)
+        expected = scale * found.expected_others
+        tokens, logprobs = advantage * (sum(found.is_other) - expected), advantage * found.difference
+        allowed = abs(advantage) * calibration.largest_bias * found.num_tokens
+        of_tokens, of_logprobs = advantage**2 * expected, advantage**2 * found.variance
+        after = RewardRecord(
+            self.num_others + sum(found.is_other),
+            self.expected_others + found.expected_others,
+            self.better.plus(tokens, of_tokens),
+            self.worse.plus(-tokens, of_tokens),
+            self.higher.plus(logprobs - allowed, of_logprobs),
+            self.lower.plus(-logprobs - allowed, of_logprobs),
+        )
+        alpha, unit = ERRORS.alpha, _unit(calibration)
+        if any(each.drifts(UNIT_OTHERS, alpha) for each in (after.better, after.worse)):
+            return RewardRecord(), "its tokens that are not the verifier's go with the reward"
+        if any(each.drifts(unit, alpha) for each in (after.higher, after.lower)):
+            return RewardRecord(), "the errors of its log-probabilities go with the reward"
+        return after, ""
+
+
+def _unit(calibration: Calibration) -> float:
+    """Return V of a mean of log-probabilities after `UNIT_TOKENS` tokens."""
+    return UNIT_TOKENS * calibration.clustering * calibration.eps**2
+
+
+def _differences(scored: Scored) -> torch.Tensor:
+    """Return claimed minus verified log-probabilities, (T,)."""
+    return torch.tensor(scored.logprobs, dtype=torch.float64) - scored.margins.logprobs_T
 
 
 def _hard(scored: Scored, differences_T: torch.Tensor, calibration: Calibration) -> tuple[str, int] | None:

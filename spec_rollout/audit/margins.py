@@ -23,7 +23,7 @@ from torch import Tensor
 
 from aedit.spec_rollout.sampling.distribution import RowSampling, logprobs, warp_logits
 from aedit.spec_rollout.sampling.noise import LARGE_VOCABULARY, Ints, NoiseKeys, gumbel
-from aedit.spec_rollout.sampling.noisy_argmax import noisy_argmax
+from aedit.spec_rollout.sampling.noisy_argmax import noisy_best_two
 from aedit.spec_rollout.sampling.samples import Sampling
 
 NUMBERS_AT_ONCE = 1 << 22
@@ -52,6 +52,8 @@ class Margins:
     """At least 0; infinite for a token that these settings exclude, NaN where logits are not finite."""
     right_T: Tensor
     """Token that the verifier draws."""
+    gaps_T: Tensor
+    """Sum of logit and noise of `right_T`, minus the second largest sum: how near another token is."""
     logprobs_T: Tensor
     """Log-probability of the claimed token, as an engine reports it."""
     spread_T: Tensor
@@ -61,13 +63,15 @@ class Margins:
     @staticmethod
     def empty() -> "Margins":
         """Return the margins of no tokens."""
-        dtypes = (torch.float64, torch.int64, torch.float64, torch.float64)
+        dtypes = (torch.float64, torch.int64, torch.float64, torch.float64, torch.float64)
         return Margins(*(torch.empty(0, dtype=dtype) for dtype in dtypes))
 
     @staticmethod
     def joined(parts: Sequence["Margins"]) -> "Margins":
         """Return the margins of consecutive parts."""
-        columns = zip(*((x.margins_T, x.right_T, x.logprobs_T, x.spread_T) for x in parts), strict=True)
+        columns = zip(
+            *((x.margins_T, x.right_T, x.gaps_T, x.logprobs_T, x.spread_T) for x in parts), strict=True
+        )
         return Margins(*(torch.cat(column) for column in columns))
 
 
@@ -119,15 +123,17 @@ def _part(logits_TV: Tensor, claimed: ClaimedTokens, first: int, rows: RowSampli
     places_T = torch.arange(first, first + len(logits_TV), device=logits_TV.device)
     tokens_T = torch.tensor(claimed.tokens[first : first + len(logits_TV)], device=logits_TV.device)
     warped_TV = warp_logits(logits_TV[None], rows, (claimed.number + places_T)[None])[0]
-    right_T, best_T, mine_T = _draw(warped_TV, claimed, claimed.position + places_T, tokens_T)
+    right_T, best_T, second_T, mine_T = _draw(warped_TV, claimed, claimed.position + places_T, tokens_T)
     logp_T = logprobs(logits_TV[None], tokens_T[None], rows)[0]
     p_TV = (warped_TV if not rows.has_masks else _unmasked(logits_TV, rows)).double().softmax(-1)
     p_y_T = p_TV.gather(1, tokens_T[:, None])[:, 0]
     spread_T = 1 - 2 * p_y_T + p_TV.square().sum(-1)
     margins_T = (best_T - mine_T).double().clamp(min=0)
     is_wrong_T = (logits_TV.isnan() | logits_TV.isposinf()).any(-1)
-    margins_T = margins_T.masked_fill(is_wrong_T, torch.nan)
-    return Margins(margins_T.cpu(), right_T.cpu(), logp_T.double().cpu(), spread_T.cpu())
+    margins_T, gaps_T = (
+        x.masked_fill(is_wrong_T, torch.nan) for x in (margins_T, (best_T - second_T).double())
+    )
+    return Margins(margins_T.cpu(), right_T.cpu(), gaps_T.cpu(), logp_T.double().cpu(), spread_T.cpu())
 
 
 def _unmasked(logits_TV: Tensor, rows: RowSampling) -> Tensor:
@@ -137,8 +143,8 @@ def _unmasked(logits_TV: Tensor, rows: RowSampling) -> Tensor:
 
 def _draw(
     warped_TV: Tensor, claimed: ClaimedTokens, positions_T: Tensor, tokens_T: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the drawn token of each place, its sum of logit and noise, and that of the claimed token."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the drawn token of each place, and sums of logit and noise: its own, the next, the claimed."""
     places_T = torch.arange(len(warped_TV), device=warped_TV.device)
     if claimed.sampling.temperature == 0:
         sums_TV = warped_TV
@@ -147,13 +153,13 @@ def _draw(
         sums_TV = warped_TV + noise_TV
     else:
         keys = _keys(claimed.key, positions_T)
-        right_T = noisy_argmax(warped_TV[None], keys)[0]
-        best_T, mine_T = (
-            warped_TV[places_T, x] + keys.gumbel_of(x.numpy(), warped_TV.dtype) for x in (right_T, tokens_T)
-        )
-        return right_T, best_T, mine_T
+        right_T, best_T, second_T = noisy_best_two(warped_TV, keys)
+        mine_T = warped_TV[places_T, tokens_T] + keys.gumbel_of(tokens_T.numpy(), warped_TV.dtype)
+        return right_T, best_T, second_T, mine_T
     right_T = sums_TV.argmax(-1)
-    return right_T, sums_TV[places_T, right_T], sums_TV[places_T, tokens_T]
+    best_T = sums_TV[places_T, right_T]
+    second_T = sums_TV.topk(2).values[:, 1]
+    return right_T, best_T, second_T, sums_TV[places_T, tokens_T]
 
 
 def _keys(key: tuple[int, int], positions_T: Tensor) -> NoiseKeys:

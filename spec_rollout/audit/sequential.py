@@ -1,30 +1,35 @@
-"""Sequential test of a server's share of mismatches (Wald 1945), as a value.
+"""Sequential tests of a server, as values: they may be looked at after every sample.
 
-H0: a token is a mismatch with probability p0, as with honest servers. H1: with p1. The test adds up the
-logarithm of the likelihood ratio over tokens and ends as soon as it leaves an interval: with H1 for a liar,
-whom it misses with probability beta at most, with H0 for an honest server, whom it convicts with probability
-alpha at most. After H0 the next test begins.
+`ShareTest` (Wald 1945): H0, a token has a property with probability p0, as with honest servers; H1, with p1.
+The test adds up the logarithm of the likelihood ratio over tokens and ends as soon as it leaves an interval:
+with H1 for a false server, whom it misses with probability beta at most, with H0 for an honest one, whom it
+convicts with probability alpha at most. After H0 the next test begins. `size_ratio` gives the same test
+errors of whole samples that are larger than they may be.
+
+`Drift`: H0, numbers x_1, x_2, ... have conditional means of 0 or less and mean squares of s_i^2 or less. As
+exp(x - x^2 / 6) <= 1 + x + x^2 / 3, exp(l S_n - l^2 V_n / 2) with V_n = sum (x_i^2 + 2 s_i^2) / 3 is a
+supermartingale for each l >= 0, whatever the tails of x are (Delyon, Exponential inequalities for sums of
+weakly dependent variables, EJP 2009). Averaged over a half-normal distribution of l, its maximal inequality
+is the limit of `drifts` (Robbins, Statistical methods related to the law of the iterated logarithm, 1970).
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from aedit.types import check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MismatchTest:
-    """Hypotheses of the test."""
+class Errors:
+    """Probabilities of errors of a test, and the limits that follow."""
 
-    p0: float
-    p1: float
     alpha: float = 1e-6
     """Highest probability with which an honest server is convicted, per test."""
     beta: float = 1e-3
-    """Highest probability with which a test takes a server of share p1 for an honest one."""
+    """Highest probability with which a test takes a server of H1 for an honest one."""
 
     def __post_init__(self) -> None:
-        check(0 < self.p0 < self.p1 < 1, "p0, p1", "must be 0 < p0 < p1 < 1", (self.p0, self.p1))
         for name in ("alpha", "beta"):
             check(0 < getattr(self, name) < 0.5, name, "must be in (0, 0.5)", getattr(self, name))
 
@@ -38,20 +43,32 @@ class MismatchTest:
         """Return the logarithm of the likelihood ratio down to which the test goes on."""
         return math.log(self.beta / (1 - self.alpha))
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareTest:
+    """Hypotheses of a test of the share of tokens with a property."""
+
+    p0: float
+    p1: float
+    errors: Errors = Errors()
+
+    def __post_init__(self) -> None:
+        check(0 < self.p0 < self.p1 < 1, "p0, p1", "must be 0 < p0 < p1 < 1", (self.p0, self.p1))
+
     @property
-    def of_mismatch(self) -> float:
-        """Return what one mismatch adds."""
+    def of_hit(self) -> float:
+        """Return what a token with the property adds."""
         return math.log(self.p1 / self.p0)
 
     @property
-    def of_match(self) -> float:
-        """Return what one other token adds, which is negative."""
+    def of_miss(self) -> float:
+        """Return what one without it adds, which is negative."""
         return math.log1p(-self.p1) - math.log1p(-self.p0)
 
     @property
     def clean_tokens(self) -> int:
-        """Return the number of tokens without a mismatch that end a test with H0."""
-        return math.ceil(self.honest_to / self.of_match)
+        """Return the number of tokens without the property that end a test with H0."""
+        return math.ceil(self.errors.honest_to / self.of_miss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +83,55 @@ class TestState:
     num_honest: int = 0
     """Tests that have ended with H0."""
 
-    def after(self, test: MismatchTest, mismatches: "list[bool]") -> "TestState":
-        """Return the state after further tokens, in order: true for each mismatch."""
+    def after(self, test: ShareTest, hits: Sequence[bool]) -> "TestState":
+        """Return the state after further tokens, in order: true for each with the property."""
         state = self
-        for is_mismatch in mismatches:
-            if state.is_guilty:
-                break
-            ratio = state.log_ratio + (test.of_mismatch if is_mismatch else test.of_match)
-            if ratio <= test.honest_to:
-                state = replace(state, log_ratio=0.0, num_honest=state.num_honest + 1)
-            else:
-                state = replace(state, log_ratio=ratio, is_guilty=ratio >= test.guilty_from)
+        for is_hit in hits:
+            state = state.plus(test.errors, test.of_hit if is_hit else test.of_miss)
         return state
+
+    def plus(self, errors: Errors, log_ratio: float) -> "TestState":
+        """Return the state after evidence with this logarithm of the likelihood ratio."""
+        if self.is_guilty:
+            return self
+        ratio = self.log_ratio + log_ratio
+        if ratio <= errors.honest_to:
+            return replace(self, log_ratio=0.0, num_honest=self.num_honest + 1)
+        return replace(self, log_ratio=ratio, is_guilty=ratio >= errors.guilty_from)
+
+
+LARGEST_SQUARE = 25.0
+"""Upper limit of x^2 / variance in `size_ratio`: no sample decides by itself."""
+
+
+def size_ratio(x: float, variance: float) -> float:
+    """Return the logarithm of a likelihood ratio: N(0, 2 variance) against N(0, variance).
+
+    Its exponential has a mean of 1 at most for every x that is at most as wide as N(0, variance).
+    """
+    square = min(x * x / variance, LARGEST_SQUARE) if variance > 0 else LARGEST_SQUARE * (x != 0)
+    return 0.25 * square - 0.5 * math.log(2)
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """Sum of increments whose mean is 0 or less with an honest server, and V."""
+
+    total: float = 0.0
+    v: float = 0.0
+
+    def plus(self, x: float, variance: float) -> "Drift":
+        """Return the sum after an increment of this conditional variance."""
+        return Drift(self.total + x, self.v + (x * x + 2 * variance) / 3)
+
+    def drifts(self, unit: float, alpha: float) -> bool:
+        """Return whether the mean is above 0, by an error of probability alpha over all times.
+
+        Args:
+            unit: Size of V at which the test is sharpest.
+            alpha: Probability with which an honest server is convicted.
+        """
+        if not self.total > 0 or unit <= 0:
+            return False
+        v = self.v + unit
+        return self.total >= math.sqrt(v * (math.log(v / unit) + 2 * math.log(1 / alpha)))

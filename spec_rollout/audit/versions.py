@@ -4,13 +4,16 @@ With `recompute` a server computes the whole text again when it takes over new w
 drawn from its own version over the whole text before it. Each version of a sample costs one forward pass.
 """
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from aedit.spec_rollout.audit.calibration import OwnNoise
 from aedit.spec_rollout.audit.margins import ClaimedTokens, Margins, margins
 from aedit.spec_rollout.sampling.samples import Sampling
 from aedit.types import check
@@ -37,6 +40,11 @@ class PolicyVersions:
         self._weights: dict[int, dict[str, Tensor]] = {}
         for each in model.parameters():
             each.data = each.data.new_empty(0)
+
+    @property
+    def num_parameters(self) -> int:
+        """Return the number of numbers of one version."""
+        return sum(math.prod(shape) for shape in self._shapes.values())
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -69,11 +77,20 @@ class PolicyVersions:
         self._weights[version] = {name: self._cast(value) for name, value in found.items()}
 
     @torch.no_grad()
-    def logits(self, version: int, tokens: Sequence[int]) -> Tensor:
-        """Return the logits after each token of a text under a version that is here, (T, V)."""
+    def logits(self, version: int, tokens: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+        """Return the logits after each token of a text under a version that is here, (T, V).
+
+        Args:
+            version: Version of the weights.
+            tokens: The text.
+            dtype: Dtype to compute in; None: that of the weights. Another one needs a copy of the weights.
+        """
         tokens_1T = torch.tensor([tokens], device=self.device)
         inputs = {"input_ids": tokens_1T, "use_cache": False}
-        output: Any = functional_call(self._model, self._weights[version], (), inputs)
+        weights = self._weights[version]
+        if dtype is not None:
+            weights = {name: x.to(dtype) if x.is_floating_point() else x for name, x in weights.items()}
+        output: Any = functional_call(self._model, weights, (), inputs)
         logits_TV: Tensor = output.logits[0]
         return logits_TV
 
@@ -82,26 +99,42 @@ class PolicyVersions:
         return value.detach().to(self.device, dtype)
 
 
-def margins_of(
-    policy: PolicyVersions,
-    version: int,
-    text: Sequence[int],
-    sampling: Sampling,
-    part: tuple[tuple[int, int], int, range],
-) -> Margins:
-    """Return the margins of answer tokens under one version.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive tokens of an answer, all of one version."""
 
-    Args:
-        policy: Has the version.
-        version: Version of these tokens.
-        text: Prompt and answer.
-        sampling: Of the sample.
-        part: Key of the sample, number of prompt tokens, places of the tokens in the answer.
-    """
-    key, num_prompt, places = part
-    first, last = num_prompt + places.start, num_prompt + places.stop
-    logits_TV = policy.logits(version, text[: last - 1])[first - 1 :]
-    return margins(logits_TV, ClaimedTokens(key, sampling, first, places.start, text[first:last]))
+    version: int
+    text: Sequence[int]
+    """Prompt and answer."""
+    sampling: Sampling
+    key: tuple[int, int]
+    num_prompt: int
+    places: range
+    """Of the tokens in the answer."""
+
+    def claimed(self, tokens: Sequence[int] | None = None) -> ClaimedTokens:
+        """Return these tokens, or others at their places."""
+        first, last = self.num_prompt + self.places.start, self.num_prompt + self.places.stop
+        return ClaimedTokens(
+            self.key, self.sampling, first, self.places.start, tokens or self.text[first:last]
+        )
+
+
+def margins_of(policy: PolicyVersions, part: Part, noise: OwnNoise | None = None) -> Margins:
+    """Return the margins of answer tokens under their version; measure `noise` on them."""
+    claimed = part.claimed()
+    first, text = claimed.position - 1, part.text[: part.num_prompt + part.places.stop - 1]
+    logits_TV = policy.logits(part.version, text)[first:]
+    found = margins(logits_TV, claimed)
+    if noise is not None and policy.num_parameters <= MOST_PARAMETERS and noise.wants():
+        own = part.claimed(found.right_T.tolist())
+        exact_TV = policy.logits(part.version, text, torch.float32)[first:]
+        noise.add(margins(exact_TV, own), margins(logits_TV, own).logprobs_T)
+    return found
+
+
+MOST_PARAMETERS = 1 << 30
+"""Larger policies are not computed in a higher precision: the copy of the weights would not fit."""
 
 
 def _config(model: Any) -> Any:

@@ -37,20 +37,55 @@ def noisy_argmax(x_BqV: Tensor, keys: NoiseKeys) -> Tensor:
         x_BqV: float32 or float64, on the CPU, with a finite number at each position.
         keys: Keys of the noise of the B * q positions.
     """
-    vocabulary = x_BqV.shape[-1]
-    x_NV = x_BqV.reshape(-1, vocabulary)
-    places_P = _large_noise(keys, vocabulary)
+    x_NV = x_BqV.reshape(-1, x_BqV.shape[-1])
+    places_P = _large_noise(keys, x_NV.shape[1])
     sums_P = _sums(x_NV, keys, places_P)
-    limits_N1 = _limits(_best(sums_P, places_P, x_NV))[:, None]
+    places, sums = _candidates(x_NV, keys, places_P, sums_P, _best(sums_P, places_P, x_NV))
+    return _winners(x_NV, places, sums).view(x_BqV.shape[:2])
+
+
+def noisy_best_two(x_NV: Tensor, keys: NoiseKeys) -> tuple[Tensor, Tensor, Tensor]:
+    """Return argmax(x + noise) of each position, its sum, and the second largest sum, each (N,).
+
+    Args:
+        x_NV: As `noisy_argmax` takes it, with at least two tokens.
+        keys: Keys of the noise of the N positions.
+    """
+    places_P = _large_noise(keys, x_NV.shape[1])
+    sums_P = _sums(x_NV, keys, places_P)
+    # Two tokens reach the second largest of some sums, so that those two are candidates.
+    second_N = _best(_without(places_P, sums_P, _winners(x_NV, places_P, sums_P), x_NV), places_P, x_NV)
+    places, sums = _candidates(x_NV, keys, places_P, sums_P, second_N)
+    drawn_N = _winners(x_NV, places, sums)
+    rest = _without(places, sums, drawn_N, x_NV)
+    return drawn_N, _best(sums, places, x_NV), _best(rest, places, x_NV)
+
+
+def _candidates(
+    x_NV: Tensor, keys: NoiseKeys, places_P: Ints, sums_P: Tensor, reached_N: Tensor
+) -> tuple[Ints, Tensor]:
+    """Return all places whose sum may be `reached_N` or more, and their sums."""
+    limits_N1 = _limits(reached_N)[:, None]
     places_O = (x_NV.numpy() >= limits_N1.numpy()).ravel().nonzero()[0]
-    places, sums = np.concatenate((places_P, places_O)), torch.cat((sums_P, _sums(x_NV, keys, places_O)))
-    is_best = (sums == _best(sums, places, x_NV)[places // vocabulary]).numpy()
-    rows, tokens = np.divmod(np.sort(places[is_best])[::-1], vocabulary)
+    return np.concatenate((places_P, places_O)), torch.cat((sums_P, _sums(x_NV, keys, places_O)))
+
+
+def _winners(x_NV: Tensor, places_P: Ints, sums_P: Tensor) -> Tensor:
+    """Return the token of the largest sum of each position, (N,); argmax(x) where there is none."""
+    vocabulary = x_NV.shape[1]
+    is_best = (sums_P == _best(sums_P, places_P, x_NV)[places_P // vocabulary]).numpy()
+    rows, tokens = np.divmod(np.sort(places_P[is_best])[::-1], vocabulary)
     drawn_N = (
         x_NV.argmax(-1) if len(np.unique(rows)) < len(x_NV) else torch.empty(len(x_NV), dtype=torch.int64)
     )
     drawn_N.numpy()[rows] = tokens  # the last one remains, which is the lowest
-    return drawn_N.view(x_BqV.shape[:2])
+    return drawn_N
+
+
+def _without(places_P: Ints, sums_P: Tensor, tokens_N: Tensor, x_NV: Tensor) -> Tensor:
+    """Return the sums with -inf at one token of each position."""
+    rows, tokens = np.divmod(places_P, x_NV.shape[1])
+    return sums_P.masked_fill(torch.from_numpy(tokens == tokens_N.numpy()[rows]), -torch.inf)
 
 
 def _large_noise(keys: NoiseKeys, vocabulary: int) -> Ints:
