@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aedit.spec_rollout.audit.calibration import Calibration
+from aedit.spec_rollout.audit.calibration import Calibration, OwnNoise
 from aedit.spec_rollout.audit.versions import PolicyVersions
 from aedit.spec_rollout.sampling.samples import Sampling
 from benchmarks.audit_parts import claims, rivals
@@ -47,7 +47,9 @@ SHARES = (0.01, 0.03, 0.61, 0.25, 0.05, 0.05)
 """Of the honest tokens, by way."""
 ROLLOUTS_PER_SERVER = 40
 SERVERS = 200
-TABLES = ("honest", "dtype", "lies", "rivals", "cost")
+ADAPTIVE = 40
+"""Servers of each kind that knows the limits."""
+TABLES = ("honest", "dtype", "lies", "adaptive", "rivals", "cost")
 BUILD = Path("runs/toploc")
 
 
@@ -61,6 +63,8 @@ class Setting:
     new_tokens: int
     lies: int
     """Answers of each lie."""
+    adaptive: int
+    """Answers of each server that knows the limits."""
     bf16_tokens: int
 
 
@@ -74,6 +78,7 @@ def setting(args: argparse.Namespace) -> Setting:
         tokens=2_000 if args.quick else args.tokens,
         new_tokens=24 if args.quick else 256,
         lies=6 if args.quick else 32,
+        adaptive=12 if args.quick else 200,
         bf16_tokens=500 if args.quick else 20_000,
     )
 
@@ -95,6 +100,8 @@ def measure(args: argparse.Namespace) -> list[Report]:
         asked = _prompts(sampling, chosen.lies)
         found = {name: _judged(model, lie(model, asked)) for name, lie in lies.items()}
         reports.append(_detected(found, limits))
+    if "adaptive" in args.only:
+        reports += [_adaptive(model, sampling, chosen, name) for name in ("fp32", "bf16")]
     if "rivals" in args.only and not args.quick:
         reports.append(_rivals(model, load(chosen.other).requires_grad_(False), sampling))
     if "cost" in args.only:
@@ -271,6 +278,71 @@ def _detected(found: Mapping[str, Sequence[Judged]], limits: Calibration) -> Rep
         " audited until the conviction.",
     )
     return Report("Lying servers", method, columns, tuple(rows), bars, figures)
+
+
+# --- servers that know the limits
+
+
+def _adaptive(model: nn.Module, sampling: Sampling, chosen: Setting, dtype: str) -> Report:
+    """Return what servers gain that stay below the limits of single tokens, and how soon they are found."""
+    kind = torch.bfloat16 if dtype == "bf16" else torch.float32
+    engine = copy.deepcopy(model).to(kind)
+    policy, noise = _verifier(engine), OwnNoise(kind)
+    asked = _prompts(sampling, chosen.adaptive)
+    trusted = _prompts(sampling, chosen.adaptive, 1 << 27)
+    measured = [judge(policy, each, noise) for each in claims.honest(engine, trusted)]
+    limits = {"default": Calibration.default(kind), "calibrated": calibration(measured, kind)}
+    if noise.limits is not None:
+        limits["own noise"] = noise.limits
+    wide, tight = limits["default"], limits.get("own noise", limits["calibrated"])
+    true = {each.key: each for each in claims.honest(engine, asked)}
+    lies: dict[str, Lie] = {
+        "none: honest": lambda *_: [*true.values()],
+        "log-probs -0.008": claims.shifted(-0.008),
+        "log-probs +-0.008, by the reward": claims.by_reward(lambda x: 0.008 if x > 0 else -0.008),
+        f"log-probs {-tight.largest_bias:.1g}: the bias that is allowed": claims.shifted(-tight.largest_bias),
+    }
+    for limit, text in ((wide.tau, "the default tau"), (tight.tau, "tau"), (tight.eps, "eps")):
+        lies[f"better of two tokens within {limit:.2g}, {text}"] = claims.chosen(limit)
+    lies[f"the same within {tight.eps:.2g}, one answer of 10"] = claims.chosen(tight.eps, one_in=10)
+    rows, figures, unseen = [], {}, []
+    before = torch.tensor([claims.reward(each) for each in true.values()], dtype=torch.float64)
+    for name, lie in lies.items():
+        told = lie(engine, asked)
+        judged = [judge(policy, each) for each in told]
+        done, cells = tally(judged), []
+        changed = sum(each.tokens != true[each.key].tokens for each in told)
+        rewards = torch.tensor([claims.reward(each) for each in told], dtype=torch.float64)
+        gain = float((rewards.mean() - before.mean()) / before.std())
+        found = {
+            key: detection(judged, each, ADAPTIVE, advantages=claims.advantages(told))
+            for key, each in limits.items()
+        }
+        for each in found.values():
+            cells += [percent(each.share, 0), _count(each.tokens)]
+        if found.get("own noise", found["calibrated"]).share < MUST_BE_FOUND:
+            unseen.append(name)
+        figures[name] = {"gain": gain, "changed": changed} | {
+            key: [each.share, each.tokens] for key, each in found.items()
+        }
+        others = percent(done.other / done.tokens, 2)
+        rows.append((name, others, f"{changed} of {len(told)}", f"{gain:+.3f}", *cells))
+    columns = (
+        *("what the server does", "other tokens", "answers changed", "reward, sd"),
+        *(text for key in limits for text in (f"found, {key}", "median tokens")),
+    )
+    method = (
+        f"{dtype}, {sum(each.num_tokens for each in measured):,} tokens to calibrate on. {ADAPTIVE} servers"
+        f" with the same {len(asked)} answers, all audited with their advantages. Reward: share of spaces.",
+        *(
+            f"{key}: eps {each.eps:.2g}, tau {each.tau:.2g}, other tokens up to {each.largest_share:.2%}, "
+            f"bias up to {each.largest_bias:.2g}"
+            for key, each in limits.items()
+        ),
+        f"Not found by the tightest limits: {'; '.join(unseen) or 'none'}.",
+    )
+    bars = (Bar("the honest server is not convicted", "none: honest" in unseen),)
+    return Report(f"Servers that know the limits, {dtype}", method, columns, tuple(rows), bars, figures)
 
 
 def _count(tokens: float | None) -> str:

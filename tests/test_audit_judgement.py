@@ -7,6 +7,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.stats import norm
 
@@ -64,6 +66,18 @@ def test_a_test_ends_at_walds_limits():
     assert not TestState().after(TEST, [True] * (needed - 1)).is_guilty
     assert TestState().after(TEST, [True] * needed).is_guilty
     assert TestState().after(TEST, [True] * needed + [False] * 10**4).is_guilty
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.booleans(), max_size=40), st.integers(0, 40_000))
+def test_runs_of_tokens_without_the_property_count_one_by_one(hits, many):
+    seen = [*hits, *[False] * many, *hits]
+    state = TestState()
+    for each in seen:
+        state = state.plus(TEST.errors, TEST.of_hit if each else TEST.of_miss)
+    found = TestState().after(TEST, seen)
+    assert (found.is_guilty, found.num_honest) == (state.is_guilty, state.num_honest)
+    assert found.log_ratio == pytest.approx(state.log_ratio, abs=1e-6)
 
 
 def test_honest_servers_are_convicted_as_rarely_and_liars_as_surely_as_stated():

@@ -14,6 +14,7 @@ from aedit.spec_rollout.drafters.suffix import SuffixDrafter
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.migration.sample_text import encode_sampling
 from aedit.spec_rollout.model.target_model import Path, make_target
+from aedit.spec_rollout.sampling.noise import gumbel
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
 from benchmarks.kit.small_llama import corpus
 
@@ -200,6 +201,84 @@ def truncated(model: nn.Module, asked: Sequence[Prompt]) -> list[HeldRollout]:
 def false_logprobs(model: nn.Module, asked: Sequence[Prompt]) -> list[HeldRollout]:
     """Return true tokens with log-probabilities that are 0.05 too low."""
     return [replace(each, logprobs=tuple(x - 0.05 for x in each.logprobs)) for each in honest(model, asked)]
+
+
+def shifted(shift: float) -> Lie:
+    """Return the lie of a server with true tokens whose log-probabilities are all shifted."""
+    return by_reward(lambda _: shift)
+
+
+def by_reward(shift: Callable[[float], float]) -> Lie:
+    """Return the lie of a server with true tokens that shifts log-probabilities by the sample's advantage."""
+
+    def lie(model: nn.Module, asked: Sequence[Prompt]) -> list[HeldRollout]:
+        told = honest(model, asked)
+        return [
+            replace(each, logprobs=tuple(x + shift(advantage) for x in each.logprobs))
+            for each, advantage in zip(told, advantages(told), strict=True)
+        ]
+
+    return lie
+
+
+def reward(claim: HeldRollout | Rollout) -> float:
+    """Return the share of spaces in an answer: what the adaptive servers below would like to raise."""
+    return sum(token == 32 for token in claim.tokens) / len(claim.tokens)
+
+
+def advantages(told: Sequence[HeldRollout]) -> list[float]:
+    """Return rewards minus their mean, over their standard deviation."""
+    rewards = torch.tensor([reward(each) for each in told], dtype=torch.float64)
+    return ((rewards - rewards.mean()) / rewards.std()).tolist()
+
+
+def chosen(limit: float, *, one_in: int = 1, rounds: int = 4) -> Lie:
+    """Return the lie of a server that draws the second-best token where it is nearly as good.
+
+    At up to `rounds` places of an answer, the second-best sum of logit and noise is within `limit` of the
+    best one. The server generates both texts and keeps the one with the higher reward.
+
+    Args:
+        limit: Largest margin of a chosen token.
+        one_in: One of so many answers is treated so; the others are true.
+        rounds: Places that are tried per answer.
+    """
+
+    def lie(model: nn.Module, asked: Sequence[Prompt]) -> list[HeldRollout]:
+        kept = {each.prompt.key: each for each in generate(model, asked, WAY)}
+        first = {prompt.key: 0 for prompt in asked[::one_in]}
+        for _ in range(rounds):
+            tried = []
+            for key, start in first.items():
+                branch = _next_branch(model, kept[key], start, limit)
+                first[key] = len(kept[key].tokens) if branch is None else len(branch.tokens)
+                if branch is not None:
+                    tried.append(replace(branch.prompt, partial=branch))
+            for each in generate(model, tried, WAY) if tried else ():
+                if reward(each) > reward(kept[each.prompt.key]):
+                    kept[each.prompt.key] = each
+        return [claimed(kept[prompt.key], prompt) for prompt in asked]
+
+    return lie
+
+
+@torch.no_grad()
+def _next_branch(model: nn.Module, text: Rollout, start: int, limit: float) -> Rollout | None:
+    """Return the answer up to its first near tie from `start` on, with the other token; None: no tie."""
+    prompt = text.prompt
+    tokens = torch.tensor([[*prompt.tokens, *text.tokens]])
+    logits_TV = model(input_ids=tokens).logits[0, len(prompt.tokens) - 1 : -1].float()
+    positions_T = torch.arange(len(text.tokens)) + len(prompt.tokens)
+    sums_TV = logits_TV + gumbel(*prompt.key, positions_T[None], logits_TV.shape[1], logits_TV.dtype)[0]
+    best_T2 = sums_TV.topk(2)
+    near_T = (best_T2.values[:, 0] - best_T2.values[:, 1] <= limit).tolist()
+    for place in range(start, len(text.tokens) - 1):
+        first, second = best_T2.indices[place].tolist()
+        if near_T[place] and text.tokens[place] == first and END not in (first, second):
+            logp = float(logits_TV[place].log_softmax(-1)[second])
+            begun = [*text.tokens[:place], second], [*text.logprobs[:place], logp]
+            return Rollout(replace(prompt, partial=None), *begun, [VERSION] * (place + 1))
+    return None
 
 
 def quantized(bits: int) -> Callable[[nn.Module], nn.Module]:

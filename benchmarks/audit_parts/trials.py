@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import torch
 
 from aedit.spec_rollout.audit.auditor import score
-from aedit.spec_rollout.audit.calibration import Calibration, calibrate
+from aedit.spec_rollout.audit.calibration import Calibration, OwnNoise, calibrate
 from aedit.spec_rollout.audit.form import form_error
 from aedit.spec_rollout.audit.hook import HeldRollout
-from aedit.spec_rollout.audit.judge import Scored, ServerRecord
+from aedit.spec_rollout.audit.judge import RewardRecord, Scored, ServerRecord
 from aedit.spec_rollout.audit.versions import PolicyVersions
 from aedit.spec_rollout.migration.sample_text import decode_sampling
 from benchmarks.kit.statistics import quantile
@@ -41,11 +41,11 @@ class Tally:
 LIMITS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 
 
-def judge(policy: PolicyVersions, claim: HeldRollout) -> Judged:
-    """Return a claim with its margins under the verifier's policy."""
+def judge(policy: PolicyVersions, claim: HeldRollout, noise: OwnNoise | None = None) -> Judged:
+    """Return a claim with its margins under the verifier's policy; measure `noise` on it."""
     sampling = decode_sampling(claim.sampling)
     wrong = form_error(claim, sampling, policy.vocabulary)
-    scored = None if wrong else score(policy, claim, sampling)
+    scored = None if wrong else score(policy, claim, sampling, noise)
     return Judged(wrong, scored, len(claim.tokens))
 
 
@@ -95,13 +95,28 @@ class Detection:
     tokens_95: float | None
 
 
-def detection(judged: Sequence[Judged], limits: Calibration, servers: int, seed: int = 0) -> Detection:
-    """Return how soon servers are convicted, each with these claims in an order of its own."""
+def detection(
+    judged: Sequence[Judged],
+    limits: Calibration,
+    servers: int,
+    seed: int = 0,
+    advantages: Sequence[float] | None = None,
+) -> Detection:
+    """Return how soon servers are convicted, each with these claims in an order of its own.
+
+    Args:
+        judged: The claims.
+        limits: Limits of the audit.
+        servers: Number of servers.
+        seed: Seed of the orders.
+        advantages: Of each claim, for the tests that know rewards; None: they are not made.
+    """
     needed: list[float] = []
+    known: Sequence[float | None] = advantages or [None] * len(judged)
+    order = list(zip(judged, known, strict=True))
     for number in range(servers):
-        order = list(judged)
-        random.Random(f"{seed} {number}").shuffle(order)
-        found = _tokens_needed(order, limits)
+        shuffled = random.Random(f"{seed} {number}").sample(order, len(order))
+        found = _tokens_needed(shuffled, limits)
         if found is not None:
             needed.append(found)
     share = len(needed) / servers
@@ -110,14 +125,17 @@ def detection(judged: Sequence[Judged], limits: Calibration, servers: int, seed:
     return Detection(share, quantile(needed, 0.5), quantile(needed, 0.95))
 
 
-def _tokens_needed(order: Sequence[Judged], limits: Calibration) -> int | None:
-    record, tokens = ServerRecord(), 0
-    for each in order:
+def _tokens_needed(order: Sequence[tuple[Judged, float | None]], limits: Calibration) -> int | None:
+    record, rewards, tokens = ServerRecord(), RewardRecord(), 0
+    for each, advantage in order:
         tokens += each.num_tokens
         if each.form:
             return tokens
         assert each.scored is not None
         record, judgement = record.judge(each.scored, limits)
-        if judgement.reason:
+        reason = judgement.reason
+        if not reason and advantage is not None:
+            rewards, reason = rewards.judge(each.scored, advantage, limits)
+        if reason:
             return tokens
     return None

@@ -40,7 +40,7 @@ class AuditConfig:
 
     calibration: str = ""
     """File of measured numerical differences, by server: `aedit audit FILE --trust SERVER --calibrate OUT`
-    writes it. Empty: the defaults of the dtype, which are wide."""
+    writes it. Empty: the verifier's own rounding in 16 bits, in fp32 the defaults, which are wide."""
 
     record: bool = False
     """Write the rollouts of servers into the directory of the node, `audit/RANK/rollouts.jsonl`."""

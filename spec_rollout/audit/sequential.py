@@ -85,10 +85,21 @@ class TestState:
 
     def after(self, test: ShareTest, hits: Sequence[bool]) -> "TestState":
         """Return the state after further tokens, in order: true for each with the property."""
-        state = self
-        for is_hit in hits:
-            state = state.plus(test.errors, test.of_hit if is_hit else test.of_miss)
-        return state
+        state, after_last = self, 0
+        for place in [i for i, is_hit in enumerate(hits) if is_hit]:
+            state = state._after_misses(test, place - after_last).plus(test.errors, test.of_hit)
+            after_last = place + 1
+        return state._after_misses(test, len(hits) - after_last)
+
+    def _after_misses(self, test: ShareTest, count: int) -> "TestState":
+        """Return the state after so many tokens without the property."""
+        if self.is_guilty or not count:
+            return self
+        to_end = math.ceil((self.log_ratio - test.errors.honest_to) / -test.of_miss)
+        if count < to_end:
+            return replace(self, log_ratio=self.log_ratio + count * test.of_miss)
+        tests, rest = divmod(count - to_end, test.clean_tokens)
+        return replace(self, log_ratio=rest * test.of_miss, num_honest=self.num_honest + 1 + tests)
 
     def plus(self, errors: Errors, log_ratio: float) -> "TestState":
         """Return the state after evidence with this logarithm of the likelihood ratio."""
