@@ -5,7 +5,7 @@ import torch
 from kit.rl_nodes import config_of, records, run, weights
 
 from aedit.launch.node.rl_policy import without_dropout
-from aedit.types import UserError
+from aedit.types import RunFailed
 
 
 def test_a_run_trains_on_groups_and_records_them(tmp_path):
@@ -40,7 +40,7 @@ def test_a_reward_that_fails_leaves_its_group_out_and_says_where(tmp_path):
 
 def test_a_reward_that_fails_ends_the_run_if_that_is_asked_for(tmp_path):
     keys = {"reward__functions": ("kit.rl_rewards:fails_once_in_a_while",), "reward__on_error": "stop"}
-    with pytest.raises(UserError, match="odd number of letters"):
+    with pytest.raises(RunFailed, match="odd number of letters"):
         run(config_of(tmp_path, **keys))
 
 

@@ -35,13 +35,15 @@ class Opened:
 
 
 def test_the_wait_for_rewards_is_a_window(tmp_path, monkeypatch):
-    """The rewards come once the window is open."""
+    """The rewards come once the window is open, after those of the first call."""
     file = tmp_path / "open"
+    file.touch()
     monkeypatch.setenv("REWARDS_AFTER", str(file))
     keys = {"reward__functions": ("kit.rl_rewards:after_a_file",), "reward__time_limit_s": 60.0}
     config = config_of(tmp_path, **keys, train__steps=1, drafter__kind="off")
 
     def watch(node):
+        file.unlink()
         node.sync.idle = Opened("rewards", file)
 
     run(config, watch)

@@ -16,6 +16,8 @@ from rich.table import Table
 
 from aedit.launch.config.config import RunConfig
 from aedit.launch.data.preflight import check_data
+from aedit.launch.data.prompt_rows import check_source
+from aedit.launch.data.rewards import check_rewards
 from aedit.system import num_cores
 from aedit.types import UserError
 
@@ -111,7 +113,10 @@ def _configuration(paths: Sequence[Path]) -> Iterator[Check]:
 def _files(config: RunConfig) -> Iterator[Check]:
     source = config.prompts.source or config.data.source
     try:
-        if not config.prompts.source:
+        if config.prompts.source:
+            check_source(config.prompts.source)
+            check_rewards(config)
+        else:
             check_data(config.data)
     except UserError as error:
         yield Check("data", "fail", source, str(error))

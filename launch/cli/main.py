@@ -15,7 +15,7 @@ from aedit.launch.cli.keys_options import add_keys_options
 from aedit.launch.cli.peer_options import add_peer_options, run_peer
 from aedit.launch.cli.serve_options import add_serve_options, serve_request
 from aedit.system import end_with_named_parent
-from aedit.types import UserError
+from aedit.types import RunFailed, UserError
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -35,6 +35,9 @@ def main(words: list[str] | None = None) -> int:
     except UserError as error:
         print(f"aedit: {error}", file=sys.stderr)
         return USER_ERROR
+    except RunFailed as error:
+        print(f"aedit: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from aedit.types import (
     ImportPath,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Range,
@@ -78,8 +79,16 @@ class RewardConfig:
     """Limit of one call. A call that takes longer is ended and tried once more; then its rewards are None and
     its completions are left out."""
 
+    first_time_limit_s: PositiveFloat = 300.0
+    """Limit of a function's first call in each process, which may load a model, where it is above
+    `reward.time_limit_s`."""
+
     on_error: Literal["skip", "stop"] = "skip"
     """An exception in a function of yours leaves its completions out, or ends the run."""
+
+    max_failed_groups: NonNegativeInt = 64
+    """Groups in a row on a rank without any reward after which the run ends, with the last error; 0:
+    never."""
 
     def __post_init__(self) -> None:
         check(bool(self.functions), "reward.functions", "must name at least one function", self.functions)

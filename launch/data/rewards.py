@@ -1,8 +1,21 @@
 """Reward functions of a run, as its configuration names them. Imports no torch."""
 
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import islice
+
+from aedit.launch.config.config import RunConfig
 from aedit.launch.config.rl import PromptConfig, RewardConfig
+from aedit.launch.data.prompt_rows import rows
+from aedit.spec_rollout.rl.groups import Group
+from aedit.spec_rollout.rl.problems import Problem
+from aedit.spec_rollout.rl.rewards.pool import RewardPool
 from aedit.spec_rollout.rl.rewards.reward import BUILT_IN, RewardSpec, Scalar
+from aedit.spec_rollout.sampling.samples import Prompt, Rollout
 from aedit.types import UserError
+
+EXAMPLES = 4
+"""Problems on which a function is called before the run: one that fails on all of them is refused."""
 
 WITH_ANSWER = {"exact", "numeric", "regex", "math"}
 """Built-in functions that read the column of the right answer; `regex` does if its pattern has that group."""
@@ -39,3 +52,62 @@ def reward_specs(config: RewardConfig, prompts: PromptConfig) -> tuple[RewardSpe
 def need_answer(config: RewardConfig) -> bool:
     """Return whether a reward of the run reads the column of the right answer."""
     return bool((WITH_ANSWER - {"regex"}) & set(config.functions))
+
+
+def reward_pool(config: RunConfig, problems: Sequence[Problem], *, workers: int = 0) -> RewardPool:
+    """Return the processes that compute the rewards of `problems`, after a call of each function.
+
+    workers: number of processes; 0: `reward.workers`. Raises UserError if a function cannot be imported,
+    requires an argument that is no column of all problems, or fails on examples.
+    """
+    reward = config.reward
+    columns = set.intersection(*(set(problem.columns) for problem in problems))
+    pool = RewardPool(
+        reward_specs(reward, config.prompts),
+        workers=workers or reward.workers,
+        time_limit_s=reward.time_limit_s,
+        first_time_limit_s=reward.first_time_limit_s,
+        max_failed_groups=reward.max_failed_groups,
+        columns=sorted(columns),
+        on_error=reward.on_error,
+    )
+    try:
+        pool.check(_examples(config.prompts, problems))
+    except (ValueError, TimeoutError) as error:
+        pool.close()
+        raise UserError(str(error)) from None
+    except BaseException:
+        pool.close()
+        raise
+    return pool
+
+
+def check_rewards(config: RunConfig) -> None:
+    """Call the reward functions on the first problems of the source. Raises UserError as `reward_pool` does.
+
+    A dataset of the Hugging Face hub is not loaded for that, and a row without a prompt is not called with:
+    the nodes report it.
+    """
+    prompts = config.prompts
+    if prompts.source.startswith("hf:"):
+        reward_specs(config.reward, prompts)
+        return
+    few = replace(prompts, size=EXAMPLES) if prompts.source.startswith("gym:") else prompts
+    problems = []
+    for index, row in enumerate(islice(rows(few, config.seed), EXAMPLES)):
+        columns = dict(row.columns)
+        prompt = columns.pop(prompts.prompt_key, None)
+        if prompt and isinstance(prompt, str | list):
+            prompt = prompt if isinstance(prompt, str) else tuple(prompt)
+            problems.append(Problem(index=index, prompt=prompt, tokens=(), columns=columns))
+    if problems:
+        reward_pool(config, problems, workers=1).close()
+
+
+def _examples(prompts: PromptConfig, problems: Sequence[Problem]) -> Iterable[tuple[Group, list[str]]]:
+    """Yield groups of two equal answers: the right one, or the text of the prompt."""
+    for problem in problems[:EXAMPLES]:
+        text = str(problem.columns.get(prompts.answer_key, problem.prompt))
+        asked = [Prompt(tokens=problem.tokens, rollout=problem.index, sample=i) for i in range(2)]
+        rollouts = tuple(Rollout(prompt, tokens=list(text.encode())) for prompt in asked)
+        yield Group(position=problem.index, problem=problem, rollouts=rollouts), [text, text]

@@ -1,22 +1,22 @@
-"""First checks of run, join, dry run and doctor: a fraction of a second, without torch."""
+"""First checks of run, join, dry run and doctor: without torch, before anything is started."""
 
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.memory import check_memory, least_parameters, trains_on_cpu
 from aedit.launch.config.placement import Placement
 from aedit.launch.data.preflight import check_data
 from aedit.launch.data.prompt_rows import check_source
-from aedit.launch.data.rewards import reward_specs
+from aedit.launch.data.rewards import check_rewards
 
 
 def preflight(config: RunConfig, placement: Placement) -> None:
     """Raise UserError if data are missing or too short, or the model cannot fit into this machine's memory.
 
-    Of a run with rewards, files of problems must exist and names of rewards be known. Errors that these
-    checks cannot detect are reported when the nodes start.
+    Of a run with rewards, files of problems must exist, and each reward function must work in a first call.
+    Errors that these checks cannot detect are reported when the nodes start.
     """
     if config.prompts.source:
         check_source(config.prompts.source)
-        reward_specs(config.reward, config.prompts)
+        check_rewards(config)
     else:
         check_data(config.data)
     num_params = least_parameters(config)

@@ -21,10 +21,9 @@ from aedit.launch.config.placement import (
     warnings,
 )
 from aedit.launch.local.cluster import Cluster
-from aedit.launch.rundir.ending import Ending, indices_of, refusal
+from aedit.launch.rundir.ending import Ending, error_of, indices_of, refusal
 from aedit.launch.rundir.prepare import claimed, file_name, next_attempt, prepare
 from aedit.proto.wire.security import is_loopback
-from aedit.types import UserError
 
 Watch = Callable[[Path, int, Callable[[], bool]], None]
 
@@ -49,7 +48,8 @@ def run(
 ) -> int:
     """Train until the end, a failure or a signal; return the exit code.
 
-    Raises UserError as soon as a node reports one.
+    Raises UserError or RunFailed as soon as a node reports one, and RunFailed if a process that the nodes
+    need has failed more often than `restarts`.
 
     0: done. 1: a node failed more often than `restarts`. 130, 143: stopped by Ctrl-C or SIGTERM.
     """
@@ -222,7 +222,7 @@ def _conclude(ending: Ending, code: int, watcher: Watcher, *, reports: bool) -> 
             _say("the run was already complete; raise train.steps or train.seconds, or choose another --name")
         return 0
     if message := refusal(ending.output):
-        raise UserError(message)
+        raise error_of(message)
     _say(ending.failure())
     return 1
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.load import load
 from aedit.launch.config.placement import JoinOptions
+from aedit.launch.rundir.ending import FAILED
 from aedit.system import no_collections
-from aedit.types import UserError
+from aedit.types import RunFailed, UserError
 
 if TYPE_CHECKING:
     from aedit.launch.node.train import TrainingNode
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 def main() -> int:
     """Train as a process of the run that the configuration describes.
 
-    Return the exit code, 2 for a UserError.
+    Return the exit code: 2 for a UserError, 1 for any other error.
     """
     options = _options()
     with contextlib.ExitStack() as at_end:
@@ -31,21 +32,24 @@ def main() -> int:
         try:
             _join_and_train(load(options.config, []).config, options, at_end)
         except UserError as error:
-            _refuse(error, launcher)
+            _refuse(str(error), launcher)
             return 2
+        except RunFailed as error:
+            _refuse(FAILED + str(error), launcher)
+            return 1
         except Exception:
             traceback.print_exc()
             return 1
     return 0
 
 
-def _refuse(error: UserError, launcher: int) -> None:
-    """Write the error to the launcher and to the log.
+def _refuse(message: str, launcher: int) -> None:
+    """Write the message of an error to the launcher and to the log.
 
     The launcher ends the run with this line. It is written before this process leaves the world: the other
     nodes fail when it leaves, and their failure must not be reported instead.
     """
-    line = f"aedit: {error}\n".encode()
+    line = f"aedit: {message}\n".encode()
     sys.stderr.flush()
     # One write each, as print could mix lines of several processes.
     os.write(launcher, line)

@@ -8,7 +8,7 @@ from torch import nn
 from aedit.launch.config.config import RunConfig
 from aedit.launch.data.curriculum import Curriculum
 from aedit.launch.data.prompts import ProblemSet
-from aedit.launch.data.rewards import reward_specs
+from aedit.launch.data.rewards import reward_pool
 from aedit.launch.data.supervised import AnswerTokens
 from aedit.launch.node.objective import NodeParts
 from aedit.launch.node.rl_drafter import TrainerDeaths
@@ -24,10 +24,8 @@ from aedit.launch.node.rl_workers import make_source
 from aedit.launch.node.sharding import make_model
 from aedit.launch.rundir.recorder import Recorder
 from aedit.spec_rollout.rl.groups import Group
-from aedit.spec_rollout.rl.rewards.pool import RewardPool
 from aedit.spec_rollout.rl.rewards.reward import RewardReport
 from aedit.spec_rollout.sampling.samples import Sampling
-from aedit.types import UserError
 
 
 def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjective:
@@ -41,7 +39,7 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
     curriculum = Curriculum.of(problems.train) if config.prompts.curriculum else None
     waits = Waits(sync)
     with ExitStack() as opened:
-        rewards = opened.enter_context(_rewards(config))
+        rewards = opened.enter_context(reward_pool(config, (*problems.train, *problems.held_out)))
         source, online, learner = make_source(parts, longest, waits.window)
         pipeline = GroupPipeline(
             source=source,
@@ -99,20 +97,6 @@ def _warm_up(problems: ProblemSet, parts: NodeParts) -> WarmUp:
         answers=AnswerTokens(parts.tokenizer, config.prompts.answer_key, config.data.seq_len),
         world=parts.world,
     )
-
-
-def _rewards(config: RunConfig) -> RewardPool:
-    reward = config.reward
-    specs = reward_specs(reward, config.prompts)
-    pool = RewardPool(
-        specs, workers=reward.workers, time_limit_s=reward.time_limit_s, on_error=reward.on_error
-    )
-    try:
-        pool.check()
-    except (ValueError, TimeoutError) as error:
-        pool.close()
-        raise UserError(str(error)) from None
-    return pool
 
 
 def _sampling(config: RunConfig, parts: NodeParts, temperature: float) -> Sampling:

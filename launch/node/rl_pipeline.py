@@ -11,7 +11,7 @@ from aedit.spec_rollout.rl.problems import Problem
 from aedit.spec_rollout.rl.rewards.reward import RewardFailed, RewardReport
 from aedit.spec_rollout.rl.source import RolloutSource
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
-from aedit.types import UserError
+from aedit.types import RunFailed
 
 WAIT_S = 0.05
 """Longest wait for a reward between two looks at the source."""
@@ -81,19 +81,14 @@ class GroupPipeline:
     def advance(self) -> None:
         """Take one step of the source, or wait a moment for rewards; collect what is complete.
 
-        Raises UserError if a reward failed and `reward.on_error` asks for the end of the run then.
+        Raises RunFailed if rewards failed, and the run cannot go on or is asked to end then
+        (`reward.max_failed_groups`, `reward.on_error`).
         """
-        try:
-            self._advance()
-        except RewardFailed as error:
-            raise UserError(str(error)) from None
-
-    def _advance(self) -> None:
         began = time.perf_counter()
         try:
             rewarded = self._step(began)
         except RewardFailed as error:
-            raise UserError(str(error)) from None
+            raise RunFailed(str(error)) from None
         for group, found in rewarded:
             self._rewarding.discard(group.position)
             self.done[group.position] = group

@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from aedit.types import RunFailed, UserError
+
 LOG_LINES = 15
+FAILED = "the run cannot go on: "
+"""Begins the message of a `RunFailed`, where its line is written for the launcher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +71,14 @@ class Ending:
 
 
 def refusal(output: str) -> str:
-    """Return the message of the first UserError of a node in the output of torchrun; "" if there is none."""
+    """Return the message of the first UserError or RunFailed of a node in the output of torchrun, or ""."""
     found = re.search(r"^aedit: (.+)\n", output, re.MULTILINE)
     return found[1] if found else ""
+
+
+def error_of(message: str) -> Exception:
+    """Return the error whose line has this message; see `refusal`."""
+    return RunFailed(message) if message.startswith(FAILED) else UserError(message)
 
 
 def indices_of(run_dir: Path, name: str) -> tuple[int, ...]:

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from aedit.types import check
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FinishReason = Literal["", "stop", "length", "abort"]
 """Why a rollout has ended; empty while it is running."""
@@ -28,7 +29,7 @@ MAX_PENALTY = 1e6
 class Constraint(Protocol):
     """Allowed next tokens of one sample, which depend on its text: a grammar, a schema, a list of choices."""
 
-    def allowed(self, tokens: Sequence[int]) -> Tensor | Iterable[int] | None:
+    def allowed(self, tokens: Sequence[int]) -> "Tensor | Iterable[int] | None":
         """Return the tokens that may follow.
 
         It is called for the answer so far and for drafted continuations of it, in any order, and must return
@@ -74,7 +75,7 @@ class Sampling:
     """A rollout ends after one of these tokens, which is its last one."""
     stop_strings: tuple[str, ...] = ()
     """A rollout ends with the token that completes one of these in the decoded text. Needs a tokenizer."""
-    allowed: Tensor | None = field(default=None, compare=False)
+    allowed: "Tensor | None" = field(default=None, compare=False)
     """Bool, (vocabulary,): tokens that may be drawn. None allows all."""
     constraint: Constraint | None = field(default=None, compare=False)
     """Returns the tokens that may be drawn after a text. It stays in this process."""
@@ -177,7 +178,7 @@ class SampleKV:
     An engine that continues the sample need not compute them again.
     """
 
-    kv: Tensor
+    kv: "Tensor"
     """(layers, 2, key/value heads, tokens, head size)."""
     version: int
     """Version of the policy that computed them. They are valid for this version only."""

@@ -184,6 +184,10 @@ class UserError(Exception):
     """Error that only the user can correct. The command line shows it as one line and exits with code 2."""
 
 
+class RunFailed(Exception):
+    """A run cannot go on. The command line shows the reason as one line and exits with code 1."""
+
+
 def printable(text: str, most: int | None = None) -> str:
     """Return text of somebody else for a terminal: `?` for control characters, at most `most` characters."""
     return "".join(one if one.isprintable() else "?" for one in text[:most])

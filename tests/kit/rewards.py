@@ -1,11 +1,13 @@
 """Reward functions for tests, good and bad, and groups to call them with. Workers import this module."""
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -90,6 +92,76 @@ def leaves_a_child(completions, told):
     return [1.0] * len(completions)
 
 
+lock, at_once = asyncio.Lock(), asyncio.Semaphore(2)
+"""They belong to the loop in which a call has waited for them first."""
+
+
+async def locked(completions):
+    async def judge(completion):
+        async with at_once, lock:
+            await asyncio.sleep(0)
+            return float(len(completion))
+
+    return await asyncio.gather(*map(judge, completions))
+
+
+clients = []
+
+
+async def asked(completions, url):
+    """Return the numbers that a server gives, over one HTTP client that keeps its connections."""
+    import httpx
+
+    if not clients:
+        clients.append(httpx.AsyncClient(trust_env=False))
+    answers = await asyncio.gather(*(clients[0].post(url[0], content=text) for text in completions))
+    return [float(answer.text) for answer in answers]
+
+
+running: set[str] = set()
+
+
+async def meets(completions, name, told):
+    """Wait until as many calls run as the completion says; record each call that is cancelled."""
+    running.add(name[0])
+    try:
+        while len(running) < int(completions[0]):
+            await asyncio.sleep(0.001)
+    except asyncio.CancelledError:
+        with open(told[0], "a") as file:
+            print(os.getpid(), name[0], file=file, flush=True)
+        raise
+    return [1.0] * len(completions)
+
+
+async def cannot_be_cancelled(completions):
+    while True:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(600)
+
+
+async def exits_in_a_task(completions):
+    async def leave():
+        sys.exit("enough")
+
+    await asyncio.gather(leave())
+
+
+async def forks_and_awaits(completions):
+    os.fork()
+    await asyncio.sleep(0)
+    return [float(os.getpid())] * len(completions)
+
+
+async def leaves_after_the_others(completions):
+    await asyncio.sleep(0.2)
+    os._exit(3)
+
+
+def returns_a_coroutine(completions):
+    return locked(completions)
+
+
 # --- bad the first time that the file of the column `marker` is not there
 
 
@@ -114,6 +186,33 @@ def hangs_once(completions, marker):
 
 
 # --- bad
+
+
+def needs_more(completions, trainer_state, *, solution, log_metric=None):
+    return [0.0] * len(completions)
+
+
+def by_position(completions, /):
+    return [0.0] * len(completions)
+
+
+def only_none(completions):
+    return [None] * len(completions)
+
+
+def never(completions):
+    raise OSError("the judge is not there")
+
+
+calls: list[int] = []
+
+
+def loads_slowly(completions):
+    """Take two seconds for the first call in a process, and no time for the others."""
+    if not calls:
+        time.sleep(2)
+    calls.append(len(completions))
+    return [1.0] * len(completions)
 
 
 def raises(completions):

@@ -5,8 +5,11 @@ import importlib
 import inspect
 import math
 import numbers
+import os
+import threading
+import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from functools import wraps
 from typing import Any
 
@@ -18,8 +21,71 @@ BUILT_IN_MODULES = {
 }
 
 
+GIVEN = ("prompts", "completions", "completion_ids")
+"""Arguments that every function is given besides the columns."""
+BROKEN_LOOP = 70
+"""Exit code of a process whose event loop has ended: what belongs to it would never go on."""
+
+
 class BadReturn(ValueError):
     """A reward function returned something else than one number or None per completion."""
+
+
+class Late(Exception):
+    """An asynchronous call took longer than its limit and was cancelled."""
+
+
+class EventLoop:
+    """An event loop in a thread, which lasts as long as the process, for all asynchronous calls.
+
+    A lock, semaphore or HTTP client of a module works only in the loop that has used it first.
+    """
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting = threading.Lock()
+
+    def result(self, value: Awaitable[Any], limit_s: float | None = None) -> Any:
+        """Return what `value` gives, or raise what it raises. Called by any thread but the loop's own.
+
+        Raises Late if it takes longer than `limit_s`; it is cancelled then, and has ended.
+        """
+        outcome, error = asyncio.run_coroutine_threadsafe(_outcome(value, limit_s), self._running()).result()
+        if error is not None:
+            raise error
+        return outcome
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        with self._starting:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._run, args=(self._loop,), name="rewards", daemon=True).start()
+            return self._loop
+
+    @staticmethod
+    def _run(loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        while True:
+            try:
+                loop.run_forever()  # returns if a function stops it
+            except (SystemExit, KeyboardInterrupt):
+                continue  # of a task that a function has started; who awaits the task gets it too
+            except BaseException:
+                traceback.print_exc()
+                os._exit(BROKEN_LOOP)
+
+
+async def _outcome(value: Awaitable[Any], limit_s: float | None) -> tuple[Any, BaseException | None]:
+    """Return what `value` gives, and what it raises: raised here, SystemExit would stop the loop."""
+    process = os.getpid()
+    try:
+        async with asyncio.timeout(limit_s) as limit:
+            found, error = await value, None
+    except BaseException as raised:
+        found, error = None, Late() if limit.expired() and isinstance(raised, TimeoutError) else raised
+    if os.getpid() != process:
+        os._exit(0)  # a function has forked, and this is the copy
+    return found, error
 
 
 def find(function: str, options: Mapping[str, Any]) -> Callable[..., Any]:
@@ -52,10 +118,38 @@ def _with_options(
     return with_options
 
 
-def scores(reward: Callable[..., Any], request: Mapping[str, Any]) -> list[float | None]:
+def is_async(reward: Callable[..., Any]) -> bool:
+    """Return whether calling `reward` gives a coroutine."""
+    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
+
+
+def check_arguments(function: str, reward: Callable[..., Any], columns: Sequence[str]) -> None:
+    """Raise ValueError if `reward` requires an argument that is neither given nor one of these columns."""
+    given = {*GIVEN, *columns}
+    for name, parameter in _parameters(reward).items():
+        is_required = parameter.default is parameter.empty
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or not is_required:
+            continue
+        if parameter.kind == parameter.POSITIONAL_ONLY:
+            raise ValueError(f"reward {function} takes {name} by position only; remove the '/'")
+        if name not in given:
+            known = ", ".join(sorted(set(columns) - set(GIVEN))) or "none"
+            raise ValueError(
+                f"reward {function} requires the argument {name!r}, expected {', '.join(GIVEN)} or a column"
+                f" that all prompts have: {known}; give it a default value, or add the column"
+            )
+
+
+def scores(
+    reward: Callable[..., Any],
+    request: Mapping[str, Any],
+    loop: EventLoop | None = None,
+    limit_s: float | None = None,
+) -> list[float | None]:
     """Return the function's values for the completions of `request`, which the pool has sent.
 
-    Raises BadReturn for other values than numbers and None, and whatever the function raises.
+    loop: where an asynchronous call runs, for at most `limit_s`. Raises BadReturn for other values than
+    numbers and None, Late, and whatever the function raises.
     """
     count = len(request["completions"])
     columns = {name: [value] * count for name, value in request["columns"].items()}
@@ -66,7 +160,7 @@ def scores(reward: Callable[..., Any], request: Mapping[str, Any]) -> list[float
     }
     returned = reward(**_accepted(reward, given))
     if inspect.isawaitable(returned):
-        returned = asyncio.run(_awaited(returned))
+        returned = (loop or EventLoop()).result(returned, limit_s)
     return checked(returned, count)
 
 
@@ -86,19 +180,35 @@ def checked(returned: Any, count: int) -> list[float | None]:
     return values
 
 
-def culprit(reward: Callable[..., Any], request: Mapping[str, Any], error: BaseException) -> int | None:
+def culprit(
+    alone: Callable[[Mapping[str, Any]], object],
+    request: Mapping[str, Any],
+    error: BaseException,
+    left_s: float,
+) -> int | None:
     """Return the first completion for which the function raises an error of the same type when alone.
 
-    None if there is none, as for a function that fails for the group as a whole.
+    None if there is none, as for a function that fails for the group as a whole, or if that takes too long.
+
+    Args:
+        alone: Makes the call for a request.
+        request: The call that has failed.
+        error: What it has raised.
+        left_s: Time for all further calls, in seconds.
     """
     if len(request["completions"]) == 1:
         return 0
+    until, longest = time.monotonic() + left_s, 0.0
     for place, (text, ids) in enumerate(zip(request["completions"], request["completion_ids"], strict=True)):
+        began = time.monotonic()
+        if began + longest > until:
+            return None
         try:
-            scores(reward, {**request, "completions": [text], "completion_ids": [ids]})
-        except BaseException as alone:
-            if type(alone) is type(error):
+            alone({**request, "completions": [text], "completion_ids": [ids]})
+        except BaseException as raised:
+            if type(raised) is type(error):
                 return place
+        longest = max(longest, time.monotonic() - began)
     return None
 
 
@@ -111,18 +221,18 @@ def own_line(reward: Callable[..., Any], error: BaseException) -> str:
     return f"{frame.filename}:{frame.lineno}"
 
 
-def _accepted(reward: Callable[..., Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
+def _parameters(reward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
-        parameters = inspect.signature(reward).parameters.values()
+        return inspect.signature(reward).parameters
     except (TypeError, ValueError):  # written in C: it has no signature to read
-        return given
-    if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters):
-        return given
-    return {name: value for name, value in given.items() if name in {p.name for p in parameters}}
+        return {"columns": inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)}
 
 
-async def _awaited(value: Any) -> Any:
-    return await value
+def _accepted(reward: Callable[..., Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
+    parameters = _parameters(reward)
+    if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return given
+    return {name: value for name, value in given.items() if name in parameters}
 
 
 def _number(value: Any) -> float | None:

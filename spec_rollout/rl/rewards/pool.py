@@ -4,8 +4,9 @@ import math
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import count
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -20,6 +21,10 @@ MAX_STARTS = 3
 """A worker that ends so often before it has imported the functions is not started again."""
 TRIES = 2
 """A call that was ended is made once more."""
+AT_ONCE = 8
+"""Most calls of asynchronous functions that a worker makes at a time."""
+CANCEL_S = 1.0
+"""Time for an asynchronous call to end after its worker has cancelled it at the limit."""
 GRACE_S = 1.0
 """Time for a worker whose connection has ended to end by itself, so that its exit code can be told."""
 LOOK_S = 0.05
@@ -54,21 +59,32 @@ class _Call:
 
     task: _Task
     function: int
+    number: int
     tries: int = 0
+    sent_s: float = 0.0
+    limit_s: float = 0.0
 
 
 class RewardPool:
     """Processes that compute rewards. Used by one thread, which must last as long as the pool.
 
-    A call that ends its process or exceeds the time limit is made once more in a new one; then, and after an
+    A call that ends its process or exceeds the time limit is made once more, by itself; then, and after an
     exception or a wrong return value, the group's rewards are None and its report says why. Nothing that a
-    function does ends the caller or blocks it, unless `on_error` is "stop".
+    function does ends the caller or blocks it, unless `on_error` is "stop", or no group gets a reward.
+
+    A worker has one event loop as long as it lasts, on which calls of asynchronous functions run together. At
+    the limit such a call is cancelled; another one ends with its process.
 
     Args:
         specs: Functions with weights. A completion's reward is the weighted sum of those that do not return
             None for it, and None if all do.
         workers: Number of processes.
         time_limit_s: Limit of one function's call for one group.
+        first_time_limit_s: Limit of the first call of a function in a process, which may load a model, if it
+            is above `time_limit_s`.
+        max_failed_groups: Groups in a row without any reward after which RewardFailed is raised; 0: never.
+        columns: Names of the columns that all problems have. A function that requires another argument is
+            refused by `check`. None: unknown.
         on_error: "stop" raises RewardFailed from `submit`, `ready` and `wait` instead of reporting.
         clock: Seconds, monotonic.
     """
@@ -79,6 +95,9 @@ class RewardPool:
         *,
         workers: int = 1,
         time_limit_s: float = 10.0,
+        first_time_limit_s: float = 300.0,
+        max_failed_groups: int = 0,
+        columns: Sequence[str] | None = None,
         on_error: Literal["skip", "stop"] = "skip",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -87,13 +106,18 @@ class RewardPool:
         check(len(set(names)) == len(names), "reward.functions", "must name each function once", names)
         check(workers >= 1, "workers", "must be at least 1", workers)
         check(time_limit_s > 0, "time_limit_s", "must be above 0", time_limit_s)
+        check(first_time_limit_s > 0, "first_time_limit_s", "must be above 0", first_time_limit_s)
+        check(max_failed_groups >= 0, "max_failed_groups", "must not be negative", max_failed_groups)
         self._specs, self._limit_s, self._clock = tuple(specs), time_limit_s, clock
+        self._first_limit_s = max(time_limit_s, first_time_limit_s)
+        self._columns, self._most_failed, self._failed_in_row = columns, max_failed_groups, 0
+        self._numbers = count()
         self._stop = on_error == "stop"
         self._waiting: deque[_Call] = deque()
         self._tasks: dict[int, _Task] = {}
         self._done: list[_Task] = []
         self._failed_starts = 0
-        self._running: dict[WorkerProcess, _Call | None] = {}
+        self._running: dict[WorkerProcess, dict[int, _Call]] = {}
         for _ in range(workers):
             self._start()
 
@@ -115,16 +139,49 @@ class RewardPool:
         """Return the ids of the worker processes."""
         return tuple(worker.pid for worker in self._running)
 
-    def check(self, timeout_s: float = START_LIMIT_S) -> None:
-        """Wait until a worker has imported all functions.
+    def check(
+        self, examples: Iterable[tuple[Group, Completions]] = (), timeout_s: float = START_LIMIT_S
+    ) -> None:
+        """Wait until a worker has imported all functions, and call them on examples.
 
-        Raises ValueError if they cannot be imported, and TimeoutError if that takes longer.
+        A function must give values, which may be None, for one of the examples.
+
+        Raises ValueError if a function cannot be imported, requires an argument that it will not get, or
+        gives no values for any example; and TimeoutError if the import takes longer.
         """
         until = self._clock() + timeout_s
-        while not any(worker.is_ready for worker in self._running):
-            if self._clock() > until:
-                raise TimeoutError(f"the reward functions were not imported within {timeout_s:g} s")
-            self._look(min(LOOK_S, timeout_s))
+        try:
+            while not any(worker.awaits is not None for worker in self._running):
+                if self._clock() > until:
+                    raise TimeoutError(f"the reward functions were not imported within {timeout_s:g} s")
+                self._look(min(LOOK_S, timeout_s))
+            faults: dict[str, RewardFault] = {}
+            until = self._clock() + self._first_limit_s
+            for number, (group, text) in enumerate(examples):
+                found = self._called(group, text)
+                faults = {name: fault for name, fault in found.items() if name in faults or not number}
+                if not faults or self._clock() > until:
+                    break
+        except RewardFailed as error:
+            raise ValueError(str(error)) from None
+        if fault := next(iter(faults.values()), None):
+            raise ValueError(
+                f"reward.functions: {fault.function} fails on the first prompts: {fault.what};"
+                " it must return one number or None per completion"
+            )
+
+    def _called(self, group: Group, text: Completions) -> dict[str, RewardFault]:
+        """Call all functions on a group; return what went wrong, by function."""
+        stop, self._stop = self._stop, False
+        try:
+            self.submit(group, text)
+            while not self._done:
+                self._look(LOOK_S)
+            task = self._done.pop()
+            del self._tasks[group.position]
+            return {fault.function: fault for fault in task.events}
+        finally:
+            self._stop = stop
 
     def submit(self, group: Group, text: Completions) -> Ticket:
         """Start to compute the rewards of `group`, whose rollouts read `text`, and return at once.
@@ -136,14 +193,16 @@ class RewardPool:
         check(group.position not in self._tasks, "group", "was submitted before", group.position)
         check(len(text) == number, "text", f"must have {number} completions", len(text))
         task = self._tasks[group.position] = _Task(group, _request(group, text))
-        self._waiting.extend(_Call(task, function) for function in range(len(self._specs)))
+        numbers = range(len(self._specs))
+        self._waiting.extend(_Call(task, function, next(self._numbers)) for function in numbers)
         self._look(0)
         return Ticket(group.position)
 
     def ready(self) -> list[tuple[Group, RewardReport]]:
         """Return the groups that are finished, with their rewards, in the order in which they were submitted.
 
-        Raises RewardFailed with on_error = "stop", and ValueError if the functions cannot be imported.
+        Raises RewardFailed with on_error = "stop", after `max_failed_groups` groups in a row without a
+        reward, and if workers can no longer be started.
         """
         self._look(0)
         done = [task for task in self._tasks.values() if task in self._done]
@@ -176,7 +235,7 @@ class RewardPool:
         self.drop()
 
     def _start(self) -> None:
-        self._running[WorkerProcess(self._specs, self._clock)] = None
+        self._running[WorkerProcess(self._specs, self._columns, self._clock)] = {}
 
     def _look(self, wait_s: float) -> None:
         """Read answers, end calls that take too long, replace workers that have ended, give out calls."""
@@ -196,54 +255,100 @@ class RewardPool:
             return self._replace(worker, ended=True)
         for answer in answers:
             self._take(worker, answer)
-        limit_s = self._limit_s if worker.is_ready else START_LIMIT_S
-        if (self._running[worker] or not worker.is_ready) and worker.busy_s() > limit_s:
-            self._replace(worker, ended=False)
+        now = self._clock()
+        if worker.awaits is None:
+            if now - worker.started_s > max(START_LIMIT_S, self._first_limit_s):
+                self._replace(worker, ended=False)
+        elif late := {
+            number
+            for number, call in self._running[worker].items()
+            if now - call.sent_s > call.limit_s + CANCEL_S * worker.awaits[call.function]
+        }:
+            self._replace(worker, late)
 
     def _take(self, worker: WorkerProcess, answer: dict[str, Any]) -> None:
-        if not worker.is_ready:
+        if worker.awaits is None:
             if answer["problem"]:
-                raise ValueError(answer["problem"])
-            worker.is_ready = True
+                raise RewardFailed(answer["problem"])
+            worker.awaits = answer["awaits"]
             self._failed_starts = 0
             return
-        call, self._running[worker] = self._running[worker], None
-        if call is not None and self._is_wanted(call):
-            call.task.seconds += answer["seconds"]
-            if "values" in answer:
-                self._settle(call, tuple(answer["values"]))
-            else:
-                self._fail(call, answer["error"], answer["line"], answer["sample"])
+        call = self._running[worker].pop(answer["call"], None)
+        if call is None:
+            return
+        if "late" not in answer:
+            worker.answered.add(call.function)
+        if not self._is_wanted(call):
+            return
+        call.task.seconds += self._clock() - call.sent_s
+        if "values" in answer:
+            self._settle(call, tuple(answer["values"]))
+        elif "late" in answer:
+            self._again(call, f"it took longer than {call.limit_s:g} s")
+        else:
+            self._fail(call, answer["error"], answer["line"], answer["sample"])
 
-    def _replace(self, worker: WorkerProcess, *, ended: bool) -> None:
-        """End a worker, start another one, and make its call once more, or give it up."""
-        call, was_ready = self._running.pop(worker), worker.is_ready
-        busy_s, how = worker.busy_s(), worker.kill(GRACE_S if ended else 0)
-        if not was_ready:
+    def _replace(self, worker: WorkerProcess, late: Set[int] = frozenset(), *, ended: bool = False) -> None:
+        """End a worker, start another one, and make its calls once more, or give them up.
+
+        late: numbers of the calls that have taken too long.
+        """
+        calls = self._running.pop(worker)
+        how = worker.kill(GRACE_S if ended else 0)
+        if worker.awaits is None:
             self._failed_starts += 1
             if self._failed_starts >= MAX_STARTS:
-                raise ValueError(f"reward.functions: a worker that imports them {how}, {MAX_STARTS} times")
+                how = how if ended else "takes too long"
+                raise RewardFailed(f"reward.functions: a worker that imports them {how}, {MAX_STARTS} times")
         self._start()
-        if call is None or not self._is_wanted(call):
-            return
-        call.task.seconds += busy_s
+        for number, call in reversed(calls.items()):
+            if not self._is_wanted(call):
+                continue
+            call.task.seconds += self._clock() - call.sent_s
+            if ended:
+                self._again(call, f"its process {how}")
+            elif number in late:
+                self._again(call, f"it took longer than {call.limit_s:g} s")
+            else:  # it has done nothing wrong
+                call.tries -= 1
+                self._waiting.appendleft(call)
+
+    def _again(self, call: _Call, why: str) -> None:
+        """Make a call once more that was ended, or give it up."""
         if call.tries < TRIES:
             self._waiting.appendleft(call)
-        elif ended:
-            self._fail(call, f"its process {how}, {TRIES} times")
         else:
-            self._fail(call, f"it took longer than {self._limit_s:g} s, {TRIES} times")
+            self._fail(call, f"{why}, {TRIES} times")
 
     def _is_wanted(self, call: _Call) -> bool:
         """Return false for a call whose group was forgotten."""
         return self._tasks.get(call.task.group.position) is call.task
 
     def _give_out(self) -> None:
-        for worker, call in self._running.items():
-            if call is None and worker.is_ready and self._waiting:
-                call = self._running[worker] = self._waiting.popleft()
-                call.tries += 1
-                worker.send(call.task.request | {"function": call.function})
+        while self._waiting:
+            free = [worker for worker in self._running if self._has_room(worker, self._waiting[0])]
+            if not free:
+                return
+            worker = min(free, key=lambda each: len(self._running[each]))
+            call = self._waiting.popleft()
+            self._running[worker][call.number] = call
+            call.tries += 1
+            call.sent_s = self._clock()
+            call.limit_s = self._limit_s if call.function in worker.answered else self._first_limit_s
+            facts = {"function": call.function, "call": call.number, "limit_s": call.limit_s}
+            worker.lines.put(call.task.request | facts)
+
+    def _has_room(self, worker: WorkerProcess, call: _Call) -> bool:
+        """Return whether a worker may make this call now.
+
+        A call runs beside asynchronous ones; one that is made once more runs alone, so that what it does is
+        not blamed on another.
+        """
+        if worker.awaits is None:
+            return False
+        here = self._running[worker].values()
+        beside = all(worker.awaits[each.function] and each.tries == 1 for each in here)
+        return not here or (call.tries == 0 and beside and len(here) < AT_ONCE)
 
     def _fail(self, call: _Call, message: str, line: str = "", sample: int | None = None) -> None:
         task, spec = call.task, self._specs[call.function]
@@ -266,11 +371,22 @@ class RewardPool:
         if not task.failed:
             weights = [spec.weight for spec in self._specs]
             rewards = tuple(weighted_sum(values, weights) for values in zip(*columns, strict=True))
+        self._count(task, rewards)
         names = [spec.function for spec in self._specs]
         report = RewardReport(
             values=dict(zip(names, columns, strict=True)), seconds=task.seconds, events=tuple(task.events)
         )
         return replace(task.group, rewards=rewards), report
+
+    def _count(self, task: _Task, rewards: Sequence[float | None]) -> None:
+        """Raise RewardFailed if too many groups in a row have got no reward."""
+        self._failed_in_row = 0 if any(reward is not None for reward in rewards) else self._failed_in_row + 1
+        if self._most_failed and self._failed_in_row >= self._most_failed:
+            last = task.events[-1] if task.events else "all functions returned None for all completions"
+            raise RewardFailed(
+                f"{self._failed_in_row} groups in a row have got no reward, the limit of"
+                f" reward.max_failed_groups; the last one: {last}"
+            )
 
 
 def weighted_sum(values: Sequence[float | None], weights: Sequence[float]) -> float | None:

@@ -61,8 +61,12 @@ class RewardFault:
     message: str
 
     def __str__(self) -> str:
-        where = f" ({self.line})" if self.line else ""
-        return f"reward {self.function}, sample {self.sample}: {self.message}{where}"
+        return f"reward {self.function}, sample {self.sample}: {self.what}"
+
+    @property
+    def what(self) -> str:
+        """Return the message with the place in the function's source."""
+        return self.message + (f" ({self.line})" if self.line else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,4 +81,4 @@ class RewardReport:
 
 
 class RewardFailed(RuntimeError):
-    """A reward function gave no rewards, and the run was asked to stop then."""
+    """Reward functions give no rewards, and the run ends: it was asked to, or cannot go on."""

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -19,36 +19,34 @@ END_S = 10.0
 
 
 class WorkerProcess:
-    """A worker and the request that it is working on.
+    """A worker. It ends with the thread that has started it, which must last, or by `kill`."""
 
-    It ends with the thread that has started it, which must last, or by `kill`.
-    """
+    def __init__(
+        self,
+        specs: tuple[RewardSpec, ...],
+        columns: Sequence[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start the process.
 
-    def __init__(self, specs: tuple[RewardSpec, ...], clock: Callable[[], float] = time.monotonic) -> None:
-        self.is_ready = False
-        """True once it has imported all functions."""
-        self.busy_since = clock()
-        """Time of its start, or of the request that it is working on."""
-        self._clock = clock
+        columns: names that every problem has; None: the arguments of the functions are not checked.
+        """
+        self.awaits: Sequence[bool] | None = None
+        """For each function whether it is asynchronous; None until it has imported all functions."""
+        self.answered: set[int] = set()
+        """Functions that have answered: their first call, which may load a model, is over."""
+        self.started_s = clock()
         own, other = socket.socketpair()
         with other:
             self._process = _spawn(other.fileno())
         self.lines = Lines(own)
-        self.lines.put({"path": sys.path, "functions": [asdict(spec) for spec in specs]})
+        functions = [asdict(spec) for spec in specs]
+        self.lines.put({"path": sys.path, "functions": functions, "columns": columns})
 
     @property
     def pid(self) -> int:
         """Return the process id."""
         return self._process.pid
-
-    def send(self, request: Any) -> None:
-        """Start a request."""
-        self.busy_since = self._clock()
-        self.lines.put(request)
-
-    def busy_s(self) -> float:
-        """Return the seconds since its start or since the request was sent."""
-        return self._clock() - self.busy_since
 
     def answers(self) -> list[Any]:
         """Return what has arrived. Raises EOFError if the process has ended and nothing is left to read."""
