@@ -251,7 +251,7 @@ def exits(completions):
 
 
 def closes_everything(completions):
-    os.closerange(3, 64)
+    os.closerange(3, 4096)
     return [1.0] * len(completions)
 
 
