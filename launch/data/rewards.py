@@ -7,11 +7,10 @@ from itertools import islice
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.rl import PromptConfig, RewardConfig
 from aedit.launch.data.prompt_rows import rows
-from aedit.spec_rollout.rl.groups import Group
+from aedit.spec_rollout.rl.groups import Group, answered
 from aedit.spec_rollout.rl.problems import Problem
 from aedit.spec_rollout.rl.rewards.pool import RewardPool
 from aedit.spec_rollout.rl.rewards.reward import BUILT_IN, RewardSpec, Scalar
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout
 from aedit.types import UserError
 
 EXAMPLES = 4
@@ -108,6 +107,4 @@ def _examples(prompts: PromptConfig, problems: Sequence[Problem]) -> Iterable[tu
     """Yield groups of two equal answers: the right one, or the text of the prompt."""
     for problem in problems[:EXAMPLES]:
         text = str(problem.columns.get(prompts.answer_key, problem.prompt))
-        asked = [Prompt(tokens=problem.tokens, rollout=problem.index, sample=i) for i in range(2)]
-        rollouts = tuple(Rollout(prompt, tokens=list(text.encode())) for prompt in asked)
-        yield Group(position=problem.index, problem=problem, rollouts=rollouts), [text, text]
+        yield answered(problem, [text, text]), [text, text]

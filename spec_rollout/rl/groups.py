@@ -1,9 +1,10 @@
 """Groups of rollouts: all completions of one prompt, which are rewarded and trained together."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aedit.spec_rollout.rl.problems import Problem
-from aedit.spec_rollout.sampling.samples import Rollout
+from aedit.spec_rollout.sampling.samples import Prompt, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,3 +19,12 @@ class Group:
     """In the order of `Prompt.sample`."""
     rewards: tuple[float | None, ...] = ()
     """One per rollout; None: no reward could be computed, the rollout is left out."""
+
+
+def answered(problem: Problem, texts: Sequence[str]) -> Group:
+    """Return a group of rollouts that read `texts`, as if their bytes were tokens, for a call of rewards."""
+    prompts = [Prompt(tokens=problem.tokens, rollout=problem.index, sample=i) for i in range(len(texts))]
+    rollouts = [
+        Rollout(prompt, tokens=list(text.encode())) for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    return Group(position=problem.index, problem=problem, rollouts=tuple(rollouts))
