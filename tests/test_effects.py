@@ -52,6 +52,7 @@ USELESS = {
     "rl.importance_cap": '[prompts]\nsource = "a.jsonl"\n[rl]\nimportance_cap = 4.0\n',
     "rl.supervised_lr": '[prompts]\nsource = "a.jsonl"\n[rl]\nsupervised_lr = 1e-2\n',
     "rl.server_silent_s": '[prompts]\nsource = "a.jsonl"\n[rl]\nserver_silent_s = 2.0\n',
+    "rl.server_stalled_s": '[prompts]\nsource = "a.jsonl"\n[rl]\nserver_stalled_s = 9.0\n',
     "rl.on_new_version": SERVED + 'on_new_version = "finish"\n',
     "audit.floor": '[prompts]\nsource = "a.jsonl"\n[audit]\nfloor = 0.01\n',
     "audit.rate": SERVED + "[audit]\non = false\nrate = 0.5\n",

@@ -337,7 +337,7 @@ def test_a_server_that_refuses_samples_for_now_takes_no_part_though_it_still_has
     server.samples[1, 0] = None
     samples = SimpleNamespace(unfinished=lambda key: sample(*key))
     pool = SimpleNamespace(workers={0: server})
-    engine = RemoteEngine(SimpleNamespace(pool=pool, samples=samples, version=0), 0)
+    engine = RemoteEngine(SimpleNamespace(pool=pool, samples=samples, version=0, moving={}), 0)
     assert engine.load() is None
     server.room = 2
     assert engine.load() == load(sample(1), rows=2)

@@ -5,8 +5,11 @@ The servers and the rank's own worker draw tokens made of keys, so that every sa
 
 import os
 import signal
+import socket
+import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from kit.fake_server import LIES, LOGPROB, FakeServer
@@ -14,8 +17,13 @@ from kit.fake_worker import token
 from kit.tiny_policies import policy
 from kit.waiting import until
 
+from aedit.proto.wire import rollouts_pb2 as pb
 from aedit.spec_rollout import Prompt, Sampling, WorkerConfig, WorkerSource
+from aedit.spec_rollout.audit.statement import Origin
+from aedit.spec_rollout.migration.sample_text import encode_prompt
 from aedit.spec_rollout.servers.config import Servers, layout_of
+from aedit.spec_rollout.servers.places import Place
+from aedit.spec_rollout.servers.session import ServerFacts, Session
 from aedit.spec_rollout.workers import worker_process
 
 LIMIT_S = 120.0
@@ -43,7 +51,7 @@ def opened(model, layout, monkeypatch):
             stack.callback(server.close)
             return server
 
-        def start(*servers, does="be slow", **settings):
+        def start(*servers, does="be slow", num_ready=None, **settings):
             events = []
             config = WorkerConfig(rows=2, options={"does": does}, max_tokens=500, dtype=model.dtype)
             found = Servers.at(*(server.address for server in servers), **settings)
@@ -52,7 +60,8 @@ def opened(model, layout, monkeypatch):
             )
             stack.callback(source.close)
             source.update_weights(model.state_dict(keep_vars=True), 1)
-            until(lambda: source.step() or ready(source, len(servers)), "the servers", LIMIT_S)
+            num_ready = len(servers) if num_ready is None else num_ready
+            until(lambda: source.step() or ready(source, num_ready), "the servers", LIMIT_S)
             return source, events
 
         yield serve, start
@@ -235,8 +244,7 @@ def test_samples_leave_servers_that_stall_refuse_or_end_and_all_come_without_any
     assert reasons["ends"] == "it is about to leave"
     assert "refuses" not in reasons
     assert servers["refuses"].added, "it was never asked"
-    if "stalled" in reasons:  # its samples may all have been moved before
-        assert "no token for" in reasons["stalled"]
+    assert "stalled" not in reasons, "it returns samples when it is asked to"
     for server in servers.values():
         server.close()
     until(lambda: source.step() or source.status()["servers_connected"] == 0, "the losses", LIMIT_S)
@@ -302,3 +310,142 @@ def test_versions_change_while_samples_run_and_each_token_has_one_that_its_serve
         with server.store.hold(line, 4) as units:
             found = units["rest"].view("<f8")[: model.get_input_embeddings().weight.numel()]
         assert found.tolist() == (model.get_input_embeddings().weight.detach() * 4).flatten().tolist()
+
+
+@pytest.fixture
+def half_open():
+    """Return the address of a program that accepts connections and neither reads nor writes."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield SimpleNamespace(address=f"127.0.0.1:{listening.getsockname()[1]}")
+
+
+def timed(source, asked):
+    """Finish the samples; return the longest time between two steps, and why servers were away meanwhile."""
+    longest_s, before_s, errors = 0.0, time.monotonic(), {}
+
+    def look():
+        nonlocal longest_s, before_s
+        longest_s, before_s = max(longest_s, time.monotonic() - before_s), time.monotonic()
+        errors.update({each["address"]: each["error"] for each in source.status()["servers_away"]})
+
+    source.add(asked)
+    finish(source, asked, look)
+    look()
+    return longest_s, errors
+
+
+def test_a_sample_moves_away_from_a_server_that_does_not_answer_when_it_is_asked_to_return_it(opened):
+    """It draws a token every 0.4 s, so that nothing stalls: its samples of 60 tokens would take 24 s."""
+    serve, start = opened
+    server = serve("deaf")
+    source, events = start(server, does="serve")
+    server.deaf, server.token_s = True, 0.4
+    longest_s, _ = timed(source, samples(16, length=60))
+    assert longest_s < 5.0, "a step waits 50 ms when nothing comes; a busy machine takes longer"
+    status = source.status()
+    assert status["moved"] >= status["servers"]["deaf"]["moved"] > 0
+    assert status["servers"]["deaf"]["samples"] == 0, "also the last ones that it draws at a time have moved"
+    assert lost(events) == []
+
+
+def test_no_step_waits_for_a_server_whatever_it_does_and_all_samples_come(opened, half_open):
+    """Each server but the last one says all the time that it lives; the own worker draws the rest."""
+    serve, start = opened
+    servers = {name: serve(name) for name in ("favours one", "never draws", "never opens")}
+    servers["never opens"].opens = False
+    source, events = start(*servers.values(), half_open, num_ready=2, stalled_s=1.0, connect_s=0.5)
+    servers["favours one"].favours, servers["favours one"].pace_s = True, 0.05
+    servers["never draws"].stalled = servers["never draws"].deaf = True
+    longest_s, errors = timed(source, samples(48))
+    assert longest_s < 5.0
+    status = source.status()["servers"]
+    for name in ("favours one", "never draws"):
+        assert status[name]["taken_back"] > 0
+    assert errors[servers["never opens"].address] == "no answer within 0.5 s"
+    assert half_open.address in errors
+    ends = {end["server"]: end["reason"] for end in lost(events)}
+    assert "to the request to return sample" in ends["never draws"]
+
+
+def session():
+    """Return a session, and the messages to the rank and to the server."""
+    to_rank, to_server = [], []
+    origin = Origin("run", "line", "fake")
+    facts = ServerFacts(name="fake", address="", rows=2, room=8, public_key=b"", origin=origin)
+    made = Session(
+        facts, lambda kind, **fields: to_rank.append((kind, fields)), to_server.append, vocabulary=48
+    )
+    made.versions = {1}
+    return made, to_rank, to_server
+
+
+def added(session, *prompts):
+    for prompt in prompts:
+        session.add({"prompt": encode_prompt(prompt).decode(), "version": 1})
+
+
+def tokens(key, start, *found):
+    fields = {"rollout": key[0], "sample": key[1], "start": start, "tokens": found}
+    return pb.ToTrainer(tokens=pb.Tokens(**fields, logprobs=[-0.25] * len(found), versions=[1]))
+
+
+def test_each_sample_has_a_clock_of_its_own_and_goes_on_after_its_tokens():
+    """Two samples: one gets a token every 8 s, as the limit is 10 s, the other one none after the first."""
+    one, to_rank, to_server = session()
+    added(one, *samples(2))
+    one.handle(tokens((0, 1), 0, 5), 0.0)
+    for i in range(3):
+        one.handle(tokens((0, 0), i, 7), 8.0 * i)
+        assert one.take_back_stalled(8.0, 10.0) == (i == 1)
+    assert [*one.given] == [(0, 0)]
+    assert (to_server[-1].remove.rollout, to_server[-1].remove.sample) == (0, 1)
+    (held,) = one.held
+    assert one.draining, "no more comes for it: it is to be judged now"
+    one.release([held])
+    report, removed = to_rank
+    assert report[1]["tokens"][0][:4] == [0, 1, [5], [-0.25]]
+    assert removed == ("removed", {"key": (0, 1), "found": True, "stalled": True})
+    assert one.overdue == ((0, 1), 8.0)
+    one.handle(tokens((0, 1), 1, 6), 24.0)  # sent before the server has read the request
+    assert (one.held, [*one.given]) == ([], [(0, 0)])
+    one.handle(pb.ToTrainer(removed=pb.Removed(rollout=0, sample=1, found=True)), 24.0)
+    assert one.overdue is None
+
+
+def test_a_key_that_comes_again_before_the_server_has_answered_waits_no_longer_than_a_sample():
+    one, to_rank, to_server = session()
+    (prompt,) = samples(1)
+    added(one, prompt)
+    one.remove({"key": prompt.key, "drop": True})
+    assert to_rank == [("removed", {"key": prompt.key, "found": True, "stalled": False})]
+    added(one, prompt)
+    assert not one.take_back_stalled(6.0, 10.0)
+    assert one.take_back_stalled(6.0, 10.0)
+    assert to_rank[1:] == [("removed", {"key": prompt.key, "found": True, "stalled": True})]
+    assert [message.WhichOneof("message") for message in to_server] == ["add", "remove"]
+    assert one.overdue == (prompt.key, 12.0)
+
+
+@pytest.mark.parametrize("answer_s", [0.5, 5.0])
+def test_a_sample_that_is_to_move_waits_a_second_for_its_last_tokens_and_is_returned_once(answer_s):
+    one, to_rank, _ = session()
+    (prompt,) = samples(1)
+    added(one, prompt)
+    one.handle(tokens(prompt.key, 0, 5), 0.0)
+    one.remove({"key": prompt.key})
+    one.take_back_stalled(answer_s, 60.0)
+    is_late = answer_s > 1.0
+    one.handle(tokens(prompt.key, 1, 6), answer_s)
+    one.handle(pb.ToTrainer(removed=pb.Removed(rollout=0, sample=0, found=True)), answer_s)
+    one.release(list(one.held))
+    assert [kind for kind, _ in to_rank] == ["report", "removed"]
+    assert to_rank[0][1]["tokens"][0][2] == ([5] if is_late else [5, 6])
+    assert one.overdue is None
+
+
+def test_a_server_that_stalls_again_gets_no_samples_for_twice_as_long_until_it_finishes_one():
+    place = Place("h:1")
+    assert [place.stalled(100.0, 10.0) for _ in range(3)] == [110.0, 120.0, 140.0]
+    assert not place.may_open(139.9)
+    assert place.may_open(140.0)
+    assert [place.stalled(0.0, 1.0) for _ in range(20)][-1] == 64.0

@@ -155,7 +155,7 @@ RULES = (
         "gym:GENERATOR or a function as package.module:name",
     ),
     EffectRule(
-        ("rl.server_silent_s", "rl.on_new_version", "audit."),
+        ("rl.server_silent_s", "rl.server_stalled_s", "rl.on_new_version", "audit."),
         "rl.servers",
         lambda c: bool(c.prompts.source) and not c.rl.has_servers,
         '"hub" or HOST:PORT',

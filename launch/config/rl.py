@@ -189,6 +189,10 @@ class RLConfig:
     server_silent_s: PositiveFloat = 5.0
     """Silence after which a server's samples continue elsewhere."""
 
+    server_stalled_s: PositiveFloat = 60.0
+    """Seconds without a token of a sample after which this sample continues elsewhere, whatever the server
+    does for others."""
+
     on_new_version: Literal["recompute", "finish"] = "recompute"
     """Samples that run at a server when a new policy version comes: go on with it, or end with theirs."""
 

@@ -40,6 +40,7 @@ def make_servers(parts: NodeParts, logs: Path) -> Servers | None:
         dtype=config.rl.version_dtype,
         on_new_version=config.rl.on_new_version,
         silent_s=config.rl.server_silent_s,
+        stalled_s=config.rl.server_stalled_s,
         auditor=MAKE if audit.on else "",
         audit_options=audit_options(config, model, parts.world.device, str(directory)) if audit.on else {},
         member=parts.hub.identity if parts.hub is not None else lambda: (0, 0),

@@ -19,7 +19,8 @@ SampleKey = tuple[int, int]
 CANDIDATES = 8
 """Number of samples of the busiest engine that are evaluated."""
 RETURN_FACTOR = 0.5
-"""A sample returns to an engine that needs at most this share of its present one's time per token."""
+"""A sample returns to an engine that needs at most this share of its present one's time per token. For such
+an engine a sample also leaves if the others of its present one finish no sooner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,8 @@ class Migration:
     source: int
     target: int
     gain_s: float
-    """Seconds by which the later of the two finishes sooner, after the cost."""
+    """Seconds by which the later of the two finishes sooner, after the cost; those of the sample alone, if
+    the other samples of a much slower engine finish no sooner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,12 +183,18 @@ def _best_migration(
         return None
     before_s = drain_s(source, lengths)
     options: list[Migration] = []
+    alone: list[Migration] = []
     for sample in _distinct_candidates(candidates, lengths):
         expected, joined = _after_migration(now, Migration(sample.key, *pair, gain_s=0.0))
         cost_s = rule.overhead_s + sample.context * target.speed.prefill_s
         after_s = max(drain_s(expected, lengths), drain_s(joined, lengths) + cost_s)
         options.append(Migration(sample.key, *pair, gain_s=before_s - after_s))
-    return max(options, key=lambda move: move.gain_s)
+        there_s = drain_s(joined, lengths) + cost_s
+        if may_return and there_s < before_s:
+            here_s = sample.expected_remaining(lengths) * source.speed.token_s(1)
+            alone.append(Migration(sample.key, *pair, gain_s=here_s - there_s))
+    best = max(options, key=lambda move: move.gain_s)
+    return best if best.gain_s > rule.overhead_s or not alone else max(alone, key=lambda move: move.gain_s)
 
 
 def _distinct_candidates(

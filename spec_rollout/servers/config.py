@@ -45,7 +45,8 @@ class Servers:
     silent_s: float = 5.0
     """Seconds without a sign of life after which a server is given up and its samples continue elsewhere."""
     stalled_s: float = 60.0
-    """Seconds without a token, although it has samples, after which the same happens."""
+    """Seconds without a token of a sample after which this sample continues elsewhere, and time in which a
+    server must answer the request to return one."""
     connect_s: float = 10.0
     """Limit of the time until a server answers."""
     poll_s: float = 3.0

@@ -29,8 +29,8 @@ class Connection:
         self.number, self.place, self.stream, self.sender = number, place, stream, sender
         self.session: Session | None = None
         """None until the server has answered."""
-        self.quiet_s = self.stalled_s = 0.0
-        """Seconds without a message, and without a token although it has samples."""
+        self.quiet_s = 0.0
+        """Seconds without a message."""
         self.closing = ""
         """Why it ends, while samples are still held."""
         self.version = 0
@@ -95,8 +95,11 @@ class Connection:
         self._wanted_s = now_s
         self.report(now_s)
 
-    def advance(self, now_s: float, passed_s: float) -> None:
-        """Note the time; `passed_s` since the last call, as far as this process has run."""
+    def advance(self, now_s: float, passed_s: float, stalled_s: float) -> None:
+        """Note the time, and take samples back that have not advanced for `stalled_s`.
+
+        passed_s: Since the last call, as far as this process has run.
+        """
         self._now_s = now_s
         self.quiet_s += passed_s
         if self.session is None:
@@ -105,18 +108,19 @@ class Connection:
             self._beat_s = now_s
             self.session.beat()
         self.session.speed.advance(now_s, self.session.live)
-        self.stalled_s = self.stalled_s + passed_s if self.session.given else 0.0
+        if not self.closing and self.session.take_back_stalled(passed_s, stalled_s):
+            self._refuses_until_s = max(self._refuses_until_s, self.place.stalled(now_s, stalled_s))
         if self.session.refuses_for_s:
-            self._refuses_until_s = now_s + self.session.refuses_for_s
+            self._refuses_until_s = max(self._refuses_until_s, now_s + self.session.refuses_for_s)
             self.session.refuses_for_s = 0.0
 
     def take(self, message: pb.ToTrainer, now_s: float) -> None:
         """Take a message of the server after the first one. Raises Violation."""
         assert self.session is not None
         self.quiet_s = 0.0
-        if message.HasField("tokens"):
-            self.stalled_s = 0.0
         self.session.handle(message, now_s)
+        if message.HasField("ended"):
+            self.place.stalls = 0
 
     def report(self, now_s: float) -> None:
         """Tell the rank what is new of a server that is connected."""

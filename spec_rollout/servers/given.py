@@ -59,6 +59,8 @@ class GivenSample:
     stopped: bool = False
     """The last token ends the answer."""
     strings: StopStrings | None = None
+    still_s: float = 0.0
+    """Seconds since the request, or since the last token of this sample."""
 
     @classmethod
     def of(cls, text: str, min_version: int, decoder: TokenDecoder | None) -> "GivenSample":

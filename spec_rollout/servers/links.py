@@ -123,7 +123,7 @@ class Links:
         """Note the time: connect, notice silence, release what may be released, report."""
         self._now_s = now_s
         for connection in list(self.connections.values()):
-            connection.advance(now_s, min(passed_s, LONGEST_TICK_S))
+            connection.advance(now_s, min(passed_s, LONGEST_TICK_S), self.settings.stalled_s)
             self._look_after(connection)
         for place in self.places.due(now_s):
             self._connect(place)
@@ -185,7 +185,7 @@ class Links:
         if found.WhichOneof("message") != "opened":
             raise Violation("its first message is not `opened`")
         origin = Origin(self.settings.run, self._line, found.opened.server)
-        connection.advance(self._now_s, 0.0)
+        connection.advance(self._now_s, 0.0, self.settings.stalled_s)
         connection.quiet_s = 0.0
         connection.open(found.opened, origin, vocabulary=self.settings.vocabulary, decoder=self._tokenizer)
         if self._version:
@@ -210,8 +210,11 @@ class Links:
             self._lose(connection, f"no answer within {settings.connect_s:g} s")
         elif session is not None and connection.quiet_s > settings.silent_s:
             self._lose(connection, f"no sign of life for {connection.quiet_s:.1f} s")
-        elif connection.stalled_s > settings.stalled_s:
-            self._lose(connection, f"no token for {connection.stalled_s:.1f} s, although it has samples")
+        elif session is not None and (late := session.overdue) and late[1] > settings.stalled_s:
+            (rollout, sample), passed_s = late
+            what = f"the request to return sample {rollout}/{sample}"
+            self._lose(connection, f"no answer for {passed_s:.1f} s to {what}")
+            connection.place.stalled(self._now_s, settings.stalled_s)
         elif session is not None and session.ending:
             self._lose(connection, "it is about to leave")
         elif not connection.place.is_listed:

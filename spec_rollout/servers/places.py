@@ -10,6 +10,8 @@ PAUSES = Restarts(limit=10**9, pause_s=0.25, longest_pause_s=10.0)
 """Between two tries to connect to a server that is away."""
 BAN_S = 60.0
 """After the first violation; each further one doubles it."""
+MAX_DOUBLINGS = 6
+"""Of the pause after samples that a server has not advanced in time."""
 MAX_VIOLATIONS = 3
 """After so many the server gets no more samples of this process."""
 
@@ -29,6 +31,8 @@ class Place:
     error: str = ""
     """Why the last connection has ended or failed."""
     violations: int = 0
+    stalls: int = 0
+    """Times since its last finished sample that it did not advance samples, or return them, in time."""
     secret: str = field(default_factory=new_secret)
     """Shows the server that later connections are of the same author of policy versions."""
     _pauses: Restarts = PAUSES
@@ -43,6 +47,16 @@ class Place:
         """Return whether a connection may be tried now."""
         due = self._pauses.may_start(now_s) and now_s >= self._banned_until_s
         return self.is_listed and not self.is_open and not self.is_banned and due
+
+    def stalled(self, now_s: float, stalled_s: float) -> float:
+        """Note that it did not advance samples, or return them, in time; return until when it gets none.
+
+        The first pause is as long as the time that was spent; each further one is twice as long.
+        """
+        until_s = now_s + stalled_s * 2.0 ** min(self.stalls, MAX_DOUBLINGS)
+        self._banned_until_s = max(self._banned_until_s, until_s)
+        self.stalls += 1
+        return until_s
 
     def closed(self, now_s: float, reason: str, *, worked: bool, violation: bool = False) -> None:
         """Note the end of a connection, or of a try."""

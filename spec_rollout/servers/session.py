@@ -17,6 +17,9 @@ from aedit.spec_rollout.servers.measured_speed import MeasuredSpeed
 from aedit.spec_rollout.servers.report_checks import Violation, add_tokens, check_end
 from aedit.spec_rollout.workers.channel import Message
 
+RETURN_S = 1.0
+"""Longest wait for the last tokens of a sample that the server is to return."""
+
 
 class Send(Protocol):
     """Sends a message to the rank."""
@@ -47,6 +50,8 @@ class Held:
     rollout: HeldRollout
     answers_removal: bool = False
     """The rank has asked for it back."""
+    is_stalled: bool = False
+    """It was taken back because the server did not advance it."""
 
 
 class Session:
@@ -83,9 +88,11 @@ class Session:
         self._to_server, self._vocabulary, self._decoder = to_server, vocabulary, decoder
         self._is_gone = False
         self._dropped: set[Key] = set()
-        self._returning: set[Key] = set()
-        """Samples that the server was asked to return, and has not answered for."""
+        self._returning: dict[Key, float] = {}
+        """Seconds since the server was asked to return a sample, until it answers. What it sends about one
+        that is no longer given is not used."""
         self._again: dict[Key, GivenSample] = {}
+        """Samples whose keys the server has still to return."""
 
     @property
     def live(self) -> int:
@@ -95,7 +102,38 @@ class Session:
     @property
     def draining(self) -> bool:
         """Return whether nothing more comes that could release what is held."""
-        return not self.given or any(each.answers_removal for each in self.held)
+        return not self.given or any(each.answers_removal or each.is_stalled for each in self.held)
+
+    @property
+    def overdue(self) -> tuple[Key, float] | None:
+        """Return the oldest request to return a sample that has no answer, and its age; None without one."""
+        return next(iter(self._returning.items()), None)
+
+    def take_back_stalled(self, passed_s: float, stalled_s: float) -> bool:
+        """Count the time of each sample and request; take samples back that do not advance.
+
+        Args:
+            passed_s: Seconds since the last call.
+            stalled_s: Seconds without a token after which a sample continues elsewhere.
+
+        Returns:
+            Whether there were any.
+        """
+        for key in self._returning:
+            self._returning[key] += passed_s
+            if self._returning[key] > RETURN_S and key in self.given:
+                self._take_back(self.given[key], answers_removal=True)
+        for sample in (waiting := [*self.given.values(), *self._again.values()]):
+            sample.still_s += passed_s
+        stalled = [each for each in waiting if each.still_s > stalled_s]
+        for sample in stalled:
+            if self._again.pop(sample.key, None) is not None:
+                self.num_taken_back += 1
+                self._return(sample, is_stalled=True)
+            elif sample.key in self.given:
+                self._ask_back(sample.key)
+                self._take_back(sample, is_stalled=True)
+        return bool(stalled)
 
     def add(self, message: Message) -> None:
         """Give the server a sample of the rank.
@@ -126,7 +164,10 @@ class Session:
         self._to_server(pb.ToServer(add=add))
 
     def remove(self, message: Message) -> None:
-        """Take a sample back, as the rank wants; with `drop` its tokens are of no use."""
+        """Take a sample back, as the rank wants; with `drop` its tokens are of no use.
+
+        Without an answer of the server within `RETURN_S` it continues after the tokens that are here.
+        """
         key = tuple(message["key"])
         if self._again.pop(key, None) is not None:
             self.to_rank("removed", key=key, found=True)
@@ -135,8 +176,9 @@ class Session:
             self._dropped.add(key)
             self.held = [each for each in self.held if each.sample.key != key]
         if key in self.given:
-            self._returning.add(key)
-            self._to_server(pb.ToServer(remove=pb.Remove(rollout=key[0], sample=key[1])))
+            self._ask_back(key)
+            if message.get("drop"):
+                self._take_back(self.given[key], answers_removal=True)
         else:
             self._answer_removal(key)
 
@@ -200,15 +242,24 @@ class Session:
             kept.clear()
         return count
 
+    def _ask_back(self, key: Key) -> None:
+        self._returning[key] = 0.0
+        self._to_server(pb.ToServer(remove=pb.Remove(rollout=key[0], sample=key[1])))
+
     def _tokens(self, found: pb.Tokens, now_s: float) -> None:
         sample = self._sample(found.rollout, found.sample)
+        if sample is None:
+            return
         self.speed.advance(now_s, self.live, len(found.tokens))
         add_tokens(sample, found, self._vocabulary, self.versions)
+        sample.still_s = 0.0
         self.num_tokens += len(found.tokens)
         self.changed = True
 
     def _ended(self, found: pb.Ended, now_s: float) -> None:
         sample = self._sample(found.rollout, found.sample)
+        if sample is None:
+            return
         check_end(sample, found)
         statement = self._statement(sample)
         if not is_signed(statement, found.signature, self.facts.public_key):
@@ -220,17 +271,16 @@ class Session:
         if sample.key not in self._dropped:
             signed = statement.SerializeToString(deterministic=True)
             self.held.append(Held(sample, self._rollout(sample, signed, found.signature)))
+        if sample.key in self._returning:
+            self._answer_removal(sample.key)
 
     def _removed(self, found: pb.Removed, now_s: float) -> None:
         key = found.rollout, found.sample
         sample = self.given.get(key)
-        if key not in self._returning or found.found != (sample is not None):
+        if self._returning.pop(key, None) is None or (sample is not None and not found.found):
             raise Violation(f"a wrong answer to the request to return sample {key[0]}/{key[1]}")
-        self._returning.discard(key)
         self.speed.advance(now_s, self.live)
-        if sample is None:
-            self._answer_removal(key)
-        else:
+        if sample is not None:
             self._take_back(sample, answers_removal=True)
         if key in self._again:
             self._give(self._again.pop(key))
@@ -245,19 +295,23 @@ class Session:
 
     def _rejected(self, found: pb.Rejected) -> None:
         sample = self._sample(found.rollout, found.sample)
+        if sample is None:
+            return
         self.refuses_for_s = max(self.refuses_for_s, 60.0 if found.final else 1.0, found.retry_after_s)
         self._take_back(sample)
 
-    def _take_back(self, sample: GivenSample, *, answers_removal: bool = False) -> None:
+    def _take_back(
+        self, sample: GivenSample, *, answers_removal: bool = False, is_stalled: bool = False
+    ) -> None:
         """Take a sample from the server; its tokens go to the rank when they are released."""
         del self.given[sample.key]
         self.num_moved += answers_removal
         self.num_taken_back += not answers_removal
         if sample.key in self._dropped or not sample.num_drawn:
             self._dropped.discard(sample.key)
-            self._return(sample)
+            self._return(sample, is_stalled=is_stalled)
         else:
-            self.held.append(Held(sample, self._rollout(sample, b"", b""), answers_removal))
+            self.held.append(Held(sample, self._rollout(sample, b"", b""), answers_removal, is_stalled))
 
     def _deliver(self, held: Held) -> None:
         sample, start = held.sample, held.sample.start
@@ -266,17 +320,18 @@ class Session:
         ended = [[*sample.key, sample.finish_reason, sample.passes]] if sample.finish_reason else []
         self.to_rank("report", tokens=[[*tokens, sample.top, sample.passes]], ended=ended)
         if not ended:
-            self._return(sample)
+            self._return(sample, is_stalled=held.is_stalled)
         elif held.answers_removal:
             self.to_rank("removed", key=sample.key, found=False)
 
-    def _return(self, sample: GivenSample) -> None:
+    def _return(self, sample: GivenSample, *, is_stalled: bool = False) -> None:
         if not self._is_gone:
-            self.to_rank("removed", key=sample.key, found=True)
+            self.to_rank("removed", key=sample.key, found=True, stalled=is_stalled)
 
-    def _sample(self, rollout: int, number: int) -> GivenSample:
+    def _sample(self, rollout: int, number: int) -> GivenSample | None:
+        """Return a sample that the server has, or None for one that was taken back meanwhile."""
         sample = self.given.get((rollout, number))
-        if sample is None:
+        if sample is None and (rollout, number) not in self._returning:
             raise Violation(f"a report on sample {rollout}/{number}, which it does not have")
         return sample
 

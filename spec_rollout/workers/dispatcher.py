@@ -1,6 +1,6 @@
 """Keeps each requested sample with a living worker until it is finished."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,9 +28,10 @@ class Dispatcher:
         self.finished: list[Rollout] = []
         self.version = 0
         """Policy version that samples need at least."""
-        self.moving: SampleKey | None = None
-        """Sample that is being taken from one worker for another."""
-        self.num_finished = self.num_retried = 0
+        self.moving: dict[SampleKey, int] = {}
+        """Workers that are to continue samples, which other workers were asked to return. Until these answer,
+        or have ended, the samples are theirs."""
+        self.num_finished = self.num_retried = self.num_moved = 0
         self._config, self._report = config, report
         self._stopped, self._cut = deque[int](maxlen=HISTORY_ROLLOUTS), deque[int](maxlen=HISTORY_ROLLOUTS)
         self._past: list[Mapping[str, Any]] = []
@@ -63,14 +64,18 @@ class Dispatcher:
 
         Those of a worker that is expected to have the newest policy soon wait here until it has.
         """
-        waiting = [self.samples.unfinished(key) for key in self.samples.waiting() if key != self.moving]
-        if not waiting or not self.pool.workers:
+        waiting = defaultdict(list)
+        for key in self.samples.waiting():
+            waiting[frozenset(self.samples[key].left)].append(self.samples.unfinished(key))
+        if not waiting:
             return
         lengths = LengthDistribution.of(self._stopped, [*self._cut, *self.samples.lengths()])
-        loads = {index: self._load(worker, lengths) for index, worker in self.pool.workers.items()}
-        for index, sample in place(waiting, loads, lengths):
-            if self.pool.workers[index].has(self.version):
-                self.give(index, sample.key)
+        for left, samples in waiting.items():
+            workers = {index: each for index, each in self.pool.workers.items() if index not in left}
+            loads = {index: self._load(worker, lengths) for index, worker in workers.items()}
+            for index, sample in place(samples, loads, lengths):
+                if workers[index].has(self.version):
+                    self.give(index, sample.key)
 
     def _load(self, worker: WorkerHandle, lengths: LengthDistribution) -> WorkerLoad:
         samples = map(self.samples.unfinished, worker.samples)
@@ -96,7 +101,7 @@ class Dispatcher:
             worker.cancel()
         self.samples.clear()
         self.finished.clear()
-        self.moving = None
+        self.moving.clear()
 
     def take_finished(self) -> list[Rollout]:
         """Return the samples that have finished since the last call."""
@@ -119,6 +124,9 @@ class Dispatcher:
                 return
             if message["found"] and worker.samples.pop(key, key) is None:
                 self.samples.release(key)
+                if message.get("stalled"):
+                    self.samples[key].left.add(worker.index)
+                self._pass_on(key)
         elif kind == "report":
             worker.read_figures(message)
             self.samples.note_progress(worker.index, message.get("progress", ()))
@@ -128,7 +136,16 @@ class Dispatcher:
                 worker.finished += 1
                 self._record(rollout)
 
+    def _pass_on(self, key: SampleKey) -> None:
+        """Give a sample that was returned to the worker for which it was asked back, if that can begin."""
+        target = self.moving.pop(key, None)
+        worker = None if target is None else self.pool.workers.get(target)
+        if worker is not None and worker.has(self.version) and worker.index not in self.samples[key].left:
+            self.give(worker.index, key)
+            self.num_moved += 1
+
     def _record(self, rollout: Rollout) -> None:
+        self.moving.pop(rollout.prompt.key, None)
         self.finished.append(rollout)
         self.num_finished += 1
         (self._stopped if rollout.finish_reason == "stop" else self._cut).append(len(rollout.tokens))
@@ -137,6 +154,8 @@ class Dispatcher:
         """Take the samples of a dead worker back, so that others continue them."""
         self._past.append(worker.figures)
         keys, worker.samples = list(worker.samples), {}
+        for key in keys:
+            self.moving.pop(key, None)
         self.num_retried += len(keys)
         fields = {"samples": len(keys), "reason": reason}
         where = {"worker": worker.index, "pid": worker.pid} if worker.is_local else {"server": worker.name}

@@ -4,61 +4,55 @@ from aedit.spec_rollout.migration.reallocate import EngineLoad, SampleKey
 from aedit.spec_rollout.sampling.samples import Prompt
 from aedit.spec_rollout.workers.dispatcher import Dispatcher
 
-WAIT_S = 0.05
-
 
 class RemoteEngine:
-    """`MigratableEngine` for the worker of one index, whichever process that is."""
+    """`MigratableEngine` for the worker of one index, whichever process that is.
+
+    Nothing waits for a worker: `remove` asks for the sample, `add` notes where it goes, and the dispatcher
+    passes it on when the worker has returned it. If it finishes or the worker ends before, nothing moves.
+    """
 
     def __init__(self, dispatcher: Dispatcher, index: int) -> None:
         self._dispatcher, self._index = dispatcher, index
 
     def load(self) -> EngineLoad | None:
-        """Return the samples of the worker.
+        """Return the samples of the worker; those that move to it count here, those that leave it do not.
 
         None while it does not run, takes no samples or has not the newest policy, or no worker's speed is
         known.
         """
-        workers = self._dispatcher.pool.workers
+        workers, moving = self._dispatcher.pool.workers, self._dispatcher.moving
         worker = workers.get(self._index)
         # One that has just been started has no work from which to measure its speed.
         known = [each.speed for each in (worker, *workers.values()) if each is not None and each.speed]
         if worker is None or not worker.is_ready or not known or not worker.has(self._dispatcher.version):
             return None
-        samples = map(self._dispatcher.samples.unfinished, worker.samples)
+        keys = [key for key in worker.samples if key not in moving]
+        keys += [key for key, target in moving.items() if target == self._index]
+        samples = map(self._dispatcher.samples.unfinished, keys)
         running_first = sorted(samples, key=lambda sample: not sample.emitted)
         rows = worker.rows if worker.room is None else min(worker.rows, worker.room)
         return EngineLoad(tuple(running_first), rows, known[0]) if rows else None
 
     def remove(self, key: SampleKey) -> Prompt | None:
-        """Take a sample from the worker between two of its steps; return None if it has finished meanwhile.
+        """Ask the worker for a sample, which it returns between two of its steps.
 
-        It waits for the worker's answer, its death, or the end of the time for which it may be silent.
-
-        Raises:
-            RuntimeError: See `Dispatcher.look`.
+        None if it has finished, or is on its way already.
         """
         dispatcher = self._dispatcher
         worker = dispatcher.pool.workers.get(self._index)
-        if worker is None or key not in worker.samples:
+        if worker is None or key not in worker.samples or key in dispatcher.moving:
             return None
-        dispatcher.moving = key
         worker.channel.send("remove", key=key)
-        while key in worker.samples:
-            dispatcher.pool.wait(WAIT_S)
-            dispatcher.look()
-        if key in dispatcher.samples:
-            return dispatcher.samples.prompt(key)
-        dispatcher.moving = None
-        return None
+        dispatcher.moving[key] = self._index  # it returns, unless `add` is called for another worker
+        return dispatcher.samples.prompt(key)
 
     def add(self, prompt: Prompt) -> None:
-        """Give the worker a sample; if it has died meanwhile, another one gets it."""
-        dispatcher = self._dispatcher
-        dispatcher.moving = None
-        if prompt.key not in dispatcher.samples:  # cancelled, after a worker had refused it
-            return
-        if self._index in dispatcher.pool.workers:
-            dispatcher.give(self._index, prompt.key)
-        else:
-            dispatcher.place_waiting()
+        """Let this worker continue a sample that another one was asked for.
+
+        Raises:
+            ValueError: The worker is a server that did not advance the sample in time.
+        """
+        if self._index in self._dispatcher.samples[prompt.key].left:
+            raise ValueError(f"sample {prompt.name}: this server did not advance it in time")
+        self._dispatcher.moving[prompt.key] = self._index

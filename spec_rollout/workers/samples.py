@@ -1,7 +1,7 @@
 """The samples that a rank has requested from its workers: their text so far, and who has them."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from aedit.spec_rollout.migration.reallocate import SampleKey, UnfinishedSample
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout
@@ -19,6 +19,8 @@ class Sample:
     """Tokens that its worker has drawn and not reported yet, as far as is known."""
     deaths: int = 0
     """Workers that have died with it since its last token."""
+    left: set[int] = field(default_factory=set)
+    """Indices of servers that did not advance it in time: it is not given to them again."""
 
 
 class Samples:

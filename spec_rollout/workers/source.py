@@ -231,7 +231,7 @@ class WorkerSource:
             "running": self.running,
             "finished": self._dispatcher.num_finished,
             "retried": self._dispatcher.num_retried,
-            "moved": self._reallocator.num_moves,
+            "moved": self._dispatcher.num_moved,
             "version": self._version,
             "worker_s": worker_s,
             **(self._pool.remote.status() if self._pool.remote is not None else {}),

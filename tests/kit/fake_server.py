@@ -1,7 +1,10 @@
 """Rollout server without a model, in this process: draws tokens made of keys, as `fake_worker`, and may lie.
 
 Its versions are real ones: `Versions` keeps what trainers give it. `lie` names what it does wrong, once, at
-the first sample that has `LIE_AT` tokens.
+the first sample that has `LIE_AT` tokens. Other attributes make it slow or silent in parts: `opens` (answers
+the opening of a stream), `deaf` (answers no request to return a sample, and goes on with it), `token_s`
+(least time between two tokens), `favours` (draws for its oldest sample only). It says all the time that it
+lives.
 """
 
 import hashlib
@@ -61,6 +64,7 @@ class FakeServer:
         self.store = VersionStore(VersionLayout(layout, "fp64"), ring=4)
         self.secrets, self.streams, self.added, self.told = {}, [], [], 0
         self.silent, self.stalled, self.rejects, self.ending = False, False, False, False
+        self.opens, self.deaf, self.favours, self.token_s = True, False, False, 0.0
         self.drawn = 0
         core = VersionsCore(self.store, lambda line, caller: self.secrets.get(line) == caller.secret)
         pool = FairPool(8, "fake")
@@ -83,6 +87,7 @@ class _Stream:
     def __init__(self, server, messages, context):
         self.server, self.messages, self.context = server, messages, context
         self.samples, self.inbox, self.over = {}, queue.SimpleQueue(), False
+        self.token_at_s = 0.0
         server.streams.append(self)
 
     def run(self):
@@ -94,6 +99,8 @@ class _Stream:
         facts = pb.Opened(
             protocol=1, server=server.name, rows=server.rows, max_waiting=8, public_key=server.key.public
         )
+        while not server.opens and not self.over:
+            time.sleep(0.01)
         yield _out(opened=facts)
         told_s = 0.0
         while not self.over:
@@ -133,16 +140,17 @@ class _Stream:
                     yield _out(rejected=pb.Rejected(rollout=add.rollout, sample=add.sample, reason="full"))
                     continue
                 self.samples[add.rollout, add.sample] = _Sample(add)
-            elif message.HasField("remove"):
+            elif message.HasField("remove") and not self.server.deaf:
                 key = message.remove.rollout, message.remove.sample
                 found = self.samples.pop(key, None) is not None
                 yield _out(removed=pb.Removed(rollout=key[0], sample=key[1], found=found))
 
     def _step(self):
-        if self.server.stalled:
+        if self.server.stalled or time.monotonic() - self.token_at_s < self.server.token_s:
             return
         ready = [each for each in self.samples.values() if each.add.min_version <= self.version]
-        for sample in ready[: self.server.rows]:
+        for sample in ready[: 1 if self.server.favours else self.server.rows]:
+            self.token_at_s = time.monotonic()
             if self.server.lie and len(sample.tokens) >= LIE_AT:
                 lie, self.server.lie = self.server.lie, ""
                 yield from self._lie(sample, lie)
