@@ -1,5 +1,6 @@
 """Tests of the HTTP routes: tokens and log-probabilities of transformers, streams, stops, seeds, refusals."""
 
+import copy
 import functools
 import hashlib
 import json
@@ -17,6 +18,7 @@ from kit.hosts import LIMIT_S, Steps
 from kit.rollouts import decode_plainly
 from kit.serving import MAX_TOKENS, ask, byte_tokenizer, served, text_policy
 from kit.waiting import until
+from transformers import LlamaForCausalLM
 
 from aedit.spec_rollout.sampling.samples import Prompt, Sampling
 from aedit.spec_rollout.service.http.answer_text import AnswerText
@@ -184,6 +186,103 @@ def test_chat_uses_the_template_and_streams_the_same_text(model, tokenizer, addr
     assert shown == choice["message"]["content"]
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+USER = [{"role": "user", "content": "the quick"}]
+SAYS = ["<tool_call>", '{"name": "f"}', "</tool_", "call>\n", "z"]
+
+
+def model_that_says(tokenizer, texts):
+    """Return a policy after whose token `texts[i]`, a word of the tokenizer, comes the next one, in a circle.
+
+    All other tokens are followed by the first one.
+    """
+    tokenizer.add_tokens(texts)
+    size = len(tokenizer)
+    config = copy.deepcopy(text_policy(tokenizer).config)
+    config.update({"hidden_size": -(-size // 8) * 8, "num_attention_heads": 4, "num_key_value_heads": 4})
+    config.head_dim = config.hidden_size // 4
+    made = LlamaForCausalLM(config).eval().requires_grad_(False)
+    for layer in made.model.layers:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    ids = tokenizer.convert_tokens_to_ids(texts)
+    after = torch.full((size,), ids[0])
+    after[ids] = torch.tensor(ids).roll(-1)
+    made.model.embed_tokens.weight.copy_(torch.eye(size, config.hidden_size))
+    made.lm_head.weight.zero_()
+    made.lm_head.weight[after, torch.arange(size)] = 10.0
+    return made
+
+
+@pytest.fixture(scope="module")
+def caller():
+    """Return the address of a server whose answers are calls of tools."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template += "{# <tool_call> </tool_call> #}"
+    with served(model_that_says(tokenizer, SAYS), tokenizer) as (_, address):
+        yield address
+
+
+@pytest.mark.parametrize("parallel", [None, True, False])
+@pytest.mark.parametrize("stream", [True, False])
+def test_without_parallel_tool_calls_an_answer_ends_after_its_first_call(caller, parallel, stream):
+    body = {"messages": USER, "tools": [TOOL], "max_tokens": 25, "temperature": 0, "n": 2}
+    body |= {"parallel_tool_calls": parallel, "stop": "never"}
+    if stream:
+        choices = [
+            choice for part in events(caller, "/v1/chat/completions", body) for choice in part["choices"]
+        ]
+        texts = ["", ""]
+        for each in choices:
+            texts[each["index"]] += each["delta"].get("content", "")
+        reasons = {each["finish_reason"] for each in choices} - {None}
+    else:
+        choices = ask(caller, "/v1/chat/completions", body)[2]["choices"]
+        texts = [each["message"]["content"] for each in choices]
+        reasons = {each["finish_reason"] for each in choices}
+    call = '<tool_call>{"name": "f"}</tool_call>'
+    if parallel is False:
+        assert (texts, reasons) == ([call] * 2, {"stop"})
+    else:
+        assert (texts, reasons) == ([f"{call}\nz" * 5] * 2, {"length"})
+
+
+def test_calls_whose_end_is_not_known_and_calls_without_tools_cannot_be_limited(address):
+    body = {"messages": USER, "max_tokens": 1, "parallel_tool_calls": False}
+    for tools in (None, [], [TOOL]):
+        status, _, answer = ask(address, "/v1/chat/completions", body | {"tools": tools})
+        assert (status, answer["error"]["param"]) == (400, "parallel_tool_calls")
+    free = body | {"tools": [TOOL], "tool_choice": "none"}
+    assert ask(address, "/v1/chat/completions", free)[0] == 200
+
+
+def test_tools_are_in_the_prompt_unless_none_may_be_called(tokenizer, address):
+    for choice, tools in ((None, [TOOL]), ("auto", [TOOL]), ("none", None)):
+        exact = tokenizer.apply_chat_template(USER, tools=tools, add_generation_prompt=True)["input_ids"]
+        body = {"messages": USER, "tools": [TOOL], "tool_choice": choice}
+        assert ask(address, "/tokenize", body)[2]["tokens"] == exact
+        more = {"max_tokens": 1, "return_token_ids": True}
+        assert ask(address, "/v1/chat/completions", body | more)[2]["prompt_token_ids"] == exact
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        status, _, answer = ask(address, "/v1/chat/completions", body | {"tool_choice": choice})
+        assert (status, answer["error"]["param"]) == (400, "tool_choice")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_variables_of_the_template_have_no_names_that_are_taken(address, path):
+    taken = ("self", "messages", "conversation", "conversations", "chat_template", "return_dict", "tools")
+    taken += ("function", "args", "kwargs", "context", "tokenize", "padding", "sanitize_control_tokens")
+    free = {"function", "args", "context"}
+    for name in taken:
+        status, _, answer = ask(address, path, {"messages": USER, "chat_template_kwargs": {name: "x"}})
+        assert status == (200 if name in free else 400), (name, answer)
+        if status == 400:
+            assert answer["error"]["param"] == f"chat_template_kwargs.{name}"
+    odd = {"a b": 1, "": 2, "\u20ac": {}, "raise_exception": None, "loop": 1, "bos_token": "x"}
+    assert ask(address, path, {"messages": USER, "chat_template_kwargs": odd})[0] == 200
+    assert ask(address, path, {"messages": USER, "chat_template_kwargs": ["x"]})[0] == 400
+
+
 def test_tokens_in_tokens_out_with_versions_and_scores_of_the_prompt(model, tokenizer, address):
     tokens = tokenizer(PROMPTS[0])["input_ids"]
     settings = {"max_tokens": 6, "temperature": 0, "logprobs": 1, "prompt_logprobs": 1}
@@ -341,7 +440,13 @@ def test_a_wrong_request_is_refused_in_openais_form_and_names_the_parameter(addr
         ("/v1/chat/completions", {"messages": [{"role": 1, "content": "a"}]}, "messages[0].role"),
         ("/v1/chat/completions", {"messages": [{"role": "u", "content": "a"}], "top_logprobs": 1}, None),
         ("/v1/chat/completions", {"messages": [{"role": "u", "content": "a"}], "functions": []}, None),
+        (
+            "/v1/chat/completions",
+            {"messages": USER, "max_tokens": 2, "max_completion_tokens": 3},
+            "max_tokens",
+        ),
         ("/inference/v1/generate", {"token_ids": "a"}, "token_ids"),
+        ("/inference/v1/generate", {"token_ids": [5], "seed": 1}, "seed"),
         ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"x": 1}}, "sampling_params.x"),
         ("/inference/v1/generate", {"token_ids": [5], "stream": 1}, "stream"),
         ("/inference/v1/generate", {"token_ids": [5], "stream_options": {}}, "stream_options"),

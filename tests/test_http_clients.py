@@ -1,16 +1,25 @@
 """Tests of real clients against the HTTP server: openai, curl, renderers; each beside transformers."""
 
 import asyncio
+import copy
 import json
 import shutil
 import subprocess
+from pathlib import Path
 
 import openai
 import pytest
 import torch
 from kit.hosts import LIMIT_S
-from kit.serving import byte_tokenizer, served, text_policy
+from kit.serving import ask, byte_tokenizer, served, text_policy
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
 from renderers.client import generate
+from tokenizers.processors import TemplateProcessing
+
+from aedit.spec_rollout.service.http.common_fields import IGNORED_TEXT_FIELDS
+from aedit.spec_rollout.service.http.fields import Fields
+from aedit.spec_rollout.service.http.token_generate import IGNORED_FIELDS, IGNORED_SAMPLING_FIELDS
 
 KEY = "sk-test"
 
@@ -170,3 +179,185 @@ def test_renderers_client_gets_tokens_and_logprobs(model, tokenizer, server):
     assert (found["prompt_ids"], found["completion_ids"]) == (tokens, made)
     torch.testing.assert_close(found["completion_logprobs"], values, atol=1e-4, rtol=0)
     assert found["finish_reason"] == ("stop" if made[-1] == tokenizer.eos_token_id else "length")
+
+
+# --- every field that a route for text accepts
+
+A = 67
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CHAT = {"messages": [{"role": "user", "content": "the quick"}], "max_tokens": 12, "seed": 3}
+COMPLETION = {"prompt": "the quick", "max_tokens": 12, "seed": 3}
+TOKENS = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 12, "seed": 3}}
+FORCED = {"temperature": 0, "logit_bias": {str(A): 100}}
+OFTEN = {"temperature": 1, "logit_bias": {str(A): 6}, "max_tokens": 60}
+ENDED = {"temperature": 0, "logit_bias": {"1": 100}}
+SAMPLING = {
+    "max_tokens": (3, {}),
+    "temperature": (0, {}),
+    "top_p": (0.01, {}),
+    "top_k": (1, {}),
+    "min_p": (0.99, {}),
+    "frequency_penalty": (2, OFTEN),
+    "presence_penalty": (2, OFTEN),
+    "repetition_penalty": (2.0, OFTEN),
+    "logit_bias": ({str(A): 100}, {}),
+    "n": (2, {}),
+    "seed": (4, {}),
+    "stop": ("a", FORCED),
+    "stop_token_ids": ([A], FORCED),
+    "min_tokens": (5, ENDED),
+    "ignore_eos": (True, ENDED),
+}
+TEXT = {
+    "stream": (True, {}),
+    "stream_options": ({"include_usage": True}, {"stream": True}),
+    "skip_special_tokens": (False, {"temperature": 0, "logit_bias": {"2": 100}}),
+    "return_token_ids": (True, {}),
+    "request_id": ("b", {"seed": None, "request_id": "a"}),
+}
+EFFECTS = {
+    "/v1/chat/completions": (
+        CHAT,
+        SAMPLING
+        | TEXT
+        | {
+            "messages": ([{"role": "user", "content": "the lazy"}], {}),
+            "max_completion_tokens": (3, {"max_tokens": None}),
+            "logprobs": (True, {}),
+            "top_logprobs": (2, {"logprobs": True}),
+            "tools": ([TOOL], {}),
+            "tool_choice": ("none", {"tools": [TOOL]}),
+            "parallel_tool_calls": (
+                False,
+                {"tools": [TOOL], "temperature": 0, "logit_bias": {"CALL": 100}},
+            ),
+            "add_generation_prompt": (False, {}),
+            "continue_final_message": (True, {"add_generation_prompt": False}),
+            "chat_template_kwargs": ({"extra": "lazy"}, {}),
+        },
+        {
+            "model": "other",
+            "tool_choice": "required",
+            "modalities": ["audio"],
+            "response_format": {"type": "json_object"},
+        },
+        {*IGNORED_TEXT_FIELDS},
+    ),
+    "/v1/completions": (
+        COMPLETION,
+        SAMPLING
+        | TEXT
+        | {
+            "prompt": ("the lazy", {}),
+            "echo": (True, {}),
+            "logprobs": (2, {}),
+            "add_special_tokens": (False, {}),
+        },
+        {"model": "other", "best_of": 3, "suffix": "b", "response_format": {"type": "json_object"}},
+        {*IGNORED_TEXT_FIELDS},
+    ),
+    "/inference/v1/generate": (
+        TOKENS,
+        {f"sampling_params.{name}": each for name, each in SAMPLING.items()}
+        | {name: TEXT[name] for name in ("stream", "stream_options")}
+        | {
+            "token_ids": ([7, 8], {}),
+            "sampling_params": ({"max_tokens": 3, "seed": 3}, {}),
+            "sampling_params.logprobs": (1, {}),
+            "sampling_params.prompt_logprobs": (1, {}),
+            "request_id": ("b", {"sampling_params": {"max_tokens": 3}, "request_id": "a"}),
+        },
+        {"model": "other", "priority": 3},
+        {*IGNORED_FIELDS, *(f"sampling_params.{name}" for name in IGNORED_SAMPLING_FIELDS)},
+    ),
+}
+"""By route: a request, the fields that change its answer, values that are refused, and ignored fields."""
+REFUSED_TEXT = {
+    "priority": 3,
+    "store": True,
+    "service_tier": "flex",
+    "use_beam_search": True,
+    "length_penalty": 2.0,
+    "include_stop_str_in_output": True,
+    "spaces_between_special_tokens": False,
+    "truncate_prompt_tokens": 3,
+    "stream_options": {"include_obfuscation": True},
+}
+OPENAIS = {
+    "/v1/chat/completions": chat_params.CompletionCreateParamsBase,
+    "/v1/completions": completion_params.CompletionCreateParamsBase,
+    "/inference/v1/generate": None,
+}
+
+
+@pytest.fixture(scope="module")
+def open_place():
+    """Return a server at which every field can have an effect, and its tokenizer."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    start = ("<s>", tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[start])
+    tokenizer.chat_template += "{{ extra }}{# <tool_call> </tool_call> #}"
+    with served(text_policy(tokenizer), tokenizer) as (_, address):
+        yield address, tokenizer
+
+
+def merged(request, change):
+    """Return a request with other fields; a name with a point is a field of an object."""
+    made = copy.deepcopy(request)
+    for name, value in change.items():
+        outer, _, inner = name.partition(".")
+        if inner:
+            made[outer][inner] = value
+        else:
+            made[outer] = value
+    return made
+
+
+@pytest.mark.parametrize("path", EFFECTS)
+def test_every_field_that_is_accepted_has_an_effect_is_refused_or_is_listed_as_ignored(
+    open_place, path, monkeypatch
+):
+    address, tokenizer = open_place
+    request, effects, refused, ignored = EFFECTS[path]
+    refused = refused | ({} if path == "/inference/v1/generate" else REFUSED_TEXT)
+    read, finish = set(), Fields.finish
+
+    def noted(fields):
+        read.update(map(fields.path, fields._read))
+        finish(fields)
+
+    monkeypatch.setattr(Fields, "finish", noted)
+    call = str(tokenizer.convert_tokens_to_ids("</tool_call>"))
+
+    def answer(body):
+        status, _, found = ask(address, path, json.dumps(body).replace("CALL", call).encode())
+        if isinstance(found, dict):
+            return status, {key: each for key, each in found.items() if key not in ("id", "created")}
+        parts = [json.loads(line[6:]) for line in found.splitlines() if line.startswith(b"data: {")]
+        choices = [choice for part in parts for choice in part["choices"]]
+        texts = [each.get("text") or each.get("delta", {}).get("content") or "" for each in choices]
+        tokens = [token for each in choices for token in each.get("token_ids", ())]
+        return status, ("".join(texts), tokens, parts[-1].get("usage"))
+
+    for name, (value, more) in effects.items():
+        prefix = name.rpartition(".")[0]
+        more = {f"{prefix}.{key}" if prefix else key: each for key, each in more.items()}
+        before, after = (answer(merged(request, each)) for each in (more, more | {name: value}))
+        assert (before[0], after[0]) == (200, 200), (name, before, after)
+        assert before[1] == answer(merged(request, more))[1], name  # only the field changes the answer
+        assert before[1] != after[1], f"{name} has no effect"
+    for name, value in refused.items():
+        more = {"stream": True} if name == "stream_options" else {}
+        status, found = answer(merged(request, more | {name: value}))
+        assert status in (400, 404), name
+        assert found["error"]["param"].split(".")[0] == name
+    page = (Path(__file__).parent.parent / "docs" / "serving.md").read_text()
+    for name in ignored:
+        assert answer(merged(request, {name: "x"})) == answer(request), name
+        assert f"`{name.rpartition('.')[2]}`" in page, f"{name} is not listed as ignored"
+    inner = {each for each in read if each.startswith("stream_options.")}
+    assert read - inner == {*effects, *refused, *ignored}
+    for name in {*getattr(OPENAIS[path], "__annotations__", ())} - read:
+        status, found = answer({**request, name: "x"})
+        assert (status, found["error"]["param"]) == (400, name)

@@ -14,7 +14,13 @@ class AnswerText:
     """
 
     def __init__(
-        self, codec: TextCodec, prompt: Sequence[int], stops: Sequence[str] = (), *, skip_special: bool = True
+        self,
+        codec: TextCodec,
+        prompt: Sequence[int],
+        stops: Sequence[str] = (),
+        *,
+        kept: Sequence[str] = (),
+        skip_special: bool = True,
     ) -> None:
         """Begin after a prompt.
 
@@ -22,9 +28,11 @@ class AnswerText:
             codec: The tokenizer.
             prompt: Tokens before the answer.
             stops: Stop strings: what may be the beginning of one is held back.
+            kept: Those of them that belong to the text, which ends after them.
             skip_special: Leave special tokens out of the text.
         """
         self._codec, self._stops, self._skip_special = codec, tuple(stops), skip_special
+        self._kept = frozenset(kept)
         self.text = ""
         """Text of the tokens so far, without incomplete characters."""
         self.offsets: list[int] = []
@@ -52,7 +60,7 @@ class AnswerText:
     def take(self) -> str:
         """Return the text that is new since the last call and belongs to the answer whatever follows.
 
-        It ends before what may be the beginning of a stop string, and before one that the last token has
+        It ends before what may be the beginning of a stop string, and at one that the last token has
         completed: whether the answer ends there is known when `finish` is called or the next token comes.
         """
         held = max((_overlap(self.text, stop) for stop in self._stops), default=0)
@@ -74,11 +82,12 @@ class AnswerText:
         self._stops = ()
 
     def _first_stop(self) -> int:
-        """Return the place of the first stop string that ends in the last token; without one, the length."""
+        """Return the end of the text if the last token has completed a stop string; if not, its length."""
         longest = max(map(len, self._stops), default=1)
         first = max(0, self._num_before_last - longest + 1)
-        found = [place for stop in self._stops if (place := self.text.find(stop, first)) >= 0]
-        return min(found, default=len(self.text))
+        found = [(place, stop) for stop in self._stops if (place := self.text.find(stop, first)) >= 0]
+        ends = [place + (len(stop) if stop in self._kept else 0) for place, stop in found]
+        return min(ends, default=len(self.text))
 
     def _begin_window(self, tokens: list[int]) -> None:
         self._window, self._num_old = tokens, len(tokens)

@@ -33,7 +33,9 @@ class Answer:
         self, codec: TextCodec, prompt: Sequence[int], sampling: Sampling, options: "AnswerOptions"
     ) -> None:
         self._sampling, self._options = sampling, options
-        self.text = AnswerText(codec, prompt, sampling.stop_strings, skip_special=options.skip_special)
+        self.text = AnswerText(
+            codec, prompt, sampling.stop_strings, kept=options.kept_stops, skip_special=options.skip_special
+        )
         self._num_read = 0
         self.is_over = False
 
@@ -78,6 +80,8 @@ class AnswerOptions:
     """Leave special tokens out of the text."""
     offsets: bool = False
     """Find the place of each token in the text."""
+    kept_stops: tuple[str, ...] = ()
+    """Stop strings that belong to the text."""
 
 
 def usage(num_prompt: int, num_new: int) -> dict[str, Any]:

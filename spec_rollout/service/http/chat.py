@@ -3,7 +3,7 @@
 import secrets
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -11,7 +11,12 @@ from starlette.responses import Response
 
 from aedit.spec_rollout.service.http.answering import answered
 from aedit.spec_rollout.service.http.answers import Answer, AnswerOptions, Part, usage
-from aedit.spec_rollout.service.http.common_fields import read_key_fields, read_stream, read_text_hints
+from aedit.spec_rollout.service.http.common_fields import (
+    read_request_id,
+    read_seed,
+    read_stream,
+    read_text_hints,
+)
 from aedit.spec_rollout.service.http.event_stream import event
 from aedit.spec_rollout.service.http.fields import Fields
 from aedit.spec_rollout.service.http.generation import Call, Generation
@@ -48,25 +53,29 @@ async def read_chat(body: Any, service: Service, request: Request) -> ChatReques
     """
     fields, limits = Fields(body), service.limits
     service.check_model(fields)
-    tokens = await read_chat_prompt(fields, service)
+    tokens, has_tools = await read_chat_prompt(fields, service)
+    one_call = _one_call(fields, service, has_tools)
     n = fields.integer("n", 1, 1, limits.max_samples)
     logprobs = fields.boolean("logprobs", False)
     top = fields.integer("top_logprobs", 0, 0, limits.max_logprobs)
     if top and not logprobs:
         raise fields.bad("top_logprobs", "needs logprobs true")
     room = max(1, service.max_tokens - len(tokens))
-    num_new = fields.integer("max_tokens", None, 1, BIGGEST)
-    num_new = fields.integer("max_completion_tokens", num_new, 1, BIGGEST)
+    old_num_new = fields.integer("max_tokens", None, 1, BIGGEST)
+    num_new = fields.integer("max_completion_tokens", old_num_new, 1, BIGGEST)
+    if old_num_new not in (None, num_new):
+        raise fields.bad("max_tokens", f"must be max_completion_tokens {num_new}, got {old_num_new}")
     sampling = read_sampling(
         fields, limits, service.eos, max_new_tokens=room if num_new is None else num_new, top_logprobs=top
     )
-    seed, request_id = read_key_fields(fields, request)
+    kept_stops = tuple(end for end in one_call if end not in sampling.stop_strings)
+    sampling = replace(sampling, stop_strings=(*sampling.stop_strings, *kept_stops))
+    seed, request_id = read_seed(fields), read_request_id(fields, request)
     stream, include_usage = read_stream(fields)
-    options = AnswerOptions(skip_special=fields.boolean("skip_special_tokens", True))
+    options = AnswerOptions(skip_special=fields.boolean("skip_special_tokens", True), kept_stops=kept_stops)
     return_token_ids = fields.boolean("return_token_ids", False)
     read_text_hints(fields)
     fields.allow("modalities", ["text"])
-    fields.allow("parallel_tool_calls", True, False)
     fields.finish()
     keys = noise_keys([tokens], n, seed=seed, request_id=request_id)
     call = Call(prompts=(tokens,), sampling=sampling, n=n, keys=keys, stream=stream, request_id=request_id)
@@ -76,42 +85,70 @@ async def read_chat(body: Any, service: Service, request: Request) -> ChatReques
     )  # fmt: skip
 
 
-async def read_chat_prompt(fields: Fields, service: Service) -> tuple[int, ...]:
-    """Return the tokens of `messages` and `tools` in the model's chat template.
+async def read_chat_prompt(fields: Fields, service: Service) -> tuple[tuple[int, ...], bool]:
+    """Return the tokens of `messages` and `tools` in the model's chat template, and whether tools are there.
+
+    With `tool_choice` "none" the template does not get the tools.
 
     Raises:
         ApiError: A parameter is not valid, or the template does not fit.
     """
-    messages = _messages(fields)
-    options: dict[str, Any] = {
+    messages, codec = _messages(fields), service.codec
+    settings: dict[str, Any] = {
         "add_generation_prompt": fields.boolean("add_generation_prompt", True),
         "continue_final_message": fields.boolean("continue_final_message", False),
     }
-    if options["add_generation_prompt"] and options["continue_final_message"]:
+    if settings["add_generation_prompt"] and settings["continue_final_message"]:
         raise fields.bad("continue_final_message", "needs add_generation_prompt false")
-    tools, more = fields.any("tools"), fields.any("chat_template_kwargs")
-    if tools:
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise fields.bad("tools", "must be a list of objects")
-        if "tools" not in (service.codec.chat_template or ""):
+    tools, variables = fields.any("tools"), fields.any("chat_template_kwargs")
+    fields.allow("tool_choice", "auto", "none")
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise fields.bad("tools", "must be a list of objects")
+    has_tools = bool(tools) and fields.any("tool_choice") != "none"
+    if has_tools:
+        if "tools" not in (codec.chat_template or ""):
             raise fields.bad("tools", "are not part of this model's chat template: it would not see them")
-        options["tools"] = tools
-    fields.allow("tool_choice", *(("auto", "none") if tools else ("none", "auto")))
-    if more is not None:
-        if not isinstance(more, dict) or set(more) & _TEMPLATE_OPTIONS:
-            names = ", ".join(sorted(_TEMPLATE_OPTIONS))
-            raise fields.bad("chat_template_kwargs", f"must be an object without {names}")
-        options.update(more)
-    tokens: tuple[int, ...] = await in_thread(service.codec.chat, messages, **options)
-    return tokens
+        settings["tools"] = tools
+    variables = {} if variables is None else variables
+    if not isinstance(variables, dict):
+        raise fields.bad("chat_template_kwargs", "must be an object with variables of the chat template")
+    if taken := sorted(codec.chat_arguments & variables.keys()):
+        raise fields.bad(
+            f"chat_template_kwargs.{taken[0]}",
+            "is no variable of the chat template for a client to set: leave it out",
+        )
+    tokens: tuple[int, ...] = await in_thread(codec.chat, messages, settings, variables)
+    return tokens, has_tools
 
 
-_TEMPLATE_OPTIONS = {
-    *("chat_template", "tools", "documents", "tokenize", "return_dict", "return_tensors", "padding"),
-    *("truncation", "max_length", "tokenizer_kwargs", "return_assistant_tokens_mask", "conversation"),
-    *("add_generation_prompt", "continue_final_message"),
-}
-"""Arguments of `apply_chat_template` that are not variables of the template."""
+def _one_call(fields: Fields, service: Service, has_tools: bool) -> tuple[str, ...]:
+    """Return the text after which an answer ends because it has its one call of a tool; empty: none is set.
+
+    Raises:
+        ApiError: `parallel_tool_calls` is false, and cannot be observed.
+    """
+    if fields.boolean("parallel_tool_calls", True):
+        return ()
+    if not fields.any("tools"):
+        raise fields.bad("parallel_tool_calls", "needs tools")
+    if not has_tools:
+        return ()
+    template = service.codec.chat_template or ""
+    for begin, end in CALL_MARKS:
+        if begin in template and end in template:
+            return (end,)
+    raise fields.bad(
+        "parallel_tool_calls", "must be true: where a call ends in this model's answers is not known here"
+    )
+
+
+CALL_MARKS = (
+    ("<tool_call>", "</tool_call>"),
+    ("<|tool_call_begin|>", "<|tool_call_end|>"),
+    ("<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"),
+    ("<invoke", "</invoke>"),
+)
+"""Beginning and end of one call of a tool in the text of Qwen, GLM and Granite; Kimi; DeepSeek; MiniMax."""
 
 
 def _messages(fields: Fields) -> list[dict[str, Any]]:

@@ -9,18 +9,29 @@ MAX_ID_CHARS = 256
 ID_HEADERS = ("x-request-id", "idempotency-key")
 
 
-def read_key_fields(fields: Fields, request: Request) -> tuple[int | None, str]:
-    """Return the seed and the id of a request, which fix its noise; see `noise_keys`.
+IGNORED_TEXT_FIELDS = (
+    *("user", "cache_salt", "safety_identifier", "metadata"),
+    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+)
+"""Fields of the routes for text that say nothing about the answer."""
+
+
+def read_seed(fields: Fields) -> int | None:
+    """Return the seed, which fixes the noise of a request; see `noise_keys`."""
+    return fields.integer("seed", None, -(1 << 63), (1 << 64) - 1)
+
+
+def read_request_id(fields: Fields, request: Request) -> str:
+    """Return the id of a request, which fixes its noise if it has no seed; see `noise_keys`.
 
     The id is the field `request_id`, else the header X-Request-Id, else Idempotency-Key.
     """
-    seed = fields.integer("seed", None, -(1 << 63), (1 << 64) - 1)
     request_id = fields.text("request_id", "")
     for header in ID_HEADERS:
         request_id = request_id or request.headers.get(header, "")
     if len(request_id) > MAX_ID_CHARS:
         raise bad_request("request_id", f"must have at most {MAX_ID_CHARS} characters")
-    return seed, request_id
+    return request_id
 
 
 def read_stream(fields: Fields) -> tuple[bool, bool]:
@@ -45,8 +56,7 @@ def read_text_hints(fields: Fields) -> None:
     between equal prefixes under one policy version only, with any salt.
     """
     fields.allow("priority", 0)
-    fields.ignore("user", "cache_salt", "safety_identifier", "metadata", "prompt_cache_key")
-    fields.ignore("prompt_cache_retention", "prompt_cache_options")
+    fields.ignore(*IGNORED_TEXT_FIELDS)
     fields.allow("store", False)
     fields.allow("service_tier", "auto", "default")
     fields.allow("use_beam_search", False)

@@ -12,7 +12,12 @@ from starlette.responses import Response
 from aedit.spec_rollout.service.http.answer_text import AnswerText
 from aedit.spec_rollout.service.http.answering import answered
 from aedit.spec_rollout.service.http.answers import Answer, AnswerOptions, Part, usage
-from aedit.spec_rollout.service.http.common_fields import read_key_fields, read_stream, read_text_hints
+from aedit.spec_rollout.service.http.common_fields import (
+    read_request_id,
+    read_seed,
+    read_stream,
+    read_text_hints,
+)
 from aedit.spec_rollout.service.http.event_stream import event
 from aedit.spec_rollout.service.http.fields import Fields
 from aedit.spec_rollout.service.http.generation import Call, Generation
@@ -66,7 +71,7 @@ async def read_completion(body: Any, service: Service, request: Request) -> Comp
     sampling = read_sampling(
         fields, limits, service.eos, max_new_tokens=max(1, num_new), top_logprobs=logprobs or 0
     )
-    seed, request_id = read_key_fields(fields, request)
+    seed, request_id = read_seed(fields), read_request_id(fields, request)
     stream, include_usage = read_stream(fields)
     options = AnswerOptions(
         skip_special=fields.boolean("skip_special_tokens", True), offsets=logprobs is not None

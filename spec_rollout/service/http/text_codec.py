@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from aedit.spec_rollout.sampling.stops import REPLACEMENT
 from aedit.spec_rollout.service.http.errors import bad_request
@@ -53,8 +55,25 @@ class TextCodec:
         found = getattr(self.tokenizer, "chat_template", None)
         return found if isinstance(found, str) else None
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[int, ...]:
+    @property
+    def chat_arguments(self) -> frozenset[str]:
+        """Return the names that are not free for variables of the template: it gets them in another way."""
+        renders = (self.tokenizer.apply_chat_template, render_jinja_template)
+        names = {name for each in renders for name in signature(each).parameters}
+        return frozenset({*names, "self", "messages"})
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        settings: Mapping[str, Any],
+        variables: Mapping[str, Any],
+    ) -> tuple[int, ...]:
         """Return the tokens of a chat.
+
+        Args:
+            messages: The messages.
+            settings: Arguments of `apply_chat_template`.
+            variables: Further variables of the template, none of which is in `chat_arguments`.
 
         Raises:
             ApiError: There is no template, or it refuses the messages.
@@ -64,7 +83,9 @@ class TextCodec:
                 "messages", "need a chat template, which this model has not: use /v1/completions"
             )
         try:
-            found = self.tokenizer.apply_chat_template(list(messages), return_dict=True, **options)
+            found = self.tokenizer.apply_chat_template(
+                list(messages), return_dict=True, **settings, **variables
+            )
         except Exception as error:  # templates are programs with exceptions of their own
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise bad_request("messages", f"do not fit this model's chat template: {first}") from error

@@ -11,7 +11,7 @@ from aedit.spec_rollout.engine.scoring import Scoring
 from aedit.spec_rollout.sampling.samples import Rollout
 from aedit.spec_rollout.service.http.answering import answered
 from aedit.spec_rollout.service.http.answers import usage
-from aedit.spec_rollout.service.http.common_fields import read_key_fields, read_stream
+from aedit.spec_rollout.service.http.common_fields import read_request_id, read_seed, read_stream
 from aedit.spec_rollout.service.http.completions import DEFAULT_TOKENS
 from aedit.spec_rollout.service.http.event_stream import event
 from aedit.spec_rollout.service.http.fields import Fields
@@ -20,6 +20,13 @@ from aedit.spec_rollout.service.http.logprobs import finite
 from aedit.spec_rollout.service.http.noise_keys import noise_keys
 from aedit.spec_rollout.service.http.sampling_fields import BIGGEST, read_sampling
 from aedit.spec_rollout.service.http.service import Service
+
+IGNORED_SAMPLING_FIELDS = (
+    *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
+    *("detokenize", "output_kind"),
+)
+"""Fields of `sampling_params` about text, of which the answer has none."""
+IGNORED_FIELDS = ("cache_salt", "return_token_ids")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +66,11 @@ async def read_generate(body: Any, service: Service, request: Request) -> TokenR
     sampling = read_sampling(
         settings, limits, service.eos, max_new_tokens=num_new, top_logprobs=logprobs or 0
     )
-    _, request_id = read_key_fields(fields, request)
-    seed = settings.integer("seed", None, -(1 << 63), (1 << 64) - 1)
-    settings.ignore("skip_special_tokens", "spaces_between_special_tokens")  # there is no text
-    settings.ignore("include_stop_str_in_output", "detokenize", "output_kind")
+    seed, request_id = read_seed(settings), read_request_id(fields, request)
+    settings.ignore(*IGNORED_SAMPLING_FIELDS)
     settings.finish()
     fields.allow("priority", 0)
-    fields.ignore("cache_salt", "return_token_ids")
+    fields.ignore(*IGNORED_FIELDS)
     fields.finish()
     call = Call(
         prompts=(tokens,),

@@ -18,7 +18,7 @@ async def tokenize(request: Request) -> Response:
         fields = Fields(body)
         service.check_model(fields)
         if fields.any("messages") is not None:
-            tokens = await read_chat_prompt(fields, service)
+            tokens, _ = await read_chat_prompt(fields, service)
         else:
             text = fields.text("prompt", None)
             if text is None:
