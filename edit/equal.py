@@ -2,9 +2,9 @@
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from aedit.edit.peers import Peers
+from aedit.edit.shards import reshard
 from aedit.edit.tensors import digest_of, from_floats, hash_of, named_buffers, shape_of, to_floats
 
 
@@ -34,7 +34,6 @@ def equalize(model: nn.Module, peers: Peers, *, source: int = 0, key: str = "sta
     for name in differing:
         weight = torch.tensor(float(found.mine == source), device=floats[name].device)
         from_floats(peers.average(f"{key}/{name}", floats[name], weight).result(), tensors[name])
-    for module in model.modules() if differing else ():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # what has been gathered before has the old values
+    if differing:
+        reshard(model.modules())
     return differing

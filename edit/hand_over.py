@@ -9,8 +9,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from aedit.edit.landing import reshard
-from aedit.edit.shards import Shards
+from aedit.edit.shards import Shards, reshard
 from aedit.weight_gather import sharded, take_part
 from aedit.weight_watch import WeightWatch
 

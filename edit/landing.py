@@ -1,19 +1,22 @@
 """Landing of one unit, and forward passes in which units cannot or must not land."""
 
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
-from aedit.edit.flight import Flight
 from aedit.edit.optimizers import InnerOptimizers
-from aedit.edit.shards import Shards, local
+from aedit.edit.shards import Shards, part, reshard
 from aedit.edit.units import SyncUnit
 
 Act = TypeVar("Act", bound=Callable[..., Any])
+
+_SAMPLED = 64
+"""Elements of each parameter that are compared, evenly spaced."""
+
+_EXACT_STEPS = 3
+"""First steps in which elements are compared, so that a loop is known before its first round lands."""
 
 
 def values_only(act: Act) -> Act:
@@ -46,68 +49,125 @@ def take(unit: SyncUnit, anchor: Tensor, optimizers: InnerOptimizers, shards: Sh
         torch.cuda.current_stream().synchronize()
 
 
-def reshard(modules: Iterable[nn.Module]) -> None:
-    """Make FSDP2 gather the parameters anew.
+def recorded() -> bool:
+    """Return whether this forward pass is transformed (`torch.func`), traced or captured.
 
-    A forward pass without a backward pass leaves the root module gathered, with the old values;
-    `reshard_after_forward=False` leaves all modules gathered.
+    What lands in it would become a part of what is recorded, or cannot land at all.
     """
-    for module in modules:
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    if torch._C._are_functorch_transforms_active() or torch.jit.is_tracing():  # type: ignore[no-untyped-call]
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
-class StandIns:
-    """Notice evaluations of other values in place of the parameters, such as their moving average.
+class OwnValues:
+    """Notice that a program has put other values in place of the parameters, and that it put older ones back.
 
-    What lands in such a pass would be lost when the parameters are put back. A few elements per unit are
-    compared, because values that are written through `p.data` leave no other trace.
+    It may evaluate an average of the weights, quantise or perturb them for a pass, or merge adapters into
+    frozen ones; what lands meanwhile is lost when they are put back. PyTorch counts writes to a tensor. It
+    does not count those through `p.data`, so elements of every parameter are compared as well: in the first
+    steps, and while something may land.
+
+    Args:
+        model: The model, with its frozen parameters.
+        units: The units of the node.
+        shards: The ranks of the node.
     """
 
-    def __init__(self, units: Sequence[SyncUnit], shards: Shards) -> None:
-        self._units, self._shards = units, shards
-        self._own: list[Tensor] = []
+    def __init__(self, model: nn.Module, units: Sequence[SyncUnit], shards: Shards) -> None:
+        self._shards = shards
+        exchanged = [p for unit in units if unit.modules for p in unit.params]
+        known = set(exchanged)
+        self._params = [*exchanged, *(p for p in model.parameters() if p not in known)]
+        self._counted = [t for p in self._params for t in {p, part(p)} if not t.is_inference()]
+        self._places: dict[int, slice] = {}
+        """Where the elements of each unit are in a sample."""
+        start = 0
+        for i, unit in enumerate(units):
+            if unit.modules:
+                stop = start + sum(_elements(p).numel() for p in unit.params)
+                self._places[i], start = slice(start, stop), stop
+        self._versions: list[int] = []
+        self._sample: Tensor | None = None
+        self._before: dict[int, Tensor] = {}
+        self._confirmed = False
+        """True if the elements have been compared in this pass."""
+        self._exactly, self._exact_steps = False, _EXACT_STEPS
+        self.learning = False
+        """True in the first steps, in which each pass is looked at."""
+        self.replaced = False
+        """True if something else than inner steps and landings has written since `note`."""
+        self.restored: set[int] = set()
+        """Units that have landed since `note` and were given their older values again."""
 
-    def note_parameters(self) -> None:
-        """Take what the parameters are now as their own values."""
-        self._own = [self._sample(unit) for unit in self._units]
+    def note(self, *, exactly: bool) -> None:
+        """Take the parameters as the node's own. exactly: something may land in the next passes."""
+        self.learning = self._exact_steps > 0
+        self._exactly = exactly or self.learning
+        self._exact_steps -= self.learning
+        self.replaced, self._confirmed = False, False
+        self.restored, self._before = set(), {}
+        self.take()
 
-    def run(self, units: Iterable[int]) -> bool:
-        """Return whether this forward pass is an evaluation of other values in any of `units`.
+    def take(self) -> None:
+        """Take what an inner step or a landing has made of the parameters."""
+        self._versions = [t._version for t in self._counted]
+        self._sample = self._sampled() if self._exactly else None
 
-        All ranks of the node ask together.
-        """
-        return not torch.is_grad_enabled() and self.there(units)
+    def look(self) -> None:
+        """Notice what the program has written since the last look. Call it before and after inner steps."""
+        versions, landed = self._versions, self._sample
+        self.take()
+        self.replaced |= versions != self._versions
+        if landed is not None and not _equal(landed, self._sample):
+            self.replaced = True
+            self.restored |= {i for i in self._before if self._is_restored(i, landed)}
 
-    def there(self, units: Iterable[int]) -> bool:
-        """Return whether the parameters of any of `units` are other values than those noted last.
+    def landing(self, i: int) -> None:
+        """Remember the values of unit `i`, which is about to land."""
+        if self._sample is not None and i in self._places:
+            self._before.setdefault(i, self._sample[self._places[i]])
 
-        All ranks of the node ask together.
-        """
-        if not self._own:
-            return False
-        same = [torch.equal(self._sample(self._units[i]), self._own[i]) for i in units]
-        return not all(self._shards.all([all(same)]))
+    def new_pass(self) -> None:
+        """Compare the elements again before the next landing."""
+        self._confirmed = False
+
+    def there(self) -> bool:
+        """Return whether this pass runs on the node's own parameters. All ranks of the node ask together."""
+        written = self._versions != [t._version for t in self._counted]
+        if not self._confirmed or written:
+            self._confirmed = self._shards.all([not written and self.same()])[0]
+            self.replaced |= not self._confirmed
+        return self._confirmed
+
+    def same(self) -> bool:
+        """Return whether the elements are those that were taken last."""
+        return self._sample is None or _equal(self._sample, self._sampled())
+
+    def _is_restored(self, i: int, landed: Tensor) -> bool:
+        """Return whether all elements of unit `i` that its landing has changed are what they were before."""
+        assert self._sample is not None
+        before, now, place = self._before[i], self._sample[self._places[i]], self._places[i]
+        moved = before != landed[place]
+        return bool(moved.any()) and torch.equal(now[moved], before[moved])
 
     @torch.no_grad()
-    def _sample(self, unit: SyncUnit) -> Tensor:
-        return torch.cat([local(p).reshape(-1)[:4].float() for p in (unit.params[0], unit.params[-1])])
+    def _sampled(self) -> Tensor:
+        device = part(self._params[0]).device
+        return torch.cat([_elements(p).to(device, torch.float32) for p in self._params])
 
 
-def warn_of_idle_modules(
-    flights: Iterable[Flight], units: Sequence[SyncUnit], landing: str, local_steps: int
-) -> None:
-    """Warn of units that could have landed before this step if their module had run."""
-    for flight in flights:
-        late = flight.late
-        if landing == "arrival":
-            late = {i for i, since in flight.ready.items() if since < local_steps}
-        late = {i for i in late if units[i].modules}  # others land with `LayerSync.land` only
-        if late and local_steps > flight.opened_at:
-            names = ", ".join(units[i].name for i in sorted(late))
-            warnings.warn(
-                f"unit {names} of round {flight.round.id} lands only now, at the next round: its module has "
-                "not run in between. If its parameters are used without it, name the module that runs in "
-                'EditConfig(units=...), or use units="model"',
-                stacklevel=5,
-            )
+def _elements(p: Tensor) -> Tensor:
+    """Return evenly spaced elements of this rank's part of `p`, in the order of its memory."""
+    values = part(p).detach()
+    if values.is_meta or values.layout != torch.strided:
+        return torch.zeros(0)
+    values = torch.view_as_real(values) if values.is_complex() else values
+    if not values.is_contiguous():
+        values = values.permute(sorted(range(values.dim()), key=values.stride, reverse=True))
+    flat = values.reshape(-1)
+    return flat[:: max(1, -(-flat.numel() // _SAMPLED))]
+
+
+def _equal(one: Tensor, other: Tensor | None) -> bool:
+    """Return whether the bits of two samples are equal: NaN is equal to itself."""
+    return other is not None and torch.equal(one.view(torch.int32), other.view(torch.int32))

@@ -4,6 +4,10 @@
 the units up to `prefetch` places ahead, waits for the unit's own answer, and lets the module run on the new
 anchor. `arrival` landing: nothing waits; when the answer is there, the next forward pass adds
 `anchor - sent` to the parameters.
+
+Nothing lands in a pass with other values in place of the parameters, or in one that is recorded. In a loop
+with such passes, or without passes of the modules, units land in `sync.step()`, where the parameters are the
+node's own.
 """
 
 from collections import deque
@@ -11,13 +15,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from aedit.edit.buffers import Buffers
 from aedit.edit.config import EditConfig
 from aedit.edit.exchange import Exchange, RoundOutcome
 from aedit.edit.flight import Flight, movable, note_answers
-from aedit.edit.landing import StandIns, take, values_only, warn_of_idle_modules
+from aedit.edit.landing import OwnValues, recorded, take, values_only
 from aedit.edit.optimizers import InnerOptimizers
 from aedit.edit.shards import Shards
 from aedit.edit.units import SyncUnit
@@ -30,6 +34,7 @@ T = TypeVar("T")
 class RoundNode(Protocol):
     """The parts of a `LayerSync` that its rounds use."""
 
+    model: nn.Module
     units: Sequence[SyncUnit]
     shards: Shards
     exchange: Exchange
@@ -66,10 +71,16 @@ class OpenRounds:
         self._free = node.exchange.asynchronous
         self._forward = node.config.landing == "forward"
         self._flights: list[Flight] = []  # oldest first
-        self._stand_ins = StandIns(node.units, node.shards)
+        self.own_values = OwnValues(node.model, node.units, node.shards)
         self._noted_at: int | None = None
         """Local step after which the parameters were noted last."""
         self._lands_between_steps = False
+        self._ran: set[int] = set()
+        """Units whose module has run since the last step, so that they can be expected to land in a pass."""
+        self._replaces = False
+        """True once the program has put other values in place of the parameters, or has written to them."""
+        self._lands_in_step = False
+        """True if units land in `sync.step()`: all ranks of the node have agreed on it."""
 
     def __bool__(self) -> bool:
         return bool(self._flights)
@@ -83,7 +94,6 @@ class OpenRounds:
     def open(self, round: Round, units: tuple[int, ...], *, leaving: bool) -> Flight:
         """Open `round` for `units` and return it without waiting for its answers."""
         node = self._node
-        warn_of_idle_modules(self._flights, node.units, node.config.landing, node.local_steps)
         for flight in list(self._flights):
             if self._free and not self._forward:
                 for i in flight.units:
@@ -125,11 +135,49 @@ class OpenRounds:
             if self._node.local_steps - flight.opened_at >= self._node.exchange.max_steps_ahead:
                 self._finish(flight)
 
+    def end_step(self) -> None:
+        """Look at what has been written since the last step.
+
+        Raises:
+            RuntimeError: A unit has landed, and older values were then put in its place.
+        """
+        self.own_values.look()
+        self._replaces |= self.own_values.replaced
+        if self.own_values.restored:
+            names = ", ".join(self._node.units[i].name for i in sorted(self.own_values.restored))
+            raise RuntimeError(
+                f"unit {names} has landed in a forward pass and was then overwritten with its older values:"
+                " call sync.finish() before you save weights that you put back later"
+            )
+
+    def land_in_step(self) -> None:
+        """Land the units that can land in no forward pass, or should have landed in the last one."""
+        node = self._node
+        for flight in list(self._flights):
+            if self._forward:
+                if flight.opened_at < node.local_steps:
+                    self._finish(flight)
+                continue
+            until = node.local_steps if self._lands_in_step else node.local_steps - 1
+            for i, since in list(flight.ready.items()):
+                if since <= until and node.units[i].modules:
+                    self._land(flight, i)
+
+    def open_in_step(self, round: Round, units: tuple[int, ...]) -> None:
+        """Open `round`, and land it at once if its units can land in no forward pass."""
+        flight = self.open(round, units, leaving=False)
+        node = self._node
+        runs = all(i in self._ran for i in units if node.units[i].modules)
+        self._lands_in_step = not node.shards.all([runs and not self._replaces])[0]
+        if self._forward and self._lands_in_step:
+            self._finish(flight)
+
     def note_parameters(self) -> None:
         """Remember what the parameters are before the forward passes in which units may land."""
-        if self._forward or self._lands_between_steps or any(flight.ready for flight in self._flights):
-            self._stand_ins.note_parameters()
-            self._noted_at = self._node.local_steps
+        lands = bool(self._flights) if self._forward else any(flight.ready for flight in self._flights)
+        self.own_values.note(exactly=lands or self._lands_between_steps)
+        self._noted_at = self._node.local_steps
+        self._ran.clear()
 
     @values_only
     def land(self) -> int:
@@ -171,24 +219,35 @@ class OpenRounds:
 
     # -- hooks
 
+    def begin_pass(self) -> None:
+        """Note that the model runs, from its beginning."""
+        self.own_values.new_pass()
+
     def before_forward(self, i: int) -> None:
         """Land unit `i`, whose module is about to run."""
+        if recorded():
+            return
+        self._ran.add(i)
+        if self.own_values.learning:
+            self.own_values.there()
         for flight in list(self._flights):
             due = flight.late if self._forward else flight.ready
-            if i in due and not self._stand_ins.run([i]):
+            if i in due and self.own_values.there():
                 self._land(flight, i)
 
     def before_buffers(self) -> None:
         """Land all buffers: autograd saves them, so none may change after the first module with any runs."""
-        for flight in list(self._flights):
-            if not self._stand_ins.run(flight.late):
+        if self._flights and not recorded() and self.own_values.there():
+            for flight in list(self._flights):
                 self._land_buffers(flight)
 
     def after_forward(self) -> None:
         """Land the units whose module did not run in this forward pass, before the backward pass."""
-        for flight in list(self._flights) if self._forward else ():
-            if not self._stand_ins.run(flight.late):
-                self._finish(flight)
+        if recorded():
+            return
+        self._ran.update(range(len(self._node.units)))
+        if self._forward and self._flights and self.own_values.there():
+            self.finish()
 
     # -- one round
 
@@ -197,21 +256,30 @@ class OpenRounds:
         most = self._node.config.prefetch + 1 if self._forward else len(flight.units)
         num_unsent = len(flight.unsent)
         while flight.unsent and len(flight.sent) < most:
-            flight.send(self._node.exchange)
+            self._send(flight)
         return len(flight.unsent) < num_unsent
 
     def _check_own_values(self, units: Sequence[int]) -> None:
         """Raise ValueError if a landing in `units` would be lost with the values that are there now."""
-        if self._noted_at == self._node.local_steps and units and self._stand_ins.there(units):
+        if self._noted_at != self._node.local_steps or not units:
+            return
+        if not self._node.shards.all([self.own_values.same()])[0]:
             raise ValueError(
                 "sync.land(): the parameters are not those of the last sync.step(), such as their average, "
                 "and what lands would be lost with them: put them back, and call it after sync.step()"
             )
 
+    def _send(self, flight: Flight, landing: int | None = None) -> None:
+        """Send the next unit; if it is not `landing`, inner steps may come before its answer."""
+        unit = self._node.units[flight.unsent[0]]
+        if unit.sent is None and flight.unsent[0] != landing:
+            unit.sent = unit.flat()
+        flight.send(self._node.exchange)
+
     def _send_all(self, flight: Flight) -> None:
         self._outcome(flight)
         while flight.unsent:
-            flight.send(self._node.exchange)
+            self._send(flight)
 
     def _outcome(self, flight: Flight) -> RoundOutcome:
         node = self._node
@@ -241,14 +309,16 @@ class OpenRounds:
         node, outcome = self._node, self._outcome(flight)
         place = flight.units.index(i)
         while flight.unsent and flight.units.index(flight.unsent[0]) <= place + node.config.prefetch:
-            flight.send(node.exchange)
+            self._send(flight, landing=i)
         if i not in flight.sent:
             return
         anchor = self._answer(flight, i)
         outcome = flight.outcome = node.exchange.conclude(i, outcome)
         if self._forward:
             node.optimizers.check_modes(flight.modes, flight.round.id)
+        self.own_values.landing(i)
         take(node.units[i], anchor, node.optimizers, node.shards, adopt=i in outcome.distrusted)
+        self.own_values.take()
         flight.ready.pop(i, None)
         self._conclude(flight)
 

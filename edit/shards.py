@@ -4,12 +4,13 @@ A node with one rank is a group of size 1, where a sum is the number itself: the
 it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
@@ -18,6 +19,22 @@ T = TypeVar("T")
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a parameter: the shard of a DTensor, or the tensor itself. Shares memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def part(tensor: Tensor) -> Tensor:
+    """Return what `local` returns, outside autograd and the same object in each call."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def reshard(modules: Iterable[nn.Module]) -> None:
+    """Make FSDP2 gather the parameters anew.
+
+    A forward pass without a backward pass leaves the root module gathered, with the old values;
+    `reshard_after_forward=False` leaves all modules gathered.
+    """
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 class Shards:

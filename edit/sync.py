@@ -26,11 +26,10 @@ from aedit.edit.exchange import Exchange, RoundOutcome
 from aedit.edit.flight import Flight
 from aedit.edit.hand_over import HandOver, PolicyEngine
 from aedit.edit.hooks import attach
-from aedit.edit.landing import reshard
 from aedit.edit.optimizers import Inner, InnerOptimizers
 from aedit.edit.rounds import OpenRounds
 from aedit.edit.schedule import RoundSchedule
-from aedit.edit.shards import local, shards_of
+from aedit.edit.shards import local, reshard, shards_of
 from aedit.edit.units import SyncUnit, find_units, fragment
 from aedit.edit.waiting import Waiter
 from aedit.edit.warmup import GradientMean
@@ -177,7 +176,10 @@ class LayerSync(Waiter):
             (unit.modules, partial(self._rounds.before_forward, i)) for i, unit in enumerate(self.units)
         ]
         before.append((holders, partial(self._rounds.before_buffers)))
+        before.append(([self.model], partial(self._rounds.begin_pass)))  # last, as hooks are prepended
         self._hooks = attach(self.model, before, self._rounds.after_forward)
+        self._rounds.note_parameters()
+        self.optimizers.watch(self._rounds.own_values.look, self._rounds.own_values.take)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
@@ -190,6 +192,7 @@ class LayerSync(Waiter):
             while self._hooks:
                 self._hooks.pop().remove()
             self._gradients.detach()
+            self.optimizers.unwatch()
             self._compared = False
 
     # -- what the training loop calls
@@ -218,8 +221,9 @@ class LayerSync(Waiter):
         """Count an inner step, and open a round if one is due. Call it after the inner optimizer has stepped.
 
         Raises:
-            ValueError: Called outside `with`, or parameters have become trainable since `of`.
-            RuntimeError: The gradients of a step of the warm-up were not averaged.
+            ValueError: Called outside `with`, or parameters or optimizers are others than those of `of`.
+            RuntimeError: The gradients of a step of the warm-up were not averaged, or what has landed was
+                overwritten with older values.
         """
         if not self._hooks:
             raise ValueError("sync.step() outside the block: wrap the training loop in `with sync:`")
@@ -230,19 +234,20 @@ class LayerSync(Waiter):
         warmed_up = self.warming_up
         if warmed_up:
             self._gradients.end_step()
+        self._rounds.end_step()
         self.steps += 1
         self.exchange.note_step(self.steps, self.waited_s)
-        if self.warming_up:
-            return
-        if warmed_up:
+        if warmed_up and not self.warming_up:
             self._gradients.detach()
             self._buffers.exchange(f"warmup/{self.steps}", self.wait)
-            return self.anchor()
-        self._rounds.note_answers()
-        self._rounds.hold_back()
-        units = self._rounds.movable(self._fragment(self.schedule.last_id + 1))
-        if round := self._due() if units else None:
-            self._rounds.open(round, units, leaving=False)
+            self.anchor()
+        elif not warmed_up:
+            self._rounds.note_answers()
+            self._rounds.hold_back()
+            self._rounds.land_in_step()
+            units = self._rounds.movable(self._fragment(self.schedule.last_id + 1))
+            if round := self._due() if units else None:
+                self._rounds.open_in_step(round, units)
         self._rounds.note_parameters()
 
     def average_gradients(self) -> None:
@@ -257,7 +262,9 @@ class LayerSync(Waiter):
 
     def begin(self, round: Round, *, leaving: bool = False) -> Flight:
         """Open `round` and return it at once; its units land in the next forward passes."""
-        return self._rounds.open(round, self._fragment(round.id), leaving=leaving)
+        flight = self._rounds.open(round, self._fragment(round.id), leaving=leaving)
+        self._rounds.note_parameters()
+        return flight
 
     def land(self) -> int:
         """Land the units whose answers are here and return how many; never wait for another node.
@@ -319,7 +326,15 @@ class LayerSync(Waiter):
 
         Without a hub all nodes leave together: a node that ends early answers rounds with weight 0 until all
         have ended.
+
+        Raises:
+            ValueError: Parameters or optimizers are others than those of `of`.
         """
+        try:
+            self.optimizers.check_unchanged()
+        except ValueError:
+            self.exchange.withdraw()
+            raise
         self.finish()
         if self.warming_up:
             self._gradients.leave()

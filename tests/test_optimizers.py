@@ -1,11 +1,12 @@
 """Tests inner optimizers of every kind, against the same training in plain torch."""
 
+import warnings
 from copy import deepcopy
 
 import pytest
 import torch
 from kit.deferred import PLAIN, alone, node
-from kit.nodes import batches, furthest, in_threads, loss, parameters, tower
+from kit.nodes import batches, furthest, in_threads, loss, parameters, plain_training, tower
 from torch import nn
 
 from aedit.async_sgd.rules.outer import Average
@@ -332,8 +333,10 @@ def test_a_round_must_not_land_on_parameters_that_mean_something_else():
     inner.step()
     sync.step()
     inner.eval()
+    model(batches(0, 1)[0])
+    assert sync.in_flight, "nothing lands in a pass on other values"
     with pytest.raises(ValueError, match=r"sync.finish\(\) before either"):
-        model(batches(0, 1)[0])
+        sync.finish()
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -693,8 +696,158 @@ def test_a_parameter_that_is_added_later_is_named_at_the_next_step():
     sync.__enter__()
     model.extra = nn.Linear(3, 1, bias=False)
     inner.add_param_group({"params": model.extra.parameters()})
-    with pytest.raises(ValueError, match=r"parameter extra.weight has become trainable since"):
+    with pytest.raises(ValueError, match=r"parameter extra.weight was added since"):
         sync.step()
+
+
+# -- objects that are replaced inside the block
+
+
+def new_head(model, inner):
+    model.last = nn.Linear(3, 1)
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def assigned(model, inner):
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def normed(model, inner):
+    nn.utils.parametrizations.weight_norm(model.last)
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def old_weight_norm(model, inner):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        nn.utils.weight_norm(model.last)
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def tied(model, inner):
+    model.last.weight = model.scale
+    return inner
+
+
+def removed(model, inner):
+    model.last.bias = None
+    return inner
+
+
+def adapted(model, inner):
+    model.last.adapter = nn.Parameter(torch.zeros(1))
+    return torch.optim.SGD([model.last.adapter], lr=0.1)
+
+
+def other_optimizer(model, inner):
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def other_parameters(model, inner):
+    inner.param_groups[0]["params"] = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    return inner
+
+
+def fewer_parameters(model, inner):
+    inner.param_groups[0]["params"].pop()
+    return inner
+
+
+CHANGES = [
+    (
+        new_head,
+        r"parameter last.weight \(and 1 more\) was replaced or removed.*make a new exchange and LayerSync",
+    ),
+    (assigned, r"parameter scale \(and 6 more\) was replaced or removed"),
+    (normed, r"parameter last.weight was replaced or removed"),
+    (old_weight_norm, r"parameter last.weight was replaced or removed"),
+    (tied, r"parameter last.weight was replaced or removed"),
+    (removed, r"parameter last.bias was replaced or removed"),
+    (adapted, r"parameter last.adapter was added since LayerSync.of"),
+    (other_optimizer, r"an optimizer of class AdamW that LayerSync.of was not given has stepped"),
+    (other_parameters, r"the optimizer has 7 parameters that are not in the model"),
+    (fewer_parameters, r"parameter last.bias of the model is in no optimizer"),
+]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize(("change", "message"), CHANGES, ids=[change.__name__ for change, _ in CHANGES])
+def test_objects_replaced_inside_the_block_are_named_at_the_next_step_or_at_its_end(change, message, ends):
+    model = tower()
+    sync, inner = node(model, alone(), every=2)
+
+    def enter():
+        with sync:
+            one_step(model, inner, batches(0, 1)[0])
+            sync.step()
+            other = change(model, inner)
+            one_step(model, other, batches(1, 1)[0])
+            if not ends:
+                with pytest.raises(ValueError, match=message):
+                    sync.step()
+
+    with pytest.raises(ValueError, match=message):  # at the end of the block too, which would push the rest
+        enter()
+
+
+class Hidden(torch.optim.Optimizer):
+    """Optimizer that keeps the one that does its work in an attribute of its own choice."""
+
+    def __init__(self, optimizer):
+        self.worker = optimizer
+        super().__init__(optimizer.param_groups, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.worker.step()
+
+
+def test_weights_of_an_optimizer_that_another_one_keeps_inside_itself_move_with_the_parameters():
+    make = lambda model: Hidden(master_sgd(model))  # noqa: E731
+    expected = nodes_by_hand(
+        tower().bfloat16(), make, DATA, lambda inner, p: (inner.worker.state[p]["master"], [])
+    )
+    found = trained_together(tower().bfloat16(), make, DATA)
+    assert furthest(parameters(found[0][0]), parameters(found[1][0])) == 0
+    assert furthest(parameters(found[0][0]), parameters(expected[0][0])) < 1e-2
+
+
+def same_model(model, inner):
+    model.first = torch.compile(model.first, backend="eager")
+    deepcopy(model), deepcopy(inner)
+    inner.load_state_dict(inner.state_dict())
+    inner.add_param_group({"params": [nn.Parameter(torch.ones(1), requires_grad=False)]})
+    swa = torch.optim.swa_utils.AveragedModel(model)
+    swa.update_parameters(model)
+
+
+def test_what_leaves_the_parameters_the_same_objects_is_accepted():
+    model, data = tower(), batches(0, 6)
+    sync, inner = node(model, alone(), every=2)
+    other = torch.optim.AdamW(tower().parameters())
+    with sync:
+        for i, batch in enumerate(data):
+            if i == 3:
+                same_model(model, inner)
+            one_step(model, inner, batch)
+            other.step()
+            sync.step()
+    expected = plain_training(tower(), lambda model: torch.optim.SGD(model.parameters(), lr=0.1), data)
+    assert furthest({n.replace("._orig_mod", ""): p for n, p in parameters(model).items()}, expected) <= 1e-6
+
+
+def test_optimizers_of_others_are_watched_inside_the_block_only():
+    model = tower()
+    sync, inner = node(model, alone(), every=2)
+    with sync:
+        one_step(model, inner, batches(0, 1)[0])
+        sync.step()
+    other = torch.optim.AdamW(model.parameters(), lr=0.1)
+    one_step(model, other, batches(1, 1)[0])
+    again, _ = node(model, alone(), every=2)
+    with again:
+        again.step()
 
 
 def test_a_step_outside_the_block_is_an_error():

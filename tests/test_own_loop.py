@@ -1,14 +1,20 @@
 """Loops of one's own, as PyTorch users write them: averages, inference mode, wrappers, unequal lengths."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 import torch.distributed as dist
+from kit.deferred import round_numbers
+from kit.hubs import Hub, HubLink, anchors_of, hub_node
 from kit.local_sgd import furthest, local_sgd, trainable
 from kit.nodes import batches, in_threads, loss, tower
 from torch import nn
+from torch.func import functional_call
 
 from aedit import EditConfig, EverySteps, LayerSync, MeanExchange, PenaltyConfig
 from aedit.async_sgd import Average
+from aedit.edit.pace import OwnPace
 from aedit.proto import MemoryWorld
 
 PLAIN = PenaltyConfig(weights="uniform", detector="off", clip=1e9)
@@ -25,15 +31,19 @@ class Normed(nn.Module):
         return self.tower(self.norm(x))
 
 
-def train(transport, model, data, evaluate, **config):
+def plain_step(model, inner, batch):
+    inner.zero_grad()
+    loss(model, batch).backward()
+    inner.step()
+
+
+def train(transport, model, data, evaluate=lambda model, batch: None, *, step=plain_step, **config):
     """Train `model` as a node that evaluates after each step; return its parameters."""
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     exchange = MeanExchange(transport, outer=Average(), penalty=PLAIN)
-    with LayerSync.of(model, inner, exchange=exchange, config=EditConfig(every=2, **config)) as sync:
+    with LayerSync.of(model, inner, exchange=exchange, config=EditConfig(**{"every": 2, **config})) as sync:
         for batch in data:
-            loss(model, batch).backward()
-            inner.step()
-            inner.zero_grad()
+            step(model, inner, batch)
             sync.step()
             evaluate(model, batch)
     return {name: p.detach().clone() for name, p in trainable(model)}
@@ -48,6 +58,234 @@ def with_average(model, batch):
         loss(model, batch)
     for p, value in zip(model.parameters(), kept, strict=True):
         p.data.copy_(value)
+
+
+def quantised(put):
+    """Return a step that computes gradients on rounded weights, and puts the exact ones back."""
+
+    def step(model, inner, batch):
+        inner.zero_grad()
+        kept = [p.detach().clone() for p in model.parameters()]
+        for p in model.parameters():
+            put(p, (p.detach() * 16).round() / 16)
+        loss(model, batch).backward()
+        for p, value in zip(model.parameters(), kept, strict=True):
+            put(p, value)
+        inner.step()
+
+    return step
+
+
+def perturbed(model, inner, batch):
+    """Compute gradients on weights with noise, and take the noise away again."""
+    inner.zero_grad()
+    noise = [0.1 * torch.full_like(p, batch.sum().sin()) for p in model.parameters()]
+    for sign in (1, -1):
+        with torch.no_grad():
+            for p, n in zip(model.parameters(), noise, strict=True):
+                p.add_(sign * n)
+        if sign > 0:
+            loss(model, batch).backward()
+    inner.step()
+
+
+@torch.no_grad()
+def zeroth_order(model, inner, batch):
+    """Estimate a gradient by two passes without autograd, as MeZO does, through new `p.data`."""
+    losses = []
+    for shift in (0.01, -0.02):
+        for p in model.parameters():
+            p.data = p.data + shift * torch.full_like(p, batch.sum().cos())
+        losses.append(loss(model, batch))
+    for p in model.parameters():
+        direction = torch.full_like(p, batch.sum().cos())
+        p.data = p.data + 0.01 * direction - 1e-3 * (losses[0] - losses[1]) / 0.02 * direction
+
+
+def put_back_later(model, inner, batch):
+    """Step twice, then go back halfway to the weights that were saved before the first pass (Reptile)."""
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    for _ in range(2):
+        plain_step(model, inner, batch)
+    now = model.state_dict()
+    model.load_state_dict({name: (value + now[name]) / 2 for name, value in kept.items()})
+
+
+def functional_gradient(model, inner, batch):
+    """Take the gradient by torch.func.grad, so that no pass is an ordinary one."""
+    values = {name: p.detach() for name, p in model.named_parameters()}
+    found = torch.func.grad(lambda v: loss(lambda x: functional_call(model, v, (x,)), batch))(values)
+    for name, p in model.named_parameters():
+        p.grad = found[name]
+    inner.step()
+
+
+def per_sample(model, inner, batch):
+    """Look at gradients of each sample by vmap in each step, before the ordinary pass."""
+    values = {name: p.detach() for name, p in model.named_parameters()}
+
+    def of_one(v, x):
+        return loss(lambda x: functional_call(model, v, (x,)), x.unsqueeze(0))
+
+    torch.func.vmap(torch.func.grad(of_one), (None, 0))(values, batch)
+    plain_step(model, inner, batch)
+
+
+def put(p, value):
+    with torch.no_grad():
+        p.copy_(value)
+
+
+def put_data(p, value):
+    p.data.copy_(value)
+
+
+STEPS = {
+    "quantised": quantised(put),
+    "quantised through p.data": quantised(put_data),
+    "perturbed": perturbed,
+    "zeroth order": zeroth_order,
+    "put back later": put_back_later,
+    "torch.func.grad": functional_gradient,
+    "vmap before the pass": per_sample,
+}
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_weights_that_are_changed_for_a_pass_and_put_back_change_nothing_in_local_sgd(step, every):
+    data = [batches(i, 8) for i in range(2)]
+    models = [tower() for _ in data]
+    found = in_threads(2, lambda t, i: train(t, models[i], data[i], step=step, every=every))
+    assert furthest(found[0], found[1]) == 0
+    assert furthest(found[0], local_sgd(tower(), data, loss, every=every, train=step)) < 1e-6
+
+
+def put_one(p, value):
+    """Write one element, which is not among those that are compared."""
+    with torch.no_grad():
+        if p.numel() > 64:
+            p.view(-1)[1] = value.reshape(-1)[1]
+
+
+def scaled(put):
+    """Return a function that runs the model on scaled weights and puts the exact ones back."""
+
+    def run(model, x):
+        kept = [p.detach().clone() for p in model.parameters()]
+        for p in model.parameters():
+            put(p, p.detach() * 0.5)
+        model(x).sum().backward()
+        for p, value in zip(model.parameters(), kept, strict=True):
+            put(p, value)
+
+    return run
+
+
+@pytest.mark.parametrize("run", [scaled(p) for p in (put, put_data, put_one)], ids=["all", "data", "one"])
+@pytest.mark.parametrize("landing", ["forward", "arrival"])
+@pytest.mark.parametrize("since", [0, 6])
+def test_no_step_of_a_node_of_a_hub_is_lost_in_passes_on_changed_weights(run, landing, since):
+    """The case is a hub that adds up what its nodes push. since: first step with such passes."""
+    wide = nn.Sequential(nn.Linear(5, 40), nn.Linear(40, 40, bias=False))
+    hub, start, rng = Hub(), round_numbers(wide), torch.Generator().manual_seed(0)
+    total, syncs = {name: torch.zeros_like(p) for name, p in start.named_parameters()}, []
+    for _ in range(2):
+        model = deepcopy(start)
+        link, inner = HubLink(hub, model), torch.optim.SGD(model.parameters(), lr=1.0)
+        sync, _ = hub_node(model, link, inner=inner, schedule=OwnPace(3), landing=landing)
+        syncs.append(sync.__enter__())
+    for step in range(12):
+        for sync in syncs:
+            (run if step >= since else nn.Module.__call__)(sync.model, torch.ones(1, 5))
+            for name, p in sync.model.named_parameters():
+                p.grad = torch.randint(-512, 512, p.shape, generator=rng) / 1024
+                total[name] -= p.grad
+            sync.inner.step()
+            sync.step()
+            assert landing == "arrival" or step != 6 or not sync.in_flight, "the round of the step before"
+    for sync in syncs:
+        sync.__exit__(None, None, None)
+    ended = anchors_of(hub, syncs[0])
+    for name, p in start.named_parameters():
+        assert torch.equal(ended[name], p + total[name])
+        assert torch.equal(ended[name], dict(syncs[1].model.named_parameters())[name])
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter that can be merged into it."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(5, 5).requires_grad_(False)
+        self.down, self.up = nn.Linear(5, 2, bias=False), nn.Linear(2, 5, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+    @torch.no_grad()
+    def evaluate_merged(self, x):
+        for sign in (1, -1):
+            self.base.weight.add_(sign * self.up.weight @ self.down.weight)
+            self(x) if sign > 0 else None
+
+
+@pytest.mark.parametrize("landing", ["forward", "arrival"])
+def test_a_frozen_layer_stays_while_adapters_are_merged_into_it_for_an_evaluation(landing):
+    torch.manual_seed(0)
+    start, data = (
+        nn.Sequential(Adapted(), nn.Tanh(), Adapted(), nn.Linear(5, 1)),
+        [batches(i, 9) for i in (0, 1)],
+    )
+    models = [deepcopy(start) for _ in data]
+
+    def merged(model, batch):
+        model[0].evaluate_merged(batch), model[2].evaluate_merged(batch)
+
+    in_threads(2, lambda t, i: train(t, models[i], data[i], merged, every=3, landing=landing))
+    for model in models:
+        for i in (0, 2):
+            assert (model[i].base.weight - start[i].base.weight).abs().max() < 1e-6
+    assert furthest(dict(models[0].named_parameters()), dict(models[1].named_parameters())) < 1e-6
+
+
+def test_older_values_in_place_of_what_has_landed_are_an_error():
+    """The case is a copy from before a pass in which a unit lands, put back after it for the first time."""
+
+    def step(model, inner, batch):
+        steps.append(batch)
+        kept = {name: value.clone() for name, value in model.state_dict().items()}
+        loss(model, batch).backward()
+        if len(steps) == 7:  # the first pass after the round
+            model.load_state_dict(kept)
+        inner.step()
+
+    steps = []
+    with pytest.raises(
+        RuntimeError, match=r"unit rest, first, middle, last has landed .* call sync\.finish\(\)"
+    ):
+        in_threads(1, lambda t, i: train(t, tower(), batches(0, 9), step=step, every=6))
+
+
+class Listed(nn.ParameterList):
+    """A root without a forward pass."""
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_parameters_without_modules_that_run_land_on_time(every, recwarn):
+    torch.manual_seed(0)
+    start = Listed([nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(1))])
+
+    def step(model, inner, batch):
+        inner.zero_grad()
+        (batch @ model[0] + model[1] - batch.sin().sum(-1)).square().mean().backward()
+        inner.step()
+
+    models, data = [deepcopy(start) for _ in range(2)], [batches(i, 8) for i in range(2)]
+    found = in_threads(2, lambda t, i: train(t, models[i], data[i], step=step, every=every))
+    assert furthest(found[0], found[1]) == 0
+    assert furthest(found[0], local_sgd(start, data, None, every=every, train=step)) < 1e-6
+    assert [str(w.message) for w in recwarn if w.category is UserWarning] == []
 
 
 @torch.inference_mode()

@@ -134,6 +134,7 @@ def test_a_state_in_the_middle_of_a_round_is_refused():
     sync = alone()
     with sync:
         sync.step()
+        sync.model(torch.ones(1, 5))
         sync.step()
         with pytest.raises(ValueError, match=r"call sync\.finish\(\) before"):
             sync.state_dict()

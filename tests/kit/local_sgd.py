@@ -5,12 +5,18 @@ import copy
 import torch
 
 
-def local_sgd(model, batches, loss, every, lr=0.1):
+def local_sgd(model, batches, loss, every, lr=0.1, *, train=None):
     """Return the parameters after nodes averaged every `every` steps and at the end.
 
     batches: one list per node. A node without a step in an interval contributes nothing; all nodes take the
-    mean, in fp32.
+    mean, in fp32. train: takes one step, `train(model, optimizer, batch)`, in place of a plain one.
     """
+
+    def plain(model, optimizer, batch):
+        optimizer.zero_grad()
+        loss(model, batch).backward()
+        optimizer.step()
+
     replicas = [copy.deepcopy(model) for _ in batches]
     inner = [torch.optim.SGD(replica.parameters(), lr=lr) for replica in replicas]
     anchors = {name: p.detach().float() for name, p in trainable(model)}
@@ -18,9 +24,7 @@ def local_sgd(model, batches, loss, every, lr=0.1):
         moved = []
         for replica, optimizer, mine in zip(replicas, inner, batches, strict=True):
             for batch in mine[start : start + every]:
-                optimizer.zero_grad()
-                loss(replica, batch).backward()
-                optimizer.step()
+                (train or plain)(replica, optimizer, batch)
             if mine[start : start + every]:
                 moved.append({name: p.detach().float() for name, p in trainable(replica)})
         begun = {name: p.to(dict(trainable(model))[name].dtype).float() for name, p in anchors.items()}
