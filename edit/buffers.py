@@ -8,9 +8,10 @@ Nodes are left out of the mean if they have not stepped since the last round, ho
 trusted by the round. On a node of several ranks the mean over its ranks counts as its value.
 """
 
+import json
 import warnings
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,8 @@ from aedit.proto.transports.transport import Pending, Rows
 
 T = TypeVar("T")
 
+_MISSING = -1.0
+
 
 class Wait(Protocol):
     """Function with which a node waits for an answer."""
@@ -40,21 +43,40 @@ class Wait(Protocol):
         """Return the answer once it is here."""
 
 
+class Described(NamedTuple):
+    """Type and whole shape of a buffer, and whether the state dict has it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    persistent: bool
+
+
 class Buffers:
-    """Exchange the buffers of `model` with `peers`; vectors travel from `device`."""
+    """Exchange the buffers of `model` with `peers`; vectors travel from `device`.
+
+    A model may make buffers while it runs. Nodes tell each other with each round whether they have the same
+    ones as before; if not, they compare names and shapes, and a node makes those that only others have.
+    """
 
     def __init__(self, model: nn.Module, peers: Peers, shards: Shards, device: torch.device) -> None:
-        self._model, self._peers, self._shards, self._device = model, peers, shards, device
-        self._names = [name for name, _, _ in named_buffers(model)]
-        self._began: dict[str, tuple[float, float]] | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self._names)
+        self.model, self.peers, self.device = model, peers, device
+        self._shards = shards
+        self.names: list[str] = []
+        """Names of the buffers that any node has, equal on all of them."""
+        self.told: list[str] = []
+        """Names of this node's buffers when the nodes have last compared them."""
+        self._began: dict[str, tuple[float, float]] = {}
+        self._warns = True
 
     @property
     def holders(self) -> list[nn.Module]:
         """Return the modules that hold buffers themselves."""
-        return [m for m in self._model.modules() if any(True for _ in m.buffers(recurse=False))]
+        return [m for m in self.model.modules() if any(True for _ in m.buffers(recurse=False))]
+
+    def begin(self) -> None:
+        """Take the buffers of the state dict as those of all nodes, which have just been compared."""
+        self.names = sorted(name for name, _, persistent in named_buffers(self.model) if persistent)
+        self.told = list(self.names)
 
     @torch.no_grad()
     def open(self, key: str, *, stepped: bool) -> "OpenBuffers":
@@ -66,21 +88,22 @@ class Buffers:
             key: Name of the round.
             stepped: This node has made an inner step since the last round.
         """
-        now = {name: buffer for name, buffer, _ in named_buffers(self._model)}
-        values = [self._value(now.get(name)) for name in self._names]
-        row = [float(stepped)]
-        for name, value in zip(self._names, values, strict=True):
-            shape = shape_of(now[name]) if name in now else None
-            row += [hash_of((name, shape)), *digest_of(value), float(value.isfinite().all())]
-        rows = self._peers.rows(f"{key}/buffers", torch.tensor(row, dtype=torch.float64))
-        return OpenBuffers(key, [now.get(name) for name in self._names], values, self._peers, rows)
+        now = {name: (buffer, persistent) for name, buffer, persistent in named_buffers(self.model)}
+        layout = {name: Described(*shape_of(buffer), kept) for name, (buffer, kept) in sorted(now.items())}
+        values = {name: self._value(now[name][0]) for name in layout}
+        head = [float(stepped), float(list(layout) != self.told), float(len(_text_of(layout)))]
+        row = torch.tensor(head + digests(self.names, layout, values), dtype=torch.float64)
+        rows = self.peers.rows(f"{key}/buffers", row)
+        return OpenBuffers(self, key, layout, values, self.names, rows)
+
+    def current(self) -> dict[str, Tensor]:
+        """Return the buffers by name."""
+        return {name: buffer for name, buffer, _ in named_buffers(self.model)}
 
     def exchange(self, key: str, wait: Wait) -> None:
         """Exchange the buffers now, without a round."""
-        if not self:
-            return
         opened = self.open(key, stepped=True)
-        opened.send(wait(opened.rows), trusted=True)
+        opened.send(wait(opened.rows), wait, trusted=True)
         opened.land(wait)
 
     def warn_if_changed(self) -> None:
@@ -88,19 +111,15 @@ class Buffers:
 
         For an exchange with a hub, which does not exchange buffers.
         """
-        if self._began == {}:
-            return
         now = {
             name: digest_of(to_floats(buffer))
-            for name, buffer, _ in named_buffers(self._model)
+            for name, buffer, _ in (named_buffers(self.model) if self._warns else ())
             if buffer.is_floating_point()
         }
-        if self._began is None:
-            self._began = now
-            return
-        changed = [name for name, value in now.items() if self._began.get(name, value) != value]
+        self._began = {**now, **self._began}
+        changed = [name for name, value in now.items() if self._began[name] != value]
         if changed:
-            self._began = {}
+            self._warns = False
             warnings.warn(
                 f"buffers of this model change while it trains ({_few(changed)}), and a hub exchanges "
                 "parameters only: they describe this node's own data. Before you evaluate or export, "
@@ -109,11 +128,9 @@ class Buffers:
                 stacklevel=2,
             )
 
-    def _value(self, buffer: Tensor | None) -> Tensor:
+    def _value(self, buffer: Tensor) -> Tensor:
         """Return the node's value as an fp32 vector on the device that sends, the same on all its ranks."""
-        if buffer is None:
-            return torch.zeros(0, device=self._device)
-        value = (to_mean(buffer) if is_averaged(buffer) else to_floats(buffer)).to(self._device)
+        value = floats_of(buffer).to(self.device)
         if self._shards.size == 1:
             return value
         if is_averaged(buffer):
@@ -125,21 +142,29 @@ class Buffers:
 class OpenBuffers:
     """The buffers of one node in a round under way."""
 
+    of: Buffers
     key: str
-    buffers: list[Tensor | None]
-    values: list[Tensor]
-    peers: Peers
+    layout: dict[str, Described]
+    values: dict[str, Tensor]
+    names: list[str]
+    """Buffers that are exchanged."""
     rows: Pending[Rows]
-    _sent: list[tuple[list[int], Pending[Tensor]]] = field(default_factory=list)
+    _sent: list[tuple[list[str], Pending[Tensor]]] = field(default_factory=list)
     landed: bool = False
     """True once the buffers have their new values."""
 
-    def send(self, rows: Rows, *, trusted: bool) -> None:
-        """Send the buffers that differ, given the rows of all nodes; `trusted`.
+    def send(self, rows: Rows, wait: Wait, *, trusted: bool) -> None:
+        """Send the buffers that differ.
 
-        The round trusts this node.
+        Args:
+            rows: The rows of all nodes.
+            wait: Waits for what nodes have to tell each other if they have new buffers.
+            trusted: The round trusts this node.
         """
-        told_NB4 = rows.rows[:, 1:].view(len(rows.rows), -1, 4)
+        told_NW = rows.rows[:, 3:]
+        if rows.rows[:, 1].any():
+            told_NW = self._agree(rows, wait)
+        told_NB4 = told_NW.view(len(rows.rows), -1, 4)
         same_B4 = (told_NB4 == told_NB4[0]).all(0).tolist()
         differing = [i for i, (shape, *value, _) in enumerate(same_B4) if shape and not all(value)]
         finite_N = told_NB4[:, differing, 3].bool().all(1)
@@ -149,16 +174,45 @@ class OpenBuffers:
             return
         mine = rows.mine is not None and bool(chosen_N[rows.mine]) and trusted
         first = rows.mine == int(chosen_N.int().argmax())
-        averaged = [i for i in differing if _mean_of(self.buffers[i])]
+        averaged = [self.names[i] for i in differing if is_averaged(self._like(self.names[i]))]
         self._ask("mean", averaged, float(mine))
-        self._ask("first", [i for i in differing if i not in averaged], float(first))
+        self._ask("first", [n for i in differing if (n := self.names[i]) not in averaged], float(first))
 
-    def _ask(self, kind: str, which: list[int], weight: float) -> None:
+    def _agree(self, rows: Rows, wait: Wait) -> Tensor:
+        """Find the buffers that any node has, and return their digests on all nodes.
+
+        A node without one of them says that it is not finite, which leaves it out of the means of this round.
+        """
+        padded = torch.zeros(int(rows.rows[:, 2].max()), dtype=torch.float64)
+        text = _text_of(self.layout)
+        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).double()
+        texts = wait(self.of.peers.rows(f"{self.key}/buffers/names", padded))
+        found: dict[str, set[Described]] = {}
+        for row in texts.rows:
+            for name, each in json.loads(bytes(row.to(torch.uint8).tolist()).rstrip(b"\0")).items():
+                found.setdefault(name, set()).add(Described(each[0], tuple(each[1]), each[2]))
+        self.names = self.of.names = sorted(found)
+        self.of.told = [] if texts.mine is None else list(self.layout)
+        for name in set(found).difference(self.layout):
+            self.layout[name] = min(found[name])
+        row = torch.tensor(digests(self.names, self.layout, self.values), dtype=torch.float64)
+        self.values |= {
+            name: floats_of(self._like(name)).to(self.of.device)
+            for name in set(found).difference(self.values)
+        }
+        return wait(self.of.peers.rows(f"{self.key}/buffers/digests", row)).rows
+
+    def _like(self, name: str) -> Tensor:
+        """Return a new buffer of the type and shape of `name`."""
+        dtype, shape, _ = self.layout[name]
+        return torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+
+    def _ask(self, kind: str, which: list[str], weight: float) -> None:
         if not which:
             return
-        parts = [self.values[i] for i in which]
+        parts = [self.values[name] for name in which]
         packed = torch.cat([*parts, parts[0].new_ones(1)])  # stays 1 if any node has weight
-        asked = self.peers.average(f"{self.key}/buffers/{kind}", packed, packed.new_tensor(weight))
+        asked = self.of.peers.average(f"{self.key}/buffers/{kind}", packed, packed.new_tensor(weight))
         self._sent.append((which, asked))
 
     def done(self) -> bool:
@@ -173,18 +227,54 @@ class OpenBuffers:
             return
         for which, asked in self._sent:
             packed = wait(asked)
-            sizes = [self.values[i].numel() for i in which]
-            new, anybody = packed[:-1], packed[-1] > 0
-            for i, part in zip(which, torch.split(new, sizes), strict=True):
-                buffer = self.buffers[i]
-                assert buffer is not None
-                write = from_mean if is_averaged(buffer) else from_floats
-                write(torch.where(anybody, part, self.values[i]).to(buffer.device), buffer)
+            sizes = [self.values[name].numel() for name in which]
+            for name, part in zip(which, torch.split(packed[:-1], sizes), strict=True):
+                self._write(name, torch.where(packed[-1] > 0, part, self.values[name]))
         self.landed = True
 
+    def _write(self, name: str, part: Tensor) -> None:
+        """Write a new value into the buffer of this name, which is made if only other nodes have it."""
+        buffer = self.of.current().get(name)
+        if buffer is None:
+            buffer = self._made(name)
+        if buffer is None or shape_of(buffer) != self.layout[name][:2]:
+            return
+        write = from_mean if is_averaged(buffer) else from_floats
+        write(part.to(buffer.device), buffer)
 
-def _mean_of(buffer: Tensor | None) -> bool:
-    return buffer is not None and is_averaged(buffer)
+    def _made(self, name: str) -> Tensor | None:
+        """Return a new buffer in its module, or None if there is no place for it."""
+        path, _, key = name.rpartition(".")
+        module = dict(self.of.model.named_modules()).get(path)
+        if module is None or (hasattr(module, key) and key not in module._buffers):
+            return None
+        buffer = self._like(name).to(self.of.device)
+        module.register_buffer(key, buffer, persistent=self.layout[name].persistent)
+        return buffer
+
+
+def floats_of(buffer: Tensor) -> Tensor:
+    """Return the fp32 vector that travels for `buffer`."""
+    return to_mean(buffer) if is_averaged(buffer) else to_floats(buffer)
+
+
+def digests(names: list[str], layout: dict[str, Described], values: dict[str, Tensor]) -> list[float]:
+    """Return four numbers for each of `names`: hash of its shape, digest in two parts, whether it is finite.
+
+    Of a buffer that this node does not have, a digest that no value has.
+    """
+    row: list[float] = []
+    for name in names:
+        row.append(hash_of(layout[name][:2]) if name in layout else _MISSING)
+        if name in values:
+            row += [*digest_of(values[name]), float(values[name].isfinite().all())]
+        else:
+            row += [_MISSING, _MISSING, 0.0]
+    return row
+
+
+def _text_of(layout: dict[str, Described]) -> bytes:
+    return json.dumps(layout).encode()
 
 
 def _few(names: list[str]) -> str:

@@ -76,7 +76,10 @@ class InnerOptimizers:
         self._steps_seen = 0
         _check_parameters(self.outermost, model)
         self._model = model
-        self._trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+        self._params = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._trained = {id(p): name for name, p in self._params}
+        self._resting: list[tuple[str, nn.Parameter]] = []
+        """Parameters that do not require gradients, neither at the last step nor in a pass since."""
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._objects = _Objects(model, self.outermost)
         self._depth = 0
@@ -180,9 +183,27 @@ class InnerOptimizers:
         if self._stranger is not None:
             raise ValueError(
                 f"an optimizer of class {self._stranger} that LayerSync.of was not given has stepped"
-                " parameters of the model: what lands would not reach its state. Give LayerSync.of all optimizers of the"
-                f" loop, as a list. {_REMEDY}"
+                " parameters of the model: what lands would not reach its state. Give LayerSync.of all"
+                f" optimizers of the loop, as a list. {_REMEDY}"
             )
+
+    def check_frozen(self) -> None:
+        """Raise ValueError if a parameter has been frozen for the whole of the last step.
+
+        A loop may freeze parameters for a part of each step, as that of a GAN does.
+        """
+        frozen = [(name, p) for name, p in self._params if not p.requires_grad]
+        resting, self._resting = self._resting, frozen
+        if still := [name for name, p in resting if not p.requires_grad]:
+            raise ValueError(
+                f"parameter {_some(still)} has been frozen since LayerSync.of and is still exchanged: the"
+                f" outer optimizer would go on moving it. {_REMEDY}"
+            )
+
+    def note_pass(self) -> None:
+        """Note which parameters require gradients in a forward pass."""
+        if self._resting:
+            self._resting = [(name, p) for name, p in self._resting if not p.requires_grad]
 
     def _check_objects(self) -> None:
         now = {id(p): name for name, p in self._model.named_parameters()}

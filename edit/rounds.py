@@ -72,6 +72,8 @@ class OpenRounds:
         self._forward = node.config.landing == "forward"
         self._flights: list[Flight] = []  # oldest first
         self.own_values = OwnValues(node.model, node.units, node.shards)
+        self.hooked: list[nn.Module] = []
+        """Modules before which buffers land in a forward pass."""
         self._noted_at: int | None = None
         """Local step after which the parameters were noted last."""
         self._lands_between_steps = False
@@ -113,7 +115,7 @@ class OpenRounds:
         flight = Flight(round, units, opening, deque(units), node.local_steps, node.optimizers.modes)
         if self._free:
             self._buffers.warn_if_changed()
-        elif self._buffers:
+        else:
             flight.buffers = self._buffers.open(str(round.id), stepped=round.steps > 0)
         self._flights.append(flight)
         if self._free:
@@ -168,6 +170,8 @@ class OpenRounds:
         flight = self.open(round, units, leaving=False)
         node = self._node
         runs = all(i in self._ran for i in units if node.units[i].modules)
+        if self._forward and not self._free:
+            runs &= set(self.hooked).issuperset(self._buffers.holders)
         self._lands_in_step = not node.shards.all([runs and not self._replaces])[0]
         if self._forward and self._lands_in_step:
             self._finish(flight)
@@ -225,6 +229,7 @@ class OpenRounds:
 
     def before_forward(self, i: int) -> None:
         """Land unit `i`, whose module is about to run."""
+        self._node.optimizers.note_pass()
         if recorded():
             return
         self._ran.add(i)
@@ -288,7 +293,8 @@ class OpenRounds:
             node.total_steps = flight.outcome.total_steps
             if flight.buffers:
                 rows = node.wait(flight.buffers.rows, flight)
-                flight.buffers.send(rows, trusted=flight.outcome.trusts_node)
+                wait = partial(node.wait, flight=flight)
+                flight.buffers.send(rows, wait, trusted=flight.outcome.trusts_node)
         return flight.outcome
 
     def _finish(self, flight: Flight) -> None:

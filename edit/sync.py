@@ -171,11 +171,12 @@ class LayerSync(Waiter):
             self._gradients.attach(self.optimizers.stepping)
         elif not self.anchored:
             self.anchor()
-        holders = self._buffers.holders if self.config.landing == "forward" else []
+        self._buffers.begin()
+        self._rounds.hooked = self._buffers.holders if self.config.landing == "forward" else []
         before = [
             (unit.modules, partial(self._rounds.before_forward, i)) for i, unit in enumerate(self.units)
         ]
-        before.append((holders, partial(self._rounds.before_buffers)))
+        before.append((self._rounds.hooked, partial(self._rounds.before_buffers)))
         before.append(([self.model], partial(self._rounds.begin_pass)))  # last, as hooks are prepended
         self._hooks = attach(self.model, before, self._rounds.after_forward)
         self._rounds.note_parameters()
@@ -221,7 +222,8 @@ class LayerSync(Waiter):
         """Count an inner step, and open a round if one is due. Call it after the inner optimizer has stepped.
 
         Raises:
-            ValueError: Called outside `with`, or parameters or optimizers are others than those of `of`.
+            ValueError: Called outside `with`, or parameters or optimizers are others than those of `of`, or
+                other parameters are frozen.
             RuntimeError: The gradients of a step of the warm-up were not averaged, or what has landed was
                 overwritten with older values.
         """
@@ -230,6 +232,7 @@ class LayerSync(Waiter):
         self.optimizers.check_unchanged()
         if self.optimizers.idle:
             return
+        self.optimizers.check_frozen()
         self.optimizers.look_early(self._params)
         warmed_up = self.warming_up
         if warmed_up:

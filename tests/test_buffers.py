@@ -308,3 +308,84 @@ def test_buffers_are_equal_where_the_warm_up_ends():
 def landed_buffers(sync, step):
     sync.finish()
     return buffers(sync.model)
+
+
+class Lazy(nn.Module):
+    """Layers that make buffers when they first run, and replace one of them at each run."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 1)
+        self.register_buffer("mean", None)
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.training:
+            if self.mean is None:
+                self.mean = x.detach().mean(0)
+            self.mean.lerp_(x.detach().mean(0), 0.5)
+            if not hasattr(self, "count"):
+                self.register_buffer("count", torch.zeros((), dtype=torch.long))
+                self.register_buffer("width", torch.zeros(5, dtype=torch.float64), persistent=False)
+            self.count += 1
+            self.width = self.width + x.detach().double().std(0)
+        return self.last(x - (0 if self.mean is None else self.mean))
+
+
+@pytest.mark.parametrize("landing", ["forward", "arrival"])
+@pytest.mark.parametrize("counts", [(8, 8), (0, 8), (3, 8)])
+def test_buffers_made_in_the_first_forward_pass_are_exchanged_and_made_where_they_are_missing(
+    landing, counts
+):
+    torch.manual_seed(0)
+    start = Lazy()
+
+    def job(transport, n):
+        model = deepcopy(start)
+        ended = train(model, transport, data_of(n, counts[n]), every=3, landing=landing)
+        assert ended is not None
+        return model.eval(), model(torch.ones(2, 5)).detach()
+
+    found = in_threads(2, job)
+    (ours, output), (theirs, other) = found
+    assert torch.equal(output, other)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    for name, buffer in theirs.named_buffers():
+        assert torch.equal(buffer, dict(ours.named_buffers())[name]), name
+        assert buffer.dtype == dict(ours.named_buffers())[name].dtype
+
+
+def test_a_buffer_that_is_made_later_becomes_the_mean_of_the_nodes():
+    torch.manual_seed(0)
+    start, data = Lazy(), [data_of(n, 2) for n in range(2)]
+
+    def job(transport, n):
+        model = deepcopy(start)
+        train(model, transport, data[n], every=2, after=landed_buffers)
+        return model
+
+    plain = []
+    for n in range(2):
+        plain.append(deepcopy(start))
+        inner = torch.optim.SGD(plain[n].parameters(), lr=0.01)
+        for batch in data[n]:
+            inner.zero_grad()
+            loss(plain[n], batch).backward()
+            inner.step()
+    for model in in_threads(2, job):
+        assert torch.allclose(model.mean, (plain[0].mean + plain[1].mean) / 2, atol=1e-6)
+        assert torch.allclose(model.width, (plain[0].width + plain[1].width) / 2)
+        assert int(model.count) == 2
+
+
+def test_over_a_hub_a_buffer_that_is_made_later_and_changes_is_named():
+    model, hub = Lazy(), Hub()
+    sync, inner = hub_node(model, HubLink(hub, model), schedule=EverySteps(2))
+    with warnings.catch_warnings(record=True) as told, sync:
+        warnings.simplefilter("always")
+        for batch in data_of(0, 8):
+            loss(model, batch).backward()
+            inner.step()
+            inner.zero_grad()
+            sync.step()
+    assert ["mean" in str(each.message) for each in told if "buffers" in str(each.message)] == [True]

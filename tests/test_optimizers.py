@@ -9,7 +9,7 @@ from kit.deferred import PLAIN, alone, node
 from kit.nodes import batches, furthest, in_threads, loss, parameters, plain_training, tower
 from torch import nn
 
-from aedit.async_sgd.rules.outer import Average
+from aedit.async_sgd.rules.outer import Average, Nesterov
 from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.optimizers import InnerOptimizers
@@ -726,7 +726,7 @@ def old_weight_norm(model, inner):
 
 
 def tied(model, inner):
-    model.last.weight = model.scale
+    model.middle.bias = model.scale
     return inner
 
 
@@ -762,7 +762,7 @@ CHANGES = [
     (assigned, r"parameter scale \(and 6 more\) was replaced or removed"),
     (normed, r"parameter last.weight was replaced or removed"),
     (old_weight_norm, r"parameter last.weight was replaced or removed"),
-    (tied, r"parameter last.weight was replaced or removed"),
+    (tied, r"parameter middle.bias was replaced or removed"),
     (removed, r"parameter last.bias was replaced or removed"),
     (adapted, r"parameter last.adapter was added since LayerSync.of"),
     (other_optimizer, r"an optimizer of class AdamW that LayerSync.of was not given has stepped"),
@@ -789,6 +789,45 @@ def test_objects_replaced_inside_the_block_are_named_at_the_next_step_or_at_its_
 
     with pytest.raises(ValueError, match=message):  # at the end of the block too, which would push the rest
         enter()
+
+
+def test_a_parameter_that_is_frozen_later_is_named_and_until_then_moves_in_one_landing_only():
+    model = tower()
+    sync, inner = node(model, alone(), every=2, outer=Nesterov(0.7, 0.9))
+    seen = []
+
+    def enter():
+        with sync:
+            for i, batch in enumerate(batches(0, 8)):
+                if i == 4:
+                    model.middle.requires_grad_(False)
+                one_step(model, inner, batch)
+                seen.append(model.middle.weight.detach().clone())
+                sync.step()
+
+    message = r"middle.weight \(and 1 more\) has been frozen since LayerSync.of.*outer optimizer would go on"
+    with pytest.raises(ValueError, match=message):
+        enter()
+    assert len(seen) == 6
+    assert not torch.equal(seen[3], seen[4]), "the round that holds its training lands"
+    assert torch.equal(seen[4], seen[5])
+
+
+@pytest.mark.parametrize("leaves", ["frozen", "trainable"])
+def test_parameters_that_are_frozen_for_a_part_of_each_step_are_trained(leaves):
+    model, data = tower(), batches(0, 6)
+    sync, inner = node(model, alone(), every=2)
+    with sync:
+        for batch in data:
+            model.middle.requires_grad_(True)
+            one_step(model, inner, batch)
+            model.middle.requires_grad_(False)
+            model(batch)
+            model.middle.requires_grad_(leaves == "trainable")
+            sync.step()
+    model.requires_grad_(True)
+    expected = plain_training(tower(), lambda model: torch.optim.SGD(model.parameters(), lr=0.1), data)
+    assert furthest(parameters(model), expected) <= 1e-6
 
 
 class Hidden(torch.optim.Optimizer):
