@@ -338,9 +338,44 @@ def tokenizer_cut_short(path):
     (path / "tokenizer.json").write_text('{"version": "1.0", "model": {')
 
 
+def changed(path, **values):
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | values))
+
+
+def weights_elsewhere(path):
+    names = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    whole = dict.fromkeys(names, "../whole/model.safetensors")
+    changed(path / "model.safetensors.index.json", metadata={}, weight_map=whole)
+
+
+def adapter_of_another_model(path):
+    changed(
+        path / "adapter_config.json", peft_type="LORA", base_model_name_or_path=str(path.parent / "whole")
+    )
+
+
+def tokenizer_elsewhere(path):
+    shutil.copy(path / "tokenizer.json", path.parent / "whole" / "tokenizer.4.0.json")
+    names = ["tokenizer.json", "../whole/tokenizer.4.0.json"]
+    changed(path / "tokenizer_config.json", fast_tokenizer_files=names)
+
+
+def vocabulary_elsewhere(path):
+    (path / "tokenizer.json").unlink()
+    changed(path / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer", vocab_file="/etc/hostname")
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
+        (
+            weights_elsewhere,
+            "weight_map names '../whole/model.safetensors': must be the relative name of a file",
+        ),
+        (adapter_of_another_model, "adapter_config.json: base_model_name_or_path names"),
+        (tokenizer_elsewhere, "fast_tokenizer_files names '../whole/tokenizer.4.0.json'"),
+        (vocabulary_elsewhere, "vocab_file names '/etc/hostname': remove the key"),
         (cut_short, "no usable model there"),
         (cut_inside_the_header, "no usable model there"),
         (emptied, "no usable model there"),

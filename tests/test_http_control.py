@@ -1,5 +1,7 @@
 """Tests of the control routes: pause, new weights from a directory, checks before anything changes."""
 
+import json
+import os
 import threading
 import time
 
@@ -9,7 +11,9 @@ from kit.hosts import LIMIT_S
 from kit.serving import ask, byte_tokenizer, served, text_policy
 from safetensors.torch import save_file
 
+from aedit.spec_rollout.service.http import weight_files
 from aedit.spec_rollout.service.http.control import control_routes
+from aedit.system import check_folder
 
 KEY = {"Authorization": "Bearer secret"}
 
@@ -115,6 +119,115 @@ def test_bad_weights_are_refused_and_change_nothing(place, tokenizer, tmp_path):
         assert reason in answer["error"]["message"]
     assert do(address, "/update_weights", {})[0] == 400
     assert (greedy(address), do(address, "/weight_checker", {})[2]) == before
+
+
+NAMES = (
+    *("../outside/model.safetensors", "a/../../outside/model.safetensors", "./model.safetensors", "."),
+    *("link.safetensors", "links/model.safetensors", "..\\outside\\model.safetensors", "C:model.safetensors"),
+    *(
+        "a\0b",
+        "a" * 300,
+        "a/" * 3000 + "b",
+        "",
+        "/etc/passwd",
+        "\ud800",
+        "pipe",
+        "folder",
+        5,
+        None,
+        ["a"],
+        {},
+    ),
+)
+
+
+@pytest.mark.parametrize("name", NAMES, ids=[f"{str(name)[:24]!a}" for name in NAMES])
+def test_weights_that_an_index_names_are_read_from_its_directory_only(place, tokenizer, tmp_path, name):
+    _, address, root = place
+    outside, folder = root.parent / "outside", root / f"index-{tmp_path.name}"
+    secret = text_policy(tokenizer, seed=21)
+    secret.save_pretrained(outside)
+    folder.mkdir()
+    (folder / "folder").mkdir()
+    os.mkfifo(folder / "pipe")
+    if str(name).startswith("link"):
+        (folder / "link.safetensors").symlink_to(outside / "model.safetensors")
+        (folder / "links").symlink_to(outside)
+    names = dict.fromkeys(secret.state_dict(), name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    before = do(address, "/weight_checker", {})[2]
+    status, _, answer = do(address, "/update_weights", {"weight_dir": folder.name})
+    assert (status, answer["error"]["param"]) == (400, "weight_dir"), answer
+    assert str(root.parent) not in answer["error"]["message"]
+    assert do(address, "/weight_checker", {})[2] == before
+
+
+def adapter(folder, outside):
+    text = json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(outside)})
+    (folder / "adapter_config.json").write_text(text)
+
+
+def index_link(folder, outside):
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    (folder / "model.safetensors.index.json").symlink_to(outside / "model.safetensors.index.json")
+
+
+def link_within(folder, outside):
+    (folder / "more").mkdir()
+    (folder / "more" / "chat_template.jinja").symlink_to(outside / "config.json")
+
+
+def pipe(folder, outside):
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+
+
+def deep_index(folder, outside):
+    (folder / "model.safetensors.index.json").write_text("[" * 100_000)
+
+
+@pytest.mark.parametrize("harm", [adapter, index_link, link_within, pipe, deep_index])
+def test_a_directory_that_leads_out_of_the_root_is_refused(place, tokenizer, tmp_path, harm):
+    _, address, root = place
+    folder, outside = root / f"harm-{harm.__name__}", tmp_path / "outside"
+    secret = text_policy(tokenizer, seed=22)
+    for each in (folder, outside):
+        secret.save_pretrained(each)
+    names = dict.fromkeys(secret.state_dict(), "part.safetensors")
+    (outside / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    harm(folder, outside)
+    before = do(address, "/weight_checker", {})[2]
+    assert do(address, "/update_weights", {"weight_dir": folder.name})[0] == 400
+    assert do(address, "/weight_checker", {})[2] == before
+
+
+def test_a_link_that_is_put_there_after_the_check_is_not_followed(place, tokenizer, tmp_path, monkeypatch):
+    _, address, root = place
+    folder, outside = root / "later", tmp_path / "outside"
+    for each in (folder, outside):
+        text_policy(tokenizer, seed=23).save_pretrained(each)
+
+    def check_then_replace(*args):
+        check_folder(*args)
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors").symlink_to(outside / "model.safetensors")
+
+    monkeypatch.setattr(weight_files, "check_folder", check_then_replace)
+    status, _, answer = do(address, "/update_weights", {"weight_dir": folder.name})
+    assert (status, answer["error"]["param"]) == (400, "weight_dir"), answer
+    assert "link to outside" in answer["error"]["message"]
+
+
+def test_weights_in_several_files_are_those_of_one(place, tokenizer):
+    _, address, root = place
+    new = text_policy(tokenizer, seed=24)
+    new.save_pretrained(root / "shards", max_shard_size="20KB")
+    assert len(list((root / "shards").glob("*.safetensors"))) > 2
+    assert do(address, "/update_weights", {"weight_dir": "shards"})[0] == 200
+    tokens, logprobs = greedy(address)
+    exact, values = expected(new, tokenizer)
+    assert tokens == exact
+    torch.testing.assert_close(logprobs[1:], values, atol=1e-4, rtol=0)
 
 
 def test_checksums_tell_which_tensors_differ(place, tokenizer):

@@ -1,5 +1,6 @@
 """Tests models of several families: their sizes, their loss, and error messages."""
 
+import json
 import math
 
 import numpy as np
@@ -176,6 +177,16 @@ def test_pretrained_weights_come_back_as_they_were_saved(tmp_path):
     assert model.training
     for mine, saved in zip(model.parameters(), build(seed=9).parameters(), strict=True):
         assert torch.equal(mine, saved.bfloat16().float())
+
+
+def test_a_pretrained_model_with_weights_elsewhere_is_refused(tmp_path):
+    build().save_pretrained(tmp_path / "outside")
+    build().config.save_pretrained(tmp_path / "model")
+    names = dict.fromkeys(build().state_dict(), "../outside/model.safetensors")
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    with pytest.raises(UserError, match=r"weight_map names '\.\./outside/model\.safetensors'"):
+        build(pretrained=str(tmp_path / "model"))
 
 
 def test_a_pretrained_model_that_is_too_small_for_the_data_is_refused(tmp_path):

@@ -1,5 +1,7 @@
 """Tests byte and Hugging Face tokenizers: same ids in memory and in the files written."""
 
+import json
+import shutil
 from functools import cache
 
 import numpy as np
@@ -124,3 +126,26 @@ def test_a_tokenizer_without_an_end_of_text_is_refused(trained, tmp_path):
 @cache
 def _loaded(directory):
     return AutoTokenizer.from_pretrained(directory)
+
+
+def test_a_tokenizer_whose_files_are_elsewhere_is_refused(saved, tmp_path):
+    outside, folder = tmp_path / "outside", tmp_path / "tokenizer"
+    for each in (outside, folder):
+        shutil.copytree(saved, each)
+    shutil.copy(saved / "tokenizer.json", outside / "tokenizer.4.0.json")
+    config = json.loads((saved / "tokenizer_config.json").read_text())
+
+    def loads(**changes):
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | changes))
+        return load_tokenizer(str(folder))
+
+    for name in ("../outside/tokenizer.4.0.json", str(outside / "tokenizer.4.0.json")):
+        with pytest.raises(UserError, match="fast_tokenizer_files names"):
+            loads(fast_tokenizer_files=["tokenizer.json", name])
+    # Paths of another machine that nothing reads are in many models.
+    harmless = {"name_or_path": str(outside), "vocab_file": str(outside / "vocab.json")}
+    assert loads(**harmless, auto_map={"AutoTokenizer": [f"{outside}--x.T", None]}).eos_id == 256
+    (folder / "tokenizer.json").unlink()
+    for key in ("vocab_file", "merges_file", "vocab"):
+        with pytest.raises(UserError, match=f"{key} names"):
+            loads(tokenizer_class="GPT2Tokenizer", **{key: str(outside / "vocab.json")})

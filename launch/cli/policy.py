@@ -12,6 +12,7 @@ from transformers.utils import logging
 from aedit.launch.cli.export import load_run_model
 from aedit.launch.cli.places import first_line, policy_folder
 from aedit.launch.cli.text_stream import Decode
+from aedit.system import check_folder
 from aedit.types import UserError
 
 # Their methods carry no types.
@@ -108,6 +109,10 @@ def read_model(source: str, path: Path) -> Any:
     Raises:
         UserError: Configuration or weights cannot be read, are incomplete, or do not fit each other.
     """
+    try:
+        check_folder(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{source}: {error}") from None
     level = _logging.get_verbosity()
     _logging.set_verbosity_error()  # the report of the loader would come before the line of this command
     try:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from aedit.system import check_folder
 from aedit.types import UserError
 
 EOS = "<|endoftext|>"
@@ -53,6 +54,8 @@ def load_tokenizer(name: str) -> CorpusTokenizer:
         return ByteTokenizer()
     path = Path(name).expanduser()
     try:
+        if path.is_dir():
+            check_folder(path, weights=False)
         loaded = AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or ["no reason given"])[0]

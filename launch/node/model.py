@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from aedit.launch.config.config import ModelConfig, RunConfig
 from aedit.launch.data.tokenizer import CorpusTokenizer
+from aedit.system import check_folder
 from aedit.types import UserError
 
 _auto: Any = AutoModelForCausalLM  # its methods carry no types
@@ -50,7 +52,7 @@ def outline(config: RunConfig, tokenizer: CorpusTokenizer) -> nn.Module:
             seq_len = config.data.seq_len
             return build_model(config.model, tokenizer.vocab_size, seq_len, config.seed, tokenizer.eos_id)
         try:
-            shape = AutoConfig.from_pretrained(config.model.pretrained)
+            shape = AutoConfig.from_pretrained(config.model.pretrained, trust_remote_code=False)
         except (OSError, ValueError) as error:
             name = config.model.pretrained
             raise UserError(f"model.pretrained = {name!r}: no model there ({_first_line(error)})") from None
@@ -169,6 +171,8 @@ def _check_heads(shape: PretrainedConfig) -> None:
 
 def _pretrained(name: str, vocab_size: int, seq_len: int) -> PreTrainedModel:
     try:
+        if Path(name).is_dir():
+            check_folder(Path(name))
         model: PreTrainedModel = _auto.from_pretrained(name, dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(

@@ -54,7 +54,9 @@ def make_auditor(settings: ConnectionSettings) -> SpotAuditor:
     return SpotAuditor(
         lambda: shaped_model(options["model"], options["dtype"], options["device"]),
         AuditSettings(rule=rule, versions_kept=options["versions"], calibrations=table),
-        tokenizer=tokenizers.from_pretrained(settings.tokenizer) if settings.tokenizer else None,
+        tokenizer=tokenizers.from_pretrained(settings.tokenizer, trust_remote_code=False)
+        if settings.tokenizer
+        else None,
         recording=recording,
     )
 

@@ -315,7 +315,7 @@ class Links:
             from transformers import AutoTokenizer
 
             made: Any = AutoTokenizer
-            self._decoder = made.from_pretrained(self.settings.tokenizer)
+            self._decoder = made.from_pretrained(self.settings.tokenizer, trust_remote_code=False)
         return self._decoder
 
     def _discover(self, settings: LinkSettings, post: Callable[[Event], None]) -> Discovery | None:

@@ -51,7 +51,9 @@ def make_engine(spec: EngineSpec) -> Engine:
     nodes = max(16, *(arm.nodes for arm in arms))
     taps = tapped(spec.taps, config.get_text_config().num_hidden_layers)
     target = make_target(model, rows=spec.rows, max_tokens=spec.max_tokens, nodes=nodes, taps=taps)
-    tokenizer = tokenizers.from_pretrained(spec.tokenizer) if spec.tokenizer else None
+    tokenizer = (
+        tokenizers.from_pretrained(spec.tokenizer, trust_remote_code=False) if spec.tokenizer else None
+    )
     drafters = _drafters({arm.drafter for arm in arms}, model, target, spec.taps)
     return Engine(target, drafters=drafters, chooser=_chooser(arms, target), tokenizer=tokenizer)
 

@@ -1,19 +1,21 @@
-"""Operating-system primitives: atomic files, memory shared between processes, death with the parent.
+"""Operating-system primitives: atomic files, names in files, shared memory, death with the parent.
 
 Standard library only, so that a hub, a node agent and the command line can import it at no cost.
 """
 
 import ctypes
 import gc
+import json
 import os
 import signal
+import stat
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 PR_SET_PDEATHSIG = 1
 """`prctl` option of Linux: the signal that a process gets when its parent ends."""
@@ -58,6 +60,129 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = True) -> 
     """
     with atomic_file(path, sync=sync) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def file_inside(folder: Path, name: object, where: str) -> Path:
+    """Return the path of a file that a file of the folder names.
+
+    Args:
+        folder: Directory of both files.
+        name: The name, as it was read.
+        where: The file that has it and the key, for the message.
+
+    Raises:
+        ValueError: It is no plain relative name, such as `a.safetensors` or `part/a.safetensors`.
+    """
+    is_plain = isinstance(name, str) and len(name) <= 1024 and name.isprintable() and not {*name} & {*"\\:"}
+    parts = name.split("/") if isinstance(name, str) and is_plain else [""]
+    if not all(part not in ("", ".", "..") and len(os.fsencode(part)) <= 255 for part in parts):
+        text = repr(name)
+        raise ValueError(
+            f"{where} names {text if len(text) <= 80 else text[:77] + '...'}: must be the relative name of a"
+            " file in the same directory"
+        )
+    return folder.joinpath(*parts)
+
+
+def check_folder(folder: Path, root: Path | None = None, *, weights: bool = True) -> None:
+    """Check that no file in the folder of a model names a file outside of it that loaders would read.
+
+    Loaders follow names of weights in an index, of vocabularies in the configuration of a tokenizer, and of
+    the model to which an adapter belongs. Names of code are no matter here: it is never run.
+
+    Args:
+        folder: A directory in the form of Hugging Face.
+        root: No link in the folder may lead out of this directory. None: links lead wherever the owner of
+            the machine has made them lead, as those of a cache do.
+        weights: False: only the tokenizer in it is loaded.
+
+    Raises:
+        ValueError: It names one. The message has file, key and name.
+        OSError: A file cannot be read.
+    """
+    if root is not None:
+        top = root.resolve()
+        for directory, folders, files in os.walk(folder):
+            for path in (Path(directory, name) for name in (*folders, *files)):
+                if not path.resolve().is_relative_to(top):
+                    raise ValueError(
+                        f"{path.relative_to(folder)} is a link to outside of the allowed directory"
+                    )
+    adapter, tokenizer = folder / "adapter_config.json", folder / "tokenizer_config.json"
+    if weights:
+        for path in sorted(folder.glob("*.index.json")):
+            read_index(path)
+        base = _json_object(adapter).get("base_model_name_or_path") if adapter.exists() else None
+        if base is not None:
+            raise ValueError(
+                f"{adapter.name}: base_model_name_or_path names {str(base)[:80]!r}, which is not here: merge"
+                " the adapter into its model (PEFT's `merge_and_unload`), and save that"
+            )
+    fields = _json_object(tokenizer) if tokenizer.exists() else {}
+    versions = fields.get("fast_tokenizer_files", [])
+    for name in versions if isinstance(versions, list) else [versions]:
+        file_inside(folder, name, f"{tokenizer.name}: fast_tokenizer_files")
+    if (folder / "tokenizer.json").exists():
+        return  # read instead of the following; many models have paths of other machines there
+    for key, value in fields.items():
+        if isinstance(value, str) and (key.endswith("_file") or key in ("vocab", "merges")):
+            raise ValueError(
+                f"{tokenizer.name}: {key} names {value[:80]!r}: remove the key; the files of a tokenizer have"
+                " fixed names"
+            )
+
+
+def read_index(path: Path, root: Path | None = None) -> list[Path]:
+    """Return the files of weights that an index in the form of Hugging Face names; root: see `opened_below`.
+
+    Raises:
+        ValueError: It is no index, or names a file that is not in its directory.
+        OSError: It cannot be read.
+    """
+    names = _json_object(path, root).get("weight_map")
+    if not isinstance(names, dict):
+        raise ValueError(f"{path.name}: must have an object weight_map")
+    where = f"{path.name}: weight_map"
+    return sorted({file_inside(path.parent, name, where) for name in names.values()})
+
+
+def _json_object(path: Path, root: Path | None = None) -> dict[str, Any]:
+    with opened_below(path, root) as opened:
+        text = opened.read_bytes()
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path.name}: not a JSON file: {str(error)[:80]}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path.name}: must have a JSON object")
+    return found
+
+
+@contextmanager
+def opened_below(path: Path, root: Path | None) -> Iterator[Path]:
+    """Open a file, and yield a path by which it can be read.
+
+    On Linux it is checked after it was opened, and the path is that of the open file: links that change
+    meanwhile have no effect.
+
+    Args:
+        path: The file.
+        root: It must lie below this directory, all links followed; None: anywhere.
+
+    Raises:
+        ValueError: It lies elsewhere, or is no regular file.
+        OSError: It cannot be opened.
+    """
+    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # does not wait for a pipe's writer
+    try:
+        if not stat.S_ISREG(os.fstat(number).st_mode):
+            raise ValueError(f"{path.name} is no regular file")
+        opened = Path(f"/proc/self/fd/{number}") if sys.platform == "linux" else path
+        if root is not None and not opened.resolve().is_relative_to(root.resolve()):
+            raise ValueError(f"{path.name} is a link to outside of the allowed directory")
+        yield opened
+    finally:
+        os.close(number)
 
 
 def sync_directory(directory: Path) -> None:

@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-WEIGHT_FILES = "*.safetensors"
+from aedit.system import check_folder, opened_below, read_index
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_weights(folder: str, root: Path | None, model: PreTrainedModel) -> Mapping[str, Tensor]:
@@ -26,23 +30,25 @@ def read_weights(folder: str, root: Path | None, model: PreTrainedModel) -> Mapp
         ValueError: The directory may not be read, has no weights, or they do not fit the model or are not
             finite.
     """
-    path = _allowed(folder, root)
-    if not any(path.glob(WEIGHT_FILES)):
-        raise ValueError(f"has no weights: {path.name} must have files {WEIGHT_FILES}")
+    path, top = _allowed(folder, root)
     kind: Any = type(model)
     try:
+        given = _tensors(path, top)
+    except SafetensorError as error:
+        raise ValueError(f"cannot be read: {error}") from error
+    except OSError as error:
+        raise ValueError(f"cannot be read: {Path(str(error.filename)).name}: {error.strerror}") from error
+    try:
         loaded, found = kind.from_pretrained(
-            path,
+            None,  # no file is read by any name but those that were checked
+            state_dict=given,
             config=model.config,
             generation_config=model.generation_config,  # weights alone need no file of it
             dtype=model.dtype,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    except Exception as error:  # files are read by several libraries, each with exceptions of its own
+    except Exception as error:  # weights of other kinds fail in many ways
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"cannot be read: {first}") from error
     wrong = [f"no weights for {name}" for name in sorted(found["missing_keys"])]
@@ -61,8 +67,20 @@ def read_weights(folder: str, root: Path | None, model: PreTrainedModel) -> Mapp
     return weights
 
 
-def _allowed(folder: str, root: Path | None) -> Path:
-    """Return a directory below `root`, all links followed."""
+def _tensors(folder: Path, top: Path) -> dict[str, Tensor]:
+    """Return the tensors in the files of a directory, which must lie below `top`."""
+    whole, index = folder / WEIGHTS, folder / INDEX
+    if not whole.exists() and not index.exists():
+        raise ValueError(f"has no weights: {folder.name} must have the file {WEIGHTS} or {INDEX}")
+    tensors: dict[str, Tensor] = {}
+    for path in [whole] if whole.exists() else read_index(index, top):
+        with opened_below(path, top) as opened:
+            tensors.update(load_file(opened))
+    return tensors
+
+
+def _allowed(folder: str, root: Path | None) -> tuple[Path, Path]:
+    """Return a directory below `root`, and `root`, all links followed."""
     if root is None:
         raise ValueError("cannot be read: the server was started without --weights-root")
     top = root.resolve()
@@ -76,10 +94,8 @@ def _allowed(folder: str, root: Path | None) -> Path:
         raise ValueError("must be a directory below --weights-root of the server")
     if not is_directory:
         raise ValueError("is no directory at the server")
-    outside = [each.name for each in path.iterdir() if not each.resolve().is_relative_to(top)]
-    if outside:
-        raise ValueError(f"has the file {outside[0]}, a link to outside of --weights-root")
-    return path
+    check_folder(path, top)
+    return path, top
 
 
 def checksums(model: torch.nn.Module) -> dict[str, str]:
