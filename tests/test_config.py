@@ -1,5 +1,6 @@
 """Tests defaults, file and flags: precedence, error messages, and values that survive being written."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -10,16 +11,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import aedit
 from aedit.launch.cli.main import main
 from aedit.launch.config.config import EditConfig, LocalConfig, ModelConfig, RunConfig, TrainConfig
 from aedit.launch.config.effects import without_effect
 from aedit.launch.config.fields import hints, to_toml, values
 from aedit.launch.config.flags import split_flags, with_flags
-from aedit.launch.config.load import load
+from aedit.launch.config.load import load, parse
 from aedit.launch.config.placement import Placement, warnings
 from aedit.launch.config.presets import preset_names
 from aedit.launch.rundir.prepare import differences
 from aedit.types import UserError
+
+PACKAGE = Path(aedit.__file__).parent
 
 
 @pytest.fixture
@@ -231,6 +235,36 @@ def test_each_value_that_config_show_prints_is_a_flag_for_that_value(preset, cap
     ):
         assert load(None, flags).config == wanted
         assert split_flags(["run", *flags]) == (["run"], flags)
+
+
+@pytest.mark.parametrize("value", ["-1", "0.5", "1e12", "nan", '"x"', "[]", "[-1.0]"])
+def test_an_error_names_a_key_that_a_file_can_have(value):
+    for name in hints():
+        table, _, leaf = name.rpartition(".")
+        text = f"[{table}]\n{leaf} = {value}" if table else f"{leaf} = {value}"
+        error = ""
+        try:
+            parse(text, "here")
+        except UserError as refusal:
+            error = str(refusal)
+        said = re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", error.removeprefix("here: "))
+        assert not error or {*said} & hints().keys(), error
+
+
+def test_each_check_of_a_configuration_class_names_a_field_or_a_key():
+    sources = {path: path.read_text(encoding="utf-8") for path in PACKAGE.glob("*/**/*.py")}
+    checking = {path: text for path, text in sources.items() if " check(" in text and "__post_init__" in text}
+    assert len(checking) > 10
+    for path, text in checking.items():
+        for cls in ast.walk(ast.parse(text)):
+            if isinstance(cls, ast.ClassDef) and any(
+                getattr(n, "name", "") == "__post_init__" for n in cls.body
+            ):
+                known = {n.target.id for n in cls.body if isinstance(n, ast.AnnAssign)} | {*hints()}
+                calls = [n for n in ast.walk(cls) if isinstance(n, ast.Call)]
+                names = [n.args[1] for n in calls if getattr(n.func, "id", "") == "check"]
+                texts = [name.value for name in names if isinstance(name, ast.Constant)]
+                assert {part for text in texts for part in text.split(", ")} <= known, f"{path}: {cls.name}"
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -47,12 +47,12 @@ class LearningConfig:
 
     def __post_init__(self) -> None:
         check(
-            self.evaluate_every_steps > 0, "judge_every_steps", "must be above 0", self.evaluate_every_steps
+            self.evaluate_every_steps > 0, "evaluate_every_steps", "must be above 0", self.evaluate_every_steps
         )
         check(
-            self.evaluate_moved_steps > 0, "judge_moved_steps", "must be above 0", self.evaluate_moved_steps
+            self.evaluate_moved_steps > 0, "evaluate_moved_steps", "must be above 0", self.evaluate_moved_steps
         )
-        check(self.evaluation_depth > 0, "judged_depth", "must be above 0", self.evaluation_depth)
+        check(self.evaluation_depth > 0, "evaluation_depth", "must be above 0", self.evaluation_depth)
         check(self.held_out_tokens > 0, "held_out_tokens", "must be above 0", self.held_out_tokens)
 
 
