@@ -311,6 +311,35 @@ def test_plots_of_reward_hold_each_nodes_series_and_the_held_out_answers(tmp_pat
     assert curve(reward, "node 0, rollouts")[0] == [2.0 * n for n in range(1, 51)]
 
 
+def test_the_warm_up_of_one_node_does_not_cover_the_rewards_of_another(tmp_path):
+    (tmp_path / "run.toml").write_text("")
+    for index, last in ((0, 10), (1, 4), (2, 0)):
+        node = RLNode(tmp_path, index)
+        for n in range(1 if last else 8, 16):
+            in_warm_up = {"supervised_steps": n, "groups": 0, "reward": None, "solved": None}
+            node.step(n, **(in_warm_up if n <= last else {"supervised_steps": last}))
+        if index < 2:
+            run = read_run(tmp_path)
+            for figure, unit in ((reward_by_steps(run), 1), (reward_by_time(run), 2)):
+                for axes in figure.axes:
+                    (grey,) = axes.patches
+                    ends = [line for line in axes.get_lines() if "end of the warm-up" in line.get_label()]
+                    assert [line.get_xdata()[0] for line in ends] == [10 * unit, 4 * unit][: index + 1]
+                    assert grey.get_x() + grey.get_width() == min(line.get_xdata()[0] for line in ends)
+    late = reward_by_time(read_run(tmp_path)).axes[0]
+    assert late.patches[0].get_width() == 8, "the third node came at 16 s, without a warm-up"
+    assert not reward_by_steps(read_run(tmp_path)).axes[0].patches, "its first step is of rollouts"
+
+
+def test_a_warm_up_that_goes_on_is_all_grey_up_to_now(tmp_path):
+    (tmp_path / "run.toml").write_text("")
+    node = RLNode(tmp_path, 0)
+    for n in range(1, 4):
+        node.step(n, supervised_steps=n, groups=0, reward=None, solved=None)
+    node.evaluate(3, 0.0)
+    assert reward_by_steps(read_run(tmp_path)).axes[0].patches[0].get_width() == 3
+
+
 def _with_an_evaluation_of_a_slow_node(tmp_path):
     run_dir = tmp_path / "late"
     (run_dir / "nodes").mkdir(parents=True)
@@ -370,6 +399,26 @@ def test_the_plot_of_the_drafter_holds_accepted_length_and_shares_of_arms(tmp_pa
     )
     assert heights(arms, "layer:4") == pytest.approx([0.75] * len(heights(arms, "layer:4")))
     assert heights(arms, "off") == pytest.approx([0.25] * len(heights(arms, "off")))
+
+
+def test_one_trial_of_the_layer_is_one_point(tmp_path):
+    (tmp_path / "run.toml").write_text("")
+    node = RLNode(tmp_path, 0)
+    for n in range(1, 41):
+        tried = 0 if n < 7 else 1 if n < 30 else 2
+        length = None if n < 7 else 1.0 if n < 30 else 1.5
+        told = {
+            "steps": 0,
+            "published": 0,
+            "adopted": 0,
+            "refused": 0,
+            "accepted_length": length,
+            "version": 0,
+        }
+        node.step(n, arms={"off": 10.0 * n, "layer:1": tried}, drafter=told)
+    (line,) = (a for a in drafter(read_run(tmp_path)).axes[0].get_lines() if "layer" in a.get_label())
+    assert (list(line.get_xdata()), list(line.get_ydata())) == ([14.0, 60.0], [1.0, 1.5])
+    assert (line.get_linestyle(), line.get_marker()) == ("None", "x")
 
 
 def test_plots_of_the_policy_and_of_the_nodes_time_hold_their_figures(tmp_path):

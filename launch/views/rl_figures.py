@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isfinite, nan
 
@@ -144,6 +144,24 @@ def after_warm_up(run: Run) -> list[RLEvalEvent]:
     ends = {node.index: rl.supervised_steps for node in run.nodes if (rl := newest(node)) is not None}
     found = [e for node in run.nodes for e in node.rl_evaluations if not e.step < ends.get(node.index, 0.0)]
     return sorted(found, key=lambda e: (e.t, e.step))
+
+
+def warm_up_end(node: NodeRecords) -> Metric | None:
+    """Return the line at which the node's supervised warm-up had ended, with the warm-up's last step.
+
+    Of a node without a warm-up its first line, with step 0. None while the warm-up goes on.
+    """
+    lines = [(metric, metric.rl) for metric in node.metrics if metric.rl is not None]
+    if not lines or not lines[-1][1].groups > 0:
+        return None
+    steps = lines[-1][1].supervised_steps
+    line = next((metric for metric, rl in lines if not rl.supervised_steps < steps), lines[-1][0])
+    return replace(line, step=int(steps) if isfinite(steps) else 0)
+
+
+def steps_of_layer(rl: RLMetric) -> float:
+    """Return the steps of the engine in which the learned layer has drafted."""
+    return sum(steps for arm, steps in rl.arms.items() if arm.partition(":")[0] == "layer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,14 @@ from aedit.launch.views import words
 from aedit.launch.views.axes import from_zero, whole_numbers
 from aedit.launch.views.bars import USES
 from aedit.launch.views.figures import ratio
-from aedit.launch.views.rl_figures import Split, after_warm_up, mean_step, rl_held_out, splits
+from aedit.launch.views.rl_figures import (
+    Split,
+    mean_step,
+    rl_held_out,
+    splits,
+    steps_of_layer,
+    warm_up_end,
+)
 
 MAX_NODES = 8
 MAX_BARS = 120
@@ -75,10 +82,11 @@ def drafter(run: Run) -> Figure | None:
     for node in nodes:
         points = [(t / unit_s, ratio(tokens, passes)) for t, tokens, passes in _passes(node)]
         _line(accepted, points, f"C{node.index}", f"node {node.index}")
-        trained = [(t / unit_s, rl.drafter.accepted_length) for t, rl in _rl_lines(node) if rl.drafter]
-        if any(isfinite(value) for _, value in trained):
+        # Points, as the layer may have drafted in a few steps only: between them nothing was measured.
+        trained = [(t / unit_s, length) for t, length in _drafted(node) if isfinite(length)]
+        if trained:
             label = f"node {node.index}, steps of the layer"
-            _line(accepted, trained, f"C{node.index}", label, linestyle=":")
+            accepted.plot(*zip(*trained, strict=True), f"C{node.index}x", ms=5, label=label)
     accepted.set(title="Accepted length (tokens per pass of a sample; 1 without drafts)", ylabel="tokens")
     accepted.set_ylim(bottom=0.9)
     _legend(accepted)
@@ -132,10 +140,15 @@ def _reward(run: Run, where: Callable[[Point], float], label: str) -> Figure | N
     ):
         if points:
             axes.plot(*zip(*points, strict=True), color="black", linewidth=1.8, marker="o", label="held-out")
-    since = after_warm_up(run)
-    if since and since[0] != evaluations[0]:
+    ends = {node.index: where(end) for node in run.nodes if (end := warm_up_end(node)) is not None}
+    if any(_has_warm_up(node) for node in run.nodes):
+        going_on = [where(n.metrics[-1]) for n in run.nodes if n.metrics and n.index not in ends]
         for axes in (reward, solved):
-            axes.axvspan(0, where(since[0]), color="0.93", label="supervised warm-up")
+            if first := min([*ends.values(), *going_on]):
+                axes.axvspan(0, first, color="0.93", label="supervised warm-up of all nodes")
+            for index, end in ends.items():
+                name = f"node {index}, end of the warm-up"
+                axes.axvline(end, color=f"C{index}", linestyle="--", linewidth=1, label=name)
     reward.set(title=f"Reward of {run.name}", ylabel="mean reward")
     solved.set(title="Solved share", xlabel=label, ylim=(0, 1.02))
     solved.set_xlim(left=0)
@@ -154,6 +167,21 @@ def _merged(found: Sequence[Split]) -> list[Split]:
         means = {use: sum(getattr(split, use) * split.steps for split in part) / steps for use in USES}
         merged.append(Split(step=part[-1].step, steps=steps, **means))
     return merged
+
+
+def _has_warm_up(node: NodeRecords) -> bool:
+    return any(rl.supervised_steps > 0 for _, rl in _rl_lines(node))
+
+
+def _drafted(node: NodeRecords) -> list[tuple[float, float]]:
+    """Return time and accepted length of the lines before which the layer has drafted."""
+    lines = _rl_lines(node)
+    before = [0.0, *(steps_of_layer(rl) for _, rl in lines)]
+    return [
+        (t, rl.drafter.accepted_length)
+        for (t, rl), steps in zip(lines, before, strict=False)
+        if rl.drafter is not None and steps_of_layer(rl) != steps
+    ]
 
 
 def _passes(node: NodeRecords) -> list[tuple[float, float, float]]:
