@@ -3,6 +3,8 @@
 import json
 import random
 from copy import deepcopy
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from kit.nodes import batches, furthest, loss, parameters, plain_training, tower
 from aedit.edit import snapshot
 from aedit.edit.config import PenaltyConfig
 from aedit.edit.pace import OwnPace
+from aedit.launch.node.train import TrainingNode
 from aedit.proto.transports.transport import PeersMissing
 from aedit.types import Verdict
 
@@ -115,6 +118,28 @@ def test_a_refused_push_travels_again_with_what_was_learned_since():
     ]  # the last one is empty
     for name, anchor in anchors_of(hub, sync).items():
         assert torch.equal(anchor - start[name], total[name])
+
+
+@pytest.mark.parametrize("refused", [[], [1], [0, 1, 2, 3]])
+def test_a_node_records_a_round_when_the_hub_has_answered_and_says_if_it_took_none(refused):
+    def judge(push):
+        return Verdict.REFUSED if push.unit in refused and push.seq == 1 else Verdict.MERGED
+
+    _, link, sync, _ = one_node(hub=Hub(judge=judge), every=3)
+    written = []
+    recorder = SimpleNamespace(event=lambda event, **values: written.append((event, values["refused"])))
+    sync.on_round = partial(
+        TrainingNode.record_round, SimpleNamespace(sync=sync, recorder=recorder, bytes_before=0)
+    )
+    rng = torch.Generator().manual_seed(0)
+    with sync:
+        link.away = True
+        for _ in range(5):
+            moved_step(sync, rng)
+        assert not written, "the push is under way"
+        link.away = False
+        moved_step(sync, rng)
+        assert written[0] == ("round_refused" if len(refused) == 4 else "round", refused)
 
 
 def test_units_whose_owner_cannot_be_reached_are_left_out_and_travel_whole_when_it_is_back():

@@ -180,6 +180,20 @@ def test_the_unit_of_a_drafter_is_no_part_of_the_policy(tmp_path):
     assert author.newest().serial == world.hub.state.policy_version == 2
 
 
+def test_the_weight_that_is_shown_is_that_of_a_push_of_the_model():
+    world = World(plan(config(), rules={"second": UnitRule()}))
+    node = world.join("n")
+    world.found(node)
+    world.push(node, 1.0)
+    world.settle()
+    shown = world.hub.state.members[node].weight
+    assert shown > 0
+    world.push(node, 0.0, unit=1, steps=0, tokens=0)  # a drafter that was not trained
+    world.settle()
+    assert world.hub.state.units[1].version == 2
+    assert world.hub.state.members[node].weight == shown
+
+
 def test_hubs_that_split_the_units_say_that_none_has_the_whole_policy(tmp_path):
     toml = write_run(tmp_path)
     hubs = "--hub.address=127.0.0.1:0,127.0.0.1:0"

@@ -331,6 +331,24 @@ def test_the_warm_up_of_one_node_does_not_cover_the_rewards_of_another(tmp_path)
     assert not reward_by_steps(read_run(tmp_path)).axes[0].patches, "its first step is of rollouts"
 
 
+def test_no_line_crosses_the_time_in_which_a_node_was_away(tmp_path):
+    (tmp_path / "run.toml").write_text("")
+    node = RLNode(tmp_path, 0)
+    node.start()
+    for n in range(1, 31):
+        if n == 11:
+            node.now = 55.0
+            node.start(step=10)
+        if n <= 10 or n > 28:
+            node.step(n)
+    (accepted, _), (reward, _) = drafter(read_run(tmp_path)).axes, reward_by_time(read_run(tmp_path)).axes
+    for axes, label in ((accepted, "node 0"), (reward, "node 0, rollouts")):
+        times, values = curve(axes, label)
+        assert [t for t, value in zip(times, values, strict=True) if math.isnan(value)] == [55.0]
+        assert times == sorted(times)
+    assert not any(map(math.isnan, curve(reward_by_steps(read_run(tmp_path)).axes[0], "node 0, rollouts")[1]))
+
+
 def test_a_warm_up_that_goes_on_is_all_grey_up_to_now(tmp_path):
     (tmp_path / "run.toml").write_text("")
     node = RLNode(tmp_path, 0)

@@ -22,6 +22,7 @@ from aedit.launch.views.bars import bytes_per_round
 from aedit.launch.views.curves import loss_by_steps, plot_effective_nodes
 from aedit.launch.views.figures import held_out
 from aedit.launch.views.panel import Fitted, panel, state
+from aedit.launch.views.panel import line as plain_line
 from aedit.launch.views.report import report, summary
 from aedit.types import UserError
 
@@ -466,7 +467,33 @@ def test_the_state_of_a_node_follows_from_its_files(tmp_path):
     assert seen_state(tmp_path, trained, stopped("done")) == "done"
     assert seen_state(tmp_path, trained, stopped("signal")) == "left"
     assert seen_state(tmp_path, trained, failed) == "failed"
-    assert seen_state(tmp_path, trained, failed, restarted) == "starting"
+    assert seen_state(tmp_path, trained, failed, restarted) == "first step"
+
+
+def test_after_a_resume_nothing_is_reckoned_across_the_time_between_the_attempts(tmp_path):
+    def left(node):
+        node.metric(2.0, 30)
+        node.event("stop", 2.5, reason="signal", step=30, tokens=1)
+
+    def resumed(node):
+        node.start(t=60.0, attempt=1, step=30)
+
+    def goes_on(node):
+        node.metric(61.0, 31, wait_s=50.0)
+
+    assert seen_state(tmp_path, left) == "left"
+    assert seen_state(tmp_path, left, resumed) == "first step", "it has started, and trains"
+    assert seen_state(tmp_path, left, resumed, lambda n: n.event("heal", 60.5, round=1)) == "first step"
+    assert seen_state(tmp_path, left, resumed, goes_on) == "training"
+    assert seen_state(tmp_path, left, resumed, goes_on, quiet_s=20) == "waiting"
+    run_dir = new_run(tmp_path, "speeds")
+    node = Writer(run_dir, 0)
+    node.start()
+    for act in (lambda n: n.metric(1.0, 20), left, resumed, goes_on):
+        act(node)
+    assert "- tokens/s" in plain_line(read_run(run_dir), [0]), "no speed from lines of two attempts"
+    node.metric(62.0, 36)
+    assert " 500 tokens/s" in plain_line(read_run(run_dir), [0])
 
 
 def test_status_shows_an_error_in_words(tmp_path, capsys):

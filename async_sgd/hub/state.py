@@ -314,7 +314,8 @@ class HubState:
         for part in record.parts:
             push = unit.pending.pop((part.node, part.seq))
             member = self.changing(part.node)
-            member.weight, member.staleness = part.weight / total, part.staleness
+            if not unit.apart:  # a drafter that was not trained is pushed with weight 0
+                member.weight, member.staleness = part.weight / total, part.staleness
             self._tell_merged(member, push, part, computed)
         if record.version > 1 and not is_late:
             interval_s = max(0.0, record.at_s - unit.merged_at_s)

@@ -113,7 +113,7 @@ class Reports:
             case records.Banned(server, _, reason):
                 self.event("banned", server=server, reason=reason)
             case records.RoundOpened(number):
-                self.event("round", round=number)
+                self.event("round_opened", round=number)  # no node has pushed for it yet
 
     def line(self, values: Mapping[str, Any]) -> None:
         """Write a line of metrics."""

@@ -252,7 +252,7 @@ class TrainingNode:
     # -- records
 
     def record_round(self, outcome: RoundOutcome, waited_s: float) -> None:
-        """Record a finished round. Called by `sync`."""
+        """Record a round that has landed, or that the hub has refused as a whole. Called by `sync`."""
         sent = self.sync.exchange.bytes_sent
         per_unit = dict(zip(outcome.units, range(len(outcome.units)), strict=True))
 
@@ -260,8 +260,9 @@ class TrainingNode:
             known = per_unit if values else {}  # a hub does not send weights to the nodes
             return [values[known[i]] if i in known else None for i in range(len(self.sync.units))]
 
+        refused = bool(outcome.units) and {*outcome.units} <= {*outcome.refused}
         self.recorder.event(
-            "round",
+            "round_refused" if refused else "round",
             id=outcome.round.id,
             step=self.sync.steps,
             steps=outcome.round.steps,

@@ -10,6 +10,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,12 @@ class NodeRecords:
     """Seconds since the node last wrote, from the modification times of its files."""
 
     rl_evaluations: tuple[RLEvalEvent, ...] = ()
+
+    @property
+    def of_attempt(self) -> tuple[Metric, ...]:
+        """Return the lines of metrics of the newest attempt."""
+        begun_s = self.starts[-1].t if self.starts else -inf
+        return tuple(metric for metric in self.metrics if metric.t > begun_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +215,7 @@ class NodeFollower:
         match notice.event:
             case "start":
                 self._start(StartEvent.of(line))
-            case "round":
+            case "round" | "round_refused":
                 landed = RoundEvent.of(line)
                 self._rounds[landed.id] = landed
             case "eval":

@@ -109,7 +109,7 @@ class RoundEvent:
 
     @staticmethod
     def of(line: Line) -> "RoundEvent":
-        """Return the values of a `round` event."""
+        """Return the values of a `round` or `round_refused` event."""
         return RoundEvent(
             t=float(line["t"]),
             id=int(line["id"]),

@@ -32,13 +32,14 @@ SILENT_AFTER_S = 120.0
 COLOURS = {
     "training": "green",
     "warm-up": "green",
+    "first step": "green",
     "waiting": "yellow",
     "silent": "red",
     "failed": "red",
     "done": "cyan",
     "left": "cyan",
 }
-STORY = {"round": "evaluating", "eval": "saving"}
+STORY = {"round": "evaluating", "round_refused": "evaluating", "eval": "saving"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,15 +151,14 @@ def state(node: NodeRecords, warmup_steps: int = 0) -> str:
         return "failed"
     if node.quiet_s > SILENT_AFTER_S:
         return "silent"
-    if not node.metrics or (node.latest and latest == "start" and node.metrics[-1].t <= node.latest.t):
-        return "starting"
+    if not node.of_attempt:
+        return "first step" if node.starts else "starting"
     return _pause(node) or ("warm-up" if node.metrics[-1].step < warmup_steps else "training")
 
 
 def _pause(node: NodeRecords) -> str:
     """Return the reason why the node takes no steps now, "" if it does."""
-    last = node.metrics[-1]
-    before = node.metrics[-2] if len(node.metrics) > 1 else last
+    *_, before, last = (node.of_attempt[0], *node.of_attempt)
     interval_s = last.t - before.t
     story = STORY.get(node.latest.event, "") if node.latest else ""
     if node.quiet_s > max(3.0, 3 * interval_s):
@@ -242,7 +242,7 @@ def _numbers(node: NodeRecords | None) -> list[str]:
         words.count(last.step),
         str(last.round),
         words.nats(last.loss),
-        words.count(recent_tokens_per_s(node.metrics)),
+        words.count(recent_tokens_per_s(node.of_attempt)),
         words.clock(last.wait_s),
         words.percent(last.wait_s / trained_s if trained_s > 0 else float("nan")),
     ]
@@ -252,7 +252,7 @@ def _cell(index: int, node: NodeRecords | None, doing: str) -> str:
     if node is None or not node.metrics:
         return f"node {index} {doing}"
     last = node.metrics[-1]
-    speed = words.count(recent_tokens_per_s(node.metrics))
+    speed = words.count(recent_tokens_per_s(node.of_attempt))
     told = rl_cell(node) or f"loss {words.nats(last.loss)} {speed} tokens/s"
     return f"node {index} {doing} step {last.step} {told}"
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from math import isfinite
+from math import inf, isfinite, nan
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -48,7 +48,7 @@ def reward_by_steps(run: Run) -> Figure | None:
 def reward_by_time(run: Run) -> Figure | None:
     """Return the plot of `reward_by_steps` over wall-clock time."""
     unit_s, name = _time_unit(run)
-    return _reward(run, lambda point: point.t / unit_s, f"{name} since the run began")
+    return _reward(run, lambda point: point.t / unit_s, f"{name} since the run began", unit_s)
 
 
 def step_split(run: Run) -> Figure | None:
@@ -81,7 +81,7 @@ def drafter(run: Run) -> Figure | None:
     accepted, arms = figure.subplots(2, sharex=True)
     for node in nodes:
         points = [(t / unit_s, ratio(tokens, passes)) for t, tokens, passes in _passes(node)]
-        _line(accepted, points, f"C{node.index}", f"node {node.index}")
+        _line(accepted, points, f"C{node.index}", f"node {node.index}", _pauses(node, unit_s))
         # Points, as the layer may have drafted in a few steps only: between them nothing was measured.
         trained = [(t / unit_s, length) for t, length in _drafted(node) if isfinite(length)]
         if trained:
@@ -123,7 +123,8 @@ def policy_health(run: Run) -> Figure | None:
     return figure
 
 
-def _reward(run: Run, where: Callable[[Point], float], label: str) -> Figure | None:
+def _reward(run: Run, where: Callable[[Point], float], label: str, unit_s: float = inf) -> Figure | None:
+    """Return the plot of reward and solved share. unit_s: of the x axis, infinite if that is not of time."""
     evaluations = rl_held_out(run)
     if not evaluations and not any(_rl_lines(node) for node in run.nodes):
         return None
@@ -132,8 +133,9 @@ def _reward(run: Run, where: Callable[[Point], float], label: str) -> Figure | N
     for node in run.nodes:
         told = [(where(metric), metric.rl) for metric in node.metrics if metric.rl is not None]
         name = f"node {node.index}, rollouts"
-        _line(reward, [(x, rl.reward) for x, rl in told], f"C{node.index}", name)
-        _line(solved, [(x, rl.solved) for x, rl in told], f"C{node.index}", name)
+        pauses = _pauses(node, unit_s)
+        _line(reward, [(x, rl.reward) for x, rl in told], f"C{node.index}", name, pauses)
+        _line(solved, [(x, rl.solved) for x, rl in told], f"C{node.index}", name, pauses)
     for axes, points in (
         (reward, [(where(e), e.reward) for e in evaluations]),
         (solved, [(where(e), e.solved) for e in evaluations]),
@@ -231,14 +233,24 @@ def _stack(axes: Axes, edges: Sequence[float], parts: Mapping[tuple[str, str], S
 
 
 def _line(
-    axes: Axes, points: Sequence[tuple[float, float]], colour: str, label: str, linestyle: str = "-"
+    axes: Axes,
+    points: Sequence[tuple[float, float]],
+    colour: str,
+    label: str,
+    pauses: Sequence[float] = (),
 ) -> None:
+    """Draw the points whose value is known, joined by a line that is interrupted at `pauses`."""
     known = [point for point in points if isfinite(point[1])]
-    x, y = [p[0] for p in known], [p[1] for p in known]
-    marker = "o" if len(known) <= 40 and linestyle == "-" else ""
-    axes.plot(
-        x, y, color=colour, linewidth=1, alpha=0.75, linestyle=linestyle, marker=marker, ms=3, label=label
-    )
+    marker = "o" if len(known) <= 40 else ""
+    inner = [x for x in pauses if known and known[0][0] < x <= known[-1][0]]
+    drawn = sorted([*known, *((x, nan) for x in inner)], key=lambda point: point[0])
+    x, y = [p[0] for p in drawn], [p[1] for p in drawn]
+    axes.plot(x, y, color=colour, linewidth=1, alpha=0.75, marker=marker, ms=3, label=label)
+
+
+def _pauses(node: NodeRecords, unit_s: float) -> list[float]:
+    """Return the times at which the node has started again: it was away before."""
+    return [start.t / unit_s for start in node.starts[1:]] if isfinite(unit_s) else []
 
 
 def _rl_lines(node: NodeRecords) -> list[tuple[float, RLMetric]]:
