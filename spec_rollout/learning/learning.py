@@ -46,14 +46,8 @@ class LearningConfig:
     held_out_tokens: int = 4096
 
     def __post_init__(self) -> None:
-        check(
-            self.evaluate_every_steps > 0, "evaluate_every_steps", "must be above 0", self.evaluate_every_steps
-        )
-        check(
-            self.evaluate_moved_steps > 0, "evaluate_moved_steps", "must be above 0", self.evaluate_moved_steps
-        )
-        check(self.evaluation_depth > 0, "evaluation_depth", "must be above 0", self.evaluation_depth)
-        check(self.held_out_tokens > 0, "held_out_tokens", "must be above 0", self.held_out_tokens)
+        for name in ("evaluate_every_steps", "evaluate_moved_steps", "evaluation_depth", "held_out_tokens"):
+            check(getattr(self, name) > 0, name, "must be above 0", getattr(self, name))
 
 
 class LayerTraining:
