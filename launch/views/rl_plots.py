@@ -148,9 +148,9 @@ def _reward(run: Run, where: Callable[[Point], float], label: str, unit_s: float
         for axes in (reward, solved):
             if first := min([*ends.values(), *going_on]):
                 axes.axvspan(0, first, color="0.93", label="supervised warm-up of all nodes")
-            for index, end in ends.items():
+            for index, x in ends.items():
                 name = f"node {index}, end of the warm-up"
-                axes.axvline(end, color=f"C{index}", linestyle="--", linewidth=1, label=name)
+                axes.axvline(x, color=f"C{index}", linestyle="--", linewidth=1, label=name)
     reward.set(title=f"Reward of {run.name}", ylabel="mean reward")
     solved.set(title="Solved share", xlabel=label, ylim=(0, 1.02))
     solved.set_xlim(left=0)
