@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from aedit.edit.exchange import check_new, take
 from aedit.edit.shards import Shards
 from aedit.edit.unit_steps import UnitSteps
 from aedit.edit.units import SyncUnit
@@ -62,9 +63,15 @@ class SharedModule:
         self._shards, self._seen = Shards(), 0
 
     def attach(self, exchange: AnyExchange) -> None:
-        """Exchange the unit through `exchange`. Call it before `LayerSync.of`."""
+        """Exchange the unit through `exchange`. Call it before `LayerSync.of`.
+
+        Raises:
+            ValueError: Another exchange has the unit already.
+        """
+        check_new(self, "make a new one for each exchange")
         exchange.apart = [*exchange.apart, self.unit]
         exchange.unit_steps.register(self.unit.name, lambda: self._total)
+        take(self)
 
     def connect(self, user: TrainedApart, shards: Shards) -> None:
         """Exchange the module of `user` from now on. All ranks of the node, before the first step."""

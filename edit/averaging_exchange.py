@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aedit.async_sgd.rules.outer import Nesterov, OuterOptimizer
 from aedit.edit.alone import Here, OwnNotes
-from aedit.edit.exchange import RoundOutcome
+from aedit.edit.exchange import RoundOutcome, check_new, take
 from aedit.edit.named import kept_state, named_store
 from aedit.edit.schedule import Notes
 from aedit.edit.shards import Shards
@@ -68,10 +68,12 @@ class AveragingExchange:
         """Store the units.
 
         Raises:
-            ValueError: The node has several ranks, or the averager is for vectors of another length.
+            ValueError: The node has several ranks, or the averager is for vectors of another length or serves
+                another `LayerSync`.
         """
         if shards.size > 1:
             raise ValueError(f"hivemind averages whole models: one process per node, not {shards.size}")
+        check_new(self.averager, "make a new averager for each LayerSync, with a prefix of its own")
         numel, length = sum(unit.numel for unit in units), self.averager.sent.size
         if numel != length:
             raise ValueError(f"the averager is for {length} parameters, and the model has {numel}")
@@ -79,6 +81,7 @@ class AveragingExchange:
         ends = torch.tensor([unit.numel for unit in units]).cumsum(0).tolist()
         self._slices = [slice(end - unit.numel, end) for end, unit in zip(ends, units, strict=True)]
         self.allocate()
+        take(self.averager)
 
     def compare(self, settings: Mapping[str, str]) -> None:
         """Do nothing: peers with other settings have another prefix, and do not meet."""

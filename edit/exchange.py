@@ -1,6 +1,7 @@
 """The `Exchange` interface: the source of the next anchor of each unit."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,7 +69,7 @@ class Exchange(Peers, Protocol):
         """Return the payload bytes that this node has given to the network."""
 
     def bind(self, units: Sequence[SyncUnit], shards: Shards) -> None:
-        """Store the units of the model. Called once, before anything else."""
+        """Store the units of the model. Called once, before anything else: an exchange serves one model."""
 
     def compare(self, settings: Mapping[str, str]) -> None:
         """Compare `settings`, units and the exchange's own settings with those of the other nodes.
@@ -125,3 +126,20 @@ class Exchange(Peers, Protocol):
         A checkpoint is loaded into the `state_dict` that results: it has a place for every tensor of an
         anchored node.
         """
+
+
+_TAKEN = "_taken_by_a_layer_sync"
+
+
+def check_new(made: object, remedy: str) -> None:
+    """Raise ValueError if `made`, which has the state of one `LayerSync`, has been given to one already."""
+    if getattr(made, _TAKEN, False):
+        kind = type(made).__name__
+        raise ValueError(f"this {kind} has served another LayerSync, whose state it has: {remedy}")
+
+
+def take(*made: object) -> None:
+    """Note that `made` serve a `LayerSync` from now on."""
+    for each in made:
+        with suppress(AttributeError):  # a class with slots
+            setattr(each, _TAKEN, True)

@@ -19,7 +19,7 @@ from aedit.edit import canonical
 from aedit.edit.alone import Here, OwnNotes
 from aedit.edit.canonical import SharedVector
 from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.exchange import RoundOutcome
+from aedit.edit.exchange import RoundOutcome, check_new, take
 from aedit.edit.hub_join import NodeKeys, NodeOptions, check_units, open_link, shared_drafter
 from aedit.edit.hub_lease import Positions
 from aedit.edit.hub_report import StepReport
@@ -189,8 +189,7 @@ class HubExchange:
             ValueError: The units have other sizes than those that the exchange was made for, or it serves
                 another `LayerSync`.
         """
-        if self._places:
-            raise ValueError("this exchange has served another LayerSync: call HubExchange.join again")
+        check_new(self.link, "call HubExchange.join for each LayerSync")
         self.units, self.shards = units, shards
         check_units(units, self.link, self.joined_units)
         self.detector = PushDetector(len(units), self.penalty)
@@ -204,6 +203,7 @@ class HubExchange:
                 SharedVector(v[i], slices, device) for v in (self.link.anchors, self.link.outbox)
             )
             self._places.append(UnitProgress(anchors, outbox))
+        take(self.link)
 
     def compare(self, settings: Mapping[str, str]) -> None:
         """Raise ValueError if this node has left. The hub compares layout and method when the node joins."""

@@ -45,11 +45,13 @@ class MeanExchange:
     Each node averages the penalised pseudo-gradients of all nodes and takes the same outer step.
 
     Args:
-        transport: Carries vectors and rows between the nodes, such as `TorchTransport()`.
+        transport: Carries vectors and rows between the nodes, such as `TorchTransport()`. Several exchanges
+            may share it: each sends through a channel of its own, so all nodes make them in one order.
         outer: The outer optimizer; None: `Nesterov()`.
         penalty: Detector, weights and clipping of pseudo-gradients; None: `PenaltyConfig()`.
         offload: Keep anchors and outer state in pinned host memory instead of on the device.
         rules: Rules of units that are trained apart from the model, by name; equal on all nodes.
+        name: Name of the channel, which begins the keys in error messages; None: a number.
     """
 
     asynchronous = False
@@ -63,8 +65,10 @@ class MeanExchange:
         penalty: PenaltyConfig | None = None,
         offload: bool = False,
         rules: UnitRules | None = None,
+        name: str | None = None,
     ) -> None:
         self.transport = transport
+        self.channel = transport.channel(name)
         self.outer = outer or Nesterov()
         self.penalty = penalty or PenaltyConfig()
         self.offload = offload
@@ -84,13 +88,13 @@ class MeanExchange:
 
     @property
     def notes(self) -> Notes:
-        """Return the transport, through which nodes leave notes for each other."""
-        return self.transport
+        """Return the channel, through which nodes leave notes for each other."""
+        return self.channel
 
     @property
     def bytes_sent(self) -> int:
-        """Return the payload bytes that the transport has sent."""
-        return self.transport.bytes_sent
+        """Return the payload bytes that the channel has sent."""
+        return self.channel.bytes_sent
 
     def bind(self, units: Sequence[SyncUnit], shards: Shards) -> None:
         """Store the units and ranks of the node. Called once, before anything else."""
@@ -106,13 +110,13 @@ class MeanExchange:
         """
         own = described("outer", self.outer) | described("penalty", self.penalty)
         own |= {f"rule of unit {name}": repr(rule) for name, rule in self.rules.items()}
-        compare(self.transport, "settings", {**settings, **own, **described_layout(self.units, self.shards)})
+        compare(self.channel, "settings", {**settings, **own, **described_layout(self.units, self.shards)})
 
     def anchor(self) -> None:
         """Take the parameters as anchors. Nodes that differ adopt those of the first node, bit for bit."""
         self.allocate()
         mine = torch.tensor(self._digest(range(len(self.units))), dtype=torch.float64)
-        rows = self.transport.gather("anchor", mine).result()
+        rows = self.channel.gather("anchor", mine).result()
         if not (rows.rows == rows.rows[0]).all():
             self.adopt_anchors_of(0, rows, key="anchor")
             for i, unit in enumerate(self.units):
@@ -140,11 +144,11 @@ class MeanExchange:
 
     def average(self, name: str, value: Tensor, weight: Tensor) -> Pending[Tensor]:
         """Return the weighted mean over nodes of an fp32 vector."""
-        return Then(self.transport.weighted_mean(name, value, weight), lambda mean: mean.value)
+        return Then(self.channel.weighted_mean(name, value, weight), lambda mean: mean.value)
 
     def rows(self, key: str, row: Tensor) -> Pending[Rows]:
         """Return one small float64 row per node."""
-        return self.transport.gather(key, row)
+        return self.channel.gather(key, row)
 
     @torch.no_grad()
     def open(self, round: Round, units: Sequence[int], *, leaving: bool = False) -> Pending[RoundOutcome]:
@@ -168,7 +172,7 @@ class MeanExchange:
         self.history = learned_only(history, self.history, [i for i in at if i not in apart])
         head = [self.own_steps, leaving, *self._digest(units)]
         row = torch.cat([torch.tensor(head, dtype=torch.float64), believed_L[at], self.steps_L[at]])
-        return Then(self.transport.gather(f"{round.id}/open", row), self._weigh)
+        return Then(self.channel.gather(f"{round.id}/open", row), self._weigh)
 
     def _weigh(self, rows: Rows) -> RoundOutcome:
         assert self._open is not None
@@ -221,7 +225,7 @@ class MeanExchange:
                 break
         anchor = self.store.read(i)[0]
         value = self._pseudo_gradient(i, anchor) if weight > 0 else torch.zeros_like(anchor)
-        mean = self.transport.weighted_mean(f"{outcome.round.id}/{self.units[i].name}", value, weight)
+        mean = self.channel.weighted_mean(f"{outcome.round.id}/{self.units[i].name}", value, weight)
         # The last round takes the mean as it is: no inner step follows to correct an overshoot.
         outer = Average() if outcome.all_leaving else self._outer_of(i)
         nobody = i in self._open.nobody
@@ -328,7 +332,7 @@ class MeanExchange:
         weight, old, device = float(rows.mine == source), self.store, self._digests[0].device
 
         def fetch(name: str, tensor: Tensor) -> Tensor:
-            return self.transport.weighted_mean(f"{key}/{name}", tensor.to(device), weight).result().value
+            return self.channel.weighted_mean(f"{key}/{name}", tensor.to(device), weight).result().value
 
         def fetched_state(name: str, state: OuterState[Tensor]) -> OuterState[Tensor]:
             momentum = fetch(f"{name}/momentum", state.momentum)

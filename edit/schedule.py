@@ -24,7 +24,8 @@ class Notes(Protocol):
 class RoundSchedule(Protocol):
     """The interface of a schedule, asked once after every inner step of a local phase.
 
-    Not asked while a hub has not answered for the units that the next round would move.
+    Not asked while a hub has not answered for the units that the next round would move. A schedule counts the
+    rounds of one `LayerSync`, which refuses one that has served another.
     """
 
     last_id: int
@@ -62,6 +63,9 @@ class EverySeconds:
     Decided once: the first node to see the time pass posts a note, and a node opens a round when it sees the
     note, whatever its own clock says. The clock is monotonic, so wall clocks may be wrong or jump.
     """
+
+    by_time = True
+    """Nodes open a round at steps of their own, so two blocks of one thread cannot both wait for them."""
 
     def __init__(self, every: PositiveFloat, clock: Callable[[], float] = time.monotonic) -> None:
         self.every = every
@@ -101,6 +105,8 @@ class AtMultiples:
     So that peers meet who have no other way to agree. A clock that is set back delays the next round by at
     most `every` seconds.
     """
+
+    by_time = True
 
     def __init__(self, every: PositiveFloat, clock: Callable[[], float] = time.time) -> None:
         self.every = every

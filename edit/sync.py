@@ -9,6 +9,7 @@ growing and travels in the next push. It leaves out units whose answers take mor
 that is `max_steps_ahead` steps ahead of an answer waits for it.
 """
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -22,7 +23,7 @@ from aedit.edit.buffers import Buffers
 from aedit.edit.config import EditConfig
 from aedit.edit.defaults import chosen
 from aedit.edit.equal import equalize
-from aedit.edit.exchange import Exchange, RoundOutcome
+from aedit.edit.exchange import Exchange, RoundOutcome, check_new, take
 from aedit.edit.flight import Flight
 from aedit.edit.hand_over import HandOver, PolicyEngine
 from aedit.edit.hooks import attach
@@ -34,6 +35,25 @@ from aedit.edit.units import SyncUnit, find_units, fragment
 from aedit.edit.waiting import Waiter
 from aedit.edit.warmup import GradientMean
 from aedit.types import Round
+
+_NEW_EXCHANGE = (
+    "make a new one for each LayerSync (several MeanExchange may share a transport; a node of a hub calls "
+    "HubExchange.join again)"
+)
+
+_SHARED = (
+    "parameter {name} is in another `with sync:` block, which is not over: leave that first, or train models "
+    "that share parameters with one LayerSync, as an nn.ModuleDict"
+)
+
+_BY_TIME = (
+    "{kind} cannot be used in two `with sync:` blocks at once: nodes open rounds at steps of their own, so a "
+    "node could wait in the first block for one that waits for it in the second. Train both models with one "
+    "LayerSync, as an nn.ModuleDict with a list of optimizers, or use EverySteps in both"
+)
+
+_ACTIVE: list[tuple[int, "LayerSync"]] = []
+"""The `with sync:` blocks that this process is in, by their thread."""
 
 
 class LayerSync(Waiter):
@@ -48,6 +68,8 @@ class LayerSync(Waiter):
         config: EditConfig,
         weight_states: Sequence[str] | None = None,
     ) -> None:
+        check_new(exchange, _NEW_EXCHANGE)
+        check_new(schedule, f"make a new {type(schedule).__name__} for each LayerSync")
         reshard(model.modules())
         super().__init__(shards_of(list(model.parameters())), config.timeout_s)
         self.model = model
@@ -85,6 +107,7 @@ class LayerSync(Waiter):
         self._hand_over = HandOver(model, self.shards)
         exchange.bind(self.units, self.shards)
         schedule.listen(exchange.notes)
+        take(exchange, schedule)
 
     @classmethod
     def of(
@@ -161,6 +184,7 @@ class LayerSync(Waiter):
     # -- attach and detach
 
     def __enter__(self) -> "LayerSync":
+        self._check_beside(list(_ACTIVE))
         self.compare()
         snapshot.check_same_round(self.exchange, self._resumed_at)
         reshard(self.model.modules())
@@ -181,6 +205,7 @@ class LayerSync(Waiter):
         self._hooks = attach(self.model, before, self._rounds.after_forward)
         self._rounds.note_parameters()
         self.optimizers.watch(self._rounds.own_values.look, self._rounds.own_values.take)
+        _ACTIVE.append((threading.get_ident(), self))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
@@ -195,6 +220,19 @@ class LayerSync(Waiter):
             self._gradients.detach()
             self.optimizers.unwatch()
             self._compared = False
+            _ACTIVE[:] = [(thread, sync) for thread, sync in _ACTIVE if sync is not self]
+
+    def _check_beside(self, active: Sequence[tuple[int, "LayerSync"]]) -> None:
+        """Raise ValueError if this block cannot be entered beside those that are not over."""
+        for thread, other in active:
+            theirs = {id(p) for p in other._params}
+            for unit in self.units:
+                for name, p in zip(unit.names, unit.params, strict=True):
+                    if id(p) in theirs:
+                        raise ValueError(_SHARED.format(name=name))
+            by_time = [sync for sync in (other, self) if getattr(sync.schedule, "by_time", False)]
+            if thread == threading.get_ident() and by_time and not (self.free or other.free):
+                raise ValueError(_BY_TIME.format(kind=type(by_time[0].schedule).__name__))
 
     # -- what the training loop calls
 

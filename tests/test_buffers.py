@@ -173,6 +173,9 @@ def test_buffers_that_are_equal_keep_their_bits_and_are_never_sent():
         def __init__(self, transport):
             self.transport, self.sent = transport, []
 
+        def channel(self, name=None):
+            return self
+
         def weighted_mean(self, key, value, weight):
             self.sent.append(key)
             return self.transport.weighted_mean(key, value, weight)

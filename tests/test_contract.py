@@ -52,6 +52,46 @@ def test_over_torch_a_node_that_never_comes_fails_the_wait_at_the_deadline_by_na
         assert waited_s < 5
 
 
+@pytest.mark.parametrize("numel", [4, 5, 3, 100])
+@pytest.mark.parametrize("swaps", [(), (1,)], ids=["one order", "other orders"])
+def test_over_torch_own_collectives_of_any_size_keep_apart_from_those_of_the_transport(world, numel, swaps):
+    found = world.run(JOBS, "beside_own_collectives", size=2, args={"numel": numel, "swaps": swaps})
+    assert found == [[[3.0], [21.0], [100.5], [7.0, 8.0]]] * 2
+
+
+def test_over_torch_groups_are_independent_of_those_that_ranks_have_made_and_destroyed(world):
+    assert world.run(JOBS, "survive_other_groups", size=3) == [
+        (2.0, 11.0, [0.0, 2.0]),
+        None,
+        (2.0, 11.0, [0.0, 2.0]),
+    ]
+
+
+def test_over_torch_channels_of_other_names_are_refused_on_all_nodes(world):
+    errors = world.run(JOBS, "name_channels", size=2, args={"names": ["actor", "critic"]})
+    assert "channel 1 of the transport is 'actor' on node 0 and 'critic' on node 1" in errors[0]
+    assert "channel 1 of the transport is 'critic' on node 1 and 'actor' on node 0" in errors[1]
+
+
+def test_over_torch_a_channel_that_a_node_does_not_make_fails_at_the_deadline_by_name(world):
+    error, none = world.run(JOBS, "name_channels", size=2, args={"names": ["actor", None]})
+    assert none is None
+    assert error.startswith("actor: waited 0.5 s for all nodes to make this channel")
+
+
+def test_in_memory_the_second_of_two_nodes_with_other_names_is_refused():
+    place = MemoryWorld(2)
+    place.node(0).channel("actor")
+    with pytest.raises(ValueError, match="is 'critic' on node 1 and 'actor' on node 0"):
+        place.node(1).channel("critic")
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a\nb", 3])
+def test_a_name_of_a_channel_is_a_text_that_can_begin_a_key(name):
+    with pytest.raises(ValueError, match="name must be a text without slash and line break"):
+        MemoryWorld(1).node(0).channel(name)
+
+
 def test_over_torch_closing_leaves_no_thread(world):
     assert world.run(JOBS, "open_and_close", size=2) == [[], []]
 

@@ -36,6 +36,9 @@ class Watched:
     def __getattr__(self, name):
         return getattr(self.transport, name)
 
+    def channel(self, name=None):
+        return self
+
     def gather(self, key, row):
         self.sent.append((key, row.numel()))
         return self.transport.gather(key, row)

@@ -333,6 +333,9 @@ class WritesLater:
     def __getattr__(self, name):
         return getattr(self._transport, name)
 
+    def channel(self, name=None):
+        return self
+
     def weighted_mean(self, key, value, weight):
         assert not value.is_inference(), f"{key} cannot be written outside inference mode"
         return self._transport.weighted_mean(key, value, weight)

@@ -4,17 +4,22 @@ All nodes must take part: a missing node fails the round on all others, at the d
 """
 
 from collections.abc import Callable
+from copy import copy
 from datetime import timedelta
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from aedit.proto.transports.store_notes import StoreNotes
-from aedit.proto.transports.transport import Mean, PeersMissing, Rows
+from aedit.proto.transports.transport import ChannelNames, Mean, PeersMissing, Rows
 
 T = TypeVar("T")
+
+LIMIT_S = 1800.0
+"""Least time that a collective may be under way. A node that lands on arrival sends long before it waits, so
+that `timeout_s` of a wait may be less."""
 
 
 class _Collective(Generic[T]):
@@ -39,27 +44,90 @@ class _Collective(Generic[T]):
 
 
 class TorchTransport:
-    """Transport over one process group. Creating it is a collective call of all ranks of the group.
+    """Transport over process groups of its own, so that no collective of the training loop can meet its own.
 
-    group: ranks that hold the same shard, one per node, such as `mesh.get_group("sync")`; None is the whole
-    world.
+    Making it is a collective call of all ranks of `group`: one broadcast on that group, which is not used
+    again and may be destroyed. So is `channel`, which connects groups of the channel's own.
+
+    Args:
+        group: Ranks that hold the same shard, one per node, such as `mesh.get_group("sync")`; None: the whole
+            world. Its backends, Gloo or NCCL, are those of the transport's groups.
+        timeout_s: Longest wait for the other nodes.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 1800.0) -> None:
-        self.group = group
         self.timeout_s = timeout_s
-        self.bytes_sent = 0
+        self.name = ""
+        self._backends = _backends(group)
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         # Small rows go over Gloo where the group has it, so that no GPU is waited for.
-        self._device = torch.device("cpu" if "gloo" in str(dist.get_backend(group)) else "cuda")
+        self._device = torch.device("cpu" if "gloo" in self._backends.values() else "cuda")
         self._notes = StoreNotes(group, timeout_s)
+        self._connect()
+
+    def channel(self, name: str | None = None) -> "TorchTransport":
+        """See `Transport.channel`. Waits for all nodes; they are connected when it returns.
+
+        Raises:
+            PeersMissing: Another node has not called it within `timeout_s`.
+        """
+        self._check_open()
+        made = copy(self)
+        made.name = self._prefix + self._names.add(name)
+        self._meet(len(self._names.names))
+        made._connect()
+        self._channels.append(made)
+        return made
+
+    def _meet(self, number: int) -> None:
+        """Wait until all nodes have given channel `number` its name, and compare the names."""
+        keys = [f"{self._prefix}channel {number} of {rank}" for rank in range(self._size)]
+        store = self._notes.store
+        store.set(keys[self._rank], self._names.names[-1])
+        try:
+            store.wait(keys, timedelta(seconds=self.timeout_s))
+        except dist.DistStoreError as error:
+            raise PeersMissing(
+                f"{self._prefix}{self._names.names[-1]}: waited {self.timeout_s:g} s for all nodes to make "
+                "this channel: make the same exchanges over a transport on all nodes, in the same order"
+            ) from error
+        self._names.compare({n: text.decode() for n, text in enumerate(store.multi_get(keys))}, self._rank)
+
+    def _connect(self) -> None:
+        """Connect process groups that nothing else uses, one for each backend.
+
+        `torch.distributed.new_group` would not do: it names groups by how many a rank has made, which differs
+        between ranks with groups of their own, and what it makes ends with the user's default group.
+        """
+        store = dist.PrefixStore(f"groups/{self.name}", self._notes.store)
+        made = {name: self._make(name, store) for name in set(self._backends.values())}
+        self._groups = {device: made[name] for device, name in self._backends.items()}
+        self._names, self._channels = ChannelNames(), list[TorchTransport]()
+        self._bytes_sent = 0
+
+    def _make(self, backend: str, store: dist.Store) -> Any:
+        limit = timedelta(seconds=max(LIMIT_S, self.timeout_s))
+        if backend == "gloo":
+            return dist.ProcessGroupGloo(store, self._rank, self._size, timeout=limit)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        return dist.ProcessGroupNCCL(store, self._rank, self._size, options)
+
+    @property
+    def _prefix(self) -> str:
+        return f"{self.name}/" if self.name else ""
+
+    @property
+    def bytes_sent(self) -> int:
+        """See `Transport.bytes_sent`."""
+        return self._bytes_sent + sum(channel.bytes_sent for channel in self._channels)
 
     def gather(self, key: str, row: Tensor) -> _Collective[Rows]:
         """See `Transport.gather`."""
         mine = row.detach().to(self._device, torch.float64, copy=True)
-        rows = mine.new_empty(dist.get_world_size(self.group), mine.numel())
-        work = dist.all_gather(list(rows), mine, group=self.group, async_op=True)
-        rank = dist.get_rank(self.group)
-        return self._under_way(key, work, mine, lambda: Rows(rows.cpu(), rank))
+        rows = mine.new_empty(self._size, mine.numel())
+        work = self._group(mine).allgather([list(rows)], [mine])
+        return self._under_way(key, work, mine, lambda: Rows(rows.cpu(), self._rank))
 
     def weighted_mean(self, key: str, value: Tensor, weight: float | Tensor) -> _Collective[Mean]:
         """See `Transport.weighted_mean`."""
@@ -67,7 +135,7 @@ class TorchTransport:
         packed = value.new_empty(value.numel() + 1)
         _weigh(value.detach().reshape(-1), weight, out=packed[:-1])
         packed[-1] = weight
-        work = dist.all_reduce(packed, group=self.group, async_op=True)
+        work = self._group(packed).allreduce([packed])
 
         def mean() -> Mean:
             total = packed[-1]
@@ -75,24 +143,60 @@ class TorchTransport:
 
         return self._under_way(key, work, packed, mean)
 
-    def _under_way(
-        self, key: str, work: dist.Work | None, sent: Tensor, read: Callable[[], T]
-    ) -> _Collective[T]:
-        assert work is not None, "this rank is not a member of the transport's group"
-        self.bytes_sent += sent.numel() * sent.element_size()
-        return _Collective(key, work, self.timeout_s, read)
+    def _group(self, sent: Tensor) -> Any:
+        self._check_open()
+        if sent.device.type not in self._groups:
+            raise ValueError(
+                f"a tensor on {sent.device} cannot be sent: the process group has backends for "
+                f'{", ".join(self._groups)}; init_process_group("cpu:gloo,cuda:nccl") has both'
+            )
+        return self._groups[sent.device.type]
+
+    def _check_open(self) -> None:
+        if not self._groups:
+            raise ValueError("this TorchTransport is closed: close it after the last `with sync:` block")
+
+    def _under_way(self, key: str, work: dist.Work, sent: Tensor, read: Callable[[], T]) -> _Collective[T]:
+        self._bytes_sent += sent.numel() * sent.element_size()
+        return _Collective(self._prefix + key, work, self.timeout_s, read)
 
     def post(self, key: str, text: str) -> None:
         """See `Transport.post`."""
-        self._notes.post(key, text)
+        self._notes.post(self._prefix + key, text)
 
     def read(self, key: str) -> str | None:
         """See `Transport.read`."""
-        return self._notes.read(key)
+        return self._notes.read(self._prefix + key)
 
     def close(self) -> None:
-        """See `Transport.close`."""
-        self._notes.close()
+        """See `Transport.close`. A channel closes with the transport that it was made of."""
+        if not self.name:
+            self._notes.close()
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        for channel in self._channels:
+            channel._disconnect()
+        for group in set(self._groups.values()):
+            group.abort()  # a collective without its peers would keep the thread that runs it
+        self._groups = {}
+
+
+def _backends(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """Return the backend that a process group has for each type of device."""
+    if dist.get_rank(group) < 0:
+        raise ValueError("TorchTransport: this rank is not a member of the group: give it a group with it")
+    text = str(dist.get_backend_config(group))
+    found = dict(part.split(":") for part in text.split(","))
+    if not torch.cuda.is_available():
+        found.pop("cuda", None)
+    used = {device: name for device, name in found.items() if device in ("cpu", "cuda")}
+    if other := sorted(set(used.values()) - {"gloo", "nccl"}):
+        raise ValueError(
+            f"TorchTransport: the backend of the process group must be gloo or nccl, got {other[0]}: give a "
+            'group made by torch.distributed.new_group(backend="gloo")'
+        )
+    return used
 
 
 def _weigh(value: Tensor, weight: float | Tensor, out: Tensor) -> None:

@@ -1,6 +1,7 @@
 """Nodes that are threads of one process: for tests, simulations and as the model of every other transport."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Condition
@@ -9,7 +10,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from aedit.proto.transports.transport import Mean, Rows
+from aedit.proto.transports.transport import ChannelNames, Mean, Rows
 
 T = TypeVar("T")
 
@@ -35,6 +36,7 @@ class MemoryWorld:
         self._members = set(range(nodes))
         self._meetings: dict[str, _Meeting] = {}
         self._notes: dict[str, str] = {}
+        self._channels: dict[tuple[int, str], ChannelNames] = defaultdict(ChannelNames)
         self._changed = Condition()
 
     def node(self, index: int) -> "MemoryTransport":
@@ -52,6 +54,16 @@ class MemoryWorld:
                 meeting.given[node] = (value, weight)
             self._close_complete()
             return meeting
+
+    def channel(self, node: int, parent: str, name: str | None) -> str:
+        """Return the prefix of the next channel that `node` makes of the channel with prefix `parent`."""
+        with self._changed:
+            mine = self._channels[node, parent]
+            made = mine.add(name)
+            place = len(mine.names) - 1
+            others = [(n, c.names) for (n, p), c in self._channels.items() if p == parent]
+            mine.compare({n: names[place] for n, names in others if len(names) > place}, node)
+            return f"{parent}{made}/"
 
     def enter(self, node: int) -> None:
         """Wait for this node from now on: it had left and is back."""
@@ -111,12 +123,25 @@ class _Answer(Generic[T]):
 
 
 class MemoryTransport:
-    """One thread's end of a `MemoryWorld`."""
+    """One thread's end of a `MemoryWorld`. prefix: begins all its keys."""
 
-    def __init__(self, world: MemoryWorld, node: int) -> None:
+    def __init__(self, world: MemoryWorld, node: int, prefix: str = "") -> None:
         self.world = world
         self.node = node
-        self.bytes_sent = 0
+        self.prefix = prefix
+        self._bytes_sent = 0
+        self._channels: list[MemoryTransport] = []
+
+    @property
+    def bytes_sent(self) -> int:
+        """See `Transport.bytes_sent`."""
+        return self._bytes_sent + sum(channel.bytes_sent for channel in self._channels)
+
+    def channel(self, name: str | None = None) -> "MemoryTransport":
+        """See `Transport.channel`. Does not wait: of two nodes whose names differ, the second one raises."""
+        prefix = self.world.channel(self.node, self.prefix, name)
+        self._channels.append(MemoryTransport(self.world, self.node, prefix))
+        return self._channels[-1]
 
     def gather(self, key: str, row: Tensor) -> _Answer[Rows]:
         """See `Transport.gather`."""
@@ -144,17 +169,18 @@ class MemoryTransport:
         return self._give(key, sent, w, mean)
 
     def _give(self, key: str, value: Tensor, weight: float, read: Callable[[_Meeting], T]) -> _Answer[T]:
-        self.bytes_sent += value.numel() * value.element_size()
-        return _Answer(self.world, self.world.give(self.node, key, value, weight), read)
+        self._bytes_sent += value.numel() * value.element_size()
+        return _Answer(self.world, self.world.give(self.node, self.prefix + key, value, weight), read)
 
     def post(self, key: str, text: str) -> None:
         """See `Transport.post`."""
-        self.world.post(key, text)
+        self.world.post(self.prefix + key, text)
 
     def read(self, key: str) -> str | None:
         """See `Transport.read`."""
-        return self.world.read(key)
+        return self.world.read(self.prefix + key)
 
     def close(self) -> None:
-        """See `Transport.close`."""
-        self.world.leave(self.node)
+        """See `Transport.close`. A channel closes with the transport that it was made of."""
+        if not self.prefix:
+            self.world.leave(self.node)

@@ -33,7 +33,8 @@ class StoreNotes:
         mine = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout) if leads else None
         host, port = _tell(group, host, mine.port if mine else 0)
         self._serves, self._size = leads, dist.get_world_size(group)
-        self._store = mine or TCPStore(host, port, is_master=False, timeout=timeout)
+        self.store = mine or TCPStore(host, port, is_master=False, timeout=timeout)
+        """Store of the group, which serves more than notes."""
         self._watch = TCPStore(host, port, is_master=False, timeout=timeout)
         self._notes: dict[str, str] = {}
         self._closing = threading.Event()
@@ -44,8 +45,8 @@ class StoreNotes:
 
     def post(self, key: str, text: str) -> None:
         """Append a note; the first one under a key stays."""
-        n = self._store.add("count", 1)
-        self._store.set(f"note/{n}", f"{key}\n{text}")
+        n = self.store.add("count", 1)
+        self.store.set(f"note/{n}", f"{key}\n{text}")
         self._notes.setdefault(key, text)
 
     def read(self, key: str) -> str | None:
@@ -63,11 +64,11 @@ class StoreNotes:
         self._closing.set()
         with suppress(RuntimeError):  # the serving process may be gone already
             self.post("closed", "")  # a last note wakes the thread
-            left = self._store.add("left", 1)
+            left = self.store.add("left", 1)
             deadline = time.monotonic() + _CLOSE_LIMIT_S
             while self._serves and left < self._size and time.monotonic() < deadline:
                 time.sleep(0.01)
-                left = self._store.add("left", 0)
+                left = self.store.add("left", 0)
         self._thread.join(_CLOSE_LIMIT_S)
 
     def _follow(self) -> None:

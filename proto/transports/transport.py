@@ -4,11 +4,13 @@ Every call returns at once. Keys are equal on all nodes, and every node asks for
 order. There is no fixed number of nodes: each answer says who took part.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
+
+from aedit.types import check
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -72,8 +74,23 @@ class Mean:
 class Transport(Protocol):
     """Messages between the nodes of one run."""
 
-    bytes_sent: int
-    """Payload bytes handed to the network so far."""
+    @property
+    def bytes_sent(self) -> int:
+        """Return the payload bytes handed to the network so far, those of all channels included."""
+
+    def channel(self, name: str | None = None) -> "Transport":
+        """Return a transport between the same nodes whose keys, notes and order of messages are its own.
+
+        So one transport serves several `LayerSync` objects of a process. All nodes make their channels in one
+        order. It closes with this transport.
+
+        Args:
+            name: Begins its keys in error messages; None: `sync1`, `sync2` and so on, in the order of
+                creation.
+
+        Raises:
+            ValueError: This node has a channel of that name, or another node's has another name.
+        """
 
     def gather(self, key: str, row: Tensor) -> Pending[Rows]:
         """Exchange one small float64 row. `row` is copied before this returns."""
@@ -92,4 +109,40 @@ class Transport(Protocol):
         """Return the note under `key` if it is here already. Never blocks: cheap enough for every step."""
 
     def close(self) -> None:
-        """Leave. Other nodes do not wait for this one from now on, where the transport can do without it."""
+        """Leave, with all channels.
+
+        Other nodes do not wait for this one from now on, where the transport can do without it.
+        """
+
+
+class ChannelNames:
+    """Names of the channels of one transport, in the order of their creation."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def add(self, name: str | None) -> str:
+        """Return the name of the next channel.
+
+        Raises:
+            ValueError: The name is taken, or it is empty or contains a slash or a line break.
+        """
+        made = f"sync{len(self.names) + 1}" if name is None else name
+        fine = isinstance(made, str) and made and not set("/\n") & set(made)
+        check(bool(fine), "name", "must be a text without slash and line break, and not empty", made)
+        check(made not in self.names, "name", "must be another for each channel of a transport", made)
+        self.names.append(made)
+        return made
+
+    def compare(self, names: Mapping[int, str], here: int) -> None:
+        """Raise ValueError unless all nodes give the newest channel the name that node `here` gives it.
+
+        names: by node.
+        """
+        mine = self.names[-1]
+        for node, theirs in names.items():
+            if theirs != mine:
+                raise ValueError(
+                    f"channel {len(self.names)} of the transport is {mine!r} on node {here} and {theirs!r} "
+                    f"on node {node}: make exchanges in one thread, in the same order on all nodes"
+                )

@@ -16,7 +16,15 @@ class VirtualTransport:
 
     def __init__(self, transport: MemoryTransport, turns: Turns) -> None:
         self.transport, self.turns = transport, turns
-        self.bytes_sent = 0
+
+    @property
+    def bytes_sent(self) -> int:
+        """See `Transport.bytes_sent`."""
+        return self.transport.bytes_sent
+
+    def channel(self, name: str | None = None) -> "VirtualTransport":
+        """See `Transport.channel`."""
+        return VirtualTransport(self.transport.channel(name), self.turns)
 
     def gather(self, key: str, row: Tensor) -> Pending[Rows]:
         """See `Transport.gather`."""
@@ -27,8 +35,8 @@ class VirtualTransport:
         return self._asked(key, self.transport.weighted_mean(key, value, weight))
 
     def _asked(self, key: str, pending: Pending[T]) -> Pending[T]:
+        key = self.transport.prefix + key
         self.turns.give(self.transport.node, key)
-        self.bytes_sent = self.transport.bytes_sent
         return _Turned(self, key, pending)
 
     def post(self, key: str, text: str) -> None:

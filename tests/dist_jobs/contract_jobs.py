@@ -5,8 +5,11 @@ The transport contract (tests/kit/transport_contract.py) on `TorchTransport`.
 
 import threading
 import time
+from functools import partial
 
+import pytest
 import torch
+import torch.distributed as dist
 from kit import transport_contract
 from kit.waiting import until
 
@@ -54,6 +57,65 @@ def _wait_in_vain(transport, kind):
         pending.result()
     except PeersMissing as error:
         return str(error), time.monotonic() - began
+
+
+def beside_own_collectives(rank, size, numel, swaps):
+    """Return the loop's own sums over the default group, and the transport's mean and rows beside them.
+
+    All nodes have one order of their own collectives, and one of the transport's, but those of the transport
+    begin later on the nodes in `swaps`, as those of a round do.
+    """
+    transport = TorchTransport(timeout_s=transport_contract.LIMIT_S)
+    own, other = torch.full((numel,), 1.0 + rank), torch.full((numel,), 10.0 + rank)
+    of_round = [
+        lambda: transport.weighted_mean("k", torch.full((4,), 100.0 + rank), 1.0),
+        lambda: transport.gather("r", torch.full((4,), 7.0 + rank)),
+    ]
+    of_loop = [partial(dist.all_reduce, value, async_op=True) for value in (own, other)]
+    begun = [begin() for begin in ([*of_loop, *of_round] if rank in swaps else [*of_round, *of_loop])]
+    (mean, rows), works = (begun[2:], begun[:2]) if rank in swaps else (begun[:2], begun[2:])
+    for work in works:
+        work.wait()
+    found = [own.unique(), other.unique(), mean.result().value.unique(), rows.result().rows[:, 0]]
+    transport.close()
+    return [value.tolist() for value in found]
+
+
+def survive_other_groups(rank, size):
+    """Use a transport over a subgroup whose ranks have made other numbers of groups; outlive all groups."""
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        with pytest.raises(ValueError, match="not a member of the group"):
+            TorchTransport(group)
+        return None
+    transport = TorchTransport(group, timeout_s=transport_contract.LIMIT_S)
+    channel = transport.channel()
+    dist.destroy_process_group(group)
+    before = channel.weighted_mean("k", torch.tensor([1.0 + rank]), 1.0).result().value.item()
+    dist.destroy_process_group()
+    after = channel.weighted_mean("k", torch.tensor([10.0 + rank]), 1.0).result().value.item()
+    rows = transport.channel("late").gather("k", torch.tensor([float(rank)])).result().rows.flatten().tolist()
+    transport.close()
+    with pytest.raises(ValueError, match="this TorchTransport is closed"):
+        channel.gather("k", torch.zeros(1))
+    return before, after, rows
+
+
+def name_channels(rank, size, names):
+    """Return the error on making a channel with the name of this rank; None: this rank makes none."""
+    transport = TorchTransport(timeout_s=0.5 if None in names else transport_contract.LIMIT_S)
+    try:
+        if names[rank] is None:
+            until(lambda: transport.read("gave up") is not None, "the end")
+            return None
+        transport.channel(names[rank])
+    except (ValueError, PeersMissing) as error:
+        transport.post("gave up", "x")
+        return str(error)
+    finally:
+        transport.close()
 
 
 def open_and_close(rank, size):

@@ -23,6 +23,9 @@ class Held:
         self.asked = []
         """Keys of the units sent so far."""
 
+    def channel(self, name=None):
+        return self
+
     def gather(self, key, row):
         return Answer(self, self.transport.gather(key, row))
 

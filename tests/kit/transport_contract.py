@@ -5,6 +5,7 @@ It checks what one node can see and returns a tensor, which must have the same b
 
 import math
 
+import pytest
 import torch
 
 from kit.waiting import until
@@ -187,6 +188,29 @@ def the_bytes_sent_are_counted(transport, node, nodes):
     return torch.zeros(1)
 
 
+def channels_are_apart(transport, node, nodes):
+    """Use the same keys in two channels, in an order of each node's own, as models that land on arrival."""
+    channels = [transport.channel(), transport.channel("named")]
+    asked = {}
+    for i in (0, 1) if node % 2 else (1, 0):
+        value = torch.full((5,), 10.0 * i + node)
+        asked[i] = [channels[i].weighted_mean("k", value, 1.0), channels[i].gather("r", value)]
+    own = transport.gather("r", torch.tensor([-1.0]))
+    middle = (nodes - 1) / 2
+    for i, (mean, rows) in sorted(asked.items()):
+        assert torch.equal(mean.result().value, torch.full((5,), 10 * i + middle))
+        assert rows.result().rows[:, 0].tolist() == [10.0 * i + n for n in range(nodes)]
+    assert own.result().rows.tolist() == [[-1.0]] * nodes
+    for i, channel in enumerate(channels):
+        channel.post(f"apart/{node}", str(i))
+        until(lambda: all(channel.read(f"apart/{n}") == str(i) for n in range(nodes)), "the notes")  # noqa: B023
+    assert transport.read("apart/0") is None
+    assert channels[0].bytes_sent == channels[1].bytes_sent < transport.bytes_sent
+    with pytest.raises(ValueError, match="must be another for each channel of a transport, got named"):
+        transport.channel("named")
+    return asked[1][0].result().value
+
+
 PROMISES = [
     a_mean_is_weighted,
     a_weight_may_be_a_tensor,
@@ -203,6 +227,7 @@ PROMISES = [
     a_key_may_come_again,
     notes_reach_everybody_and_the_first_stays,
     the_bytes_sent_are_counted,
+    channels_are_apart,
 ]
 
 BUCKETS = [(6, 6, 6), (12, 4), (3, 1 << 21, 1), (1,)]
