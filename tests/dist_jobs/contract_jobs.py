@@ -105,7 +105,8 @@ def survive_other_groups(rank, size):
 
 def name_channels(rank, size, names):
     """Return the error on making a channel with the name of this rank; None: this rank makes none."""
-    transport = TorchTransport(timeout_s=0.5 if None in names else transport_contract.LIMIT_S)
+    transport = TorchTransport(timeout_s=transport_contract.LIMIT_S)
+    transport.timeout_s = 0.5 if None in names else transport_contract.LIMIT_S
     try:
         if names[rank] is None:
             until(lambda: transport.read("gave up") is not None, "the end")
