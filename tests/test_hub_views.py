@@ -222,9 +222,12 @@ def test_the_upload_of_the_initial_anchors_is_told_apart_from_pushes(tmp_path):
     write(tmp_path / "hub", [line(5, [node_at(0, 80)], [2], founder=0, anchor_bytes=6000)])
     node_files(tmp_path, 0)
     assert "8.0 kB up (6.0 kB of it the initial anchors, from box-0), 24.0 kB down" in report(tmp_path)
-    assert "6.0 kB that box-0 sent are the initial anchors" in shown_status(tmp_path)
+    assert "the first anchors of the run were 6.0 kB" in shown_status(tmp_path)
     label = bytes_per_round(read_run(tmp_path)).axes[0].get_xlabel()
     assert label == "round (the first of box-0 with the initial anchors, 6.0 kB)"
+    gone, next_one = node_at(0, 80, "gone: left", reports=False), node_at(1, 8)
+    write(tmp_path / "hub", [line(9, [gone, next_one], [2], founder=1, anchor_bytes=6000)])
+    assert "(6.0 kB of it the initial anchors, from box-0)" in report(tmp_path), "who came next sent none"
 
 
 def test_without_the_hubs_folder_a_report_says_what_its_nodes_know(tmp_path):

@@ -94,6 +94,7 @@ class Reports:
         """Write the event that describes an applied record, if it has one."""
         match record:
             case records.Founded(layout, _, num_samples):
+                self._clock.start(0.0)  # the run begins now, for its nodes and in the metrics
                 numel = sum(unit.numel for unit in layout.units)
                 self.event("founded", units=len(layout.units), parameters=numel, samples=num_samples)
             case records.Joined(name, node):

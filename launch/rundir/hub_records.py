@@ -211,6 +211,9 @@ def totals(hubs: Sequence[HubRecords]) -> Totals | None:
     last = [hub.lines[-1] for hub in hubs if hub.lines]
     if not last:
         return None
+    # Once its founder has left, a hub names the node that joined next.
+    founded = [next((line for line in hub.lines if line.founder is not None), None) for hub in hubs]
+    founders = {n.name for line in founded if line for n in line.nodes if n.node == line.founder}
     nodes = [node for hub in last for node in hub.nodes]
     refused: Counter[str] = Counter()
     for node in nodes:
@@ -226,7 +229,7 @@ def totals(hubs: Sequence[HubRecords]) -> Totals | None:
         bytes_up=sum(gained(up) for up in by_node(told, "bytes_up").values()),
         bytes_down=sum(gained(down) for down in by_node(told, "bytes_down").values()),
         excluded=tuple(sorted({(node.name, node.excluded) for node in nodes if node.excluded})),
-        founder=", ".join(sorted({n.name for hub in last for n in hub.nodes if n.node == hub.founder})),
+        founder=", ".join(sorted(founders)),
         anchor_bytes=sum(hub.anchor_bytes for hub in last if hub.founder is not None),
     )
 

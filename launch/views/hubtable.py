@@ -65,10 +65,8 @@ def hub_table(now: HubSample, detail: HubDetail = FULL) -> Iterator[RenderableTy
     if now.left_out:
         known = words.some(now.left_out, "other node")
         yield Text(f"the hub knows {known}, and lists live ones and those that left last", style="dim")
-    founder = next((node for node in now.nodes if node.node == now.founder), None)
-    if detail.trust and founder:
-        size = words.size(now.anchor_bytes)
-        yield Text(f"{size} that {founder.name} sent are the initial anchors", style="dim")
+    if detail.trust and now.founder is not None:
+        yield Text(f"the first anchors of the run were {words.size(now.anchor_bytes)}", style="dim")
     pending = f"{words.some(now.pending, 'push', 'pushes')} waiting for a quorum"
     journal = f"journal {words.size(now.journal_bytes)}"
     facts = [f"term {term_text(now.term)}", f"versions {spread(now.versions)}", pending, journal]
