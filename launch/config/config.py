@@ -9,6 +9,7 @@ from aedit.launch.config.audit import AuditConfig
 from aedit.launch.config.rl import DrafterConfig, PromptConfig, RewardConfig, RLConfig
 from aedit.launch.config.serve import ServeConfig
 from aedit.launch.config.swarm import SwarmConfig
+from aedit.system import is_plain_name
 from aedit.types import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -204,7 +205,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check(
-            bool(self.name) and "/" not in self.name,
+            is_plain_name(self.name),
             "name",
             "must be a plain directory name",
             repr(self.name),

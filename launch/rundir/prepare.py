@@ -90,7 +90,7 @@ def prepare(config: RunConfig, joins_as: str = "") -> Path:
 
 def file_name(node: str) -> str:
     """Return the name of a node as a part of a file name."""
-    return re.sub(r"[^\w.-]", "_", node)
+    return re.sub(r"[^\w.-]|^\.+$", "_", node)
 
 
 def next_attempt(run_dir: Path) -> int:

@@ -62,6 +62,13 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = True) -> 
         file.write(content.encode() if isinstance(content, str) else content)
 
 
+def is_plain_name(name: str) -> bool:
+    """Return whether a text is the name of one file or directory, wherever it came from."""
+    if not name.isprintable() or name in ("", ".", "..") or "/" in name or "\\" in name:
+        return False
+    return len(os.fsencode(name)) <= 255
+
+
 def file_inside(folder: Path, name: object, where: str) -> Path:
     """Return the path of a file that a file of the folder names.
 
@@ -73,9 +80,8 @@ def file_inside(folder: Path, name: object, where: str) -> Path:
     Raises:
         ValueError: It is no plain relative name, such as `a.safetensors` or `part/a.safetensors`.
     """
-    is_plain = isinstance(name, str) and len(name) <= 1024 and name.isprintable() and not {*name} & {*"\\:"}
-    parts = name.split("/") if isinstance(name, str) and is_plain else [""]
-    if not all(part not in ("", ".", "..") and len(os.fsencode(part)) <= 255 for part in parts):
+    parts = name.split("/") if isinstance(name, str) and len(name) <= 1024 else [""]
+    if not all(is_plain_name(part) and ":" not in part for part in parts):
         text = repr(name)
         raise ValueError(
             f"{where} names {text if len(text) <= 80 else text[:77] + '...'}: must be the relative name of a"
