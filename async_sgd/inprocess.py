@@ -22,7 +22,7 @@ from aedit.async_sgd.hub.plan import HubPlan
 from aedit.async_sgd.rules.records import Accepted, Leased, Merged, Push, Record, Refused, Vector
 from aedit.proto.agent.leases import Leases
 from aedit.proto.agent.link import Answer, Progress
-from aedit.types import Layout, News, UnitLayout, Verdict
+from aedit.types import Layout, News, UnitLayout, Verdict, checked
 
 _SAMPLES = 1 << 40
 """Training samples of a corpus that the hub knows nothing of."""
@@ -65,6 +65,7 @@ class Tally:
     """Nodes whose push of a unit did not count in its merge."""
 
 
+@checked()
 class InProcessHub:
     """Runs a `Hub` and applies each record as soon as it is decided. Safe to call from several threads."""
 

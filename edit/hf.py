@@ -31,10 +31,12 @@ from aedit.edit.equal import equalize
 from aedit.edit.exchange import Exchange
 from aedit.edit.schedule import RoundSchedule
 from aedit.edit.sync import LayerSync
+from aedit.types import PositiveFloat, checked
 
 _log = logging.get_logger(__name__)
 
 
+@checked()
 class EditCallback(TrainerCallback):
     """Make the model of a Trainer one node of a run.
 
@@ -65,7 +67,7 @@ class EditCallback(TrainerCallback):
         exchange: Exchange,
         schedule: RoundSchedule | None = None,
         config: EditConfig | None = None,
-        max_grad_norm: float | None = None,
+        max_grad_norm: PositiveFloat | None = None,
         weight_states: Sequence[str] | None = None,
     ) -> None:
         self.exchange, self.schedule, self.config = exchange, schedule, config

@@ -32,12 +32,13 @@ from aedit.edit.units import SyncUnit
 from aedit.proto.agent.agent_link import AgentLink, AgentLost, NodeRefused
 from aedit.proto.agent.link import Link
 from aedit.proto.transports.transport import PeersMissing, Pending, Rows
-from aedit.types import Round, UnitLayout, Verdict
+from aedit.types import NonNegativeInt, PositiveFloat, PositiveInt, Round, UnitLayout, Verdict, checked
 
 WITHDRAW_S = 10.0
 """Longest time to leave the run after an error."""
 
 
+@checked()
 class HubExchange:
     """One node of an asynchronous run. Make one with `HubExchange.join`.
 
@@ -55,10 +56,10 @@ class HubExchange:
         self,
         link: Link,
         *,
-        max_steps_ahead: int = 1024,
-        tokens_per_step: int = 0,
+        max_steps_ahead: PositiveInt = 1024,
+        tokens_per_step: NonNegativeInt = 0,
         penalty: PenaltyConfig | None = None,
-        timeout_s: float = 1800.0,
+        timeout_s: PositiveFloat = 1800.0,
     ) -> None:
         self.link, self.max_steps_ahead, self.tokens_per_step = link, max_steps_ahead, tokens_per_step
         self.penalty = penalty or PenaltyConfig()

@@ -13,8 +13,10 @@ from aedit.edit.config import EditConfig
 from aedit.edit.exchange import Exchange
 from aedit.edit.schedule import RoundSchedule
 from aedit.edit.sync import LayerSync
+from aedit.types import checked
 
 
+@checked()
 class LightningCallback(Callback):
     """Make a Lightning Trainer's model one node of a run.
 

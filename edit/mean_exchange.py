@@ -23,7 +23,7 @@ from aedit.edit.store import DeviceStore, Kept, OuterStore, PinnedStore
 from aedit.edit.unit_steps import UnitSteps
 from aedit.edit.units import SyncUnit
 from aedit.proto.transports.transport import Mean, Pending, Rows, Then, Transport
-from aedit.types import Round
+from aedit.types import Round, checked
 
 
 @dataclass(slots=True)
@@ -39,6 +39,7 @@ class _Open:
     """Units whose weights are all 0."""
 
 
+@checked()
 class MeanExchange:
     """Exchange of EDiT between nodes that all take part (arXiv:2412.07210, algorithm 2).
 

@@ -34,7 +34,7 @@ from aedit.edit.shards import local, reshard, shards_of
 from aedit.edit.units import SyncUnit, find_units, fragment
 from aedit.edit.waiting import Waiter
 from aedit.edit.warmup import GradientMean
-from aedit.types import Round
+from aedit.types import Round, checked
 
 _NEW_EXCHANGE = (
     "make a new one for each LayerSync (several MeanExchange may share a transport; a node of a hub calls "
@@ -56,6 +56,7 @@ _ACTIVE: list[tuple[int, "LayerSync"]] = []
 """The `with sync:` blocks that this process is in, by their thread."""
 
 
+@checked()
 class LayerSync(Waiter):
     """Attach local SGD to a model by hooks, which `with` adds and removes. Make one with `LayerSync.of`."""
 

@@ -269,14 +269,14 @@ def test_a_sample_whose_allowed_tokens_are_all_impossible_is_an_error_and_not_to
         ({"temperature": "1"}, "temperature must be a finite number"),
         ({"temperature": True}, "temperature must be a finite number"),
         ({"top_p": float("nan")}, "top_p must be a finite number"),
-        ({"top_p": 1e-46}, "top_p must be above 0"),
-        ({"top_p": 0}, "top_p must be above 0"),
-        ({"top_k": 2.5}, "top_k must be an int"),
-        ({"top_k": float("inf")}, "top_k must be an int"),
-        ({"max_new_tokens": 8.0}, "max_new_tokens must be an int"),
-        ({"max_new_tokens": float("nan")}, "max_new_tokens must be an int"),
-        ({"min_new_tokens": True}, "min_new_tokens must be an int"),
-        ({"stop_strings": "END"}, "stop_strings must be a tuple, got END"),
+        ({"top_p": 1e-46}, r"top_p must be in \[1e-30, 1\]"),
+        ({"top_p": 0}, r"top_p must be in \[1e-30, 1\]"),
+        ({"top_k": 2.5}, "top_k must be a whole number"),
+        ({"top_k": float("inf")}, "top_k must be a whole number"),
+        ({"max_new_tokens": 8.0}, "max_new_tokens must be a whole number"),
+        ({"max_new_tokens": float("nan")}, "max_new_tokens must be a whole number"),
+        ({"min_new_tokens": True}, "min_new_tokens must be a whole number"),
+        ({"stop_strings": "END"}, "stop_strings must be a list of text, got .END."),
     ],
 )
 def test_a_number_that_is_none_is_refused_by_name(settings, says):
@@ -287,22 +287,25 @@ def test_a_number_that_is_none_is_refused_by_name(settings, says):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"tokens": torch.tensor([1, 2])}, "tokens must be int, got Tensor"),
-        ({"tokens": (1, 2.0)}, "tokens must be int, got float"),
-        ({"tokens": (True, 2)}, "tokens must be int, got bool"),
-        ({"rollout": 1.0}, "rollout must be an int, got 1.0"),
-        ({"sample": "0"}, "sample must be an int, got '0'"),
-        ({"group": None}, "group must be an int"),
+        ({"tokens": torch.tensor([1, 2])}, "tokens must be a list of a whole number, got tensor"),
+        ({"tokens": (1, 2.0)}, "tokens must be a list of a whole number"),
+        ({"tokens": (True, 2)}, "tokens must be a list of a whole number"),
+        ({"rollout": 1.0}, "rollout must be a whole number, got 1.0"),
+        ({"sample": "0"}, "sample must be a whole number, got .0."),
+        ({"group": None}, "group must be a whole number"),
         ({"rollout": -(1 << 63) - 1}, "rollout must fit into 64 bits"),
-        ({"sampling": Sampling(stop_tokens=(1.0,))}, "stop tokens must be int"),
-        ({"sampling": Sampling(allowed=[True] * VOCABULARY)}, "allowed must be a bool tensor, .* got list"),
+        ({"sampling": {"stop_tokens": (1.0,)}}, "stop_tokens must be a list of a whole number"),
+        ({"sampling": {"allowed": [True] * VOCABULARY}}, "allowed must be a bool tensor, .* got list"),
         ({"partial": Rollout(Prompt(tokens=(1,)), [1.0], [0.0], [0])}, "tokens must be int, got float"),
     ],
 )
 def test_a_field_of_another_type_is_refused_by_name(policy, changes, says):
-    sampling = replace(changes.get("sampling", Sampling()), max_new_tokens=8)
-    with pytest.raises(ValueError, match=says):
+    def add():
+        sampling = Sampling(**{"max_new_tokens": 8, **changes.get("sampling", {})})
         engine_of(policy, 1).add(Prompt(**{"tokens": (1, 2), **changes, "sampling": sampling}))
+
+    with pytest.raises(ValueError, match=says):
+        add()
 
 
 def distribution(logits_V, temperature):

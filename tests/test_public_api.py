@@ -1,14 +1,21 @@
 """Tests the public API: it is complete, lazy and typed, and all that pages and examples use."""
 
 import ast
+import dataclasses
 import importlib
 import inspect
+import math
+import pickle
 import re
 import subprocess
 import sys
+import types
+import typing
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("aedit", "aedit.edit", "aedit.async_sgd", "aedit.proto", "aedit.spec_rollout")
@@ -133,3 +140,142 @@ def test_a_type_checker_sees_the_exports_and_misses_what_is_not_there(tmp_path):
     assert len(errors) == 2, done.stdout
     assert 'Module "aedit" has no attribute "LayerSynk"' in errors[0]
     assert 'incompatible type "str"; expected "int"' in errors[1]
+
+
+# --- arguments of public constructors
+
+UNCHECKED = {
+    "Codec": "an interface, without arguments",
+    "PeersMissing": "an exception",
+    "RoundOutcome": "decisions that an exchange reports; the norm of a distrusted node may be NaN",
+    "OuterState.momentum": "an array of NumPy or torch",
+    "OuterState.pending": "an array of NumPy or torch",
+    "Sampling.allowed": "a tensor; workers of rewards import no torch, and Engine.add checks it",
+    "TrlWorker.tokenizer": "any tokenizer of transformers, which is no dependency",
+    "WorkerSource.policy": "any model of transformers, maybe wrapped",
+    "WorkerSource.drafter": "a DraftLayer or an OnlineDrafter",
+}
+"""Classes and parameters that are not checked, each with the reason."""
+
+UNBOUNDED = {
+    "Prompt.group": "a negative number means no group",
+    "Prompt.rollout": "a key may be negative; Engine.add checks that it has 64 bits",
+    "Prompt.sample": "as Prompt.rollout",
+    "RewardSpec.weight": "a negative weight is a penalty",
+    "VirtualClock.now_s": "a clock may begin anywhere",
+}
+"""Numbers without bounds, each with the reason."""
+
+TABLES = {"EditConfig": "edit", "PenaltyConfig": "edit.penalty", "OuterConfig": "outer", "HubConfig": "hub"}
+"""Configuration whose messages name the TOML table instead of the class."""
+
+
+def public_classes():
+    """Return the exported classes that users construct, by name."""
+    named = {name: getattr(importlib.import_module(p), name) for p in PACKAGES for name in public(p)}
+    found = {name: value for name, value in named.items() if inspect.isclass(value)}
+    return {name: cls for name, cls in found.items() if not getattr(cls, "_is_protocol", False)}
+
+
+def public(package):
+    return importlib.import_module(package).__all__
+
+
+def parameters():
+    """Yield class, name of a parameter, and its annotation without bounds."""
+    for name, cls in sorted(public_classes().items()):
+        if name not in UNCHECKED:
+            hints = typing.get_type_hints(cls.__init__, None, {"Tensor": torch.Tensor})
+            for parameter in list(inspect.signature(cls.__init__).parameters)[1:]:
+                yield cls, parameter, hints[parameter]
+
+
+def kinds(hint):
+    """Return the types and choices of an annotation: `int | None` has two."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return [kind for arg in typing.get_args(hint) for kind in kinds(arg)]
+    return [hint]
+
+
+class Foreign:
+    """An object that no constructor can use."""
+
+
+def wrong_values(where, hint):
+    """Yield values that a parameter must refuse, and what the message must have beside its name."""
+    among = kinds(hint)
+    yield Foreign(), "got"
+    if type(None) not in among:
+        yield None, "got None"
+    if str not in among:
+        yield "1", 'got "1"' if Path not in among else None
+    for kind in among:
+        if kind is bool:
+            yield from ((value, f"true or false, got {value}") for value in (1, 0.0, 2))
+        if kind is int:
+            yield from ((value, "whole number") for value in (2.5, 2.0, True, math.nan, math.inf))
+        if kind is float:
+            yield from ((value, "finite number") for value in (True, math.nan, math.inf, -math.inf))
+        if kind in (int, float) and where not in UNBOUNDED:
+            yield -(10**9), "got -1000000000"
+        if typing.get_origin(kind) is typing.Literal:
+            for choice in filter(None, typing.get_args(kind)):
+                if len(choice) > 3:  # of shorter ones, none is nearest
+                    yield choice.swapcase() + choice[-1], "did you mean" if choice.islower() else "got"
+                    yield choice[1:] + choice[0], "got"
+                    yield choice[:-1], f"did you mean {choice}?"
+
+
+WALK = [pytest.param(*one, id=f"{one[0].__name__}.{one[1]}") for one in parameters()]
+
+
+@pytest.mark.parametrize(("cls", "parameter", "hint"), WALK)
+def test_every_public_constructor_refuses_wrong_values_by_name(cls, parameter, hint):
+    where = f"{cls.__name__}.{parameter}"
+    if where in UNCHECKED:
+        return
+    named = (
+        f"{TABLES[cls.__name__]}.{parameter}" if cls.__name__ in TABLES else f"{cls.__name__}: {parameter}"
+    )
+    for value, said in wrong_values(where, hint):
+        if said is not None:
+            with pytest.raises(ValueError, match=re.escape(named)) as refused:
+                cls(**{parameter: value})
+            assert said in str(refused.value)
+
+
+def test_exemptions_name_what_there_is():
+    classes = public_classes()
+    there = {*classes, *(f"{cls.__name__}.{parameter}" for cls, parameter, _ in parameters())}
+    assert {*UNCHECKED, *UNBOUNDED} <= there
+
+
+def test_numbers_of_numpy_and_paths_as_text_are_taken_as_what_they_equal():
+    from aedit import EditConfig, EverySteps
+    from aedit.async_sgd import Nesterov
+    from aedit.proto import DhtSettings, PeerFile
+
+    assert [type(EverySteps(number).every) for number in (np.int64(4), np.uint8(4), 4)] == [int, int, int]
+    assert type(Nesterov(np.float32(0.5)).lr) is float
+    assert Nesterov(np.float32(0.5)).lr == 0.5
+    assert EditConfig(offload=np.bool_(True), landing=np.str_("arrival")) == EditConfig(
+        offload=True, landing="arrival"
+    )
+    assert DhtSettings(run="r", identity="a/b").identity == Path("a/b")
+    assert DhtSettings(run="r", listen=["x"]).listen == ("x",)
+    assert PeerFile("peers").found() == []
+
+
+def test_a_constructor_with_checks_keeps_its_signature_its_errors_and_its_pickle():
+    from aedit import EditConfig, EverySteps
+
+    assert list(inspect.signature(EverySteps).parameters) == ["every"]
+    with pytest.raises(TypeError, match="missing 1 required"):
+        EverySteps()
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        EverySteps(4, evry=4)
+    config = EditConfig(every=8)
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert dataclasses.replace(config, fragments=4).fragments == 4
+    with pytest.raises(ValueError, match=r"edit\.fragments must be at least 1, got 0"):
+        dataclasses.replace(config, fragments=0)

@@ -42,6 +42,7 @@ from aedit.async_sgd.rules.records import (
     Used,
     Vector,
 )
+from aedit.types import checked
 
 _TICK_S = 1.0
 """Interval at which the age of the run is written to the journal."""
@@ -53,6 +54,7 @@ MOST_LEASES = 1024
 """Unused leases of one node; who has more must train first."""
 
 
+@checked()
 class Hub:
     """The state machine that owns the anchors of a run, or of its share of the units."""
 

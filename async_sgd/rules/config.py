@@ -276,7 +276,7 @@ class HubConfig:
     certificates: bool = False
     """Let in only nodes with a certificate of their own (mTLS), besides the token that all share."""
 
-    metrics_port: int | None = None
+    metrics_port: Annotated[int, Range(least=0, most=65535)] | None = None
     """Serve Prometheus metrics on this port of the hub's host."""
 
     policy_versions: PositiveInt = 4

@@ -15,6 +15,7 @@ from aedit.async_sgd.rules.config import OuterConfig
 from aedit.async_sgd.rules.records import Vector
 from aedit.types import (
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Range,
@@ -33,6 +34,7 @@ A = TypeVar("A", bound=Any)
 """An array with operators: a NumPy vector or a torch tensor."""
 
 
+@checked()
 @dataclass(frozen=True, slots=True)
 class OuterState(Generic[A]):
     """State of the outer optimizer for one unit."""
@@ -43,7 +45,7 @@ class OuterState(Generic[A]):
     pending: A | None = None
     """Sum of the pseudo-gradients that the momentum has not taken in yet (Delta); None unless delayed."""
 
-    count: int = 0
+    count: NonNegativeInt = 0
     """Number of these pseudo-gradients."""
 
     def map(self, change: Callable[[A], A]) -> "OuterState[A]":
@@ -130,7 +132,7 @@ class Nesterov:
 
     def init(self, anchor: A) -> OuterState[A]:
         """Return zero momentum."""
-        return OuterState(_zeros(anchor))
+        return OuterState(zeros_like(anchor))
 
     def update(self, gradient: A, state: OuterState[A]) -> tuple[A, OuterState[A]]:
         """Return lr (g + mu u) and the state with u <- mu u + g."""
@@ -164,7 +166,7 @@ class DelayedNesterov:
 
     def init(self, anchor: A) -> OuterState[A]:
         """Return zero momentum and a zero pending sum."""
-        return OuterState(_zeros(anchor), _zeros(anchor))
+        return OuterState(zeros_like(anchor), zeros_like(anchor))
 
     def update(self, gradient: A, state: OuterState[A]) -> tuple[A, OuterState[A]]:
         """Return the step of algorithm 3 and the next state; every `delay`-th call updates the momentum."""
@@ -175,7 +177,7 @@ class DelayedNesterov:
         else:
             u = _plus(u * self.mu, _times(pending, 1 / n))
             step, share = gradient * (self.lr / n), 1 - self.c * n + self.c
-            after = OuterState(u, _zeros(pending))
+            after = OuterState(u, zeros_like(pending))
         return (_plus(step, u * (self.lr * self.mu * share)) if share else step), after
 
     def look_ahead(self, anchor: A, state: OuterState[A]) -> A:
@@ -244,10 +246,54 @@ def make_outer(config: OuterConfig) -> OuterOptimizer:
             return made
 
 
-def _zeros(like: A) -> A:
-    zeros: A = abs(like)  # a new array of the same kind; what is in it may be anything
+def zeros_like(array: A) -> A:
+    """Return a new array of zeros, of NumPy or torch as `array` is, with its shape and dtype."""
+    zeros: A = abs(array)  # what is in it may be anything, also NaN
     zeros[...] = 0
     return zeros
+
+
+def try_outer(outer: OuterOptimizer, anchor: A, *, look_ahead: bool) -> None:
+    """Take two steps with `outer` from `anchor`, an fp32 vector, before a run relies on it.
+
+    Raises ValueError if it returns arrays of another kind, shape or dtype, or changes its arguments. Errors
+    of its own pass.
+    """
+    gradient, state = anchor * 0.25, outer.init(anchor)
+    if not isinstance(state, OuterState):
+        raise ValueError(f"init returned {type(state).__name__}, expected OuterState")
+    for array in state.arrays:
+        _same_kind("init", array, anchor if len(array) else anchor[:0])
+    for _ in range(2):
+        given, before = gradient * 1, state.map(lambda array: array * 1)
+        step, after = outer.update(gradient, state)
+        _same_kind("update", step, anchor)
+        if not isinstance(after, OuterState) or len(after.arrays) != len(state.arrays):
+            raise ValueError(
+                "update returned another state than init, expected an OuterState of as many arrays"
+            )
+        pairs = ((gradient, given), *zip(state.arrays, before.arrays, strict=True))
+        if not all(bool((now == then).all()) for now, then in pairs):
+            raise ValueError("update changed its arguments, expected new arrays")
+        for array, old in zip(after.arrays, state.arrays, strict=True):
+            _same_kind("the state of update", array, old)
+        state = after
+    if look_ahead:
+        _same_kind("look_ahead", outer.look_ahead(anchor, state), anchor)
+
+
+def _same_kind(what: str, found: object, wanted: Any) -> None:
+    """Raise ValueError unless `found` is a finite array of the library, dtype and shape of `wanted`."""
+
+    def kind(array: Any) -> str:
+        library, dtype = type(array).__module__.partition(".")[0], getattr(array, "dtype", "no dtype")
+        shape = tuple(getattr(array, "shape", ()))
+        return f"{library} {type(array).__name__} of {str(dtype).rpartition('.')[2]} and shape {shape}"
+
+    if kind(found) != kind(wanted):
+        raise ValueError(f"{what} returned a {kind(found)}, expected a {kind(wanted)}")
+    if not bool((wanted * 0 + found - found == 0).all()):
+        raise ValueError(f"{what} returned numbers that are not finite")
 
 
 def _plus(own: A, other: A) -> A:

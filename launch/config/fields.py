@@ -93,7 +93,7 @@ def convert(value: object, hint: Any, name: str) -> Any:
     """
     converted = _convert(value, hint)
     if converted is WRONG:
-        near = suggest(value, choices(hint)) if isinstance(value, str) else ""
+        near = suggest(value.lower(), choices(hint)) if isinstance(value, str) else ""
         raise UserError(f"{name}: expected {describe(hint)}, got {shown(value)}{near}")
     return converted
 

@@ -23,7 +23,7 @@ from aedit.proto.swarm.hivemind_child import remove_socket
 from aedit.proto.swarm.kept_node import KeptNode
 from aedit.proto.swarm.line_process import LineProcess
 from aedit.proto.swarm.maddr import checked_maddrs, is_maddr
-from aedit.types import UserError, printable
+from aedit.types import PositiveFloat, UserError, checked, printable
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ _END_S = 15.0
 _NOT_UP = "it is not up yet"
 
 
+@checked()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DhtSettings:
     """Settings of a peer's node of the table."""
@@ -55,12 +56,13 @@ class DhtSettings:
     """Behind NAT or a firewall: the node asks others and is asked by nobody."""
     allow: tuple[bytes, ...] = ()
     """Public keys of the peers whose cards this node stores; empty: everybody's."""
-    every_s: float = 2.0
+    every_s: PositiveFloat = 2.0
     """Time between two looks at the table."""
-    silent_s: float = 60.0
+    silent_s: PositiveFloat = 60.0
     """The process is started again if it says nothing for so long. Its slowest start takes 40 s."""
 
 
+@checked()
 class DhtDiscovery:
     """Finds peers by records of a distributed hash table. Any thread may call; no method blocks."""
 

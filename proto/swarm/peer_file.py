@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from aedit.types import address_fault
+from aedit.types import address_fault, checked
 
 _MOST_BYTES = 2**20
 
 
+@checked()
 class PeerFile:
     """Finds the peers that a file lists: one HOST:PORT per line, comments begin with `#`.
 

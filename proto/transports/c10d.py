@@ -14,6 +14,7 @@ from torch import Tensor
 
 from aedit.proto.transports.store_notes import StoreNotes
 from aedit.proto.transports.transport import ChannelNames, Mean, PeersMissing, Rows
+from aedit.types import PositiveFloat, checked
 
 T = TypeVar("T")
 
@@ -43,6 +44,7 @@ class _Collective(Generic[T]):
         return self._answer[0]
 
 
+@checked()
 class TorchTransport:
     """Transport over process groups of its own, so that no collective of the training loop can meet its own.
 
@@ -55,7 +57,7 @@ class TorchTransport:
         timeout_s: Longest wait for the other nodes.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 1800.0) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: PositiveFloat = 1800.0) -> None:
         self.timeout_s = timeout_s
         self.name = ""
         self._backends = _backends(group)

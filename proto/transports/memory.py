@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from aedit.proto.transports.transport import ChannelNames, Mean, Rows
+from aedit.types import PositiveFloat, PositiveInt, checked
 
 T = TypeVar("T")
 
@@ -24,6 +25,7 @@ class _Meeting:
     closed: bool = False
 
 
+@checked()
 class MemoryWorld:
     """The nodes of one process.
 
@@ -31,7 +33,7 @@ class MemoryWorld:
     `timeout_s`; then the answer is over those that have.
     """
 
-    def __init__(self, nodes: int, *, timeout_s: float = 60.0) -> None:
+    def __init__(self, nodes: PositiveInt, *, timeout_s: PositiveFloat = 60.0) -> None:
         self.timeout_s = timeout_s
         self._members = set(range(nodes))
         self._meetings: dict[str, _Meeting] = {}

@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from aedit.types import check
+from aedit.types import NonNegativeInt, check, checked
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -50,6 +50,7 @@ class Then(Generic[S, T]):
         return self._answer[0]
 
 
+@checked()
 @dataclass(frozen=True, slots=True)
 class Rows:
     """One row per node that answered in time, in an order equal on all nodes.
@@ -58,10 +59,11 @@ class Rows:
     """
 
     rows: Tensor
-    mine: int | None
+    mine: NonNegativeInt | None
     """This node's row; None when the others closed the set without it."""
 
 
+@checked()
 @dataclass(frozen=True, slots=True)
 class Mean:
     """sum(weight * value) / sum(weight) over the nodes that answered in time; zeros if no weight did."""

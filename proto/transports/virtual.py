@@ -7,10 +7,12 @@ from torch import Tensor
 from aedit.clock import Turns
 from aedit.proto.transports.memory import MemoryTransport
 from aedit.proto.transports.transport import Mean, Pending, Rows
+from aedit.types import checked
 
 T = TypeVar("T")
 
 
+@checked()
 class VirtualTransport:
     """A memory transport whose waits take virtual time."""
 

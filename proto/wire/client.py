@@ -14,6 +14,7 @@ from aedit.proto.wire.calls import MIB, Calls, channel
 from aedit.proto.wire.download import Download
 from aedit.proto.wire.retry import HubRefused, HubUnreachable, NobodyListens, Patience, Pauses, TransferBroken
 from aedit.proto.wire.security import ClientKeys
+from aedit.types import PositiveFloat, PositiveInt, checked
 
 __all__ = ["Download", "HubClient", "HubRefused", "HubUnreachable", "NobodyListens", "Pauses", "channel"]
 
@@ -21,6 +22,7 @@ __all__ = ["Download", "HubClient", "HubRefused", "HubUnreachable", "NobodyListe
 M = TypeVar("M", bound=Message)
 
 
+@checked()
 class HubClient:
     """Open connections to one address: one for small calls and `channels` for arrays.
 
@@ -36,8 +38,8 @@ class HubClient:
         address: str,
         keys: ClientKeys | None = None,
         *,
-        call_timeout_s: float = 30.0,
-        channels: int = 1,
+        call_timeout_s: PositiveFloat = 30.0,
+        channels: PositiveInt = 1,
         pauses: Pauses = Pauses(),  # noqa: B008 - it is immutable
         until_it_listens: bool = True,
     ) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.rl.advantages import Advantage, advantages
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
-from aedit.types import check
+from aedit.types import PositiveInt, check, checked
 
 Reward = Callable[..., Sequence[float | None]]
 """trl's signature: `reward(prompts, completions, completion_ids, **columns)`, not asynchronous."""
@@ -32,11 +32,12 @@ STOP_S = 60.0
 """Deadline of the step in progress when the worker is stopped."""
 
 
+@checked()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrlWorkerConfig:
     """Settings of a `TrlWorker`."""
 
-    group_size: int = 8
+    group_size: PositiveInt = 8
     """Rollouts per prompt."""
     max_ahead: int = 64
     """Rollouts that are running or wait for the trainer. The trainer drops what is older than its
@@ -46,8 +47,12 @@ class TrlWorkerConfig:
     advantage: Advantage = "std"
 
     def __post_init__(self) -> None:
-        check(self.group_size >= 1, "group_size", "must be at least 1", self.group_size)
-        check(self.max_ahead >= self.group_size, "max_ahead", "must be at least a group", self.max_ahead)
+        check(
+            self.max_ahead >= self.group_size,
+            "TrlWorkerConfig: max_ahead",
+            "must be at least a group",
+            self.max_ahead,
+        )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -79,6 +84,7 @@ class _Group:
     """Rollouts that have not finished."""
 
 
+@checked()
 class TrlWorker:
     """Rollout worker and weight transfer of an `AsyncGRPOTrainer`.
 

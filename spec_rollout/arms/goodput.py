@@ -27,7 +27,7 @@ from aedit.spec_rollout.arms.cost import StepCost
 from aedit.spec_rollout.arms.drafter_stats import DrafterStats
 from aedit.spec_rollout.arms.time_model import MIN_S, WINDOW
 from aedit.spec_rollout.drafters.drafts import OFF, Arm, Draft, parse_arm
-from aedit.types import check
+from aedit.types import check, checked
 
 EXPLORATION_SHARE = 0.005
 """Share of all time that trials may cost."""
@@ -126,6 +126,7 @@ class ArmStats:
             self.time_ratio += (min(ratio, 3.0) - self.time_ratio) / min(self.steps + 8, 64)
 
 
+@checked()
 class Goodput:
     """Chooses the arm with the highest predicted goodput."""
 

@@ -11,12 +11,15 @@ from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from aedit.types import checked
+
 DrafterKind = Literal["none", "layer", "suffix", "custom"]
 """Kind of drafter; `custom` is one of your own."""
 
 _ARM = re.compile(r"(layer|suffix|custom):(?:(\d+)|(\d+)x(\d+)x(\d+))")
 
 
+@checked()
 @dataclass(frozen=True, slots=True)
 class Arm:
     """One speculation setting."""
@@ -80,6 +83,7 @@ def parse_arm(text: str) -> Arm:
     return Arm(kind, depth, width, nodes)
 
 
+@checked()
 @dataclass(frozen=True, slots=True)
 class Draft:
     """Drafted tokens of every row. Parents precede their children."""

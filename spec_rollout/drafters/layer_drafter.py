@@ -21,7 +21,7 @@ from aedit.spec_rollout.drafters.drafts import Arm, Draft, Noise, RowStart, Step
 from aedit.spec_rollout.model.graphs import GraphCache, batch_bucket, context_bucket
 from aedit.spec_rollout.model.host_to_device import to_device
 from aedit.spec_rollout.model.target_model import TargetModel
-from aedit.types import check
+from aedit.types import PositiveInt, check, checked
 
 VerifyMode = Literal["coupled", "rejection"]
 
@@ -31,6 +31,7 @@ _CHUNK = 2048
 """Number of missed pairs that are computed at a time."""
 
 
+@checked()
 class LayerDrafter:
     """`drafts.Drafter` for the arms `layer:...`.
 
@@ -43,10 +44,10 @@ class LayerDrafter:
         layer: DraftLayer,
         embeddings: tuple[Tensor, Tensor],
         *,
-        rows: int,
-        max_tokens: int,
+        rows: PositiveInt,
+        max_tokens: PositiveInt,
         mode: VerifyMode = "coupled",
-        window: int = 512,
+        window: PositiveInt = 512,
     ) -> None:
         """Make a drafter.
 
@@ -61,7 +62,6 @@ class LayerDrafter:
         sizes = layer.shape.vocabulary, layer.shape.hidden_size
         for name, tensor in zip(("embedding", "head"), embeddings, strict=True):
             check(tensor.shape == sizes, f"the policy's {name}", f"must be of shape {sizes}", tensor.shape)
-        check(window > 0, "window", "must be above 0", window)
         self.mode, self.version = mode, 0
         self._runner = DraftRunner(layer, *embeddings, rows=rows, slots=max_tokens + _EXTRA_SLOTS)
         self._backlog = Backlog(rows, window)

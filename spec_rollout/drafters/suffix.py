@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 from aedit.spec_rollout.drafters.automaton import ROOT, Automaton
 from aedit.spec_rollout.drafters.drafts import Arm, Draft, Noise, RowStart, StepUpdate
 from aedit.spec_rollout.model.host_to_device import to_device
-from aedit.types import check
+from aedit.types import PositiveInt, Range, checked
 
 SMOOTHING = 4.0
 """A continuation seen c times out of n has probability c / (n + SMOOTHING / length), which trusts long
@@ -157,6 +158,7 @@ class RowText:
         self.generation = self.history.generation
 
 
+@checked()
 class SuffixDrafter:
     """`drafts.Drafter` for the arms `suffix:...`.
 
@@ -167,7 +169,12 @@ class SuffixDrafter:
     needs_features = False
 
     def __init__(
-        self, *, window: int = 16384, groups: int = 256, min_match: int = 2, device: str = "cpu"
+        self,
+        *,
+        window: Annotated[int, Range(least=2 * OVERLAP)] = 16384,
+        groups: PositiveInt = 256,
+        min_match: PositiveInt = 2,
+        device: str = "cpu",
     ) -> None:
         """Make a drafter.
 
@@ -180,9 +187,6 @@ class SuffixDrafter:
         Raises:
             ValueError: A value is too small.
         """
-        check(window >= 2 * OVERLAP, "window", f"must be at least {2 * OVERLAP}", window)
-        check(groups > 0, "groups", "must be above 0", groups)
-        check(min_match > 0, "min_match", "must be above 0", min_match)
         self._half, self._groups, self._min_match = window // 2, groups, min_match
         self._device = torch.device(device)
         self._histories: dict[int, GroupHistory] = {}

@@ -33,6 +33,7 @@ from aedit.spec_rollout.model.target_model import TargetModel, make_target
 from aedit.spec_rollout.sampling.noise import RowNoise
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout
 from aedit.spec_rollout.sampling.stops import TokenDecoder
+from aedit.types import checked
 from aedit.weight_gather import take_part
 
 
@@ -46,6 +47,7 @@ class EngineOptions(TypedDict, total=False):
     limits: EngineLimits | None
 
 
+@checked()
 class Engine:
     """Continuous batching over the rows of a `TargetModel`, whose parameters are used in place.
 

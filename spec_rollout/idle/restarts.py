@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, replace
 
-from aedit.types import check
+from aedit.types import NonNegativeFloat, NonNegativeInt, checked
 
 
+@checked()
 @dataclass(frozen=True, slots=True)
 class Restarts:
     """Number of deaths so far, and when the next start is allowed.
@@ -13,18 +14,14 @@ class Restarts:
     count.
     """
 
-    limit: int = 5
+    limit: NonNegativeInt = 5
     """Number of deaths in a row after which there are no more starts."""
-    pause_s: float = 1.0
+    pause_s: NonNegativeFloat = 1.0
     """Pause after the first death."""
     longest_pause_s: float = 60.0
     in_row: int = 0
     total: int = 0
     died_at_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        check(self.limit >= 0, "limit", "must be 0 or more", self.limit)
-        check(self.pause_s >= 0, "pause_s", "must be 0 or more", self.pause_s)
 
     def died(self, now_s: float, *, worked: bool) -> "Restarts":
         """Return the rule after a death; `worked` resets the count of deaths in a row."""

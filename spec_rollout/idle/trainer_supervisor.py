@@ -11,7 +11,7 @@ from typing import Any
 from aedit.spec_rollout.idle.restarts import Restarts
 from aedit.spec_rollout.idle.suspended_process import ProcessSpec, SuspendedProcess
 from aedit.spec_rollout.idle.trainer_memory import StatusWord, TrainerState, TrainerStatus
-from aedit.types import check
+from aedit.types import NonNegativeFloat, PositiveFloat, PositiveInt, check, checked
 
 POLL_S = 0.05
 """Interval of checks in seconds while the trainer runs. While it is suspended there are none."""
@@ -29,35 +29,30 @@ CUMULATIVE_WORDS = (
 )
 
 
+@checked()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdleConfig:
     """Settings of the trainer process."""
 
-    threads: int = 1
+    threads: PositiveInt = 1
     niceness: int = 19
     """19 also means SCHED_IDLE where it is available: only time that no other process wants."""
     memory_bytes: int | None = None
     """Limit of its memory beyond torch itself. None: no limit."""
     checkpoint: Path | None = None
     """File of the checkpoint. None: a new process continues from the last publication."""
-    checkpoint_every_s: float = 30.0
+    checkpoint_every_s: NonNegativeFloat = 30.0
     """Interval in seconds of the trainer's own processor time."""
-    hung_after_s: float = 60.0
+    hung_after_s: PositiveFloat = 60.0
     """Seconds of windows without a heartbeat after which it is killed and restarted."""
-    starts_within_s: float = 300.0
+    starts_within_s: PositiveFloat = 300.0
     """The same before its first heartbeat: it loads torch and its checkpoint."""
     restarts: Restarts = field(default_factory=Restarts)
     log: Path | None = None
     """File of its output, with the traceback of an error. None discards it; `status` has the last line."""
 
     def __post_init__(self) -> None:
-        check(self.threads > 0, "threads", "must be above 0", self.threads)
         check(0 <= self.niceness <= 19, "niceness", "must be between 0 and 19", self.niceness)
-        check(self.hung_after_s > 0, "hung_after_s", "must be above 0", self.hung_after_s)
-        check(self.starts_within_s > 0, "starts_within_s", "must be above 0", self.starts_within_s)
-        check(
-            self.checkpoint_every_s >= 0, "checkpoint_every_s", "must be 0 or more", self.checkpoint_every_s
-        )
 
 
 class TrainerSupervisor:

@@ -18,14 +18,16 @@ from torch import Tensor
 from aedit.spec_rollout.learning.features import RowFeatures
 from aedit.spec_rollout.model.model_forward import HiddenStates
 from aedit.spec_rollout.model.model_support import unwrapped
+from aedit.types import NonNegativeInt, checked
 
 
+@checked()
 @dataclass(frozen=True, slots=True)
 class TrainedText:
     """A finished sample: prompt and answer."""
 
     tokens: Sequence[int]
-    num_prompt: int
+    num_prompt: NonNegativeInt
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class _Copy:
     done: torch.cuda.Event | None
 
 
+@checked()
 class ForwardFeatures:
     """Writes the hidden states of forward passes that happen anyway into the ring of a sink.
 

@@ -39,7 +39,7 @@ from aedit.spec_rollout.learning.local_gate import LocalGate
 from aedit.spec_rollout.learning.policy_source import PolicySource, embeddings_of
 from aedit.spec_rollout.learning.use_of_features import UseOfFeatures
 from aedit.spec_rollout.model.target_model import TargetModel
-from aedit.types import check
+from aedit.types import PositiveInt, check, checked
 
 CAUSES = ("round", "hub", "rollouts", "longest sample", "rank", "rewards")
 """Why a node waits: for other nodes of a round, for a hub, for rollouts of other processes, for the last of
@@ -74,19 +74,17 @@ class Trainer(Protocol):
         """End the training."""
 
 
+@checked()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnlineConfig:
     """Settings of an `OnlineDrafter`."""
 
     learning: LearningConfig = field(default_factory=LearningConfig)
     idle: IdleConfig = field(default_factory=IdleConfig)
-    memory_bytes: int = 2**26
+    memory_bytes: PositiveInt = 2**26
     """Memory for the newest features."""
     train: bool = True
     """False: windows are measured and not used; the drafter changes only by `take_shared`."""
-
-    def __post_init__(self) -> None:
-        check(self.memory_bytes > 0, "memory_bytes", "must be above 0", self.memory_bytes)
 
 
 @dataclass(slots=True)
@@ -99,6 +97,7 @@ class _Counts:
     refused: int = 0
 
 
+@checked()
 class OnlineDrafter:
     """A learned drafter with its training in idle time. Make one with `OnlineDrafter.of`.
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from aedit.spec_rollout.learning.losses import PolicyEmbeddings
 from aedit.spec_rollout.model.model_support import whole
+from aedit.types import NonNegativeInt, checked
 
 
 class PolicySource(Protocol):
@@ -41,6 +42,7 @@ class PolicySource(Protocol):
         """Return the device of the features."""
 
 
+@checked()
 class TrainedPolicy:
     """`PolicySource` of a rank that trains a `transformers` model whose rollouts are generated elsewhere.
 
@@ -48,7 +50,7 @@ class TrainedPolicy:
     make it together, and update it together.
     """
 
-    def __init__(self, model: nn.Module, version: int = 0) -> None:
+    def __init__(self, model: nn.Module, version: NonNegativeInt = 0) -> None:
         self.model: Any = model
         self.update(version)
 

@@ -18,6 +18,7 @@ from aedit.spec_rollout.model.kv_extent import KVExtent
 from aedit.spec_rollout.model.kv_rows import KVRows
 from aedit.spec_rollout.model.kv_spans import KVSizes, Span
 from aedit.spec_rollout.model.layers import AttentionSpec, LayerShape
+from aedit.types import PositiveInt, checked
 
 MIN_SAVED_BYTES = 64 << 10
 """Bytes of keys and values of one layer that take as long to read as the calls of one more extent, on one CPU
@@ -31,6 +32,7 @@ def default_layout(device: torch.device) -> Literal["rows", "blocks"]:
     return "rows" if device.type == "cpu" else "blocks"
 
 
+@checked()
 @dataclass(frozen=True, slots=True)
 class KVMemory:
     """Layout of keys and values in memory, and the size of their pool."""
@@ -38,7 +40,7 @@ class KVMemory:
     layout: Literal["auto", "rows", "blocks"] = "auto"
     """`rows`: consecutive slots, committed by the operating system when they are written. `blocks`: a pool
     with a table per row. `auto`: see `default_layout`."""
-    num_blocks: int | None = None
+    num_blocks: PositiveInt | None = None
     """Blocks of 16 tokens in the pool. None: enough for all rows at their greatest length, but at most 80 %
     of the free memory of a CUDA device."""
 

@@ -26,8 +26,10 @@ from aedit.spec_rollout.model.prefill import Segment as Segment
 from aedit.spec_rollout.model.rotary import read_ropes
 from aedit.spec_rollout.model.target_sizes import check_sizes, check_taps
 from aedit.spec_rollout.model.weight_update import PolicyWeights
+from aedit.types import NonNegativeInt, PositiveInt, checked
 
 
+@checked()
 class Target:
     """A `transformers` model in the form that the engine needs.
 
@@ -39,9 +41,9 @@ class Target:
     def __init__(
         self,
         model: nn.Module,
-        rows: int,
-        max_tokens: int,
-        nodes: int,
+        rows: PositiveInt,
+        max_tokens: PositiveInt,
+        nodes: NonNegativeInt,
         taps: Sequence[int],
         kv: KVMemory | None = None,
     ) -> None:

@@ -5,13 +5,15 @@ from dataclasses import dataclass
 
 from aedit.spec_rollout.rl.problems import Problem
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout
+from aedit.types import NonNegativeInt, checked
 
 
+@checked()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """The finished rollouts of one prompt, with their rewards."""
 
-    position: int
+    position: NonNegativeInt
     """Place of the prompt in the run's stream of prompts: no two groups of a run have the same. It is the
     `Prompt.rollout` of all samples of the group."""
     problem: Problem

@@ -1,11 +1,10 @@
 """Input and output of an engine: prompts, sampling settings, rollouts."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
-from aedit.types import check
+from aedit.types import NonNegativeInt, PositiveInt, Range, Share, check, checked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +43,7 @@ class Constraint(Protocol):
         """
 
 
+@checked()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """Settings of the next-token distribution, applied in this order.
@@ -54,22 +54,22 @@ class Sampling:
 
     temperature: float = 1.0
     """0 selects the most likely token, the lowest id among equals."""
-    top_k: int = 0
+    top_k: NonNegativeInt = 0
     """Keep this many of the most likely tokens; 0 keeps all."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Range(least=MIN_TOP_P, most=1)] = 1.0
     """Keep the most likely tokens that together reach this probability, at least one."""
-    min_p: float = 0.0
+    min_p: Share = 0.0
     """Keep the tokens with at least this share of the largest probability."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: Annotated[float, Range(least=1 / MAX_PENALTY, most=MAX_PENALTY)] = 1.0
     """Logits of tokens that occur in prompt or answer are divided by it where positive, else multiplied."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: Annotated[float, Range(least=-MAX_PENALTY, most=MAX_PENALTY)] = 0.0
     """Subtracted from a token's logit once for each time that it occurs in the answer."""
-    presence_penalty: float = 0.0
+    presence_penalty: Annotated[float, Range(least=-MAX_PENALTY, most=MAX_PENALTY)] = 0.0
     """Subtracted from the logits of the tokens that occur in the answer."""
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     """Added to the logits of these tokens."""
-    max_new_tokens: int = 256
-    min_new_tokens: int = 0
+    max_new_tokens: PositiveInt = 256
+    min_new_tokens: NonNegativeInt = 0
     """Before this many new tokens no stop token is drawn and no stop string ends the rollout."""
     stop_tokens: tuple[int, ...] = ()
     """A rollout ends after one of these tokens, which is its last one."""
@@ -79,49 +79,19 @@ class Sampling:
     """Bool, (vocabulary,): tokens that may be drawn. None allows all."""
     constraint: Constraint | None = field(default=None, compare=False)
     """Returns the tokens that may be drawn after a text. It stays in this process."""
-    top_logprobs: int = 0
+    top_logprobs: NonNegativeInt = 0
     """Number of most likely tokens whose log-probabilities are reported with each token."""
 
     def __post_init__(self) -> None:
-        numbers = ("temperature", "top_p", "min_p")
-        penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-        for name in numbers + penalties:
-            _check_number(name, getattr(self, name))
-        for name in ("top_k", "max_new_tokens", "min_new_tokens", "top_logprobs"):
-            _check_int(name, getattr(self, name))
-        for token, bias in self.logit_bias.items():
-            _check_int("a token of logit_bias", token)
-            _check_number(f"logit_bias of token {token}", bias)
-        check(0 <= self.min_p <= 1, "min_p", "must be 0 to 1", self.min_p)
-        for name in penalties:
-            lowest = 1 / MAX_PENALTY if name == "repetition_penalty" else -MAX_PENALTY
-            value = getattr(self, name)
-            check(lowest <= value <= MAX_PENALTY, name, f"must be {lowest} to {MAX_PENALTY}", value)
-        check(self.top_logprobs >= 0, "top_logprobs", "must be 0 or more", self.top_logprobs)
         check(
             self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE,
-            "temperature",
+            "Sampling: temperature",
             f"must be 0 or more: 0 (greedy), or {MIN_TEMPERATURE} to {MAX_TEMPERATURE}",
             self.temperature,
         )
-        check(self.top_k >= 0, "top_k", "must be 0 or more", self.top_k)
-        check(
-            MIN_TOP_P <= self.top_p <= 1, "top_p", f"must be above 0 ({MIN_TOP_P}) and at most 1", self.top_p
-        )
-        check(self.max_new_tokens > 0, "max_new_tokens", "must be above 0", self.max_new_tokens)
-        check(self.min_new_tokens >= 0, "min_new_tokens", "must be 0 or more", self.min_new_tokens)
-        check(not isinstance(self.stop_strings, str), "stop_strings", "must be a tuple", self.stop_strings)
 
 
-def _check_number(name: str, value: object) -> None:
-    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    check(ok, name, "must be a finite number", value)
-
-
-def _check_int(name: str, value: object) -> None:
-    check(isinstance(value, int) and not isinstance(value, bool), name, "must be an int", repr(value))
-
-
+@checked()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One requested sample.
@@ -194,6 +164,7 @@ class SampleKV:
         return self.kv.numel() * self.kv.element_size()
 
 
+@checked()
 @dataclass(slots=True)
 class Rollout:
     """One sample, which grows with the steps of the engine.
@@ -211,7 +182,7 @@ class Rollout:
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     """The most likely tokens at the place of each token; empty unless `Sampling.top_logprobs` asks."""
     finish_reason: FinishReason = ""
-    passes: int = 0
+    passes: NonNegativeInt = 0
     """Number of forward passes of the policy that drew its tokens; tokens / passes is the mean accepted
     length."""
 

@@ -11,13 +11,23 @@ from aedit.spec_rollout.servers.link_process import LinkProcess
 from aedit.spec_rollout.servers.publisher import version_layout
 from aedit.spec_rollout.servers.settings import LinkSettings
 from aedit.spec_rollout.workers.remote_workers import RemotePolicy
-from aedit.types import Layout, TensorLayout, UnitLayout, check
+from aedit.types import (
+    Layout,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    TensorLayout,
+    UnitLayout,
+    check,
+    checked,
+)
 
 OnNewVersion = Literal["recompute", "finish"]
 BLOCK = re.compile(r"(.*?\.\d+)\.")
 """Name of a transformer block at the start of a tensor's name."""
 
 
+@checked()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Servers:
     """Rollout servers of one rank; see `WorkerSource`."""
@@ -32,7 +42,7 @@ class Servers:
     """Name of the run, equal on the servers."""
     trainer: str = ""
     """Name of this node, for people."""
-    rank: int = 0
+    rank: NonNegativeInt = 0
     keys: Path | None = None
     """Folder of the node's keys; None: plaintext."""
     layout: Layout | None = None
@@ -42,16 +52,16 @@ class Servers:
     workers."""
     on_new_version: OnNewVersion = "recompute"
     """Samples that are running at a server when a new version comes continue with it, or end with theirs."""
-    silent_s: float = 5.0
+    silent_s: PositiveFloat = 5.0
     """Seconds without a sign of life after which a server is given up and its samples continue elsewhere."""
-    stalled_s: float = 60.0
+    stalled_s: PositiveFloat = 60.0
     """Seconds without a token of a sample after which this sample continues elsewhere, and time in which a
     server must answer the request to return one."""
-    connect_s: float = 10.0
+    connect_s: PositiveFloat = 10.0
     """Limit of the time until a server answers."""
-    poll_s: float = 3.0
+    poll_s: PositiveFloat = 3.0
     """Interval of the questions for the list of servers."""
-    ring: int = 8
+    ring: PositiveInt = 8
     """Policy versions that are kept, to send others only what has changed since."""
     auditor: str = ""
     """Function as `package.module:name` that is called with `LinkSettings` and returns an `Auditor`; empty:
@@ -64,15 +74,14 @@ class Servers:
     """Directory of the process's output; None discards it."""
 
     def __post_init__(self) -> None:
+        known = ("", "bf16", "fp32", "fp64")
+        check(self.dtype in known, "Servers: dtype", f"must be one of {', '.join(known[1:])}", self.dtype)
         check(bool(self.addresses or self.hubs), "addresses", "must name a server, or hubs one", "none")
         check(len(set(self.addresses)) == len(self.addresses), "addresses", "must differ", self.addresses)
         for address in (*self.addresses, *self.hubs):
             host, _, port = address.rpartition(":")
             fits = bool(host) and port.isdigit() and 0 < int(port) < 1 << 16
             check(fits, "addresses", "must be HOST:PORT", repr(address))
-        for name in ("silent_s", "stalled_s", "connect_s", "poll_s"):
-            check(getattr(self, name) > 0, name, "must be above 0", getattr(self, name))
-        check(self.ring >= 1, "ring", "must be at least 1", self.ring)
 
     @classmethod
     def at(cls, *addresses: str, **settings: Any) -> "Servers":

@@ -7,35 +7,37 @@ from typing import Any
 
 import torch
 
+from aedit.spec_rollout.drafters.drafts import parse_arm
 from aedit.spec_rollout.idle.restarts import Restarts
-from aedit.types import ImportPath, check
+from aedit.types import ImportPath, PositiveFloat, PositiveInt, check, checked
 
 MAKE_ENGINE = ImportPath("aedit.spec_rollout.workers.worker_engine:make_engine")
 
 
+@checked()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
     """Number of processes, their engines, and the time after which a silent one is replaced."""
 
-    processes: int = 1
-    rows: int
+    processes: PositiveInt = 1
+    rows: PositiveInt
     """Samples that each process decodes at a time."""
-    max_tokens: int
+    max_tokens: PositiveInt
     """Upper limit of prompt and answer of one sample, in tokens."""
     dtype: torch.dtype = torch.float32
     """Dtype of the policy in the workers."""
     device: str = "cpu"
-    threads: int = 1
+    threads: PositiveInt = 1
     """Processor threads of each process."""
     arms: tuple[str, ...] = ("off",)
     """Speculation settings between which each engine chooses, such as `off`, `suffix:4`, `layer:4`."""
     tokenizer: Path | None = None
     """Directory of a saved tokenizer. Stop strings need it."""
-    silent_s: float = 60.0
+    silent_s: PositiveFloat = 60.0
     """Seconds of waiting for a process without a message after which it is ended and replaced."""
-    starts_within_s: float = 300.0
+    starts_within_s: PositiveFloat = 300.0
     """The same before its first message: it loads torch and builds the model."""
-    wait_s: float = 0.05
+    wait_s: PositiveFloat = 0.05
     """Longest wait of one `WorkerSource.step`."""
     restarts: Restarts = field(default_factory=lambda: Restarts(pause_s=0.25))
     """Deaths in a row, of a process or around a sample without progress, after which generation fails."""
@@ -47,8 +49,6 @@ class WorkerConfig:
     """Further options for `make`, which JSON can hold."""
 
     def __post_init__(self) -> None:
-        for name in ("processes", "rows", "max_tokens", "threads"):
-            check(getattr(self, name) >= 1, name, "must be at least 1", getattr(self, name))
-        for name in ("silent_s", "starts_within_s", "wait_s"):
-            check(getattr(self, name) > 0, name, "must be above 0", getattr(self, name))
-        check(bool(self.arms), "arms", "must name at least one arm", self.arms)
+        check(bool(self.arms), "WorkerConfig: arms", "must name at least one arm", self.arms)
+        for arm in self.arms:
+            parse_arm(arm)

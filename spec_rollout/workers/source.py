@@ -35,6 +35,7 @@ from aedit.spec_rollout.workers.remote_workers import RemotePolicy, RemoteStart
 from aedit.spec_rollout.workers.samples import Samples
 from aedit.spec_rollout.workers.shared_weights import SharedWeights
 from aedit.spec_rollout.workers.worker_process import WorkerStart
+from aedit.types import checked
 from aedit.weight_gather import sharded, take_part
 
 REBALANCE_S = 0.1
@@ -56,6 +57,7 @@ class Online(Protocol):
         """Use the newest drafter that is better; return whether it is another one."""
 
 
+@checked()
 class WorkerSource:
     """`RolloutSource` of worker processes, which start with it. Used by one thread, which must last."""
 

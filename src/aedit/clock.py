@@ -8,10 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Condition
 
+from aedit.types import checked
+
 TURN_WITHIN_S = 300.0
 """Real seconds that a thread waits for its turn before it raises TimeoutError."""
 
 
+@checked()
 class VirtualClock:
     """A clock in seconds that moves only when it is told to. Call it like `time.monotonic`."""
 

@@ -1,5 +1,6 @@
 """Types that every package shares. Standard library only, so that configuration and `--help` stay fast."""
 
+import builtins
 import difflib
 import functools
 import hashlib
@@ -39,23 +40,252 @@ _SCHEMES = frozenset(
 _ANYWHERE = frozenset(("0.0.0.0", "[::]"))
 
 
+class ImportPath(str):
+    """The name of an object to import, as `package.module:Name`."""
+
+    __slots__ = ()
+
+
+def is_import_path(text: str) -> bool:
+    """Return whether `text` names an object by import path, as `package.module:Name` does."""
+    module, _, name = text.partition(":")
+    return all(part.isidentifier() for part in (*module.split("."), name))
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bounds of a number in an annotation: `Annotated[float, Range(least=0, below=1)]`."""
+
+    least: float = -inf
+    above: float = -inf
+    most: float = inf
+    below: float = inf
+
+    def holds(self, value: float) -> bool:
+        """Return whether `value` is within the bounds."""
+        return self.least <= value <= self.most and self.above < value < self.below
+
+    def __str__(self) -> str:
+        low, high = max(self.least, self.above), min(self.most, self.below)
+        if high < inf:
+            return f"in {'[' if low == self.least else '('}{low}, {high}{']' if high == self.most else ')'}"
+        return f"above {low}" if low == self.above else f"at least {low}"
+
+
+PositiveInt = Annotated[int, Range(least=1)]
+NonNegativeInt = Annotated[int, Range(least=0)]
+PositiveFloat = Annotated[float, Range(above=0)]
+NonNegativeFloat = Annotated[float, Range(least=0)]
+Share = Annotated[float, Range(least=0, most=1)]
+
+C = TypeVar("C", bound=type)
+
+
+class _Names(dict[str, Any]):
+    """Names of a module in annotations. One that it imports only for type checkers stands for any type."""
+
+    def __missing__(self, name: str) -> Any:
+        return getattr(builtins, name, Any)
+
+
+def checked(key: str | None = None) -> Callable[[C], C]:
+    """Return a class decorator whose constructor first checks its arguments against their annotations.
+
+    Raises ValueError with argument, value, type and range expected, and the choice that was probably meant.
+    A whole number is anything `numbers.Integral` but a bool, so NumPy's integers are taken and 2.0 is not; a
+    number is finite; a path may be text. Of an interface, the value must be an object with one of its
+    methods, as some are optional. Values that are equal to one of the annotated type, such as
+    `numpy.int64(3)`, are converted to it. Types that this cannot check, such as `Any`, and what is inside a
+    list or dict are not checked; rules that concern several arguments belong in the constructor.
+
+    Args:
+        key: TOML table of a configuration, for error messages; None: they name the class.
+    """
+
+    def decorate(cls: C) -> C:
+        construct: Any = vars(cls)["__init__"]
+        names = tuple(inspect.signature(construct).parameters)[1:]
+
+        @functools.cache
+        def hints(*, bounds: bool = True) -> dict[str, Any]:  # late, as an annotation may name a later class
+            return get_type_hints(construct, None, _Names(construct.__globals__), include_extras=bounds)
+
+        def accept(name: str, value: object) -> Any:
+            hint = hints().get(name, Any)
+            taken = accepted(value, hint)
+            if taken is WRONG:
+                where = f"{cls.__name__}: {name}" if key is None else f"{key}.{name}".lstrip(".")
+                fits = accepted(value, hints(bounds=False)[name]) is not WRONG
+                rule = _bounds(hint) if fits else describe(hint)
+                near = suggest(value.lower(), choices(hint)) if isinstance(value, str) else ""
+                raise ValueError(f"{where} must be {rule}, got {shown(value)}{near}")
+            return taken
+
+        @functools.wraps(construct)
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            if len(args) <= len(names):  # otherwise the constructor itself raises
+                args = tuple(map(accept, names, args))
+            construct(self, *args, **{name: accept(name, value) for name, value in kwargs.items()})
+
+        cls.__init__ = init  # type: ignore[misc]
+        return cls
+
+    return decorate
+
+
+WRONG = object()
+"""Result of `accepted` for a value that an annotation does not allow."""
+
+
+def accepted(value: Any, hint: Any) -> Any:
+    """Return `value` as what the annotation `hint` allows, or `WRONG`."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return next((taken for arg in args if (taken := accepted(value, arg)) is not WRONG), WRONG)
+    if origin is Annotated:
+        taken = accepted(value, args[0])
+        return taken if taken is WRONG or all(r.holds(taken) for r in args[1:] if type(r) is Range) else WRONG
+    if origin is Literal:
+        return next((arg for arg in args if isinstance(value, type(arg)) and value == arg), WRONG)
+    if origin is not None:
+        return _accepted_container(value, origin, args)
+    return _accepted_scalar(value, hint)
+
+
+def _accepted_scalar(value: Any, hint: Any) -> Any:
+    if hint is None or hint is type(None):
+        return None if value is None else WRONG
+    if hint is int:
+        whole = isinstance(value, Integral) and not isinstance(value, bool)
+        return int(value) if whole else WRONG
+    if hint is float:
+        if isinstance(value, bool) or not isinstance(value, (int, Real)):
+            return WRONG
+        number = value if isinstance(value, int) else float(value)
+        return number if abs(number) <= sys.float_info.max else WRONG  # NaN is not, nor are the longest ints
+    if hint is bool:  # NumPy's too, which this module does not import
+        return bool(value) if type(value).__name__ in ("bool", "bool_") else WRONG
+    if hint is ImportPath:
+        return value if isinstance(value, str) and is_import_path(value) else WRONG
+    if hint is Path:
+        return Path(value) if isinstance(value, (str, os.PathLike)) else WRONG
+    if hint is Any or not isinstance(hint, type) or is_typeddict(hint):
+        return value
+    if not getattr(hint, "_is_protocol", False):
+        return value if isinstance(value, hint) else WRONG
+    if isinstance(value, (type, str, bytes, Real, list, tuple, dict)):
+        return WRONG
+    names = protocol_methods(hint)
+    return value if any(hasattr(type(value), name) or hasattr(value, name) for name in names) else WRONG
+
+
+def _accepted_container(value: Any, origin: Any, args: tuple[Any, ...]) -> Any:
+    if origin is Callable:
+        return value if callable(value) else WRONG
+    if not issubclass(origin, Iterable) or origin in (list, dict) or not args:  # these may change
+        return _accepted_scalar(value, origin)
+    if issubclass(origin, Mapping):
+        if not isinstance(value, Mapping):
+            return WRONG
+        entries = (taken for pair in value.items() for taken in map(accepted, pair, args))
+        return WRONG if any(entry is WRONG for entry in entries) else value
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        return WRONG
+    if origin is not tuple:
+        return value
+    value = tuple(value)
+    if args[0] in (int, str) and args[1:] == (...,) and set(map(type, value)) <= {args[0]}:
+        return value  # quickly, as the tokens of a text may be many
+    wanted = args[:1] * len(value) if args[1:] == (...,) else args
+    if len(wanted) != len(value):
+        return WRONG
+    taken = tuple(map(accepted, value, wanted))
+    return WRONG if any(part is WRONG for part in taken) else taken
+
+
+def protocol_methods(protocol: type) -> list[str]:
+    """Return the names of the methods and properties of an interface."""
+    return [
+        name
+        for base in protocol.__mro__
+        if getattr(base, "_is_protocol", False)
+        for name, part in vars(base).items()
+        if not name.startswith("_") and (inspect.isfunction(part) or isinstance(part, property))
+    ]
+
+
+def _bounds(hint: Any) -> str:
+    """Return the bounds in an annotation as text."""
+    own = (str(arg) if isinstance(arg, Range) else _bounds(arg) for arg in get_args(hint))
+    return next(filter(None, own), "")
+
+
+def choices(hint: Any) -> list[str]:
+    """Return the texts that an annotation lists."""
+    args = get_args(hint)
+    return [*args] if get_origin(hint) is Literal else [text for arg in args for text in choices(arg)]
+
+
+def suggest(name: str, known: Collection[str]) -> str:
+    """Return `; did you mean X?`, or "" if no known name is close."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    same_leaf = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]
+    best = (close or same_leaf)[:1]
+    return f"; did you mean {best[0]}?" if best else ""
+
+
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a finite number",
+    str: "text",
+    bool: "true or false",
+    ImportPath: "package.module:Name",
+    Path: "a path",
+    type(None): "none",
+}
+
+
+def describe(hint: Any) -> str:
+    """Return a type in words."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return f"{describe(args[0])} {' '.join(map(str, args[1:]))}"
+    if origin is Literal:
+        return " or ".join(f'"{a}"' for a in args)
+    if origin in (Union, types.UnionType):
+        return " or ".join(describe(a) for a in args)
+    if origin is tuple:
+        return f"a list of {describe(args[0])}" if args[1:] == (...,) else f"a list of {len(args)} values"
+    if origin is dict:
+        return "a table"
+    return _WORDS.get(hint) or str(getattr(hint, "__name__", hint))
+
+
+def shown(value: object) -> str:
+    """Return a value for an error message, on one line of at most 60 characters."""
+    text = f'"{value}"' if isinstance(value, str) else " ".join(str(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+@checked()
 @dataclass(frozen=True, slots=True)
 class Round:
     """One exchange of pseudo-gradients."""
 
-    id: int
+    id: PositiveInt
     """Number of the round, from 1; equal on all nodes that take part."""
 
-    steps: int
+    steps: NonNegativeInt
     """Inner steps of this node since its previous round."""
 
 
+@checked()
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
     """Name and whole (unsharded) shape of one parameter of a sync unit."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[NonNegativeInt, ...]
 
     @property
     def numel(self) -> int:
@@ -63,6 +293,7 @@ class TensorLayout:
         return prod(self.shape)
 
 
+@checked()
 @dataclass(frozen=True, slots=True)
 class UnitLayout:
     """Canonical form of a sync unit: its parameters in registration order, whole, row-major, as fp32."""
@@ -76,6 +307,7 @@ class UnitLayout:
         return sum(tensor.numel for tensor in self.tensors)
 
 
+@checked()
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The sync units of a model, in order. Equal on all nodes of a run."""
@@ -208,227 +440,6 @@ def check(ok: bool, name: str, rule: str, value: object) -> None:
     """Raise ValueError for a configuration value: `check(n > 0, "train.steps", "must be above 0", n)`."""
     if not ok:
         raise ValueError(f"{name} {rule}, got {value}")
-
-
-class ImportPath(str):
-    """The name of an object to import, as `package.module:Name`."""
-
-    __slots__ = ()
-
-
-def is_import_path(text: str) -> bool:
-    """Return whether `text` names an object by import path, as `package.module:Name` does."""
-    module, _, name = text.partition(":")
-    return all(part.isidentifier() for part in (*module.split("."), name))
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """Bounds of a number in an annotation: `Annotated[float, Range(least=0, below=1)]`."""
-
-    least: float = -inf
-    above: float = -inf
-    most: float = inf
-    below: float = inf
-
-    def holds(self, value: float) -> bool:
-        """Return whether `value` is within the bounds."""
-        return self.least <= value <= self.most and self.above < value < self.below
-
-    def __str__(self) -> str:
-        low, high = max(self.least, self.above), min(self.most, self.below)
-        if high < inf:
-            return f"in {'[' if low == self.least else '('}{low}, {high}{']' if high == self.most else ')'}"
-        return f"above {low}" if low == self.above else f"at least {low}"
-
-
-PositiveInt = Annotated[int, Range(least=1)]
-NonNegativeInt = Annotated[int, Range(least=0)]
-PositiveFloat = Annotated[float, Range(above=0)]
-NonNegativeFloat = Annotated[float, Range(least=0)]
-Share = Annotated[float, Range(least=0, most=1)]
-
-C = TypeVar("C", bound=type)
-
-
-def checked(key: str | None = None) -> Callable[[C], C]:
-    """Return a class decorator whose constructor first checks its arguments against their annotations.
-
-    Raises ValueError with argument, value, type and range expected, and the choice that was probably meant.
-    A whole number is anything `numbers.Integral` but a bool, so NumPy's integers are taken and 2.0 is not; a
-    number is finite; a path may be text. Of an interface, the value must have all methods. Values that are
-    equal to one of the annotated type, such as `numpy.int64(3)`, are converted to it. Types that this cannot
-    check, such as `Any`, are not checked; rules that concern several arguments belong in the constructor.
-
-    Args:
-        key: TOML table of a configuration, for error messages; None: they name the class.
-    """
-
-    def decorate(cls: C) -> C:
-        construct: Callable[..., None] = vars(cls)["__init__"]
-        names = tuple(inspect.signature(construct).parameters)[1:]
-
-        @functools.cache
-        def hints(*, bounds: bool = True) -> dict[str, Any]:  # late, as an annotation may name a later class
-            return get_type_hints(construct, include_extras=bounds)
-
-        def accept(name: str, value: object) -> Any:
-            hint = hints().get(name, Any)
-            taken = accepted(value, hint)
-            if taken is WRONG:
-                where = f"{cls.__name__}: {name}" if key is None else f"{key}.{name}".lstrip(".")
-                fits = accepted(value, hints(bounds=False)[name]) is not WRONG
-                rule = _bounds(hint) if fits else describe(hint)
-                near = suggest(value, choices(hint)) if isinstance(value, str) else ""
-                raise ValueError(f"{where} must be {rule}, got {shown(value)}{near}")
-            return taken
-
-        @functools.wraps(construct)
-        def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            if len(args) <= len(names):  # otherwise the constructor itself raises
-                args = tuple(map(accept, names, args))
-            construct(self, *args, **{name: accept(name, value) for name, value in kwargs.items()})
-
-        cls.__init__ = init  # type: ignore[misc]
-        return cls
-
-    return decorate
-
-
-WRONG = object()
-"""Result of `accepted` for a value that an annotation does not allow."""
-
-
-def accepted(value: Any, hint: Any) -> Any:
-    """Return `value` as what the annotation `hint` allows, or `WRONG`."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        return next((taken for arg in args if (taken := accepted(value, arg)) is not WRONG), WRONG)
-    if origin is Annotated:
-        taken = accepted(value, args[0])
-        return taken if taken is WRONG or all(r.holds(taken) for r in args[1:] if type(r) is Range) else WRONG
-    if origin is Literal:
-        return next((arg for arg in args if isinstance(value, type(arg)) and value == arg), WRONG)
-    if origin is not None:
-        return _accepted_container(value, origin, args)
-    return _accepted_scalar(value, hint)
-
-
-def _accepted_scalar(value: Any, hint: Any) -> Any:
-    if hint is None or hint is type(None):
-        return None if value is None else WRONG
-    if hint is int:
-        whole = isinstance(value, Integral) and not isinstance(value, bool)
-        return int(value) if whole else WRONG
-    if hint is float:
-        real = isinstance(value, Real) and not isinstance(value, bool)
-        if (
-            not real or not abs(value) <= sys.float_info.max
-        ):  # infinity, NaN, and whole numbers above all floats
-            return WRONG
-        return value if type(value) is int else float(value)
-    if hint is bool:  # NumPy's too, which this module does not import
-        return bool(value) if type(value).__name__ in ("bool", "bool_") else WRONG
-    if hint is ImportPath:
-        return value if isinstance(value, str) and is_import_path(value) else WRONG
-    if hint is Path:
-        return Path(value) if isinstance(value, (str, os.PathLike)) else WRONG
-    if not isinstance(hint, type) or is_typeddict(hint):
-        return value
-    if not getattr(hint, "_is_protocol", False):
-        return value if isinstance(value, hint) else WRONG
-    missing = isinstance(value, type) or any(
-        not hasattr(type(value), name) and not hasattr(value, name) for name in protocol_methods(hint)
-    )
-    return WRONG if missing else value
-
-
-def _accepted_container(value: Any, origin: Any, args: tuple[Any, ...]) -> Any:
-    if origin is Callable:
-        return value if callable(value) else WRONG
-    if not issubclass(origin, Iterable) or origin is list or not args:  # a list may be long, and may change
-        return _accepted_scalar(value, origin)
-    if issubclass(origin, Mapping):
-        if not isinstance(value, Mapping):
-            return WRONG
-        entries = (
-            accepted(part, arg) for pair in value.items() for part, arg in zip(pair, args, strict=True)
-        )
-        return WRONG if any(entry is WRONG for entry in entries) else value
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        return WRONG
-    if origin is not tuple:
-        return value
-    value = tuple(value)
-    wanted = args[:1] * len(value) if args[1:] == (...,) else args
-    if len(wanted) != len(value):
-        return WRONG
-    taken = tuple(map(accepted, value, wanted))
-    return WRONG if any(part is WRONG for part in taken) else taken
-
-
-def protocol_methods(protocol: type) -> list[str]:
-    """Return the names of the methods and properties of an interface."""
-    return [
-        name
-        for base in protocol.__mro__
-        if getattr(base, "_is_protocol", False)
-        for name, part in vars(base).items()
-        if not name.startswith("_") and (inspect.isfunction(part) or isinstance(part, property))
-    ]
-
-
-def _bounds(hint: Any) -> str:
-    """Return the bounds in an annotation as text."""
-    own = (str(arg) if isinstance(arg, Range) else _bounds(arg) for arg in get_args(hint))
-    return next(filter(None, own), "")
-
-
-def choices(hint: Any) -> list[str]:
-    """Return the texts that an annotation lists."""
-    args = get_args(hint)
-    return [*args] if get_origin(hint) is Literal else [text for arg in args for text in choices(arg)]
-
-
-def suggest(name: str, known: Collection[str]) -> str:
-    """Return `; did you mean X?`, or "" if no known name is close."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    same_leaf = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]
-    best = (close or same_leaf)[:1]
-    return f"; did you mean {best[0]}?" if best else ""
-
-
-_WORDS: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    bool: "true or false",
-    ImportPath: "package.module:Name",
-    Path: "a path",
-    type(None): "none",
-}
-
-
-def describe(hint: Any) -> str:
-    """Return a type in words."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return f"{describe(args[0])} {' '.join(map(str, args[1:]))}"
-    if origin is Literal:
-        return " or ".join(f'"{a}"' for a in args)
-    if origin in (Union, types.UnionType):
-        return " or ".join(describe(a) for a in args)
-    if origin is tuple:
-        return f"a list of {describe(args[0])}" if args[1:] == (...,) else f"a list of {len(args)} values"
-    if origin is dict:
-        return "a table"
-    return _WORDS.get(hint) or str(getattr(hint, "__name__", hint))
-
-
-def shown(value: object) -> str:
-    """Return a value for an error message, on one line of at most 60 characters."""
-    text = f'"{value}"' if isinstance(value, str) else " ".join(str(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def imported(path: str, key: str, methods: tuple[str, ...] = ()) -> Any:

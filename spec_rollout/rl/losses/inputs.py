@@ -4,17 +4,18 @@ Letters of the papers: p probability of a token under the trained policy, mu und
 it (behaviour), r = p / mu, A advantage, B sequences, T tokens per sequence.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from aedit.types import check
+from aedit.types import NonNegativeFloat, PositiveFloat, PositiveInt, check, checked
 
 Importance = Literal["off", "token", "sequence"]
 
 
+@checked()
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossInputs:
     """Log-probabilities and advantages of some sequences of a batch.
@@ -35,11 +36,11 @@ class LossInputs:
     proximal_BT: Tensor | None = None
     """Log-probabilities under the trained policy before the first inner step on this batch, for
     `LossSettings.importance`. None: those of now, which is right at the first step on a batch."""
-    num_tokens: int
+    num_tokens: PositiveInt
     """True mask elements of the whole batch, over ranks and micro-batches."""
-    num_sequences: int
+    num_sequences: PositiveInt
     """Sequences of the whole batch that have a true mask element, over ranks and micro-batches."""
-    max_tokens: int
+    max_tokens: PositiveInt
     """Largest number of new tokens of a rollout, whatever the lengths of this batch are."""
 
     def __post_init__(self) -> None:
@@ -52,33 +53,30 @@ class LossInputs:
         found = tuple(self.advantages_B.shape)
         check(found == shape[:1], "advantages_B", f"must have the shape {shape[:1]}", found)
         check(self.mask_BT.dtype == torch.bool, "mask_BT", "must be bool", self.mask_BT.dtype)
-        for name in ("num_tokens", "num_sequences", "max_tokens"):
-            check(getattr(self, name) >= 1, name, "must be at least 1", getattr(self, name))
 
 
+@checked()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
     """Settings of a policy loss: those of `[rl]` with the same names."""
 
-    clip_low: float = 0.2
+    clip_low: PositiveFloat = 0.2
     """Clip range below: of the ratio below 1, of the difference of probabilities with `dppo-tv`."""
-    clip_high: float = 0.2
+    clip_high: PositiveFloat = 0.2
     """Clip range above."""
     importance: Importance = "off"
     """Truncated importance weights per token or per sequence; see `aedit.spec_rollout.rl.importance`."""
-    importance_cap: float = 2.0
-    kl: float = 0.0
+    importance_cap: PositiveFloat = 2.0
+    kl: NonNegativeFloat = 0.0
     """Weight of the divergence to the reference policy."""
 
-    def __post_init__(self) -> None:
-        known = ("off", "token", "sequence")
-        check(self.importance in known, "importance", f"must be one of {', '.join(known)}", self.importance)
-        check(self.clip_low > 0, "clip_low", "must be above 0", self.clip_low)
-        check(self.clip_high > 0, "clip_high", "must be above 0", self.clip_high)
-        check(self.importance_cap > 0, "importance_cap", "must be above 0", self.importance_cap)
-        check(self.kl >= 0, "kl", "must not be negative", self.kl)
+    @classmethod
+    def of(cls, rl: object) -> "LossSettings":
+        """Return the settings of `[rl]`, which has fields of the same names."""
+        return cls(**{field.name: getattr(rl, field.name) for field in fields(cls)})
 
 
+@checked()
 @dataclass(frozen=True, slots=True, eq=False)
 class LossOutput:
     """A loss, and the tokens that its trust region has left alone."""

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from aedit.spec_rollout.rl.groups import Group
 from aedit.spec_rollout.rl.rewards.reward import RewardFailed, RewardFault, RewardReport, RewardSpec
 from aedit.spec_rollout.rl.rewards.worker_process import WorkerProcess
-from aedit.types import check
+from aedit.types import NonNegativeInt, PositiveFloat, PositiveInt, check, checked
 
 START_LIMIT_S = 120.0
 """Longest time in which a worker imports the functions."""
@@ -65,6 +65,7 @@ class _Call:
     limit_s: float = 0.0
 
 
+@checked()
 class RewardPool:
     """Processes that compute rewards. Used by one thread, which must last as long as the pool.
 
@@ -93,10 +94,10 @@ class RewardPool:
         self,
         specs: Sequence[RewardSpec],
         *,
-        workers: int = 1,
-        time_limit_s: float = 10.0,
-        first_time_limit_s: float = 300.0,
-        max_failed_groups: int = 0,
+        workers: PositiveInt = 1,
+        time_limit_s: PositiveFloat = 10.0,
+        first_time_limit_s: PositiveFloat = 300.0,
+        max_failed_groups: NonNegativeInt = 0,
         columns: Sequence[str] | None = None,
         on_error: Literal["skip", "stop"] = "skip",
         clock: Callable[[], float] = time.monotonic,
@@ -104,10 +105,6 @@ class RewardPool:
         check(len(specs) > 0, "specs", "must name at least one reward function", specs)
         names = [spec.function for spec in specs]
         check(len(set(names)) == len(names), "reward.functions", "must name each function once", names)
-        check(workers >= 1, "workers", "must be at least 1", workers)
-        check(time_limit_s > 0, "time_limit_s", "must be above 0", time_limit_s)
-        check(first_time_limit_s > 0, "first_time_limit_s", "must be above 0", first_time_limit_s)
-        check(max_failed_groups >= 0, "max_failed_groups", "must not be negative", max_failed_groups)
         self._specs, self._limit_s, self._clock = tuple(specs), time_limit_s, clock
         self._first_limit_s = max(time_limit_s, first_time_limit_s)
         self._columns, self._most_failed, self._failed_in_row = columns, max_failed_groups, 0

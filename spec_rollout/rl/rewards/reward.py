@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from aedit.types import check, is_import_path
+from aedit.types import NonNegativeFloat, check, checked, is_import_path
 
 Scalar = int | float | bool | str
 BUILT_IN = ("exact", "numeric", "regex", "format", "gym", "math")
@@ -29,6 +29,7 @@ class Reward(Protocol):
         """
 
 
+@checked()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSpec:
     """One reward function of a run."""
@@ -46,7 +47,6 @@ class RewardSpec:
         check(known, "reward.functions", f"must be of {names}, or package.module:name", repr(self.function))
         taken = not self.options or self.function in BUILT_IN
         check(taken, "reward.options", f"are for built-in functions, not for {self.function}", self.options)
-        check(abs(self.weight) < float("inf"), "reward.weights", "must be finite numbers", self.weight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +69,14 @@ class RewardFault:
         return self.message + (f" ({self.line})" if self.line else "")
 
 
+@checked()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardReport:
     """Values and faults of the reward functions for one group."""
 
     values: Mapping[str, tuple[float | None, ...]]
     """For each function its values before weighting, one per rollout."""
-    seconds: float
+    seconds: NonNegativeFloat
     """Time that workers spent on the group, in seconds."""
     events: tuple[RewardFault, ...] = ()
 

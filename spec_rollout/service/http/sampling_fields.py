@@ -68,9 +68,10 @@ def read_sampling(
 
 def rename(error: ValueError) -> Exception:
     """Return the answer for a `ValueError` about sampling, in the names of the request."""
-    name, _, rule = str(error).partition(" ")
+    text = str(error).removeprefix("Sampling: ")
+    name, _, rule = text.partition(" ")
     if not name.replace("_", "").isalpha() or ("_" not in name and name not in ("temperature",)):
-        return bad_request(None, str(error))
+        return bad_request(None, text)
     param = NAMES.get(name, name)
     return bad_request(param, rule)
 
