@@ -6,13 +6,14 @@ same bits. A push of weight 0 is not read: `0 * nan` is `nan`.
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aedit.async_sgd.rules.records import Part, Push, Vector
 from aedit.async_sgd.rules.robust import BY_PRODUCTS
-from aedit.types import UnitLayout, imported
+from aedit.types import TensorLayout, UnitLayout, imported
 
 SLICE = 2**16
 """Elements worked on at a time: what a core keeps in its cache. A multiple of 4096, as `Values` wants it."""
@@ -63,6 +64,33 @@ def merge(parts: Weighted, layout: UnitLayout, rule: str, cut: float = THIRD) ->
             return _weighted_sum(parts, layout.numel, (a_N * scale_N).astype(np.float32))
         case path:
             return _checked(imported(path, "hub.merge")(parts, layout), path, layout.numel)
+
+
+def try_merge(path: str) -> None:
+    """Merge one push and then three by the rule `path`, before a run relies on it.
+
+    Raises ValueError if it returns something else than finite numbers, or other ones the second time, as a
+    restart and a standby call it again. Errors of its own pass.
+    """
+    layout = UnitLayout("unit", (TensorLayout("weight", (3, 2)), TensorLayout("bias", (2,))))
+    for num in (1, 3):
+        vectors = [np.linspace(-node, 1, layout.numel, dtype=np.float32) for node in range(num)]
+        facts = {"unit": 0, "seq": 1, "base": 1, "steps": 1, "tokens": 1, "norms": (1.0, 1.0)}
+        pushes = [Push(node=node, values=_Given(x), **facts) for node, x in enumerate(vectors)]  # type: ignore[arg-type]
+        parts = [(push, Part(push.node, push.seq, weight=1 / num)) for push in pushes]
+        first, second = merge(parts, layout, path), merge(parts, layout, path)
+        if not np.isfinite(first).all():
+            raise ValueError(f"{path} returned numbers that are not finite")
+        if first.tobytes() != second.tobytes():
+            raise ValueError(f"{path} returned other numbers for the same pushes")
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    array: Vector
+
+    def read(self, start: int, stop: int) -> Vector:
+        return self.array[start:stop].copy()
 
 
 def _count(num: int, cut: float) -> int:

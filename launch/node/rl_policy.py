@@ -42,13 +42,7 @@ class PolicyGradient:
     def __post_init__(self) -> None:
         rl = self.config.rl
         self._loss = find_loss(rl.loss)
-        self._settings = LossSettings(
-            clip_low=rl.clip_low,
-            clip_high=rl.clip_high,
-            importance=rl.importance,
-            importance_cap=rl.importance_cap,
-            kl=rl.kl,
-        )
+        self._settings = LossSettings.of(rl)
 
     def accumulate(self, samples: Sequence[Sample], add_loss: AddLoss, version: int | None = None) -> int:
         """Run the forward and backward passes over this rank's samples of one inner step.

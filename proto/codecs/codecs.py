@@ -109,6 +109,30 @@ def codec(name: str) -> Codec:
     return made
 
 
+def try_codec(path: str) -> None:
+    """Encode and decode two grains and a rest with the codec `path`, before a run relies on it.
+
+    Raises ValueError if lengths, shapes or dtypes are wrong, or if a NaN is lost. Errors of its own pass.
+    """
+    made, numel = codec(path), 2 * GRAIN + 5
+    x = np.linspace(-1, 1, numel, dtype=np.float32)
+    payload = made.encode(x)
+    if payload.nbytes != made.num_bytes(numel):
+        raise ValueError(f"encode made {payload.nbytes} bytes, num_bytes says {made.num_bytes(numel)}")
+    made.is_valid(payload, numel)
+    for start, stop in ((0, numel), (GRAIN, 2 * GRAIN), (2 * GRAIN, numel)):
+        for out in (None, np.empty(stop - start, np.float32)):
+            found = made.decode(payload, numel, start, stop, out)
+            kind = (type(found), getattr(found, "dtype", None), getattr(found, "shape", None))
+            if kind != (np.ndarray, np.dtype(np.float32), (stop - start,)):
+                raise ValueError(f"decode returned {kind}, expected a float32 array of {stop - start}")
+            if not np.isfinite(found).all():
+                raise ValueError("decode returned numbers that are not finite for numbers that are")
+    x[7] = np.nan
+    if np.isfinite(made.decode(made.encode(x), numel, 0, numel)).all():
+        raise ValueError("a NaN was lost: what is not finite must decode to what is not finite")
+
+
 class Fp32(Codec):
     """Numbers as they are."""
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from functools import wraps
 from types import MappingProxyType
 
+import torch
+
 from aedit.spec_rollout.rl.losses.cispo import cispo
 from aedit.spec_rollout.rl.losses.dapo import dapo
 from aedit.spec_rollout.rl.losses.dppo_tv import dppo_tv
@@ -27,6 +29,30 @@ def find_loss(name: str) -> PolicyLoss:
     rule = f"must be one of {', '.join(LOSSES)}, or module:Name"
     check(name in LOSSES or is_import_path(name), "rl.loss", rule, f"{name}{suggest(name, LOSSES)}")
     return LOSSES[name] if name in LOSSES else _checked(imported(name, "rl.loss"), name)
+
+
+def try_loss(name: str, settings: LossSettings) -> None:
+    """Compute value and gradient of the loss `name` for two short sequences, before a run relies on it.
+
+    Raises ValueError if they are of another type or shape, or not finite. Errors of its own pass.
+    """
+    logp_BT = torch.tensor([[-1.0, -2.0, -0.5], [-0.1, -3.0, 0.0]], requires_grad=True)
+    inputs = LossInputs(
+        logp_BT=logp_BT,
+        behaviour_BT=logp_BT.detach() - 0.25,
+        mask_BT=torch.tensor([[True, True, True], [True, True, False]]),
+        advantages_B=torch.tensor([1.0, -1.0]),
+        reference_BT=logp_BT.detach() + 0.125 if settings.kl else None,
+        num_tokens=5,
+        num_sequences=2,
+        max_tokens=3,
+    )
+    found = find_loss(name)(inputs, settings)
+    if found.kept_BT.dtype != torch.bool:
+        raise ValueError(f"kept_BT is of {found.kept_BT.dtype}, expected bool")
+    (gradient_BT,) = torch.autograd.grad(found.loss, logp_BT, allow_unused=True)
+    if gradient_BT is None or not (found.loss.isfinite() and gradient_BT.isfinite().all()):
+        raise ValueError("expected a finite loss with a finite gradient with respect to logp_BT")
 
 
 def _checked(loss: PolicyLoss, path: str) -> PolicyLoss:
