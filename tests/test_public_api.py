@@ -263,7 +263,7 @@ def test_numbers_of_numpy_and_paths_as_text_are_taken_as_what_they_equal():
     )
     assert DhtSettings(run="r", identity="a/b").identity == Path("a/b")
     assert DhtSettings(run="r", listen=["x"]).listen == ("x",)
-    assert PeerFile("peers").found() == []
+    assert PeerFile("peers").found() == ()
 
 
 def test_a_constructor_with_checks_keeps_its_signature_its_errors_and_its_pickle():
