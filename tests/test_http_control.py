@@ -322,5 +322,14 @@ def test_other_control_routes_and_their_key(place):
     assert do(address, "/reset_prefix_cache")[0] == 200
     assert "lines" in do(address, "/status", method="GET")[2]
     assert do(address, "/pause?mode=other")[0] == do(address, "/weight_checker", {"action": "x"})[0] == 400
+    for path, body in (
+        ("/pause?wait_for_inflight_requests=true", b""),  # it would be a pause of another kind
+        ("/pause?mode=wait&timeout=5", b""),
+        ("/pause?clear_cache=perhaps", b""),
+        ("/pause", {"mode": "wait"}),
+    ):
+        assert do(address, path, body)[0] == 400, path
+    assert do(address, "/is_paused", method="GET")[2] == {"is_paused": False}
+    assert do(address, "/pause?clear_cache=true", {})[0] == do(address, "/resume")[0] == 200
     for path in ("/pause", "/resume", "/update_weights", "/abort_requests", "/weight_checker"):
         assert ask(address, path, b"", "POST")[0] == 401

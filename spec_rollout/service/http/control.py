@@ -53,15 +53,22 @@ class _Control:
         for the samples that run.
         """
         service = _service(request)
+        async with json_body(request, service, empty={}) as body:
+            Fields(body).finish()  # a mode in the body would have no effect
+        if unknown := sorted({*request.query_params} - {"mode", "timeout_s", "clear_cache"}):
+            raise bad_request(unknown[0][:64], "is no parameter of /pause: give mode, timeout_s, clear_cache")
         host, mode = service.host, request.query_params.get("mode", "keep")
         if mode not in MODES:
             raise bad_request("mode", f"must be one of {', '.join(MODES)}, got {mode[:64]!r}")
+        clear = request.query_params.get("clear_cache", "false").lower()
+        if clear not in ("true", "1", "false", "0"):
+            raise bad_request("clear_cache", f"must be true or false, got {clear[:64]!r}")
         limit_s = _timeout_s(request, mode)
         if mode == "keep":
             host.pause()
         else:
             await _no_sample_runs(service, limit_s, abort=mode == "abort")
-        if request.query_params.get("clear_cache", "false").lower() not in ("false", "0"):
+        if clear in ("true", "1"):
             await _finished(host.call(service.line, _clear_prefix_cache))
         return JSONResponse({"status": "paused", "mode": mode})
 
