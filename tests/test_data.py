@@ -22,7 +22,7 @@ from aedit.launch.data.samples import batch, evaluation_indices, load_corpus
 from aedit.launch.data.tokenizer import load_tokenizer
 from aedit.types import UserError
 
-BYTE = load_tokenizer("byte")
+BYTE = load_tokenizer(DataConfig())
 TEXTS = [f"document {i}: " + "word " * (i % 7) for i in range(200)]
 
 
@@ -246,7 +246,7 @@ def test_a_changed_file_or_setting_is_packed_anew(jsonl, tmp_path):
     load_corpus(config(jsonl), BYTE, cache)
     wide = load_corpus(config(jsonl, seq_len=32), BYTE, cache)
     assert wide.train.shape[1] == 33
-    other = load_tokenizer("byte")
+    other = load_tokenizer(DataConfig())
     other.fingerprint = "another"
     load_corpus(config(jsonl), other, cache)
     assert len(list(cache.iterdir())) == 6

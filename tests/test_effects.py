@@ -45,6 +45,7 @@ USELESS = {
     "drafter.lr": "[drafter]\nlr = 0.5\n",
     "prompts.size": "[prompts]\nsize = 5\n",
     "data.held_out": '[prompts]\nsource = "a.jsonl"\n[data]\nheld_out = 0.1\n',
+    "data.special_tokens": '[data]\nspecial_tokens = "none"\n',
     "data.split": '[data]\nsource = "a.txt"\nsplit = "test"\n',
     "train.accumulate": '[prompts]\nsource = "a.jsonl"\n[train]\naccumulate = 2\n',
     "prompts.split": '[prompts]\nsource = "a.jsonl"\nsplit = "test"\n',

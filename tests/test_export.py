@@ -221,7 +221,7 @@ class ModelClient(Client):
 
 
 def measured(config):
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data)
     return build_model(config.model, tokenizer.vocab_size, config.data.seq_len, config.seed, tokenizer.eos_id)
 
 

@@ -57,6 +57,7 @@ MAY_IMPORT = {
         "launch.config",
         "edit",
         "spec_rollout.rl",
+        "spec_rollout.sampling",
         "proto.agent",
         "types",
         "system",

@@ -6,6 +6,7 @@ from decimal import Decimal
 import pytest
 import torch
 
+from aedit.launch.config.config import DataConfig
 from aedit.launch.config.rl import PromptConfig
 from aedit.launch.data.prompts import load_problems
 from aedit.launch.data.supervised import AnswerTokens
@@ -136,14 +137,15 @@ def test_a_template_of_a_hugging_face_tokenizer_is_found(tmp_path):
     from aedit.launch.data.tokenizer import load_tokenizer
 
     ByteTokenizer().save(tmp_path)
-    assert load_tokenizer(str(tmp_path)).encode_chat([{"role": "user", "content": "a"}]) is None
+    config = DataConfig(tokenizer=str(tmp_path))
+    assert load_tokenizer(config).encode_chat([{"role": "user", "content": "a"}]) is None
     saved = AutoTokenizer.from_pretrained(tmp_path)
     saved.chat_template = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     saved.save_pretrained(tmp_path)
-    tokenizer = load_tokenizer(str(tmp_path))
+    tokenizer = load_tokenizer(config)
     ids = tokenizer.encode_chat([{"role": "user", "content": "a"}])
     assert tokenizer.decode(ids) == "[user]a[assistant]"
 

@@ -95,9 +95,7 @@ def test_sharded_ranks_with_workers_collect_the_features_of_their_own_samples(wo
     keys |= {"checkpoint__every": 0, "train__steps": 2}
     ranks = world.run(JOBS, "ranks_with_workers", size=2, args={"directory": tmp_path, "keys": keys})
     config = config_of(tmp_path, **keys)
-    model = make_model(
-        config, load_tokenizer(config.data.tokenizer), World(0, 1, 0, 1, torch.device("cpu"), None)
-    )
+    model = make_model(config, load_tokenizer(config.data), World(0, 1, 0, 1, torch.device("cpu"), None))
     texts = []
     for samples, trained, weights, shapes, (version, embedding, head) in ranks:
         assert len(samples) == 2 * 8

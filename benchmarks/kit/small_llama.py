@@ -22,14 +22,14 @@ def llama(hidden_size: int, num_layers: int, seq_len: int, seed: int = 0) -> nn.
         "num_key_value_heads": hidden_size // 32,
         "tie_word_embeddings": True,
     }
-    tokenizer = load_tokenizer("byte")
+    tokenizer = load_tokenizer(DataConfig())
     return build_model(ModelConfig(sizes=sizes), tokenizer.vocab_size, seq_len, seed, tokenizer.eos_id)
 
 
 @cache
 def corpus(seq_len: int) -> Corpus:
     """Return the standard library's text as samples of seq_len + 1 bytes."""
-    return load_corpus(DataConfig(seq_len=seq_len), load_tokenizer("byte"), None)
+    return load_corpus(DataConfig(seq_len=seq_len), load_tokenizer(DataConfig()), None)
 
 
 def inner_step(

@@ -236,7 +236,7 @@ def main() -> None:
     bind_children(note)
     torch.set_num_threads(1)
     config = load(Path(job.toml), []).config
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data)
     corpus = load_corpus(config.data, tokenizer, Path(job.data))
     sizes = (tokenizer.vocab_size, config.data.seq_len, config.seed, tokenizer.eos_id)
     model = build_model(config.model, *sizes)

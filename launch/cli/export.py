@@ -18,7 +18,7 @@ from aedit.edit.shards import Shards
 from aedit.launch.cli.anchors import from_folders, from_network
 from aedit.launch.cli.drafter_files import FOLDER, drafter_of_run, load_drafter, write_drafter
 from aedit.launch.config.config import RunConfig
-from aedit.launch.config.load import load, parse
+from aedit.launch.config.load import load_run, parse
 from aedit.launch.data.tokenizer import CorpusTokenizer, load_tokenizer
 from aedit.launch.node.checkpoint import Mark, NodeCheckpoints
 from aedit.launch.node.model import build_model
@@ -94,7 +94,7 @@ def load_run_model(
         where = _from_network(model, config, owners, trust)
     else:
         run_dir = Path(place)
-        config = load(_configuration(run_dir), []).config
+        config = load_run(_configuration(run_dir))
         model, tokenizer = _model(config)
         where = from_folders(model, config, _hub_folders(run_dir))
         where = where or _of_joined(model, config, run_dir, keys, insecure) or _fill(model, run_dir)
@@ -103,7 +103,7 @@ def load_run_model(
 
 
 def _model(config: RunConfig) -> tuple[PreTrainedModel, CorpusTokenizer]:
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data)
     sizes = (tokenizer.vocab_size, config.data.seq_len, config.seed, tokenizer.eos_id)
     return build_model(config.model, *sizes), tokenizer
 
@@ -244,6 +244,8 @@ def write_model(
     writing = out.parent / f".{out.name}-{os.getpid()}"
     writing.mkdir()
     try:
+        if first := tokenizer.encode("").tolist():  # a new model's configuration has the end of text there
+            model.config.bos_token_id = model.generation_config.bos_token_id = first[0]
         model.save_pretrained(writing)
         tokenizer.save(writing)
         if drafter is not None:

@@ -135,7 +135,9 @@ def _prompts(policy: Policy, request: GenerateRequest) -> list[Prompt]:
     """Return all samples of the first prompt, then of the next."""
     texts = [tuple(policy.encode(text)) for text in request.prompts]
     if () in texts:
-        raise UserError("--prompt: a prompt is empty")
+        raise UserError(
+            "--prompt: a prompt is empty, and the tokenizer puts no token (BOS) before it; give a character"
+        )
     sampling = _sampling(policy, max(map(len, texts)), request)
     return [
         Prompt(tokens=tokens, rollout=request.seed << 32 | i, sample=sample, group=i, sampling=sampling)

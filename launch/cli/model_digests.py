@@ -22,7 +22,7 @@ def model_digests(config: RunConfig) -> str:
 
     Raises UserError if the model or the data cannot be read here.
     """
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data)
     data = load_data(config, tokenizer, Path(config.dir) / config.name / "data")
     model = build_model(
         config.model, tokenizer.vocab_size, config.data.seq_len, config.seed, tokenizer.eos_id

@@ -1,7 +1,7 @@
 """Load a policy with its tokenizer from a run or from a model directory."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from transformers.utils import logging
 from aedit.launch.cli.export import load_run_model
 from aedit.launch.cli.places import first_line, policy_folder
 from aedit.launch.cli.text_stream import Decode
+from aedit.launch.node.model import stop_tokens
+from aedit.spec_rollout.sampling.text_tokens import TextTokens
 from aedit.system import check_folder
 from aedit.types import UserError
 
@@ -65,7 +67,7 @@ def _of_run(source: str, path: Path) -> Policy:
     def encode(text: str) -> list[int]:
         return [int(token) for token in tokenizer.encode(text)]
 
-    return Policy(source, model, encode, tokenizer.decode, (tokenizer.eos_id,))
+    return Policy(source, model, encode, tokenizer.decode, stop_tokens(model, tokenizer.eos_id))
 
 
 def read_directory(source: str, path: Path) -> DirectoryModel:
@@ -80,27 +82,13 @@ def read_directory(source: str, path: Path) -> DirectoryModel:
         tokenizer = _tokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # the readers of tokenizer files raise plain Exception, too
         raise UserError(f"{source}: no tokenizer there ({first_line(error)})") from error
-    eos_ids = model.generation_config.eos_token_id
-    stops = {tokenizer.eos_token_id, *(eos_ids if isinstance(eos_ids, list) else [eos_ids])} - {None}
-    # A default of the configuration may be beyond the vocabulary; a token that cannot be drawn ends nothing.
-    vocabulary = model.config.get_text_config().vocab_size
-    fitting = tuple(sorted(stop for stop in stops if stop < vocabulary))
-    return DirectoryModel(source, model, tokenizer, fitting)
+    return DirectoryModel(source, model, tokenizer, stop_tokens(model, tokenizer.eos_token_id))
 
 
 def _of_directory(source: str, path: Path) -> Policy:
     found = read_directory(source, path)
-    tokenizer = found.tokenizer
-
-    def encode(text: str) -> list[int]:
-        ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
-        return ids
-
-    def decode(ids: Sequence[int]) -> str:
-        text: str = tokenizer.decode(list(ids), skip_special_tokens=True)
-        return text
-
-    return Policy(source, found.model, encode, decode, found.stop_tokens)
+    texts = TextTokens(found.tokenizer)
+    return Policy(source, found.model, texts.prompt, texts.decode, found.stop_tokens)
 
 
 def read_model(source: str, path: Path) -> Any:

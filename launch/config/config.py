@@ -83,6 +83,10 @@ class DataConfig:
     tokenizer: str = "byte"
     """`byte`, or the directory or name of a Hugging Face tokenizer."""
 
+    special_tokens: Literal["tokenizer", "none"] = "tokenizer"
+    """Special tokens before each document and each prompt that is text: those that the tokenizer puts before
+    a text, such as BOS, or none. Chats have those of the chat template."""
+
     seq_len: Annotated[int, Range(least=2)] = 256
     """Sequence length in tokens."""
 

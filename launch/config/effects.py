@@ -120,6 +120,12 @@ RULES = (
     EffectRule(
         ("model.family", "model.sizes."), "model.pretrained", lambda c: bool(c.model.pretrained), '""'
     ),
+    EffectRule(
+        ("data.special_tokens",),
+        "data.tokenizer",
+        lambda c: c.data.tokenizer == "byte",
+        "a Hugging Face tokenizer",
+    ),
     EffectRule(("data.split",), "data.source", lambda c: not c.data.source.startswith("hf:"), '"hf:NAME"'),
     EffectRule(
         (*(f"prompts.{each.name}" for each in fields(PromptConfig) if each.name != "source"), *RL_KEYS),

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
@@ -62,6 +63,35 @@ def load(files: Path | Sequence[Path] | None, flags: list[str], *, strict: bool 
         check_imports(config)
         check_effects(config, layers | dict.fromkeys(flagged, len(paths) + 1), origin)
     return Loaded(config, origin)
+
+
+def load_run(path: Path) -> RunConfig:
+    """Return the configuration that a run has written to `path`. Raises UserError as `load` does.
+
+    Builds without the key `data.special_tokens` put none around texts.
+    """
+    loaded = load(path, [])
+    is_older = loaded.origin["data.special_tokens"] == "default" and loaded.config.data.tokenizer != "byte"
+    return _with_special_tokens(loaded.config, "none") if is_older else loaded.config
+
+
+def continued(config: RunConfig, run_toml: Path) -> RunConfig:
+    """Return `config` as the run of `run_toml` goes on with it: a run without special tokens stays without.
+
+    Says so on stderr where that changes it. Raises UserError as `load` does.
+    """
+    if load_run(run_toml).data.special_tokens != "none" or config.data.special_tokens == "none":
+        return config
+    print(
+        f'aedit: {run_toml.parent}: goes on with data.special_tokens = "none", as it began',
+        file=sys.stderr,
+        flush=True,
+    )
+    return _with_special_tokens(config, "none")
+
+
+def _with_special_tokens(config: RunConfig, value: str) -> RunConfig:
+    return replaced(config, {"data": {"special_tokens": value}})
 
 
 def parse(text: str, where: str) -> RunConfig:

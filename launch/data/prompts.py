@@ -104,9 +104,8 @@ def prompt_tokens(
     Raises UserError for messages without a template, a prompt that the template or the tokenizer does not
     accept, and one without tokens.
     """
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     try:
-        ids = tokenizer.encode_chat(messages) if chat_template else None
+        ids = tokenizer.encode_chat(_messages(prompt)) if chat_template else None
         if ids is None and isinstance(prompt, str):
             ids = tokenizer.encode(prompt)
     except Exception as error:  # a template may raise anything, such as for a role that it does not know
@@ -116,8 +115,26 @@ def prompt_tokens(
         why = "the tokenizer has no chat template" if chat_template else "prompts.chat_template is false"
         raise UserError(f"{KEY}: {name} is a list of messages, but {why}; write the prompts as text")
     if len(ids) == 0:
-        raise UserError(f"{KEY}: {name} has an empty prompt, expected at least one token; leave the row out")
+        raise UserError(
+            f"{KEY}: {name} has an empty prompt, and the tokenizer puts no token before it; expected at"
+            " least one token; leave the row out"
+        )
     return tuple(ids.tolist())
+
+
+def prompt_text(
+    prompt: str | Messages, tokenizer: CorpusTokenizer, *, chat_template: bool = True
+) -> tuple[str, bool]:
+    """Return the text whose ids `prompt_tokens` returns, and whether the chat template has written it."""
+    rendered = tokenizer.render(_messages(prompt)) if chat_template else None
+    if rendered is not None:
+        return rendered, True
+    assert isinstance(prompt, str), "prompt_tokens refuses messages without a template"
+    return prompt, False
+
+
+def _messages(prompt: str | Messages) -> Messages:
+    return ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
 
 
 def _prompt(config: PromptConfig, row: Row) -> str | Messages:

@@ -28,7 +28,10 @@ _LAYOUT = 2
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Tokens of all documents, each followed by an end-of-document token, cut into samples.
+    """Tokens of all documents, cut into samples.
+
+    Each document begins with the tokens that the tokenizer puts before a text, such as BOS, and ends with one
+    end-of-document token.
 
     Both arrays have shape (num_samples, seq_len + 1), are read-only, and are memory-mapped if cached. No
     document contributes to both.
@@ -87,13 +90,11 @@ def _write(
     config: DataConfig, tokenizer: CorpusTokenizer, train: Path, held_out: Path, longest: int = LONG_CHARS
 ) -> None:
     dtype, width = token_dtype(tokenizer.vocab_size), config.seq_len + 1
-    eos = np.array([tokenizer.eos_id], dtype=dtype)
     with atomic_file(train) as train_file, atomic_file(held_out) as held_out_file:
         rows = {False: RowWriter(train_file, width, dtype), True: RowWriter(held_out_file, width, dtype)}
         for document in documents(config, longest):
             side = rows[is_held_out(document, config.held_out)]
-            side.append(tokenizer.encode(document.text))
-            side.append(eos)
+            side.append(tokenizer.encode_document(document.text))
         for side in rows.values():
             side.finish()
         if not all(side.num_rows for side in rows.values()):
@@ -105,8 +106,8 @@ def _least_share(config: DataConfig, tokenizer: CorpusTokenizer) -> float:
 
     It depends on the texts only, so that all nodes compute the same one. Raises UserError if there is none.
     """
-    found = ((position(one), len(tokenizer.encode(one.text)) + 1) for one in documents(config, PIECE_CHARS))
-    ordered = sorted(found)
+    cut = documents(config, PIECE_CHARS)
+    ordered = sorted((position(one), len(tokenizer.encode_document(one.text))) for one in cut)
     total, need, held, below = sum(tokens for _, tokens in ordered), config.seq_len + 1, 0, 0.0
     for place, tokens in ordered:
         if place > below and held >= need:

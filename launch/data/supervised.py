@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aedit.launch.data.prompts import prompt_text
 from aedit.launch.data.tokenizer import CorpusTokenizer
 from aedit.spec_rollout.rl.problems import Problem
 from aedit.types import UserError
@@ -34,11 +35,13 @@ class AnswerTokens:
         tokenizer: Tokenizer of the policy.
         answer_key: Column of the right answer.
         seq_len: Most tokens of a row.
+        chat_template: The prompts have the chat template of the tokenizer, where it has one.
     """
 
     tokenizer: CorpusTokenizer
     answer_key: str
     seq_len: int
+    chat_template: bool = True
 
     def row(self, problem: Problem) -> tuple[tuple[int, ...], int]:
         """Return the tokens of prompt, answer and end of text, and the number of those of the prompt.
@@ -50,7 +53,9 @@ class AnswerTokens:
                 f"prompts.answer_key = {self.answer_key!r}: problem {problem.index} has no answer there,"
                 " which rl.supervised_steps needs; set it to the column of the right answer"
             )
-        answer = self.tokenizer.encode(str(problem.columns[self.answer_key])).tolist()
+        text = str(problem.columns[self.answer_key])
+        prompt, is_chat = prompt_text(problem.prompt, self.tokenizer, chat_template=self.chat_template)
+        answer = self.tokenizer.encode_answer(prompt, text, is_chat=is_chat).tolist()
         tokens = (*problem.tokens, *answer, self.tokenizer.eos_id)
         if len(tokens) > self.seq_len:
             raise UserError(

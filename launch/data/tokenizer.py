@@ -8,9 +8,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from aedit.launch.config.config import DataConfig
+from aedit.spec_rollout.sampling.text_tokens import TextTokens
 from aedit.system import check_folder
 from aedit.types import UserError
 
@@ -31,25 +33,39 @@ class CorpusTokenizer(Protocol):
     """Digest of the behaviour: equal for tokenizers that give the same ids, independent of their files."""
 
     def encode(self, text: str) -> NDArray[np.unsignedinteger]:
-        """Return the ids of `text`, without special tokens before or after it."""
+        """Return the ids of `text` as a prompt: after those that the tokenizer puts before a text."""
+
+    def encode_document(self, text: str) -> NDArray[np.unsignedinteger]:
+        """Return the ids of `text` as `encode` does, and one end-of-document id."""
+
+    def encode_answer(self, prompt: str, text: str, *, is_chat: bool) -> NDArray[np.unsignedinteger]:
+        """Return the ids of `text` behind those of a prompt. is_chat: the prompt is a text of `render`."""
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> NDArray[np.unsignedinteger] | None:
         """Return the ids of a dialogue, ready for an answer; None if there is no chat template."""
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`. The end-of-document id has no text; invalid UTF-8 becomes U+FFFD."""
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return the text whose ids `encode_chat` returns; None if there is no chat template."""
+
+    def decode(self, ids: Iterable[int], *, raw: bool = False) -> str:
+        """Return the text of `ids`. The end-of-document id has no text; invalid UTF-8 becomes U+FFFD.
+
+        raw: with the text of special tokens, and all spaces, as stop strings are searched.
+        """
 
     def save(self, directory: Path) -> None:
         """Write files from which `AutoTokenizer` loads the same tokenizer."""
 
 
-def load_tokenizer(name: str) -> CorpusTokenizer:
+def load_tokenizer(config: DataConfig) -> CorpusTokenizer:
     """Return the tokenizer `byte`, or the Hugging Face tokenizer of this directory or name.
 
     Never executes downloaded code.
 
-    Raises UserError if there is none with that name, or it has no end-of-text token.
+    Raises UserError if there is none with that name, it has no end-of-text token, or `data.special_tokens` is
+    "none" and it cannot leave them out.
     """
+    name = config.tokenizer
     if name == "byte":
         return ByteTokenizer()
     path = Path(name).expanduser()
@@ -60,6 +76,8 @@ def load_tokenizer(name: str) -> CorpusTokenizer:
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise UserError(f"data.tokenizer = {name!r}: no tokenizer found ({reason})") from error
+    if config.special_tokens == "none":
+        _remove_special_tokens(loaded, name)
     return PretrainedTokenizer(loaded, name)
 
 
@@ -82,11 +100,23 @@ class ByteTokenizer:
         """Return the bytes of `text` as ids."""
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16)
 
+    def encode_document(self, text: str) -> NDArray[np.unsignedinteger]:
+        """Return the bytes of `text` and the end-of-document id."""
+        return np.append(self.encode(text), np.uint16(self.eos_id))
+
+    def encode_answer(self, prompt: str, text: str, *, is_chat: bool) -> NDArray[np.unsignedinteger]:
+        """Return the bytes of `text`."""
+        return self.encode(text)
+
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Return None: bytes have no chat template."""
         return None
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Return None: bytes have no chat template."""
+        return None
+
+    def decode(self, ids: Iterable[int], *, raw: bool = False) -> str:
         """Return the text of `ids`; invalid UTF-8 becomes U+FFFD."""
         return bytes(id for id in map(int, ids) if id != self.eos_id).decode(errors="replace")
 
@@ -107,34 +137,70 @@ class PretrainedTokenizer:
     def __init__(self, loaded: Any, name: str) -> None:
         if loaded.eos_token_id is None:
             raise UserError(f"data.tokenizer = {name!r} has no eos token, which must end every document")
-        self._loaded = loaded
+        self._loaded, self._texts = loaded, TextTokens(loaded)
         self.eos_id: int = loaded.eos_token_id
         vocabulary: dict[str, int] = loaded.get_vocab()
         self.vocab_size = max(*vocabulary.values(), self.eos_id) + 1  # ids may have gaps
-        self.fingerprint = _fingerprint(vocabulary, self.eos_id, self.encode(_PROBE).tolist())
+        # Without tokens before a text it is that of builds that never put any there, for their checkpoints.
+        probe = [*self._texts.before, *self._texts.plain(_PROBE)]
+        self.fingerprint = _fingerprint(vocabulary, self.eos_id, probe)
 
     def encode(self, text: str) -> NDArray[np.unsignedinteger]:
-        """Return the ids of `text`, without special tokens before or after it."""
-        # Not verbose: documents longer than the model's context are expected here.
-        ids = self._loaded(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return np.asarray(ids, dtype=token_dtype(self.vocab_size))
+        """Return the ids of `text` as a prompt: after those that the tokenizer puts before a text."""
+        return self._array(self._texts.prompt(text))
+
+    def encode_document(self, text: str) -> NDArray[np.unsignedinteger]:
+        """Return the ids of `text` as `encode` does, and one end-of-document id."""
+        return self._array([*self._texts.prompt(text), self.eos_id])
+
+    def encode_answer(self, prompt: str, text: str, *, is_chat: bool) -> NDArray[np.unsignedinteger]:
+        """Return the ids of `text` behind those of a prompt. is_chat: the prompt is a text of `render`."""
+        return self._array(self._texts.continuation(prompt, text, special=not is_chat))
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> NDArray[np.unsignedinteger] | None:
         """Return the ids of a dialogue, ready for an answer; None if there is no chat template."""
         if not self._loaded.chat_template:
             return None
-        settings = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
-        ids = self._loaded.apply_chat_template(list(map(dict, messages)), **settings)
-        return np.asarray(ids, dtype=token_dtype(self.vocab_size))
+        return self._array(self._texts.chat(messages, add_generation_prompt=True))
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids` without special tokens."""
-        text: str = self._loaded.decode(list(map(int, ids)), skip_special_tokens=True)
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return the text whose ids `encode_chat` returns; None if there is no chat template."""
+        if not self._loaded.chat_template:
+            return None
+        text: str = self._loaded.apply_chat_template(
+            list(map(dict, messages)), add_generation_prompt=True, tokenize=False
+        )
         return text
+
+    def decode(self, ids: Iterable[int], *, raw: bool = False) -> str:
+        """Return the text of `ids`, by default without special tokens and with the tokenizer's clean-up."""
+        if raw:
+            return self._texts.decode(ids, skip_special=False, clean_up_tokenization_spaces=False)
+        return self._texts.decode(ids)
 
     def save(self, directory: Path) -> None:
         """Write the files of the tokenizer."""
         self._loaded.save_pretrained(directory)
+
+    def _array(self, ids: Sequence[int]) -> NDArray[np.unsignedinteger]:
+        return np.asarray(ids, dtype=token_dtype(self.vocab_size))
+
+
+def _remove_special_tokens(loaded: Any, name: str) -> None:
+    """Let a tokenizer put no tokens around a text, also after `save_pretrained`.
+
+    Raises UserError if it goes on to do so.
+    """
+    if getattr(loaded, "is_fast", False):
+        alone = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+        loaded.backend_tokenizer.post_processor = alone
+    found = TextTokens(loaded)
+    if found.before or found.behind:
+        raise UserError(
+            f"data.special_tokens = 'none': the tokenizer {name!r} ({type(loaded).__name__}) puts the tokens"
+            f" {[*found.before, *found.behind]} around a text by code of its own; use 'tokenizer', or"
+            " another tokenizer"
+        )
 
 
 def _fingerprint(vocabulary: Mapping[str, int], eos_id: int, probe: list[int]) -> str:

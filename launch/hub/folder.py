@@ -10,7 +10,7 @@ from pathlib import Path
 
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.fields import to_toml, values
-from aedit.launch.config.load import load
+from aedit.launch.config.load import continued, load_run
 from aedit.system import write_atomically
 from aedit.types import UserError
 
@@ -73,15 +73,17 @@ def _lock(fd: int, directory: Path, *, must: bool) -> None:
             ) from error
 
 
-def claim(directory: Path, config: RunConfig, part: tuple[int, int]) -> None:
-    """Write the configuration and the part of this hub into its folder.
+def claim(directory: Path, config: RunConfig, part: tuple[int, int]) -> RunConfig:
+    """Write the configuration and the part of this hub into its folder; return it as the run goes on with it.
 
     Raises UserError if the folder belongs to another part or run, or was written under other merge settings.
     """
     if (directory / "part.json").exists():
         _compare(directory, config, part)
+        config = continued(config, directory / "run.toml")
     write_atomically(directory / "run.toml", to_toml(config))
     write_atomically(directory / "part.json", json.dumps(part))
+    return config
 
 
 def _compare(directory: Path, config: RunConfig, part: tuple[int, int]) -> None:
@@ -91,7 +93,7 @@ def _compare(directory: Path, config: RunConfig, part: tuple[int, int]) -> None:
             f"--part: {directory} holds part {k}/{n}, not {part[0]}/{part[1]};"
             f" use --part {k}/{n} or another --directory"
         )
-    before, now = dict(values(load(directory / "run.toml", []).config)), dict(values(config))
+    before, now = dict(values(load_run(directory / "run.toml"))), dict(values(config))
     for name in sorted(before.keys() | now.keys()):
         if name.startswith(_DECIDES) and before.get(name) != now.get(name):
             raise UserError(

@@ -130,9 +130,9 @@ class _Process:
     """One hub process, from recovery to exit."""
 
     def __init__(self, endpoint: HubEndpoint, *, insecure: bool) -> None:
-        self._endpoint, self._config = endpoint, endpoint.config
+        self._endpoint = endpoint
         self._keys = endpoint.server_keys(insecure=insecure)
-        folder.claim(endpoint.directory, endpoint.config, endpoint.part)
+        self._config = folder.claim(endpoint.directory, endpoint.config, endpoint.part)
         self._store = Store(endpoint.directory, fsync=endpoint.config.hub.fsync)
         self._reports = Reports(endpoint.directory)
         self._responder = HelloResponder(

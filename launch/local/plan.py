@@ -108,7 +108,7 @@ def measure(config: RunConfig, placement: Placement) -> Plan:
     Builds the model without memory for it. Raises UserError if it cannot.
     """
     ranks = ranks_per_node(config, placement)
-    model = outline(config, load_tokenizer(config.data.tokenizer))
+    model = outline(config, load_tokenizer(config.data))
     try:
         units = find_units(model, config.edit.units)
     except ValueError as error:

@@ -48,7 +48,7 @@ def build(
     """
     check_fits(config, world)
     torch.manual_seed(config.seed + world.node)
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data)
     data = load_data(config, tokenizer, run_dir / "data")
     model = make_model(config, tokenizer, world)
     inners = make_inners(model, config.train)

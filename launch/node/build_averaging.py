@@ -54,7 +54,7 @@ def build_averaging(config: RunConfig, world: World, options: NodeStartOptions) 
         )
     torch.manual_seed(config.seed)
     index = options.membership.prefers or 0
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data)
     data = load_data(config, tokenizer, options.run_dir / "data")
     model = make_model(config, tokenizer, world)
     facts = facts_of(config, model, tokenizer, data)

@@ -69,7 +69,7 @@ def build_with_hub(config: RunConfig, world: World, options: NodeStartOptions) -
     """
     check_fits(config, world)
     torch.manual_seed(config.seed)
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data)
     data = load_data(config, tokenizer, options.run_dir / "data")
     model = make_model(config, tokenizer, world)
     facts = facts_of(config, model, tokenizer, data)

@@ -85,6 +85,19 @@ def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
+def stop_tokens(model: nn.Module, eos_id: int | None) -> tuple[int, ...]:
+    """Return the tokens that end an answer: that of the tokenizer and those of the generation config.
+
+    A chat model often ends its turn with another token than a text.
+    """
+    settings: Any = getattr(model, "generation_config", None)
+    found = getattr(settings, "eos_token_id", None)
+    ends = {eos_id, *(found if isinstance(found, list) else [found])} - {None}
+    # A default of the configuration may be beyond the vocabulary; a token that cannot be drawn ends nothing.
+    own: Any = model.config
+    return tuple(sorted(end for end in ends if end < own.get_text_config().vocab_size))
+
+
 def compile_blocks(model: nn.Module, backend: str = "inductor") -> None:
     """Compile the forward function of each block; the hooks around it stay ordinary Python.
 

@@ -10,6 +10,7 @@ from aedit.launch.data.curriculum import Curriculum
 from aedit.launch.data.prompts import ProblemSet
 from aedit.launch.data.rewards import reward_pool
 from aedit.launch.data.supervised import AnswerTokens
+from aedit.launch.node.model import stop_tokens
 from aedit.launch.node.objective import NodeParts
 from aedit.launch.node.rl_drafter import TrainerDeaths
 from aedit.launch.node.rl_evaluate import FIRST_KEY
@@ -94,7 +95,12 @@ def _warm_up(problems: ProblemSet, parts: NodeParts) -> WarmUp:
         config=config,
         model=parts.sync.model,
         problems=problems.train,
-        answers=AnswerTokens(parts.tokenizer, config.prompts.answer_key, config.data.seq_len),
+        answers=AnswerTokens(
+            parts.tokenizer,
+            config.prompts.answer_key,
+            config.data.seq_len,
+            chat_template=config.prompts.chat_template,
+        ),
         world=parts.world,
     )
 
@@ -104,22 +110,9 @@ def _sampling(config: RunConfig, parts: NodeParts, temperature: float) -> Sampli
     return Sampling(
         temperature=temperature,
         max_new_tokens=chosen.max_new_tokens,
-        stop_tokens=_ends(config, parts),
+        stop_tokens=stop_tokens(parts.sync.model, parts.tokenizer.eos_id),
         stop_strings=chosen.stop,
     )
-
-
-def _ends(config: RunConfig, parts: NodeParts) -> tuple[int, ...]:
-    """Return the tokens that end an answer: that of the tokenizer, and those of a pretrained model.
-
-    A chat model often ends its turn with another token than a text.
-    """
-    ends = {parts.tokenizer.eos_id}
-    if config.model.pretrained:
-        settings = getattr(parts.sync.model, "generation_config", None)
-        found = getattr(settings, "eos_token_id", None)
-        ends |= {found} if isinstance(found, int) else set(found or ())
-    return tuple(sorted(ends))
 
 
 def _reference(config: RunConfig, parts: NodeParts) -> nn.Module | None:

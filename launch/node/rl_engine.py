@@ -64,8 +64,8 @@ class StopDecoder:
     def decode(
         self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
     ) -> str:
-        """Return the text of `token_ids` without special tokens."""
-        return self._tokenizer.decode(token_ids)
+        """Return the text of `token_ids` in which stop strings are searched."""
+        return self._tokenizer.decode(token_ids, raw=True)
 
 
 def _policy(config: RunConfig, model: nn.Module, tokenizer: CorpusTokenizer, world: World) -> nn.Module:

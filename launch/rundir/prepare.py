@@ -12,7 +12,7 @@ from pathlib import Path
 
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.fields import literal, to_toml, values
-from aedit.launch.config.load import load
+from aedit.launch.config.load import continued, load_run
 from aedit.launch.rundir.ending import attempt_of
 from aedit.launch.rundir.provenance import provenance
 from aedit.system import write_atomically
@@ -71,7 +71,8 @@ def prepare(config: RunConfig, joins_as: str = "") -> Path:
         run_toml = run_dir / "run.toml"
         if run_toml.exists():
             may_change = MAY_CHANGE | MAY_CHANGE_AT_A_HUB if joins_as else MAY_CHANGE
-            listed = _changed(load(run_toml, []).config, config, may_change)
+            config = config if joins_as else continued(config, run_toml)
+            listed = _changed(load_run(run_toml), config, may_change)
             if listed and not _forgotten(run_dir):
                 held = f"{run_dir}: holds a run with other values of {listed}"
                 raise UserError(f"{held}; restore them, or choose another {remedy}")

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from aedit.launch.node.model import stop_tokens
 from aedit.launch.serve.model_server import Addresses, close_servers, read_keys, start_servers
 from aedit.launch.serve.places import HttpPlace
 from aedit.launch.serve.served_run import ServedRun
@@ -48,7 +49,7 @@ class RunHttp:
             line=self.line,
             codec=TextCodec(_tokenizers.from_pretrained(self.folder, trust_remote_code=False)),
             model=self.run.config.name,
-            eos=(self.run.tokenizer.eos_id,),
+            eos=stop_tokens(self.run.model, self.run.tokenizer.eos_id),
         )
         service.metrics.follow(self.host.status)
         self.servers = start_servers(service, addresses)

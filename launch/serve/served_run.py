@@ -33,7 +33,7 @@ class ServedRun:
     @classmethod
     def of(cls, config: RunConfig) -> Self:
         """Build the model. Raises UserError if it cannot be built here."""
-        tokenizer = load_tokenizer(config.data.tokenizer)
+        tokenizer = load_tokenizer(config.data)
         model = build_model(
             config.model, tokenizer.vocab_size, config.data.seq_len, config.seed, tokenizer.eos_id
         )

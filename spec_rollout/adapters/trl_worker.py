@@ -22,6 +22,7 @@ from torch import Tensor
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.rl.advantages import Advantage, advantages
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
+from aedit.spec_rollout.sampling.text_tokens import TextTokens
 from aedit.types import PositiveInt, check, checked
 
 Reward = Callable[..., Sequence[float | None]]
@@ -115,7 +116,7 @@ class TrlWorker:
         self.rollout_buffer: queue.Queue[TrlSample] = queue.Queue()
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self._engine, self._rows, self._rewards = engine, rows, list(rewards)
-        self._tokenizer, self._config = tokenizer, config
+        self._texts, self._config = TextTokens(tokenizer), config
         self._lock = threading.Lock()
         self._sent: dict[str, Tensor] | None = None
         self._next: tuple[dict[str, Tensor], int] | None = None
@@ -225,9 +226,8 @@ class TrlWorker:
 
     def _encoded(self, prompt: Any) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            return tuple(self._tokenizer(prompt)["input_ids"])
-        found = self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
-        return tuple(found["input_ids"])
+            return tuple(self._texts.prompt(prompt))
+        return tuple(self._texts.chat(prompt, add_generation_prompt=True))
 
     def _hand_over(self) -> None:
         """Reward finished groups and queue their samples, the oldest group first."""
@@ -239,7 +239,7 @@ class TrlWorker:
 
     def _samples(self, group: _Group) -> Iterator[TrlSample]:
         prompt = group.row["prompt"]
-        texts = [self._tokenizer.decode(r.tokens, skip_special_tokens=True) for r in group.rollouts]
+        texts = [self._texts.decode(rollout.tokens) for rollout in group.rollouts]
         is_chat = not isinstance(prompt, str)
         completions = [[{"role": "assistant", "content": text}] if is_chat else text for text in texts]
         totals = self._rewarded(group, completions)

@@ -21,7 +21,7 @@ from aedit.proto.transports.memory import MemoryWorld
 def train_and_save(run_dir, node, mark, mesh=None, config=None):
     """Save one checkpoint after a round and one local step; return whole anchors and whole parameters."""
     described = load(Path(run_dir) / "run.toml", []).config
-    tokenizer = load_tokenizer(described.data.tokenizer)
+    tokenizer = load_tokenizer(described.data)
     model = build_model(described.model, tokenizer.vocab_size, described.data.seq_len, node, tokenizer.eos_id)
     for _, block in blocks(model) if mesh else ():
         fully_shard(block, mesh=mesh)

@@ -40,7 +40,7 @@ class StopInThread(StopAlone):
 
 def hub_of(config):
     """Return a hub in this process for the run, where each arrival counts as its share of a round."""
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data)
     world = World(0, 1, 0, 1, torch.device("cpu"), None)
     units = find_units(make_model(config, tokenizer, world), config.edit.units)
     plan = HubPlan(
@@ -57,7 +57,7 @@ def hub_of(config):
 @contextlib.contextmanager
 def node_of(config, hub, name):
     """Yield the node `name` of the hub."""
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data)
     world = World(0, 1, 0, 1, torch.device("cpu"), None)
     data = load_data(config, tokenizer, Path(config.dir))
     model = make_model(config, tokenizer, world)

@@ -9,6 +9,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from aedit.spec_rollout.sampling.stops import REPLACEMENT
+from aedit.spec_rollout.sampling.text_tokens import TextTokens
 from aedit.spec_rollout.service.http.errors import bad_request
 
 _bytes: Any = bytes_to_unicode
@@ -19,21 +20,18 @@ class TextCodec:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self._texts = TextTokens(tokenizer)
         self._byte_of = {character: byte for byte, character in _bytes().items()}
         self.token_text = lru_cache(maxsize=1 << 16)(self._token_text)
         """Return the text of one token by itself."""
 
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
-        """Return the tokens of a text, with `special` those around it as the tokenizer has them."""
-        ids = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-        return tuple(ids)
+        """Return the tokens of a prompt, with `special` after those that the tokenizer puts before a text."""
+        return tuple(self._texts.prompt(text) if special else self._texts.plain(text))
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
         """Return the text of tokens."""
-        text: str = self.tokenizer.decode(
-            list(tokens), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
-        )
-        return text
+        return self._texts.decode(tokens, skip_special=skip_special, clean_up_tokenization_spaces=False)
 
     def token_bytes(self, token: int) -> list[int] | None:
         """Return the bytes of a token, which may be a part of a character; None if they are unknown."""
