@@ -9,10 +9,13 @@ import shutil
 import pytest
 import torch
 from dist_jobs.export_jobs import train_and_save
+from kit import served_models
 from kit.rollouts import perturbed
+from kit.serving import ask, served
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     BertConfig,
     BertLMHeadModel,
     GPT2Config,
@@ -220,6 +223,34 @@ def test_a_run_is_asked_by_its_directory_or_by_its_name(capsys, tmp_path, monkey
     by_name, by_path = run(capsys, "it", *words), run(capsys, there, *words)
     assert by_name[0] == by_path[0] == 0
     assert by_name[1].splitlines()[:-1] == by_path[1].splitlines()[:-1]
+
+
+@pytest.mark.parametrize("special", ["tokenizer", "none", "as before the key"])
+def test_a_run_its_export_its_server_and_transformers_read_a_prompt_alike(capsys, tmp_path, special):
+    source, there, out = served_models.saved("gemma2", tmp_path / "m"), tmp_path / "run", tmp_path / "out"
+    there.mkdir()
+    key = f'special_tokens = "{special}"\n' if " " not in special else ""
+    (there / "run.toml").write_text(
+        f'[model]\npretrained = "{source}"\n[data]\nseq_len = 64\ntokenizer = "{source}"\n{key}'
+    )
+    train_and_save(there, node=0, mark=Mark(1))
+    assert main(["export", str(there), str(out)]) == 0
+    tokenizer, prompt, count = AutoTokenizer.from_pretrained(out), "The quick brown", 12
+    ids = tokenizer(prompt, return_tensors="pt")
+    has_bos = AutoTokenizer.from_pretrained(source)(prompt)["input_ids"] == ids["input_ids"][0].tolist()
+    assert has_bos == (special == "tokenizer")
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    made = model.generate(**ids, max_new_tokens=count, do_sample=False, pad_token_id=0)[0].tolist()
+    text = tokenizer.decode(made[ids["input_ids"].shape[1] :], skip_special_tokens=True)
+    words = ("--prompt", prompt, "--temperature", 0, "--arm", "off", "--max-new-tokens", count)
+    capsys.readouterr()
+    for place in (there, out):
+        code, shown, _ = run(capsys, place, *words)
+        assert (code, shown.rsplit("\n", 2)[0]) == (0, text), place
+    with served(model, tokenizer) as (_, address):
+        body = {"prompt": prompt, "temperature": 0, "max_tokens": count, "return_token_ids": True}
+        choice = ask(address, "/v1/completions", body)[2]["choices"][0]
+        assert choice["prompt_token_ids"] + choice["token_ids"] == made
 
 
 @pytest.mark.parametrize(

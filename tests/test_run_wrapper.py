@@ -15,8 +15,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from aedit.launch.config.config import EditConfig, HubConfig, LocalConfig, RunConfig, TrainConfig
+from aedit.launch.config.config import DataConfig, EditConfig, HubConfig, LocalConfig, RunConfig, TrainConfig
+from aedit.launch.config.load import load_run
 from aedit.launch.config.placement import Placement, check_hub_start, torchrun_words
+from aedit.launch.hub.folder import claim
 from aedit.launch.local import join
 from aedit.launch.node import build, world
 from aedit.launch.node import main as node
@@ -261,6 +263,36 @@ def test_the_training_of_a_run_cannot_change_under_its_name(tmp_path):
     assert "--name" in message
     assert "train.steps" not in message
     assert "steps = 5" in (tmp_path / "run/run.toml").read_text()
+
+
+def test_a_run_of_a_build_without_special_tokens_goes_on_without_them(tmp_path, capsys):
+    config = RunConfig(dir=str(tmp_path), data=DataConfig(tokenizer="some/model"))
+    path = prepare(config)
+    take_a_step(tmp_path / "run")
+    assert load_run(path).data.special_tokens == "tokenizer"
+    prepare(config)
+    assert capsys.readouterr().err == ""
+    older = path.read_text().replace('special_tokens = "tokenizer"\n', "")
+    assert older != path.read_text()
+    path.write_text(older)
+    for _ in range(2):  # the second time the file has the key
+        prepare(config)
+        assert 'goes on with data.special_tokens = "none", as it began' in capsys.readouterr().err
+        assert load_run(path).data.special_tokens == "none"
+    hub = tmp_path / "run" / "hub"
+    hub.mkdir()
+    (hub / "run.toml").write_text(older)
+    (hub / "part.json").write_text("[1, 1]")
+    assert claim(hub, config, (1, 1)).data.special_tokens == "none"
+    assert claim(hub, config, (1, 1)).data.special_tokens == "none"
+
+
+def test_bytes_have_no_special_tokens_before_or_after_the_key(tmp_path, capsys):
+    path = prepare(RunConfig(dir=str(tmp_path)))
+    assert "special_tokens" not in path.read_text()
+    take_a_step(tmp_path / "run")
+    prepare(RunConfig(dir=str(tmp_path)))
+    assert capsys.readouterr().err == ""
 
 
 def test_a_run_that_never_took_a_step_does_not_block_its_name(tmp_path):

@@ -234,7 +234,7 @@ def test_a_chat_has_the_tokens_of_its_template_and_bos_once(kinds):
     ids = prompt_tokens("the cat", ours)
     assert list(ids) == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     assert (ids[0], ids.count(0)) == (0, 1)
-    assert ids == TextCodec(theirs).chat(messages, add_generation_prompt=True)
+    assert ids == TextCodec(theirs).chat(messages, {"add_generation_prompt": True}, {})
     assert prompt_text("the cat", ours) == ("<s>[user]the cat[assistant]", True)
 
 
