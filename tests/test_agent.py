@@ -299,6 +299,13 @@ def test_data_is_leased_ahead_and_what_was_used_is_said(hub):
     assert hub.position < 80, "a node leases for 4 steps, and asks again when a third is used"
 
 
+def test_a_stock_of_many_leases_is_there_before_the_next_heartbeat(hub):
+    more = {"samples_per_step": 4, "lease_samples": 4, "heartbeat_s": 60.0}
+    with node(plan([address(hub)], **more)) as link:
+        link.join(10)
+        until(lambda: hub.position >= 16, "a stock for four steps")
+
+
 def test_a_lease_whose_reply_is_lost_with_the_hub_is_not_lost(hub):
     hub.broken = ["lease"]
     with node(plan([address(hub)], samples_per_step=4)) as link:

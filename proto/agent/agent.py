@@ -275,7 +275,7 @@ class Agent:
             self._stock.more(blocks)
             self._leased_upto = max((self._leased_upto, *(end for _, end in blocks)))
         self._give()
-        if blocks and self._stock.is_short:  # a lease has at most `hub.lease_samples`
+        if blocks and self._stock.missing():  # a lease has at most `hub.lease_samples`
             membership.ask_soon()
 
     def _give(self) -> None:
