@@ -1,6 +1,7 @@
 """Tests several `LayerSync` in one process: what they may share, and what is refused."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 
@@ -20,6 +21,7 @@ from aedit.edit.sync import LayerSync
 from aedit.proto.transports.memory import MemoryWorld
 from aedit.types import News, Round
 
+JOBS = "tests/dist_jobs/library_jobs.py"
 PLAIN = PenaltyConfig(weights="uniform", detector="off", clip=None)
 
 
@@ -134,6 +136,8 @@ def test_two_blocks_at_once_with_a_schedule_by_time_are_refused_with_the_remedy(
     second = node_of(b, transport, EverySeconds(4), landing=landing)
     with pytest.raises(ValueError, match=r"EverySeconds cannot be used in two.*as an nn\.ModuleDict"):
         enter(first, second)
+    with first, ThreadPoolExecutor(1) as another:
+        another.submit(enter, second, nullcontext()).result()
     for sync in (second, first):
         with sync:
             steps([sync], 0, 3)
@@ -177,6 +181,27 @@ def test_folds_over_one_transport_train_as_over_one_each():
     for seed in range(3):
         alone = in_threads(2, lambda transport, node, seed=seed: fold(transport, node, seed))
         assert furthest(alone[0], several[0][seed]) == furthest(alone[1], several[1][seed]) == 0
+
+
+@pytest.mark.parametrize("landing", ["forward", "arrival"])
+def test_over_torch_two_models_over_one_transport_count_each_step_once(world, landing):
+    args = {"landing": landing, "in_threads": False}
+    found = world.run(JOBS, "train_two_over_one_transport", size=2, args=args)
+    assert found == [[([-6.0] * 4, 7, 24), ([-12.0] * 4, 5, 24)]] * 2
+
+
+def test_over_torch_two_threads_train_a_model_each_by_time_and_end_apart(world):
+    args = {"landing": "forward", "in_threads": True}
+    ours, theirs = world.run(JOBS, "train_two_over_one_transport", size=2, args=args)
+    assert ours == theirs
+    assert [steps for *_, steps in ours] == [19, 14]
+
+
+@pytest.mark.parametrize("numel", [5, 1])
+@pytest.mark.parametrize("landing", ["forward", "arrival"])
+def test_over_torch_own_sums_beside_rounds_are_right_and_so_is_the_training(world, landing, numel):
+    args = {"landing": landing, "numel": numel}
+    assert world.run(JOBS, "train_beside_own_sums", size=2, args=args) == [([-6.0] * 4, [])] * 2
 
 
 # -- what is refused

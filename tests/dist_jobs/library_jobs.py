@@ -1,6 +1,9 @@
 """Jobs of tests/test_library.py: the library on FSDP2 models."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
+import torch.distributed as dist
 from kit.local_sgd import trainable
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -9,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from aedit.async_sgd.rules.outer import Average
 from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.mean_exchange import MeanExchange
-from aedit.edit.schedule import EverySteps
+from aedit.edit.schedule import EverySeconds, EverySteps
 from aedit.edit.sync import LayerSync
 from aedit.proto.transports.c10d import TorchTransport
 
@@ -166,3 +169,74 @@ def reshard(model):
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def constant_gradients(transport, *, every, rate, landing="forward", name=None):
+    """Return a node whose steps add -`rate` to each of four numbers, and its step; all sums are exact."""
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    exchange = MeanExchange(transport, outer=Average(), penalty=PLAIN, name=name)
+    schedule = every if isinstance(every, EverySeconds) else EverySteps(every)
+    config = EditConfig(landing=landing)
+    sync = LayerSync.of(model, inner, exchange=exchange, schedule=schedule, config=config)
+
+    def step():
+        (rate * model(torch.ones(1, 4))).sum().backward()
+        inner.step()
+        inner.zero_grad()
+        sync.step()
+
+    return sync, step
+
+
+def train_beside_own_sums(rank, size, landing, numel):
+    """Return the weights, and the loop's own sums over the default group that are wrong.
+
+    Each sum is under way while `sync.step` sends; node 0 begins it before that, node 1 after it. `numel` = 5
+    is what the transport sends for the unit.
+    """
+    transport = TorchTransport(timeout_s=20)
+    sync, step = constant_gradients(transport, every=2, rate=(0.25, 0.75)[rank], landing=landing)
+    wrong = []
+    with sync:
+        for n in range(12):
+            own = torch.full((numel,), float(n + rank))
+            work = dist.all_reduce(own, async_op=True) if rank == 0 else None
+            step()
+            (work or dist.all_reduce(own, async_op=True)).wait()
+            wrong += [n] * bool((own != 2 * n + 1).any())
+    transport.close()
+    return sync.model.weight.flatten().tolist(), wrong
+
+
+def train_two_over_one_transport(rank, size, landing, in_threads):
+    """Return weights, rounds and steps of two models that share a transport, in one thread or in one each."""
+    transport = TorchTransport(timeout_s=20)
+    # In threads, nodes end after other numbers of steps, and rounds are due by time.
+    every = [EverySeconds(n, iter(range(10**6)).__next__) if in_threads else n for n in (2, 3)]
+    counts = [(12, 7)[rank], (5, 9)[rank]] if in_threads else [12, 12]
+    rates = [(0.25, 0.75)[rank], (0.5, 1.5)[rank]]
+    both = [
+        constant_gradients(transport, every=e, rate=r, landing=landing, name=name)
+        for e, r, name in zip(every, rates, ("actor", "critic"), strict=True)
+    ]
+
+    def train(one, count):
+        sync, step = one
+        with sync:
+            for _ in range(count):
+                step()
+
+    if in_threads:
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(train, both, counts))
+    else:
+        with both[0][0], both[1][0]:
+            for _ in range(12):
+                for _, step in both:
+                    step()
+    transport.close()
+    return [
+        (sync.model.weight.flatten().tolist(), sync.schedule.last_id, sync.total_steps) for sync, _ in both
+    ]
