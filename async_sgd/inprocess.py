@@ -160,7 +160,10 @@ class InProcessLink:
         self.outbox: Sequence[Vector] = [np.zeros(u.numel, np.float32) for u in hub.layout.units]
         self.bytes_sent = 0
         self._before: dict[int, int] = {}
-        """Number of pushes of earlier processes of this name, and of those that founded the run, by unit."""
+        """Number of pushes of earlier processes of this name, and of those that founded the run, by unit,
+        less the exchanges of this one without steps, which push nothing."""
+        self._asked: dict[int, int] = {}
+        """Last exchange without steps, by unit."""
         self._leases = Leases()
         self._blocks: list[tuple[int, int]] = []
         self._told = (0, hub.clock())
@@ -204,6 +207,10 @@ class InProcessLink:
 
     def send(self, unit: int, seq: int, *, base: int, steps: int, tokens: int) -> None:
         """Push outbox[unit]. A node that is no member any more pushes nothing and gets no answer."""
+        if not steps:
+            self._asked[unit] = seq
+            self._before[unit] = self._before.get(unit, 0) - 1
+            return
         facts = {"base": base, "steps": steps, "tokens": tokens}
         self._push(unit, seq + self._before.get(unit, 0), self.outbox[unit], facts)
 
@@ -211,6 +218,8 @@ class InProcessLink:
         """Return the hub's decision on push `seq` once there is one; anchors[unit] is then the newest."""
         with self.hub.lock:
             self.hub.tick()
+            if self._asked.get(unit) == seq:
+                return Answer(seq, self._fetch(unit), Verdict.NONE)
             told = self.hub.hub.state.members[self.node].told.get(unit)
             if told is None or told.seq != seq + self._before.get(unit, 0) or told.verdict == Verdict.NONE:
                 return None

@@ -300,8 +300,8 @@ class HubExchange:
     def start(self, i: int) -> Pending[Tensor]:
         """Push the pseudo-gradient of unit `i`; the answer is its next anchor.
 
-        A unit that is distrusted or has made no steps is not pushed. One that is trained apart from the model
-        is pushed without steps, which weighs 0, as its answer is the anchor that others have trained.
+        A unit that is distrusted or has made no steps is not pushed. Of one that is trained apart from the
+        model the answer is then the anchor that others have trained.
         """
         place, steps = self._places[i], int(self.steps_L[i])
         self.steps_L[i] = 0

@@ -12,6 +12,7 @@ from aedit.async_sgd.rules.outer import Average, Nesterov, OuterOptimizer, Outer
 from aedit.async_sgd.rules.unit_rules import UnitRules
 from aedit.async_sgd.rules.weights import Array, weights
 from aedit.edit.agreement import compare, described, described_layout
+from aedit.edit.alone import Here
 from aedit.edit.config import PenaltyConfig
 from aedit.edit.detector import NormHistory, judge, learned_only
 from aedit.edit.digest import digest, halves
@@ -217,9 +218,15 @@ class MeanExchange:
 
     @torch.no_grad()
     def start(self, i: int) -> Pending[Tensor]:
-        """Send the pseudo-gradient of unit `i`; the answer is the next anchor, after the outer step."""
+        """Send the pseudo-gradient of unit `i`; the answer is the next anchor, after the outer step.
+
+        Where all nodes have weight 0, as in a drafter that none has trained, nothing is sent, and the anchor
+        stays.
+        """
         assert self._open is not None
         outcome, weight = self._open.outcome, self._open.weight[i]
+        if i in self._open.nobody:
+            return Here(lambda: self.store.read(i)[0].clone())
         for ahead in outcome.units:
             if ahead > i:
                 self.store.ahead(ahead)
@@ -229,11 +236,10 @@ class MeanExchange:
         mean = self.channel.weighted_mean(f"{outcome.round.id}/{self.units[i].name}", value, weight)
         # The last round takes the mean as it is: no inner step follows to correct an overshoot.
         outer = Average() if outcome.all_leaving else self._outer_of(i)
-        nobody = i in self._open.nobody
-        return Then(mean, lambda mean: self._step(i, mean, outer, nobody))
+        return Then(mean, lambda mean: self._step(i, mean, outer))
 
     @torch.no_grad()
-    def _step(self, i: int, mean: Mean, outer: OuterOptimizer, nobody: bool) -> Tensor:
+    def _step(self, i: int, mean: Mean, outer: OuterOptimizer) -> Tensor:
         anchor, state = self.store.read(i)
         norm = self.shards.sum(torch.linalg.vector_norm(mean.value).square()).sqrt()
         clip = None if self.units[i].name in self.rules else self.penalty.clip
@@ -242,7 +248,7 @@ class MeanExchange:
         next_anchor = torch.where(trusted, anchor - step, anchor)
         pairs = zip(stepped.arrays, state.arrays, strict=True)
         kept = stepped.with_arrays(*(torch.where(trusted, new, old) for new, old in pairs))
-        self.store.write(i, next_anchor, replace(kept, count=state.count) if nobody else kept)
+        self.store.write(i, next_anchor, kept)
         return next_anchor
 
     def conclude(self, i: int, outcome: RoundOutcome) -> RoundOutcome:

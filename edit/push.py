@@ -51,7 +51,10 @@ class Sender(Protocol):
 
 
 class PendingPush(Pending[Tensor]):
-    """Push of one unit, `Pending` until the hub has decided; it is sent once the outbox is written."""
+    """Push of one unit, `Pending` until the hub has decided; it is sent once the outbox is written.
+
+    Without steps it is a question for the newest anchor.
+    """
 
     def __init__(self, sender: Sender, i: int, unit: SyncUnit, place: UnitProgress) -> None:
         self._sender, self._i, self._unit, self._place, self._seq = sender, i, unit, place, place.seq

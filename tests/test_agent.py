@@ -340,6 +340,34 @@ def test_what_the_trainer_tells_reaches_the_hub_and_what_the_hub_tells_reaches_t
         assert heartbeat.wire_s > 0
 
 
+def test_an_exchange_without_steps_sends_nothing_and_brings_the_newest_anchor_once(hub):
+    with node(plan([address(hub)])) as link, node(plan([address(hub)], name="b")) as other:
+        link.join(10), other.join(10)
+        sent, pulled = link.bytes_sent, hub.pulled_bytes
+        until(lambda: hub.heartbeats, "a heartbeat, which names the versions")
+        first = until(lambda: asked(link, 1), "the answer")
+        assert (first.version, first.verdict, hub.pulled_bytes) == (1, Verdict.NONE, pulled)
+        exchange(other, 1, 1, 3.0, 1)
+        newer = until(
+            lambda: (found := asked(link, first.seq + 1)).version == 2 and found, "the newer anchor"
+        )
+        assert np.array_equal(link.anchors[1], np.arange(5000) + 97)
+        assert (newer.verdict, link.bytes_sent) == (Verdict.NONE, sent)
+        assert [number for number, *_ in hub.pushed] == [1]
+        exchange(link, 1, newer.seq + 1, 2.0, 2)
+        assert [(number, seq) for number, _, seq, _ in hub.pushed] == [(1, 1), (0, 2)], "numbers have no gap"
+
+
+def asked(link, first):
+    """Return the answer to the next exchange without steps."""
+    seq = max(first, asked.last.get(id(link), 0) + 1)
+    asked.last[id(link)] = seq
+    return exchange(link, 1, seq, 9.0, 1, steps=0)
+
+
+asked.last = {}
+
+
 def test_a_node_that_the_hub_does_not_want_is_told_why(hub):
     with node(plan([address(hub)], shapes=(SHAPES[0], ((10,), (5,))))) as link:
         with pytest.raises(UserError, match="unit1 has another number of parameters"):

@@ -3,6 +3,7 @@
 import torch
 from kit.hub_process import real_hub
 from kit.tiny_policies import policy
+from kit.waiting import until
 
 from aedit import HubExchange, LayerSync
 from aedit import spec_rollout as rl
@@ -95,6 +96,10 @@ class Node:
         self.sync.finish()
 
 
+def bytes_sent(*nodes):
+    return [node.sync.exchange.bytes_sent for node in nodes]
+
+
 def flat(tensors):
     return torch.cat([t.detach().flatten().double() for t in tensors.values()])
 
@@ -105,11 +110,27 @@ def test_what_one_node_has_trained_drafts_on_all_nodes_and_on_one_that_joins_lat
         with trains.sync, other.sync:
             trains.generate(0), other.generate(100)
             other.round(), trains.round(), other.round()
-            assert other.online.status()["adopted"] == 0, "nobody has trained it"
+            assert other.online.status()["adopted"] == 0, "no node has trained it"
+            before = bytes_sent(trains, other)
+            other.round(), trains.round()
+            model, drafter = (
+                2 * flat(trains.model.state_dict()).numel(),
+                2 * flat(trains.online.tensors()).numel(),
+            )
+            assert [new - old for new, old in zip(bytes_sent(trains, other), before, strict=True)] == 2 * [
+                model
+            ]
             trains.learn()
             trains.round()
-            other.round()
-            assert other.online.adopt()
+            until(
+                lambda: other.round() or other.online.adopt(), "the drafter"
+            )  # a heartbeat names its version
+            found = bytes_sent(trains, other)
+            trains.round(), other.round()
+            assert [new - old for new, old in zip(bytes_sent(trains, other), found, strict=True)] == 2 * [
+                model
+            ]
+            assert found[0] - before[0] == 2 * model + drafter
             expected, found = flat(trains.online.tensors()), flat(other.online.tensors())
             assert (found - expected).norm() < 0.01 * expected.norm()
             late = Node(hub.address, "c", seed=3)

@@ -40,13 +40,19 @@ class User:
         self.shared_steps += steps
 
 
-def run(act, nodes=2, landing="forward", rounds=2, takes=True):
-    """Return the users and models after rounds of one inner step; `act(user, node, round)` before each."""
+def run(act, nodes=2, landing="forward", rounds=2, takes=True, sent=None):
+    """Return the users and models after rounds of one inner step; `act(user, node, round)` before each.
+
+    sent: takes node and key of each vector that is exchanged.
+    """
     model = tower()
 
     def job(transport, n):
         own, user = deepcopy(model), User(n, takes)
         inner = torch.optim.SGD(own.parameters(), lr=0.1)
+        if sent is not None:
+            mean = transport.weighted_mean
+            transport.weighted_mean = lambda key, *args: sent.append((n, key)) or mean(key, *args)
         exchange = MeanExchange(transport, outer=Average(), rules={DRAFTER: UnitRule()})
         shared = SharedModule(DRAFTER, SHAPES)
         shared.attach(exchange)
@@ -90,6 +96,18 @@ def test_where_nobody_has_trained_nothing_is_offered():
         assert user.offered == []
 
 
+def test_nothing_of_it_is_sent_until_a_node_has_trained_it_and_then_all_take_part():
+    sent = []
+    found = run(lambda user, n, number: user.train(n) if number == 2 else None, rounds=4, sent=sent)
+    drafter = sorted((n, key.partition("/")[0]) for n, key in sent if key.endswith(DRAFTER))
+    (number,) = {number for _, number in drafter}
+    assert drafter == [(0, number), (1, number)], "in one round of four, and all nodes together"
+    assert len(sent) == 2 * (4 * 4 + 1), "the units of the model are exchanged in each round"
+    expected = User(1)
+    expected.train(1)
+    assert all(user.own[name].allclose(value) for user, _ in found for name, value in expected.own.items())
+
+
 def test_a_node_that_refuses_keeps_its_own_and_brings_it_to_the_next_round():
     found = run(lambda user, n, number: user.train(1), takes=False)
     for name in SHAPES:
@@ -118,15 +136,6 @@ def test_the_model_is_not_changed_by_what_is_trained_apart():
         assert all(value.equal(other[name]) for name, value in one.items())
 
 
-class WeighingHub(Hub):
-    """Hub that merges a push without training steps with weight 0."""
-
-    def decide(self, push):
-        if push.steps == 0:
-            push.values = np.zeros_like(push.values)
-        return super().decide(push)
-
-
 def hub_member(hub, user):
     own = tower()
     link = HubLink(hub, own)
@@ -150,7 +159,7 @@ def hub_round(sync):
 
 
 def test_over_a_hub_a_node_that_never_trained_gets_what_another_one_has_trained():
-    hub, trainer, other, late = WeighingHub(), User(0), User(1), User(2)
+    hub, trainer, other, late = Hub(), User(0), User(1), User(2)
     trainer.train(5)
     expected = dict(trainer.own)
     first, second = hub_member(hub, trainer), hub_member(hub, other)
@@ -159,9 +168,9 @@ def test_over_a_hub_a_node_that_never_trained_gets_what_another_one_has_trained(
         assert other.offered == []
         hub_round(first)
         pushed = [push for push in hub.pushes if push.unit == len(first.units) - 1]
-        assert [push.steps for push in pushed] == [0, 5]
+        assert [(push.node, push.steps) for push in pushed] == [(0, 5)]
         hub_round(second)
-        assert [push.steps for push in hub.pushes[-len(first.units) :]] == [1] * 4 + [0]
+        assert [push.unit for push in hub.pushes if push.node == 1] == 2 * [*range(len(first.units) - 1)]
         assert all(other.own[name].allclose(value, atol=1e-6) for name, value in expected.items())
         third = hub_member(hub, late)
         with third:

@@ -42,6 +42,8 @@ def round_share(
         return None
     version = unit.version + 1
     brought = unit.brought_with(pushes, version, moment.at_s, moment.nodes)
+    if own:  # a node that has never trained it pushes nothing, and has no share
+        brought = {node: one for node, one in brought.items() if one.interval}
     there = counted(brought, awaited | {push.node for push in pushes}, version, moment.at_s)
     every = None if own or plan.pace == "seconds" else plan.every
     rule = own.weights if own else plan.hub.weights

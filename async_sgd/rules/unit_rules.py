@@ -12,7 +12,8 @@ class UnitRule:
     """Rule of a unit that is trained apart from the model, by name in `HubPlan.rules` and `MeanExchange`.
 
     Such a unit has training steps of its own, which are no steps of the run and weigh its pushes. A node that
-    made none pushes nothing, or weighs 0. Its pseudo-gradients are neither screened nor clipped by size or
+    made none pushes nothing to a hub; where all nodes take part, it weighs 0, and where none made any nothing
+    is sent. Its pseudo-gradients are neither screened nor clipped by size or
     direction, as their sizes say nothing beside those of other units: only values that are not finite are
     refused. A hub never waits for a quorum of them.
     """

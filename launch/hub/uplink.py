@@ -5,7 +5,9 @@ other, and the parent's anchors are mixed into its own. No node of the region wa
 """
 
 import logging
+import math
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +30,8 @@ from aedit.types import Layout, UserError, Verdict
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
+ASK_S = 2.0
+"""Interval of questions for anchors of units that this region has not trained."""
 RETRY_S = 5.0
 """Pause before the next attempt after the parent was unreachable or refused."""
 JOIN_S = 60.0
@@ -45,6 +49,8 @@ class _UnitLink:
     steps_sent: int = 0
     """Steps of the region that the pushes so far contain."""
     waits: bool = False
+    asked_s: float = -math.inf
+    """When the parent was last asked for the anchor of a unit without a push."""
 
 
 class Uplink:
@@ -173,6 +179,8 @@ class Uplink:
             return
         with self._ledger.lock:
             if unit not in upward.due(self._hub):
+                if self._hub.state.units[unit].apart:
+                    self._ask(link, unit, unit_link)
                 return
             self._ledger.commit([upward.send(self._hub, unit)])
             owed, steps = upward.owed(self._hub, unit), self._hub.state.units[unit].steps
@@ -182,8 +190,21 @@ class Uplink:
         link.written(unit, unit_link.seq)
         link.send(unit, unit_link.seq, base=unit_link.base, steps=since, tokens=0)
 
+    def _ask(self, link: AgentLink, unit: int, unit_link: _UnitLink) -> None:
+        """Ask for the parent's newest anchor of a unit of which there is nothing to push."""
+        if time.monotonic() - unit_link.asked_s < ASK_S:
+            return
+        unit_link.asked_s = time.monotonic()
+        unit_link.seq, unit_link.waits = unit_link.seq + 1, True
+        link.written(unit, unit_link.seq)
+        link.send(unit, unit_link.seq, base=unit_link.base, steps=0, tokens=0)
+
     def _land(self, link: AgentLink, unit: int, unit_link: _UnitLink, answer: Answer) -> None:
-        if answer.verdict == Verdict.MERGED:
+        if answer.verdict == Verdict.NONE:
+            if answer.version > unit_link.base:
+                is_untrained = self._hub.state.units[unit].steps == 0
+                self._mix(unit, link.anchors[unit], 1.0 if is_untrained else None)
+        elif answer.verdict == Verdict.MERGED:
             self._mix(unit, link.anchors[unit], None)
         else:
             with self._ledger.lock:

@@ -11,6 +11,8 @@ One exchange of a unit, numbered by `seq`:
              newest anchor into anchors[unit], publishes the Answer
     trainer  sees the Answer, lands the unit, and may write the outbox again
 
+An exchange of 0 steps sends nothing: its Answer is the newest anchor, with the verdict NONE.
+
 Between `send` and the Answer the trainer touches neither vector, and after it the agent does not.
 """
 
@@ -26,7 +28,10 @@ from aedit.types import News, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The hub has decided on the push, and anchors[unit] is the newest anchor."""
+    """The hub has decided on the push, and anchors[unit] is the newest anchor.
+
+    The verdict is NONE if nothing was pushed, as there were no steps.
+    """
 
     seq: int
     version: int

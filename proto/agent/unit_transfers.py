@@ -89,11 +89,11 @@ class UnitTransfers:
         self._failed = tell
 
     def start(self, transfer: Transfer) -> None:
-        """Start an exchange whose slices are in the outbox."""
+        """Start an exchange whose slices are in the outbox; without steps nothing of them is sent."""
         with self._lock:
             assert transfer.unit not in self._active, f"unit {transfer.unit}: two exchanges at a time"
             self._active[transfer.unit] = transfer
-        self._submit(self._push, transfer)
+        self._submit(self._push if transfer.steps else self._answer, transfer)
 
     @property
     def under_way(self) -> int:
@@ -270,10 +270,10 @@ class UnitTransfers:
         self._submit(self._answer, transfer)
 
     def _answer(self, transfer: Transfer) -> None:
-        version = self.pull(transfer.unit)
+        version = (not transfer.steps and self._newest_here(transfer.unit)) or self.pull(transfer.unit)
         if version == 0:
             return
-        if self._codec.feedback:
+        if self._codec.feedback and transfer.steps:
             self._settle(transfer)
         with self.guards[transfer.unit], self._lock:
             if self.versions[transfer.unit] == version:
@@ -282,6 +282,12 @@ class UnitTransfers:
         self._box.answer(transfer.unit, Answer(transfer.seq, version, transfer.verdict))
 
     # --- anchors
+
+    def _newest_here(self, unit: int) -> int:
+        """Return the version of anchors[unit] if the hub has said that it has no newer one; 0 if it has."""
+        with self._lock:
+            news, version = self._news.get(unit), self.versions[unit]
+        return version if news is not None and news.version == version else 0
 
     def pull(self, unit: int) -> int:
         """Bring anchors[unit] to the hub's newest version and return that; 0 if stopped."""

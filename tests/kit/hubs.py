@@ -41,6 +41,8 @@ class Hub:
     judge: object = lambda push: Verdict.MERGED
 
     def decide(self, push):
+        if not push.steps:  # nothing is sent
+            return Verdict.NONE
         self.pushes.append(push)
         verdict = self.judge(push)
         if verdict == Verdict.MERGED:
