@@ -189,6 +189,61 @@ def test_a_node_that_fails_too_often_is_named_with_the_end_of_its_log(start, tmp
     assert gone(tmp_path / "x")
 
 
+HUB = ("--local", "1", "--hub.address", "127.0.0.1:0", "--edit.landing", "arrival")
+HUB += ("--edit.schedule", "seconds", "--edit.every", "5", "--train.seconds", "3600")
+
+
+def hub_pid(run_dir):
+    """Return the process id of the hub of a run; 0 if it does not run."""
+    for process in psutil.process_iter(["cmdline"]):
+        if f"--directory={run_dir / 'hub'}" in (process.info["cmdline"] or []):
+            return process.pid
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("number", "restarts", "message"),
+    [
+        (signal.SIGKILL, 0, "the hub has failed more often than restarts allows (killed by SIGKILL); see"),
+        pytest.param(
+            signal.SIGKILL,
+            1,
+            "the hub has failed more often than restarts allows (killed by SIGKILL); see",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(signal.SIGTERM, 1, "the hub was stopped; see", marks=pytest.mark.slow),
+    ],
+)
+def test_a_hub_that_has_ended_for_good_ends_the_run_and_its_nodes_save(
+    start, tmp_path, number, restarts, message
+):
+    process = start("wait", *HUB, "--restarts", str(restarts))
+    wait_for(lambda: pids(tmp_path / "x") and all(pids(tmp_path / "x")), "the node")
+    before = 0
+    for _ in range(1 + restarts * (number == signal.SIGKILL)):
+        wait_for(lambda old=before: hub_pid(tmp_path / "x") not in (0, old), "the hub")
+        before = hub_pid(tmp_path / "x")
+        os.kill(before, number)
+    code, err = ended(process)
+    assert code == 1, err
+    assert f"aedit: the run cannot go on: {message} {tmp_path / 'x/hub.log'}" in err
+    assert (tmp_path / "x/nodes/0/saved").exists()
+    assert gone(tmp_path / "x")
+
+
+@pytest.mark.slow
+def test_a_hub_that_refuses_to_go_on_ends_the_run_with_its_reason(start, tmp_path):
+    process = start("wait", *HUB, "--restarts", "3")
+    wait_for(lambda: pids(tmp_path / "x") and all(pids(tmp_path / "x")), "the node")
+    os.kill(hub_pid(tmp_path / "x"), signal.SIGSTOP)
+    for part in (tmp_path / "x/hub").glob("[js]*-*"):  # journal and snapshots
+        part.write_bytes(b"of another program" * 100)
+    os.kill(hub_pid(tmp_path / "x"), signal.SIGKILL)
+    code, err = ended(process)
+    assert code == 1, err
+    assert re.search(r"the run cannot go on: the hub has failed \(exit code 2\): .*journal", err)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_ctrl_c_lets_every_node_save_and_leave_and_two_runs_do_not_share_a_directory(
     start, tmp_path, number, code

@@ -1,5 +1,6 @@
 """Tests the adapter for trl's asynchronous GRPO trainer: its steps, its samples, its failures."""
 
+import asyncio
 import queue
 import threading
 from types import SimpleNamespace
@@ -218,6 +219,23 @@ def test_a_rollout_without_any_reward_is_left_out_and_rewards_are_added(director
     assert [sample.metrics["reward"] for sample in samples] == [0.0, 11.0, 3.0] * 2
 
 
+def test_asynchronous_rewards_use_one_loop_in_all_groups(directory):
+    lock, loops = asyncio.Lock(), set()
+
+    async def judge(i):
+        async with lock:
+            loops.add(asyncio.get_running_loop())
+            await asyncio.sleep(0)
+            return float(i)
+
+    async def counted(completion_ids, **columns):
+        return await asyncio.gather(*map(judge, range(len(completion_ids))))
+
+    samples = received(worker(directory, counted), 12)
+    assert [sample.metrics["reward"] for sample in samples] == [0.0, 1.0, 2.0, 3.0] * 3
+    assert len(loops) == 1
+
+
 def test_chat_prompts_are_templated_and_answered_by_the_assistant(directory):
     made = worker(directory)
     turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -251,7 +269,9 @@ def test_a_reward_of_the_wrong_length_is_named(directory):
     made._thread.join(TIMEOUT_S)
     with pytest.raises(RuntimeError) as caught:
         made.check_health(stale_after_s=1e9)
-    assert str(caught.value.__cause__) == "reward short returned 1 values for 4"
+    assert str(caught.value.__cause__) == (
+        "reward short returned 1 values, expected a list of 4, one number or None per completion"
+    )
     made.stop()
 
 

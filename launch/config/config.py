@@ -186,7 +186,8 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     restarts: NonNegativeInt = 3
-    """Number of times that the processes of a node are restarted after a failure."""
+    """Number of times that the processes of a node, or the hub or peer of a run on this machine, are
+    restarted after a failure."""
 
     log: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Experiment trackers that receive the metrics too; each needs the extra of its name."""

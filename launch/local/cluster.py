@@ -17,6 +17,7 @@ from aedit.launch.config.placement import FIRST, NODE_PROGRAM, JoinOptions, Plac
 from aedit.launch.hub.folder import of_standby
 from aedit.launch.local.host_process import POLL_S, HostProcess
 from aedit.launch.local.local_peers import LocalPeers
+from aedit.launch.rundir.ending import FAILED
 from aedit.launch.rundir.prepare import file_name
 from aedit.proto.swarm.averaging import AVERAGING, INTRODUCTION
 
@@ -30,7 +31,8 @@ HUB_LEAVE_LIMIT_S = 30.0
 class Cluster:
     """Processes of one run on this machine, which end with the block.
 
-    A failed node does not stop the others, which do not depend on it.
+    A failed node does not stop the others, which do not depend on it. A hub or peer that has failed for good
+    ends all nodes: they may wait for it for ever.
     """
 
     def __init__(
@@ -56,6 +58,13 @@ class Cluster:
         self._late: set[int] = set()
         """Nodes of a swarm that were started or restarted after the run was over."""
         self._hubs: list[HostProcess] = []
+        self._needs: list[list[HostProcess]] = []
+        """Groups of processes, of each of which one must be there."""
+        self._fault = ""
+        """Why the nodes are ended before the run is over."""
+        self._kill_at = float("inf")
+        self._is_over = False
+        """True once no node runs."""
         try:
             if config.swarm.averages:
                 members, self.address = _averaging_members(run_dir, placement)
@@ -64,10 +73,12 @@ class Cluster:
                 self._hubs = peers.processes
                 peers.start()
                 members, self.address = peers.members(), peers.place
+                self._needs = [[peer] for peer in self._hubs]
             else:
-                self._hubs = _hubs(config, run_dir)
-                members = _start_hubs(self._hubs, len(config.hub.addresses), placement.nodes)
+                self._hubs, parts = _hubs(config, run_dir), len(config.hub.addresses)
+                members = _start_hubs(self._hubs, parts, placement.nodes)
                 self.address = members[0].hub
+                self._needs = [self._hubs[:1] + self._hubs[parts:], *([hub] for hub in self._hubs[1:parts])]
             for i, member in enumerate(members):
                 words = torchrun_words(run_toml, config, placement, attempt, program, member)
                 log = run_dir / f"launch_{file_name(joins.name) if joins else i}.log"
@@ -92,7 +103,9 @@ class Cluster:
             for hub in self._hubs:
                 hub.mend()
             self._end_the_late()
+            self._end_the_helpless()
             return True
+        self._is_over = True
         self._end_hubs()
         return False
 
@@ -107,11 +120,14 @@ class Cluster:
         Only after `running` returned False or `kill` was called.
         """
         failed = self.failed()
+        if self._fault:
+            return 1
         return 0 if failed is None else self.nodes[failed].exit_code()
 
     def output(self) -> str:
-        """Return the output of all nodes."""
-        return "".join(node.output() for node in self.nodes)
+        """Return the output of all nodes; before it, once none runs, why they were ended."""
+        fault = f"aedit: {FAILED}{self._fault}\n" if self._fault and self._is_over else ""
+        return "".join([fault, *(node.output() for node in self.nodes)])
 
     def workers(self) -> list[psutil.Process]:
         """Return the live processes of the nodes."""
@@ -142,6 +158,16 @@ class Cluster:
             self._late.update(i for i, node in enumerate(self.nodes) if node.running())
             self.terminate()
 
+    def _end_the_helpless(self) -> None:
+        """End the nodes if a hub or peer has failed for good: they would wait for it."""
+        faults = [[host.fault for host in group] for group in self._needs]
+        if not self._fault and (fatal := next(filter(all, faults), None)):
+            self._fault, self._kill_at = fatal[0], time.monotonic() + NODE_LEAVE_LIMIT_S
+            self.terminate()
+        if time.monotonic() > self._kill_at:
+            for node in self.nodes:
+                node.kill()
+
     def _end_hubs(self) -> None:
         hubs = [hub.child for hub in self._hubs if hub.child is not None]
         for hub in hubs:
@@ -171,10 +197,12 @@ def _hubs(config: RunConfig, run_dir: Path) -> list[HostProcess]:
     words = [sys.executable, "-m", "aedit.launch.cli", "hub", str(run_dir / "run.toml"), "--stay"]
     return [
         HostProcess(
+            _name(k, number, parts),
             [*words, f"--part={k}/{parts}", f"--directory={directory}", *_as_standby(number)],
             directory,
             run_dir / f"{directory.name}.log",
             config.restarts,
+            may_end=False,
         )
         for k, directory, number in places
     ]
@@ -195,6 +223,11 @@ def _averaging_members(run_dir: Path, placement: Placement) -> tuple[list[JoinOp
     introduction.unlink(missing_ok=True)  # of an earlier start, at another port
     members = [JoinOptions(hub="", name=f"local-{i}", prefers=i) for i in range(placement.nodes)]
     return members, str(introduction)
+
+
+def _name(part: int, standby: int, parts: int) -> str:
+    hub = f"hub {part} of {parts}" if parts > 1 else "the hub"
+    return f"standby {standby} of {hub}" if standby else hub
 
 
 def _as_standby(number: int) -> list[str]:

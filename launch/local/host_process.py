@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aedit.launch.child import Child
+from aedit.launch.rundir.ending import how
 from aedit.types import UserError
 
+USER_ERROR = 2
+"""Exit code of a process that a restart does not mend."""
 START_LIMIT_S = 60.0
 POLL_S = 0.05
 
@@ -16,10 +19,15 @@ POLL_S = 0.05
 class HostProcess:
     """One hub or peer of the run, restarted if it fails."""
 
+    name: str
+    """For messages: the hub, a standby of it, or the peer of a node."""
     words: list[str]
     directory: Path
     log: Path
     restarts: int
+    """Restarts that are left."""
+    may_end: bool = True
+    """Whether an end without error is none: a peer may leave, and ends with a run that it has joined."""
     child: Child | None = None
 
     def start(self) -> None:
@@ -52,11 +60,26 @@ class HostProcess:
     def mend(self) -> None:
         """Restart it if it has failed; it continues its journal at the same address."""
         assert self.child is not None
-        if self.child.running() or not self.restarts or self.child.exit_code() in (0, 2):
+        if self.running() or self.is_over or self.fault:
             return
         self.restarts -= 1
         self.child.kill()
         self.child = Child(self.words, self.log)
+
+    @property
+    def fault(self) -> str:
+        """Return why it has failed and is not restarted; "" otherwise."""
+        assert self.child is not None
+        if self.child.running() or (self.is_over and self.may_end):
+            return ""
+        code = self.child.exit_code()
+        if code == 0:
+            return f"{self.name} was stopped; see {self.log}"
+        if self.restarts and code != USER_ERROR:
+            return ""
+        error = _last_line(self.child.output()) if code > 0 else ""
+        again = "" if code == USER_ERROR else " more often than restarts allows"
+        return f"{self.name} has failed{again} ({how(code)}){': ' if error else ''}{error}; see {self.log}"
 
 
 def _read(path: Path) -> str:
@@ -66,5 +89,7 @@ def _read(path: Path) -> str:
 
 
 def _last_line(output: str) -> str:
-    lines = [line for line in output.splitlines() if line.startswith("aedit: ")]
-    return lines[-1].removeprefix("aedit: ") if lines else ""
+    """Return the last message of `aedit` in the output, or its last line."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    ours = [line for line in lines if line.startswith("aedit: ")]
+    return (ours or lines or [""])[-1].removeprefix("aedit: ")

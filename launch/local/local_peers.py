@@ -76,7 +76,8 @@ class LocalPeers:
         words += ["--insecure"] * self._insecure
         words += ["--stay"] * (self._joins is None)
         log = self._run_dir / f"peer_{file_name(name)}.log"
-        return HostProcess([*words, *["--found"] * founds], directory, log, self._config.restarts)
+        words += ["--found"] * founds
+        return HostProcess(f"the peer of node {name}", words, directory, log, self._config.restarts)
 
     def _introduction(self, first: HostProcess) -> str:
         """Return what the first peer says that others need to find it."""

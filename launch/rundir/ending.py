@@ -40,10 +40,10 @@ class Ending:
             return f"torchrun failed; {self._last_lines([])}"
         code, rank = (int(number) for number in found[-1])
         if not self.nodes:
-            return f"the node failed before it joined the run ({_how(code)})"
+            return f"the node failed before it joined the run ({how(code)})"
         node = self.nodes[rank // self.ranks]
         logs = [log for log in self._logs() if log.parent.name == str(node)]
-        return f"node {node} failed ({_how(code)}); {self._last_lines(logs)}"
+        return f"node {node} failed ({how(code)}); {self._last_lines(logs)}"
 
     def trained(self) -> bool:
         """Return whether any node took a step in this start; False if the budget was used up before."""
@@ -110,5 +110,6 @@ def _tail(path: Path, num_lines: int) -> list[str]:
         return list(deque((line.rstrip() for line in file if line.strip()), maxlen=num_lines))
 
 
-def _how(code: int) -> str:
+def how(code: int) -> str:
+    """Return an exit code as text."""
     return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"

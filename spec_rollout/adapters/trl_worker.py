@@ -7,11 +7,12 @@ The worker has the methods of both protocols of `trl.experimental.async_grpo` (1
 thread, and takes the trainer's weights between two steps of the engine. `trl` itself is not imported.
 """
 
+import inspect
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -21,12 +22,13 @@ from torch import Tensor
 
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.rl.advantages import Advantage, advantages
+from aedit.spec_rollout.rl.rewards.calling import BadReturn, EventLoop, checked
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
 from aedit.spec_rollout.sampling.text_tokens import TextTokens
 from aedit.types import PositiveInt, check, checked
 
-Reward = Callable[..., Sequence[float | None]]
-"""trl's signature: `reward(prompts, completions, completion_ids, **columns)`, not asynchronous."""
+Reward = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
+"""trl's signature: `reward(prompts, completions, completion_ids, **columns)`, sync or async."""
 
 POLL_S = 0.02
 STOP_S = 60.0
@@ -127,6 +129,7 @@ class TrlWorker:
         self._groups: deque[_Group] = deque()
         self._by_position: dict[int, _Group] = {}
         self._positions = count()
+        self._loop = EventLoop()
 
     # --- trl's RolloutWorkerProtocol
 
@@ -271,9 +274,11 @@ class TrlWorker:
         found = []
         for reward in self._rewards:
             values = reward(prompts=prompts, completions=completions, completion_ids=ids, **columns)
-            if len(values) != len(completions):
-                name = getattr(reward, "__name__", repr(reward))
-                raise ValueError(f"reward {name} returned {len(values)} values for {len(completions)}")
-            found.append(values)
+            if inspect.isawaitable(values):
+                values = self._loop.result(values)
+            try:
+                found.append(checked(values, len(completions)))
+            except BadReturn as error:
+                raise ValueError(f"reward {getattr(reward, '__name__', repr(reward))} {error}") from None
         known = [[value for value in values if value is not None] for values in zip(*found, strict=True)]
         return [float(sum(values)) if values else None for values in known]
