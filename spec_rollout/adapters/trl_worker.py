@@ -22,7 +22,7 @@ from torch import Tensor
 
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.rl.advantages import Advantage, advantages
-from aedit.spec_rollout.rl.rewards.calling import BadReturn, EventLoop, checked
+from aedit.spec_rollout.rl.rewards.calling import BadReturn, EventLoop, values_of
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
 from aedit.spec_rollout.sampling.text_tokens import TextTokens
 from aedit.types import PositiveInt, check, checked
@@ -277,7 +277,7 @@ class TrlWorker:
             if inspect.isawaitable(values):
                 values = self._loop.result(values)
             try:
-                found.append(checked(values, len(completions)))
+                found.append(values_of(values, len(completions)))
             except BadReturn as error:
                 raise ValueError(f"reward {getattr(reward, '__name__', repr(reward))} {error}") from None
         known = [[value for value in values if value is not None] for values in zip(*found, strict=True)]

@@ -161,10 +161,10 @@ def scores(
     returned = reward(**_accepted(reward, given))
     if inspect.isawaitable(returned):
         returned = (loop or EventLoop()).result(returned, limit_s)
-    return checked(returned, count)
+    return values_of(returned, count)
 
 
-def checked(returned: Any, count: int) -> list[float | None]:
+def values_of(returned: Any, count: int) -> list[float | None]:
     """Return `returned` as plain numbers, or raise BadReturn: it must have `count` numbers or None."""
     expected = f"expected a list of {count}, one number or None per completion"
     if isinstance(returned, str | bytes | Mapping | Set) or not hasattr(returned, "__len__"):
