@@ -239,7 +239,7 @@ def test_asynchronous_rewards_use_one_loop_in_all_groups(directory):
 def test_chat_prompts_are_templated_and_answered_by_the_assistant(directory):
     made = worker(directory)
     turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    made._tokenizer.chat_template = turns + "{% if add_generation_prompt %}:{% endif %}"
+    made._texts.tokenizer.chat_template = turns + "{% if add_generation_prompt %}:{% endif %}"
     made._rows = [{"prompt": [{"role": "user", "content": "hi"}], "answer": ""}]
     (sample,) = received(made, 1)
     asked = sample.input_ids[sample.completion_mask == 0]
