@@ -214,6 +214,51 @@ def test_a_node_with_a_nan_does_not_spoil_the_statistics_of_others():
     assert torch.allclose(ours[2]["blocks.0.1.running_var"], expected)
 
 
+def test_the_statistics_of_a_node_that_the_round_distrusts_have_no_part_in_the_mean():
+    """Node 2's last gradient is NaN: its parameters are, its buffers are not. Oracle: plain torch."""
+
+    def job(transport, node):
+        model, calls = normed(), []
+
+        def spoil(grad):
+            calls.append(grad)
+            return grad * float("nan") if node == 2 and len(calls) == 3 else grad
+
+        model.last.bias.register_hook(spoil)
+        return train(model, transport, data_of(node, 3), after=landed_buffers)
+
+    for noted in in_threads(3, job):
+        for name in ("norm", "blocks.0.1.running_var", "blocks.1.1.running_mean"):
+            alone = [buffers_alone(node, 3)[name].double() for node in range(3)]
+            assert torch.allclose(noted[2][name].double(), (alone[0] + alone[1]) / 2, rtol=1e-5)
+            assert not torch.allclose(sum(alone) / 3, (alone[0] + alone[1]) / 2, rtol=1e-2)
+
+
+def test_counters_are_those_of_the_first_node_whose_buffers_are_finite():
+    """Each node has seen another number of samples, and a buffer of node 0 is NaN at the round."""
+
+    def job(transport, node):
+        model, data = normed(), data_of(node, 3)
+        if node == 0:
+            model.last.register_forward_pre_hook(lambda last, x: model.norm.fill_(float("nan")) and None)
+        data = [torch.cat([x] * (1 + node)) for x in data]
+        return train(model, transport, data, after=landed_buffers)
+
+    for noted in in_threads(3, job):
+        assert noted[2]["seen"] == 3 * 2 * 6, "node 1's: 3 steps of 12 samples"
+
+
+def buffers_alone(node, steps):
+    """Return the buffers of plain training."""
+    model = normed()
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    for batch in data_of(node, steps):
+        inner.zero_grad()
+        loss(model, batch).backward()
+        inner.step()
+    return buffers(model)
+
+
 def trained_alone(node, steps):
     model = normed()
     inner = torch.optim.SGD(model.parameters(), lr=0.01)

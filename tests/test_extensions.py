@@ -1,9 +1,12 @@
 """Tests rules of a user, named by import path in the configuration: those of docs/extending.md."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +19,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from aedit.async_sgd.rules.config import OuterConfig
 from aedit.async_sgd.rules.outer import make_outer
+from aedit.edit.config import EditConfig
 from aedit.launch.cli import main
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.extensions import check_imports
 from aedit.launch.config.load import load
 from aedit.launch.config.rl import RLConfig
+from aedit.launch.config.swarm import SwarmConfig
 from aedit.launch.data.tokenizer import ByteTokenizer
 from aedit.proto.agent.plan import AgentPlan
 from aedit.proto.codecs.codecs import codec
@@ -141,6 +146,139 @@ def test_what_cannot_be_used_is_refused_in_one_line(my_rules, tmp_path, key, val
     path.write_text(f"[{table}]\n{more}{name} = {json.dumps(value)}\n")
     with pytest.raises(UserError, match=words):
         load(path, [], strict=True)
+
+
+HUB = '[hub]\naddress = "h:1"\n'
+WRONG = """
+from aedit.async_sgd import OuterState
+from aedit.spec_rollout import LossOutput
+class Torch(HeavyBall):
+    def init(self, anchor): return OuterState(torch.zeros_like(anchor))
+class NumPy(HeavyBall):
+    def update(self, gradient, state): return self.lr * np.asarray(gradient), state
+class InPlace(HeavyBall):
+    def update(self, gradient, state):
+        state.momentum[...] = gradient + self.mu * state.momentum
+        return self.lr * state.momentum, state
+class Wide(HeavyBall):
+    def update(self, gradient, state): return np.float64(self.lr) * gradient, state
+class Long(HeavyBall):
+    def init(self, anchor): return OuterState(np.zeros(len(anchor) + 1, np.float32))
+class Nan(HeavyBall):
+    def update(self, gradient, state): return gradient / (0 * gradient), state
+class Bare(HeavyBall):
+    def init(self, anchor): return anchor * 0
+def infinite(parts, layout): return np.full(layout.numel, np.inf, np.float32)
+def tensor(parts, layout): return torch.zeros(layout.numel)
+def random(parts, layout): return np.random.default_rng().random(layout.numel, np.float32)
+class Short(Half):
+    def num_bytes(self, numel): return numel
+class Clean(Half):
+    def encode_slice(self, x, out, numel, start): super().encode_slice(np.nan_to_num(x), out, numel, start)
+class Double(Half):
+    def decode(self, data, numel, start, stop, out=None):
+        return np.frombuffer(data, np.float16)[start:stop].astype(np.float64)
+def detached(inputs, settings):
+    return LossOutput(inputs.advantages_B.sum().requires_grad_(), inputs.mask_BT)
+def floats(inputs, settings): return LossOutput(inputs.logp_BT.sum(), inputs.mask_BT.float())
+def unsafe(inputs, settings): return LossOutput((inputs.logp_BT.exp() - 1).log().sum(), inputs.mask_BT)
+"""
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "name", "said"),
+    [
+        (
+            HUB + "[outer]",
+            "kind",
+            "Torch",
+            r"outer\.kind: .*Torch, called with NumPy .*: TypeError: zeros",
+        ),
+        (
+            "[outer]",
+            "kind",
+            "NumPy",
+            r"outer\.kind: .*NumPy, called with torch tensors.* returned a numpy",
+        ),
+        (HUB + "[outer]", "kind", "InPlace", "refused: update changed its arguments, expected new arrays"),
+        (
+            HUB + "[outer]",
+            "kind",
+            "Wide",
+            r"numpy ndarray of float64 .*, expected a .* of float32",
+        ),
+        (HUB + "[outer]", "kind", "Long", r"init returned a .* shape \(6,\), expected a .* shape \(5,\)"),
+        (HUB + "[outer]", "kind", "Nan", "update returned numbers that are not finite"),
+        (HUB + "[outer]", "kind", "Bare", "init returned ndarray, expected OuterState"),
+        (HUB, "merge", "infinite", r"hub\.merge: my_rules:infinite, .* numbers that are not finite"),
+        (HUB, "merge", "tensor", r"hub\.merge: my_rules:tensor, .* expected a float32 array of 8 elements"),
+        (HUB, "merge", "random", "returned other numbers for the same pushes"),
+        (HUB, "codec", "Short", r"hub\.codec: my_rules:Short, called with NumPy arrays"),
+        (HUB, "codec", "Clean", "a NaN was lost"),
+        (HUB, "codec_down", "Double", r"hub\.codec_down: .* expected a float32 array of 8197"),
+        ("[rl]", "loss", "detached", r"rl\.loss: .* a finite loss with a finite gradient"),
+        ("[rl]", "loss", "floats", r"rl\.loss: .* kept_BT is of torch\.float32, expected bool"),
+        ("[rl]", "loss", "unsafe", r"rl\.loss: .* a finite loss with a finite gradient"),
+    ],
+)
+def test_what_fails_with_the_arrays_of_its_place_is_refused_in_one_line(
+    my_rules, tmp_path, table, key, name, said
+):
+    exec(WRONG, my_rules.__dict__)
+    path = tmp_path / "run.toml"
+    path.write_text(f'{table}\n{key} = "my_rules:{name}"\n')
+    with np.errstate(all="ignore"), pytest.raises(UserError, match=said) as refused:
+        check_imports(load(path, []).config)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("place", ["", HUB, '[swarm]\ndiscovery = "file"\n'])
+@pytest.mark.parametrize("kind", ["HeavyBall", "ahead"])
+def test_the_pages_outer_optimizer_serves_hub_swarm_and_node(my_rules, tmp_path, place, kind):
+    my_rules.ahead = type(
+        "ahead", (my_rules.HeavyBall,), {"look_ahead": lambda self, anchor, state: anchor - state.momentum}
+    )
+    path = tmp_path / "run.toml"
+    path.write_text(f'{place}[outer]\nkind = "my_rules:{kind}"\n')
+    assert load(path, [], strict=True).config.outer.kind == f"my_rules:{kind}"
+
+
+def test_a_peer_that_leads_parts_of_a_swarm_checks_what_it_leads_with(my_rules):
+    my_rules.Torch = type(
+        "Torch", (my_rules.HeavyBall,), {"init": lambda self, anchor: torch.zeros_like(anchor)}
+    )
+    config = replace(
+        RunConfig(), outer=OuterConfig(kind="my_rules:Torch"), edit=EditConfig(landing="arrival")
+    )
+    with pytest.raises(UserError, match=r"outer\.kind: my_rules:Torch"):
+        check_imports(replace(config, swarm=SwarmConfig(discovery="file")), node=True)
+    check_imports(replace(config, swarm=SwarmConfig(discovery="file", listen="")), node=True)
+
+
+def test_the_command_ends_with_2_before_anything_starts(tmp_path):
+    """The fault as it was found: an outer optimizer for torch, and a hub with NumPy arrays."""
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom aedit.async_sgd import OuterState\n"
+        "class Heavy:\n"
+        "    def init(self, anchor): return OuterState(torch.zeros_like(anchor))\n"
+        "    def update(self, gradient, state): return gradient, OuterState(gradient + state.momentum)\n"
+    )
+    (tmp_path / "run.toml").write_text(
+        'dir = "out"\n[outer]\nkind = "mine:Heavy"\n[hub]\naddress = "127.0.0.1:0"\n'
+    )
+    for words in (("run", "run.toml", "--local", "2"), ("hub", "run.toml"), ("run", "run.toml")):
+        done = subprocess.run(
+            [sys.executable, "-m", "aedit", *words],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 2, done.stderr
+        (line,) = done.stderr.strip().splitlines()
+        assert "outer.kind: mine:Heavy, called with NumPy arrays, which it gets in a hub: TypeError" in line
+        assert not (tmp_path / "out").exists()
 
 
 def test_generate_drafts_with_a_drafter_and_a_chooser_by_import_path(my_rules, tmp_path, capsys):

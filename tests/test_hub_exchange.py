@@ -145,7 +145,7 @@ def test_a_node_records_a_round_when_the_hub_has_answered_and_says_if_it_took_no
 def test_units_whose_owner_cannot_be_reached_are_left_out_and_travel_whole_when_it_is_back():
     hub, link, sync, _ = one_node(every=3, model=round_numbers(tower()))
     rng, start, total, rounds = torch.Generator().manual_seed(0), parameters(sync.model), {}, []
-    sync.on_round = lambda outcome, waited_s: rounds.append((outcome.round.id, outcome.units))
+    sync.on_round = lambda outcome, waited_s: rounds.append((outcome.round.id, outcome.units, sync.round_id))
     link.lost = {1}
     with sync:
         for number in range(1, 20):
@@ -155,7 +155,13 @@ def test_units_whose_owner_cannot_be_reached_are_left_out_and_travel_whole_when_
     assert [push.steps for push in hub.pushes if push.unit == 0] == [3, 7, 3, 3, 3]
     assert [push.steps for push in hub.pushes if push.unit == 1] == [3, 16]
     without, whole = (0, 2, 3), (0, 1, 2, 3)
-    assert rounds[:5] == [(2, without), (3, without), (4, without), (1, whole), (5, whole)]
+    newest = (2, 3, 4, 4, 5)  # which never goes back to the round that lands late
+    assert rounds[:5] == [
+        (number, units, highest)
+        for number, units, highest in zip(
+            (2, 3, 4, 1, 5), (without, without, without, whole, whole), newest, strict=True
+        )
+    ]
     assert sync.round_id == 6, "of the last one, in which the node leaves"
     for name, anchor in anchors_of(hub, sync).items():
         assert torch.equal(anchor - start[name], total[name])
@@ -360,6 +366,44 @@ def test_only_steps_that_every_unit_has_brought_home_count_as_used():
     assert used[-1] == 6
     assert set(used[:6]) == {0}
     assert sync.exchange.used_steps == 8
+
+
+class Told:
+    """Report of an exchange that was made by `join`; it keeps the samples that were told to be used."""
+
+    drawn, loss = 30, float("nan")
+
+    def __init__(self):
+        self.used = []
+
+    def begin(self, shards):
+        pass
+
+    def step(self, steps, waited_s, used):
+        pass
+
+    def tell(self, used):
+        self.used.append(used)
+
+
+@pytest.mark.parametrize(("refused", "used"), [((), 30), ((2,), 0), ((0, 1, 2, 3), 0)])
+def test_a_node_that_ends_by_an_error_counts_no_samples_of_a_refused_push_as_used(refused, used):
+    judge = lambda push: Verdict.REFUSED if push.unit in refused else Verdict.MERGED  # noqa: E731
+    hub, link, sync, _ = one_node(hub=Hub(judge=judge), every=3)
+    sync.exchange.report = report = Told()
+
+    def fail():
+        with sync:
+            link.away = True
+            for _ in range(3):
+                moved_step(sync, torch.Generator())
+            link.away = False
+            raise RuntimeError("the loop")
+
+    with pytest.raises(RuntimeError, match="the loop"):
+        fail()
+    assert len(hub.pushes) == 4
+    assert (report.used, sync.exchange.used_steps, link.left) == ([used], used // 10, True)
 
 
 @pytest.mark.parametrize("landing", ["forward", "arrival"])
