@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.deferred import PLAIN, Late, alone, move, node, round_numbers, step
 from kit.hubs import Hub, HubLink, anchors_of, hub_node
-from kit.nodes import batches, furthest, in_threads, parameters, plain_training, tower
+from kit.nodes import UNITS, batches, furthest, in_threads, parameters, plain_training, tower
 
 from aedit.edit.config import EditConfig
 from aedit.edit.mean_exchange import MeanExchange
@@ -162,7 +162,12 @@ def test_nodes_that_land_between_steps_and_nodes_that_do_not_agree(landing):
         assert furthest(with_landing[0][0], without[0][0]) == 0
 
 
-def test_landing_with_other_values_in_place_of_the_parameters_is_refused_and_loses_nothing():
+EACH = [name for names in UNITS.values() for name in names]
+
+
+@pytest.mark.parametrize("replaced", [EACH, *([name] for name in EACH)], ids="+".join)
+def test_landing_with_other_values_in_place_of_the_parameters_is_refused_and_loses_nothing(replaced):
+    """Of all parameters or of any single one, also by writes that PyTorch does not count."""
     hub, link, sync = hub_of_one()
     rng = torch.Generator().manual_seed(0)
     with sync:
@@ -172,9 +177,9 @@ def test_landing_with_other_values_in_place_of_the_parameters_is_refused_and_los
         own = parameters(sync.model)
         link.away = False
         hub.anchors = [anchor + 0.5 for anchor in hub.anchors]
-        with torch.no_grad():
-            for p in sync.model.parameters():
-                p.mul_(0.5)
+        for name in replaced:
+            values = sync.model.get_parameter(name).data
+            values.view(-1)[-1] += 1
         with pytest.raises(ValueError, match=r"not those of the last sync\.step\(\), such as their average"):
             sync.land()
         with torch.no_grad():
