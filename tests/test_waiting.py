@@ -75,7 +75,7 @@ def forward_with_idle_work(kind):
 def test_idle_work_is_let_in_while_the_node_waits():
     causes, waited_s, idle_used_s = forward_with_idle_work(Slow)
     assert causes == ["round"] * 6  # the opening, the names of buffers and four units
-    assert (waited_s, idle_used_s) == (5, 1.25)
+    assert (waited_s, idle_used_s) == (6, 1.5)
 
 
 def test_idle_work_stays_out_when_answers_are_here():
