@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from aedit.edit.optimizers import InnerOptimizers
 from aedit.edit.shards import Shards, part, reshard
@@ -55,6 +56,8 @@ def recorded() -> bool:
     What lands in it would become a part of what is recorded, or cannot land at all.
     """
     if torch._C._are_functorch_transforms_active() or torch.jit.is_tracing():  # type: ignore[no-untyped-call]
+        return True
+    if any(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack()):  # such as fake tensors
         return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 

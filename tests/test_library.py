@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from dist_jobs.library_jobs import PLAIN, Block, Tower, batches, loss
+from dist_jobs.library_jobs import PLAIN, Block, Tower, batches, loss, scale
 from kit.local_sgd import furthest, local_sgd, trainable
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -73,6 +73,21 @@ def test_five_lines_make_a_plain_mlp_a_node():
     assert_same_bits(results)
     assert furthest(results[0][0], local_sgd(model, data, loss, every=3)) < 1e-6
     assert [outcome.round.steps for outcome in results[0][2]] == [3, 3, 1]
+
+
+def test_a_sharded_model_whose_weights_are_scaled_for_each_pass_is_local_sgd(world):
+    args = {"nodes": 2, "ranks": 2, "every": 2, "num_steps": 5, "scaled": 0.5}
+
+    def step(model, optimizer, batch):
+        optimizer.zero_grad()
+        scale(model, 0.5)
+        loss(model, batch).backward()
+        scale(model, 2.0)
+        optimizer.step()
+
+    expected = local_sgd(Tower(), [batches(i, 5) for i in range(2)], loss, every=2, train=step)
+    for _, found in world.run(JOBS, "train_sharded", size=4, args=args):
+        assert furthest(found, expected) < 1e-6
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (1, 1), (2, 1)])

@@ -1,5 +1,6 @@
 """Loops of one's own, as PyTorch users write them: averages, inference mode, wrappers, unequal lengths."""
 
+import warnings
 from copy import deepcopy
 
 import pytest
@@ -10,6 +11,7 @@ from kit.hubs import Hub, HubLink, anchors_of, hub_node
 from kit.local_sgd import furthest, local_sgd, trainable
 from kit.nodes import batches, in_threads, loss, tower
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
 from aedit import EditConfig, EverySteps, LayerSync, MeanExchange, PenaltyConfig
@@ -131,6 +133,16 @@ def per_sample(model, inner, batch):
     plain_step(model, inner, batch)
 
 
+def traced(model, inner, batch):
+    """Trace a part, and run it on fake tensors, before the ordinary pass."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.trace(model.last, torch.ones(2, 3), check_trace=False)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.last(torch.ones(2, 3))
+    plain_step(model, inner, batch)
+
+
 def put(p, value):
     with torch.no_grad():
         p.copy_(value)
@@ -148,6 +160,7 @@ STEPS = {
     "put back later": put_back_later,
     "torch.func.grad": functional_gradient,
     "vmap before the pass": per_sample,
+    "traced before the pass": traced,
 }
 
 

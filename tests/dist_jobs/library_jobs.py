@@ -54,8 +54,17 @@ def batches(node, count, rows=8, width=5):
     return [torch.randn(rows, width, generator=random) for _ in range(count)]
 
 
-def train_sharded(rank, size, nodes, ranks, every, num_steps):
-    """Train with the library on a model sharded over the ranks of a node; return the whole parameters."""
+@torch.no_grad()
+def scale(model, factor):
+    for p in model.parameters():
+        p.mul_(factor)
+
+
+def train_sharded(rank, size, nodes, ranks, every, num_steps, scaled=1.0):
+    """Train with the library on a model sharded over the ranks of a node; return the whole parameters.
+
+    scaled: Factor of the weights that the forward passes run on; afterwards they are scaled back.
+    """
     mesh = init_device_mesh("cpu", (nodes, ranks), mesh_dim_names=("sync", "shard"))
     model = Tower()
     for block in model.blocks:
@@ -70,7 +79,9 @@ def train_sharded(rank, size, nodes, ranks, every, num_steps):
     sync.on_round = lambda outcome, waited_s: landed.append(outcome.round.steps)
     with sync:
         for batch in batches(rank // ranks, num_steps):
+            scale(model, scaled)
             loss(model, batch.chunk(ranks)[rank % ranks]).backward()
+            scale(model, 1 / scaled)
             inner.step()
             inner.zero_grad()
             sync.step()
