@@ -77,7 +77,7 @@ class OwnValues:
     """
 
     def __init__(self, model: nn.Module, units: Sequence[SyncUnit], shards: Shards) -> None:
-        self._shards = shards
+        self._units, self._shards = units, shards
         exchanged = [p for unit in units if unit.modules for p in unit.params]
         known = set(exchanged)
         self._params = [*exchanged, *(p for p in model.parameters() if p not in known)]
@@ -102,17 +102,24 @@ class OwnValues:
         self.restored: set[int] = set()
         """Units that have landed since `note` and were given their older values again."""
 
-    def note(self, *, exactly: bool) -> None:
-        """Take the parameters as the node's own. exactly: something may land in the next passes."""
+    def note(self, *, exactly: bool, sampled: bool = False) -> None:
+        """Take the parameters as the node's own.
+
+        Args:
+            exactly: Something may land in the next passes: compare elements at each look.
+            sampled: Something may land before the next inner step: compare them until then.
+        """
         self.learning = self._exact_steps > 0
         self._exactly = exactly or self.learning
         self._exact_steps -= self.learning
         self.replaced, self._confirmed = False, False
         self.restored, self._before = set(), {}
         self.take()
+        if sampled and not self._exactly:
+            self._sample = self._sampled()
 
     def take(self) -> None:
-        """Take what an inner step or a landing has made of the parameters."""
+        """Take what an inner step has made of the parameters."""
         self._versions = [t._version for t in self._counted]
         self._sample = self._sampled() if self._exactly else None
 
@@ -121,14 +128,20 @@ class OwnValues:
         versions, landed = self._versions, self._sample
         self.take()
         self.replaced |= versions != self._versions
-        if landed is not None and not _equal(landed, self._sample):
+        if landed is not None and self._exactly and not _equal(landed, self._sample):
             self.replaced = True
             self.restored |= {i for i in self._before if self._is_restored(i, landed)}
 
     def landing(self, i: int) -> None:
         """Remember the values of unit `i`, which is about to land."""
         if self._sample is not None and i in self._places:
-            self._before.setdefault(i, self._sample[self._places[i]])
+            self._before.setdefault(i, self._sample[self._places[i]].clone())
+
+    def landed(self, i: int) -> None:
+        """Take the values of unit `i`, which has landed."""
+        self._versions = [t._version for t in self._counted]
+        if self._sample is not None and i in self._places:
+            self._sample[self._places[i]] = self._sampled(self._units[i].params)
 
     def new_pass(self) -> None:
         """Compare the elements again before the next landing."""
@@ -154,9 +167,9 @@ class OwnValues:
         return bool(moved.any()) and torch.equal(now[moved], before[moved])
 
     @torch.no_grad()
-    def _sampled(self) -> Tensor:
+    def _sampled(self, params: Sequence[Tensor] | None = None) -> Tensor:
         device = part(self._params[0]).device
-        return torch.cat([_elements(p).to(device, torch.float32) for p in self._params])
+        return torch.cat([_elements(p).to(device, torch.float32) for p in params or self._params])
 
 
 def _elements(p: Tensor) -> Tensor:

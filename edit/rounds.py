@@ -179,7 +179,7 @@ class OpenRounds:
     def note_parameters(self) -> None:
         """Remember what the parameters are before the forward passes in which units may land."""
         lands = bool(self._flights) if self._forward else any(flight.ready for flight in self._flights)
-        self.own_values.note(exactly=lands or self._lands_between_steps)
+        self.own_values.note(exactly=lands, sampled=self._lands_between_steps)
         self._noted_at = self._node.local_steps
         self._ran.clear()
 
@@ -324,7 +324,7 @@ class OpenRounds:
             node.optimizers.check_modes(flight.modes, flight.round.id)
         self.own_values.landing(i)
         take(node.units[i], anchor, node.optimizers, node.shards, adopt=i in outcome.distrusted)
-        self.own_values.take()
+        self.own_values.landed(i)
         flight.ready.pop(i, None)
         self._conclude(flight)
 

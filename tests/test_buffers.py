@@ -403,27 +403,36 @@ def test_buffers_made_in_the_first_forward_pass_are_exchanged_and_made_where_the
         assert buffer.dtype == dict(ours.named_buffers())[name].dtype
 
 
-def test_a_buffer_that_is_made_later_becomes_the_mean_of_the_nodes():
+@torch.no_grad()
+def meet(models):
+    """Make parameters and floating-point buffers of `models` their means."""
+    for same in zip(*([*m.parameters(), m.mean, m.width] for m in models), strict=True):
+        mean = torch.stack([t.detach() for t in same]).mean(0)
+        for t in same:
+            t.copy_(mean)
+
+
+def test_a_buffer_that_is_made_later_becomes_the_mean_of_the_nodes_at_each_round():
     torch.manual_seed(0)
-    start, data = Lazy(), [data_of(n, 2) for n in range(2)]
+    start, data = Lazy(), [data_of(n, 4) for n in range(2)]
 
     def job(transport, n):
         model = deepcopy(start)
-        train(model, transport, data[n], every=2, after=landed_buffers)
+        train(model, transport, data[n], every=2)
         return model
 
-    plain = []
-    for n in range(2):
-        plain.append(deepcopy(start))
-        inner = torch.optim.SGD(plain[n].parameters(), lr=0.01)
-        for batch in data[n]:
+    plain = [deepcopy(start) for _ in data]
+    inners = [torch.optim.SGD(model.parameters(), lr=0.01) for model in plain]
+    for step in range(4):
+        for model, inner, mine in zip(plain, inners, data, strict=True):
             inner.zero_grad()
-            loss(plain[n], batch).backward()
+            loss(model, mine[step]).backward()
             inner.step()
+        meet(plain) if step % 2 else None
     for model in in_threads(2, job):
-        assert torch.allclose(model.mean, (plain[0].mean + plain[1].mean) / 2, atol=1e-6)
-        assert torch.allclose(model.width, (plain[0].width + plain[1].width) / 2)
-        assert int(model.count) == 2
+        assert torch.allclose(model.mean, plain[0].mean, atol=1e-6)
+        assert torch.allclose(model.width, plain[0].width)
+        assert int(model.count) == 4
 
 
 def test_over_a_hub_a_buffer_that_is_made_later_and_changes_is_named():

@@ -175,6 +175,23 @@ def test_accumulated_gradients_are_those_of_the_joined_batch(landing):
     assert (sync.steps, sync.round_id) == (8, 5)
 
 
+def test_nothing_lands_in_a_pass_that_a_cuda_graph_records(monkeypatch):
+    """A replay of the graph would write the anchor again. torch says here that it captures."""
+    model, data = tower(), batches(0, 3)
+    sync, inner = node(model, alone(), every=2, outer=Average(0.5))
+    with sync:
+        for batch in data[:2]:
+            step(sync, inner, batch)
+        before = parameters(model)
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.cuda, "is_initialized", lambda: True)
+            patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            model(data[2])
+        assert furthest(parameters(model), before) == 0
+        model(data[2])
+        assert not sync.in_flight
+
+
 class Skipping(Tower):
     def forward(self, x):
         return self.last(self.first(x).tanh()[:, :3] * self.scale)
