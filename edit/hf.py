@@ -90,7 +90,7 @@ class EditCallback(TrainerCallback):
         """Attach the node to the model and the optimizer, and resume if the Trainer does."""
         if self.sync is not None:
             raise ValueError(
-                "this EditCallback has served another train(): make a new one, with a new schedule"
+                "this EditCallback has served another train(): make a new one, exchange and schedule"
             )
         self.sync = LayerSync.of(
             kwargs["model"],

@@ -47,7 +47,9 @@ class LightningCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Become a node. Raises ValueError for settings that would train something else."""
         if self.sync is not None:
-            raise ValueError("a LightningCallback serves one fit: make a new one, with a new schedule")
+            raise ValueError(
+                "a LightningCallback serves one fit: make a new one, with a new exchange and schedule"
+            )
         if trainer.world_size > 1:
             raise ValueError(
                 f"Lightning averages gradients over {trainer.world_size} processes by itself: start each node"

@@ -39,7 +39,7 @@ LOOKS = 3
 """Times that state is compared with its parameter. A first gradient can resemble its parameter by chance;
 its moments then move away within a few steps."""
 
-_REMEDY = "Leave the `with` block before the change, and make a new exchange and LayerSync after it"
+_REMEDY = "Leave the `with` block before the change, and make a new exchange, schedule and LayerSync after it"
 
 _WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 

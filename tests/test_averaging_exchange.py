@@ -223,3 +223,10 @@ def test_leaving_ends_the_averager_and_reports_comparisons_and_totals():
 def test_a_model_of_another_size_is_refused():
     with pytest.raises(ValueError, match="the averager is for 7 parameters, and the model has"):
         Peer(Meeting(7, 1).averagers[0], 0)
+
+
+def test_an_averager_serves_one_model():
+    averager = Meeting(sum(p.numel() for p in tower(0).parameters()), 1).averagers[0]
+    Peer(averager, 0)
+    with pytest.raises(ValueError, match=r"has served another LayerSync.*a prefix of its own"):
+        Peer(averager, 0)

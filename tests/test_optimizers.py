@@ -757,7 +757,7 @@ def fewer_parameters(model, inner):
 CHANGES = [
     (
         new_head,
-        r"parameter last.weight \(and 1 more\) was replaced or removed.*make a new exchange and LayerSync",
+        r"parameter last.weight \(and 1 more\) was replaced or removed.*make a new exchange, schedule and",
     ),
     (assigned, r"parameter scale \(and 6 more\) was replaced or removed"),
     (normed, r"parameter last.weight was replaced or removed"),

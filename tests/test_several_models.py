@@ -98,7 +98,7 @@ def test_a_round_that_is_due_for_one_model_is_not_due_for_the_other():
             node_of(model, transport, schedule)
     for schedule in (*schedules[0], *schedules[1]):
         assert schedule.due(1) is None
-    now[0] = 5.0  # the clock of node 1 stands still: it hears of rounds by notes
+    now[0] = 5.0  # the clock of node 1 stands still: it opens rounds by notes alone
     assert [schedule.due(2) for schedule in schedules[0]] == [Round(1, 2), None]
     assert [schedule.due(3) for schedule in schedules[1]] == [Round(1, 3), None]
     now[0] = 11.0
