@@ -189,14 +189,15 @@ def test_a_node_that_fails_too_often_is_named_with_the_end_of_its_log(start, tmp
     assert gone(tmp_path / "x")
 
 
-HUB = ("--local", "1", "--hub.address", "127.0.0.1:0", "--edit.landing", "arrival")
-HUB += ("--edit.schedule", "seconds", "--edit.every", "5", "--train.seconds", "3600")
+BY_TIME = ("--edit.schedule", "seconds", "--edit.every", "5", "--train.seconds", "3600")
+HUB = ("--local", "1", "--hub.address", "127.0.0.1:0", "--edit.landing", "arrival", *BY_TIME)
+SWARM = ("--swarm.discovery", "file", "--swarm.parts", "2", "--edit.landing", "arrival", *BY_TIME)
 
 
-def hub_pid(run_dir):
-    """Return the process id of the hub of a run; 0 if it does not run."""
+def pid_of(directory):
+    """Return the process id of the hub or peer in a folder; 0 if it does not run."""
     for process in psutil.process_iter(["cmdline"]):
-        if f"--directory={run_dir / 'hub'}" in (process.info["cmdline"] or []):
+        if f"--directory={directory}" in (process.info["cmdline"] or []):
             return process.pid
     return 0
 
@@ -221,8 +222,8 @@ def test_a_hub_that_has_ended_for_good_ends_the_run_and_its_nodes_save(
     wait_for(lambda: pids(tmp_path / "x") and all(pids(tmp_path / "x")), "the node")
     before = 0
     for _ in range(1 + restarts * (number == signal.SIGKILL)):
-        wait_for(lambda old=before: hub_pid(tmp_path / "x") not in (0, old), "the hub")
-        before = hub_pid(tmp_path / "x")
+        wait_for(lambda old=before: pid_of(tmp_path / "x/hub") not in (0, old), "the hub")
+        before = pid_of(tmp_path / "x/hub")
         os.kill(before, number)
     code, err = ended(process)
     assert code == 1, err
@@ -235,13 +236,24 @@ def test_a_hub_that_has_ended_for_good_ends_the_run_and_its_nodes_save(
 def test_a_hub_that_refuses_to_go_on_ends_the_run_with_its_reason(start, tmp_path):
     process = start("wait", *HUB, "--restarts", "3")
     wait_for(lambda: pids(tmp_path / "x") and all(pids(tmp_path / "x")), "the node")
-    os.kill(hub_pid(tmp_path / "x"), signal.SIGSTOP)
+    os.kill(pid_of(tmp_path / "x/hub"), signal.SIGSTOP)
     for part in (tmp_path / "x/hub").glob("[js]*-*"):  # journal and snapshots
         part.write_bytes(b"of another program" * 100)
-    os.kill(hub_pid(tmp_path / "x"), signal.SIGKILL)
+    os.kill(pid_of(tmp_path / "x/hub"), signal.SIGKILL)
     code, err = ended(process)
     assert code == 1, err
     assert re.search(r"the run cannot go on: the hub has failed \(exit code 2\): .*journal", err)
+
+
+@pytest.mark.slow
+def test_a_peer_of_a_local_swarm_that_has_failed_for_good_ends_the_run(start, tmp_path):
+    process = start("wait", *SWARM, "--restarts", "0")
+    wait_for(lambda: pids(tmp_path / "x") and all(pids(tmp_path / "x")), "the nodes")
+    os.kill(pid_of(tmp_path / "x/peers/local-1"), signal.SIGKILL)
+    code, err = ended(process)
+    assert code == 1, err
+    assert "the run cannot go on: the peer of node local-1 has failed more often than restarts allows" in err
+    assert gone(tmp_path / "x")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
