@@ -6,6 +6,7 @@ import socket
 import struct
 import threading
 import tracemalloc
+from zlib import crc32
 
 import grpc
 import pytest
@@ -283,7 +284,7 @@ def test_pushes_that_are_refused_leave_nothing_in_memory():
     server = push_server(FairPool(2, "push"), Limits())
     data, held = memoryview(noise(frames.CHUNK_BYTES)), threading.Event()
     head = hub_pb2.PushHead(unit=1, seq=1, num_bytes=2**40).SerializeToString()
-    (message,) = map(frames.pack_chunk, frames.chunks(head, data))
+    message = frames.pack_chunk(frames.Chunk(0, crc32(head, crc32(data)), data, head))
 
     def half():
         yield message

@@ -50,10 +50,10 @@ def run(act, nodes=2, landing="forward", rounds=2, takes=True, sent=None):
     def job(transport, n):
         own, user = deepcopy(model), User(n, takes)
         inner = torch.optim.SGD(own.parameters(), lr=0.1)
-        if sent is not None:
-            mean = transport.weighted_mean
-            transport.weighted_mean = lambda key, *args: sent.append((n, key)) or mean(key, *args)
         exchange = MeanExchange(transport, outer=Average(), rules={DRAFTER: UnitRule()})
+        if sent is not None:
+            mean = exchange.channel.weighted_mean
+            exchange.channel.weighted_mean = lambda key, *args: sent.append((n, key)) or mean(key, *args)
         shared = SharedModule(DRAFTER, SHAPES)
         shared.attach(exchange)
         sync = LayerSync.of(own, inner, exchange=exchange, config=EditConfig(every=1, landing=landing))
@@ -99,9 +99,9 @@ def test_where_nobody_has_trained_nothing_is_offered():
 def test_nothing_of_it_is_sent_until_a_node_has_trained_it_and_then_all_take_part():
     sent = []
     found = run(lambda user, n, number: user.train(n) if number == 2 else None, rounds=4, sent=sent)
-    drafter = sorted((n, key.partition("/")[0]) for n, key in sent if key.endswith(DRAFTER))
-    (number,) = {number for _, number in drafter}
-    assert drafter == [(0, number), (1, number)], "in one round of four, and all nodes together"
+    drafter = sorted((n, key) for n, key in sent if key.endswith(DRAFTER))
+    (key,) = {key for _, key in drafter}
+    assert drafter == [(0, key), (1, key)], "in one round of four, and all nodes together"
     assert len(sent) == 2 * (4 * 4 + 1), "the units of the model are exchanged in each round"
     expected = User(1)
     expected.train(1)

@@ -283,11 +283,11 @@ def test_a_broken_transfer_is_continued_by_anybody_who_has_the_same_one():
     twin, _ = author(2)
     store = reader()
     receiving = Receiving(store, source.manifest("run", 2))
-    first = messages(source.transfer("run", "rest", 0, 2), chunk_bytes=2**17)
+    first = messages(source.transfer("run", "rest", 0, 2), chunk_bytes=2**14)
     with pytest.raises(frames.ArrayIncomplete):
         receiving.take(iter(first[:3]))
     missing = receiving.missing[-1]
-    assert (missing.unit, missing.offset) == ("rest", 3 * 2**17)
+    assert (missing.unit, missing.offset) == ("rest", 3 * 2**14)
     made = twin.transfer("run", "rest", 0, 2)
     assert made.head.sha256 == missing.transfer
     receiving.take(iter(messages(made, offset=missing.offset)))
@@ -313,13 +313,13 @@ def test_a_damaged_chunk_is_noticed_and_what_was_right_is_kept():
     source, values = author(1)
     store = reader()
     receiving = Receiving(store, source.manifest("run", 1))
-    parts = messages(source.transfer("run", "rest", 0, 1), chunk_bytes=2**17)
+    parts = messages(source.transfer("run", "rest", 0, 1), chunk_bytes=2**14)
     damaged = bytearray(parts[4])
     damaged[100] ^= 1
     with pytest.raises(frames.ChunkDamaged):
         receiving.take(iter([*parts[:4], bytes(damaged)]))
     missing = receiving.missing[-1]
-    assert missing.offset == 4 * 2**17
+    assert missing.offset == 4 * 2**14
     receiving.take(iter(messages(source.transfer("run", "rest", 0, 1), offset=missing.offset)))
     take_all(receiving, source)
     receiving.finish()
@@ -401,7 +401,7 @@ def test_a_sender_that_hangs_does_not_hold_up_the_next_one():
     source, values = author(1)
     store = reader()
     receiving = Receiving(store, source.manifest("run", 1))
-    parts = messages(source.transfer("run", "rest", 0, 1), chunk_bytes=2**17)
+    parts = messages(source.transfer("run", "rest", 0, 1), chunk_bytes=2**14)
     hangs, go, errors = threading.Event(), threading.Event(), []
 
     def hanging():
@@ -434,7 +434,7 @@ def test_a_version_that_is_given_up_frees_its_memory():
     before = store.num_bytes
     receiving = Receiving(store, source.manifest("run", 2))
     receiving.take(iter(messages(source.transfer("run", "block.0", 1, 2))))
-    half = messages(source.transfer("run", "rest", 0, 2), chunk_bytes=2**17)[:2]
+    half = messages(source.transfer("run", "rest", 0, 2), chunk_bytes=2**14)[:2]
     with pytest.raises(frames.ArrayIncomplete):
         receiving.take(iter(half))
     assert store.num_bytes > before + 2**20
@@ -534,12 +534,12 @@ def test_an_author_continues_after_its_connection_broke_within_a_unit(served):
         assert {
             m.unit for m in pb.OfferReply.FromString(call(offer.SerializeToString(), timeout=60)).missing
         } == set(SIZES)
-        parts = messages(mine.transfer("a", "rest", 0, 1), chunk_bytes=2**17)
+        parts = messages(mine.transfer("a", "rest", 0, 1), chunk_bytes=2**14)
         with pytest.raises(grpc.RpcError) as broken:
             put(iter(parts[:3]), timeout=60)
         assert broken.value.code() is grpc.StatusCode.DATA_LOSS
         again = pb.OfferReply.FromString(call(offer.SerializeToString(), timeout=60))
-        assert max(m.offset for m in again.missing) == 3 * 2**17
+        assert max(m.offset for m in again.missing) == 3 * 2**14
     client.give(mine, "a", 1)
     assert equal(store, 1, values[0], "a")
 

@@ -2,11 +2,14 @@
 
 import hashlib
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -70,6 +73,8 @@ def test_pauses_grow_up_to_two_seconds_and_are_drawn_anew():
     patience = Patience(1000, 1000, Clock())
     assert [patience.pause_s(0.5) for _ in range(7)] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
     assert patience.pause_s(0.0) == 0
+    patience.moved(1)
+    assert patience.pause_s(0.5) == 0.05, "after progress the pauses begin anew"
 
 
 def test_patience_ends_when_nothing_moves_and_in_any_case_at_the_deadline():
@@ -79,11 +84,11 @@ def test_patience_ends_when_nothing_moves_and_in_any_case_at_the_deadline():
     assert patience.pause_s(0.0) == 0
     clock.now_s = 111
     assert patience.pause_s(0.0) is None
-    patience.moved()
+    patience.moved(5)
     assert patience.pause_s(0.0) == 0
     clock.now_s = 124
-    patience.moved()
-    assert (patience.pause_s(0.0), patience.left_s) == (0, 1)
+    patience.moved(5)
+    assert (patience.pause_s(0.0), patience.left_s, patience.num_bytes) == (0, 1, 10)
     clock.now_s = 125
     assert patience.pause_s(0.0) is None
 
@@ -187,7 +192,7 @@ def test_closing_ends_what_others_wait_for(connect):
 
 
 class Breaking(MemoryCore):
-    """Core whose pulls, except the last, end with UNAVAILABLE after one more chunk."""
+    """Core whose pulls, except the last, end with UNAVAILABLE after at least one more MiB."""
 
     def __init__(self, anchors, breaks):
         super().__init__(anchors)
@@ -214,11 +219,12 @@ class _ends_early:
 
 
 def test_a_pull_that_breaks_goes_on_at_the_byte_it_has_reached(connect, start):
-    core = Breaking([noise(3 * MIB + 5)], breaks=3)
-    into = bytearray(4 * MIB)
+    core = Breaking([noise(6 * MIB + 5)], breaks=3)
+    into = bytearray(7 * MIB)
     connect(start(core).address).pull(hub_pb2.PullRequest(), memoryview(into))
-    assert into[: 3 * MIB + 5] == core.anchors[0]
-    assert core.calls == [("pull", 0, 0), ("pull", 1, MIB), ("pull", 1, 2 * MIB), ("pull", 1, 3 * MIB)]
+    assert into[: 6 * MIB + 5] == core.anchors[0]
+    sent = sum(2**14 * 2**i for i in range(7))  # chunks of 16 KiB to 1 MiB
+    assert core.calls == [("pull", int(i > 0), i * sent) for i in range(4)]
 
 
 @pytest.fixture
@@ -266,9 +272,10 @@ def test_a_pull_goes_on_at_another_address(connect, start):
     download = Download(hub_pb2.PullRequest(), memoryview(into))
     with pytest.raises(HubUnreachable, match=r"cut|gone"):
         connect(start(first).address, timeout_s=0.5).fetch(download)
-    assert download.received == MIB
+    reached = download.received
+    assert MIB <= reached < 3 * MIB
     connect(start(second).address).fetch(download)
-    assert second.calls == [("pull", 1, MIB)]
+    assert second.calls == [("pull", 1, reached)]
     assert into[: 3 * MIB + 5] == anchor
 
 
@@ -552,3 +559,68 @@ def test_small_calls_and_every_channel_have_a_connection_of_their_own(connect, s
         client.heartbeat(hub_pb2.HeartbeatRequest())
     ours = [c for c in psutil.Process().net_connections("tcp") if c.raddr and c.raddr.port == server.port]
     assert len(ours) == 3
+
+
+# --- a link that is cut again and again
+
+CUT_BYTES = 250_000
+
+
+@pytest.fixture
+def cutting():
+    """Yield a function that starts a proxy; it ends each connection after so many bytes towards the client.
+
+    It returns the address, and a list of the connections so far.
+    """
+    listeners = []
+
+    def started(address, cut_bytes=CUT_BYTES):
+        there = (address.rpartition(":")[0], int(address.rpartition(":")[2]))
+        listening = socket.create_server(("127.0.0.1", 0))
+        listeners.append(listening)
+        count = []
+
+        def passed(source, target, left):
+            with suppress(OSError):
+                while left > 0 and (data := source.recv(min(left, 65_536))):
+                    target.sendall(data)
+                    left -= len(data)
+            for end in (source, target):
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+
+        def accept():
+            with suppress(OSError):
+                while True:
+                    here, _ = listening.accept()
+                    count.append(here)
+                    other = socket.create_connection(there)
+                    for work in ((here, other, cut_bytes), (other, here, cut_bytes)):
+                        threading.Thread(target=passed, args=work, daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        return f"127.0.0.1:{listening.getsockname()[1]}", count
+
+    yield started
+    for listening in listeners:
+        listening.close()
+
+
+def test_a_download_over_a_link_that_is_cut_every_250_kb_goes_on_after_each_cut(connect, start, cutting):
+    core = MemoryCore([noise(2 * MIB)])
+    address, connections = cutting(start(core).address)
+    into = bytearray(2 * MIB)
+    connect(address).pull(hub_pb2.PullRequest(), memoryview(into))
+    assert into == core.anchors[0]
+    offsets = [offset for _, _, offset in core.calls]
+    assert sorted({*offsets}) == offsets, "each try goes on after the one before"
+    assert 8 <= len(connections) < 30
+
+
+def test_a_link_that_is_cut_too_often_is_named_with_the_bytes_and_not_tls(connect, start, cutting):
+    address, _ = cutting(start(MemoryCore([noise(MIB)])).address, cut_bytes=40_000)
+    client = connect(address, timeout_s=0.5)
+    with pytest.raises(HubUnreachable) as error:
+        client.pull(hub_pb2.PullRequest(), memoryview(bytearray(MIB)))
+    assert re.search(r"asked to pull unit 0, after \d+ bytes: ", str(error.value))
+    assert "TLS" not in str(error.value)

@@ -152,7 +152,8 @@ def test_more_than_is_allowed_is_refused_before_it_is_allocated():
 
 
 def test_a_chunk_above_one_mebibyte_is_refused():
-    (big,) = chunks(b"h", memoryview(bytes(2**20 + 1)), chunk_bytes=2**21)
+    data = bytes(2**20 + 1)
+    big = Chunk(0, crc32(b"h", crc32(data)), data, b"h")
     with pytest.raises(ValueError, match="a chunk of 1048577 bytes"):
         receive(iter([pack_chunk(big)]), lambda head: Assembly(2**21, limit_bytes=2**21))
 

@@ -17,7 +17,7 @@ from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.notifier import Quiet
 from aedit.proto.wire.service import Refusal
 
-_CHUNK_BYTES = 2**18
+_CHUNK_BYTES = 2**16
 """Small, so that on a slow line a follower hears something of its leader within its limit of silence."""
 _QUIET_S = 0.5
 """Without anything new, an empty chunk is sent so often."""

@@ -101,7 +101,7 @@ class VersionsClient:
 
             def moved(num_bytes: int) -> None:
                 stream.moved(num_bytes)
-                patience.moved()
+                patience.moved(num_bytes)
 
             asked: Any = self._calls.bulk.unary_stream("/aedit.v1.Versions/Get")
             calls.append(asked(request.SerializeToString(), timeout=patience.left_s))
@@ -141,7 +141,7 @@ class VersionsClient:
                 for chunk in frames.chunks(head, data, offset=offset):
                     yield frames.pack_chunk(chunk)
                     stream.moved(len(chunk.data))
-                    patience.moved()
+                    patience.moved(len(chunk.data))
 
             put: Any = self._calls.bulk.stream_unary("/aedit.v1.Versions/Put")
             calls.append(put.future(messages(), timeout=patience.left_s, metadata=author))

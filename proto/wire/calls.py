@@ -155,7 +155,7 @@ class Calls:
             except (grpc.RpcError, TransferBroken, DecodeError, ValueError) as error:
                 pause_s = patience.pause_s(self._random())
                 if self._is_over(error) or pause_s is None:
-                    raise self.error(what, error) from error
+                    raise self.error(what, error, patience.num_bytes) from error
             self._sleep(pause_s)
 
     def _is_over(self, error: Exception) -> bool:
@@ -163,13 +163,14 @@ class Calls:
             return True
         return isinstance(error, grpc.RpcError) and is_final(error)
 
-    def error(self, what: str, error: Exception) -> HubUnreachable | HubRefused:
-        """Return what a failed call raises in the end."""
+    def error(self, what: str, error: Exception, num_bytes: int = 0) -> HubUnreachable | HubRefused:
+        """Return what a failed call raises in the end. num_bytes: of its array that moved, in all tries."""
+        asked = f"{self._asked(what)}{f', after {num_bytes} bytes' if num_bytes else ''}"
         if self._closed.is_set():
-            return HubUnreachable(f"{self._asked(what)}: closed here")
+            return HubUnreachable(f"{asked}: closed here")
         if not isinstance(error, grpc.RpcError):
-            return HubUnreachable(f"{self._asked(what)}: {error}")
-        text = f"{self._asked(what)}: {why(error, self._encrypted)}"
+            return HubUnreachable(f"{asked}: {error}")
+        text = f"{asked}: {why(error, self._encrypted, answered=num_bytes > 0)}"
         if is_final(error):
             return HubRefused(error.code(), text)
         return NobodyListens(text) if nobody_listens(error) else HubUnreachable(text)

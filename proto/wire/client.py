@@ -102,7 +102,7 @@ class HubClient:
                 for chunk in frames.chunks(first, data):
                     yield frames.pack_chunk(chunk)
                     stream.moved(len(chunk.data))
-                    patience.moved()
+                    patience.moved(len(chunk.data))
 
             with self._calls.watched() as (stream, calls):
                 pushed: Any = self._calls.bulk.stream_unary("/aedit.v1.Exchange/Push")
@@ -129,7 +129,7 @@ class HubClient:
         def once(patience: Patience) -> hub_pb2.PullHead:
             def moved(num_bytes: int) -> None:
                 stream.moved(num_bytes)
-                patience.moved()
+                patience.moved(num_bytes)
 
             with self._calls.watched() as (stream, calls):
                 asked: Any = self._calls.bulk.unary_stream("/aedit.v1.Exchange/Pull")

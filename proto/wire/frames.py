@@ -13,6 +13,10 @@ from zlib_ng.zlib_ng import crc32
 CHUNK_BYTES = 2**20
 """Most data in one chunk, either way."""
 
+FIRST_CHUNK_BYTES = 2**14
+"""Data in the first chunk that is sent; each further one has twice as much, up to `CHUNK_BYTES`. A transfer
+goes on after the last whole chunk, so that one whose link is cut again and again gets ahead each time."""
+
 MESSAGE_BYTES = 2 * CHUNK_BYTES
 """No message of any kind is larger."""
 
@@ -54,15 +58,15 @@ class Chunk:
 def chunks(
     head: bytes, data: memoryview, *, offset: int = 0, chunk_bytes: int = CHUNK_BYTES
 ) -> Iterator[Chunk]:
-    """Yield `data` from byte `offset` on in chunks, which are views of it.
+    """Yield `data` from byte `offset` on in chunks of up to `chunk_bytes`, which are views of it.
 
     The first one carries `head`, and is sent even if there is no data.
     """
-    stop = max(data.nbytes, offset + 1)
-    for start in range(offset, stop, chunk_bytes):
-        piece = data[start : start + chunk_bytes]
+    start, size = offset, min(FIRST_CHUNK_BYTES, chunk_bytes)
+    while start < data.nbytes or start == offset:
+        piece = data[start : start + size]
         yield Chunk(start, crc32(head, crc32(piece)), piece, head)
-        head = b""
+        start, size, head = start + size, min(2 * size, chunk_bytes), b""
 
 
 def pack_chunk(chunk: Chunk) -> bytes:

@@ -78,10 +78,13 @@ class Patience:
         self._end_s = clock() + total_s
         self._tries = 0
         self._moved_s = clock()
+        self.num_bytes = 0
+        """Bytes that have moved, in all tries."""
 
-    def moved(self) -> None:
-        """Note progress: retrying is worthwhile."""
-        self._moved_s = self._clock()
+    def moved(self, num_bytes: int) -> None:
+        """Note progress: retrying is worthwhile, and soon."""
+        self._moved_s, self._tries = self._clock(), 0
+        self.num_bytes += num_bytes
 
     @property
     def left_s(self) -> float:
