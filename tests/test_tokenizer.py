@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit.served_models import sentencepiece_like
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerFast
 
 from aedit.launch.config.config import DataConfig
 from aedit.launch.data.prompts import prompt_text, prompt_tokens
@@ -247,6 +247,15 @@ def test_none_means_none_here_and_in_the_saved_files(kinds, kind, tmp_path):
         alone = theirs(text, add_special_tokens=False)["input_ids"]
         assert ours.encode(text).tolist() == saved(text)["input_ids"] == alone
     assert loaded(tmp_path).fingerprint == ours.fingerprint
+
+
+def test_files_that_cannot_leave_special_tokens_out_are_named(tmp_path, capsys):
+    words = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4, "a": 5}
+    BertTokenizer(vocab=words, eos_token="[SEP]").save_pretrained(tmp_path)
+    loaded(tmp_path).save(tmp_path / "as it is")
+    assert capsys.readouterr().err == ""
+    loaded(tmp_path, special_tokens="none").save(tmp_path / "none")
+    assert "BertTokenizer puts special tokens around texts whenever it is loaded" in capsys.readouterr().err
 
 
 def test_a_fingerprint_sees_what_stands_before_texts_and_is_that_of_older_builds_without(kinds):

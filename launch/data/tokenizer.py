@@ -1,5 +1,6 @@
 """Tokenizers: bytes by default, any Hugging Face tokenizer by name."""
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -181,6 +182,14 @@ class PretrainedTokenizer:
     def save(self, directory: Path) -> None:
         """Write the files of the tokenizer."""
         self._loaded.save_pretrained(directory)
+        again = TextTokens(AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False))
+        if (again.before, again.behind) != (self._texts.before, self._texts.behind):
+            kind = type(self._loaded).__name__  # a class may add its own when it is loaded
+            print(
+                f"aedit: {directory}: {kind} puts special tokens around texts whenever it is loaded,"
+                " and this model has none there: call it with add_special_tokens=False",
+                file=sys.stderr,
+            )
 
     def _array(self, ids: Sequence[int]) -> NDArray[np.unsignedinteger]:
         return np.asarray(ids, dtype=token_dtype(self.vocab_size))
