@@ -170,7 +170,7 @@ def _sampling(policy: Policy, longest: int, request: GenerateRequest) -> Samplin
     try:
         return Sampling(**request.sampling, max_new_tokens=num_new, stop_tokens=policy.stop_tokens)
     except ValueError as error:
-        name, _, rule = str(error).partition(" ")
+        name, _, rule = str(error).removeprefix("Sampling: ").partition(" ")
         raise UserError(f"--{name.replace('_', '-')} {rule}") from None
 
 
