@@ -1,7 +1,6 @@
 """Tests reinforcement learning of several nodes with a hub: prompts, versions, phase of the warm-up."""
 
 import json
-import math
 import threading
 from pathlib import Path
 
@@ -94,20 +93,6 @@ def test_a_node_that_joins_after_the_warm_up_of_the_run_does_not_repeat_it(tmp_p
     assert 4 <= warm_ups[0] <= 6  # the hub's count lags behind by the push under way
     assert warm_ups[1] == 0
     assert lines(config, 1, "metrics")[-1]["step"] > 0
-
-
-def test_the_rate_of_the_warm_up_falls_by_a_cosine_of_its_own(tmp_path):
-    rates = {"train__lr": 1e-3, "train__lr_warmup": 0.0, "train__lr_final": 0.1}
-    config = config_of(
-        tmp_path, train__steps=40, rl__supervised_steps=10, rl__supervised_lr=2e-3, **rates, **KEYS
-    )
-    with node_of(config, hub_of(config), "a") as first:
-        for done in (0, 2, 5, 9, 10, 11):
-            share = 0.1 + 0.9 * (1 + math.cos(math.pi * min(1.0, done / 10))) / 2
-            assert first.objective.lr(done / 40, 2) == pytest.approx(2e-3 * share)
-        first.objective.started = True
-        assert first.objective.lr(10 / 40, 2) == pytest.approx(1e-3)
-        first.sync.close()
 
 
 def test_the_rate_follows_the_live_nodes_and_the_rate_of_the_warm_up_does_not(tmp_path):

@@ -204,7 +204,7 @@ class RLConfig:
     """Problems per node and step of the supervised warm-up."""
 
     supervised_lr: PositiveFloat = 1e-3
-    """Learning rate of the supervised warm-up at its start; it falls to `train.lr_final` times that."""
+    """Learning rate of the supervised warm-up."""
 
     eval_every: int = 10
     """Steps between evaluations on held-out problems; 0: only at the start and the end."""

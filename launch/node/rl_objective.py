@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -113,17 +113,11 @@ class PolicyObjective:
         self.records.train_s += time.perf_counter() - began
 
     def lr(self, progress: float, nodes: int) -> float:
-        """Return the learning rate of the warm-up, or of the schedule over the rest of the run.
-
-        Both fall by the same cosine: a policy that was trained at a high rate to the end starts its rollouts
-        wherever the last noisy steps have left it.
-        """
-        train = self.config.train
-        warm_up = min(self.config.rl.supervised_steps / train.steps, 0.999)
+        """Return the learning rate of the warm-up, or of the schedule over the rest of the run."""
         if not self.started:
-            supervised = replace(train, lr=self.config.rl.supervised_lr, lr_warmup=0.0)
-            return lr_at(progress / warm_up if warm_up else 1.0, supervised)
-        return lr_at(max(0.0, progress - warm_up) / (1 - warm_up), train, nodes)
+            return self.config.rl.supervised_lr
+        warm_up = min(self.config.rl.supervised_steps / self.config.train.steps, 0.999)
+        return lr_at(max(0.0, progress - warm_up) / (1 - warm_up), self.config.train, nodes)
 
     def end_step(self) -> int:
         """Count the step and its groups as trained; return its tokens."""
