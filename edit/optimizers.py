@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import is_
 from threading import Lock
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -346,7 +347,7 @@ class _Objects:
 class _Steps:
     """Steps of all optimizers of this process, which PyTorch reports to its global hooks."""
 
-    _watching: tuple[InnerOptimizers, ...] = ()
+    _watching: tuple["ref[InnerOptimizers]", ...] = ()
     _hooked = False
     _lock = Lock()
 
@@ -354,8 +355,8 @@ class _Steps:
     def watchers(cls, *, add: InnerOptimizers | None = None, remove: InnerOptimizers | None = None) -> None:
         """Report steps to `add` from now on, and to `remove` no more."""
         with cls._lock:
-            kept = [each for each in cls._watching if each is not remove]
-            cls._watching = (*kept, *([] if add is None else [add]))
+            kept = [each for each in cls._watching if each() not in (None, remove)]
+            cls._watching = (*kept, *([] if add is None else [ref(add)]))
             if not cls._hooked:
                 register_optimizer_step_pre_hook(cls._before)
                 register_optimizer_step_post_hook(cls._after)
@@ -364,14 +365,18 @@ class _Steps:
     @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before(cls, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for each in cls._watching:
+        for each in cls._current():
             each.begins(optimizer)
 
     @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after(cls, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for each in cls._watching:
+        for each in cls._current():
             each.ends(optimizer)
+
+    @classmethod
+    def _current(cls) -> list[InnerOptimizers]:
+        return [found for each in cls._watching if (found := each()) is not None]
 
 
 def _listed(given: Sequence[Any]) -> list[Optimizer]:

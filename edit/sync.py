@@ -9,7 +9,9 @@ growing and travels in the next push. It leaves out units whose answers take mor
 that is `max_steps_ahead` steps ahead of an answer waits for it.
 """
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -52,7 +54,8 @@ _BY_TIME = (
     "LayerSync, as an nn.ModuleDict with a list of optimizers, or use EverySteps in both"
 )
 
-_ACTIVE: list[tuple[int, "LayerSync"]] = []
+_ACTIVE: list[tuple[int, "weakref.ref[LayerSync]"]] = []
+"""Threads and blocks that were entered and are not over; one that was abandoned goes with its model."""
 """The `with sync:` blocks that this process is in, by their thread."""
 
 
@@ -185,7 +188,7 @@ class LayerSync(Waiter):
     # -- attach and detach
 
     def __enter__(self) -> "LayerSync":
-        self._check_beside(list(_ACTIVE))
+        self._check_beside()
         self.compare()
         snapshot.check_same_round(self.exchange, self._resumed_at)
         reshard(self.model.modules())
@@ -206,7 +209,7 @@ class LayerSync(Waiter):
         self._hooks = attach(self.model, before, self._rounds.after_forward)
         self._rounds.note_parameters()
         self.optimizers.watch(self._rounds.own_values.look, self._rounds.own_values.take)
-        _ACTIVE.append((threading.get_ident(), self))
+        _ACTIVE.append((threading.get_ident(), weakref.ref(self)))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
@@ -221,19 +224,30 @@ class LayerSync(Waiter):
             self._gradients.detach()
             self.optimizers.unwatch()
             self._compared = False
-            _ACTIVE[:] = [(thread, sync) for thread, sync in _ACTIVE if sync is not self]
+            _ACTIVE[:] = [(thread, ref) for thread, ref in _ACTIVE if ref() not in (None, self)]
 
-    def _check_beside(self, active: Sequence[tuple[int, "LayerSync"]]) -> None:
+    def _check_beside(self) -> None:
         """Raise ValueError if this block cannot be entered beside those that are not over."""
-        for thread, other in active:
+        if self._conflict():
+            gc.collect()  # a block may be one of a trainer that has failed, whose model is in no use any more
+            if conflict := self._conflict():
+                raise ValueError(conflict)
+
+    def _conflict(self) -> str:
+        """Return why this block cannot be entered beside those that are not over; "" if it can."""
+        for thread, ref in list(_ACTIVE):
+            other = ref()
+            if other is None:
+                continue
             theirs = {id(p) for p in other._params}
             for unit in self.units:
                 for name, p in zip(unit.names, unit.params, strict=True):
                     if id(p) in theirs:
-                        raise ValueError(_SHARED.format(name=name))
+                        return _SHARED.format(name=name)
             by_time = [sync for sync in (other, self) if getattr(sync.schedule, "by_time", False)]
             if thread == threading.get_ident() and by_time and not (self.free or other.free):
-                raise ValueError(_BY_TIME.format(kind=type(by_time[0].schedule).__name__))
+                return _BY_TIME.format(kind=type(by_time[0].schedule).__name__)
+        return ""
 
     # -- what the training loop calls
 

@@ -390,16 +390,19 @@ def test_a_constraint_is_not_sent_and_everything_else_is():
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"min_p": 1.5}, "min_p must be 0 to 1"),
+        ({"min_p": 1.5}, r"min_p must be in \[0, 1\]"),
         ({"min_p": float("nan")}, "min_p must be a finite number"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be 1e-06 to 1000000.0, got 0.0"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty must be in \[1e-06, 1000000.0\], got 0.0"),
         ({"repetition_penalty": -1.0}, "repetition_penalty must be"),
         ({"frequency_penalty": float("inf")}, "frequency_penalty must be a finite number"),
         ({"presence_penalty": "1"}, "presence_penalty must be a finite number"),
-        ({"logit_bias": {3: float("-inf")}}, "logit_bias of token 3 must be a finite number"),
-        ({"logit_bias": {"3": 1.0}}, "a token of logit_bias must be an int"),
-        ({"top_logprobs": -1}, "top_logprobs must be 0 or more"),
-        ({"top_logprobs": 1.0}, "top_logprobs must be an int"),
+        (
+            {"logit_bias": {3: float("-inf")}},
+            "logit_bias must be a mapping from a whole number to a finite number, got {3: -inf}",
+        ),
+        ({"logit_bias": {"3": 1.0}}, "logit_bias must be a mapping from a whole number to a finite number"),
+        ({"top_logprobs": -1}, r"top_logprobs must be at least 0"),
+        ({"top_logprobs": 1.0}, "top_logprobs must be a whole number at least 0, got 1.0"),
     ],
 )
 def test_a_setting_that_makes_no_sense_is_refused_by_name(settings, says):
@@ -411,7 +414,7 @@ def test_a_setting_that_makes_no_sense_is_refused_by_name(settings, says):
     ("settings", "says"),
     [
         ({"logit_bias": {64: 1.0}}, "token 64 of logit_bias is outside the vocabulary of 64"),
-        ({"constraint": lambda tokens: None}, "constraint must have a method allowed"),
+        ({"constraint": lambda tokens: None}, "constraint must be Constraint or none"),
     ],
 )
 def test_a_setting_that_does_not_fit_the_policy_is_refused(world, settings, says):

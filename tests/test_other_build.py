@@ -54,7 +54,11 @@ def other_build(directory):
         file.write_text(file.read_text() + "\n# another build\n")
     for name, old, new in (
         ("__init__.py", r'__version__ = "[^"]*"', '__version__ = "9.9.9"'),
-        ("edit/config.py", r"    fragments: int = 1\n", "    new_setting: int = 3\n    fragments: int = 1\n"),
+        (
+            "edit/config.py",
+            r"    fragments: PositiveInt = 1\n",
+            "    new_setting: int = 3\n    fragments: PositiveInt = 1\n",
+        ),
     ):
         text, found = re.subn(old, new, (package / name).read_text())
         assert found == 1

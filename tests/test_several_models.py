@@ -143,6 +143,18 @@ def test_two_blocks_at_once_with_a_schedule_by_time_are_refused_with_the_remedy(
             steps([sync], 0, 3)
 
 
+def test_a_block_that_a_failed_trainer_has_left_open_goes_with_its_model():
+    (a, b), transport = two_models(), MemoryWorld(1).node(0)
+    abandoned = node_of(a, transport, EverySteps(4))
+    abandoned.__enter__()
+    second = node_of(b, transport, EverySeconds(4))
+    with pytest.raises(ValueError, match="EverySeconds cannot be used in two"):
+        second.__enter__()
+    del abandoned, a
+    with second:
+        steps([second], 0, 3)
+
+
 def test_two_models_in_one_layer_sync_may_meet_by_time_and_end_after_other_numbers_of_steps():
     models = [nn.ModuleDict(dict(zip("gd", two_models(), strict=True))) for _ in range(2)]
 

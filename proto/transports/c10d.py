@@ -57,7 +57,14 @@ class TorchTransport:
         timeout_s: Longest wait for the other nodes.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: PositiveFloat = 1800.0) -> None:
+    # `new_group` gives a rank that is not in it an int, which is refused by name.
+    def __init__(
+        self, group: dist.ProcessGroup | int | None = None, *, timeout_s: PositiveFloat = 1800.0
+    ) -> None:
+        if isinstance(group, int):
+            raise ValueError(
+                "TorchTransport: group: this rank is not a member of the group; give it one with it"
+            )
         self.timeout_s = timeout_s
         self.name = ""
         self._backends = _backends(group)
@@ -186,8 +193,6 @@ class TorchTransport:
 
 def _backends(group: dist.ProcessGroup | None) -> dict[str, str]:
     """Return the backend that a process group has for each type of device."""
-    if dist.get_rank(group) < 0:
-        raise ValueError("TorchTransport: this rank is not a member of the group: give it a group with it")
     text = str(dist.get_backend_config(group))
     found = dict(part.split(":") for part in text.split(","))
     if not torch.cuda.is_available():

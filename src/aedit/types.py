@@ -258,6 +258,8 @@ def describe(hint: Any) -> str:
         return f"a list of {describe(args[0])}" if args[1:] == (...,) else f"a list of {len(args)} values"
     if origin is dict:
         return "a table"
+    if len(args) == 2 and isinstance(origin, type) and issubclass(origin, Mapping):
+        return f"a mapping from {describe(args[0])} to {describe(args[1])}"
     return _WORDS.get(hint) or str(getattr(hint, "__name__", hint))
 
 
