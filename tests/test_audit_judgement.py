@@ -133,7 +133,7 @@ def test_one_sample_can_be_enough(sample, reason, place):
 def test_rounding_passes_and_rare_mismatches_add_up_over_samples():
     tau = FP32.tau
     assert tau == pytest.approx(SIGMAS * 1e-3)
-    limits = replace(FP32, others=0.3)  # the share of other tokens has a test of its own
+    limits = replace(FP32, others=0.3, far=0.3)  # these shares have tests of their own
     record, found = ServerRecord().judge(scored([tau, 0.9 * tau, 0.0] * 10, [5e-4, -5e-4, 0.0] * 10), limits)
     assert (found.reason, found.num_mismatches, found.num_tokens) == ("", 0, 30)
     rare, test = scored([0.0] * 40 + [2 * tau]), limits.mismatch_test()
@@ -209,7 +209,7 @@ def test_defaults_leave_room_between_honest_rates_and_liars(dtype):
 
 # --- what stays below the limits of single tokens
 
-BF16 = Calibration(dtype="bfloat16", eps=8e-3, rate=1e-3, others=0.003, bias=6e-4, clustering=2.5)
+BF16 = Calibration(dtype="bfloat16", eps=8e-3, rate=1e-3, others=0.003, far=2e-4, bias=6e-4, clustering=2.5)
 
 
 def errors_of(rng, num_tokens, eps, shared=0.5):
@@ -303,15 +303,31 @@ def test_shifts_of_both_signs_are_seen_in_the_size_of_whole_samples():
 
 
 def test_a_server_that_chooses_among_tokens_below_tau_is_seen_by_their_share():
-    """2 % of the tokens are within tau; none counts as a mismatch."""
+    """2 % of the tokens are within tau; none counts as a mismatch, or as far."""
     rng = np.random.default_rng(5)
     samples = [
-        scored((np.where(rng.random(100) < 0.02, 0.9 * BF16.tau, 0.0)).tolist(), [0.0] * 100)
+        scored((np.where(rng.random(100) < 0.02, 0.3 * BF16.tau, 0.0)).tolist(), [0.0] * 100)
         for _ in range(100)
     ]
     reason, number = verdicts(samples, BF16)
     assert "of its audited tokens are not the verifier's, where at most 0.300% are expected" in reason
     assert number < 20
+
+
+def test_few_tokens_that_miss_by_more_than_rounding_usually_does_are_seen_though_their_share_is_honest():
+    """One token of an answer of 256, chosen below tau: 0.4 % are other tokens, where 0.3 % are honest."""
+    rng = np.random.default_rng(5)
+    samples = []
+    for _ in range(60):
+        margins_T = np.zeros(256)
+        margins_T[rng.integers(256)] = 0.5 * BF16.tau
+        samples.append(scored(margins_T.tolist(), [0.0] * 256))
+    reason, number = verdicts(samples, BF16)
+    assert "miss the verifier's by more than 0.023" in reason
+    assert number < 20
+    normal = np.abs(rng.normal(0, math.sqrt(2) * BF16.eps, (400, 256)))
+    honest = np.where(rng.random((400, 256)) < 0.003, np.minimum(normal, 2.7 * BF16.eps), 0.0)
+    assert verdicts([scored(row.tolist(), [0.0] * 256) for row in honest], BF16) == ("", 400)
 
 
 def drawn(rng, eps, choose=lambda others, reward: others, bias=lambda reward: 0.0):

@@ -63,7 +63,8 @@ class TorchTransport:
     ) -> None:
         if isinstance(group, int):
             raise ValueError(
-                "TorchTransport: group: this rank is not a member of the group; give it one with it"
+                "TorchTransport: group: expected one with this rank, which is not a member of the group,"
+                f" got {group}"
             )
         self.timeout_s = timeout_s
         self.name = ""

@@ -47,6 +47,10 @@ _LEAST_EPS = 1e-7
 OTHERS_PER_EPS = 0.5
 """Share of tokens that differ between honest machines, over eps, where it was not measured. 0.33 for a policy
 of 2.25 nats per token."""
+FAR = 2 * math.sqrt(2)
+"""Margin over eps from which another token is far: two deviations of the difference of two logits."""
+FAR_SHARE = 0.05
+"""Share of the other tokens that are far, where it was not measured; 0.02 for normal errors."""
 CLUSTERING = 4.0
 """Variance of the sum of a sample's differences over that of independent ones, where it was not measured."""
 
@@ -63,6 +67,8 @@ class Calibration:
     """Upper limit of the share of honest tokens that are mismatches."""
     others: float | None = None
     """Upper limit of the share of honest tokens that are not the verifier's; None: `OTHERS_PER_EPS` eps."""
+    far: float | None = None
+    """Upper limit of the share of honest tokens with a margin above `FAR` eps; None: a part of others."""
     bias: float | None = None
     """Upper limit of the mean difference of honest log-probabilities, either way; None: eps / 10."""
     clustering: float = CLUSTERING
@@ -77,6 +83,7 @@ class Calibration:
         check(0 < self.rate < 0.5, "rate", "must be in (0, 0.5)", self.rate)
         others, bias = self.largest_share, self.largest_bias
         check(0 < others < 0.5, "others", "must be in (0, 0.5)", others)
+        check(0 < self.largest_far_share < 0.5, "far", "must be in (0, 0.5)", self.largest_far_share)
         check(0 < bias < 1, "bias", "must be in (0, 1)", bias)
         rule = "must be a finite number of at least 1"
         check(1 <= self.clustering < math.inf, "clustering", rule, self.clustering)
@@ -103,6 +110,11 @@ class Calibration:
         return max(MIN_RATE, OTHERS_PER_EPS * self.eps) if self.others is None else self.others
 
     @property
+    def largest_far_share(self) -> float:
+        """Return the largest share of honest tokens that are not the verifier's by a far margin."""
+        return max(MIN_RATE, FAR_SHARE * self.largest_share) if self.far is None else self.far
+
+    @property
     def largest_bias(self) -> float:
         """Return the largest mean difference of honest log-probabilities, either way."""
         return self.eps / 10 if self.bias is None else self.bias
@@ -123,6 +135,10 @@ class Calibration:
     def others_test(self) -> ShareTest:
         """Return the test of the share of tokens that are not the verifier's, however small their margins."""
         return self._share_test(self.largest_share, 0.0)
+
+    def far_test(self) -> ShareTest:
+        """Return the test of the share of tokens with a margin above `FAR` eps."""
+        return self._share_test(self.largest_far_share, 0.0)
 
     @staticmethod
     def _share_test(rate: float, p1: float) -> ShareTest:
@@ -176,6 +192,7 @@ def calibrate(parts: "list[tuple[Margins, Tensor]]", dtype: torch.dtype) -> Cali
         eps=eps,
         rate=_upper_share(int(mismatches(every, differences_T, SIGMAS * eps).sum()), num_tokens),
         others=_upper_share(int((every.margins_T > 0).sum()), num_tokens),
+        far=_upper_share(int((every.margins_T > FAR * eps).sum()), num_tokens),
         bias=min(max(abs(mean) + 4 * error, eps / 100), 0.99),
         clustering=max(clustering, 1.0),
         num_tokens=num_tokens,

@@ -2,9 +2,10 @@
 
 A server that knows the tolerances stays below each of them and uses what is left: it draws the better one of
 two tokens that are nearly equal, or reports all log-probabilities slightly too high, which shifts the
-importance ratio of a long sample by much. So, besides the share of mismatches, four things are tested that no
-limit of a single token sees: the share of tokens that are not the verifier's, the size of the summed
-difference of log-probabilities of a sample, its mean, and whether either goes with the reward.
+importance ratio of a long sample by much. So, besides the share of mismatches, five things are tested that no
+limit of a single token sees: the share of tokens that are not the verifier's, and of those that miss it by
+more than rounding usually does; the size of the summed difference of log-probabilities of a sample, and its
+mean; and whether either goes with the reward.
 """
 
 import math
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from aedit.spec_rollout.audit.calibration import HARD_MARGIN, Calibration, mismatches, variances
+from aedit.spec_rollout.audit.calibration import FAR, HARD_MARGIN, Calibration, mismatches, variances
 from aedit.spec_rollout.audit.margins import Margins
 from aedit.spec_rollout.audit.sequential import Drift, Errors, TestState, size_ratio
 
@@ -58,6 +59,7 @@ class Tests:
 
     mismatches: TestState = field(default_factory=TestState)
     others: TestState = field(default_factory=TestState)
+    far: TestState = field(default_factory=TestState)
     sizes: TestState = field(default_factory=TestState)
     too_high: Drift = field(default_factory=Drift)
     too_low: Drift = field(default_factory=Drift)
@@ -69,6 +71,7 @@ class Tests:
         return Tests(
             self.mismatches.after(calibration.mismatch_test(), found.is_mismatch),
             self.others.after(calibration.others_test(), found.is_other),
+            self.far.after(calibration.far_test(), found.is_far),
             self.sizes.plus(ERRORS, ratio),
             self.too_high.plus(found.difference - allowed, found.variance),
             self.too_low.plus(-found.difference - allowed, found.variance),
@@ -83,6 +86,11 @@ class Tests:
             return (
                 f"{record.num_others / tokens:.3%} of its audited tokens are not the verifier's, where at "
                 f"most {calibration.largest_share:.3%} are expected"
+            )
+        if self.far.is_guilty:
+            return (
+                f"more than {calibration.largest_far_share:.3%} of its audited tokens miss the verifier's by "
+                f"more than {FAR * calibration.eps:.2g}"
             )
         if self.sizes.is_guilty:
             return "the log-probabilities of whole samples differ by more than rounding"
@@ -103,6 +111,8 @@ class SampleSums:
     is_mismatch: list[bool]
     is_other: list[bool]
     """Tokens that are not the verifier's."""
+    is_far: list[bool]
+    """Those of them that miss it by more than rounding usually does."""
     expected_others: float
     """Their number if the errors of logits are independent and normal."""
     difference: float
@@ -120,6 +130,7 @@ class SampleSums:
         return cls(
             mismatches(found, differences_T, calibration.tau).tolist(),
             (~(found.margins_T <= 0)).tolist(),
+            (~(found.margins_T <= FAR * calibration.eps)).tolist(),
             float(expected_T.sum()),
             float(differences_T.clamp(-calibration.tau, calibration.tau).sum()),
             calibration.clustering * float(variances(found, calibration.eps).sum()),
