@@ -9,6 +9,7 @@ from kit.agents import node, order, plan
 from kit.hub_journal import check_journal
 from kit.hub_processes import HubProcess, ending, status
 from kit.waiting import until
+from kit.wire import cutting
 
 from aedit.launch.hub.replay import anchors_of
 from aedit.proto.agent.link import Progress
@@ -126,6 +127,26 @@ def test_a_hub_that_is_killed_again_and_again_has_every_push_once(tmp_path):
                 hub = start_hub(tmp_path)
                 assert hub.address == address
         check(tmp_path / "hub", address, merged)
+
+
+def test_an_agent_pushes_and_pulls_two_megabytes_over_a_link_that_is_cut_every_250_kb(tmp_path):
+    """An oracle: one node alone, with lr 1 and the mean of its pushes, moves the anchor by its push."""
+    shapes = (((500, 1000),), ((7,),))
+    first = [np.arange(500_000, dtype=np.float32) % 1000, np.ones(7, np.float32)]
+    pushed = np.random.default_rng(0).integers(-8, 9, 500_000).astype(np.float32)
+    with ending():
+        hub = start_hub(tmp_path)
+        with (
+            cutting(hub.address) as (address, connections),
+            node(member(address, "a", shapes=shapes), start=first) as link,
+        ):
+            versions = link.join(60)
+            order(link, 0, 1, pushed, versions[0])
+            answer = until(lambda: link.answer(0, 1), "an answer", limit_s=60)
+            assert answer.verdict == Verdict.MERGED
+            assert np.array_equal(link.anchors[0], first[0] - pushed)
+        assert len(connections) >= 24, "three times two megabytes"
+        assert np.array_equal(anchors_of(tmp_path / "hub")[0], first[0] - pushed)
 
 
 def test_nodes_whose_hub_is_gone_for_good_go_on_at_its_standby(tmp_path):

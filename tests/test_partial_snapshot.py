@@ -1,5 +1,6 @@
 """Tests that the transfer of a snapshot to a follower goes on where it was cut."""
 
+import re
 import zlib
 from hashlib import sha256
 from itertools import islice, takewhile
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from kit.leading_hub import leading_hub
+from kit.wire import cutting
 from test_journal import Book, same
 from test_kept_journal import Follower
 
@@ -19,6 +21,7 @@ from aedit.async_sgd.journal.store import segment_numbers, snapshot_path
 from aedit.async_sgd.rules.records import Led
 from aedit.async_sgd.service import tailing
 from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.client import HubClient, HubUnreachable
 from aedit.proto.wire.notifier import Quiet
 
 CHUNK = 5000
@@ -428,3 +431,38 @@ def test_a_snapshot_goes_on_over_a_new_connection(tmp_path, monkeypatch):
                 part.take(chunk.segment, chunk.offset, chunk.data)
             client.close()
         assert part.received() == Received(number, 8000, sha256(whole[:8000]).digest())
+
+
+def test_a_snapshot_over_a_link_that_is_cut_every_250_kb_goes_on_after_each_cut(tmp_path):
+    with leading_hub(tmp_path, 'standby = "127.0.0.1:1"') as hub:
+        node = hub.node(numels=(200_000, 70)).found()
+        node.merged(0)
+        for _ in range(2):
+            hub.leading.ledger.snapshot()
+        number = segment_numbers(tmp_path / "hub", "snapshot")[-1]
+        whole = snapshot_path(tmp_path / "hub", number).read_bytes()
+        assert len(whole) > 1_000_000
+        part, reached, errors = PartialSnapshot(tmp_path), [0], []
+        with cutting(hub.address) as (address, _):
+            while reached[-1] < len(whole):
+                client = HubClient(address, call_timeout_s=10.0)
+                request = pb.TailRequest(term=1, segment=1)
+                if received := part.received():
+                    request.snapshot_segment, request.snapshot_bytes = number, received.num_bytes
+                    request.snapshot_sha256 = received.sha256
+                try:
+                    for chunk in takewhile(
+                        lambda chunk: chunk.snapshot or not chunk.segment, client.tail(request)
+                    ):
+                        if chunk.snapshot:
+                            part.take(chunk.segment, chunk.offset, chunk.data)
+                except HubUnreachable as error:
+                    errors.append(str(error))
+                client.close()
+                reached.append(part.received().num_bytes)
+                assert reached[-1] >= reached[-2], "no call begins anew"
+                assert len(reached) < 40
+        assert part.received() == Received(number, len(whole), sha256(whole).digest())
+        assert len(errors) >= 4
+        assert any(re.search(r"asked to tail, after \d+ bytes: .*connection was cut", e) for e in errors)
+        assert not any("TLS" in each for each in errors)

@@ -7,6 +7,7 @@ import tracemalloc
 import grpc
 import numpy as np
 import pytest
+from kit.wire import cutting
 
 from aedit.proto.versions import patch
 from aedit.proto.versions.client import VersionsClient
@@ -542,6 +543,60 @@ def test_an_author_continues_after_its_connection_broke_within_a_unit(served):
         assert max(m.offset for m in again.missing) == 3 * 2**14
     client.give(mine, "a", 1)
     assert equal(store, 1, values[0], "a")
+
+
+def test_a_put_goes_on_before_what_an_earlier_call_has_brought_since_the_offer():
+    """The server reads on after the link was cut, while the author asks for the rest."""
+    source, values = author(1)
+    receiving = Receiving(reader(), source.manifest("run", 1))
+    for unit in ("block.0", "block.1"):
+        receiving.take(iter(messages(source.transfer("run", unit, 0, 1))))
+    made = source.transfer("run", "rest", 0, 1)
+    with pytest.raises(frames.ArrayIncomplete):
+        receiving.take(iter(messages(made, chunk_bytes=2**14)[:3]))
+    receiving.take(iter(messages(made, offset=2**14)))
+    receiving.finish()
+    assert equal(receiving._store, 1, values[0])
+
+
+def test_versions_go_both_ways_over_a_link_that_is_cut_every_250_kb(served, monkeypatch):
+    mine, values = author(1, line="a")
+    store = VersionStore(LAYOUT)
+    direct = served(VersionsCore(store, lambda line, caller: True))
+    offsets, begin = [], Receiving._partial
+
+    def noted(receiving, unit, head, offset):
+        offsets.append((head.unit, offset))
+        return begin(receiving, unit, head, offset)
+
+    monkeypatch.setattr(Receiving, "_partial", noted)
+    with cutting(direct.address) as (address, connections):
+        client = VersionsClient(address, call_timeout_s=20.0)
+        client.give(mine, "a", 1)
+        assert equal(store, 1, values[0], "a")
+        given = [offset for unit, offset in offsets if unit == "rest"]
+        offsets.clear()
+        receiving = Receiving(reader("a"), client.newest("a"))
+        client.fetch(receiving)
+        receiving.finish()
+        client.close()
+    assert equal(receiving._store, 1, values[0], "a")
+    fetched = [offset for unit, offset in offsets if unit == "rest"]
+    for way in (given, fetched):
+        assert sorted({*way}) == way, "each try goes on after the one before"
+        assert len(way) >= 5
+    assert len(connections) < 80
+
+
+def test_a_version_that_cannot_be_given_names_the_cut_link_and_not_tls(served):
+    mine, _ = author(1, line="a")
+    direct = served(VersionsCore(VersionStore(LAYOUT), lambda line, caller: True))
+    with cutting(direct.address, cut_bytes=20_000) as (address, _):
+        client = VersionsClient(address, call_timeout_s=0.5)
+        with pytest.raises(HubUnreachable) as error:
+            client.give(mine, "a", 1)
+        client.close()
+    assert "TLS" not in str(error.value)
 
 
 def test_strangers_names_of_a_megabyte_and_many_lines_leave_nothing_behind(served):

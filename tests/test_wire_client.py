@@ -4,27 +4,31 @@ import hashlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import grpc
 import psutil
 import pytest
-from kit.wire import MemoryCore, noise
+from kit.waiting import until
+from kit.wire import MemoryCore, cutting, noise
+from zlib_ng.zlib_ng import crc32
 
 from aedit.launch.cli.keys import make_keys
 from aedit.proto.wire import frames, hub_pb2
+from aedit.proto.wire import server as server_module
 from aedit.proto.wire.client import Download, HubClient, HubRefused, HubUnreachable, channel
+from aedit.proto.wire.limits import ByteBudget
 from aedit.proto.wire.retry import NobodyListens, Patience, Pauses, TransferBroken
 from aedit.proto.wire.security import ClientKeys, client_keys, server_keys
 from aedit.proto.wire.server import serve
 from aedit.proto.wire.service import Refusal
+from aedit.proto.wire.upload import KEPT_S, NoRoom, PartialPushes, Upload
 
 MIB = 2**20
 NOBODY = "127.0.0.1:9"
@@ -409,7 +413,7 @@ class Hub:
 
     def start(self):
         words = (sys.executable, "-c", self.program, self.address)
-        here = str(Path(__file__).parent)
+        here = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
         env = {**os.environ, "PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -563,64 +567,242 @@ def test_small_calls_and_every_channel_have_a_connection_of_their_own(connect, s
 
 # --- a link that is cut again and again
 
-CUT_BYTES = 250_000
 
-
-@pytest.fixture
-def cutting():
-    """Yield a function that starts a proxy; it ends each connection after so many bytes towards the client.
-
-    It returns the address, and a list of the connections so far.
-    """
-    listeners = []
-
-    def started(address, cut_bytes=CUT_BYTES):
-        there = (address.rpartition(":")[0], int(address.rpartition(":")[2]))
-        listening = socket.create_server(("127.0.0.1", 0))
-        listeners.append(listening)
-        count = []
-
-        def passed(source, target, left):
-            with suppress(OSError):
-                while left > 0 and (data := source.recv(min(left, 65_536))):
-                    target.sendall(data)
-                    left -= len(data)
-            for end in (source, target):
-                with suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)
-
-        def accept():
-            with suppress(OSError):
-                while True:
-                    here, _ = listening.accept()
-                    count.append(here)
-                    other = socket.create_connection(there)
-                    for work in ((here, other, cut_bytes), (other, here, cut_bytes)):
-                        threading.Thread(target=passed, args=work, daemon=True).start()
-
-        threading.Thread(target=accept, daemon=True).start()
-        return f"127.0.0.1:{listening.getsockname()[1]}", count
-
-    yield started
-    for listening in listeners:
-        listening.close()
-
-
-def test_a_download_over_a_link_that_is_cut_every_250_kb_goes_on_after_each_cut(connect, start, cutting):
+def test_a_download_over_a_link_that_is_cut_every_250_kb_goes_on_after_each_cut(connect, start):
     core = MemoryCore([noise(2 * MIB)])
-    address, connections = cutting(start(core).address)
     into = bytearray(2 * MIB)
-    connect(address).pull(hub_pb2.PullRequest(), memoryview(into))
+    with cutting(start(core).address) as (address, connections):
+        connect(address).pull(hub_pb2.PullRequest(), memoryview(into))
     assert into == core.anchors[0]
     offsets = [offset for _, _, offset in core.calls]
     assert sorted({*offsets}) == offsets, "each try goes on after the one before"
     assert 8 <= len(connections) < 30
 
 
-def test_a_link_that_is_cut_too_often_is_named_with_the_bytes_and_not_tls(connect, start, cutting):
-    address, _ = cutting(start(MemoryCore([noise(MIB)])).address, cut_bytes=40_000)
-    client = connect(address, timeout_s=0.5)
-    with pytest.raises(HubUnreachable) as error:
-        client.pull(hub_pb2.PullRequest(), memoryview(bytearray(MIB)))
+def test_a_push_over_a_link_that_is_cut_every_250_kb_goes_on_after_each_cut(connect, start, monkeypatch):
+    begin, offsets = PartialPushes.begin, []
+    monkeypatch.setattr(PartialPushes, "begin", lambda *call: offsets.append(call[2]) or begin(*call))
+    core, data = MemoryCore(), noise(2 * MIB)
+    head = hub_pb2.PushHead(unit=1, seq=1, num_bytes=len(data))
+    with cutting(start(core).address) as (address, connections):
+        assert connect(address).push(head, memoryview(data)).accepted
+    assert core.pushes == {(1, 1): data}
+    assert core.calls == ["push"], "the core sees it once, and no violation"
+    assert sorted({*offsets}) == offsets, "each try goes on after the one before"
+    assert 8 <= len(connections) < 60
+
+
+def test_a_push_that_an_earlier_call_has_begun_goes_on_when_its_caller_says_so(connect, start):
+    core, data = MemoryCore(), noise(MIB)
+    server = start(core)
+    head = hub_pb2.PushHead(unit=1, seq=1, num_bytes=len(data))
+    with cutting(server.address) as (address, _), pytest.raises(HubUnreachable):
+        connect(address, timeout_s=0.01).push(head, memoryview(data))
+    head.who.session = 7  # it has joined again meanwhile
+    after = _Reads(data)
+    assert connect(server.address).push(head, after, continues=True).accepted
+    assert core.pushes == {(1, 1): data}
+    assert min(after.sent) > 0
+
+
+class _Reads:
+    """Bytes that note from where they are read in pieces that are sent; hashing reads from 0."""
+
+    def __init__(self, data):
+        self.data, self.nbytes, self.sent = memoryview(data), len(data), []
+
+    def __getitem__(self, span):
+        if span.start:
+            self.sent.append(span.start)
+        return self.data[span]
+
+
+def test_a_hub_that_was_restarted_gets_a_push_from_its_start(connect, start):
+    data = noise(MIB)
+    head = hub_pb2.PushHead(unit=1, seq=1, num_bytes=len(data))
+    with cutting(start(MemoryCore()).address) as (address, _), pytest.raises(HubUnreachable):
+        connect(address, timeout_s=0.01).push(head, memoryview(data))
+    core = MemoryCore()
+    assert connect(start(core).address).push(head, memoryview(data), continues=True).accepted
+    assert core.pushes == {(1, 1): data}
+
+
+def without_resume(monkeypatch):
+    """Let hubs be of the version before `Resume`."""
+
+    def services(*args, made=server_module.hub_services):
+        return tuple(
+            replace(each, handlers={k: v for k, v in each.handlers.items() if k != "Resume"})
+            for each in made(*args)
+        )
+
+    monkeypatch.setattr(server_module, "hub_services", services)
+
+
+def test_a_hub_of_an_older_version_gets_a_push_anew_and_the_cut_is_named_if_that_never_ends(
+    connect, start, monkeypatch
+):
+    without_resume(monkeypatch)
+    core = MemoryCore()
+    with cutting(start(core).address) as (address, _):
+        client = connect(address, timeout_s=1.0)
+        for size in (150_000, 60_000, 150_000):  # two of them are more than one connection carries
+            assert client.push(hub_pb2.PushHead(seq=size, num_bytes=size), memoryview(noise(size))).accepted
+        with pytest.raises(HubUnreachable) as error:
+            client.push(hub_pb2.PushHead(seq=9, num_bytes=MIB), memoryview(noise(MIB)))
+    assert re.search(
+        r"asked to push unit 0, after \d+ bytes: .*(connection was cut|[Dd]eadline)", str(error.value)
+    )
+    assert "TLS" not in str(error.value)
+
+
+def test_a_link_that_is_cut_too_often_is_named_with_the_bytes_and_not_tls(connect, start):
+    with cutting(start(MemoryCore([noise(MIB)])).address, cut_bytes=40_000) as (address, _):
+        client = connect(address, timeout_s=0.5)
+        with pytest.raises(HubUnreachable) as error:
+            client.pull(hub_pb2.PullRequest(), memoryview(bytearray(MIB)))
     assert re.search(r"asked to pull unit 0, after \d+ bytes: ", str(error.value))
     assert "TLS" not in str(error.value)
+
+
+# --- parts of pushes at the hub
+
+
+def head_of(node=1, unit=0, num_bytes=100, **fields):
+    return hub_pb2.PushHead(who=hub_pb2.Who(node=node), unit=unit, num_bytes=num_bytes, **fields)
+
+
+def begun(pushes, head, data, offset=0, keeps=True):
+    """Bring bytes of a push in a call that ends early."""
+    arrival = pushes.begin(head, offset, 10**6)
+    arrival.add(frames.Chunk(offset, crc32(data), data))
+    pushes.end(arrival, keeps=keeps)
+    return arrival
+
+
+@pytest.fixture
+def pushes():
+    """Return the parts of pushes in a budget of 250 bytes, with a clock that stands still."""
+    return PartialPushes(ByteBudget(250), Clock())
+
+
+def test_a_part_is_found_by_the_same_push_of_the_same_node_only(pushes):
+    data = noise(40)
+    begun(pushes, head_of(seq=3), data)
+    there = pushes.find(head_of(seq=3))
+    assert (there.num_bytes, there.sha256) == (40, hashlib.sha256(data).digest())
+    for other in (
+        head_of(node=2, seq=3),
+        head_of(unit=1, seq=3),
+        head_of(seq=4),
+        head_of(seq=3, steps=1),
+        head_of(seq=3, codec="bf16"),
+        head_of(seq=3, num_bytes=99),
+    ):
+        assert pushes.find(other) == hub_pb2.PartialPush()
+        with pytest.raises(frames.ArrayIncomplete, match="starts at byte 40"):
+            pushes.begin(other, 40, 10**6)
+
+
+def test_a_push_does_not_go_on_beyond_what_is_here(pushes):
+    begun(pushes, head_of(), noise(40))
+    with pytest.raises(frames.ArrayIncomplete, match="starts at byte 41"):
+        pushes.begin(head_of(), 41, 10**6)
+
+
+def test_a_sender_whose_data_differ_or_whose_hub_lies_starts_anew():
+    data = noise(100)
+    right = hub_pb2.PartialPush(num_bytes=40, sha256=hashlib.sha256(data[:40]).digest())
+    upload = Upload(memoryview(data))
+    assert upload.start(right) == 40
+    assert upload.start(hub_pb2.PartialPush(num_bytes=50, sha256=right.sha256)) == 0
+    assert upload.start(right) == 40, "a hub that has gone back is no liar"
+    assert Upload(memoryview(noise(100, seed=1))).start(right) == 0
+    assert upload.start(hub_pb2.PartialPush(num_bytes=101, sha256=hashlib.sha256(data).digest())) == 0
+
+
+def test_a_call_that_hangs_adds_nothing_once_another_has_asked(pushes):
+    hanging = pushes.begin(head_of(), 0, 10**6)
+    data = noise(60)
+    hanging.add(frames.Chunk(0, crc32(data[:20]), data[:20]))
+    assert pushes.find(head_of()).num_bytes == 20
+    with pytest.raises(frames.ArrayIncomplete, match="another call"):
+        hanging.add(frames.Chunk(20, crc32(data[20:]), data[20:]))
+    begun(pushes, head_of(), data[20:], offset=20)
+    pushes.end(hanging, keeps=True)
+    assert pushes.find(head_of()).sha256 == hashlib.sha256(data).digest()
+
+
+def test_no_call_changes_data_that_the_core_has_checked(pushes):
+    data = noise(100)
+    first = pushes.begin(head_of(), 0, 10**6)
+    first.add(frames.Chunk(0, crc32(data), data))
+    assert pushes.find(head_of()).num_bytes == 100
+    second = pushes.begin(head_of(), 50, 10**6)
+    with pytest.raises(frames.ArrayIncomplete, match="another call"):
+        pushes.complete(first)
+    second.add(frames.Chunk(50, crc32(data[50:]), data[50:]))
+    pushes.complete(second)
+    with pytest.raises(frames.ArrayIncomplete, match="starts at byte 50"):
+        pushes.begin(head_of(), 50, 10**6)
+    for arrival in (first, second):
+        pushes.end(arrival, keeps=True)
+    assert pushes._budget.taken == 0
+
+
+def test_what_is_no_push_or_complete_or_old_is_not_kept_and_its_bytes_are_given_back(pushes):
+    begun(pushes, head_of(), noise(40), keeps=False)
+    assert (pushes.find(head_of()).num_bytes, pushes._budget.taken) == (0, 0)
+    arrival = pushes.begin(head_of(num_bytes=40), 0, 10**6)
+    arrival.add(frames.Chunk(0, crc32(noise(40)), noise(40)))
+    pushes.complete(arrival)
+    assert pushes._budget.taken == 40, "the core still holds it"
+    pushes.end(arrival, keeps=True)
+    assert (pushes.find(head_of(num_bytes=40)).num_bytes, pushes._budget.taken) == (0, 0)
+    begun(pushes, head_of(), noise(40))
+    pushes._clock.now_s += KEPT_S - 1
+    pushes.expire()
+    assert pushes.find(head_of()).num_bytes == 40, "and asking for it begins its time anew"
+    pushes._clock.now_s += KEPT_S
+    pushes.expire()
+    assert (pushes.find(head_of()).num_bytes, pushes._budget.taken) == (0, 0)
+
+
+def test_parts_give_way_to_new_pushes_first_those_of_the_node_that_has_most(pushes):
+    begun(pushes, head_of(node=1), noise(40))
+    for unit in (0, 1):
+        pushes._clock.now_s += 1
+        begun(pushes, head_of(node=2, unit=unit, num_bytes=70), noise(40))
+    assert pushes._budget.taken == 240
+    kept = pushes.begin(head_of(node=3, num_bytes=70), 0, 10**6)
+    found = [pushes.find(head_of(node=1)), *(pushes.find(head_of(2, u, 70)) for u in (0, 1))]
+    assert [there.num_bytes for there in found] == [40, 0, 40]
+    with pytest.raises(NoRoom, match="at most 250 may be"):
+        pushes.begin(head_of(node=4, num_bytes=200), 0, 10**6)
+    assert pushes.find(head_of(node=1)).num_bytes == 40, "none is dropped where that makes no room"
+    pushes.end(kept, keeps=True)
+
+
+def test_many_pushes_of_one_unit_take_no_more_than_the_budget_though_only_one_is_kept(pushes):
+    held = [pushes.begin(head_of(seq=seq), 0, 10**6) for seq in (1, 2)]
+    with pytest.raises(NoRoom):
+        pushes.begin(head_of(seq=3), 0, 10**6)
+    for arrival in held:
+        pushes.end(arrival, keeps=True)
+    assert pushes._budget.taken == 0, "nothing of them has arrived"
+
+
+def test_a_hub_gives_back_what_nobody_continues_without_a_further_call(start, monkeypatch):
+    monkeypatch.setattr("aedit.proto.wire.service.KEPT_S", 0.05)
+    monkeypatch.setattr("aedit.proto.wire.upload.KEPT_S", 0.0)
+    made = []
+    monkeypatch.setattr(
+        "aedit.proto.wire.service.PartialPushes",
+        lambda budget: made.append(PartialPushes(budget)) or made[-1],
+    )
+    head = hub_pb2.PushHead(num_bytes=3000)
+    first = next(frames.chunks(head.SerializeToString(), memoryview(noise(3000)), chunk_bytes=1000))
+    with channel(start(MemoryCore()).address, None) as line, pytest.raises(grpc.RpcError) as error:
+        line.stream_unary("/aedit.v1.Exchange/Push")(iter([frames.pack_chunk(first)]), timeout=30)
+    assert error.value.code() is grpc.StatusCode.DATA_LOSS
+    until(lambda: all(each._budget.taken == 0 and not each._kept for each in made), "the bytes")

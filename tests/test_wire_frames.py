@@ -97,7 +97,7 @@ def test_an_array_comes_out_as_it_went_in(data, chunk_bytes, offset):
     assert all(piece.crc == crc32(bytes(piece.data) + bytes(piece.head)) for piece in pieces)
     into = memoryview(bytearray(data[:offset] + bytes(len(data) - offset + 3)))
 
-    def begin(head):
+    def begin(head, offset_of_chunk):
         assert head == b"head"
         return Assembly(len(data), limit_bytes=100, into=into, offset=offset)
 
@@ -109,7 +109,7 @@ DATA = np.random.default_rng(0).bytes(1000)
 
 
 def assembled(pieces, num_bytes=1000):
-    return receive(map(pack_chunk, pieces), lambda head: Assembly(num_bytes, limit_bytes=2000))
+    return receive(map(pack_chunk, pieces), lambda head, offset: Assembly(num_bytes, limit_bytes=2000))
 
 
 def pieces():
@@ -155,7 +155,7 @@ def test_a_chunk_above_one_mebibyte_is_refused():
     data = bytes(2**20 + 1)
     big = Chunk(0, crc32(b"h", crc32(data)), data, b"h")
     with pytest.raises(ValueError, match="a chunk of 1048577 bytes"):
-        receive(iter([pack_chunk(big)]), lambda head: Assembly(2**21, limit_bytes=2**21))
+        receive(iter([pack_chunk(big)]), lambda head, offset: Assembly(2**21, limit_bytes=2**21))
 
 
 def test_a_sender_of_nothing_is_refused():
@@ -170,7 +170,7 @@ def test_a_sender_of_nothing_is_refused():
 
 @pytest.mark.parametrize("field", ["data", "head"])
 def test_every_flipped_bit_is_seen(field):
-    def begin(head):
+    def begin(head, offset_of_chunk):
         assert head == b"head", "was read before it was checked"
         return Assembly(20, limit_bytes=20)
 

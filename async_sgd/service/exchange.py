@@ -98,10 +98,11 @@ class PushPull:
         digest = self._known.newest(len(self._hub.state.units))
         return {"bytes_in": self.bytes_in, "bytes_out": self.bytes_out, "digest": digest}
 
-    def max_push_bytes(self, unit: int) -> int:
-        """Return the largest allowed size of a push of this unit."""
+    def max_push_bytes(self, head: pb.PushHead) -> int:
+        """Return the largest allowed size of this push. Raises Refusal unless a member sends it."""
         with self._guard.deciding():
-            numel = self._layout(unit).numel
+            self._guard.speaker(head.who)
+            numel = self._layout(head.unit).numel
         return max(4 * numel, codec(self._hub.config.codec).num_bytes(numel))
 
     def push(self, head: pb.PushHead, data: memoryview) -> pb.PushReply:

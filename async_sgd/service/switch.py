@@ -37,9 +37,9 @@ class Switch:
         """Call `core.take_over`."""
         return self.core.take_over(request)
 
-    def max_push_bytes(self, unit: int) -> int:
+    def max_push_bytes(self, head: pb.PushHead) -> int:
         """Call `core.max_push_bytes`."""
-        return self.core.max_push_bytes(unit)
+        return self.core.max_push_bytes(head)
 
     def push(self, head: pb.PushHead, data: memoryview) -> pb.PushReply:
         """Call `core.push`."""

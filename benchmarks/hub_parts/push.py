@@ -142,7 +142,7 @@ class Sink:
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
 
-    def max_push_bytes(self, unit: int) -> int:
+    def max_push_bytes(self, head: pb.PushHead) -> int:
         return self._num_bytes
 
     def garbled(self, head: pb.PushHead, reason: str) -> None:

@@ -30,7 +30,7 @@ class Refusing:
         """Refuse the call."""
         raise self._refusal()
 
-    def max_push_bytes(self, unit: int) -> int:
+    def max_push_bytes(self, head: pb.PushHead) -> int:
         """Refuse the call."""
         raise self._refusal()
 

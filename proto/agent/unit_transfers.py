@@ -45,6 +45,8 @@ class Transfer:
     number: int = 0
     """The hub's number: counts the node's pushes of this unit over restarts of the trainer."""
     payload: memoryview | None = None
+    tried: bool = False
+    """The hub may have a part of the payload."""
     verdict: Verdict = Verdict.NONE
     arrived: bool = False
 
@@ -249,7 +251,8 @@ class UnitTransfers:
         head.steps, head.tokens, head.round = transfer.steps, transfer.tokens, transfer.round
         head.codec, head.num_bytes = "fp32" if founds else self._codec.name, len(transfer.payload)
         with self._traffic.moving():
-            reply = membership.client.push(head, transfer.payload)
+            continues, transfer.tried = transfer.tried, True
+            reply = membership.client.push(head, transfer.payload, continues=continues)
         membership.acknowledged(reply.receipt, who.term)
         if not reply.accepted and not reply.news.verdict:
             reply.news.MergeFrom(pb.UnitNews(unit=transfer.unit, seq=transfer.number, verdict=pb.REFUSED))

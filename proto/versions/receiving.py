@@ -234,7 +234,9 @@ class Receiving:
     def _partial(self, unit: _Unit, head: pb.TransferHead, offset: int) -> _Partial:
         """Return what is here of this transfer; nothing if it is another one."""
         partial = unit.partial
-        if partial is not None and offset and (partial.head, partial.received) == (head, offset):
+        if partial is not None and partial.head == head and 0 < offset <= partial.received:
+            if offset < partial.received:  # an earlier call has brought more since the sender asked
+                partial.hash, partial.received = hashlib.sha256(partial.data[:offset]), offset
             return partial
         self._forget(unit)
         if offset:

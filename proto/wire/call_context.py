@@ -1,6 +1,7 @@
 """A call as its handler sees it, from any thread."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -23,7 +24,7 @@ class CallContext:
         self._context, self._task = context, task
         self._loop = task.get_loop()
         self._callbacks: list[Callable[[], object]] = []
-        self._is_over = False
+        self._is_over, self._lock = False, threading.Lock()
         self.ended: Aborted | None = None
         """Error with which `end` has ended the call; None while it runs."""
         # Read here: the call's own object belongs to the loop's thread.
@@ -48,10 +49,10 @@ class CallContext:
 
     def add_callback(self, callback: Callable[[], object]) -> bool:
         """Call `callback` when the call is over. Returns False, and does not, if it is over already."""
-        if self._is_over:
-            return False
-        self._callbacks.append(callback)
-        return True
+        with self._lock:
+            if not self._is_over:
+                self._callbacks.append(callback)
+            return not self._is_over
 
     def cancel(self) -> None:
         """End the call at once."""
@@ -65,7 +66,8 @@ class CallContext:
 
     def finish(self) -> None:
         """Note that the call is over, and run the callbacks."""
-        self._is_over = True
-        callbacks, self._callbacks = self._callbacks, []
+        with self._lock:
+            self._is_over = True
+            callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()

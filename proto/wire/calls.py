@@ -81,6 +81,7 @@ class Calls:
         self.address, self._until_it_listens = address, until_it_listens
         self._timeout_s = call_timeout_s
         self._closed = threading.Event()
+        self._has_answered = False
         self._sleep = pauses.sleep or self._closed.wait
         self._random = pauses.random
         self._watch = Watch(call_timeout_s)
@@ -110,12 +111,22 @@ class Calls:
         """Return the reply, of type `kind`, to a small call such as "Membership/Hello"."""
 
         def once(patience: Patience) -> M:
-            call: Any = self._channels[0].unary_unary(f"/aedit.v1.{method}")
-            return kind.FromString(call(body, timeout=patience.left_s, metadata=metadata))
+            return self.call_once(method, request, kind, patience, metadata)
 
-        body = request.SerializeToString()
         total_s = self._timeout_s if timeout_s is None else timeout_s
         return self.retried(method.rpartition("/")[2], once, Patience(total_s, total_s))
+
+    def call_once(
+        self,
+        method: str,
+        request: Message,
+        kind: type[M],
+        patience: Patience,
+        metadata: Metadata = (),
+    ) -> M:
+        """Return the reply to a small call that is not tried again. Raises RpcError."""
+        call: Any = self._channels[0].unary_unary(f"/aedit.v1.{method}")
+        return kind.FromString(call(request.SerializeToString(), timeout=patience.call_s, metadata=metadata))
 
     def patience(self, num_bytes: int) -> Patience:
         """Return the limits on retries of an array of this size."""
@@ -149,7 +160,9 @@ class Calls:
     def _tried(self, what: str, once: Callable[[Patience], T], patience: Patience) -> T:
         while True:
             try:
-                return once(patience)
+                answer = once(patience)
+                self._has_answered = True
+                return answer
             except HubRefused as refused:
                 raise HubRefused(refused.code, f"{self._asked(what)}: {refused.text}") from None
             except (grpc.RpcError, TransferBroken, DecodeError, ValueError) as error:
@@ -163,14 +176,24 @@ class Calls:
             return True
         return isinstance(error, grpc.RpcError) and is_final(error)
 
-    def error(self, what: str, error: Exception, num_bytes: int = 0) -> HubUnreachable | HubRefused:
-        """Return what a failed call raises in the end. num_bytes: of its array that moved, in all tries."""
+    def error(
+        self, what: str, error: Exception, num_bytes: int = 0, *, answered: bool = False
+    ) -> HubUnreachable | HubRefused:
+        """Return what a failed call raises in the end.
+
+        Args:
+            what: As in `retried`.
+            error: What it raised.
+            num_bytes: Of its array that moved, in all tries.
+            answered: Whether the other side has answered another caller with these keys.
+        """
         asked = f"{self._asked(what)}{f', after {num_bytes} bytes' if num_bytes else ''}"
         if self._closed.is_set():
             return HubUnreachable(f"{asked}: closed here")
         if not isinstance(error, grpc.RpcError):
             return HubUnreachable(f"{asked}: {error}")
-        text = f"{asked}: {why(error, self._encrypted, answered=num_bytes > 0)}"
+        answered = answered or self._has_answered or num_bytes > 0
+        text = f"{asked}: {why(error, self._encrypted, answered=answered)}"
         if is_final(error):
             return HubRefused(error.code(), text)
         return NobodyListens(text) if nobody_listens(error) else HubUnreachable(text)

@@ -14,6 +14,7 @@ from aedit.proto.wire.calls import MIB, Calls, channel
 from aedit.proto.wire.download import Download
 from aedit.proto.wire.retry import HubRefused, HubUnreachable, NobodyListens, Patience, Pauses, TransferBroken
 from aedit.proto.wire.security import ClientKeys
+from aedit.proto.wire.upload import Upload
 from aedit.types import PositiveFloat, PositiveInt, checked
 
 __all__ = ["Download", "HubClient", "HubRefused", "HubUnreachable", "NobodyListens", "Pauses", "channel"]
@@ -93,13 +94,21 @@ class HubClient:
         """Ask another hub of the run for its vote."""
         return self._calls.call("State/Propose", request, hub_pb2.Answer, timeout_s)
 
-    def push(self, head: hub_pb2.PushHead, data: memoryview) -> hub_pb2.PushReply:
-        """Send `data`, from its start at every try: the hub takes it once. It must not change meanwhile."""
-        first = head.SerializeToString()
+    def push(self, head: hub_pb2.PushHead, data: memoryview, *, continues: bool = False) -> hub_pb2.PushReply:
+        """Send `data`, which must not change meanwhile. The hub takes it once.
+
+        When the connection breaks, the next try starts after the last whole chunk that the hub has.
+        continues: whether an earlier call may have sent a part of the same push.
+        """
+        first, upload = head.SerializeToString(), Upload(data)
 
         def once(patience: Patience) -> hub_pb2.PushReply:
+            nonlocal continues
+            offset = upload.start(self._resumed(head, patience)) if continues else 0
+            continues = True
+
             def messages() -> Iterator[bytes]:
-                for chunk in frames.chunks(first, data):
+                for chunk in frames.chunks(first, data, offset=offset):
                     yield frames.pack_chunk(chunk)
                     stream.moved(len(chunk.data))
                     patience.moved(len(chunk.data))
@@ -110,6 +119,15 @@ class HubClient:
                 return hub_pb2.PushReply.FromString(calls[0].result())
 
         return self._calls.retried(f"push unit {head.unit}", once, self._calls.patience(data.nbytes))
+
+    def _resumed(self, head: hub_pb2.PushHead, patience: Patience) -> hub_pb2.PartialPush:
+        """Return what the hub has of a push; nothing for a hub of an older version, which keeps none."""
+        try:
+            return self._calls.call_once("Exchange/Resume", head, hub_pb2.PartialPush, patience)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                raise
+            return hub_pb2.PartialPush()
 
     def pull(self, request: hub_pb2.PullRequest, into: memoryview) -> hub_pb2.PullHead:
         """Fetch the answer into the start of `into`, complete and equal to its SHA-256.
@@ -144,17 +162,20 @@ class HubClient:
     def tail(self, request: hub_pb2.TailRequest) -> Iterator[hub_pb2.TailChunk]:
         """Yield the hub's journal as it grows; ask again after an error.
 
-        The hub sends something every second, so a silence of `call_timeout_s` ends it too.
+        The hub, which has answered a Hello, sends something every second: a silence of `call_timeout_s` ends
+        it too.
         """
+        num_bytes = 0
         try:
             with self._calls.watched() as (stream, calls):
                 asked: Any = self._calls.bulk.unary_stream("/aedit.v1.State/Tail")
                 calls.append(asked(request.SerializeToString()))
                 for message in calls[0]:
                     stream.moved(MIB)
+                    num_bytes += len(message)
                     yield hub_pb2.TailChunk.FromString(message)
         except (grpc.RpcError, TransferBroken, DecodeError) as error:
-            raise self._calls.error("tail", error) from error
+            raise self._calls.error("tail", error, num_bytes, answered=True) from error
 
     def call(self, method: str, request: Message, kind: type[M], timeout_s: float | None = None) -> M:
         """Send a small message to `Service/Method` and return the answer, of type `kind`."""

@@ -160,8 +160,8 @@ class Assembly:
         return self._buffer
 
 
-def receive(messages: Iterator[bytes], begin: Callable[[bytes], Assembly]) -> memoryview:
-    """Return the array assembled from all `messages`; `begin` reads the head and says what is to come.
+def receive(messages: Iterator[bytes], begin: Callable[[bytes, int], Assembly]) -> memoryview:
+    """Return the array assembled from all `messages`; `begin` gets the head and the byte that it starts at.
 
     Raises ValueError for anything that is not as declared, and what `messages` raises.
     """
@@ -172,9 +172,9 @@ def receive(messages: Iterator[bytes], begin: Callable[[bytes], Assembly]) -> me
 
 
 class Receiver:
-    """An array that is assembled from messages; `begin` reads the head and says what is to come."""
+    """An array that is assembled from messages; `begin` gets the head and the byte that it starts at."""
 
-    def __init__(self, begin: Callable[[bytes], Assembly]) -> None:
+    def __init__(self, begin: Callable[[bytes, int], Assembly]) -> None:
         self._begin = begin
         self._assembly: Assembly | None = None
 
@@ -185,7 +185,7 @@ class Receiver:
             if not chunk.head:
                 raise ValueError("the first chunk has no head")
             chunk.check()
-            self._assembly = self._begin(bytes(chunk.head))
+            self._assembly = self._begin(bytes(chunk.head), chunk.offset)
         self._assembly.add(chunk)
 
     @property

@@ -419,6 +419,14 @@ class PushHead(_message.Message):
     round: int
     def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., unit: _Optional[int] = ..., seq: _Optional[int] = ..., base: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., codec: _Optional[str] = ..., num_bytes: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
 
+class PartialPush(_message.Message):
+    __slots__ = ("num_bytes", "sha256")
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    num_bytes: int
+    sha256: bytes
+    def __init__(self, num_bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ...) -> None: ...
+
 class PushReply(_message.Message):
     __slots__ = ("accepted", "news", "receipt")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]

@@ -78,10 +78,20 @@ class ByteBudget:
         self._lock = threading.Lock()
         self.taken = 0
 
+    @property
+    def full(self) -> str:
+        """Return why there is no room, as text."""
+        return f"{self.taken} bytes are on their way, at most {self._num_bytes} may be"
+
+    def fits(self, num_bytes: int, *, freed: int = 0) -> bool:
+        """Return whether there is room, once `freed` bytes are given back."""
+        taken = self.taken - freed
+        return taken == 0 or taken + num_bytes <= self._num_bytes
+
     def take(self, num_bytes: int) -> bool:
         """Reserve bytes and return True if there is room; then `give` must return them."""
         with self._lock:
-            fits = self.taken == 0 or self.taken + num_bytes <= self._num_bytes
+            fits = self.fits(num_bytes)
             self.taken += num_bytes * fits
         return fits
 

@@ -91,6 +91,11 @@ class Patience:
         """Return the seconds until the end, whatever moves."""
         return self._end_s - self._clock()
 
+    @property
+    def call_s(self) -> float:
+        """Return the seconds that a call may take which moves nothing before its end."""
+        return min(self._still_s, self.left_s)
+
     def pause_s(self, random: float) -> float | None:
         """Return the pause before the next try (exponential, full jitter; random in [0, 1)).
 

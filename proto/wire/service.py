@@ -4,9 +4,10 @@ Limits are kept, and messages are checked, before the core sees them. Errors are
 gets one line.
 """
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -21,6 +22,7 @@ from aedit.proto.wire.fair_pool import FairPool
 from aedit.proto.wire.identity import Stranger, shown_identity
 from aedit.proto.wire.limits import ByteBudget, Limits, Rates
 from aedit.proto.wire.notifier import Quiet
+from aedit.proto.wire.upload import KEPT_S, Arrival, NoRoom, PartialPushes
 from aedit.proto.wire.watch import Stream, Watch
 
 log = logging.getLogger(__name__)
@@ -64,8 +66,11 @@ class HubCore(Protocol):
     def take_over(self, request: hub_pb2.TakeOverRequest) -> hub_pb2.TakeOverReply:
         """Take a node's answer, and return what this hub asks of its voters."""
 
-    def max_push_bytes(self, unit: int) -> int:
-        """Return the largest size of a push of this unit; asked before anything is allocated for one."""
+    def max_push_bytes(self, head: hub_pb2.PushHead) -> int:
+        """Return the largest size of this push; asked before anything is allocated for it.
+
+        Raises Refusal unless the session in `head.who` is that of its node: what arrives is kept under it.
+        """
 
     def push(self, head: hub_pb2.PushHead, data: memoryview) -> hub_pb2.PushReply:
         """Take a push. `data`.
@@ -141,7 +146,11 @@ def hub_services(core: HubCore, limits: Limits, threads: int) -> tuple[Service, 
         "Leave": handlers.call(hub_pb2.LeaveRequest, core.leave, small, SMALL_BYTES),
         "TakeOver": handlers.call(hub_pb2.TakeOverRequest, core.take_over, votes, SMALL_BYTES),
     }
-    exchange = {"Push": handlers.push(core, pushes), "Pull": handlers.pull(core.pull, pulls)}
+    exchange = {
+        "Push": handlers.push(core, pushes),
+        "Resume": handlers.resume(core, pushes),
+        "Pull": handlers.pull(core.pull, pulls),
+    }
     state = {
         "Status": handlers.call(hub_pb2.StatusRequest, core.status, looks, SMALL_BYTES),
         "Tail": handlers.tail(core, tails),
@@ -156,7 +165,7 @@ def hub_services(core: HubCore, limits: Limits, threads: int) -> tuple[Service, 
 
 
 def donor_service(pull: Pull, limits: Limits, threads: int) -> Service:
-    """Return Exchange without Push, for a node that serves its anchors, `threads` at a time."""
+    """Return Exchange with Pull only, for a node that serves its anchors, `threads` at a time."""
     pulls = FairPool(threads, "pull")
     return Service("aedit.v1.Exchange", {"Pull": CallHandlers(limits).pull(pull, pulls)}, (pulls,))
 
@@ -168,7 +177,7 @@ class CallHandlers:
         self._limits = limits
         self._calls = Rates(limits.calls_per_s)
         self._lines = Rates(1.0)
-        self._budget = ByteBudget(limits.in_flight_bytes)
+        self._pushes = PartialPushes(ByteBudget(limits.in_flight_bytes))
         self._watch = Watch(limits.stall_s, limits.bytes_per_s)
 
     def call(
@@ -243,13 +252,23 @@ class CallHandlers:
         """Return a handler for chunks in; the core sees them when they are complete."""
 
         async def behaviour(messages: AsyncIterator[bytes], context: CallContext) -> bytes:
-            with self._told(context, "push"), ExitStack() as held:
+            with self._told(context, "push"):
                 heads: list[hub_pb2.PushHead] = []
+                arrivals: list[Arrival] = []
+                loop, spoiled = asyncio.get_running_loop(), False
 
-                def begin(head: bytes) -> frames.Assembly:
+                def begin(head: bytes, offset: int) -> frames.Assembly:
                     heads.append(hub_pb2.PushHead.FromString(head))
                     self._admit(heads[0], context)
-                    return self._room(heads[0].num_bytes, core.max_push_bytes(heads[0].unit), held)
+                    limit_bytes = core.max_push_bytes(heads[0])
+                    arrivals.append(self._pushes.begin(heads[0], offset, limit_bytes))
+                    if not context.add_callback(end):
+                        end()
+                    return arrivals[0]
+
+                def end() -> None:
+                    if self._pushes.end(arrivals[0], keeps=not spoiled):
+                        loop.call_soon_threadsafe(loop.call_later, KEPT_S, self._pushes.expire)
 
                 peer, receiver = context.peer(), frames.Receiver(begin)
                 try:
@@ -265,13 +284,24 @@ class CallHandlers:
                 except frames.ArrayIncomplete:
                     raise  # Not a violation: gRPC may report a cut link as if the peer had ended the stream.
                 except ValueError as error:
+                    spoiled = not isinstance(error, frames.ChunkDamaged)
                     await pool.run(peer, partial(_name, core, heads, error))
                     raise
                 del receiver
+                self._pushes.complete(arrivals[0])
                 reply = await pool.run(peer, partial(core.push, heads[0], data))
                 return reply.SerializeToString()
 
         return grpc.stream_unary_rpc_method_handler(behaviour)
+
+    def resume(self, core: HubCore, pool: FairPool) -> Handler:
+        """Return a handler that says how much of a push is here, to the node whose push it is."""
+
+        def resume(head: hub_pb2.PushHead) -> hub_pb2.PartialPush:
+            core.max_push_bytes(head)
+            return self._pushes.find(head)
+
+        return self.call(hub_pb2.PushHead, resume, pool, SMALL_BYTES)
 
     def pull(self, pull: Pull, pool: FairPool) -> Handler:
         """Return a handler that sends the answer in chunks, from the requested byte on."""
@@ -314,25 +344,6 @@ class CallHandlers:
                 grpc.StatusCode.RESOURCE_EXHAUSTED, f"more than {self._limits.calls_per_s:g} calls a second"
             )
 
-    def _room(self, num_bytes: int, limit_bytes: int, held: ExitStack) -> frames.Assembly:
-        """Return a buffer for a push; its bytes count as under way until `held` ends."""
-        assembly = frames.Assembly(num_bytes, limit_bytes=limit_bytes)
-        held.enter_context(self._reserved(num_bytes))
-        return assembly
-
-    @contextmanager
-    def _reserved(self, num_bytes: int) -> Iterator[None]:
-        """Count bytes as under way inside the block. Raises Refusal if there are too many."""
-        if not self._budget.take(num_bytes):
-            raise Refusal(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{self._budget.taken} bytes are on their way, at most {self._limits.in_flight_bytes} may be",
-            )
-        try:
-            yield
-        finally:
-            self._budget.give(num_bytes)
-
     @contextmanager
     def _told(self, context: CallContext, what: str) -> Iterator[None]:
         """End the call with a code and one line if anything fails inside the block."""
@@ -342,7 +353,9 @@ class CallHandlers:
             raise  # The peer has gone, or was ended for standing still.
         except Refusal as refusal:
             context.abort(refusal.code, refusal.text)
-        except frames.ChunkDamaged as error:
+        except NoRoom as error:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        except (frames.ChunkDamaged, frames.ArrayIncomplete) as error:
             self._say(context, what, error)
             context.abort(grpc.StatusCode.DATA_LOSS, str(error))
         except (DecodeError, ValueError) as error:

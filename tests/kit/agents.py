@@ -197,8 +197,8 @@ class MemoryHub:
     def propose(self, request):
         raise AssertionError("no other hub asks for votes")
 
-    def max_push_bytes(self, unit):
-        return 4 * self.numels[unit]
+    def max_push_bytes(self, head):
+        return 4 * self.numels[head.unit]
 
     def garbled(self, head, reason):
         raise AssertionError(f"a damaged push: {reason}")

@@ -1,7 +1,9 @@
 """A hub in memory, for tests of the wire: it keeps what was pushed and returns what it was given."""
 
 import hashlib
+import socket
 import threading
+from contextlib import contextmanager, suppress
 
 import grpc
 import numpy as np
@@ -51,9 +53,9 @@ class MemoryCore:
     def propose(self, request):
         raise AssertionError("no other hub asks for votes")
 
-    def max_push_bytes(self, unit):
-        if unit > 99:
-            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"there is no unit {unit}")
+    def max_push_bytes(self, head):
+        if head.unit > 99:
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"there is no unit {head.unit}")
         return self.limit_bytes
 
     def garbled(self, head, reason):
@@ -85,6 +87,38 @@ class MemoryCore:
     def confirm(self, request):
         self.calls.append(("confirm", request.segment))
         return hub_pb2.ConfirmReply()
+
+
+@contextmanager
+def cutting(address, cut_bytes=250_000):
+    """Yield the address of a proxy that ends each connection after so many bytes either way, and a list.
+
+    The list has the connections so far.
+    """
+    host, _, port = address.rpartition(":")
+    connections = []
+
+    def passed(source, target, left):
+        with suppress(OSError):
+            while left > 0 and (data := source.recv(min(left, 65_536))):
+                target.sendall(data)
+                left -= len(data)
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def accept():
+        with suppress(OSError):
+            while True:
+                here, _ = listening.accept()
+                connections.append(here)
+                other = socket.create_connection((host, int(port)))
+                for work in ((here, other, cut_bytes), (other, here, cut_bytes)):
+                    threading.Thread(target=passed, args=work, daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}", connections
 
 
 def noise(num_bytes, seed=0):
