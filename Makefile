@@ -37,7 +37,7 @@ install: $(VENV)/installed
 
 # From src, so that the generated modules import each other as aedit.proto.
 proto: $(VENV)/installed-test
-	cd src && ../$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. aedit/proto/wire/*.proto
+	cd src && ../$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. aedit/proto/rpc/*.proto
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check

@@ -13,15 +13,9 @@ from threading import Condition, RLock
 
 import numpy as np
 
-from aedit.async_sgd.hub import news
-from aedit.async_sgd.hub.advance import Quantiser
-from aedit.async_sgd.hub.hub import Hub
-from aedit.async_sgd.hub.joins import Joiner
-from aedit.async_sgd.hub.members import Report
-from aedit.async_sgd.hub.plan import HubPlan
-from aedit.async_sgd.rules.records import Accepted, Leased, Merged, Push, Record, Refused, Vector
-from aedit.proto.agent.leases import Leases
-from aedit.proto.agent.link import Answer, Progress
+from aedit.async_sgd.hub import Hub, HubPlan, Joiner, Quantiser, Report, news
+from aedit.async_sgd.rules import Accepted, Leased, Merged, Push, Record, Refused, Vector
+from aedit.proto.agent import Answer, Leases, Progress
 from aedit.types import Layout, News, UnitLayout, Verdict, checked
 
 _SAMPLES = 1 << 40

@@ -20,11 +20,9 @@ import torch
 from torch import nn
 
 import aedit
-from aedit.edit import canonical
-from aedit.edit.units import SyncUnit, find_units
-from aedit.launch.data.samples import batch
-from aedit.proto.agent.agent_link import AgentLink, start_agent
-from aedit.proto.agent.plan import AgentPlan
+from aedit.edit import SyncUnit, canonical, find_units
+from aedit.launch.data import batch
+from aedit.proto.agent import AgentLink, AgentPlan, start_agent
 from benchmarks.kit.processes import hub
 from benchmarks.kit.small_llama import corpus, inner_step, llama
 from benchmarks.kit.statistics import median, percent

@@ -11,9 +11,8 @@ from dataclasses import asdict, replace
 from itertools import product
 from statistics import fmean
 
-from aedit.async_sgd.rules.config import HubConfig, OuterConfig, StalenessConfig
-from aedit.async_sgd.rules.outer import Nesterov
-from aedit.edit.config import PenaltyConfig
+from aedit.async_sgd.rules import HubConfig, Nesterov, OuterConfig, StalenessConfig
+from aedit.edit import PenaltyConfig
 from benchmarks.kit.processes import in_parallel
 from benchmarks.kit.statistics import plus_minus
 from benchmarks.kit.tables import Bar, Report, main

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from aedit.spec_rollout.audit.calibration import Calibration, OwnNoise
-from aedit.spec_rollout.audit.versions import PolicyVersions
-from aedit.spec_rollout.sampling.samples import Sampling
+from aedit.spec_rollout.audit import Calibration, OwnNoise, PolicyVersions
+from aedit.spec_rollout.sampling import Sampling
 from benchmarks.audit_parts import claims, rivals
 from benchmarks.audit_parts.claims import END, VERSION, Lie, Way
 from benchmarks.audit_parts.trials import LIMITS, Judged, alarms, calibration, detection, judge, tally

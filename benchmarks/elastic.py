@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aedit.launch.config.load import load
-from aedit.launch.hub.replay import records_of
+from aedit.launch.config import load
+from aedit.launch.hub import records_of
 from benchmarks.elastic_parts.lease_audit import Audit
 from benchmarks.elastic_parts.quality import PHASES, Curve, Elastic, jumps, setting
 from benchmarks.kit.cluster import Field

@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
-from aedit.async_sgd.rules.config import Codec
+from aedit.async_sgd.rules import Codec
 from benchmarks.hub_parts import thin_wire
 from benchmarks.hub_parts.crowd import ASYNC, MIB, QUORUM, Crowd, Memory, Size, crowd, memory
 from benchmarks.hub_parts.many import Costs, costs

@@ -13,8 +13,7 @@ from functools import partial
 
 import torch
 
-from aedit.spec_rollout.idle.idle import DrafterTraining
-from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
+from aedit.spec_rollout.training import DrafterTraining, IdleConfig
 from benchmarks.idle_parts.faults import Suffered, suffer
 from benchmarks.idle_parts.foreground import OFF, THREADS, Arm, Foreground, Pair, Race, Ratio
 from benchmarks.idle_parts.learner import begun, learner

@@ -16,12 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from aedit.edit.config import EditConfig
-from aedit.edit.mean_exchange import MeanExchange
-from aedit.edit.sync import LayerSync
-from aedit.launch.config.config import ModelConfig
-from aedit.launch.node.model import build_model, loss, num_parameters
-from aedit.proto.transports.c10d import TorchTransport
+from aedit.edit import EditConfig, LayerSync, MeanExchange
+from aedit.launch.config import ModelConfig
+from aedit.launch.node import build_model, loss, num_parameters
+from aedit.proto.transports import TorchTransport
 from benchmarks.kit.statistics import median, percent
 from benchmarks.kit.tables import Bar, Report, main
 

@@ -20,12 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from aedit.edit.config import EditConfig
-from aedit.edit.mean_exchange import MeanExchange
-from aedit.edit.sync import LayerSync
-from aedit.launch.data.samples import batch
-from aedit.launch.node.model import blocks, num_parameters
-from aedit.proto.transports.c10d import TorchTransport
+from aedit.edit import EditConfig, LayerSync, MeanExchange
+from aedit.launch.data import batch
+from aedit.launch.node import blocks, num_parameters
+from aedit.proto.transports import TorchTransport
 from benchmarks.kit.small_llama import corpus, inner_step, llama
 from benchmarks.kit.statistics import median, percent
 from benchmarks.kit.tables import Bar, Report, main

@@ -14,8 +14,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 
-from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig, StalenessConfig
-from aedit.async_sgd.rules.records import Push
+from aedit.async_sgd.rules import HubConfig, OuterConfig, PenaltyConfig, Push, StalenessConfig
 from aedit.types import Layout
 from benchmarks.kit.hubs import layout_of
 from benchmarks.kit.processes import in_parallel

@@ -20,8 +20,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from aedit.launch.cli.export import write_model
-from aedit.launch.data.tokenizer import ByteTokenizer
-from aedit.launch.node.model import num_parameters
+from aedit.launch.data import ByteTokenizer
+from aedit.launch.node import num_parameters
 from benchmarks.kit.policy_training import (
     Budget,
     Rows,

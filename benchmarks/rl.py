@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from aedit.launch.config.load import load
+from aedit.launch.config import load
 from benchmarks.kit.rl_runs import CONFIG, RLRun, run_rl, seconds, solved, states
 from benchmarks.kit.statistics import plus_minus
 from benchmarks.kit.tables import Bar, Report, main

@@ -17,8 +17,7 @@ from typing import Any
 import tomli_w
 from rich.console import Console
 
-from aedit.launch.rundir.reader import NodeRecords
-from aedit.launch.rundir.rl_records import RLMetric
+from aedit.launch.records import NodeRecords, RLMetric
 from benchmarks.kit.rl_runs import CONFIG, RLRun, run_rl
 from benchmarks.kit.statistics import percent
 from benchmarks.kit.tables import Report, main

@@ -18,17 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from aedit.async_sgd.hub.plan import HubPlan
+from aedit.async_sgd.hub import HubPlan
 from aedit.async_sgd.inprocess import InProcessHub, InProcessLink
-from aedit.async_sgd.rules.config import OuterConfig
+from aedit.async_sgd.rules import OuterConfig
 from aedit.clock import VirtualClock
-from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.hub_exchange import HubExchange
-from aedit.edit.pace import make_pace
-from aedit.edit.sync import LayerSync
-from aedit.launch.config.config import RunConfig, TrainConfig
-from aedit.launch.config.load import load
-from aedit.launch.node.inner import lr_at, make_inner, set_lr
+from aedit.edit import EditConfig, HubExchange, LayerSync, PenaltyConfig, make_pace
+from aedit.launch.config import RunConfig, TrainConfig, load
+from aedit.launch.node import lr_at, make_inner, set_lr
 from aedit.spec_rollout import LossSettings, find_loss
 from benchmarks.kit.hubs import layout_of
 from benchmarks.kit.processes import in_parallel

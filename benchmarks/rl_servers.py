@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from aedit.spec_rollout import WorkerConfig, WorkerSource
-from aedit.spec_rollout.servers.config import Servers as Connections
+from aedit.spec_rollout.remote import Servers as Connections
 from aedit.types import ImportPath
 from benchmarks.kit.statistics import percent
 from benchmarks.kit.tables import Bar, Report, main

@@ -18,7 +18,7 @@ import transformers
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+from aedit.spec_rollout.drafters import DraftLayer
 from benchmarks.kit import tables
 from benchmarks.kit.policy_drafter import Recipe, drafter_ready
 from benchmarks.kit.tables import Bar, Report

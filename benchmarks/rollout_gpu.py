@@ -18,11 +18,9 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from aedit.spec_rollout.arms.goodput import Goodput
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.drafters.drafts import parse_arm
-from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
-from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.choose import Goodput
+from aedit.spec_rollout.drafters import DraftLayer, LayerDrafter, parse_arm
+from aedit.spec_rollout.model import Target
 from benchmarks.kit import tables
 from benchmarks.kit.policy_drafter import Recipe, drafter_ready
 from benchmarks.kit.tables import Report

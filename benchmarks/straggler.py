@@ -14,10 +14,8 @@ from threading import Barrier
 import torch
 from torch import nn
 
-from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.mean_exchange import MeanExchange
-from aedit.edit.sync import LayerSync
-from aedit.proto.transports.memory import MemoryWorld
+from aedit.edit import EditConfig, LayerSync, MeanExchange, PenaltyConfig
+from aedit.proto.transports import MemoryWorld
 from benchmarks.kit.paced import Pace, Walk, together, tower, walk
 from benchmarks.kit.statistics import percent
 from benchmarks.kit.tables import Bar, Report, main

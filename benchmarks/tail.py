@@ -17,15 +17,19 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from aedit.launch.data.tokenizer import ByteTokenizer
-from aedit.spec_rollout.arms.goodput import Goodput
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.drafters.drafts import Drafter, DrafterKind, parse_arm
-from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
-from aedit.spec_rollout.drafters.suffix import SuffixDrafter
-from aedit.spec_rollout.migration.moving import Reallocator
-from aedit.spec_rollout.model.target import Target
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
+from aedit.launch.data import ByteTokenizer
+from aedit.spec_rollout.choose import Goodput
+from aedit.spec_rollout.drafters import (
+    Drafter,
+    DrafterKind,
+    DraftLayer,
+    LayerDrafter,
+    SuffixDrafter,
+    parse_arm,
+)
+from aedit.spec_rollout.migration import Reallocator
+from aedit.spec_rollout.model import Target
+from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
 from benchmarks.kit.policy_drafter import Recipe, drafter_ready
 from benchmarks.kit.statistics import Interval, median, percent
 from benchmarks.kit.tables import Bar, Report, main

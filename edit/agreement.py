@@ -19,7 +19,7 @@ from aedit.edit.schedule import RoundSchedule
 from aedit.edit.shards import Shards
 from aedit.edit.tensors import named_buffers
 from aedit.edit.units import SyncUnit
-from aedit.proto.transports.transport import Transport
+from aedit.proto.transports import Transport
 
 _MISSING = "nothing"
 _PROGRESS = ("schedule.last_id", "schedule.last_step")

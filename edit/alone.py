@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from aedit.proto.transports.transport import Pending
+from aedit.proto.transports import Pending
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aedit.async_sgd.rules.outer import Nesterov, OuterOptimizer
+from aedit.async_sgd.rules import Nesterov, OuterOptimizer
 from aedit.edit.alone import Here, OwnNotes
 from aedit.edit.exchange import RoundOutcome, check_new, take
 from aedit.edit.named import kept_state, named_store
@@ -22,8 +22,8 @@ from aedit.edit.schedule import Notes
 from aedit.edit.shards import Shards
 from aedit.edit.store import DeviceStore, OuterStore
 from aedit.edit.units import SyncUnit
-from aedit.proto.swarm.averaging import AveragedRound, Averager
-from aedit.proto.transports.transport import Pending, Rows, Then
+from aedit.proto.swarm import AveragedRound, Averager
+from aedit.proto.transports import Pending, Rows, Then
 from aedit.types import Round
 
 LEAVE_S = 8.0

@@ -29,7 +29,7 @@ from aedit.edit.tensors import (
     to_floats,
     to_mean,
 )
-from aedit.proto.transports.transport import Pending, Rows
+from aedit.proto.transports import Pending, Rows
 
 T = TypeVar("T")
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from aedit.async_sgd.rules.config import PenaltyConfig as PenaltyConfig  # read as [edit.penalty]
+from aedit.async_sgd.rules import PenaltyConfig  # read as [edit.penalty]
 from aedit.types import NonNegativeInt, PositiveFloat, PositiveInt, check, checked
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aedit.edit.config import PenaltyConfig
+from aedit.async_sgd.rules import PenaltyConfig
 
 MIN_SIGMA = 0.1
 """Smallest standard deviation of a log-norm that is believed: with few rounds the estimate can be far too

@@ -12,7 +12,7 @@ from aedit.edit.peers import Peers
 from aedit.edit.schedule import Notes, RoundSchedule
 from aedit.edit.shards import Shards
 from aedit.edit.units import SyncUnit
-from aedit.proto.transports.transport import Pending
+from aedit.proto.transports import Pending
 from aedit.types import Round
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from aedit.edit.buffers import OpenBuffers
 from aedit.edit.exchange import Exchange, RoundOutcome
 from aedit.edit.shards import Shards
-from aedit.proto.transports.transport import Pending
+from aedit.proto.transports import Pending
 from aedit.types import Round
 
 T = TypeVar("T")

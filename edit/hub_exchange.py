@@ -15,10 +15,11 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
+from aedit.async_sgd.rules import PenaltyConfig
 from aedit.edit import canonical
 from aedit.edit.alone import Here, OwnNotes
 from aedit.edit.canonical import SharedVector
-from aedit.edit.config import EditConfig, PenaltyConfig
+from aedit.edit.config import EditConfig
 from aedit.edit.exchange import RoundOutcome, check_new, take
 from aedit.edit.hub_join import NodeKeys, NodeOptions, check_units, open_link, shared_drafter
 from aedit.edit.hub_lease import Positions
@@ -29,9 +30,8 @@ from aedit.edit.schedule import Notes, RoundSchedule
 from aedit.edit.shards import Shards, local, shards_of
 from aedit.edit.unit_steps import UnitSteps
 from aedit.edit.units import SyncUnit
-from aedit.proto.agent.agent_link import AgentLink, AgentLost, NodeRefused
-from aedit.proto.agent.link import Link
-from aedit.proto.transports.transport import PeersMissing, Pending, Rows
+from aedit.proto.agent import AgentLink, AgentLost, Link, NodeRefused
+from aedit.proto.transports import PeersMissing, Pending, Rows
 from aedit.types import NonNegativeInt, PositiveFloat, PositiveInt, Round, UnitLayout, Verdict, checked
 
 WITHDRAW_S = 10.0

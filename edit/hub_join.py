@@ -10,16 +10,13 @@ import torch.distributed as dist
 from torch import nn
 
 import aedit
-from aedit.async_sgd.rules.unit_rules import DRAFTER
+from aedit.async_sgd.rules import DRAFTER
 from aedit.edit import canonical
 from aedit.edit.apart import SharedModule, TrainedApart
 from aedit.edit.hub_settings import HubSettings
 from aedit.edit.shards import Shards, control_device, shards_of
 from aedit.edit.units import SyncUnit, find_units
-from aedit.proto.agent.agent_link import AgentLink, attach, start_agent
-from aedit.proto.agent.link import Link
-from aedit.proto.agent.plan import AgentPlan
-from aedit.proto.agent.rejoin import rejoin_secret
+from aedit.proto.agent import AgentLink, AgentPlan, Link, attach, rejoin_secret, start_agent
 from aedit.types import UnitLayout, UserError
 
 
@@ -155,8 +152,7 @@ def node_plan(
 def _responder(address: str, options: NodeOptions) -> str:
     """Return the hub's reply as text, which can be sent to the other ranks."""
     # Only now: a trainer whose agent is a process needs gRPC for this one call.
-    from aedit.proto.wire.hello import caller_keys, check_address, greet
-    from aedit.proto.wire.security import is_loopback
+    from aedit.proto.rpc import caller_keys, check_address, greet, is_loopback
 
     for place in address.split(","):
         check_address(place)
@@ -170,7 +166,7 @@ def _responder(address: str, options: NodeOptions) -> str:
 
 
 def _settings(reply_text: str, address: str) -> HubSettings:
-    from aedit.proto.wire.hub_pb2 import HelloReply
+    from aedit.proto.rpc import HelloReply
 
     return HubSettings.of(HelloReply.FromString(bytes.fromhex(reply_text)), address)
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aedit.edit.waiting import Waiter
-from aedit.proto.agent.link import Link
+from aedit.proto.agent import Link
 
 Positions = NDArray[np.int64]
 

@@ -7,7 +7,7 @@ from aedit.edit.hub_lease import LeasedPositions, Positions
 from aedit.edit.hub_settings import HubSettings
 from aedit.edit.shards import Shards
 from aedit.edit.waiting import Waiter
-from aedit.proto.agent.link import Link, Progress
+from aedit.proto.agent import Link, Progress
 
 
 class StepReport:

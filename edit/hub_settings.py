@@ -5,12 +5,12 @@ from dataclasses import dataclass, is_dataclass, replace
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from aedit.async_sgd.rules.config import HubConfig
+from aedit.async_sgd.rules import HubConfig
 from aedit.edit.config import EditConfig
 from aedit.edit.pace import make_pace
 from aedit.edit.schedule import RoundSchedule
-from aedit.proto.agent.link import Link
-from aedit.proto.wire.hub_pb2 import HelloReply
+from aedit.proto.agent import Link
+from aedit.proto.rpc import HelloReply
 
 T = TypeVar("T")
 

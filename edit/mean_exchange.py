@@ -7,13 +7,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aedit.async_sgd.rules import penalty
-from aedit.async_sgd.rules.outer import Average, Nesterov, OuterOptimizer, OuterState, make_outer
-from aedit.async_sgd.rules.unit_rules import UnitRules
-from aedit.async_sgd.rules.weights import Array, weights
+from aedit.async_sgd.rules import (
+    Array,
+    Average,
+    Nesterov,
+    OuterOptimizer,
+    OuterState,
+    PenaltyConfig,
+    UnitRules,
+    make_outer,
+    penalty,
+    weights,
+)
 from aedit.edit.agreement import compare, described, described_layout
 from aedit.edit.alone import Here
-from aedit.edit.config import PenaltyConfig
 from aedit.edit.detector import NormHistory, judge, learned_only
 from aedit.edit.digest import digest, halves
 from aedit.edit.exchange import RoundOutcome
@@ -23,7 +30,7 @@ from aedit.edit.shards import Shards
 from aedit.edit.store import DeviceStore, Kept, OuterStore, PinnedStore
 from aedit.edit.unit_steps import UnitSteps
 from aedit.edit.units import SyncUnit
-from aedit.proto.transports.transport import Mean, Pending, Rows, Then, Transport
+from aedit.proto.transports import Mean, Pending, Rows, Then, Transport
 from aedit.types import Round, checked
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from aedit.async_sgd.rules.outer import OuterState
+from aedit.async_sgd.rules import OuterState
 from aedit.edit.detector import NormHistory
 from aedit.edit.shards import local
 from aedit.edit.store import Kept, OuterStore

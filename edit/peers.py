@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from aedit.proto.transports.transport import Pending, Rows
+from aedit.proto.transports import Pending, Rows
 
 
 class Peers(Protocol):

@@ -10,8 +10,8 @@ from torch import Tensor
 from aedit.edit.canonical import SharedVector
 from aedit.edit.shards import Shards
 from aedit.edit.units import SyncUnit
-from aedit.proto.agent.link import Answer, Link
-from aedit.proto.transports.transport import PeersMissing, Pending
+from aedit.proto.agent import Answer, Link
+from aedit.proto.transports import PeersMissing, Pending
 from aedit.types import Verdict
 
 POLL_S = 0.005

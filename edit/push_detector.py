@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from aedit.edit.config import PenaltyConfig
+from aedit.async_sgd.rules import PenaltyConfig
 from aedit.edit.detector import NormHistory, judge, learned_only
 from aedit.edit.named import history, named_history
 

@@ -25,7 +25,7 @@ from aedit.edit.landing import OwnValues, recorded, take, values_only
 from aedit.edit.optimizers import InnerOptimizers
 from aedit.edit.shards import Shards
 from aedit.edit.units import SyncUnit
-from aedit.proto.transports.transport import Pending
+from aedit.proto.transports import Pending
 from aedit.types import Round
 
 T = TypeVar("T")

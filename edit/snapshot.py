@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aedit.edit.exchange import Exchange
 from aedit.edit.mean_exchange import MeanExchange
-from aedit.proto.transports.transport import Rows
+from aedit.proto.transports import Rows
 from aedit.types import Round
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from aedit.async_sgd.rules.outer import OuterState
+from aedit.async_sgd.rules import OuterState
 
 Kept = tuple[Tensor, OuterState[Tensor]]
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from aedit.edit.flight import Flight
 from aedit.edit.shards import Shards
-from aedit.proto.transports.transport import PeersMissing, Pending
+from aedit.proto.transports import PeersMissing, Pending
 from aedit.types import IdleWork
 
 T = TypeVar("T")

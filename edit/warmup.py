@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from aedit.edit.peers import Peers
 from aedit.edit.shards import Shards, local
 from aedit.edit.units import SyncUnit
-from aedit.proto.transports.transport import Pending
+from aedit.proto.transports import Pending
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]

@@ -22,19 +22,20 @@ from transformers import (
 )
 
 from aedit.launch.cli.comparison import score_gap
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.drafters.drafts import Draft
-from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
-from aedit.spec_rollout.drafters.suffix import SuffixDrafter
+from aedit.spec_rollout.drafters import Draft, DraftLayer, LayerDrafter, SuffixDrafter
+from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.engine import verification as verdict
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.migration.sample_text import decode_prompt, encode_prompt
-from aedit.spec_rollout.model.target import Target
-from aedit.spec_rollout.sampling import adjustments
-from aedit.spec_rollout.sampling.adjustments import LogitAdjustments
-from aedit.spec_rollout.sampling.distribution import RowSampling
-from aedit.spec_rollout.sampling.noise import gumbel
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
+from aedit.spec_rollout.migration import decode_prompt, encode_prompt
+from aedit.spec_rollout.model import Target
+from aedit.spec_rollout.sampling import (
+    LogitAdjustments,
+    Prompt,
+    Rollout,
+    RowSampling,
+    Sampling,
+    adjustments,
+    gumbel,
+)
 
 
 class Steps:

@@ -9,10 +9,9 @@ import pytest
 from kit.agents import SHAPES, MemoryHub, exchange, node, order, plan
 from kit.waiting import until
 
-from aedit.proto.agent.agent_link import AgentLost, attach
-from aedit.proto.agent.link import Progress
-from aedit.proto.codecs.codecs import codec
-from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.agent import AgentLost, Progress, attach
+from aedit.proto.codecs import codec
+from aedit.proto.rpc import hub_pb2 as pb
 from aedit.types import UserError, Verdict
 
 MODES = ("process", "thread")

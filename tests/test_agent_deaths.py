@@ -15,7 +15,7 @@ from kit.agents import MemoryHub, node, order, plan
 from kit.waiting import until
 
 from aedit.launch.cli.keys import make_keys
-from aedit.proto.agent.agent_link import AgentLost, attach
+from aedit.proto.agent import AgentLost, attach
 from aedit.proto.agent.plan import to_json
 from aedit.types import UserError
 
@@ -151,8 +151,7 @@ def test_an_agent_needs_no_torch_and_little_memory(hub):
 
 
 def test_a_trainer_that_stands_still_is_said_to_be_stalled(hub, monkeypatch):
-    from aedit.proto.agent import watchdog
-    from aedit.proto.agent.link import Progress
+    from aedit.proto.agent import Progress, watchdog
 
     monkeypatch.setattr(watchdog, "LEAST_S", 0.3)
     with node(plan([hub.server.address])) as link:

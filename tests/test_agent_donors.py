@@ -11,11 +11,8 @@ from kit.agents import MemoryHub, exchange, node, plan
 from kit.waiting import until
 
 from aedit.proto.agent.donor import Donor
-from aedit.proto.wire import frames
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.limits import Limits
-from aedit.proto.wire.server import Server
-from aedit.proto.wire.service import Refusal, Service, donor_service
+from aedit.proto.rpc import Limits, Refusal, Server, Service, donor_service, frames
+from aedit.proto.rpc import hub_pb2 as pb
 
 SHAPES = (((3, 5), (7,)), ((4 * 2**20,),))
 SIZE = 16 * 2**20

@@ -11,8 +11,8 @@ from kit.hub_processes import HubProcess, ending, status
 from kit.waiting import until
 from kit.wire import cutting
 
-from aedit.launch.hub.replay import anchors_of
-from aedit.proto.agent.link import Progress
+from aedit.launch.hub import anchors_of
+from aedit.proto.agent import Progress
 from aedit.types import Verdict
 
 RUN = """

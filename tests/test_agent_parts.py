@@ -5,11 +5,9 @@ import os
 import numpy as np
 import pytest
 
-from aedit.proto.agent import mailbox
-from aedit.proto.agent.leases import Leases
-from aedit.proto.agent.link import Answer, Progress
+from aedit.proto.agent import AgentPlan, Answer, Leases, Progress, mailbox
 from aedit.proto.agent.mailbox import AgentState, Wants
-from aedit.proto.agent.plan import AgentPlan, from_json, to_json
+from aedit.proto.agent.plan import from_json, to_json
 from aedit.proto.agent.watchdog import Speed, Watchdog
 from aedit.types import News, TensorLayout, UnitLayout, Verdict
 

@@ -7,12 +7,9 @@ import torch
 from kit.nodes import tower
 from torch import nn
 
-from aedit.async_sgd.rules.outer import Average, Nesterov
-from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.mean_exchange import MeanExchange
-from aedit.edit.schedule import EverySeconds, EverySteps
-from aedit.edit.sync import LayerSync
-from aedit.proto.transports.memory import MemoryWorld
+from aedit.async_sgd.rules import Average, Nesterov
+from aedit.edit import EditConfig, EverySeconds, EverySteps, LayerSync, MeanExchange, PenaltyConfig
+from aedit.proto.transports import MemoryWorld
 
 
 class Recording:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from aedit.spec_rollout.arms.arms import EngineView, Fixed, bucket
-from aedit.spec_rollout.drafters.drafts import OFF, Draft, parse_arm
+from aedit.spec_rollout.choose import EngineView, Fixed, bucket
+from aedit.spec_rollout.drafters import OFF, Draft, parse_arm
 
 VIEW = EngineView(rows=4, context=100, versions={"layer": 3})
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kit.deferred import Late, alone, anchors, move, node, round_numbers, step
 from kit.nodes import Script, batches, furthest, in_threads, parameters, plain_training, tower
 
-from aedit.async_sgd.rules.outer import Average
+from aedit.async_sgd.rules import Average
 from aedit.types import Round
 
 

@@ -7,13 +7,13 @@ from kit.rollouts import prefilled
 from test_target import SIZES, TREES, close, drawn, made, own, path_to
 from transformers import MistralConfig, MistralForCausalLM
 
+from aedit.spec_rollout.model import KVMemory, Target
 from aedit.spec_rollout.model import cache as cache_module
-from aedit.spec_rollout.model.cache import KVCache, KVMemory
+from aedit.spec_rollout.model.cache import KVCache
 from aedit.spec_rollout.model.kv_extent import kv_extents
 from aedit.spec_rollout.model.kv_spans import KVSizes
 from aedit.spec_rollout.model.layers import AttentionSpec, LayerShape
 from aedit.spec_rollout.model.prefill import Piece, PrefillAttention
-from aedit.spec_rollout.model.target import Target
 
 HEADS, KV_HEADS, SIZE = 6, 2, 4
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05}

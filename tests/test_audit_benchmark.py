@@ -11,8 +11,8 @@ from benchmarks.audit_parts import claims, rivals
 from benchmarks.audit_parts.trials import alarms, calibration, detection, judge, tally
 from benchmarks.kit.small_llama import llama
 
-from aedit.spec_rollout.audit.calibration import Calibration
-from aedit.spec_rollout.sampling.samples import Sampling
+from aedit.spec_rollout.audit import Calibration
+from aedit.spec_rollout.sampling import Sampling
 
 SAMPLING = Sampling(max_new_tokens=12, stop_tokens=(claims.END,))
 WIDE = Calibration.default(torch.float32)

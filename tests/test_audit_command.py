@@ -9,7 +9,7 @@ from tests.kit.audited import generate, held
 
 from aedit.launch.cli.main import main
 from aedit.spec_rollout.audit.recording import Recording, to_line
-from aedit.spec_rollout.sampling.samples import Sampling
+from aedit.spec_rollout.sampling import Sampling
 
 SAMPLING = Sampling(max_new_tokens=40)
 

@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.stats import norm
 
-from aedit.spec_rollout.audit.calibration import (
-    MEASURED_TOKENS,
-    MIN_RATE,
-    SIGMAS,
+from aedit.spec_rollout.audit import (
     Calibration,
+    Margins,
     OwnNoise,
+    RewardRecord,
+    Scored,
+    ServerRecord,
     calibrate,
     calibration_of,
     read_calibrations,
     write_calibrations,
 )
-from aedit.spec_rollout.audit.judge import RewardRecord, Scored, ServerRecord
-from aedit.spec_rollout.audit.margins import Margins
+from aedit.spec_rollout.audit.calibration import MEASURED_TOKENS, MIN_RATE, SIGMAS
 from aedit.spec_rollout.audit.rates import AuditRate, RateRule
 from aedit.spec_rollout.audit.sequential import Drift, Errors, ShareTest, TestState, size_ratio
 

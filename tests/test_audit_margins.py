@@ -7,10 +7,9 @@ from scipy.special import logsumexp
 from tests.kit import tiny_policies
 from tests.kit.audited import PROMPT, generate, noise
 
-from aedit.spec_rollout.audit.margins import ClaimedTokens, margins, not_auditable
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.sampling.noise import LARGE_VOCABULARY, gumbel
-from aedit.spec_rollout.sampling.samples import Prompt, Sampling
+from aedit.spec_rollout.audit import ClaimedTokens, margins, not_auditable
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.sampling import LARGE_VOCABULARY, Prompt, Sampling, gumbel
 
 ALLOWED = torch.arange(48) % 3 > 0
 SETTINGS = {

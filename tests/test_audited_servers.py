@@ -11,7 +11,7 @@ from kit.rollouts import VOCABULARY, tiny_policy
 from kit.waiting import until
 
 from aedit.spec_rollout import Engine, Prompt, Sampling, WorkerConfig, WorkerSource
-from aedit.spec_rollout.servers.config import Servers
+from aedit.spec_rollout.remote import Servers
 from aedit.spec_rollout.workers import worker_process
 
 LIMIT_S = 180.0

@@ -12,20 +12,21 @@ from safetensors.torch import load_file
 from tests.kit import tiny_policies
 from tests.kit.audited import PROMPT, generate, held
 
-from aedit.proto.wire.signing_key import SigningKey
-from aedit.spec_rollout.audit import calibration
-from aedit.spec_rollout.audit.auditor import AuditSettings, SpotAuditor
-from aedit.spec_rollout.audit.rates import RateRule
-from aedit.spec_rollout.audit.recording import (
-    Recording,
+from aedit.proto.rpc import SigningKey
+from aedit.spec_rollout.audit import (
+    Origin,
+    calibration,
     read_recording,
     signature_error,
-    to_line,
+    signature_of,
+    statement_of,
     weights_files,
 )
-from aedit.spec_rollout.audit.statement import Origin, signature_of, statement_of
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.sampling.samples import Prompt, Sampling
+from aedit.spec_rollout.audit.auditor import AuditSettings, SpotAuditor
+from aedit.spec_rollout.audit.rates import RateRule
+from aedit.spec_rollout.audit.recording import Recording, to_line
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.sampling import Prompt, Sampling
 
 SAMPLING = Sampling(max_new_tokens=24, stop_tokens=(0,))
 VERSION = 3

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from kit.waiting import until
 
-from aedit.proto.swarm import averaging
-from aedit.proto.swarm.averaging import APART, AveragingSettings, Comparison, HivemindAverager
+from aedit.proto.swarm import AveragingSettings, HivemindAverager, averaging
+from aedit.proto.swarm.averaging import APART, Comparison
 from aedit.proto.swarm.sketch import distance, sketch
 from aedit.types import UserError
 

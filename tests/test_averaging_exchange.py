@@ -6,11 +6,8 @@ import torch
 from kit.averagers import Meeting
 from kit.nodes import batches, loss, tower
 
-from aedit.async_sgd.rules.outer import Nesterov
-from aedit.edit.averaging_exchange import AveragingExchange
-from aedit.edit.config import EditConfig
-from aedit.edit.schedule import EverySteps
-from aedit.edit.sync import LayerSync
+from aedit.async_sgd.rules import Nesterov
+from aedit.edit import AveragingExchange, EditConfig, EverySteps, LayerSync
 from aedit.proto.swarm.averaging import Comparison
 
 EVERY, LR, MOMENTUM = 3, 0.6, 0.5

@@ -6,9 +6,10 @@ from statistics import median
 
 import pytest
 
-from aedit.spec_rollout.arms.arms import BUCKETS, EngineView, StepObservation
-from aedit.spec_rollout.arms.bandit import Bandit, by_bucket
-from aedit.spec_rollout.drafters.drafts import OFF, parse_arm
+from aedit.spec_rollout.choose import Bandit, EngineView, StepObservation
+from aedit.spec_rollout.choose.arms import BUCKETS
+from aedit.spec_rollout.choose.bandit import by_bucket
+from aedit.spec_rollout.drafters import OFF, parse_arm
 
 ARMS = tuple(map(parse_arm, ("layer:8", "suffix:8", "layer:4", "layer:2")))
 READY = {"layer": 0, "suffix": 0}

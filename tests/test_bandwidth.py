@@ -10,8 +10,8 @@ from benchmarks.bandwidth_parts.hub_node import HubSeen, Traffic
 from benchmarks.kit.netns import Place
 
 from aedit.async_sgd.inprocess import ArrayValues
-from aedit.async_sgd.rules.records import Push
-from aedit.proto.codecs.codecs import codec
+from aedit.async_sgd.rules import Push
+from aedit.proto.codecs import codec
 
 
 def seen(before=(0, 0), after=(0, 0), pushed=1, waited_s=0.0):

@@ -1,7 +1,7 @@
 """Tests batches that mix samples of this step with the long samples of the step before."""
 
-from aedit.spec_rollout.learning.batches import is_held_out_entry, newest_held_out, one_step_off
-from aedit.spec_rollout.learning.feature_reader import Entry
+from aedit.spec_rollout.training.batches import is_held_out_entry, newest_held_out, one_step_off
+from aedit.spec_rollout.training.feature_reader import Entry
 
 
 def entry(serial, num_tokens, step):

@@ -10,11 +10,8 @@ from kit.hubs import Hub, HubLink, hub_node
 from kit.nodes import in_threads
 from torch import nn
 
-from aedit.async_sgd.rules.outer import Average
-from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.mean_exchange import MeanExchange
-from aedit.edit.schedule import EverySteps
-from aedit.edit.sync import LayerSync
+from aedit.async_sgd.rules import Average
+from aedit.edit import EditConfig, EverySteps, LayerSync, MeanExchange, PenaltyConfig
 
 PLAIN = PenaltyConfig(weights="uniform", detector="off", clip=None)
 

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from aedit.spec_rollout.arms.calibration import NUM_LEVELS, Calibration, DraftNodes, accepted_nodes
-from aedit.spec_rollout.drafters.drafts import Draft
+from aedit.spec_rollout.choose import DraftNodes, accepted_nodes
+from aedit.spec_rollout.choose.calibration import NUM_LEVELS, Calibration
+from aedit.spec_rollout.drafters import Draft
 
 
 def overconfident(chance):

@@ -6,9 +6,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.client import HubClient
-from aedit.proto.wire.server import serve
+from aedit.proto.rpc import HubClient, serve
+from aedit.proto.rpc import hub_pb2 as pb
 
 WITHIN_S, NODES = 30.0, 20
 

@@ -7,13 +7,25 @@ import numpy as np
 import pytest
 from kit.hub_machine import Training, World, kinds, through_a_file, values, world
 
-from aedit.async_sgd.hub.hub import Hub
+from aedit.async_sgd.hub import Hub
 from aedit.async_sgd.hub.ranking import Ranking
-from aedit.async_sgd.rules.config import PenaltyConfig, PushFilterConfig
-from aedit.async_sgd.rules.push_times import PushTimes, is_early, least_gap, possible_steps
-from aedit.async_sgd.rules.records import Accepted, Led, Merged, Refused
-from aedit.async_sgd.rules.weights import MOST, MOST_SHARE, limited, merge_weights
-from aedit.proto.wire.lineage import last_term_before
+from aedit.async_sgd.rules import (
+    MOST,
+    Accepted,
+    Led,
+    Merged,
+    PenaltyConfig,
+    PushFilterConfig,
+    PushTimes,
+    Refused,
+    is_early,
+    least_gap,
+    limited,
+    merge_weights,
+    possible_steps,
+)
+from aedit.async_sgd.rules.penalty_weights import MOST_SHARE
+from aedit.proto.rpc import last_term_before
 
 LIAR = 7
 SCREEN = {"push_filter": PushFilterConfig(), "expire_s": 1e9}

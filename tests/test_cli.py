@@ -12,8 +12,7 @@ import pytest
 import aedit
 from aedit.launch.cli import main
 from aedit.launch.cli.doctor import EXTRAS
-from aedit.launch.config.load import load
-from aedit.launch.config.presets import preset_names
+from aedit.launch.config import load, preset_names
 from aedit.types import UserError
 
 COMMANDS = (
@@ -95,7 +94,7 @@ def test_ctrl_c_is_exit_code_130(monkeypatch, tmp_path):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("aedit.launch.config.load.load", interrupted)
+    monkeypatch.setattr("aedit.launch.config.loading.load", interrupted)
     assert main(["config", "show", str(tmp_path)]) == 130
 
 

@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from aedit.proto.codecs import topk
-from aedit.proto.codecs.codecs import GRAIN, Feedback, codec
+from aedit.proto.codecs import Feedback, codec, topk
+from aedit.proto.codecs.codecs import GRAIN
 
 NAMES = ("fp32", "bf16", "int8", "e3m0", "topk")
 COARSE = ("e3m0", "topk")

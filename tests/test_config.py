@@ -13,14 +13,24 @@ from hypothesis import strategies as st
 
 import aedit
 from aedit.launch.cli.main import main
-from aedit.launch.config.config import EditConfig, LocalConfig, ModelConfig, RunConfig, TrainConfig
+from aedit.launch.config import (
+    ModelConfig,
+    Placement,
+    RunConfig,
+    TrainConfig,
+    hints,
+    load,
+    parse,
+    preset_names,
+    split_flags,
+    to_toml,
+    values,
+    warnings,
+    with_flags,
+)
+from aedit.launch.config.config import EditConfig, LocalConfig
 from aedit.launch.config.effects import without_effect
-from aedit.launch.config.fields import hints, to_toml, values
-from aedit.launch.config.flags import split_flags, with_flags
-from aedit.launch.config.load import load, parse
-from aedit.launch.config.placement import Placement, warnings
-from aedit.launch.config.presets import preset_names
-from aedit.launch.rundir.prepare import differences, file_name
+from aedit.launch.records import differences, file_name
 from aedit.types import UserError
 
 PACKAGE = Path(aedit.__file__).parent

@@ -7,17 +7,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aedit.launch.cli import main
-from aedit.launch.config.config import (
-    EditConfig,
-    LocalConfig,
-    ModelConfig,
-    OuterConfig,
-    RunConfig,
-    TrainConfig,
-)
-from aedit.launch.config.load import load
-from aedit.launch.config.placement import Placement
-from aedit.launch.local.plan import measure, render
+from aedit.launch.config import ModelConfig, Placement, RunConfig, TrainConfig, load
+from aedit.launch.config.config import EditConfig, LocalConfig, OuterConfig
+from aedit.launch.processes import measure, render
 from aedit.spec_rollout import make_target
 from aedit.types import UserError
 

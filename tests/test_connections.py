@@ -14,11 +14,8 @@ from kit.hub_process import real_hub
 from kit.waiting import until
 from kit.wire import MemoryCore, noise
 
-from aedit.proto.wire import frames, hub_pb2
-from aedit.proto.wire.client import HubClient, channel
-from aedit.proto.wire.connections import Connections
-from aedit.proto.wire.limits import Limits
-from aedit.proto.wire.server import serve
+from aedit.proto.rpc import HubClient, Limits, channel, frames, hub_pb2, serve
+from aedit.proto.rpc.connections import Connections
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 MIB = 2**20
@@ -103,8 +100,8 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from kit.wire import MemoryCore, noise
 from aedit.async_sgd.service.memory import give_back_what_is_freed
-from aedit.proto.wire.limits import Limits
-from aedit.proto.wire.server import serve
+from aedit.proto.rpc.limits import Limits
+from aedit.proto.rpc.server import serve
 
 give_back_what_is_freed()
 server = serve(MemoryCore([noise(9)], 2**30), "127.0.0.1:0", limits=Limits(in_flight_bytes=2**26))

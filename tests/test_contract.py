@@ -8,7 +8,7 @@ import torch
 from kit import transport_contract
 from kit.nodes import in_threads
 
-from aedit.proto.transports.memory import MemoryWorld
+from aedit.proto.transports import MemoryWorld
 
 JOBS = "tests/dist_jobs/contract_jobs.py"
 

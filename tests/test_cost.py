@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from scipy.optimize import nnls
 
-from aedit.spec_rollout.arms.arms import EngineView, StepObservation
-from aedit.spec_rollout.arms.cost import StepCost
-from aedit.spec_rollout.arms.time_model import WINDOW, TimeModel, nonnegative
-from aedit.spec_rollout.drafters.drafts import OFF, parse_arm
+from aedit.spec_rollout.choose import EngineView, StepObservation
+from aedit.spec_rollout.choose.cost import StepCost
+from aedit.spec_rollout.choose.time_model import WINDOW, TimeModel, nonnegative
+from aedit.spec_rollout.drafters import OFF, parse_arm
 
 # Measured on two CPU cores: by rows, milliseconds of a plain step, then its multiples for 2, 4, 8, 16 and 32
 # verified tokens of a row.

@@ -7,10 +7,9 @@ import pytest
 from kit.rewards import group
 from kit.rl_nodes import config_of, run
 
-from aedit.launch.config.rl import PromptConfig
-from aedit.launch.data.curriculum import LOWER, RAISE, WINDOW, Curriculum, next_level, solved_of
-from aedit.launch.data.prompts import load_problems
-from aedit.launch.data.tokenizer import ByteTokenizer
+from aedit.launch.config import PromptConfig
+from aedit.launch.data import ByteTokenizer, Curriculum, load_problems, solved_of
+from aedit.launch.data.curriculum import LOWER, RAISE, WINDOW, next_level
 from aedit.spec_rollout import Problem
 from aedit.spec_rollout.rl.rewards.calling import find, scores
 from aedit.types import UserError

@@ -15,11 +15,18 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from aedit.launch.config.config import DataConfig
-from aedit.launch.data.corpus import Document, documents, is_held_out, source_files
+from aedit.launch.config import DataConfig
+from aedit.launch.data import (
+    Document,
+    batch,
+    documents,
+    evaluation_indices,
+    is_held_out,
+    load_corpus,
+    load_tokenizer,
+)
+from aedit.launch.data.corpus import source_files
 from aedit.launch.data.packing import RowWriter
-from aedit.launch.data.samples import batch, evaluation_indices, load_corpus
-from aedit.launch.data.tokenizer import load_tokenizer
 from aedit.types import UserError
 
 BYTE = load_tokenizer(DataConfig())

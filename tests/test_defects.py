@@ -15,13 +15,9 @@ import torch
 from kit.nodes import Script, batches, fingerprint, furthest, in_threads, loss, parameters, tower, train
 from torch import nn
 
-from aedit.async_sgd.rules.outer import Average, Nesterov
-from aedit.edit import snapshot
-from aedit.edit.config import EditConfig, PenaltyConfig
+from aedit.async_sgd.rules import Average, Nesterov
+from aedit.edit import EditConfig, EverySeconds, LayerSync, MeanExchange, PenaltyConfig, snapshot
 from aedit.edit.detector import NormHistory, judge
-from aedit.edit.mean_exchange import MeanExchange
-from aedit.edit.schedule import EverySeconds
-from aedit.edit.sync import LayerSync
 
 JOBS = "tests/dist_jobs/defect_jobs.py"
 PLAIN = PenaltyConfig(weights="uniform", detector="off", clip=None)

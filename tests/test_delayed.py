@@ -6,12 +6,9 @@ import io
 import torch
 from kit.nodes import UNITS, batches, in_threads, loss, parameters, tower
 
-from aedit.async_sgd.rules.outer import DelayedNesterov, OuterState
-from aedit.edit import snapshot
-from aedit.edit.config import EditConfig
-from aedit.edit.mean_exchange import MeanExchange
+from aedit.async_sgd.rules import DelayedNesterov, OuterState
+from aedit.edit import EditConfig, LayerSync, MeanExchange, snapshot
 from aedit.edit.store import DeviceStore
-from aedit.edit.sync import LayerSync
 from aedit.types import Round
 
 MIDDLE = list(UNITS).index("middle")

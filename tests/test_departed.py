@@ -5,15 +5,14 @@ import json
 import pytest
 from kit.hub_machine import picture, through_a_file, world
 
-from aedit.async_sgd.hub import departed
+from aedit.async_sgd.hub import CERTIFIED, Member, departed
 from aedit.async_sgd.hub.joins import Denied
-from aedit.async_sgd.hub.members import CERTIFIED, Member
 from aedit.async_sgd.hub.news import MOST_GONE, MOST_SHOWN, status
-from aedit.async_sgd.rules.records import Left
+from aedit.async_sgd.rules import Left
 from aedit.launch.hub.reports import Reports, metrics
-from aedit.launch.rundir.hub_records import HubSample
+from aedit.launch.records import HubSample
 from aedit.launch.views.hubtable import hub_table
-from aedit.proto.wire.frames import MESSAGE_BYTES
+from aedit.proto.rpc import MESSAGE_BYTES
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 from kit.oracle import Detector, Rules
 
-from aedit.edit.config import PenaltyConfig
+from aedit.edit import PenaltyConfig
 from aedit.edit.detector import NormHistory, judge
 
 TRIALS = 4000

@@ -8,12 +8,9 @@ import torch
 from kit.nodes import in_threads
 from torch import nn
 
-from aedit.async_sgd.rules.outer import Average
-from aedit.edit.config import EditConfig
+from aedit.async_sgd.rules import Average
+from aedit.edit import EditConfig, EverySteps, LayerSync, MeanExchange
 from aedit.edit.digest import digest, halves
-from aedit.edit.mean_exchange import MeanExchange
-from aedit.edit.schedule import EverySteps
-from aedit.edit.sync import LayerSync
 
 ODD = 0x1E3779B97F4A7C15
 MASK = 2**64 - 1

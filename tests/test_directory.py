@@ -7,15 +7,10 @@ from dataclasses import replace
 import pytest
 from kit.hub_machine import World, config, plan
 
-from aedit.async_sgd.hub import news
-from aedit.async_sgd.hub.cards import Card
-from aedit.async_sgd.hub.denied import Denied
-from aedit.async_sgd.hub.directory import Complaint, Directory
-from aedit.async_sgd.hub.saved import load_state, save_state
-from aedit.async_sgd.hub.state import HubState
+from aedit.async_sgd.hub import Card, Complaint, Denied, Directory, HubState, load_state, news, save_state
 from aedit.async_sgd.journal.encoding import decode_records, encode_records
-from aedit.async_sgd.rules.records import Left
-from aedit.async_sgd.service.page import Page
+from aedit.async_sgd.rules import Left
+from aedit.async_sgd.service import Page
 
 LEASE_S = 10.0
 KEY, OTHER = bytes(range(32)), bytes(32)

@@ -8,10 +8,8 @@ from kit.hub_processes import Client, HubProcess, HubRefused, ending, status, un
 from kit.servers import Announcer
 
 from aedit.launch.cli.keys import make_keys
-from aedit.proto.wire import directory_pb2 as pb
-from aedit.proto.wire.client import HubClient
-from aedit.proto.wire.directory import DirectoryClient, accusation
-from aedit.proto.wire.security import client_keys
+from aedit.proto.rpc import DirectoryClient, HubClient, accusation, client_keys
+from aedit.proto.rpc import directory_pb2 as pb
 
 KEY = b"k" * 32
 

@@ -5,7 +5,7 @@ import os
 import pytest
 from kit import discovery_contract
 
-from aedit.proto.swarm.peer_file import PeerFile
+from aedit.proto.swarm import PeerFile
 
 
 class FileMeeting:

@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from aedit.launch.cli.main import parser
-from aedit.launch.config.config import RunConfig
-from aedit.launch.config.fields import hints, values
-from aedit.launch.config.load import load
-from aedit.proto.wire import hub_pb2
+from aedit.launch.config import RunConfig, hints, load, values
+from aedit.proto.rpc import hub_pb2
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -76,7 +74,7 @@ def test_the_protocol_page_names_every_call_of_a_node_and_every_record():
     for service in ("Membership", "Exchange", "State"):
         for method in hub_pb2.DESCRIPTOR.services_by_name[service].methods:
             assert method.name in page, method.name
-    from aedit.async_sgd.rules.records import Record
+    from aedit.async_sgd.rules import Record
 
     for record in Record.__args__:
         assert re.search(rf"\b{record.__name__}\b", page), record.__name__

@@ -17,8 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.drafters.draft_shape import DraftShape
+from aedit.spec_rollout.drafters import DraftLayer, DraftShape
 
 SIZES = {
     "vocab_size": 40,

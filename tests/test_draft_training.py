@@ -6,11 +6,9 @@ import pytest
 import torch
 from kit.tiny_policies import drafter, ends, policy, said
 
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.learning.draft_training import DraftTrainer, DraftTrainingConfig
-from aedit.spec_rollout.learning.gate import held_out_match
-from aedit.spec_rollout.learning.losses import LossConfig, draft_losses
-from aedit.spec_rollout.learning.packing import pack_samples
+from aedit.spec_rollout.drafters import DraftLayer
+from aedit.spec_rollout.training import DraftTrainer, DraftTrainingConfig, held_out_match, pack_samples
+from aedit.spec_rollout.training.losses import LossConfig, draft_losses
 
 
 def equal(a, b):

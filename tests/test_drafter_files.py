@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from aedit.launch.cli import main
-from aedit.launch.node.checkpoint import Mark
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+from aedit.launch.node import Mark
+from aedit.spec_rollout.drafters import DraftLayer
 
 RUN = """
 [model]

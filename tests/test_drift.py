@@ -15,9 +15,8 @@ from kit.tiny_policies import drafter, ends, policy, said
 from torch.distributions import Categorical, kl_divergence
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from aedit.spec_rollout.learning.gate import held_out_match
-from aedit.spec_rollout.learning.packing import pack_samples
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout
+from aedit.spec_rollout.sampling import Prompt, Rollout
+from aedit.spec_rollout.training import held_out_match, pack_samples
 
 
 def speaker(seed):

@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from aedit.launch.config.config import RunConfig
+from aedit.launch.config import RunConfig, hints, load, to_toml
 from aedit.launch.config.effects import RULES, without_effect
-from aedit.launch.config.fields import hints, to_toml
-from aedit.launch.config.load import load
 from aedit.types import UserError
 
 HUB = '[hub]\naddress = "h:1"\n'

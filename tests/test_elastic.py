@@ -10,8 +10,7 @@ from benchmarks.elastic_parts.quality import PHASES, Curve
 from benchmarks.kit import tun_link
 from kit.hub_machine import AVERAGE, LAYOUT, Numbers, World, config, plan, values
 
-from aedit.async_sgd.rules.config import OuterConfig
-from aedit.async_sgd.rules.records import Accepted, Founded, Joined, Leased, Left, Push, Used
+from aedit.async_sgd.rules import Accepted, Founded, Joined, Leased, Left, OuterConfig, Push, Used
 
 DELAYED = OuterConfig(kind="delayed-nesterov", lr=1.0, momentum=0.0, delay=2)
 

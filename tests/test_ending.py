@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from aedit.launch.rundir.ending import Ending, indices_of
+from aedit.launch.records import Ending, indices_of
 
 
 @pytest.mark.parametrize(("last_stop", "trained"), [(40, False), (41, True)])

@@ -16,9 +16,9 @@ from kit.rollouts import (
     tiny_policy,
 )
 
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.model.target import Target
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.model import Target
+from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
 
 
 @pytest.fixture(scope="module")

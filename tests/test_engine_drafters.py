@@ -11,7 +11,7 @@ import torch
 from kit.drafters import engine_of, fresh, learned_by_heart
 from kit.rollouts import KINDS, decode_plainly, samples, tiny_policy, tokens_of
 
-from aedit.spec_rollout.drafters.draft_shape import tapped
+from aedit.spec_rollout.drafters import tapped
 
 LAYER_ARMS = ("layer:4", "off", "layer:3x2x6", "layer:1", "layer:8", "layer:4x3x12", "layer:2")
 SUFFIX_ARMS = ("suffix:4", "suffix:1", "off", "suffix:3x2x6", "suffix:8")

@@ -8,13 +8,11 @@ from kit.rollouts import KINDS, perturbed, prompts_of, samples, tiny_policy, tok
 from test_draft_layer import layer_for
 from test_graphs import Replayed
 
-from aedit.spec_rollout.arms.arms import Fixed
-from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
-from aedit.spec_rollout.drafters.suffix import SuffixDrafter
+from aedit.spec_rollout.choose import Fixed
+from aedit.spec_rollout.drafters import LayerDrafter, SuffixDrafter
+from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.engine import verification as verdict
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.model.graphs import GraphCache
-from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.model import GraphCache, Target
 
 GPU = pytest.param(
     "cuda",

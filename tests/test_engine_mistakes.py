@@ -19,8 +19,8 @@ from kit.rollouts import FLIPS, KINDS, Insider, decode_plainly, engine_of, sampl
 from aedit.spec_rollout.engine import rows
 from aedit.spec_rollout.engine import verification as verdict
 from aedit.spec_rollout.engine.running import RunningSample
-from aedit.spec_rollout.model.target import Target
-from aedit.spec_rollout.sampling.noise import RowNoise
+from aedit.spec_rollout.model import Target
+from aedit.spec_rollout.sampling import RowNoise
 
 mistake = Mistakes()
 mistake(a_token_too_few_is_kept_in_the_cache)

@@ -17,12 +17,11 @@ from kit.rollouts import (
     tokens_of,
 )
 
-from aedit.spec_rollout.drafters.suffix import SuffixDrafter
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.engine.limits import EngineLimits
-from aedit.spec_rollout.model.target import Target
-from aedit.spec_rollout.sampling.distribution import RowSampling, logprobs, warp_logits
-from aedit.spec_rollout.sampling.samples import MAX_TEMPERATURE, MIN_TEMPERATURE, Prompt, Rollout, Sampling
+from aedit.spec_rollout.drafters import SuffixDrafter
+from aedit.spec_rollout.engine import Engine, EngineLimits
+from aedit.spec_rollout.model import Target
+from aedit.spec_rollout.sampling import Prompt, Rollout, RowSampling, Sampling, logprobs, warp_logits
+from aedit.spec_rollout.sampling.samples import MAX_TEMPERATURE, MIN_TEMPERATURE
 
 ARMS = ["off", "layer:4", "layer:4x3x12"]
 

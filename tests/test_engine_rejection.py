@@ -20,14 +20,11 @@ from kit.markov import chi_square
 from kit.rollouts import Flips, decode_plainly, tiny_policy, tokens_of, warped
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
-from aedit.spec_rollout.drafters.suffix import SuffixDrafter
+from aedit.spec_rollout.drafters import DraftLayer, LayerDrafter, SuffixDrafter
+from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.engine import verification as verdict
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.model.target import Target
-from aedit.spec_rollout.sampling import rejection
-from aedit.spec_rollout.sampling.samples import Prompt, Sampling
+from aedit.spec_rollout.model import Target
+from aedit.spec_rollout.sampling import Prompt, Sampling, rejection
 
 V, STOP, LENGTH = 8, 7, 3
 PROMPT = (1, 2, 3, 1, 2)

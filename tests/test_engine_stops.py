@@ -7,9 +7,9 @@ from kit.rollouts import Flips, Insider, decode_plainly, prompts_of, tiny_policy
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.model.target import Target
-from aedit.spec_rollout.sampling.stops import REPLACEMENT, StopStrings
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.model import Target
+from aedit.spec_rollout.sampling import REPLACEMENT, StopStrings
 
 WORDS = ["a", "b", "ab", "ba", " ", " a", "stop", "st", "op", "\n", "<", ">", "</s>"]
 

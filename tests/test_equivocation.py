@@ -10,10 +10,10 @@ from kit.hub_processes import status
 from kit.peers_in_process import peers_here
 from kit.waiting import until
 
-from aedit.launch.config.load import parse
-from aedit.proto.swarm.proofs import read_proof
-from aedit.proto.wire import statement as wire
-from aedit.proto.wire.statement import parsed
+from aedit.launch.config import parse
+from aedit.proto.rpc import parsed
+from aedit.proto.rpc import statement as wire
+from aedit.proto.swarm import read_proof
 from aedit.types import Verdict
 
 CONFIG = parse(

@@ -3,12 +3,8 @@
 import torch
 from kit.nodes import batches, in_threads, loss, parameters, tower
 
-from aedit.async_sgd.rules.outer import Nesterov
-from aedit.edit import snapshot
-from aedit.edit.config import EditConfig
-from aedit.edit.exchange import Exchange
-from aedit.edit.mean_exchange import MeanExchange
-from aedit.edit.sync import LayerSync
+from aedit.async_sgd.rules import Nesterov
+from aedit.edit import EditConfig, Exchange, LayerSync, MeanExchange, snapshot
 
 
 class Foreign:

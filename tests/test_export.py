@@ -10,17 +10,14 @@ from dist_jobs.export_jobs import train_and_save
 from kit.hub_processes import Client, HubProcess, ending, numbers, write_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from aedit.edit import canonical
-from aedit.edit.config import EditConfig
-from aedit.edit.units import find_units
+from aedit.edit import EditConfig, canonical, find_units
 from aedit.launch.cli import main
 from aedit.launch.cli.export import export
-from aedit.launch.config.load import load
-from aedit.launch.data.tokenizer import load_tokenizer
-from aedit.launch.hub.replay import anchors_of, replayed
-from aedit.launch.node.checkpoint import Mark, NodeCheckpoints
-from aedit.launch.node.model import build_model
-from aedit.proto.wire import hub_pb2 as pb
+from aedit.launch.config import load
+from aedit.launch.data import load_tokenizer
+from aedit.launch.hub import anchors_of, replayed
+from aedit.launch.node import Mark, NodeCheckpoints, build_model
+from aedit.proto.rpc import hub_pb2 as pb
 from aedit.types import UserError
 
 JOBS = "tests/dist_jobs/export_jobs.py"

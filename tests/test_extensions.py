@@ -17,18 +17,13 @@ from kit.hub_machine import plan as hub_plan
 from kit.policy_losses import case
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from aedit.async_sgd.rules.config import OuterConfig
-from aedit.async_sgd.rules.outer import make_outer
-from aedit.edit.config import EditConfig
+from aedit.async_sgd.rules import OuterConfig, make_outer
+from aedit.edit import EditConfig
 from aedit.launch.cli import main
-from aedit.launch.config.config import RunConfig
-from aedit.launch.config.extensions import check_imports
-from aedit.launch.config.load import load
-from aedit.launch.config.rl import RLConfig
-from aedit.launch.config.swarm import SwarmConfig
-from aedit.launch.data.tokenizer import ByteTokenizer
-from aedit.proto.agent.plan import AgentPlan
-from aedit.proto.codecs.codecs import codec
+from aedit.launch.config import RLConfig, RunConfig, SwarmConfig, check_imports, load
+from aedit.launch.data import ByteTokenizer
+from aedit.proto.agent import AgentPlan
+from aedit.proto.codecs import codec
 from aedit.spec_rollout import LossSettings, find_loss
 from aedit.types import UserError
 

@@ -5,8 +5,7 @@ import torch
 from kit.families import FAMILIES, family_model
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaForCausalLM
 
-from aedit.spec_rollout.model import prefill
-from aedit.spec_rollout.model.target import Segment, Target
+from aedit.spec_rollout.model import Segment, Target, prefill
 
 TREE = torch.tensor([[-1, 0, 1, 2, 3, 4, -1, 6]])
 """A path longer than the windows, and a branch."""

@@ -5,11 +5,9 @@ import torch
 from kit.families import FAMILIES, family_model
 from kit.rollouts import Flips, Insider, decode_plainly, prompts_of, tokens_of
 
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
-from aedit.spec_rollout.drafters.suffix import SuffixDrafter
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.drafters import DraftLayer, LayerDrafter, SuffixDrafter
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.model import Target
 
 
 def engine_of(model, drafters, *arms):

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from aedit.spec_rollout.drafters.drafts import RowStart, StepUpdate
-from aedit.spec_rollout.learning.feature_reader import FeatureReader
-from aedit.spec_rollout.learning.feature_ring import SEQUENCE, FeatureRing, RingShape
-from aedit.spec_rollout.learning.features import RowFeatures
+from aedit.spec_rollout.drafters import RowStart, StepUpdate
+from aedit.spec_rollout.training import FeatureReader, FeatureRing, RingShape, RowFeatures
+from aedit.spec_rollout.training.feature_ring import SEQUENCE
 
 WIDTH = 6
 
@@ -252,7 +251,7 @@ def test_steps_that_are_said_are_counted_once():
 
 READER = """
 import mmap, sys
-from aedit.spec_rollout.learning.feature_reader import FeatureReader
+from aedit.spec_rollout.training.feature_reader import FeatureReader
 with open(sys.argv[1], "r+b") as file:
     reader = FeatureReader(mmap.mmap(file.fileno(), 0))
 print("ready", flush=True)

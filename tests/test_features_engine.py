@@ -3,17 +3,20 @@
 import torch
 from kit.tiny_policies import drafter, ends, policy
 
-from aedit.spec_rollout.arms.arms import Fixed
-from aedit.spec_rollout.drafters.drafts import RowStart, parse_arm
-from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.learning.feature_reader import FeatureReader, FeatureSample
-from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
-from aedit.spec_rollout.learning.features import RowFeatures
-from aedit.spec_rollout.learning.feedback import predict_features
-from aedit.spec_rollout.learning.packing import pack_samples
-from aedit.spec_rollout.model.target import Target
-from aedit.spec_rollout.sampling.samples import Prompt, Sampling
+from aedit.spec_rollout.choose import Fixed
+from aedit.spec_rollout.drafters import LayerDrafter, RowStart, parse_arm
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.model import Target
+from aedit.spec_rollout.sampling import Prompt, Sampling
+from aedit.spec_rollout.training import (
+    FeatureReader,
+    FeatureRing,
+    FeatureSample,
+    RingShape,
+    RowFeatures,
+    pack_samples,
+)
+from aedit.spec_rollout.training.feedback import predict_features
 
 CLOSE = 1e-5
 """transformers computes norms and rotary positions in float32, whatever the dtype of the model."""

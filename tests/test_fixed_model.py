@@ -12,7 +12,7 @@ import pytest
 from kit.hub_processes import HubRefused, numbers
 from kit.leading_hub import leading_hub
 
-from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.rpc import hub_pb2 as pb
 from aedit.types import Layout, TensorLayout, UnitLayout, model_sha256
 
 ROOT = Path(__file__).parent.parent

@@ -6,10 +6,14 @@ from kit.tiny_policies import policy
 from torch.nn.functional import cross_entropy
 
 from aedit.spec_rollout import Engine, Prompt, Sampling, make_target
-from aedit.spec_rollout.learning.feature_reader import FeatureReader
-from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
-from aedit.spec_rollout.learning.features import RowFeatures
-from aedit.spec_rollout.learning.forward_features import ForwardFeatures, TrainedText
+from aedit.spec_rollout.training import (
+    FeatureReader,
+    FeatureRing,
+    ForwardFeatures,
+    RingShape,
+    RowFeatures,
+    TrainedText,
+)
 
 TEXTS = [TrainedText([5, 7, 9, 11, 13], 2), TrainedText([3, 1, 4, 1, 5, 9, 2, 6], 3), TrainedText([8, 2], 1)]
 VERSION = 4

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from aedit.proto.swarm.card import Founding
-from aedit.proto.swarm.founding import MOST_FORCED, Register, accepted, begins, forced, mark, owned, voted
-from aedit.proto.wire.lineage import last_term_before, lineage
+from aedit.proto.rpc import last_term_before, lineage
+from aedit.proto.swarm import MOST_FORCED, Founding, Register, accepted, begins, forced, mark, owned, voted
 
 KEYS = [bytes([65 + n]) * 32 for n in range(7)]
 

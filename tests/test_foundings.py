@@ -7,9 +7,8 @@ from kit.swarm import RUN, card_of, key_of, replica
 
 from aedit.launch.swarm.forcing import Forcing
 from aedit.launch.swarm.foundings import Foundings
-from aedit.proto.swarm.founding import mark
-from aedit.proto.swarm.placement import ranking
-from aedit.proto.wire.lineage import last_term_before
+from aedit.proto.rpc import last_term_before
+from aedit.proto.swarm import mark, ranking
 from aedit.types import UserError
 
 LOST_S = 100.0

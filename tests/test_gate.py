@@ -6,19 +6,16 @@ import pytest
 import torch
 from kit.tiny_policies import drafter, ends, policy, said
 
-from aedit.spec_rollout.learning.feedback import predict_features
-from aedit.spec_rollout.learning.gate import (
-    GateConfig,
+from aedit.spec_rollout.training import GateConfig, Match, held_out_match, pack_samples
+from aedit.spec_rollout.training.feedback import predict_features
+from aedit.spec_rollout.training.gate import (
     GateState,
-    Match,
     decide,
-    held_out_match,
     reset_after_move,
     row_noise,
     should_pause,
     with_measurement,
 )
-from aedit.spec_rollout.learning.packing import pack_samples
 
 CONFIG = GateConfig()
 

@@ -30,12 +30,11 @@ from aedit.launch.cli import generate as generating
 from aedit.launch.cli import main
 from aedit.launch.cli.comparison import compare_tokens, score_gap
 from aedit.launch.cli.text_stream import Detokenizer, TextStream
-from aedit.launch.data.tokenizer import ByteTokenizer
-from aedit.launch.node.checkpoint import Mark
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.engine.meters import Step
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
+from aedit.launch.data import ByteTokenizer
+from aedit.launch.node import Mark
+from aedit.spec_rollout.drafters import DraftLayer
+from aedit.spec_rollout.engine import Engine, Step
+from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 LAST = re.compile(

@@ -26,15 +26,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertLMHeadModel, T5Config, T5ForConditionalGeneration
 
-from aedit.spec_rollout.arms.goodput import Goodput
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.drafters.drafts import parse_arm
-from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
-from aedit.spec_rollout.drafters.suffix import SuffixDrafter
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.engine.limits import EngineLimits
-from aedit.spec_rollout.model.target import Segment
-from aedit.spec_rollout.model.target_model import make_target
+from aedit.spec_rollout.choose import Goodput
+from aedit.spec_rollout.drafters import DraftLayer, LayerDrafter, SuffixDrafter, parse_arm
+from aedit.spec_rollout.engine import Engine, EngineLimits
+from aedit.spec_rollout.model import Segment, make_target
 
 ONE_PASS = "generic (one pass for all rows)"
 EQUAL = "generic (one pass for rows of equal length)"

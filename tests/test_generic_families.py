@@ -9,8 +9,8 @@ import torch
 from kit.model_families import FAMILIES, tiny_model
 from kit.rollouts import Flips, Insider, decode_plainly, prompts_of, samples, tokens_of
 
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.model.target_model import make_target
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.model import make_target
 
 TREES, RAGGED, EQUAL, WHOLE = (
     ("generic (one pass for all rows)", True),

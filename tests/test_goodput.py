@@ -7,10 +7,10 @@ import pytest
 import torch
 from kit.arms import World, verify_s
 
-from aedit.spec_rollout.arms.arms import EngineView, Fixed, StepObservation
-from aedit.spec_rollout.arms.drafter_stats import DrafterStats
-from aedit.spec_rollout.arms.goodput import PLAIN_STEPS, Goodput
-from aedit.spec_rollout.drafters.drafts import OFF, Draft, parse_arm
+from aedit.spec_rollout.choose import EngineView, Fixed, Goodput, StepObservation
+from aedit.spec_rollout.choose.drafter_stats import DrafterStats
+from aedit.spec_rollout.choose.goodput import PLAIN_STEPS
+from aedit.spec_rollout.drafters import OFF, Draft, parse_arm
 
 ARMS = tuple(map(parse_arm, ("layer:1", "layer:2", "layer:4", "layer:8", "suffix:2", "suffix:4", "suffix:8")))
 GOOD, MIDDLING, USELESS = {"layer": 0.85, "suffix": 0.3}, {"layer": 0.6, "suffix": 0.5}, {"layer": 0.02}

@@ -15,12 +15,10 @@ from kit.swarm import replica as part
 from kit.waiting import until
 
 from aedit.launch.cli.keys import make_keys
-from aedit.proto.swarm.calling import PeerCalls
+from aedit.proto.rpc import PROTOCOL, ClientKeys, HubRefused, HubUnreachable, client_keys, server_keys
+from aedit.proto.rpc import swarm_pb2 as pb
+from aedit.proto.swarm import PeerCalls
 from aedit.proto.swarm.gossip import _Pace
-from aedit.proto.wire import swarm_pb2 as pb
-from aedit.proto.wire.hello import PROTOCOL
-from aedit.proto.wire.retry import HubRefused, HubUnreachable
-from aedit.proto.wire.security import ClientKeys, client_keys, server_keys
 from aedit.types import UserError
 
 

@@ -5,11 +5,11 @@ import torch
 from kit.rollouts import KINDS, Insider, engine_of, samples, tiny_policy, tokens_of
 from test_draft_layer import layer_for
 
-from aedit.spec_rollout.arms.arms import Fixed
-from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.model.graphs import GraphCache, ReusedBuffers
-from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.choose import Fixed
+from aedit.spec_rollout.drafters import LayerDrafter
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.model import GraphCache, Target
+from aedit.spec_rollout.model.graphs import ReusedBuffers
 
 CPU = torch.device("cpu")
 

@@ -6,16 +6,15 @@ import pytest
 from kit.hub_processes import Client
 from test_swarm_attacks import CONFIG, address, replica
 
-from aedit.async_sgd.journal.ledger import Unconfirmed
-from aedit.async_sgd.leadership.replica import Replica
-from aedit.async_sgd.rules.records import Configured
-from aedit.async_sgd.service.leadership import Leadership
+from aedit.async_sgd.journal import Unconfirmed
+from aedit.async_sgd.replication import Replica
+from aedit.async_sgd.rules import Configured
+from aedit.async_sgd.service import Leadership
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.main import _Process
 from aedit.launch.hub.other_hubs import OtherHubs
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.vote_messages import VoterFile
-from aedit.proto.wire.votes import Proposal, Voter
+from aedit.proto.rpc import Proposal, Voter, VoterFile
+from aedit.proto.rpc import hub_pb2 as pb
 
 ME, OTHER, THIRD, STRANGER = 1, 2, 3, 9
 

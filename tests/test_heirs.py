@@ -2,13 +2,12 @@
 
 import pytest
 
+from aedit.async_sgd.hub import HubState, Member, Unit
 from aedit.async_sgd.hub.heirs import Heirs
-from aedit.async_sgd.hub.members import Member
-from aedit.async_sgd.hub.state import HubState, Unit
-from aedit.async_sgd.rules.records import Leased, Used
+from aedit.async_sgd.rules import Leased, Used
 from aedit.proto.agent.run_news import RunNews
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.lineage import last_term_before, stamp, term_text, version_of
+from aedit.proto.rpc import hub_pb2 as pb
+from aedit.proto.rpc import last_term_before, stamp, term_text, version_of
 
 AGAIN = last_term_before(1, b"founder") + 1
 

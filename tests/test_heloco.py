@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from kit.hub_machine import LAYOUT, World, config, plan, values
 
-from aedit.async_sgd.rules.config import OuterConfig
+from aedit.async_sgd.rules import OuterConfig
 from aedit.async_sgd.rules.heloco import AGREES, CONFIDENCE, MOST, coefficients
-from aedit.launch.config.config import RunConfig
+from aedit.launch.config import RunConfig
 
 LR, MU = 0.9, 0.8
 

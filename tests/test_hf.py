@@ -10,10 +10,9 @@ from kit.local_sgd import furthest, local_sgd
 from kit.nodes import in_threads
 from transformers import TrainerCallback
 
-from aedit.edit.config import EditConfig
-from aedit.edit.hf import EditCallback, _check
-from aedit.edit.schedule import EverySteps
-from aedit.proto.transports.memory import MemoryWorld
+from aedit.edit import EditCallback, EditConfig, EverySteps
+from aedit.edit.hf import _check
+from aedit.proto.transports import MemoryWorld
 
 JOBS = "tests/dist_jobs/trainer_jobs.py"
 USUAL = {

@@ -10,7 +10,7 @@ from kit.deferred import add_one, alone, node
 from kit.local_sgd import furthest, local_sgd, trainable
 from test_library import assert_same_bits, replicas, together
 
-from aedit.async_sgd.rules.outer import Average
+from aedit.async_sgd.rules import Average
 from aedit.types import Round
 
 JOBS = "tests/dist_jobs/library_jobs.py"

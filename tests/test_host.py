@@ -11,17 +11,11 @@ from kit.hosts import LIMIT_S, Kept, Steps, host_of, submit
 from kit.rollouts import decode_plainly, logprobs_of, prompts_of, tiny_policy
 from kit.waiting import until
 
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.model.kv_spans import KVMemoryError
-from aedit.spec_rollout.sampling.samples import Prompt, Sampling
-from aedit.spec_rollout.service.tickets import (
-    DeadlinePassed,
-    HostEnding,
-    HostLimits,
-    LineClosed,
-    Overloaded,
-    Priority,
-)
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.model import KVMemoryError
+from aedit.spec_rollout.sampling import Prompt, Sampling
+from aedit.spec_rollout.server import DeadlinePassed, HostEnding, HostLimits, LineClosed, Overloaded
+from aedit.spec_rollout.server.tickets import Priority
 
 
 @pytest.fixture(scope="module")

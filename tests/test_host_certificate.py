@@ -10,8 +10,7 @@ from kit.leading_hub import keys_of
 from kit.swarm import key_of
 
 from aedit.launch.cli.keys import Others, make_keys
-from aedit.proto.wire.host_certificate import Endorsement, HostCertificates
-from aedit.proto.wire.security import CA, SERVER, host_certificates, own_endorsement
+from aedit.proto.rpc import CA, SERVER, Endorsement, HostCertificates, host_certificates, own_endorsement
 from aedit.types import UserError
 
 RUN, KEY, ADDRESS = "run", key_of(1).public, "127.0.0.1:7000"

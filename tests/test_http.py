@@ -20,11 +20,11 @@ from kit.serving import MAX_TOKENS, ask, byte_tokenizer, served, text_policy
 from kit.waiting import until
 from transformers import LlamaForCausalLM
 
-from aedit.spec_rollout.sampling.samples import Prompt, Sampling
-from aedit.spec_rollout.service.http.answer_text import AnswerText
-from aedit.spec_rollout.service.http.limits import HttpLimits
-from aedit.spec_rollout.service.http.text_codec import TextCodec
-from aedit.spec_rollout.service.tickets import HostLimits
+from aedit.spec_rollout.http import TextCodec
+from aedit.spec_rollout.http.answer_text import AnswerText
+from aedit.spec_rollout.http.limits import HttpLimits
+from aedit.spec_rollout.sampling import Prompt, Sampling
+from aedit.spec_rollout.server import HostLimits
 
 PROMPTS = ["the quick brown", "jumps over \u20ac", "1 2 3"]
 

@@ -11,8 +11,7 @@ from kit.hosts import LIMIT_S
 from kit.serving import ask, byte_tokenizer, served, text_policy
 from safetensors.torch import save_file
 
-from aedit.spec_rollout.service.http import weight_files
-from aedit.spec_rollout.service.http.control import control_routes
+from aedit.spec_rollout.http import control_routes, weight_files
 from aedit.system import check_folder
 
 KEY = {"Authorization": "Bearer secret"}

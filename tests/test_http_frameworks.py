@@ -11,7 +11,7 @@ import torch
 from kit.hosts import LIMIT_S
 from kit.serving import byte_tokenizer, served, text_policy
 
-from aedit.spec_rollout.service.http.control import control_routes
+from aedit.spec_rollout.http import control_routes
 
 pytestmark = pytest.mark.slow  # imports of the frameworks take 10 s and more
 

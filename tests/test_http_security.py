@@ -35,18 +35,13 @@ from kit.waiting import until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from aedit.async_sgd.hub import news
-from aedit.async_sgd.service.page import Page
-from aedit.launch.config.config import RunConfig
+from aedit.async_sgd.service import Page
+from aedit.launch.config import RunConfig
 from aedit.launch.hub.replay import make_hub
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.service.host import EngineHost
-from aedit.spec_rollout.service.http.app import make_app
-from aedit.spec_rollout.service.http.control import control_routes
-from aedit.spec_rollout.service.http.limits import HttpLimits
-from aedit.spec_rollout.service.http.server import HttpServer
-from aedit.spec_rollout.service.http.service import Service
-from aedit.spec_rollout.service.http.text_codec import TextCodec
-from aedit.spec_rollout.service.tickets import HostLimits
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.http import HttpServer, Service, TextCodec, control_routes, make_app
+from aedit.spec_rollout.http.limits import HttpLimits
+from aedit.spec_rollout.server import EngineHost, HostLimits
 
 KEY = "k" * 40
 LIMITS = HttpLimits(max_connections=64, idle_s=0.5, body_s=0.5, write_s=2.0)

@@ -22,15 +22,13 @@ from kit.hub_machine import (
     world,
 )
 
-from aedit.async_sgd.hub import upward
-from aedit.async_sgd.hub.denied import Denied
+from aedit.async_sgd.hub import Denied, upward
 from aedit.async_sgd.hub.news import news, status
-from aedit.async_sgd.rules.config import OuterConfig, PushFilterConfig
-from aedit.async_sgd.rules.outer import make_outer
-from aedit.async_sgd.rules.records import Led, Left, Merged, Ticked
+from aedit.async_sgd.rules import Led, Left, Merged, OuterConfig, PushFilterConfig, Ticked, make_outer
 from aedit.proto.agent.unit_transfers import add_chain
-from aedit.proto.codecs.codecs import codec
-from aedit.proto.wire.hub_pb2 import Link, PullHead
+from aedit.proto.codecs import codec
+from aedit.proto.rpc import PullHead
+from aedit.proto.rpc.hub_pb2 import Link
 from aedit.types import Layout, TensorLayout, UnitLayout
 
 # --- the way down

@@ -11,8 +11,8 @@ from benchmarks.hub_parts.crowd import ASYNC, Size, crowd, memory
 from benchmarks.hub_parts.many import CrowdedHub
 from benchmarks.hub_parts.parallel import Load, merging
 
-from aedit.async_sgd.journal.journal import Journal
-from aedit.async_sgd.rules.records import Merged
+from aedit.async_sgd.journal import Journal
+from aedit.async_sgd.rules import Merged
 
 
 def test_every_timed_round_takes_all_pushes_into_one_version(tmp_path):

@@ -15,11 +15,9 @@ from kit.deferred import move, round_numbers, step
 from kit.hubs import Hub, HubLink, anchors_of, hub_node
 from kit.nodes import batches, furthest, loss, parameters, plain_training, tower
 
-from aedit.edit import snapshot
-from aedit.edit.config import PenaltyConfig
-from aedit.edit.pace import OwnPace
+from aedit.edit import OwnPace, PenaltyConfig, snapshot
 from aedit.launch.node.train import TrainingNode
-from aedit.proto.transports.transport import PeersMissing
+from aedit.proto.transports import PeersMissing
 from aedit.types import Verdict
 
 X = torch.ones(1, 5)

@@ -10,9 +10,9 @@ import pytest
 from kit.fuzz import PULL, PUSH, Fuzzer
 from kit.hub_processes import Client, HubProcess, HubRefused, ending, write_run
 
-from aedit.launch.hub.replay import anchors_of
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.client import channel
+from aedit.launch.hub import anchors_of
+from aedit.proto.rpc import channel
+from aedit.proto.rpc import hub_pb2 as pb
 
 MORE = """
 [hub.limits]

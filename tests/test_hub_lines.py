@@ -5,8 +5,9 @@ import math
 
 import pytest
 
-from aedit.async_sgd.service.lines import MOST_BYTES, Lines
-from aedit.proto.wire.frames import MESSAGE_BYTES
+from aedit.async_sgd.service import Lines
+from aedit.async_sgd.service.lines import MOST_BYTES
+from aedit.proto.rpc import MESSAGE_BYTES
 
 
 def filled(num_lines, most_bytes=1000):

@@ -7,10 +7,20 @@ import numpy as np
 import pytest
 from kit.hub_machine import FACTS, LAYOUT, World, joiner, kinds, picture, plan, poison, values, world
 
-from aedit.async_sgd.hub.denied import Denied
+from aedit.async_sgd.hub import Denied
 from aedit.async_sgd.hub.news import news, status, unit_news
-from aedit.async_sgd.rules.config import LimitConfig, PushFilterConfig, StalenessConfig
-from aedit.async_sgd.rules.records import Accepted, Founded, Garbled, Joined, Left, Merged, Refused
+from aedit.async_sgd.rules import (
+    Accepted,
+    Founded,
+    Garbled,
+    Joined,
+    Left,
+    LimitConfig,
+    Merged,
+    PushFilterConfig,
+    Refused,
+    StalenessConfig,
+)
 from aedit.types import Layout, TensorLayout, UnitLayout, Verdict
 
 # --- joining

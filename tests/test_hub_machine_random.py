@@ -15,11 +15,21 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 from kit.hub_machine import AVERAGE, LAYOUT, Int8, World, config, kinds, picture, plan, through_a_file
 
-from aedit.async_sgd.hub.denied import Denied
+from aedit.async_sgd.hub import Denied
 from aedit.async_sgd.hub.news import news, status
-from aedit.async_sgd.rules.config import LimitConfig, PushFilterConfig, StalenessConfig
-from aedit.async_sgd.rules.records import Accepted, Joined, Leased, Left, Merged, Refused, Used
-from aedit.async_sgd.rules.weights import push_norm
+from aedit.async_sgd.rules import (
+    Accepted,
+    Joined,
+    Leased,
+    Left,
+    LimitConfig,
+    Merged,
+    PushFilterConfig,
+    Refused,
+    StalenessConfig,
+    Used,
+    push_norm,
+)
 from aedit.types import Verdict
 
 NAMES = "abcde"

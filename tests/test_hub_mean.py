@@ -7,11 +7,9 @@ import pytest
 from benchmarks.kit.hubs import layout_of
 from kit.nodes import UNITS, follow_script, in_threads, tower
 
-from aedit.async_sgd.hub.members import Report
-from aedit.async_sgd.hub.plan import HubPlan
+from aedit.async_sgd.hub import HubPlan, Report
 from aedit.async_sgd.inprocess import InProcessHub, make_push
-from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig, PushFilterConfig
-from aedit.async_sgd.rules.outer import make_outer
+from aedit.async_sgd.rules import HubConfig, OuterConfig, PenaltyConfig, PushFilterConfig, make_outer
 from aedit.clock import VirtualClock
 
 NODES, ROUNDS = 3, 5

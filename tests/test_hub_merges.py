@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from kit.hub_machine import Training, World, config, joiner, kinds, plan, values, world
 
-from aedit.async_sgd.hub.denied import Denied
+from aedit.async_sgd.hub import Denied
 from aedit.async_sgd.hub.news import news, status, unit_news
-from aedit.async_sgd.rules.config import OuterConfig
-from aedit.async_sgd.rules.records import Leased, Left, Merged, RoundOpened
+from aedit.async_sgd.rules import Leased, Left, Merged, OuterConfig, RoundOpened
 from aedit.types import Verdict
 
 # --- quorum

@@ -12,7 +12,7 @@ from kit.hub_process import real_hub
 from kit.nodes import UNITS, tower
 from kit.waiting import until
 
-from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.rpc import hub_pb2 as pb
 
 SETTINGS = {"codec": "fp32", "heartbeat_s": 0.05, "expire_s": 2.0, "call_timeout_s": 2.0, "lease_samples": 64}
 JOBS = "tests/dist_jobs/hub_node_jobs.py"

@@ -10,14 +10,11 @@ from kit.hub_machine import World, config, plan
 from kit.hub_processes import Client, HubProcess, HubRefused, ending, until, write_run
 from kit.servers import Announcer
 
-from aedit.async_sgd.rules.unit_rules import UnitRule
+from aedit.async_sgd.rules import UnitRule
 from aedit.launch.hub.policy_versions import RECORD, PolicyVersions
-from aedit.proto.versions.client import VersionsClient
-from aedit.proto.versions.manifest import Manifest, VersionLayout
-from aedit.proto.versions.receiving import Receiving
-from aedit.proto.versions.store import VersionStore
-from aedit.proto.wire import versions_pb2 as pb
-from aedit.proto.wire.service import Refusal
+from aedit.proto.rpc import Refusal
+from aedit.proto.rpc import versions_pb2 as pb
+from aedit.proto.versions import Manifest, Receiving, VersionLayout, VersionsClient, VersionStore
 from aedit.types import Layout, TensorLayout, UnitLayout
 
 RL = """

@@ -17,12 +17,11 @@ import pytest
 from kit.hub_processes import Client, HubProcess, HubRefused, HubUnreachable, ending, hello, write_run
 from kit.waiting import until
 
-from aedit.launch.config.load import load
-from aedit.launch.config.method import method
-from aedit.launch.hub.replay import anchors_of, pushes_of
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.client import HubClient
-from aedit.proto.wire.hello import PROTOCOL
+from aedit.launch.config import load, method
+from aedit.launch.hub import anchors_of
+from aedit.launch.hub.replay import pushes_of
+from aedit.proto.rpc import PROTOCOL, HubClient
+from aedit.proto.rpc import hub_pb2 as pb
 
 
 def start(tmp_path, *words, more="", file_limit=None, **values):
@@ -282,8 +281,8 @@ def test_people_can_see_how_it_stands(tmp_path):
 
 def test_prometheus_gets_its_numbers():
     from aedit.async_sgd.hub import news
-    from aedit.async_sgd.service.page import Page
-    from aedit.launch.config.config import RunConfig
+    from aedit.async_sgd.service import Page
+    from aedit.launch.config import RunConfig
     from aedit.launch.hub.replay import make_hub
 
     hub = make_hub(RunConfig(), (0, 1))

@@ -15,8 +15,9 @@ from kit.waiting import until
 from transformers import AutoModelForCausalLM
 
 from aedit.launch.cli import main
-from aedit.launch.hub.replay import anchors_of, pushes_of
-from aedit.proto.wire import hello
+from aedit.launch.hub import anchors_of
+from aedit.launch.hub.replay import pushes_of
+from aedit.proto.rpc import hello
 
 pytestmark = pytest.mark.timeout(600)  # a test has several waits
 

@@ -18,15 +18,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console
 
 from aedit.launch.cli import main
-from aedit.launch.rundir.hub_records import HubRecords, HubSample, gained, totals
-from aedit.launch.rundir.reader import RunFollower, read_run
-from aedit.launch.views import hubview, plot, status
+from aedit.launch.records import HubRecords, HubSample, RunFollower, gained, read_run, totals
+from aedit.launch.views import hubview, plot, report, status
 from aedit.launch.views.bars import bytes_per_round
 from aedit.launch.views.figures import held_out
 from aedit.launch.views.hubplots import hub_nodes, hub_traffic
 from aedit.launch.views.panel import Fitted, panel
 from aedit.launch.views.panel import line as plain_line
-from aedit.launch.views.report import report
 from aedit.launch.views.sources import open_source
 from aedit.types import UserError
 
@@ -251,7 +249,7 @@ def test_plots_of_a_hub_have_something_on_them(tmp_path, few):
     run_dir = hub_run(tmp_path)
     metrics = run_dir / "hub" / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:few]))
-    paths = plot.main(run_dir)
+    paths = plot.plot_command(run_dir)
     assert {path.name for path in paths} == HUB_PLOTS
     for path in paths:
         image = matplotlib.image.imread(path)
@@ -288,12 +286,12 @@ def test_ticks_of_flat_series_at_a_hub_are_whole_numbers_from_zero(tmp_path):
 
 def test_a_hub_without_nodes_is_shown_but_cannot_be_plotted(tmp_path, capsys):
     write(tmp_path / "young" / "hub", [line(1, [], [])])
-    status.main(tmp_path / "young")
+    status.status_command(tmp_path / "young")
     text = capsys.readouterr().out
     assert "versions none yet" in text
     assert "steps/s" not in text, "a table of nobody"
     with pytest.raises(UserError, match="nothing to plot"):
-        plot.main(tmp_path / "young")
+        plot.plot_command(tmp_path / "young")
 
 
 def test_lines_of_another_kind_harm_nothing(tmp_path):
@@ -337,7 +335,7 @@ def test_a_real_hub_is_shown_followed_and_drawn(tmp_path, monkeypatch, capsys):
 
 
 def heartbeat_of(node):
-    from aedit.proto.wire import hub_pb2 as pb
+    from aedit.proto.rpc import hub_pb2 as pb
 
     return pb.HeartbeatRequest(who=node.who, steps=40, steps_per_s=4.0, wire_s=0.5, state="training")
 

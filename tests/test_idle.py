@@ -8,10 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit import trainers
 
-from aedit.spec_rollout.idle import trainer_supervisor
-from aedit.spec_rollout.idle.restarts import Restarts
-from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
-from aedit.spec_rollout.idle.windows import Windows
+from aedit.spec_rollout.training import IdleConfig, Restarts, trainer_supervisor
+from aedit.spec_rollout.training.windows import Windows
 
 
 def test_idle_time_is_where_at_least_one_window_is_open():

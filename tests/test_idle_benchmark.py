@@ -13,7 +13,7 @@ from benchmarks.idle_parts.foreground import OFF, Arm, Pair, Race, Ratio
 from benchmarks.idle_parts.trainees import FAULTS
 from benchmarks.idle_parts.windows import Harvest, Leaving, Messenger
 
-from aedit.spec_rollout.idle.publishing import Publication
+from aedit.spec_rollout.training import Publication
 
 PRIORITY = ("SCHED_IDLE", "session nice 19", "autogroup off")
 SURE = Ratio(1.0, 0.995, 1.005, 1.1, 100)

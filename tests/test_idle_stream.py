@@ -7,7 +7,7 @@ import torch
 from benchmarks.idle_parts import trainees
 from kit import trainers
 
-from aedit.spec_rollout.idle.idle_stream import StreamTraining
+from aedit.spec_rollout.training.idle_stream import StreamTraining
 
 
 class Gated(trainees.Regression):

@@ -13,14 +13,12 @@ import torch
 from benchmarks.kit.hubs import layout_of
 from kit.nodes import batches, furthest, parameters, plain_training, tower, train
 
-from aedit.async_sgd.hub.denied import Denied
-from aedit.async_sgd.hub.plan import HubPlan
+from aedit.async_sgd.hub import Denied, HubPlan
 from aedit.async_sgd.inprocess import InProcessHub
-from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig
+from aedit.async_sgd.rules import HubConfig, OuterConfig, PenaltyConfig
 from aedit.clock import VirtualClock
-from aedit.edit.config import EditConfig
-from aedit.edit.hub_exchange import HubExchange
-from aedit.proto.agent.link import Progress
+from aedit.edit import EditConfig, HubExchange
+from aedit.proto.agent import Progress
 from aedit.types import Verdict
 
 

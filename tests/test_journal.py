@@ -8,22 +8,30 @@ import zlib
 import numpy as np
 import pytest
 
-from aedit.async_sgd.hub.joins import Joiner
-from aedit.async_sgd.journal import frames, snapshot
+from aedit.async_sgd.hub import Joiner
+from aedit.async_sgd.journal import (
+    Damaged,
+    File,
+    Journal,
+    Ledger,
+    NoSpace,
+    Payload,
+    Store,
+    batches,
+    frames,
+    segment_numbers,
+    segment_path,
+    snapshot,
+    snapshot_path,
+)
 from aedit.async_sgd.journal.encoding import decode_records, encode_records
-from aedit.async_sgd.journal.frames import Damaged, File, Stretch
-from aedit.async_sgd.journal.journal import Journal, NoSpace, segment_path
-from aedit.async_sgd.journal.ledger import Ledger
-from aedit.async_sgd.journal.payload import Payload
-from aedit.async_sgd.journal.store import Store, batches, segment_numbers, snapshot_path
-from aedit.async_sgd.rules import records
-from aedit.async_sgd.rules.config import HubConfig, OuterConfig
-from aedit.async_sgd.rules.records import Part, Push
-from aedit.edit.config import EditConfig
-from aedit.launch.config.config import RunConfig
+from aedit.async_sgd.journal.frames import Stretch
+from aedit.async_sgd.rules import HubConfig, OuterConfig, Part, Push, records
+from aedit.edit import EditConfig
+from aedit.launch.config import RunConfig
 from aedit.launch.hub import folder
 from aedit.launch.hub.replay import make_hub
-from aedit.proto.codecs.codecs import codec
+from aedit.proto.codecs import codec
 from aedit.types import Layout, TensorLayout, UnitLayout, UserError
 
 NUMELS = (3000, 50)

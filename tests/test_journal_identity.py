@@ -11,10 +11,9 @@ from kit.leading_hub import leading_hub
 from kit.waiting import until
 from test_journal import Book, reopened, same
 
-from aedit.async_sgd.journal import frames
-from aedit.async_sgd.journal.frames import File, read_head
-from aedit.async_sgd.journal.journal import NOTE, JournalBroken, segment_path
-from aedit.async_sgd.journal.store import segment_numbers, snapshot_path
+from aedit.async_sgd.journal import File, JournalBroken, frames, segment_numbers, segment_path, snapshot_path
+from aedit.async_sgd.journal.frames import read_head
+from aedit.async_sgd.journal.journal import NOTE
 from aedit.launch.hub import folder, leading
 from aedit.types import UserError
 

@@ -8,19 +8,24 @@ from types import SimpleNamespace
 import pytest
 from test_journal import Book, config, same
 
+from aedit.async_sgd.journal import (
+    Ledger,
+    Mark,
+    Mirror,
+    Store,
+    begin_after,
+    segment_numbers,
+    segment_path,
+    snapshot_path,
+)
 from aedit.async_sgd.journal.encoding import encode_records
-from aedit.async_sgd.journal.journal import Mark, segment_path
-from aedit.async_sgd.journal.ledger import Ledger
-from aedit.async_sgd.journal.mirror import Mirror
-from aedit.async_sgd.journal.store import Store, begin_after, segment_numbers, snapshot_path
-from aedit.async_sgd.rules.records import Led
-from aedit.async_sgd.service.leadership import Leadership
+from aedit.async_sgd.rules import Led
+from aedit.async_sgd.service import Leadership
 from aedit.async_sgd.service.tailing import Tailing
 from aedit.launch.hub.replay import make_hub
 from aedit.launch.hub.standby import Standby
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.notifier import Quiet
-from aedit.proto.wire.vote_messages import VoterFile
+from aedit.proto.rpc import Quiet, VoterFile
+from aedit.proto.rpc import hub_pb2 as pb
 
 
 class Follower:

@@ -5,9 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.swarm import RUN, card_of, data_of, key_of, replica
 
-from aedit.proto.swarm.card import encoded
-from aedit.proto.swarm.known_peers import KnownPeers
-from aedit.proto.swarm.serials import Serials
+from aedit.proto.swarm import KnownPeers, Serials, encoded
 
 OWN, ALPHA, BETA = key_of(1), key_of(2), key_of(3)
 

@@ -12,17 +12,15 @@ from kit.rollouts import Flips, prefilled, tiny_policy
 from test_draft_layer import layer_for
 from test_target import close, drawn, made, own
 
-from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
-from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.drafters import LayerDrafter
+from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.engine.rows import EngineLimits
+from aedit.spec_rollout.model import KVMemory, KVMemoryError, Target, make_target
 from aedit.spec_rollout.model import cache as cache_module
-from aedit.spec_rollout.model.cache import KVMemory
 from aedit.spec_rollout.model.kv_blocks import KVBlocks
 from aedit.spec_rollout.model.kv_rows import KVRows
-from aedit.spec_rollout.model.kv_spans import KVMemoryError, KVSizes
-from aedit.spec_rollout.model.target import Target
-from aedit.spec_rollout.model.target_model import make_target
-from aedit.spec_rollout.sampling.samples import Prompt, Sampling
+from aedit.spec_rollout.model.kv_spans import KVSizes
+from aedit.spec_rollout.sampling import Prompt, Sampling
 
 CPU = torch.device("cpu")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")

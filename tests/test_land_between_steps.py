@@ -13,10 +13,7 @@ from kit.deferred import PLAIN, Late, alone, move, node, round_numbers, step
 from kit.hubs import Hub, HubLink, anchors_of, hub_node
 from kit.nodes import UNITS, batches, furthest, in_threads, parameters, plain_training, tower
 
-from aedit.edit.config import EditConfig
-from aedit.edit.mean_exchange import MeanExchange
-from aedit.edit.pace import OwnPace
-from aedit.edit.sync import LayerSync
+from aedit.edit import EditConfig, LayerSync, MeanExchange, OwnPace
 
 X = torch.ones(1, 5)
 

@@ -8,10 +8,9 @@ from kit.deferred import PLAIN, add_one, alone, anchors, node, step
 from kit.nodes import Tower, batches, furthest, in_threads, parameters, plain_training, tower, train
 from torch.utils.checkpoint import checkpoint
 
-from aedit.async_sgd.rules.outer import Average, Nesterov
-from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.mean_exchange import MeanExchange
-from aedit.proto.transports.memory import MemoryWorld
+from aedit.async_sgd.rules import Average, Nesterov
+from aedit.edit import EditConfig, MeanExchange, PenaltyConfig
+from aedit.proto.transports import MemoryWorld
 from aedit.types import Round
 
 NAMES = ["rest", "first", "middle", "last"]

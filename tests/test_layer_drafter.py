@@ -8,10 +8,8 @@ from kit.rollouts import prefilled
 from test_draft_layer import causal, checksum, layer_for, policy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.drafters.drafts import OFF, RowStart, StepUpdate, parse_arm
-from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
-from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.drafters import OFF, DraftLayer, LayerDrafter, RowStart, StepUpdate, parse_arm
+from aedit.spec_rollout.model import Target
 
 V, D = 40, 24
 

@@ -8,8 +8,7 @@ import torch
 from test_draft_layer import layer_for, policy
 from test_layer_drafter import World, world
 
-from aedit.spec_rollout.drafters.drafts import Draft
-from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
+from aedit.spec_rollout.drafters import Draft, LayerDrafter
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -12,28 +12,28 @@ ROOT = Path(__file__).resolve().parent.parent
 
 WEIGHTS = ("weight_watch", "weight_gather")
 LIBRARY = ("edit", "spec_rollout", "async_sgd", "proto", "types", "system", "clock")
-WIRE = ("proto.wire", "proto.codecs")
+WIRE = ("proto.rpc", "proto.codecs")
 
 MAY_IMPORT = {
     "launch.cli": ("launch", *LIBRARY),
-    "launch.local": (
+    "launch.processes": (
         "launch.child",
         "launch.swarm",
         "launch.serve",
         "launch.views",
         "launch.node",
         "launch.hub",
-        "launch.rundir",
+        "launch.records",
         "launch.data",
         "launch.config",
         *LIBRARY,
         *WEIGHTS,
     ),
-    "launch.views": ("launch.rundir", "launch.config", "proto.wire", "types", "system"),
-    "launch.node": ("launch.rundir", "launch.data", "launch.config", *LIBRARY),
+    "launch.views": ("launch.records", "launch.config", "proto.rpc", "types", "system"),
+    "launch.node": ("launch.records", "launch.data", "launch.config", *LIBRARY),
     "launch.hub": (
         "launch.stop_signals",
-        "launch.rundir",
+        "launch.records",
         "launch.config",
         "async_sgd",
         "proto",
@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "launch.swarm": (
         "launch.child",
         "launch.stop_signals",
-        "launch.rundir",
+        "launch.records",
         "launch.config",
         "async_sgd.service",
         "proto",
@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "launch.child": ("types", "system"),
     "launch.stop_signals": (),
     "launch.data": (
-        "launch.rundir",
+        "launch.records",
         "launch.config",
         "edit",
         "spec_rollout.rl",
@@ -62,30 +62,35 @@ MAY_IMPORT = {
         "types",
         "system",
     ),
-    "launch.rundir": ("launch.config", "types", "system"),
+    "launch.records": ("launch.config", "types", "system"),
     "launch.config": ("edit", "spec_rollout", "async_sgd.rules", "proto", "types", "system"),
-    "edit": ("async_sgd.rules", "proto", "types", "system", "lazy", *WEIGHTS),
+    "edit": ("async_sgd.rules", "proto", "types", "system", *WEIGHTS),
     "launch.serve": (
         "launch.stop_signals",
-        "launch.rundir",
+        "launch.records",
         "launch.data",
         "launch.config",
         "launch.node",
         *LIBRARY,
         *WEIGHTS,
     ),
-    "spec_rollout.service": (
-        *(f"spec_rollout.{part}" for part in ("audit", "learning", "migration", "engine", "idle", "rl")),
-        *(f"spec_rollout.{part}" for part in ("arms", "sampling", "drafters", "model")),
+    "spec_rollout.http": (
+        *(f"spec_rollout.{part}" for part in ("server", "engine", "sampling")),
+        "types",
+        "system",
+    ),
+    "spec_rollout.server": (
+        *(f"spec_rollout.{part}" for part in ("audit", "training", "migration", "engine", "rl")),
+        *(f"spec_rollout.{part}" for part in ("choose", "sampling", "drafters", "model")),
         "proto.versions",
         *WIRE,
         "types",
         "system",
         *WEIGHTS,
     ),
-    "spec_rollout.servers": (
-        *(f"spec_rollout.{part}" for part in ("audit", "workers", "migration", "engine", "idle", "rl")),
-        *(f"spec_rollout.{part}" for part in ("arms", "sampling", "drafters", "model")),
+    "spec_rollout.remote": (
+        *(f"spec_rollout.{part}" for part in ("audit", "workers", "migration", "engine", "training", "rl")),
+        *(f"spec_rollout.{part}" for part in ("choose", "sampling", "drafters", "model")),
         "proto.versions",
         *WIRE,
         "types",
@@ -94,26 +99,26 @@ MAY_IMPORT = {
     ),
     "spec_rollout.audit": (
         *(f"spec_rollout.{part}" for part in ("migration", "engine", "rl", "sampling", "drafters", "model")),
-        "proto.wire",
+        "proto.rpc",
         "types",
         "system",
     ),
     "spec_rollout.workers": (
-        *(f"spec_rollout.{part}" for part in ("migration", "engine", "idle", "rl")),
-        *(f"spec_rollout.{part}" for part in ("arms", "sampling", "drafters", "model")),
+        *(f"spec_rollout.{part}" for part in ("migration", "engine", "training", "rl")),
+        *(f"spec_rollout.{part}" for part in ("choose", "sampling", "drafters", "model")),
         "types",
         "system",
         *WEIGHTS,
     ),
     "spec_rollout.migration": ("spec_rollout.engine", "spec_rollout.sampling", "types", "system"),
     "spec_rollout.engine": (
-        *(f"spec_rollout.{part}" for part in ("arms", "sampling", "drafters", "model")),
+        *(f"spec_rollout.{part}" for part in ("choose", "sampling", "drafters", "model")),
         "types",
         "system",
         *WEIGHTS,
     ),
-    "spec_rollout.learning": (
-        *(f"spec_rollout.{part}" for part in ("idle", "sampling", "drafters", "model")),
+    "spec_rollout.training": (
+        *(f"spec_rollout.{part}" for part in ("sampling", "drafters", "model")),
         "types",
         "system",
     ),
@@ -123,15 +128,14 @@ MAY_IMPORT = {
         "system",
     ),
     "spec_rollout.rl": ("spec_rollout.sampling", "types", "system"),
-    "spec_rollout.arms": ("spec_rollout.drafters", "types", "system"),
+    "spec_rollout.choose": ("spec_rollout.drafters", "types", "system"),
     "spec_rollout.sampling": ("spec_rollout.drafters", "spec_rollout.model", "types", "system"),
     "spec_rollout.drafters": ("spec_rollout.model", "types", "system"),
-    "spec_rollout.idle": ("types", "system"),
     "spec_rollout.model": ("types", "system", *WEIGHTS),
     "async_sgd.inprocess": ("async_sgd.hub", "async_sgd.rules", "proto.agent", "types", "clock"),
     "async_sgd.service": (
         "async_sgd.journal",
-        "async_sgd.leadership",
+        "async_sgd.replication",
         "async_sgd.hub",
         "async_sgd.rules",
         *WIRE,
@@ -139,15 +143,22 @@ MAY_IMPORT = {
         "system",
     ),
     "async_sgd.journal": ("async_sgd.hub", "async_sgd.rules", *WIRE, "types", "system"),
-    "async_sgd.leadership": ("async_sgd.rules", "proto.wire"),
-    "async_sgd.hub": ("async_sgd.rules", "proto.wire.lineage", "types", "system"),
+    "async_sgd.replication": ("async_sgd.rules", "proto.rpc"),
+    "async_sgd.hub": (
+        "async_sgd.rules",
+        "proto.rpc.generation_of",
+        "proto.rpc.lineage",
+        "proto.rpc.version_of",
+        "types",
+        "system",
+    ),
     "async_sgd.rules": ("types", "system"),
-    "proto.agent": ("proto.codecs", "proto.swarm", "proto.wire", "types", "system"),
-    "proto.swarm": ("proto.wire", "types", "system"),
-    "proto.versions": ("proto.codecs", "proto.wire", "types", "system"),
-    "proto.transports": ("proto.wire", "types", "system", "clock"),
+    "proto.agent": ("proto.codecs", "proto.swarm", "proto.rpc", "types", "system"),
+    "proto.swarm": ("proto.rpc", "types", "system"),
+    "proto.versions": ("proto.codecs", "proto.rpc", "types", "system"),
+    "proto.transports": ("proto.rpc", "types", "system", "clock"),
     "proto.codecs": ("types", "system"),
-    "proto.wire": ("types", "system"),
+    "proto.rpc": ("types", "system"),
 }
 """Sub-packages that the files of each sub-package may import, besides their own."""
 
@@ -175,9 +186,48 @@ def wrong_arrows(source, place):
     """Return the imports of the project's modules that a file of `place` must not have."""
     for name in imported(source):
         first, _, rest = name.partition(".")
-        up = first == "aedit" and rest and not within(rest, (*MAY_IMPORT[place], place))
+        up = first == "aedit" and rest and not within(rest, (*MAY_IMPORT[place], place, "lazy"))
         if up or first in {"", *PARTS}:
             yield name
+
+
+def exported(place):
+    """Return the names that the `__init__` file of a package imports for type checkers and exports lazily."""
+    path = ROOT / place.replace(".", "/") / "__init__.py"
+    tree = ast.parse(path.read_text() if path.exists() else "")
+    blocks = [block for block in tree.body if isinstance(block, ast.If)]
+    return {
+        alias.name
+        for block in blocks
+        for statement in block.body
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+    }
+
+
+def place_of(module):
+    """Return the sub-package of `MAY_IMPORT` in which `aedit.<module>` is, or None."""
+    return next(
+        (place for place in sorted(MAY_IMPORT, key=len, reverse=True) if within(module, [place])), None
+    )
+
+
+def past_the_package(source, place):
+    """Return the imports that reach into a module of another sub-package instead of what it exports."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("aedit."):
+            module = node.module.removeprefix("aedit.")
+            there = place_of(module)
+            if there not in (None, place):
+                yield from (
+                    f"{module}.{alias.name}"
+                    for alias in node.names
+                    if (module != there or alias.name not in exported(there)) and not is_module(there)
+                )
+
+
+def is_module(place):
+    return (ROOT / place.replace(".", "/")).with_suffix(".py").exists()
 
 
 def files_of(place):
@@ -191,6 +241,14 @@ def test_imports_point_down(place):
     assert files
     wrong = {str(file.relative_to(ROOT)): [*wrong_arrows(file.read_text(), place)] for file in files}
     assert {file: names for file, names in wrong.items() if names} == {}
+
+
+@pytest.mark.parametrize("place", MAY_IMPORT)
+def test_other_packages_are_used_by_what_they_export(place):
+    past = {
+        str(file.relative_to(ROOT)): [*past_the_package(file.read_text(), place)] for file in files_of(place)
+    }
+    assert {file: names for file, names in past.items() if names} == {}
 
 
 def test_the_rules_have_no_cycle():
@@ -209,7 +267,7 @@ def test_the_rules_have_no_cycle():
         ("edit", "from . import units"),
         ("edit", "from aedit.async_sgd.hub.hub import Hub"),
         ("edit", "def late():\n    import aedit.spec_rollout"),
-        ("proto.wire", "from aedit.proto.agent import agent"),
+        ("proto.rpc", "from aedit.proto.agent import agent"),
         ("async_sgd.hub", "from aedit.async_sgd.journal import ledger"),
         ("spec_rollout.model", "from aedit.spec_rollout.engine.engine import Engine"),
         ("launch.node", "from edit.units import find_units"),

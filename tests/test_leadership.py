@@ -4,10 +4,11 @@ from itertools import chain, combinations
 
 import pytest
 
-from aedit.async_sgd.leadership.quorum import is_quorum
-from aedit.async_sgd.leadership.replica import END, Replica
-from aedit.async_sgd.rules.records import Agreed, Configured, Led
-from aedit.proto.wire.votes import Answer, Proposal, Voter
+from aedit.async_sgd.replication import Replica
+from aedit.async_sgd.replication.quorum import is_quorum
+from aedit.async_sgd.replication.replica import END
+from aedit.async_sgd.rules import Agreed, Configured, Led
+from aedit.proto.rpc import Answer, Proposal, Voter
 
 A, B, C, X, Y, Z = 1, 2, 3, 11, 12, 13
 

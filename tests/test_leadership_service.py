@@ -2,15 +2,22 @@
 
 import pytest
 
-from aedit.async_sgd.journal.ledger import Ledger, Unconfirmed
-from aedit.async_sgd.journal.store import Store
-from aedit.async_sgd.rules.records import Configured, Led
-from aedit.async_sgd.service.leadership import Leadership
-from aedit.launch.config.config import RunConfig
+from aedit.async_sgd.journal import Ledger, Store, Unconfirmed
+from aedit.async_sgd.rules import Configured, Led
+from aedit.async_sgd.service import Leadership
+from aedit.launch.config import RunConfig
 from aedit.launch.hub.replay import make_hub
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.vote_messages import VoterFile, answer_in, answer_out, proposal_in, proposal_out
-from aedit.proto.wire.votes import Answer, Proposal, Voter
+from aedit.proto.rpc import (
+    Answer,
+    Proposal,
+    Voter,
+    VoterFile,
+    answer_in,
+    answer_out,
+    proposal_in,
+    proposal_out,
+)
+from aedit.proto.rpc import hub_pb2 as pb
 from aedit.types import UserError
 
 STANDBY, NODE = 7, 8

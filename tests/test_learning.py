@@ -11,20 +11,22 @@ import torch
 from kit import trainers
 from kit.tiny_policies import ends, policy, said
 
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
-from aedit.spec_rollout.learning.batches import is_held_out_entry
-from aedit.spec_rollout.learning.draft_training import DraftTrainingConfig
-from aedit.spec_rollout.learning.feature_reader import FeatureReader
-from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
-from aedit.spec_rollout.learning.gate import GateConfig, held_out_match
-from aedit.spec_rollout.learning.learning import (
+from aedit.spec_rollout.drafters import DraftLayer
+from aedit.spec_rollout.training import (
+    DraftTrainingConfig,
+    FeatureReader,
+    FeatureRing,
+    GateConfig,
+    IdleConfig,
     LayerTraining,
     LearningConfig,
+    RingShape,
+    held_out_match,
+    pack_samples,
     policy_tensors,
     train_when_idle,
 )
-from aedit.spec_rollout.learning.packing import pack_samples
+from aedit.spec_rollout.training.batches import is_held_out_entry
 
 QUICK = LearningConfig(
     training=DraftTrainingConfig(lr=2e-3, warmup_steps=5, batch_pairs=512),

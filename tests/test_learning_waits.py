@@ -12,18 +12,20 @@ from kit.deferred import node
 from kit.nodes import in_threads, tower
 from kit.tiny_policies import ends, policy
 
-from aedit.spec_rollout.arms.arms import Fixed
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.drafters.drafts import parse_arm
-from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
-from aedit.spec_rollout.learning.draft_training import DraftTrainingConfig
-from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
-from aedit.spec_rollout.learning.features import RowFeatures
-from aedit.spec_rollout.learning.learning import LearningConfig, train_when_idle
-from aedit.spec_rollout.model.target import Target
-from aedit.spec_rollout.sampling.samples import Prompt, Sampling
+from aedit.spec_rollout.choose import Fixed
+from aedit.spec_rollout.drafters import DraftLayer, LayerDrafter, parse_arm
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.model import Target
+from aedit.spec_rollout.sampling import Prompt, Sampling
+from aedit.spec_rollout.training import (
+    DraftTrainingConfig,
+    FeatureRing,
+    IdleConfig,
+    LearningConfig,
+    RingShape,
+    RowFeatures,
+    train_when_idle,
+)
 from aedit.types import Round
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="states are Linux's")

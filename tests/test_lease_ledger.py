@@ -13,8 +13,8 @@ from kit.hub_machine import World, config, plan
 
 from aedit.async_sgd.hub.pool import Pool
 from aedit.launch.data.order import samples_at
+from aedit.proto.agent import Progress
 from aedit.proto.agent.leases import Stock
-from aedit.proto.agent.link import Progress
 
 LEASE = 7
 lease, use = Pool.lease, Pool.use

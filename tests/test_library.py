@@ -10,15 +10,13 @@ from kit.local_sgd import furthest, local_sgd, trainable
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from aedit.async_sgd.rules.outer import Average
-from aedit.edit.config import EditConfig
-from aedit.edit.mean_exchange import MeanExchange
-from aedit.edit.schedule import EverySteps
-from aedit.edit.sync import LayerSync
-from aedit.launch.config.config import ModelConfig
-from aedit.launch.node.model import build_model, compile_blocks
-from aedit.launch.node.model import loss as lm_loss
-from aedit.proto.transports.memory import MemoryWorld
+from aedit.async_sgd.rules import Average
+from aedit.edit import EditConfig, EverySteps, LayerSync, MeanExchange
+from aedit.launch.config import ModelConfig
+from aedit.launch.node import build_model
+from aedit.launch.node import loss as lm_loss
+from aedit.launch.node.model import compile_blocks
+from aedit.proto.transports import MemoryWorld
 
 JOBS = "tests/dist_jobs/library_jobs.py"
 

@@ -5,17 +5,9 @@ import torch
 import torch.nn.functional as F
 from kit.tiny_policies import SIZES, drafter, ends, policy, said
 
-from aedit.spec_rollout.learning.feature_reader import FeatureSample
-from aedit.spec_rollout.learning.feedback import chained, predict_features
-from aedit.spec_rollout.learning.losses import (
-    LossConfig,
-    PolicyEmbeddings,
-    draft_losses,
-    overlap,
-    teacher,
-    token_loss,
-)
-from aedit.spec_rollout.learning.packing import pack_samples
+from aedit.spec_rollout.training import FeatureSample, PolicyEmbeddings, pack_samples
+from aedit.spec_rollout.training.feedback import chained, predict_features
+from aedit.spec_rollout.training.losses import LossConfig, draft_losses, overlap, teacher, token_loss
 
 
 def drafted(layer, sample, embedding, root, depth):

@@ -10,12 +10,12 @@ from kit.hub_processes import Client
 from kit.waiting import until
 
 from aedit.async_sgd.service import leadership
-from aedit.launch.config.load import parse
+from aedit.launch.config import parse
 from aedit.launch.hub import standby as standby_module
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.main import _Process
-from aedit.proto.swarm.replicas_file import PartPlaces, ReplicasFile
-from aedit.proto.wire.client import HubUnreachable
+from aedit.proto.rpc import HubUnreachable
+from aedit.proto.swarm import PartPlaces, ReplicasFile
 
 CONFIG = parse(
     'name = "run"\n[swarm]\ndiscovery = "file"\nparts = 1\ncopies = 3\n'

@@ -9,7 +9,7 @@ from kit.agents import node, order, plan
 from kit.swarm_processes import swarm
 from kit.waiting import until
 
-from aedit.proto.agent.replica_finder import replicas_of_parts
+from aedit.proto.agent import replicas_of_parts
 from aedit.types import Verdict
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -14,20 +14,15 @@ import pytest
 from benchmarks.hub_parts.many import CrowdedHub
 from kit.hub_machine import World, config, kinds, picture, plan, poison, through_a_file
 
-from aedit.async_sgd.hub import departed
-from aedit.async_sgd.hub.denied import Denied
-from aedit.async_sgd.hub.hub import Hub
+from aedit.async_sgd.hub import Denied, Hub, departed, frozen, save_state
 from aedit.async_sgd.hub.news import MOST_DONORS, MOST_GONE, MOST_SHOWN, news, shown, status
 from aedit.async_sgd.hub.ranking import Ranking
-from aedit.async_sgd.hub.saved import frozen, save_state
 from aedit.async_sgd.hub.speeds import pushed, speed
 from aedit.async_sgd.journal import snapshot
-from aedit.async_sgd.rules.config import PushFilterConfig, StalenessConfig
-from aedit.async_sgd.rules.push_times import least_gap
-from aedit.async_sgd.rules.records import Accepted, Left, Merged
-from aedit.async_sgd.rules.shares import _possible
-from aedit.async_sgd.rules.weights import median_of_others
-from aedit.launch.hub.reports import overview
+from aedit.async_sgd.rules import Accepted, Left, Merged, PushFilterConfig, StalenessConfig, least_gap
+from aedit.async_sgd.rules.penalty_weights import median_of_others
+from aedit.async_sgd.rules.push_shares import _possible
+from aedit.launch.hub import overview
 
 EXPIRE_S = 40.0
 

@@ -5,12 +5,12 @@ import time
 import grpc
 import pytest
 
+from aedit.proto.agent import AgentPlan
 from aedit.proto.agent import membership as module
 from aedit.proto.agent.membership import Membership
-from aedit.proto.agent.plan import AgentPlan
-from aedit.proto.swarm.replicas_file import PartPlaces, ReplicasFile
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.client import HubRefused, HubUnreachable, NobodyListens
+from aedit.proto.rpc import HubRefused, HubUnreachable, NobodyListens
+from aedit.proto.rpc import hub_pb2 as pb
+from aedit.proto.swarm import PartPlaces, ReplicasFile
 
 
 class Hub:

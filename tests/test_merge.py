@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aedit.async_sgd.rules.merge import GRAIN, SLICE, merge, norm
-from aedit.async_sgd.rules.records import Part, Push
+from aedit.async_sgd.rules import Part, Push, merge, norm
+from aedit.async_sgd.rules.merge_rules import GRAIN, SLICE
 from aedit.types import TensorLayout, UnitLayout
 
 SMALL = UnitLayout("u", (TensorLayout("m", (3, 4)), TensorLayout("b", (5,)), TensorLayout("s", ())))

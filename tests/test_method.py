@@ -3,12 +3,9 @@
 import hashlib
 import json
 
-from aedit.launch.config.config import RunConfig
-from aedit.launch.config.fields import to_toml
-from aedit.launch.config.flags import with_flags
-from aedit.launch.config.load import parse
-from aedit.launch.config.method import defaults, difference, method
-from aedit.proto.wire.hello import PROTOCOL
+from aedit.launch.config import RunConfig, difference, method, parse, to_toml, with_flags
+from aedit.launch.config.methods import defaults
+from aedit.proto.rpc import PROTOCOL
 
 DEFAULTS = {5: "084abe276dfffa46"}
 """SHA-256, by protocol number, of the names and defaults of all settings that decide the result."""

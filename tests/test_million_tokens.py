@@ -19,13 +19,10 @@ from kit.own_draws import Judge, ends_where_it_should, philox4x32
 from kit.rollouts import KINDS, VOCABULARY, Flips, Insider, Stubborn, tiny_policy
 from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
-from aedit.spec_rollout.drafters.suffix import SuffixDrafter
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.engine.limits import EngineLimits
-from aedit.spec_rollout.model.target_model import make_target
-from aedit.spec_rollout.sampling.samples import Prompt, Sampling
+from aedit.spec_rollout.drafters import DraftLayer, LayerDrafter, SuffixDrafter
+from aedit.spec_rollout.engine import Engine, EngineLimits
+from aedit.spec_rollout.model import make_target
+from aedit.spec_rollout.sampling import Prompt, Sampling
 
 WINDOWED = (partial(MistralConfig, sliding_window=24), MistralForCausalLM)
 """(Fewer positions than most samples have.)"""

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from aedit.launch.config.config import ModelConfig
-from aedit.launch.node.model import blocks, build_model, compile_blocks, loss, num_parameters
+from aedit.launch.config import ModelConfig
+from aedit.launch.node import blocks, build_model, loss, num_parameters
+from aedit.launch.node.model import compile_blocks
 from aedit.types import UserError
 
 LLAMA = {

@@ -12,17 +12,13 @@ import torch
 from kit.rollouts import KINDS, VOCABULARY, decode_plainly, engine_of, samples, tiny_policy
 from kit.tiny_policies import drafter, policy
 
-from aedit.spec_rollout.arms.arms import Fixed
-from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
-from aedit.spec_rollout.engine import prefill
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.learning.feature_reader import FeatureReader
-from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
-from aedit.spec_rollout.learning.features import RowFeatures
-from aedit.spec_rollout.migration.moving import LocalEngine
-from aedit.spec_rollout.migration.sample_text import decode_prompt, encode_prompt
-from aedit.spec_rollout.model.target import Target
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout, SampleKV, Sampling
+from aedit.spec_rollout.choose import Fixed
+from aedit.spec_rollout.drafters import LayerDrafter
+from aedit.spec_rollout.engine import Engine, prefill
+from aedit.spec_rollout.migration import LocalEngine, decode_prompt, encode_prompt
+from aedit.spec_rollout.model import Target
+from aedit.spec_rollout.sampling import Prompt, Rollout, SampleKV, Sampling
+from aedit.spec_rollout.training import FeatureReader, FeatureRing, RingShape, RowFeatures
 
 JOBS = "tests/dist_jobs/handing_jobs.py"
 

@@ -7,8 +7,8 @@ import torch
 from benchmarks.kit.small_llama import llama
 from dist_jobs.muon_jobs import MUON, step
 
-from aedit.launch.config.config import TrainConfig
-from aedit.launch.node.inner import make_inners, set_lr
+from aedit.launch.config import TrainConfig
+from aedit.launch.node import make_inners, set_lr
 from aedit.types import UserError
 
 JOBS = Path(__file__).parent / "dist_jobs" / "muon_jobs.py"

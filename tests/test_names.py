@@ -12,17 +12,15 @@ from kit.hub_machine import plan as hub_plan
 from kit.hub_processes import HubRefused
 from kit.leading_hub import keys_of, leading_hub
 
-from aedit.async_sgd.hub.denied import Denied
-from aedit.async_sgd.hub.members import CERTIFIED
-from aedit.async_sgd.rules.config import PushFilterConfig
-from aedit.async_sgd.rules.records import Left
-from aedit.async_sgd.service.callers import fingerprint, is_local, known_by, origin_of
-from aedit.launch.rundir.hub_records import HubSample
-from aedit.launch.rundir.records import Notice
-from aedit.proto.agent.agent_link import NodeRefused
-from aedit.proto.agent.rejoin import rejoin_secret
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.service import Caller, Refusal
+from aedit.async_sgd.hub import CERTIFIED, Denied
+from aedit.async_sgd.rules import Left, PushFilterConfig
+from aedit.async_sgd.service import fingerprint
+from aedit.async_sgd.service.callers import is_local, known_by, origin_of
+from aedit.launch.records import HubSample
+from aedit.launch.records.records import Notice
+from aedit.proto.agent import NodeRefused, rejoin_secret
+from aedit.proto.rpc import Caller, Refusal
+from aedit.proto.rpc import hub_pb2 as pb
 from aedit.types import TensorLayout, UnitLayout, UserError
 
 

@@ -8,7 +8,7 @@ from kit.agents import MemoryHub, node, plan
 from kit.waiting import until
 
 from aedit.proto.agent.node_report import NodeReport
-from aedit.proto.swarm.node_file import NODE, NodeFile, NodeState, write_node
+from aedit.proto.swarm import NODE, NodeFile, NodeState, write_node
 from aedit.types import Layout, model_sha256
 
 STATE = NodeState("ab" * 32, 2.5)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from scipy import stats
 
+from aedit.spec_rollout.sampling import RowNoise, gumbel
 from aedit.spec_rollout.sampling import noise as module
-from aedit.spec_rollout.sampling.noise import RowNoise, _between_0_and_1, gumbel, philox, uniforms
+from aedit.spec_rollout.sampling.noise import _between_0_and_1, philox, uniforms
 
 WORD = 0xFFFFFFFF
 

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from aedit.spec_rollout.sampling import NoiseKeys, coupled_tokens, gumbel, noisy_best_two
 from aedit.spec_rollout.sampling import noisy_argmax as module
-from aedit.spec_rollout.sampling.noise import NoiseKeys, gumbel
-from aedit.spec_rollout.sampling.noisy_argmax import SMALL_NOISE, noisy_argmax, noisy_best_two
-from aedit.spec_rollout.sampling.verify import coupled_tokens
+from aedit.spec_rollout.sampling.noisy_argmax import SMALL_NOISE, noisy_argmax
 
 NOTHING = -torch.inf
 

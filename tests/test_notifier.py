@@ -9,9 +9,7 @@ import grpc
 import pytest
 from kit.waiting import until
 
-from aedit.proto.wire.notifier import Notifier, Quiet
-from aedit.proto.wire.server import Server
-from aedit.proto.wire.service import Service
+from aedit.proto.rpc import Notifier, Quiet, Server, Service
 
 LONG_S = 60.0
 

@@ -15,15 +15,22 @@ from hypothesis import strategies as st
 from kit.hub_machine import world
 from kit.wire import MemoryCore, noise
 
-from aedit.async_sgd.rules.records import Merged
-from aedit.proto.wire import frames, hub_pb2
-from aedit.proto.wire.client import HubClient, channel
-from aedit.proto.wire.fair_pool import Crowded, FairPool
-from aedit.proto.wire.limits import Limits
-from aedit.proto.wire.read_permits import ReadPermits
-from aedit.proto.wire.server import Server, serve
-from aedit.proto.wire.service import CallHandlers, Service
-from aedit.proto.wire.waiting_calls import WaitingCalls
+from aedit.async_sgd.rules import Merged
+from aedit.proto.rpc import (
+    CallHandlers,
+    FairPool,
+    HubClient,
+    Limits,
+    Server,
+    Service,
+    channel,
+    frames,
+    hub_pb2,
+    serve,
+)
+from aedit.proto.rpc.fair_pool import Crowded
+from aedit.proto.rpc.read_permits import ReadPermits
+from aedit.proto.rpc.waiting_calls import WaitingCalls
 
 DATA = noise(1000)
 WITHIN_S = 20.0

@@ -11,14 +11,16 @@ from kit import trainers
 from kit.tiny_policies import drafter, ends, policy
 
 from aedit.spec_rollout import Engine, OnlineConfig, OnlineDrafter, Prompt, Sampling, make_target
-from aedit.spec_rollout.arms.arms import Fixed
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.drafters.drafts import parse_arm
-from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
-from aedit.spec_rollout.learning.batches import is_held_out_entry
-from aedit.spec_rollout.learning.draft_training import DraftTrainer, DraftTrainingConfig
-from aedit.spec_rollout.learning.learning import LearningConfig
-from aedit.spec_rollout.learning.policy_source import TrainedPolicy
+from aedit.spec_rollout.choose import Fixed
+from aedit.spec_rollout.drafters import DraftLayer, parse_arm
+from aedit.spec_rollout.training import (
+    DraftTrainer,
+    DraftTrainingConfig,
+    IdleConfig,
+    LearningConfig,
+    TrainedPolicy,
+)
+from aedit.spec_rollout.training.batches import is_held_out_entry
 
 LEARNING = LearningConfig(
     training=DraftTrainingConfig(lr=2e-3, warmup_steps=5, batch_pairs=512),

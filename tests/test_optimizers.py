@@ -9,14 +9,10 @@ from kit.deferred import PLAIN, alone, node
 from kit.nodes import batches, furthest, in_threads, loss, parameters, plain_training, tower
 from torch import nn
 
-from aedit.async_sgd.rules.outer import Average, Nesterov
-from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.mean_exchange import MeanExchange
+from aedit.async_sgd.rules import Average, Nesterov
+from aedit.edit import EditConfig, EverySteps, LayerSync, MeanExchange, PenaltyConfig, Shards
 from aedit.edit.optimizers import InnerOptimizers
-from aedit.edit.schedule import EverySteps
-from aedit.edit.shards import Shards
-from aedit.edit.sync import LayerSync
-from aedit.proto.transports.memory import MemoryWorld
+from aedit.proto.transports import MemoryWorld
 
 EVERY, STEPS = 3, 8
 

@@ -19,9 +19,8 @@ from kit.nodes import (
 )
 from kit.oracle import Rules, edit
 
-from aedit.async_sgd.rules.outer import Average, Nesterov
-from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.mean_exchange import MeanExchange
+from aedit.async_sgd.rules import Average, Nesterov
+from aedit.edit import EditConfig, MeanExchange, PenaltyConfig
 
 JOBS = "tests/dist_jobs/oracle_jobs.py"
 GRID = [(nodes, ranks) for nodes in (1, 2, 3) for ranks in (1, 2)]

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aedit.launch.data.order import SampleOrder, permutation
+from aedit.launch.data import SampleOrder
+from aedit.launch.data.order import permutation
 from aedit.types import UserError
 
 seeds = st.integers(-(2**31), 2**63)

@@ -23,13 +23,13 @@ NODE = """
 import json, sys
 import aedit
 from aedit.edit.config import EditConfig
-from aedit.launch.config.load import parse
-from aedit.launch.config.method import method
-from aedit.launch.rundir.provenance import source_digest
-from aedit.proto.wire.client import HubClient
-from aedit.proto.wire.hello import PROTOCOL
-from aedit.proto.wire.hub_pb2 import HelloRequest, Method
-from aedit.proto.wire.security import ClientKeys
+from aedit.launch.config.loading import parse
+from aedit.launch.config.methods import method
+from aedit.launch.records.provenance import source_digest
+from aedit.proto.rpc.client import HubClient
+from aedit.proto.rpc.hello import PROTOCOL
+from aedit.proto.rpc.hub_pb2 import HelloRequest, Method
+from aedit.proto.rpc.security import ClientKeys
 from test_own_hub_loop import node
 
 address = sys.argv[1]
@@ -68,7 +68,7 @@ def other_build(directory):
 
 @pytest.mark.filterwarnings("ignore:buffers of this model")
 def test_a_node_of_another_build_joins_and_what_it_learns_is_in_the_anchors(tmp_path):
-    from aedit.launch.rundir.provenance import source_digest
+    from aedit.launch.records.provenance import source_digest
 
     path = os.pathsep.join(map(str, (other_build(tmp_path / "other"), TESTS, TESTS.parent)))
     (tmp_path / "hub").mkdir()

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from aedit.async_sgd.rules.config import OuterConfig
-from aedit.async_sgd.rules.outer import Average, DelayedNesterov, Nesterov, OuterState, make_outer
+from aedit.async_sgd.rules import Average, DelayedNesterov, Nesterov, OuterConfig, OuterState, make_outer
 
 
 def gradients(count=20, size=200):

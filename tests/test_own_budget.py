@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from aedit.edit.config import EditConfig
-from aedit.launch.config.config import RunConfig, TrainConfig
+from aedit.edit import EditConfig
+from aedit.launch.config import RunConfig, TrainConfig
 from aedit.launch.node.budget import OwnBudget
 
 

@@ -8,13 +8,11 @@ from kit.waiting import until
 from aedit import HubExchange, LayerSync
 from aedit import spec_rollout as rl
 from aedit.edit.hub_join import NodeOptions
-from aedit.spec_rollout.arms.arms import Fixed
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.drafters.drafts import parse_arm
-from aedit.spec_rollout.idle.no_training import NoTraining
-from aedit.spec_rollout.idle.publishing import Publication
-from aedit.spec_rollout.learning.draft_training import DraftTrainer, DraftTrainingConfig
-from aedit.spec_rollout.learning.policy_source import embeddings_of
+from aedit.spec_rollout.choose import Fixed
+from aedit.spec_rollout.drafters import DraftLayer, parse_arm
+from aedit.spec_rollout.training import DraftTrainer, DraftTrainingConfig, Publication
+from aedit.spec_rollout.training.no_training import NoTraining
+from aedit.spec_rollout.training.policy_source import embeddings_of
 
 HUB = """
 name = "test"

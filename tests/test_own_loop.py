@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from aedit import EditConfig, EverySteps, LayerSync, MeanExchange, PenaltyConfig
 from aedit.async_sgd import Average
-from aedit.edit.pace import OwnPace
+from aedit.edit import OwnPace
 from aedit.proto import MemoryWorld
 
 PLAIN = PenaltyConfig(weights="uniform", detector="off", clip=1e9)

@@ -5,13 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from aedit.edit.config import EditConfig
-from aedit.edit.pace import HubPace, OwnPace, make_pace
-from aedit.edit.shards import Shards
-from aedit.edit.waiting import Waiter
-from aedit.launch.data.leased import LeasedOrder
-from aedit.launch.data.order import SampleOrder
-from aedit.proto.transports.transport import PeersMissing
+from aedit.edit import EditConfig, HubPace, OwnPace, Shards, Waiter, make_pace
+from aedit.launch.data import LeasedOrder, SampleOrder
+from aedit.proto.transports import PeersMissing
 from aedit.types import News
 
 

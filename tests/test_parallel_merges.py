@@ -14,15 +14,11 @@ from kit.hub_machine import AVERAGE, config, joiner, picture, plan
 from kit.leading_hub import leading_hub
 from kit.waiting import until
 
-from aedit.async_sgd.hub.hub import Hub
-from aedit.async_sgd.journal import snapshot
-from aedit.async_sgd.journal.journal import Journal
-from aedit.async_sgd.journal.ledger import Ledger
-from aedit.async_sgd.journal.store import Store
-from aedit.async_sgd.rules.config import OuterConfig
-from aedit.async_sgd.rules.records import Merged, Push
-from aedit.async_sgd.service.engine import HubWorker
-from aedit.proto.codecs.codecs import codec
+from aedit.async_sgd.hub import Hub
+from aedit.async_sgd.journal import Journal, Ledger, Store, snapshot
+from aedit.async_sgd.rules import Merged, OuterConfig, Push
+from aedit.async_sgd.service import HubWorker
+from aedit.proto.codecs import codec
 from aedit.types import Layout, TensorLayout, UnitLayout
 
 NESTEROV = OuterConfig(kind="nesterov", lr=0.7, momentum=0.9)

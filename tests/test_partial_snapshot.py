@@ -12,17 +12,14 @@ from kit.wire import cutting
 from test_journal import Book, same
 from test_kept_journal import Follower
 
-from aedit.async_sgd.hub.saved import save_state
-from aedit.async_sgd.journal import partial
-from aedit.async_sgd.journal.frames import Damaged
-from aedit.async_sgd.journal.journal import segment_path
+from aedit.async_sgd.hub import save_state
+from aedit.async_sgd.journal import Damaged, partial, segment_numbers, segment_path, snapshot_path
 from aedit.async_sgd.journal.partial import PartialSnapshot, Received
-from aedit.async_sgd.journal.store import segment_numbers, snapshot_path
-from aedit.async_sgd.rules.records import Led
+from aedit.async_sgd.rules import Led
 from aedit.async_sgd.service import tailing
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.client import HubClient, HubUnreachable
-from aedit.proto.wire.notifier import Quiet
+from aedit.proto.rpc import hub_pb2 as pb
+from aedit.proto.rpc.client import HubClient, HubUnreachable
+from aedit.proto.rpc.notifier import Quiet
 
 CHUNK = 5000
 

@@ -10,9 +10,10 @@ from kit.rollouts import decode_plainly, prompts_of, tiny_policy
 from kit.serving import ask, byte_tokenizer, served, text_policy
 from kit.waiting import until
 
-from aedit.spec_rollout.engine.scoring import PART_TOKENS, Scoring
-from aedit.spec_rollout.service.http.control import control_routes
-from aedit.spec_rollout.service.tickets import PauseReplaced
+from aedit.spec_rollout.engine import Scoring
+from aedit.spec_rollout.engine.scoring import PART_TOKENS
+from aedit.spec_rollout.http import control_routes
+from aedit.spec_rollout.server import PauseReplaced
 
 
 @pytest.fixture(scope="module")

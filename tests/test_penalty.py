@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from aedit.async_sgd.rules.config import PenaltyConfig
+from aedit.async_sgd.rules import PenaltyConfig
 from aedit.async_sgd.rules.penalty import effective_nodes, weights
 from aedit.edit.mean_exchange import clip_scale
 

@@ -5,8 +5,7 @@ from itertools import product
 
 import pytest
 
-from aedit.spec_rollout.migration.lengths import LengthDistribution
-from aedit.spec_rollout.migration.reallocate import EngineSpeed, UnfinishedSample
+from aedit.spec_rollout.migration import EngineSpeed, LengthDistribution, UnfinishedSample
 from aedit.spec_rollout.workers.placement import WorkerLoad, place
 
 KNOWN = LengthDistribution.of([100])  # every sample has 100 tokens

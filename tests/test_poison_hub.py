@@ -13,14 +13,12 @@ from benchmarks.poison_parts.attacks import attacks
 from benchmarks.poison_parts.collusion import LIES, Collusion
 from kit.hub_processes import Client, HubProcess, HubRefused, ending, numbers, write_run
 
-from aedit.async_sgd.hub.members import Report
-from aedit.async_sgd.hub.plan import HubPlan
+from aedit.async_sgd.hub import HubPlan, Report
 from aedit.async_sgd.inprocess import InProcessHub, make_push
-from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig, StalenessConfig
+from aedit.async_sgd.rules import HubConfig, OuterConfig, PenaltyConfig, StalenessConfig
 from aedit.clock import VirtualClock
-from aedit.proto.wire import frames
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.client import channel
+from aedit.proto.rpc import channel, frames
+from aedit.proto.rpc import hub_pb2 as pb
 from aedit.types import Layout, TensorLayout, UnitLayout
 
 NODES, BAD, ROUNDS, NUMEL = 8, 7, 12, 6000

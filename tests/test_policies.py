@@ -14,8 +14,8 @@ from benchmarks.kit.tasks import worked
 from benchmarks.policies import Policy, load, new_model, prompts, ready
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from aedit.launch.data.tokenizer import ByteTokenizer
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+from aedit.launch.data import ByteTokenizer
+from aedit.spec_rollout.drafters import DraftLayer
 
 QUICK = Policy(size="quick", minutes=0.001)
 END = 256

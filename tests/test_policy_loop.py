@@ -10,15 +10,13 @@ import torch
 from benchmarks.kit.hubs import layout_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from aedit.async_sgd.hub.plan import HubPlan
+from aedit.async_sgd.hub import HubPlan
 from aedit.async_sgd.inprocess import InProcessHub
-from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig
+from aedit.async_sgd.rules import HubConfig, OuterConfig, PenaltyConfig
 from aedit.clock import VirtualClock
-from aedit.edit.config import EditConfig
-from aedit.edit.hub_exchange import HubExchange
-from aedit.edit.sync import LayerSync
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.sampling.samples import Prompt, Sampling
+from aedit.edit import EditConfig, HubExchange, LayerSync
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.sampling import Prompt, Sampling
 
 VOCABULARY = 32
 SIZES = {

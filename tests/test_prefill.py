@@ -8,12 +8,9 @@ import torch
 from kit.prefill import Recorder, features_of, long_prompts, watched
 from kit.rollouts import FLIPS, Flips, Insider, decode_plainly, prompts_of, tiny_policy
 
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.engine.limits import EngineLimits
-from aedit.spec_rollout.model.cache import KVMemory
-from aedit.spec_rollout.model.kv_spans import KVMemoryError
-from aedit.spec_rollout.model.target import Target
-from aedit.spec_rollout.sampling.samples import Sampling
+from aedit.spec_rollout.engine import Engine, EngineLimits
+from aedit.spec_rollout.model import KVMemory, KVMemoryError, Target
+from aedit.spec_rollout.sampling import Sampling
 
 
 @pytest.fixture(scope="module")

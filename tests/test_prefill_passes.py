@@ -7,9 +7,8 @@ import torch
 from kit.rollouts import prefilled
 from test_target import FAMILIES, close, drawn, made, own
 
-from aedit.spec_rollout.model import prefill
+from aedit.spec_rollout.model import Target, prefill
 from aedit.spec_rollout.model.prefill import PassLimits, Segment, plan_passes
-from aedit.spec_rollout.model.target import Target
 
 COUNTS = [5, 33, 6, 1, 60, 5, 31]
 

@@ -11,13 +11,11 @@ from kit.prefill import Recorder, features_of, long_prompts
 from kit.rollouts import FLIPS, VOCABULARY, Flips, Insider, decode_plainly, perturbed, tiny_policy
 
 from aedit import spec_rollout
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.engine.limits import EngineLimits
+from aedit.spec_rollout.engine import Engine, EngineLimits
 from aedit.spec_rollout.engine.prefix_cache import BLOCK_TOKENS, KEY_BYTES, PrefixCache
-from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
-from aedit.spec_rollout.learning.features import RowFeatures
-from aedit.spec_rollout.model.target_model import make_target
-from aedit.spec_rollout.sampling.samples import Prompt, Sampling
+from aedit.spec_rollout.model import make_target
+from aedit.spec_rollout.sampling import Prompt, Sampling
+from aedit.spec_rollout.training import FeatureRing, RingShape, RowFeatures
 
 BLOCK_BYTES = KEY_BYTES + 2 * 2 * 2 * BLOCK_TOKENS * 8 * 8
 """Two layers, keys and values, two heads of size 8, float64."""

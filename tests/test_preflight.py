@@ -8,13 +8,21 @@ import torch
 from safetensors.torch import save_file
 
 from aedit.launch.cli import main
-from aedit.launch.config.config import DataConfig, ModelConfig, RunConfig
-from aedit.launch.config.load import load
-from aedit.launch.config.memory import check_memory, least_parameters, machine_bytes, state_bytes
-from aedit.launch.config.placement import Placement
-from aedit.launch.config.presets import PREFIX, preset_names
-from aedit.launch.data.preflight import check_data
-from aedit.launch.local.plan import measure
+from aedit.launch.config import (
+    PREFIX,
+    DataConfig,
+    ModelConfig,
+    Placement,
+    RunConfig,
+    check_memory,
+    least_parameters,
+    load,
+    machine_bytes,
+    preset_names,
+    state_bytes,
+)
+from aedit.launch.data import check_data
+from aedit.launch.processes import measure
 from aedit.types import UserError
 
 HUGE = {"hidden_size": 65536, "num_hidden_layers": 200}

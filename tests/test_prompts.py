@@ -6,11 +6,8 @@ from decimal import Decimal
 import pytest
 import torch
 
-from aedit.launch.config.config import DataConfig
-from aedit.launch.config.rl import PromptConfig
-from aedit.launch.data.prompts import load_problems
-from aedit.launch.data.supervised import AnswerTokens
-from aedit.launch.data.tokenizer import ByteTokenizer
+from aedit.launch.config import DataConfig, PromptConfig
+from aedit.launch.data import AnswerTokens, ByteTokenizer, load_problems
 from aedit.spec_rollout import Problem
 from aedit.spec_rollout.rl.rewards.built_in import numeric_reward
 from aedit.spec_rollout.rl.tasks import arithmetic
@@ -134,7 +131,7 @@ def test_a_template_that_refuses_a_prompt_is_named_with_the_row(jsonl):
 def test_a_template_of_a_hugging_face_tokenizer_is_found(tmp_path):
     from transformers import AutoTokenizer
 
-    from aedit.launch.data.tokenizer import load_tokenizer
+    from aedit.launch.data import load_tokenizer
 
     ByteTokenizer().save(tmp_path)
     config = DataConfig(tokenizer=str(tmp_path))

@@ -6,17 +6,16 @@ import pytest
 from kit.statements import OWNER, statement
 from kit.swarm import RUN, Network, Peer, card_of, data_of, key_of, replica
 
-from aedit.async_sgd.service.statements import Signer, TwoValues
+from aedit.async_sgd.service import Signer
+from aedit.async_sgd.service.statements import TwoValues
 from aedit.launch.cli.main import main
-from aedit.launch.swarm.roles import part_view
-from aedit.proto.swarm.card import encoded
+from aedit.launch.swarm import part_view
+from aedit.proto.rpc import parsed
+from aedit.proto.rpc import swarm_pb2 as pb
+from aedit.proto.swarm import KnownPeers, PartPlaces, Proofs, ReplicasFile, encoded, read_proof
 from aedit.proto.swarm.contradiction import contradiction
 from aedit.proto.swarm.exchange import MOST_SENT, Violation
-from aedit.proto.swarm.known_peers import KnownPeers
-from aedit.proto.swarm.proofs import Proofs, proof_text, read_proof
-from aedit.proto.swarm.replicas_file import PartPlaces, ReplicasFile
-from aedit.proto.wire import swarm_pb2 as pb
-from aedit.proto.wire.statement import parsed
+from aedit.proto.swarm.proofs import proof_text
 
 LIAR = key_of(1)  # that of peer 0 of a network
 TRUE, FALSE = statement(1, key=LIAR), statement(2, key=LIAR)

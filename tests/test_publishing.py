@@ -6,8 +6,7 @@ import time
 import pytest
 import torch
 
-from aedit.spec_rollout.idle import publishing
-from aedit.spec_rollout.idle.publishing import SharedSlots, SlotLayout
+from aedit.spec_rollout.training import SharedSlots, SlotLayout, publishing
 
 FORMS = {"fc.weight": torch.zeros(3, 5), "norm": torch.zeros(7, dtype=torch.bfloat16)}
 

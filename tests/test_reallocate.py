@@ -12,19 +12,21 @@ import torch
 from kit.simulated_engines import MOST, PACE, Simulated, World, prompts
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.migration.lengths import LengthDistribution, group_scales
-from aedit.spec_rollout.migration.moving import HISTORY_ROLLOUTS, LocalEngine, Reallocator, SpeedMeter
-from aedit.spec_rollout.migration.reallocate import (
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.migration import (
+    HISTORY_ROLLOUTS,
     EngineLoad,
     EngineSpeed,
-    MigrationRule,
+    LengthDistribution,
+    LocalEngine,
+    Reallocator,
+    SpeedMeter,
     UnfinishedSample,
-    drain_s,
-    plan,
 )
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
-from aedit.spec_rollout.workers.handle import WorkerHandle
+from aedit.spec_rollout.migration.lengths import group_scales
+from aedit.spec_rollout.migration.reallocate import MigrationRule, drain_s, plan
+from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
+from aedit.spec_rollout.workers import WorkerHandle
 from aedit.spec_rollout.workers.remote_engine import RemoteEngine
 
 PROMPT_OF_NONE = Prompt(tokens=(1,))

@@ -10,16 +10,23 @@ from kit.hub_processes import Client, HubProcess, HubRefused, HubUnreachable, en
 from kit.leading_hub import leading_hub
 from test_journal import Book, config, same
 
-from aedit.async_sgd.journal.frames import Damaged
-from aedit.async_sgd.journal.journal import NOTE, JournalBroken, segment_path
-from aedit.async_sgd.journal.mirror import Mirror
-from aedit.async_sgd.journal.receipts import Receipts, Unproven
-from aedit.async_sgd.journal.store import Store, segment_numbers, snapshot_path
+from aedit.async_sgd.journal import (
+    Damaged,
+    JournalBroken,
+    Mirror,
+    Store,
+    Unproven,
+    segment_numbers,
+    segment_path,
+    snapshot_path,
+)
+from aedit.async_sgd.journal.journal import NOTE
+from aedit.async_sgd.journal.receipts import Receipts
 from aedit.launch.hub.replay import make_hub
+from aedit.proto.agent import AgentPlan
 from aedit.proto.agent.membership import Membership
-from aedit.proto.agent.plan import AgentPlan
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.client import HubClient
+from aedit.proto.rpc import HubClient
+from aedit.proto.rpc import hub_pb2 as pb
 from aedit.types import UserError
 
 

@@ -11,9 +11,9 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from aedit.launch.config.config import RunConfig
-from aedit.launch.rundir.recorder import Clock, Recorder
-from aedit.launch.rundir.sinks import SINKS, Origin, open_sinks
+from aedit.launch.config import RunConfig
+from aedit.launch.records import Clock, Origin, Recorder, open_sinks
+from aedit.launch.records.sinks import SINKS
 from aedit.types import UserError
 
 

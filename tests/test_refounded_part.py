@@ -11,8 +11,8 @@ from kit.agents import exchange, node, order, plan
 from kit.leading_hub import leading_hub
 from kit.waiting import until
 
-from aedit.proto.agent.link import Progress
-from aedit.proto.wire.lineage import last_term_before
+from aedit.proto.agent import Progress
+from aedit.proto.rpc import last_term_before
 from aedit.types import Verdict
 
 FIRST = [np.arange(size, dtype=np.float32) + 100 * unit for unit, size in enumerate((22, 5000))]

@@ -19,10 +19,9 @@ from kit.markov import (
     world,
 )
 
-from aedit.spec_rollout.drafters.drafts import Draft
-from aedit.spec_rollout.sampling.noise import gumbel, uniforms
-from aedit.spec_rollout.sampling.rejection import rejection_accept
-from aedit.spec_rollout.sampling.verify import coupled_tokens
+from aedit.spec_rollout.drafters import Draft
+from aedit.spec_rollout.sampling import coupled_tokens, gumbel, rejection_accept
+from aedit.spec_rollout.sampling.noise import uniforms
 
 WORLD = world()
 NUM = 200_000

@@ -6,18 +6,27 @@ import zlib
 import numpy as np
 import pytest
 
-from aedit.async_sgd.hub import upward
-from aedit.async_sgd.hub.joins import Joiner
-from aedit.async_sgd.hub.members import Report
-from aedit.async_sgd.journal.ledger import Ledger
-from aedit.async_sgd.journal.store import Store
-from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PushFilterConfig
-from aedit.async_sgd.rules.records import Agreed, Banned, Configured, Led, Merged, Mixed, Push, Record
-from aedit.edit.config import EditConfig
-from aedit.launch.config.config import RunConfig
+from aedit.async_sgd.hub import Joiner, Report, upward
+from aedit.async_sgd.journal import Ledger, Store
+from aedit.async_sgd.rules import (
+    Agreed,
+    Banned,
+    Configured,
+    HubConfig,
+    Led,
+    Merged,
+    Mixed,
+    OuterConfig,
+    Push,
+    PushFilterConfig,
+    Record,
+)
+from aedit.edit import EditConfig
+from aedit.launch.config import RunConfig
+from aedit.launch.hub import anchors_of, records_of, replayed
 from aedit.launch.hub.folder import claim
-from aedit.launch.hub.replay import anchors_of, make_hub, records_of, replayed
-from aedit.proto.codecs.codecs import codec
+from aedit.launch.hub.replay import make_hub
+from aedit.proto.codecs import codec
 from aedit.types import Layout, TensorLayout, UnitLayout, UserError
 
 SHAPES = (((60, 50), (50,)), ((7, 11),))

@@ -2,9 +2,9 @@
 
 import pytest
 
-from aedit.proto.agent.plan import AgentPlan
-from aedit.proto.agent.replica_finder import ReplicaFinder, replicas_of_parts
-from aedit.proto.swarm.replicas_file import PartPlaces, ReplicasFile
+from aedit.proto.agent import AgentPlan, replicas_of_parts
+from aedit.proto.agent.replica_finder import ReplicaFinder
+from aedit.proto.swarm import PartPlaces, ReplicasFile
 from aedit.types import UserError
 
 

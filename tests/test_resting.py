@@ -8,13 +8,12 @@ from kit.hub_processes import Client
 from kit.waiting import until
 from test_swarm_attacks import address, replica
 
-from aedit.launch.rundir.resting import resting_file
+from aedit.launch.records import resting_file
 from aedit.launch.swarm import hosted_part
 from aedit.launch.swarm.hosted_part import HostedPart, HostOptions
-from aedit.proto.swarm.replicas_file import PartPlaces
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.client import HubUnreachable
-from aedit.proto.wire.security import ClientKeys
+from aedit.proto.rpc import ClientKeys, HubUnreachable
+from aedit.proto.rpc import hub_pb2 as pb
+from aedit.proto.swarm import PartPlaces
 
 
 def told(process):

@@ -2,8 +2,8 @@
 
 import heapq
 
-from aedit.spec_rollout.service import retry_times
-from aedit.spec_rollout.service.retry_times import MAX_RETRY_S, MIN_RETRY_S, RetryTimes
+from aedit.spec_rollout.server import retry_times
+from aedit.spec_rollout.server.retry_times import MAX_RETRY_S, MIN_RETRY_S, RetryTimes
 
 
 def simulate(num_clients, over_per_s, places=16, seconds=120.0):

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.rewards import group, rewarded
 
-from aedit.launch.config.rl import PromptConfig, RewardConfig
-from aedit.launch.data.rewards import need_answer, reward_specs
+from aedit.launch.config import PromptConfig, RewardConfig
+from aedit.launch.data import need_answer
+from aedit.launch.data.rewards import reward_specs
 from aedit.spec_rollout import RewardPool, RewardSpec
 from aedit.spec_rollout.rl.rewards.built_in import (
     exact_reward,

@@ -7,8 +7,8 @@ from benchmarks import rl, rl_idle
 from benchmarks.kit import rl_runs
 from kit.rl_runs import rl_run
 
-from aedit.launch.config.load import load
-from aedit.launch.rundir.reader import read_run
+from aedit.launch.config import load
+from aedit.launch.records import read_run
 
 GOOD = rl.Outcome(0.4, 0.65, 1000.0, 9000.0, 240.0)
 

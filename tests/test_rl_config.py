@@ -2,12 +2,9 @@
 
 import pytest
 
-from aedit.launch.config.load import load
-from aedit.launch.config.placement import Placement
-from aedit.launch.config.rl import PromptConfig
-from aedit.launch.data.prompts import load_problems
-from aedit.launch.data.tokenizer import ByteTokenizer
-from aedit.launch.local.preflight import preflight
+from aedit.launch.config import Placement, PromptConfig, load
+from aedit.launch.data import ByteTokenizer, load_problems
+from aedit.launch.processes import preflight
 from aedit.types import UserError
 
 SUMS = "aedit.spec_rollout.rl.tasks.arithmetic:rows"

@@ -11,13 +11,11 @@ from pathlib import Path
 import pytest
 
 from aedit.async_sgd.service import page as prometheus
-from aedit.launch.config import rl
+from aedit.launch.config import literal, load, rl
 from aedit.launch.config.audit import AuditConfig
-from aedit.launch.config.fields import literal
-from aedit.launch.config.load import load
-from aedit.launch.data.prompts import load_problems
-from aedit.launch.data.tokenizer import ByteTokenizer
-from aedit.launch.rundir.rl_records import DrafterMetric, RLEvalEvent, RLMetric
+from aedit.launch.data import ByteTokenizer, load_problems
+from aedit.launch.records import RLEvalEvent, RLMetric
+from aedit.launch.records.rl_records import DrafterMetric
 from aedit.spec_rollout.rl.rewards.calling import find, scores
 
 ROOT = Path(__file__).parent.parent

@@ -11,12 +11,12 @@ from kit.rl_nodes import config_of, records, run, weights
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from aedit.launch.node.rl_drafter import make_online, saved_layer
+from aedit.launch.node import saved_layer
+from aedit.launch.node.rl_drafter import make_online
 from aedit.spec_rollout import make_target
-from aedit.spec_rollout.arms.arms import Fixed
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.drafters.drafts import parse_arm
-from aedit.spec_rollout.learning.policy_source import TrainedPolicy
+from aedit.spec_rollout.choose import Fixed
+from aedit.spec_rollout.drafters import DraftLayer, parse_arm
+from aedit.spec_rollout.training import TrainedPolicy
 from aedit.types import UserError
 
 FILE = "drafter.safetensors"

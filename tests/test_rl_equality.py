@@ -6,8 +6,8 @@ from kit.rl_drafter import make_loud, train_at_once, wait_for_publications
 from kit.rl_nodes import config_of, records, run, weights
 
 from aedit.launch.node.rl_groups import GroupStream
-from aedit.spec_rollout.arms.arms import Fixed
-from aedit.spec_rollout.drafters.drafts import parse_arm
+from aedit.spec_rollout.choose import Fixed
+from aedit.spec_rollout.drafters import parse_arm
 
 STEPS = 12
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 from kit.thread_ranks import run_ranks
 
-from aedit.launch.config.rl import RLConfig, RLSamplingConfig
-from aedit.launch.data.order import SampleOrder
+from aedit.launch.config import RLConfig
+from aedit.launch.config.rl import RLSamplingConfig
+from aedit.launch.data import SampleOrder
 from aedit.launch.node import rl_groups
 from aedit.launch.node.rl_groups import GroupStream
 from aedit.launch.node.rl_pipeline import GroupPipeline
-from aedit.spec_rollout.rl.problems import Problem
-from aedit.spec_rollout.rl.rewards.reward import RewardReport
-from aedit.spec_rollout.sampling.samples import Rollout, Sampling
+from aedit.spec_rollout.rl import Problem, RewardReport
+from aedit.spec_rollout.sampling import Rollout, Sampling
 
 PROBLEMS = 1000
 

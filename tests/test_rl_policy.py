@@ -6,7 +6,7 @@ from kit import rl_losses
 from kit.plain_grpo import Recording
 from kit.rl_nodes import config_of, records, run, weights
 
-from aedit.launch.node.model import build_model
+from aedit.launch.node import build_model
 from aedit.types import ImportPath
 
 SPY = {"rl__loss": ImportPath("kit.rl_losses:spy"), "drafter__kind": "off"}

@@ -10,15 +10,11 @@ import pytest
 from kit.hub_processes import Client, HubProcess, ending, write_run
 from kit.rl_runs import RLNode, closing, rl_run
 
-from aedit.edit.shards import Shards
+from aedit.edit import Shards
 from aedit.launch.node.rl_records import RLRecords, Waits
-from aedit.launch.rundir.hub_records import HubSample
-from aedit.launch.rundir.reader import read_run
-from aedit.launch.rundir.recorder import Clock, Recorder
-from aedit.launch.rundir.rl_records import RLMetric
-from aedit.proto.agent import mailbox
-from aedit.proto.agent.link import Progress
-from aedit.proto.wire import hub_pb2 as pb
+from aedit.launch.records import Clock, HubSample, Recorder, RLMetric, read_run
+from aedit.proto.agent import Progress, mailbox
+from aedit.proto.rpc import hub_pb2 as pb
 from aedit.types import RL_REPORT
 
 

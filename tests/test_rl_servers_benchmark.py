@@ -11,8 +11,8 @@ from benchmarks.rl_servers_parts.ledger import Difference, Ledger, difference
 from benchmarks.rl_servers_parts.training import Plan, Trainer, deal, make_policy, reward, step
 
 from aedit.spec_rollout import Engine
-from aedit.spec_rollout.engine.engine_source import EngineSource
-from aedit.spec_rollout.sampling.samples import Rollout
+from aedit.spec_rollout.engine import EngineSource
+from aedit.spec_rollout.sampling import Rollout
 
 PLAN = Plan(batches=2, groups=2, group_size=3, rows=2, max_new_tokens=12, step_s=0.0, train_s=0.0)
 

@@ -13,8 +13,8 @@ from benchmarks.rl_speed_parts.steps import WAYS, Done, Spent, Step, World
 from benchmarks.rl_speed_parts.waits import Waited
 from benchmarks.rollout_parts.same import Same
 
-from aedit.launch.data.tokenizer import ByteTokenizer
-from aedit.spec_rollout.sampling.samples import Rollout
+from aedit.launch.data import ByteTokenizer
+from aedit.spec_rollout.sampling import Rollout
 
 SIZE = Size(
     policy=Policy(size="quick", minutes=0.02),

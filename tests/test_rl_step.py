@@ -4,7 +4,7 @@ import pytest
 from kit.plain_grpo import PlainTrainer, Recording, metrics_of
 from kit.rl_nodes import config_of, records, run
 
-from aedit.launch.node.model import build_model
+from aedit.launch.node import build_model
 
 KEYS = {
     "drafter__kind": "off",

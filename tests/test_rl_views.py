@@ -11,20 +11,13 @@ from rich.console import Console
 from test_hub_views import line, node_at, write
 from test_views import full_run
 
-from aedit.launch.rundir.reader import read_run
-from aedit.launch.views import plot
-from aedit.launch.views import report as report_module
+from aedit.launch.records import read_run
+from aedit.launch.views import after_warm_up, newest, plot
+from aedit.launch.views import run_report as report_module
 from aedit.launch.views.bars import time_per_node
 from aedit.launch.views.panel import Fitted, panel
 from aedit.launch.views.panel import line as plain_line
-from aedit.launch.views.rl_figures import (
-    after_warm_up,
-    newest,
-    recent_rollout_tokens_per_s,
-    rl_totals,
-    seconds_by_use,
-    splits,
-)
+from aedit.launch.views.rl_figures import recent_rollout_tokens_per_s, rl_totals, seconds_by_use, splits
 from aedit.launch.views.rl_plots import drafter, policy_health, reward_by_steps, reward_by_time, step_split
 
 RL_PLOTS = {
@@ -294,7 +287,7 @@ def test_a_run_whose_figures_are_all_missing_breaks_no_view(tmp_path, report):
     text = report(tmp_path) + shown(tmp_path)
     assert "nan" not in text.lower().replace("nanosecond", "")
     assert "no plain step was timed" in text
-    assert {path.name for path in plot.main(tmp_path)} == RL_PLOTS
+    assert {path.name for path in plot.plot_command(tmp_path)} == RL_PLOTS
 
 
 def test_plots_of_reward_hold_each_nodes_series_and_the_held_out_answers(tmp_path):
@@ -453,7 +446,7 @@ def test_plots_of_the_policy_and_of_the_nodes_time_hold_their_figures(tmp_path):
 
 def test_every_plot_is_an_image_with_something_on_it(tmp_path):
     run_dir = rl_run(tmp_path, 10)
-    paths = plot.main(run_dir)
+    paths = plot.plot_command(run_dir)
     assert {path.name for path in paths} == RL_PLOTS
     for path in paths:
         assert matplotlib.image.imread(path)[..., :3].std() > 0.02, path

@@ -8,13 +8,13 @@ import torch
 from kit.rl_nodes import config_of, records, run
 from rich.console import Console
 
-from aedit.launch.data.tokenizer import load_tokenizer
+from aedit.launch.data import load_tokenizer
 from aedit.launch.node.sharding import make_model
 from aedit.launch.node.world import World
-from aedit.launch.rundir.reader import read_run
-from aedit.launch.views import report as report_module
+from aedit.launch.records import read_run
+from aedit.launch.views import run_report as report_module
 from aedit.launch.views.panel import panel
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+from aedit.spec_rollout.drafters import DraftLayer
 
 JOBS = "tests/dist_jobs/rl_window_jobs.py"
 

@@ -13,7 +13,7 @@ from kit.rl_nodes import config_of, records, run, weights
 from aedit.launch.node import rl_workers
 from aedit.launch.node.rl_groups import GroupStream
 from aedit.spec_rollout import WorkerSource
-from aedit.spec_rollout.learning.feature_ring import FeatureRing
+from aedit.spec_rollout.training import FeatureRing
 
 KEYS = {"rl__engine_dtype": "fp64", "rl__sampling__max_new_tokens": 8, "train__steps": 5}
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 
 from aedit.async_sgd.inprocess import make_push
-from aedit.async_sgd.rules.merge import merge
-from aedit.async_sgd.rules.records import Part
+from aedit.async_sgd.rules import Part, merge
 from aedit.async_sgd.rules.robust import centered_clip, geometric_median, multi_krum
 from aedit.types import TensorLayout, UnitLayout
 

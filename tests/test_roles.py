@@ -11,10 +11,8 @@ from kit.leading_hub import keys_of, leading_hub
 
 from aedit.async_sgd.service.tailing import Tailing
 from aedit.launch.cli.keys import make_keys, revoke
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.client import HubClient
-from aedit.proto.wire.notifier import Quiet
-from aedit.proto.wire.security import client_keys
+from aedit.proto.rpc import HubClient, Quiet, client_keys
+from aedit.proto.rpc import hub_pb2 as pb
 
 STANDBY = 'standby = "127.0.0.1:1"'
 FAR_TERM = 10**9

@@ -32,12 +32,10 @@ from benchmarks.rollout_parts.theirs import OURS, THEIRS, Theirs, without_stop
 from benchmarks.rollout_parts.watch import Foretold, Scores, Watched
 from transformers import LlamaForCausalLM
 
-from aedit.spec_rollout.arms.arms import EngineView, StepObservation
-from aedit.spec_rollout.arms.calibration import DraftNodes
-from aedit.spec_rollout.arms.goodput import Goodput
-from aedit.spec_rollout.drafters.drafts import Arm, Draft, parse_arm
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.sampling.samples import Prompt, Sampling
+from aedit.spec_rollout.choose import DraftNodes, EngineView, Goodput, StepObservation
+from aedit.spec_rollout.drafters import Arm, Draft, parse_arm
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.sampling import Prompt, Sampling
 
 QUICK = Policy(size="quick", minutes=0.001)
 

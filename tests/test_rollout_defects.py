@@ -27,11 +27,16 @@ import torch
 from kit.rollouts import Stubborn, engine_of, prompts_of, tiny_policy
 from kit.tiny_policies import drafter, ends, policy, said
 
-from aedit.spec_rollout.drafters.drafts import RowStart, StepUpdate
-from aedit.spec_rollout.learning.feature_reader import FeatureReader
-from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
-from aedit.spec_rollout.learning.features import RowFeatures
-from aedit.spec_rollout.learning.learning import LayerTraining, LearningConfig, policy_tensors
+from aedit.spec_rollout.drafters import RowStart, StepUpdate
+from aedit.spec_rollout.training import (
+    FeatureReader,
+    FeatureRing,
+    LayerTraining,
+    LearningConfig,
+    RingShape,
+    RowFeatures,
+    policy_tensors,
+)
 
 
 def ring_for(model, num_bytes=2**20):

@@ -9,13 +9,12 @@ from kit.rollout_servers import Author, TrainerEnd, tiny_server
 from kit.rollouts import VOCABULARY, decode_plainly, logprobs_of, prompts_of, tiny_policy
 from kit.waiting import until
 
-from aedit.proto.wire import rollouts_pb2 as pb
-from aedit.proto.wire.author import new_secret
-from aedit.proto.wire.retry import HubRefused
-from aedit.spec_rollout.audit.statement import Origin, is_signed, statement_of
-from aedit.spec_rollout.migration.sample_text import encode_sampling
-from aedit.spec_rollout.sampling.samples import Rollout, Sampling
-from aedit.spec_rollout.service.stream_limits import StreamLimits
+from aedit.proto.rpc import HubRefused, new_secret
+from aedit.proto.rpc import rollouts_pb2 as pb
+from aedit.spec_rollout.audit import Origin, is_signed, statement_of
+from aedit.spec_rollout.migration import encode_sampling
+from aedit.spec_rollout.sampling import Rollout, Sampling
+from aedit.spec_rollout.server import StreamLimits
 
 
 def test_trainers_get_the_tokens_of_a_plain_engine_with_signed_ends_on_lines_of_their_own():

@@ -8,13 +8,9 @@ from kit.deferred import move, node
 from kit.hubs import Hub, HubLink, hub_node
 from kit.nodes import batches, furthest, in_threads, loss, parameters, tower
 
-from aedit.async_sgd.rules.outer import Average, Nesterov
-from aedit.edit import snapshot
-from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.mean_exchange import MeanExchange
-from aedit.edit.pace import OwnPace
-from aedit.edit.sync import LayerSync
-from aedit.proto.transports.memory import MemoryWorld
+from aedit.async_sgd.rules import Average, Nesterov
+from aedit.edit import EditConfig, LayerSync, MeanExchange, OwnPace, PenaltyConfig, snapshot
+from aedit.proto.transports import MemoryWorld
 from aedit.types import Round
 
 

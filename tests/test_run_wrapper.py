@@ -15,14 +15,22 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from aedit.launch.config.config import DataConfig, EditConfig, HubConfig, LocalConfig, RunConfig, TrainConfig
-from aedit.launch.config.load import load_run
-from aedit.launch.config.placement import Placement, check_hub_start, torchrun_words
+from aedit.launch.config import (
+    DataConfig,
+    Placement,
+    RunConfig,
+    TrainConfig,
+    check_hub_start,
+    load_run,
+    torchrun_words,
+)
+from aedit.launch.config.config import EditConfig, HubConfig, LocalConfig
 from aedit.launch.hub.folder import claim
-from aedit.launch.local import join
 from aedit.launch.node import build, world
 from aedit.launch.node import main as node
-from aedit.launch.rundir.prepare import MIN_FREE_BYTES, claimed, next_attempt, prepare
+from aedit.launch.processes import join_run
+from aedit.launch.records import claimed, next_attempt, prepare
+from aedit.launch.records.run_directory import MIN_FREE_BYTES
 from aedit.types import UserError
 
 LIMIT_S = 60
@@ -78,7 +86,7 @@ if mode not in ("good", "crash once"):
 DRIVER = """
 import faulthandler, functools, sys
 faulthandler.dump_traceback_later(50)
-import aedit.launch.local.run as wrapper
+import aedit.launch.processes.run_local as wrapper
 wrapper.run = functools.partial(wrapper.run, program=("--", sys.argv[1]))
 wrapper.LEAVE_LIMIT_S = float(sys.argv[2])
 from aedit.launch.cli import main
@@ -510,15 +518,15 @@ def test_a_node_that_joins_takes_over_neither_folder_device_nor_trackers_of_the_
     edit = EditConfig(landing="arrival")
     told = RunConfig(name="wide", dir="far", device="cuda", log=("wandb",), seed=7, edit=edit)
     taken = []
-    monkeypatch.setattr(join, "_greet", lambda *_: told)
+    monkeypatch.setattr(join_run, "_greet", lambda *_: told)
 
     def stop(config, placement):
         taken.append(config)
         raise UserError("far enough")
 
-    monkeypatch.setattr(join, "preflight", stop)
+    monkeypatch.setattr(join_run, "preflight", stop)
     for flags in ([], ["--log", "tensorboard"]):
         with pytest.raises(UserError, match="far enough"):
-            join.join("127.0.0.1:1", flags, name="box")
+            join_run.join("127.0.0.1:1", flags, name="box")
     assert [(c.name, c.seed, c.dir, c.device) for c in taken] == 2 * [("wide", 7, "runs", "auto")]
     assert [c.log for c in taken] == [(), ("tensorboard",)]

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from aedit.edit.config import EditConfig
-from aedit.edit.schedule import AtMultiples, EverySeconds, EverySteps, make_schedule
+from aedit.edit import AtMultiples, EditConfig, EverySeconds, EverySteps
+from aedit.edit.schedule import make_schedule
 from aedit.types import Round
 
 

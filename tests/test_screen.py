@@ -7,17 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aedit.async_sgd.rules.config import PushFilterConfig
-from aedit.async_sgd.rules.push_filter import (
-    SizeHistory,
-    directions,
-    judge_push,
-    log_size,
-    outliers,
-    shortening,
-)
-from aedit.async_sgd.rules.records import Part, Push
-from aedit.launch.config.load import load
+from aedit.async_sgd.rules import Part, Push, PushFilterConfig, SizeHistory, directions
+from aedit.async_sgd.rules.push_filter import judge_push, log_size, outliers, shortening
+from aedit.launch.config import load
 from aedit.types import TensorLayout, UnitLayout
 
 SCREEN = PushFilterConfig()

@@ -20,17 +20,10 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_g
 
 from aedit.launch.cli import certificates as making
 from aedit.launch.cli.keys import Others, hosted_of, make_keys, revoke
-from aedit.launch.config.config import RunConfig
+from aedit.launch.config import RunConfig
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.welcome import open_to_others
-from aedit.proto.wire.security import (
-    ServerKeys,
-    check_exposure,
-    client_keys,
-    is_loopback,
-    name_of,
-    server_keys,
-)
+from aedit.proto.rpc import ServerKeys, check_exposure, client_keys, is_loopback, name_of, server_keys
 from aedit.types import UserError
 
 CALL_S = 10.0

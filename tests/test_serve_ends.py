@@ -8,12 +8,10 @@ import pytest
 from kit.served_runs import write_served_run
 
 from aedit.launch.cli.main import main
-from aedit.launch.config.fields import to_toml
-from aedit.launch.config.load import load
+from aedit.launch.config import load, to_toml
 from aedit.launch.serve import announcer, run_member, run_server
-from aedit.proto.wire import directory_pb2 as pb
-from aedit.proto.wire.hub_pb2 import HelloReply
-from aedit.proto.wire.retry import HubRefused, HubUnreachable
+from aedit.proto.rpc import HelloReply, HubRefused, HubUnreachable
+from aedit.proto.rpc import directory_pb2 as pb
 
 HUB = "127.0.0.1:1"  # nobody listens there
 

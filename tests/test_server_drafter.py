@@ -11,16 +11,15 @@ from kit.hosts import LIMIT_S, Kept
 from kit.rl_drafter import train_at_once
 from kit.tiny_policies import policy
 
-from aedit.launch.config.config import RunConfig
-from aedit.launch.config.rl import DrafterConfig
+from aedit.launch.config import DrafterConfig, RunConfig
 from aedit.launch.serve import server_drafter
 from aedit.launch.serve.line_engines import LineEngines
 from aedit.launch.serve.server_drafter import ServerDrafter
 from aedit.spec_rollout import Engine, Prompt, Sampling, make_target
-from aedit.spec_rollout.arms.arms import Fixed
-from aedit.spec_rollout.drafters.drafts import parse_arm
-from aedit.spec_rollout.learning.features import RowFeatures
-from aedit.spec_rollout.service.host import EngineHost
+from aedit.spec_rollout.choose import Fixed
+from aedit.spec_rollout.drafters import parse_arm
+from aedit.spec_rollout.server import EngineHost
+from aedit.spec_rollout.training import RowFeatures
 
 LINES = ("run", "trainer")
 ROWS, MAX_TOKENS = 4, 64

@@ -8,9 +8,7 @@ import pytest
 from rich.console import Console
 
 from aedit.launch.cli.main import main
-from aedit.launch.rundir.reader import read_run
-from aedit.launch.rundir.server_records import KEY_FILE
-from aedit.launch.rundir.serving_records import is_server_folder, read_server
+from aedit.launch.records import KEY_FILE, is_server_folder, read_run, read_server
 from aedit.launch.views.server_folder_view import server_panel, serving_facts
 from aedit.types import UserError
 

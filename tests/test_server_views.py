@@ -10,9 +10,9 @@ from rich.console import Console
 from test_hub_views import line, node_at, node_files, shown_status, write
 from test_rl_views import RLNode
 
-from aedit.launch.rundir.reader import RunFollower, read_run
+from aedit.launch.records import RunFollower, read_run
+from aedit.launch.views import report
 from aedit.launch.views.panel import Fitted
-from aedit.launch.views.report import report
 from aedit.launch.views.server_plots import servers
 from aedit.launch.views.server_report import server_facts
 from aedit.types import UserError

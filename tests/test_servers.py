@@ -17,13 +17,14 @@ from kit.fake_worker import token
 from kit.tiny_policies import policy
 from kit.waiting import until
 
-from aedit.proto.wire import rollouts_pb2 as pb
+from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.spec_rollout import Prompt, Sampling, WorkerConfig, WorkerSource
-from aedit.spec_rollout.audit.statement import Origin
-from aedit.spec_rollout.migration.sample_text import encode_prompt
-from aedit.spec_rollout.servers.config import Servers, layout_of
-from aedit.spec_rollout.servers.places import Place
-from aedit.spec_rollout.servers.session import ServerFacts, Session
+from aedit.spec_rollout.audit import Origin
+from aedit.spec_rollout.migration import encode_prompt
+from aedit.spec_rollout.remote import Servers
+from aedit.spec_rollout.remote.config import layout_of
+from aedit.spec_rollout.remote.places import Place
+from aedit.spec_rollout.remote.session import ServerFacts, Session
 from aedit.spec_rollout.workers import worker_process
 
 LIMIT_S = 120.0

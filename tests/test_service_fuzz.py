@@ -36,12 +36,9 @@ from kit.waiting import until
 from test_security import expired, tls_of, token_of, with_token
 
 from aedit.launch.cli.keys import Others, make_keys
-from aedit.proto.versions.client import VersionsClient
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.client import channel
-from aedit.proto.wire.directory import DirectoryClient
-from aedit.proto.wire.limits import Limits
-from aedit.proto.wire.security import client_keys, server_keys
+from aedit.proto.rpc import DirectoryClient, Limits, channel, client_keys, server_keys
+from aedit.proto.rpc import hub_pb2 as pb
+from aedit.proto.versions import VersionsClient
 
 SLOW = [pytest.mark.slow, pytest.mark.timeout(1500)]
 MORE = "[hub.limits]\ncalls_per_s = 1e9\nservers = 30\n"

@@ -11,14 +11,20 @@ from kit.hubs import Hub, HubLink, hub_node
 from kit.nodes import Script, furthest, in_threads, parameters
 from torch import nn
 
-from aedit.async_sgd.rules.outer import Average, Nesterov
-from aedit.edit.apart import SharedModule
-from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.mean_exchange import MeanExchange
-from aedit.edit.pace import HubPace, OwnPace
-from aedit.edit.schedule import AtMultiples, EverySeconds, EverySteps
-from aedit.edit.sync import LayerSync
-from aedit.proto.transports.memory import MemoryWorld
+from aedit.async_sgd.rules import Average, Nesterov
+from aedit.edit import (
+    AtMultiples,
+    EditConfig,
+    EverySeconds,
+    EverySteps,
+    HubPace,
+    LayerSync,
+    MeanExchange,
+    OwnPace,
+    PenaltyConfig,
+    SharedModule,
+)
+from aedit.proto.transports import MemoryWorld
 from aedit.types import News, Round
 
 JOBS = "tests/dist_jobs/library_jobs.py"

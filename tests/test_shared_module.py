@@ -8,13 +8,8 @@ import torch
 from kit.hubs import OFF, Hub, HubLink
 from kit.nodes import batches, in_threads, loss, parameters, tower
 
-from aedit.async_sgd.rules.outer import Average
-from aedit.async_sgd.rules.unit_rules import DRAFTER, UnitRule
-from aedit.edit.apart import SharedModule
-from aedit.edit.config import EditConfig
-from aedit.edit.hub_exchange import HubExchange
-from aedit.edit.mean_exchange import MeanExchange
-from aedit.edit.sync import LayerSync
+from aedit.async_sgd.rules import DRAFTER, Average, UnitRule
+from aedit.edit import EditConfig, HubExchange, LayerSync, MeanExchange, SharedModule
 
 SHAPES = {"a": torch.Size([3]), "b": torch.Size([2, 2])}
 

@@ -8,10 +8,17 @@ import numpy as np
 import pytest
 from kit.hub_machine import AVERAGE, World, config, plan, through_a_file, values, world
 
-from aedit.async_sgd.rules.config import OuterConfig, PenaltyConfig, PushFilterConfig, StalenessConfig
-from aedit.async_sgd.rules.records import Merged
-from aedit.async_sgd.rules.shares import Contribution, counted, shares
-from aedit.async_sgd.rules.weights import MOST
+from aedit.async_sgd.rules import (
+    MOST,
+    Contribution,
+    Merged,
+    OuterConfig,
+    PenaltyConfig,
+    PushFilterConfig,
+    StalenessConfig,
+    counted,
+    shares,
+)
 
 PENALTY = PenaltyConfig(step_weight=0.5)
 

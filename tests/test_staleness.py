@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aedit.async_sgd.rules.config import StalenessConfig
+from aedit.async_sgd.rules import StalenessConfig
 from aedit.async_sgd.rules.staleness import factor
 
 RULES = ["constant", "polynomial", "exponential"]

@@ -11,18 +11,15 @@ import pytest
 from kit.hub_processes import Client, HubProcess, HubRefused, HubUnreachable, ending, hello, status, write_run
 from kit.waiting import until
 
+from aedit.async_sgd.journal import Damaged, Journal, Mirror, Store, batches
 from aedit.async_sgd.journal.encoding import encode_records
-from aedit.async_sgd.journal.frames import Damaged
-from aedit.async_sgd.journal.journal import Journal
-from aedit.async_sgd.journal.mirror import Mirror
-from aedit.async_sgd.journal.store import Store, batches
 from aedit.async_sgd.rules import records
-from aedit.launch.config.config import RunConfig
-from aedit.launch.hub.replay import anchors_of, make_hub, pushes_of
+from aedit.launch.config import RunConfig
+from aedit.launch.hub import anchors_of
+from aedit.launch.hub.replay import make_hub, pushes_of
 from aedit.proto.agent.elector import Elector
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.client import HubClient
-from aedit.proto.wire.vote_messages import VoterFile
+from aedit.proto.rpc import HubClient, VoterFile
+from aedit.proto.rpc import hub_pb2 as pb
 
 STANDBY = 'standby = "127.0.0.1:0"'
 

@@ -7,18 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from aedit.proto.wire.rollouts_pb2 import RolloutStatement
-from aedit.proto.wire.signing_key import SigningKey
-from aedit.spec_rollout.audit.statement import (
-    PURPOSE,
-    Origin,
-    is_signed,
-    signature_of,
-    spans_of,
-    statement_of,
-    versions_of,
-)
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout
+from aedit.proto.rpc import RolloutStatement, SigningKey
+from aedit.spec_rollout.audit import Origin, is_signed, signature_of, statement_of, versions_of
+from aedit.spec_rollout.audit.statement import PURPOSE, spans_of
+from aedit.spec_rollout.sampling import Prompt, Rollout
 
 ORIGIN = Origin("run-1", "run", "server-a")
 SAMPLING = b'{"temperature":1.0}'

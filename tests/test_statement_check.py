@@ -13,12 +13,9 @@ from kit.swarm import key_of
 from kit.waiting import until
 
 from aedit.proto.agent import unit_transfers
-from aedit.proto.swarm.received_file import STATEMENTS
-from aedit.proto.swarm.replicas_file import PartPlaces, ReplicasFile
-from aedit.proto.wire import frames
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.download import Download
-from aedit.proto.wire.statement import parsed
+from aedit.proto.rpc import Download, frames, parsed
+from aedit.proto.rpc import hub_pb2 as pb
+from aedit.proto.swarm import STATEMENTS, PartPlaces, ReplicasFile
 
 HOST, STRANGER = key_of(5), key_of(6)
 

@@ -7,11 +7,12 @@ from hypothesis import strategies as st
 from kit.statements import OWNER, statement, statement_of
 from kit.swarm import RUN, card_of, data_of, key_of
 
+from aedit.proto.rpc import contradict, parsed, place_of, signed
+from aedit.proto.rpc import statement as wire
+from aedit.proto.rpc.statement import is_signed
 from aedit.proto.swarm import card, statements
 from aedit.proto.swarm.contradiction import contradiction
 from aedit.proto.swarm.statements import Statements
-from aedit.proto.wire import statement as wire
-from aedit.proto.wire.statement import contradict, is_signed, parsed, place_of, signed
 
 OTHER = key_of(78)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from aedit.async_sgd.rules.outer import OuterState
+from aedit.async_sgd.rules import OuterState
 from aedit.edit.store import DeviceStore, PinnedStore
 
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aedit.spec_rollout.drafters import RowStart, StepUpdate, SuffixDrafter, parse_arm
 from aedit.spec_rollout.drafters.automaton import MAX_LINKS, NO_STATE, ROOT, Automaton
-from aedit.spec_rollout.drafters.drafts import RowStart, StepUpdate, parse_arm
-from aedit.spec_rollout.drafters.suffix import OVERLAP, SMOOTHING, SuffixDrafter
+from aedit.spec_rollout.drafters.suffix import OVERLAP, SMOOTHING
 
 NOTHING = torch.zeros(0, 4)
 

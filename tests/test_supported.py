@@ -17,11 +17,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from aedit import EditConfig, LayerSync, MeanExchange
 from aedit.edit.hooks import Hook
-from aedit.proto.transports.memory import MemoryWorld
-from aedit.spec_rollout.engine.engine import Engine
+from aedit.proto.transports import MemoryWorld
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.model import Target
 from aedit.spec_rollout.model.supported import unsupported_reason
-from aedit.spec_rollout.model.target import Target
-from aedit.spec_rollout.sampling.samples import Prompt, Sampling
+from aedit.spec_rollout.sampling import Prompt, Sampling
 
 PROMPT = (3, 1, 4, 1, 5)
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from aedit.spec_rollout.arms.survival import Survival
-from aedit.spec_rollout.drafters.drafts import parse_arm
+from aedit.spec_rollout.choose.survival import Survival
+from aedit.spec_rollout.drafters import parse_arm
 
 EIGHT, FOUR, TREE = map(parse_arm, ("layer:8", "layer:4", "layer:4x2x8"))
 

@@ -10,20 +10,23 @@ from kit.hub_processes import Client, HubRefused
 from kit.swarm import key_of
 from kit.waiting import until
 
-from aedit.launch.config.load import parse
+from aedit.launch.config import parse
 from aedit.launch.hub.canvass import Canvass
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.main import _Process
 from aedit.launch.swarm import peer_service
-from aedit.proto.swarm.replicas_file import KEY, PartPlaces, ReplicasFile
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.candidate import sign_request
-from aedit.proto.wire.hello import PROTOCOL
-from aedit.proto.wire.security import ClientKeys
-from aedit.proto.wire.signing_key import SigningKey
-from aedit.proto.wire.statement import is_signed, parsed
-from aedit.proto.wire.vote_messages import proposal_out
-from aedit.proto.wire.votes import Proposal
+from aedit.proto.rpc import (
+    PROTOCOL,
+    ClientKeys,
+    Proposal,
+    SigningKey,
+    is_signed,
+    parsed,
+    proposal_out,
+    sign_request,
+)
+from aedit.proto.rpc import hub_pb2 as pb
+from aedit.proto.swarm import KEY, PartPlaces, ReplicasFile
 
 CONFIG = parse(
     'name = "run"\n[swarm]\ndiscovery = "file"\nparts = 2\ncopies = 3\n[hub]\ncodec = "fp32"\n', "here"

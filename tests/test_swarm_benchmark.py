@@ -13,9 +13,8 @@ from benchmarks.swarm_parts.outcome import Outcome, PeerOutcome
 from benchmarks.swarm_parts.runs import AVERAGES, PARTS, Race, toml
 from kit.waiting import until
 
-from aedit.async_sgd.rules.config import OuterConfig
-from aedit.launch.config.config import RunConfig
-from aedit.launch.config.load import load
+from aedit.async_sgd.rules import OuterConfig
+from aedit.launch.config import RunConfig, load
 
 SS = (
     'ESTAB 0      0      127.0.0.1:40000 127.0.0.1:50000 users:(("python",pid=7,fd=16))'

@@ -8,8 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit.swarm import card_of, data_of, key_of, replica
 
-from aedit.proto.swarm.card import MOST_CARD_BYTES, MOST_PARTS, PURPOSE, Founding, decoded, encoded
-from aedit.proto.wire import swarm_pb2 as pb
+from aedit.proto.rpc import swarm_pb2 as pb
+from aedit.proto.swarm import Founding, decoded, encoded
+from aedit.proto.swarm.card import MOST_CARD_BYTES, MOST_PARTS, PURPOSE
 
 KEY = key_of(7)
 FULL = card_of(

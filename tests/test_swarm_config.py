@@ -7,17 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from aedit.launch.cli import main
-from aedit.launch.config.config import RunConfig
-from aedit.launch.config.load import load, parse
-from aedit.launch.config.machine import of_this_machine
-from aedit.launch.config.placement import Placement
-from aedit.launch.config.swarm import SwarmConfig
-from aedit.launch.local.join import joined_to
-from aedit.launch.local.run import _how_to_join
-from aedit.launch.swarm import introduction
-from aedit.launch.swarm.introduction import introduced, make_discovery
-from aedit.launch.swarm.peer import PeerOptions, peer
-from aedit.proto.swarm.peer_file import PeerFile
+from aedit.launch.config import Placement, RunConfig, SwarmConfig, load, of_this_machine, parse
+from aedit.launch.processes.join_run import joined_to
+from aedit.launch.processes.run_local import _how_to_join
+from aedit.launch.swarm import PeerOptions, introduced, introduction, peer
+from aedit.launch.swarm.introduction import make_discovery
+from aedit.proto.swarm import PeerFile
 from aedit.types import UserError
 
 SWARM = '[swarm]\ndiscovery = "file"\n'

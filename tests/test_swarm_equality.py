@@ -11,11 +11,8 @@ from kit.swarm_parts import Copies, parts_of
 from kit.swarm_processes import RUN, on_disk, swarm
 from kit.waiting import until
 
-from aedit.async_sgd.hub.hub import Hub
-from aedit.async_sgd.hub.members import Report
-from aedit.async_sgd.rules import merge
-from aedit.async_sgd.rules.config import HubConfig, OuterConfig, StalenessConfig
-from aedit.async_sgd.rules.records import Merged
+from aedit.async_sgd.hub import Hub, Report
+from aedit.async_sgd.rules import HubConfig, Merged, OuterConfig, StalenessConfig, merge_rules
 from aedit.types import Layout, TensorLayout, UnitLayout
 
 NODES, ROUNDS, PARTS, COPIES = 4, 4, 3, 3
@@ -139,7 +136,7 @@ class OtherOrder(Hub):
         def backwards(pairs, key):
             return sorted(pairs, key=key, reverse=True)
 
-        with patch.object(merge, "sorted", backwards, create=True):
+        with patch.object(merge_rules, "sorted", backwards, create=True):
             return super().compute(record)
 
 

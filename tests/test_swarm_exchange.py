@@ -9,12 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.swarm import Network, Peer, card_of, data_of, key_of
 
-from aedit.proto.swarm.card import encoded
+from aedit.proto.rpc import PROTOCOL, Refusal
+from aedit.proto.rpc import swarm_pb2 as pb
+from aedit.proto.swarm import encoded
 from aedit.proto.swarm.dialing import DialList, Standing
 from aedit.proto.swarm.exchange import MOST_CARDS, MOST_KNOWN, Violation
-from aedit.proto.wire import swarm_pb2 as pb
-from aedit.proto.wire.hello import PROTOCOL
-from aedit.proto.wire.service import Refusal
 
 HOST = "10.0.0.1:7001"
 

@@ -16,25 +16,24 @@ from kit.swarm import RUN, key_of
 from kit.waiting import until
 
 from aedit.launch.cli.keys import Others, make_keys, revoke
-from aedit.launch.config.config import RunConfig
-from aedit.launch.config.load import parse
-from aedit.launch.config.placement import Placement, check_hub_start
-from aedit.launch.swarm.peer import Peer as PeerProcess
-from aedit.launch.swarm.peer import PeerOptions
-from aedit.proto.swarm.exchange import Certified, Violation
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.client import HubClient
-from aedit.proto.wire.identity import PEER
-from aedit.proto.wire.identity import parse as parsed
-from aedit.proto.wire.security import (
+from aedit.launch.config import Placement, RunConfig, check_hub_start, parse
+from aedit.launch.swarm import Peer as PeerProcess
+from aedit.launch.swarm import PeerOptions
+from aedit.proto.rpc import (
     ClientKeys,
+    HubClient,
+    Proposal,
     client_keys,
     host_certificates,
     own_endorsement,
+    proposal_out,
     server_keys,
 )
-from aedit.proto.wire.vote_messages import proposal_out
-from aedit.proto.wire.votes import Proposal
+from aedit.proto.rpc import hub_pb2 as pb
+from aedit.proto.rpc.identity import PEER
+from aedit.proto.rpc.identity import parse as parsed
+from aedit.proto.swarm import Certified
+from aedit.proto.swarm.exchange import Violation
 from aedit.types import UserError
 
 HERE = ["127.0.0.1"]

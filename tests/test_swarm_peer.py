@@ -8,18 +8,13 @@ import pytest
 from kit.statements import statement
 from kit.swarm import card_of, key_of
 
-from aedit.launch.config.load import parse
-from aedit.launch.swarm import overview, peer_service
-from aedit.launch.swarm import peer as peer_module
-from aedit.launch.swarm.peer import Peer, PeerOptions
+from aedit.launch.config import parse
+from aedit.launch.swarm import Peer, PeerOptions, overview, peer_service
+from aedit.launch.swarm import run_peer as peer_module
 from aedit.launch.swarm.peer_rows import OtherModels
-from aedit.proto.swarm.card import PartReplica, decoded
-from aedit.proto.swarm.node_file import NODE, NodeState, write_node
-from aedit.proto.swarm.replicas_file import ReplicasFile
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.client import HubClient
-from aedit.proto.wire.hello import greet
-from aedit.proto.wire.security import ClientKeys
+from aedit.proto.rpc import ClientKeys, HubClient, greet
+from aedit.proto.rpc import hub_pb2 as pb
+from aedit.proto.swarm import NODE, NodeState, PartReplica, ReplicasFile, decoded, write_node
 
 CONFIG = parse('name = "r"\n[swarm]\ndiscovery = "file"\nparts = 2\ncopies = 2\n', "here")
 LIMIT_S = 60.0

@@ -8,7 +8,8 @@ import pytest
 from kit.swarm import card_of, key_of
 from scipy import stats
 
-from aedit.proto.swarm.placement import candidates, chosen, ranking, score
+from aedit.proto.swarm import candidates, chosen, ranking
+from aedit.proto.swarm.placement import score
 
 PEERS = 1000
 PARTS = 64

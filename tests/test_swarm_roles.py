@@ -2,10 +2,10 @@
 
 import pytest
 
+from aedit.launch.swarm import part_view
 from aedit.launch.swarm.recent_peers import RecentPeers
-from aedit.launch.swarm.roles import PartView, Role, part_view
-from aedit.proto.swarm.card import PartReplica, PeerCard
-from aedit.proto.swarm.replicas_file import PartPlaces, ReplicasFile
+from aedit.launch.swarm.roles import PartView, Role
+from aedit.proto.swarm import PartPlaces, PartReplica, PeerCard, ReplicasFile
 
 A, B, C, D = (bytes([n]) * 32 for n in range(1, 5))
 

@@ -6,10 +6,9 @@ from itertools import combinations, permutations
 
 import pytest
 
-from aedit.async_sgd.leadership.placed import placed_replicas
+from aedit.async_sgd.replication import placed_replicas
 from aedit.launch.swarm.roles import PartView, Role
-from aedit.proto.swarm.card import PartReplica
-from aedit.proto.swarm.placement import ranking
+from aedit.proto.swarm import PartReplica, ranking
 
 COPIES, LAG, HEARD = 3, 4, 2
 """Copies that are kept, turns after which a card or a journal has arrived at the latest, and turns for which

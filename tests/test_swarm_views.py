@@ -8,10 +8,10 @@ import pytest
 from kit.leading_hub import leading_hub
 from rich.console import Console
 
-from aedit.launch.rundir.swarm_records import SwarmSample
+from aedit.launch.records import SwarmSample
 from aedit.launch.views import hubview
 from aedit.launch.views.panel import panel
-from aedit.proto.wire.lineage import last_term_before
+from aedit.proto.rpc import last_term_before
 
 PEERS = [
     {

@@ -10,10 +10,10 @@ from benchmarks.tail_parts.nodes import Node, PacedTarget, Way, World
 from benchmarks.tail_parts.times import Times
 from kit.rollouts import Stubborn, tiny_policy
 
-from aedit.spec_rollout.arms.arms import Fixed
-from aedit.spec_rollout.migration.moving import Reallocator
+from aedit.spec_rollout.choose import Fixed
+from aedit.spec_rollout.migration import Reallocator
 from aedit.spec_rollout.migration.reallocate import Migration
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
+from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
 
 TIMES = Times(
     rows=(1, 4),

@@ -18,9 +18,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from aedit.spec_rollout.model import cache
-from aedit.spec_rollout.model.attention_mask import ancestors, relative_positions
-from aedit.spec_rollout.model.target import Segment, Target
+from aedit.spec_rollout.model import Segment, Target, ancestors, cache
+from aedit.spec_rollout.model.attention_mask import relative_positions
 
 V = 61
 SIZES = {

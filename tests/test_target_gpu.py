@@ -5,10 +5,7 @@ import torch
 from kit.rollouts import prefilled
 from test_target import made
 
-from aedit.spec_rollout.model import cache
-from aedit.spec_rollout.model.cache import KVMemory
-from aedit.spec_rollout.model.graphs import GraphCache, batch_bucket, context_bucket
-from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.model import GraphCache, KVMemory, Target, batch_bucket, cache, context_bucket
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 TREE = torch.tensor([[-1, 0, 0, 2]])

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from aedit.launch.cli.main import parser
-from aedit.launch.config.flags import split_flags
-from aedit.launch.config.placement import Placement
+from aedit.launch.config import Placement, split_flags
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATES = ROOT / "launch" / "templates"

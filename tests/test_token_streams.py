@@ -10,8 +10,8 @@ from kit.hosts import LIMIT_S, Steps
 from kit.serving import byte_tokenizer, served, text_policy
 from kit.waiting import until
 
-from aedit.spec_rollout.service.http.limits import HttpLimits
-from aedit.spec_rollout.service.tickets import HostLimits
+from aedit.spec_rollout.http.limits import HttpLimits
+from aedit.spec_rollout.server import HostLimits
 
 PATH = "/inference/v1/generate"
 PROMPT = [5, 6, 7, 8]

@@ -13,14 +13,14 @@ from kit.served_models import sentencepiece_like
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerFast
 
-from aedit.launch.config.config import DataConfig
+from aedit.launch.config import DataConfig
+from aedit.launch.data import AnswerTokens, load_tokenizer
 from aedit.launch.data.prompts import prompt_text, prompt_tokens
-from aedit.launch.data.supervised import AnswerTokens
-from aedit.launch.data.tokenizer import _PROBE, EOS, _remove_special_tokens, load_tokenizer, token_dtype
-from aedit.launch.node.rl_engine import StopDecoder
+from aedit.launch.data.tokenizer import _PROBE, EOS, _remove_special_tokens, token_dtype
+from aedit.launch.node import StopDecoder
 from aedit.spec_rollout import Problem
-from aedit.spec_rollout.sampling.stops import StopStrings
-from aedit.spec_rollout.service.http.text_codec import TextCodec
+from aedit.spec_rollout.http import TextCodec
+from aedit.spec_rollout.sampling import StopStrings
 from aedit.types import UserError
 
 AWKWARD = [

@@ -10,8 +10,8 @@ import torch
 from benchmarks.idle_parts import trainees
 from kit import trainers
 
-from aedit.spec_rollout.idle.checkpoint import AsyncCheckpoint
-from aedit.spec_rollout.idle.restarts import Restarts
+from aedit.spec_rollout.training import Restarts
+from aedit.spec_rollout.training.checkpoint import AsyncCheckpoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and states are Linux's")
 

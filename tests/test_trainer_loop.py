@@ -7,16 +7,10 @@ import pytest
 import torch
 from benchmarks.idle_parts import trainees
 
-from aedit.spec_rollout.idle.checkpoint import AsyncCheckpoint
-from aedit.spec_rollout.idle.publishing import SlotLayout
-from aedit.spec_rollout.idle.trainer_loop import TrainerLoop
-from aedit.spec_rollout.idle.trainer_memory import (
-    StatusWord,
-    TrainerMemory,
-    TrainerPlan,
-    TrainerState,
-    TrainerStatus,
-)
+from aedit.spec_rollout.training import SlotLayout, TrainerMemory
+from aedit.spec_rollout.training.checkpoint import AsyncCheckpoint
+from aedit.spec_rollout.training.trainer_loop import TrainerLoop
+from aedit.spec_rollout.training.trainer_memory import StatusWord, TrainerPlan, TrainerState, TrainerStatus
 from aedit.system import anonymous_memory
 
 
@@ -190,7 +184,7 @@ def test_a_writer_that_is_stopped_in_the_middle_of_its_figures_hides_none(monkey
     memory = memoryview(bytearray(TrainerStatus.NUM_BYTES))
     writer, reader = TrainerStatus(memory), TrainerStatus(memory)
     writer.set_metrics({"loss": 1.0})
-    monkeypatch.setattr("aedit.spec_rollout.idle.trainer_memory.memory_fence", lambda: 1 / 0)
+    monkeypatch.setattr("aedit.spec_rollout.training.trainer_memory.memory_fence", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         writer.set_metrics({"loss": 2.0})
     monkeypatch.undo()

@@ -19,8 +19,8 @@ from kit import trainers
 from kit.deferred import node
 from kit.nodes import in_threads, tower
 
-from aedit.spec_rollout.idle import suspended_process as held_process
-from aedit.spec_rollout.idle.suspended_process import ProcessSpec, SuspendedProcess, pickled
+from aedit.spec_rollout.training import suspended_process as held_process
+from aedit.spec_rollout.training.suspended_process import ProcessSpec, SuspendedProcess, pickled
 from aedit.types import Round
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,7 +46,7 @@ def test_it_is_born_stopped_at_the_lowest_priority():
 
 def test_it_is_the_least_of_all_processes_before_it_has_done_anything():
     """Loading Python is work too, and on a desktop each session has a share, which is lowered as well."""
-    child = SuspendedProcess(ProcessSpec("aedit.spec_rollout.idle.trainer_process", pickled(None)))
+    child = SuspendedProcess(ProcessSpec("aedit.spec_rollout.training.trainer_process", pickled(None)))
     try:
         assert os.getpriority(os.PRIO_PROCESS, child.pid) == 19
         assert os.sched_getscheduler(child.pid) == os.SCHED_IDLE
@@ -164,8 +164,9 @@ def test_it_trains_while_layer_sync_waits_for_another_node(work):
 def test_it_ends_with_its_node_even_while_it_is_stopped():
     program = (
         "import os, signal, sys, time\n"
-        "from aedit.spec_rollout.idle.suspended_process import ProcessSpec, SuspendedProcess, pickled\n"
-        "child = SuspendedProcess(ProcessSpec('aedit.spec_rollout.idle.trainer_process', pickled(None)))\n"
+        "from aedit.spec_rollout.training.suspended_process import ProcessSpec, SuspendedProcess, pickled\n"
+        "spec = ProcessSpec('aedit.spec_rollout.training.trainer_process', pickled(None))\n"
+        "child = SuspendedProcess(spec)\n"
         "while not child.is_ready: time.sleep(0.005)\n"
         "print(child.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -10,23 +10,26 @@ import torch
 from tests.kit import tiny_policies
 from tests.kit.audited import generate, held
 
-from aedit.edit.shards import Shards
+from aedit.edit import Shards
+from aedit.launch.config import ModelConfig, PromptConfig, RLConfig, RunConfig, parse
 from aedit.launch.config.audit import AuditConfig
-from aedit.launch.config.config import ModelConfig, RunConfig
-from aedit.launch.config.load import parse
-from aedit.launch.config.rl import PromptConfig, RLConfig, RLSamplingConfig
+from aedit.launch.config.rl import RLSamplingConfig
 from aedit.launch.node.rl_audit import TrainingAudit, audit_options
 from aedit.launch.node.rl_objective import PolicyObjective
 from aedit.launch.node.rl_policy import PolicyGradient
 from aedit.launch.node.rl_samples import Sample
-from aedit.spec_rollout.audit import calibration
-from aedit.spec_rollout.audit.calibration import Calibration, calibrate, write_calibrations
+from aedit.spec_rollout.audit import (
+    Calibration,
+    ClaimedTokens,
+    calibrate,
+    calibration,
+    margins,
+    weights_files,
+    write_calibrations,
+)
 from aedit.spec_rollout.audit.make import make_auditor
-from aedit.spec_rollout.audit.margins import ClaimedTokens, margins
-from aedit.spec_rollout.audit.recording import weights_files
-from aedit.spec_rollout.rl.groups import Group
-from aedit.spec_rollout.rl.problems import Problem
-from aedit.spec_rollout.sampling.samples import Sampling
+from aedit.spec_rollout.rl import Group, Problem
+from aedit.spec_rollout.sampling import Sampling
 
 VERSION = 6
 SAMPLING = Sampling(max_new_tokens=20, temperature=0.8)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aedit.spec_rollout.drafters import tree
-from aedit.spec_rollout.model.attention_mask import ancestors
+from aedit.spec_rollout.model import ancestors
 
 
 def grown(seed, levels=3, width=2, rows=3):

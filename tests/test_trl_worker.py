@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from aedit.launch.data.tokenizer import ByteTokenizer
+from aedit.launch.data import ByteTokenizer
 from aedit.spec_rollout import Engine, Sampling, TrlWorker, TrlWorkerConfig
 
 ROWS = [{"prompt": letter * 3, "answer": letter} for letter in "abcd"]

@@ -5,7 +5,7 @@ from benchmarks.kit.cluster import Field
 from benchmarks.kit.paced_node import PacedNode
 from kit.waiting import until
 
-from aedit.launch.hub.replay import anchors_of
+from aedit.launch.hub import anchors_of
 
 LIMIT_S = 60
 NODE = PacedNode(hub="", name="", ledger="", units=2, numel=64, step_s=0.005, every=2)

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 from kit.leading_hub import leading_hub
 
-from aedit.async_sgd.journal.ledger import Unconfirmed
-from aedit.async_sgd.rules.records import Configured
-from aedit.async_sgd.service.engine import HubWorker
-from aedit.proto.wire.client import HubClient, HubRefused
+from aedit.async_sgd.journal import Unconfirmed
+from aedit.async_sgd.rules import Configured
+from aedit.async_sgd.service import HubWorker
+from aedit.proto.rpc import HubClient, HubRefused
 
 STANDBY = 7
 LONG_S = 60.0

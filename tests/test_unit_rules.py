@@ -10,22 +10,20 @@ from kit.hub_machine import LAYOUT, World, config, picture, plan, through_a_file
 from kit.nodes import batches, in_threads, loss, parameters, tower
 from torch import nn
 
-from aedit.async_sgd.hub.denied import Denied
+from aedit.async_sgd.hub import Denied
 from aedit.async_sgd.inprocess import InProcessHub
-from aedit.async_sgd.rules.config import OuterConfig, PenaltyConfig, PushFilterConfig
-from aedit.async_sgd.rules.outer import Nesterov
-from aedit.async_sgd.rules.records import Refused
-from aedit.async_sgd.rules.unit_rules import DRAFTER, UnitRule
+from aedit.async_sgd.rules import (
+    DRAFTER,
+    Nesterov,
+    OuterConfig,
+    PenaltyConfig,
+    PushFilterConfig,
+    Refused,
+    UnitRule,
+)
 from aedit.clock import VirtualClock
-from aedit.edit import canonical
-from aedit.edit.config import EditConfig
-from aedit.edit.hub_exchange import HubExchange
-from aedit.edit.mean_exchange import MeanExchange
-from aedit.edit.sync import LayerSync
-from aedit.edit.units import find_units
-from aedit.launch.config.config import RunConfig
-from aedit.launch.config.rl import DrafterConfig, PromptConfig
-from aedit.launch.config.unit_rules import unit_rules
+from aedit.edit import EditConfig, HubExchange, LayerSync, MeanExchange, canonical, find_units
+from aedit.launch.config import DrafterConfig, PromptConfig, RunConfig, unit_rules
 from aedit.types import Verdict
 
 APART = {"second": UnitRule()}

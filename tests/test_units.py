@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from aedit.edit.units import find_units
+from aedit.edit import find_units
 
 
 def llama(*, tied):

@@ -15,10 +15,16 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from aedit.spec_rollout.drafters.drafts import Draft
-from aedit.spec_rollout.sampling.distribution import RowSampling, logprobs, warp_logits
-from aedit.spec_rollout.sampling.samples import Sampling
-from aedit.spec_rollout.sampling.verify import accept_path, coupled_tokens, node_depths
+from aedit.spec_rollout.drafters import Draft
+from aedit.spec_rollout.sampling import (
+    RowSampling,
+    Sampling,
+    accept_path,
+    coupled_tokens,
+    logprobs,
+    node_depths,
+    warp_logits,
+)
 
 V = 40
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from aedit.proto.versions import patch, varints
-from aedit.proto.versions.values import PATTERNS, patterns, unit_hash
+from aedit.proto.versions import PATTERNS, patch, patterns, varints
+from aedit.proto.versions.values import unit_hash
 
 SPECIAL = (0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, -1e-45, 3.4e38)
 

@@ -9,20 +9,24 @@ import numpy as np
 import pytest
 from kit.wire import cutting
 
-from aedit.proto.versions import patch
-from aedit.proto.versions.client import VersionsClient
-from aedit.proto.versions.manifest import Manifest, UnitVersion, VersionLayout
-from aedit.proto.versions.receiving import Receiving, TransferSuperseded, TransferWrong
-from aedit.proto.versions.service import VersionsCore, versions_service
-from aedit.proto.versions.store import LinesFull, LineUnknown, VersionStore
+from aedit.proto.rpc import HubRefused, HubUnreachable, Limits, Server, frames, is_author, new_secret
+from aedit.proto.rpc import versions_pb2 as pb
+from aedit.proto.rpc.calls import channel
+from aedit.proto.versions import (
+    LineUnknown,
+    Manifest,
+    Receiving,
+    VersionLayout,
+    VersionsClient,
+    VersionsCore,
+    VersionStore,
+    patch,
+    versions_service,
+)
+from aedit.proto.versions.manifest import UnitVersion
+from aedit.proto.versions.receiving import TransferSuperseded, TransferWrong
+from aedit.proto.versions.store import LinesFull
 from aedit.proto.versions.values import unit_hash
-from aedit.proto.wire import frames
-from aedit.proto.wire import versions_pb2 as pb
-from aedit.proto.wire.author import is_author, new_secret
-from aedit.proto.wire.calls import channel
-from aedit.proto.wire.limits import Limits
-from aedit.proto.wire.retry import HubRefused, HubUnreachable
-from aedit.proto.wire.server import Server
 from aedit.types import Layout, TensorLayout, UnitLayout
 
 SIZES = {"block.0": 40_000, "block.1": 40_000, "rest": 700_000}

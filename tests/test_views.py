@@ -16,14 +16,14 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console
 
-from aedit.launch.rundir.reader import RunFollower, read_run
-from aedit.launch.views import live, plot, status, top
+from aedit.launch.records import RunFollower, read_run
+from aedit.launch.views import live, plot, report, status, top
 from aedit.launch.views.bars import bytes_per_round
 from aedit.launch.views.curves import loss_by_steps, plot_effective_nodes
 from aedit.launch.views.figures import held_out
 from aedit.launch.views.panel import Fitted, panel, state
 from aedit.launch.views.panel import line as plain_line
-from aedit.launch.views.report import report, summary
+from aedit.launch.views.run_report import summary
 from aedit.types import UserError
 
 UNITS = ["layers.0", "layers.1", "layers.2", "rest"]
@@ -147,7 +147,7 @@ def ascii_console(**settings):
 
 
 def test_a_directory_that_is_no_run_is_a_users_error(tmp_path):
-    for view in (status.main, top.main, plot.main, report, read_run):
+    for view in (status.status_command, top.top_command, plot.plot_command, report, read_run):
         with pytest.raises(UserError, match="not a run directory"):
             view(tmp_path)
         with pytest.raises(UserError, match="not a run directory"):
@@ -159,7 +159,7 @@ def test_the_bare_name_of_a_run_is_answered_with_its_directory(tmp_path, monkeyp
     (tmp_path / "runs" / "tiny").mkdir(parents=True)
     (tmp_path / "runs" / "tiny" / "run.toml").write_text("")
     with pytest.raises(UserError, match=r"tiny: not a run directory.*did you mean runs/tiny\?"):
-        status.main("tiny")
+        status.status_command("tiny")
 
 
 def test_a_run_is_read_back_as_it_was_written(tmp_path):
@@ -320,7 +320,7 @@ def test_the_report_names_every_figure_and_plot(tmp_path):
 
 def test_every_plot_is_a_real_image_with_something_on_it(tmp_path):
     run_dir = full_run(tmp_path)
-    paths = plot.main(run_dir)
+    paths = plot.plot_command(run_dir)
     assert {path.name for path in paths} == ALL_PLOTS
     assert set(run_dir.glob("plots/*")) == set(paths)
     for path in paths:
@@ -335,7 +335,7 @@ def test_a_run_without_rounds_has_only_the_plots_it_can_fill(tmp_path):
     node = Writer(run_dir, 0)
     for t in range(1, 5):
         node.metric(t, 10 * t)
-    assert {path.name for path in plot.main(run_dir)} == {
+    assert {path.name for path in plot.plot_command(run_dir)} == {
         "loss_by_steps.png",
         "loss_by_time.png",
         "time_per_node.png",
@@ -361,11 +361,11 @@ def test_ticks_of_a_flat_loss_and_of_few_steps_can_be_read(tmp_path):
 
 def test_an_empty_run_is_shown_and_reported_but_cannot_be_plotted(tmp_path, capsys):
     run_dir = new_run(tmp_path)
-    status.main(run_dir)
+    status.status_command(run_dir)
     assert "no node has started yet" in capsys.readouterr().out
     assert "0 nodes" in report(run_dir)
     with pytest.raises(UserError, match="nothing to plot"):
-        plot.main(run_dir)
+        plot.plot_command(run_dir)
     assert not (run_dir / "plots").exists()
 
 
@@ -373,7 +373,7 @@ def test_a_plots_folder_that_cannot_be_written_is_a_users_error(tmp_path):
     run_dir = full_run(tmp_path, seconds=3, num_rounds=1)
     (run_dir / "plots").write_text("in the way")
     with pytest.raises(UserError, match="cannot write"):
-        plot.main(run_dir)
+        plot.plot_command(run_dir)
     assert "cannot write" in report(run_dir)
     assert "held-out loss" in report(run_dir)
 
@@ -398,7 +398,7 @@ def test_values_that_are_not_finite_break_no_view(tmp_path):
     assert math.isnan(out.train_loss[1])
     assert math.isnan(out.share_of_solo)
     assert "2.000 -> -" in report(run_dir)
-    assert {path.name for path in plot.main(run_dir)} == ALL_PLOTS - {"effective_nodes.png"}
+    assert {path.name for path in plot.plot_command(run_dir)} == ALL_PLOTS - {"effective_nodes.png"}
 
 
 def test_a_node_that_has_written_nothing_is_starting_and_harms_nobody(tmp_path):
@@ -499,7 +499,7 @@ def test_after_a_resume_nothing_is_reckoned_across_the_time_between_the_attempts
 def test_status_shows_an_error_in_words(tmp_path, capsys):
     run_dir = full_run(tmp_path)
     Writer(run_dir, 3).event("error", 75.0, message="out of memory")
-    status.main(run_dir)
+    status.status_command(run_dir)
     out = capsys.readouterr().out
     assert "node 3 at 1:15: error: out of memory" in out
     assert "failed" in out
@@ -688,7 +688,7 @@ def test_a_resumed_node_is_starting_until_its_new_attempt_has(tmp_path):
 
 
 def test_top_without_a_terminal_ends_when_all_nodes_have(tmp_path, capsys):
-    top.main(full_run(tmp_path))
+    top.top_command(full_run(tmp_path))
     (row,) = capsys.readouterr().out.splitlines()
     assert row.count(" done ") == 3
 
@@ -697,7 +697,9 @@ def test_top_without_a_terminal_ends_when_all_nodes_have(tmp_path, capsys):
 def test_top_on_a_terminal_shows_the_run_and_ends_at_q(tmp_path):
     run_dir = full_run(tmp_path)
     ours, theirs = pty.openpty()
-    code = "import sys, pathlib; from aedit.launch.views import top; top.main(pathlib.Path(sys.argv[1]))"
+    code = (
+        "import sys, pathlib; from aedit.launch.views import top; top.top_command(pathlib.Path(sys.argv[1]))"
+    )
     child = subprocess.Popen(
         [sys.executable, "-c", code, str(run_dir)],
         stdin=theirs,

@@ -11,11 +11,9 @@ from kit.deferred import Held, Slow, alone, anchors, node, step
 from kit.nodes import batches, furthest, in_threads, loss, parameters, tower
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from aedit.async_sgd.rules.outer import Average, Nesterov
-from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.mean_exchange import MeanExchange
-from aedit.edit.sync import LayerSync
-from aedit.proto.transports.memory import MemoryWorld
+from aedit.async_sgd.rules import Average, Nesterov
+from aedit.edit import EditConfig, LayerSync, MeanExchange, PenaltyConfig
+from aedit.proto.transports import MemoryWorld
 from aedit.types import Round
 
 

@@ -8,10 +8,8 @@ from kit.deferred import node, step
 from kit.nodes import batches, furthest, in_threads, loss, parameters, tower
 from torch import nn
 
-from aedit.async_sgd.rules.outer import Average
-from aedit.edit.config import EditConfig
-from aedit.edit.mean_exchange import MeanExchange
-from aedit.edit.sync import LayerSync
+from aedit.async_sgd.rules import Average
+from aedit.edit import EditConfig, LayerSync, MeanExchange
 
 
 def warm(model, inner, transport, warmup_steps="all", every=1000, **config):

@@ -11,11 +11,10 @@ from test_draft_layer import layer_for
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from aedit.spec_rollout.arms.arms import Fixed
-from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.model.graphs import GraphCache
-from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.choose import Fixed
+from aedit.spec_rollout.drafters import LayerDrafter
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.model import GraphCache, Target
 from aedit.weight_watch import WeightWatch
 
 ASKED = prompts_of(3, max_new_tokens=10, temperature=1.0)

@@ -14,12 +14,9 @@ from kit.rollouts import (
 )
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from aedit.spec_rollout.drafters.suffix import SuffixDrafter
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.engine.limits import EngineLimits
-from aedit.spec_rollout.engine.weight_swap import WeightSwap
-from aedit.spec_rollout.model.spare_weights import SpareWeights
-from aedit.spec_rollout.model.target_model import make_target
+from aedit.spec_rollout.drafters import SuffixDrafter
+from aedit.spec_rollout.engine import Engine, EngineLimits, WeightSwap
+from aedit.spec_rollout.model import SpareWeights, make_target
 
 POLICIES = {version: tiny_policy(seed=version) for version in range(1, 4)}
 PREFILL_TOKENS = 7

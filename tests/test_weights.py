@@ -5,10 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from aedit.async_sgd.rules import penalty
-from aedit.async_sgd.rules.config import PenaltyConfig
-from aedit.async_sgd.rules.records import Push
-from aedit.async_sgd.rules.weights import merge_weights, push_norm
+from aedit.async_sgd.rules import PenaltyConfig, Push, merge_weights, penalty, push_norm
 
 
 def push(*norms, steps=10, tokens=100):

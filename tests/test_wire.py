@@ -10,10 +10,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from kit.waiting import until
 from kit.wire import MemoryCore, noise
 
-from aedit.proto.wire import frames, hub_pb2
-from aedit.proto.wire.client import HubClient, HubRefused, channel
-from aedit.proto.wire.limits import Limits
-from aedit.proto.wire.server import serve
+from aedit.proto.rpc import HubClient, HubRefused, Limits, channel, frames, hub_pb2, serve
 from aedit.types import UserError
 
 MIB = 2**20

@@ -20,15 +20,15 @@ from kit.wire import MemoryCore, cutting, noise
 from zlib_ng.zlib_ng import crc32
 
 from aedit.launch.cli.keys import make_keys
-from aedit.proto.wire import frames, hub_pb2
-from aedit.proto.wire import server as server_module
-from aedit.proto.wire.client import Download, HubClient, HubRefused, HubUnreachable, channel
-from aedit.proto.wire.limits import ByteBudget
-from aedit.proto.wire.retry import NobodyListens, Patience, Pauses, TransferBroken
-from aedit.proto.wire.security import ClientKeys, client_keys, server_keys
-from aedit.proto.wire.server import serve
-from aedit.proto.wire.service import Refusal
-from aedit.proto.wire.upload import KEPT_S, NoRoom, PartialPushes, Upload
+from aedit.proto.rpc import frames, hub_pb2
+from aedit.proto.rpc import server as server_module
+from aedit.proto.rpc.client import Download, HubClient, HubRefused, HubUnreachable, channel
+from aedit.proto.rpc.limits import ByteBudget
+from aedit.proto.rpc.retry import NobodyListens, Patience, Pauses, TransferBroken
+from aedit.proto.rpc.security import ClientKeys, client_keys, server_keys
+from aedit.proto.rpc.server import serve
+from aedit.proto.rpc.service import Refusal
+from aedit.proto.rpc.upload import KEPT_S, NoRoom, PartialPushes, Upload
 
 MIB = 2**20
 NOBODY = "127.0.0.1:9"
@@ -239,7 +239,7 @@ def tiring(monkeypatch):
     def sleep(seconds):
         clock.now_s += 4
 
-    monkeypatch.setattr("aedit.proto.wire.calls.Patience", partial(Patience, clock=clock))
+    monkeypatch.setattr("aedit.proto.rpc.calls.Patience", partial(Patience, clock=clock))
     return {"timeout_s": 10.0, "pauses": Pauses(sleep, lambda: 0.1)}
 
 
@@ -394,7 +394,7 @@ def test_a_push_that_was_damaged_is_sent_again(connect, start, monkeypatch):
 HUB = """
 import sys
 from kit.wire import MemoryCore, noise
-from aedit.proto.wire.server import serve
+from aedit.proto.rpc.server import serve
 core = MemoryCore([noise({num_bytes})], 2**40)
 server = serve(core, sys.argv[1])
 print(server.port, flush=True)
@@ -800,11 +800,11 @@ def test_many_pushes_of_one_unit_take_no_more_than_the_budget_though_only_one_is
 
 
 def test_a_hub_gives_back_what_nobody_continues_without_a_further_call(start, monkeypatch):
-    monkeypatch.setattr("aedit.proto.wire.service.KEPT_S", 0.05)
-    monkeypatch.setattr("aedit.proto.wire.upload.KEPT_S", 0.0)
+    monkeypatch.setattr("aedit.proto.rpc.service.KEPT_S", 0.05)
+    monkeypatch.setattr("aedit.proto.rpc.upload.KEPT_S", 0.0)
     made = []
     monkeypatch.setattr(
-        "aedit.proto.wire.service.PartialPushes",
+        "aedit.proto.rpc.service.PartialPushes",
         lambda budget: made.append(PartialPushes(budget)) or made[-1],
     )
     head = hub_pb2.PushHead(num_bytes=3000)

@@ -8,8 +8,8 @@ from google.protobuf.message import DecodeError
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from aedit.proto.wire import hub_pb2
-from aedit.proto.wire.frames import Assembly, Chunk, chunks, pack_chunk, receive, unpack_chunk
+from aedit.proto.rpc import hub_pb2
+from aedit.proto.rpc.frames import Assembly, Chunk, chunks, pack_chunk, receive, unpack_chunk
 
 UINT64 = st.integers(0, 2**64 - 1)
 UINT32 = st.integers(0, 2**32 - 1)

@@ -8,11 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit.wire import MemoryCore, noise
 
-from aedit.proto.wire import frames, hub_pb2
-from aedit.proto.wire.client import channel
-from aedit.proto.wire.limits import ByteBudget, Limits, Rates
-from aedit.proto.wire.server import serve
-from aedit.proto.wire.watch import Watch
+from aedit.proto.rpc import Limits, Rates, channel, frames, hub_pb2, serve
+from aedit.proto.rpc.limits import ByteBudget
+from aedit.proto.rpc.watch import Watch
 
 
 class Clock:

@@ -16,9 +16,8 @@ from kit.tiny_policies import policy
 from kit.waiting import until
 
 from aedit.spec_rollout import Prompt, Sampling, WorkerConfig, WorkerSource
-from aedit.spec_rollout.idle.restarts import Restarts
-from aedit.spec_rollout.workers import worker_process
-from aedit.spec_rollout.workers.channel import Channel
+from aedit.spec_rollout.training import Restarts
+from aedit.spec_rollout.workers import Channel, worker_process
 
 SOON = Restarts(pause_s=0.01, limit=2)
 

@@ -15,7 +15,7 @@ from kit.tiny_policies import SIZES, policy
 from kit.waiting import until
 
 from aedit.spec_rollout import Engine, RolloutSource, WorkerConfig, WorkerSource
-from aedit.spec_rollout.idle.restarts import Restarts
+from aedit.spec_rollout.training import Restarts
 
 LENGTH = 48
 LIMIT_S = 120.0

@@ -12,11 +12,23 @@ from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.hub.members import NORM, Member
 from aedit.async_sgd.hub.plan import HubPlan
 from aedit.async_sgd.hub.state import HubState, Unit
-from aedit.async_sgd.rules import push_filter, staleness
-from aedit.async_sgd.rules.config import HubConfig, PushFilterConfig
-from aedit.async_sgd.rules.records import Accepted, Left, Part, Push, Record, Refused
-from aedit.async_sgd.rules.unit_rules import UnitRule
-from aedit.async_sgd.rules.weights import MOST, limited, merge_weights, push_norm
+from aedit.async_sgd.rules import (
+    MOST,
+    Accepted,
+    HubConfig,
+    Left,
+    Part,
+    Push,
+    PushFilterConfig,
+    Record,
+    Refused,
+    UnitRule,
+    limited,
+    merge_weights,
+    push_filter,
+    push_norm,
+    staleness,
+)
 
 
 def skips(member: Member, unit: int, seq: int) -> bool:

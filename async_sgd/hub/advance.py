@@ -6,10 +6,20 @@ from typing import Protocol
 
 import numpy as np
 
-from aedit.async_sgd.rules.merge import THIRD, merge, norm, unit_slices
-from aedit.async_sgd.rules.outer import OuterOptimizer, OuterState, make_outer
-from aedit.async_sgd.rules.records import Part, Push, Values, Vector
-from aedit.async_sgd.rules.unit_rules import UnitRules
+from aedit.async_sgd.rules import (
+    THIRD,
+    OuterOptimizer,
+    OuterState,
+    Part,
+    Push,
+    UnitRules,
+    Values,
+    Vector,
+    make_outer,
+    merge,
+    norm,
+    unit_slices,
+)
 from aedit.types import UnitLayout
 
 

@@ -13,16 +13,8 @@ from aedit.async_sgd.hub.clocks import Clocks
 from aedit.async_sgd.hub.members import Report
 from aedit.async_sgd.hub.plan import HubPlan
 from aedit.async_sgd.hub.state import HubState, Unit
-from aedit.async_sgd.rules.push_times import (
-    PushTimes,
-    always_possible,
-    is_early,
-    least_gap,
-    possible_steps,
-)
-from aedit.async_sgd.rules.records import Push
-from aedit.async_sgd.rules.weights import MOST
-from aedit.proto.wire.lineage import lineage
+from aedit.async_sgd.rules import MOST, Push, PushTimes, always_possible, is_early, least_gap, possible_steps
+from aedit.proto.rpc import lineage
 
 _LONGEST = 4
 """Times hub.max_steps_ahead or the local phase: more steps than a push can hold."""

@@ -12,7 +12,7 @@ from typing import Any
 from aedit.async_sgd.hub.cards import Card, check_card
 from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.hub.state import HubState
-from aedit.async_sgd.rules.records import Banned
+from aedit.async_sgd.rules import Banned
 
 _MOST_SHOWN = 64
 """Accused servers whose evidence `status` shows, the latest ones: it must fit into one message."""

@@ -3,7 +3,7 @@
 from collections.abc import Set
 
 from aedit.async_sgd.hub.watch import Expected
-from aedit.async_sgd.rules.config import HubConfig
+from aedit.async_sgd.rules import HubConfig
 
 
 def is_due(config: HubConfig, expected: Expected, leaving: Set[int], usual_s: float, now_s: float) -> bool:

@@ -4,8 +4,7 @@ from hashlib import sha256
 
 from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.hub.state import HubState
-from aedit.async_sgd.rules.config import HubConfig
-from aedit.async_sgd.rules.records import Founded
+from aedit.async_sgd.rules import Founded, HubConfig
 from aedit.types import model_sha256
 
 

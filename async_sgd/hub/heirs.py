@@ -6,8 +6,8 @@ Not journaled: a hub that takes over before every unit has an anchor is told by 
 from collections.abc import Callable, Sequence
 
 from aedit.async_sgd.hub.state import HubState
-from aedit.async_sgd.rules.records import Leased, Record, Used
-from aedit.proto.wire.lineage import generation_of, lineage, version_of
+from aedit.async_sgd.rules import Leased, Record, Used
+from aedit.proto.rpc import generation_of, lineage, version_of
 
 MOST_TOLD = 16
 _LAST_POSITION = 2**60

@@ -24,9 +24,7 @@ from aedit.async_sgd.hub.round_share import Moment, round_share
 from aedit.async_sgd.hub.saved import Saved, load_state, save_state
 from aedit.async_sgd.hub.state import HubState, Unit
 from aedit.async_sgd.hub.watch import Watch, is_ready
-from aedit.async_sgd.rules.outer import make_outer
-from aedit.async_sgd.rules.push_filter import directions
-from aedit.async_sgd.rules.records import (
+from aedit.async_sgd.rules import (
     Accepted,
     Garbled,
     Joined,
@@ -41,6 +39,8 @@ from aedit.async_sgd.rules.records import (
     Ticked,
     Used,
     Vector,
+    directions,
+    make_outer,
 )
 from aedit.types import checked
 

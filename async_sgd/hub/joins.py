@@ -7,8 +7,7 @@ from aedit.async_sgd.hub.founding import founded
 from aedit.async_sgd.hub.members import CERTIFIED, Member
 from aedit.async_sgd.hub.pool import Block
 from aedit.async_sgd.hub.state import HubState
-from aedit.async_sgd.rules.config import HubConfig
-from aedit.async_sgd.rules.records import Founded, Joined, Leased, Left, Record
+from aedit.async_sgd.rules import Founded, HubConfig, Joined, Leased, Left, Record
 from aedit.types import Layout
 
 LONGEST_NAME = 128

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from aedit.async_sgd.rules.records import Joined, Push, Refused
+from aedit.async_sgd.rules import Joined, Push, Refused
 from aedit.types import Verdict
 
 _FORGIVEN_AFTER = 16

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig
-from aedit.async_sgd.rules.unit_rules import UnitRules
+from aedit.async_sgd.rules import HubConfig, OuterConfig, PenaltyConfig, UnitRules
 from aedit.types import NonNegativeInt, PositiveFloat, PositiveInt, checked
 
 

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 
 from aedit.async_sgd.hub.plan import HubPlan
 from aedit.async_sgd.hub.state import Unit
-from aedit.async_sgd.rules.records import Push
-from aedit.async_sgd.rules.shares import counted, shares
-from aedit.async_sgd.rules.unit_rules import UnitRule
+from aedit.async_sgd.rules import Push, UnitRule, counted, shares
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,16 @@ from aedit.async_sgd.hub.advance import Anchor
 from aedit.async_sgd.hub.members import CERTIFIED, Member, Told
 from aedit.async_sgd.hub.pool import Pool
 from aedit.async_sgd.hub.state import HubState, Unit
-from aedit.async_sgd.rules.outer import OuterState
-from aedit.async_sgd.rules.push_filter import SizeHistory
-from aedit.async_sgd.rules.push_times import PushTimes
-from aedit.async_sgd.rules.records import Banned, Push, Vector, configured
-from aedit.async_sgd.rules.shares import Contribution
+from aedit.async_sgd.rules import (
+    Banned,
+    Contribution,
+    OuterState,
+    Push,
+    PushTimes,
+    SizeHistory,
+    Vector,
+    configured,
+)
 from aedit.types import Layout, TensorLayout, UnitLayout, Verdict
 
 

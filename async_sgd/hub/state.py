@@ -13,11 +13,7 @@ from aedit.async_sgd.hub.members import NORM, Member, Told, kind
 from aedit.async_sgd.hub.pool import Block, Pool
 from aedit.async_sgd.hub.ranking import Ranking
 from aedit.async_sgd.hub.roster import Roster
-from aedit.async_sgd.rules import records
-from aedit.async_sgd.rules.push_filter import SizeHistory
-from aedit.async_sgd.rules.push_times import PushTimes
-from aedit.async_sgd.rules.records import Push, Vector
-from aedit.async_sgd.rules.shares import Contribution
+from aedit.async_sgd.rules import Contribution, Push, PushTimes, SizeHistory, Vector, records
 from aedit.types import Layout, Verdict
 
 AWAITED_MISSES = 2

@@ -7,7 +7,7 @@ that the parent never receives that progress.
 """
 
 from aedit.async_sgd.hub.hub import Hub
-from aedit.async_sgd.rules.records import Mixed, SentUp, Values, Vector
+from aedit.async_sgd.rules import Mixed, SentUp, Values, Vector
 
 
 def due(hub: Hub) -> list[int]:

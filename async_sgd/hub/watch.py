@@ -10,8 +10,7 @@ from heapq import heappop, heappush
 from aedit.async_sgd.hub.clocks import Clocks
 from aedit.async_sgd.hub.ranking import Ranking
 from aedit.async_sgd.hub.state import AWAITED_MISSES, HubState
-from aedit.async_sgd.rules.config import HubConfig
-from aedit.async_sgd.rules.records import Accepted, Garbled, Joined, Left, Merged, Record, Refused
+from aedit.async_sgd.rules import Accepted, Garbled, HubConfig, Joined, Left, Merged, Record, Refused
 
 
 class Silence:

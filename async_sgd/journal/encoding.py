@@ -6,8 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from aedit.async_sgd.journal.payload import Payload
-from aedit.async_sgd.rules import records
-from aedit.async_sgd.rules.records import Part, Push, Record, Values
+from aedit.async_sgd.rules import Part, Push, Record, Values, records
 from aedit.types import Layout, TensorLayout, UnitLayout
 
 Locate = Callable[[dict[str, Any]], Values]

@@ -7,8 +7,7 @@ begins once it is written, and the units for which merges wait are written first
 import threading
 from collections.abc import Callable, Iterator
 
-from aedit.async_sgd.hub.saved import SavedUnit, save_unit
-from aedit.async_sgd.hub.state import Unit
+from aedit.async_sgd.hub import SavedUnit, Unit, save_unit
 
 
 class Handover:

@@ -4,18 +4,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from aedit.async_sgd.hub.advance import Computed
-from aedit.async_sgd.hub.hub import Hub
-from aedit.async_sgd.hub.saved import Saved, frozen, save_numbers
+from aedit.async_sgd.hub import Computed, Hub, Saved, frozen, save_numbers
 from aedit.async_sgd.journal.encoding import encode_records
 from aedit.async_sgd.journal.handover import Handover
 from aedit.async_sgd.journal.journal import Journal, Position
 from aedit.async_sgd.journal.payload import Payload
 from aedit.async_sgd.journal.receipts import Receipts
 from aedit.async_sgd.journal.store import Store
-from aedit.async_sgd.rules.records import Merged, Mixed, Record
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.notifier import Notifier
+from aedit.async_sgd.rules import Merged, Mixed, Record
+from aedit.proto.rpc import Notifier
+from aedit.proto.rpc import hub_pb2 as pb
 
 
 class Unconfirmed(Exception):

@@ -7,9 +7,7 @@ from collections.abc import Callable
 
 from zlib_ng.zlib_ng import crc32
 
-from aedit.async_sgd.hub.clocks import Clocks
-from aedit.async_sgd.hub.hub import Hub
-from aedit.async_sgd.hub.saved import load_state, save_state
+from aedit.async_sgd.hub import Clocks, Hub, load_state, save_state
 from aedit.async_sgd.journal import snapshot
 from aedit.async_sgd.journal.encoding import decode_records
 from aedit.async_sgd.journal.frames import (
@@ -25,7 +23,7 @@ from aedit.async_sgd.journal.frames import (
 from aedit.async_sgd.journal.journal import NOTE, Journal, JournalBroken, Mark, Position, segment_path
 from aedit.async_sgd.journal.partial import PartialSnapshot
 from aedit.async_sgd.journal.store import Store, is_before, locate, segment_numbers, snapshot_path
-from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.rpc import hub_pb2 as pb
 from aedit.system import sync_directory
 from aedit.types import UserError
 

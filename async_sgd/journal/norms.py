@@ -4,7 +4,7 @@ from math import sqrt
 
 import numpy as np
 
-from aedit.proto.codecs.codecs import Codec, Payload, slices
+from aedit.proto.codecs import Codec, Payload, slices
 from aedit.types import UnitLayout
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from zlib_ng.zlib_ng import crc32
 
 from aedit.async_sgd.journal.frames import Damaged, Stretch
-from aedit.async_sgd.rules.records import Vector
-from aedit.proto.codecs.codecs import codec
+from aedit.async_sgd.rules import Vector
+from aedit.proto.codecs import codec
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import struct
 
 from aedit.async_sgd.journal.frames import Damaged, File, chain_of
 from aedit.async_sgd.journal.journal import Journal, Mark, Position, segment_path
-from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.rpc import hub_pb2 as pb
 
 _SIGNED = struct.Struct("<QQQ32s")
 _MOST_CHECKED = 4096

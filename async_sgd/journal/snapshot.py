@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from zlib_ng.zlib_ng import crc32
 
-from aedit.async_sgd.hub.saved import Saved, SavedUnit
+from aedit.async_sgd.hub import Saved, SavedUnit
 from aedit.async_sgd.journal.encoding import push_in, push_out
 from aedit.async_sgd.journal.frames import (
     ARRAY,
@@ -29,7 +29,7 @@ from aedit.async_sgd.journal.frames import (
     read_head,
 )
 from aedit.async_sgd.journal.payload import Payload
-from aedit.async_sgd.rules.records import Push, Values, Vector
+from aedit.async_sgd.rules import Push, Values, Vector
 from aedit.system import sync_directory
 
 _LONG = 64

@@ -16,9 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from aedit.async_sgd.hub.hub import Hub
-from aedit.async_sgd.hub.saved import Saved, load_state
-from aedit.async_sgd.hub.state import HubState
+from aedit.async_sgd.hub import Hub, HubState, Saved, load_state
 from aedit.async_sgd.journal import snapshot
 from aedit.async_sgd.journal.encoding import decode_records
 from aedit.async_sgd.journal.frames import (
@@ -35,7 +33,7 @@ from aedit.async_sgd.journal.frames import (
 )
 from aedit.async_sgd.journal.journal import NOTE, Journal, segment_path
 from aedit.async_sgd.journal.payload import Payload
-from aedit.async_sgd.rules.records import Accepted, Led, Record, Values
+from aedit.async_sgd.rules import Accepted, Led, Record, Values
 from aedit.system import sync_directory
 from aedit.types import UserError
 

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aedit.async_sgd.rules.config import PushFilterConfig
-from aedit.async_sgd.rules.merge import GRAIN
+from aedit.async_sgd.rules.merge_rules import GRAIN
+from aedit.async_sgd.rules.penalty_weights import push_norm
 from aedit.async_sgd.rules.records import Part, Push
-from aedit.async_sgd.rules.weights import push_norm
 from aedit.types import UnitLayout
 
 GROWTH = 0.75

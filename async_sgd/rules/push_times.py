@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median_high
 
-from aedit.async_sgd.rules.weights import MOST
+from aedit.async_sgd.rules.penalty_weights import MOST
 
 FASTEST = 64.0
 """Times the usual number of steps or pushes per second of the other nodes: what one honest node can do."""

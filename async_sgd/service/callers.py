@@ -6,12 +6,10 @@ from hashlib import sha256
 
 import grpc
 
-from aedit.async_sgd.hub.joins import Joiner
-from aedit.async_sgd.hub.members import CERTIFIED
-from aedit.async_sgd.rules.config import LimitConfig
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.identity import HUB
-from aedit.proto.wire.service import Caller, Refusal
+from aedit.async_sgd.hub import CERTIFIED, Joiner
+from aedit.async_sgd.rules import LimitConfig
+from aedit.proto.rpc import HUB, Caller, Refusal
+from aedit.proto.rpc import hub_pb2 as pb
 
 MOST_PROOF_BYTES = 64
 _FINGERPRINT_BYTES = 16

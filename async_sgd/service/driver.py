@@ -4,18 +4,16 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from aedit.async_sgd.hub.members import Member
-from aedit.async_sgd.rules.records import Joined, Leased, Record
+from aedit.async_sgd.hub import Member
+from aedit.async_sgd.rules import Joined, Leased, Record
 from aedit.async_sgd.service import messages
 from aedit.async_sgd.service.callers import fingerprint, known_by
 from aedit.async_sgd.service.exchange import PushPull
 from aedit.async_sgd.service.hello_responder import HelloResponder
 from aedit.async_sgd.service.request_guard import RequestGuard
 from aedit.async_sgd.service.tailing import Tailing
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.notifier import Quiet
-from aedit.proto.wire.service import Caller
-from aedit.proto.wire.vote_messages import answer_in, answer_out, proposal_in, proposal_out
+from aedit.proto.rpc import Caller, Quiet, answer_in, answer_out, proposal_in, proposal_out
+from aedit.proto.rpc import hub_pb2 as pb
 
 _SESSION_BITS = 63
 """Bits of a session number, which a node keeps as a signed 64-bit integer."""

@@ -8,9 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from zlib_ng.zlib_ng import crc32
 
 from aedit.async_sgd.hub import upward
-from aedit.async_sgd.journal.journal import JournalBroken, NoSpace
-from aedit.async_sgd.journal.ledger import Ledger
-from aedit.async_sgd.rules.records import Merged, Vector
+from aedit.async_sgd.journal import JournalBroken, Ledger, NoSpace
+from aedit.async_sgd.rules import Merged, Vector
 
 log = logging.getLogger(__name__)
 

@@ -10,21 +10,16 @@ from typing import Any
 import grpc
 from zlib_ng.zlib_ng import crc32
 
-from aedit.async_sgd.hub import news
-from aedit.async_sgd.hub.admission import is_next, skips
-from aedit.async_sgd.hub.founding import check_first_anchor
-from aedit.async_sgd.hub.members import Told
-from aedit.async_sgd.journal.norms import tensor_norms
-from aedit.async_sgd.journal.payload import Payload
-from aedit.async_sgd.rules.records import Accepted, Push, Vector
+from aedit.async_sgd.hub import Told, check_first_anchor, is_next, news, skips
+from aedit.async_sgd.journal import Payload, tensor_norms
+from aedit.async_sgd.rules import Accepted, Push, Vector
 from aedit.async_sgd.service import messages
 from aedit.async_sgd.service.gaps import FREE, Gaps
 from aedit.async_sgd.service.request_guard import RequestGuard
 from aedit.async_sgd.service.statements import Signer, TwoValues
-from aedit.proto.codecs.codecs import Codec, codec
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.lineage import version_of
-from aedit.proto.wire.service import Refusal
+from aedit.proto.codecs import Codec, codec
+from aedit.proto.rpc import Refusal, version_of
+from aedit.proto.rpc import hub_pb2 as pb
 from aedit.types import UnitLayout, Verdict
 
 log = logging.getLogger(__name__)

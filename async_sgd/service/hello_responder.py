@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import grpc
 
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.service import Refusal
+from aedit.proto.rpc import Refusal
+from aedit.proto.rpc import hub_pb2 as pb
 
 _SHOWN = 64
 """Characters of a text from a stranger that go into an answer."""

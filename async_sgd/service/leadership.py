@@ -5,13 +5,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from aedit.async_sgd.journal.journal import Position
-from aedit.async_sgd.journal.ledger import Ledger, Unconfirmed
-from aedit.async_sgd.leadership.placed import placed_replicas
-from aedit.async_sgd.leadership.replica import Replica
-from aedit.async_sgd.rules.records import Configured, Record
-from aedit.proto.wire.vote_messages import VoterFile
-from aedit.proto.wire.votes import Answer, Extent, Proposal
+from aedit.async_sgd.journal import Ledger, Position, Unconfirmed
+from aedit.async_sgd.replication import Replica, placed_replicas
+from aedit.async_sgd.rules import Configured, Record
+from aedit.proto.rpc import Answer, Extent, Proposal, VoterFile
 
 SILENT_S = 2.0
 """A standby that is silent for so long is to be waited for no longer, if the voters agree."""

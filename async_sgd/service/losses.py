@@ -1,7 +1,7 @@
 """Description of what a hub has lost, for its operator."""
 
-from aedit.async_sgd.journal.ledger import Ledger
-from aedit.proto.wire import hub_pb2 as pb
+from aedit.async_sgd.journal import Ledger
+from aedit.proto.rpc import hub_pb2 as pb
 
 _MOST_SHOWN = 8
 

@@ -6,13 +6,9 @@ from typing import cast
 
 import grpc
 
-from aedit.async_sgd.hub import news
-from aedit.async_sgd.hub.denied import Denied
-from aedit.async_sgd.hub.hub import MOST_LEASES, Hub
-from aedit.async_sgd.hub.joins import Joiner
-from aedit.async_sgd.hub.members import Member, Report
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.service import Refusal
+from aedit.async_sgd.hub import MOST_LEASES, Denied, Hub, Joiner, Member, Report, news
+from aedit.proto.rpc import Refusal
+from aedit.proto.rpc import hub_pb2 as pb
 from aedit.types import RL_REPORT, Layout, TensorLayout, UnitLayout, printable
 
 _CODES = {

@@ -7,19 +7,15 @@ from contextlib import contextmanager
 
 import grpc
 
-from aedit.async_sgd.hub.denied import Denied
-from aedit.async_sgd.hub.members import Member
-from aedit.async_sgd.journal.journal import JournalBroken, NoSpace, Position
-from aedit.async_sgd.journal.ledger import Ledger, Unconfirmed
-from aedit.async_sgd.journal.receipts import Unproven
+from aedit.async_sgd.hub import Denied, Member
+from aedit.async_sgd.journal import JournalBroken, Ledger, NoSpace, Position, Unconfirmed, Unproven
 from aedit.async_sgd.service import losses, messages
 from aedit.async_sgd.service.callers import fingerprint
 from aedit.async_sgd.service.engine import HubWorker
 from aedit.async_sgd.service.hello_responder import check_part
 from aedit.async_sgd.service.leadership import Leadership
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.lineage import lineage
-from aedit.proto.wire.service import Refusal
+from aedit.proto.rpc import Refusal, lineage
+from aedit.proto.rpc import hub_pb2 as pb
 
 SHOWN_LIMIT_S = 0.5
 """Shorter than a node waits for the reply to a heartbeat."""

@@ -8,17 +8,21 @@ from typing import Any
 
 import grpc
 
-from aedit.async_sgd.hub.cards import Card
-from aedit.async_sgd.hub.directory import Complaint, Directory
-from aedit.async_sgd.rules.records import Banned
+from aedit.async_sgd.hub import Card, Complaint, Directory
+from aedit.async_sgd.rules import Banned
 from aedit.async_sgd.service.callers import check_name
 from aedit.async_sgd.service.lines import json_line
 from aedit.async_sgd.service.request_guard import RequestGuard
-from aedit.proto.wire import directory_pb2 as pb
-from aedit.proto.wire import hub_pb2
-from aedit.proto.wire.directory import LONGEST_REASON, MOST_EVIDENCE_BYTES, DirectoryCore, is_signed
-from aedit.proto.wire.limits import Rates
-from aedit.proto.wire.service import Refusal
+from aedit.proto.rpc import (
+    LONGEST_REASON,
+    MOST_EVIDENCE_BYTES,
+    DirectoryCore,
+    Rates,
+    Refusal,
+    hub_pb2,
+    is_signed_card,
+)
+from aedit.proto.rpc import directory_pb2 as pb
 
 _EVENTS_PER_S = 5.0
 """Limit of recorded events of servers that come and go: nobody can fill the disk with them."""
@@ -43,7 +47,7 @@ class ServerDirectory:
     def announce(self, card: pb.ServerCard, certified: str | None) -> pb.AnnounceReply:
         """Register a server, or renew its lease. Raises Refusal with the reason."""
         check_name(card.name, certified, "server")
-        if not is_signed(card):
+        if not is_signed_card(card):
             raise _wrong("signature: the card is not signed with the key that it names")
         with self._guard.deciding() as now:
             self._check_run(card.run)

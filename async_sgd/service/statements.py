@@ -4,8 +4,7 @@ import threading
 from collections import OrderedDict
 from dataclasses import replace
 
-from aedit.proto.wire.signing_key import SigningKey
-from aedit.proto.wire.statement import Statement, signed
+from aedit.proto.rpc import SigningKey, Statement, signed
 
 _KEPT = 16
 """Newest statements of each unit that are kept."""

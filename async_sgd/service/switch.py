@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.notifier import Quiet
-from aedit.proto.wire.service import Caller, HubCore
+from aedit.proto.rpc import Caller, HubCore, Quiet
+from aedit.proto.rpc import hub_pb2 as pb
 
 
 class Switch:

@@ -8,14 +8,18 @@ from pathlib import Path
 import grpc
 from zlib_ng.zlib_ng import crc32
 
-from aedit.async_sgd.journal.frames import File
-from aedit.async_sgd.journal.journal import Position, segment_path
-from aedit.async_sgd.journal.partial import pieces
-from aedit.async_sgd.journal.store import begin_after, segment_numbers, snapshot_path
+from aedit.async_sgd.journal import (
+    File,
+    Position,
+    begin_after,
+    pieces,
+    segment_numbers,
+    segment_path,
+    snapshot_path,
+)
 from aedit.async_sgd.service.request_guard import RequestGuard
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.notifier import Quiet
-from aedit.proto.wire.service import Refusal
+from aedit.proto.rpc import Quiet, Refusal
+from aedit.proto.rpc import hub_pb2 as pb
 
 _CHUNK_BYTES = 2**16
 """Small, so that on a slow line a follower hears something of its leader within its limit of silence."""

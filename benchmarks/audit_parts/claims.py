@@ -7,15 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from aedit.spec_rollout.arms.arms import Fixed
-from aedit.spec_rollout.audit.hook import HeldRollout
-from aedit.spec_rollout.drafters.drafts import OFF, parse_arm
-from aedit.spec_rollout.drafters.suffix import SuffixDrafter
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.migration.sample_text import encode_sampling
-from aedit.spec_rollout.model.target_model import Path, make_target
-from aedit.spec_rollout.sampling.noise import gumbel
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
+from aedit.spec_rollout.audit import HeldRollout
+from aedit.spec_rollout.choose import Fixed
+from aedit.spec_rollout.drafters import OFF, SuffixDrafter, parse_arm
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.migration import encode_sampling
+from aedit.spec_rollout.model import Path, make_target
+from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling, gumbel
 from benchmarks.kit.small_llama import corpus
 
 PROMPT_BYTES = 32

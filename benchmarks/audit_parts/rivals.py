@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from aedit.spec_rollout.audit.hook import HeldRollout
+from aedit.spec_rollout.audit import HeldRollout
 
 DECODED_AT_ONCE, TOP = 32, 128
 MAX_EXPONENTS, MAX_MEAN, MAX_MEDIAN = 38, 10.0, 8.0

@@ -6,13 +6,19 @@ from dataclasses import dataclass, field
 
 import torch
 
-from aedit.spec_rollout.audit.auditor import score
-from aedit.spec_rollout.audit.calibration import Calibration, OwnNoise, calibrate
-from aedit.spec_rollout.audit.form import form_error
-from aedit.spec_rollout.audit.hook import HeldRollout
-from aedit.spec_rollout.audit.judge import RewardRecord, Scored, ServerRecord
-from aedit.spec_rollout.audit.versions import PolicyVersions
-from aedit.spec_rollout.migration.sample_text import decode_sampling
+from aedit.spec_rollout.audit import (
+    Calibration,
+    HeldRollout,
+    OwnNoise,
+    PolicyVersions,
+    RewardRecord,
+    Scored,
+    ServerRecord,
+    calibrate,
+    form_error,
+    score,
+)
+from aedit.spec_rollout.migration import decode_sampling
 from benchmarks.kit.statistics import quantile
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from statistics import fmean, stdev
 
-from aedit.async_sgd.rules.config import Codec, HubConfig, OuterConfig, PenaltyConfig
-from aedit.proto.codecs.codecs import codec
+from aedit.async_sgd.rules import Codec, HubConfig, OuterConfig, PenaltyConfig
+from aedit.proto.codecs import codec
 from benchmarks.bandwidth_parts.coarse import coarse
 from benchmarks.kit.hubs import layout_of
 from benchmarks.kit.processes import in_parallel

@@ -12,15 +12,8 @@ import torch
 from torch import nn
 
 import aedit
-from aedit.edit import canonical
-from aedit.edit.config import EditConfig
-from aedit.edit.exchange import RoundOutcome
-from aedit.edit.hub_exchange import HubExchange
-from aedit.edit.pace import OwnPace
-from aedit.edit.sync import LayerSync
-from aedit.edit.units import find_units
-from aedit.proto.agent.agent_link import start_agent
-from aedit.proto.agent.plan import AgentPlan
+from aedit.edit import EditConfig, HubExchange, LayerSync, OwnPace, RoundOutcome, canonical, find_units
+from aedit.proto.agent import AgentPlan, start_agent
 from benchmarks.kit.paced import tower, walk
 
 RUN = "bandwidth"

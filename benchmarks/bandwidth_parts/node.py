@@ -10,10 +10,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from aedit.edit.config import EditConfig
-from aedit.edit.mean_exchange import MeanExchange
-from aedit.edit.sync import LayerSync
-from aedit.proto.transports.c10d import TorchTransport
+from aedit.edit import EditConfig, LayerSync, MeanExchange
+from aedit.proto.transports import TorchTransport
 from benchmarks.kit.paced import tower, walk
 
 PORT = 29500

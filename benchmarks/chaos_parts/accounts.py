@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aedit.launch.hub.replay import anchors_of
+from aedit.launch.hub import anchors_of
 from benchmarks.chaos_parts.books import differ, expected, mean_s
 from benchmarks.chaos_parts.history import Key, history_of, leaders, read
 from benchmarks.kit.paced_node import PacedNode

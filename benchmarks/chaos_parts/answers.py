@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from aedit.async_sgd.rules.records import Merged
-from aedit.launch.hub.replay import anchors_of, hub_of, records_of
+from aedit.async_sgd.rules import Merged
+from aedit.launch.hub import anchors_of, hub_of, records_of
 from aedit.types import UserError
 from benchmarks.chaos_parts.history import Segment, chain_of
 

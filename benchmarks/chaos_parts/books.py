@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aedit.async_sgd.rules.records import Accepted, Merged, Record
-from aedit.launch.hub.replay import anchors_of, records_of
+from aedit.async_sgd.rules import Accepted, Merged, Record
+from aedit.launch.hub import anchors_of, records_of
 from benchmarks.kit.cluster import Field, answered
 from benchmarks.kit.paced_node import STRIDE, PacedNode
 

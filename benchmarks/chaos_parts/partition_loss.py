@@ -14,11 +14,11 @@ import numpy as np
 from aedit.async_sgd.hub import members
 from aedit.async_sgd.hub.news import news
 from aedit.async_sgd.inprocess import InProcessHub, make_push
-from aedit.async_sgd.rules.records import Vector
+from aedit.async_sgd.rules import Vector
 from aedit.clock import VirtualClock
-from aedit.launch.config.load import load
-from aedit.proto.agent.link import Answer, Progress
-from aedit.proto.swarm.placement import chosen
+from aedit.launch.config import load
+from aedit.proto.agent import Answer, Progress
+from aedit.proto.swarm import chosen
 from aedit.types import News, Verdict
 from benchmarks.kit.processes import ROOT, in_parallel
 from benchmarks.kit.tables import Bar, Report

@@ -13,9 +13,8 @@ from typing import Any
 
 import psutil
 
-from aedit.launch.swarm.hosted_part import MARK
-from aedit.launch.swarm.introduction import INTRODUCTION, is_maddrs
-from aedit.proto.swarm.replicas_file import REPLICAS
+from aedit.launch.swarm import INTRODUCTION, MARK, is_maddrs
+from aedit.proto.swarm import REPLICAS
 from benchmarks.chaos_parts.books import LATE
 from benchmarks.chaos_parts.history import keep
 from benchmarks.kit.cluster import TOML, free_port, ledger_lines

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from aedit.launch.swarm.introduction import introduced
+from aedit.launch.swarm import introduced
 from aedit.types import UserError
 from benchmarks.chaos_parts.swarm_peers import SwarmPeer
 from benchmarks.kit.processes import end, start

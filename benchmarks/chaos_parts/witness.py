@@ -8,9 +8,7 @@ import zlib
 from pathlib import Path
 from unittest.mock import patch
 
-from aedit.proto.wire.client import HubClient
-from aedit.proto.wire.download import Download
-from aedit.proto.wire.hub_pb2 import PullHead, PushHead, PushReply
+from aedit.proto.rpc import Download, HubClient, PullHead, PushHead, PushReply
 from benchmarks.kit import paced_node
 from benchmarks.kit.paced_node import Ledger
 

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
-from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.engine import Engine
 from benchmarks.decode_parts.policy import PolicyShape, random_policy
 from benchmarks.kit.processes import run_jobs
 

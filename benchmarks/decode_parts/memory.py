@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import psutil
 from transformers import PreTrainedModel
 
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.engine.limits import EngineLimits
-from aedit.spec_rollout.sampling.samples import Prompt, Sampling
+from aedit.spec_rollout.engine import Engine, EngineLimits
+from aedit.spec_rollout.sampling import Prompt, Sampling
 from benchmarks.decode_parts.policy import PolicyShape, random_policy
 from benchmarks.decode_parts.systems import random_texts
 

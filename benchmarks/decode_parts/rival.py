@@ -83,8 +83,8 @@ def earlier(settings: dict[str, Any]) -> Decode:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from aedit.spec_rollout.engine.engine import Engine
-    from aedit.spec_rollout.sampling.samples import Prompt, Sampling
+    from aedit.spec_rollout.engine import Engine
+    from aedit.spec_rollout.sampling import Prompt, Sampling
 
     torch.set_num_threads(1)
     auto: Any = AutoModelForCausalLM

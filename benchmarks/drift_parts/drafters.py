@@ -8,25 +8,29 @@ from dataclasses import dataclass
 
 import torch
 
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
-from aedit.spec_rollout.learning.batches import HELD_OUT_EVERY
-from aedit.spec_rollout.learning.draft_training import DraftTrainer, DraftTrainingConfig
-from aedit.spec_rollout.learning.feature_reader import FeatureReader, FeatureSample
-from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
-from aedit.spec_rollout.learning.features import RowFeatures
-from aedit.spec_rollout.learning.gate import Match, held_out_match
-from aedit.spec_rollout.learning.learning import (
+from aedit.spec_rollout.drafters import DraftLayer
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.model import Target
+from aedit.spec_rollout.sampling import Prompt, Rollout
+from aedit.spec_rollout.training import (
+    HELD_OUT_EVERY,
+    DraftTrainer,
+    DraftTrainingConfig,
+    FeatureReader,
+    FeatureRing,
+    FeatureSample,
+    IdleConfig,
     LayerTraining,
     LearningConfig,
+    Match,
+    PolicyEmbeddings,
+    RingShape,
+    RowFeatures,
+    held_out_match,
+    pack_samples,
     policy_tensors,
     train_when_idle,
 )
-from aedit.spec_rollout.learning.losses import PolicyEmbeddings
-from aedit.spec_rollout.learning.packing import pack_samples
-from aedit.spec_rollout.model.target import Target
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout
 from benchmarks.kit.trainer_waits import start, wait
 
 RING_BYTES = 64 << 20

@@ -7,14 +7,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from aedit.spec_rollout.arms.arms import Fixed
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
-from aedit.spec_rollout.drafters.suffix import SuffixDrafter
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.learning.feature_reader import FeatureSample
-from aedit.spec_rollout.model.target import Target
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout
+from aedit.spec_rollout.choose import Fixed
+from aedit.spec_rollout.drafters import DraftLayer, LayerDrafter, SuffixDrafter
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.model import Target
+from aedit.spec_rollout.sampling import Prompt, Rollout
+from aedit.spec_rollout.training import FeatureSample
 from benchmarks.drift_parts.drafters import Gate, IdleTrained, collected, copy_of, ends_of, matched, oracle
 from benchmarks.drift_parts.policy import moved
 

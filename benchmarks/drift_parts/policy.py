@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from aedit.spec_rollout.sampling.samples import Rollout
+from aedit.spec_rollout.sampling import Rollout
 
 LETTER = ord("e")
 ROWS_AT_ONCE = 16

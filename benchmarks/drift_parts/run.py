@@ -10,13 +10,12 @@ from typing import Self
 import torch
 from transformers import PreTrainedModel
 
-from aedit.spec_rollout.arms.arms import Fixed
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.learning.learning import LearningConfig
-from aedit.spec_rollout.model.target import Target
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
+from aedit.spec_rollout.choose import Fixed
+from aedit.spec_rollout.drafters import DraftLayer, LayerDrafter
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.model import Target
+from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
+from aedit.spec_rollout.training import LearningConfig
 from benchmarks.drift_parts.drafters import Control, IdleTrained, copy_of
 from benchmarks.drift_parts.judge import ARM, Checkpoint, Judge
 from benchmarks.drift_parts.policy import AHEAD, Mover, moved, paced, policy_gradient

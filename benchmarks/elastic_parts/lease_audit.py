@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from aedit.async_sgd.rules.records import Accepted, Founded, Joined, Leased, Left, Record, Used
+from aedit.async_sgd.rules import Accepted, Founded, Joined, Leased, Left, Record, Used
 
 NOBODY = -1
 _ROOM = 1 << 20

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from aedit.clock import VirtualClock
-from aedit.launch.node.inner import make_inners, set_lr
+from aedit.launch.node import make_inners, set_lr
 from benchmarks.kit.small_llama import inner_step
 from benchmarks.kit.two_domains import held_out_loss
 from benchmarks.kit.virtual_hub import (

@@ -11,11 +11,8 @@ import struct
 import numpy as np
 from zlib_ng.zlib_ng import crc32
 
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.client import HubClient
-from aedit.proto.wire.fair_pool import FairPool
-from aedit.proto.wire.frames import CHUNK_BYTES
-from aedit.proto.wire.service import CallHandlers, Service
+from aedit.proto.rpc import CHUNK_BYTES, CallHandlers, FairPool, HubClient, Service
+from aedit.proto.rpc import hub_pb2 as pb
 
 _HEAD = struct.Struct("<QI")
 _TOKEN_BYTES = 16

@@ -15,26 +15,31 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from aedit.async_sgd.hub.hub import Hub
-from aedit.async_sgd.hub.joins import Joiner
-from aedit.async_sgd.hub.plan import HubPlan
-from aedit.async_sgd.journal.journal import Journal
-from aedit.async_sgd.journal.ledger import Ledger
-from aedit.async_sgd.journal.payload import Payload
-from aedit.async_sgd.journal.store import Store
-from aedit.async_sgd.rules.config import HubConfig, LimitConfig, OuterConfig, PenaltyConfig
-from aedit.async_sgd.rules.records import Accepted, Joined, Merged, Part, Push
-from aedit.async_sgd.service.callers import fingerprint
-from aedit.async_sgd.service.driver import Driver
-from aedit.async_sgd.service.engine import HubWorker
-from aedit.async_sgd.service.hello_responder import HelloResponder
-from aedit.async_sgd.service.leadership import Leadership
-from aedit.async_sgd.service.request_guard import RequestGuard
-from aedit.async_sgd.service.server_directory import ServerDirectory
-from aedit.launch.hub.reports import overview
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.hello import PROTOCOL
-from aedit.proto.wire.vote_messages import VoterFile
+from aedit.async_sgd.hub import Hub, HubPlan, Joiner
+from aedit.async_sgd.journal import Journal, Ledger, Payload, Store
+from aedit.async_sgd.rules import (
+    Accepted,
+    HubConfig,
+    Joined,
+    LimitConfig,
+    Merged,
+    OuterConfig,
+    Part,
+    PenaltyConfig,
+    Push,
+)
+from aedit.async_sgd.service import (
+    Driver,
+    HelloResponder,
+    HubWorker,
+    Leadership,
+    RequestGuard,
+    ServerDirectory,
+    fingerprint,
+)
+from aedit.launch.hub import overview
+from aedit.proto.rpc import PROTOCOL, VoterFile
+from aedit.proto.rpc import hub_pb2 as pb
 from aedit.types import Layout, TensorLayout, UnitLayout
 
 RUN, UNITS, NUMEL, EVERY = "bench", 4, 4096, 64

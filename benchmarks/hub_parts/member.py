@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from aedit.async_sgd.rules.config import HubConfig
-from aedit.proto.codecs.codecs import Floats, codec
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.client import HubClient, HubRefused
+from aedit.async_sgd.rules import HubConfig
+from aedit.proto.codecs import Floats, codec
+from aedit.proto.rpc import HubClient, HubRefused
+from aedit.proto.rpc import hub_pb2 as pb
 
 RUN = "bench"
 BEAT_S = HubConfig().heartbeat_s

@@ -16,16 +16,10 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from numpy.typing import NDArray
 
-from aedit.async_sgd.hub.hub import Hub
-from aedit.async_sgd.hub.joins import Joiner
-from aedit.async_sgd.hub.plan import HubPlan
-from aedit.async_sgd.journal.journal import Journal
-from aedit.async_sgd.journal.norms import tensor_norms
-from aedit.async_sgd.journal.payload import Payload
-from aedit.async_sgd.rules.config import Codec, HubConfig, OuterConfig, PenaltyConfig
-from aedit.async_sgd.rules.records import Merged, Push, Record
-from aedit.proto.codecs import codecs
-from aedit.proto.codecs.codecs import codec
+from aedit.async_sgd.hub import Hub, HubPlan, Joiner
+from aedit.async_sgd.journal import Journal, Payload, tensor_norms
+from aedit.async_sgd.rules import Codec, HubConfig, Merged, OuterConfig, PenaltyConfig, Push, Record
+from aedit.proto.codecs import codec, codecs
 from aedit.types import Layout, TensorLayout, UnitLayout
 
 STEPS, TOKENS = 64, 64 * 2048

@@ -15,18 +15,11 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from aedit.async_sgd.hub.hub import Hub
-from aedit.async_sgd.hub.joins import Joiner
-from aedit.async_sgd.hub.plan import HubPlan
-from aedit.async_sgd.journal.journal import Journal
-from aedit.async_sgd.journal.ledger import Ledger
-from aedit.async_sgd.journal.payload import Payload
-from aedit.async_sgd.journal.store import Store
-from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig
-from aedit.async_sgd.rules.records import Push, Vector
-from aedit.async_sgd.service.engine import HubWorker
-from aedit.async_sgd.service.memory import give_back_what_is_freed
-from aedit.proto.codecs.codecs import codec
+from aedit.async_sgd.hub import Hub, HubPlan, Joiner
+from aedit.async_sgd.journal import Journal, Ledger, Payload, Store
+from aedit.async_sgd.rules import HubConfig, OuterConfig, PenaltyConfig, Push, Vector
+from aedit.async_sgd.service import HubWorker, give_back_what_is_freed
+from aedit.proto.codecs import codec
 from aedit.types import Layout, TensorLayout, UnitLayout
 from benchmarks.hub_parts.process import memory_bytes
 

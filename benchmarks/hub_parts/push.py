@@ -19,15 +19,20 @@ import grpc
 import numpy as np
 import psutil
 
-from aedit.async_sgd.service.memory import give_back_what_is_freed
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.call_context import CallContext
-from aedit.proto.wire.client import HubClient, channel
-from aedit.proto.wire.fair_pool import FairPool
-from aedit.proto.wire.frames import CHUNK_BYTES
-from aedit.proto.wire.limits import Limits
-from aedit.proto.wire.server import Server
-from aedit.proto.wire.service import CallHandlers, HubCore, Service
+from aedit.async_sgd.service import give_back_what_is_freed
+from aedit.proto.rpc import (
+    CHUNK_BYTES,
+    CallContext,
+    CallHandlers,
+    FairPool,
+    HubClient,
+    HubCore,
+    Limits,
+    Server,
+    Service,
+    channel,
+)
+from aedit.proto.rpc import hub_pb2 as pb
 from benchmarks.hub_parts.data_channel import ChannelReceiver, push_over_channel
 
 HOST = "127.0.0.1"

@@ -11,11 +11,7 @@ from typing import cast
 
 import numpy as np
 
-from aedit.proto.wire.client import HubClient
-from aedit.proto.wire.fair_pool import FairPool
-from aedit.proto.wire.limits import Limits
-from aedit.proto.wire.server import Server
-from aedit.proto.wire.service import CallHandlers, HubCore, Service
+from aedit.proto.rpc import CallHandlers, FairPool, HubClient, HubCore, Limits, Server, Service
 from benchmarks.hub_parts.push import MOVES_WITHIN_S, Sink, push_over_grpc
 from benchmarks.kit import tun_link
 from benchmarks.kit.processes import end, start

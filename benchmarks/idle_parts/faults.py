@@ -9,10 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from aedit.spec_rollout.idle.idle import DrafterTraining
-from aedit.spec_rollout.idle.publishing import Publication
-from aedit.spec_rollout.idle.restarts import Restarts
-from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
+from aedit.spec_rollout.training import DrafterTraining, IdleConfig, Publication, Restarts
 from benchmarks.idle_parts.foreground import Arm, Foreground, Pair, Race
 from benchmarks.idle_parts.trainees import MENDED_BY, faulty, give, policy, weights
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from aedit.launch.data.samples import batch
+from aedit.launch.data import batch
 from benchmarks.kit.small_llama import corpus, inner_step, llama
 from benchmarks.kit.statistics import Interval
 

@@ -6,13 +6,17 @@ import time
 import torch
 from transformers import LlamaConfig
 
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.idle.idle import DrafterTraining
-from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
-from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
-from aedit.spec_rollout.learning.gate import GateConfig
-from aedit.spec_rollout.learning.learning import LearningConfig, train_when_idle
-from aedit.spec_rollout.learning.losses import PolicyEmbeddings
+from aedit.spec_rollout.drafters import DraftLayer
+from aedit.spec_rollout.training import (
+    DrafterTraining,
+    FeatureRing,
+    GateConfig,
+    IdleConfig,
+    LearningConfig,
+    PolicyEmbeddings,
+    RingShape,
+    train_when_idle,
+)
 
 HIDDEN_SIZE, VOCABULARY = 256, 512
 BEGINS_WITHIN_S = 120.0

@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from aedit.spec_rollout.idle.slot_memory import CHECKSUM, NEWEST, NUMBER
-from aedit.spec_rollout.idle.trainer_memory import TrainerMemory
+from aedit.spec_rollout.training import CHECKSUM, NEWEST, NUMBER, TrainerMemory
 
 WIDTH = 64
 LR = 0.5

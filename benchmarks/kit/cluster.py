@@ -13,8 +13,7 @@ from typing import Any
 
 import psutil
 
-from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
-from aedit.proto.wire.hub_pb2 import StatusRequest
+from aedit.proto.rpc import HubClient, HubRefused, HubUnreachable, StatusRequest
 from benchmarks.kit.netns import Place, set_link
 from benchmarks.kit.paced_node import PacedNode
 from benchmarks.kit.processes import end, start, start_hub

@@ -2,8 +2,7 @@
 
 from torch import nn
 
-from aedit.edit.canonical import layout
-from aedit.edit.units import find_units
+from aedit.edit import find_units, layout
 from aedit.types import Layout
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from aedit.edit.sync import LayerSync
+from aedit.edit import LayerSync
 
 LATE_S = 0.002
 

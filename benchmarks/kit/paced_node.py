@@ -22,10 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from aedit.proto.agent.agent_link import start_agent
-from aedit.proto.agent.link import Answer, Link, Progress
-from aedit.proto.agent.plan import AgentPlan
-from aedit.proto.agent.replica_finder import replicas_of_parts
+from aedit.proto.agent import AgentPlan, Answer, Link, Progress, replicas_of_parts, start_agent
 from aedit.types import TensorLayout, UnitLayout, Verdict
 
 _OWNERS_S = 60.0

@@ -16,18 +16,24 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from aedit.launch.data.tokenizer import ByteTokenizer
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.learning.batches import HELD_OUT_EVERY
-from aedit.spec_rollout.learning.draft_training import DraftTrainer, DraftTrainingConfig
-from aedit.spec_rollout.learning.feature_reader import FeatureReader, FeatureSample
-from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
-from aedit.spec_rollout.learning.features import RowFeatures
-from aedit.spec_rollout.learning.gate import Match, held_out_match
-from aedit.spec_rollout.learning.losses import PolicyEmbeddings
-from aedit.spec_rollout.learning.packing import pack_samples
-from aedit.spec_rollout.sampling.samples import Prompt, Sampling
+from aedit.launch.data import ByteTokenizer
+from aedit.spec_rollout.drafters import DraftLayer
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.sampling import Prompt, Sampling
+from aedit.spec_rollout.training import (
+    HELD_OUT_EVERY,
+    DraftTrainer,
+    DraftTrainingConfig,
+    FeatureReader,
+    FeatureRing,
+    FeatureSample,
+    Match,
+    PolicyEmbeddings,
+    RingShape,
+    RowFeatures,
+    held_out_match,
+    pack_samples,
+)
 from benchmarks.policies import ROOT, Policy, load, prompts, ready
 
 ROWS = 32

@@ -16,10 +16,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from aedit.launch.config.config import TrainConfig
-from aedit.launch.data.samples import batch
-from aedit.launch.data.tokenizer import ByteTokenizer
-from aedit.launch.node.inner import lr_at, make_inner, set_lr
+from aedit.launch.config import TrainConfig
+from aedit.launch.data import ByteTokenizer, batch
+from aedit.launch.node import lr_at, make_inner, set_lr
 from benchmarks.kit.tasks import MAX_CHARS, draw
 
 IGNORED = -100

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from aedit.launch.rundir.reader import Run, read_run
-from aedit.launch.rundir.rl_records import RLMetric
-from aedit.launch.views.rl_figures import after_warm_up, newest, rl_held_out
+from aedit.launch.records import RLMetric, Run, read_run
+from aedit.launch.views import after_warm_up, newest, rl_held_out
 from benchmarks.kit.processes import end, start
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny-rl.toml"

@@ -6,10 +6,9 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from aedit.launch.config.config import DataConfig, ModelConfig
-from aedit.launch.data.samples import Corpus, load_corpus
-from aedit.launch.data.tokenizer import load_tokenizer
-from aedit.launch.node.model import build_model, loss
+from aedit.launch.config import DataConfig, ModelConfig
+from aedit.launch.data import Corpus, load_corpus, load_tokenizer
+from aedit.launch.node import build_model, loss
 
 
 def llama(hidden_size: int, num_layers: int, seq_len: int, seed: int = 0) -> nn.Module:

@@ -9,11 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from aedit.launch.config.config import DataConfig
-from aedit.launch.data.corpus import Document, documents, is_held_out
-from aedit.launch.data.order import SampleOrder
-from aedit.launch.data.samples import batch, evaluation_indices
-from aedit.launch.node.model import loss
+from aedit.launch.config import DataConfig
+from aedit.launch.data import Document, SampleOrder, batch, documents, evaluation_indices, is_held_out
+from aedit.launch.node import loss
 
 HELD_OUT = 0.05
 Rows = NDArray[np.uint8]

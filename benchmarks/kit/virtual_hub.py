@@ -13,20 +13,15 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from aedit.async_sgd.hub.plan import HubPlan
+from aedit.async_sgd.hub import HubPlan
 from aedit.async_sgd.inprocess import InProcessHub, Tally, Tamper
-from aedit.async_sgd.rules.config import HubConfig, OuterConfig
-from aedit.async_sgd.rules.outer import Average, Nesterov
-from aedit.async_sgd.rules.records import Vector
+from aedit.async_sgd.rules import Average, HubConfig, Nesterov, OuterConfig, Vector
 from aedit.clock import VirtualClock
-from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.hub_exchange import HubExchange
-from aedit.edit.pace import HubPace, make_pace
-from aedit.edit.sync import LayerSync
-from aedit.launch.config.config import TrainConfig
-from aedit.launch.node.inner import lr_at, make_inners, set_lr
-from aedit.proto.agent.link import Link
-from aedit.proto.codecs.codecs import codec
+from aedit.edit import EditConfig, HubExchange, HubPace, LayerSync, PenaltyConfig, make_pace
+from aedit.launch.config import TrainConfig
+from aedit.launch.node import lr_at, make_inners, set_lr
+from aedit.proto.agent import Link
+from aedit.proto.codecs import codec
 from aedit.types import Round
 from benchmarks.kit.hubs import layout_of
 from benchmarks.kit.small_llama import inner_step, llama

@@ -13,9 +13,8 @@ from typing import IO, Any
 
 import psutil
 
-from aedit.proto.swarm.placement import chosen
-from aedit.proto.swarm.replicas_file import REPLICAS, ReplicasFile
-from aedit.proto.wire.signing_key import SigningKey
+from aedit.proto.rpc import SigningKey
+from aedit.proto.swarm import REPLICAS, ReplicasFile, chosen
 from benchmarks.chaos_parts.swarm_peers import SWARM
 from benchmarks.kit.cluster import TOML
 from benchmarks.kit.netns import Place, run_command

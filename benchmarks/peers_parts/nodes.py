@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from aedit.proto.agent.agent_link import start_agent
-from aedit.proto.wire.connections import raise_descriptor_limit
+from aedit.proto.agent import start_agent
+from aedit.proto.rpc import raise_descriptor_limit
 from benchmarks.kit.paced_node import PacedNode, Walker, agent_plan
 
 LEAVES_S = 60.0

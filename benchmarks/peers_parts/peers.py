@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from aedit.launch.config.load import load
-from aedit.launch.swarm.peer import Peer, PeerOptions
-from aedit.proto.swarm.calling import PeerCalls
-from aedit.proto.wire import swarm_pb2 as pb
-from aedit.proto.wire.connections import raise_descriptor_limit
+from aedit.launch.config import load
+from aedit.launch.swarm import Peer, PeerOptions
+from aedit.proto.rpc import raise_descriptor_limit
+from aedit.proto.rpc import swarm_pb2 as pb
+from aedit.proto.swarm import PeerCalls
 
 TURN_S = 0.5
 """Pause between two looks of a peer, as in `aedit peer`."""

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from aedit.launch.swarm.roles import part_view
-from aedit.proto.swarm.card import PeerCard, encoded
-from aedit.proto.swarm.known_peers import KnownPeers
-from aedit.proto.wire.signing_key import SigningKey
+from aedit.launch.swarm import part_view
+from aedit.proto.rpc import SigningKey
+from aedit.proto.swarm import KnownPeers, PeerCard, encoded
 
 RUN = "simulated"
 LEASE_S = 10.0

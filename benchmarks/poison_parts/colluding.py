@@ -5,8 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 
-from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PushFilterConfig
-from aedit.async_sgd.rules.records import Push
+from aedit.async_sgd.rules import HubConfig, OuterConfig, Push, PushFilterConfig
 from aedit.types import Layout
 from benchmarks.kit.hubs import layout_of
 from benchmarks.kit.processes import in_parallel

@@ -8,7 +8,7 @@ from statistics import NormalDist
 import numpy as np
 
 from aedit.async_sgd.inprocess import make_push
-from aedit.async_sgd.rules.records import Push, Vector
+from aedit.async_sgd.rules import Push, Vector
 from aedit.types import UnitLayout
 from benchmarks.poison_parts.attacks import values_of
 

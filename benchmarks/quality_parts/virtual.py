@@ -8,20 +8,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from aedit.async_sgd.rules.outer import Nesterov
+from aedit.async_sgd.rules import Nesterov
 from aedit.clock import Turns
-from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.exchange import RoundOutcome
-from aedit.edit.mean_exchange import MeanExchange
-from aedit.edit.schedule import EverySeconds
-from aedit.edit.sync import LayerSync
-from aedit.launch.config.config import TrainConfig
-from aedit.launch.data.order import SampleOrder
-from aedit.launch.data.samples import Corpus, batch, evaluation_indices
-from aedit.launch.node.inner import lr_at, make_inner, set_lr
-from aedit.launch.node.model import loss
+from aedit.edit import EditConfig, EverySeconds, LayerSync, MeanExchange, PenaltyConfig, RoundOutcome
+from aedit.launch.config import TrainConfig
+from aedit.launch.data import Corpus, SampleOrder, batch, evaluation_indices
+from aedit.launch.node import loss, lr_at, make_inner, set_lr
 from aedit.proto import VirtualTransport
-from aedit.proto.transports.memory import MemoryWorld
+from aedit.proto.transports import MemoryWorld
 from benchmarks.kit.small_llama import corpus, inner_step, llama
 
 STEP_S = (1.0, 1.0, 1.0, 2.0)

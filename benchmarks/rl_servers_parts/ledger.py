@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout
+from aedit.spec_rollout.sampling import Prompt, Rollout
 
 Key = tuple[int, int]
 """(rollout, sample)."""

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.model.target import Target
-from aedit.spec_rollout.workers.worker_engine import EngineSpec, make_engine
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.model import Target
+from aedit.spec_rollout.workers import EngineSpec, make_engine
 
 NODES = 1
 """Nothing is drafted."""

@@ -16,18 +16,19 @@ from typing import Any
 
 import torch
 
-from aedit.proto.versions.manifest import VersionLayout
-from aedit.proto.wire.server import Server
-from aedit.proto.wire.signing_key import SigningKey
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.service.host import EngineHost
-from aedit.spec_rollout.service.rollouts import RolloutService
-from aedit.spec_rollout.service.served_versions import ServedVersions
-from aedit.spec_rollout.service.stream_limits import StreamLimits
-from aedit.spec_rollout.service.tickets import HostLimits
-from aedit.spec_rollout.service.trainer_lines import TrainerLines
-from aedit.spec_rollout.service.trainer_stream import ServerIdentity
-from aedit.spec_rollout.workers.worker_engine import EngineSpec
+from aedit.proto.rpc import Server, SigningKey
+from aedit.proto.versions import VersionLayout
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.server import (
+    EngineHost,
+    HostLimits,
+    RolloutService,
+    ServedVersions,
+    ServerIdentity,
+    StreamLimits,
+    TrainerLines,
+)
+from aedit.spec_rollout.workers import EngineSpec
 from aedit.types import Layout
 from benchmarks.kit.hubs import layout_of
 from benchmarks.rl_servers_parts.paced import make_paced

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aedit.spec_rollout import LossInputs, LossSettings, advantages, find_loss
-from aedit.spec_rollout.rl.source import RolloutSource
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
+from aedit.spec_rollout.rl import RolloutSource
+from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
 from benchmarks.rl_servers_parts.ledger import Ledger
 
 VOCABULARY, STOP = 64, 0

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from aedit.launch.data.tokenizer import ByteTokenizer
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
+from aedit.launch.data import ByteTokenizer
+from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
 from benchmarks.kit.tasks import reward
 from benchmarks.policies import Policy, tasks
 

@@ -17,17 +17,12 @@ from typing import Literal, get_args
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from aedit.spec_rollout.arms.arms import ArmChooser, Fixed
-from aedit.spec_rollout.arms.goodput import Goodput
-from aedit.spec_rollout.drafters.drafts import Drafter, DrafterKind, parse_arm
-from aedit.spec_rollout.drafters.suffix import SuffixDrafter
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.engine.engine_source import EngineSource
-from aedit.spec_rollout.engine.meters import Meters
-from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
-from aedit.spec_rollout.learning.online_drafter import OnlineConfig, OnlineDrafter
-from aedit.spec_rollout.model.target import Target
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout
+from aedit.spec_rollout.choose import ArmChooser, Fixed, Goodput
+from aedit.spec_rollout.drafters import Drafter, DrafterKind, SuffixDrafter, parse_arm
+from aedit.spec_rollout.engine import Engine, EngineSource, Meters
+from aedit.spec_rollout.model import Target
+from aedit.spec_rollout.sampling import Prompt, Rollout
+from aedit.spec_rollout.training import IdleConfig, OnlineConfig, OnlineDrafter
 from benchmarks.drift_parts.policy import Lesson, Mover, policy_gradient
 from benchmarks.drift_parts.run import HARVEST
 from benchmarks.kit.trainer_waits import start, wait

@@ -12,12 +12,9 @@ from pathlib import Path
 
 import torch
 
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
-from aedit.spec_rollout.learning.gate import GateConfig
-from aedit.spec_rollout.learning.learning import LearningConfig
-from aedit.spec_rollout.learning.online_drafter import OnlineConfig, OnlineDrafter
-from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.model import Target
+from aedit.spec_rollout.training import GateConfig, IdleConfig, LearningConfig, OnlineConfig, OnlineDrafter
 from benchmarks.drift_parts.policy import Mover, policy_gradient
 from benchmarks.idle_parts.foreground import Arm, Pair, Race, Ratio
 from benchmarks.idle_parts.windows import Harvest, harvest

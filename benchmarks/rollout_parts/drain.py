@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from aedit.launch.data.tokenizer import ByteTokenizer
-from aedit.spec_rollout.arms.goodput import Goodput
-from aedit.spec_rollout.drafters.drafts import parse_arm
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout
+from aedit.launch.data import ByteTokenizer
+from aedit.spec_rollout.choose import Goodput
+from aedit.spec_rollout.drafters import parse_arm
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.sampling import Prompt, Rollout
 from benchmarks.rollout_parts.same import Same
 from benchmarks.rollout_parts.stream import FIXED, Cast, engine_of, stream
 from benchmarks.rollout_parts.watch import Watched

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.model.target import Target
-from aedit.spec_rollout.sampling.samples import Prompt, Sampling
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.model import Target
+from aedit.spec_rollout.sampling import Prompt, Sampling
 from benchmarks.kit.statistics import Interval, median, percent
 from benchmarks.kit.tables import Bar, Report
 

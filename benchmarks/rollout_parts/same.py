@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from aedit.spec_rollout.sampling.noise import gumbel
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout
+from aedit.spec_rollout.sampling import Prompt, Rollout, gumbel
 
 TIE = 1e-4
 """Two tokens whose scores are nearer than this may change places by fp32 rounding."""

@@ -18,16 +18,20 @@ from itertools import count
 import torch
 from transformers import PreTrainedModel
 
-from aedit.launch.data.tokenizer import ByteTokenizer
-from aedit.spec_rollout.arms.arms import ArmChooser, Fixed
-from aedit.spec_rollout.arms.goodput import Goodput
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.drafters.drafts import Arm, Drafter, DrafterKind, parse_arm
-from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
-from aedit.spec_rollout.drafters.suffix import SuffixDrafter
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.model.target import Target
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
+from aedit.launch.data import ByteTokenizer
+from aedit.spec_rollout.choose import ArmChooser, Fixed, Goodput
+from aedit.spec_rollout.drafters import (
+    Arm,
+    Drafter,
+    DrafterKind,
+    DraftLayer,
+    LayerDrafter,
+    SuffixDrafter,
+    parse_arm,
+)
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.model import Target
+from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
 from benchmarks.policies import Policy, prompts
 from benchmarks.rollout_parts.watch import Watched
 

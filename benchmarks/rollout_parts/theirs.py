@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from aedit.launch.data.tokenizer import ByteTokenizer
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.model.target import Target
-from aedit.spec_rollout.sampling.samples import Prompt, Sampling
+from aedit.launch.data import ByteTokenizer
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.model import Target
+from aedit.spec_rollout.sampling import Prompt, Sampling
 from benchmarks.policies import Policy, prompts, tasks
 from benchmarks.rollout_parts.same import Same
 from benchmarks.rollout_parts.stream import MAX_PROMPT

@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from aedit.spec_rollout.arms.arms import EngineView, StepObservation
-from aedit.spec_rollout.arms.calibration import DraftNodes, Floats, accepted_nodes
-from aedit.spec_rollout.arms.goodput import Goodput
-from aedit.spec_rollout.drafters.drafts import OFF, Arm, Draft
+from aedit.spec_rollout.choose import DraftNodes, EngineView, Floats, Goodput, StepObservation, accepted_nodes
+from aedit.spec_rollout.drafters import OFF, Arm, Draft
 
 NUM_BINS = 20
 """Bins of a predicted chance; the calibration may use others."""

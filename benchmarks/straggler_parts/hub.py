@@ -10,10 +10,8 @@ from typing import Any
 
 import psutil
 
-from aedit.async_sgd.rules.config import PushFilterConfig
-from aedit.launch.config.config import RunConfig
-from aedit.launch.config.fields import to_toml
-from aedit.launch.config.load import load
+from aedit.async_sgd.rules import PushFilterConfig
+from aedit.launch.config import RunConfig, load, to_toml
 from benchmarks.kit.processes import ROOT, hub, run_jobs
 from benchmarks.straggler_parts.node import Job
 

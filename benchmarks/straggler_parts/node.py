@@ -13,18 +13,11 @@ from pathlib import Path
 
 import torch
 
-from aedit.edit.config import EditConfig
-from aedit.edit.hub_exchange import HubExchange
-from aedit.edit.mean_exchange import MeanExchange
-from aedit.edit.pace import make_pace
-from aedit.edit.sync import LayerSync
-from aedit.launch.config.config import RunConfig
-from aedit.launch.config.load import load
-from aedit.launch.config.placement import JoinOptions
-from aedit.launch.node.build_hub import agent_plan
-from aedit.proto.agent.agent_link import AgentLink, start_agent
-from aedit.proto.agent.link import Progress
-from aedit.proto.transports.memory import MemoryWorld
+from aedit.edit import EditConfig, HubExchange, LayerSync, MeanExchange, make_pace
+from aedit.launch.config import JoinOptions, RunConfig, load
+from aedit.launch.node import agent_plan
+from aedit.proto.agent import AgentLink, Progress, start_agent
+from aedit.proto.transports import MemoryWorld
 from benchmarks.kit.paced import Pace, Walk, tower, walk
 
 

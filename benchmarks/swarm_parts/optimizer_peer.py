@@ -15,15 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from aedit.edit.shards import Shards
-from aedit.launch.config.config import RunConfig
-from aedit.launch.config.load import load
-from aedit.launch.data.samples import Corpus, SampleOrder, batch, load_corpus
-from aedit.launch.data.tokenizer import load_tokenizer
-from aedit.launch.node.evaluate import held_out_loss
-from aedit.launch.node.inner import lr_at, make_inner, set_lr
-from aedit.launch.node.model import build_model, loss
-from aedit.proto.swarm.hivemind_child import bind_children, remove_socket
+from aedit.edit import Shards
+from aedit.launch.config import RunConfig, load
+from aedit.launch.data import Corpus, SampleOrder, batch, load_corpus, load_tokenizer
+from aedit.launch.node import build_model, held_out_loss, loss, lr_at, make_inner, set_lr
+from aedit.proto.swarm import bind_children, remove_socket
 from aedit.system import end_with_parent
 from benchmarks.kit.processes import until
 from benchmarks.swarm_parts.outcome import PeerOutcome

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from aedit.launch.rundir.reader import NodeRecords, read_run
+from aedit.launch.records import NodeRecords, read_run
 from benchmarks.kit.processes import end, start
 from benchmarks.swarm_parts.outcome import Outcome, PeerOutcome
 from benchmarks.swarm_parts.traffic import Traffic

@@ -11,14 +11,12 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from aedit.spec_rollout.arms.arms import ArmChooser
-from aedit.spec_rollout.drafters.drafts import Arm, Draft, Drafter, DrafterKind, Noise, RowStart, StepUpdate
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.engine.meters import Step
-from aedit.spec_rollout.migration.moving import LocalEngine, Reallocator
-from aedit.spec_rollout.migration.reallocate import SampleKey
-from aedit.spec_rollout.model.target import Segment, Target
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout
+from aedit.spec_rollout.choose import ArmChooser
+from aedit.spec_rollout.drafters import Arm, Draft, Drafter, DrafterKind, Noise, RowStart, StepUpdate
+from aedit.spec_rollout.engine import Engine, Step
+from aedit.spec_rollout.migration import LocalEngine, Reallocator, SampleKey
+from aedit.spec_rollout.model import Segment, Target
+from aedit.spec_rollout.sampling import Prompt, Rollout
 from benchmarks.tail_parts.times import Times
 
 LOOK_S = 0.05

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from aedit.spec_rollout.arms.arms import Fixed
-from aedit.spec_rollout.drafters.drafts import OFF, Arm, Drafter, DrafterKind, parse_arm
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.model.target import Segment, Target
-from aedit.spec_rollout.sampling.samples import Prompt, Sampling
+from aedit.spec_rollout.choose import Fixed
+from aedit.spec_rollout.drafters import OFF, Arm, Drafter, DrafterKind, parse_arm
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.model import Segment, Target
+from aedit.spec_rollout.sampling import Prompt, Sampling
 
 ARMS = ("layer:1", "layer:2", "layer:4", "layer:8", "suffix:4", "suffix:8")
 ROWS = (1, 2, 4, 8, 16)

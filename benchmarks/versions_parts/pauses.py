@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.engine.limits import EngineLimits
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
-from aedit.spec_rollout.service.host import EngineHost
+from aedit.spec_rollout.engine import Engine, EngineLimits
+from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
+from aedit.spec_rollout.server import EngineHost
 
 Way = Literal["no new weights", "at once", "recompute", "finish"]
 WAYS: tuple[Way, ...] = get_args(Way)

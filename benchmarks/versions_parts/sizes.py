@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from aedit.proto.versions import patch
-from aedit.proto.versions.values import Patterns
+from aedit.proto.versions import Patterns, patch
 from benchmarks.versions_parts.training import Trained
 
 BEHIND = (1, 4, 16, 32)

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from aedit.proto.versions.values import Patterns, patterns
-from aedit.spec_rollout.sampling.samples import Rollout
+from aedit.proto.versions import Patterns, patterns
+from aedit.spec_rollout.sampling import Rollout
 from benchmarks.drift_parts.policy import Mover, policy_gradient
 from benchmarks.policies import load
 from benchmarks.rl_speed_parts.dealing import Size, deal, rewarded

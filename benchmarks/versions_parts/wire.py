@@ -19,15 +19,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aedit.proto.versions.client import VersionsClient
-from aedit.proto.versions.manifest import VersionLayout
-from aedit.proto.versions.receiving import Receiving
-from aedit.proto.versions.service import VersionsCore, versions_service
-from aedit.proto.versions.store import VersionStore
-from aedit.proto.wire.server import Server
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.service.host import EngineHost
-from aedit.spec_rollout.service.version_tensors import version_tensors
+from aedit.proto.rpc import Server
+from aedit.proto.versions import (
+    Receiving,
+    VersionLayout,
+    VersionsClient,
+    VersionsCore,
+    VersionStore,
+    versions_service,
+)
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.server import EngineHost, version_tensors
 from aedit.types import Layout, TensorLayout, UnitLayout
 from benchmarks.kit import tun_link
 from benchmarks.kit.netns import Place

@@ -9,14 +9,11 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from aedit.async_sgd.hub.hub import Hub
-from aedit.edit import canonical
-from aedit.edit.units import find_units
-from aedit.launch.config.config import RunConfig
-from aedit.launch.hub.replay import replayed
-from aedit.proto.wire.client import HubClient
-from aedit.proto.wire.hub_pb2 import PullRequest, Who
-from aedit.proto.wire.security import ClientKeys
+from aedit.async_sgd.hub import Hub
+from aedit.edit import canonical, find_units
+from aedit.launch.config import RunConfig
+from aedit.launch.hub import replayed
+from aedit.proto.rpc import ClientKeys, HubClient, PullRequest, Who
 from aedit.types import Layout, UserError
 
 TIMEOUT_S = 10.0

@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
         """Print the command's own options and, if it takes them, all configuration flags."""
         super().print_help(file)
         if self.get_default("takes_flags"):
-            from aedit.launch.config.flags import flags_help
+            from aedit.launch.config import flags_help
 
             print(f"\nconfiguration flags, each also a key of the file:\n{flags_help()}", file=file)
 

@@ -18,23 +18,28 @@ from aedit.launch.cli.audit_options import AuditRequest
 from aedit.launch.cli.export import load_run_model
 from aedit.launch.cli.places import first_line, policy_folder
 from aedit.launch.cli.policy import read_model
-from aedit.spec_rollout.audit.auditor import score
-from aedit.spec_rollout.audit.calibration import (
+from aedit.spec_rollout.audit import (
+    CONFIG,
     Calibration,
+    HeldRollout,
+    Margins,
     OwnNoise,
+    PolicyVersions,
+    Scored,
+    ServerRecord,
     calibrate,
     calibration_of,
+    form_error,
+    not_auditable,
     read_calibrations,
+    read_recording,
+    score,
+    shaped_model,
+    signature_error,
+    weights_files,
     write_calibrations,
 )
-from aedit.spec_rollout.audit.form import form_error
-from aedit.spec_rollout.audit.hook import HeldRollout
-from aedit.spec_rollout.audit.judge import Scored, ServerRecord
-from aedit.spec_rollout.audit.make import shaped_model
-from aedit.spec_rollout.audit.margins import Margins, not_auditable
-from aedit.spec_rollout.audit.recording import CONFIG, read_recording, signature_error, weights_files
-from aedit.spec_rollout.audit.versions import PolicyVersions
-from aedit.spec_rollout.migration.sample_text import decode_sampling
+from aedit.spec_rollout.migration import decode_sampling
 from aedit.types import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID, ObjectIdentifier
 
-from aedit.proto.wire.security import CA
+from aedit.proto.rpc import CA
 from aedit.types import UserError
 
 CA_KEY = "ca.key"

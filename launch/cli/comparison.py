@@ -4,12 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from aedit.spec_rollout.model.target import Segment
-from aedit.spec_rollout.model.target_model import TargetModel
-from aedit.spec_rollout.sampling.adjustments import LogitAdjustments
-from aedit.spec_rollout.sampling.distribution import RowSampling, warp_logits
-from aedit.spec_rollout.sampling.noise import gumbel
-from aedit.spec_rollout.sampling.samples import Rollout
+from aedit.spec_rollout.model import Segment, TargetModel
+from aedit.spec_rollout.sampling import LogitAdjustments, Rollout, RowSampling, gumbel, warp_logits
 
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.25}
 """Upper limit of differences between logits of the same text from passes of different shapes."""

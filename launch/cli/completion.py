@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import shtab
 
-from aedit.launch.config.fields import hints
+from aedit.launch.config import hints
 
 PATHS = ("CONFIG", "A", "B", "RUN", "OUT", "DIR", "FILE")
 """Metavariables of arguments that are files or directories."""

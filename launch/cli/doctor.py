@@ -14,10 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from aedit.launch.config.config import RunConfig
-from aedit.launch.data.preflight import check_data
-from aedit.launch.data.prompt_rows import check_source
-from aedit.launch.data.rewards import check_rewards
+from aedit.launch.config import RunConfig
+from aedit.launch.data import check_data, check_rewards, check_source
 from aedit.system import num_cores
 from aedit.types import UserError
 
@@ -97,7 +95,7 @@ def _extras() -> Iterator[Check]:
 
 
 def _configuration(paths: Sequence[Path]) -> Iterator[Check]:
-    from aedit.launch.config.load import load
+    from aedit.launch.config import load
 
     names = ", ".join(map(str, paths))
     try:
@@ -144,8 +142,8 @@ def _needed(config: RunConfig) -> Iterator[str]:
 
 def _buildable(config: RunConfig) -> Check:
     """Return the check of tokenizer and model, which it builds as a run does."""
-    from aedit.launch.config.placement import Placement
-    from aedit.launch.local.plan import check_plan_fits, measure
+    from aedit.launch.config import Placement
+    from aedit.launch.processes import check_plan_fits, measure
 
     try:
         plan = measure(config, Placement())

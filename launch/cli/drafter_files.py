@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from aedit.launch.cli.places import first_line
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+from aedit.spec_rollout.drafters import DraftLayer
 from aedit.types import UserError
 
 IN_RUN = "nodes/*/drafter.safetensors"

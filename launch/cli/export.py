@@ -14,19 +14,15 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from aedit.edit.shards import Shards
+from aedit.edit import Shards
 from aedit.launch.cli.anchors import from_folders, from_network
 from aedit.launch.cli.drafter_files import FOLDER, drafter_of_run, load_drafter, write_drafter
-from aedit.launch.config.config import RunConfig
-from aedit.launch.config.load import load_run, parse
-from aedit.launch.data.tokenizer import CorpusTokenizer, load_tokenizer
-from aedit.launch.node.checkpoint import Mark, NodeCheckpoints
-from aedit.launch.node.model import build_model
-from aedit.launch.views.sources import is_hub
-from aedit.proto.wire.client import HubRefused, HubUnreachable
-from aedit.proto.wire.hello import caller_keys, greet
-from aedit.proto.wire.security import ClientKeys
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+from aedit.launch.config import RunConfig, load_run, parse
+from aedit.launch.data import CorpusTokenizer, load_tokenizer
+from aedit.launch.node import Mark, NodeCheckpoints, build_model
+from aedit.launch.views import is_hub
+from aedit.proto.rpc import ClientKeys, HubRefused, HubUnreachable, caller_keys, greet
+from aedit.spec_rollout.drafters import DraftLayer
 from aedit.types import UserError
 
 _logging: Any = logging  # its functions carry no types

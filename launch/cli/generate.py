@@ -16,18 +16,19 @@ from aedit.launch.cli.drafter_files import drafter_beside, load_drafter, read_fo
 from aedit.launch.cli.places import first_line, policy_folder
 from aedit.launch.cli.policy import DirectoryModel, Loaded, Policy, load_policy
 from aedit.launch.cli.text_stream import TextStream, token_lines
-from aedit.spec_rollout.arms.arms import ArmChooser, Fixed
-from aedit.spec_rollout.arms.bandit import Bandit
-from aedit.spec_rollout.arms.goodput import Goodput
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.drafters.draft_shape import tapped
-from aedit.spec_rollout.drafters.drafts import Drafter, DrafterKind, parse_arm
-from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
-from aedit.spec_rollout.drafters.suffix import SuffixDrafter
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.engine.meters import Step
-from aedit.spec_rollout.model.target_model import TargetModel, make_target
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
+from aedit.spec_rollout.choose import ArmChooser, Bandit, Fixed, Goodput
+from aedit.spec_rollout.drafters import (
+    Drafter,
+    DrafterKind,
+    DraftLayer,
+    LayerDrafter,
+    SuffixDrafter,
+    parse_arm,
+    tapped,
+)
+from aedit.spec_rollout.engine import Engine, Step
+from aedit.spec_rollout.model import TargetModel, make_target
+from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
 from aedit.types import UserError, imported, is_import_path
 
 MAX_ROWS = 32

@@ -39,8 +39,8 @@ def add_hub_options(hub: argparse.ArgumentParser) -> None:
 
 def run_hub(options: argparse.Namespace) -> int:
     """Serve as the options say; return the exit code. Raises UserError."""
-    from aedit.launch.config.load import load
-    from aedit.launch.hub.main import hub
+    from aedit.launch.config import load
+    from aedit.launch.hub import hub
 
     config = load(options.config, options.flags, strict=True).config
     part, _, parts = options.part.partition("/")

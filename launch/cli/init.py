@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from aedit.launch.config.presets import PREFIX, preset_names, preset_text
+from aedit.launch.config import PREFIX, preset_names, preset_text
 from aedit.types import UserError
 
 USUAL = "tiny"

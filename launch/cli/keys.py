@@ -27,11 +27,22 @@ from aedit.launch.cli.certificates import (
     is_address,
     write,
 )
-from aedit.proto.wire import identity
-from aedit.proto.wire.identity import HUB, READER, REVOKED, Identity, read_revocations, statement, token_text
-from aedit.proto.wire.identity import NAME as _NAME
-from aedit.proto.wire.identity import SHARED as ANY_NODE
-from aedit.proto.wire.security import CA, NODE, SERVER, TOKEN
+from aedit.proto.rpc import (
+    CA,
+    HUB,
+    NODE,
+    READER,
+    REVOKED,
+    SERVER,
+    TOKEN,
+    Identity,
+    identity,
+    identity_statement,
+    read_revocations,
+    token_text,
+)
+from aedit.proto.rpc import NAME as _NAME
+from aedit.proto.rpc import SHARED as ANY_NODE
 from aedit.system import write_atomically
 from aedit.types import UserError
 
@@ -260,7 +271,7 @@ def _shared(folder: Path, authority: Authority, role: str) -> Path:
     if not (folder / TOKEN).exists():
         holder = Identity(role, folder.name, time.time_ns() // 10**6)
         signed = authority.key.sign(
-            statement(holder.role, holder.issued_ms, holder.name), ec.ECDSA(hashes.SHA256())
+            identity_statement(holder.role, holder.issued_ms, holder.name), ec.ECDSA(hashes.SHA256())
         )
         write(folder / TOKEN, token_text(holder, signed).encode() + b"\n")
     return folder

@@ -99,7 +99,7 @@ def parser() -> Parser:
 def _dispatch(words: list[str]) -> int:
     flags: list[str] = []
     if words[:1] in (["run"], ["hub"], ["join"], ["peer"], ["serve"]) or words[:2] in SETS_VALUES:
-        from aedit.launch.config.flags import split_flags
+        from aedit.launch.config import split_flags
 
         words, flags = split_flags(words)
     options = parser().parse_args(words or ["--help"], Options(flags=flags))
@@ -204,9 +204,8 @@ def _add_config(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def _run(options: Options) -> int:
-    from aedit.launch.config.load import load
-    from aedit.launch.config.placement import Placement, check_hub_start
-    from aedit.launch.local.preflight import preflight
+    from aedit.launch.config import Placement, check_hub_start, load
+    from aedit.launch.processes import preflight
 
     local = options.local is not None
     if local and (options.master or options.nodes != 1 or options.node):
@@ -224,19 +223,19 @@ def _run(options: Options) -> int:
     check_hub_start(config, placement)
     preflight(config, placement)
     if options.dry_run:
-        from aedit.launch.local.plan import check_plan_fits, measure, render
+        from aedit.launch.processes import check_plan_fits, measure, render
 
         plan = measure(config, placement)
         print(render(plan))
         check_plan_fits(plan)
         return 0
-    from aedit.launch.local.run import run
+    from aedit.launch.processes import run
 
     return run(config, placement)
 
 
 def _join(options: Options) -> int:
-    from aedit.launch.local.join import join
+    from aedit.launch.processes import join
 
     return join(options.hub, options.flags, name=options.name, keys=options.keys, insecure=options.insecure)
 
@@ -249,7 +248,7 @@ def _serve(options: Options) -> int:
         return _serve_model(options)
     others = tuple(name for name in MODEL_OPTIONS if not (options.http and name == "api_key_file"))
     refuse_options(options.command, options, others, "HOST:PORT")
-    from aedit.launch.serve.run_server import serve_run
+    from aedit.launch.serve import serve_run
 
     return serve_run(serve_request(options))
 
@@ -273,19 +272,19 @@ def _keys(options: Options) -> None:
 
 
 def _status(options: Options) -> None:
-    from aedit.launch.views.status import main as status
+    from aedit.launch.views import status_command as status
 
     status(options.run, options.keys, insecure=options.insecure)
 
 
 def _top(options: Options) -> None:
-    from aedit.launch.views.top import main as top
+    from aedit.launch.views import top_command as top
 
     top(options.run, options.keys, insecure=options.insecure)
 
 
 def _plot(options: Options) -> None:
-    from aedit.launch.views.plot import main as plot
+    from aedit.launch.views import plot_command as plot
 
     for path in plot(options.run, options.keys, insecure=options.insecure):
         print(path)
@@ -322,8 +321,7 @@ def _audit(options: Options) -> int:
 
 
 def _config_show(options: Options) -> None:
-    from aedit.launch.config.fields import literal, values
-    from aedit.launch.config.load import load
+    from aedit.launch.config import literal, load, values
 
     loaded = load(options.config, options.flags, strict=True)
     rows = [(name, literal(value), loaded.origin[name]) for name, value in values(loaded.config)]
@@ -332,14 +330,14 @@ def _config_show(options: Options) -> None:
 
 def _config_model(options: Options) -> None:
     from aedit.launch.cli.model_digests import model_digests
-    from aedit.launch.config.load import load
+    from aedit.launch.config import load
 
     print(model_digests(load(options.config, options.flags, strict=True).config))
 
 
 def _config_diff(options: Options) -> None:
-    from aedit.launch.config.load import load
-    from aedit.launch.rundir.prepare import differences
+    from aedit.launch.config import load
+    from aedit.launch.records import differences
 
     found = differences(load(options.a, []).config, load(options.b, []).config)
     _print_columns([(name, old, new) for name, (old, new) in found.items()])

@@ -6,14 +6,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from aedit.edit import canonical
-from aedit.edit.units import find_units
-from aedit.launch.config.config import RunConfig
-from aedit.launch.data.tokenizer import load_tokenizer
-from aedit.launch.node.build import facts_of
-from aedit.launch.node.model import build_model
-from aedit.launch.node.objectives import load_data
-from aedit.launch.node.shared_drafter import make_shared
+from aedit.edit import canonical, find_units
+from aedit.launch.config import RunConfig
+from aedit.launch.data import load_tokenizer
+from aedit.launch.node import build_model, facts_of, load_data, make_shared
 from aedit.types import model_sha256
 
 

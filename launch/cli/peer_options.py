@@ -35,10 +35,10 @@ def run_peer(options: argparse.Namespace) -> int:
     """Take part in a swarm as the options say; return the exit code. Raises UserError."""
     import socket
 
-    from aedit.launch.config.load import load
-    from aedit.launch.rundir.prepare import file_name
-    from aedit.launch.swarm.peer import PeerOptions, peer
-    from aedit.proto.wire.security import name_of
+    from aedit.launch.config import load
+    from aedit.launch.records import file_name
+    from aedit.launch.swarm import PeerOptions, peer
+    from aedit.proto.rpc import name_of
 
     config = load(options.config, options.flags, strict=True).config
     name = options.name or name_of(options.keys) or socket.gethostname()

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from aedit.launch.rundir.reader import require_run
-from aedit.launch.views.sources import is_hub
+from aedit.launch.records import require_run
+from aedit.launch.views import is_hub
 from aedit.types import UserError
 
 RUNS = Path("runs")

@@ -12,8 +12,8 @@ from transformers.utils import logging
 from aedit.launch.cli.export import load_run_model
 from aedit.launch.cli.places import first_line, policy_folder
 from aedit.launch.cli.text_stream import Decode
-from aedit.launch.node.model import stop_tokens
-from aedit.spec_rollout.sampling.text_tokens import TextTokens
+from aedit.launch.node import stop_tokens
+from aedit.spec_rollout.sampling import TextTokens
 from aedit.system import check_folder
 from aedit.types import UserError
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from aedit.proto.swarm.proofs import read_proof
-from aedit.proto.wire.statement import parsed
+from aedit.proto.rpc import parsed
+from aedit.proto.swarm import read_proof
 from aedit.types import UserError, printable
 
 

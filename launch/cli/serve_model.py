@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from aedit.async_sgd.service.memory import keep_one_arena
+from aedit.async_sgd.service import keep_one_arena
 from aedit.launch.cli.generate import AUTO, GenerateRequest, make_engine
 from aedit.launch.cli.model_options import control_address
 from aedit.launch.cli.policy import DirectoryModel, read_directory
-from aedit.launch.serve.model_server import (
+from aedit.launch.serve import (
     SIGNALS,
     Addresses,
     Ending,
@@ -20,11 +20,9 @@ from aedit.launch.serve.model_server import (
     start_servers,
     wait_for_end,
 )
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.service.host import EngineHost
-from aedit.spec_rollout.service.http.service import Service
-from aedit.spec_rollout.service.http.text_codec import TextCodec
-from aedit.spec_rollout.service.tickets import HostLimits
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.http import Service, TextCodec
+from aedit.spec_rollout.server import EngineHost, HostLimits
 from aedit.types import UserError
 
 DEFAULT_MAX_TOKENS = 4096

@@ -8,7 +8,7 @@ from aedit.launch.cli.arguments import Parser
 from aedit.launch.cli.model_options import add_model_options
 
 if TYPE_CHECKING:
-    from aedit.launch.serve.run_server import ServeRequest
+    from aedit.launch.serve import ServeRequest
 
 
 def add_serve_options(command: Parser) -> None:
@@ -42,8 +42,7 @@ def add_serve_options(command: Parser) -> None:
 
 def serve_request(options: argparse.Namespace) -> "ServeRequest":
     """Return what the words of the command line ask for."""
-    from aedit.launch.serve.places import HttpPlace, ServerPlaces
-    from aedit.launch.serve.run_server import ServeRequest
+    from aedit.launch.serve import HttpPlace, ServeRequest, ServerPlaces
 
     keys: Path | None = options.keys
     http = (

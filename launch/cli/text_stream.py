@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from aedit.spec_rollout.engine.meters import Step
-from aedit.spec_rollout.sampling.samples import Rollout
+from aedit.spec_rollout.engine import Step
+from aedit.spec_rollout.sampling import Rollout
 
 REPLACEMENT_CHARACTER = "\ufffd"
 """Output of a decoder for bytes that are not a complete character (yet)."""

@@ -1,1 +1,90 @@
 """Configuration of a run: values, files, flags. Imports no torch."""
+
+from typing import TYPE_CHECKING
+
+from aedit.lazy import exports
+
+if TYPE_CHECKING:
+    from aedit.launch.config.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+    from aedit.launch.config.effects import check_effects
+    from aedit.launch.config.extensions import check_imports
+    from aedit.launch.config.fields import hints, literal, to_toml, values
+    from aedit.launch.config.flags import flag_keys, flags_help, split_flags, with_flags
+    from aedit.launch.config.loading import continued, load, load_run, parse
+    from aedit.launch.config.machine import of_this_machine
+    from aedit.launch.config.memory import (
+        FP32_BYTES,
+        check_memory,
+        least_parameters,
+        machine_bytes,
+        state_bytes,
+        trains_on_cpu,
+    )
+    from aedit.launch.config.methods import difference, method
+    from aedit.launch.config.placement import (
+        FIRST,
+        NODE_PROGRAM,
+        JoinOptions,
+        Placement,
+        check_hub_start,
+        ranks_per_node,
+        torchrun_words,
+        warnings,
+    )
+    from aedit.launch.config.presets import PREFIX, preset_names, preset_text
+    from aedit.launch.config.rl import DrafterConfig, PromptConfig, RewardConfig, RLConfig
+    from aedit.launch.config.step_size import samples_per_step, tokens_per_step
+    from aedit.launch.config.swarm import SwarmConfig
+    from aedit.launch.config.unit_rule_table import unit_rules
+
+__all__ = [
+    "FIRST",
+    "FP32_BYTES",
+    "NODE_PROGRAM",
+    "PREFIX",
+    "DataConfig",
+    "DrafterConfig",
+    "JoinOptions",
+    "ModelConfig",
+    "Placement",
+    "PromptConfig",
+    "RLConfig",
+    "RewardConfig",
+    "RunConfig",
+    "SwarmConfig",
+    "TrainConfig",
+    "check_effects",
+    "check_hub_start",
+    "check_imports",
+    "check_memory",
+    "continued",
+    "difference",
+    "flag_keys",
+    "flags_help",
+    "hints",
+    "least_parameters",
+    "literal",
+    "load",
+    "load_run",
+    "machine_bytes",
+    "method",
+    "of_this_machine",
+    "parse",
+    "preset_names",
+    "preset_text",
+    "ranks_per_node",
+    "samples_per_step",
+    "split_flags",
+    "state_bytes",
+    "to_toml",
+    "tokens_per_step",
+    "torchrun_words",
+    "trains_on_cpu",
+    "unit_rules",
+    "values",
+    "warnings",
+    "with_flags",
+]
+
+if not TYPE_CHECKING:  # so that type checkers know which names there are
+    __getattr__, __dir__ = exports(__name__)

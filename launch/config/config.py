@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from aedit.async_sgd.rules.config import HubConfig, OuterConfig
-from aedit.edit.config import EditConfig
+from aedit.async_sgd.rules import HubConfig, OuterConfig
+from aedit.edit import EditConfig
 from aedit.launch.config.audit import AuditConfig
 from aedit.launch.config.rl import DrafterConfig, PromptConfig, RewardConfig, RLConfig
 from aedit.launch.config.serve import ServeConfig

@@ -44,14 +44,13 @@ def _check(key: str, path: str, methods: tuple[str, ...], arrays: str, attempt: 
 
 
 def _try_codec(path: str) -> None:
-    from aedit.proto.codecs.codecs import try_codec
+    from aedit.proto.codecs import try_codec
 
     try_codec(path)
 
 
 def _try_loss(config: RunConfig) -> None:
-    from aedit.spec_rollout.rl.losses.find import try_loss
-    from aedit.spec_rollout.rl.losses.inputs import LossSettings
+    from aedit.spec_rollout.rl import LossSettings, try_loss
 
     try_loss(config.rl.loss, LossSettings.of(config.rl))
 
@@ -59,7 +58,7 @@ def _try_loss(config: RunConfig) -> None:
 def _try_outer(config: RunConfig) -> None:
     import numpy as np
 
-    from aedit.async_sgd.rules.outer import make_outer, try_outer
+    from aedit.async_sgd.rules import make_outer, try_outer
 
     anchor = np.linspace(-1, 1, 5, dtype=np.float32)
     outer, look_ahead = make_outer(config.outer), config.outer.look_ahead
@@ -72,6 +71,6 @@ def _try_outer(config: RunConfig) -> None:
 
 
 def _try_merge(path: str) -> None:
-    from aedit.async_sgd.rules.merge import try_merge
+    from aedit.async_sgd.rules import try_merge
 
     try_merge(path)

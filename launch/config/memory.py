@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from aedit.launch.config.config import RunConfig
-from aedit.proto.codecs.codecs import codec
+from aedit.proto.codecs import codec
 from aedit.types import UserError
 
 FP32_BYTES = 4

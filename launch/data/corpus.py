@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 
-from aedit.launch.config.config import DataConfig
+from aedit.launch.config import DataConfig
 from aedit.launch.data.readers import (
     LONG_CHARS,
     Document,

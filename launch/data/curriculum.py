@@ -6,8 +6,7 @@ from hashlib import blake2b
 from math import isnan, nan
 from typing import Any
 
-from aedit.spec_rollout.rl.groups import Group
-from aedit.spec_rollout.rl.problems import Problem
+from aedit.spec_rollout.rl import Group, Problem
 from aedit.types import UserError
 
 WINDOW = 32

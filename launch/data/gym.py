@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from aedit.launch.config.rl import PromptConfig
-from aedit.spec_rollout.rl.tasks.gym import Origin, num_levels, source_of
+from aedit.launch.config import PromptConfig
+from aedit.spec_rollout.rl import Origin, num_levels, source_of
 from aedit.types import UserError
 
 

@@ -3,10 +3,9 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from aedit.edit.hub_lease import LeasedPositions
-from aedit.edit.waiting import Waiter
+from aedit.edit import LeasedPositions, Waiter
 from aedit.launch.data.order import samples_at
-from aedit.proto.agent.link import Link
+from aedit.proto.agent import Link
 
 
 class LeasedOrder:

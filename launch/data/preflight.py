@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from aedit.launch.config.config import DataConfig
+from aedit.launch.config import DataConfig
 from aedit.launch.data.readers import TEXT_SUFFIXES, file_documents, matching_files
 from aedit.types import UserError
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aedit.launch.config.rl import PromptConfig
+from aedit.launch.config import PromptConfig
 from aedit.launch.data.gym import gym_rows
 from aedit.launch.data.readers import load_dataset, matching_files
 from aedit.types import UserError, imported, is_import_path

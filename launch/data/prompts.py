@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from hashlib import blake2b, sha256
 
-from aedit.launch.config.rl import PromptConfig
+from aedit.launch.config import PromptConfig
 from aedit.launch.data.prompt_rows import KEY, Row, rows
 from aedit.launch.data.tokenizer import CorpusTokenizer
-from aedit.spec_rollout.rl.problems import Messages, Problem
+from aedit.spec_rollout.rl import Messages, Problem
 from aedit.types import UserError
 
 

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from aedit.launch.config.config import DataConfig
+from aedit.launch.config import DataConfig
 from aedit.types import UserError
 
 TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py"}

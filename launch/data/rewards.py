@@ -4,13 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from aedit.launch.config.config import RunConfig
-from aedit.launch.config.rl import PromptConfig, RewardConfig
+from aedit.launch.config import PromptConfig, RewardConfig, RunConfig
 from aedit.launch.data.prompt_rows import rows
-from aedit.spec_rollout.rl.groups import Group, answered
-from aedit.spec_rollout.rl.problems import Problem
-from aedit.spec_rollout.rl.rewards.pool import RewardPool
-from aedit.spec_rollout.rl.rewards.reward import BUILT_IN, RewardSpec, Scalar
+from aedit.spec_rollout.rl import BUILT_IN, Group, Problem, RewardPool, RewardSpec, Scalar, answered
 from aedit.types import UserError
 
 EXAMPLES = 4

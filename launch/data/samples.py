@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from aedit.launch.config.config import DataConfig
+from aedit.launch.config import DataConfig
 from aedit.launch.data.corpus import documents, is_held_out, position, source_files
 from aedit.launch.data.order import SampleOrder
 from aedit.launch.data.packing import RowWriter

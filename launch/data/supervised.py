@@ -8,7 +8,7 @@ from torch import Tensor
 
 from aedit.launch.data.prompts import prompt_text
 from aedit.launch.data.tokenizer import CorpusTokenizer
-from aedit.spec_rollout.rl.problems import Problem
+from aedit.spec_rollout.rl import Problem
 from aedit.types import UserError
 
 

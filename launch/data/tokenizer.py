@@ -12,8 +12,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from aedit.launch.config.config import DataConfig
-from aedit.spec_rollout.sampling.text_tokens import TextTokens
+from aedit.launch.config import DataConfig
+from aedit.spec_rollout.sampling import TextTokens
 from aedit.system import check_folder
 from aedit.types import UserError
 

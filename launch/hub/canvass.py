@@ -5,13 +5,19 @@ import logging
 import threading
 from collections.abc import Callable
 
-from aedit.async_sgd.service.leadership import Leadership
+from aedit.async_sgd.service import Leadership
 from aedit.launch.hub.endpoint import HubEndpoint
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.candidate import sign_request
-from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
-from aedit.proto.wire.vote_messages import answer_in, proposal_out
-from aedit.proto.wire.votes import Answer, Proposal
+from aedit.proto.rpc import (
+    Answer,
+    HubClient,
+    HubRefused,
+    HubUnreachable,
+    Proposal,
+    answer_in,
+    proposal_out,
+    sign_request,
+)
+from aedit.proto.rpc import hub_pb2 as pb
 
 log = logging.getLogger(__name__)
 

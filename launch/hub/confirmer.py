@@ -5,12 +5,12 @@ import threading
 import time
 from collections.abc import Callable
 
-from aedit.async_sgd.journal.mirror import Mirror
-from aedit.async_sgd.service.leadership import Leadership
+from aedit.async_sgd.journal import Mirror
+from aedit.async_sgd.service import Leadership
 from aedit.launch.hub.endpoint import HubEndpoint
-from aedit.launch.rundir.resting import resting_file
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+from aedit.launch.records import resting_file
+from aedit.proto.rpc import HubClient, HubRefused, HubUnreachable
+from aedit.proto.rpc import hub_pb2 as pb
 
 log = logging.getLogger(__name__)
 

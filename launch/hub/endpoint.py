@@ -5,14 +5,11 @@ from pathlib import Path
 
 import grpc
 
-from aedit.launch.config.config import RunConfig
+from aedit.launch.config import RunConfig
 from aedit.launch.hub import folder
-from aedit.proto.swarm.replicas_file import KEY, ReplicasFile
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.candidate import signer_of
-from aedit.proto.wire.security import ClientKeys, ServerKeys, client_keys, listener_keys
-from aedit.proto.wire.service import Refusal
-from aedit.proto.wire.signing_key import SigningKey
+from aedit.proto.rpc import ClientKeys, Refusal, ServerKeys, SigningKey, client_keys, listener_keys, signer_of
+from aedit.proto.rpc import hub_pb2 as pb
+from aedit.proto.swarm import KEY, ReplicasFile
 from aedit.types import UserError
 
 

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from aedit.launch.config.config import RunConfig
-from aedit.launch.config.fields import to_toml, values
-from aedit.launch.config.load import continued, load_run
+from aedit.launch.config import RunConfig, continued, load_run, to_toml, values
 from aedit.system import write_atomically
 from aedit.types import UserError
 

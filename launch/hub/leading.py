@@ -5,15 +5,16 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from aedit.async_sgd.journal.journal import JournalBroken, NoSpace
-from aedit.async_sgd.journal.ledger import Ledger
-from aedit.async_sgd.rules.records import Record
-from aedit.async_sgd.service.driver import Driver
-from aedit.async_sgd.service.engine import HubWorker
-from aedit.async_sgd.service.hello_responder import HelloResponder
-from aedit.async_sgd.service.leadership import Leadership
-from aedit.async_sgd.service.request_guard import RequestGuard
-from aedit.async_sgd.service.server_directory import ServerDirectory
+from aedit.async_sgd.journal import JournalBroken, Ledger, NoSpace
+from aedit.async_sgd.rules import Record
+from aedit.async_sgd.service import (
+    Driver,
+    HelloResponder,
+    HubWorker,
+    Leadership,
+    RequestGuard,
+    ServerDirectory,
+)
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.reports import LINE_EVERY_S, Reports, metrics, overview
 from aedit.system import num_cores

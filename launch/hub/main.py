@@ -10,21 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 import aedit
-from aedit.async_sgd.hub.hub import Hub
-from aedit.async_sgd.journal.journal import Journal, JournalBroken, NoSpace
-from aedit.async_sgd.journal.ledger import Ledger
-from aedit.async_sgd.journal.mirror import Mirror
-from aedit.async_sgd.journal.store import Store
-from aedit.async_sgd.rules.records import Led, Record
-from aedit.async_sgd.service.hello_responder import HelloResponder
-from aedit.async_sgd.service.leadership import Leadership
-from aedit.async_sgd.service.memory import give_back_what_is_freed
-from aedit.async_sgd.service.server_directory import DirectorySwitch
-from aedit.async_sgd.service.statements import Signer
-from aedit.async_sgd.service.switch import Switch
-from aedit.launch.config.config import RunConfig
-from aedit.launch.config.fields import to_toml
-from aedit.launch.config.method import difference, method
+from aedit.async_sgd.hub import Hub
+from aedit.async_sgd.journal import Journal, JournalBroken, Ledger, Mirror, NoSpace, Store
+from aedit.async_sgd.rules import Led, Record
+from aedit.async_sgd.service import (
+    DirectorySwitch,
+    HelloResponder,
+    Leadership,
+    Signer,
+    Switch,
+    give_back_what_is_freed,
+)
+from aedit.launch.config import RunConfig, difference, method, to_toml
 from aedit.launch.hub import folder
 from aedit.launch.hub.canvass import Canvass
 from aedit.launch.hub.endpoint import HubEndpoint
@@ -38,19 +35,22 @@ from aedit.launch.hub.reports import Reports
 from aedit.launch.hub.standby import Standby
 from aedit.launch.hub.welcome import open_to_others, welcome
 from aedit.launch.stop_signals import StopSignals
-from aedit.proto.wire.connections import raise_descriptor_limit
-from aedit.proto.wire.directory import directory_service
-from aedit.proto.wire.hello import PROTOCOL
-from aedit.proto.wire.limits import Limits
-from aedit.proto.wire.server import Server, serve
-from aedit.proto.wire.service import HubCore
-from aedit.proto.wire.vote_messages import VoterFile
-from aedit.proto.wire.votes import Answer
+from aedit.proto.rpc import (
+    PROTOCOL,
+    Answer,
+    HubCore,
+    Limits,
+    Server,
+    VoterFile,
+    directory_service,
+    raise_descriptor_limit,
+    serve,
+)
 from aedit.system import write_atomically
 from aedit.types import UserError
 
 if TYPE_CHECKING:
-    from aedit.async_sgd.service.page import Page
+    from aedit.async_sgd.service import Page
 
 log = logging.getLogger(__name__)
 
@@ -322,7 +322,7 @@ class _Process:
         self._leading = leading
         if self._config.hub.metrics_port is not None:
             # Imported here so that hubs without a metrics page start faster.
-            from aedit.async_sgd.service.page import Page
+            from aedit.async_sgd.service import Page
 
             host = self._endpoint.address.rpartition(":")[0].strip("[]")
             self._page = Page(leading.overview, host, self._config.hub.metrics_port)
@@ -347,7 +347,7 @@ class _Process:
     def _join_parent(self, leading: LeadingHub) -> None:
         # Imported here: only a hub with a parent needs an agent.
         from aedit.launch.hub.uplink import Uplink
-        from aedit.proto.agent.rejoin import rejoin_secret
+        from aedit.proto.agent import rejoin_secret
 
         name = f"hub of {self._config.name} at {self._endpoint.preferred_address}"
         secret = rejoin_secret(self._endpoint.directory / "rejoin")

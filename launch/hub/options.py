@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import TypedDict
 
-from aedit.launch.config.config import RunConfig
+from aedit.launch.config import RunConfig
 from aedit.launch.hub.endpoint import HubEndpoint
-from aedit.proto.swarm.replicas_file import ReplicasFile
+from aedit.proto.swarm import ReplicasFile
 from aedit.types import UserError
 
 

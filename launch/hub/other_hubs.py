@@ -9,10 +9,10 @@ from typing import Any
 
 import grpc
 
-from aedit.async_sgd.hub.hub import Hub
+from aedit.async_sgd.hub import Hub
 from aedit.launch.hub.endpoint import HubEndpoint
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable, NobodyListens
+from aedit.proto.rpc import HubClient, HubRefused, HubUnreachable, NobodyListens
+from aedit.proto.rpc import hub_pb2 as pb
 from aedit.types import UserError
 
 log = logging.getLogger(__name__)

@@ -3,11 +3,9 @@
 import grpc
 
 from aedit.launch.hub.policy_versions import PolicyVersions
-from aedit.proto.versions.service import VersionsCore
-from aedit.proto.wire import versions_pb2 as pb
-from aedit.proto.wire.fair_pool import FairPool
-from aedit.proto.wire.limits import Limits
-from aedit.proto.wire.service import CallHandlers, Refusal, Service
+from aedit.proto.rpc import CallHandlers, FairPool, Limits, Refusal, Service
+from aedit.proto.rpc import versions_pb2 as pb
+from aedit.proto.versions import VersionsCore
 
 _WAITERS = 68
 """Calls of `Newest` at a time: as many as may wait in `VersionsCore`, and some that do not wait."""

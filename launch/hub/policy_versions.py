@@ -15,12 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from aedit.async_sgd.journal.ledger import Ledger
+from aedit.async_sgd.journal import Ledger
 from aedit.launch.hub import folder
-from aedit.proto.versions.manifest import VersionLayout
-from aedit.proto.versions.service import VersionsCore
-from aedit.proto.versions.store import VersionStore
-from aedit.proto.versions.values import Patterns, patterns
+from aedit.proto.versions import Patterns, VersionLayout, VersionsCore, VersionStore, patterns
 from aedit.system import write_atomically
 from aedit.types import Layout
 

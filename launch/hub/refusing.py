@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import grpc
 
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.service import Caller, Refusal
+from aedit.proto.rpc import Caller, Refusal
+from aedit.proto.rpc import hub_pb2 as pb
 
 
 class Refusing:

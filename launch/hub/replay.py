@@ -4,17 +4,19 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from aedit.async_sgd.hub.hub import Hub
-from aedit.async_sgd.hub.plan import HubPlan
-from aedit.async_sgd.journal.frames import File
-from aedit.async_sgd.journal.journal import segment_path
-from aedit.async_sgd.journal.store import Store, batches, check_gapless, check_payloads, segment_numbers
-from aedit.async_sgd.rules.records import Accepted, Push, Record, Vector
-from aedit.launch.config.config import RunConfig
-from aedit.launch.config.load import load
-from aedit.launch.config.step_size import tokens_per_step
-from aedit.launch.config.unit_rules import unit_rules
-from aedit.proto.codecs.codecs import codec
+from aedit.async_sgd.hub import Hub, HubPlan
+from aedit.async_sgd.journal import (
+    File,
+    Store,
+    batches,
+    check_gapless,
+    check_payloads,
+    segment_numbers,
+    segment_path,
+)
+from aedit.async_sgd.rules import Accepted, Push, Record, Vector
+from aedit.launch.config import RunConfig, load, tokens_per_step, unit_rules
+from aedit.proto.codecs import codec
 
 
 def make_hub(config: RunConfig, part: tuple[int, int]) -> Hub:

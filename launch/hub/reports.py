@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from aedit.async_sgd.hub import news
-from aedit.async_sgd.journal.ledger import Ledger
+from aedit.async_sgd.journal import Ledger
 from aedit.async_sgd.rules import records
-from aedit.async_sgd.service.engine import HubWorker
-from aedit.async_sgd.service.leadership import Leadership
-from aedit.async_sgd.service.lines import Lines, json_line, newest
-from aedit.async_sgd.service.server_directory import ServerDirectory
-from aedit.launch.rundir.recorder import Clock, Recorder
-from aedit.proto.wire.frames import MESSAGE_BYTES
+from aedit.async_sgd.service import HubWorker, Leadership, Lines, ServerDirectory, json_line, newest
+from aedit.launch.records import Clock, Recorder
+from aedit.proto.rpc import MESSAGE_BYTES
 
 LINE_EVERY_S = 2.0
 _MOST_EVENT_BYTES = 2**18

@@ -9,17 +9,10 @@ from typing import Any
 
 import grpc
 
-from aedit.async_sgd.hub import news
-from aedit.async_sgd.hub.denied import Denied
-from aedit.async_sgd.journal.frames import Damaged
-from aedit.async_sgd.journal.journal import Mark, Position
-from aedit.async_sgd.journal.mirror import Mirror
-from aedit.async_sgd.journal.store import begin_after
-from aedit.async_sgd.rules.records import Led, Record
-from aedit.async_sgd.service import messages
-from aedit.async_sgd.service.callers import fingerprint
-from aedit.async_sgd.service.hello_responder import HelloResponder, check_part
-from aedit.async_sgd.service.leadership import Leadership
+from aedit.async_sgd.hub import Denied, news
+from aedit.async_sgd.journal import Damaged, Mark, Mirror, Position, begin_after
+from aedit.async_sgd.rules import Led, Record
+from aedit.async_sgd.service import HelloResponder, Leadership, check_part, fingerprint, messages
 from aedit.launch.hub import folder
 from aedit.launch.hub.confirmer import Arrivals, Confirmer
 from aedit.launch.hub.election_turn import ElectionTurn
@@ -27,12 +20,19 @@ from aedit.launch.hub.leading import LeadingHub
 from aedit.launch.hub.other_hubs import OtherHubs
 from aedit.launch.hub.refusing import Refusing
 from aedit.launch.hub.reports import Reports
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
-from aedit.proto.wire.lineage import lineage
-from aedit.proto.wire.service import Refusal
-from aedit.proto.wire.vote_messages import answer_in, answer_out, proposal_in, proposal_out
-from aedit.proto.wire.votes import Answer
+from aedit.proto.rpc import (
+    Answer,
+    HubClient,
+    HubRefused,
+    HubUnreachable,
+    Refusal,
+    answer_in,
+    answer_out,
+    lineage,
+    proposal_in,
+    proposal_out,
+)
+from aedit.proto.rpc import hub_pb2 as pb
 from aedit.system import write_atomically
 
 log = logging.getLogger(__name__)

@@ -15,16 +15,19 @@ import numpy as np
 
 import aedit
 from aedit.async_sgd.hub import upward
-from aedit.async_sgd.rules.records import Vector
-from aedit.async_sgd.service.engine import HubWorker
-from aedit.launch.config.load import parse
-from aedit.proto.agent.agent_link import AgentLink, AgentLost, start_agent
-from aedit.proto.agent.link import Answer, Progress
-from aedit.proto.agent.plan import AgentPlan
-from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
-from aedit.proto.wire.hello import PROTOCOL
-from aedit.proto.wire.hub_pb2 import HelloReply, HelloRequest
-from aedit.proto.wire.security import ClientKeys
+from aedit.async_sgd.rules import Vector
+from aedit.async_sgd.service import HubWorker
+from aedit.launch.config import parse
+from aedit.proto.agent import AgentLink, AgentLost, AgentPlan, Answer, Progress, start_agent
+from aedit.proto.rpc import (
+    PROTOCOL,
+    ClientKeys,
+    HelloReply,
+    HelloRequest,
+    HubClient,
+    HubRefused,
+    HubUnreachable,
+)
 from aedit.types import Layout, UserError, Verdict
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ import shlex
 import socket
 
 from aedit.launch.hub.endpoint import HubEndpoint
-from aedit.proto.wire.security import is_loopback
+from aedit.proto.rpc import is_loopback
 
 _EVERYWHERE = ("0.0.0.0", "::", "")
 

@@ -1,1 +1,51 @@
 """One node of a run: composition, training loop, checkpoints."""
+
+from typing import TYPE_CHECKING
+
+from aedit.lazy import exports
+
+if TYPE_CHECKING:
+    from aedit.launch.node.build import facts_of
+    from aedit.launch.node.build_hub import agent_plan
+    from aedit.launch.node.checkpoint import Mark, NodeCheckpoints
+    from aedit.launch.node.evaluate import held_out_loss
+    from aedit.launch.node.inner import lr_at, make_inner, make_inners, set_lr
+    from aedit.launch.node.model import blocks, build_model, loss, num_parameters, outline, stop_tokens
+    from aedit.launch.node.objectives import load_data
+    from aedit.launch.node.rl_drafter import FILE, TrainerDeaths, online_config, save_drafter, saved_layer
+    from aedit.launch.node.rl_engine import DTYPES, MAX_DRAFTED_TOKENS, StopDecoder, choose_among
+    from aedit.launch.node.shared_drafter import make_shared
+    from aedit.launch.node.world import chosen_device
+
+__all__ = [
+    "DTYPES",
+    "FILE",
+    "MAX_DRAFTED_TOKENS",
+    "Mark",
+    "NodeCheckpoints",
+    "StopDecoder",
+    "TrainerDeaths",
+    "agent_plan",
+    "blocks",
+    "build_model",
+    "choose_among",
+    "chosen_device",
+    "facts_of",
+    "held_out_loss",
+    "load_data",
+    "loss",
+    "lr_at",
+    "make_inner",
+    "make_inners",
+    "make_shared",
+    "num_parameters",
+    "online_config",
+    "outline",
+    "save_drafter",
+    "saved_layer",
+    "set_lr",
+    "stop_tokens",
+]
+
+if not TYPE_CHECKING:  # so that type checkers know which names there are
+    __getattr__, __dir__ = exports(__name__)

@@ -4,12 +4,11 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from aedit.edit.averaging_exchange import AveragingExchange
-from aedit.edit.sync import LayerSync
-from aedit.launch.config.config import RunConfig
+from aedit.edit import AveragingExchange, LayerSync
+from aedit.launch.config import RunConfig
 from aedit.launch.node.world import World
-from aedit.launch.rundir.recorder import Clock
-from aedit.proto.agent.link import Link
+from aedit.launch.records import Clock
+from aedit.proto.agent import Link
 
 
 class NodeBudget(Protocol):

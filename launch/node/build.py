@@ -11,15 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from aedit.async_sgd.rules.outer import make_outer
-from aedit.edit.agreement import compare
-from aedit.edit.mean_exchange import MeanExchange
-from aedit.edit.optimizers import Inner
-from aedit.edit.sync import LayerSync
-from aedit.launch.config.config import RunConfig
-from aedit.launch.config.unit_rules import unit_rules
-from aedit.launch.data.samples import SampleOrder
-from aedit.launch.data.tokenizer import CorpusTokenizer, load_tokenizer
+from aedit.async_sgd.rules import make_outer
+from aedit.edit import Inner, LayerSync, MeanExchange, compare
+from aedit.launch.config import RunConfig, unit_rules
+from aedit.launch.data import CorpusTokenizer, SampleOrder, load_tokenizer
 from aedit.launch.node.budget import WorldBudget
 from aedit.launch.node.checkpoint import NodeCheckpoints
 from aedit.launch.node.inner import make_inners
@@ -32,9 +27,8 @@ from aedit.launch.node.shared_drafter import make_shared
 from aedit.launch.node.stop import Stop
 from aedit.launch.node.train import TrainingNode
 from aedit.launch.node.world import World
-from aedit.launch.rundir.recorder import Clock, Recorder
-from aedit.launch.rundir.sinks import Origin, open_sinks
-from aedit.proto.transports.c10d import TorchTransport
+from aedit.launch.records import Clock, Origin, Recorder, open_sinks
+from aedit.proto.transports import TorchTransport
 from aedit.types import UserError
 
 

@@ -11,15 +11,10 @@ from typing import Any
 
 import torch
 
-from aedit.async_sgd.rules.outer import make_outer
-from aedit.edit.averaging_exchange import AveragingExchange
-from aedit.edit.schedule import AtMultiples
-from aedit.edit.sync import LayerSync
-from aedit.launch.config.config import RunConfig
-from aedit.launch.config.method import method
-from aedit.launch.config.placement import FIRST
-from aedit.launch.data.samples import SampleOrder
-from aedit.launch.data.tokenizer import load_tokenizer
+from aedit.async_sgd.rules import make_outer
+from aedit.edit import AtMultiples, AveragingExchange, LayerSync
+from aedit.launch.config import FIRST, RunConfig, method
+from aedit.launch.data import SampleOrder, load_tokenizer
 from aedit.launch.node.budget import OwnBudget
 from aedit.launch.node.build import check_fits, facts_of, started
 from aedit.launch.node.build_hub import NodeStartOptions
@@ -32,11 +27,16 @@ from aedit.launch.node.sharding import make_model
 from aedit.launch.node.stop import StopAlone
 from aedit.launch.node.train import TrainingNode
 from aedit.launch.node.world import World
-from aedit.launch.rundir.prepare import file_name
-from aedit.launch.rundir.recorder import Clock, Recorder
-from aedit.launch.rundir.sinks import Origin, open_sinks
-from aedit.proto.swarm.averaging import AVERAGING, INTRODUCTION, AveragingSettings, HivemindAverager
-from aedit.proto.swarm.maddr import announced_maddr, checked_maddrs, listening_maddr
+from aedit.launch.records import Clock, Origin, Recorder, file_name, open_sinks
+from aedit.proto.swarm import (
+    AVERAGING,
+    INTRODUCTION,
+    AveragingSettings,
+    HivemindAverager,
+    announced_maddr,
+    checked_maddrs,
+    listening_maddr,
+)
 from aedit.types import UserError
 
 START_S = 60.0

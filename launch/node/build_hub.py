@@ -12,18 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import aedit
-from aedit.edit import canonical
-from aedit.edit.apart import SharedModule
-from aedit.edit.hub_exchange import HubExchange
-from aedit.edit.pace import make_pace
-from aedit.edit.sync import LayerSync
-from aedit.edit.units import find_units
-from aedit.launch.config.config import RunConfig
-from aedit.launch.config.method import method
-from aedit.launch.config.placement import JoinOptions
-from aedit.launch.config.step_size import samples_per_step, tokens_per_step
-from aedit.launch.data.leased import LeasedOrder
-from aedit.launch.data.tokenizer import load_tokenizer
+from aedit.edit import HubExchange, LayerSync, SharedModule, canonical, find_units, make_pace
+from aedit.launch.config import JoinOptions, RunConfig, method, samples_per_step, tokens_per_step
+from aedit.launch.data import LeasedOrder, load_tokenizer
 from aedit.launch.node.budget import HubBudget
 from aedit.launch.node.build import check_fits, facts_of, started
 from aedit.launch.node.checkpoint import NodeCheckpoints
@@ -37,14 +28,9 @@ from aedit.launch.node.shared_drafter import make_shared
 from aedit.launch.node.stop import StopAlone
 from aedit.launch.node.train import TrainingNode
 from aedit.launch.node.world import World
-from aedit.launch.rundir.prepare import file_name
-from aedit.launch.rundir.recorder import Clock, Recorder
-from aedit.launch.rundir.sinks import Origin, open_sinks
-from aedit.proto.agent.agent_link import AgentLink, attach, start_agent
-from aedit.proto.agent.plan import AgentPlan
-from aedit.proto.agent.rejoin import rejoin_secret
-from aedit.proto.agent.replica_finder import replicas_of_parts
-from aedit.proto.wire.security import SERVER, is_loopback
+from aedit.launch.records import Clock, Origin, Recorder, file_name, open_sinks
+from aedit.proto.agent import AgentLink, AgentPlan, attach, rejoin_secret, replicas_of_parts, start_agent
+from aedit.proto.rpc import SERVER, is_loopback
 from aedit.types import UserError
 
 

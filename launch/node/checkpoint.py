@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 
-from aedit.edit.shards import Shards
+from aedit.edit import Shards
 from aedit.system import sync_directory
 from aedit.types import UserError
 

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from aedit.edit.shards import Shards
-from aedit.launch.config.config import RunConfig
-from aedit.launch.data.samples import Corpus, batch, evaluation_indices
+from aedit.edit import Shards
+from aedit.launch.config import RunConfig
+from aedit.launch.data import Corpus, batch, evaluation_indices
 from aedit.launch.node.model import loss
 
 

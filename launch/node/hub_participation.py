@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from aedit.edit.hub_exchange import HubExchange
+from aedit.edit import HubExchange
 from aedit.launch.node.stop import LEAVE_HUB_WITHIN_S, Stopped
 from aedit.launch.node.train import TrainingNode
-from aedit.proto.agent.link import Link, Progress
-from aedit.proto.transports.transport import PeersMissing
+from aedit.proto.agent import Link, Progress
+from aedit.proto.transports import PeersMissing
 from aedit.types import Round
 
 

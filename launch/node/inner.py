@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from aedit.launch.config.config import TrainConfig
+from aedit.launch.config import TrainConfig
 from aedit.launch.node.model import blocks
 from aedit.types import UserError
 

@@ -8,10 +8,8 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aedit.launch.config.config import RunConfig
-from aedit.launch.config.load import load
-from aedit.launch.config.placement import JoinOptions
-from aedit.launch.rundir.ending import FAILED
+from aedit.launch.config import JoinOptions, RunConfig, load
+from aedit.launch.records import FAILED
 from aedit.system import no_collections
 from aedit.types import RunFailed, UserError
 

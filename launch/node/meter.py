@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from aedit.edit.shards import Shards
+from aedit.edit import Shards
 
 
 @dataclass(slots=True)

@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from aedit.launch.config.config import ModelConfig, RunConfig
-from aedit.launch.data.tokenizer import CorpusTokenizer
+from aedit.launch.config import ModelConfig, RunConfig
+from aedit.launch.data import CorpusTokenizer
 from aedit.system import check_folder
 from aedit.types import UserError
 

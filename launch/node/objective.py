@@ -7,19 +7,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from aedit.edit.apart import SharedModule
-from aedit.edit.sync import LayerSync
-from aedit.launch.config.config import RunConfig
-from aedit.launch.config.placement import JoinOptions
-from aedit.launch.data.order import Order
-from aedit.launch.data.samples import Corpus, batch
-from aedit.launch.data.tokenizer import CorpusTokenizer
+from aedit.edit import LayerSync, SharedModule
+from aedit.launch.config import JoinOptions, RunConfig
+from aedit.launch.data import Corpus, CorpusTokenizer, Order, batch
 from aedit.launch.node.evaluate import held_out_loss
 from aedit.launch.node.inner import lr_at
 from aedit.launch.node.model import loss
 from aedit.launch.node.stop import Stop
 from aedit.launch.node.world import World
-from aedit.launch.rundir.recorder import Recorder
+from aedit.launch.records import Recorder
 
 AddLoss = Callable[[Tensor], None]
 

@@ -3,11 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from aedit.launch.config.config import RunConfig
-from aedit.launch.data.prompts import ProblemSet, load_problems
-from aedit.launch.data.rewards import need_answer
-from aedit.launch.data.samples import Corpus, load_corpus
-from aedit.launch.data.tokenizer import CorpusTokenizer
+from aedit.launch.config import RunConfig
+from aedit.launch.data import Corpus, CorpusTokenizer, ProblemSet, load_corpus, load_problems, need_answer
 from aedit.launch.node.objective import NodeParts, Objective, TextObjective
 from aedit.launch.node.rl_build import make_policy_objective
 

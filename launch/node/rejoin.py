@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-from aedit.edit import snapshot
-from aedit.edit.sync import LayerSync
+from aedit.edit import LayerSync, snapshot
 from aedit.launch.node.checkpoint import NodeCheckpoints
 from aedit.launch.node.resume import Resumed, check_facts, resumed_alone, training_state
 from aedit.system import write_atomically

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from aedit.edit import snapshot
-from aedit.edit.mean_exchange import MeanExchange
-from aedit.edit.sync import LayerSync
-from aedit.launch.data.order import SampleOrder, first_free
+from aedit.edit import LayerSync, MeanExchange, snapshot
+from aedit.launch.data import SampleOrder, first_free
 from aedit.launch.node.checkpoint import Mark, NodeCheckpoints, read_meta
-from aedit.proto.transports.transport import Rows, Transport
+from aedit.proto.transports import Rows, Transport
 from aedit.types import Round, UserError
 
 _NONE = -1.0

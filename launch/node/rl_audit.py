@@ -16,12 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aedit.launch.config.config import RunConfig
+from aedit.launch.config import RunConfig
 from aedit.launch.node.rl_samples import Key, Sample
-from aedit.spec_rollout.audit.calibration import Calibration, OwnNoise, calibration_of, read_calibrations
-from aedit.spec_rollout.audit.judge import RewardRecord, Scored, ServerRecord
-from aedit.spec_rollout.audit.margins import ClaimedTokens, Margins, margins
-from aedit.spec_rollout.sampling.samples import Rollout
+from aedit.spec_rollout.audit import (
+    Calibration,
+    ClaimedTokens,
+    Margins,
+    OwnNoise,
+    RewardRecord,
+    Scored,
+    ServerRecord,
+    calibration_of,
+    margins,
+    read_calibrations,
+)
+from aedit.spec_rollout.sampling import Rollout
 
 MAKE = "aedit.spec_rollout.audit.make:make_auditor"
 Accuse = Callable[[str, str, Mapping[str, Any]], None]

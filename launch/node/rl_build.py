@@ -5,11 +5,8 @@ from functools import partial
 
 from torch import nn
 
-from aedit.launch.config.config import RunConfig
-from aedit.launch.data.curriculum import Curriculum
-from aedit.launch.data.prompts import ProblemSet
-from aedit.launch.data.rewards import reward_pool
-from aedit.launch.data.supervised import AnswerTokens
+from aedit.launch.config import RunConfig
+from aedit.launch.data import AnswerTokens, Curriculum, ProblemSet, reward_pool
 from aedit.launch.node.model import stop_tokens
 from aedit.launch.node.objective import NodeParts
 from aedit.launch.node.rl_drafter import TrainerDeaths
@@ -23,10 +20,9 @@ from aedit.launch.node.rl_servers import make_training_audit
 from aedit.launch.node.rl_warm_up import WarmUp
 from aedit.launch.node.rl_workers import make_source
 from aedit.launch.node.sharding import make_model
-from aedit.launch.rundir.recorder import Recorder
-from aedit.spec_rollout.rl.groups import Group
-from aedit.spec_rollout.rl.rewards.reward import RewardReport
-from aedit.spec_rollout.sampling.samples import Sampling
+from aedit.launch.records import Recorder
+from aedit.spec_rollout.rl import Group, RewardReport
+from aedit.spec_rollout.sampling import Sampling
 
 
 def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjective:

@@ -8,16 +8,21 @@ from pathlib import Path
 
 from torch import nn
 
-from aedit.launch.config.rl import DrafterConfig
+from aedit.launch.config import DrafterConfig
 from aedit.launch.node.objective import NodeParts
 from aedit.launch.node.rl_samples import Sample
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
-from aedit.spec_rollout.learning.draft_training import DraftTrainingConfig
-from aedit.spec_rollout.learning.forward_features import ForwardFeatures, TrainedText
-from aedit.spec_rollout.learning.learning import LearningConfig
-from aedit.spec_rollout.learning.online_drafter import OnlineConfig, OnlineDrafter
-from aedit.spec_rollout.learning.policy_source import PolicySource, TrainedPolicy
+from aedit.spec_rollout.drafters import DraftLayer
+from aedit.spec_rollout.training import (
+    DraftTrainingConfig,
+    ForwardFeatures,
+    IdleConfig,
+    LearningConfig,
+    OnlineConfig,
+    OnlineDrafter,
+    PolicySource,
+    TrainedPolicy,
+    TrainedText,
+)
 from aedit.types import UserError
 
 FILE = "drafter.safetensors"

@@ -6,20 +6,17 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from aedit.launch.config.config import RunConfig
-from aedit.launch.data.tokenizer import CorpusTokenizer
+from aedit.launch.config import RunConfig
+from aedit.launch.data import CorpusTokenizer
 from aedit.launch.node.model import build_model
 from aedit.launch.node.objective import NodeParts
 from aedit.launch.node.rl_drafter import make_online
 from aedit.launch.node.world import World
-from aedit.spec_rollout.arms.arms import ArmChooser
-from aedit.spec_rollout.arms.goodput import Goodput
-from aedit.spec_rollout.drafters.drafts import Drafter, DrafterKind, parse_arm
-from aedit.spec_rollout.drafters.suffix import SuffixDrafter
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.engine.engine_source import EngineSource
-from aedit.spec_rollout.learning.online_drafter import OnlineDrafter
-from aedit.spec_rollout.model.target_model import TargetModel, make_target
+from aedit.spec_rollout.choose import ArmChooser, Goodput
+from aedit.spec_rollout.drafters import Drafter, DrafterKind, SuffixDrafter, parse_arm
+from aedit.spec_rollout.engine import Engine, EngineSource
+from aedit.spec_rollout.model import TargetModel, make_target
+from aedit.spec_rollout.training import OnlineDrafter
 from aedit.types import UserError
 
 ARMS = ("suffix:2", "suffix:4", "suffix:8", "layer:1", "layer:2", "layer:4", "layer:8", "layer:4x2x8")

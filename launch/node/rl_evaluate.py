@@ -5,13 +5,12 @@ from typing import Any
 
 import torch
 
-from aedit.edit.shards import Shards
-from aedit.launch.config.config import RunConfig
-from aedit.launch.data.samples import evaluation_indices
+from aedit.edit import Shards
+from aedit.launch.config import RunConfig
+from aedit.launch.data import evaluation_indices
 from aedit.launch.node.rl_pipeline import GroupPipeline
-from aedit.spec_rollout.rl.groups import Group
-from aedit.spec_rollout.rl.problems import Problem
-from aedit.spec_rollout.sampling.samples import Sampling
+from aedit.spec_rollout.rl import Group, Problem
+from aedit.spec_rollout.sampling import Sampling
 
 FIRST_KEY = 1 << 62
 """Problem i has the key FIRST_KEY + i, beyond all positions of the run's stream of prompts."""

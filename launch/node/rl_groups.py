@@ -15,15 +15,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from aedit.edit.shards import Shards
-from aedit.launch.config.rl import RLConfig
-from aedit.launch.data.order import Order
+from aedit.edit import Shards
+from aedit.launch.config import RLConfig
+from aedit.launch.data import Order
 from aedit.launch.node.rl_pipeline import GroupPipeline
-from aedit.spec_rollout.rl.admission import capacity
-from aedit.spec_rollout.rl.advantages import has_signal
-from aedit.spec_rollout.rl.groups import Group
-from aedit.spec_rollout.rl.problems import Problem
-from aedit.spec_rollout.sampling.samples import Sampling
+from aedit.spec_rollout.rl import Group, Problem, capacity, has_signal
+from aedit.spec_rollout.sampling import Sampling
 
 SLICE_S = 1.0
 """Time between two looks at stop requests and at the other ranks while groups are generated."""

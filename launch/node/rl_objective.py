@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aedit.edit.sync import LayerSync
-from aedit.launch.config.config import RunConfig
-from aedit.launch.data.curriculum import Curriculum, solved_of
+from aedit.edit import LayerSync
+from aedit.launch.config import RunConfig
+from aedit.launch.data import Curriculum, solved_of
 from aedit.launch.node.inner import lr_at
 from aedit.launch.node.objective import AddLoss
 from aedit.launch.node.rl_drafter import TrainerDeaths, save_drafter
@@ -22,10 +22,9 @@ from aedit.launch.node.rl_policy import PolicyGradient
 from aedit.launch.node.rl_records import RLRecords
 from aedit.launch.node.rl_samples import Key, parts_of, samples_of
 from aedit.launch.node.rl_warm_up import WarmUp
-from aedit.spec_rollout.learning.online_drafter import OnlineDrafter
-from aedit.spec_rollout.rl.groups import Group
-from aedit.spec_rollout.rl.problems import Problem
-from aedit.spec_rollout.sampling.samples import Sampling
+from aedit.spec_rollout.rl import Group, Problem
+from aedit.spec_rollout.sampling import Sampling
+from aedit.spec_rollout.training import OnlineDrafter
 
 
 @dataclass(slots=True, kw_only=True)

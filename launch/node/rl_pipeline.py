@@ -6,11 +6,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from aedit.spec_rollout.rl.groups import Group
-from aedit.spec_rollout.rl.problems import Problem
-from aedit.spec_rollout.rl.rewards.reward import RewardFailed, RewardReport
-from aedit.spec_rollout.rl.source import RolloutSource
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
+from aedit.spec_rollout.rl import Group, Problem, RewardFailed, RewardReport, RolloutSource
+from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
 from aedit.types import RunFailed
 
 WAIT_S = 0.05

@@ -9,15 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aedit.edit.shards import Shards
-from aedit.launch.config.config import RunConfig
+from aedit.edit import Shards
+from aedit.launch.config import RunConfig
 from aedit.launch.node.objective import AddLoss
 from aedit.launch.node.rl_audit import TrainingAudit
 from aedit.launch.node.rl_drafter import ForwardLearner
 from aedit.launch.node.rl_samples import Key, Sample, SampleTensors, micro_batches, to_tensors
-from aedit.spec_rollout.rl.losses.find import find_loss
-from aedit.spec_rollout.rl.losses.inputs import LossInputs, LossSettings, PolicyLoss
-from aedit.spec_rollout.rl.metrics import MEANS, loss_metrics, mean_metrics
+from aedit.spec_rollout.rl import (
+    MEANS,
+    LossInputs,
+    LossSettings,
+    PolicyLoss,
+    find_loss,
+    loss_metrics,
+    mean_metrics,
+)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from aedit.edit.shards import Shards
-from aedit.edit.sync import LayerSync
-from aedit.launch.config.config import RunConfig
+from aedit.edit import LayerSync, Shards
+from aedit.launch.config import RunConfig
 from aedit.launch.node.rl_engine import ARMS
 from aedit.launch.node.rl_pipeline import GroupPipeline
-from aedit.spec_rollout.learning.online_drafter import CAUSES, OnlineDrafter
-from aedit.spec_rollout.rl.groups import Group
+from aedit.spec_rollout.rl import Group
+from aedit.spec_rollout.training import CAUSES, OnlineDrafter
 
 SUMS = ("groups", "rollouts", "no_signal", "excluded", "retried", "rollout_tokens", "passes", "plain_tokens")
 """Totals that are added over the ranks of a node."""

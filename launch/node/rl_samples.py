@@ -6,11 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aedit.launch.config.rl import RLConfig
-from aedit.spec_rollout.rl.advantages import advantages
-from aedit.spec_rollout.rl.groups import Group
-from aedit.spec_rollout.rl.overlong import overlong_penalty
-from aedit.spec_rollout.sampling.samples import Rollout
+from aedit.launch.config import RLConfig
+from aedit.spec_rollout.rl import Group, advantages, overlong_penalty
+from aedit.spec_rollout.sampling import Rollout
 
 Key = tuple[int, int]
 """Position of the group in the run's stream, and number of the sample."""

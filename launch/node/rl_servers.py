@@ -2,15 +2,14 @@
 
 from pathlib import Path
 
-from aedit.edit import canonical
-from aedit.edit.units import find_units
-from aedit.launch.config.config import RunConfig
+from aedit.edit import canonical, find_units
+from aedit.launch.config import RunConfig
 from aedit.launch.node.objective import NodeParts
 from aedit.launch.node.rl_audit import MAKE, TrainingAudit, audit_options
-from aedit.proto.wire.security import is_loopback
-from aedit.spec_rollout.rl.source import RolloutSource
-from aedit.spec_rollout.servers.config import Servers
-from aedit.spec_rollout.workers.source import WorkerSource
+from aedit.proto.rpc import is_loopback
+from aedit.spec_rollout.remote import Servers
+from aedit.spec_rollout.rl import RolloutSource
+from aedit.spec_rollout.workers import WorkerSource
 from aedit.types import UserError
 
 

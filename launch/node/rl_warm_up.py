@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from aedit.launch.config.config import RunConfig
-from aedit.launch.data.supervised import AnswerTokens
+from aedit.launch.config import RunConfig
+from aedit.launch.data import AnswerTokens
 from aedit.launch.node.objective import AddLoss
 from aedit.launch.node.world import World
-from aedit.spec_rollout.rl.problems import Problem
+from aedit.spec_rollout.rl import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,16 +8,15 @@ from typing import Any
 
 import torch
 
-from aedit.launch.config.config import RunConfig
+from aedit.launch.config import RunConfig
 from aedit.launch.node.objective import NodeParts
 from aedit.launch.node.rl_drafter import ForwardLearner, make_learner
 from aedit.launch.node.rl_engine import ARMS, DTYPES, make_engine_source
 from aedit.launch.node.rl_servers import make_servers
-from aedit.spec_rollout.drafters.drafts import parse_arm
-from aedit.spec_rollout.learning.online_drafter import OnlineDrafter
-from aedit.spec_rollout.rl.source import RolloutSource
-from aedit.spec_rollout.workers.config import WorkerConfig
-from aedit.spec_rollout.workers.source import WorkerSource
+from aedit.spec_rollout.drafters import parse_arm
+from aedit.spec_rollout.rl import RolloutSource
+from aedit.spec_rollout.training import OnlineDrafter
+from aedit.spec_rollout.workers import WorkerConfig, WorkerSource
 from aedit.types import UserError
 
 

@@ -4,9 +4,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from aedit.launch.config.config import ModelConfig, RunConfig
-from aedit.launch.config.memory import check_memory
-from aedit.launch.data.tokenizer import CorpusTokenizer
+from aedit.launch.config import ModelConfig, RunConfig, check_memory
+from aedit.launch.data import CorpusTokenizer
 from aedit.launch.node.model import blocks, build_model, compile_blocks, num_parameters, outline
 from aedit.launch.node.world import World
 

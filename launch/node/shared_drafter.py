@@ -5,12 +5,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from aedit.async_sgd.rules.unit_rules import DRAFTER
-from aedit.edit.apart import SharedModule
-from aedit.launch.config.config import RunConfig
-from aedit.launch.config.unit_rules import unit_rules
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.drafters.draft_shape import DraftShape
+from aedit.async_sgd.rules import DRAFTER
+from aedit.edit import SharedModule
+from aedit.launch.config import RunConfig, unit_rules
+from aedit.spec_rollout.drafters import DraftLayer, DraftShape
 
 
 def make_shared(config: RunConfig, model: nn.Module, device: torch.device) -> SharedModule | None:

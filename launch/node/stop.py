@@ -12,9 +12,8 @@ import signal
 import time
 from types import FrameType
 
-from aedit.edit.schedule import Notes
-from aedit.edit.shards import Shards
-from aedit.proto.transports.memory import MemoryWorld
+from aedit.edit import Notes, Shards
+from aedit.proto.transports import MemoryWorld
 
 LEAVE_WITHIN_S = 60.0
 LEAVE_HUB_WITHIN_S = 20.0

@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 
-from aedit.edit import snapshot
-from aedit.edit.exchange import RoundOutcome
-from aedit.edit.sync import LayerSync
-from aedit.launch.config.config import RunConfig
+from aedit.edit import LayerSync, RoundOutcome, snapshot
+from aedit.launch.config import RunConfig
 from aedit.launch.node.budget import NodeBudget
 from aedit.launch.node.checkpoint import Mark, NodeCheckpoints
 from aedit.launch.node.inner import set_lr
@@ -21,8 +19,7 @@ from aedit.launch.node.participation import Participation, WorldParticipation
 from aedit.launch.node.resume import Resumed, training_state
 from aedit.launch.node.stop import Stop, Stopped
 from aedit.launch.node.world import World
-from aedit.launch.rundir.recorder import Recorder
-from aedit.launch.rundir.rl_records import RLMetric
+from aedit.launch.records import Recorder, RLMetric
 from aedit.types import Round
 
 

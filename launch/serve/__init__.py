@@ -1,1 +1,35 @@
 """`aedit serve`: the process of a rollout server."""
+
+from typing import TYPE_CHECKING
+
+from aedit.lazy import exports
+
+if TYPE_CHECKING:
+    from aedit.launch.serve.model_server import (
+        SIGNALS,
+        Addresses,
+        Ending,
+        close_servers,
+        read_keys,
+        start_servers,
+        wait_for_end,
+    )
+    from aedit.launch.serve.places import HttpPlace, ServerPlaces
+    from aedit.launch.serve.run_server import ServeRequest, serve_run
+
+__all__ = [
+    "SIGNALS",
+    "Addresses",
+    "Ending",
+    "HttpPlace",
+    "ServeRequest",
+    "ServerPlaces",
+    "close_servers",
+    "read_keys",
+    "serve_run",
+    "start_servers",
+    "wait_for_end",
+]
+
+if not TYPE_CHECKING:  # so that type checkers know which names there are
+    __getattr__, __dir__ = exports(__name__)

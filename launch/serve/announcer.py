@@ -8,10 +8,7 @@ from contextlib import suppress
 
 import grpc
 
-from aedit.proto.wire.directory import DirectoryClient
-from aedit.proto.wire.directory_pb2 import ServerCard
-from aedit.proto.wire.retry import HubRefused, HubUnreachable
-from aedit.proto.wire.signing_key import SigningKey
+from aedit.proto.rpc import DirectoryClient, HubRefused, HubUnreachable, ServerCard, SigningKey
 
 EVERY_S = 2.0
 LEAVE_S = 5.0

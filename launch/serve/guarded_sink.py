@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from aedit.spec_rollout.drafters.drafts import FeatureSink, RowStart, StepUpdate
+from aedit.spec_rollout.drafters import FeatureSink, RowStart, StepUpdate
 
 
 class GuardedSink:

@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 
-from aedit.launch.node.rl_engine import StopDecoder, choose_among
+from aedit.launch.node import StopDecoder, choose_among
 from aedit.launch.serve.served_run import ServedRun
 from aedit.launch.serve.server_drafter import LayerCopy, ServerDrafter
-from aedit.spec_rollout.drafters.drafts import Drafter, DrafterKind
-from aedit.spec_rollout.drafters.suffix import SuffixDrafter
-from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.drafters import Drafter, DrafterKind, SuffixDrafter
+from aedit.spec_rollout.engine import Engine
 
 
 @dataclass(slots=True, eq=False)

@@ -7,10 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from aedit.spec_rollout.service.http.app import make_app
-from aedit.spec_rollout.service.http.control import control_routes
-from aedit.spec_rollout.service.http.server import HttpServer
-from aedit.spec_rollout.service.http.service import Service
+from aedit.spec_rollout.http import HttpServer, Service, control_routes, make_app
 from aedit.types import UserError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

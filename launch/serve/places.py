@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from aedit.launch.config.config import RunConfig
-from aedit.proto.wire.hello import check_address
-from aedit.proto.wire.security import SERVER, ServerKeys, check_exposure, is_loopback, server_keys
+from aedit.launch.config import RunConfig
+from aedit.proto.rpc import SERVER, ServerKeys, check_address, check_exposure, is_loopback, server_keys
 from aedit.types import UserError
 
 _EVERYWHERE = ("0.0.0.0", "::", "")

@@ -7,14 +7,12 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from aedit.launch.node.model import stop_tokens
+from aedit.launch.node import stop_tokens
 from aedit.launch.serve.model_server import Addresses, close_servers, read_keys, start_servers
 from aedit.launch.serve.places import HttpPlace
 from aedit.launch.serve.served_run import ServedRun
-from aedit.spec_rollout.service.host import EngineHost
-from aedit.spec_rollout.service.http.server import HttpServer
-from aedit.spec_rollout.service.http.service import Service
-from aedit.spec_rollout.service.http.text_codec import TextCodec
+from aedit.spec_rollout.http import HttpServer, Service, TextCodec
+from aedit.spec_rollout.server import EngineHost
 
 _tokenizers: Any = AutoTokenizer  # its methods carry no types
 

@@ -6,13 +6,9 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 
-from aedit.proto.versions.client import VersionsClient
-from aedit.proto.versions.manifest import Manifest
-from aedit.proto.versions.receiving import Receiving
-from aedit.proto.wire.directory_pb2 import ServerCard
-from aedit.proto.wire.retry import HubRefused, HubUnreachable
-from aedit.proto.wire.security import ClientKeys
-from aedit.spec_rollout.service.served_versions import ServedVersions
+from aedit.proto.rpc import ClientKeys, HubRefused, HubUnreachable, ServerCard
+from aedit.proto.versions import Manifest, Receiving, VersionsClient
+from aedit.spec_rollout.server import ServedVersions
 
 RUN_LINE = "run"
 WAIT_S = 10.0

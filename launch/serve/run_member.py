@@ -4,8 +4,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from aedit.launch.config.config import RunConfig
-from aedit.launch.rundir.recorder import Clock, Recorder
+from aedit.launch.config import RunConfig
+from aedit.launch.records import Clock, Recorder
 from aedit.launch.serve.announcer import Announcer
 from aedit.launch.serve.line_engines import LineEngines
 from aedit.launch.serve.places import ServerPlaces
@@ -14,17 +14,16 @@ from aedit.launch.serve.run_line import RUN_LINE, RunLine
 from aedit.launch.serve.served_run import ServedRun
 from aedit.launch.serve.server_drafter import ServerDrafter
 from aedit.launch.serve.server_folder import ServerFolder
-from aedit.proto.wire.directory import DirectoryClient
-from aedit.proto.wire.directory_pb2 import ServerCard
-from aedit.proto.wire.security import ClientKeys, ServerKeys
-from aedit.proto.wire.server import Server
-from aedit.spec_rollout.service.host import EngineHost
-from aedit.spec_rollout.service.rollouts import RolloutService
-from aedit.spec_rollout.service.served_versions import ServedVersions
-from aedit.spec_rollout.service.stream_limits import StreamLimits
-from aedit.spec_rollout.service.tickets import HostLimits
-from aedit.spec_rollout.service.trainer_lines import TrainerLines
-from aedit.spec_rollout.service.trainer_stream import ServerIdentity
+from aedit.proto.rpc import ClientKeys, DirectoryClient, Server, ServerCard, ServerKeys
+from aedit.spec_rollout.server import (
+    EngineHost,
+    HostLimits,
+    RolloutService,
+    ServedVersions,
+    ServerIdentity,
+    StreamLimits,
+    TrainerLines,
+)
 
 GRACE_S = 2.0
 SPARE_LINES = 4

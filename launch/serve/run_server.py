@@ -6,18 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aedit.async_sgd.service.memory import keep_one_arena
-from aedit.launch.config.config import RunConfig
-from aedit.launch.config.extensions import check_imports
-from aedit.launch.config.flags import with_flags
-from aedit.launch.config.load import parse
-from aedit.launch.config.machine import of_this_machine
+from aedit.async_sgd.service import keep_one_arena
+from aedit.launch.config import RunConfig, check_imports, of_this_machine, parse, with_flags
 from aedit.launch.serve.places import ServerPlaces
 from aedit.launch.stop_signals import StopSignals
-from aedit.proto.wire.hello import caller_keys, greet
-from aedit.proto.wire.hub_pb2 import HelloReply
-from aedit.proto.wire.retry import HubRefused, HubUnreachable
-from aedit.proto.wire.security import ServerKeys
+from aedit.proto.rpc import HelloReply, HubRefused, HubUnreachable, ServerKeys, caller_keys, greet
 from aedit.types import UserError
 
 if TYPE_CHECKING:  # they load torch, which takes seconds: what the user can correct is said before

@@ -7,15 +7,12 @@ from typing import Self
 import torch
 from torch import nn
 
-from aedit.edit import canonical
-from aedit.edit.units import find_units
-from aedit.launch.config.config import RunConfig
-from aedit.launch.data.tokenizer import CorpusTokenizer, load_tokenizer
-from aedit.launch.node.model import build_model
-from aedit.launch.node.rl_engine import DTYPES, MAX_DRAFTED_TOKENS
-from aedit.launch.node.world import chosen_device
-from aedit.proto.versions.manifest import VersionLayout
-from aedit.spec_rollout.model.target_model import TargetModel, make_target
+from aedit.edit import canonical, find_units
+from aedit.launch.config import RunConfig
+from aedit.launch.data import CorpusTokenizer, load_tokenizer
+from aedit.launch.node import DTYPES, MAX_DRAFTED_TOKENS, build_model, chosen_device
+from aedit.proto.versions import VersionLayout
+from aedit.spec_rollout.model import TargetModel, make_target
 from aedit.types import UserError
 
 

@@ -15,14 +15,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from aedit.launch.config.config import RunConfig
-from aedit.launch.node.rl_drafter import FILE, TrainerDeaths, online_config, save_drafter, saved_layer
+from aedit.launch.config import RunConfig
+from aedit.launch.node import FILE, TrainerDeaths, online_config, save_drafter, saved_layer
 from aedit.launch.serve.guarded_sink import GuardedSink
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.learning.online_drafter import OnlineDrafter
-from aedit.spec_rollout.model.target_model import TargetModel
+from aedit.spec_rollout.drafters import DraftLayer, LayerDrafter
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.model import TargetModel
+from aedit.spec_rollout.training import OnlineDrafter
 from aedit.types import UserError
 
 log = logging.getLogger(__name__)

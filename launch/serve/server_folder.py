@@ -6,10 +6,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from aedit.launch.rundir.prepare import claimed, file_name
-from aedit.launch.rundir.server_records import KEY_FILE
-from aedit.proto.wire.security import name_of
-from aedit.proto.wire.signing_key import SigningKey
+from aedit.launch.records import KEY_FILE, claimed, file_name
+from aedit.proto.rpc import SigningKey, name_of
 from aedit.types import UserError
 
 MOST_HERE = 64

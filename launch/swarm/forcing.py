@@ -4,11 +4,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from aedit.launch.config.swarm import SwarmConfig
+from aedit.launch.config import SwarmConfig
 from aedit.launch.swarm.foundings import Foundings
-from aedit.proto.swarm.card import PeerCard
-from aedit.proto.swarm.founding import MOST_FORCED
-from aedit.proto.swarm.placement import candidates
+from aedit.proto.swarm import MOST_FORCED, PeerCard, candidates
 from aedit.types import UserError, printable
 
 OPTION = "--force-found"

@@ -8,9 +8,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from aedit.proto.swarm.card import Founding, PeerCard
-from aedit.proto.swarm.founding import Register, accepted, begins, forced, mark, owned, voted
-from aedit.proto.swarm.placement import candidates, ranking
+from aedit.proto.swarm import (
+    Founding,
+    PeerCard,
+    Register,
+    accepted,
+    begins,
+    candidates,
+    forced,
+    mark,
+    owned,
+    ranking,
+    voted,
+)
 from aedit.system import write_atomically
 from aedit.types import printable
 

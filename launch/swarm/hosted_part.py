@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aedit.launch.child import Child
-from aedit.launch.rundir.resting import resting_file
-from aedit.proto.swarm.card import PartReplica
-from aedit.proto.swarm.replicas_file import REPLICAS
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
-from aedit.proto.wire.security import ClientKeys
+from aedit.launch.records import resting_file
+from aedit.proto.rpc import ClientKeys, HubClient, HubRefused, HubUnreachable
+from aedit.proto.rpc import hub_pb2 as pb
+from aedit.proto.swarm import REPLICAS, PartReplica
 
 log = logging.getLogger(__name__)
 

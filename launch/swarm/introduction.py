@@ -4,11 +4,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from aedit.launch.config.swarm import SwarmConfig
-from aedit.proto.swarm.card import decoded
-from aedit.proto.swarm.dht import DhtDiscovery, DhtSettings
-from aedit.proto.swarm.maddr import listening_maddr
-from aedit.proto.swarm.peer_file import PeerFile
+from aedit.launch.config import SwarmConfig
+from aedit.proto.swarm import DhtDiscovery, DhtSettings, PeerFile, decoded, listening_maddr
 from aedit.system import write_atomically
 from aedit.types import UserError, address_fault
 

@@ -5,12 +5,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from aedit.launch.config.config import RunConfig
-from aedit.proto.swarm.card import Founding, PartReplica, PeerCard, encoded
-from aedit.proto.swarm.known_peers import KnownPeers
-from aedit.proto.swarm.node_file import NodeState
-from aedit.proto.swarm.serials import Serials
-from aedit.proto.wire.signing_key import SigningKey
+from aedit.launch.config import RunConfig
+from aedit.proto.rpc import SigningKey
+from aedit.proto.swarm import Founding, KnownPeers, NodeState, PartReplica, PeerCard, Serials, encoded
 
 _RENEWALS = 4
 """Times that a card is renewed within a lease."""

@@ -4,9 +4,8 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from aedit.proto.swarm.card import PeerCard
-from aedit.proto.swarm.contradiction import Contradiction
-from aedit.proto.wire.limits import Rates
+from aedit.proto.rpc import Rates
+from aedit.proto.swarm import Contradiction, PeerCard
 from aedit.types import printable
 
 log = logging.getLogger(__name__)

@@ -6,18 +6,20 @@ from functools import partial
 from typing import Any
 
 import aedit
-from aedit.async_sgd.service.hello_responder import HelloResponder
-from aedit.launch.config.config import RunConfig
-from aedit.launch.config.fields import to_toml
-from aedit.launch.config.method import difference, method
-from aedit.proto.swarm.replicas_file import ReplicasFile
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
-from aedit.proto.wire.hello import PROTOCOL
-from aedit.proto.wire.limits import Limits
-from aedit.proto.wire.run_services import run_services
-from aedit.proto.wire.security import ClientKeys
-from aedit.proto.wire.service import Service
+from aedit.async_sgd.service import HelloResponder
+from aedit.launch.config import RunConfig, difference, method, to_toml
+from aedit.proto.rpc import (
+    PROTOCOL,
+    ClientKeys,
+    HubClient,
+    HubRefused,
+    HubUnreachable,
+    Limits,
+    Service,
+    run_services,
+)
+from aedit.proto.rpc import hub_pb2 as pb
+from aedit.proto.swarm import ReplicasFile
 
 _ASK_S = 2.0
 

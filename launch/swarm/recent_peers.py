@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 
-from aedit.proto.swarm.card import PeerCard
-from aedit.proto.swarm.placement import candidates
+from aedit.proto.swarm import PeerCard, candidates
 
 
 class RecentPeers:

@@ -9,9 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from aedit.proto.swarm.card import PartReplica, PeerCard
-from aedit.proto.swarm.placement import candidates, ranking
-from aedit.proto.swarm.replicas_file import PartPlaces
+from aedit.proto.swarm import PartPlaces, PartReplica, PeerCard, candidates, ranking
 
 
 class Role(Enum):

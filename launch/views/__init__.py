@@ -2,3 +2,31 @@
 
 None imports torch.
 """
+
+from typing import TYPE_CHECKING
+
+from aedit.lazy import exports
+
+if TYPE_CHECKING:
+    from aedit.launch.views.live import watch
+    from aedit.launch.views.plot import plot_command
+    from aedit.launch.views.rl_figures import after_warm_up, newest, rl_held_out
+    from aedit.launch.views.run_report import report
+    from aedit.launch.views.sources import is_hub
+    from aedit.launch.views.status import status_command
+    from aedit.launch.views.top import top_command
+
+__all__ = [
+    "after_warm_up",
+    "is_hub",
+    "newest",
+    "plot_command",
+    "report",
+    "rl_held_out",
+    "status_command",
+    "top_command",
+    "watch",
+]
+
+if not TYPE_CHECKING:  # so that type checkers know which names there are
+    __getattr__, __dir__ = exports(__name__)

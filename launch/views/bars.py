@@ -7,9 +7,7 @@ from typing import cast
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 
-from aedit.launch.rundir.hub_records import totals
-from aedit.launch.rundir.reader import Run
-from aedit.launch.rundir.records import Metric
+from aedit.launch.records import Metric, Run, totals
 from aedit.launch.views import words
 from aedit.launch.views.axes import in_bytes, stacked_bars, whole_numbers
 from aedit.launch.views.figures import rounds

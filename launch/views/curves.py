@@ -7,8 +7,7 @@ from statistics import median
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from aedit.launch.rundir.reader import Run
-from aedit.launch.rundir.records import EvalEvent, Metric
+from aedit.launch.records import EvalEvent, Metric, Run
 from aedit.launch.views import words
 from aedit.launch.views.axes import whole_numbers
 from aedit.launch.views.figures import held_out, rounds

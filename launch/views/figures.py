@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from math import isfinite, nan
 from statistics import fmean
 
-from aedit.launch.rundir.reader import NodeRecords, Run
-from aedit.launch.rundir.records import EvalEvent, Metric, RoundEvent
+from aedit.launch.records import EvalEvent, Metric, NodeRecords, RoundEvent, Run
 
 LAST_LINES = 10
 

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
-from aedit.launch.rundir.reader import NodeRecords, Run
+from aedit.launch.records import NodeRecords, Run
 from aedit.launch.views.axes import whole_numbers
 from aedit.launch.views.figures import units_of
 

@@ -8,8 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from aedit.launch.rundir.hub_records import HubRecords, HubSample, NodeSample, by_node, gained, totals
-from aedit.launch.rundir.reader import Run
+from aedit.launch.records import HubRecords, HubSample, NodeSample, Run, by_node, gained, totals
 from aedit.launch.views import words
 from aedit.launch.views.axes import from_zero, in_bytes, stacked_bars, whole_numbers
 

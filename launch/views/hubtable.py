@@ -8,12 +8,12 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from aedit.launch.rundir.hub_records import HubRecords, HubSample, NodeSample
+from aedit.launch.records import HubRecords, HubSample, NodeSample
 from aedit.launch.views import words
 from aedit.launch.views.figures import ratio
 from aedit.launch.views.rl_table import Learner, hub_learners, rl_lines
 from aedit.launch.views.server_table import server_table
-from aedit.proto.wire.lineage import term_text
+from aedit.proto.rpc import term_text
 
 LEFT = ("name", "state", "refused")
 PACE = ("node", "name", "state", "steps", "steps/s", "pace", "waited %", "wire", "hidden")

@@ -5,14 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from aedit.launch.config.config import RunConfig
-from aedit.launch.rundir.hub_records import HubRecords, HubSample
-from aedit.launch.rundir.reader import Run
-from aedit.launch.rundir.swarm_records import SwarmSample
-from aedit.launch.rundir.values import BAD_LINE
-from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
-from aedit.proto.wire.hello import caller_keys
-from aedit.proto.wire.hub_pb2 import StatusRequest
+from aedit.launch.config import RunConfig
+from aedit.launch.records import BAD_LINE, HubRecords, HubSample, Run, SwarmSample
+from aedit.proto.rpc import HubClient, HubRefused, HubUnreachable, StatusRequest, caller_keys
 from aedit.types import UserError
 
 ASK_S = 10.0

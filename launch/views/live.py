@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from aedit.launch.rundir.reader import Run, RunFollower
+from aedit.launch.records import Run, RunFollower
 from aedit.launch.views.panel import Fitted, line
 
 REFRESH_S = 1.0

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from aedit.launch.rundir.reader import NodeRecords, Run
+from aedit.launch.records import NodeRecords, Run
 from aedit.launch.views import words
 from aedit.launch.views.figures import held_out, recent_tokens_per_s, rounds, total_known
 from aedit.launch.views.hubtable import HubDetail, hub_cells, hub_tables

@@ -11,7 +11,7 @@ from matplotlib import colormaps, style
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from aedit.launch.rundir.reader import Run
+from aedit.launch.records import Run
 from aedit.launch.views.bars import bytes_per_round, time_per_node
 from aedit.launch.views.curves import loss_by_steps, loss_by_time, plot_effective_nodes
 from aedit.launch.views.heatmap import norms
@@ -55,7 +55,7 @@ STYLE = {
 }
 
 
-def main(place: Path | str, keys: Path | None = None, *, insecure: bool = False) -> list[Path]:
+def plot_command(place: Path | str, keys: Path | None = None, *, insecure: bool = False) -> list[Path]:
     """Draw the plots of the run up to now and return the files.
 
     Plots of a directory are written into it, those of HOST:PORT into `runs/NAME/plots` on this machine.

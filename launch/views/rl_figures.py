@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isfinite, nan
 
-from aedit.launch.rundir.reader import NodeRecords, Run
-from aedit.launch.rundir.records import Metric
-from aedit.launch.rundir.rl_records import RLEvalEvent, RLMetric
+from aedit.launch.records import Metric, NodeRecords, RLEvalEvent, RLMetric, Run
 from aedit.launch.views.figures import LAST_LINES, mean_known, ratio, total_known
 
 WINDOW_S = 10.0

@@ -10,9 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from aedit.launch.rundir.reader import NodeRecords, Run
-from aedit.launch.rundir.records import Metric
-from aedit.launch.rundir.rl_records import RLEvalEvent, RLMetric
+from aedit.launch.records import Metric, NodeRecords, RLEvalEvent, RLMetric, Run
 from aedit.launch.views import words
 from aedit.launch.views.axes import from_zero, whole_numbers
 from aedit.launch.views.bars import USES

@@ -5,7 +5,7 @@ from math import isfinite
 
 from rich.table import Table
 
-from aedit.launch.rundir.reader import NodeRecords, Run
+from aedit.launch.records import NodeRecords, Run
 from aedit.launch.views import words
 from aedit.launch.views.figures import LAST_LINES, mean_known, ratio
 from aedit.launch.views.rl_figures import (

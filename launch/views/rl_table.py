@@ -7,8 +7,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from aedit.launch.rundir.reader import NodeRecords, Run
-from aedit.launch.rundir.rl_records import RLMetric
+from aedit.launch.records import NodeRecords, RLMetric, Run
 from aedit.launch.views import words
 from aedit.launch.views.figures import ratio
 from aedit.launch.views.rl_figures import (

@@ -10,8 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from aedit.launch.rundir.serving_records import ServingRecords, ServingSample
-from aedit.launch.rundir.values import number
+from aedit.launch.records import ServingRecords, ServingSample, number
 from aedit.launch.views import words
 from aedit.launch.views.figures import ratio
 

@@ -6,9 +6,7 @@ from math import nan
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from aedit.launch.rundir.hub_records import HubSample
-from aedit.launch.rundir.reader import Run
-from aedit.launch.rundir.server_records import ServerSample
+from aedit.launch.records import HubSample, Run, ServerSample
 from aedit.launch.views import words
 from aedit.launch.views.axes import from_zero, whole_numbers
 

@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Mapping
 from statistics import fmean
 
-from aedit.launch.rundir.reader import Run
-from aedit.launch.rundir.server_records import ServerWork
+from aedit.launch.records import Run, ServerWork
 from aedit.launch.views import words
 from aedit.launch.views.figures import ratio
 from aedit.launch.views.rl_figures import newest

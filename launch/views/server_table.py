@@ -6,7 +6,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from aedit.launch.rundir.server_records import ServerSample
+from aedit.launch.records import ServerSample
 from aedit.launch.views import words
 from aedit.launch.views.figures import ratio
 

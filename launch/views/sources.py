@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from aedit.launch.rundir.reader import Run, RunFollower, require_run
+from aedit.launch.records import Run, RunFollower, require_run
 
 
 class Source(Protocol):

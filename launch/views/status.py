@@ -4,13 +4,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from aedit.launch.rundir.serving_records import is_server_folder, read_server
+from aedit.launch.records import is_server_folder, read_server
 from aedit.launch.views.panel import panel
 from aedit.launch.views.server_folder_view import server_panel
 from aedit.launch.views.sources import open_source
 
 
-def main(place: Path | str, keys: Path | None = None, *, insecure: bool = False) -> None:
+def status_command(place: Path | str, keys: Path | None = None, *, insecure: bool = False) -> None:
     """Print progress, each node, and the hub or the last round; of a server's folder, what it has done.
 
     Raises UserError if there is neither at `place`.

@@ -6,10 +6,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from aedit.launch.rundir.swarm_records import PartSample, PeerSample, SwarmSample
+from aedit.launch.records import PartSample, PeerSample, SwarmSample
 from aedit.launch.views import words
 from aedit.launch.views.hubtable import spread
-from aedit.proto.wire.lineage import term_text
+from aedit.proto.rpc import term_text
 
 _PEERS = ("peer", "address", "role", "owns", "follows", "steps/s", "model", "state")
 _PARTS = ("part", "owner", "term", "sync", "versions", "digest", "pending", "in", "out")

@@ -13,7 +13,7 @@ from select import select
 from rich.console import Console
 from rich.live import Live
 
-from aedit.launch.rundir.reader import Run
+from aedit.launch.records import Run
 from aedit.launch.views.live import LINE_EVERY_S, REFRESH_S
 from aedit.launch.views.panel import Fitted, line, state
 from aedit.launch.views.sources import Source, open_source
@@ -21,7 +21,7 @@ from aedit.launch.views.sources import Source, open_source
 OVER = ("done", "left", "failed", "silent")
 
 
-def main(place: Path | str, keys: Path | None = None, *, insecure: bool = False) -> None:
+def top_command(place: Path | str, keys: Path | None = None, *, insecure: bool = False) -> None:
     """Show the run every second until `q` or Ctrl-C. Raises UserError if there is no run at `place`.
 
     Without a terminal, print one line every ten seconds until the run is over.

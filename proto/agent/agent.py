@@ -21,7 +21,7 @@ from aedit.proto.agent.traffic import Traffic
 from aedit.proto.agent.unit_transfers import Transfer, UnitTransfers
 from aedit.proto.agent.wakeup import WakeReceiver
 from aedit.proto.agent.watchdog import Speed, Watchdog
-from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.rpc import hub_pb2 as pb
 from aedit.types import UserError
 
 LOOK_S = 0.25

@@ -5,11 +5,7 @@ from pathlib import Path
 
 from aedit.proto.agent.donor import Donor
 from aedit.proto.agent.plan import AgentPlan
-from aedit.proto.wire.client import HubClient
-from aedit.proto.wire.limits import Limits
-from aedit.proto.wire.security import ClientKeys, client_keys, server_keys
-from aedit.proto.wire.server import Server
-from aedit.proto.wire.service import donor_service
+from aedit.proto.rpc import ClientKeys, HubClient, Limits, Server, client_keys, donor_service, server_keys
 
 GIVEN_AT_A_TIME = 2
 """Copies of a unit that a node makes for others at a time."""

@@ -8,8 +8,8 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.service import Refusal
+from aedit.proto.rpc import Refusal
+from aedit.proto.rpc import hub_pb2 as pb
 
 PATIENCE_S = 0.2
 """For an anchor that changes just now."""

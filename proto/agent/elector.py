@@ -1,8 +1,7 @@
 """A node as a voter: it decides which of two hubs leads when they cannot."""
 
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.client import HubClient
-from aedit.proto.wire.vote_messages import VoterFile, answer_out, proposal_in
+from aedit.proto.rpc import HubClient, VoterFile, answer_out, proposal_in
+from aedit.proto.rpc import hub_pb2 as pb
 
 _QUESTIONS = 4
 """Most proposals that are answered in a row: a vote, and the first configurations of the new leader."""

@@ -13,8 +13,8 @@ from aedit.proto.agent.membership import Membership
 from aedit.proto.agent.plan import AgentPlan
 from aedit.proto.agent.traffic import Traffic
 from aedit.proto.agent.unit_transfers import UnitTransfers
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.client import Download, HubClient, HubRefused, HubUnreachable
+from aedit.proto.rpc import Download, HubClient, HubRefused, HubUnreachable
+from aedit.proto.rpc import hub_pb2 as pb
 
 DONORS = 3
 """Other nodes that are asked for a unit before the hub is."""

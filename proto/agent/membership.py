@@ -15,11 +15,17 @@ import grpc
 from aedit.proto.agent.elector import Elector
 from aedit.proto.agent.plan import AgentPlan
 from aedit.proto.agent.replica_finder import ReplicaFinder
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable, NobodyListens
-from aedit.proto.wire.hello import PROTOCOL
-from aedit.proto.wire.lineage import generation, lineage
-from aedit.proto.wire.vote_messages import VoterFile
+from aedit.proto.rpc import (
+    PROTOCOL,
+    HubClient,
+    HubRefused,
+    HubUnreachable,
+    NobodyListens,
+    VoterFile,
+    generation,
+    lineage,
+)
+from aedit.proto.rpc import hub_pb2 as pb
 
 FATAL = frozenset(
     {

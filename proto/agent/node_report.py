@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from aedit.proto.agent.plan import AgentPlan
-from aedit.proto.swarm.node_file import NODE, WRITTEN_EVERY_S, NodeState, write_node
+from aedit.proto.swarm import NODE, WRITTEN_EVERY_S, NodeState, write_node
 from aedit.types import Layout, model_sha256
 
 log = logging.getLogger(__name__)

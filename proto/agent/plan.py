@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from aedit.proto.codecs.codecs import codec
+from aedit.proto.codecs import codec
 from aedit.types import TensorLayout, UnitLayout
 
 

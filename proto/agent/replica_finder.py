@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from aedit.proto.agent.plan import AgentPlan
-from aedit.proto.swarm.replicas_file import ReplicasFile
+from aedit.proto.swarm import ReplicasFile
 from aedit.types import UserError
 
 _LOOK_S = 0.2

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field, replace
 
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.lineage import lineage
+from aedit.proto.rpc import hub_pb2 as pb
+from aedit.proto.rpc import lineage
 from aedit.types import News
 
 

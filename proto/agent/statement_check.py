@@ -7,9 +7,9 @@ from pathlib import Path
 
 from aedit.proto.agent.membership import Membership
 from aedit.proto.agent.plan import AgentPlan
-from aedit.proto.swarm.received_file import STATEMENTS, write_statements
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.statement import Statement, is_signed, parsed
+from aedit.proto.rpc import Statement, is_signed, parsed
+from aedit.proto.rpc import hub_pb2 as pb
+from aedit.proto.swarm import STATEMENTS, write_statements
 
 log = logging.getLogger(__name__)
 

@@ -18,10 +18,9 @@ from aedit.proto.agent.membership import Membership
 from aedit.proto.agent.plan import AgentPlan
 from aedit.proto.agent.statement_check import StatementCheck, Unsigned
 from aedit.proto.agent.traffic import Traffic
-from aedit.proto.codecs.codecs import Codec, Feedback, codec, slices
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.client import HubRefused, HubUnreachable
-from aedit.proto.wire.lineage import stamp
+from aedit.proto.codecs import Codec, Feedback, codec, slices
+from aedit.proto.rpc import HubRefused, HubUnreachable, stamp
+from aedit.proto.rpc import hub_pb2 as pb
 from aedit.types import Verdict
 
 PAUSE_S = 1.0

@@ -3,10 +3,8 @@
 import logging
 import threading
 
-from aedit.proto.wire import swarm_pb2 as pb
-from aedit.proto.wire.calls import Calls
-from aedit.proto.wire.limits import Rates
-from aedit.proto.wire.security import ClientKeys
+from aedit.proto.rpc import Calls, ClientKeys, Rates
+from aedit.proto.rpc import swarm_pb2 as pb
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from google.protobuf.message import DecodeError
 
-from aedit.proto.wire import swarm_pb2 as pb
-from aedit.proto.wire.lineage import MOST_GENERATIONS
-from aedit.proto.wire.signing_key import KEY_BYTES, SIGNATURE_BYTES, is_signed_by
+from aedit.proto.rpc import KEY_BYTES, MOST_GENERATIONS, SIGNATURE_BYTES, is_signed_by
+from aedit.proto.rpc import swarm_pb2 as pb
 from aedit.types import address_fault, printable
 
 VERSION = 1

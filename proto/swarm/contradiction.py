@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from aedit.proto.rpc import VERSION, Statement, contradict
 from aedit.proto.swarm.card import decoded
-from aedit.proto.wire.statement import VERSION, Statement, contradict
 
 
 @dataclass(frozen=True, slots=True)

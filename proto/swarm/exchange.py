@@ -16,15 +16,12 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from aedit.proto.rpc import PROTOCOL, Endorsement, HostCertificates, Refusal, SigningKey, is_signed_by
+from aedit.proto.rpc import swarm_pb2 as pb
 from aedit.proto.swarm.card import PeerCard
 from aedit.proto.swarm.dialing import DialList, Standing
 from aedit.proto.swarm.known_peers import KnownPeers, Offer
 from aedit.proto.swarm.statements import MOST_SENT, Pair, Statements
-from aedit.proto.wire import swarm_pb2 as pb
-from aedit.proto.wire.hello import PROTOCOL
-from aedit.proto.wire.host_certificate import Endorsement, HostCertificates
-from aedit.proto.wire.service import Refusal
-from aedit.proto.wire.signing_key import SigningKey, is_signed_by
 from aedit.types import printable
 
 NONCE_BYTES = 32

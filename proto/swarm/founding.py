@@ -8,8 +8,8 @@ left, a person lets one peer found it: then the others take its word, and of sev
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from aedit.proto.rpc import MOST_GENERATIONS, last_term_before, lineage
 from aedit.proto.swarm.card import FOUNDER_BYTES, Founding
-from aedit.proto.wire.lineage import MOST_GENERATIONS, last_term_before, lineage
 
 _MOST_AHEAD = 16
 """Generations that others may claim beyond those that are known here: a false card does not use them up."""

@@ -13,19 +13,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 
+from aedit.proto.rpc import (
+    CallHandlers,
+    ClientKeys,
+    FairPool,
+    HubRefused,
+    HubUnreachable,
+    Limits,
+    Server,
+    ServerKeys,
+    Service,
+    SigningKey,
+)
+from aedit.proto.rpc import swarm_pb2 as pb
 from aedit.proto.swarm.calling import PeerCalls
 from aedit.proto.swarm.card import PeerCard
 from aedit.proto.swarm.discovery import Discovery
 from aedit.proto.swarm.exchange import MOST_HINTS, Certified, Exchanges
 from aedit.proto.swarm.known_peers import KnownPeers
-from aedit.proto.wire import swarm_pb2 as pb
-from aedit.proto.wire.fair_pool import FairPool
-from aedit.proto.wire.limits import Limits
-from aedit.proto.wire.retry import HubRefused, HubUnreachable
-from aedit.proto.wire.security import ClientKeys, ServerKeys
-from aedit.proto.wire.server import Server
-from aedit.proto.wire.service import CallHandlers, Service
-from aedit.proto.wire.signing_key import SigningKey
 from aedit.system import write_atomically
 from aedit.types import printable
 

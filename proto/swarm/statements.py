@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from aedit.proto.wire.statement import is_signed, parsed, place_of
+from aedit.proto.rpc import is_signed, parsed, place_of
 
 MOST_SENT = 128
 """Statements in one call: of more than that, the newest."""

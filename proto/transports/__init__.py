@@ -1,1 +1,26 @@
 """Transports of the barrier path: the interface, threads of one process, and `torch.distributed`."""
+
+from typing import TYPE_CHECKING
+
+from aedit.lazy import exports
+
+if TYPE_CHECKING:
+    from aedit.proto.transports.c10d import TorchTransport
+    from aedit.proto.transports.memory import MemoryWorld
+    from aedit.proto.transports.transport import Mean, PeersMissing, Pending, Rows, Then, Transport
+    from aedit.proto.transports.virtual import VirtualTransport
+
+__all__ = [
+    "Mean",
+    "MemoryWorld",
+    "PeersMissing",
+    "Pending",
+    "Rows",
+    "Then",
+    "TorchTransport",
+    "Transport",
+    "VirtualTransport",
+]
+
+if not TYPE_CHECKING:  # so that type checkers know which names there are
+    __getattr__, __dir__ = exports(__name__)

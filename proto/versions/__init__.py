@@ -19,10 +19,39 @@ and either serves the store (whoever follows the line asks with `newest`, which 
 
 or gives its versions to a server, whose `may_author` admits it and whose `arrived` is then called:
 
-    client.give(store, "my-line", 1, secret)       # the secret of proto/wire/author.py
+    client.give(store, "my-line", 1, secret)       # the secret of proto/rpc/author.py
 
 The values of a version, as bit patterns by unit:
 
     with their_store.hold("run", 1) as units:
         units["rest"]                               # numpy, uint16 for bf16
 """
+
+from typing import TYPE_CHECKING
+
+from aedit.lazy import exports
+
+if TYPE_CHECKING:
+    from aedit.proto.versions.client import VersionsClient
+    from aedit.proto.versions.manifest import Manifest, VersionLayout
+    from aedit.proto.versions.receiving import Receiving
+    from aedit.proto.versions.service import VersionsCore, versions_service
+    from aedit.proto.versions.store import LineUnknown, VersionStore
+    from aedit.proto.versions.values import PATTERNS, Patterns, patterns
+
+__all__ = [
+    "PATTERNS",
+    "LineUnknown",
+    "Manifest",
+    "Patterns",
+    "Receiving",
+    "VersionLayout",
+    "VersionStore",
+    "VersionsClient",
+    "VersionsCore",
+    "patterns",
+    "versions_service",
+]
+
+if not TYPE_CHECKING:  # so that type checkers know which names there are
+    __getattr__, __dir__ = exports(__name__)

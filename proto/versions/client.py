@@ -6,15 +6,20 @@ from typing import Any, TypedDict, Unpack
 
 import grpc
 
+from aedit.proto.rpc import (
+    Calls,
+    ClientKeys,
+    HubRefused,
+    Metadata,
+    Patience,
+    TransferBroken,
+    author_metadata,
+    frames,
+)
+from aedit.proto.rpc import versions_pb2 as pb
 from aedit.proto.versions.manifest import Manifest
 from aedit.proto.versions.receiving import Receiving, TransferSuperseded, TransferWrong
 from aedit.proto.versions.store import Transfer, VersionStore
-from aedit.proto.wire import frames
-from aedit.proto.wire import versions_pb2 as pb
-from aedit.proto.wire.author import author_metadata
-from aedit.proto.wire.calls import Calls, Metadata
-from aedit.proto.wire.retry import HubRefused, Patience, TransferBroken
-from aedit.proto.wire.security import ClientKeys
 
 _ANSWERS_WITHIN_S = 10.0
 """Beyond the time that `Newest` waits."""
@@ -69,7 +74,7 @@ class VersionsClient:
     def give(self, store: VersionStore, line: str, serial: int, secret: str = "") -> int:
         """Give the other side a version of a line that it knows to be this node's; return the bytes sent.
 
-        secret: By which the other side knows the author of the line, see proto/wire/author.py.
+        secret: By which the other side knows the author of the line, see proto/rpc/author.py.
 
         Raises LineUnknown if the store does not have the version any more.
         """

@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from aedit.proto.rpc import versions_pb2 as pb
 from aedit.proto.versions import patch
 from aedit.proto.versions.values import PATTERNS, Patterns, unit_hash
-from aedit.proto.wire import versions_pb2 as pb
 from aedit.types import Layout
 
 MAX_SERIAL = 2**63 - 1

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from aedit.proto.rpc import frames
+from aedit.proto.rpc import versions_pb2 as pb
 from aedit.proto.versions import patch
 from aedit.proto.versions.buffers import Block
 from aedit.proto.versions.manifest import Manifest
 from aedit.proto.versions.store import VersionStore
 from aedit.proto.versions.values import Patterns, unit_hash
-from aedit.proto.wire import frames
-from aedit.proto.wire import versions_pb2 as pb
 
 
 class TransferWrong(ValueError):

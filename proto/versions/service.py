@@ -6,14 +6,11 @@ from contextlib import contextmanager
 
 import grpc
 
+from aedit.proto.rpc import Caller, CallHandlers, FairPool, Limits, Refusal, Service, frames
+from aedit.proto.rpc import versions_pb2 as pb
 from aedit.proto.versions.manifest import Manifest, check_line
 from aedit.proto.versions.receiving import Missing, Receiving, TransferSuperseded, TransferWrong
 from aedit.proto.versions.store import LinesFull, LineUnknown, VersionStore
-from aedit.proto.wire import frames
-from aedit.proto.wire import versions_pb2 as pb
-from aedit.proto.wire.fair_pool import FairPool
-from aedit.proto.wire.limits import Limits
-from aedit.proto.wire.service import Caller, CallHandlers, Refusal, Service
 
 MAX_WAIT_S = 30.0
 """Longest wait of `Newest`."""

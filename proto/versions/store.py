@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from aedit.proto.rpc import versions_pb2 as pb
 from aedit.proto.versions import patch
 from aedit.proto.versions.buffers import Block, Buffers
 from aedit.proto.versions.manifest import Manifest, VersionLayout, check_line
 from aedit.proto.versions.values import PATTERNS, Patterns
-from aedit.proto.wire import versions_pb2 as pb
 from aedit.types import check
 
 

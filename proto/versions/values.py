@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from aedit.proto.codecs.blocks import to_bf16
+from aedit.proto.codecs import to_bf16
 
 Patterns: TypeAlias = NDArray[Any]
 """One-dimensional, of one of the types in `PATTERNS`."""

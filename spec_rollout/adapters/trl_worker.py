@@ -20,11 +20,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.rl.advantages import Advantage, advantages
-from aedit.spec_rollout.rl.rewards.calling import BadReturn, EventLoop, values_of
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
-from aedit.spec_rollout.sampling.text_tokens import TextTokens
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.rl import Advantage, BadReturn, EventLoop, advantages, values_of
+from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling, TextTokens
 from aedit.types import PositiveInt, check, checked
 
 Reward = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]

@@ -13,14 +13,13 @@ from aedit.spec_rollout.audit.calibration import Calibration, OwnNoise, calibrat
 from aedit.spec_rollout.audit.form import form_error
 from aedit.spec_rollout.audit.hook import AuditVerdict, HeldRollout, WeightReader
 from aedit.spec_rollout.audit.judge import Judgement, Scored, ServerRecord
-from aedit.spec_rollout.audit.margins import Margins, not_auditable
 from aedit.spec_rollout.audit.rates import AuditRate, RateRule
 from aedit.spec_rollout.audit.recording import Recording
 from aedit.spec_rollout.audit.statement import spans_of
+from aedit.spec_rollout.audit.token_margins import Margins, not_auditable
 from aedit.spec_rollout.audit.versions import Part, PolicyVersions, margins_of
-from aedit.spec_rollout.migration.sample_text import decode_sampling
-from aedit.spec_rollout.sampling.samples import Sampling
-from aedit.spec_rollout.sampling.stops import TokenDecoder
+from aedit.spec_rollout.migration import decode_sampling
+from aedit.spec_rollout.sampling import Sampling, TokenDecoder
 
 _PATTERNS = {torch.uint16: torch.bfloat16, torch.uint32: torch.float32, torch.uint64: torch.float64}
 _SECRET = secrets.SystemRandom().random

@@ -23,8 +23,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from aedit.spec_rollout.audit.margins import Margins
 from aedit.spec_rollout.audit.sequential import ShareTest
+from aedit.spec_rollout.audit.token_margins import Margins
 from aedit.system import write_atomically
 from aedit.types import check
 

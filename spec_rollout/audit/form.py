@@ -4,8 +4,7 @@ import math
 from itertools import pairwise
 
 from aedit.spec_rollout.audit.hook import HeldRollout
-from aedit.spec_rollout.sampling.samples import Sampling
-from aedit.spec_rollout.sampling.stops import StopStrings, TokenDecoder
+from aedit.spec_rollout.sampling import Sampling, StopStrings, TokenDecoder
 
 LOGPROB_SLACK = 1e-3
 """Rounding may give a log-probability slightly above 0."""

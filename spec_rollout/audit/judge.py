@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from aedit.spec_rollout.audit.calibration import FAR, HARD_MARGIN, Calibration, mismatches, variances
-from aedit.spec_rollout.audit.margins import Margins
 from aedit.spec_rollout.audit.sequential import Drift, Errors, TestState, size_ratio
+from aedit.spec_rollout.audit.token_margins import Margins
 
 MEDIAN_TOKENS = 8
 """Least tokens of a sample for the rule about its median."""

@@ -9,11 +9,11 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from aedit.proto.wire.rollouts_pb2 import RolloutStatement
+from aedit.proto.rpc import RolloutStatement
 from aedit.spec_rollout.audit.hook import HeldRollout
 from aedit.spec_rollout.audit.statement import Origin, is_signed, spans_of, statement_of, versions_of
-from aedit.spec_rollout.migration.sample_text import decode_sampling
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout
+from aedit.spec_rollout.migration import decode_sampling
+from aedit.spec_rollout.sampling import Prompt, Rollout
 
 FILE = "rollouts.jsonl"
 OLDER = "rollouts.1.jsonl"

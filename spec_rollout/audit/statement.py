@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aedit.proto.wire.rollouts_pb2 import RolloutStatement, Span
-from aedit.proto.wire.signing_key import SigningKey, is_signed_by
+from aedit.proto.rpc import RolloutStatement, SigningKey, Span, is_signed_by
 
 if TYPE_CHECKING:
-    from aedit.spec_rollout.sampling.samples import Rollout
+    from aedit.spec_rollout.sampling import Rollout
 
 PURPOSE = b"aedit rollout statement 1\n"
 """Precedes the signed bytes, so that a signature for another purpose is never taken for one of a rollout."""

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from aedit.spec_rollout.audit.calibration import OwnNoise
-from aedit.spec_rollout.audit.margins import ClaimedTokens, Margins, margins
-from aedit.spec_rollout.sampling.samples import Sampling
+from aedit.spec_rollout.audit.token_margins import ClaimedTokens, Margins, margins
+from aedit.spec_rollout.sampling import Sampling
 from aedit.types import check
 
 

@@ -1,1 +1,46 @@
 """Drafters: suffix automaton and learned draft layer; drafts as chains and trees."""
+
+from typing import TYPE_CHECKING
+
+from aedit.lazy import exports
+
+if TYPE_CHECKING:
+    from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+    from aedit.spec_rollout.drafters.draft_shape import DraftShape, tapped
+    from aedit.spec_rollout.drafters.drafts import (
+        OFF,
+        Arm,
+        Draft,
+        Drafter,
+        DrafterKind,
+        FeatureSink,
+        Noise,
+        PolicyReader,
+        RowStart,
+        StepUpdate,
+        parse_arm,
+    )
+    from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
+    from aedit.spec_rollout.drafters.suffix import SuffixDrafter
+
+__all__ = [
+    "OFF",
+    "Arm",
+    "Draft",
+    "DraftLayer",
+    "DraftShape",
+    "Drafter",
+    "DrafterKind",
+    "FeatureSink",
+    "LayerDrafter",
+    "Noise",
+    "PolicyReader",
+    "RowStart",
+    "StepUpdate",
+    "SuffixDrafter",
+    "parse_arm",
+    "tapped",
+]
+
+if not TYPE_CHECKING:  # so that type checkers know which names there are
+    __getattr__, __dir__ = exports(__name__)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from aedit.spec_rollout.drafters.draft_shape import DraftShape, rotate_pairs, rotations
-from aedit.spec_rollout.model.model_support import whole
+from aedit.spec_rollout.model import whole
 
 SHARED = ("embed", "lm_head", "head", "wte")
 """Substrings of the names of tensors that belong to the policy."""

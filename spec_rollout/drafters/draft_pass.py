@@ -17,8 +17,7 @@ from torch import Tensor
 
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
 from aedit.spec_rollout.drafters.draft_shape import rotations
-from aedit.spec_rollout.model.linear import linear
-from aedit.spec_rollout.model.paged_memory import PagedTensor
+from aedit.spec_rollout.model import PagedTensor, linear
 
 
 class CachedPairs(NamedTuple):

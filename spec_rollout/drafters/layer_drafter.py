@@ -18,9 +18,7 @@ from aedit.spec_rollout.drafters.draft_pass import CachedPairs, DraftRunner
 from aedit.spec_rollout.drafters.draft_shape import DraftShape
 from aedit.spec_rollout.drafters.drafting import DraftContext, DraftInputs, Tree, draft_chain, draft_tree
 from aedit.spec_rollout.drafters.drafts import Arm, Draft, Noise, RowStart, StepUpdate
-from aedit.spec_rollout.model.graphs import GraphCache, batch_bucket, context_bucket
-from aedit.spec_rollout.model.host_to_device import to_device
-from aedit.spec_rollout.model.target_model import TargetModel
+from aedit.spec_rollout.model import GraphCache, TargetModel, batch_bucket, context_bucket, to_device
 from aedit.types import PositiveInt, check, checked
 
 VerifyMode = Literal["coupled", "rejection"]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from aedit.spec_rollout.drafters.automaton import ROOT, Automaton
 from aedit.spec_rollout.drafters.drafts import Arm, Draft, Noise, RowStart, StepUpdate
-from aedit.spec_rollout.model.host_to_device import to_device
+from aedit.spec_rollout.model import to_device
 from aedit.types import PositiveInt, Range, checked
 
 SMOOTHING = 4.0

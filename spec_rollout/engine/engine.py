@@ -16,8 +16,8 @@ from typing import TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from aedit.spec_rollout.arms.arms import ArmChooser, EngineView, Fixed, StepObservation
-from aedit.spec_rollout.drafters.drafts import OFF, Arm, Draft, Drafter, DrafterKind, FeatureSink, StepUpdate
+from aedit.spec_rollout.choose import ArmChooser, EngineView, Fixed, StepObservation
+from aedit.spec_rollout.drafters import OFF, Arm, Draft, Drafter, DrafterKind, FeatureSink, StepUpdate
 from aedit.spec_rollout.engine.limits import EngineLimits
 from aedit.spec_rollout.engine.meters import Meters, Step, Stopwatch
 from aedit.spec_rollout.engine.request_checks import check_prompt
@@ -29,10 +29,8 @@ from aedit.spec_rollout.engine.verification import (
     truncate_draft,
     verify_within_memory,
 )
-from aedit.spec_rollout.model.target_model import TargetModel, make_target
-from aedit.spec_rollout.sampling.noise import RowNoise
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout
-from aedit.spec_rollout.sampling.stops import TokenDecoder
+from aedit.spec_rollout.model import TargetModel, make_target
+from aedit.spec_rollout.sampling import Prompt, Rollout, RowNoise, TokenDecoder
 from aedit.types import checked
 from aedit.weight_gather import take_part
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout
+from aedit.spec_rollout.sampling import Prompt, Rollout
 
 
 class Online(Protocol):

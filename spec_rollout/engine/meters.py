@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from aedit.spec_rollout.drafters.drafts import OFF, Arm
+from aedit.spec_rollout.drafters import OFF, Arm
 from aedit.spec_rollout.engine.speed_up import SpeedUp
-from aedit.spec_rollout.sampling.samples import Rollout
+from aedit.spec_rollout.sampling import Rollout
 
 
 @dataclass(frozen=True, slots=True, eq=False)

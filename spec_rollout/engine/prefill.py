@@ -12,10 +12,8 @@ from torch import Tensor
 
 from aedit.spec_rollout.engine.feature_history import FeatureHistory
 from aedit.spec_rollout.engine.prefix_cache import BLOCK_TOKENS, PrefixBlock, PrefixCache
-from aedit.spec_rollout.model.kv_spans import KVMemoryError
-from aedit.spec_rollout.model.target import Segment
-from aedit.spec_rollout.model.target_model import TargetModel
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout, SampleKV
+from aedit.spec_rollout.model import KVMemoryError, Segment, TargetModel
+from aedit.spec_rollout.sampling import Prompt, Rollout, SampleKV
 
 RECOMPUTED_TOKENS = 64
 """Number of last tokens that are computed again for a sample that came with keys and values, if features are

@@ -2,7 +2,7 @@
 
 import torch
 
-from aedit.spec_rollout.sampling.samples import Prompt, Sampling
+from aedit.spec_rollout.sampling import Prompt, Sampling
 
 
 def check_prompt(prompt: Prompt, vocabulary: int, max_tokens: int, has_tokenizer: bool) -> None:

@@ -14,20 +14,22 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from aedit.spec_rollout.arms.arms import EngineView
-from aedit.spec_rollout.drafters.drafts import Drafter, DrafterKind, FeatureSink, PolicyReader, RowStart
+from aedit.spec_rollout.choose import EngineView
+from aedit.spec_rollout.drafters import Drafter, DrafterKind, FeatureSink, PolicyReader, RowStart
 from aedit.spec_rollout.engine.feature_history import FeatureHistory
 from aedit.spec_rollout.engine.limits import EngineLimits
 from aedit.spec_rollout.engine.prefill import Prefill, PromptRow, SampleStart
 from aedit.spec_rollout.engine.prefix_cache import PrefixCache
 from aedit.spec_rollout.engine.running import RunningSample
-from aedit.spec_rollout.model.kv_spans import KVMemoryError
-from aedit.spec_rollout.model.target_model import TargetModel
-from aedit.spec_rollout.sampling.adjustments import LogitAdjustments
-from aedit.spec_rollout.sampling.distribution import RowSampling
-from aedit.spec_rollout.sampling.noise import RowNoise
-from aedit.spec_rollout.sampling.samples import Rollout, SampleKV
-from aedit.spec_rollout.sampling.stops import TokenDecoder
+from aedit.spec_rollout.model import KVMemoryError, TargetModel
+from aedit.spec_rollout.sampling import (
+    LogitAdjustments,
+    Rollout,
+    RowNoise,
+    RowSampling,
+    SampleKV,
+    TokenDecoder,
+)
 
 
 class RowScheduler:

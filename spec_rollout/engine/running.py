@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from aedit.spec_rollout.engine.feature_history import FeatureHistory
-from aedit.spec_rollout.sampling.samples import FinishReason, Rollout
-from aedit.spec_rollout.sampling.stops import StopStrings, TokenDecoder
+from aedit.spec_rollout.sampling import FinishReason, Rollout, StopStrings, TokenDecoder
 
 
 @dataclass(slots=True)

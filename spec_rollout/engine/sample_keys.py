@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from aedit.spec_rollout.sampling.samples import Prompt
+from aedit.spec_rollout.sampling import Prompt
 
 
 class SampleKeys:

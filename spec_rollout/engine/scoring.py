@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.sampling.samples import TopLogprobs
+from aedit.spec_rollout.sampling import TopLogprobs
 
 PART_TOKENS = 256
 """Upper limit of the tokens of one part."""

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from aedit.spec_rollout.arms.arms import bucket
+from aedit.spec_rollout.choose import bucket
 
 
 @dataclass(slots=True)

@@ -14,15 +14,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aedit.spec_rollout.drafters.drafts import Draft
+from aedit.spec_rollout.drafters import Draft
 from aedit.spec_rollout.engine.rows import RowScheduler
-from aedit.spec_rollout.model.host_to_device import to_device
-from aedit.spec_rollout.model.kv_spans import KVMemoryError
-from aedit.spec_rollout.sampling.distribution import logprobs, top_logprobs, warp_logits
-from aedit.spec_rollout.sampling.noise import NoiseKeys
-from aedit.spec_rollout.sampling.rejection import rejection_accept
-from aedit.spec_rollout.sampling.samples import Rollout, TopLogprobs
-from aedit.spec_rollout.sampling.verify import AcceptedTokens, accept_path, coupled_tokens, node_depths
+from aedit.spec_rollout.model import KVMemoryError, to_device
+from aedit.spec_rollout.sampling import (
+    AcceptedTokens,
+    NoiseKeys,
+    Rollout,
+    TopLogprobs,
+    accept_path,
+    coupled_tokens,
+    logprobs,
+    node_depths,
+    rejection_accept,
+    top_logprobs,
+    warp_logits,
+)
 
 VerifyMode = Literal["coupled", "rejection"]
 """How drafts are verified: "coupled" gives the tokens that there would be without drafts; "rejection" gives

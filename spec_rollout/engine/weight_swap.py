@@ -6,8 +6,7 @@ from torch import Tensor
 
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.engine.limits import EngineLimits
-from aedit.spec_rollout.model.spare_weights import SpareWeights
-from aedit.spec_rollout.model.target_model import make_target
+from aedit.spec_rollout.model import SpareWeights, make_target
 
 
 class WeightSwap:

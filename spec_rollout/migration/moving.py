@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.engine.meters import Step
+from aedit.spec_rollout.engine import Engine, Step
 from aedit.spec_rollout.migration.lengths import LengthDistribution, group_scales
 from aedit.spec_rollout.migration.reallocate import (
     EngineLoad,
@@ -24,7 +23,7 @@ from aedit.spec_rollout.migration.reallocate import (
     UnfinishedSample,
     plan,
 )
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout
+from aedit.spec_rollout.sampling import Prompt, Rollout
 
 DECAY = 0.99
 """Weight of a step's measurement after each further step."""

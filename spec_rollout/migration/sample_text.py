@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
+from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
 
 
 def encode_sampling(sampling: Sampling) -> bytes:

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.migration.sample_text import decode_prompt, encode_prompt
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout, SampleKV
+from aedit.spec_rollout.sampling import Prompt, Rollout, SampleKV
 
 TIMEOUT_S = 10.0
 MAX_TEXT_BYTES = 64 << 20

@@ -1,1 +1,43 @@
 """Forward pass of the policy for the engine: layers, KV cache, attention masks, CUDA graphs."""
+
+from typing import TYPE_CHECKING
+
+from aedit.lazy import exports
+
+if TYPE_CHECKING:
+    from aedit.spec_rollout.model.attention_mask import ancestors
+    from aedit.spec_rollout.model.cache import KVMemory
+    from aedit.spec_rollout.model.graphs import GraphCache, batch_bucket, context_bucket
+    from aedit.spec_rollout.model.host_to_device import to_device
+    from aedit.spec_rollout.model.kv_spans import KVMemoryError
+    from aedit.spec_rollout.model.linear_layers import linear
+    from aedit.spec_rollout.model.model_forward import HiddenStates
+    from aedit.spec_rollout.model.model_support import unwrapped, whole
+    from aedit.spec_rollout.model.paged_memory import PagedTensor
+    from aedit.spec_rollout.model.spare_weights import SpareWeights
+    from aedit.spec_rollout.model.target import Segment, Target
+    from aedit.spec_rollout.model.target_model import Path, TargetModel, make_target
+
+__all__ = [
+    "GraphCache",
+    "HiddenStates",
+    "KVMemory",
+    "KVMemoryError",
+    "PagedTensor",
+    "Path",
+    "Segment",
+    "SpareWeights",
+    "Target",
+    "TargetModel",
+    "ancestors",
+    "batch_bucket",
+    "context_bucket",
+    "linear",
+    "make_target",
+    "to_device",
+    "unwrapped",
+    "whole",
+]
+
+if not TYPE_CHECKING:  # so that type checkers know which names there are
+    __getattr__, __dir__ = exports(__name__)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aedit.spec_rollout.model.layers import Function
-from aedit.spec_rollout.model.linear import linear
+from aedit.spec_rollout.model.linear_layers import linear
 
 
 @dataclass(frozen=True, slots=True)

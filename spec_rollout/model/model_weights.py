@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aedit.spec_rollout.model.layers import AttentionSpec, Function, Layer, LayerShape
-from aedit.spec_rollout.model.linear import linear
+from aedit.spec_rollout.model.linear_layers import linear
 
 
 @dataclass(frozen=True, slots=True)

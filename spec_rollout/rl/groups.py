@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aedit.spec_rollout.rl.problems import Problem
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout
+from aedit.spec_rollout.sampling import Prompt, Rollout
 from aedit.types import NonNegativeInt, checked
 
 

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout
+from aedit.spec_rollout.sampling import Prompt, Rollout
 
 
 class RolloutSource(Protocol):

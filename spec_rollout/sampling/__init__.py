@@ -1,1 +1,67 @@
 """Coupled sampling: counter-based noise, distributions, verification, stop rules."""
+
+from typing import TYPE_CHECKING
+
+from aedit.lazy import exports
+
+if TYPE_CHECKING:
+    from aedit.spec_rollout.sampling.adjustments import LogitAdjustments
+    from aedit.spec_rollout.sampling.distribution import RowSampling, logprobs, top_logprobs, warp_logits
+    from aedit.spec_rollout.sampling.noise import LARGE_VOCABULARY, Ints, NoiseKeys, RowNoise, gumbel
+    from aedit.spec_rollout.sampling.noisy_argmax import noisy_best_two
+    from aedit.spec_rollout.sampling.rejection import rejection_accept
+    from aedit.spec_rollout.sampling.samples import (
+        MIN_TOP_P,
+        Constraint,
+        FinishReason,
+        Prompt,
+        Rollout,
+        SampleKV,
+        Sampling,
+        TopLogprobs,
+    )
+    from aedit.spec_rollout.sampling.stops import (
+        MAX_INCOMPLETE_TOKENS,
+        NUM_CONTEXT_TOKENS,
+        REPLACEMENT,
+        StopStrings,
+        TokenDecoder,
+    )
+    from aedit.spec_rollout.sampling.text_tokens import TextTokens
+    from aedit.spec_rollout.sampling.verify import AcceptedTokens, accept_path, coupled_tokens, node_depths
+
+__all__ = [
+    "LARGE_VOCABULARY",
+    "MAX_INCOMPLETE_TOKENS",
+    "MIN_TOP_P",
+    "NUM_CONTEXT_TOKENS",
+    "REPLACEMENT",
+    "AcceptedTokens",
+    "Constraint",
+    "FinishReason",
+    "Ints",
+    "LogitAdjustments",
+    "NoiseKeys",
+    "Prompt",
+    "Rollout",
+    "RowNoise",
+    "RowSampling",
+    "SampleKV",
+    "Sampling",
+    "StopStrings",
+    "TextTokens",
+    "TokenDecoder",
+    "TopLogprobs",
+    "accept_path",
+    "coupled_tokens",
+    "gumbel",
+    "logprobs",
+    "node_depths",
+    "noisy_best_two",
+    "rejection_accept",
+    "top_logprobs",
+    "warp_logits",
+]
+
+if not TYPE_CHECKING:  # so that type checkers know which names there are
+    __getattr__, __dir__ = exports(__name__)

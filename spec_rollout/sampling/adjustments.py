@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from aedit.spec_rollout.drafters.drafts import Draft
-from aedit.spec_rollout.model.attention_mask import ancestors
-from aedit.spec_rollout.model.host_to_device import to_device
+from aedit.spec_rollout.drafters import Draft
+from aedit.spec_rollout.model import ancestors, to_device
 from aedit.spec_rollout.sampling.constraints import allowed_after
 from aedit.spec_rollout.sampling.samples import Rollout
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aedit.spec_rollout.model.host_to_device import to_device
+from aedit.spec_rollout.model import to_device
 from aedit.spec_rollout.sampling.samples import Sampling
 
 COLD = 1e-2

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aedit.spec_rollout.model.host_to_device import to_device
+from aedit.spec_rollout.model import to_device
 from aedit.types import check
 
 _WORD = 0xFFFFFFFF

@@ -15,7 +15,7 @@ Shapes: B rows, N drafted nodes of a chain, q = N + 1 verified tokens, V vocabul
 import torch
 from torch import Tensor
 
-from aedit.spec_rollout.drafters.drafts import Draft
+from aedit.spec_rollout.drafters import Draft
 from aedit.spec_rollout.sampling.verify import AcceptedTokens
 
 

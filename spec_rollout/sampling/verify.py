@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aedit.spec_rollout.drafters.drafts import Draft
+from aedit.spec_rollout.drafters import Draft
 from aedit.spec_rollout.sampling.noise import NoiseKeys
 from aedit.spec_rollout.sampling.noisy_argmax import noisy_argmax
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from aedit.spec_rollout.drafters.drafts import parse_arm
-from aedit.spec_rollout.idle.restarts import Restarts
+from aedit.spec_rollout.drafters import parse_arm
+from aedit.spec_rollout.training import Restarts
 from aedit.types import ImportPath, PositiveFloat, PositiveInt, check, checked
 
 MAKE_ENGINE = ImportPath("aedit.spec_rollout.workers.worker_engine:make_engine")

@@ -4,11 +4,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from aedit.spec_rollout.migration.lengths import LengthDistribution
-from aedit.spec_rollout.migration.moving import HISTORY_ROLLOUTS
-from aedit.spec_rollout.migration.reallocate import SampleKey
-from aedit.spec_rollout.migration.sample_text import encode_prompt
-from aedit.spec_rollout.sampling.samples import Rollout
+from aedit.spec_rollout.migration import HISTORY_ROLLOUTS, LengthDistribution, SampleKey, encode_prompt
+from aedit.spec_rollout.sampling import Rollout
 from aedit.spec_rollout.workers.channel import Message
 from aedit.spec_rollout.workers.config import WorkerConfig
 from aedit.spec_rollout.workers.handle import WorkerHandle

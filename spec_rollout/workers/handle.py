@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from aedit.spec_rollout.migration.reallocate import EngineSpeed, SampleKey
+from aedit.spec_rollout.migration import EngineSpeed, SampleKey
 from aedit.spec_rollout.workers.channel import Message
 
 

@@ -4,8 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from aedit.spec_rollout.migration.lengths import LengthDistribution
-from aedit.spec_rollout.migration.reallocate import EngineSpeed, UnfinishedSample
+from aedit.spec_rollout.migration import EngineSpeed, LengthDistribution, UnfinishedSample
 
 SMALLEST_PART = 0.25
 """Share of an equal part below which a group is not divided further for a slow worker."""

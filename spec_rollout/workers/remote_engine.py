@@ -1,7 +1,7 @@
 """A rollout worker as an engine between which samples migrate."""
 
-from aedit.spec_rollout.migration.reallocate import EngineLoad, SampleKey
-from aedit.spec_rollout.sampling.samples import Prompt
+from aedit.spec_rollout.migration import EngineLoad, SampleKey
+from aedit.spec_rollout.sampling import Prompt
 from aedit.spec_rollout.workers.dispatcher import Dispatcher
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from aedit.spec_rollout.migration.reallocate import SampleKey, UnfinishedSample
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout
+from aedit.spec_rollout.migration import SampleKey, UnfinishedSample
+from aedit.spec_rollout.sampling import Prompt, Rollout
 from aedit.spec_rollout.workers.channel import Message
 
 

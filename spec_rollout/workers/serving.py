@@ -5,14 +5,11 @@ from typing import Any
 
 import torch
 
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.engine.meters import Step
-from aedit.spec_rollout.idle.publishing import SharedSlots, SlotLayout, TensorSpec
-from aedit.spec_rollout.migration.moving import LocalEngine
-from aedit.spec_rollout.migration.sample_text import decode_prompt
-from aedit.spec_rollout.sampling.samples import Rollout
+from aedit.spec_rollout.drafters import DraftLayer, LayerDrafter
+from aedit.spec_rollout.engine import Engine, Step
+from aedit.spec_rollout.migration import LocalEngine, decode_prompt
+from aedit.spec_rollout.sampling import Rollout
+from aedit.spec_rollout.training import SharedSlots, SlotLayout, TensorSpec
 from aedit.spec_rollout.workers.channel import Channel, Message
 from aedit.spec_rollout.workers.shared_weights import open_slots
 from aedit.spec_rollout.workers.worker_engine import EngineSpec

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from aedit.spec_rollout.idle.publishing import SharedSlots, SlotLayout, TensorSpec
+from aedit.spec_rollout.training import SharedSlots, SlotLayout, TensorSpec
 from aedit.system import anonymous_memory
 from aedit.weight_gather import agree, gather, sharded
 

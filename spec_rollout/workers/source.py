@@ -21,12 +21,10 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from aedit.spec_rollout.engine.request_checks import check_prompt
-from aedit.spec_rollout.migration.moving import Reallocator
-from aedit.spec_rollout.migration.reallocate import SampleKey
-from aedit.spec_rollout.migration.sample_text import encode_prompt
-from aedit.spec_rollout.model.model_support import unwrapped
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout
+from aedit.spec_rollout.engine import check_prompt
+from aedit.spec_rollout.migration import Reallocator, SampleKey, encode_prompt
+from aedit.spec_rollout.model import unwrapped
+from aedit.spec_rollout.sampling import Prompt, Rollout
 from aedit.spec_rollout.workers.config import WorkerConfig
 from aedit.spec_rollout.workers.dispatcher import Dispatcher, Report
 from aedit.spec_rollout.workers.pool import WorkerPool

@@ -7,15 +7,19 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from aedit.spec_rollout.arms.arms import ArmChooser, Fixed
-from aedit.spec_rollout.arms.goodput import Goodput
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.drafters.draft_shape import tapped
-from aedit.spec_rollout.drafters.drafts import Arm, Drafter, DrafterKind, parse_arm
-from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
-from aedit.spec_rollout.drafters.suffix import SuffixDrafter
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.model.target_model import TargetModel, make_target
+from aedit.spec_rollout.choose import ArmChooser, Fixed, Goodput
+from aedit.spec_rollout.drafters import (
+    Arm,
+    Drafter,
+    DrafterKind,
+    DraftLayer,
+    LayerDrafter,
+    SuffixDrafter,
+    parse_arm,
+    tapped,
+)
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.model import TargetModel, make_target
 
 _transformers: Any = (AutoConfig, AutoModelForCausalLM, AutoTokenizer)  # their methods carry no types
 

@@ -5,11 +5,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from aedit.async_sgd.rules.outer import Average
-from aedit.edit.config import EditConfig
-from aedit.edit.mean_exchange import MeanExchange
-from aedit.edit.sync import LayerSync
-from aedit.proto.transports.c10d import TorchTransport
+from aedit.async_sgd.rules import Average
+from aedit.edit import EditConfig, LayerSync, MeanExchange
+from aedit.proto.transports import TorchTransport
 
 
 def train_apart(rank, size, ranks):

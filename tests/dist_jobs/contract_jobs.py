@@ -13,8 +13,7 @@ import torch.distributed as dist
 from kit import transport_contract
 from kit.waiting import until
 
-from aedit.proto.transports.c10d import TorchTransport
-from aedit.proto.transports.transport import PeersMissing
+from aedit.proto.transports import PeersMissing, TorchTransport
 
 
 def keep_all(rank, size):

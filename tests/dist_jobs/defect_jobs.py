@@ -6,12 +6,9 @@ from kit.nodes import batches, fingerprint, follow_script, loss, parameters, tow
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from aedit.async_sgd.rules.outer import Nesterov
-from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.mean_exchange import MeanExchange
-from aedit.edit.schedule import EverySeconds, EverySteps
-from aedit.edit.sync import LayerSync
-from aedit.proto.transports.c10d import TorchTransport
+from aedit.async_sgd.rules import Nesterov
+from aedit.edit import EditConfig, EverySeconds, EverySteps, LayerSync, MeanExchange, PenaltyConfig
+from aedit.proto.transports import TorchTransport
 
 
 def follow(rank, size, moves, rounds):

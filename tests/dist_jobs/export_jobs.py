@@ -6,16 +6,12 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from aedit.edit import snapshot
-from aedit.edit.config import EditConfig
-from aedit.edit.mean_exchange import MeanExchange
-from aedit.edit.sync import LayerSync
-from aedit.launch.config.load import load
-from aedit.launch.data.tokenizer import load_tokenizer
-from aedit.launch.node.checkpoint import NodeCheckpoints
-from aedit.launch.node.model import blocks, build_model, loss
+from aedit.edit import EditConfig, LayerSync, MeanExchange, snapshot
+from aedit.launch.config import load
+from aedit.launch.data import load_tokenizer
+from aedit.launch.node import NodeCheckpoints, blocks, build_model, loss
 from aedit.launch.node.resume import training_state
-from aedit.proto.transports.memory import MemoryWorld
+from aedit.proto.transports import MemoryWorld
 
 
 def train_and_save(run_dir, node, mark, mesh=None, config=None):

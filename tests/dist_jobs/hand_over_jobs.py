@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aedit import weight_gather
-from aedit.edit.pace import OwnPace
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.sampling.samples import Prompt, Sampling
+from aedit.edit import OwnPace
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.sampling import Prompt, Sampling
 
 
 class Slow(SharedLink):

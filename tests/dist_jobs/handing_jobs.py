@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from kit.rollouts import Flips, tiny_policy
 
-from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.migration.sample_transfer import HEADER_WORDS, receive_sample, send_sample
-from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.model import Target
 
 
 def engine_of(rows=8, max_tokens=48):

@@ -6,7 +6,7 @@ from kit.nodes import tower
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from aedit.edit.pace import OwnPace
+from aedit.edit import OwnPace
 from aedit.types import Verdict
 
 

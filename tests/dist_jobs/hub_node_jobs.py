@@ -9,16 +9,9 @@ from kit.nodes import parameters, tower
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from aedit.edit import canonical
-from aedit.edit.config import EditConfig
-from aedit.edit.hub_exchange import HubExchange
-from aedit.edit.pace import OwnPace
-from aedit.edit.sync import LayerSync
-from aedit.edit.units import find_units
-from aedit.launch.data.leased import LeasedOrder
-from aedit.proto.agent.agent_link import attach, start_agent
-from aedit.proto.agent.link import Progress
-from aedit.proto.agent.plan import AgentPlan
+from aedit.edit import EditConfig, HubExchange, LayerSync, OwnPace, canonical, find_units
+from aedit.launch.data import LeasedOrder
+from aedit.proto.agent import AgentPlan, Progress, attach, start_agent
 
 NUM_SAMPLES = 10**6
 BATCH = 4

@@ -9,12 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from aedit.async_sgd.rules.outer import Average
-from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.mean_exchange import MeanExchange
-from aedit.edit.schedule import EverySeconds, EverySteps
-from aedit.edit.sync import LayerSync
-from aedit.proto.transports.c10d import TorchTransport
+from aedit.async_sgd.rules import Average
+from aedit.edit import EditConfig, EverySeconds, EverySteps, LayerSync, MeanExchange, PenaltyConfig
+from aedit.proto.transports import TorchTransport
 
 PLAIN = PenaltyConfig(weights="uniform", detector="off", clip=None)
 

@@ -6,9 +6,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from aedit.launch.config.config import TrainConfig
-from aedit.launch.node.inner import make_inners
-from aedit.launch.node.model import blocks
+from aedit.launch.config import TrainConfig
+from aedit.launch.node import blocks, make_inners
 from aedit.types import UserError
 
 MUON = TrainConfig(optimizer="muon", lr=0.01, weight_decay=0.0)

@@ -5,10 +5,9 @@ from kit.nodes import batches, follow_script, parameters, tower, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from aedit.async_sgd.rules.outer import Average, Nesterov
-from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.mean_exchange import MeanExchange
-from aedit.proto.transports.c10d import TorchTransport
+from aedit.async_sgd.rules import Average, Nesterov
+from aedit.edit import EditConfig, MeanExchange, PenaltyConfig
+from aedit.proto.transports import TorchTransport
 
 PLAIN = PenaltyConfig(weights="uniform", detector="off", clip=None)
 INNER = {

@@ -7,8 +7,7 @@ from kit.nodes import parameters, tower
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from aedit.edit.hub_exchange import HubExchange
-from aedit.edit.sync import LayerSync
+from aedit.edit import HubExchange, LayerSync
 
 
 def train_sharded(rank, size, address, nowhere, steps):

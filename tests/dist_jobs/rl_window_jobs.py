@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from aedit.launch.node.build import build
 from aedit.launch.node.rl_train import train_policy
 from aedit.launch.node.world import World
-from aedit.spec_rollout.model.model_support import whole
+from aedit.spec_rollout.model import whole
 
 
 def two_nodes(rank, size, directory, keys):

@@ -8,12 +8,9 @@ from safetensors.torch import load_file
 from torch.utils.data import SequentialSampler
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from aedit.async_sgd.rules.outer import Average, Nesterov
-from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.hf import EditCallback
-from aedit.edit.mean_exchange import MeanExchange
-from aedit.edit.schedule import EverySteps
-from aedit.proto.transports.c10d import TorchTransport
+from aedit.async_sgd.rules import Average, Nesterov
+from aedit.edit import EditCallback, EditConfig, EverySteps, MeanExchange, PenaltyConfig
+from aedit.proto.transports import TorchTransport
 
 PLAIN = PenaltyConfig(weights="uniform", detector="off", clip=None)
 

@@ -25,7 +25,7 @@ PLAN = "plan.json"
 
 def moments():
     """Return, by the name of each moment, the class and the method before whose call the moment lies."""
-    from aedit.launch.node.checkpoint import NodeCheckpoints
+    from aedit.launch.node import NodeCheckpoints
     from aedit.launch.node.stop import Stop
     from aedit.launch.node.train import TrainingNode
 
@@ -69,7 +69,7 @@ class Saboteur:
             perform(deed["act"])
 
     def _follow_draws(self):
-        from aedit.launch.data.order import SampleOrder
+        from aedit.launch.data import SampleOrder
 
         take = SampleOrder.take
 
@@ -178,7 +178,7 @@ def run_aedit(words):
     """Run `aedit` with this file as the node program."""
     import functools
 
-    import aedit.launch.local.run as wrapper
+    import aedit.launch.processes.run_local as wrapper
     from aedit.launch.cli import main
 
     wrapper.run = functools.partial(wrapper.run, program=("--", __file__))

@@ -23,7 +23,7 @@ from benchmarks.kit import netns
 from benchmarks.kit.paced_node import PacedNode
 from test_journal import Book
 
-from aedit.async_sgd.rules.records import Configured, Led
+from aedit.async_sgd.rules import Configured, Led
 
 PLAN = Plan(seconds=24, calm_s=0, kill_every_s=5, hub_kills=2, cuts=2, cut_s=6)
 

@@ -20,10 +20,8 @@ from kit.nodes import (
 )
 from kit.oracle import Rules, edit
 
-from aedit.async_sgd.rules.outer import Average, Nesterov
-from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.mean_exchange import MeanExchange
-from aedit.edit.sync import LayerSync
+from aedit.async_sgd.rules import Average, Nesterov
+from aedit.edit import EditConfig, LayerSync, MeanExchange, PenaltyConfig
 from aedit.types import Round
 
 ROUNDS = 9

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from faults.tiny_run import deed, differing
 
-from aedit.edit.shards import Shards
+from aedit.edit import Shards
 from aedit.launch.node.stop import Stop, Stopped
 
 

@@ -10,13 +10,10 @@ from contextlib import contextmanager
 import grpc
 import numpy as np
 
-from aedit.proto.agent.agent_link import start_agent
-from aedit.proto.agent.plan import AgentPlan
-from aedit.proto.codecs.codecs import codec
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.hello import PROTOCOL
-from aedit.proto.wire.server import serve
-from aedit.proto.wire.service import Refusal
+from aedit.proto.agent import AgentPlan, start_agent
+from aedit.proto.codecs import codec
+from aedit.proto.rpc import PROTOCOL, Refusal, serve
+from aedit.proto.rpc import hub_pb2 as pb
 from aedit.types import TensorLayout, UnitLayout
 from kit.waiting import until
 

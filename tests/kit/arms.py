@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from scipy.special import betaincinv
 
-from aedit.spec_rollout.arms.arms import EngineView, StepObservation
-from aedit.spec_rollout.drafters.drafts import Draft
+from aedit.spec_rollout.choose import EngineView, StepObservation
+from aedit.spec_rollout.drafters import Draft
 
 # Measured on two CPU cores: by rows, milliseconds of a plain step, then its multiples for 2, 4, 8, 16 and 32
 # verified tokens of a row.

@@ -2,7 +2,7 @@
 
 import sys
 
-from aedit.proto.wire.limits import Limits
+from aedit.proto.rpc import Limits
 from kit.rollout_servers import TinyServer
 from kit.rollouts import tiny_policy
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from aedit.proto.swarm.averaging import AveragedRound
+from aedit.proto.swarm import AveragedRound
 
 
 class Meeting:

@@ -4,11 +4,9 @@ import random
 
 import torch
 
-from aedit.async_sgd.rules.outer import Average
-from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.mean_exchange import MeanExchange
-from aedit.edit.sync import LayerSync
-from aedit.proto.transports.memory import MemoryWorld
+from aedit.async_sgd.rules import Average
+from aedit.edit import EditConfig, LayerSync, MeanExchange, PenaltyConfig
+from aedit.proto.transports import MemoryWorld
 from kit.nodes import loss
 
 PLAIN = PenaltyConfig(weights="uniform", detector="off", clip=None)

@@ -2,16 +2,19 @@
 
 import torch
 
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
-from aedit.spec_rollout.drafters.suffix import SuffixDrafter
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.learning.draft_training import DraftTrainer, DraftTrainingConfig
-from aedit.spec_rollout.learning.feature_reader import FeatureReader
-from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
-from aedit.spec_rollout.learning.features import RowFeatures
-from aedit.spec_rollout.learning.losses import LossConfig, PolicyEmbeddings
-from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.drafters import DraftLayer, LayerDrafter, SuffixDrafter
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.model import Target
+from aedit.spec_rollout.training import (
+    DraftTrainer,
+    DraftTrainingConfig,
+    FeatureReader,
+    FeatureRing,
+    PolicyEmbeddings,
+    RingShape,
+    RowFeatures,
+)
+from aedit.spec_rollout.training.losses import LossConfig
 from kit.rollouts import Flips
 
 

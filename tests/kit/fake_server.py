@@ -17,15 +17,9 @@ from contextlib import contextmanager
 import grpc
 import numpy as np
 
-from aedit.proto.versions.manifest import VersionLayout
-from aedit.proto.versions.service import VersionsCore, versions_service
-from aedit.proto.versions.store import VersionStore
-from aedit.proto.wire import rollouts_pb2 as pb
-from aedit.proto.wire.author import secret_of
-from aedit.proto.wire.fair_pool import FairPool
-from aedit.proto.wire.server import Server
-from aedit.proto.wire.service import Service
-from aedit.proto.wire.signing_key import SigningKey
+from aedit.proto.rpc import FairPool, Server, Service, SigningKey, secret_of
+from aedit.proto.rpc import rollouts_pb2 as pb
+from aedit.proto.versions import VersionLayout, VersionsCore, VersionStore, versions_service
 from aedit.spec_rollout.audit.statement import PURPOSE
 from kit.fake_worker import token
 

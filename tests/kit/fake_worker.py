@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 
-from aedit.spec_rollout.workers.channel import Channel
+from aedit.spec_rollout.workers import Channel
 from aedit.system import end_with_parent
 
 

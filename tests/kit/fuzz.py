@@ -5,7 +5,7 @@ import zlib
 import numpy as np
 from google.protobuf.descriptor import FieldDescriptor as Field
 
-from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.rpc import hub_pb2 as pb
 
 UNARY = {
     "Membership/Hello": pb.HelloRequest,

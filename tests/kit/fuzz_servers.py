@@ -10,10 +10,9 @@ from collections import Counter, deque
 import grpc
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from aedit.proto.wire import directory_pb2, rollouts_pb2, versions_pb2
-from aedit.proto.wire.author import author_metadata
-from aedit.proto.wire.directory import card_statement
-from aedit.spec_rollout.service.trainer_stream import PROTOCOL
+from aedit.proto.rpc import author_metadata, directory_pb2, rollouts_pb2, versions_pb2
+from aedit.proto.rpc.directory import card_statement
+from aedit.spec_rollout.server.trainer_stream import PROTOCOL
 from kit.fuzz import Wild
 
 CALL_S = 60.0

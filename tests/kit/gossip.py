@@ -4,13 +4,9 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 
-from aedit.proto.swarm.card import encoded
-from aedit.proto.swarm.gossip import Gossip, GossipPlan
-from aedit.proto.swarm.known_peers import KnownPeers
-from aedit.proto.wire import swarm_pb2 as pb
-from aedit.proto.wire.calls import Calls
-from aedit.proto.wire.hello import PROTOCOL
-from aedit.proto.wire.security import ClientKeys
+from aedit.proto.rpc import PROTOCOL, Calls, ClientKeys
+from aedit.proto.rpc import swarm_pb2 as pb
+from aedit.proto.swarm import Gossip, GossipPlan, KnownPeers, encoded
 from kit.swarm import RUN, card_of, data_of, key_of
 
 EVERY_S = 0.05

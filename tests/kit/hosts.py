@@ -2,8 +2,8 @@
 
 import threading
 
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.service.host import EngineHost
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.server import EngineHost
 from kit.rollouts import tiny_policy
 
 LIMIT_S = 60.0

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from aedit.async_sgd.hub.pool import Pool
-from aedit.async_sgd.rules.records import Accepted, Founded, Leased, Left, Merged, Record, Used
-from aedit.launch.hub.replay import anchors_of, records_of, replayed
+from aedit.async_sgd.rules import Accepted, Founded, Leased, Left, Merged, Record, Used
+from aedit.launch.hub import anchors_of, records_of, replayed
 
 
 def check_journal(directory: Path) -> dict[int, np.ndarray]:

@@ -7,19 +7,16 @@ from itertools import pairwise
 
 import numpy as np
 
-from aedit.async_sgd.hub.hub import Hub
-from aedit.async_sgd.hub.joins import Joiner
-from aedit.async_sgd.hub.members import Report
-from aedit.async_sgd.hub.plan import HubPlan
-from aedit.async_sgd.hub.saved import Saved
-from aedit.async_sgd.rules.config import (
+from aedit.async_sgd.hub import Hub, HubPlan, Joiner, Report, Saved
+from aedit.async_sgd.rules import (
     HubConfig,
+    Joined,
     OuterConfig,
     PenaltyConfig,
+    Push,
     PushFilterConfig,
     StalenessConfig,
 )
-from aedit.async_sgd.rules.records import Joined, Push
 from aedit.types import Layout, TensorLayout, UnitLayout
 
 LAYOUT = Layout(

@@ -13,11 +13,9 @@ import grpc
 import numpy as np
 
 from aedit.proto.agent.elector import Elector
-from aedit.proto.codecs.codecs import codec
-from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
-from aedit.proto.wire.hello import PROTOCOL
-from aedit.proto.wire.vote_messages import VoterFile
+from aedit.proto.codecs import codec
+from aedit.proto.rpc import PROTOCOL, HubClient, HubRefused, HubUnreachable, VoterFile
+from aedit.proto.rpc import hub_pb2 as pb
 from kit.waiting import until
 
 LIMIT_S = 30.0

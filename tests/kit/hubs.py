@@ -8,12 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.hub_exchange import HubExchange
-from aedit.edit.sync import LayerSync
-from aedit.edit.units import find_units
-from aedit.proto.agent import mailbox
-from aedit.proto.agent.link import Answer
+from aedit.edit import EditConfig, HubExchange, LayerSync, PenaltyConfig, find_units
+from aedit.proto.agent import Answer, mailbox
 from aedit.types import News, Verdict
 
 OFF = PenaltyConfig(detector="off")

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aedit.launch.cli.keys import Others, make_keys
-from aedit.launch.config.load import load
+from aedit.launch.config import load
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.main import _Process
-from aedit.proto.wire.client import HubClient
-from aedit.proto.wire.security import client_keys
+from aedit.proto.rpc import HubClient, client_keys
 from kit.hub_processes import Client, write_run
 
 

@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from scipy import stats
 
-from aedit.spec_rollout.drafters.drafts import Draft
-from aedit.spec_rollout.sampling.noise import gumbel, uniforms
-from aedit.spec_rollout.sampling.rejection import rejection_accept
-from aedit.spec_rollout.sampling.verify import accept_path, coupled_tokens, node_depths
+from aedit.spec_rollout.drafters import Draft
+from aedit.spec_rollout.sampling import accept_path, coupled_tokens, gumbel, node_depths, rejection_accept
+from aedit.spec_rollout.sampling.noise import uniforms
 
 V = 8
 LENGTH = 4

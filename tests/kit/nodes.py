@@ -9,12 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from aedit.edit.config import EditConfig
-from aedit.edit.exchange import RoundOutcome
-from aedit.edit.mean_exchange import MeanExchange
+from aedit.edit import EditConfig, LayerSync, MeanExchange, RoundOutcome
 from aedit.edit.shards import local
-from aedit.edit.sync import LayerSync
-from aedit.proto.transports.memory import MemoryWorld
+from aedit.proto.transports import MemoryWorld
 from aedit.types import Round
 
 

@@ -9,12 +9,9 @@ from unittest.mock import patch
 
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.main import _Process
-from aedit.launch.swarm import hosted_part
-from aedit.launch.swarm import peer as peer_module
-from aedit.launch.swarm.peer import Peer, PeerOptions
-from aedit.proto.swarm.gossip import GossipPlan
-from aedit.proto.swarm.placement import ranking
-from aedit.proto.swarm.replicas_file import KEY, ReplicasFile
+from aedit.launch.swarm import Peer, PeerOptions, hosted_part
+from aedit.launch.swarm import run_peer as peer_module
+from aedit.proto.swarm import KEY, GossipPlan, ReplicasFile, ranking
 from aedit.types import UserError
 from kit.swarm import key_of
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from aedit.spec_rollout.sampling.samples import Prompt, Sampling
+from aedit.spec_rollout.sampling import Prompt, Sampling
 from kit.rollouts import VOCABULARY
 
 

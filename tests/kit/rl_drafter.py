@@ -6,9 +6,8 @@ from dataclasses import replace
 import torch
 
 from aedit.launch.node import rl_drafter
-from aedit.spec_rollout.idle.no_training import NoTraining
-from aedit.spec_rollout.idle.publishing import Publication
-from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
+from aedit.spec_rollout.training import IdleConfig, Publication
+from aedit.spec_rollout.training.no_training import NoTraining
 from kit import trainers
 
 LOUDNESS = 10.0

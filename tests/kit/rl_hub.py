@@ -6,29 +6,22 @@ from pathlib import Path
 
 import torch
 
-from aedit.async_sgd.hub.plan import HubPlan
+from aedit.async_sgd.hub import HubPlan
 from aedit.async_sgd.inprocess import InProcessHub
-from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig
-from aedit.edit import canonical
-from aedit.edit.config import EditConfig
-from aedit.edit.hub_exchange import HubExchange
-from aedit.edit.sync import LayerSync
-from aedit.edit.units import find_units
-from aedit.launch.data.leased import LeasedOrder
-from aedit.launch.data.tokenizer import load_tokenizer
+from aedit.async_sgd.rules import HubConfig, OuterConfig, PenaltyConfig
+from aedit.edit import EditConfig, HubExchange, LayerSync, canonical, find_units
+from aedit.launch.data import LeasedOrder, load_tokenizer
+from aedit.launch.node import NodeCheckpoints, load_data, make_inner
 from aedit.launch.node.budget import HubBudget
 from aedit.launch.node.build import started
-from aedit.launch.node.checkpoint import NodeCheckpoints
 from aedit.launch.node.hub_participation import HubParticipation
-from aedit.launch.node.inner import make_inner
 from aedit.launch.node.objective import NodeParts
-from aedit.launch.node.objectives import load_data
 from aedit.launch.node.rl_train import train_policy
 from aedit.launch.node.sharding import make_model
 from aedit.launch.node.stop import StopAlone
 from aedit.launch.node.train import TrainingNode
 from aedit.launch.node.world import World
-from aedit.launch.rundir.recorder import Clock, Recorder
+from aedit.launch.records import Clock, Recorder
 
 
 class StopInThread(StopAlone):

@@ -2,7 +2,7 @@
 
 import torch
 
-from aedit.spec_rollout.rl.losses.find import find_loss
+from aedit.spec_rollout.rl import find_loss
 
 SEEN = []
 """Inputs of all calls, in order, detached."""

@@ -7,7 +7,7 @@ Each step lasts 2 s: generation 1 s, of which 0.1 s waits for the longest sample
 import contextlib
 from typing import ClassVar
 
-from aedit.launch.rundir.recorder import Clock, Recorder
+from aedit.launch.records import Clock, Recorder
 
 SECONDS_PER_STEP = 2.0
 

@@ -9,24 +9,22 @@ from dataclasses import dataclass, field
 import grpc
 import torch
 
-from aedit.proto.versions.client import VersionsClient
-from aedit.proto.versions.manifest import VersionLayout
-from aedit.proto.versions.store import VersionStore
-from aedit.proto.versions.values import patterns
-from aedit.proto.wire import rollouts_pb2 as pb
-from aedit.proto.wire.author import author_metadata, new_secret
-from aedit.proto.wire.server import Server
-from aedit.proto.wire.signing_key import SigningKey
+from aedit.proto.rpc import Server, SigningKey, author_metadata, new_secret
+from aedit.proto.rpc import rollouts_pb2 as pb
+from aedit.proto.versions import VersionLayout, VersionsClient, VersionStore, patterns
 from aedit.spec_rollout.audit.statement import spans_of
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.migration.sample_text import encode_sampling
-from aedit.spec_rollout.service.host import EngineHost
-from aedit.spec_rollout.service.rollouts import RolloutService
-from aedit.spec_rollout.service.served_versions import ServedVersions
-from aedit.spec_rollout.service.stream_limits import StreamLimits
-from aedit.spec_rollout.service.tickets import HostLimits
-from aedit.spec_rollout.service.trainer_lines import TrainerLines
-from aedit.spec_rollout.service.trainer_stream import PROTOCOL, ServerIdentity
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.migration import encode_sampling
+from aedit.spec_rollout.server import (
+    EngineHost,
+    HostLimits,
+    RolloutService,
+    ServedVersions,
+    ServerIdentity,
+    StreamLimits,
+    TrainerLines,
+)
+from aedit.spec_rollout.server.trainer_stream import PROTOCOL
 from aedit.types import Layout, TensorLayout, UnitLayout
 from kit.rollouts import tiny_policy
 

@@ -11,11 +11,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from aedit.spec_rollout.drafters.drafts import Draft, parse_arm
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.model.target import Segment, Target
-from aedit.spec_rollout.sampling.noise import gumbel
-from aedit.spec_rollout.sampling.samples import Prompt, Sampling
+from aedit.spec_rollout.drafters import Draft, parse_arm
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.model import Segment, Target
+from aedit.spec_rollout.sampling import Prompt, Sampling, gumbel
 from kit.exact_norms import normalize_exactly
 
 VOCABULARY = 64

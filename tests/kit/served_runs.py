@@ -9,11 +9,10 @@ from contextlib import contextmanager
 
 import torch
 
-from aedit.edit import canonical
-from aedit.edit.units import find_units
-from aedit.launch.config.load import load
+from aedit.edit import canonical, find_units
+from aedit.launch.config import load
 from aedit.launch.serve.served_run import ServedRun
-from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.rpc import hub_pb2 as pb
 from kit.hub_processes import Client, HubProcess, ending
 from kit.waiting import until
 

@@ -2,8 +2,8 @@
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from aedit.proto.wire import directory_pb2 as pb
-from aedit.proto.wire.directory import DirectoryClient
+from aedit.proto.rpc import DirectoryClient
+from aedit.proto.rpc import directory_pb2 as pb
 
 
 class Announcer:

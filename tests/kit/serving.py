@@ -9,12 +9,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.service.host import EngineHost
-from aedit.spec_rollout.service.http.app import make_app
-from aedit.spec_rollout.service.http.server import HttpServer
-from aedit.spec_rollout.service.http.service import Service
-from aedit.spec_rollout.service.http.text_codec import TextCodec
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.http import HttpServer, Service, TextCodec, make_app
+from aedit.spec_rollout.server import EngineHost
 
 MAX_TOKENS = 128
 TEXT = (

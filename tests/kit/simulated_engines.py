@@ -2,9 +2,9 @@
 
 from collections import deque
 
-from aedit.spec_rollout.migration.moving import Reallocator, _sample
-from aedit.spec_rollout.migration.reallocate import EngineLoad, EngineSpeed
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
+from aedit.spec_rollout.migration import EngineLoad, EngineSpeed, Reallocator
+from aedit.spec_rollout.migration.moving import _sample
+from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
 
 PACE = EngineSpeed(fixed_s=0.010, row_s=0.001, prefill_s=0.0002)
 MOST = 2000

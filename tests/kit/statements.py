@@ -3,7 +3,7 @@
 import hashlib
 from dataclasses import replace
 
-from aedit.proto.wire.statement import Statement, signed
+from aedit.proto.rpc import Statement, signed
 from kit.swarm import RUN, key_of
 
 OWNER = key_of(77)

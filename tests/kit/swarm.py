@@ -3,11 +3,9 @@
 import random
 from dataclasses import replace
 
-from aedit.proto.swarm.card import PartReplica, PeerCard, encoded
+from aedit.proto.rpc import Refusal, SigningKey
+from aedit.proto.swarm import KnownPeers, PartReplica, PeerCard, encoded
 from aedit.proto.swarm.exchange import Exchanges
-from aedit.proto.swarm.known_peers import KnownPeers
-from aedit.proto.wire.service import Refusal
-from aedit.proto.wire.signing_key import SigningKey
 
 RUN = "run-1"
 

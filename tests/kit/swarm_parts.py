@@ -6,13 +6,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from aedit.async_sgd.journal.journal import Journal
-from aedit.async_sgd.journal.ledger import Ledger
-from aedit.async_sgd.journal.mirror import Mirror
-from aedit.async_sgd.journal.store import Store
-from aedit.async_sgd.rules.records import Accepted, Push
-from aedit.proto.codecs.codecs import codec
-from aedit.proto.wire import hub_pb2 as pb
+from aedit.async_sgd.journal import Journal, Ledger, Mirror, Store
+from aedit.async_sgd.rules import Accepted, Push
+from aedit.proto.codecs import codec
+from aedit.proto.rpc import hub_pb2 as pb
 from kit.hub_machine import joiner, picture
 
 

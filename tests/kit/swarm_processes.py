@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from aedit.launch.hub.replay import anchors_of, replayed
-from aedit.launch.swarm.hosted_part import MARK
+from aedit.launch.hub import anchors_of, replayed
+from aedit.launch.swarm import MARK
 from kit.waiting import until
 
 JOINS_S = 60.0

@@ -3,9 +3,8 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.learning.feature_reader import FeatureSample
-from aedit.spec_rollout.learning.losses import PolicyEmbeddings
+from aedit.spec_rollout.drafters import DraftLayer
+from aedit.spec_rollout.training import FeatureSample, PolicyEmbeddings
 
 SIZES = {
     "vocab_size": 48,

@@ -5,9 +5,7 @@ from pathlib import Path
 
 from benchmarks.idle_parts import trainees
 
-from aedit.spec_rollout.idle.idle import DrafterTraining
-from aedit.spec_rollout.idle.restarts import Restarts
-from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
+from aedit.spec_rollout.training import DrafterTraining, IdleConfig, Restarts
 
 PATIENCE_S = 90.0
 AT_ONCE = Restarts(limit=100, pause_s=0.0)

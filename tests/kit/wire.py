@@ -8,8 +8,7 @@ from contextlib import contextmanager, suppress
 import grpc
 import numpy as np
 
-from aedit.proto.wire import hub_pb2
-from aedit.proto.wire.service import Refusal
+from aedit.proto.rpc import Refusal, hub_pb2
 
 
 class MemoryCore:

@@ -9,8 +9,8 @@ import torch
 from kit.rl_nodes import config_of, records, run, weights
 from kit.waiting import until
 
-from aedit.spec_rollout.arms.arms import Fixed
-from aedit.spec_rollout.drafters.drafts import parse_arm
+from aedit.spec_rollout.choose import Fixed
+from aedit.spec_rollout.drafters import parse_arm
 
 LIMIT_S = 120.0
 KEYS = {"rl__engine_dtype": "fp64", "train__steps": 2, "checkpoint__every": 0, "rl__groups": 2}

@@ -12,7 +12,7 @@ from kit.hub_journal import check_leases
 from kit.rl_toml import rl_toml
 from kit.waiting import until
 
-from aedit.launch.hub.replay import records_of, replayed
+from aedit.launch.hub import records_of, replayed
 
 LIMIT_S = 150.0
 LEASE = 16

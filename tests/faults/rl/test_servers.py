@@ -22,9 +22,9 @@ from kit.rl_nodes import run
 from kit.rl_toml import rl_toml
 from kit.waiting import until
 
-from aedit.async_sgd.rules.records import Used
-from aedit.launch.config.load import load
-from aedit.launch.hub.replay import records_of, replayed
+from aedit.async_sgd.rules import Used
+from aedit.launch.config import load
+from aedit.launch.hub import records_of, replayed
 from aedit.launch.node.rl_groups import GroupStream
 
 LIMIT_S = 240.0

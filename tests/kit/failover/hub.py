@@ -1,8 +1,8 @@
 """A simulated hub: the production state machine of leadership over a small model of a journal."""
 
-from aedit.async_sgd.leadership.replica import Replica
-from aedit.async_sgd.rules.records import Agreed, Configured, Led
-from aedit.proto.wire.votes import Voter
+from aedit.async_sgd.replication import Replica
+from aedit.async_sgd.rules import Agreed, Configured, Led
+from aedit.proto.rpc import Voter
 
 FETCH_S, TICK_S, SYNC_S, MERGE_S = 0.1, 0.15, 0.02, 0.2
 YIELD_S = 1.0

@@ -1,8 +1,9 @@
 """The protocol as it was, one fault at a time, and other protocols that only look right."""
 
-from aedit.async_sgd.leadership.replica import END, Replica
-from aedit.async_sgd.rules.records import Agreed, Configured
-from aedit.proto.wire.votes import Voter
+from aedit.async_sgd.replication import Replica
+from aedit.async_sgd.replication.replica import END
+from aedit.async_sgd.rules import Agreed, Configured
+from aedit.proto.rpc import Voter
 from kit.failover.hub import SimHub
 from kit.failover.node import SimNode
 

@@ -1,6 +1,6 @@
 """A simulated node: it pushes, reports, and votes when its hub does not answer."""
 
-from aedit.proto.wire.votes import Voter
+from aedit.proto.rpc import Voter
 from kit.failover.hub import EXPIRE_S
 from kit.failover.world import Violation
 

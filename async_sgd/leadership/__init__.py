@@ -1,1 +1,0 @@
-"""Leadership of a run: elections, configurations, what may be acknowledged. No clock, socket or file."""

@@ -1,0 +1,371 @@
+"""One hub among those that may lead a run: a follower, a candidate or the leader.
+
+`docs/protocol.md` has the rules and why they suffice. Times are read by the caller, on one monotonic clock.
+They only decide when a hub asks: what is acknowledged does not depend on them.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from aedit.async_sgd.replication.quorum import is_quorum
+from aedit.async_sgd.replication.tally import Tally
+from aedit.async_sgd.rules import Agreed, Configured, Led
+from aedit.proto.rpc import Answer, Ballot, Extent, Proposal, Voter
+
+Position = tuple[int, int]
+"""Segment and byte of a journal."""
+END: Position = (2**63, 0)
+"""After every position."""
+Decided = list[Led | Configured | Agreed]
+
+
+class Replica:
+    """The leadership of one hub. Its `voter` must be on disk before what a method returns is used."""
+
+    def __init__(self, voter: Voter, *, promise_s: float, lease_s: float) -> None:
+        """Create a follower. promise_s: how long it supports a leader after the last word from it.
+
+        lease_s: a leader whose replicas were silent for longer gives way to a candidate; below promise_s.
+        """
+        if not 0 < lease_s < promise_s:
+            raise ValueError(
+                f"lease_s = {lease_s}: expected a value above 0 and below promise_s = {promise_s}"
+            )
+        self.voter, self._promise_s, self._lease_s = voter, promise_s, lease_s
+        self.configs: tuple[Configured, ...] = ()
+        """Configurations in its journal, from the newest one that the voters are known to have agreed on."""
+        self.least = 1
+        """Size below which a leader takes no replica out, silent or not, until another one has caught up.
+
+        Else a single disk would have what is acknowledged next. It changes with the number of machines."""
+        self.term = 0
+        """The term that it leads; 0: it does not lead."""
+        self._known_term = 0
+        """Highest term that any voter has named."""
+        self.is_overtaken = False
+        """True if a voter refuses this leader's configuration for a higher term: it must be elected again."""
+        self._leader_heard_s = self._yielded_s = self._yields_until_s = float("-inf")
+        self._follows_since_s = float("-inf")
+        self._successor = self._followed = 0
+        self._supported = 0
+        self._votes: Tally | None = None
+        self._accepted: dict[int, Ballot] = {}
+        """Newest configuration that a voter has accepted, by voter, as of its last answer."""
+        self._agreement: Tally | None = None
+        self._confirmed: dict[int, tuple[Position, float]] = {}
+        self._placed: Position = END
+        """End of the newest configuration in the journal, once that is on disk."""
+
+    # --- beginning
+
+    def found(self, journal_term: int) -> Decided:
+        """Lead a run of which nobody else can have a record; return the records to write."""
+        return self._begin(journal_term + 1)
+
+    def may_resume(self, journal_term: int) -> bool:
+        """Return whether this hub was elected for the term of its journal and has not voted since."""
+        newest = self.configs[-1] if self.configs else None
+        return (
+            newest is not None
+            and (newest.term, newest.leader) == (journal_term, self.voter.me)
+            and self.voter.term <= journal_term
+        )
+
+    def resume(self, now: float) -> Decided:
+        """Lead on after a restart, see `may_resume`; return the records to write.
+
+        Its replicas count as heard: they had no chance to be.
+        """
+        self.term = self.configs[-1].term
+        self._confirmed = dict.fromkeys(self._needed(), ((0, 0), now))
+        return self._ask_for_agreement()
+
+    def force(self, journal_term: int, jump: int) -> Decided:
+        """Lead without a vote, as an operator has decided; return the records to write.
+
+        jump: by how much the term exceeds all known ones, so that no election comes to the same term.
+        """
+        records = self._begin(max(journal_term, self.voter.term, self._known_term) + jump)
+        newest = self.configs[-1]
+        self.configs, self._agreement = (newest,), None
+        forced = Agreed(*newest.ballot)
+        return records if forced in records else [*records, forced]
+
+    # --- voting
+
+    def heard_leader(self, now: float) -> None:
+        """Note a word from the leader whose journal is followed. A new one is given time."""
+        newest = self.configs[-1] if self.configs else Configured(0, 0, 0, ())
+        self._leader_heard_s, self._supported = now, newest.leader
+        if newest.term > self._followed:
+            self._followed, self._follows_since_s = newest.term, now
+
+    def lost_leader(self) -> None:
+        """Note that the leader cannot be followed any more: it is given no more time."""
+        self._follows_since_s = float("-inf")
+
+    def leader_ended(self) -> None:
+        """Note that the leader has said that it leads no more: it needs no support against others."""
+        self._leader_heard_s = float("-inf")
+
+    def may_confirm(self, term: int) -> bool:
+        """Return whether records of the leader of `term` may be confirmed to it."""
+        return not self.term and self.voter.term <= term
+
+    def forget(self, confirmed: Extent) -> None:
+        """Note that the followed journal is fetched anew: this hub is no candidate before `confirmed`."""
+        self.voter, self.configs, self._votes = self.voter.saw(confirmed), (), None
+
+    def answer(self, proposal: Proposal, now: float) -> Answer:
+        """Return the answer to another hub."""
+        if not proposal.number and self._supports_another(proposal.proposer, now):
+            return Answer(
+                self.voter.me, proposal.proposer, proposal.ballot, False, self.voter.term, self.term
+            )
+        self.voter, answer = self.voter.answer(proposal)
+        if answer.granted and self.term and proposal.term > self.term:
+            self.step_down()
+        if answer.granted and not proposal.number:
+            self._leader_heard_s, self._supported, self._yielded_s = now, proposal.proposer, now
+        return replace(answer, leads=self.term)
+
+    def _supports_another(self, proposer: int, now: float) -> bool:
+        if self.term:
+            return self.holds_lease(now) and not self.yields_to(proposer, now)
+        return proposer != self._supported and now - self._leader_heard_s < self._promise_s
+
+    # --- becoming the leader
+
+    def why_not(self, extent: Extent) -> str:
+        """Return why this hub cannot become the leader; empty if it can be elected."""
+        newest = self.configs[-1] if self.configs else None
+        if newest is None or self.voter.me not in newest.replicas:
+            return "its journal is not complete: the hub that leads did not wait for it"
+        if newest.ballot < self.voter.accepted:
+            return (
+                f"its journal ends before configuration {self.voter.accepted}, on which the hubs have agreed"
+            )
+        if extent < self.voter.seen:
+            return f"its journal ends at {extent}, before {self.voter.seen}, which was acknowledged"
+        return ""
+
+    def may_stand(self, now: float) -> bool:
+        """Return whether this hub may ask for votes: not soon after another had its vote or began to lead."""
+        return now - max(self._yielded_s, self._follows_since_s) >= self._promise_s
+
+    def stand(self, extent: Extent) -> Proposal:
+        """Return the request for votes of a hub that can become the leader, with what its journal has now."""
+        least = max(self.voter.term, self._known_term, extent[0], self.configs[-1].term)
+        votes = self._votes if self._votes is not None and self._votes.proposal.term > least else None
+        term = least + 1 if votes is None else votes.proposal.term
+        asked = Proposal(term, 0, self.voter.me, self.configs[-1].ballot, extent)
+        self._votes = votes or Tally(asked, self.configs)
+        self._votes.proposal, self._votes.configs = asked, self.configs
+        return asked
+
+    def withdraw(self) -> None:
+        """Ask for no votes any more, and count none that are on their way."""
+        self._votes = None
+
+    def count_vote(self, answer: Answer, now: float, since_s: float = float("-inf")) -> Decided:
+        """Count a vote; return the records with which this hub begins to lead, once it is elected.
+
+        since_s: votes given earlier do not count; their voters may have found the leader again.
+        """
+        self._accepted[answer.voter] = answer.accepted
+        if self._votes is None or not self._votes.count(answer, now):
+            self._learn(answer)
+            return []
+        known: Decided = self._agreed_by_answers()
+        votes, self._votes.configs = self._votes, self.configs
+        if not votes.is_carried(votes.voters(since_s) | {self.voter.me}):
+            return []
+        self.voter, own = self.voter.answer(votes.proposal)
+        if not own.granted:
+            self._votes = None
+            return []
+        return [*known, *self._begin(votes.proposal.term, votes.granted(since_s))]
+
+    def _agreed_by_answers(self) -> Decided:
+        """Count only the newest configuration if the answers show that the voters have agreed on it.
+
+        The leader may have ended before it could write that down. It has accepted what it has proposed.
+        """
+        newest = self.configs[-1:]
+        if not newest or len(self.configs) == 1:
+            return []
+        known = {*self._accepted.items(), (self.voter.me, self.voter.accepted)}
+        accepted = {newest[0].leader, *(voter for voter, ballot in known if ballot == newest[0].ballot)}
+        if not all(is_quorum(config, accepted) for config in self.configs):
+            return []
+        self.configs = newest
+        return [Agreed(*newest[0].ballot)]
+
+    def _begin(self, term: int, voters: Mapping[int, float] = MappingProxyType({})) -> Decided:
+        """Lead with the replicas that have voted for it, by the time of their votes, or more up to `least`.
+
+        Those are alive and have nearly all of its journal: what is acknowledged is on several disks at once.
+        """
+        me, newest = self.voter.me, self.configs[-1] if self.configs else Configured(0, 0, 0, ())
+        follow = {one: at_s for one, at_s in voters.items() if one in newest.replicas and one != me}
+        replicas = self._decidable(self._enough({me, *follow}, newest.replicas), newest.electors)
+        self.term, self._votes = term, None
+        self._confirmed = {one: ((0, 0), at_s) for one, at_s in follow.items()}
+        self.configs = (*self.configs, Configured(term, 1, me, replicas, newest.electors))
+        return [Led(term), self.configs[-1], *self._ask_for_agreement()]
+
+    def _decidable(self, replicas: Iterable[int], electors: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the replicas in order, or this one alone if nobody could decide between two halves."""
+        ordered = tuple(sorted(set(replicas)))
+        return ordered if len(ordered) % 2 or electors else (self.voter.me,)
+
+    def heard_promise(self, term: int) -> None:
+        """Note that a replica has promised a term. It confirms nothing to a leader of a lower one.
+
+        Such a leader must be elected again, unless another hub is.
+        """
+        self._known_term = max(self._known_term, term)
+        self.is_overtaken = self.is_overtaken or term > self.term > 0
+
+    # --- leading
+
+    @property
+    def is_agreed(self) -> bool:
+        """Return whether it leads, and the voters have agreed on its newest configuration."""
+        return bool(self.term) and self._agreement is None
+
+    def holds_lease(self, now: float) -> bool:
+        """Return whether every replica that must confirm was heard within the lease."""
+        return bool(self.term) and not self.silent(now, self._lease_s)
+
+    def silent(self, now: float, for_s: float) -> set[int]:
+        """Return the replicas that must confirm and were not heard for so long."""
+        return {one for one in self._needed() if not self.was_heard(one, now - for_s)}
+
+    def was_heard(self, replica: int, since_s: float) -> bool:
+        """Return whether a replica has confirmed something since then."""
+        return self._heard_s(replica) >= since_s
+
+    def _heard_s(self, replica: int) -> float:
+        return self._confirmed[replica][1] if replica in self._confirmed else float("-inf")
+
+    def followers(self, since_s: float) -> set[int]:
+        """Return the hubs that have confirmed something since then."""
+        return {one for one in self._confirmed if self.was_heard(one, since_s)}
+
+    def step_down(self) -> None:
+        """Lead no more: another hub leads under a higher term."""
+        self.term, self._votes, self._agreement = 0, None, None
+
+    def yield_to(self, replica: int, until_s: float) -> bool:
+        """Give this leader's vote to a replica in sync that asks for it until then; return whether it may.
+
+        That is all there is to a hand-over: the successor is elected as any other, by a quorum.
+        """
+        newest = self.configs[-1] if self.configs else None
+        if not self.term or newest is None or self._agreement is not None:
+            return False
+        if replica == self.voter.me or replica not in newest.replicas:
+            return False
+        self._successor, self._yields_until_s = replica, until_s
+        return True
+
+    def yields_to(self, replica: int, now: float) -> bool:
+        """Return whether this leader wants that replica to lead in its place."""
+        return bool(self.term) and replica == self._successor and now < self._yields_until_s
+
+    def confirm(self, replica: int, position: Position, now: float) -> None:
+        """Note that everything before `position` is on that replica's disk."""
+        self._confirmed[replica] = position, now
+
+    def confirmed(self, replica: int) -> Position:
+        """Return the position that a replica has confirmed."""
+        return self._confirmed.get(replica, ((0, 0), 0.0))[0]
+
+    def acknowledged(self) -> Position:
+        """Return the position before which everything may be acknowledged; (0, 0) without agreement."""
+        if not self.term or self.configs[0].term != self.term:
+            return (0, 0)
+        return min((self.confirmed(one) for one in self._needed()), default=END)
+
+    def _enough(self, wanted: set[int], replicas: Iterable[int]) -> set[int]:
+        """Return what is wanted, with those of the replicas up to `least` that were heard last."""
+        others = sorted(set(replicas) - wanted, key=lambda one: -self._heard_s(one))
+        return wanted | set(others[: max(0, self.least - len(wanted))])
+
+    def propose(self, replicas: Iterable[int], electors: Iterable[int]) -> Decided:
+        """Ask for another configuration; return the records to write, [] if nothing is to change.
+
+        While the voters have not agreed on the last one, replicas are only taken out, or replaced.
+
+        Args:
+            replicas: Hubs that should confirm records from now on.
+            electors: Nodes that should break ties.
+        """
+        newest = self.configs[-1]
+        wanted, chosen = {self.voter.me, *replicas}, tuple(sorted(electors)) or newest.electors
+        if self._agreement is not None:
+            kept, chosen = wanted & set(newest.replicas), newest.electors
+            wanted = kept if len(kept) >= min(self.least, len(wanted)) else wanted
+        ordered = self._decidable(self._enough(wanted, newest.replicas), chosen)
+        if not self.term or (ordered, chosen) == (newest.replicas, newest.electors):
+            return []
+        after = Configured(self.term, newest.number + 1, self.voter.me, ordered, chosen)
+        self.configs = (*self.configs, after)
+        return [after, *self._ask_for_agreement()]
+
+    def placed(self, position: Position) -> None:
+        """Note that the journal has the newest configuration on disk, before `position`."""
+        self._placed = position
+
+    @property
+    def asks(self) -> Proposal | None:
+        """Return the proposal that the voters should answer now; None if there is none.
+
+        A configuration is proposed once all its replicas have it in their journals: each of them can then
+        become the leader as soon as the voters have agreed.
+        """
+        if self._votes is not None:
+            return self._votes.proposal
+        if self._agreement is None:
+            return None
+        others = [one for one in self.configs[-1].replicas if one != self.voter.me]
+        ready = all(self.confirmed(one) >= self._placed for one in others) and self._placed != END
+        return self._agreement.proposal if ready else None
+
+    def count_acceptance(self, answer: Answer, now: float) -> Decided:
+        """Count an answer about a configuration; return the records to write."""
+        tally = self._agreement
+        if tally is None or not tally.count(answer, now):
+            refused = answer.ballot == self.configs[-1].ballot and answer.term > self.term
+            self.is_overtaken = self.is_overtaken or (tally is not None and refused)
+            self._learn(answer)
+            return []
+        if not tally.is_carried(tally.voters()):
+            return []
+        self.configs, self._agreement, self._votes = self.configs[-1:], None, None
+        self.is_overtaken = False
+        return [Agreed(*self.configs[-1].ballot)]
+
+    def _needed(self) -> set[int]:
+        return {one for config in self.configs for one in config.replicas} - {self.voter.me}
+
+    def _ask_for_agreement(self) -> Decided:
+        newest = self.configs[-1]
+        proposal = Proposal(newest.term, newest.number, self.voter.me, newest.ballot)
+        self._agreement, self._placed = Tally(proposal, self.configs), END
+        self._votes, self.is_overtaken = None, False
+        self.voter, own = self.voter.answer(proposal)
+        return self.count_acceptance(own, 0.0)
+
+    def _learn(self, answer: Answer) -> None:
+        if answer.proposer == self.voter.me and not answer.granted:
+            self._known_term = max(self._known_term, answer.term)
+            if answer.leads > self.term > 0:
+                self.step_down()
+
+
+def ballot_of(configs: tuple[Configured, ...]) -> Ballot:
+    """Return the ballot of the newest configuration; (0, 0) without one."""
+    return configs[-1].ballot if configs else (0, 0)

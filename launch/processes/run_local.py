@@ -1,0 +1,241 @@
+"""`aedit run`: start this machine's nodes under torchrun, show their progress, and report the outcome."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from aedit.launch.child import Child
+from aedit.launch.config import (
+    NODE_PROGRAM,
+    JoinOptions,
+    Placement,
+    RunConfig,
+    ranks_per_node,
+    torchrun_words,
+    warnings,
+)
+from aedit.launch.processes.cluster import Cluster
+from aedit.launch.records import (
+    Ending,
+    claimed,
+    error_of,
+    file_name,
+    indices_of,
+    next_attempt,
+    prepare,
+    refusal,
+)
+from aedit.proto.rpc import is_loopback
+
+Watch = Callable[[Path, int, Callable[[], bool]], None]
+
+LEAVE_LIMIT_S = 120.0
+"""Longest time of the nodes to finish the step, land and save after Ctrl-C or SIGTERM."""
+
+AGAIN_S = 3.0
+"""Pause before torchrun that has not ended, with new workers or with none, is ended again."""
+
+REFUSED_LIMIT_S = 10.0
+"""Longest time of the other nodes to leave after one has reported a UserError."""
+
+POLL_S = 0.2
+
+
+def run(
+    config: RunConfig,
+    placement: Placement,
+    program: tuple[str, ...] = NODE_PROGRAM,
+    watch: Watch | None = None,
+    membership: JoinOptions | None = None,
+) -> int:
+    """Train until the end, a failure or a signal; return the exit code.
+
+    Raises UserError or RunFailed as soon as a node reports one, and RunFailed if a process that the nodes
+    need has failed more often than `restarts`.
+
+    0: done. 1: a node failed more often than `restarts`. 130, 143: stopped by Ctrl-C or SIGTERM.
+    """
+    for warning in warnings(config, placement):
+        _say(f"warning: {warning}")
+    ranks = ranks_per_node(config, placement)
+    run_dir = Path(config.dir) / config.name
+    with contextlib.nullcontext() if membership else claimed(run_dir, placement.node):
+        run_toml = prepare(config, membership.name if membership else "")
+        attempt = next_attempt(run_dir)
+        watcher = Watcher()
+        with (
+            watcher.listening(),
+            _start(config, placement, attempt, program, membership, run_toml) as child,
+        ):
+            watcher.child = child
+            _watch(watch, run_dir, 0 if membership else placement.nodes, watcher.alive)
+            output = child.output()
+            code = child.exit_code()
+            failed = child.failed() if isinstance(child, Cluster) and membership is None else None
+    nodes = tuple(range(placement.nodes)) if placement.local else (placement.node,)
+    if membership is not None:
+        nodes = indices_of(run_dir, membership.name)
+    nodes = nodes if failed is None else (failed,)
+    ending = Ending(run_dir, nodes, ranks, attempt, output)
+    return _conclude(ending, code, watcher, reports=placement.node == 0)
+
+
+def _start(
+    config: RunConfig,
+    placement: Placement,
+    attempt: int,
+    program: tuple[str, ...],
+    membership: JoinOptions | None,
+    run_toml: Path,
+) -> Child | Cluster:
+    run_dir = run_toml.parent
+    if config.swarm.on or (config.hub.address and membership is None):
+        cluster = Cluster(config, placement, run_toml, attempt, program, membership)
+        here = "swarm" if config.swarm.on else f"hub at {cluster.address}"
+        _say(f"{here}; to add a node, {_how_to_join(config, placement, cluster.address)}")
+        return cluster
+    words = torchrun_words(run_toml, config, placement, attempt, program, membership)
+    log = f"launch_{file_name(membership.name)}.log" if membership else "launch.log"
+    return Child(words, run_dir / log)
+
+
+def _how_to_join(config: RunConfig, placement: Placement, address: str) -> str:
+    """Return where a further node is started, and its command."""
+    if config.swarm.averages:
+        return f'in another terminal: aedit run CONFIG --dir OTHER --swarm.peers "$(cat {address})"'
+    if is_loopback(address) or is_loopback(config.swarm.listen) or not config.swarm.on:
+        return f"in another terminal: aedit join {address}"
+    trust = f"--keys {placement.keys or 'DIR'}" if not placement.insecure else "--insecure"
+    return f"on its machine: aedit join {address} --swarm.listen ITS_ADDRESS:7000 {trust}"
+
+
+class Watcher:
+    """Supervisor of torchrun while a view shows progress; passes signals on to the nodes."""
+
+    def __init__(self) -> None:
+        self.child: Child | Cluster | None = None
+        """The processes of the run; None before the start is complete, which a signal then ends."""
+        self._told: set[int] = set()
+        self._ended_at: float | None = None
+        self._deadline = float("inf")
+        self._refused = False
+        self.signals: list[int] = []
+        self.overdue = False
+
+    def alive(self) -> bool:
+        """Return whether torchrun runs, and enforce the time limits.
+
+        The view calls this several times a second.
+        """
+        assert self.child is not None
+        if not self.child.running():
+            return False
+        if self.signals:
+            self._tell_newcomers(self.child)
+        elif not self._refused and refusal(self.child.output()):
+            self._refused = True
+            self._deadline = time.monotonic() + REFUSED_LIMIT_S
+            self.child.terminate()
+        if time.monotonic() > self._deadline:
+            self.overdue = True
+            self.child.kill()
+        return True
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle signals until the block ends."""
+        names = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under nohup
+            names.append(signal.SIGHUP)
+        before = {name: signal.signal(name, self._hear) for name in names}
+        try:
+            yield
+        finally:
+            for name, handler in before.items():
+                signal.signal(name, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.signals.append(number)
+        self._deadline = time.monotonic() + LEAVE_LIMIT_S
+        if self.child is None:  # noted above, as an exception is lost where Python ignores exceptions
+            _say("stopped before the run has begun")
+            raise SystemExit(128 + number)
+        if len(self.signals) > 1:
+            _say("stopping at once")
+            self.child.kill()
+            return
+        _say("finishing the step, landing, saving; Ctrl-C again stops at once")
+        # Signal the workers directly: torchrun would give them only 30 s before it kills them.
+        # A signal between fork and exec of a worker would be lost.
+        for worker in filter(_is_itself, self.child.workers()):
+            self._told.add(worker.pid)
+            with contextlib.suppress(OSError):
+                os.kill(worker.pid, signal.SIGTERM)
+
+    def _tell_newcomers(self, child: Child | Cluster) -> None:
+        """End workers that started after the signal.
+
+        A worker without a handler dies of the signal, and torchrun then starts another.
+        """
+        newcomers = any(worker.pid not in self._told for worker in child.workers())
+        now = time.monotonic()
+        # A signal that reaches torchrun while it starts can be lost. Newcomers have nothing to save.
+        is_due = self._ended_at is None or now > self._ended_at + AGAIN_S
+        if is_due and (newcomers or not self._told):
+            self._ended_at = now
+            child.terminate()
+
+
+def _is_itself(worker: psutil.Process) -> bool:
+    """Return whether the worker runs its own program, no longer that of the process that forked it."""
+    with contextlib.suppress(psutil.Error):
+        parent = worker.parent()
+        return parent is None or parent.cmdline() != worker.cmdline()
+    return False
+
+
+def _watch(watch: Watch | None, run_dir: Path, nodes: int, alive: Callable[[], bool]) -> None:
+    try:
+        (watch or _live_view())(run_dir, nodes, alive)
+    except Exception as error:
+        _say(f"the live view failed ({error!r}); the run continues, see {run_dir}")
+    while alive():
+        time.sleep(POLL_S)
+
+
+def _live_view() -> Watch:
+    from aedit.launch.views import watch
+
+    return watch
+
+
+def _conclude(ending: Ending, code: int, watcher: Watcher, *, reports: bool) -> int:
+    if watcher.signals:
+        name = "at once" if len(watcher.signals) > 1 else "as asked"
+        late = f"; the nodes did not save within {LEAVE_LIMIT_S:.0f} s" if watcher.overdue else ""
+        _say(f"stopped {name}{late}; the same command continues from the newest checkpoint")
+        return 128 + watcher.signals[0]
+    if code == 0:
+        if reports:
+            from aedit.launch.views import report
+
+            print(report(ending.run_dir))
+        if not ending.trained():
+            _say("the run was already complete; raise train.steps or train.seconds, or choose another --name")
+        return 0
+    if message := refusal(ending.output):
+        raise error_of(message)
+    _say(ending.failure())
+    return 1
+
+
+def _say(text: str) -> None:
+    # No print, which a signal handler may interrupt. A closed terminal must not stop the run.
+    with contextlib.suppress(OSError):
+        os.write(2, f"aedit: {text}\n".encode())

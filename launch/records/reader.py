@@ -1,0 +1,339 @@
+"""Read a run directory, once or repeatedly, also while nodes write to it.
+
+Incomplete lines (a crash, a full disk) are skipped. After a resume the files contain some steps twice: the
+lines of the later attempt are used, and those of the earlier attempt after the resumed step are dropped.
+"""
+
+import json
+import os
+import time
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from aedit.launch.records.hub_records import HubRecords, HubSample
+from aedit.launch.records.records import (
+    CheckpointEvent,
+    EvalEvent,
+    Metric,
+    Notice,
+    RoundEvent,
+    StartEvent,
+)
+from aedit.launch.records.rl_records import RLEvalEvent
+from aedit.launch.records.server_records import KEY_FILE
+from aedit.launch.records.swarm_records import SwarmSample
+from aedit.launch.records.values import BAD_LINE, Line
+from aedit.types import UserError
+
+WORTH_TELLING = ("error", "checkpoint_failed", "heal", "reward_error", "average_failed", "averages_differ")
+WORTH_TELLING_OF_A_HUB = ("excluded", "lead", "standby_lost", "banned")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecords:
+    """Records of one node, each sequence ordered by step."""
+
+    index: int
+    starts: tuple[StartEvent, ...]
+    metrics: tuple[Metric, ...]
+    rounds: tuple[RoundEvent, ...]
+    evaluations: tuple[EvalEvent, ...]
+    checkpoints: tuple[CheckpointEvent, ...]
+    notices: tuple[Notice, ...]
+    """Errors, failed checkpoints, repairs of anchors, errors in reward functions, rounds that failed."""
+
+    latest: Notice | None
+    """The newest event of any kind."""
+
+    quiet_s: float
+    """Seconds since the node last wrote, from the modification times of its files."""
+
+    rl_evaluations: tuple[RLEvalEvent, ...] = ()
+
+    @property
+    def of_attempt(self) -> tuple[Metric, ...]:
+        """Return the lines of metrics of the newest attempt."""
+        begun_s = self.starts[-1].t if self.starts else -inf
+        return tuple(metric for metric in self.metrics if metric.t > begun_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Contents of a run directory at one time."""
+
+    directory: Path
+    config: Mapping[str, Any]
+    """Contents of `run.toml`; empty if it cannot be read."""
+
+    nodes: tuple[NodeRecords, ...]
+    hubs: tuple[HubRecords, ...] = ()
+    """Hubs whose folders are here."""
+
+    swarm: SwarmSample | None = None
+    """Peers and parts of a swarm, if a peer has been asked."""
+
+    @property
+    def name(self) -> str:
+        """Return the name in the configuration, or that of the directory."""
+        return str(self.config.get("name") or self.directory.resolve().name)
+
+    @property
+    def indices(self) -> list[int]:
+        """Return the indices of the nodes whose files are here."""
+        return [node.index for node in self.nodes]
+
+    @property
+    def is_rl(self) -> bool:
+        """Return whether the run learns from rewards."""
+        prompts = self.config.get("prompts")
+        written = any(node.metrics[-1].rl is not None for node in self.nodes if node.metrics)
+        return written or (isinstance(prompts, dict) and bool(prompts.get("source")))
+
+    @property
+    def averages(self) -> bool:
+        """Return whether the nodes average with each other by hivemind."""
+        swarm = self.config.get("swarm")
+        return (
+            isinstance(swarm, dict) and bool(swarm.get("discovery")) and swarm.get("exchange") == "hivemind"
+        )
+
+    @property
+    def has_hub(self) -> bool:
+        """Return whether the run has a hub; then each node has its own rounds."""
+        named = ((self.config.get("hub"), "address"), (self.config.get("swarm"), "discovery"))
+        return bool(self.hubs) or any(isinstance(table, dict) and table.get(key) for table, key in named)
+
+
+def read_run(run_dir: Path) -> Run:
+    """Return all records of a run. Raises UserError if `run_dir` is not a run directory."""
+    require_run(run_dir)
+    return RunFollower(run_dir).poll()
+
+
+def require_run(run_dir: Path) -> None:
+    """Raise UserError unless `run_dir` is a run directory."""
+    if not (run_dir / "run.toml").is_file() and not (run_dir / "nodes").is_dir() and not hub_folders(run_dir):
+        inside = Path("runs") / run_dir
+        hint = f"did you mean {inside}?" if (inside / "run.toml").is_file() else ""
+        if (run_dir / "servers").is_dir():
+            hint = (
+                "servers/NAME has records of rollout servers, which `aedit status` shows; for the run, name"
+                " their hub as HOST:PORT"
+            )
+        if (run_dir / KEY_FILE).is_file():
+            hint = "it is the folder of a rollout server, which `aedit status` shows"
+        hint = hint or "name one such as runs/NAME, or a running hub as HOST:PORT"
+        raise UserError(f"{run_dir}: not a run directory, since it has no run.toml; {hint}")
+
+
+def hub_folders(run_dir: Path) -> list[Path]:
+    """Return the folders of the hubs that split the units, in order of parts, without the standby's."""
+    parts = [path for path in run_dir.glob("hub_*") if path.name[4:].isdecimal() and path.is_dir()]
+    return (
+        sorted(parts, key=lambda path: int(path.name[4:])) or [run_dir / "hub"] * (run_dir / "hub").is_dir()
+    )
+
+
+def _replica_folders(run_dir: Path) -> dict[str, list[Path]]:
+    """Return by hub the folders of those that have led it: its own and the standby's, or those of peers."""
+    standbys = [run_dir / "standby", *run_dir.glob("standby_*")]
+    found = {path.name: [path, *standbys] for path in hub_folders(run_dir)}
+    for path in sorted(run_dir.glob("peers/*/part_*/metrics.jsonl")):
+        found.setdefault(path.parent.name, []).append(path.parent)
+    return dict(sorted(found.items(), key=lambda item: (len(item[0]), item[0])))
+
+
+class RunFollower:
+    """Reader of a growing run directory; each `poll` parses only new lines. Missing files are no error."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Follow `run_dir`, which need not be there yet."""
+        self._dir = run_dir
+        self._nodes: dict[int, NodeFollower] = {}
+        self._hubs: dict[str, HubFollower] = {}
+
+    def poll(self) -> Run:
+        """Return all that has been written so far."""
+        for index in self._indices():
+            if index not in self._nodes:
+                self._nodes[index] = NodeFollower(self._dir / "nodes" / str(index), index)
+        nodes = tuple(self._nodes[index].poll() for index in sorted(self._nodes))
+        for name, folders in _replica_folders(self._dir).items():
+            self._hubs.setdefault(name, HubFollower()).follow(folders)
+        hubs = tuple(hub.poll() for hub in self._hubs.values())
+        return Run(self._dir, _read_toml(self._dir / "run.toml"), nodes, tuple(h for h in hubs if h.lines))
+
+    def _indices(self) -> list[int]:
+        try:
+            names = os.listdir(self._dir / "nodes")
+        except OSError:
+            return []
+        return [int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name]
+
+
+class NodeFollower:
+    """Reader of the two files of one node, without lines that a resume has invalidated."""
+
+    def __init__(self, directory: Path, index: int) -> None:
+        """Follow the node whose files are in `directory`."""
+        self._index = index
+        self._metrics_tail = Tail(directory / "metrics.jsonl")
+        self._events_tail = Tail(directory / "events.jsonl")
+        self._starts: list[StartEvent] = []
+        self._metrics: list[Metric] = []
+        self._rounds: dict[int, RoundEvent] = {}
+        self._evaluations: dict[tuple[int, float], EvalEvent] = {}
+        self._rl_evaluations: dict[float, RLEvalEvent] = {}
+        self._checkpoints: dict[int, CheckpointEvent] = {}
+        self._notices: list[Notice] = []
+        self._latest: Notice | None = None
+
+    def poll(self) -> NodeRecords:
+        """Return the records of the node up to now."""
+        _each(self._events_tail.poll(), self._event)
+        _each(self._metrics_tail.poll(), self._metric)
+        written_at = max(self._events_tail.written_at, self._metrics_tail.written_at)
+        return NodeRecords(
+            index=self._index,
+            starts=tuple(self._starts),
+            metrics=tuple(self._metrics),
+            rounds=tuple(self._rounds[id] for id in sorted(self._rounds)),
+            evaluations=tuple(self._evaluations.values()),
+            checkpoints=tuple(self._checkpoints.values()),
+            notices=tuple(self._notices),
+            latest=self._latest,
+            quiet_s=max(0.0, time.time() - written_at) if written_at else 0.0,
+            rl_evaluations=tuple(self._rl_evaluations.values()),
+        )
+
+    def _event(self, line: Line) -> None:
+        notice = Notice.of(line)
+        match notice.event:
+            case "start":
+                self._start(StartEvent.of(line))
+            case "round" | "round_refused":
+                landed = RoundEvent.of(line)
+                self._rounds[landed.id] = landed
+            case "eval":
+                evaluation = EvalEvent.of(line)
+                self._evaluations[evaluation.round, evaluation.step] = evaluation
+            case "rl_eval":
+                answered = RLEvalEvent.of(line)
+                self._rl_evaluations[answered.step] = answered
+            case "checkpoint":
+                checkpoint = CheckpointEvent.of(line)
+                self._checkpoints[checkpoint.round] = checkpoint
+        self._latest = notice
+        if notice.event in WORTH_TELLING:
+            self._notices.append(notice)
+
+    def _start(self, start: StartEvent) -> None:
+        self._starts.append(start)
+        self._metrics = [metric for metric in self._metrics if not _undone(metric, start)]
+        self._rounds = {key: r for key, r in self._rounds.items() if r.step <= start.step}
+        self._evaluations = {key: e for key, e in self._evaluations.items() if e.step <= start.step}
+        self._rl_evaluations = {key: e for key, e in self._rl_evaluations.items() if e.step <= start.step}
+        self._checkpoints = {key: c for key, c in self._checkpoints.items() if c.step <= start.step}
+
+    def _metric(self, line: Line) -> None:
+        metric = Metric.of(line)
+        if any(_undone(metric, start) for start in self._starts):
+            return
+        while self._metrics and self._metrics[-1].step >= metric.step:
+            self._metrics.pop()
+        self._metrics.append(metric)
+
+
+class HubFollower:
+    """Reader of the folders of the replicas of a hub, each of which leads under its own terms."""
+
+    def __init__(self) -> None:
+        """Follow nothing yet."""
+        self._tails: dict[Path, tuple[Tail, Tail]] = {}
+        self._lines: list[HubSample] = []
+        self._notices: list[Notice] = []
+        self._evidence: dict[str, Mapping[str, Any]] = {}
+
+    def follow(self, directories: Iterable[Path]) -> None:
+        """Follow the replicas in these folders too, in any order."""
+        for path in directories:
+            if path not in self._tails:
+                self._tails[path] = Tail(path / "metrics.jsonl"), Tail(path / "events.jsonl")
+
+    def poll(self) -> HubRecords:
+        """Return the records of the hub up to now."""
+        for metrics, events in self._tails.values():
+            _each(metrics.poll(), lambda line: self._lines.append(HubSample.of(line)))
+            _each(events.poll(), self._event)
+        self._lines.sort(key=lambda line: line.term)  # it is stable: within a term they stay as written
+        self._notices.sort(key=lambda notice: notice.t)
+        return HubRecords(tuple(self._lines), tuple(self._notices), dict(self._evidence))
+
+    def _event(self, line: Line) -> None:
+        notice = Notice.of(line)
+        if notice.event in WORTH_TELLING_OF_A_HUB:
+            self._notices.append(notice)
+        if notice.event == "accused" and isinstance(evidence := line.get("evidence"), Mapping):
+            self._evidence[str(line.get("server"))] = evidence
+
+
+class Tail:
+    """Reader of the complete lines that were added to a JSON lines file.
+
+    Lines that do not parse are skipped.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Follow the file at `path`, which need not be there yet."""
+        self._path = path
+        self._offset = 0
+        self._rest = b""
+        self.written_at = 0.0
+        """The file's modification time, in seconds since the epoch; 0 while there is no file."""
+
+    def poll(self) -> list[Line]:
+        """Return the lines that were added since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                self.written_at = os.fstat(file.fileno()).st_mtime
+                file.seek(self._offset)
+                new = file.read()
+        except OSError:
+            return []
+        self._offset += len(new)
+        *lines, self._rest = (self._rest + new).split(b"\n")
+        return [line for line in map(_parse, lines) if line is not None]
+
+
+def _parse(text: bytes) -> Line | None:
+    # A crash may leave half a line without its end; the next attempt's first line then follows right behind.
+    for candidate in (text, text[max(text.rfind(b'{"'), 0) :]):
+        try:
+            line = json.loads(candidate)
+        except (ValueError, RecursionError):
+            continue
+        return line if isinstance(line, dict) else None
+    return None
+
+
+def _each(lines: list[Line], take: Callable[[Line], None]) -> None:
+    for line in lines:
+        try:
+            take(line)
+        except BAD_LINE:
+            continue  # valid JSON that is none of our lines: to be skipped like a torn one
+
+
+def _undone(metric: Metric, start: StartEvent) -> bool:
+    return metric.t < start.t and metric.step > start.step
+
+
+def _read_toml(path: Path) -> Mapping[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}

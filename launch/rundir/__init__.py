@@ -1,1 +1,0 @@
-"""The run directory: preparation, metrics and event records, and their reader. Imports no torch."""

@@ -1,0 +1,326 @@
+"""`aedit peer`: one member of a swarm, which finds the others and hosts replicas of parts of the model."""
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from aedit.launch.config import RunConfig, to_toml
+from aedit.launch.records import claimed
+from aedit.launch.stop_signals import StopSignals
+from aedit.launch.swarm.forcing import Forcing, check_forcing
+from aedit.launch.swarm.foundings import Foundings
+from aedit.launch.swarm.hosted_part import HostedPart, HostOptions, set_aside
+from aedit.launch.swarm.introduction import INTRODUCTION, make_discovery
+from aedit.launch.swarm.overview import Overview
+from aedit.launch.swarm.own_card import OwnCard
+from aedit.launch.swarm.peer_rows import OtherModels, rows
+from aedit.launch.swarm.peer_service import PeerService
+from aedit.launch.swarm.recent_peers import RecentPeers
+from aedit.launch.swarm.roles import PartView, Role, part_view
+from aedit.proto.rpc import (
+    ClientKeys,
+    Endorsement,
+    ServerKeys,
+    SigningKey,
+    client_keys,
+    host_certificates,
+    listener_keys,
+    own_endorsement,
+    raise_descriptor_limit,
+)
+from aedit.proto.swarm import (
+    KEY,
+    NODE,
+    REPLICAS,
+    STATEMENTS,
+    Certified,
+    Gossip,
+    GossipPlan,
+    KnownPeers,
+    NodeFile,
+    Proofs,
+    ReplicasFile,
+    StatementsFile,
+)
+from aedit.system import write_atomically
+from aedit.types import UserError
+
+log = logging.getLogger(__name__)
+
+_TURN_S = 0.5
+"""Pause between two looks at the other peers and at the own replicas."""
+_WAITS_S = 60.0
+"""Longest time for which a peer that is to keep a part waits for others to give theirs up: cards may lie."""
+_RECENT_LEASES = 3
+"""Leases for which a peer that has vanished counts among those that could keep what is acknowledged."""
+_CALLS_IN_A_LEASE = 10.0
+"""Rounds in a lease in which other live peers are called, and at most one per second."""
+_LATE_S = 60.0
+"""Longest time for which parts of a run that is over wait for nodes that have not left."""
+_LEAVE_S = 12.0
+"""Longest time in which the parts that this peer owns are handed over when it ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerOptions:
+    """Options of a peer beside the configuration of the run."""
+
+    directory: Path
+    """Folder of its key, replicas and records."""
+    name: str
+    peers: str = ""
+    """In place of `swarm.peers`."""
+    founds: bool = False
+    """Begin the run: found every part. A peer that was in the run before goes on with what it has."""
+    forces: tuple[int, ...] = ()
+    """Parts that it founds without a vote, because too few peers are left; see `Forcing`."""
+    stays: bool = False
+    """Serve until a signal arrives, also after the run is over, for nodes that come late."""
+    keys: Path | None = None
+    insecure: bool = False
+
+
+def peer(config: RunConfig, options: PeerOptions) -> int:
+    """Take part in the swarm until SIGINT or SIGTERM; return the exit code.
+
+    Raises UserError for what the user must correct: keys, folder, peers, an address that is taken, or a part
+    that is not to be founded by force.
+    """
+    logging.basicConfig(format="aedit peer: %(message)s", level=logging.WARNING)
+    if not config.swarm.on:
+        raise UserError('swarm.discovery is empty: set it to "file" or "hivemind"')
+    if config.swarm.averages:
+        raise UserError('swarm.exchange = "hivemind" has no parts to keep: a peer is a node, of aedit run')
+    check_forcing(config.swarm, options.forces, founds=options.founds)
+    raise_descriptor_limit()
+    stop = StopSignals().asked
+    with claimed(options.directory, "peer"):
+        member = Peer(config, options)
+        try:
+            member.start()
+            print(f"peer {options.name} of {config.name} at {member.address or 'no address'}", flush=True)
+            while not stop.wait(_TURN_S) and not member.is_over:
+                member.turn()
+        finally:
+            member.close()
+    return 0
+
+
+class Peer:
+    """One peer: what it hosts follows from the cards of the live peers."""
+
+    def __init__(self, config: RunConfig, options: PeerOptions) -> None:
+        """Listen, and read the key. Raises UserError."""
+        swarm, directory = config.swarm, options.directory
+        self._config, self._options = config, options
+        run_toml = directory / "run.toml"
+        write_atomically(run_toml, to_toml(config))
+        self._hosts = HostOptions(
+            run_toml=run_toml,
+            directory=directory,
+            host=swarm.listen.rpartition(":")[0],
+            reached_at=swarm.reached_at,
+            parts=swarm.parts,
+            copies=swarm.copies,
+            lease_s=swarm.lease_s,
+            keys=options.keys,
+            insecure=options.insecure,
+            stays=options.stays,
+        )
+        self._trust = client_keys(options.keys) if options.keys else ClientKeys()
+        self._key = _kept_key(directory / KEY)
+        self._known = KnownPeers(
+            config.name, self._key.public, allow=frozenset(bytes.fromhex(key) for key in swarm.allow)
+        )
+        self._hosted: dict[int, HostedPart] = {}
+        self._hosting = threading.Lock()
+        self._told = self._own_fault = ""
+        self._over_since_s: float | None = None
+        self._replicas = ReplicasFile(directory / REPLICAS)
+        self._foundings = Foundings(
+            directory, config.name, self._key.public, parts=swarm.parts, lost_s=swarm.lost_s
+        )
+        self._forcing = Forcing(options.forces, self._foundings, swarm.lease_s)
+        self._received, self._proofs = StatementsFile(directory / STATEMENTS), Proofs(directory / "proofs")
+        self._node = NodeFile(directory / NODE)
+        self._other_models = OtherModels()
+        self._overview = Overview(swarm.lease_s)
+        self._recent = RecentPeers(_RECENT_LEASES * swarm.lease_s)
+        self._waits_since_s: dict[int, float] = {}
+        certified = self._certified()
+        fingerprint = certified.own.fingerprint if certified else ""
+        self._card = OwnCard(config, options.name, directory, self._key, self._known, fingerprint)
+        self._service = PeerService(
+            config, self._replicas, self._trust, self._live_names, self._foundings.states
+        )
+        self._discovery = make_discovery(swarm, options.peers, directory=directory, run=config.name)
+        plan = GossipPlan(
+            listen=swarm.listen,
+            peers_file=directory / "last_peers.json",
+            server_keys=self._server_keys(),
+            client_keys=self._trust,
+            certified=certified,
+            calls_every_s=swarm.lease_s / _CALLS_IN_A_LEASE,
+            services=self._service.services(),
+        )
+        self._gossip = Gossip(self._known, self._key, self._own_card, self._discovery, plan)
+
+    @property
+    def address(self) -> str:
+        """Return the HOST:PORT at which others reach this peer; "" for a client."""
+        return self._config.swarm.reached_at(self._gossip.address)
+
+    def start(self) -> None:
+        """Host what is on the disk, or found the run; then exchange cards with others."""
+        directory, kept = self._options.directory, self._hosts.kept()
+        for proof in self._proofs.load():
+            self._known.shut_out(proof)
+        marker = directory / "member"
+        founds = self._options.founds and not kept and not marker.exists()
+        marker.touch()
+        for part in range(self._hosts.parts) if founds else kept:
+            self._host(part, founds=founds)
+        self._gossip.start()
+        write_atomically(directory / "address", self.address or "client")
+
+    def turn(self) -> None:
+        """Look at the own replicas and at what others say; begin to keep parts, or give them up.
+
+        Raises UserError if a part is to be founded by force that has an owner.
+        """
+        self._introduce()
+        for hosted in list(self._hosted.values()):
+            hosted.look()
+        if self._known.state != self._own_fault:
+            self._own_fault = self._known.state
+            log.error("%s", self._own_fault)
+        live = self._known.live(time.monotonic())
+        self._foundings.look(live)
+        self._forcing.look(live)
+        for part in range(self._hosts.parts):
+            self._follow_founding(part)
+        self._gossip.received(self._received.changed())
+        self._other_models.name(self._known.live(time.monotonic()), self._key.public)
+        self._recent.look(live, time.monotonic())
+        faults, views = self._known.faults, self._views()
+        self._proofs.keep(faults)
+        shut_out = [key.hex() for key, found in faults.items() if found.statement is not None]
+        num_peers = len(self._recent.within(_RECENT_LEASES * self._config.swarm.lease_s))
+        may_begin = self._overview.is_enough(live, self._gossip.answers)
+        self._replicas.write([view.places(self._hosts.copies, num_peers) for view in views], shut_out)
+        for part, view in enumerate(views):
+            own = self._hosted.get(part)
+            role = view.role(self._hosts.copies, own.others if own is not None else 0)
+            has_rested = own is not None and own.rest(role is Role.RETIRE)
+            if part not in self._hosted and may_begin and self._begins(part, role):
+                log.warning("part %d: keeping a replica", part)
+                self._host(part, founds=False)
+            elif role is Role.RETIRE and has_rested:
+                log.warning("part %d: other peers keep it; giving up the replica here", part)
+                with self._hosting:
+                    retired = self._hosted.pop(part)
+                retired.retire()
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether every part that this peer keeps has ended with the run, or one has long ago.
+
+        A node that was away as the run ended may be awaited by one part, while another one has ended.
+        """
+        ended = [hosted.is_over for hosted in self._hosted.values()]
+        if not any(ended):
+            return False
+        self._over_since_s = self._over_since_s or time.monotonic()
+        return all(ended) or time.monotonic() > self._over_since_s + _LATE_S
+
+    def close(self) -> None:
+        """Say good-bye, let the owned parts be handed over, and end all processes."""
+        self._card.leaving = True
+        hosted, deadline_s = list(self._hosted.values()), time.monotonic() + _LEAVE_S
+        for one in hosted:
+            one.ask_to_end()
+        for one in hosted:
+            one.stop(max(0.1, deadline_s - time.monotonic()))
+        self._gossip.close()
+
+    def _follow_founding(self, part: int) -> None:
+        """Keep a replica aside that is older than the founding of its part that counts; found the part."""
+        register, own = self._foundings.register(part), self._hosted.get(part)
+        begins = self._foundings.begins(part)
+        if own is not None and (begins or (own.state and not register.counts(own.state.term))):
+            with self._hosting:
+                del self._hosted[part]
+            own.set_aside()
+        if begins:
+            if self._hosts.folder(part).exists():
+                set_aside(self._hosts.folder(part))
+            self._host(part, founds=True, above=register.term_above)
+
+    def _begins(self, part: int, role: Role) -> bool:
+        """Return whether to begin to keep the part now, also if it has waited for long."""
+        if role is not Role.WAIT:
+            self._waits_since_s.pop(part, None)
+            return role is Role.HOST
+        now = time.monotonic()
+        if now - self._waits_since_s.setdefault(part, now) < _WAITS_S:
+            return False
+        del self._waits_since_s[part]
+        return True
+
+    def _host(self, part: int, *, founds: bool, above: int = 0) -> None:
+        hosted = HostedPart(part, self._hosts, self._trust, founds=founds, above=above)
+        with self._hosting:
+            self._hosted[part] = hosted
+
+    def _server_keys(self) -> ServerKeys:
+        """Return what this peer requires of its callers; nothing of a client, which nobody calls."""
+        listen, options = self._config.swarm.listen, self._options
+        if not listen:
+            return ServerKeys()
+        mutual = self._config.hub.certificates
+        return listener_keys(listen, options.keys, certificates=mutual, insecure=options.insecure)
+
+    def _certified(self) -> Certified | None:
+        """Return the certificate of this peer and the check of others' ones; None without keys."""
+        keys, listens = self._options.keys, bool(self._config.swarm.listen)
+        if keys is None:
+            return None
+        run, me = self._config.name, self._key.public
+        return Certified(
+            host_certificates(keys), own_endorsement(keys, run, me) if listens else Endorsement()
+        )
+
+    def _introduce(self) -> None:
+        """Write what others need to find this peer, once it is known."""
+        told = self._discovery.introduction or self.address
+        if told != self._told:
+            write_atomically(self._options.directory / INTRODUCTION, told)
+            self._told = told
+
+    def _views(self) -> list[PartView]:
+        live = self._known.live(time.monotonic())
+        run, me = self._config.name, self._key.public
+        lately = self._recent.within(self._config.swarm.lease_s)
+        return [
+            part_view(run, part, live, me, self._foundings.register(part).counts, lately)
+            for part in range(self._hosts.parts)
+        ]
+
+    def _own_card(self) -> bytes:
+        with self._hosting:
+            states = {part: hosted.state for part, hosted in self._hosted.items()}
+        hosts = {part: state for part, state in states.items() if state is not None}
+        return self._card.current(self.address, hosts, self._foundings.says(), self._node.current())
+
+    def _live_names(self) -> list[dict[str, object]]:
+        """Return the live peers for views, and those that are shut out."""
+        return rows(self._known.live(time.monotonic()), self._key.public, self._known.faults)
+
+
+def _kept_key(path: Path) -> SigningKey:
+    try:
+        return SigningKey.kept(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: {error}") from None

@@ -1,0 +1,226 @@
+"""Role and name of a caller, as certificates and tokens of `aedit keys` carry them.
+
+A token is `ROLE.ISSUED.NAME.SIGNATURE`: signed by the run's authority, so whoever has the authority's
+certificate can check it, and nobody else can make one. ISSUED is in milliseconds since 1970. A revocation
+names a name and a time: it ends every token that was issued under the name until then.
+"""
+
+import base64
+import binascii
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+HUB, STANDBY, PEER, NODE, SERVER, READER = ROLES = ("hub", "standby", "peer", "node", "server", "reader")
+SHARED = "nodes"
+"""Name in the token that all nodes share: its holders choose their own names."""
+REVOKED = "revoked"
+"""File of revocations in a folder of keys; it is read again whenever it changes."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+_TITLE = b"aedit token\0"
+_KNOWN_TOKENS = 8192
+_HUBS = frozenset({HUB, STANDBY, PEER})
+_MEMBERS = frozenset({HUB, PEER, NODE})
+_TRAINERS_AND_SERVERS = frozenset({HUB, STANDBY, PEER, NODE, SERVER})
+_EVERYBODY = frozenset(ROLES)
+_ROLES_OF: Mapping[str, frozenset[str]] = {
+    "Membership/Hello": _EVERYBODY,
+    "Membership/Join": _MEMBERS,
+    "Membership/Heartbeat": _MEMBERS,
+    "Membership/Lease": _MEMBERS,
+    "Membership/Leave": _MEMBERS,
+    "Membership/TakeOver": _MEMBERS,
+    "Exchange/Push": _MEMBERS,
+    "Exchange/Pull": _EVERYBODY,
+    "State/Status": _EVERYBODY,
+    "State/Tail": _HUBS,
+    "State/Confirm": _HUBS,
+    "Directory/Announce": _TRAINERS_AND_SERVERS,
+    "Directory/Withdraw": _TRAINERS_AND_SERVERS,
+    "Directory/Servers": _EVERYBODY,
+    "Directory/Accuse": _MEMBERS,
+    "Versions/Newest": _EVERYBODY,
+    "Versions/Get": _EVERYBODY,
+    "Versions/Offer": _TRAINERS_AND_SERVERS,
+    "Versions/Put": _TRAINERS_AND_SERVERS,
+    "Rollouts/Generate": _TRAINERS_AND_SERVERS,
+    "Rollouts/ServerStatus": _EVERYBODY,
+    "Swarm/Exchange": _MEMBERS,
+}
+"""Calls of a run by the roles that may make them; hubs alone make any other one."""
+_OWN = "/aedit.v1."
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Role and name of a caller, as the run's authority has signed them."""
+
+    role: str
+    name: str
+    issued_ms: int = 0
+
+    @property
+    def own_name(self) -> str | None:
+        """Return the name; None for a token that many callers share."""
+        return None if self.name == SHARED else self.name
+
+
+class Stranger(Exception):
+    """The caller is not who it says, or may not make this call; the text is what it is told."""
+
+
+class Revocations:
+    """Revocations in a file, which may change or appear at any time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._mark: tuple[int, int, int] | None = None
+        self._until_ms: dict[str, int] = {}
+
+    def has(self, identity: Identity) -> bool:
+        """Return whether the token is revoked."""
+        with self._lock:
+            mark = self._mark_now()
+            if mark != self._mark:
+                self._until_ms = read_revocations(self._path) if mark else {}
+                self._mark = mark
+            return identity.issued_ms <= self._until_ms.get(identity.name, -1)
+
+    def _mark_now(self) -> tuple[int, int, int] | None:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def read_revocations(path: Path) -> dict[str, int]:
+    """Return by name until when its tokens are revoked, in milliseconds; skip lines of another form."""
+    found: dict[str, int] = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        name, _, until = line.partition(" ")
+        if until.isdecimal():
+            found[name] = max(int(until), found.get(name, 0))
+    return found
+
+
+class TokenReader:
+    """Reads tokens that one authority has signed."""
+
+    def __init__(self, authority: bytes, revoked: Path) -> None:
+        """Create a reader. authority: certificate in PEM. Raises ValueError for one of another kind."""
+        key = x509.load_pem_x509_certificate(authority).public_key()
+        if not isinstance(key, ec.EllipticCurvePublicKey):
+            raise ValueError("the authority's key is not an elliptic-curve key")
+        self._verified: Callable[[str], Identity] = lru_cache(_KNOWN_TOKENS)(
+            lambda token: _verify(token, key)
+        )
+        self._revoked = Revocations(revoked)
+
+    def identity(self, metadata: Iterable[tuple[str, str | bytes]]) -> Identity:
+        """Return who shows the token in these metadata. Raises Stranger, with the remedy."""
+        found = [value for name, value in metadata if name == "authorization"]
+        if not found:
+            raise Stranger("no token: this run wants the one that `aedit keys` wrote for its nodes")
+        try:
+            identity = self._verified(_shown(found))
+        except (ValueError, InvalidSignature):
+            raise Stranger("wrong token: this run was made with other keys") from None
+        if self._revoked.has(identity):
+            raise Stranger(f"revoked token: the keys of {identity.name!r} are not valid any more")
+        return identity
+
+
+def check_call(identity: Identity, method: str) -> None:
+    """Raise Stranger if the caller's role may not call `/Service/Method`."""
+    if not method.startswith(_OWN):
+        return  # health and reflection
+    name = method.removeprefix(_OWN)
+    allowed = _ROLES_OF.get(name, _HUBS)
+    if identity.role not in allowed:
+        wanted = ", ".join(role for role in ROLES if role in allowed)
+        raise Stranger(f"{name} is for the roles {wanted}; these keys have the role {identity.role}")
+
+
+def shown_identity(
+    metadata: Iterable[tuple[str, str | bytes]], auth: Mapping[str, Sequence[bytes]]
+) -> Identity | None:
+    """Return who made a call that has passed a `TokenReader`; None on a connection without TLS.
+
+    auth: gRPC's authentication context. Raises Stranger if token and certificate are not of the same holder.
+    """
+    if list(auth.get("transport_security_type", ())) != [b"ssl"]:
+        return None  # A token in plaintext was checked by nobody.
+    try:
+        token = parse(_shown([value for name, value in metadata if name == "authorization"]))[0]
+    except ValueError:
+        return None
+    for pem in auth.get("x509_pem_cert", ()):
+        certified = _certified(bytes(pem))
+        if (certified.role, certified.name) != (token.role, token.name):
+            raise Stranger(
+                f"the certificate is for {certified.role} {certified.name!r} and the token for {token.role}"
+                f" {token.name!r}: use the files of one folder"
+            )
+    return token
+
+
+def identity_statement(role: str, issued_ms: int, name: str) -> bytes:
+    """Return what the authority signs for a token."""
+    return _TITLE + f"{role}\0{issued_ms}\0{name}".encode()
+
+
+def token_text(identity: Identity, signature: bytes) -> str:
+    """Return the token of this holder. signature: of `identity_statement`, by the authority."""
+    signed = base64.urlsafe_b64encode(signature).decode().rstrip("=")
+    return f"{identity.role}.{identity.issued_ms}.{identity.name}.{signed}"
+
+
+def parse(token: str) -> tuple[Identity, bytes]:
+    """Return holder and signature of a token, unchecked. Raises ValueError for another form."""
+    role, issued, rest = [*token.split(".", 2), "", ""][:3]
+    name, _, signed = rest.rpartition(".")
+    if role not in ROLES or not (issued.isascii() and issued.isdecimal()) or not NAME.fullmatch(name):
+        raise ValueError("not a token of `aedit keys`")
+    try:
+        signature = base64.b64decode(signed + "=" * (-len(signed) % 4), altchars=b"-_", validate=True)
+    except binascii.Error as error:
+        raise ValueError("not a token of `aedit keys`") from error
+    return Identity(role, name, int(issued)), signature
+
+
+def _shown(found: Sequence[str | bytes]) -> str:
+    text = found[0] if len(found) == 1 else ""
+    text = text.decode("ascii", "replace") if isinstance(text, bytes) else text
+    if not text.startswith("Bearer ") or len(text) > 512:
+        raise ValueError("not one token")
+    return text.removeprefix("Bearer ")
+
+
+def _verify(token: str, key: ec.EllipticCurvePublicKey) -> Identity:
+    identity, signature = parse(token)
+    signed = identity_statement(identity.role, identity.issued_ms, identity.name)
+    key.verify(signature, signed, ec.ECDSA(hashes.SHA256()))
+    return identity
+
+
+@lru_cache(_KNOWN_TOKENS)
+def _certified(pem: bytes) -> Identity:
+    """Return role and name in a certificate that gRPC has verified."""
+    subject = x509.load_pem_x509_certificate(pem).subject
+
+    def first(oid: x509.ObjectIdentifier) -> str:
+        return next((str(one.value) for one in subject.get_attributes_for_oid(oid)), "")
+
+    return Identity(first(NameOID.ORGANIZATIONAL_UNIT_NAME), first(NameOID.COMMON_NAME))

@@ -1,1 +1,0 @@
-"""The hub protocol over gRPC: generated messages, client, server, chunked arrays, limits and TLS."""

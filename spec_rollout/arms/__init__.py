@@ -1,1 +1,0 @@
-"""Choice of the speculation arm: expected tokens per second, bandit, calibration, step times."""

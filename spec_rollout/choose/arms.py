@@ -1,0 +1,131 @@
+"""Interface of arm choosers: input before a step, observation after it, and the decision.
+
+A decision may depend on the past only. Before drafting this holds by construction: an `EngineView` has
+neither logits nor noise of the next step. After drafting (`ArmChooser.trim`, RLHFSpec's "draft once, choose n
+afterwards") the decision depends on the draft. Whether that is allowed depends on how drafts are verified.
+
+Coupled: the token of a position is `argmax(logp / T + G)`, independent of any draft. Verifying fewer nodes
+only leaves more of the same tokens to later steps. So nothing leaks, although drafts made with shared noise
+depend on the noise.
+
+Rejection with certain drafts (a point mass, such as the suffix drafter's): the draft and its scores are
+functions of the past, so trimming is allowed.
+
+Rejection with drawn drafts: a token x ~ q is replaced such that the result has distribution p on average over
+x. Verifying x only where q(x) is high, and drawing from p otherwise, averages over another q than the one
+that rejection divides by: the result is not p. Such drafts are never trimmed. `Draft.logq_BNV` is set in
+exactly this case.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from aedit.spec_rollout.drafters import OFF, Arm, Draft, parse_arm
+
+BUCKETS = (1, 2, 5, 9, 17, 33)
+"""First number of running rows of each bucket: what is learned for 3 rows also holds for 2 and 4."""
+
+
+def bucket(rows: int) -> int:
+    """Return the bucket of this number of running rows: its first number in `BUCKETS`."""
+    return max(first for first in BUCKETS if first <= max(rows, 1))
+
+
+def num_real_nodes(draft: Draft) -> int:
+    """Return the largest number of real nodes of a row: nodes beyond it are never accepted.
+
+    Returns all nodes on a GPU, where reading the counts would synchronize.
+    """
+    if draft.counts_B is None or draft.counts_B.is_cuda:
+        return draft.tokens_BN.shape[1]
+    return int(draft.counts_B.max())
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """State of an engine before a step."""
+
+    rows: int
+    """Number of running rows B, at least 1."""
+    context: int
+    """Number of cached tokens of all running rows together, which attention reads."""
+    versions: Mapping[str, int] = field(default_factory=dict)
+    """Available drafters, by `Arm.drafter`, with the version of their weights (0 if they have none)."""
+
+    def has(self, arm: Arm) -> bool:
+        """Return true if the arm is off or its drafter is available."""
+        return arm.is_off or arm.drafter in self.versions
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepObservation:
+    """Observation of one step."""
+
+    view: EngineView
+    """State before the step."""
+    arm: Arm
+    """Chosen arm."""
+    emitted: int
+    """Number of emitted tokens of all rows, after the cut at stop tokens and lengths."""
+    total_s: float
+    """Seconds of the whole step, with drafting."""
+    draft_s: float = 0.0
+    """Seconds of drafting, including missed pairs that were computed first."""
+    nodes: int = 0
+    """Verified nodes per row: `arm.nodes`, or fewer if trimmed."""
+    draft: Draft | None = None
+    """The whole proposal, or None. Read its tensors at once: they may be reused afterwards."""
+    accepted_B: Sequence[int] = ()
+    """Accepted nodes of each row, before the cut."""
+    path_Bm: Sequence[Sequence[int]] | None = None
+    """For trees: indices of the accepted tokens of each row among the verified tokens, root (0) first, so
+    that node n is n + 1. Entries beyond accepted_B + 1 are ignored. None for chains."""
+    learning_s: float = 0.0
+    """Seconds that the chooser's `choose` and `learn` took for the step before."""
+
+
+class ArmChooser(Protocol):
+    """Chooses the arm of each step from its observations alone.
+
+    The same observations in the same order give the same arms on every rank.
+    """
+
+    def choose(self, view: EngineView) -> Arm:
+        """Return the arm of the next step."""
+
+    def trim(self, view: EngineView, arm: Arm, draft: Draft) -> int:
+        """Return how many of the drafted nodes to verify: the first ones of each row; 0 is plain decoding.
+
+        Returns all of them if `draft.logq_BNV` is set; see the module's documentation.
+        """
+
+    def learn(self, observed: StepObservation) -> None:
+        """Receive the observation of a step. Called once after each step, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """Always the same arm, or off while its drafter is not available."""
+
+    arm: Arm
+
+    @classmethod
+    def of(cls, text: str) -> "Fixed":
+        """Return the chooser of an arm's text, such as `Fixed.of("layer:4")`.
+
+        Raises:
+            ValueError: The text is not an arm; see `parse_arm`.
+        """
+        return cls(parse_arm(text))
+
+    def choose(self, view: EngineView) -> Arm:
+        """Return the arm."""
+        return self.arm if view.has(self.arm) else OFF
+
+    def trim(self, view: EngineView, arm: Arm, draft: Draft) -> int:
+        """Return the number of real nodes."""
+        return num_real_nodes(draft)
+
+    def learn(self, observed: StepObservation) -> None:
+        """Ignore the observation."""

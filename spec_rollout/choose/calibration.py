@@ -1,0 +1,227 @@
+"""Calibration of a drafter's scores to probabilities of acceptance (RLHFSpec).
+
+The calibration is a map F from the drafter's probability of a token to the probability that the policy
+accepts it. Only nodes with an accepted parent are informative: what the policy would have drawn elsewhere is
+never known. So F is P(accepted | parent accepted) as a function of the drafter's conditional probability,
+which verifying fewer or other nodes does not bias. A path is accepted with the product along it. First
+children and later siblings have separate maps: with shared noise a first child is accepted far more often
+than a sibling of the same probability.
+
+This runs in every step, so probabilities are quantized to levels, and F is a table over levels.
+
+Shapes: B rows, N nodes of a draft.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import isotonic_regression
+
+from aedit.spec_rollout.drafters import Draft
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+Ints = NDArray[np.int64]
+
+NUM_LEVELS = 256
+"""Number of levels of a probability."""
+
+NO_NODE = 2 * NUM_LEVELS
+"""Level of padding. First children have levels below `NUM_LEVELS`, later siblings those above."""
+
+NUM_BINS = 16
+CENTRES: Floats = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
+LEVELS: Floats = (np.arange(NUM_LEVELS) + 0.5) / NUM_LEVELS
+
+MIN_SCORE = -1e4
+"""Lower limit of scores, which keeps -inf out of the arithmetic."""
+
+PRIOR_NODES = 2.0
+"""Prior nodes of each bin, accepted as often as the drafter's probability times its usual bias."""
+
+MEMORY_NODES = 4000.0
+"""Number of observed nodes after which the weight of an old one is 1 / e."""
+
+VERSION_DECAY = 0.02
+"""Weight of observations of older versions of the drafter."""
+
+UPDATES_PER_FIT = 4
+"""Number of updates after which the map is fitted again."""
+
+
+LOOP_MAX_NODES = 40
+"""Number of nodes of all rows up to which Python loops are faster than arrays."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftNodes:
+    """A draft as NumPy arrays."""
+
+    levels_BN: Ints
+    """Level of the drafter's probability of each node given its parent."""
+    parents_BN: Ints | None
+    """None for chains."""
+
+    @classmethod
+    def of(cls, draft: Draft) -> "DraftNodes":
+        """Return copies of the draft's data: its tensors may be reused."""
+        scores = np.maximum(draft.scores_BN.numpy(force=True), MIN_SCORE)
+        parents = None
+        if draft.parents_BN is None:
+            gains = scores.copy()
+            gains[:, 1:] -= scores[:, :-1]
+        else:
+            parents = draft.parents_BN.numpy(force=True).astype(np.int64)
+            gains = scores - _of_parent(scores, parents, 0.0)
+        levels = np.minimum(np.exp(gains) * NUM_LEVELS, NUM_LEVELS - 1).astype(np.int64)
+        if parents is not None:
+            levels += NUM_LEVELS * _is_later(parents)
+        if draft.counts_B is not None:
+            counts = draft.counts_B.numpy(force=True)
+            levels[np.arange(levels.shape[1]) >= counts[:, None]] = NO_NODE
+        return cls(levels, parents)
+
+    @property
+    def real_BN(self) -> Bools:
+        """Return which entries are nodes and not padding, (B, N)."""
+        real: Bools = self.levels_BN != NO_NODE
+        return real
+
+    def along_paths(self, probabilities_BN: Floats) -> Floats:
+        """Return the products from the root to each node of probabilities given the parent, (B, N)."""
+        if self.parents_BN is None:
+            return np.cumprod(probabilities_BN, axis=1, dtype=np.float64)
+        up = self.parents_BN
+        while (up >= 0).any():  # each iteration doubles the distance to the ancestor
+            probabilities_BN = probabilities_BN * _of_parent(probabilities_BN, up, 1.0)
+            up = _of_parent(up, up, -1)
+        return probabilities_BN
+
+    def observed(self, verified_BN: Bools, accepted_BN: Bools) -> Bools:
+        """Return the nodes whose acceptance is known, (B, N): verified nodes of an accepted parent."""
+        if self.parents_BN is None:
+            reached = np.ones_like(accepted_BN)
+            reached[:, 1:] = accepted_BN[:, :-1]
+        else:
+            reached = _of_parent(accepted_BN, self.parents_BN, True)
+        observed: Bools = reached & verified_BN & self.real_BN
+        return observed
+
+
+def _of_parent(values_BN: NDArray[Any], parents_BN: Ints, of_root: float) -> NDArray[Any]:
+    """Return each node's value of its parent, (B, N)."""
+    rows = np.arange(len(values_BN))[:, None]
+    found: NDArray[Any] = values_BN[rows, parents_BN]
+    found[parents_BN < 0] = of_root
+    return found
+
+
+def _is_later(parents_BN: Ints) -> Bools:
+    """Return the nodes that are not the first child of their parent, (B, N)."""
+    rows, numbers = np.arange(len(parents_BN))[:, None], np.arange(parents_BN.shape[1])
+    first = np.full((len(parents_BN), len(numbers) + 1), len(numbers))  # the last column is the root's
+    np.minimum.at(first, (rows, parents_BN), numbers)
+    later: Bools = first[rows, parents_BN] != numbers
+    return later
+
+
+def accepted_nodes(
+    shape: tuple[int, int], accepted_B: Sequence[int], path_Bm: Sequence[Sequence[int]] | None
+) -> Bools:
+    """Return the accepted nodes, (B, N), from `StepObservation.accepted_B` and `StepObservation.path_Bm`."""
+    if path_Bm is None:
+        return np.arange(shape[1]) < np.asarray(accepted_B)[:, None]
+    accepted = np.zeros(shape, dtype=bool)
+    for row, (path, count) in enumerate(zip(path_Bm, accepted_B, strict=True)):
+        accepted[row, [token - 1 for token in path[1 : count + 1]]] = True
+    return accepted
+
+
+class Calibration:
+    """The map F of one drafter, for its newest version."""
+
+    def __init__(self) -> None:
+        # Row 0: first children; row 1: later siblings.
+        self._num_observed: Floats = np.zeros((2, NUM_BINS))
+        self._num_accepted: Floats = np.zeros((2, NUM_BINS))
+        self._table: Floats = np.concatenate([LEVELS, LEVELS, [0.0]])
+        self._levels: list[float] = self._table.tolist()
+        self._version: int | None = None
+        self._num_updates = 0
+
+    def probabilities(self, nodes: DraftNodes) -> Floats:
+        """Return the probability that each node is accepted if its parent is, (B, N); 0 for padding."""
+        return self._table[nodes.levels_BN]
+
+    def expected_accepted(self, draft: Draft) -> list[float]:
+        """Return for each node the sum over all rows of the probability that its path is accepted."""
+        rows, num_nodes = draft.scores_BN.shape
+        if rows * num_nodes > LOOP_MAX_NODES:
+            nodes = DraftNodes.of(draft)
+            found: list[float] = nodes.along_paths(self.probabilities(nodes)).sum(axis=0).tolist()
+            return found
+        chain = [range(-1, num_nodes - 1)] * rows
+        parents = chain if draft.parents_BN is None else draft.parents_BN.tolist()
+        counts = [num_nodes] * rows if draft.counts_B is None else draft.counts_B.tolist()
+        gains = [0.0] * num_nodes
+        for scores, parents_of, count in zip(draft.scores_BN.tolist(), parents, counts, strict=True):
+            for n, probability in enumerate(self._along_path(scores[:count], parents_of)):
+                gains[n] += probability
+        return gains
+
+    def _along_path(self, scores: Sequence[float], parents: Sequence[int]) -> list[float]:
+        """Return the path probabilities of one row; see `DraftNodes.along_paths`."""
+        table, later = self._levels, set[int]()
+        paths, path_scores = [1.0], [0.0]  # entry 0 is the root, entry n + 1 is node n
+        for score, parent in zip(scores, parents, strict=False):
+            score = max(score, MIN_SCORE)
+            level = min(int(math.exp(score - path_scores[parent + 1]) * NUM_LEVELS), NUM_LEVELS - 1)
+            if parent in later:
+                level += NUM_LEVELS
+            later.add(parent)
+            paths.append(paths[parent + 1] * table[level])
+            path_scores.append(score)
+        return paths[1:]
+
+    def set_version(self, version: int) -> None:
+        """Set the drafter's version. Observations of another version become a weak prior."""
+        if self._version is not None and version != self._version:
+            self._num_observed *= VERSION_DECAY
+            self._num_accepted *= VERSION_DECAY
+        self._version = version
+
+    def learn(self, nodes: DraftNodes, verified_BN: Bools, accepted_BN: Bools) -> None:
+        """Update the map with verified drafts.
+
+        Args:
+            nodes: Drafted nodes.
+            verified_BN: Nodes that were verified.
+            accepted_BN: Nodes that were accepted.
+        """
+        seen = nodes.observed(verified_BN, accepted_BN)
+        bins = nodes.levels_BN[seen] // (NUM_LEVELS // NUM_BINS)
+        counts = np.bincount(bins, minlength=2 * NUM_BINS).reshape(2, NUM_BINS)
+        kept = np.exp(counts.sum(axis=1, keepdims=True) / -MEMORY_NODES)
+        self._num_observed = kept * self._num_observed + counts
+        accepted = np.bincount(bins, accepted_BN[seen], 2 * NUM_BINS).reshape(2, NUM_BINS)
+        self._num_accepted = kept * self._num_accepted + accepted
+        self._num_updates += 1
+        if self._num_updates % UPDATES_PER_FIT == 0 or self._num_updates < UPDATES_PER_FIT:
+            self._fit(0)
+            if nodes.parents_BN is not None:
+                self._fit(1)
+            self._levels = self._table.tolist()
+
+    def _fit(self, kind: int) -> None:
+        """Fit the table of first children (kind 0) or later siblings (kind 1)."""
+        seen, accepted = self._num_observed[kind], self._num_accepted[kind]
+        bias = (accepted.sum() + 1) / (seen @ CENTRES + 1)
+        weights = seen + PRIOR_NODES
+        prior = np.minimum(bias * CENTRES, 1.0)
+        shares = (accepted + PRIOR_NODES * prior) / weights
+        fitted = isotonic_regression(shares, weights=weights).x
+        self._table[kind * NUM_LEVELS : (kind + 1) * NUM_LEVELS] = np.interp(LEVELS, CENTRES, fitted)

@@ -1,0 +1,189 @@
+"""The public application: routes, errors, authentication, figures."""
+
+import hmac
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from aedit.spec_rollout.http.chat import chat_completions
+from aedit.spec_rollout.http.completions import completions
+from aedit.spec_rollout.http.errors import ApiError
+from aedit.spec_rollout.http.generation import ClientGone
+from aedit.spec_rollout.http.metrics import HttpMetrics
+from aedit.spec_rollout.http.service import Service
+from aedit.spec_rollout.http.token_generate import generate
+from aedit.spec_rollout.http.tokenizing import detokenize, tokenize, tokenizer_info
+
+OPEN_PATHS = ("/health", "/health/", "/ping")
+"""Routes that need no key: signs of life for load balancers."""
+CLIENT_GONE = 499
+TEXT_ROUTES = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
+
+
+def make_app(service: Service, keys: Sequence[str] = (), more_routes: Sequence[Route] = ()) -> ASGIApp:
+    """Return the application of a service.
+
+    Args:
+        service: What it serves.
+        keys: Accepted bearer tokens; empty: everybody is served.
+        more_routes: Further routes.
+    """
+    routes = [*_routes(), *more_routes]
+    handlers: Mapping[Any, Any] = {
+        ApiError: _api_error,
+        HTTPException: _http_error,
+        ClientGone: _client_gone,
+        Exception: _failure,
+    }
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.state.service = service
+    app.router.redirect_slashes = False
+    guarded = BearerAuth(app, keys) if keys else app
+    return Measured(guarded, service.metrics, frozenset(route.path for route in routes))
+
+
+def _routes() -> list[Route]:
+    return [
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/inference/v1/generate", generate, methods=["POST"]),
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/tokenizer_info", tokenizer_info),
+        Route("/health", health),
+        Route("/health/", health),
+        Route("/ping", health, methods=["GET", "POST"]),
+        Route("/metrics", metrics),
+        Route("/version", show_version),
+    ]
+
+
+async def models(request: Request) -> Response:
+    """List the model."""
+    return JSONResponse({"object": "list", "data": [_card(request.app.state.service)]})
+
+
+async def model(request: Request) -> Response:
+    """Describe the model."""
+    service: Service = request.app.state.service
+    name = request.path_params["name"]
+    if name != service.model:
+        message = f"there is no model {name[:128]!r} here: use {service.model!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+    return JSONResponse(_card(service))
+
+
+def _card(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.model,
+        "object": "model",
+        "created": service.created_s,
+        "owned_by": "aedit",
+        "max_model_len": service.max_tokens,
+    }
+
+
+async def health(request: Request) -> Response:
+    """Answer 200 while samples are taken."""
+    status = request.app.state.service.host.status()
+    if status["error"]:
+        raise ApiError(500, "the engine's thread has died: start the server again", code="failed")
+    if status["ending"]:
+        raise ApiError(503, "the server is ending", code="ending", retry_after_s=5.0)
+    return JSONResponse({"status": "ok"})
+
+
+async def metrics(request: Request) -> Response:
+    """Show figures for Prometheus."""
+    service: Service = request.app.state.service
+    return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+async def show_version(request: Request) -> Response:
+    """Show the version of this program, and of the policy."""
+    service: Service = request.app.state.service
+    return JSONResponse({"version": version("aedit"), "weight_version": str(service.engine.version)})
+
+
+def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path[:128]}"
+    reasons = {404: f"{what}: no such route", 405: f"{what}: this route takes another method"}
+    found = ApiError(error.status_code, reasons.get(error.status_code, error.detail), code="no_such_route")
+    response = found.response()
+    response.headers.update(error.headers or {})
+    return response
+
+
+def _client_gone(request: Request, error: Exception) -> Response:
+    request.app.state.service.metrics.cancelled.inc()
+    return Response(status_code=CLIENT_GONE)
+
+
+def _failure(request: Request, error: Exception) -> Response:
+    return ApiError(500, "the server has failed; its log has the reason", code="failed").response()
+
+
+class BearerAuth:
+    """Refuses requests without one of the keys before their body is read."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app, self._keys = app, [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or refuse it."""
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._is_known(scope):
+            message = "a known API key is needed: send the header Authorization: Bearer KEY"
+            await ApiError(401, message, code="invalid_api_key").response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _is_known(self, scope: Scope) -> bool:
+        found = [value for name, value in scope["headers"] if name == b"authorization"]
+        scheme, _, key = (found[0] if len(found) == 1 else b"").partition(b" ")
+        # All keys are compared, in constant time.
+        known = [hmac.compare_digest(key.strip(), each) for each in self._keys]
+        return scheme.lower() == b"bearer" and any(known)
+
+
+class Measured:
+    """Counts requests by route and status."""
+
+    def __init__(self, app: ASGIApp, metrics: HttpMetrics, paths: frozenset[str]) -> None:
+        self._app, self._metrics, self._paths = app, metrics, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on and count its answer."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        route = scope["path"] if scope["path"] in self._paths else "other"
+        began_s, status = time.monotonic(), "none"
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = str(message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counted)
+        finally:
+            self._metrics.requests.labels(route, status).inc()
+            if route in TEXT_ROUTES:
+                self._metrics.seconds.labels(route).observe(time.monotonic() - began_s)

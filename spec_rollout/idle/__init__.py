@@ -1,1 +1,0 @@
-"""Drafter training in idle windows: a suspended process or a low-priority CUDA stream."""

@@ -1,1 +1,0 @@
-"""Training of the draft layer: features, packing, losses, gate."""

@@ -1,0 +1,177 @@
+"""One connection to a rollout server: its stream, its samples, and the policy versions that it is given."""
+
+import math
+from typing import Any
+
+from aedit.proto.rpc import rollouts_pb2 as pb
+from aedit.spec_rollout.audit import Origin
+from aedit.spec_rollout.remote.places import Place
+from aedit.spec_rollout.remote.publisher import VersionGiven, VersionSender
+from aedit.spec_rollout.remote.report_checks import Violation
+from aedit.spec_rollout.remote.session import ServerFacts, Session
+from aedit.spec_rollout.remote.stream import ServerStream
+from aedit.spec_rollout.workers import Channel
+
+PROTOCOL = 1
+MAX_ROWS, MAX_WAITING = 4096, 4096
+"""Most samples that a server may say it takes."""
+KEY_BYTES = 32
+BEAT_S = 1.0
+"""Interval of signs of life for the server."""
+
+
+class Connection:
+    """A connection from its first try to its end. Used by one thread."""
+
+    def __init__(
+        self, number: int, place: Place, stream: ServerStream, sender: VersionSender, channel: Channel
+    ) -> None:
+        self.number, self.place, self.stream, self.sender = number, place, stream, sender
+        self.session: Session | None = None
+        """None until the server has answered."""
+        self.quiet_s = 0.0
+        """Seconds without a message."""
+        self.closing = ""
+        """Why it ends, while samples are still held."""
+        self.version = 0
+        """Newest version that the server has."""
+        self.wanted = 0
+        """Newest version that it is to have."""
+        self.num_version_bytes = 0
+        self._channel = channel
+        self._wanted_s, self._took_s = 0.0, 0.0
+        self._refuses_until_s = -math.inf
+        self._now_s = self._reported_s = self._beat_s = 0.0
+
+    def open(self, found: pb.Opened, origin: Origin, **settings: Any) -> None:
+        """Take the server's answer. settings: of `Session`.
+
+        Raises:
+            Violation: It is none, or that of another server than expected.
+        """
+        name, key = found.server, found.public_key
+        if found.protocol != PROTOCOL:
+            raise Violation(f"it speaks protocol {found.protocol}, expected {PROTOCOL}")
+        if not name or len(name) > 128 or not name.isprintable() or len(key) != KEY_BYTES:
+            raise Violation(f"it gives no name, or no key of {KEY_BYTES} bytes")
+        if self.place.name and (self.place.name, self.place.public_key) != (name, key):
+            raise Violation(f"{name} answers, or another key, where the directory has {self.place.name}")
+        if not 1 <= found.rows <= MAX_ROWS:
+            raise Violation(f"it decodes {found.rows} samples at a time, expected 1 to {MAX_ROWS}")
+        facts = ServerFacts(
+            name=name,
+            address=self.place.address,
+            rows=found.rows,
+            room=found.rows + min(found.max_waiting, MAX_WAITING),
+            public_key=key,
+            origin=Origin(origin.run, origin.line, name),
+        )
+        self.session = Session(facts, self.to_rank, self.stream.send, **settings)
+        self.session.versions = self.sender.offered
+        self._channel.send(
+            "joined",
+            lane=self.number,
+            server=name,
+            address=self.place.address,
+            rows=found.rows,
+            room=facts.room,
+        )
+        self.report(self._now_s)
+
+    def want(self, version: int, now_s: float) -> None:
+        """Give the server this version as soon as possible."""
+        if version > self.wanted:
+            if self.version >= self.wanted:
+                self._wanted_s = now_s
+            self.wanted = version
+            self.sender.want(version)
+
+    def given(self, done: VersionGiven, now_s: float) -> None:
+        """Note that the server has a version."""
+        self.num_version_bytes += done.num_bytes
+        if done.error:
+            return
+        self.version, self._took_s = max(self.version, done.version), done.seconds
+        self._wanted_s = now_s
+        self.report(now_s)
+
+    def advance(self, now_s: float, passed_s: float, stalled_s: float) -> None:
+        """Note the time, and take samples back that have not advanced for `stalled_s`.
+
+        passed_s: Since the last call, as far as this process has run.
+        """
+        self._now_s = now_s
+        self.quiet_s += passed_s
+        if self.session is None:
+            return
+        if now_s - self._beat_s >= BEAT_S and not self.closing:
+            self._beat_s = now_s
+            self.session.beat()
+        self.session.speed.advance(now_s, self.session.live)
+        if not self.closing and self.session.take_back_stalled(passed_s, stalled_s):
+            self._refuses_until_s = max(self._refuses_until_s, self.place.stalled(now_s, stalled_s))
+        if self.session.refuses_for_s:
+            self._refuses_until_s = max(self._refuses_until_s, now_s + self.session.refuses_for_s)
+            self.session.refuses_for_s = 0.0
+
+    def take(self, message: pb.ToTrainer, now_s: float) -> None:
+        """Take a message of the server after the first one. Raises Violation."""
+        assert self.session is not None
+        self.quiet_s = 0.0
+        self.session.handle(message, now_s)
+        if message.HasField("ended"):
+            self.place.stalls = 0
+
+    def report(self, now_s: float) -> None:
+        """Tell the rank what is new of a server that is connected."""
+        self._reported_s = now_s
+        if self.session is not None:
+            self.session.changed = False
+            self.to_rank("report", tokens=[], ended=[])
+
+    def due(self, now_s: float, every_s: float, beat_s: float) -> bool:
+        """Return whether it is time for a report."""
+        changed = self.session is not None and self.session.changed
+        return now_s - self._reported_s >= (every_s if changed else beat_s)
+
+    def close(self) -> None:
+        """End stream and transfers without waiting."""
+        self.stream.close()
+        self.sender.close()
+
+    def to_rank(self, kind: str, **fields: Any) -> None:
+        """Send the rank a message of this server."""
+        base = self._base() if kind == "report" else {}
+        self._channel.send(kind, lane=self.number, **base, **fields)
+
+    def _base(self) -> dict[str, Any]:
+        session = self.session
+        assert session is not None
+        speed = session.speed.speed()
+        figures = {"rollout_tokens": session.num_delivered, "passes": session.num_passes, "arms": {}}
+        return {
+            "version": self.version,
+            "drafter": 0,
+            "speed": None if speed is None else [speed.fixed_s, speed.row_s, speed.prefill_s],
+            "figures": figures,
+            "progress": session.progress(),
+            "room": 0 if self.closing or self._now_s < self._refuses_until_s else session.facts.room,
+            "ready_in_s": self._ready_in_s(),
+            "server": {
+                "tokens": session.num_tokens,
+                "samples": session.num_samples,
+                "moved": session.num_moved,
+                "taken_back": session.num_taken_back,
+                "version_bytes": self.num_version_bytes,
+            },
+        }
+
+    def _ready_in_s(self) -> float:
+        """Return the expected rest of the transfer under way.
+
+        As the last one took; one that takes longer is expected to take as long again.
+        """
+        if self.version >= self.wanted:
+            return 0.0
+        passed_s = self._now_s - self._wanted_s
+        return max(self._took_s - passed_s, passed_s)

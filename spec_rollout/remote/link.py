@@ -1,0 +1,119 @@
+"""Process that connects a rank with rollout servers: `python -m aedit.spec_rollout.remote.link PARENT FD`.
+
+Towards the rank it speaks the messages of rollout workers, one lane per connection. Towards the servers it
+speaks gRPC. Without an audit it does not load torch: it reads policy versions from the memory that the rank
+shares with its workers. It ends with its rank.
+"""
+
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from aedit.spec_rollout.remote.links import Event, Links
+from aedit.spec_rollout.remote.settings import LinkSettings
+from aedit.spec_rollout.workers import Channel, Message
+from aedit.system import end_with_parent
+
+TICK_S = 0.1
+"""Longest wait of the loop."""
+MAX_EVENTS = 4096
+"""Messages of servers that wait to be handled; further ones wait in their connections."""
+FLUSH_S = 2.0
+
+
+class Inbox:
+    """Events of other threads for the loop, which they wake."""
+
+    def __init__(self) -> None:
+        self._events: queue.Queue[Event] = queue.Queue(MAX_EVENTS)
+        self.socket, self._wake = socket.socketpair()
+        self.socket.setblocking(False)
+        self._wake.setblocking(False)
+
+    def post(self, event: Event) -> None:
+        """Add an event; wait while there are too many."""
+        self._events.put(event)
+        with suppress(BlockingIOError):  # it is awake
+            self._wake.send(b"\0")
+
+    def take(self) -> list[Event]:
+        """Return the events so far."""
+        with suppress(BlockingIOError):
+            self.socket.recv(MAX_EVENTS)
+        found: list[Event] = []
+        with suppress(queue.Empty):
+            while len(found) < MAX_EVENTS:
+                found.append(self._events.get_nowait())
+        return found
+
+
+def main(arguments: list[str]) -> int:
+    """Connect until the rank has ended or closed the connection; return the exit code."""
+    parent, fd = int(arguments[0]), int(arguments[1])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent(parent, signal.SIGKILL)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
+    channel = Channel(socket.socket(fileno=fd))
+    try:
+        _serve(channel)
+    except BaseException as error:
+        traceback.print_exc()
+        _say(channel, f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+def _serve(channel: Channel) -> None:
+    begin, *more = _first_messages(channel)
+    sys.path[:] = begin["path"]
+    inbox = Inbox()
+    links = Links(LinkSettings.of(begin["settings"]), channel, inbox.post, time.monotonic())
+    for message in more:
+        links.handle(message)
+    _loop(channel, links, inbox, time.monotonic)
+
+
+def _loop(channel: Channel, links: Links, inbox: Inbox, clock: Callable[[], float]) -> None:
+    seen_s = clock()
+    while not channel.closed:
+        Channel.wait([channel], TICK_S, [inbox.socket])
+        for message in channel.receive():
+            links.handle(message)
+        for event in inbox.take():
+            links.take(event, clock())
+        now_s = clock()
+        links.advance(now_s, now_s - seen_s)
+        seen_s = now_s
+
+
+def _first_messages(channel: Channel) -> list[Message]:
+    while not (messages := channel.receive()):
+        if channel.closed:
+            raise ConnectionError("the rank has closed the connection")
+        Channel.wait([channel], 0.5)
+    return messages
+
+
+def _say(channel: Channel, error: str) -> None:
+    """Send the error, as long as the rank reads."""
+    deadline = time.monotonic() + FLUSH_S
+    with suppress(OSError):
+        channel.send("error", message=error)
+        while channel.num_unsent_bytes and not channel.closed and time.monotonic() < deadline:
+            Channel.wait([channel], 0.1)
+            channel.flush()
+
+
+if __name__ == "__main__":
+    code: Any = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # do not wait for threads that still send or audit

@@ -1,0 +1,355 @@
+"""The samples of one server, from the rank's request to the release of what the server has generated.
+
+Used by one thread, without network and clock: messages of the rank and of the server go in; messages for both
+come out of `to_rank` and `to_server`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from aedit.proto.rpc import rollouts_pb2 as pb
+from aedit.spec_rollout.audit import HeldRollout, Origin, is_signed, statement_of
+from aedit.spec_rollout.remote.given import GivenSample, Key
+from aedit.spec_rollout.remote.measured_speed import MeasuredSpeed
+from aedit.spec_rollout.remote.report_checks import Violation, add_tokens, check_end
+from aedit.spec_rollout.sampling import TokenDecoder
+from aedit.spec_rollout.workers import Message
+
+RETURN_S = 1.0
+"""Longest wait for the last tokens of a sample that the server is to return."""
+
+
+class Send(Protocol):
+    """Sends a message to the rank."""
+
+    def __call__(self, kind: str, **fields: Any) -> None:
+        """Send a message of this kind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFacts:
+    """Facts about a server, as it gave them when the connection was opened."""
+
+    name: str
+    address: str
+    rows: int
+    room: int
+    """Most samples that it takes."""
+    public_key: bytes
+    origin: Origin
+    """Names that its signatures contain."""
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A sample that waits for its release."""
+
+    sample: GivenSample
+    rollout: HeldRollout
+    answers_removal: bool = False
+    """The rank has asked for it back."""
+    is_stalled: bool = False
+    """It was taken back because the server did not advance it."""
+
+
+class Session:
+    """State of a connection to one server."""
+
+    def __init__(
+        self,
+        facts: ServerFacts,
+        to_rank: Send,
+        to_server: Callable[[pb.ToServer], None],
+        *,
+        vocabulary: int,
+        decoder: Callable[[], TokenDecoder | None] = lambda: None,
+    ) -> None:
+        self.facts, self.to_rank = facts, to_rank
+        self.versions: set[int] = set()
+        """Policy versions that the server was given."""
+        self.given: dict[Key, GivenSample] = {}
+        """Samples that the server has, in the order of their requests."""
+        self.held: list[Held] = []
+        """Samples that wait for their release, oldest first."""
+        self.speed = MeasuredSpeed()
+        self.num_tokens = self.num_samples = self.num_passes = 0
+        self.num_delivered = 0
+        """Tokens of the server that the rank has got."""
+        self.num_moved = self.num_taken_back = 0
+        """Samples that the rank has taken away before their end, and those that it got back otherwise."""
+        self.ending = False
+        """The server is about to leave."""
+        self.refuses_for_s = 0.0
+        """Time for which it takes no more samples, set by its last refusal."""
+        self.changed = False
+        """There is something that the rank does not know yet."""
+        self._to_server, self._vocabulary, self._decoder = to_server, vocabulary, decoder
+        self._is_gone = False
+        self._dropped: set[Key] = set()
+        self._returning: dict[Key, float] = {}
+        """Seconds since the server was asked to return a sample, until it answers. What it sends about one
+        that is no longer given is not used."""
+        self._again: dict[Key, GivenSample] = {}
+        """Samples whose keys the server has still to return."""
+
+    @property
+    def live(self) -> int:
+        """Return the number of samples that the server decodes at a time now."""
+        return min(self.facts.rows, len(self.given))
+
+    @property
+    def draining(self) -> bool:
+        """Return whether nothing more comes that could release what is held."""
+        return not self.given or any(each.answers_removal or each.is_stalled for each in self.held)
+
+    @property
+    def overdue(self) -> tuple[Key, float] | None:
+        """Return the oldest request to return a sample that has no answer, and its age; None without one."""
+        return next(iter(self._returning.items()), None)
+
+    def take_back_stalled(self, passed_s: float, stalled_s: float) -> bool:
+        """Count the time of each sample and request; take samples back that do not advance.
+
+        Args:
+            passed_s: Seconds since the last call.
+            stalled_s: Seconds without a token after which a sample continues elsewhere.
+
+        Returns:
+            Whether there were any.
+        """
+        for key in self._returning:
+            self._returning[key] += passed_s
+            if self._returning[key] > RETURN_S and key in self.given:
+                self._take_back(self.given[key], answers_removal=True)
+        for sample in (waiting := [*self.given.values(), *self._again.values()]):
+            sample.still_s += passed_s
+        stalled = [each for each in waiting if each.still_s > stalled_s]
+        for sample in stalled:
+            if self._again.pop(sample.key, None) is not None:
+                self.num_taken_back += 1
+                self._return(sample, is_stalled=True)
+            elif sample.key in self.given:
+                self._ask_back(sample.key)
+                self._take_back(sample, is_stalled=True)
+        return bool(stalled)
+
+    def add(self, message: Message) -> None:
+        """Give the server a sample of the rank.
+
+        One whose key the server has still to return, as it was cancelled, waits for that.
+        """
+        decoder = self._decoder() if '"stop_strings": []' not in message["prompt"] else None
+        sample = GivenSample.of(message["prompt"], message["version"], decoder)
+        if sample.key in self._returning:
+            self._again[sample.key] = sample
+        else:
+            self._give(sample)
+
+    def _give(self, sample: GivenSample) -> None:
+        self.given[sample.key] = sample
+        self._dropped.discard(sample.key)
+        add = pb.Add(
+            rollout=sample.key[0],
+            sample=sample.key[1],
+            group=sample.group,
+            prompt=sample.prompt,
+            sampling=sample.sampling,
+            min_version=sample.min_version,
+            tokens=sample.tokens,
+            logprobs=sample.logprobs,
+            spans=[pb.Span(version=v, start=start, end=end) for v, start, end in sample.spans],
+        )
+        self._to_server(pb.ToServer(add=add))
+
+    def remove(self, message: Message) -> None:
+        """Take a sample back, as the rank wants; with `drop` its tokens are of no use.
+
+        Without an answer of the server within `RETURN_S` it continues after the tokens that are here.
+        """
+        key = tuple(message["key"])
+        if self._again.pop(key, None) is not None:
+            self.to_rank("removed", key=key, found=True)
+            return
+        if message.get("drop"):
+            self._dropped.add(key)
+            self.held = [each for each in self.held if each.sample.key != key]
+        if key in self.given:
+            self._ask_back(key)
+            if message.get("drop"):
+                self._take_back(self.given[key], answers_removal=True)
+        else:
+            self._answer_removal(key)
+
+    def beat(self) -> None:
+        """Give the server a sign of life."""
+        self._to_server(pb.ToServer(beat=pb.Beat()))
+
+    def handle(self, message: pb.ToTrainer, now_s: float) -> None:
+        """Take what the server has sent.
+
+        Raises:
+            Violation: No honest server sends it.
+        """
+        kind = message.WhichOneof("message")
+        if kind == "tokens":
+            self._tokens(message.tokens, now_s)
+        elif kind == "ended":
+            self._ended(message.ended, now_s)
+        elif kind == "removed":
+            self._removed(message.removed, now_s)
+        elif kind == "rejected":
+            self._rejected(message.rejected)
+        elif kind == "figures":
+            self.ending = self.ending or message.figures.ending
+            self.speed.claim(message.figures.fixed_s, message.figures.row_s)
+        elif kind is not None:
+            raise Violation(f"a message of kind {kind} after the first one")
+
+    def progress(self) -> list[tuple[int, int, int]]:
+        """Return (rollout, sample, tokens) that the server has drawn and the rank has not got."""
+        waiting = [*self.given.values(), *(each.sample for each in self.held)]
+        return [(*sample.key, sample.num_drawn) for sample in waiting if sample.num_drawn]
+
+    def hold_unfinished(self) -> None:
+        """Hold the unfinished samples of a server that has gone, as far as it has drawn them.
+
+        The rank takes them back when it is told of the end.
+        """
+        self._is_gone = True
+        for sample in list(self.given.values()):
+            self._take_back(sample)
+
+    def release(self, released: Sequence[Held]) -> None:
+        """Deliver these held samples to the rank, as far as they were not cancelled since."""
+        for each in [each for each in self.held if each in released]:
+            self.held.remove(each)
+            self._deliver(each)
+
+    def return_held(self, returned: Sequence[Held]) -> None:
+        """Give the rank held samples back without the server's tokens, which nobody can judge."""
+        for each in [each for each in self.held if each in returned]:
+            self.held.remove(each)
+            self._return(each.sample)
+            self.num_taken_back += 1
+
+    def discard(self) -> int:
+        """Forget all that the server has drawn and that was not delivered; return the number of samples."""
+        count = len(self.given) + len(self.held) + len(self._again)
+        self.num_taken_back += count
+        for kept in (self.given, self._again, self.held):
+            kept.clear()
+        return count
+
+    def _ask_back(self, key: Key) -> None:
+        self._returning[key] = 0.0
+        self._to_server(pb.ToServer(remove=pb.Remove(rollout=key[0], sample=key[1])))
+
+    def _tokens(self, found: pb.Tokens, now_s: float) -> None:
+        sample = self._sample(found.rollout, found.sample)
+        if sample is None:
+            return
+        self.speed.advance(now_s, self.live, len(found.tokens))
+        add_tokens(sample, found, self._vocabulary, self.versions)
+        sample.still_s = 0.0
+        self.num_tokens += len(found.tokens)
+        self.changed = True
+
+    def _ended(self, found: pb.Ended, now_s: float) -> None:
+        sample = self._sample(found.rollout, found.sample)
+        if sample is None:
+            return
+        check_end(sample, found)
+        statement = self._statement(sample)
+        if not is_signed(statement, found.signature, self.facts.public_key):
+            raise Violation("a signature that does not fit what it has sent")
+        self.speed.advance(now_s, self.live)
+        del self.given[sample.key]
+        self.num_samples += 1
+        self.num_passes += sample.passes
+        if sample.key not in self._dropped:
+            signed = statement.SerializeToString(deterministic=True)
+            self.held.append(Held(sample, self._rollout(sample, signed, found.signature)))
+        if sample.key in self._returning:
+            self._answer_removal(sample.key)
+
+    def _removed(self, found: pb.Removed, now_s: float) -> None:
+        key = found.rollout, found.sample
+        sample = self.given.get(key)
+        if self._returning.pop(key, None) is None or (sample is not None and not found.found):
+            raise Violation(f"a wrong answer to the request to return sample {key[0]}/{key[1]}")
+        self.speed.advance(now_s, self.live)
+        if sample is not None:
+            self._take_back(sample, answers_removal=True)
+        if key in self._again:
+            self._give(self._again.pop(key))
+
+    def _answer_removal(self, key: Key) -> None:
+        """Tell the rank that the server has not the sample any more; after its tokens, if they are held."""
+        held = next((each for each in self.held if each.sample.key == key), None)
+        if held is None:
+            self.to_rank("removed", key=key, found=False)
+        else:
+            held.answers_removal = True
+
+    def _rejected(self, found: pb.Rejected) -> None:
+        sample = self._sample(found.rollout, found.sample)
+        if sample is None:
+            return
+        self.refuses_for_s = max(self.refuses_for_s, 60.0 if found.final else 1.0, found.retry_after_s)
+        self._take_back(sample)
+
+    def _take_back(
+        self, sample: GivenSample, *, answers_removal: bool = False, is_stalled: bool = False
+    ) -> None:
+        """Take a sample from the server; its tokens go to the rank when they are released."""
+        del self.given[sample.key]
+        self.num_moved += answers_removal
+        self.num_taken_back += not answers_removal
+        if sample.key in self._dropped or not sample.num_drawn:
+            self._dropped.discard(sample.key)
+            self._return(sample, is_stalled=is_stalled)
+        else:
+            self.held.append(Held(sample, self._rollout(sample, b"", b""), answers_removal, is_stalled))
+
+    def _deliver(self, held: Held) -> None:
+        sample, start = held.sample, held.sample.start
+        self.num_delivered += sample.num_drawn
+        tokens = [*sample.key, sample.tokens[start:], sample.logprobs[start:], sample.versions[start:]]
+        ended = [[*sample.key, sample.finish_reason, sample.passes]] if sample.finish_reason else []
+        self.to_rank("report", tokens=[[*tokens, sample.top, sample.passes]], ended=ended)
+        if not ended:
+            self._return(sample, is_stalled=held.is_stalled)
+        elif held.answers_removal:
+            self.to_rank("removed", key=sample.key, found=False)
+
+    def _return(self, sample: GivenSample, *, is_stalled: bool = False) -> None:
+        if not self._is_gone:
+            self.to_rank("removed", key=sample.key, found=True, stalled=is_stalled)
+
+    def _sample(self, rollout: int, number: int) -> GivenSample | None:
+        """Return a sample that the server has, or None for one that was taken back meanwhile."""
+        sample = self.given.get((rollout, number))
+        if sample is None and (rollout, number) not in self._returning:
+            raise Violation(f"a report on sample {rollout}/{number}, which it does not have")
+        return sample
+
+    def _statement(self, sample: GivenSample) -> pb.RolloutStatement:
+        rollout: Any = sample.as_rollout()  # what a statement reads of a `Rollout`
+        return statement_of(self.facts.origin, rollout, sample.sampling, given=sample.start)
+
+    def _rollout(self, sample: GivenSample, statement: bytes, signature: bytes) -> HeldRollout:
+        return HeldRollout(
+            server=self.facts.name,
+            public_key=self.facts.public_key,
+            key=sample.key,
+            prompt=sample.prompt,
+            sampling=sample.sampling,
+            tokens=tuple(sample.tokens),
+            logprobs=tuple(sample.logprobs),
+            versions=tuple(sample.versions),
+            start=sample.start,
+            finish_reason=sample.finish_reason,
+            statement=statement,
+            signature=signature,
+        )

@@ -1,0 +1,111 @@
+"""Samples in the hands of an `EngineHost`: who waits for them, their priority, and the limits."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+from aedit.spec_rollout.sampling import Prompt, Rollout
+from aedit.types import check
+
+
+class Priority(IntEnum):
+    """Order in which samples get rows and steps."""
+
+    RUN = 0
+    """Samples of a training run; they take the rows of public ones."""
+    PUBLIC = 1
+
+
+class Receiver(Protocol):
+    """Receives what becomes of a sample.
+
+    All methods are called in the engine's thread and must return at once. Exactly one of `ended` and `failed`
+    is called, and nothing after it.
+    """
+
+    def tokens(self, rollout: Rollout, start: int) -> None:
+        """Take note that rollout.tokens[start:] are new, and their log-probabilities and versions.
+
+        The lists only grow. A sample that has given up its row in between comes with another object, whose
+        lists begin with the same tokens.
+        """
+
+    def ended(self, rollout: Rollout) -> None:
+        """Take the rollout, whose finish_reason is set: stop, length, or abort if it was cancelled."""
+
+    def failed(self, error: Exception) -> None:
+        """Take the reason for which the sample has no end."""
+
+
+class Overloaded(Exception):
+    """The waiting queue is full."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        """Estimated seconds until the queue has room again."""
+
+
+class HostEnding(RuntimeError):
+    """The host is ending and takes no samples."""
+
+
+class PauseReplaced(RuntimeError):
+    """The host was resumed, or paused in another way, before the running samples had ended."""
+
+
+class DeadlinePassed(TimeoutError):
+    """The sample was not finished at its deadline."""
+
+
+class LineClosed(LookupError):
+    """There is no line of this name, or it was closed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLimits:
+    """Limits of an `EngineHost`."""
+
+    max_waiting_run: int = 1024
+    """Upper limit of waiting samples of priority RUN, over all lines."""
+    max_waiting_public: int = 256
+    """The same of priority PUBLIC."""
+    max_waiting_tokens: int = 1 << 20
+    """Upper limit of the tokens of prompts, and of answers that samples bring along, that wait, for each
+    priority."""
+    max_lines: int = 8
+    public_every: int = 8
+    """While lines have samples of priority RUN, lines that have none of these get one step in so many."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            check(getattr(self, name) >= 1, name, "must be at least 1", getattr(self, name))
+
+    def max_waiting(self, priority: Priority) -> int:
+        """Return the upper limit of waiting samples of this priority."""
+        return self.max_waiting_run if priority is Priority.RUN else self.max_waiting_public
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A submitted sample. Its fields belong to the host; others pass it to `EngineHost.cancel`."""
+
+    line: str
+    prompt: Prompt
+    """With a partial rollout, if the sample has given up its row."""
+    receiver: Receiver
+    priority: Priority
+    min_version: int
+    """The sample starts with this policy version or a newer one."""
+    deadline_s: float
+    """Time on the host's clock, infinite without a deadline."""
+    rollout: Rollout | None = None
+    """Its rollout in the engine; None while the sample waits."""
+    is_over: bool = False
+    """`ended` or `failed` was called, or will be in this step."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens that wait with it."""
+        partial = self.prompt.partial
+        return len(self.prompt.tokens) + (len(partial.tokens) if partial else 0)

@@ -1,0 +1,270 @@
+"""Lines of policy versions at a server: each has an engine of its own, and one author."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import grpc
+
+from aedit.proto.rpc import SECRET_CHARS, Refusal, is_author
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.migration import EngineSpeed, SpeedMeter
+from aedit.spec_rollout.server.host import EngineHost
+from aedit.spec_rollout.server.host_weights import OnNewVersion
+from aedit.spec_rollout.server.stream_limits import StreamLimits
+
+CLOSE_S = 60.0
+
+
+class LineEngine(Protocol):
+    """Engine of a line, with what happens around its steps."""
+
+    @property
+    def engine(self) -> Engine:
+        """Return the engine."""
+
+    @property
+    def drafter_version(self) -> int:
+        """Return the number of the learned drafter in use; 0 without one."""
+
+    def between_steps(self) -> None:
+        """Adopt a newer drafter. Called in the engine's thread before each step."""
+
+    def close(self) -> None:
+        """Take note that the line is closed and its engine is gone."""
+
+
+class LineVersions(Protocol):
+    """Policy versions of the lines."""
+
+    def open(self, line: str) -> None:
+        """Begin to keep versions of a line. Raises ValueError if it cannot."""
+
+    def close(self, line: str) -> None:
+        """Forget the versions of a line."""
+
+
+@dataclass(slots=True, eq=False)
+class TrainerLine:
+    """A line that is open here."""
+
+    name: str
+    made: LineEngine
+    secret: str
+    """Secret of the author; empty for a line whose versions this server fetches by itself."""
+    on_new_version: OnNewVersion = "recompute"
+    num_streams: int = 0
+    used_s: float = 0.0
+    """Time at which the last stream left it."""
+    replace: Callable[[], None] | None = None
+    """Ends the stream of the author."""
+    _meter: SpeedMeter = field(default_factory=SpeedMeter)
+    _measured: tuple[int, int, int, float] = (0, 0, 0, 0.0)
+
+    @property
+    def engine(self) -> Engine:
+        """Return the engine."""
+        return self.made.engine
+
+    def before_step(self) -> None:
+        """Measure the last step. Called in the engine's thread before the next one."""
+        meters = self.engine.meters
+        steps, passes, tokens, total_s = before = self._measured
+        now = meters.num_steps, meters.num_passes, meters.num_tokens, meters.total_s
+        if now[0] == steps + 1 and now != before:
+            num_live = now[1] - passes
+            self._meter.add(num_live, (now[3] - total_s) * num_live / (now[2] - tokens))
+        self._measured = now
+        self.made.between_steps()
+
+    def speed(self) -> EngineSpeed | None:
+        """Return the measured time of a step; None before the first one."""
+        return self._meter.speed()
+
+    def drafter_version(self) -> int:
+        """Return the number of the learned drafter in use."""
+        return self.made.drafter_version
+
+    def figures(self) -> dict[str, Any]:
+        """Return totals of the engine, by the names that workers use."""
+        meters = self.engine.meters
+        return {
+            **meters.speed_up.figures(),
+            "rollout_tokens": meters.num_tokens,
+            "rollout_s": meters.total_s,
+            "passes": meters.num_passes,
+            "draft_s": meters.draft_s,
+            "arms": dict(meters.arms),
+        }
+
+
+class TrainerLines:
+    """All lines of a server. Any thread may call."""
+
+    def __init__(
+        self,
+        host: EngineHost,
+        make: Callable[[str], LineEngine],
+        versions: LineVersions,
+        limits: StreamLimits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Make the table.
+
+        Args:
+            host: Runs the engines.
+            make: Returns a new engine for the line of this name. Its weights may be any.
+            versions: Policy versions of the lines.
+            limits: Number of lines, and how long an unused one is kept.
+            clock: Monotonic seconds.
+        """
+        self._host, self._make, self._versions = host, make, versions
+        self._limits, self._clock = limits, clock
+        self._changing = threading.Lock()
+        """Held while a line is opened or closed, which may take seconds."""
+        self._lock = threading.Lock()
+        self._lines: dict[str, TrainerLine] = {}
+
+    def open_own(self, name: str) -> TrainerLine:
+        """Open a line whose versions this server fetches by itself. It stays open."""
+        with self._changing:
+            return self._open(name, "")
+
+    @contextmanager
+    def used(
+        self, name: str, secret: str, on_new_version: OnNewVersion, replace: Callable[[], None]
+    ) -> Iterator[TrainerLine]:
+        """Return a context in which a stream uses a line, which is opened if it is not there.
+
+        Args:
+            name: Of the line.
+            secret: Of the caller; it becomes that of the author if the line is new.
+            on_new_version: Of the stream: recompute or finish.
+            replace: Ends this stream when a newer one of the same author comes.
+
+        Raises:
+            Refusal: The line belongs to another author, or there is no room for it.
+        """
+        if not self._changing.acquire(timeout=self._limits.open_s):
+            raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "another line is being opened: try again later")
+        try:
+            line = self._found_or_opened(name, secret)
+            with self._lock:
+                older = line.replace if line.secret else None
+                line.num_streams += 1
+                if line.secret:
+                    line.replace, line.on_new_version = replace, on_new_version
+        finally:
+            self._changing.release()
+        if older is not None:
+            older()
+        try:
+            yield line
+        finally:
+            with self._lock:
+                line.num_streams -= 1
+                line.used_s = self._clock()
+                if line.replace is replace:
+                    line.replace = None
+
+    def authored(self, name: str, secret: str) -> TrainerLine:
+        """Return a line for its author.
+
+        Raises:
+            Refusal: The line is not open, or belongs to another author.
+        """
+        with self._lock:
+            line = self._lines.get(name)
+        if line is None:
+            raise Refusal(
+                grpc.StatusCode.NOT_FOUND, f"line {name[:64]!r} is not open here: open a stream for it first"
+            )
+        if not is_author(line.secret, secret):
+            raise Refusal(grpc.StatusCode.PERMISSION_DENIED, f"line {name[:64]!r} belongs to another trainer")
+        return line
+
+    def named(self, name: str) -> TrainerLine:
+        """Return an open line. Raises LookupError if there is none of this name."""
+        with self._lock:
+            return self._lines[name]
+
+    def all(self) -> list[TrainerLine]:
+        """Return the open lines."""
+        with self._lock:
+            return list(self._lines.values())
+
+    def close_idle(self) -> None:
+        """Close lines that no stream has used for a while. Does nothing while a line is being opened."""
+        if not self._changing.acquire(blocking=False):
+            return
+        try:
+            before_s = self._clock() - self._limits.line_idle_s
+            for line in self._unused():
+                if line.used_s <= before_s:
+                    self._close(line)
+        finally:
+            self._changing.release()
+
+    def _found_or_opened(self, name: str, secret: str) -> TrainerLine:
+        with self._lock:
+            line = self._lines.get(name)
+        if line is not None:
+            if line.secret and not is_author(line.secret, secret):
+                raise Refusal(
+                    grpc.StatusCode.PERMISSION_DENIED, f"line {name[:64]!r} belongs to another trainer"
+                )
+            return line
+        if len(secret) != SECRET_CHARS:
+            raise Refusal(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"a new line needs a secret of {SECRET_CHARS} characters in the metadata aedit-author",
+            )
+        self._make_room()
+        return self._open(name, secret)
+
+    def _make_room(self) -> None:
+        """Close the line that has been unused for longest if there is no room for another one."""
+        with self._lock:
+            num_lines = sum(bool(line.secret) for line in self._lines.values())
+        if num_lines < self._limits.lines:
+            return
+        unused = self._unused()
+        if not unused:
+            raise Refusal(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"this server has {num_lines} lines of trainers, which is its limit (--serve.lines)",
+            )
+        self._close(min(unused, key=lambda line: line.used_s))
+
+    def _unused(self) -> list[TrainerLine]:
+        with self._lock:
+            return [line for line in self._lines.values() if line.secret and not line.num_streams]
+
+    def _open(self, name: str, secret: str) -> TrainerLine:
+        try:
+            self._versions.open(name)
+            made = self._make(name)
+            line = TrainerLine(name, made, secret, used_s=self._clock())
+            self._host.open(name, lambda: made.engine, between_steps=line.before_step)
+        except ValueError as error:
+            self._versions.close(name)
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
+        except BaseException:
+            self._versions.close(name)
+            raise
+        with self._lock:
+            self._lines[name] = line
+        return line
+
+    def _close(self, line: TrainerLine) -> None:
+        with self._lock:
+            self._lines.pop(line.name, None)
+        self._host.close_line(line.name)
+        deadline_s = time.monotonic() + CLOSE_S
+        while line.name in self._host.lines() and time.monotonic() < deadline_s:  # until its step has ended
+            time.sleep(0.01)
+        self._versions.close(line.name)
+        line.made.close()

@@ -1,0 +1,301 @@
+"""One stream of a trainer: its samples in the host, and what is sent about them.
+
+Three threads meet here. The reader handles the trainer's messages, the engine's thread reports tokens and
+ends, and the sender takes what waits in the outbox. None of them waits for another one.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import grpc
+
+from aedit.proto.rpc import Refusal, SigningKey
+from aedit.proto.rpc import rollouts_pb2 as pb
+from aedit.spec_rollout.audit import Origin, signature_of, statement_of
+from aedit.spec_rollout.sampling import Rollout
+from aedit.spec_rollout.server.host import EngineHost
+from aedit.spec_rollout.server.outbox import Item, Outbox, SampleKey, TokenRun
+from aedit.spec_rollout.server.sample_requests import read_prompt
+from aedit.spec_rollout.server.stream_limits import StreamLimits
+from aedit.spec_rollout.server.stream_sample import StreamSample
+from aedit.spec_rollout.server.tickets import Overloaded, Priority
+from aedit.spec_rollout.server.trainer_lines import TrainerLine
+
+PART_TOKENS = 512
+"""Most tokens of one message."""
+RETRY_S = 1.0
+PROTOCOL = 1
+"""Equal on trainers and servers; it changes with whatever an older build would misunderstand."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerIdentity:
+    """Names under which a server answers and signs."""
+
+    run: str
+    name: str
+    key: SigningKey
+
+
+class TrainerStream:
+    """State of one stream after its Open."""
+
+    def __init__(
+        self,
+        identity: ServerIdentity,
+        host: EngineHost,
+        line: TrainerLine,
+        limits: StreamLimits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.line, self.identity = line, identity
+        self._host, self._limits, self._clock = host, limits, clock
+        self._most = line.engine.target.rows + limits.waiting
+        self._outbox = Outbox(limits.unsent_bytes, clock)
+        self._lock = threading.Lock()
+        self._samples: dict[SampleKey, StreamSample] = {}
+        self._is_closed = False
+        self._figures_s = clock() - limits.figures_s
+        self.is_ending = False
+        """The server is about to leave: Figures say so."""
+        self.handed_s: float | None = None
+        """Since when a message has not been taken by the connection; None: none is under way."""
+        self.end_reason: Refusal | None = None
+        """Why the server has ended the stream."""
+
+    @property
+    def num_samples(self) -> int:
+        """Return the number of samples that run or wait."""
+        return len(self._samples)
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether more waits to be sent than the limit allows."""
+        return self._outbox.is_full
+
+    def opened(self) -> bytes:
+        """Return the answer to Open."""
+        target = self.line.engine.target
+        message = pb.Opened(
+            protocol=PROTOCOL,
+            server=self.identity.name,
+            rows=target.rows,
+            max_waiting=self._limits.waiting,
+            max_tokens=target.max_tokens,
+            public_key=self.identity.key.public,
+        )
+        return pb.ToTrainer(opened=message).SerializeToString()
+
+    # --- the reader's thread
+
+    def handle(self, message: pb.ToServer) -> None:
+        """Do what the trainer asks for.
+
+        Raises:
+            ValueError: It is no message that a trainer sends.
+        """
+        kind = message.WhichOneof("message")
+        if kind == "add":
+            self._add(message.add)
+        elif kind == "remove":
+            self._remove((message.remove.rollout, message.remove.sample))
+        elif kind != "beat":
+            raise ValueError(f"a stream continues with add, remove or beat, got {kind or 'nothing'}")
+
+    def _add(self, add: pb.Add) -> None:
+        key = add.rollout, add.sample
+        try:
+            prompt = read_prompt(add, self.line.engine)
+        except ValueError as error:
+            self._reject(key, str(error), final=True)
+            return
+        wanted = max(1, add.min_version)
+        sample = StreamSample(self, key, add.sampling, len(add.tokens), wanted, self._clock())
+        refusal = self._register(sample)
+        if refusal:
+            self._reject(key, refusal, retry_after_s=RETRY_S)
+            return
+        try:
+            sample.ticket = self._host.submit(
+                self.line.name, prompt, sample, priority=Priority.RUN, min_version=wanted
+            )
+        except (Overloaded, LookupError, RuntimeError) as error:
+            with self._lock:
+                self._leave(sample)
+            retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else RETRY_S
+            self._reject(key, str(error), retry_after_s=retry_after_s)
+            return
+        if self._is_closed:
+            self._host.cancel(sample.ticket)
+
+    def _register(self, sample: StreamSample) -> str:
+        """Note a new sample; return the reason if it is refused."""
+        rollout, number = sample.key
+        with self._lock:
+            same = self._samples.get(sample.key)
+            if same is not None and not same.is_removed:
+                return f"sample {rollout}/{number}: another sample of this stream has these ids"
+            if len(self._samples) >= self._most:
+                return f"this stream has {len(self._samples)} samples, which is the limit"
+            self._samples[sample.key] = sample
+        return ""
+
+    def _remove(self, key: SampleKey) -> None:
+        with self._lock:
+            sample = self._samples.get(key)
+            if sample is None or sample.is_removed:
+                self._say_removed(key, found=False)
+                return
+            sample.is_removed = True
+        assert sample.ticket is not None
+        self._host.cancel(sample.ticket)
+
+    # --- the engine's thread
+
+    def take_tokens(self, sample: StreamSample, rollout: Rollout, start: int) -> None:
+        """Queue the tokens of a sample from `start` on."""
+        new = slice(start, len(rollout.tokens))
+        lists = rollout.tokens[new], rollout.logprobs[new], rollout.versions[new], rollout.top_logprobs[new]
+        self._outbox.add_tokens(TokenRun(sample.key, start, *lists))
+
+    def take_end(self, sample: StreamSample, rollout: Rollout) -> None:
+        """Queue the end of a sample, or that it was removed."""
+        is_aborted = rollout.finish_reason == "abort"
+        with self._lock:  # so that the answer to a removal comes after the end
+            self._leave(sample)
+            if not is_aborted:
+                self._outbox.add(sample.key, lambda: self._ended(sample, rollout))
+            elif sample.late or not sample.is_removed:
+                reason = sample.late or "the sample was aborted at this server"
+                self._reject(sample.key, reason, retry_after_s=RETRY_S)
+            if sample.is_removed:
+                self._say_removed(sample.key, found=is_aborted and not sample.late)
+
+    def take_failure(self, sample: StreamSample, error: Exception) -> None:
+        """Queue the reason for which a sample has no end."""
+        with self._lock:
+            self._leave(sample)
+            self._reject(sample.key, str(error) or type(error).__name__, retry_after_s=RETRY_S)
+            if sample.is_removed:
+                self._say_removed(sample.key, found=False)
+
+    def _leave(self, sample: StreamSample) -> None:
+        if self._samples.get(sample.key) is sample:
+            del self._samples[sample.key]
+
+    # --- the sender's thread
+
+    def messages(self) -> Iterator[bytes]:
+        """Yield what is to be sent, until the stream is closed. A pause here means that nobody reads."""
+        while not self._is_closed:
+            for item in self._outbox.take(self._limits.figures_s):
+                for message in self._encoded(item):
+                    if self._is_closed:
+                        return
+                    self.handed_s = self._clock()
+                    yield message
+                    self.handed_s = None
+            if self._clock() - self._figures_s >= self._limits.figures_s and not self._is_closed:
+                self._figures_s = self.handed_s = self._clock()
+                yield self._figures()
+                self.handed_s = None
+
+    def _encoded(self, item: Item) -> Iterator[bytes]:
+        if not isinstance(item, TokenRun):
+            yield item()
+            return
+        for part in item.parts(PART_TOKENS):
+            versions = part.versions[:1] if len(set(part.versions)) == 1 else part.versions
+            top = json.dumps(part.top_logprobs).encode() if any(part.top_logprobs) else b""
+            tokens = pb.Tokens(
+                rollout=part.key[0],
+                sample=part.key[1],
+                start=part.start,
+                tokens=part.tokens,
+                logprobs=part.logprobs,
+                versions=versions,
+                top_logprobs=top,
+            )
+            yield pb.ToTrainer(tokens=tokens).SerializeToString()
+
+    def _ended(self, sample: StreamSample, rollout: Rollout) -> bytes:
+        message = pb.Ended(
+            rollout=sample.key[0],
+            sample=sample.key[1],
+            finish_reason=rollout.finish_reason,
+            passes=rollout.passes,
+            signature=self._signature(sample, rollout),
+        )
+        return pb.ToTrainer(ended=message).SerializeToString()
+
+    def _signature(self, sample: StreamSample, rollout: Rollout) -> bytes:
+        origin = Origin(self.identity.run, self.line.name, self.identity.name)
+        statement = statement_of(origin, rollout, sample.sampling, given=sample.num_given)
+        return signature_of(statement, self.identity.key)
+
+    def _figures(self) -> bytes:
+        speed = self.line.speed()
+        times = {} if speed is None else asdict(speed)
+        message = pb.Figures(
+            version=self.line.engine.version,
+            drafter=self.line.drafter_version(),
+            **times,
+            json=json.dumps(self.line.figures()).encode(),
+            ending=self.is_ending,
+        )
+        return pb.ToTrainer(figures=message).SerializeToString()
+
+    def _reject(
+        self, key: SampleKey, reason: str, *, final: bool = False, retry_after_s: float = 0.0
+    ) -> None:
+        message = pb.Rejected(
+            rollout=key[0], sample=key[1], reason=reason, final=final, retry_after_s=retry_after_s
+        )
+        data = pb.ToTrainer(rejected=message).SerializeToString()
+        self._outbox.add(key, lambda: data)
+
+    def _say_removed(self, key: SampleKey, *, found: bool) -> None:
+        data = pb.ToTrainer(
+            removed=pb.Removed(rollout=key[0], sample=key[1], found=found)
+        ).SerializeToString()
+        self._outbox.add(key, lambda: data)
+
+    # --- the watching thread
+
+    def expire(self) -> None:
+        """Give up samples whose first policy version has not come in time."""
+        now_s, version = self._clock(), self.line.engine.version
+        with self._lock:
+            late = [
+                each
+                for each in self._samples.values()
+                if each.min_version > version and now_s - each.added_s > self._limits.version_s
+            ]
+            for sample in late:
+                sample.late = (
+                    f"version {sample.min_version} of the policy did not come within"
+                    f" {self._limits.version_s:g} s; version {version} is here"
+                )
+        for sample in late:
+            if sample.ticket is not None:
+                self._host.cancel(sample.ticket)
+
+    def close(self, reason: Refusal | None = None) -> None:
+        """End the stream and cancel its samples. `reason`: why the server ends it. Idempotent."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed, self.end_reason = True, reason
+            tickets = [each.ticket for each in self._samples.values() if each.ticket is not None]
+            self._samples.clear()
+        self._outbox.close()
+        for ticket in tickets:
+            self._host.cancel(ticket)
+
+
+def replaced() -> Refusal:
+    """Return the reason for which an older stream of a line ends."""
+    return Refusal(grpc.StatusCode.FAILED_PRECONDITION, "a newer stream of this line has replaced this one")

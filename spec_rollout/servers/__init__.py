@@ -1,1 +1,0 @@
-"""A trainer's connections to rollout servers."""

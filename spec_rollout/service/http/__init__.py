@@ -1,1 +1,0 @@
-"""HTTP: routes of OpenAI's interface, of token-in token-out clients, and for control."""

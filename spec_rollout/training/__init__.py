@@ -1,0 +1,72 @@
+"""Training of the draft layer: features, packing, losses, gate."""
+
+from typing import TYPE_CHECKING
+
+from aedit.lazy import exports
+
+if TYPE_CHECKING:
+    from aedit.spec_rollout.training.batches import HELD_OUT_EVERY
+    from aedit.spec_rollout.training.draft_training import DraftTrainer, DraftTrainingConfig
+    from aedit.spec_rollout.training.feature_reader import FeatureReader, FeatureSample
+    from aedit.spec_rollout.training.feature_ring import FeatureRing, RingShape
+    from aedit.spec_rollout.training.features import RowFeatures
+    from aedit.spec_rollout.training.forward_features import ForwardFeatures, TrainedText
+    from aedit.spec_rollout.training.gate import GateConfig, Match, held_out_match
+    from aedit.spec_rollout.training.idle import DrafterTraining
+    from aedit.spec_rollout.training.learning import (
+        LayerTraining,
+        LearningConfig,
+        policy_tensors,
+        train_when_idle,
+    )
+    from aedit.spec_rollout.training.losses import PolicyEmbeddings
+    from aedit.spec_rollout.training.online_drafter import CAUSES, OnlineConfig, OnlineDrafter
+    from aedit.spec_rollout.training.packing import pack_samples
+    from aedit.spec_rollout.training.policy_source import PolicySource, TrainedPolicy
+    from aedit.spec_rollout.training.publishing import Publication, SharedSlots, SlotLayout, TensorSpec
+    from aedit.spec_rollout.training.restarts import Restarts
+    from aedit.spec_rollout.training.slot_memory import CHECKSUM, NEWEST, NUMBER, ArrayReader
+    from aedit.spec_rollout.training.trainer_memory import TrainerMemory
+    from aedit.spec_rollout.training.trainer_supervisor import IdleConfig
+
+__all__ = [
+    "CAUSES",
+    "CHECKSUM",
+    "HELD_OUT_EVERY",
+    "NEWEST",
+    "NUMBER",
+    "ArrayReader",
+    "DraftTrainer",
+    "DraftTrainingConfig",
+    "DrafterTraining",
+    "FeatureReader",
+    "FeatureRing",
+    "FeatureSample",
+    "ForwardFeatures",
+    "GateConfig",
+    "IdleConfig",
+    "LayerTraining",
+    "LearningConfig",
+    "Match",
+    "OnlineConfig",
+    "OnlineDrafter",
+    "PolicyEmbeddings",
+    "PolicySource",
+    "Publication",
+    "Restarts",
+    "RingShape",
+    "RowFeatures",
+    "SharedSlots",
+    "SlotLayout",
+    "TensorSpec",
+    "TrainedPolicy",
+    "TrainedText",
+    "TrainerMemory",
+    "held_out_match",
+    "pack_samples",
+    "policy_tensors",
+    "train_when_idle",
+]
+
+if not TYPE_CHECKING:  # so that type checkers know which names there are
+    __getattr__, __dir__ = exports(__name__)

@@ -1,0 +1,113 @@
+"""Feature sink of an engine: writes the samples of its rows into a feature ring."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from aedit.spec_rollout.drafters import RowStart, StepUpdate
+from aedit.spec_rollout.training.feature_ring import FeatureRing, RingSample
+
+
+@dataclass(slots=True)
+class _Row:
+    """Part of a row's sample that is not in the ring yet."""
+
+    sample: RingSample | None
+    version: int
+    tokens: list[int] = field(default_factory=list)
+    features: list[tuple[Tensor, int, int]] = field(default_factory=list)
+    """Tensors (B, m, F) that rows share, the row's index, and its number of valid entries."""
+
+    def add(self, tokens: Sequence[int], features_BMF: Tensor, index: int) -> None:
+        if tokens:
+            self.tokens += tokens
+            self.features.append((features_BMF, index, len(tokens)))
+
+
+class RowFeatures:
+    """A `FeatureSink` that writes the samples of an engine's rows into a ring as they grow.
+
+    A step costs one copy on the features' own device and no synchronization. Every `flush_steps` steps, and
+    when a sample ends, the collected features are written. So unfinished samples can be trained on, and at
+    most the features of that many steps are kept outside of the ring.
+    """
+
+    def __init__(self, ring: FeatureRing, *, flush_steps: int = 32) -> None:
+        self.ring = ring
+        self.collects = True
+        """False: samples that begin from now on are left out, at no cost."""
+        self._flush_steps = flush_steps
+        self._num_steps = 0
+        self._rows: dict[int, _Row] = {}
+
+    def begin(self, rows: Sequence[RowStart], version: int) -> None:
+        """Add samples that start in these rows."""
+        for start in rows:
+            if not self.collects:
+                self._rows[start.row] = _Row(None, version)
+                continue
+            # Tokens without features are dropped: the sample starts after them.
+            missing = len(start.tokens) - 1 - len(start.features_Td)
+            num_prompt = max(1, start.num_prompt - missing)
+            sample = self.ring.begin(start.tokens[missing], num_prompt, version)
+            row = self._rows[start.row] = _Row(sample, version)
+            if sample is not None:
+                row.add(start.tokens[missing + 1 :], self._copy(start.features_Td).unsqueeze(0), 0)
+
+    def update(self, update: StepUpdate, version: int) -> None:
+        """Collect the tokens and features of one step.
+
+        Raises:
+            ValueError: A row's sample began with another policy version.
+        """
+        rows = [self._rows[index] for index in range(len(update.tokens))]
+        features_BMF = update.features
+        if any(row.sample is not None for row in rows):
+            features_BMF = self._copy(features_BMF)
+        for index, (row, tokens) in enumerate(zip(rows, update.tokens, strict=True)):
+            if row.version != version:
+                raise ValueError(
+                    f"row {index} began with version {row.version} of the policy and goes on with {version}: "
+                    "end it and begin it again"
+                )
+            if row.sample is not None:
+                row.add(tokens, features_BMF, index)
+        self._num_steps += 1
+        if self._num_steps % self._flush_steps == 0:
+            self.flush()
+
+    def move(self, source: int, target: int) -> None:
+        """Rename row `source` to `target`, whose sample has ended."""
+        self._rows[target] = self._rows.pop(source)
+
+    def end(self, row: int, finished: bool) -> None:
+        """Write the rest of the row's sample and close it."""
+        ended = self._rows.pop(row)
+        self._write(ended)
+        if ended.sample is not None:
+            self.ring.end(ended.sample, finished)
+
+    def status(self) -> dict[str, object]:
+        """Return the status of the ring, and the bytes of collected features outside of it."""
+        waiting = {x.data_ptr(): x.nbytes for row in self._rows.values() for x, _, _ in row.features}
+        return {**self.ring.status(), "bytes_waiting": sum(waiting.values())}
+
+    def flush(self) -> None:
+        """Write the collected features. On a GPU this synchronizes with the steps that computed them."""
+        for row in self._rows.values():
+            self._write(row)
+
+    def _copy(self, features: Tensor) -> Tensor:
+        """Copy features: the engine may reuse the memory."""
+        return features.detach().to(self.ring.shape.dtype, copy=True)
+
+    def _write(self, row: _Row) -> None:
+        if row.sample is None or not row.tokens:
+            return
+        parts = [features_BMF[index, :count] for features_BMF, index, count in row.features]
+        kept = self.ring.append(row.sample, torch.tensor(row.tokens), torch.cat(parts).cpu())
+        row.tokens, row.features = [], []
+        if not kept:
+            row.sample = None

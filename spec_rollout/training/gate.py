@@ -1,0 +1,190 @@
+"""Gate of drafter training: decides on publication, rollback, learning rate and pauses.
+
+All functions are pure.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from aedit.spec_rollout.drafters import DraftLayer
+from aedit.spec_rollout.sampling import gumbel
+from aedit.spec_rollout.training.feedback import predict_features
+from aedit.spec_rollout.training.losses import PolicyEmbeddings, log_probabilities, overlap
+from aedit.spec_rollout.training.packing import PackedRow
+from aedit.types import check
+
+GateDecision = Literal["publish", "keep", "revert"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateConfig:
+    """Settings of the gate. Match rates are shares of drafted tokens that the policy accepts, 0 to 1."""
+
+    gain: float = 0.005
+    """Least increase of the match rate for a publication."""
+    harm: float = 0.02
+    """Decrease of the match rate at which training restarts from the published drafter."""
+    near_peak: float = 0.98
+    """Training pauses only while the published drafter's match rate is at least this share of its peak."""
+    small_kl_nats: float = 0.05
+    """Training pauses only while the policy's KL divergence per token since the publication is below this."""
+    smoothing: float = 0.3
+    """Weight of a new measurement in the moving average of the published drafter's match rate."""
+    patience: int = 3
+    """Training pauses only after this many evaluations in a row have found nothing better."""
+    smallest_lr: float = 1 / 16
+    """Lower limit of the factor of the learning rate."""
+
+    def __post_init__(self) -> None:
+        check(self.gain >= 0, "gain", "must be 0 or more", self.gain)
+        check(0 < self.smoothing <= 1, "smoothing", "must be above 0 and at most 1", self.smoothing)
+        check(self.patience >= 1, "patience", "must be 1 or more", self.patience)
+        check(0 < self.smallest_lr <= 1, "smallest_lr", "must be above 0 and at most 1", self.smallest_lr)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Match of a drafter with the policy on held-out samples, for chains of D tokens."""
+
+    overlap_D: tuple[float, ...]
+    """Probability that a token at each depth is accepted if all before it were: sum over tokens of min(p, q).
+    """
+    coupled_D: tuple[float, ...]
+    """The same for drafting with the policy's own noise, measured with sampled noise."""
+    num_pairs: int
+
+    @property
+    def rate(self) -> float:
+        """Return the share of a chain's drafted tokens that is accepted.
+
+        It is the mean of the products of `overlap_D`.
+        """
+        product = torch.tensor(self.overlap_D, dtype=torch.float64).cumprod(0)
+        return float(product.mean())
+
+
+@dataclass(frozen=True, slots=True)
+class GateState:
+    """State of the gate."""
+
+    lr_factor: float = 1.0
+    num_rejected: int = 0
+    """Evaluations since the last publication."""
+    average: float | None = None
+    """Moving average of the published drafter's match rate."""
+    peak: float = 0.0
+    """Largest average since its publication."""
+
+
+def decide(
+    published: float, candidate: float, state: GateState, config: GateConfig
+) -> tuple[GateDecision, GateState]:
+    """Return the decision on a trained drafter, and the new state.
+
+    A drafter that is not better is not published, and the learning rate is halved; after a better one it is
+    doubled, up to its initial value.
+
+    Args:
+        published: Match rate of the published drafter.
+        candidate: Match rate of the trained drafter on the same samples.
+        state: State of the gate.
+        config: Settings.
+    """
+    if candidate >= published + config.gain:
+        factor = min(1.0, 2 * state.lr_factor)
+        return "publish", GateState(lr_factor=factor, average=candidate, peak=candidate)
+    factor = max(config.smallest_lr, state.lr_factor / 2)
+    decision: GateDecision = "revert" if candidate < published - config.harm else "keep"
+    return decision, replace(state, lr_factor=factor, num_rejected=state.num_rejected + 1)
+
+
+def with_measurement(rate: float, state: GateState, config: GateConfig) -> GateState:
+    """Return the state after another measurement of the published drafter's match rate."""
+    old = rate if state.average is None else state.average
+    average = old + config.smoothing * (rate - old)
+    return replace(state, average=average, peak=max(state.peak, average))
+
+
+def should_pause(state: GateState, kl_nats: float, config: GateConfig) -> bool:
+    """Return true if further training would gain nothing.
+
+    That is so if no better drafter was found for a while, the published one is near its peak, and the policy
+    has hardly moved (a static drafter loses nothing below 0.05 nats per token).
+
+    Args:
+        state: State of the gate.
+        kl_nats: KL divergence per token between the policy now and at the publication; infinite or NaN:
+            unknown.
+        config: Settings.
+    """
+    is_done = state.num_rejected >= config.patience
+    is_good = state.average is not None and state.average >= config.near_peak * state.peak
+    return is_done and is_good and kl_nats < config.small_kl_nats
+
+
+def reset_after_move(state: GateState) -> GateState:
+    """Return the state after a move of the policy: the full learning rate, and no evaluations."""
+    return replace(state, lr_factor=1.0, num_rejected=0)
+
+
+@torch.no_grad()
+def held_out_match(
+    layer: DraftLayer, rows: Sequence[PackedRow], embeddings: PolicyEmbeddings, depth: int
+) -> Match:
+    """Return a drafter's match with the policy at each of `depth` positions of a chain, on packed rows.
+
+    Only pairs whose features are of the same policy version as `embeddings` count. The same rows get the same
+    noise, so that drafters can be compared.
+
+    Raises:
+        ValueError: No pair counts.
+    """
+    sums = torch.zeros(3, depth, dtype=torch.float64)
+    for number, packed in enumerate(rows):
+        sums += match_sums(layer, packed, embeddings, row_noise(number, packed, embeddings), depth)
+    return match_from_sums(sums)
+
+
+def row_noise(number: int, packed: PackedRow, embeddings: PolicyEmbeddings) -> Tensor:
+    """Return Gumbel noise for the pairs of a held-out row, (P, V)."""
+    at_1P = torch.arange(len(packed.tokens_P), device=packed.tokens_P.device)[None]
+    return gumbel(0, number, at_1P, embeddings.head_Vd.shape[0])[0]
+
+
+@torch.no_grad()
+def match_sums(
+    layer: DraftLayer, packed: PackedRow, embeddings: PolicyEmbeddings, noise_PV: Tensor, depth: int
+) -> Tensor:
+    """Return sums over a row's pairs, (3, depth), float64: overlap, coupled matches, number of pairs.
+
+    The sums of several rows can be added.
+    """
+    sums = torch.zeros(3, depth, dtype=torch.float64)
+    exact_P = packed.counts_P & (packed.versions_P == embeddings.version)
+    features_Pd = packed.features_Pw[:, : embeddings.head_Vd.shape[1]]
+    for s, made in enumerate(predict_features(layer, packed, embeddings.embedding_Vd, depth, exact_P)):
+        at_C, predicted_Cd = made.at_C, made.predicted_Cd
+        logp_CV = log_probabilities(features_Pd[at_C + 1].to(predicted_Cd.dtype), embeddings.head_Vd)
+        logq_CV = log_probabilities(predicted_Cd, embeddings.head_Vd)
+        noise_CV = noise_PV[at_C]
+        is_same_C = (logp_CV + noise_CV).argmax(-1) == (logq_CV + noise_CV).argmax(-1)
+        overlaps = float(overlap(logp_CV.exp(), logq_CV).double().sum())
+        sums[:, s] = sums.new_tensor([overlaps, int(is_same_C.sum()), len(at_C)])
+    return sums
+
+
+def match_from_sums(sums_3D: Tensor) -> Match:
+    """Return the match from `match_sums`.
+
+    Raises:
+        ValueError: No pair was counted.
+    """
+    overlaps, coupled, counts = sums_3D
+    if counts[0] == 0:
+        raise ValueError("no held-out pair was computed by this policy version: wait for samples of it")
+    counts = counts.clamp_min(1)
+    return Match(tuple((overlaps / counts).tolist()), tuple((coupled / counts).tolist()), int(counts[0]))
