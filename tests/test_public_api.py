@@ -34,7 +34,7 @@ def source(package):
 
 
 def typed_imports(package):
-    """Return name and module of what a type checker sees, but for `X as X`: what other packages of ours use."""
+    """Return name and module of what a type checker sees as public: not `X as X`, which our packages use."""
     tree = ast.parse(source(package))
     blocks = [
         node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
