@@ -15,12 +15,13 @@ WORKERS := 2
 BENCHMARKS := overhead straggler quality async_quality bandwidth hub agent swarm chaos poison elastic joining soak peers rollout decode drift idle tail off_policy rl_nodes rl_speed rl_servers versions audit serve \
 	offload_gpu rollout_gpu
 
-.PHONY: help install run run-rl proto lint types test suite test-slow bench docs clean
+.PHONY: help install run run-rl proto lint types check test suite test-slow bench docs clean
 
 help:
 	@echo "make run        train a small model on an unequal cluster of three nodes on this machine"
 	@echo "make run-rl     train a small model by reinforcement learning on two unequal nodes on this machine"
 	@echo "make test       ruff, mypy and all tests but the slow ones and those that need a GPU"
+	@echo "make check FILE=edit/schedule.py   the tests that import a name of one module"
 	@echo "make test-slow  the slow tests"
 	@echo "make bench      every benchmark, one after the other"
 	@echo "make docs       the documentation site, in build/site"
@@ -53,6 +54,9 @@ test: lint
 
 suite: $(VENV)/installed-test
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not gpu"
+
+check: $(VENV)/installed-test
+	files=$$(PYTHONPATH=tests $(BIN)/python -m kit.tests_of $(FILE)) && $(PYTEST) -q $$files
 
 test-slow: $(VENV)/installed-test
 	$(PYTEST) -m "slow and not gpu" || [ $$? -eq 5 ] # 5: there are none

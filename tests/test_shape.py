@@ -5,6 +5,8 @@ import re
 import subprocess
 from pathlib import Path
 
+from kit.tests_of import importers
+
 ROOT = Path(__file__).resolve().parent.parent
 
 PARTS = ("edit", "async_sgd", "proto", "spec_rollout", "launch", "src")
@@ -59,3 +61,9 @@ def test_a_place_that_only_one_machine_has_is_recognised():
 
 def test_sources_are_ascii():
     assert [str(file.relative_to(ROOT)) for file in tracked("*.py") if not file.read_bytes().isascii()] == []
+
+
+def test_make_check_finds_the_tests_that_import_a_module_or_its_names_from_the_package():
+    schedule = {file.name for file in importers(ROOT / "edit" / "schedule.py", ROOT)}
+    assert "test_schedule.py" in schedule
+    assert "test_codecs.py" not in schedule
