@@ -11,7 +11,7 @@ from aedit.launch.config import PromptConfig
 from aedit.launch.data import ByteTokenizer, Curriculum, load_problems, solved_of
 from aedit.launch.data.curriculum import LOWER, RAISE, WINDOW, next_level
 from aedit.spec_rollout import Problem
-from aedit.spec_rollout.rl.rewards.calling import find, scores
+from aedit.spec_rollout.rl.rewards.worker import find, scores
 from aedit.types import UserError
 
 

@@ -6,7 +6,7 @@ import torch
 from kit.policy_losses import SETTINGS, case, gradient, oracle
 
 from aedit.spec_rollout import LossInputs, LossOutput, LossSettings, find_loss, loss_metrics, mean_metrics
-from aedit.spec_rollout.rl.losses.find import LOSSES
+from aedit.spec_rollout.rl.losses import LOSSES
 
 SEEDS = range(4)
 

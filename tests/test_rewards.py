@@ -18,7 +18,7 @@ from aedit.spec_rollout.rl.rewards.built_in import (
     numeric_reward,
     regex_reward,
 )
-from aedit.spec_rollout.rl.rewards.calling import find, scores
+from aedit.spec_rollout.rl.rewards.worker import find, scores
 from aedit.types import UserError
 
 

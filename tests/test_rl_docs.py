@@ -16,7 +16,7 @@ from aedit.launch.config.audit import AuditConfig
 from aedit.launch.data import ByteTokenizer, load_problems
 from aedit.launch.records import RLEvalEvent, RLMetric
 from aedit.launch.records.rl_records import DrafterMetric
-from aedit.spec_rollout.rl.rewards.calling import find, scores
+from aedit.spec_rollout.rl.rewards.worker import find, scores
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "rl.md").read_text()

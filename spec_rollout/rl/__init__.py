@@ -1,19 +1,32 @@
-"""Reinforcement learning on rollouts: groups, rewards, advantages, policy losses, admission."""
+"""Reinforcement learning on rollouts, without engine and trainer: pure functions, and processes for rewards.
+
+`problems` (problems and groups of rollouts) and `source` (interface of an engine or of servers, and how far
+generation may run ahead) are where to begin. `rewards` scores groups: `built_in` functions, `reward`
+(interface and reports), `pool` (processes that call the functions) and `worker` (the process itself).
+`group_advantages` makes advantages of rewards, `losses` the policy losses and their metrics. `tasks`
+generates problems.
+
+Called by the training loop of a node (`launch.node`), by readers of prompts (`launch.data`), and by adapters.
+"""
 
 from typing import TYPE_CHECKING
 
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
-    from aedit.spec_rollout.rl.admission import capacity
-    from aedit.spec_rollout.rl.group_advantages import Advantage, advantages, has_signal
-    from aedit.spec_rollout.rl.groups import Group, answered
-    from aedit.spec_rollout.rl.losses.find import find_loss, try_loss
-    from aedit.spec_rollout.rl.losses.inputs import LossInputs, LossOutput, LossSettings, PolicyLoss
-    from aedit.spec_rollout.rl.metrics import MEANS, loss_metrics, mean_metrics
-    from aedit.spec_rollout.rl.overlong import overlong_penalty
-    from aedit.spec_rollout.rl.problems import Messages, Problem
-    from aedit.spec_rollout.rl.rewards.calling import BadReturn, EventLoop, values_of
+    from aedit.spec_rollout.rl.group_advantages import Advantage, advantages, has_signal, overlong_penalty
+    from aedit.spec_rollout.rl.losses import (
+        MEANS,
+        LossInputs,
+        LossOutput,
+        LossSettings,
+        PolicyLoss,
+        find_loss,
+        loss_metrics,
+        mean_metrics,
+        try_loss,
+    )
+    from aedit.spec_rollout.rl.problems import Group, Messages, Problem, answered
     from aedit.spec_rollout.rl.rewards.pool import RewardPool
     from aedit.spec_rollout.rl.rewards.reward import (
         BUILT_IN,
@@ -23,8 +36,9 @@ if TYPE_CHECKING:
         RewardSpec,
         Scalar,
     )
-    from aedit.spec_rollout.rl.source import RolloutSource
-    from aedit.spec_rollout.rl.tasks.gym import Origin, num_levels, source_of
+    from aedit.spec_rollout.rl.rewards.worker import BadReturn, EventLoop, values_of
+    from aedit.spec_rollout.rl.source import RolloutSource, capacity
+    from aedit.spec_rollout.rl.tasks import Origin, num_levels, source_of
 
 __all__ = [
     "BUILT_IN",

@@ -1,8 +1,10 @@
-"""Advantages of the rollouts of a group from their rewards."""
+"""Advantages of the rollouts of a group from their rewards, and the penalty for answers that are too long."""
 
 import math
 from collections.abc import Sequence
 from typing import Literal
+
+from aedit.types import check
 
 Advantage = Literal["std", "mean", "leave-one-out"]
 
@@ -45,3 +47,15 @@ def _of_group(rewards: Sequence[float | None], number: int, kind: Advantage) -> 
     elif kind == "leave-one-out":
         scale = n / (n - 1)
     return [0.0 if reward is None else scale * (reward - mean) for reward in rewards]
+
+
+def overlong_penalty(num_tokens: int, max_tokens: int, window: int) -> float:
+    """Return what is added to the reward of an answer of `num_tokens` tokens: 0 to -1.
+
+    0 up to max_tokens - window, then falling linearly, -1 from max_tokens on (DAPO,
+    arXiv:2503.14476). window 0: no penalty.
+    """
+    check(0 <= window <= max_tokens, "overlong", f"must be 0 to {max_tokens}, the longest answer", window)
+    if window == 0:
+        return 0.0
+    return -min(1.0, max(0.0, (num_tokens - (max_tokens - window)) / window))

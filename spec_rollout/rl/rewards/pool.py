@@ -1,18 +1,28 @@
-"""Worker processes that compute the rewards of groups while other groups are still generated."""
+"""Worker processes that compute the rewards of groups while other groups are still generated.
 
+Pool and worker exchange lines of JSON over a socket that never blocks the pool.
+"""
+
+import json
 import math
+import os
 import select
+import signal
+import socket
+import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from aedit.spec_rollout.rl.groups import Group
+from aedit.spec_rollout.rl.problems import Group
 from aedit.spec_rollout.rl.rewards.reward import RewardFailed, RewardFault, RewardReport, RewardSpec
-from aedit.spec_rollout.rl.rewards.worker_process import WorkerProcess
+from aedit.spec_rollout.rl.rewards.worker import encoded
 from aedit.types import NonNegativeInt, PositiveFloat, PositiveInt, check, checked
 
 START_LIMIT_S = 120.0
@@ -26,12 +36,14 @@ AT_ONCE = 8
 CANCEL_S = 1.0
 """Time for an asynchronous call to end after its worker has cancelled it at the limit."""
 GRACE_S = 1.0
-"""Time for a worker whose connection has ended to end by itself, so that its exit code can be told."""
+"""Time for a worker whose connection has ended to end by itself, so that its exit code can be reported."""
 LOOK_S = 0.05
 """Interval in which a wait looks for workers that have ended."""
-
 Completions = Sequence[str]
 """Texts of a group's rollouts, in their order."""
+END_S = 10.0
+"""Longest wait for a killed process to be gone."""
+PIECE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +75,67 @@ class _Call:
     tries: int = 0
     sent_s: float = 0.0
     limit_s: float = 0.0
+
+
+class RewardProcess:
+    """A worker. It ends with the thread that has started it, which must last, or by `kill`."""
+
+    def __init__(
+        self,
+        specs: tuple[RewardSpec, ...],
+        columns: Sequence[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start the process.
+
+        columns: names that every problem has; None: the arguments of the functions are not checked.
+        """
+        self.awaits: Sequence[bool] | None = None
+        """For each function whether it is asynchronous; None until it has imported all functions."""
+        self.answered: set[int] = set()
+        """Functions that have answered: their first call, which may load a model, is over."""
+        self.started_s = clock()
+        own, other = socket.socketpair()
+        with other:
+            self._process = _spawn(other.fileno())
+        self.lines = JsonLines(own)
+        functions = [asdict(spec) for spec in specs]
+        self.lines.put({"path": sys.path, "functions": functions, "columns": columns})
+
+    @property
+    def pid(self) -> int:
+        """Return the process id."""
+        return self._process.pid
+
+    def answers(self) -> list[Any]:
+        """Return what has arrived. Raises EOFError if the process has ended and nothing is left to read."""
+        # Asked first, as what it has sent before its end is read below. And asked, as a process that it has
+        # forked may keep the connection open.
+        has_ended = self._process.poll() is not None
+        self.lines.flush()
+        found = self.lines.take()
+        if has_ended and not found:
+            raise EOFError
+        return found
+
+    def kill(self, grace_s: float = 0.0) -> str:
+        """End the process and those that it has started in its group; return how it had ended before.
+
+        Raises subprocess.TimeoutExpired if it is still there after 10 s.
+
+        Args:
+            grace_s: Time in which it may end by itself: its connection ends a moment before it does.
+        """
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=grace_s)
+        code = self._process.poll()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(timeout=END_S)
+        self.lines.close()
+        if code is None:
+            return "broke its connection"
+        return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
 @checked()
@@ -114,7 +187,7 @@ class RewardPool:
         self._tasks: dict[int, _Task] = {}
         self._done: list[_Task] = []
         self._failed_starts = 0
-        self._running: dict[WorkerProcess, dict[int, _Call]] = {}
+        self._running: dict[RewardProcess, dict[int, _Call]] = {}
         for _ in range(workers):
             self._start()
 
@@ -232,7 +305,7 @@ class RewardPool:
         self.drop()
 
     def _start(self) -> None:
-        self._running[WorkerProcess(self._specs, self._columns, self._clock)] = {}
+        self._running[RewardProcess(self._specs, self._columns, self._clock)] = {}
 
     def _look(self, wait_s: float) -> None:
         """Read answers, end calls that take too long, replace workers that have ended, give out calls."""
@@ -243,7 +316,7 @@ class RewardPool:
             self._attend(worker)
         self._give_out()
 
-    def _attend(self, worker: WorkerProcess) -> None:
+    def _attend(self, worker: RewardProcess) -> None:
         try:
             answers = worker.answers()
         except EOFError:
@@ -263,7 +336,7 @@ class RewardPool:
         }:
             self._replace(worker, late)
 
-    def _take(self, worker: WorkerProcess, answer: dict[str, Any]) -> None:
+    def _take(self, worker: RewardProcess, answer: dict[str, Any]) -> None:
         if worker.awaits is None:
             if answer["problem"]:
                 raise RewardFailed(answer["problem"])
@@ -285,7 +358,7 @@ class RewardPool:
         else:
             self._fail(call, answer["error"], answer["line"], answer["sample"])
 
-    def _replace(self, worker: WorkerProcess, late: Set[int] = frozenset(), *, ended: bool = False) -> None:
+    def _replace(self, worker: RewardProcess, late: Set[int] = frozenset(), *, ended: bool = False) -> None:
         """End a worker, start another one, and make its calls once more, or give them up.
 
         late: numbers of the calls that have taken too long.
@@ -335,7 +408,7 @@ class RewardPool:
             facts = {"function": call.function, "call": call.number, "limit_s": call.limit_s}
             worker.lines.put(call.task.request | facts)
 
-    def _has_room(self, worker: WorkerProcess, call: _Call) -> bool:
+    def _has_room(self, worker: RewardProcess, call: _Call) -> bool:
         """Return whether a worker may make this call now.
 
         A call runs beside asynchronous ones; one that is made once more runs alone, so that what it does is
@@ -404,3 +477,86 @@ def _request(group: Group, text: Completions) -> dict[str, Any]:
         "completion_ids": [list(rollout.tokens) for rollout in group.rollouts],
         "columns": dict(group.problem.columns),
     }
+
+
+def _spawn(fd: int) -> "subprocess.Popen[bytes]":
+    # A session of its own: Ctrl-C in the terminal does not reach it, and `kill` ends what it has started.
+    # What the functions print goes to standard error: standard output may be read by a program.
+    return subprocess.Popen(
+        [sys.executable, "-m", "aedit.spec_rollout.rl.rewards.worker", str(os.getpid()), str(fd)],
+        stdin=subprocess.DEVNULL,
+        stdout=sys.__stderr__ if _is_open(sys.__stderr__) else subprocess.DEVNULL,
+        pass_fds=(fd,),
+        start_new_session=True,
+    )
+
+
+def _is_open(stream: Any) -> bool:
+    try:
+        os.fstat(stream.fileno())
+    except (AttributeError, OSError, ValueError):
+        return False
+    return True
+
+
+class JsonLines:
+    """One end of the connection. Nothing else is ever written there: workers print to standard error."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        self._end = end
+        self._outgoing = bytearray()
+        self._incoming = bytearray()
+
+    def fileno(self) -> int:
+        """Return the file descriptor, for `select`."""
+        return self._end.fileno()
+
+    @property
+    def has_outgoing(self) -> bool:
+        """Return true while something waits to be sent."""
+        return bool(self._outgoing)
+
+    def put(self, message: Any) -> None:
+        """Send `message` as far as the other side reads it now, and the rest in later calls of `flush`."""
+        self._outgoing += encoded(message)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the other side takes now. A connection that has ended is seen by `take`."""
+        while self._outgoing:
+            try:
+                del self._outgoing[: self._end.send(self._outgoing[:PIECE_BYTES])]
+            except BlockingIOError:
+                return
+            except OSError:
+                self._outgoing.clear()
+
+    def take(self) -> list[Any]:
+        """Return the messages that have arrived whole.
+
+        Raises EOFError if the other side has ended, and ValueError if it has sent something else than JSON.
+        """
+        ended = self._fill()
+        *lines, rest = self._incoming.split(b"\n")
+        self._incoming = rest
+        if ended and not lines:
+            raise EOFError
+        return [json.loads(line) for line in lines]
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._end.close()
+
+    def _fill(self) -> bool:
+        """Read what is there; return true if nothing more will come."""
+        while True:
+            try:
+                piece = self._end.recv(PIECE_BYTES)
+            except BlockingIOError:
+                return False
+            except OSError:
+                return True
+            if not piece:
+                return True
+            self._incoming += piece

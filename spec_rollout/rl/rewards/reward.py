@@ -8,7 +8,7 @@ from aedit.types import NonNegativeFloat, check, checked, is_import_path
 
 Scalar = int | float | bool | str
 BUILT_IN = ("exact", "numeric", "regex", "format", "gym", "math")
-"""Names of the functions of `built_in.py` and `extras.py`."""
+"""Names of the functions of `built_in.py`."""
 
 
 class Reward(Protocol):

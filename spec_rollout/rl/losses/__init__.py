@@ -1,1 +1,0 @@
-"""Policy losses: one pure function per file, found by name or import path."""
