@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from aedit.launch.cli import main
 from aedit.launch.hub import anchors_of
 from aedit.launch.hub.replay import pushes_of
-from aedit.proto.rpc import hello
+from aedit.proto.rpc import client
 
 pytestmark = pytest.mark.timeout(600)  # a test has several waits
 
@@ -214,7 +214,7 @@ def test_a_run_with_a_hub_starts_it_and_a_second_terminal_joins(place):
 
 
 def test_who_cannot_join_is_told_why_in_one_line(place, capsys, monkeypatch):
-    monkeypatch.setattr(hello, "HELLO_LIMIT_S", 1.0)
+    monkeypatch.setattr(client, "HELLO_LIMIT_S", 1.0)
     assert main(["join", f"127.0.0.1:{free_port()}", f"--dir={place.directory}/n"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("aedit: 127.0.0.1:")

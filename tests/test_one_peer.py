@@ -28,9 +28,7 @@ from aedit.proto.rpc import (
     hub_pb2,
     serve,
 )
-from aedit.proto.rpc.fair_pool import Crowded
-from aedit.proto.rpc.read_permits import ReadPermits
-from aedit.proto.rpc.waiting_calls import WaitingCalls
+from aedit.proto.rpc.limits import Crowded, ReadPermits, WaitingCalls
 
 DATA = noise(1000)
 WITHIN_S = 20.0

@@ -27,9 +27,9 @@ from aedit.launch.config.loading import parse
 from aedit.launch.config.methods import method
 from aedit.launch.records.provenance import source_digest
 from aedit.proto.rpc.client import HubClient
-from aedit.proto.rpc.hello import PROTOCOL
+from aedit.proto.rpc.client import PROTOCOL
 from aedit.proto.rpc.hub_pb2 import HelloRequest, Method
-from aedit.proto.rpc.security import ClientKeys
+from aedit.proto.rpc.keys import ClientKeys
 from test_own_hub_loop import node
 
 address = sys.argv[1]

@@ -213,7 +213,7 @@ def test_another_model_or_corpus_than_the_runs_is_one_error(tmp_path, options, c
 
 
 def test_a_wrong_address_is_one_error(monkeypatch):
-    monkeypatch.setattr("aedit.proto.rpc.hello.HELLO_LIMIT_S", 0.5)
+    monkeypatch.setattr("aedit.proto.rpc.client.HELLO_LIMIT_S", 0.5)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -240,7 +240,7 @@ def test_a_sync_of_another_model_than_was_joined_with_is_refused_though_the_size
 
 
 def test_keys_let_in_their_own_nodes_only(tmp_path, monkeypatch):
-    monkeypatch.setattr("aedit.proto.rpc.hello.HELLO_LIMIT_S", 3.0)
+    monkeypatch.setattr("aedit.proto.rpc.client.HELLO_LIMIT_S", 3.0)
     for name in ("mine", "theirs"):
         assert main(["keys", str(tmp_path / name), "--host", "127.0.0.1"]) == 0
     keys = tmp_path / "mine"

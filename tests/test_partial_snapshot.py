@@ -18,8 +18,9 @@ from aedit.async_sgd.journal.partial import PartialSnapshot, Received
 from aedit.async_sgd.rules import Led
 from aedit.async_sgd.service import tailing
 from aedit.proto.rpc import hub_pb2 as pb
-from aedit.proto.rpc.client import HubClient, HubUnreachable
-from aedit.proto.rpc.notifier import Quiet
+from aedit.proto.rpc.client import HubClient
+from aedit.proto.rpc.retry import HubUnreachable
+from aedit.proto.rpc.service import Quiet
 
 CHUNK = 5000
 

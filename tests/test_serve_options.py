@@ -27,7 +27,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(words, text, capsys):
 
 
 def test_an_address_without_a_hub_is_named_in_one_line(monkeypatch, capsys):
-    monkeypatch.setattr("aedit.proto.rpc.hello.HELLO_LIMIT_S", 0.5)
+    monkeypatch.setattr("aedit.proto.rpc.client.HELLO_LIMIT_S", 0.5)
     with socket.socket() as free:  # bound, and nobody listens
         free.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{free.getsockname()[1]}"

@@ -11,7 +11,7 @@ from kit.wire import cutting
 
 from aedit.proto.rpc import HubRefused, HubUnreachable, Limits, Server, frames, is_author, new_secret
 from aedit.proto.rpc import versions_pb2 as pb
-from aedit.proto.rpc.calls import channel
+from aedit.proto.rpc.client import channel
 from aedit.proto.versions import (
     LineUnknown,
     Manifest,

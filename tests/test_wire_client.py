@@ -22,13 +22,13 @@ from zlib_ng.zlib_ng import crc32
 from aedit.launch.cli.keys import make_keys
 from aedit.proto.rpc import frames, hub_pb2
 from aedit.proto.rpc import server as server_module
-from aedit.proto.rpc.client import Download, HubClient, HubRefused, HubUnreachable, channel
+from aedit.proto.rpc.client import HubClient, channel
+from aedit.proto.rpc.keys import ClientKeys, client_keys, server_keys
 from aedit.proto.rpc.limits import ByteBudget
-from aedit.proto.rpc.retry import NobodyListens, Patience, Pauses, TransferBroken
-from aedit.proto.rpc.security import ClientKeys, client_keys, server_keys
+from aedit.proto.rpc.retry import HubRefused, HubUnreachable, NobodyListens, Patience, Pauses, TransferBroken
 from aedit.proto.rpc.server import serve
 from aedit.proto.rpc.service import Refusal
-from aedit.proto.rpc.upload import KEPT_S, NoRoom, PartialPushes, Upload
+from aedit.proto.rpc.transfer import KEPT_S, Download, NoRoom, PartialPushes, Upload
 
 MIB = 2**20
 NOBODY = "127.0.0.1:9"
@@ -239,7 +239,7 @@ def tiring(monkeypatch):
     def sleep(seconds):
         clock.now_s += 4
 
-    monkeypatch.setattr("aedit.proto.rpc.calls.Patience", partial(Patience, clock=clock))
+    monkeypatch.setattr("aedit.proto.rpc.client.Patience", partial(Patience, clock=clock))
     return {"timeout_s": 10.0, "pauses": Pauses(sleep, lambda: 0.1)}
 
 
@@ -801,7 +801,7 @@ def test_many_pushes_of_one_unit_take_no_more_than_the_budget_though_only_one_is
 
 def test_a_hub_gives_back_what_nobody_continues_without_a_further_call(start, monkeypatch):
     monkeypatch.setattr("aedit.proto.rpc.service.KEPT_S", 0.05)
-    monkeypatch.setattr("aedit.proto.rpc.upload.KEPT_S", 0.0)
+    monkeypatch.setattr("aedit.proto.rpc.transfer.KEPT_S", 0.0)
     made = []
     monkeypatch.setattr(
         "aedit.proto.rpc.service.PartialPushes",

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from kit.wire import MemoryCore, noise
 
 from aedit.proto.rpc import Limits, Rates, channel, frames, hub_pb2, serve
-from aedit.proto.rpc.limits import ByteBudget
-from aedit.proto.rpc.watch import Watch
+from aedit.proto.rpc.limits import ByteBudget, Watch
 
 
 class Clock:

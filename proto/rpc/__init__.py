@@ -1,4 +1,15 @@
-"""The hub protocol over gRPC: generated messages, client, server, chunked arrays, limits and TLS."""
+"""The protocol between hubs, nodes, peers and rollout servers, over gRPC.
+
+- `service`, `server`: the services of a hub over `HubCore`, and the server that runs them; begin here
+- `client`, `retry`: calls of a hub, with deadlines and retries; the first call and the protocol's number
+- `frames`, `transfer`: arrays in chunks; downloads and uploads that continue after a cut
+- `limits`: what one peer may use of a server
+- `keys`, `identity`: TLS, signing keys, tokens, and which role may make which call
+- `votes`, `statement`: votes for leaders, and the signed values of anchors in a swarm
+- `directory`: the directory of rollout servers
+
+Called by `proto.agent`, `proto.swarm`, `proto.versions`, `async_sgd`, `spec_rollout` and `launch`.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -14,22 +25,16 @@ if TYPE_CHECKING:
         swarm_pb2,
         versions_pb2,
     )
-    from aedit.proto.rpc.anchor_versions import (
-        MOST_GENERATIONS,
-        generation,
-        generation_of,
-        last_term_before,
-        lineage,
-        stamp,
-        term_text,
-        version_of,
+    from aedit.proto.rpc.client import (
+        PROTOCOL,
+        Calls,
+        HubClient,
+        Metadata,
+        caller_keys,
+        channel,
+        check_address,
+        greet,
     )
-    from aedit.proto.rpc.author import SECRET_CHARS, author_metadata, is_author, new_secret, secret_of
-    from aedit.proto.rpc.call_context import CallContext
-    from aedit.proto.rpc.calls import Calls, Metadata
-    from aedit.proto.rpc.candidate import sign_request, signer_of
-    from aedit.proto.rpc.client import HubClient, NobodyListens, channel
-    from aedit.proto.rpc.connections import raise_descriptor_limit
     from aedit.proto.rpc.directory import (
         LONGEST_REASON,
         MOST_EVIDENCE_BYTES,
@@ -40,11 +45,7 @@ if TYPE_CHECKING:
         is_signed_card,
     )
     from aedit.proto.rpc.directory_pb2 import ServerCard
-    from aedit.proto.rpc.download import Download
-    from aedit.proto.rpc.fair_pool import FairPool
     from aedit.proto.rpc.frames import CHUNK_BYTES, MESSAGE_BYTES
-    from aedit.proto.rpc.hello import PROTOCOL, caller_keys, check_address, greet
-    from aedit.proto.rpc.host_certificate import Endorsement, HostCertificates
     from aedit.proto.rpc.hub_pb2 import (
         HelloReply,
         HelloRequest,
@@ -60,39 +61,87 @@ if TYPE_CHECKING:
         NAME,
         READER,
         REVOKED,
+        SECRET_CHARS,
         SHARED,
         Identity,
+        author_metadata,
         identity_statement,
+        is_author,
+        new_secret,
         read_revocations,
+        secret_of,
         token_text,
     )
-    from aedit.proto.rpc.limits import Limits, Rates
-    from aedit.proto.rpc.node_services import run_services
-    from aedit.proto.rpc.notifier import Notifier, Quiet
-    from aedit.proto.rpc.retry import HubRefused, HubUnreachable, Patience, TransferBroken, why
-    from aedit.proto.rpc.rollouts_pb2 import RolloutStatement, Span
-    from aedit.proto.rpc.security import (
+    from aedit.proto.rpc.keys import (
         CA,
+        KEY_BYTES,
         NODE,
         SERVER,
+        SIGNATURE_BYTES,
         TOKEN,
         ClientKeys,
+        Endorsement,
+        HostCertificates,
         ServerKeys,
+        SigningKey,
         check_exposure,
         client_keys,
         host_certificates,
         is_loopback,
+        is_signed_by,
         listener_keys,
         name_of,
         own_endorsement,
         server_keys,
     )
-    from aedit.proto.rpc.server import Server, serve
-    from aedit.proto.rpc.service import Caller, CallHandlers, HubCore, Refusal, Service, donor_service
-    from aedit.proto.rpc.signing_key import KEY_BYTES, SIGNATURE_BYTES, SigningKey, is_signed_by
-    from aedit.proto.rpc.statement import VERSION, Statement, contradict, is_signed, parsed, place_of, signed
-    from aedit.proto.rpc.vote_messages import VoterFile, answer_in, answer_out, proposal_in, proposal_out
-    from aedit.proto.rpc.votes import Answer, Ballot, Extent, Proposal, Voter
+    from aedit.proto.rpc.limits import FairPool, Limits, Rates
+    from aedit.proto.rpc.retry import HubRefused, HubUnreachable, NobodyListens, Patience, TransferBroken, why
+    from aedit.proto.rpc.rollouts_pb2 import RolloutStatement, Span
+    from aedit.proto.rpc.server import Server, raise_descriptor_limit, serve
+    from aedit.proto.rpc.service import (
+        CallContext,
+        Caller,
+        CallHandlers,
+        HubCore,
+        Notifier,
+        Quiet,
+        Refusal,
+        Service,
+        donor_service,
+        run_services,
+    )
+    from aedit.proto.rpc.statement import (
+        MOST_GENERATIONS,
+        VERSION,
+        Statement,
+        contradict,
+        generation,
+        generation_of,
+        is_signed,
+        last_term_before,
+        lineage,
+        parsed,
+        place_of,
+        signed,
+        stamp,
+        term_text,
+        version_of,
+    )
+    from aedit.proto.rpc.transfer import Download
+    from aedit.proto.rpc.votes import (
+        Answer,
+        Ballot,
+        Extent,
+        Proposal,
+        Voter,
+        VoterFile,
+        answer_in,
+        answer_out,
+        proposal_in,
+        proposal_out,
+        sign_request,
+        signer_of,
+    )
 
 __all__ = [
     "CA",

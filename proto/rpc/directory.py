@@ -10,12 +10,10 @@ from google.protobuf.message import Message
 
 from aedit.proto.rpc import directory_pb2 as pb
 from aedit.proto.rpc.client import HubClient
-from aedit.proto.rpc.fair_pool import FairPool
-from aedit.proto.rpc.limits import Limits
+from aedit.proto.rpc.keys import ClientKeys, is_signed_by
+from aedit.proto.rpc.limits import FairPool, Limits
 from aedit.proto.rpc.retry import HubRefused, HubUnreachable
-from aedit.proto.rpc.security import ClientKeys
 from aedit.proto.rpc.service import CallHandlers, Service
-from aedit.proto.rpc.signing_key import is_signed_by
 from aedit.types import printable
 
 NAME = "aedit.v1.Directory"

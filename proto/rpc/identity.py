@@ -7,7 +7,9 @@ names a name and a time: it ends every token that was issued under the name unti
 
 import base64
 import binascii
+import hmac
 import re
+import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -224,3 +226,32 @@ def _certified(pem: bytes) -> Identity:
         return next((str(one.value) for one in subject.get_attributes_for_oid(oid)), "")
 
     return Identity(first(NameOID.ORGANIZATIONAL_UNIT_NAME), first(NameOID.COMMON_NAME))
+
+
+AUTHOR = "aedit-author"
+"""Metadata of a call that opens or continues a line of policy versions: a secret, drawn for each pair of line
+and server, and sent with `Generate`, `Offer` and `Put`. The server binds the line to the first one, so that
+another caller that knows the name of the line cannot write into it."""
+SECRET_CHARS = 64
+
+
+def new_secret() -> str:
+    """Return a new secret for one line at one server."""
+    return secrets.token_hex(SECRET_CHARS // 2)
+
+
+def author_metadata(secret: str) -> tuple[tuple[str, str], ...]:
+    """Return the metadata of a call by the author of a line."""
+    return ((AUTHOR, secret),)
+
+
+def secret_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
+    """Return the caller's secret; empty if there is none, or more than one."""
+    found = [value for key, value in metadata if key == AUTHOR]
+    return found[0] if len(found) == 1 and isinstance(found[0], str) else ""
+
+
+def is_author(known: str, given: str) -> bool:
+    """Return whether the caller has the secret to which a line is bound."""
+    # Time must not tell how many characters were right.
+    return len(known) == SECRET_CHARS and hmac.compare_digest(known.encode(), given.encode())

@@ -1,10 +1,18 @@
-"""Limits per peer of a server: calls per second, and bytes under way."""
+"""Limits of a server for each peer: calls per second, bytes in flight, threads, open calls, stalled streams.
 
+A stream has no deadline as a whole, which would have to be hours for an array of gigabytes, and keepalive
+shows only that the peer's kernel runs. So `Watch` ends streams that stall.
+"""
+
+import asyncio
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
+from typing import TypeVar
 
 from aedit.proto.rpc.frames import CHUNK_BYTES
 
@@ -99,3 +107,245 @@ class ByteBudget:
         """Return reserved bytes."""
         with self._lock:
             self.taken -= num_bytes
+
+
+class FairTurns:
+    """At most `places` are taken at a time. Peers take turns, however often each has asked.
+
+    Used by the event loop only.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._free = places
+        self._waiting: OrderedDict[Hashable, deque[asyncio.Future[None]]] = OrderedDict()
+
+    def waiting(self, peer: Hashable) -> int:
+        """Return how many turns this peer has asked for and not got."""
+        return len(self._waiting.get(peer, ()))
+
+    def ask(self, peer: Hashable) -> "asyncio.Future[None]":
+        """Return a future that is done when a place is the caller's, until `give` or `drop`."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._free:
+            self._free -= 1
+            turn.set_result(None)
+        else:
+            self._waiting.setdefault(peer, deque()).append(turn)
+        return turn
+
+    def drop(self, turn: "asyncio.Future[None]") -> None:
+        """Ask no longer; give back the place if it is the caller's already."""
+        if turn.done() and not turn.cancelled():
+            self.give()
+        turn.cancel()
+
+    def give(self) -> None:
+        """Give a place back: to the next peer's first turn that is still asked for."""
+        while self._waiting:
+            peer, queue = self._waiting.popitem(last=False)
+            turn = queue.popleft()
+            if queue:
+                self._waiting[peer] = queue
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+
+T = TypeVar("T")
+
+
+class Crowded(Exception):
+    """A peer has too many calls that wait for a thread."""
+
+
+class FairPool:
+    """Runs functions in `threads` threads. Peers take turns, however many calls each has waiting.
+
+    `run` is for the event loop; all of its state belongs to that thread.
+    """
+
+    def __init__(self, threads: int, name: str, *, most_waiting: int = 1024) -> None:
+        self._pool = ThreadPoolExecutor(threads, name)
+        self._turns = FairTurns(threads)
+        self._most_waiting = most_waiting
+
+    async def run(self, peer: Hashable, work: Callable[[], T]) -> T:
+        """Return what `work` returns, called in a thread.
+
+        Raises Crowded if this peer has too many calls waiting.
+        """
+        if self._turns.waiting(peer) >= self._most_waiting:
+            raise Crowded(f"{self._most_waiting} calls of this peer wait already")
+        turn = self._turns.ask(peer)
+        try:
+            await turn
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        finally:
+            self._turns.drop(turn)
+
+    def shutdown(self) -> None:
+        """End the threads when they have finished what they do."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class ReadPermit:
+    """One upload's permit."""
+
+    def __init__(self, peer: Hashable, end: Callable[[], object], since_s: float) -> None:
+        self.peer, self.end, self.since_s = peer, end, since_s
+        self.has_sent = False
+        """Its first message has arrived: it is not ended for silence."""
+
+
+class ReadPermits:
+    """At most `most` uploads are read at a time that have not said yet what they are; the others wait.
+
+    Peers take turns. While others wait, the oldest one of the peer with most of those that have sent nothing
+    is ended, once it has had `hold_s`. Used by the event loop only. Without it, a thousand first chunks would
+    be in memory before one is refused.
+    """
+
+    def __init__(self, most: int, hold_s: float = 1.0, clock: Callable[[], float] = monotonic) -> None:
+        self._hold_s, self._clock = hold_s, clock
+        self._turns = FairTurns(most)
+        self._held: list[ReadPermit] = []
+
+    async def enter(self, peer: Hashable, end: Callable[[], object]) -> ReadPermit:
+        """Wait for a permit and return it; `end` ends the upload. `leave` gives it back."""
+        turn = self._turns.ask(peer)
+        try:
+            while not turn.done():
+                await asyncio.wait([turn], timeout=self._hold_s)
+                if not turn.done():
+                    self.end_oldest()
+        except asyncio.CancelledError:
+            self._turns.drop(turn)
+            raise
+        permit = ReadPermit(peer, end, self._clock())
+        self._held.append(permit)
+        return permit
+
+    def leave(self, permit: ReadPermit) -> None:
+        """Give the permit back. Does nothing if that was done before."""
+        if permit in self._held:
+            self._held.remove(permit)
+            self._turns.give()
+
+    def end_oldest(self) -> None:
+        """End one upload that has sent nothing within its time limit, if there is one."""
+        silent = [permit for permit in self._held if not permit.has_sent]
+        crowds = Counter(permit.peer for permit in silent)
+        late = [permit for permit in silent if self._clock() - permit.since_s >= self._hold_s]
+        if late:
+            oldest = max(late, key=lambda permit: (crowds[permit.peer], -permit.since_s))
+            oldest.end()
+            self.leave(oldest)
+
+
+class WaitingCalls:
+    """Calls of which no message has arrived. Used by the event loop only.
+
+    Above `most`, the oldest one of the peer that has the most is ended to make room.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._count = 0
+        self._by_peer: dict[Hashable, OrderedDict[object, Callable[[], object]]] = {}
+
+    def enter(self, peer: Hashable, call: object, end: Callable[[], object]) -> None:
+        """Add a call; `end` ends it."""
+        self._by_peer.setdefault(peer, OrderedDict())[call] = end
+        self._count += 1
+        if self._count > self._most:
+            crowd = max(self._by_peer, key=lambda peer: len(self._by_peer[peer]))
+            oldest, end_oldest = next(iter(self._by_peer[crowd].items()))
+            self.leave(crowd, oldest)
+            end_oldest()
+
+    def leave(self, peer: Hashable, call: object) -> None:
+        """Remove a call that has sent something, or is over. Does nothing if it is not there."""
+        calls = self._by_peer.get(peer)
+        if calls and calls.pop(call, None) is not None:
+            self._count -= 1
+            if not calls:
+                del self._by_peer[peer]
+
+
+class Stream:
+    """One transfer under way. Its thread calls `moved`."""
+
+    def __init__(self, cancel: Callable[[], object], stall_s: float, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._stall_s = stall_s
+        self.started_s = self.last_s = clock()
+        self.num_bytes = 0
+        self.cancel = cancel
+        self.stalled = False
+        """It was ended for standing still."""
+
+    def moved(self, num_bytes: int) -> None:
+        """Note that so many more bytes have passed."""
+        self.num_bytes += num_bytes
+        self.last_s = self._clock()
+
+    def due_s(self, bytes_per_s: float) -> float:
+        """Return when it is to be ended, if nothing more passes."""
+        paid_s = self.num_bytes / bytes_per_s
+        return min(self.last_s, self.started_s + paid_s) + self._stall_s
+
+
+class Watch:
+    """Cancels a stream in which nothing has passed for `stall_s`, or less than `bytes_per_s` on average.
+
+    `clock` is for tests; a thread runs only while there are streams.
+    """
+
+    def __init__(
+        self, stall_s: float, bytes_per_s: float = 1024.0, clock: Callable[[], float] = monotonic
+    ) -> None:
+        self._stall_s = stall_s
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._streams: set[Stream] = set()
+        self._wake = threading.Condition()
+        self._runs = False
+
+    @contextmanager
+    def over(self, cancel: Callable[[], object], stall_s: float | None = None) -> Iterator[Stream]:
+        """Watch the stream that `cancel` ends for as long as the context lasts."""
+        stream = Stream(cancel, self._stall_s if stall_s is None else stall_s, self._clock)
+        with self._wake:
+            self._streams.add(stream)
+            if not self._runs:
+                self._runs = True
+                threading.Thread(target=self._run, name="watch", daemon=True).start()
+            self._wake.notify()
+        try:
+            yield stream
+        finally:
+            with self._wake:
+                self._streams.discard(stream)
+                self._wake.notify()
+
+    def end_stalled(self) -> float:
+        """Cancel what is due; return the seconds until the next one may be."""
+        now_s = self._clock()
+        with self._wake:
+            due = {stream: stream.due_s(self._bytes_per_s) for stream in self._streams}
+            late = [stream for stream, due_s in due.items() if due_s <= now_s]
+            self._streams.difference_update(late)
+        for stream in late:
+            stream.stalled = True
+            stream.cancel()
+        return min((due_s - now_s for due_s in due.values() if due_s > now_s), default=self._stall_s)
+
+    def _run(self) -> None:
+        while True:
+            wait_s = self.end_stalled()
+            with self._wake:
+                if not self._streams:
+                    self._runs = False
+                    return
+                self._wake.wait(wait_s)

@@ -1,24 +1,342 @@
-"""A gRPC server that the usual tools can inspect: health and reflection are on."""
+"""A gRPC server: event loop, handlers, limits of connections; health and reflection are on.
+
+gRPC's asynchronous stack has one completion queue per process: with a loop per server they would wake each
+other for every event. A call that waits for its peer takes no thread. gRPC accepts every connection and does
+not report it, so the sockets are found among the descriptors of this process.
+"""
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+import logging
+import os
+import resource
+import socket
+import threading
+import traceback
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import suppress
+from functools import cache, partial
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from aedit.proto.rpc.async_calls import AsyncCalls, Handler
-from aedit.proto.rpc.connections import Connections, most_connections
-from aedit.proto.rpc.event_loop import finish
-from aedit.proto.rpc.fair_pool import FairPool
 from aedit.proto.rpc.frames import MESSAGE_BYTES
-from aedit.proto.rpc.limits import Limits
-from aedit.proto.rpc.security import ServerKeys
-from aedit.proto.rpc.service import HubCore, Service, hub_services
+from aedit.proto.rpc.keys import ServerKeys
+from aedit.proto.rpc.limits import Crowded, FairPool, Limits, ReadPermits, WaitingCalls
+from aedit.proto.rpc.service import Aborted, CallContext, HubCore, Quiet, Service, hub_services
 from aedit.types import UserError
+
+_DESCRIPTORS = "/proc/self/fd"
+_MOST_DESCRIPTORS = 2**16
+_RESERVED = 256
+"""Descriptors for the journal and everything else but connections."""
+_REMEMBERED = 8192
+
+
+def raise_descriptor_limit() -> None:
+    """Raise this process's limit of open descriptors as far as the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if wanted > soft:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def most_connections() -> int:
+    """Return how many connections leave enough descriptors for everything else."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(soft // 2, soft - _RESERVED)
+
+
+class Connections:
+    """Ends connections of a host that has more than `most_per_host`. Does nothing where there is no /proc."""
+
+    def __init__(self, most_per_host: int) -> None:
+        self._most_per_host = most_per_host
+        self._lock = threading.Lock()
+        self._heard: OrderedDict[str, None] = OrderedDict()
+
+    def heard(self, peer: str) -> None:
+        """Note that a message of this peer, as gRPC writes it, has arrived."""
+        with self._lock:
+            self._heard[peer] = None
+            self._heard.move_to_end(peer)
+            if len(self._heard) > _REMEMBERED:
+                self._heard.popitem(last=False)
+
+    def cut(self, port: int) -> int:
+        """End the surplus connections to `port`, and return how many.
+
+        First those that have never sent a message, then those that were silent for longest.
+        """
+        if not os.path.isdir(_DESCRIPTORS) or len(os.listdir(_DESCRIPTORS)) <= self._most_per_host:
+            return 0
+        found = _accepted(port)
+        with self._lock:
+            latest = {peer: place for place, peer in enumerate(self._heard)}
+        surplus = Counter(host for host, _ in found.values())
+        count = 0
+        for descriptor, (host, peer) in sorted(found.items(), key=lambda item: latest.get(item[1][1], -1)):
+            if surplus[host] > self._most_per_host:
+                surplus[host] -= 1
+                count += _shut(descriptor, peer)
+        return count
+
+
+def _accepted(port: int) -> dict[int, tuple[str, str]]:
+    """Return by descriptor the host and the peer of every connection that was made to `port`."""
+    found = {}
+    for name in os.listdir(_DESCRIPTORS):
+        with suppress(OSError), _copy_of(int(name)) as other:
+            peer = _peer(other)
+            if peer and other.getsockname()[1] == port:
+                found[int(name)] = peer
+    return found
+
+
+def _shut(descriptor: int, peer: str) -> bool:
+    """End the connection if the descriptor still has the same peer."""
+    with suppress(OSError), _copy_of(descriptor) as other:
+        now = _peer(other)
+        if now and now[1] == peer:
+            other.shutdown(socket.SHUT_RDWR)
+            return True
+    return False
+
+
+def _copy_of(descriptor: int) -> socket.socket:
+    """Return a socket with a copy of the descriptor. Raises OSError if it is not that of a socket."""
+    copy = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+
+
+def _peer(other: socket.socket) -> tuple[str, str] | None:
+    """Return the other end's host, and its name as gRPC writes it; None if it is not an internet socket."""
+    if other.family not in (socket.AF_INET, socket.AF_INET6):
+        return None
+    host, port = other.getpeername()[:2]
+    host = host.removeprefix("::ffff:")
+    return host, f"ipv6:%5B{host}%5D:{port}" if ":" in host else f"ipv4:{host}:{port}"
+
+
+T = TypeVar("T")
+
+
+@cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """Return the loop, which runs in a thread of its own from the first call on."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="grpc", daemon=True).start()
+    return loop
+
+
+def finish(work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+    """Run `work` in the loop and return its result. Must not be called by the loop's own thread."""
+    return asyncio.run_coroutine_threadsafe(work, event_loop()).result(timeout_s)
+
+
+log = logging.getLogger(__name__)
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+_Write: TypeAlias = Callable[[Any], Any]
+_Work: TypeAlias = Callable[[AsyncIterator[bytes], CallContext, _Write], Coroutine[Any, Any, Any]]
+_LATER = grpc.StatusCode.RESOURCE_EXHAUSTED
+_SILENT = "too many open calls that have sent nothing: this one was ended to make room"
+_END = object()
+_GATHER_S = 0.005
+"""Pause before a handler that had nothing to send is asked again: what follows shortly is sent together."""
+
+
+class AsyncCalls:
+    """Makes the handlers of one server. `pool`: of handlers that name none of their own.
+
+    A handler that streams both ways is called at once, and bounds its silent calls by itself.
+
+    `connections` is told of every peer that sends a message.
+    """
+
+    def __init__(self, pool: FairPool, limits: Limits, connections: Connections) -> None:
+        self._pool, self._connections = pool, connections
+        self._waiting = WaitingCalls(limits.silent_calls)
+        self._uploads = ReadPermits(limits.unread_uploads)
+
+    def handler(self, plain: Handler) -> Handler:
+        """Return `plain` for an asynchronous server. Its bytes on the wire are the same."""
+        behaviour: Any = plain.unary_unary or plain.unary_stream or plain.stream_unary or plain.stream_stream
+        pool = getattr(behaviour, "experimental_thread_pool", self._pool)
+        if inspect.iscoroutinefunction(behaviour):
+            work = _native(behaviour)
+        else:
+            work = _threaded(behaviour, pool, bool(plain.request_streaming), bool(plain.response_streaming))
+
+        async def run(messages: AsyncIterator[bytes], context: "aio.ServicerContext[Any, Any]") -> Any:
+            return await self._run(
+                work,
+                context,
+                reads_more=bool(plain.request_streaming),
+                replies_once=not plain.response_streaming,
+            )
+
+        # Both kinds read by themselves: gRPC would wait for a single request out of our sight.
+        kind = (
+            grpc.stream_stream_rpc_method_handler
+            if plain.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+        return kind(run)
+
+    async def _run(
+        self, work: _Work, context: "aio.ServicerContext[Any, Any]", *, reads_more: bool, replies_once: bool
+    ) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        seen = CallContext(context, task)
+        peer, refusal = seen.peer(), None
+        end = partial(seen.end, _LATER, _SILENT)
+        messages = _Messages(context, partial(self._connections.heard, peer))
+        try:
+            if not reads_more:
+                self._waiting.enter(peer, seen, end)
+                messages.on_first = partial(self._waiting.leave, peer, seen)
+            elif replies_once:
+                permit = await self._uploads.enter(peer, end)
+                messages.on_first = partial(setattr, permit, "has_sent", True)
+                messages.after_first = partial(self._uploads.leave, permit)
+            return await work(messages, seen, context.write)
+        except (Aborted, Crowded, asyncio.CancelledError) as error:
+            refusal = _refusal(error, seen)
+            _forget(error)
+            if refusal is None:
+                raise
+        finally:
+            messages.on_first()
+            messages.after_first()
+            seen.finish()
+        # Not `context.abort`: its exception and the call would hold each other, and what has not been read.
+        context.set_code(refusal.code)
+        context.set_details(refusal.text)
+        return b"" if replies_once else None
+
+
+class _Messages:
+    """The messages of a call as they arrive. None of them is held here.
+
+    gRPC's own iterator holds each one until the next one comes, which may be never.
+    """
+
+    def __init__(self, context: "aio.ServicerContext[Any, Any]", heard: Callable[[], object]) -> None:
+        self._context, self._heard = context, heard
+        self.on_first: Callable[[], object] = _nothing
+        """Called when the first message has arrived."""
+        self.after_first: Callable[[], object] = _nothing
+        """Called when the first message has been dealt with."""
+        self._begun = False
+
+    def __aiter__(self) -> "_Messages":
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._begun:
+            self.after_first()
+        message = await self._context.read()
+        if message is aio.EOF:
+            raise StopAsyncIteration
+        self.on_first()
+        self._begun = True
+        self._heard()
+        return message  # type: ignore[no-any-return]
+
+
+def _nothing() -> None:
+    pass
+
+
+def _refusal(error: BaseException, seen: CallContext) -> Aborted | None:
+    """Return the status that ends the call; None if nobody here has ended it."""
+    if isinstance(error, asyncio.CancelledError):
+        return seen.ended
+    return error if isinstance(error, Aborted) else Aborted(_LATER, str(error))
+
+
+def _forget(error: BaseException | None) -> None:
+    """Clear the frames of an error and of those that led to it: they hold what has arrived."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+
+
+def _native(behaviour: Callable[..., Coroutine[Any, Any, Any]]) -> _Work:
+    async def work(messages: AsyncIterator[bytes], context: CallContext, write: _Write) -> Any:
+        return await behaviour(messages, context)
+
+    return work
+
+
+def _threaded(
+    behaviour: Callable[..., Any], pool: FairPool, request_streaming: bool, response_streaming: bool
+) -> _Work:
+    async def work(messages: AsyncIterator[bytes], context: CallContext, write: _Write) -> Any:
+        is_dialogue = request_streaming and response_streaming
+        first = None if is_dialogue else await anext(messages, None)
+        if first is None and not request_streaming:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call ended without a request")
+        request = _blocking([first], messages) if request_streaming else first
+        first = None
+        if not response_streaming:
+            return await pool.run(context.peer(), lambda: behaviour(request, context))
+        answers = behaviour(request, context)
+        try:
+            while (answer := await pool.run(context.peer(), lambda: next(answers, _END))) is not _END:
+                if isinstance(answer, Quiet):
+                    await answer.notifier.wait(answer.seen, answer.limit_s)
+                    await asyncio.sleep(_GATHER_S)
+                else:
+                    await write(answer)
+        finally:
+            _close(answers)
+
+    return work
+
+
+def _blocking(begun: list[bytes | None], messages: AsyncIterator[bytes]) -> Iterator[bytes]:
+    """Yield what is in `begun`, taken out of it, and then `messages`, for a thread that waits for each."""
+    loop = asyncio.get_running_loop()
+
+    def rest() -> Iterator[bytes]:
+        while begun:
+            if (first := begun.pop()) is not None:
+                yield first
+            del first
+        while True:
+            try:
+                message = asyncio.run_coroutine_threadsafe(_next(messages), loop).result()
+            except BaseException:
+                raise grpc.RpcError("the call is over") from None
+            if message is None:
+                return
+            yield message
+            del message
+
+    return rest()
+
+
+async def _next(messages: AsyncIterator[bytes]) -> bytes | None:
+    return await anext(messages, None)
+
+
+def _close(answers: Any) -> None:
+    """End a generator. One that a thread runs at this moment ends by itself, as its call is over."""
+    with suppress(ValueError):
+        answers.close()
+
 
 _LOOK_S = 1.0
 """Interval at which connections are counted."""

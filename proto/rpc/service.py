@@ -1,29 +1,27 @@
-"""The gRPC services of a hub over `HubCore`.
+"""The gRPC services of a hub over `HubCore`, and a call as its handler sees it.
 
-Limits are kept, and messages are checked, before the core sees them. Errors are logged here, and the peer
+Limits are applied, and messages are checked, before the core sees them. Errors are logged here, and the peer
 gets one line.
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
+from grpc import aio
 
 from aedit.proto.rpc import frames, hub_pb2
-from aedit.proto.rpc.author import secret_of
-from aedit.proto.rpc.call_context import Aborted, CallContext
-from aedit.proto.rpc.fair_pool import FairPool
-from aedit.proto.rpc.identity import Stranger, shown_identity
-from aedit.proto.rpc.limits import ByteBudget, Limits, Rates
-from aedit.proto.rpc.notifier import Quiet
-from aedit.proto.rpc.upload import KEPT_S, Arrival, NoRoom, PartialPushes
-from aedit.proto.rpc.watch import Stream, Watch
+from aedit.proto.rpc.identity import Stranger, secret_of, shown_identity
+from aedit.proto.rpc.limits import ByteBudget, FairPool, Limits, Rates, Stream, Watch
+from aedit.proto.rpc.transfer import KEPT_S, Arrival, NoRoom, PartialPushes
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +32,113 @@ Pull = Callable[[hub_pb2.PullRequest], tuple[hub_pb2.PullHead, memoryview]]
 
 SMALL_BYTES = 2**16
 """Most bytes of a call that lists neither parameters nor an array."""
+
+
+class Aborted(Exception):
+    """The call ends with this status."""
+
+    def __init__(self, code: grpc.StatusCode, text: str) -> None:
+        super().__init__(text)
+        self.code, self.text = code, text
+
+
+class CallContext:
+    """The part of `grpc.ServicerContext` that handlers use, over an asynchronous call."""
+
+    def __init__(self, context: "aio.ServicerContext[Any, Any]", task: "asyncio.Task[Any]") -> None:
+        self._context, self._task = context, task
+        self._loop = task.get_loop()
+        self._callbacks: list[Callable[[], object]] = []
+        self._is_over, self._lock = False, threading.Lock()
+        self.ended: Aborted | None = None
+        """Error with which `end` has ended the call; None while it runs."""
+        # Read here: the call's own object belongs to the loop's thread.
+        self._peer, self._metadata = context.peer(), tuple(context.invocation_metadata() or ())
+        self._auth: Mapping[str, Iterable[bytes]] = context.auth_context() or {}
+
+    def peer(self) -> str:
+        """Return the caller's address, as gRPC writes it."""
+        return self._peer
+
+    def invocation_metadata(self) -> tuple[Any, ...]:
+        """Return the call's metadata as (key, value) pairs."""
+        return self._metadata
+
+    def auth_context(self) -> Mapping[str, Iterable[bytes]]:
+        """Return what the caller's certificate says; empty without one."""
+        return self._auth
+
+    def abort(self, code: grpc.StatusCode, text: str) -> NoReturn:
+        """End the call with this status."""
+        raise Aborted(code, text)
+
+    def add_callback(self, callback: Callable[[], object]) -> bool:
+        """Call `callback` when the call is over. Returns False, and does not, if it is over already."""
+        with self._lock:
+            if not self._is_over:
+                self._callbacks.append(callback)
+            return not self._is_over
+
+    def cancel(self) -> None:
+        """End the call at once."""
+        self.end(grpc.StatusCode.CANCELLED, "ended by this server")
+
+    def end(self, code: grpc.StatusCode, text: str) -> None:
+        """End the call at once, whatever its handler does, with this status."""
+        if not self._is_over and self.ended is None:
+            self.ended = Aborted(code, text)
+            self._loop.call_soon_threadsafe(self._task.cancel)
+
+    def finish(self) -> None:
+        """Note that the call is over, and run the callbacks."""
+        with self._lock:
+            self._is_over = True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+
+class Notifier:
+    """Counts what happens, and wakes those who wait for the next time. Any thread may call `notify`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self.count = 0
+
+    def notify(self) -> None:
+        """Count another time, and wake those who wait."""
+        with self._lock:
+            self.count += 1
+            waiting, self._waiting = self._waiting, []
+        for loop, event in waiting:
+            with contextlib.suppress(RuntimeError):  # its loop has ended
+                loop.call_soon_threadsafe(event.set)
+
+    async def wait(self, seen: int, limit_s: float) -> None:
+        """Return when it has notified more often than `seen` times, or after `limit_s`."""
+        entry = asyncio.get_running_loop(), asyncio.Event()
+        with self._lock:
+            if self.count != seen:
+                return
+            self._waiting.append(entry)
+        try:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(entry[1].wait(), limit_s)
+        finally:
+            with self._lock, contextlib.suppress(ValueError):  # it was notified
+                self._waiting.remove(entry)
+
+
+@dataclass(frozen=True, slots=True)
+class Quiet:
+    """Yielded by a handler that streams and has nothing to send: it is asked again after a notification."""
+
+    notifier: Notifier
+    seen: int
+    """Notifications before there was nothing."""
+    limit_s: float
+    """Time after which the handler is asked again in any case."""
 
 
 class Refusal(Exception):
@@ -73,10 +178,7 @@ class HubCore(Protocol):
         """
 
     def push(self, head: hub_pb2.PushHead, data: memoryview) -> hub_pb2.PushReply:
-        """Take a push. `data`.
-
-        Head.num_bytes bytes, complete and undamaged, owned by the core from now on.
-        """
+        """Take a push. `data`: `head.num_bytes` bytes, complete and undamaged; the core owns them."""
 
     def garbled(self, head: hub_pb2.PushHead, reason: str) -> None:
         """Note that what came after `head` was damaged, or not what it says; `head` itself may be."""
@@ -116,7 +218,7 @@ class Caller:
     role: str | None = None
     """Role in the caller's certificate or token; None without keys."""
     secret: str = ""
-    """Secret of the author of a line, see author.py; empty: the caller has given none."""
+    """Secret of the author of a line, see identity.py; empty: the caller has given none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,7 +497,7 @@ def caller(context: CallContext) -> Caller:
     except Stranger as error:
         raise Refusal(grpc.StatusCode.UNAUTHENTICATED, str(error)) from None
     name, role = (shown.own_name, shown.role) if shown else (None, None)
-    return Caller(_host(context), name, role, secret_of(context))
+    return Caller(_host(context), name, role, secret_of(context.invocation_metadata()))
 
 
 def _host(context: CallContext) -> str:
@@ -406,3 +508,15 @@ def _in(pool: FairPool, behaviour: Callable[..., Any]) -> Callable[..., Any]:
     """Let gRPC run `behaviour` in the threads of `pool`."""
     behaviour.experimental_thread_pool = pool  # type: ignore[attr-defined]
     return behaviour
+
+
+def run_services(
+    hello: Callable[[hub_pb2.HelloRequest], hub_pb2.HelloReply],
+    status: Callable[[hub_pb2.StatusRequest], hub_pb2.StatusReply],
+    limits: Limits,
+) -> tuple[Service, ...]:
+    """Return Membership with Hello alone, and State with Status alone."""
+    handlers, small = CallHandlers(limits), FairPool(4, "call")
+    membership = {"Hello": handlers.call(hub_pb2.HelloRequest, hello, small, SMALL_BYTES)}
+    state = {"Status": handlers.call(hub_pb2.StatusRequest, status, small, SMALL_BYTES)}
+    return Service("aedit.v1.Membership", membership, (small,)), Service("aedit.v1.State", state)

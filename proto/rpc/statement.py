@@ -2,15 +2,21 @@
 
 On the wire a statement is a version byte, an Ed25519 signature (64 bytes) and the message `Statement` of
 swarm.proto. There is one encoding for each statement: other bytes of the same content are refused.
+
+The upper bits of a term are the generation of its part. A part without any replica left is re-created, with a
+new journal. Each re-creation is a lineage: its terms are above all terms of earlier generations, so that
+the newer one is followed. Two peers that re-create one generation, which their votes exclude, would have
+terms of different lineages as well.
 """
 
 import re
 from dataclasses import dataclass, replace
+from hashlib import sha256
 
 from google.protobuf.message import DecodeError
 
 from aedit.proto.rpc import swarm_pb2 as pb
-from aedit.proto.rpc.signing_key import KEY_BYTES, SIGNATURE_BYTES, SigningKey, is_signed_by
+from aedit.proto.rpc.keys import KEY_BYTES, SIGNATURE_BYTES, SigningKey, is_signed_by
 from aedit.types import printable
 
 VERSION = 2
@@ -155,3 +161,47 @@ def _body(statement: Statement) -> bytes:
         sha256=statement.sha256,
     )
     return message.SerializeToString(deterministic=True)
+
+
+MOST_GENERATIONS = 2**20
+_COUNT_BITS, _FOUNDER_BITS, _VERSION_BITS = 20, 12, 32
+
+
+def generation(term: int) -> int:
+    """Return how often the part had been founded again when this term began."""
+    return term >> (_COUNT_BITS + _FOUNDER_BITS)
+
+
+def lineage(term: int) -> int:
+    """Return the number of the founding that the term belongs to; 0 for the first one."""
+    return term >> _COUNT_BITS
+
+
+def last_term_before(generation: int, founder: bytes) -> int:
+    """Return the number below the first term of a lineage. 0 in generation 0.
+
+    founder: Names the peer that founds it.
+    """
+    mark = int.from_bytes(sha256(founder).digest()[:2], "big") >> (16 - _FOUNDER_BITS) if generation else 0
+    return (generation << _FOUNDER_BITS | mark) << _COUNT_BITS
+
+
+def term_text(term: int) -> str:
+    """Return the term for people: `3`, or `2:3` for the third one of generation 2."""
+    count = term & ((1 << _COUNT_BITS) - 1)
+    return f"{generation(term)}:{count}" if generation(term) else str(term)
+
+
+def stamp(generation: int, version: int) -> int:
+    """Return the age of an anchor as one number, greater for a newer anchor; 0 for none."""
+    return generation << _VERSION_BITS | version if version else 0
+
+
+def generation_of(stamp: int) -> int:
+    """Return the generation of the part that made the anchor."""
+    return stamp >> _VERSION_BITS
+
+
+def version_of(stamp: int) -> int:
+    """Return the version of the anchor, as its generation counted them."""
+    return stamp & ((1 << _VERSION_BITS) - 1)

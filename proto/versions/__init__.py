@@ -19,7 +19,7 @@ and either serves the store (whoever follows the line asks with `newest`, which 
 
 or gives its versions to a server, whose `may_author` admits it and whose `arrived` is then called:
 
-    client.give(store, "my-line", 1, secret)       # the secret of proto/rpc/author.py
+    client.give(store, "my-line", 1, secret)       # the secret of proto/rpc/identity.py
 
 The values of a version, as bit patterns by unit:
 

@@ -74,7 +74,7 @@ class VersionsClient:
     def give(self, store: VersionStore, line: str, serial: int, secret: str = "") -> int:
         """Give the other side a version of a line that it knows to be this node's; return the bytes sent.
 
-        secret: By which the other side knows the author of the line, see proto/rpc/author.py.
+        secret: By which the other side knows the author of the line, see proto/rpc/identity.py.
 
         Raises LineUnknown if the store does not have the version any more.
         """

@@ -201,7 +201,7 @@ class RolloutService:
         line = used.enter_context(
             self._lines.used(
                 message.open.line,
-                secret_of(call.context),
+                secret_of(call.context.invocation_metadata()),
                 "finish" if message.open.on_new_version == "finish" else "recompute",
                 lambda: call.end(replaced()),
             )

@@ -87,7 +87,7 @@ class _Stream:
     def run(self):
         server, opened = self.server, pb.ToServer.FromString(next(self.messages)).open
         self.line = opened.line
-        server.secrets[self.line] = secret_of(self.context)
+        server.secrets[self.line] = secret_of(self.context.invocation_metadata())
         server.store.open(self.line)
         threading.Thread(target=self._read, daemon=True).start()
         facts = pb.Opened(
