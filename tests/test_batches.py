@@ -1,11 +1,11 @@
 """Tests batches that mix samples of this step with the long samples of the step before."""
 
 from aedit.spec_rollout.training.batches import is_held_out_entry, newest_held_out, one_step_off
-from aedit.spec_rollout.training.feature_reader import Entry
+from aedit.spec_rollout.training.feature_ring import RingEntry
 
 
 def entry(serial, num_tokens, step):
-    return Entry(0, 2, 0, num_tokens, 4, step, step, serial, True)
+    return RingEntry(0, 2, 0, num_tokens, 4, step, step, serial, True)
 
 
 def numbered(lengths, step, first):

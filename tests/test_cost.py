@@ -7,8 +7,7 @@ import pytest
 from scipy.optimize import nnls
 
 from aedit.spec_rollout.choose import EngineView, StepObservation
-from aedit.spec_rollout.choose.cost import StepCost
-from aedit.spec_rollout.choose.time_model import WINDOW, TimeModel, nonnegative
+from aedit.spec_rollout.choose.cost import WINDOW, StepCost, TimeModel, nonnegative
 from aedit.spec_rollout.drafters import OFF, parse_arm
 
 # Measured on two CPU cores: by rows, milliseconds of a plain step, then its multiples for 2, 4, 8, 16 and 32

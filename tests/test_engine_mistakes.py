@@ -18,7 +18,7 @@ from kit.rollouts import FLIPS, KINDS, Insider, decode_plainly, engine_of, sampl
 
 from aedit.spec_rollout.engine import rows
 from aedit.spec_rollout.engine import verification as verdict
-from aedit.spec_rollout.engine.running import RunningSample
+from aedit.spec_rollout.engine.rows import RunningSample
 from aedit.spec_rollout.model import Target
 from aedit.spec_rollout.sampling import RowNoise
 

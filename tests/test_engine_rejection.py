@@ -24,7 +24,7 @@ from aedit.spec_rollout.drafters import DraftLayer, LayerDrafter, SuffixDrafter
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.engine import verification as verdict
 from aedit.spec_rollout.model import Target
-from aedit.spec_rollout.sampling import Prompt, Sampling, rejection
+from aedit.spec_rollout.sampling import Prompt, Sampling, verify
 
 V, STOP, LENGTH = 8, 7, 3
 PROMPT = (1, 2, 3, 1, 2)
@@ -98,7 +98,7 @@ mistake(the_embedding_is_an_older_policy_s)
 
 @mistake
 def the_policy_draws_in_place_of_the_residual(patch):
-    patch.setattr(rejection, "_residual", lambda p, q: p)
+    patch.setattr(verify, "_residual", lambda p, q: p)
 
 
 @mistake

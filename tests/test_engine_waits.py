@@ -19,7 +19,7 @@ from aedit.spec_rollout.engine.verification import _to_host
 from aedit.weight_watch import WeightWatch
 
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero"}
-SENDING = "aedit.spec_rollout.model.host_to_device"
+SENDING = "aedit.spec_rollout.model.model_support"
 ARMS = ["off", "layer:4", "layer:3x2x6", "layer:1", "suffix:4", "suffix:3x2x6"]
 
 

@@ -251,7 +251,7 @@ def test_steps_that_are_said_are_counted_once():
 
 READER = """
 import mmap, sys
-from aedit.spec_rollout.training.feature_reader import FeatureReader
+from aedit.spec_rollout.training.feature_ring import FeatureReader
 with open(sys.argv[1], "r+b") as file:
     reader = FeatureReader(mmap.mmap(file.fileno(), 0))
 print("ready", flush=True)

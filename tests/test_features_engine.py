@@ -16,7 +16,7 @@ from aedit.spec_rollout.training import (
     RowFeatures,
     pack_samples,
 )
-from aedit.spec_rollout.training.feedback import predict_features
+from aedit.spec_rollout.training.losses import predict_features
 
 CLOSE = 1e-5
 """transformers computes norms and rotary positions in float32, whatever the dtype of the model."""

@@ -7,7 +7,6 @@ import torch
 from kit.tiny_policies import drafter, ends, policy, said
 
 from aedit.spec_rollout.training import GateConfig, Match, held_out_match, pack_samples
-from aedit.spec_rollout.training.feedback import predict_features
 from aedit.spec_rollout.training.gate import (
     GateState,
     decide,
@@ -16,6 +15,7 @@ from aedit.spec_rollout.training.gate import (
     should_pause,
     with_measurement,
 )
+from aedit.spec_rollout.training.losses import predict_features
 
 CONFIG = GateConfig()
 

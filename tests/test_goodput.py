@@ -8,7 +8,7 @@ import torch
 from kit.arms import World, verify_s
 
 from aedit.spec_rollout.choose import EngineView, Fixed, Goodput, StepObservation
-from aedit.spec_rollout.choose.drafter_stats import DrafterStats
+from aedit.spec_rollout.choose.calibration import DrafterStats
 from aedit.spec_rollout.choose.goodput import PLAIN_STEPS
 from aedit.spec_rollout.drafters import OFF, Draft, parse_arm
 

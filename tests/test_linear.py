@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from aedit.spec_rollout.model import linear
-from aedit.spec_rollout.model.linear_layers import EXACT_ROWS, SMALL_WEIGHTS, padded_rows
+from aedit.spec_rollout.model.layers import EXACT_ROWS, SMALL_WEIGHTS, padded_rows
 
 SHAPES = [(8, 12), (700, 200), (200, 700), (1030, 130)]  # the first is small, the others are not
 

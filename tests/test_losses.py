@@ -6,8 +6,15 @@ import torch.nn.functional as F
 from kit.tiny_policies import SIZES, drafter, ends, policy, said
 
 from aedit.spec_rollout.training import FeatureSample, PolicyEmbeddings, pack_samples
-from aedit.spec_rollout.training.feedback import chained, predict_features
-from aedit.spec_rollout.training.losses import LossConfig, draft_losses, overlap, teacher, token_loss
+from aedit.spec_rollout.training.losses import (
+    LossConfig,
+    chained,
+    draft_losses,
+    overlap,
+    predict_features,
+    teacher,
+    token_loss,
+)
 
 
 def drafted(layer, sample, embedding, root, depth):

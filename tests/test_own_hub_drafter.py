@@ -11,8 +11,8 @@ from aedit.edit.hub_join import NodeOptions
 from aedit.spec_rollout.choose import Fixed
 from aedit.spec_rollout.drafters import DraftLayer, parse_arm
 from aedit.spec_rollout.training import DraftTrainer, DraftTrainingConfig, Publication
-from aedit.spec_rollout.training.no_training import NoTraining
-from aedit.spec_rollout.training.policy_source import embeddings_of
+from aedit.spec_rollout.training.online_drafter import embeddings_of
+from aedit.spec_rollout.training.windows import NoTraining
 
 HUB = """
 name = "test"

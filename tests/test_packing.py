@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from kit.tiny_policies import drafter, ends, policy, said
 
 from aedit.spec_rollout.training import FeatureSample, pack_samples
+from aedit.spec_rollout.training.batches import visible
 from aedit.spec_rollout.training.losses import LossConfig, draft_losses
-from aedit.spec_rollout.training.packing import visible
 
 
 def sample(num_tokens, num_prompt=1, number=1, version=1):

@@ -12,7 +12,7 @@ from kit.rollouts import FLIPS, VOCABULARY, Flips, Insider, decode_plainly, pert
 
 from aedit import spec_rollout
 from aedit.spec_rollout.engine import Engine, EngineLimits
-from aedit.spec_rollout.engine.prefix_cache import BLOCK_TOKENS, KEY_BYTES, PrefixCache
+from aedit.spec_rollout.engine.prefill import BLOCK_TOKENS, KEY_BYTES, PrefixCache
 from aedit.spec_rollout.model import make_target
 from aedit.spec_rollout.sampling import Prompt, Sampling
 from aedit.spec_rollout.training import FeatureRing, RingShape, RowFeatures

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from aedit.spec_rollout.engine.speed_up import SpeedUp
+from aedit.spec_rollout.engine.meters import SpeedUp
 
 
 def ratio(figures):

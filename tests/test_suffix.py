@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aedit.spec_rollout.drafters import RowStart, StepUpdate, SuffixDrafter, parse_arm
-from aedit.spec_rollout.drafters.automaton import MAX_LINKS, NO_STATE, ROOT, Automaton
-from aedit.spec_rollout.drafters.suffix import OVERLAP, SMOOTHING
+from aedit.spec_rollout.drafters.suffix import MAX_LINKS, NO_STATE, OVERLAP, ROOT, SMOOTHING, Automaton
 
 NOTHING = torch.zeros(0, 4)
 

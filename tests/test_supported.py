@@ -20,7 +20,7 @@ from aedit.edit.hooks import Hook
 from aedit.proto.transports import MemoryWorld
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.model import Target
-from aedit.spec_rollout.model.supported import unsupported_reason
+from aedit.spec_rollout.model.families import unsupported_reason
 from aedit.spec_rollout.sampling import Prompt, Sampling
 
 PROMPT = (3, 1, 4, 1, 5)

@@ -11,7 +11,7 @@ from benchmarks.idle_parts import trainees
 from kit import trainers
 
 from aedit.spec_rollout.training import Restarts
-from aedit.spec_rollout.training.checkpoint import AsyncCheckpoint
+from aedit.spec_rollout.training.trainer_loop import AsyncCheckpoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and states are Linux's")
 

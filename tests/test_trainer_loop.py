@@ -8,8 +8,7 @@ import torch
 from benchmarks.idle_parts import trainees
 
 from aedit.spec_rollout.training import SlotLayout, TrainerMemory
-from aedit.spec_rollout.training.checkpoint import AsyncCheckpoint
-from aedit.spec_rollout.training.trainer_loop import TrainerLoop
+from aedit.spec_rollout.training.trainer_loop import AsyncCheckpoint, TrainerLoop
 from aedit.spec_rollout.training.trainer_memory import StatusWord, TrainerPlan, TrainerState, TrainerStatus
 from aedit.system import anonymous_memory
 

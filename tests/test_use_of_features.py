@@ -5,8 +5,7 @@ from kit.tiny_policies import policy
 from aedit.spec_rollout import Engine, OnlineConfig, OnlineDrafter, Prompt, Sampling, make_target
 from aedit.spec_rollout.choose import Fixed
 from aedit.spec_rollout.drafters import OFF
-from aedit.spec_rollout.training.no_training import NoTraining
-from aedit.spec_rollout.training.use_of_features import PATIENCE, UseOfFeatures
+from aedit.spec_rollout.training.windows import PATIENCE, NoTraining, UseOfFeatures
 
 
 class Trainer(NoTraining):

@@ -25,7 +25,7 @@ from kit.markov import (
     world,
 )
 
-from aedit.spec_rollout.sampling import rejection, verify
+from aedit.spec_rollout.sampling import verify
 
 WORLD = world()
 NUM_JUDGED = 25_000
@@ -140,7 +140,7 @@ def test_rejection_of_the_best_tokens_as_if_they_were_drawn_is_killed():
 )
 @MODES
 def test_rejection_with_a_wrong_rule_is_killed(monkeypatch, name, wrong, change, draft):
-    monkeypatch.setattr(rejection, name, wrong)
+    monkeypatch.setattr(verify, name, wrong)
     assert_is_killed(judged(change, draft))
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from aedit.spec_rollout.choose.arms import BUCKETS, EngineView, StepObservation, bucket, num_real_nodes
-from aedit.spec_rollout.choose.time_model import MIN_S
+from aedit.spec_rollout.choose.cost import MIN_S
 from aedit.spec_rollout.drafters import OFF, Arm, Draft
 from aedit.types import check
 

@@ -23,9 +23,8 @@ from itertools import accumulate
 
 from aedit.spec_rollout.choose.arms import EngineView, StepObservation, bucket, num_real_nodes
 from aedit.spec_rollout.choose.bandit import Bandit
-from aedit.spec_rollout.choose.cost import StepCost
-from aedit.spec_rollout.choose.drafter_stats import DrafterStats
-from aedit.spec_rollout.choose.time_model import MIN_S, WINDOW
+from aedit.spec_rollout.choose.calibration import DrafterStats
+from aedit.spec_rollout.choose.cost import MIN_S, WINDOW, StepCost
 from aedit.spec_rollout.drafters import OFF, Arm, Draft, parse_arm
 from aedit.types import check, checked
 

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
-    from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-    from aedit.spec_rollout.drafters.draft_shape import DraftShape, tapped
+    from aedit.spec_rollout.drafters.draft_layer import DraftLayer, DraftShape, tapped
     from aedit.spec_rollout.drafters.drafts import (
         OFF,
         Arm,

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.drafters.draft_shape import rotations
+from aedit.spec_rollout.drafters.draft_layer import DraftLayer, rotations
 from aedit.spec_rollout.model import PagedTensor, linear
 
 

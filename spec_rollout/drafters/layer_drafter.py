@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aedit.spec_rollout.drafters.backlog import Backlog, MissingPairs, RowBacklog
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+from aedit.spec_rollout.drafters.draft_layer import DraftLayer, DraftShape
 from aedit.spec_rollout.drafters.draft_pass import CachedPairs, DraftRunner
-from aedit.spec_rollout.drafters.draft_shape import DraftShape
 from aedit.spec_rollout.drafters.drafting import DraftContext, DraftInputs, Tree, draft_chain, draft_tree
 from aedit.spec_rollout.drafters.drafts import Arm, Draft, Noise, RowStart, StepUpdate
 from aedit.spec_rollout.model import GraphCache, TargetModel, batch_bucket, context_bucket, to_device

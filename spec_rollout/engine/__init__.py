@@ -7,9 +7,8 @@ from aedit.lazy import exports
 if TYPE_CHECKING:
     from aedit.spec_rollout.engine.engine import Engine
     from aedit.spec_rollout.engine.engine_source import EngineSource
-    from aedit.spec_rollout.engine.limits import EngineLimits
     from aedit.spec_rollout.engine.meters import Meters, Step
-    from aedit.spec_rollout.engine.request_checks import check_prompt
+    from aedit.spec_rollout.engine.request_checks import EngineLimits, check_prompt
     from aedit.spec_rollout.engine.scoring import Scoring
     from aedit.spec_rollout.engine.verification import NoNextTokenError
     from aedit.spec_rollout.engine.weight_swap import WeightSwap

@@ -11,6 +11,7 @@ Each step chooses an arm, lets its drafter draft, verifies all drafted tokens in
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TypedDict, Unpack
 
 import torch
@@ -18,11 +19,9 @@ from torch import Tensor, nn
 
 from aedit.spec_rollout.choose import ArmChooser, EngineView, Fixed, StepObservation
 from aedit.spec_rollout.drafters import OFF, Arm, Draft, Drafter, DrafterKind, FeatureSink, StepUpdate
-from aedit.spec_rollout.engine.limits import EngineLimits
 from aedit.spec_rollout.engine.meters import Meters, Step, Stopwatch
-from aedit.spec_rollout.engine.request_checks import check_prompt
+from aedit.spec_rollout.engine.request_checks import EngineLimits, check_prompt
 from aedit.spec_rollout.engine.rows import RowScheduler
-from aedit.spec_rollout.engine.sample_keys import SampleKeys
 from aedit.spec_rollout.engine.verification import (
     Verification,
     VerifyMode,
@@ -398,3 +397,45 @@ class Engine:
             )
         )
         self._learning_s = self.clock() - began_s + self._choosing_s
+
+
+class SampleKeys:
+    """Assigns keys to prompts without ids, and refuses a key that is in use.
+
+    Two samples with the same key have the same noise. Of one prompt they would be the same text, and count
+    twice without a notice.
+    """
+
+    def __init__(self) -> None:
+        self._used: set[tuple[int, int]] = set()
+        self._last = 0
+
+    def assign(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Return the prompts with keys, all different from each other and from those in use.
+
+        All are in use until `release`.
+
+        Raises:
+            ValueError: Two samples have the same key. Nothing has changed.
+        """
+        given: set[tuple[int, int]] = set()
+        for prompt in prompts:
+            if prompt.has_key and (prompt.key in self._used or prompt.key in given):
+                raise ValueError(
+                    f"prompt {prompt.name}: another sample that runs or waits has these ids, "
+                    "and both would get the same noise: give each sample ids of its own, or none"
+                )
+            given.add(prompt.key)
+        named = [prompt if prompt.has_key else self._named(prompt, given) for prompt in prompts]
+        self._used.update(prompt.key for prompt in named)
+        return named
+
+    def release(self, prompts: Iterable[Prompt]) -> None:
+        """Let the keys of samples that have left the engine be used again."""
+        self._used.difference_update(prompt.key for prompt in prompts)
+
+    def _named(self, prompt: Prompt, given: set[tuple[int, int]]) -> Prompt:
+        self._last -= 1
+        while (self._last, 0) in self._used or (self._last, 0) in given:
+            self._last -= 1
+        return replace(prompt, rollout=self._last, sample=0)

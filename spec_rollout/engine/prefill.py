@@ -1,23 +1,68 @@
-"""Prefill: the state of a sample's text comes into its row before the sample runs.
+"""Prefill of a sample's text into its row, and the cache of prefixes that samples have in common.
 
 State that exists is copied: keys and values that came with the sample, the row of a sample with the same
 prompt, blocks of the prefix cache. The policy computes the rest, for all samples that start in one call.
 """
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from aedit.spec_rollout.engine.feature_history import FeatureHistory
-from aedit.spec_rollout.engine.prefix_cache import BLOCK_TOKENS, PrefixBlock, PrefixCache
 from aedit.spec_rollout.model import KVMemoryError, Segment, TargetModel
 from aedit.spec_rollout.sampling import Prompt, Rollout, SampleKV
 
 RECOMPUTED_TOKENS = 64
 """Number of last tokens that are computed again for a sample that came with keys and values, if features are
 needed: a drafter starts from the features of these tokens."""
+
+
+class FeatureHistory:
+    """Features of the tokens of one sample from token `start` on.
+
+    Those of a step are a view of a tensor of all rows, until `JOINED_STEPS` steps are joined.
+    """
+
+    def __init__(self, features_Tf: Tensor, start: int) -> None:
+        """Make a history of T tokens.
+
+        Args:
+            features_Tf: Their features.
+            start: Index of the first of them in the text.
+        """
+        self.start = start
+        self._joined = [features_Tf]
+        self._steps: list[tuple[Tensor, int, int]] = []
+
+    def append(self, features_Bmf: Tensor, row: int, count: int) -> None:
+        """Append the features of the first `count` tokens of a row."""
+        self._steps.append((features_Bmf, row, count))
+        if len(self._steps) == JOINED_STEPS:
+            self._join()
+
+    def first(self, count: int) -> Tensor:
+        """Return a view of the features of the first `count` tokens, which the sample started with."""
+        return self._joined[0][:count]
+
+    def read(self, start: int, end: int) -> Tensor:
+        """Return a copy of the features of the tokens from index `start` up to `end` of the text."""
+        self._join()
+        if len(self._joined) > 1:
+            self._joined = [torch.cat(self._joined)]
+        return self._joined[0][start - self.start : end - self.start].clone()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Return the tensors that hold the features."""
+        yield from self._joined
+        yield from (features_Bmf for features_Bmf, _, _ in self._steps)
+
+    def _join(self) -> None:
+        if self._steps:
+            self._joined.append(torch.cat([x[row, :count] for x, row, count in self._steps]))
+            self._steps = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +98,141 @@ class SampleStart:
     def num_missing(self) -> int:
         """Return the number of tokens that are still to be computed."""
         return len(self.tokens) - 1 - self.length
+
+
+_Key = tuple[int, int, bytes]
+"""Policy version, serial number of the block before (0 at the beginning of a text), token ids."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixBlock:
+    """State of `BLOCK_TOKENS` tokens after those of other blocks, as copies."""
+
+    key: _Key
+    serial: int
+    kv: Tensor
+    """(layers, 2, key/value heads, BLOCK_TOKENS, head size)."""
+    features_Tf: Tensor | None
+    """None if no drafter and no sink needs features."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the memory of the block in bytes."""
+        features = 0 if self.features_Tf is None else self.features_Tf.nbytes
+        return KEY_BYTES + self.kv.nbytes + features
+
+
+class PrefixCache:
+    """Blocks of texts whose samples ran on this engine, up to a number of bytes.
+
+    A block counts as used after all blocks that follow it, and is evicted after them. So a stored block can
+    always be reached from the beginning of its text.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        """Make an empty cache.
+
+        Args:
+            limit_bytes: Upper limit of `num_bytes`; 0 stores nothing.
+        """
+        self.limit_bytes = limit_bytes
+        self.num_bytes = 0
+        self._blocks: OrderedDict[_Key, PrefixBlock] = OrderedDict()  # the least recently used first
+        self._num_made = self._num_lookups = self._num_hits = self._num_hit_tokens = self._num_evicted = 0
+
+    @property
+    def is_on(self) -> bool:
+        """Return true if blocks are stored."""
+        return self.limit_bytes > 0
+
+    def find(self, tokens: Sequence[int], version: int) -> list[PrefixBlock]:
+        """Return the stored blocks that these tokens begin with. The lookup does not count as a use."""
+        found: list[PrefixBlock] = []
+        serial = 0
+        for chunk in _chunks(tokens):
+            block = self._blocks.get((version, serial, chunk))
+            if block is None:
+                break
+            found.append(block)
+            serial = block.serial
+        return found
+
+    def record_lookup(self, blocks: Sequence[PrefixBlock]) -> None:
+        """Count a lookup that gave these blocks, and mark them as used."""
+        self._num_lookups += 1
+        self._num_hits += bool(blocks)
+        self._num_hit_tokens += len(blocks) * BLOCK_TOKENS
+        self._mark_used([block.key for block in blocks])
+
+    def insert(
+        self,
+        known: Sequence[PrefixBlock],
+        tokens: Sequence[int],
+        version: int,
+        read: Callable[[int, int], tuple[Tensor, Tensor | None]],
+    ) -> None:
+        """Store the blocks of a text that are not stored yet, as many as the limit allows.
+
+        Other blocks are evicted, but none of the same text.
+
+        Args:
+            known: Result of `find` for these tokens.
+            tokens: Tokens whose state exists. The last ones that do not fill a block are ignored.
+            version: Version of the policy that computed the state.
+            read: Returns copies of the keys and values, and of the features, of the tokens from the first
+                index up to the second.
+        """
+        keys = [block.key for block in known]
+        kept = set(keys)
+        self._mark_used(keys)
+        serial = known[-1].serial if known else 0
+        for i, chunk in enumerate(_chunks(tokens)[len(known) :], len(known)):
+            kv, features_Tf = read(i * BLOCK_TOKENS, (i + 1) * BLOCK_TOKENS)
+            self._num_made += 1
+            block = PrefixBlock((version, serial, chunk), self._num_made, kv, features_Tf)
+            if not self._make_room(block.num_bytes, kept):
+                break
+            self._blocks[block.key] = block
+            self.num_bytes += block.num_bytes
+            keys.append(block.key)
+            kept.add(block.key)
+            serial = block.serial
+        self._mark_used(keys)
+
+    def clear(self) -> None:
+        """Drop all blocks."""
+        self._blocks.clear()
+        self.num_bytes = 0
+
+    def status(self) -> dict[str, object]:
+        """Return memory use and counts.
+
+        `hits` of the `lookups` found at least one block, together `hit_tokens` tokens.
+        """
+        return {
+            "bytes": self.num_bytes,
+            "limit_bytes": self.limit_bytes,
+            "blocks": len(self._blocks),
+            "lookups": self._num_lookups,
+            "hits": self._num_hits,
+            "hit_tokens": self._num_hit_tokens,
+            "evicted_blocks": self._num_evicted,
+        }
+
+    def _make_room(self, num_bytes: int, kept: set[_Key]) -> bool:
+        """Evict until `num_bytes` more fit; return false if only blocks of the set `kept` are left."""
+        while self.num_bytes + num_bytes > self.limit_bytes:
+            oldest = next(iter(self._blocks), None)
+            if oldest is None or oldest in kept:
+                return False
+            self.num_bytes -= self._blocks.pop(oldest).num_bytes
+            self._num_evicted += 1
+        return True
+
+    def _mark_used(self, keys: Sequence[_Key]) -> None:
+        """Mark the first blocks of a text as used, so that the first of them is evicted last."""
+        for key in reversed(keys):
+            self._blocks.move_to_end(key)
 
 
 class Prefill:
@@ -215,3 +395,16 @@ class Prefill:
             if other.group == prompt.group and other.tokens == prompt.tokens and has_features:
                 return start
         return None
+
+
+JOINED_STEPS = 64
+"""Number of steps after which features of a sample are copied out of the tensors that all rows share."""
+BLOCK_TOKENS = 16
+KEY_BYTES = 1024
+"""Upper bound of the memory of a block besides its tensors."""
+
+
+def _chunks(tokens: Sequence[int]) -> list[bytes]:
+    """Return the token ids of all whole blocks."""
+    data, size = array("q", tokens).tobytes(), BLOCK_TOKENS * array("q").itemsize
+    return [data[end - size : end] for end in range(size, len(data) + 1, size)]

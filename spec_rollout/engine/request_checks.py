@@ -1,8 +1,11 @@
-"""Validation of prompts before anything begins."""
+"""Limits of an engine, and validation of prompts before anything begins."""
+
+from dataclasses import dataclass
 
 import torch
 
 from aedit.spec_rollout.sampling import Prompt, Sampling
+from aedit.types import NonNegativeInt, PositiveInt, checked
 
 
 def check_prompt(prompt: Prompt, vocabulary: int, max_tokens: int, has_tokenizer: bool) -> None:
@@ -101,3 +104,15 @@ def _partial_error(prompt: Prompt) -> str:
     if len(partial.top_logprobs) != (len(partial.tokens) if prompt.sampling.top_logprobs else 0):
         return "the partial rollout has another number of tokens than of top_logprobs"
     return ""
+
+
+@checked()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """Limits of an engine's prefill and of its prefix cache."""
+
+    prefill_tokens: PositiveInt = 512
+    """Upper limit of tokens of waiting samples that are computed between two passes over running samples.
+    While no sample is running there is no limit."""
+    prefix_cache_bytes: NonNegativeInt = 256 << 20
+    """Upper limit of the prefix cache, which grows with its contents; 0 turns it off."""

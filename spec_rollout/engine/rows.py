@@ -11,23 +11,24 @@ until the last part, in a row after the running ones.
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 from torch import Tensor
 
 from aedit.spec_rollout.choose import EngineView
 from aedit.spec_rollout.drafters import Drafter, DrafterKind, FeatureSink, PolicyReader, RowStart
-from aedit.spec_rollout.engine.feature_history import FeatureHistory
-from aedit.spec_rollout.engine.limits import EngineLimits
-from aedit.spec_rollout.engine.prefill import Prefill, PromptRow, SampleStart
-from aedit.spec_rollout.engine.prefix_cache import PrefixCache
-from aedit.spec_rollout.engine.running import RunningSample
+from aedit.spec_rollout.engine.prefill import FeatureHistory, Prefill, PrefixCache, PromptRow, SampleStart
+from aedit.spec_rollout.engine.request_checks import EngineLimits
 from aedit.spec_rollout.model import KVMemoryError, TargetModel
 from aedit.spec_rollout.sampling import (
+    FinishReason,
     LogitAdjustments,
     Rollout,
     RowNoise,
     RowSampling,
     SampleKV,
+    StopStrings,
     TokenDecoder,
 )
 
@@ -367,3 +368,70 @@ class RowScheduler:
             drafter.move(source, row)
         if self.sink is not None:
             self.sink.move(source, row)
+
+
+@dataclass(slots=True)
+class RunningSample:
+    """A sample in its row."""
+
+    rollout: Rollout
+    length: int
+    """Number of tokens whose keys and values are in the row: all but the last."""
+    last: int
+    """Token that goes through the policy next."""
+    stops: StopStrings | None
+    features: FeatureHistory | None
+    """Features of the prompt, for other samples of the group; with a prefix cache, of all tokens but the
+    last. None if features are not needed."""
+
+    @classmethod
+    def of(cls, rollout: Rollout, tokenizer: TokenDecoder | None, features: FeatureHistory | None) -> Self:
+        """Return a sample that begins or continues after all tokens of its rollout so far."""
+        length = len(rollout.prompt.tokens) + len(rollout.tokens) - 1
+        last = rollout.tokens[-1] if rollout.tokens else rollout.prompt.tokens[-1]
+        return cls(rollout, length, last, _stops(rollout, tokenizer), features)
+
+    @property
+    def cached_tokens(self) -> list[int]:
+        """Return the tokens whose keys and values are in the row."""
+        return [*self.rollout.prompt.tokens, *self.rollout.tokens][: self.length]
+
+    @property
+    def max_remaining(self) -> int:
+        """Return the upper limit of new tokens that the sample may still get."""
+        return self.rollout.prompt.sampling.max_new_tokens - len(self.rollout.tokens)
+
+    def find_end(self, tokens: Sequence[int]) -> tuple[int, FinishReason]:
+        """Return how many of these next tokens belong to the rollout, and its finish reason.
+
+        The reason is empty if the rollout does not end with them.
+        """
+        sampling, num_tokens = self.rollout.prompt.sampling, len(self.rollout.tokens)
+        for i, token in enumerate(tokens, 1):
+            completed = self.stops is not None and self.stops.completes(token)
+            if token in sampling.stop_tokens or (completed and num_tokens + i >= sampling.min_new_tokens):
+                return i, "stop"
+            if num_tokens + i >= sampling.max_new_tokens:
+                return i, "length"
+        return len(tokens), ""
+
+    def append(self, tokens: list[int], logprobs: list[float], version: int) -> None:
+        """Append the tokens of one pass of the policy."""
+        rollout = self.rollout
+        rollout.tokens += tokens
+        rollout.logprobs += logprobs
+        rollout.versions += [version] * len(tokens)
+        rollout.passes += 1
+        self.length += len(tokens)
+        self.last = tokens[-1]
+
+
+def _stops(rollout: Rollout, tokenizer: TokenDecoder | None) -> StopStrings | None:
+    """Return the search for the sample's stop strings, after its text so far."""
+    strings = rollout.prompt.sampling.stop_strings
+    if not strings or tokenizer is None:
+        return None
+    stops = StopStrings(strings, tokenizer, rollout.prompt.tokens)
+    for token in rollout.tokens:
+        stops.completes(token)
+    return stops

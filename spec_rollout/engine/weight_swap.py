@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.engine.limits import EngineLimits
+from aedit.spec_rollout.engine.request_checks import EngineLimits
 from aedit.spec_rollout.model import SpareWeights, make_target
 
 

@@ -8,15 +8,14 @@ if TYPE_CHECKING:
     from aedit.spec_rollout.model.attention_mask import ancestors
     from aedit.spec_rollout.model.cache import KVMemory
     from aedit.spec_rollout.model.graphs import GraphCache, batch_bucket, context_bucket
-    from aedit.spec_rollout.model.host_to_device import to_device
-    from aedit.spec_rollout.model.kv_spans import KVMemoryError
-    from aedit.spec_rollout.model.linear_layers import linear
+    from aedit.spec_rollout.model.kv_extent import KVMemoryError
+    from aedit.spec_rollout.model.kv_rows import PagedTensor
+    from aedit.spec_rollout.model.layers import linear
     from aedit.spec_rollout.model.model_forward import HiddenStates
-    from aedit.spec_rollout.model.model_support import unwrapped, whole
-    from aedit.spec_rollout.model.paged_memory import PagedTensor
-    from aedit.spec_rollout.model.spare_weights import SpareWeights
+    from aedit.spec_rollout.model.model_support import to_device, unwrapped, whole
     from aedit.spec_rollout.model.target import Segment, Target
     from aedit.spec_rollout.model.target_model import Path, TargetModel, make_target
+    from aedit.spec_rollout.model.weight_update import SpareWeights
 
 __all__ = [
     "GraphCache",

@@ -4,6 +4,8 @@ Shapes: B rows, N drafted nodes, q = N + 1 new tokens (the root first), C cache 
 """
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,3 +73,100 @@ def attention_mask(
     new_slots = (lengths_B[:, None] + new_q).clamp_(max=context - 1)[:, None].expand(-1, q, -1)
     seen = torch.zeros(ancestors_Bqq.shape, device=device).masked_fill_(~ancestors_Bqq, masked)
     return mask.scatter_(2, new_slots, seen)
+
+
+KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Visibility:
+    """Slots that the new tokens may attend to, without windows."""
+
+    causal_BqC: Tensor
+    """Bool: the slot holds the token itself or one before it in the row or in the tree."""
+    positions_Bq: Tensor
+    """int64: positions of the new tokens."""
+    slot_positions_BC: Tensor
+    """int64: positions of the tokens in the slots."""
+
+    @classmethod
+    def of(cls, starts_B: Tensor, q: int, context: int, ancestors_Bqq: Tensor | None) -> "Visibility":
+        """Return the visibility of q new tokens after the first `starts_B` slots of each row.
+
+        Args:
+            starts_B: int64, number of cached tokens of each row.
+            q: Number of new tokens per row.
+            context: C.
+            ancestors_Bqq: Result of `attention_mask.ancestors` for a tree; None for a chain.
+        """
+        slots_C = torch.arange(context, device=starts_B.device)
+        new_Bq = starts_B[:, None] + torch.arange(q, device=starts_B.device)
+        slots_BC = slots_C.expand(len(starts_B), -1)
+        if ancestors_Bqq is None:
+            return cls(slots_C <= new_Bq[:, :, None], new_Bq, slots_BC)
+        cached = (slots_C < starts_B[:, None])[:, None].expand(-1, q, -1)
+        index = new_Bq[:, None].expand(-1, q, -1)
+        causal = cached.scatter(2, index, ancestors_Bqq)
+        positions = starts_B[:, None] + ancestors_Bqq.sum(-1) - 1
+        return cls(causal, positions, slots_BC.scatter(1, new_Bq, positions))
+
+    def mask(self, kind: str, config: Any) -> Tensor:
+        """Return which slots layers of one of `KINDS` attend to, bool, (B, 1, q, C)."""
+        query, key = self.positions_Bq[:, :, None], self.slot_positions_BC[:, None]
+        if kind == "sliding_attention":
+            near = key > query - int(config.sliding_window)
+            return (self.causal_BqC & near)[:, None]
+        if kind == "chunked_attention":
+            size = int(config.attention_chunk_size)
+            return (self.causal_BqC & (key // size == query // size))[:, None]
+        return self.causal_BqC[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class MaskFormat:
+    """Form of the masks of one model."""
+
+    config: Any
+    """Configuration of the text model."""
+    kinds: tuple[str, ...]
+    """Kinds of layers."""
+    by_kind: bool
+    """The model takes a mapping from kinds to masks."""
+    additive: torch.dtype | None
+    """Masks are added to the scores in this dtype; None: they are bool."""
+
+    def masks(self, visibility: Visibility) -> Any:
+        """Return the `attention_mask` of the model's forward."""
+        masks = {kind: self._form(visibility.mask(kind, self.config)) for kind in self.kinds}
+        return masks if self.by_kind else masks[self.kinds[0]]
+
+    def _form(self, visible: Tensor) -> Tensor:
+        if self.additive is None:
+            return visible
+        zero = torch.zeros((), dtype=self.additive, device=visible.device)
+        return torch.where(visible, zero, torch.finfo(self.additive).min)
+
+
+def mask_formats(config: Any, attention: str, dtype: torch.dtype) -> list[MaskFormat]:
+    """Return the formats that a model may accept, the likeliest first.
+
+    Args:
+        config: Configuration of the text model.
+        attention: Attention implementation of the model.
+        dtype: Dtype of the model's hidden states.
+    """
+    kinds = tuple(sorted(set(getattr(config, "layer_types", None) or ())))
+    if not kinds:
+        window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+        kinds = ("sliding_attention",) if window else ("chunked_attention",) if chunk else KINDS[:1]
+    if not set(kinds) <= set(KINDS):
+        return []
+    has_types = getattr(config, "layer_types", None) is not None
+    additive = [dtype, None] if attention == "eager" else [None, dtype]
+    forms = [True, False] if has_types else [False]
+    return [
+        MaskFormat(config, kinds, by_kind, kind)
+        for by_kind in forms
+        for kind in additive
+        if by_kind or len(kinds) == 1
+    ]

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from aedit.spec_rollout.model.attention_mask import attention_mask
 from aedit.spec_rollout.model.kv_blocks import KVBlocks
-from aedit.spec_rollout.model.kv_extent import KVExtent
+from aedit.spec_rollout.model.kv_extent import KVExtent, KVSizes, Span
 from aedit.spec_rollout.model.kv_rows import KVRows
-from aedit.spec_rollout.model.kv_spans import KVSizes, Span
 from aedit.spec_rollout.model.layers import AttentionSpec, LayerShape
 from aedit.types import PositiveInt, checked
 

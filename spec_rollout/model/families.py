@@ -1,23 +1,28 @@
-"""Read the parameters of a `transformers` model of a known family, by reference.
+"""Parameters of a `transformers` model of a known family, by reference, and refusal of what differs from it.
 
 A family is one class of `transformers`: no subclass, and no class that was changed. What the class's own
 forward pass does is described once per family; a configuration that asks for more is refused by name.
 """
 
-from collections.abc import Callable, Mapping
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules import module as torch_module
 
-from aedit.spec_rollout.model.experts import Experts
-from aedit.spec_rollout.model.family_checks import check_parameters, check_value
 from aedit.spec_rollout.model.layers import (
     Attention,
     AttentionSpec,
+    Experts,
     Function,
     FusedGatedMLP,
     FusedQKV,
@@ -30,12 +35,11 @@ from aedit.spec_rollout.model.layers import (
     OffsetRMSNorm,
     PlainMLP,
     RMSNorm,
+    Rotary,
     SeparateQKV,
     TransposedLinear,
+    linear,
 )
-from aedit.spec_rollout.model.model_weights import ModelWeights
-from aedit.spec_rollout.model.rotary import Rotary
-from aedit.spec_rollout.model.supported import unsupported_reason
 
 ACTIVATIONS: Mapping[str, Function] = MappingProxyType(
     {
@@ -46,7 +50,6 @@ ACTIVATIONS: Mapping[str, Function] = MappingProxyType(
         "relu": F.relu,
     }
 )
-
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -125,6 +128,49 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
     }
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """A model's own parameters, sizes and constants."""
+
+    embedding: Tensor
+    """(V, d)."""
+    layers: tuple[Layer, ...]
+    norm: Function
+    head: Tensor
+    """(V, d). The same tensor as `embedding` where the two are tied."""
+    shape: LayerShape
+    attention: tuple[AttentionSpec, ...]
+    """One for each layer."""
+    embedding_scale: float | None = None
+    """Factor of the embedding, of Gemma."""
+    position_embedding: Tensor | None = None
+    """(P, d), added to the embedding: learned positions, of GPT-2."""
+    logit_cap: float | None = None
+    """Upper limit c of the logits' absolute values: c * tanh(logits / c), of Gemma 2."""
+    max_positions: int | None = None
+    """Number of positions that the model has; None where the number has no limit."""
+    is_static: bool = True
+    """Whether the calls do not depend on values, so that a CUDA graph can capture them."""
+
+    def embed(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
+        """Return the input of the first layer, (T, d)."""
+        x_Td = F.embedding(tokens_T, self.embedding)
+        if self.embedding_scale is not None:
+            x_Td = x_Td * self.embedding_scale
+        if self.position_embedding is not None:
+            # Only drafted tokens after the last token of a text lie beyond; they are never kept.
+            known = positions_T.clamp(max=len(self.position_embedding) - 1)
+            x_Td = x_Td + F.embedding(known, self.position_embedding)
+        return x_Td
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Return the logits (..., V) of features (..., f)."""
+        logits = linear(features[..., : self.embedding.shape[1]], self.head)
+        if self.logit_cap is None:
+            return logits
+        return logits.div_(self.logit_cap).tanh_().mul_(self.logit_cap)
 
 
 def read_weights(model: nn.Module) -> ModelWeights:
@@ -275,3 +321,143 @@ def _gpt2(model: Any, activation: Function) -> ModelWeights:
         position_embedding=inner.wpe.weight,
         max_positions=inner.wpe.weight.shape[0],
     )
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Check that the parameters are plain tensors in one dtype.
+
+    Raises:
+        ValueError: Parameters are sharded, quantized, or in several or unknown dtypes.
+    """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                "the model's parameters are sharded (DTensor): pass a model with full parameters"
+            )
+        if type(parameter) is not nn.Parameter or type(parameter.data) is not torch.Tensor:
+            kind = type(parameter.data).__name__
+            raise ValueError(f"{name} is a {kind}: only plain tensors are supported, no quantized ones")
+    kinds = {parameter.dtype for parameter in model.parameters()}
+    if len(kinds) > 1 or not (kinds <= {torch.float64, torch.float32, torch.bfloat16}):
+        raise ValueError(
+            f"parameters in {', '.join(sorted(map(str, kinds)))}: all must be in one of fp64, fp32, bf16"
+        )
+
+
+def check_value(config: Any, key: str, implemented: tuple[Any, ...]) -> None:
+    """Check one value of a configuration. A key that it lacks is not checked.
+
+    Raises:
+        ValueError: The value is none of `implemented`.
+    """
+    value = getattr(config, key, implemented[0])
+    if value not in implemented:
+        rule = " or ".join(map(str, implemented))
+        raise ValueError(f"{key} {value!r} is not supported: it must be {rule}")
+
+
+HARMLESS_HOOKS = ("aedit.edit.", "transformers.modeling_utils", "transformers.utils.output_capturing")
+"""Modules whose forward hooks change no output: landing of anchors, gradients of inputs, recorded outputs."""
+ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+"""Attention implementations of `transformers`, all of which compute the same function."""
+
+
+def unsupported_reason(model: nn.Module) -> str:
+    """Return why the model's own forward pass differs from what its configuration says; "" if it does not.
+
+    One line that names the module, what was found and what was expected.
+    """
+    config: Any = getattr(model, "config", None)
+    if not type(model).__module__.startswith("transformers.") or config is None:
+        return f"{type(model).__name__} of {type(model).__module__} is not a class of transformers"
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return "a forward hook for all modules is registered: remove it"
+    attention = getattr(config, "_attn_implementation", None)
+    if attention is not None and attention not in ATTENTION:
+        return f"attention implementation {attention!r} is not one of {', '.join(ATTENTION)}"
+    reference = _as_configured(type(model), config)
+    found = dict(model.named_modules())
+    for name, expected in reference.named_modules():
+        if name not in found:
+            return f"{name} is missing: its configuration has a {type(expected).__name__} there"
+        reason = _difference(found[name], expected)
+        if reason:
+            return f"{name or type(model).__name__} {reason}"
+    return ""
+
+
+def _as_configured(family: type[nn.Module], config: Any) -> nn.Module:
+    """Return the model that `transformers` builds from the configuration, without memory."""
+    with torch.device("meta"), torch.random.fork_rng(devices=()):
+        return family(copy.deepcopy(config))
+
+
+def _difference(module: nn.Module, expected: nn.Module) -> str:
+    """Return the first difference of a module from the expected one, without their children; "" if none."""
+    kind, wanted = type(module), type(expected)
+    if kind is not wanted:
+        return f"is a {kind.__name__} of {kind.__module__}: only {wanted.__name__} is supported"
+    if _has_other_forward(module):
+        return f"has another forward method than {kind.__name__} of {kind.__module__}"
+    hook = next(_changing_hooks(module), None)
+    if hook is not None:
+        return f"has a forward hook, {_name(hook)}: remove it"
+    if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) != len(expected):  # type: ignore[arg-type]
+        return f"has {len(module)} members: its configuration has {len(expected)}"  # type: ignore[arg-type]
+    return _parameter_difference(module, expected) or _setting_difference(module, expected)
+
+
+def _has_other_forward(module: nn.Module) -> bool:
+    """Return true if forward was replaced, on the instance or in the class."""
+    if "forward" in vars(module):
+        return True
+    owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+    return getattr(vars(owner)["forward"], "__module__", None) != owner.__module__
+
+
+def _changing_hooks(module: nn.Module) -> Iterator[Any]:
+    hooks: list[Mapping[int, Any]] = [module._forward_pre_hooks, module._forward_hooks]
+    for hook in (hook for each in hooks for hook in each.values()):
+        function = hook.func if isinstance(hook, functools.partial) else hook
+        if not str(getattr(function, "__module__", "")).startswith(HARMLESS_HOOKS):
+            yield hook
+
+
+def _name(hook: Any) -> str:
+    return str(getattr(hook, "__qualname__", type(hook).__name__))
+
+
+def _parameter_difference(module: nn.Module, expected: nn.Module) -> str:
+    found, wanted = (
+        {name: tuple(each.shape) for name, each in one._parameters.items() if each is not None}
+        for one in (module, expected)
+    )
+    for name in sorted(found.keys() ^ wanted.keys()):
+        where = "unlike" if name in found else "which is there in"
+        return (
+            f"has {'a' if name in found else 'no'} parameter {name}, {where} the model of its configuration"
+        )
+    for name, shape in found.items():
+        if shape != wanted[name]:
+            return f"has the parameter {name} of shape {shape}: its configuration says {wanted[name]}"
+    return ""
+
+
+def _setting_difference(module: nn.Module, expected: nn.Module) -> str:
+    """Compare numbers, texts and flags that the module's forward may read."""
+    if hasattr(expected, "post_init") or isinstance(expected, nn.Dropout):
+        return ""  # whole models have settings of training; dropout is off when text is generated
+    for name, wanted in vars(expected).items():
+        plain = wanted is None or isinstance(wanted, bool | int | float | str)
+        if not plain or name.startswith("_") or name in ("training", "gradient_checkpointing"):
+            continue
+        found = vars(module).get(name)
+        if "dropout" not in name and not _is_same(found, wanted):
+            return f"has {name} {found!r}: its configuration says {wanted!r}"
+    return ""
+
+
+def _is_same(found: object, wanted: object) -> bool:
+    if isinstance(found, float) and isinstance(wanted, float):
+        return math.isclose(found, wanted, rel_tol=1e-12)
+    return found is wanted or (isinstance(found, bool | int | float | str) and found == wanted)

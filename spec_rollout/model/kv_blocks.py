@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aedit.spec_rollout.model.host_to_device import to_device
-from aedit.spec_rollout.model.kv_spans import KVMemoryError, KVSizes, Span
+from aedit.spec_rollout.model.kv_extent import KVMemoryError, KVSizes, Span
+from aedit.spec_rollout.model.model_support import to_device
 
 BLOCK = 16
 """Tokens of one block."""

@@ -9,13 +9,11 @@ supplies attention: `attend` receives queries, keys and values and returns the a
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-from aedit.spec_rollout.model.linear_layers import linear
+from torch import Tensor, nn
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(queries_THh, keys_TKh, values_TKh), with RoPE applied -> attention output, (T, H * h)."""
@@ -337,3 +335,194 @@ def run_layer(x_Td: Tensor, layer: Layer, ropes: tuple[Rope, ...], attend: Atten
     inner = x_Td if layer.before_mlp is None else layer.before_mlp(x_Td)
     inner = layer.mlp(inner)
     return x_Td + (inner if layer.after_mlp is None else layer.after_mlp(inner))
+
+
+SMALL_WEIGHTS = 1 << 17
+"""Weights of fewer numbers stay in the cache, where the overhead of oneDNN is not worth it for few rows."""
+
+MANY_ROWS = 32
+"""Number of rows from which on oneDNN is faster with small weights, too."""
+
+EXACT_ROWS = 32
+"""Up to this number of rows, a step of decoding, no row is added."""
+
+_HAS_ONEDNN = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def linear(x_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None = None) -> Tensor:
+    """Return x W' + b, as `F.linear`, of another rounding.
+
+    Calls that need gradients, and devices other than the CPU, use `F.linear` itself.
+    """
+    if x_Ti.is_cuda or torch.is_grad_enabled() or not _HAS_ONEDNN:
+        return F.linear(x_Ti, weight_oi, bias_o)
+    rows = x_Ti.numel() // x_Ti.shape[-1]
+    num_added = padded_rows(rows) - rows
+    if not num_added or weight_oi.dtype == torch.float64:  # float64 has no kernels of oneDNN
+        return _product(x_Ti, weight_oi, bias_o, rows)
+    padded_Ti = F.pad(x_Ti.reshape(rows, -1), (0, 0, 0, num_added))
+    out_To = _product(padded_Ti, weight_oi, bias_o, rows + num_added)
+    return out_To[:rows].view(*x_Ti.shape[:-1], -1)
+
+
+def padded_rows(rows: int) -> int:
+    """Return how many rows to compute for `rows`: at most an eighth more, of 8 numbers per power of two."""
+    if rows <= EXACT_ROWS:
+        return rows
+    step = 1 << (rows.bit_length() - 4)
+    return -(-rows // step) * step
+
+
+def _product(x_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None, rows: int) -> Tensor:
+    """Return `F.linear` by the kernel that the rule selects."""
+    if not weight_oi.is_contiguous():
+        return _strided(x_Ti, weight_oi, bias_o, rows)
+    if weight_oi.dtype == torch.bfloat16 and rows == 1:
+        return _without_onednn(x_Ti, weight_oi, bias_o)
+    is_small = weight_oi.numel() < SMALL_WEIGHTS and rows < MANY_ROWS
+    if weight_oi.dtype != torch.float32 or is_small or not rows:
+        return F.linear(x_Ti, weight_oi, bias_o)
+    out, size = weight_oi.shape
+    if 2 <= rows <= 4 and out >= size and x_Ti.dim() == 2 and bias_o is None:
+        return torch.mm(weight_oi, x_Ti.t()).t().contiguous()
+    return torch.ops.mkldnn._linear_pointwise(x_Ti, weight_oi, bias_o, "none", [], "")  # type: ignore[no-any-return]
+
+
+def _strided(x_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None, rows: int) -> Tensor:
+    """Return `F.linear`, by oneDNN for several rows and a weight that is stored transposed (GPT-2)."""
+    is_slow = weight_oi.dtype == torch.float32 and rows > 1 and weight_oi.numel() >= SMALL_WEIGHTS
+    if not is_slow or not weight_oi.t().is_contiguous():
+        return F.linear(x_Ti, weight_oi, bias_o)
+    return torch.ops.mkldnn._linear_pointwise(x_Ti, weight_oi, bias_o, "none", [], "")  # type: ignore[no-any-return]
+
+
+def _without_onednn(x_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None) -> Tensor:
+    """Return `F.linear` by PyTorch's own matrix-vector product, which sums in float32.
+
+    There is no argument that selects it. The switch is the process's: another thread that calls a linear
+    layer in the meantime gets a right result, perhaps more slowly.
+    """
+    was_enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        return F.linear(x_Ti, weight_oi, bias_o)
+    finally:
+        torch._C._set_mkldnn_enabled(was_enabled)
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Router and experts of one layer (Mixtral, arXiv:2401.04088; Qwen3-MoE)."""
+
+    router: Tensor
+    """(E, d)."""
+    gate_up: Tensor
+    """(E, 2 * i, d)."""
+    down: Tensor
+    """(E, d, i)."""
+    top_k: int
+    is_normalized: bool
+    """Whether the weights of the k chosen experts are divided by their sum."""
+    activation: Function
+
+    def __call__(self, x_Td: Tensor) -> Tensor:
+        """Return the output, (T, d). Only the weights of chosen experts are read."""
+        logits = linear(x_Td, self.router)
+        exact = torch.promote_types(logits.dtype, torch.float32)
+        weights_Tk, experts_Tk = torch.softmax(logits, -1, dtype=exact).topk(self.top_k, -1)
+        if self.is_normalized:
+            weights_Tk = weights_Tk / weights_Tk.sum(-1, keepdim=True)
+        chosen = experts_Tk.flatten()
+        order = chosen.argsort()  # by expert: one product for all its tokens
+        tokens = x_Td.index_select(0, order // self.top_k)
+        counts = torch.bincount(chosen, minlength=len(self.router)).tolist()
+        outputs = torch.empty_like(tokens)
+        start = 0
+        for expert, count in enumerate(counts):
+            if count:
+                part = slice(start, start + count)
+                outputs[part] = self._run(expert, tokens[part])
+                start += count
+        outputs = torch.empty_like(outputs).index_copy_(0, order, outputs)
+        weighted = outputs.view(len(x_Td), self.top_k, -1) * weights_Tk[:, :, None]
+        return weighted.sum(1).to(x_Td.dtype)
+
+    def _run(self, expert: int, x: Tensor) -> Tensor:
+        gate, up = linear(x, self.gate_up[expert]).chunk(2, -1)
+        return linear(self.activation(gate) * up, self.down[expert])
+
+
+ROPES = ("default", "linear", "llama3", "yarn", "longrope")
+"""RoPE types whose angles do not depend on the length of the text; "longrope" up to its original length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """A model's rotary module, which may have frequencies per type of layer (Gemma 3)."""
+
+    module: Any
+    layer_types: tuple[str | None, ...]
+    """Types of layers with frequencies of their own; one None where all layers have the same."""
+    like: Tensor
+    """A parameter: device and dtype of the tables."""
+
+    @classmethod
+    def of(cls, model: Any) -> "Rotary | None":
+        """Return the rotary module of a model, or None if it has none.
+
+        Raises:
+            ValueError: The angles depend on the length of the text.
+        """
+        module = getattr(model.model, "rotary_emb", None) if hasattr(model, "model") else None
+        if module is None:
+            return None
+        kinds = module.rope_type if isinstance(module.rope_type, dict) else {None: module.rope_type}
+        for kind in kinds.values():
+            if kind not in ROPES:
+                raise ValueError(f"rope_type {kind!r} is not supported: it must be one of {', '.join(ROPES)}")
+        return cls(module, tuple(kinds), next(model.parameters()))
+
+    @property
+    def max_positions(self) -> int | None:
+        """Return how many positions keep their angles however long the text is; None if all do."""
+        parameters = self.module.config.rope_parameters
+        each = [parameters if kind is None else parameters[kind] for kind in self.layer_types]
+        return min(
+            (one["original_max_position_embeddings"] for one in each if one["rope_type"] == "longrope"),
+            default=None,
+        )
+
+    def tables(self, num_positions: int) -> tuple[RopeTable, ...]:
+        """Return the rotations of the positions 0 .. num_positions - 1, for each type of layers."""
+        return tuple(RopeTable.of(*self._table(kind, num_positions)) for kind in self.layer_types)
+
+    def of_layer(self, layer_type: str | None, head_dim: int) -> tuple[Rotate, int]:
+        """Return how a layer of this type rotates, and the index of its table."""
+        index = 0 if self.layer_types == (None,) else self.layer_types.index(layer_type)
+        cos, _ = self._table(self.layer_types[index], 1)
+        if cos.shape[-1] < head_dim:
+            return apply_partial_rope, index
+        return (apply_rope if cos.dtype == self.like.dtype else apply_float_rope), index
+
+    def _table(self, layer_type: str | None, num_positions: int) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines, (positions, r), as precise as the module's own."""
+        positions = torch.arange(num_positions, device=self.like.device)[None]
+        with torch.no_grad():
+            more = {} if layer_type is None else {"layer_type": layer_type}
+            cos, sin = self.module(self.like, positions, **more)
+        exact = torch.promote_types(cos.dtype, self.like.dtype)
+        return cos[0].to(exact), sin[0].to(exact)
+
+
+def read_ropes(model: nn.Module, num_positions: int) -> tuple[RopeTable, ...]:
+    """Return the tables to which `Attention.rope` refers; none for a model without rotary positions.
+
+    Positions that the model does not have rotate as its last one. Only drafted tokens after the last token of
+    a text have such positions; they are never kept.
+    """
+    rotary = Rotary.of(model)
+    if rotary is None:
+        return ()
+    count = min(num_positions, rotary.max_positions or num_positions)
+    rows = torch.arange(num_positions, device=rotary.like.device).clamp_(max=count - 1)
+    return tuple(RopeTable(table.both[rows]) for table in rotary.tables(count))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aedit.spec_rollout.model.target_sizes import check_taps
+from aedit.spec_rollout.model.model_support import check_taps
 
 MASKLESS = ("flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 """Attention implementations that compute the same as "sdpa" and accept no mask of queries and keys."""

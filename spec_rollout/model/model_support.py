@@ -1,8 +1,10 @@
-"""Limits of the generic path: which models it refuses, and how many positions a model has."""
+"""Checks of models and sizes that all targets take, and copies of small host data to a device."""
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -86,3 +88,40 @@ def _rope_limit(config: Any) -> int:
 def whole(parameter: Tensor) -> Tensor:
     """Return a parameter, or the whole value of a sharded one, for which all ranks call it together."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def to_device(numbers: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor of `numbers` on `device`, as `torch.tensor` makes it.
+
+    On CUDA the data is copied from pinned memory without blocking the host.
+
+    Args:
+        numbers: Scalars, nested lists of them, or a NumPy array.
+        device: Device of the result.
+        dtype: Dtype of the result; None infers it.
+    """
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=dtype, device=device)
+    return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def check_sizes(rows: int, max_tokens: int, nodes: int) -> None:
+    """Check that a target can have these sizes.
+
+    Raises:
+        ValueError: One is too small.
+    """
+    if rows < 1 or max_tokens < 2 or nodes < 0:
+        raise ValueError(
+            f"rows, max_tokens, nodes must be at least 1, 2, 0, got {rows}, {max_tokens}, {nodes}"
+        )
+
+
+def check_taps(taps: Sequence[int], num_layers: int) -> None:
+    """Check that the tapped layers exist.
+
+    Raises:
+        ValueError: One does not.
+    """
+    if wrong := [tap for tap in taps if not 0 <= tap < num_layers]:
+        raise ValueError(f"taps {wrong} do not exist: this model has the layers 0 to {num_layers - 1}")

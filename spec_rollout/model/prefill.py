@@ -18,8 +18,8 @@ from torch import Tensor
 
 from aedit.spec_rollout.model.attention_mask import attention_mask
 from aedit.spec_rollout.model.cache import KVCache
-from aedit.spec_rollout.model.host_to_device import to_device
 from aedit.spec_rollout.model.layers import AttentionSpec
+from aedit.spec_rollout.model.model_support import to_device
 
 MASK_BYTES = 32 << 20
 """Upper limit of a mask in bytes, and of the scores of a layer with a softcap."""

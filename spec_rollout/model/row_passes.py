@@ -15,11 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from aedit.spec_rollout.model.attention_mask import ancestors
-from aedit.spec_rollout.model.layer_masks import MaskFormat, Visibility
+from aedit.spec_rollout.model.attention_mask import MaskFormat, Visibility, ancestors
 from aedit.spec_rollout.model.model_forward import ModelForward
-from aedit.spec_rollout.model.slot_store import SlotStore, StepCache, StepSlots
-from aedit.spec_rollout.model.text_store import TextStore
+from aedit.spec_rollout.model.slot_store import SlotStore, StepCache, StepSlots, TextStore
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,14 +17,11 @@ from aedit.spec_rollout.model.attention_mask import ancestors, relative_position
 from aedit.spec_rollout.model.cache import KVCache, KVMemory
 from aedit.spec_rollout.model.families import read_weights
 from aedit.spec_rollout.model.graphs import GraphCache, batch_bucket, context_bucket
-from aedit.spec_rollout.model.host_to_device import to_device
-from aedit.spec_rollout.model.kv_extent import KVExtent, kv_extents
-from aedit.spec_rollout.model.kv_spans import KVSizes
-from aedit.spec_rollout.model.layers import LayerAttend, run_layer
+from aedit.spec_rollout.model.kv_extent import KVExtent, KVSizes, kv_extents
+from aedit.spec_rollout.model.layers import LayerAttend, read_ropes, run_layer
+from aedit.spec_rollout.model.model_support import check_sizes, check_taps, to_device
 from aedit.spec_rollout.model.prefill import PassLimits, PrefillAttention, plan_passes
 from aedit.spec_rollout.model.prefill import Segment as Segment
-from aedit.spec_rollout.model.rotary import read_ropes
-from aedit.spec_rollout.model.target_sizes import check_sizes, check_taps
 from aedit.spec_rollout.model.weight_update import PolicyWeights
 from aedit.types import NonNegativeInt, PositiveInt, checked
 

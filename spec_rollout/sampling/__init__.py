@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from aedit.spec_rollout.sampling.distribution import RowSampling, logprobs, top_logprobs, warp_logits
     from aedit.spec_rollout.sampling.noise import LARGE_VOCABULARY, Ints, NoiseKeys, RowNoise, gumbel
     from aedit.spec_rollout.sampling.noisy_argmax import noisy_best_two
-    from aedit.spec_rollout.sampling.rejection import rejection_accept
     from aedit.spec_rollout.sampling.samples import (
         MIN_TOP_P,
         Constraint,
@@ -25,10 +24,16 @@ if TYPE_CHECKING:
         NUM_CONTEXT_TOKENS,
         REPLACEMENT,
         StopStrings,
+        TextTokens,
         TokenDecoder,
     )
-    from aedit.spec_rollout.sampling.text_tokens import TextTokens
-    from aedit.spec_rollout.sampling.verify import AcceptedTokens, accept_path, coupled_tokens, node_depths
+    from aedit.spec_rollout.sampling.verify import (
+        AcceptedTokens,
+        accept_path,
+        coupled_tokens,
+        node_depths,
+        rejection_accept,
+    )
 
 __all__ = [
     "LARGE_VOCABULARY",

@@ -5,29 +5,30 @@ from typing import TYPE_CHECKING
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
-    from aedit.spec_rollout.training.batches import HELD_OUT_EVERY
-    from aedit.spec_rollout.training.draft_training import DraftTrainer, DraftTrainingConfig
-    from aedit.spec_rollout.training.feature_reader import FeatureReader, FeatureSample
-    from aedit.spec_rollout.training.feature_ring import FeatureRing, RingShape
-    from aedit.spec_rollout.training.features import RowFeatures
-    from aedit.spec_rollout.training.forward_features import ForwardFeatures, TrainedText
+    from aedit.spec_rollout.training.batches import HELD_OUT_EVERY, pack_samples
+    from aedit.spec_rollout.training.feature_ring import FeatureReader, FeatureRing, FeatureSample, RingShape
+    from aedit.spec_rollout.training.features import ForwardFeatures, RowFeatures, TrainedText
     from aedit.spec_rollout.training.gate import GateConfig, Match, held_out_match
-    from aedit.spec_rollout.training.idle import DrafterTraining
     from aedit.spec_rollout.training.learning import (
+        DraftTrainer,
+        DraftTrainingConfig,
         LayerTraining,
         LearningConfig,
         policy_tensors,
         train_when_idle,
     )
     from aedit.spec_rollout.training.losses import PolicyEmbeddings
-    from aedit.spec_rollout.training.online_drafter import CAUSES, OnlineConfig, OnlineDrafter
-    from aedit.spec_rollout.training.packing import pack_samples
-    from aedit.spec_rollout.training.policy_source import PolicySource, TrainedPolicy
+    from aedit.spec_rollout.training.online_drafter import (
+        CAUSES,
+        OnlineConfig,
+        OnlineDrafter,
+        PolicySource,
+        TrainedPolicy,
+    )
     from aedit.spec_rollout.training.publishing import Publication, SharedSlots, SlotLayout, TensorSpec
-    from aedit.spec_rollout.training.restarts import Restarts
     from aedit.spec_rollout.training.slot_memory import CHECKSUM, NEWEST, NUMBER, ArrayReader
     from aedit.spec_rollout.training.trainer_memory import TrainerMemory
-    from aedit.spec_rollout.training.trainer_supervisor import IdleConfig
+    from aedit.spec_rollout.training.trainer_supervisor import DrafterTraining, IdleConfig, Restarts
 
 __all__ = [
     "CAUSES",

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any, Protocol, Self, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from aedit.spec_rollout.drafters import DraftLayer, LayerDrafter
-from aedit.spec_rollout.model import TargetModel
+from aedit.spec_rollout.model import TargetModel, whole
 from aedit.spec_rollout.training.feature_ring import Buffer, FeatureRing, RingShape
 from aedit.spec_rollout.training.features import RowFeatures
+from aedit.spec_rollout.training.gate import LocalGate
 from aedit.spec_rollout.training.idle_stream import StreamTraining
 from aedit.spec_rollout.training.learning import (
     LayerTraining,
@@ -32,18 +33,15 @@ from aedit.spec_rollout.training.learning import (
     policy_tensors,
     train_when_idle,
 )
-from aedit.spec_rollout.training.local_gate import LocalGate
-from aedit.spec_rollout.training.no_training import NoTraining
-from aedit.spec_rollout.training.policy_source import PolicySource, embeddings_of
+from aedit.spec_rollout.training.losses import PolicyEmbeddings
 from aedit.spec_rollout.training.publishing import Publication, all_finite
 from aedit.spec_rollout.training.trainer_supervisor import IdleConfig
-from aedit.spec_rollout.training.use_of_features import UseOfFeatures
-from aedit.types import PositiveInt, check, checked
+from aedit.spec_rollout.training.windows import NoTraining, UseOfFeatures
+from aedit.types import NonNegativeInt, PositiveInt, check, checked
 
 CAUSES = ("round", "hub", "rollouts", "longest sample", "rank", "rewards")
 """Why a node waits: for other nodes of a round, for a hub, for rollouts of other processes, for the last of
 these, for other ranks of the node, for rewards of the last rollouts."""
-
 _LAYER, _COUNTS = "layer.", "counts"
 
 
@@ -94,6 +92,38 @@ class _Counts:
     published: int = 0
     adopted: int = 0
     refused: int = 0
+
+
+class PolicySource(Protocol):
+    """The parts of a policy that its drafter needs, such as those of an engine's `TargetModel`."""
+
+    @property
+    def model(self) -> Any:
+        """Return the `transformers` model."""
+
+    @property
+    def version(self) -> int:
+        """Return the version of the weights."""
+
+    @property
+    def embedding(self) -> Tensor:
+        """Return the embedding, (V, d)."""
+
+    @property
+    def head(self) -> Tensor:
+        """Return the output head, (V, d)."""
+
+    @property
+    def feature_size(self) -> int:
+        """Return the size of the feature of one token."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the features."""
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the features."""
 
 
 @checked()
@@ -355,3 +385,55 @@ def _start(
         version=embeddings.version,
     )
     return stream, memory
+
+
+@checked()
+class TrainedPolicy:
+    """`PolicySource` of a rank that trains a `transformers` model whose rollouts are generated elsewhere.
+
+    Of sharded parameters (DTensor) it keeps the whole embedding and head, on each rank: all ranks of the node
+    make it together, and update it together.
+    """
+
+    def __init__(self, model: nn.Module, version: NonNegativeInt = 0) -> None:
+        self.model: Any = model
+        self.update(version)
+
+    def update(self, version: int) -> None:
+        """Read embedding and head of this version of the weights. Call it after each hand-over."""
+        self.version = version
+        embedding, head = self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight
+        self._embedding = whole(embedding)
+        self._head = self._embedding if head is embedding else whole(head)
+
+    @property
+    def embedding(self) -> Tensor:
+        """Return the embedding, (V, d)."""
+        return self._embedding
+
+    @property
+    def head(self) -> Tensor:
+        """Return the output head, (V, d); the embedding itself where they are tied."""
+        return self._head
+
+    @property
+    def feature_size(self) -> int:
+        """Return the hidden size: the model has no taps."""
+        return int(self.model.config.hidden_size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the parameters."""
+        dtype: torch.dtype = next(self.model.parameters()).dtype
+        return dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the parameters."""
+        device: torch.device = next(self.model.parameters()).device
+        return device
+
+
+def embeddings_of(policy: PolicySource) -> PolicyEmbeddings:
+    """Return the policy's embedding and head as they are now, without a copy."""
+    return PolicyEmbeddings(policy.embedding.detach(), policy.head.detach(), policy.version)

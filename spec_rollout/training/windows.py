@@ -1,7 +1,17 @@
-"""Record of the times in which a node waited, by cause."""
+"""Times in which a node waited, by cause, and whether features find a use."""
 
+import math
+import threading
+import time
 from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from aedit.spec_rollout.training.publishing import Publication
 
 KEPT_SPANS = 10_000
 
@@ -52,3 +62,94 @@ class Windows:
     def idle_s(self, now_s: float) -> float:
         """Return all idle seconds until now."""
         return self._idle_s + (now_s - self._idle_since_s if self.num_open else 0.0)
+
+
+PATIENCE = 32
+"""Policy versions without a wait after which features are not collected any longer."""
+LEAST_SHARE, LEAST_S = 0.002, 1.0
+"""A version has a wait if this share of its time was waited, or so many seconds."""
+
+
+@dataclass(slots=True)
+class UseOfFeatures:
+    """Waits of a node by policy version.
+
+    Features are collected from the start, so that the first wait has some. They end after `patience` versions
+    without a wait and begin again with the next wait. From then on the patience is twice the longest time
+    without one: a node that waits rarely has features whenever it waits.
+    """
+
+    patience: int = PATIENCE
+    unused: int = 0
+    """Versions since the last wait."""
+    _idle_s: float = 0.0
+    _began_s: float = 0.0
+
+    def next_version(self, idle_s: float, now_s: float) -> bool:
+        """Return whether to collect the features of the next version.
+
+        Args:
+            idle_s: All time that the node has waited so far.
+            now_s: Time, of any clock.
+        """
+        waited_s, lasted_s = idle_s - self._idle_s, now_s - self._began_s
+        self._idle_s, self._began_s = idle_s, now_s
+        if waited_s > 0 and waited_s >= min(LEAST_S, LEAST_SHARE * lasted_s):
+            self.patience, self.unused = max(self.patience, 2 * self.unused), 0
+        else:
+            self.unused += 1
+        return self.unused < self.patience
+
+
+class NoTraining:
+    """`DrafterTraining` without a trainer."""
+
+    def __init__(self) -> None:
+        self.windows = Windows()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def window(self, cause: str) -> Iterator[None]:
+        """Measure the time inside the context."""
+        with self._lock:
+            began_s = time.monotonic()
+            self.windows.enter(began_s)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.windows.leave(cause, began_s, time.monotonic())
+
+    @property
+    def used_s(self) -> float:
+        """Return 0."""
+        return 0.0
+
+    def newest(self, after: int = 1) -> Publication | None:
+        """Return None."""
+        return None
+
+    def update_policy(self, policy: Mapping[str, Tensor], version: int, kl_nats: float = math.nan) -> None:
+        """Do nothing."""
+
+    def offer(self, drafter: Mapping[str, Tensor]) -> int:
+        """Return 1, the number of the initial drafter."""
+        return 1
+
+    def status(self) -> dict[str, Any]:
+        """Return the windows; see `DrafterTraining.status`."""
+        with self._lock:
+            return {
+                "state": "off",
+                "error": "",
+                "windows": self.windows.count,
+                "idle_s": self.windows.idle_s(time.monotonic()),
+                "idle_by_cause_s": dict(self.windows.by_cause),
+                "steps": 0,
+                "published": 0,
+                "refused": 0,
+                "training": {},
+            }
+
+    def close(self) -> None:
+        """Do nothing."""

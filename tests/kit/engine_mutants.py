@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from aedit.spec_rollout.engine.running import RunningSample
-from aedit.spec_rollout.model.model_weights import ModelWeights
+from aedit.spec_rollout.engine.rows import RunningSample
+from aedit.spec_rollout.model.families import ModelWeights
 
 
 class Mistakes(dict):

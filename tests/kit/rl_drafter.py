@@ -7,7 +7,7 @@ import torch
 
 from aedit.launch.node import rl_drafter
 from aedit.spec_rollout.training import IdleConfig, Publication
-from aedit.spec_rollout.training.no_training import NoTraining
+from aedit.spec_rollout.training.windows import NoTraining
 from kit import trainers
 
 LOUDNESS = 10.0
