@@ -151,9 +151,9 @@ def test_an_agent_needs_no_torch_and_little_memory(hub):
 
 
 def test_a_trainer_that_stands_still_is_said_to_be_stalled(hub, monkeypatch):
-    from aedit.proto.agent import Progress, watchdog
+    from aedit.proto.agent import Progress, leases
 
-    monkeypatch.setattr(watchdog, "LEAST_S", 0.3)
+    monkeypatch.setattr(leases, "LEAST_S", 0.3)
     with node(plan([hub.server.address])) as link:
         link.join(10)
         for steps in range(1, 4):

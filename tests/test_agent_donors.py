@@ -10,7 +10,7 @@ import pytest
 from kit.agents import MemoryHub, exchange, node, plan
 from kit.waiting import until
 
-from aedit.proto.agent.donor import Donor
+from aedit.proto.agent.connections import Donor
 from aedit.proto.rpc import Limits, Refusal, Server, Service, donor_service, frames
 from aedit.proto.rpc import hub_pb2 as pb
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from aedit.proto.agent import AgentPlan, Answer, Leases, Progress, mailbox
+from aedit.proto.agent.leases import Speed, Watchdog
 from aedit.proto.agent.mailbox import AgentState, Wants
 from aedit.proto.agent.plan import from_json, to_json
-from aedit.proto.agent.watchdog import Speed, Watchdog
 from aedit.types import News, TensorLayout, UnitLayout, Verdict
 
 

@@ -5,7 +5,7 @@ import pytest
 from aedit.async_sgd.hub import HubState, Member, Unit
 from aedit.async_sgd.hub.heirs import Heirs
 from aedit.async_sgd.rules import Leased, Used
-from aedit.proto.agent.run_news import RunNews
+from aedit.proto.agent.agent import RunNews
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.proto.rpc import last_term_before, stamp, term_text, version_of
 

@@ -7,7 +7,7 @@ import pytest
 from kit.agents import MemoryHub, node, plan
 from kit.waiting import until
 
-from aedit.proto.agent.node_report import NodeReport
+from aedit.proto.agent.agent import NodeReport
 from aedit.proto.swarm import NODE, NodeFile, NodeState, write_node
 from aedit.types import Layout, model_sha256
 

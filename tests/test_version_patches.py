@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from aedit.proto.versions import PATTERNS, patch, patterns, varints
-from aedit.proto.versions.values import unit_hash
+from aedit.proto.versions import PATTERNS, patch, patterns
+from aedit.proto.versions.patch import unit_hash
 
 SPECIAL = (0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, -1e-45, 3.4e38)
 
@@ -122,9 +122,9 @@ def test_variable_length_numbers_are_leb128():
 
     rng = random.Random(0)
     numbers += [rng.getrandbits(rng.randrange(1, 65)) for _ in range(1000)]
-    data = varints.encode(np.array(numbers, np.uint64))
+    data = patch.encode_numbers(np.array(numbers, np.uint64))
     assert data.tolist() == [byte for n in numbers for byte in leb(n)]
-    assert varints.decode(data, len(numbers), 64).tolist() == numbers
+    assert patch.decode_numbers(data, len(numbers), 64).tolist() == numbers
     for wrong, count, bits in (
         ([128], 1, 64),  # ends within a number
         ([1, 2], 1, 64),  # one more
@@ -134,7 +134,7 @@ def test_variable_length_numbers_are_leb128():
         ([255, 255, 4], 1, 16),  # 17 bits
     ):
         with pytest.raises(ValueError, match="number"):
-            varints.decode(np.array(wrong, np.uint8), count, bits)
+            patch.decode_numbers(np.array(wrong, np.uint8), count, bits)
 
 
 def patch_of(count, gaps, differences, sizes=None):

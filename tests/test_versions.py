@@ -24,9 +24,9 @@ from aedit.proto.versions import (
     versions_service,
 )
 from aedit.proto.versions.manifest import UnitVersion
+from aedit.proto.versions.patch import unit_hash
 from aedit.proto.versions.receiving import TransferSuperseded, TransferWrong
 from aedit.proto.versions.store import LinesFull
-from aedit.proto.versions.values import unit_hash
 from aedit.types import Layout, TensorLayout, UnitLayout
 
 SIZES = {"block.0": 40_000, "block.1": 40_000, "rest": 700_000}

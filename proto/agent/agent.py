@@ -1,34 +1,121 @@
-"""The node agent: all network work of a node, as a process or as threads of the trainer."""
+"""The node agent: all network work of a node, as a process or as threads of the trainer.
+
+It merges the news of all hub processes, and writes for the peer of a swarm what its node trains.
+"""
 
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
-from aedit.proto.agent.connections import Connections
-from aedit.proto.agent.donor import Donor
+from aedit.proto.agent.connections import Connections, Donor
 from aedit.proto.agent.joining import InitialSync
-from aedit.proto.agent.leases import Stock
-from aedit.proto.agent.mailbox import AgentState, Mailbox, Wants, remove
+from aedit.proto.agent.leases import Speed, Stock, Watchdog
+from aedit.proto.agent.mailbox import AgentState, Mailbox, WakeReceiver, Wants, remove
 from aedit.proto.agent.membership import Membership
-from aedit.proto.agent.node_report import NodeReport
 from aedit.proto.agent.plan import AgentPlan
-from aedit.proto.agent.run_news import RunNews
-from aedit.proto.agent.traffic import Traffic
-from aedit.proto.agent.unit_transfers import Transfer, UnitTransfers
-from aedit.proto.agent.wakeup import WakeReceiver
-from aedit.proto.agent.watchdog import Speed, Watchdog
+from aedit.proto.agent.unit_transfers import Traffic, Transfer, UnitTransfers
 from aedit.proto.rpc import hub_pb2 as pb
-from aedit.types import UserError
+from aedit.proto.rpc import lineage
+from aedit.proto.swarm import NODE, WRITTEN_EVERY_S, NodeState, write_node
+from aedit.types import Layout, News, UserError, model_sha256
+
+log = logging.getLogger(__name__)
+
+
+class NodeReport:
+    """Writes `node.json` beside `replicas.json`. Outside a swarm it writes nothing."""
+
+    def __init__(self, plan: AgentPlan, clock: Callable[[], float] = time.monotonic) -> None:
+        """Write for the node of this plan. clock: monotonic, in seconds."""
+        self._path = Path(plan.replicas).parent / NODE if plan.replicas else None
+        self._model = model_sha256(Layout(plan.units), plan.facts, plan.num_samples)
+        self._clock, self._next_s = clock, float("-inf")
+
+    def tell(self, steps_per_s: float) -> None:
+        """Write the speed, unless the last one was written just before."""
+        now_s = self._clock()
+        if self._path is None or now_s < self._next_s:
+            return
+        self._next_s = now_s + WRITTEN_EVERY_S
+        try:
+            write_node(self._path, NodeState(self._model, steps_per_s))
+        except OSError as error:
+            log.warning("%s: %s; the peer does not know what this node trains", self._path, error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Past:
+    """The state of the run when part 0 was founded again."""
+
+    round: int = 0
+    total_steps: int = 0
+    total_tokens: int = 0
+    elapsed_s: float = 0.0
+    progress: float = 0.0
+
+
+@dataclass(slots=True)
+class RunNews:
+    """The run as a trainer is told of it. It never goes back, also if part 0 of a swarm begins anew."""
+
+    news: pb.News = field(default_factory=pb.News)
+    """News of hub process 0."""
+    _of_parts: dict[int, pb.News] = field(default_factory=dict)
+    _past: _Past = _Past()
+
+    def heard(self, part: int, news: pb.News) -> None:
+        """Take the news of a hub process."""
+        if part == 0 and self.news.term and lineage(news.term) != lineage(self.news.term):
+            now = self.current()
+            self._past = _Past(now.round, now.total_steps, now.total_tokens, now.elapsed_s, now.progress)
+        self._of_parts[part] = news
+        self.news = news if part == 0 else self.news
+
+    def current(self) -> News:
+        """Return the news for the trainer.
+
+        A part that was founded again counts from zero: then the past here and the other parts tell more.
+        """
+        told = _news(self.news)
+        if not lineage(self.news.term):
+            return told
+        past, others = self._past, list(self._of_parts.values())
+        progress = max(min(1.0, past.progress + told.progress), *(one.progress for one in others))
+        return replace(
+            told,
+            round=past.round + told.round,
+            total_steps=max(past.total_steps + told.total_steps, *(one.total_steps for one in others)),
+            total_tokens=max(past.total_tokens + told.total_tokens, *(one.total_tokens for one in others)),
+            elapsed_s=max(past.elapsed_s + told.elapsed_s, *(one.elapsed_s for one in others)),
+            progress=progress,
+            finished=progress >= 1.0 or told.finished,
+        )
+
+
+def _news(news: pb.News) -> News:
+    return News(
+        age_s=0.0,
+        round=news.round,
+        pace_steps=news.pace_steps,
+        nodes=news.nodes,
+        total_steps=news.total_steps,
+        total_tokens=news.total_tokens,
+        elapsed_s=news.elapsed_s,
+        progress=news.progress,
+        finished=news.finished,
+        evaluates=news.evaluates,
+    )
+
 
 LOOK_S = 0.25
 """How often the agent looks around without having been woken."""
 SOON_S = 0.002
 """The same while an exchange waits for a rank that is still writing."""
-log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)

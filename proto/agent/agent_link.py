@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from aedit.proto.agent import mailbox
 from aedit.proto.agent.link import Answer, Progress
-from aedit.proto.agent.mailbox import AgentState, Mailbox, Wants
+from aedit.proto.agent.mailbox import AgentState, Mailbox, WakeReceiver, WakeSender, Wants
 from aedit.proto.agent.plan import AgentPlan, to_json
-from aedit.proto.agent.wakeup import WakeReceiver, WakeSender
 from aedit.types import News, UserError
 
 POLL_S = 0.005

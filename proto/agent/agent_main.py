@@ -12,9 +12,8 @@ import sys
 from aedit.proto.agent import mailbox
 from aedit.proto.agent.agent import Agent, parent_lives
 from aedit.proto.agent.connections import Connections
-from aedit.proto.agent.mailbox import AgentState
+from aedit.proto.agent.mailbox import AgentState, WakeReceiver
 from aedit.proto.agent.plan import from_json
-from aedit.proto.agent.wakeup import WakeReceiver
 from aedit.system import end_with_parent
 from aedit.types import UserError
 

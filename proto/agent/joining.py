@@ -11,8 +11,7 @@ import numpy as np
 from aedit.proto.agent.mailbox import Mailbox
 from aedit.proto.agent.membership import Membership
 from aedit.proto.agent.plan import AgentPlan
-from aedit.proto.agent.traffic import Traffic
-from aedit.proto.agent.unit_transfers import UnitTransfers
+from aedit.proto.agent.unit_transfers import Traffic, UnitTransfers
 from aedit.proto.rpc import Download, HubClient, HubRefused, HubUnreachable
 from aedit.proto.rpc import hub_pb2 as pb
 

@@ -10,9 +10,12 @@ is left. Elsewhere it is a file in the temporary folder, removed once all ranks 
 import contextlib
 import mmap
 import os
+import select
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import astuple, replace
 from enum import IntEnum
 from itertools import accumulate
@@ -393,3 +396,44 @@ def _padded(numel: int) -> int:
 def _units(whole: Vector, numels: Sequence[int]) -> list[Vector]:
     starts = accumulate((_padded(numel) for numel in numels), initial=0)
     return [whole[start : start + numel] for start, numel in zip(starts, numels, strict=False)]
+
+
+RING = b"!"
+
+
+class WakeSender:
+    """The trainer's end. Never blocks: a full pipe has woken the agent already."""
+
+    def __init__(self, fd: int) -> None:
+        os.set_blocking(fd, False)
+        self._fd = fd
+        self._lock = threading.Lock()
+
+    def ring(self) -> None:
+        """Wake the agent."""
+        with self._lock, suppress(BlockingIOError, BrokenPipeError):
+            if self._fd >= 0:
+                os.write(self._fd, RING)
+
+    def close(self) -> None:
+        """Close the pipe: the agent ends. May be called repeatedly."""
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd = -1
+
+
+class WakeReceiver:
+    """The agent's end."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for a wakeup or the timeout; return False if the trainer has ended."""
+        ready, _, _ = select.select([self._fd], [], [], timeout_s)
+        return not ready or len(os.read(self._fd, 65536)) > 0
+
+    def close(self) -> None:
+        """Close this end."""
+        os.close(self._fd)

@@ -1,4 +1,10 @@
-"""Encodings of a unit's numbers: fp32, bf16, int8, 4 bits and top-k. NumPy only."""
+"""Encodings of a unit's numbers. NumPy only.
+
+- `codecs`: the interface, fp32, bf16, int8, 4 bits, and error feedback; begin here
+- `blocks`, `topk`: scales of blocks, and the largest values of each block
+
+Called by `proto.agent`, `proto.versions`, `async_sgd` and `launch`.
+"""
 
 from typing import TYPE_CHECKING
 

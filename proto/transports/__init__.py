@@ -1,4 +1,11 @@
-"""Transports of the barrier path: the interface, threads of one process, and `torch.distributed`."""
+"""Transports of the barrier path: means of tensors among nodes, and notes that all of them see.
+
+- `transport`: the interface; begin here
+- `memory`: nodes as threads of one process. `virtual`: the same in virtual time
+- `c10d`: `torch.distributed`
+
+Called by `edit` and `launch`.
+"""
 
 from typing import TYPE_CHECKING
 

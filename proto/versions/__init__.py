@@ -34,10 +34,10 @@ from aedit.lazy import exports
 if TYPE_CHECKING:
     from aedit.proto.versions.client import VersionsClient
     from aedit.proto.versions.manifest import Manifest, VersionLayout
+    from aedit.proto.versions.patch import PATTERNS, Patterns, patterns
     from aedit.proto.versions.receiving import Receiving
     from aedit.proto.versions.service import VersionsCore, versions_service
     from aedit.proto.versions.store import LineUnknown, VersionStore
-    from aedit.proto.versions.values import PATTERNS, Patterns, patterns
 
 __all__ = [
     "PATTERNS",

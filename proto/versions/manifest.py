@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from aedit.proto.rpc import versions_pb2 as pb
 from aedit.proto.versions import patch
-from aedit.proto.versions.values import PATTERNS, Patterns, unit_hash
+from aedit.proto.versions.patch import PATTERNS, Patterns, unit_hash
 from aedit.types import Layout
 
 MAX_SERIAL = 2**63 - 1

@@ -1,4 +1,4 @@
-"""Transfers: the bytes that make a unit of one policy version from a unit of another, or from nothing.
+"""Bit patterns of a unit, and transfers: bytes that make a unit from that of another version, or of nothing.
 
 A transfer is a row of segments, each of `SEGMENT` elements (the last one of the rest). A segment begins with
 one byte, its kind:
@@ -11,17 +11,126 @@ one byte, its kind:
 
 Gaps are the numbers of unchanged elements before each changed one. A difference is pattern minus base
 pattern, modulo the size of a pattern, as a signed number z: 2z - 1 if it is positive, -2z - 2 if it is
-negative. Both are LEB128 (varints.py), and fixed numbers are little-endian. The shortest kind is taken, by
-measured size.
+negative. Both are LEB128 (`encode_numbers`), and fixed numbers are little-endian. The shortest kind is taken,
+by measured size.
+
+A pattern is an unsigned number of the dtype's size, little-endian, so that NaN, -0.0 and infinities are
+values like any other.
 """
 
+import hashlib
 import struct
 import zlib
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from aedit.proto.versions import varints
-from aedit.proto.versions.values import Patterns
+from aedit.proto.codecs import to_bf16
+
+Patterns: TypeAlias = NDArray[Any]
+"""One-dimensional, of one of the types in `PATTERNS`."""
+
+PATTERNS: dict[str, np.dtype[Any]] = {
+    "bf16": np.dtype("<u2"),
+    "fp32": np.dtype("<u4"),
+    "fp64": np.dtype("<u8"),
+}
+"""Type of the patterns of each dtype that a policy version can have."""
+
+_ROUNDED_AT_A_TIME = 2**20
+
+
+def patterns(values: NDArray[Any], dtype: str) -> Patterns:
+    """Return the bit patterns of `values` in `dtype`: a new array for bf16, else a view where possible.
+
+    Args:
+        values: fp32 for bf16 (rounded to nearest, ties to even, as in torch) and for fp32; fp64 for fp64; any
+            shape.
+        dtype: bf16, fp32 or fp64.
+    """
+    wanted = np.float64 if dtype == "fp64" else np.float32
+    flat = np.ascontiguousarray(values).reshape(-1)
+    if flat.dtype != wanted:
+        raise ValueError(f"values are {flat.dtype}, expected {np.dtype(wanted)} for {dtype}")
+    if dtype != "bf16":
+        return flat.view(PATTERNS[dtype])
+    out = np.empty(flat.size, PATTERNS["bf16"])
+    for start in range(0, flat.size, _ROUNDED_AT_A_TIME):
+        part = flat[start : start + _ROUNDED_AT_A_TIME]
+        rounded = to_bf16(part.view(np.uint32))
+        # Rounding would make infinity of a NaN whose upper bits are few.
+        out[start : start + part.size] = np.where(np.isnan(part), _QUIET_NAN, rounded)
+    return out
+
+
+_QUIET_NAN = 0x7FC0
+"""bf16 of every NaN."""
+
+
+def unit_hash(values: Patterns) -> bytes:
+    """Return the SHA-256 of a unit's patterns."""
+    return hashlib.sha256(values.data if values.size else b"").digest()
+
+
+Bytes = NDArray[np.uint8]
+Numbers = NDArray[np.uint64]
+
+_MORE = 128
+
+
+def encode_numbers(numbers: NDArray[Any]) -> Bytes:
+    """Return the bytes of all numbers: seven bits each, least significant first (LEB128)."""
+    sizes = np.ones(numbers.size, np.int64)
+    large = np.flatnonzero(numbers >= _MORE)
+    if not large.size:
+        return numbers.astype(np.uint8)
+    rest = numbers[large].astype(np.uint64) >> np.uint64(7)
+    groups = []
+    while large.size:
+        groups.append((large, rest))
+        sizes[large] += 1
+        more = np.flatnonzero(rest >= _MORE)
+        large, rest = large[more], rest[more] >> np.uint64(7)
+    starts = np.cumsum(sizes) - sizes
+    out = np.empty(int(sizes.sum()), np.uint8)
+    out[starts] = numbers.astype(np.uint8) & 127
+    for place, (at, part) in enumerate(groups, 1):
+        out[starts[at] + place - 1] |= _MORE
+        out[starts[at] + place] = part.astype(np.uint8) & 127
+    return out
+
+
+def decode_numbers(data: Bytes, count: int, bits: int) -> Numbers:
+    """Return `count` numbers below 2**bits, of which `data` is made.
+
+    Raises ValueError if they are fewer, more or larger.
+    """
+    last = np.flatnonzero(data < _MORE)
+    if last.size != count or (data.size and data[-1] >= _MORE):
+        raise ValueError(f"{last.size} numbers in {data.size} bytes, expected {count}")
+    first = np.concatenate([[0], last[:-1] + 1]) if count else last
+    sizes = last - first + 1
+    longest = -(-bits // 7)
+    if count and int(sizes.max()) > longest:
+        raise ValueError(f"a number of {int(sizes.max())} bytes, at most {longest} are allowed")
+    numbers: Numbers = (data[first] & 127).astype(np.uint64)
+    at = np.flatnonzero(sizes > 1)
+    for place in range(1, longest):
+        if not at.size:
+            break
+        part = (data[first[at] + place] & 127).astype(np.uint64)
+        _check_bits(part, bits - 7 * place)
+        numbers[at] |= part << np.uint64(7 * place)
+        at = at[sizes[at] > place + 1]
+    return numbers
+
+
+def _check_bits(part: Numbers, left: int) -> None:
+    """Raise ValueError if seven bits of a number reach beyond the `left` ones that it may still have."""
+    if left < 7 and int(part.max()) >> left:
+        raise ValueError("a number is too large")
+
 
 SEGMENT = 2**20
 """Elements of a segment: bounds the memory that is needed beside the unit."""
@@ -85,10 +194,10 @@ def decode(transfer: memoryview, base: Patterns | None, out: Patterns) -> None:
 
 def _patch(values: Patterns, base: Patterns) -> bytes:
     places = np.flatnonzero(values != base)
-    gaps = varints.encode(np.diff(places, prepend=-1) - 1)
+    gaps = encode_numbers(np.diff(places, prepend=-1) - 1)
     signed = (values[places] - base[places]).view(f"<i{values.itemsize}")
     zigzag = ((signed << 1) ^ (signed >> (8 * values.itemsize - 1))).view(values.dtype)
-    differences = varints.encode(zigzag - values.dtype.type(1))
+    differences = encode_numbers(zigzag - values.dtype.type(1))
     packed = [_packed(gaps), _packed(differences)]
     head = _PATCH_HEAD.pack(places.size, gaps.size, len(packed[0]), differences.size, len(packed[1]))
     return b"".join((bytes([_PATCH]), head, *packed))
@@ -105,7 +214,7 @@ def _read_patch(data: memoryview, at: int, base: Patterns, out: Patterns) -> int
         if not count <= size <= count * -(-width // 7):
             raise ValueError(f"{size} bytes for {count} numbers of {width} bits")
         raw = np.frombuffer(_unpacked(_cut(data, at, stored), size), np.uint8)
-        numbers.append(varints.decode(raw, count, width))
+        numbers.append(decode_numbers(raw, count, width))
         at += stored
     places = np.cumsum(numbers[0].astype(np.int64) + 1) - 1
     if count and int(places[-1]) >= out.size:
@@ -136,7 +245,7 @@ def _read_planes(data: memoryview, at: int, out: Patterns) -> int:
     return at
 
 
-def _packed(raw: varints.Bytes) -> bytes:
+def _packed(raw: Bytes) -> bytes:
     """Return `raw` with zlib, or as it is if that is not longer.
 
     Huffman codes alone: faster than matches and, for these numbers, shorter.

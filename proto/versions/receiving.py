@@ -18,10 +18,9 @@ from google.protobuf.message import DecodeError
 from aedit.proto.rpc import frames
 from aedit.proto.rpc import versions_pb2 as pb
 from aedit.proto.versions import patch
-from aedit.proto.versions.buffers import Block
 from aedit.proto.versions.manifest import Manifest
-from aedit.proto.versions.store import VersionStore
-from aedit.proto.versions.values import Patterns, unit_hash
+from aedit.proto.versions.patch import Patterns, unit_hash
+from aedit.proto.versions.store import Block, VersionStore
 
 
 class TransferWrong(ValueError):

@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 
-from aedit.proto.agent.elector import Elector
+from aedit.proto.agent.membership import Elector
 from aedit.proto.codecs import codec
 from aedit.proto.rpc import PROTOCOL, HubClient, HubRefused, HubUnreachable, VoterFile
 from aedit.proto.rpc import hub_pb2 as pb
