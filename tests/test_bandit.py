@@ -8,7 +8,7 @@ import pytest
 
 from aedit.spec_rollout.choose import Bandit, EngineView, StepObservation
 from aedit.spec_rollout.choose.arms import BUCKETS
-from aedit.spec_rollout.choose.bandit import by_bucket
+from aedit.spec_rollout.choose.goodput import by_bucket
 from aedit.spec_rollout.drafters import OFF, parse_arm
 
 ARMS = tuple(map(parse_arm, ("layer:8", "suffix:8", "layer:4", "layer:2")))

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from aedit.spec_rollout.choose import DraftNodes, accepted_nodes
-from aedit.spec_rollout.choose.calibration import NUM_LEVELS, Calibration
+from aedit.spec_rollout.choose.calibration import NUM_LEVELS, AcceptanceCalibration
 from aedit.spec_rollout.drafters import Draft
 
 
@@ -46,7 +46,7 @@ def judged(rng, nodes, num_verified, worth):
 
 def taught(worth, steps, *, seed=0, verified=lambda rng, nodes: 6, calibration=None):
     rng = np.random.default_rng(seed)
-    calibration = calibration or Calibration()
+    calibration = calibration or AcceptanceCalibration()
     for _ in range(steps):
         nodes = DraftNodes.of(chains(rng, 4, 6, short=True))
         count = verified(rng, nodes)
@@ -69,7 +69,7 @@ def expected_error(calibration, worth, seed=99):
 @pytest.mark.parametrize("worth", [overconfident, humble])
 def test_scores_become_chances_within_5_percent(worth):
     calibration = taught(worth, 400)
-    assert expected_error(Calibration(), worth) > 0.08
+    assert expected_error(AcceptanceCalibration(), worth) > 0.08
     assert expected_error(calibration, worth) <= 0.04
 
 
@@ -86,7 +86,7 @@ def test_verifying_only_what_looks_good_does_not_bias_the_map(verified):
 
 def test_before_anything_is_known_scores_are_taken_at_their_word():
     draft = chains(np.random.default_rng(0), 3, 4)
-    chances = Calibration().probabilities(DraftNodes.of(draft))
+    chances = AcceptanceCalibration().probabilities(DraftNodes.of(draft))
     assert chances == pytest.approx(said(draft), abs=0.5 / NUM_LEVELS + 1e-6)
 
 
@@ -148,7 +148,7 @@ def test_a_chain_is_judged_up_to_the_first_refusal():
 
 
 def test_a_later_sibling_has_a_map_of_its_own():
-    rng, calibration = np.random.default_rng(0), Calibration()
+    rng, calibration = np.random.default_rng(0), AcceptanceCalibration()
     nodes = DraftNodes.of(tree([-1, -1], [0.53, 0.4]))
     for _ in range(400):
         draw = rng.random()
@@ -188,5 +188,5 @@ def test_what_is_no_node_counts_for_nothing_whatever_stands_there():
     )
     nodes = DraftNodes.of(draft)
     assert nodes.real_BN.tolist() == [[True, False, False], [False] * 3]
-    assert (Calibration().probabilities(nodes) > 0).tolist() == nodes.real_BN.tolist()
+    assert (AcceptanceCalibration().probabilities(nodes) > 0).tolist() == nodes.real_BN.tolist()
     assert not nodes.observed(up_to(nodes, 3), np.ones((2, 3), dtype=bool))[1].any()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from aedit.spec_rollout.choose.survival import Survival
+from aedit.spec_rollout.choose.calibration import Survival
 from aedit.spec_rollout.drafters import parse_arm
 
 EIGHT, FOUR, TREE = map(parse_arm, ("layer:8", "layer:4", "layer:4x2x8"))

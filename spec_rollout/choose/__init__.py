@@ -1,4 +1,9 @@
-"""Choice of the speculation arm: expected tokens per second, bandit, calibration, step times."""
+"""Choice of the speculation arm at each step: drafter, depth, width and nodes, or off.
+
+Begin with `arms` (what a chooser sees and returns). `goodput` takes the most expected tokens per second and
+has the bandit that is the alternative; `cost` predicts the time of a step, `calibration` the accepted tokens.
+Called by the engine.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -6,9 +11,8 @@ from aedit.lazy import exports
 
 if TYPE_CHECKING:
     from aedit.spec_rollout.choose.arms import ArmChooser, EngineView, Fixed, StepObservation, bucket
-    from aedit.spec_rollout.choose.bandit import Bandit
     from aedit.spec_rollout.choose.calibration import DraftNodes, Floats, accepted_nodes
-    from aedit.spec_rollout.choose.goodput import Goodput
+    from aedit.spec_rollout.choose.goodput import Bandit, Goodput
 
 __all__ = [
     "ArmChooser",

@@ -23,39 +23,28 @@ from numpy.typing import NDArray
 from scipy.optimize import isotonic_regression
 
 from aedit.spec_rollout.choose.arms import StepObservation
-from aedit.spec_rollout.choose.survival import Survival
 from aedit.spec_rollout.drafters import OFF, Arm, Draft
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
-
 NUM_LEVELS = 256
 """Number of levels of a probability."""
-
 NO_NODE = 2 * NUM_LEVELS
 """Level of padding. First children have levels below `NUM_LEVELS`, later siblings those above."""
-
 NUM_BINS = 16
 CENTRES: Floats = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
 LEVELS: Floats = (np.arange(NUM_LEVELS) + 0.5) / NUM_LEVELS
-
 MIN_SCORE = -1e4
 """Lower limit of scores, which keeps -inf out of the arithmetic."""
-
 PRIOR_NODES = 2.0
 """Prior nodes of each bin, accepted as often as the drafter's probability times its usual bias."""
-
 MEMORY_NODES = 4000.0
 """Number of observed nodes after which the weight of an old one is 1 / e."""
-
 VERSION_DECAY = 0.02
 """Weight of observations of older versions of the drafter."""
-
 UPDATES_PER_FIT = 4
 """Number of updates after which the map is fitted again."""
-
-
 LOOP_MAX_NODES = 40
 """Number of nodes of all rows up to which Python loops are faster than arrays."""
 
@@ -144,7 +133,7 @@ def accepted_nodes(
     return accepted
 
 
-class Calibration:
+class AcceptanceCalibration:
     """The map F of one drafter, for its newest version."""
 
     def __init__(self) -> None:
@@ -232,7 +221,6 @@ class Calibration:
 
 BATCH_ROWS, BATCH_DRAFTS = 32, 16
 """Drafted rows, and drafts, after which outcomes are processed together: one costs as much as all of them."""
-
 IDLE_STEPS = 64
 """Number of steps without the drafter that are counted together."""
 
@@ -248,12 +236,95 @@ class DraftOutcome:
     path_Bm: Sequence[Sequence[int]] | None
 
 
+class Survival:
+    """Expected tokens of one drafter's arms."""
+
+    def __init__(self) -> None:
+        self._reached: list[float] = []
+        self._accepted: list[float] = []
+        self._trees: dict[Arm, tuple[float, float]] = {}
+        self.version: int | None = None
+        """Version of the drafter; None before it is known."""
+
+    @property
+    def num_rows(self) -> float:
+        """Return the weighted number of observed rows."""
+        return self._reached[0] if self._reached else 0.0
+
+    def set_version(self, version: int) -> None:
+        """Set the drafter's version. Observations of another version decay."""
+        if self.version is not None and version != self.version:
+            self._fade(SURVIVAL_DECAY)
+        self.version = version
+
+    def decay_idle(self, steps: int) -> None:
+        """Decay the observations after this many steps without the drafter."""
+        self._fade(math.exp(-steps / IDLE_MEMORY_STEPS))
+
+    def learn(self, arm: Arm, survived_BN: NDArray[np.float64], steps: int = 1) -> None:
+        """Add the outcome of some steps.
+
+        Args:
+            arm: Arm of the steps.
+            survived_BN: For each row and node, 1 if the path to it was accepted, or the probability that it
+                would have been.
+            steps: Number of steps.
+        """
+        rows = len(survived_BN)
+        kept = math.exp(-max(steps / MEMORY_STEPS, rows / MEMORY_ROWS))
+        sums = survived_BN.sum(axis=0).tolist()
+        if arm.is_chain:
+            self._fade_chain(kept)
+            self._add([rows, *sums[:-1]], sums)
+        else:
+            accepted, seen = self._trees.get(arm, (0.0, 0.0))
+            self._trees[arm] = (kept * accepted + sum(sums), kept * seen + rows)
+
+    def expected(self, arm: Arm, *, optimistic: bool = False) -> float:
+        """Return the expected tokens per row and step, including the policy's own token: 1 or more."""
+        chain = 1.0 + self._expected_chain(arm.depth, optimistic)
+        if arm.is_chain:
+            return chain
+        accepted, seen = self._trees.get(arm, (0.0, 0.0))
+        weight = OPTIMISTIC_ROWS if optimistic else PRIOR_ROWS
+        return 1.0 + (accepted + weight * TREE_FACTOR * (chain - 1.0)) / (seen + weight)
+
+    def _expected_chain(self, depth: int, optimistic: bool) -> float:
+        expected, path = 0.0, 1.0
+        prior_rows, prior = (OPTIMISTIC_ROWS, 1.0) if optimistic else (PRIOR_ROWS, PRIOR_CHANCE)
+        for j in range(depth):
+            has_data = j < len(self._reached)
+            reached, accepted = (self._reached[j], self._accepted[j]) if has_data else (0.0, 0.0)
+            probability = (accepted + prior_rows * prior) / (reached + prior_rows)
+            path *= probability
+            expected += path
+            if not optimistic:
+                prior = probability
+        return expected
+
+    def _add(self, reached: list[float], accepted: list[float]) -> None:
+        missing = len(accepted) - len(self._reached)
+        self._reached += [0.0] * missing
+        self._accepted += [0.0] * missing
+        for j, (more, survived) in enumerate(zip(reached, accepted, strict=True)):
+            self._reached[j] += more
+            self._accepted[j] += survived
+
+    def _fade_chain(self, kept: float) -> None:
+        self._reached = [kept * reached for reached in self._reached]
+        self._accepted = [kept * accepted for accepted in self._accepted]
+
+    def _fade(self, kept: float) -> None:
+        self._fade_chain(kept)
+        self._trees = {arm: (kept * a, kept * n) for arm, (a, n) in self._trees.items()}
+
+
 @dataclass(slots=True)
 class DrafterStats:
     """Statistics of one drafter."""
 
     survival: Survival = field(default_factory=Survival)
-    calibration: Calibration = field(default_factory=Calibration)
+    calibration: AcceptanceCalibration = field(default_factory=AcceptanceCalibration)
     missing_tokens: int = 1 << 30
     """Tokens emitted since its last draft. It may have to compute all cached tokens."""
     _last_used: int = 0
@@ -351,3 +422,17 @@ def _joined(drafts: Sequence[Draft]) -> Draft:
         torch.cat(counts) if counts else None,
         torch.cat([outcome.scores_BN for outcome in drafts]),
     )
+
+
+MEMORY_STEPS, MEMORY_ROWS = 150.0, 600.0
+"""Steps and rows after which the weight of an old one is 1 / e, whichever come first."""
+IDLE_MEMORY_STEPS = 3000.0
+"""The same for steps in which the drafter was not used."""
+SURVIVAL_DECAY = 0.1
+"""Weight of observations of older versions of the drafter."""
+PRIOR_ROWS, PRIOR_CHANCE = 2.0, 0.5
+"""Prior of the first node; deeper nodes have the estimate of the node before as prior."""
+OPTIMISTIC_ROWS = 4.0
+"""Accepted rows that an optimistic estimate adds to the observations."""
+TREE_FACTOR = 1.1
+"""Prior of a tree's accepted nodes, relative to the chain of its depth."""

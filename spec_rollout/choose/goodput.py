@@ -6,7 +6,8 @@ by the measured over predicted time of the arm. The current arm is kept until an
 is chosen as soon as it is better at all.
 
 After drafting: the number of nodes n with the largest E[tokens] - rate * seconds, at calibrated probabilities
-(`Calibration`). There the rate cannot be improved (Dinkelbach; the time of drafting is spent already).
+(`AcceptanceCalibration`). There the rate cannot be improved (Dinkelbach; the time of drafting is spent
+already).
 
 Uncertain arms are tried in short trials if an optimistic estimate says that they may be better; plain
 decoding is timed again now and then. The cost of trials, compared with the arm that would have been used, is
@@ -17,12 +18,14 @@ An arm that brought less than plain decoding, whatever was expected of it, is re
 All decisions are functions of the observations in order, so that a log replays them and all ranks agree.
 """
 
+import random
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from statistics import median
 
-from aedit.spec_rollout.choose.arms import EngineView, StepObservation, bucket, num_real_nodes
-from aedit.spec_rollout.choose.bandit import Bandit
+from aedit.spec_rollout.choose.arms import BUCKETS, EngineView, StepObservation, bucket, num_real_nodes
 from aedit.spec_rollout.choose.calibration import DrafterStats
 from aedit.spec_rollout.choose.cost import MIN_S, WINDOW, StepCost
 from aedit.spec_rollout.drafters import OFF, Arm, Draft, parse_arm
@@ -30,58 +33,42 @@ from aedit.types import check, checked
 
 EXPLORATION_SHARE = 0.005
 """Share of all time that trials may cost."""
-
 INITIAL_BUDGET_STEPS = 4.0
 """Initial budget of trials, in plain steps."""
-
 PLAIN_STEPS = 12
 """Plain steps of a new engine before any trial."""
-
 COMPARE_STEPS = 8
 """Steps between comparisons of the arms while the rows do not change; fewer while the current arm is new."""
-
 SWITCH_MARGIN = 1.03
 """Factor by which another arm must look better to be chosen, unless it is off."""
-
 KEEP_MARGIN = 1.01
 """Factor by which an arm must look better than plain decoding to be kept."""
-
 MIN_DRAFTED_ROWS = 6.0
 """Number of drafted rows before a drafter's arms can be chosen."""
-
 CATCH_UP_STEPS = 32
 """Number of steps over which the cost of missing tokens is spread."""
-
 TRIAL_STEPS = 4
 """Steps of a trial with a drafter; two where there are more rows, which are as informative."""
-
 RETRY_STEPS = 64
 """Steps before an arm is tried again, if it may still be better."""
-
 RETIME_PLAIN_STEPS = 512
 """Steps before plain decoding is timed again at as many rows; `RETRY_STEPS` while few of its times are known
 there."""
-
 SPARSE_FACTOR = 8
 """In a long run of plain steps with a full window of times, only each so many-th step is timed, and
 comparisons are as much rarer: where nothing is gained, choosing must cost nothing."""
-
 LEARNING_SHARE = 0.01
 """Share of all time that timing and comparing may take while decoding is plain: where steps are short, both
 are rarer."""
-
 SETTLING_STEPS = 8
 """Plain steps of one row after other ones that are not timed: they took up to a third longer than later ones
 on two CPU cores and needed ten steps to settle. The cause is unknown (perhaps a lower clock after wide
 multiplications). With 8 rows and more only the first step took longer."""
-
 MEASURED_STEPS = 4
 """Timed plain steps after those, in a trial."""
-
 SIZES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of verified nodes per row that a draft is cut to. Each is a shape of its own that must be timed
 and, on a GPU, captured."""
-
 MIN_TRIM_SAVING = 0.01
 """Share of a step's time that trimming a draft must save."""
 
@@ -380,3 +367,103 @@ def _trial_length(view: EngineView, arm: Arm) -> int:
 def _settling_steps(rows: int) -> int:
     """Return the number of plain steps that are not timed; see `SETTLING_STEPS`."""
     return max(SETTLING_STEPS // rows, 2)
+
+
+EPSILON = 0.1
+"""Probability of a random arm."""
+BANDIT_WINDOW = 300
+"""Number of newest rewards of an arm that count."""
+REJECT_RATIO = 0.95
+"""A guard rejects an arm whose value is below this share of plain decoding's."""
+MIN_REWARDS = 32
+"""Number of rewards that an arm must have before it can be rejected."""
+
+
+class Bandit:
+    """Chooses by rewards alone. With the same observations and seed, all ranks choose the same arms."""
+
+    def __init__(
+        self, arms: Sequence[Arm], *, epsilon: float = EPSILON, window: int = BANDIT_WINDOW, seed: int = 0
+    ) -> None:
+        """Make a bandit.
+
+        Args:
+            arms: Arms of any number and kind; off is added.
+            epsilon: Probability of a random arm.
+            window: Number of newest rewards of an arm that count.
+            seed: Seed of the random choices.
+
+        Raises:
+            ValueError: No arm is given, or epsilon or window is out of range.
+        """
+        check(any(not arm.is_off for arm in arms), "arms", "must have one that is not off", len(arms))
+        check(0 <= epsilon <= 1, "epsilon", "must be from 0 to 1", epsilon)
+        check(window > 0, "window", "must be above 0", window)
+        self.arms = by_bucket(arms)
+        """Arms of each bucket, off last."""
+        self._epsilon, self._window, self._random = epsilon, window, random.Random(seed)
+        self._rewards: dict[tuple[int, Arm], deque[float]] = {}
+
+    def choose(self, view: EngineView) -> Arm:
+        """Return the arm of the next step."""
+        first = bucket(view.rows)
+        arms = [arm for arm in self.arms[first] if view.has(arm)]
+        if len(arms) == 1:
+            return arms[0]
+        if self._random.random() < self._epsilon:
+            return self._random.choice(arms)
+        return max(arms, key=lambda arm: self.median_reward(first, arm))
+
+    def trim(self, view: EngineView, arm: Arm, draft: Draft) -> int:
+        """Return the number of real nodes: a bandit does not trim drafts."""
+        return num_real_nodes(draft)
+
+    def learn(self, observed: StepObservation) -> None:
+        """Add the reward of a step."""
+        self.add(bucket(observed.view.rows), observed.arm, observed.emitted / max(observed.total_s, MIN_S))
+
+    def add(self, first: int, arm: Arm, reward: float) -> None:
+        """Add a reward of the arm in the bucket `first`."""
+        self._rewards.setdefault((first, arm), deque(maxlen=self._window)).append(reward)
+
+    def median_reward(self, first: int, arm: Arm) -> float:
+        """Return the median reward of the arm in the bucket, in tokens per second.
+
+        It is infinite for an arm that was never chosen there.
+        """
+        rewards = self._rewards.get((first, arm))
+        return median(rewards) if rewards else float("inf")
+
+    def rejects(self, first: int, arm: Arm) -> bool:
+        """Return true if the arm was clearly worse than off in this bucket.
+
+        Each rejection drops the arm's oldest reward, so that it is tried again later.
+        """
+        rewards = self._rewards.get((first, arm), ())
+        if arm.is_off or len(rewards) < MIN_REWARDS or (first, OFF) not in self._rewards:
+            return False
+        rejected = self.median_reward(first, arm) < REJECT_RATIO * self.median_reward(first, OFF)
+        if rejected:
+            self._rewards[first, arm].popleft()
+        return rejected
+
+    def forget_drafter(self, kind: str) -> None:
+        """Drop all rewards of a drafter's arms."""
+        self._rewards = {key: rewards for key, rewards in self._rewards.items() if key[1].drafter != kind}
+
+
+def by_bucket(arms: Sequence[Arm]) -> dict[int, list[Arm]]:
+    """Return the arms of each of `BUCKETS`, off last.
+
+    Groups of arms with equal numbers of verified tokens, most first, go to the buckets in order. The last
+    group serves the remaining buckets, and the last bucket takes the remaining groups.
+    """
+    sizes = sorted({arm.nodes for arm in arms if not arm.is_off}, reverse=True)
+    groups = [[arm for arm in arms if arm.nodes == size and not arm.is_off] for size in sizes]
+    found = {}
+    for i, first in enumerate(BUCKETS):
+        bucket_arms = groups[min(i, len(groups) - 1)]
+        if i == len(BUCKETS) - 1:
+            bucket_arms = [arm for group in groups[min(i, len(groups) - 1) :] for arm in group]
+        found[first] = [*bucket_arms, OFF]
+    return found

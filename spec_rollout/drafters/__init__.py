@@ -1,4 +1,9 @@
-"""Drafters: suffix automaton and learned draft layer; drafts as chains and trees."""
+"""Drafters propose tokens that the engine verifies, as chains and trees.
+
+Begin with `drafts` (arms, drafts, the interface of a drafter). `suffix` continues from earlier text of the
+group; `layer_drafter` follows the rows with the learned `draft_layer`, through `drafting`, `draft_pass` and
+`tree`. Called by the engine; `training` trains the draft layer.
+"""
 
 from typing import TYPE_CHECKING
 

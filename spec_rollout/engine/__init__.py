@@ -1,4 +1,10 @@
-"""The speculative generation engine."""
+"""The speculative generation engine: prompts go in, rollouts come out as they finish, and no token changes.
+
+Begin with `engine`. `rows` assigns samples to rows, `prefill` brings their text there and has the cache of
+prefixes, `verification` chooses tokens, `weight_swap` takes new weights between two steps, `meters` counts,
+`scoring` scores given texts, `request_checks` has limits and checks of prompts. `engine_source` makes it a
+source of rollouts. Called by training loops, rollout workers, servers and audits.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -9,7 +9,7 @@ from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.sampling import Prompt, Rollout
 
 
-class Online(Protocol):
+class OnlineDrafting(Protocol):
     """The parts of an `OnlineDrafter` that its engine's source uses."""
 
     def after_update(self) -> None:
@@ -22,7 +22,7 @@ class Online(Protocol):
 class EngineSource:
     """`RolloutSource` of an engine, which generates while `step` is called."""
 
-    def __init__(self, engine: Engine, online: Online | None = None) -> None:
+    def __init__(self, engine: Engine, online: OnlineDrafting | None = None) -> None:
         """Make the source.
 
         Args:

@@ -1,4 +1,12 @@
-"""Forward pass of the policy for the engine: layers, KV cache, attention masks, CUDA graphs."""
+"""Forward pass of the policy for the engine: layers, KV cache, attention masks, CUDA graphs.
+
+Begin with `target_model` (interface, and which class serves a model). `target` is the fast path: `families`
+reads a known model's parameters, `layers` computes with them, `prefill` computes prompts, `graphs` captures
+CUDA graphs. `generic` runs any `transformers` model: `model_forward`, `row_passes`, `slot_store`. KV cache:
+`cache` over `kv_rows` or `kv_blocks`, with `kv_extent`; `attention_mask` has the masks of both paths.
+`weight_update` changes weights between two steps. `model_support` has what both paths check. Called by
+`engine`, and by drafters for their shapes.
+"""
 
 from typing import TYPE_CHECKING
 

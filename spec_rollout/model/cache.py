@@ -177,7 +177,7 @@ class KVCache:
         self.storage.write(row, start, kv)
 
 
-class Reader(Protocol):
+class KVReader(Protocol):
     """Keys and values of consecutive rows."""
 
     @property
@@ -193,7 +193,7 @@ class KVView:
     """Keys and values of a few consecutive rows, with the masks of their new tokens."""
 
     num_rows: int
-    reader: Reader
+    reader: KVReader
     masks: Mapping[int | None, Tensor]
     """Mask of each window size: (B * K, q * G, C), 0 or -inf; (1, 1, 1) if no slot is masked."""
 

@@ -193,11 +193,11 @@ def read_weights(model: nn.Module) -> ModelWeights:
     activation = ACTIVATIONS[getattr(config, family.activation)]
     if type(model).__name__ == "GPT2LMHeadModel":
         return _gpt2(model, activation)
-    return Reader.of(model, family, activation).weights()
+    return ModelReader.of(model, family, activation).weights()
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class ModelReader:
     """Reads a model that has the module names of Llama."""
 
     config: Any
@@ -209,7 +209,7 @@ class Reader:
     rotary: Rotary
 
     @classmethod
-    def of(cls, model: Any, family: Family, activation: Function) -> "Reader":
+    def of(cls, model: Any, family: Family, activation: Function) -> "ModelReader":
         """Return a reader of this model."""
         config, attention = model.config, model.model.layers[0].self_attn
         shape = LayerShape(config.num_attention_heads, config.num_key_value_heads, attention.head_dim)

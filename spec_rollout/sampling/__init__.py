@@ -1,4 +1,9 @@
-"""Coupled sampling: counter-based noise, distributions, verification, stop rules."""
+"""Coupled sampling: the token is a function of weights, text and the counter-based noise of its position.
+
+Begin with `samples` (prompts, sampling parameters, rollouts). `noise` and `noisy_argmax` draw, `distribution`
+warps logits, `adjustments` changes them (bias, penalties, constraints), `verify` accepts drafted tokens,
+`stops` ends a rollout and turns tokens into text. Called by engine, drafters, servers and audits.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,11 @@
-"""Training of the draft layer: features, packing, losses, gate."""
+"""Training of the draft layer in the waits of its node, on features of the policy.
+
+Begin with `online_drafter` (all of it joined). Features: `features` writes them into the `feature_ring`,
+`batches` selects and packs them. Training: `learning` (steps, evaluation), `losses`, `gate` (publication,
+pauses). Where it runs: `trainer_supervisor` starts `trainer_process`, a `suspended_process` with
+`trainer_loop`; `trainer_memory`, `publishing` and `slot_memory` are its shared memory; on CUDA `idle_stream`
+instead. `windows` records the waits. Called by training loops, rollout workers and servers.
+"""
 
 from typing import TYPE_CHECKING
 
