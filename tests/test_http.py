@@ -21,8 +21,8 @@ from kit.waiting import until
 from transformers import LlamaForCausalLM
 
 from aedit.spec_rollout.http import TextCodec
-from aedit.spec_rollout.http.answer_text import AnswerText
-from aedit.spec_rollout.http.limits import HttpLimits
+from aedit.spec_rollout.http.answers import AnswerText
+from aedit.spec_rollout.http.server import HttpLimits
 from aedit.spec_rollout.sampling import Prompt, Sampling
 from aedit.spec_rollout.server import HostLimits
 

@@ -17,8 +17,7 @@ from openai.types.chat import completion_create_params as chat_params
 from renderers.client import generate
 from tokenizers.processors import TemplateProcessing
 
-from aedit.spec_rollout.http.common_fields import IGNORED_TEXT_FIELDS
-from aedit.spec_rollout.http.fields import Fields
+from aedit.spec_rollout.http.fields import IGNORED_TEXT_FIELDS, Fields
 from aedit.spec_rollout.http.token_generate import IGNORED_FIELDS, IGNORED_SAMPLING_FIELDS
 
 KEY = "sk-test"

@@ -11,7 +11,7 @@ from kit.hosts import LIMIT_S
 from kit.serving import ask, byte_tokenizer, served, text_policy
 from safetensors.torch import save_file
 
-from aedit.spec_rollout.http import control_routes, weight_files
+from aedit.spec_rollout.http import control, control_routes
 from aedit.system import check_folder
 
 KEY = {"Authorization": "Bearer secret"}
@@ -211,7 +211,7 @@ def test_a_link_that_is_put_there_after_the_check_is_not_followed(place, tokeniz
         (folder / "model.safetensors").unlink()
         (folder / "model.safetensors").symlink_to(outside / "model.safetensors")
 
-    monkeypatch.setattr(weight_files, "check_folder", check_then_replace)
+    monkeypatch.setattr(control, "check_folder", check_then_replace)
     status, _, answer = do(address, "/update_weights", {"weight_dir": folder.name})
     assert (status, answer["error"]["param"]) == (400, "weight_dir"), answer
     assert "link to outside" in answer["error"]["message"]

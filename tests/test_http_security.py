@@ -39,8 +39,8 @@ from aedit.async_sgd.service import Page
 from aedit.launch.config import RunConfig
 from aedit.launch.hub.replay import make_hub
 from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.http import HttpServer, Service, TextCodec, control_routes, make_app
-from aedit.spec_rollout.http.limits import HttpLimits
+from aedit.spec_rollout.http import HttpServer, HttpService, TextCodec, control_routes, make_app
+from aedit.spec_rollout.http.server import HttpLimits
 from aedit.spec_rollout.server import EngineHost, HostLimits
 
 KEY = "k" * 40
@@ -65,7 +65,7 @@ class Served:
         engine = Engine.of(model, rows=4, max_tokens=128, tokenizer=tokenizer)
         self.host = EngineHost(HostLimits(max_waiting_public=256))
         self.host.open("model", lambda: engine)
-        self.service = Service(
+        self.service = HttpService(
             host=self.host, line="model", codec=TextCodec(tokenizer), model="m", eos=(), limits=LIMITS
         )
         self.service.metrics.follow(self.host.status)

@@ -10,7 +10,7 @@ from kit.hosts import LIMIT_S, Steps
 from kit.serving import byte_tokenizer, served, text_policy
 from kit.waiting import until
 
-from aedit.spec_rollout.http.limits import HttpLimits
+from aedit.spec_rollout.http.server import HttpLimits
 from aedit.spec_rollout.server import HostLimits
 
 PATH = "/inference/v1/generate"

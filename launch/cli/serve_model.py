@@ -21,7 +21,7 @@ from aedit.launch.serve import (
     wait_for_end,
 )
 from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.http import Service, TextCodec
+from aedit.spec_rollout.http import HttpService, TextCodec
 from aedit.spec_rollout.server import EngineHost, HostLimits
 from aedit.types import UserError
 
@@ -44,7 +44,7 @@ def serve_model(options: Namespace) -> int:
         engine = _engine(policy, options)
         host = EngineHost(HostLimits(max_waiting_public=options.max_waiting))
         host.open(LINE, lambda: engine)
-        service = Service(
+        service = HttpService(
             host=host,
             line=LINE,
             codec=TextCodec(policy.tokenizer),
@@ -58,7 +58,7 @@ def serve_model(options: Namespace) -> int:
             signal.signal(number, handler)
 
 
-def _serve(service: Service, addresses: Addresses, ending: Ending, end_s: float) -> int:
+def _serve(service: HttpService, addresses: Addresses, ending: Ending, end_s: float) -> int:
     servers = start_servers(service, addresses)
     at = ", ".join(f"http://{server.address}" for server in servers[:1])
     control = f", control at http://{servers[1].address}" if len(servers) > 1 else ""

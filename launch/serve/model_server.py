@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from aedit.spec_rollout.http import HttpServer, Service, control_routes, make_app
+from aedit.spec_rollout.http import HttpServer, HttpService, control_routes, make_app
 from aedit.types import UserError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -54,7 +54,7 @@ def read_keys(path: Path, option: str) -> tuple[str, ...]:
     return keys
 
 
-def start_servers(service: Service, addresses: Addresses) -> list[HttpServer]:
+def start_servers(service: HttpService, addresses: Addresses) -> list[HttpServer]:
     """Start the public server, and the one for control if it has an address.
 
     Raises:
@@ -78,7 +78,7 @@ def close_servers(servers: Sequence[HttpServer]) -> None:
         server.close()
 
 
-def wait_for_end(ending: Ending, service: Service) -> BaseException | None:
+def wait_for_end(ending: Ending, service: HttpService) -> BaseException | None:
     """Wait until the process is asked to end; return the error if the engine's thread has died first."""
     while not ending.asked.wait(0.5):
         if service.host.error is not None:
@@ -86,7 +86,7 @@ def wait_for_end(ending: Ending, service: Service) -> BaseException | None:
     return None
 
 
-def _start(service: Service, app: object, place: tuple[str, int], option: str) -> HttpServer:
+def _start(service: HttpService, app: object, place: tuple[str, int], option: str) -> HttpServer:
     try:
         return HttpServer(app, *place, service.limits)  # type: ignore[arg-type]
     except (OSError, OverflowError) as error:

@@ -11,7 +11,7 @@ from aedit.launch.node import stop_tokens
 from aedit.launch.serve.model_server import Addresses, close_servers, read_keys, start_servers
 from aedit.launch.serve.places import HttpPlace
 from aedit.launch.serve.served_run import ServedRun
-from aedit.spec_rollout.http import HttpServer, Service, TextCodec
+from aedit.spec_rollout.http import HttpServer, HttpService, TextCodec
 from aedit.spec_rollout.server import EngineHost
 
 _tokenizers: Any = AutoTokenizer  # its methods carry no types
@@ -42,7 +42,7 @@ class RunHttp:
         addresses = Addresses(host=place.host, port=place.port, keys=keys)
         self.folder.mkdir(exist_ok=True)
         self.run.tokenizer.save(self.folder)
-        service = Service(
+        service = HttpService(
             host=self.host,
             line=self.line,
             codec=TextCodec(_tokenizers.from_pretrained(self.folder, trust_remote_code=False)),

@@ -1,4 +1,14 @@
-"""HTTP: routes of OpenAI's interface, of token-in token-out clients, and for control."""
+"""HTTP server of one policy: routes of OpenAI's interface, of token-in token-out clients, and for control.
+
+`aedit serve` calls it; begin with `make_app` in `app.py` and follow one request.
+
+- `app.py`: the public application, its errors, authentication and figures; the tokenizer's routes.
+- `completions.py`, `chat.py`, `token_generate.py`: the routes that generate; `control.py`: pause and weights.
+- `fields.py`: typed fields of a request; `service.py`: shared state, bodies and prompts.
+- `generation.py`: a request from submission to its answer; `feeds.py`: from the engine's thread to the loop.
+- `answers.py`: growing text and log-probabilities; `text_codec.py`: the tokenizer.
+- `server.py`: the server's thread, its limits and connections; `errors.py`: errors in OpenAI's form.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -8,12 +18,12 @@ if TYPE_CHECKING:
     from aedit.spec_rollout.http.app import make_app
     from aedit.spec_rollout.http.control import control_routes
     from aedit.spec_rollout.http.server import HttpServer
-    from aedit.spec_rollout.http.service import Service
+    from aedit.spec_rollout.http.service import HttpService
     from aedit.spec_rollout.http.text_codec import TextCodec
 
 __all__ = [
     "HttpServer",
-    "Service",
+    "HttpService",
     "TextCodec",
     "control_routes",
     "make_app",

@@ -1,4 +1,4 @@
-"""The public application: routes, errors, authentication, figures."""
+"""The public application: routes, errors, authentication, figures, and the tokenizer's routes."""
 
 import hmac
 import time
@@ -13,14 +13,13 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from aedit.spec_rollout.http.chat import chat_completions
+from aedit.spec_rollout.http.chat import chat_completions, read_chat_prompt
 from aedit.spec_rollout.http.completions import completions
-from aedit.spec_rollout.http.errors import ApiError
+from aedit.spec_rollout.http.errors import ApiError, bad_request
+from aedit.spec_rollout.http.fields import Fields
 from aedit.spec_rollout.http.generation import ClientGone
-from aedit.spec_rollout.http.metrics import HttpMetrics
-from aedit.spec_rollout.http.service import Service
+from aedit.spec_rollout.http.service import HttpMetrics, HttpService, encode, in_thread, json_body
 from aedit.spec_rollout.http.token_generate import generate
-from aedit.spec_rollout.http.tokenizing import detokenize, tokenize, tokenizer_info
 
 OPEN_PATHS = ("/health", "/health/", "/ping")
 """Routes that need no key: signs of life for load balancers."""
@@ -28,7 +27,7 @@ CLIENT_GONE = 499
 TEXT_ROUTES = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 
 
-def make_app(service: Service, keys: Sequence[str] = (), more_routes: Sequence[Route] = ()) -> ASGIApp:
+def make_app(service: HttpService, keys: Sequence[str] = (), more_routes: Sequence[Route] = ()) -> ASGIApp:
     """Return the application of a service.
 
     Args:
@@ -75,7 +74,7 @@ async def models(request: Request) -> Response:
 
 async def model(request: Request) -> Response:
     """Describe the model."""
-    service: Service = request.app.state.service
+    service: HttpService = request.app.state.service
     name = request.path_params["name"]
     if name != service.model:
         message = f"there is no model {name[:128]!r} here: use {service.model!r}"
@@ -83,7 +82,7 @@ async def model(request: Request) -> Response:
     return JSONResponse(_card(service))
 
 
-def _card(service: Service) -> dict[str, Any]:
+def _card(service: HttpService) -> dict[str, Any]:
     return {
         "id": service.model,
         "object": "model",
@@ -105,13 +104,13 @@ async def health(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     """Show figures for Prometheus."""
-    service: Service = request.app.state.service
+    service: HttpService = request.app.state.service
     return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
 async def show_version(request: Request) -> Response:
     """Show the version of this program, and of the policy."""
-    service: Service = request.app.state.service
+    service: HttpService = request.app.state.service
     return JSONResponse({"version": version("aedit"), "weight_version": str(service.engine.version)})
 
 
@@ -187,3 +186,46 @@ class Measured:
             self._metrics.requests.labels(route, status).inc()
             if route in TEXT_ROUTES:
                 self._metrics.seconds.labels(route).observe(time.monotonic() - began_s)
+
+
+async def tokenize(request: Request) -> Response:
+    """Answer with the tokens of a text or of a chat."""
+    service: HttpService = request.app.state.service
+    async with json_body(request, service) as body:
+        fields = Fields(body)
+        service.check_model(fields)
+        if fields.any("messages") is not None:
+            tokens, _ = await read_chat_prompt(fields, service)
+        else:
+            text = fields.text("prompt", None)
+            if text is None:
+                raise fields.bad("prompt", "is missing: give a text, or messages")
+            special = fields.boolean("add_special_tokens", True)
+            tokens = await encode(service, text, special=special)
+        with_texts = fields.boolean("return_token_strs", False)
+        fields.finish()
+    shown = {"count": len(tokens), "max_model_len": service.max_tokens, "tokens": tokens}
+    if with_texts:
+        shown["token_strs"] = [service.codec.token_text(token) for token in tokens]
+    return JSONResponse(shown)
+
+
+async def detokenize(request: Request) -> Response:
+    """Answer with the text of tokens."""
+    service: HttpService = request.app.state.service
+    async with json_body(request, service) as body:
+        fields = Fields(body)
+        service.check_model(fields)
+        tokens = fields.tokens("tokens", fields.any("tokens"))
+        fields.finish()
+    most = service.engine.target.vocabulary
+    if tokens and not 0 <= min(tokens) <= max(tokens) < most:
+        raise bad_request("tokens", f"has a token outside the vocabulary of {most}")
+    text = await in_thread(service.codec.decode, tokens, skip_special=False)
+    return JSONResponse({"prompt": text})
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """Answer with special tokens and chat template."""
+    service: HttpService = request.app.state.service
+    return JSONResponse(service.codec.info())

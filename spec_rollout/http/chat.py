@@ -9,22 +9,18 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from aedit.spec_rollout.http.answering import answered
-from aedit.spec_rollout.http.answers import Answer, AnswerOptions, Part, usage
-from aedit.spec_rollout.http.common_fields import (
+from aedit.spec_rollout.http.answers import AnswerOptions, AnswerPart, GrowingAnswer, chat_logprobs, usage
+from aedit.spec_rollout.http.fields import (
+    BIGGEST,
+    Fields,
     read_request_id,
+    read_sampling,
     read_seed,
     read_stream,
     read_text_hints,
 )
-from aedit.spec_rollout.http.event_stream import event
-from aedit.spec_rollout.http.fields import Fields
-from aedit.spec_rollout.http.generation import Call, Generation
-from aedit.spec_rollout.http.logprobs import chat_logprobs
-from aedit.spec_rollout.http.noise_keys import noise_keys
-from aedit.spec_rollout.http.prompts import in_thread
-from aedit.spec_rollout.http.sampling_fields import BIGGEST, read_sampling
-from aedit.spec_rollout.http.service import Service
+from aedit.spec_rollout.http.generation import Call, Generation, answered, event, noise_keys
+from aedit.spec_rollout.http.service import HttpService, in_thread
 
 MAX_MESSAGES = 4096
 
@@ -45,7 +41,7 @@ async def chat_completions(request: Request) -> Response:
     return await answered(request, read_chat, _Chat)
 
 
-async def read_chat(body: Any, service: Service, request: Request) -> ChatRequest:
+async def read_chat(body: Any, service: HttpService, request: Request) -> ChatRequest:
     """Return the request of a body.
 
     Raises:
@@ -85,7 +81,7 @@ async def read_chat(body: Any, service: Service, request: Request) -> ChatReques
     )  # fmt: skip
 
 
-async def read_chat_prompt(fields: Fields, service: Service) -> tuple[tuple[int, ...], bool]:
+async def read_chat_prompt(fields: Fields, service: HttpService) -> tuple[tuple[int, ...], bool]:
     """Return the tokens of `messages` and `tools` in the model's chat template, and whether tools are there.
 
     With `tool_choice` "none" the template does not get the tools.
@@ -121,7 +117,7 @@ async def read_chat_prompt(fields: Fields, service: Service) -> tuple[tuple[int,
     return tokens, has_tools
 
 
-def _one_call(fields: Fields, service: Service, has_tools: bool) -> tuple[str, ...]:
+def _one_call(fields: Fields, service: HttpService, has_tools: bool) -> tuple[str, ...]:
     """Return the text after which an answer ends because it has its one call of a tool; empty: none is set.
 
     Raises:
@@ -183,7 +179,7 @@ def _text_part(fields: Fields, name: str, part: Any) -> str:
 class _Chat:
     """Answer of a request, whole or in parts."""
 
-    def __init__(self, service: Service, asked: ChatRequest, generation: Generation) -> None:
+    def __init__(self, service: HttpService, asked: ChatRequest, generation: Generation) -> None:
         self._service, self._asked, self._generation = service, asked, generation
         self._head = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
@@ -194,7 +190,7 @@ class _Chat:
         call = asked.call
         assert call.sampling is not None
         self._answers = [
-            Answer(service.codec, call.prompts[0], call.sampling, asked.options) for _ in range(call.n)
+            GrowingAnswer(service.codec, call.prompts[0], call.sampling, asked.options) for _ in range(call.n)
         ]
         self._num_new = 0
 
@@ -230,7 +226,7 @@ class _Chat:
             more["usage"] = None
         return event({**self._head, "choices": [choice], **more})
 
-    def _choice(self, i: int, part: Part) -> dict[str, Any]:
+    def _choice(self, i: int, part: AnswerPart) -> dict[str, Any]:
         """Return the news of one sample as a choice without text."""
         self._num_new += len(part.tokens)
         choice: dict[str, Any] = {"index": i, "logprobs": None, "finish_reason": part.finish_reason}

@@ -9,23 +9,25 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from aedit.spec_rollout.http.answer_text import AnswerText
-from aedit.spec_rollout.http.answering import answered
-from aedit.spec_rollout.http.answers import Answer, AnswerOptions, Part, usage
-from aedit.spec_rollout.http.common_fields import (
+from aedit.spec_rollout.http.answers import (
+    AnswerOptions,
+    AnswerPart,
+    AnswerText,
+    GrowingAnswer,
+    completion_logprobs,
+    usage,
+)
+from aedit.spec_rollout.http.fields import (
+    BIGGEST,
+    Fields,
     read_request_id,
+    read_sampling,
     read_seed,
     read_stream,
     read_text_hints,
 )
-from aedit.spec_rollout.http.event_stream import event
-from aedit.spec_rollout.http.fields import Fields
-from aedit.spec_rollout.http.generation import Call, Generation
-from aedit.spec_rollout.http.logprobs import completion_logprobs
-from aedit.spec_rollout.http.noise_keys import noise_keys
-from aedit.spec_rollout.http.prompts import read_prompts
-from aedit.spec_rollout.http.sampling_fields import BIGGEST, read_sampling
-from aedit.spec_rollout.http.service import Service
+from aedit.spec_rollout.http.generation import Call, Generation, answered, event, noise_keys
+from aedit.spec_rollout.http.service import HttpService, read_prompts
 
 DEFAULT_TOKENS = 16
 """New tokens of an answer without `max_tokens`, as at OpenAI."""
@@ -51,7 +53,7 @@ async def completions(request: Request) -> Response:
     return await answered(request, read_completion, _Completion)
 
 
-async def read_completion(body: Any, service: Service, request: Request) -> CompletionRequest:
+async def read_completion(body: Any, service: HttpService, request: Request) -> CompletionRequest:
     """Return the request of a body.
 
     Raises:
@@ -98,7 +100,7 @@ async def read_completion(body: Any, service: Service, request: Request) -> Comp
 class _Completion:
     """Answer of a request, whole or in parts."""
 
-    def __init__(self, service: Service, asked: CompletionRequest, generation: Generation) -> None:
+    def __init__(self, service: HttpService, asked: CompletionRequest, generation: Generation) -> None:
         self._service, self._asked, self._generation = service, asked, generation
         self._head = {
             "id": f"cmpl-{secrets.token_hex(12)}",
@@ -108,7 +110,7 @@ class _Completion:
         }
         call = asked.call
         self._answers = [
-            Answer(service.codec, call.prompts[i // call.n], call.sampling, asked.options)
+            GrowingAnswer(service.codec, call.prompts[i // call.n], call.sampling, asked.options)
             for i in range(call.num_samples)
             if call.sampling is not None
         ]
@@ -150,7 +152,7 @@ class _Completion:
     def _shows_tokens(self, choice: dict[str, Any]) -> bool:
         return bool(choice.get("token_ids")) or bool(choice["logprobs"] and choice["logprobs"]["tokens"])
 
-    def _choice(self, i: int, part: Part) -> dict[str, Any]:
+    def _choice(self, i: int, part: AnswerPart) -> dict[str, Any]:
         """Return the news of one sample as a choice."""
         self._num_new += len(part.tokens)
         choice: dict[str, Any] = {

@@ -1,19 +1,41 @@
-"""Samples and scores of one request, from submission to the end or to the client's departure."""
+"""The course of a request for text: its samples from submission to the end or to the client's departure.
+
+`answered` reads a request, generates, and answers whole or with server-sent events. `noise_keys` names the
+noise of the samples, so that a repeated request gets the same tokens.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import hashlib
+import json
+import logging
+import secrets
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
-from starlette.types import Receive
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from aedit.spec_rollout.engine import Scoring
 from aedit.spec_rollout.http.errors import ApiError, bad_request, host_error
 from aedit.spec_rollout.http.feeds import Feed
-from aedit.spec_rollout.http.noise_keys import Key
-from aedit.spec_rollout.http.service import Service
+from aedit.spec_rollout.http.service import HttpService, json_body
 from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
 from aedit.spec_rollout.server import DeadlinePassed, Ticket
+
+log = logging.getLogger(__name__)
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+Key = tuple[int, int]
+"""(rollout, sample) of a `Prompt`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +68,7 @@ class ClientGone(Exception):
 class Generation:
     """The work of one request."""
 
-    def __init__(self, service: Service, call: Call) -> None:
+    def __init__(self, service: HttpService, call: Call) -> None:
         self.call = call
         self._service = service
         self.feed = Feed(service.bridge(), call.num_samples, is_stream=call.stream)
@@ -176,7 +198,7 @@ class Generation:
         return rollout
 
 
-def check_call(service: Service, call: Call) -> None:
+def check_call(service: HttpService, call: Call) -> None:
     """Check what the engine would refuse, and the size of the answer.
 
     Raises:
@@ -205,3 +227,140 @@ def check_call(service: Service, call: Call) -> None:
             f"and logprobs of all samples may be {num_entries} numbers, at most {service.limits.max_entries}"
         )
         raise ApiError(400, f"max_tokens {rule}: ask for less in one request", param="max_tokens")
+
+
+def noise_keys(prompts: Sequence[Sequence[int]], n: int, *, seed: int | None, request_id: str) -> list[Key]:
+    """Return a key for each sample, those of the first prompt first.
+
+    With a seed, the keys depend on seed and prompt only: the same prompt in another request gets the same
+    tokens. Without one they depend on the request id. Without that they are random. The samples of a request
+    have different keys, also those of equal prompts.
+
+    Args:
+        prompts: Token ids.
+        n: Samples of each prompt.
+        seed: The seed of the request.
+        request_id: Name of the request, which is the same when it is repeated; empty: none.
+    """
+    if seed is None:
+        rollout = _hash(b"request", request_id.encode()) if request_id else secrets.randbits(63)
+        return [(rollout, sample) for sample in range(len(prompts) * n)]
+    seen = Counter[int]()
+    keys = []
+    for tokens in prompts:
+        rollout = _hash(b"seed", str(seed).encode(), np.asarray(tokens, "<i8").tobytes())
+        keys += [(rollout, seen[rollout] * n + sample) for sample in range(n)]
+        seen[rollout] += 1
+    return keys
+
+
+def _hash(*parts: bytes) -> int:
+    """Return 64 bits, as a signed number, that depend on all parts."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def event(value: Any) -> bytes:
+    """Return an event with a JSON value."""
+    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+
+
+class EventStream(Response):
+    """Answer in parts, which ends the generation when the client goes away or does not read."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, service: HttpService, generation: Generation, events: AsyncGenerator[bytes, None]
+    ) -> None:
+        """Make the answer of a generation that has started.
+
+        Args:
+            service: Limits and figures.
+            generation: Is cancelled at the end of the answer.
+            events: Events without the last one, `[DONE]`.
+        """
+        self.status_code, self.background, self.body = 200, None, b""
+        self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._service, self._generation, self._events = service, generation, events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        watching = asyncio.create_task(self._generation.watch(receive))
+        try:
+            start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            await self._send(send, start)
+            async with aclosing(self._guarded()) as events:
+                async for part in events:
+                    await self._send(send, {"type": "http.response.body", "body": part, "more_body": True})
+            await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
+        except (ClientGone, OSError):
+            self._service.metrics.cancelled.inc()
+        except TimeoutError:
+            self._service.metrics.cancelled.inc()
+            log.info("a client did not read its answer for %g s", self._service.limits.write_s)
+        finally:
+            watching.cancel()
+            self._generation.cancel()
+
+    async def _guarded(self) -> AsyncGenerator[bytes, None]:
+        """Yield the events and the last one, or an error as the last one."""
+        try:
+            async with aclosing(self._events) as events:
+                async for part in events:
+                    yield part
+        except ApiError as error:
+            yield event(error.body())
+            return
+        yield DONE
+
+    async def _send(self, send: Send, message: dict[str, Any]) -> None:
+        await asyncio.wait_for(send(message), self._service.limits.write_s)
+
+
+class RouteRequest(Protocol):
+    """A request that has been read."""
+
+    @property
+    def call(self) -> Call:
+        """Return its work for the engine."""
+
+
+class RouteAnswer(Protocol):
+    """The answer to a request."""
+
+    def whole(self) -> Mapping[str, Any]:
+        """Return it when everything is generated."""
+
+    def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield it in parts while it is generated."""
+
+
+A = TypeVar("A", bound=RouteRequest)
+
+
+async def answered(
+    request: Request,
+    read: Callable[[Any, HttpService, Request], Awaitable[A]],
+    show: Callable[[HttpService, A, Generation], RouteAnswer],
+) -> Response:
+    """Return the answer to a request.
+
+    Args:
+        request: The request.
+        read: Returns the request of a JSON body. Raises ApiError if it is not valid.
+        show: Returns the answer of a generation that has started.
+    """
+    service: HttpService = request.app.state.service
+    async with json_body(request, service) as body:
+        asked = await read(body, service, request)
+    generation = Generation(service, asked.call)
+    generation.start()
+    shown = show(service, asked, generation)
+    if asked.call.stream:
+        return EventStream(service, generation, shown.events())
+    await generation.finish(request.receive)
+    return JSONResponse(shown.whole())

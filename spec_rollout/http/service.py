@@ -1,23 +1,134 @@
-"""State that all routes share: the engine's host, the tokenizer, limits, figures."""
+"""State that all routes share: the engine's host, tokenizer, limits, figures and running requests.
+
+Here are also the figures for Prometheus, and the reading of bodies (limited in size, time and in the memory
+of all of them) and of the parameter `prompt`.
+"""
 
 import asyncio
+import json
 import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any, NoReturn, Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.requests import ClientDisconnect, Request
 
 from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.http.errors import ApiError
+from aedit.spec_rollout.http.errors import ApiError, bad_request
 from aedit.spec_rollout.http.feeds import Bridge
 from aedit.spec_rollout.http.fields import Fields
-from aedit.spec_rollout.http.limits import HttpLimits
-from aedit.spec_rollout.http.metrics import HttpMetrics
-from aedit.spec_rollout.http.running import Running
+from aedit.spec_rollout.http.server import HttpLimits
 from aedit.spec_rollout.http.text_codec import TextCodec
 from aedit.spec_rollout.server import EngineHost
 
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+BIG_BODY_BYTES = 1 << 18
+"""Bodies above this size are parsed in another thread, so that the event loop goes on."""
+
+
+LONG_CHARS = 4096
+"""Texts above this size are encoded in another thread, so that the event loop goes on."""
+
+
+class HttpMetrics:
+    """Counters of requests."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "aedit_http_requests", "Requests by route and status", ("route", "status"), registry=self.registry
+        )
+        self.cancelled = Counter(
+            "aedit_http_cancelled", "Requests whose client went away or did not read", registry=self.registry
+        )
+        self.prompt_tokens = Counter("aedit_http_prompt_tokens", "Tokens of prompts", registry=self.registry)
+        self.seconds = Histogram(
+            "aedit_http_request_seconds", "Time of requests for text", ("route",),
+            buckets=SECONDS, registry=self.registry,
+        )  # fmt: skip
+
+    def follow(self, status: Callable[[], dict[str, Any]]) -> None:
+        """Add the figures of a host's `status`."""
+        self.registry.register(_HostFigures(status))
+
+    def text(self) -> bytes:
+        """Return all figures in the text format of Prometheus."""
+        return generate_latest(self.registry)
+
+
+class _HostFigures(Collector):
+    def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the figures as they are now."""
+        status = self._status()
+        tokens = CounterMetricFamily("aedit_serve_tokens", "Tokens that were generated")
+        tokens.add_metric([], status["tokens"])
+        yield tokens
+        over = CounterMetricFamily("aedit_serve_samples", "Samples that are over")
+        over.add_metric([], status["over"])
+        yield over
+        for name, what in (
+            ("samples", "Samples that wait or run"),
+            ("waiting_run", "Waiting samples of training runs"),
+            ("waiting_public", "Waiting samples of others"),
+            ("tokens_per_s", "Tokens per second over the last 10 s"),
+            ("paused", "1 while generation is paused"),
+        ):
+            yield GaugeMetricFamily(f"aedit_serve_{name}", what, float(status[name]))
+        version = GaugeMetricFamily("aedit_serve_policy_version", "Policy version", labels=("line",))
+        running = GaugeMetricFamily("aedit_serve_running", "Samples that are being decoded", labels=("line",))
+        kv_bytes = GaugeMetricFamily("aedit_serve_kv_bytes", "Memory of keys and values", labels=("line",))
+        for line, figures in status["lines"].items():
+            version.add_metric([line], figures["version"])
+            running.add_metric([line], figures["running"] + figures["finishing_samples"])
+            kv_bytes.add_metric([line], figures["kv_bytes"])
+        yield from (version, running, kv_bytes)
+
+
+class Abortable(Protocol):
+    """A request whose samples can be ended."""
+
+    def abort(self) -> None:
+        """End its samples."""
+
+
+class Running:
+    """The requests with an id. Used by the event loop only."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, set[Abortable]] = {}
+
+    def add(self, request_id: str, request: Abortable) -> None:
+        """Add a request; one without an id cannot be named, and is not kept."""
+        if request_id:
+            self._by_id.setdefault(request_id, set()).add(request)
+
+    def remove(self, request_id: str, request: Abortable) -> None:
+        """Remove a request. Idempotent."""
+        requests = self._by_id.get(request_id, set())
+        requests.discard(request)
+        if not requests:
+            self._by_id.pop(request_id, None)
+
+    def abort(self, request_ids: Iterable[str]) -> int:
+        """End the samples of all requests with these ids; return the number of requests."""
+        found = [request for name in set(request_ids) for request in self._by_id.get(name, ())]
+        for request in found:
+            request.abort()
+        return len(found)
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Service:
+class HttpService:
     """One policy, served over HTTP."""
 
     host: EngineHost
@@ -67,3 +178,126 @@ class Service:
         if name != self.model:
             message = f"there is no model {name[:128]!r} here: use {self.model!r}, or see /v1/models"
             raise ApiError(404, message, param="model", code="model_not_found")
+
+
+@asynccontextmanager
+async def json_body(request: Request, service: HttpService, empty: Any = None) -> AsyncIterator[Any]:
+    """Return a context with the JSON value of a request. Its bytes count as buffered inside the context.
+
+    Args:
+        request: The request.
+        service: Limits and counters.
+        empty: Value of an empty body; None: it must not be empty.
+
+    Raises:
+        ApiError: It is too large, too slow, or no JSON.
+    """
+    counted = _Counted(service)
+    try:
+        try:
+            body = await asyncio.wait_for(_read(request, counted), service.limits.body_s)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {service.limits.body_s:g} s") from None
+        if not body and empty is not None:
+            yield empty
+        elif len(body) > BIG_BODY_BYTES:
+            yield await asyncio.to_thread(parse_json, body)
+        else:
+            yield parse_json(body)
+    finally:
+        counted.release()
+
+
+class _Counted:
+    """Bytes of one body, counted in the sum of all."""
+
+    def __init__(self, service: HttpService) -> None:
+        self._service, self.num_bytes = service, 0
+
+    def add(self, num_bytes: int) -> None:
+        limits = self._service.limits
+        if self.num_bytes + num_bytes > limits.max_body_bytes:
+            raise ApiError(413, f"the body exceeds {limits.max_body_bytes} bytes: send a smaller request")
+        if self._service.num_buffered_bytes + num_bytes > limits.max_buffered_bytes:
+            message = "the server is busy with other large requests: try again in 1 s"
+            raise ApiError(429, message, code="overloaded", retry_after_s=1.0)
+        self.num_bytes += num_bytes
+        self._service.num_buffered_bytes += num_bytes
+
+    def release(self) -> None:
+        self._service.num_buffered_bytes -= self.num_bytes
+        self.num_bytes = 0
+
+
+async def _read(request: Request, counted: _Counted) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared[:20]) > counted._service.limits.max_body_bytes:
+        counted.add(counted._service.limits.max_body_bytes + 1)
+    parts = []
+    try:
+        async for part in request.stream():
+            counted.add(len(part))
+            parts.append(part)
+    except ClientDisconnect:
+        raise ApiError(400, "the client went away") from None
+    return b"".join(parts)
+
+
+def parse_json(body: bytes) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ApiError: It is none.
+    """
+    try:
+        return json.loads(body, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:128]
+        raise bad_request(None, f"the body is not valid JSON: {reason}") from None
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+async def read_prompts(
+    fields: Fields, service: HttpService
+) -> tuple[tuple[tuple[int, ...], ...], tuple[str | None, ...]]:
+    """Return the prompts of a request as token ids, and those that came as text as text.
+
+    Raises:
+        ApiError: The parameter is missing or not valid.
+    """
+    value, most = fields.any("prompt"), service.limits.max_prompts
+    special = fields.boolean("add_special_tokens", True)
+    if value is None:
+        raise fields.bad("prompt", "is missing: give a text or token ids")
+    if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise fields.bad("prompt", "must be a text, a list of texts, or token ids, and not empty")
+    if len(value) > most:
+        raise fields.bad("prompt", f"must be at most {most} prompts, got {len(value)}")
+    prompts: list[tuple[int, ...]] = []
+    texts: list[str | None] = []
+    for each in value:
+        text = fields.check_text("prompt", each) if isinstance(each, str) else None
+        texts.append(text)
+        if text is None:
+            prompts.append(fields.tokens("prompt", each))
+        else:
+            prompts.append(await encode(service, text, special=special))
+    return tuple(prompts), tuple(texts)
+
+
+async def encode(service: HttpService, text: str, *, special: bool) -> tuple[int, ...]:
+    """Return the tokens of a text, without keeping the event loop for long."""
+    if len(text) <= LONG_CHARS:
+        return service.codec.encode(text, special=special)
+    tokens: tuple[int, ...] = await in_thread(service.codec.encode, text, special=special)
+    return tokens
+
+
+async def in_thread(function: Any, *args: Any, **options: Any) -> Any:
+    """Return the result of a function that takes long."""
+    return await asyncio.to_thread(function, *args, **options)

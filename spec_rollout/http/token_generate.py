@@ -8,17 +8,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from aedit.spec_rollout.engine import Scoring
-from aedit.spec_rollout.http.answering import answered
-from aedit.spec_rollout.http.answers import usage
-from aedit.spec_rollout.http.common_fields import read_request_id, read_seed, read_stream
+from aedit.spec_rollout.http.answers import finite, usage
 from aedit.spec_rollout.http.completions import DEFAULT_TOKENS
-from aedit.spec_rollout.http.event_stream import event
-from aedit.spec_rollout.http.fields import Fields
-from aedit.spec_rollout.http.generation import Call, Generation
-from aedit.spec_rollout.http.logprobs import finite
-from aedit.spec_rollout.http.noise_keys import noise_keys
-from aedit.spec_rollout.http.sampling_fields import BIGGEST, read_sampling
-from aedit.spec_rollout.http.service import Service
+from aedit.spec_rollout.http.fields import (
+    BIGGEST,
+    Fields,
+    read_request_id,
+    read_sampling,
+    read_seed,
+    read_stream,
+)
+from aedit.spec_rollout.http.generation import Call, Generation, answered, event, noise_keys
+from aedit.spec_rollout.http.service import HttpService
 from aedit.spec_rollout.sampling import Rollout
 
 IGNORED_SAMPLING_FIELDS = (
@@ -44,7 +45,7 @@ async def generate(request: Request) -> Response:
     return await answered(request, read_generate, _TokenAnswer)
 
 
-async def read_generate(body: Any, service: Service, request: Request) -> TokenRequest:
+async def read_generate(body: Any, service: HttpService, request: Request) -> TokenRequest:
     """Return the request of a body.
 
     Raises:
@@ -87,7 +88,7 @@ async def read_generate(body: Any, service: Service, request: Request) -> TokenR
 class _TokenAnswer:
     """Answer of a request, whole or in parts."""
 
-    def __init__(self, service: Service, asked: TokenRequest, generation: Generation) -> None:
+    def __init__(self, service: HttpService, asked: TokenRequest, generation: Generation) -> None:
         self._asked, self._generation = asked, generation
         self._num_shown = [0] * asked.call.num_samples
         self._head = {"request_id": asked.call.request_id}

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.http import HttpServer, Service, TextCodec, make_app
+from aedit.spec_rollout.http import HttpServer, HttpService, TextCodec, make_app
 from aedit.spec_rollout.server import EngineHost
 
 MAX_TOKENS = 128
@@ -69,12 +69,12 @@ def text_policy(tokenizer, seed=0, dtype=torch.float32):
 
 @contextmanager
 def served(model, tokenizer, *, rows=4, limits=None, host_limits=None, **options):
-    """Serve a model; yield its `Service` and the address of the server."""
+    """Serve a model; yield its `HttpService` and the address of the server."""
     host = EngineHost(host_limits)
     engine = Engine.of(model, rows=rows, max_tokens=MAX_TOKENS, tokenizer=tokenizer)
     host.open("model", lambda: engine, **{k: options.pop(k) for k in ("between_steps",) if k in options})
     more = {} if limits is None else {"limits": limits}
-    service = Service(
+    service = HttpService(
         host=host,
         line="model",
         codec=TextCodec(tokenizer),
