@@ -37,7 +37,7 @@ class Bridge:
 
 
 class SampleFeed:
-    """Newest state of one sample: `Receiver` in the engine's thread, read in the event loop."""
+    """Newest state of one sample: `SampleReceiver` in the engine's thread, read in the event loop."""
 
     def __init__(self, feed: "Feed") -> None:
         self._feed = feed
@@ -47,18 +47,18 @@ class SampleFeed:
         self.error: Exception | None = None
 
     def tokens(self, rollout: Rollout, start: int) -> None:
-        """See `Receiver`."""
+        """See `SampleReceiver`."""
         self.state = rollout, len(rollout.tokens)
         if self._feed.is_stream:
             self._feed.wake()
 
     def ended(self, rollout: Rollout) -> None:
-        """See `Receiver`."""
+        """See `SampleReceiver`."""
         self.state, self.is_over = (rollout, len(rollout.tokens)), True
         self._feed.wake()
 
     def failed(self, error: Exception) -> None:
-        """See `Receiver`."""
+        """See `SampleReceiver`."""
         self.error, self.is_over = error, True
         self._feed.wake()
 

@@ -24,14 +24,8 @@ NAMES = {
 
 
 BIGGEST = 1 << 31
-
-
 MAX_ID_CHARS = 256
-
-
 ID_HEADERS = ("x-request-id", "idempotency-key")
-
-
 IGNORED_TEXT_FIELDS = (
     *("user", "cache_salt", "safety_identifier", "metadata"),
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),

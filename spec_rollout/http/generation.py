@@ -26,7 +26,7 @@ from aedit.spec_rollout.http.errors import ApiError, bad_request, host_error
 from aedit.spec_rollout.http.feeds import Feed
 from aedit.spec_rollout.http.service import HttpService, json_body
 from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
-from aedit.spec_rollout.server import DeadlinePassed, Ticket
+from aedit.spec_rollout.server import DeadlinePassed, HostTicket
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Generation:
         self.feed = Feed(service.bridge(), call.num_samples, is_stream=call.stream)
         self.scores: list[Scoring] = []
         """Scores of the prompts, after `wait_scores`."""
-        self._tickets: list[Ticket] = []
+        self._tickets: list[HostTicket] = []
         self._scorings: list[Future[Scoring]] = []
         self._is_gone = False
 

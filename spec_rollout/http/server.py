@@ -20,8 +20,6 @@ from aedit.spec_rollout.http.errors import ApiError
 from aedit.types import check
 
 MAX_HEADER_BYTES = 32 << 10
-
-
 _LINE_RULES = (
     (re.compile(rb"(?<!\r)\n"), "a line of the header ends without CR"),
     (re.compile(rb"\n[ \t]"), "a line of the header continues the one before"),

@@ -27,12 +27,8 @@ from aedit.spec_rollout.http.text_codec import TextCodec
 from aedit.spec_rollout.server import EngineHost
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-
-
 BIG_BODY_BYTES = 1 << 18
 """Bodies above this size are parsed in another thread, so that the event loop goes on."""
-
-
 LONG_CHARS = 4096
 """Texts above this size are encoded in another thread, so that the event loop goes on."""
 

@@ -1,4 +1,12 @@
-"""A server of rollouts: engines in a thread, gRPC for trainers, HTTP for everybody else."""
+"""A server of rollouts: engines in a thread, gRPC streams for trainers.
+
+`aedit serve` builds it and HTTP submits to it; begin with `EngineHost` in `host.py`, then `rollouts.py`.
+
+- `host.py`: the host's interface; `host_loop.py`: its thread and figures; `host_line.py`: one engine and its
+  weights; `tickets.py`: submitted samples, priorities, limits and queues.
+- `rollouts.py`: the gRPC service; `trainer_stream.py`: one stream of a trainer; `outbox.py`: what it sends.
+- `trainer_lines.py`: a trainer's engines; `served_versions.py`: their policy versions.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -7,19 +15,17 @@ from aedit.lazy import exports
 if TYPE_CHECKING:
     from aedit.spec_rollout.server.host import EngineHost
     from aedit.spec_rollout.server.rollouts import RolloutService
-    from aedit.spec_rollout.server.served_tensors import version_tensors
-    from aedit.spec_rollout.server.served_versions import ServedVersions
-    from aedit.spec_rollout.server.stream_limits import StreamLimits
+    from aedit.spec_rollout.server.served_versions import ServedVersions, version_tensors
     from aedit.spec_rollout.server.tickets import (
         DeadlinePassed,
         HostEnding,
         HostLimits,
+        HostTicket,
         LineClosed,
         Overloaded,
         PauseReplaced,
-        Ticket,
     )
-    from aedit.spec_rollout.server.trainer_lines import TrainerLines
+    from aedit.spec_rollout.server.trainer_lines import StreamLimits, TrainerLines
     from aedit.spec_rollout.server.trainer_stream import ServerIdentity
 
 __all__ = [
@@ -27,6 +33,7 @@ __all__ = [
     "EngineHost",
     "HostEnding",
     "HostLimits",
+    "HostTicket",
     "LineClosed",
     "Overloaded",
     "PauseReplaced",
@@ -34,7 +41,6 @@ __all__ = [
     "ServedVersions",
     "ServerIdentity",
     "StreamLimits",
-    "Ticket",
     "TrainerLines",
     "version_tensors",
 ]

@@ -18,10 +18,16 @@ from torch import Tensor
 
 from aedit.spec_rollout.engine import Engine, Scoring, check_prompt
 from aedit.spec_rollout.sampling import Prompt
-from aedit.spec_rollout.server.host_line import HostLine
+from aedit.spec_rollout.server.host_line import HostLine, LineWeights, NewWeights, OnNewVersion
 from aedit.spec_rollout.server.host_loop import HostLoop, IdleWindow
-from aedit.spec_rollout.server.host_weights import LineWeights, NewWeights, OnNewVersion
-from aedit.spec_rollout.server.tickets import HostEnding, HostLimits, Overloaded, Priority, Receiver, Ticket
+from aedit.spec_rollout.server.tickets import (
+    HostEnding,
+    HostLimits,
+    HostTicket,
+    Overloaded,
+    Priority,
+    SampleReceiver,
+)
 
 T = TypeVar("T")
 
@@ -109,12 +115,12 @@ class EngineHost:
         self,
         line: str,
         prompt: Prompt,
-        receiver: Receiver,
+        receiver: SampleReceiver,
         *,
         priority: Priority = Priority.PUBLIC,
         min_version: int = 0,
         deadline_s: float | None = None,
-    ) -> Ticket:
+    ) -> HostTicket:
         """Queue a sample. While another sample with the same ids is here, it waits for that one's end.
 
         Args:
@@ -140,7 +146,7 @@ class EngineHost:
                 raise HostEnding("the server is ending and takes no samples")
             loop.line(line)
             until_s = math.inf if deadline_s is None else loop.clock() + deadline_s
-            ticket = Ticket(line, prompt, receiver, priority, min_version, until_s)
+            ticket = HostTicket(line, prompt, receiver, priority, min_version, until_s)
             loop.waiting.check_room(ticket, loop.figures.refuse)
             loop.waiting.append(ticket)
             loop.num_live += 1
@@ -148,7 +154,7 @@ class EngineHost:
             loop.changed.notify_all()
             return ticket
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, ticket: HostTicket) -> None:
         """End a sample between two steps: it ends with finish_reason "abort". Idempotent."""
         with suppress(RuntimeError):  # its thread has ended: so has the sample
             self._loop.do(partial(self._loop.cancel, ticket))

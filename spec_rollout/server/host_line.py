@@ -1,22 +1,153 @@
-"""One line of an `EngineHost`: its engine, and the samples that are in it. Used by the host's thread only."""
+"""One line of an `EngineHost`: its engine, the samples that are in it, and its new weights.
+
+The host's thread uses it; another thread prepares new weights, which are taken over between two steps.
+"""
 
 import logging
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
-from aedit.spec_rollout.engine import Engine, NoNextTokenError, Scoring, Step
+from torch import Tensor
+
+from aedit.spec_rollout.engine import Engine, NoNextTokenError, Scoring, Step, WeightSwap
 from aedit.spec_rollout.model import KVMemoryError
 from aedit.spec_rollout.sampling import Rollout
-from aedit.spec_rollout.server.host_weights import LineWeights
-from aedit.spec_rollout.server.tickets import Priority, Ticket
-from aedit.spec_rollout.server.waiting import WaitingSamples
+from aedit.spec_rollout.server.tickets import HostTicket, Priority, WaitingSamples
 
 log = logging.getLogger(__name__)
 
 SampleKey = tuple[int, int]
+
+
+OnNewVersion = Literal["recompute", "finish"]
+
+
+@dataclass(frozen=True, slots=True)
+class NewWeights:
+    """One version for a line. prepare: returns the weights."""
+
+    prepare: Callable[[], Mapping[str, Tensor]]
+    version: int
+    on_new_version: OnNewVersion
+    done: "Future[None]" = field(default_factory=Future)
+
+    def settle(self, error: BaseException | None = None) -> None:
+        """End `done`, unless it has ended."""
+        with suppress(InvalidStateError):
+            self.done.set_exception(error) if error is not None else self.done.set_result(None)
+
+
+class LineWeights:
+    """The queue of new weights of one line; a thread prepares them, one version at a time.
+
+    There is room for one set of weights besides those in use. After `finish` the samples that have begun use
+    it: the next version is prepared when they have ended.
+    """
+
+    def __init__(self, engine: Engine, changed: threading.Condition) -> None:
+        """Make an empty queue.
+
+        Args:
+            engine: Of the line.
+            changed: The host's lock.
+        """
+        self._engine, self._changed = engine, changed
+        self._queue = deque[NewWeights]()
+        self._swap: WeightSwap | None = None
+        self._is_prepared = self._is_closed = self._is_running = False
+        self.finishing: Engine | None = None
+        """Ends samples that have begun with older weights. Written by the engine's thread."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the second set of weights."""
+        return 0 if self._swap is None else self._swap.num_bytes
+
+    @property
+    def is_prepared(self) -> bool:
+        """Return true if `take_over` is to be called before the next step."""
+        return self._is_prepared
+
+    def add(self, new: NewWeights) -> None:
+        """Queue a version. The caller has the lock."""
+        self._queue.append(new)
+        if not self._is_running:
+            self._is_running = True
+            threading.Thread(target=self._prepare_all, name="weights", daemon=True).start()
+
+    def close(self, error: BaseException) -> None:
+        """End all that is queued with an error. The caller has the lock."""
+        self._is_closed = True
+        for new in self._queue:
+            new.settle(error)
+        self._changed.notify_all()
+
+    def take_over(self) -> None:
+        """Use the prepared weights from the next step on; called by the engine's thread."""
+        assert self._swap is not None
+        new = self._queue[0]
+        error = None
+        try:
+            if new.on_new_version == "finish":
+                self.finishing = self._swap.finish(new.version)
+            else:
+                self._swap.recompute(new.version)
+        except ValueError as refused:
+            error = refused
+        self._next(new, error)
+
+    def finished(self) -> None:
+        """Take note that the samples of `finishing` have ended; called by the engine's thread."""
+        with self._changed:
+            self.finishing = None
+            self._changed.notify_all()
+
+    def _next(self, new: NewWeights, error: BaseException | None) -> None:
+        with self._changed:
+            self._queue.popleft()
+            self._is_prepared = False
+            self._changed.notify_all()
+        new.settle(error)
+
+    def _prepare_all(self) -> None:
+        while (new := self._first()) is not None:
+            try:
+                self._prepare(new)
+            except BaseException as error:
+                self._next(new, error)
+                continue
+            with self._changed:
+                self._is_prepared = True
+                self._changed.notify_all()
+
+    def _first(self) -> NewWeights | None:
+        """Return the next version to prepare, when the second set is free; None ends the thread."""
+        with self._changed:
+            # The engine's thread notifies after each change, and also when it ends.
+            self._changed.wait_for(
+                lambda: (
+                    self._is_closed
+                    or not self._queue
+                    or not (self._is_prepared or self.finishing is not None)
+                )
+            )
+            self._is_running = bool(self._queue) and not self._is_closed
+            return self._queue[0] if self._is_running else None
+
+    def _prepare(self, new: NewWeights) -> None:
+        version = self._engine.version
+        if new.version <= version:
+            raise ValueError(f"version {new.version} is not above version {version}, which the engine has")
+        weights = new.prepare()
+        if self._swap is None:
+            self._swap = WeightSwap(self._engine)
+        self._swap.fill(weights)
 
 
 class HostLine:
@@ -27,7 +158,7 @@ class HostLine:
         name: str,
         engine: Engine,
         between_steps: Callable[[], None],
-        over: Callable[[Ticket], None],
+        over: Callable[[HostTicket], None],
         weights: LineWeights,
     ) -> None:
         """Make a line.
@@ -41,7 +172,7 @@ class HostLine:
         """
         self.name, self.engine, self._between_steps, self._over = name, engine, between_steps, over
         self.weights = weights
-        self.tickets: dict[SampleKey, Ticket] = {}
+        self.tickets: dict[SampleKey, HostTicket] = {}
         """Samples in the engine, by the key of their noise."""
         self._finishing: set[SampleKey] = set()
         """Samples in the engine that ends those of older weights."""
@@ -79,14 +210,14 @@ class HostLine:
         """Return true if a sample of priority RUN is in the engine."""
         return any(ticket.priority is Priority.RUN for ticket in self.tickets.values())
 
-    def choose(self, waiting: WaitingSamples) -> list[Ticket]:
+    def choose(self, waiting: WaitingSamples) -> list[HostTicket]:
         """Return the waiting samples that come into the engine now.
 
         Samples of priority RUN may be more than there are free rows: public ones give up theirs.
         """
         taken = set(self.tickets)
 
-        def fits(ticket: Ticket) -> bool:
+        def fits(ticket: HostTicket) -> bool:
             # Two samples with one key would have the same noise: the second waits for the end of the first.
             prompt = ticket.prompt
             if ticket.min_version > self.engine.version or (prompt.has_key and prompt.key in taken):
@@ -98,7 +229,7 @@ class HostLine:
         found = waiting.first(self.name, Priority.RUN, self.num_free + num_public, fits)
         return found + waiting.first(self.name, Priority.PUBLIC, self.num_free - len(found), fits)
 
-    def evict(self, num_needed: int) -> list[Ticket]:
+    def evict(self, num_needed: int) -> list[HostTicket]:
         """Take public samples out of the engine until so many rows are free, those that came last first.
 
         Returns:
@@ -125,7 +256,7 @@ class HostLine:
         for rollout in (*begun, *self.engine.running, *self.engine.waiting):
             self.tickets[rollout.prompt.key].rollout = rollout
 
-    def start(self, chosen: Sequence[Ticket]) -> None:
+    def start(self, chosen: Sequence[HostTicket]) -> None:
         """Bring samples into the engine, which has room for them."""
         for ticket in chosen:
             try:
@@ -179,14 +310,14 @@ class HostLine:
                 self.scorings.popleft()
                 settle(done, None, scoring)
 
-    def abort(self, ticket: Ticket) -> None:
+    def abort(self, ticket: HostTicket) -> None:
         """End a sample that waits or is in the engine."""
         rollout = ticket.prompt.to_rollout() if ticket.rollout is None else self._drop(ticket)
         rollout.finish_reason = "abort"
         self._leave(ticket)
         _tell(ticket, partial(ticket.receiver.ended, rollout))
 
-    def fail(self, ticket: Ticket, error: Exception) -> None:
+    def fail(self, ticket: HostTicket, error: Exception) -> None:
         """Let a sample fail that waits or is in the engine."""
         if ticket.rollout is not None:
             self._drop(ticket)
@@ -214,7 +345,7 @@ class HostLine:
         for rollout in rollouts:
             self.fail(self.tickets[rollout.prompt.key], error)
 
-    def _drop(self, ticket: Ticket) -> Rollout:
+    def _drop(self, ticket: HostTicket) -> Rollout:
         rollout = ticket.rollout
         assert rollout is not None
         old, key = self.weights.finishing, rollout.prompt.key
@@ -231,7 +362,7 @@ class HostLine:
             if not self._finishing:
                 self.weights.finished()
 
-    def _public(self) -> list[Ticket]:
+    def _public(self) -> list[HostTicket]:
         """Return the public samples in the engine, without those that end with older weights."""
         return [
             ticket
@@ -239,12 +370,12 @@ class HostLine:
             if ticket.priority is Priority.PUBLIC and key not in self._finishing
         ]
 
-    def _leave(self, ticket: Ticket) -> None:
+    def _leave(self, ticket: HostTicket) -> None:
         ticket.is_over = True
         self._over(ticket)
 
 
-def _tell(ticket: Ticket, call: Callable[[], None]) -> bool:
+def _tell(ticket: HostTicket, call: Callable[[], None]) -> bool:
     """Call a receiver; return whether it did not raise."""
     try:
         call()

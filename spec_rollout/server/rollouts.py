@@ -14,8 +14,7 @@ from google.protobuf.message import DecodeError
 from aedit.proto.rpc import CallContext, CallHandlers, FairPool, Limits, Refusal, Service, secret_of
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.spec_rollout.server.host import EngineHost
-from aedit.spec_rollout.server.stream_limits import StreamLimits
-from aedit.spec_rollout.server.trainer_lines import TrainerLines
+from aedit.spec_rollout.server.trainer_lines import StreamLimits, TrainerLines
 from aedit.spec_rollout.server.trainer_stream import PROTOCOL, ServerIdentity, TrainerStream, replaced
 
 NAME = "aedit.v1.Rollouts"

@@ -1,23 +1,31 @@
 """Policy versions of all lines of a server: checked when they arrive, kept for others, given to an engine."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
+import torch
 from torch import Tensor
 
 from aedit.proto.rpc import Caller, Limits, Service
 from aedit.proto.versions import (
     LineUnknown,
     Manifest,
+    Patterns,
     VersionLayout,
     VersionsCore,
     VersionStore,
     versions_service,
 )
 from aedit.spec_rollout.server.host import EngineHost
-from aedit.spec_rollout.server.served_tensors import version_tensors
 from aedit.spec_rollout.server.trainer_lines import TrainerLines
+
+_TORCH = {
+    "bf16": ("<i2", torch.bfloat16),
+    "fp32": ("<f4", torch.float32),
+    "fp64": ("<f8", torch.float64),
+}
+
 
 log = logging.getLogger(__name__)
 
@@ -89,3 +97,17 @@ class ServedVersions:
 
 def _log_failure(manifest: Manifest, error: BaseException) -> None:
     log.error("version %d of line %s is not in use: %s", manifest.serial, manifest.line, error)
+
+
+def version_tensors(
+    layout: VersionLayout, units: Mapping[str, Patterns], dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """Return the parameters of a version by name, as copies in the engine's dtype on its device."""
+    number, stored = _TORCH[layout.dtype]
+    found = {}
+    for unit in layout.layout.units:
+        flat = torch.from_numpy(units[unit.name].view(number)).view(stored)
+        sizes = [tensor.numel for tensor in unit.tensors]
+        for tensor, part in zip(unit.tensors, torch.split(flat, sizes), strict=True):
+            found[tensor.name] = part.view(tensor.shape).to(device=device, dtype=dtype, copy=True)
+    return found

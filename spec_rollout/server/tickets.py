@@ -1,5 +1,7 @@
-"""Samples in the hands of an `EngineHost`: who waits for them, their priority, and the limits."""
+"""Samples in the hands of an `EngineHost`: receivers, priorities, limits, and the queues of those that wait."""
 
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -16,7 +18,7 @@ class Priority(IntEnum):
     PUBLIC = 1
 
 
-class Receiver(Protocol):
+class SampleReceiver(Protocol):
     """Receives what becomes of a sample.
 
     All methods are called in the engine's thread and must return at once. Exactly one of `ended` and `failed`
@@ -87,13 +89,13 @@ class HostLimits:
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class HostTicket:
     """A submitted sample. Its fields belong to the host; others pass it to `EngineHost.cancel`."""
 
     line: str
     prompt: Prompt
     """With a partial rollout, if the sample has given up its row."""
-    receiver: Receiver
+    receiver: SampleReceiver
     priority: Priority
     min_version: int
     """The sample starts with this policy version or a newer one."""
@@ -109,3 +111,88 @@ class Ticket:
         """Return the tokens that wait with it."""
         partial = self.prompt.partial
         return len(self.prompt.tokens) + (len(partial.tokens) if partial else 0)
+
+
+class WaitingSamples:
+    """Waiting samples by line and priority, in the order in which they came."""
+
+    def __init__(self, limits: HostLimits) -> None:
+        self._limits = limits
+        self._queues: dict[tuple[str, Priority], OrderedDict[HostTicket, None]] = {}
+        self._num_samples = dict.fromkeys(Priority, 0)
+        self._num_tokens = dict.fromkeys(Priority, 0)
+
+    def __len__(self) -> int:
+        return sum(self._num_samples.values())
+
+    def __iter__(self) -> Iterator[HostTicket]:
+        for queue in self._queues.values():
+            yield from queue
+
+    def __contains__(self, ticket: HostTicket) -> bool:
+        return ticket in self._queues.get((ticket.line, ticket.priority), ())
+
+    def count(self, priority: Priority, line: str | None = None) -> int:
+        """Return the number of waiting samples of a priority, of one line or of all."""
+        if line is None:
+            return self._num_samples[priority]
+        return len(self._queues.get((line, priority), ()))
+
+    def num_tokens(self, priority: Priority) -> int:
+        """Return the tokens of the waiting samples of a priority."""
+        return self._num_tokens[priority]
+
+    def check_room(self, ticket: HostTicket, retry_after_s: Callable[[int], float]) -> None:
+        """Check that the limits allow one more sample.
+
+        Args:
+            ticket: The sample.
+            retry_after_s: Called with the number of waiting samples if the sample is refused; returns the
+                seconds after which it may come back.
+
+        Raises:
+            Overloaded: They do not.
+        """
+        priority, limits = ticket.priority, self._limits
+        num_samples = self._num_samples[priority]
+        num_tokens = self._num_tokens[priority] + ticket.num_tokens
+        if num_samples >= limits.max_waiting(priority):
+            limit = f"max_waiting_{priority.name.lower()} {limits.max_waiting(priority)}"
+            raise Overloaded(f"{limit}: so many samples wait already", retry_after_s(num_samples))
+        if num_tokens > limits.max_waiting_tokens and num_samples:
+            limit = f"max_waiting_tokens {limits.max_waiting_tokens}"
+            raise Overloaded(f"{limit}: {num_tokens} tokens would wait", retry_after_s(num_samples))
+
+    def append(self, ticket: HostTicket) -> None:
+        """Add a sample as the last one."""
+        self._queues.setdefault((ticket.line, ticket.priority), OrderedDict())[ticket] = None
+        self._count(ticket, 1)
+
+    def put_first(self, ticket: HostTicket) -> None:
+        """Add a sample as the first one. The limits do not apply: it had a row."""
+        self.append(ticket)
+        self._queues[ticket.line, ticket.priority].move_to_end(ticket, last=False)
+
+    def remove(self, ticket: HostTicket) -> None:
+        """Remove a waiting sample."""
+        queue = self._queues[ticket.line, ticket.priority]
+        del queue[ticket]
+        if not queue:
+            del self._queues[ticket.line, ticket.priority]
+        self._count(ticket, -1)
+
+    def first(
+        self, line: str, priority: Priority, most: int, fits: Callable[[HostTicket], bool]
+    ) -> list[HostTicket]:
+        """Return the first waiting samples of a line that fit now."""
+        found: list[HostTicket] = []
+        for ticket in self._queues.get((line, priority), ()):
+            if len(found) >= most:
+                break
+            if fits(ticket):
+                found.append(ticket)
+        return found
+
+    def _count(self, ticket: HostTicket, sign: int) -> None:
+        self._num_samples[ticket.priority] += sign
+        self._num_tokens[ticket.priority] += sign * ticket.num_tokens

@@ -1,34 +1,39 @@
 """One stream of a trainer: its samples in the host, and what is sent about them.
 
 Three threads meet here. The reader handles the trainer's messages, the engine's thread reports tokens and
-ends, and the sender takes what waits in the outbox. None of them waits for another one.
+ends, and the sender takes what waits in the outbox. None of them waits for another one. Every field of a
+request is checked before it is used.
 """
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 
 import grpc
 
 from aedit.proto.rpc import Refusal, SigningKey
 from aedit.proto.rpc import rollouts_pb2 as pb
-from aedit.spec_rollout.audit import Origin, signature_of, statement_of
-from aedit.spec_rollout.sampling import Rollout
+from aedit.spec_rollout.audit import Origin, signature_of, statement_of, versions_of
+from aedit.spec_rollout.engine import Engine, check_prompt
+from aedit.spec_rollout.migration import decode_sampling
+from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
 from aedit.spec_rollout.server.host import EngineHost
 from aedit.spec_rollout.server.outbox import Item, Outbox, SampleKey, TokenRun
-from aedit.spec_rollout.server.sample_requests import read_prompt
-from aedit.spec_rollout.server.stream_limits import StreamLimits
-from aedit.spec_rollout.server.stream_sample import StreamSample
-from aedit.spec_rollout.server.tickets import Overloaded, Priority
-from aedit.spec_rollout.server.trainer_lines import TrainerLine
+from aedit.spec_rollout.server.tickets import HostTicket, Overloaded, Priority
+from aedit.spec_rollout.server.trainer_lines import StreamLimits, TrainerLine
 
 PART_TOKENS = 512
 """Most tokens of one message."""
 RETRY_S = 1.0
 PROTOCOL = 1
 """Equal on trainers and servers; it changes with whatever an older build would misunderstand."""
+MAX_STOPS = 256
+"""Most stop tokens, and most stop strings, of a sample from a trainer: each one costs time at each token."""
+MAX_STOP_CHARS = 1024
+MAX_TOP_LOGPROBS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,37 @@ class ServerIdentity:
     run: str
     name: str
     key: SigningKey
+
+
+@dataclass(slots=True, eq=False)
+class StreamSample:
+    """A sample and its place in its stream; a `SampleReceiver` of the host."""
+
+    stream: "TrainerStream" = field(repr=False)
+    key: SampleKey
+    sampling: bytes
+    """As the trainer has sent it: a part of the signed statement."""
+    num_given: int
+    """First tokens of the answer that came with the request."""
+    min_version: int
+    added_s: float
+    ticket: HostTicket | None = None
+    is_removed: bool = False
+    """The trainer has taken it back."""
+    late: str = ""
+    """Why it was given up before its first token."""
+
+    def tokens(self, rollout: Rollout, start: int) -> None:
+        """Pass on new tokens."""
+        self.stream.take_tokens(self, rollout, start)
+
+    def ended(self, rollout: Rollout) -> None:
+        """Pass on the end."""
+        self.stream.take_end(self, rollout)
+
+    def failed(self, error: Exception) -> None:
+        """Pass on the failure."""
+        self.stream.take_failure(self, error)
 
 
 class TrainerStream:
@@ -299,3 +335,57 @@ class TrainerStream:
 def replaced() -> Refusal:
     """Return the reason for which an older stream of a line ends."""
     return Refusal(grpc.StatusCode.FAILED_PRECONDITION, "a newer stream of this line has replaced this one")
+
+
+def read_prompt(add: pb.Add, engine: Engine) -> Prompt:
+    """Return the sample that a trainer asks for.
+
+    Raises:
+        ValueError: This engine, and every other one of the same model, cannot serve it.
+    """
+    _check_size(add, engine.target.max_tokens)
+    prompt = Prompt(
+        tokens=tuple(add.prompt),
+        rollout=add.rollout,
+        sample=add.sample,
+        group=add.group,
+        sampling=_sampling(add.sampling),
+    )
+    if add.tokens:
+        prompt = replace(prompt, partial=_begun(add, prompt))
+    check_prompt(prompt, engine.target.vocabulary, engine.target.max_tokens, engine.tokenizer is not None)
+    return prompt
+
+
+def _check_size(add: pb.Add, max_tokens: int) -> None:
+    num_tokens = len(add.prompt) + len(add.tokens)
+    if num_tokens >= max_tokens:
+        raise ValueError(f"{num_tokens} tokens are given, where {max_tokens} are the limit with the answer")
+
+
+def _sampling(text: bytes) -> Sampling:
+    try:
+        sampling = decode_sampling(text)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"sampling settings: {type(error).__name__}: {str(error)[:200]}") from None
+    if len(sampling.stop_tokens) > MAX_STOPS or len(sampling.stop_strings) > MAX_STOPS:
+        raise ValueError(f"sampling settings: more than {MAX_STOPS} stop tokens or stop strings")
+    if any(len(text) > MAX_STOP_CHARS for text in sampling.stop_strings if isinstance(text, str)):
+        raise ValueError(f"sampling settings: a stop string is longer than {MAX_STOP_CHARS} characters")
+    if sampling.top_logprobs > MAX_TOP_LOGPROBS:
+        raise ValueError(f"sampling settings: top_logprobs is above {MAX_TOP_LOGPROBS}")
+    return sampling
+
+
+def _begun(add: pb.Add, prompt: Prompt) -> Rollout:
+    """Return the first part of the answer, which another server or engine has generated."""
+    versions = versions_of([(span.version, span.start, span.end) for span in add.spans])
+    if not len(add.tokens) == len(add.logprobs) == len(versions):
+        raise ValueError(
+            f"{len(add.tokens)} tokens are given, with {len(add.logprobs)} log-probabilities and the versions"
+            f" of {len(versions)}"
+        )
+    if not all(map(math.isfinite, add.logprobs)):
+        raise ValueError("a given log-probability is not finite")
+    top = [()] * len(add.tokens) if prompt.sampling.top_logprobs else []
+    return Rollout(prompt, list(add.tokens), list(add.logprobs), versions, list(top))
