@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from aedit.spec_rollout.migration import EngineSpeed, LengthDistribution, UnfinishedSample
-from aedit.spec_rollout.workers.placement import WorkerLoad, place
+from aedit.spec_rollout.workers.dispatcher import WorkerLoad, place
 
 KNOWN = LengthDistribution.of([100])  # every sample has 100 tokens
 

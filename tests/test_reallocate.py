@@ -23,11 +23,10 @@ from aedit.spec_rollout.migration import (
     SpeedMeter,
     UnfinishedSample,
 )
-from aedit.spec_rollout.migration.lengths import group_scales
-from aedit.spec_rollout.migration.reallocate import MigrationRule, drain_s, plan
+from aedit.spec_rollout.migration.reallocate import MigrationRule, drain_s, group_scales, plan
 from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
 from aedit.spec_rollout.workers import WorkerHandle
-from aedit.spec_rollout.workers.remote_engine import RemoteEngine
+from aedit.spec_rollout.workers.dispatcher import RemoteEngine
 
 PROMPT_OF_NONE = Prompt(tokens=(1,))
 KNOWN = LengthDistribution.of([100])  # every sample has 100 tokens

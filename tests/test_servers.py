@@ -25,7 +25,7 @@ from aedit.spec_rollout.remote import Servers
 from aedit.spec_rollout.remote.config import layout_of
 from aedit.spec_rollout.remote.places import Place
 from aedit.spec_rollout.remote.session import ServerFacts, Session
-from aedit.spec_rollout.workers import worker_process
+from aedit.spec_rollout.workers import pool
 
 LIMIT_S = 120.0
 
@@ -43,7 +43,7 @@ def layout(model):
 @pytest.fixture
 def opened(model, layout, monkeypatch):
     """Return functions that start a server, and a source that uses servers; all are closed at the end."""
-    monkeypatch.setattr(worker_process, "MODULE", "kit.fake_worker")
+    monkeypatch.setattr(pool, "MODULE", "kit.fake_worker")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     with ExitStack() as stack:
 

@@ -17,7 +17,7 @@ from kit.waiting import until
 
 from aedit.spec_rollout import Prompt, Sampling, WorkerConfig, WorkerSource
 from aedit.spec_rollout.training import Restarts
-from aedit.spec_rollout.workers import Channel, worker_process
+from aedit.spec_rollout.workers import Channel, pool
 
 SOON = Restarts(pause_s=0.01, limit=2)
 
@@ -30,7 +30,7 @@ def model():
 @pytest.fixture
 def sources(model, monkeypatch):
     """Return a function that starts a source of fake workers; all are closed at the end."""
-    monkeypatch.setattr(worker_process, "MODULE", "kit.fake_worker")
+    monkeypatch.setattr(pool, "MODULE", "kit.fake_worker")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     made = []
 

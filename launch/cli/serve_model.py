@@ -14,7 +14,7 @@ from aedit.launch.cli.policy import DirectoryModel, read_directory
 from aedit.launch.serve import (
     SIGNALS,
     Addresses,
-    Ending,
+    EndRequest,
     close_servers,
     read_keys,
     start_servers,
@@ -37,7 +37,7 @@ def serve_model(options: Namespace) -> int:
     """
     keep_one_arena()
     addresses = _addresses(options)
-    ending = Ending()
+    ending = EndRequest()
     previous = {number: signal.signal(number, ending.ask) for number in SIGNALS}
     try:
         policy = read_directory(options.place, Path(options.place))
@@ -58,7 +58,7 @@ def serve_model(options: Namespace) -> int:
             signal.signal(number, handler)
 
 
-def _serve(service: HttpService, addresses: Addresses, ending: Ending, end_s: float) -> int:
+def _serve(service: HttpService, addresses: Addresses, ending: EndRequest, end_s: float) -> int:
     servers = start_servers(service, addresses)
     at = ", ".join(f"http://{server.address}" for server in servers[:1])
     control = f", control at http://{servers[1].address}" if len(servers) > 1 else ""

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from aedit.launch.serve.model_server import (
         SIGNALS,
         Addresses,
-        Ending,
+        EndRequest,
         close_servers,
         read_keys,
         start_servers,
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SIGNALS",
     "Addresses",
-    "Ending",
+    "EndRequest",
     "HttpPlace",
     "ServeRequest",
     "ServerPlaces",

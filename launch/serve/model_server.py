@@ -28,7 +28,7 @@ class Addresses:
 
 
 @dataclass(slots=True)
-class Ending:
+class EndRequest:
     """Request to end, made by a signal."""
 
     asked: threading.Event = field(default_factory=threading.Event)
@@ -78,7 +78,7 @@ def close_servers(servers: Sequence[HttpServer]) -> None:
         server.close()
 
 
-def wait_for_end(ending: Ending, service: HttpService) -> BaseException | None:
+def wait_for_end(ending: EndRequest, service: HttpService) -> BaseException | None:
     """Wait until the process is asked to end; return the error if the engine's thread has died first."""
     while not ending.asked.wait(0.5):
         if service.host.error is not None:

@@ -13,14 +13,15 @@ from dataclasses import replace
 from typing import Protocol
 
 from aedit.spec_rollout.engine import Engine, Step
-from aedit.spec_rollout.migration.lengths import LengthDistribution, group_scales
 from aedit.spec_rollout.migration.reallocate import (
     EngineLoad,
     EngineSpeed,
+    LengthDistribution,
     Migration,
     MigrationRule,
     SampleKey,
     UnfinishedSample,
+    group_scales,
     plan,
 )
 from aedit.spec_rollout.sampling import Prompt, Rollout

@@ -34,7 +34,7 @@ class Absences:
         return {address: server for address, (server, _) in self._seen.items()}
 
 
-class Discovery:
+class ServerDiscovery:
     """Asks a directory for the servers, and posts the answers."""
 
     def __init__(

@@ -19,14 +19,13 @@ from typing import Any
 
 from aedit.spec_rollout.remote.links import Event, Links
 from aedit.spec_rollout.remote.settings import LinkSettings
-from aedit.spec_rollout.workers import Channel, Message
+from aedit.spec_rollout.workers import Channel
 from aedit.system import end_with_parent
 
 TICK_S = 0.1
 """Longest wait of the loop."""
 MAX_EVENTS = 4096
 """Messages of servers that wait to be handled; further ones wait in their connections."""
-FLUSH_S = 2.0
 
 
 class Inbox:
@@ -66,13 +65,13 @@ def main(arguments: list[str]) -> int:
         _serve(channel)
     except BaseException as error:
         traceback.print_exc()
-        _say(channel, f"{type(error).__name__}: {error}")
+        channel.send_error(f"{type(error).__name__}: {error}")
         return 1
     return 0
 
 
 def _serve(channel: Channel) -> None:
-    begin, *more = _first_messages(channel)
+    begin, *more = channel.first_messages()
     sys.path[:] = begin["path"]
     inbox = Inbox()
     links = Links(LinkSettings.of(begin["settings"]), channel, inbox.post, time.monotonic())
@@ -92,24 +91,6 @@ def _loop(channel: Channel, links: Links, inbox: Inbox, clock: Callable[[], floa
         now_s = clock()
         links.advance(now_s, now_s - seen_s)
         seen_s = now_s
-
-
-def _first_messages(channel: Channel) -> list[Message]:
-    while not (messages := channel.receive()):
-        if channel.closed:
-            raise ConnectionError("the rank has closed the connection")
-        Channel.wait([channel], 0.5)
-    return messages
-
-
-def _say(channel: Channel, error: str) -> None:
-    """Send the error, as long as the rank reads."""
-    deadline = time.monotonic() + FLUSH_S
-    with suppress(OSError):
-        channel.send("error", message=error)
-        while channel.num_unsent_bytes and not channel.closed and time.monotonic() < deadline:
-            Channel.wait([channel], 0.1)
-            channel.flush()
 
 
 if __name__ == "__main__":

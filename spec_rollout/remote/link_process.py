@@ -11,7 +11,7 @@ from typing import Any
 
 from aedit.spec_rollout.remote.settings import LinkSettings
 from aedit.spec_rollout.training import Restarts
-from aedit.spec_rollout.workers import FIRST_INDEX, Channel, Message, WorkerHandle, WorkerProcess, log_file
+from aedit.spec_rollout.workers import FIRST_INDEX, Channel, ChildProcess, Message, WorkerHandle, log_file
 
 MODULE = "aedit.spec_rollout.remote.link"
 SILENT_S = 60.0
@@ -135,7 +135,7 @@ class LinkProcess:
         """
         self._settings, self._report, self._logs, self._clock = settings, report, logs, clock
         self._member = member
-        self._process: WorkerProcess | None = None
+        self._process: ChildProcess | None = None
         self._lanes: dict[int, tuple[str, Lane]] = {}
         self._new: list[WorkerHandle] = []
         self._waiting: list[WorkerHandle] = []
@@ -199,7 +199,7 @@ class LinkProcess:
         try:
             log = log_file("servers.log", self._logs)
             what = "the connection to rollout servers"
-            self._process = WorkerProcess.start(what, MODULE, (self._settings.fd,), log)
+            self._process = ChildProcess.start(what, MODULE, (self._settings.fd,), log)
         except OSError as error:
             self._died(f"the connection to rollout servers could not be started: {error}")
             return
@@ -211,7 +211,7 @@ class LinkProcess:
         if self._process is not None and self._version:
             self._process.channel.send("publish", member=self._member(), version=self._version)
 
-    def _read(self, process: WorkerProcess) -> None:
+    def _read(self, process: ChildProcess) -> None:
         for message in process.channel.receive():
             self._quiet_s = 0.0
             self._handle(message, process.channel)

@@ -15,7 +15,7 @@ from aedit.proto.versions import LineUnknown, VersionsClient, VersionStore
 from aedit.spec_rollout.audit import AuditVerdict, Origin
 from aedit.spec_rollout.remote.audits import AuditDone, Audits
 from aedit.spec_rollout.remote.connection import PROTOCOL, Connection
-from aedit.spec_rollout.remote.discovery import Discovery, Listed
+from aedit.spec_rollout.remote.discovery import Listed, ServerDiscovery
 from aedit.spec_rollout.remote.places import Place, Places
 from aedit.spec_rollout.remote.publisher import (
     Author,
@@ -315,8 +315,8 @@ class Links:
             self._decoder = made.from_pretrained(self.settings.tokenizer, trust_remote_code=False)
         return self._decoder
 
-    def _discover(self, settings: LinkSettings, post: Callable[[Event], None]) -> Discovery | None:
+    def _discover(self, settings: LinkSettings, post: Callable[[Event], None]) -> ServerDiscovery | None:
         if not settings.hubs:
             return None
         client = DirectoryClient(settings.hubs, settings.run, self._keys, standby=settings.standby)
-        return Discovery(client, settings.poll_s, post, time.monotonic)
+        return ServerDiscovery(client, settings.poll_s, post, time.monotonic)

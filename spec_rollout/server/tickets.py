@@ -1,4 +1,4 @@
-"""Samples in the hands of an `EngineHost`: receivers, priorities, limits, and the queues of those that wait."""
+"""Samples in the hands of an `EngineHost`: receivers, priorities, limits, and the queues of waiting ones."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator

@@ -7,10 +7,14 @@ trains for minutes does not stop its workers, and a worker that is suspended doe
 import json
 import selectors
 import socket
+import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 READ_BYTES = 1 << 16
+FLUSH_S = 2.0
+"""Limit of the time in which an error is sent before the process ends."""
 
 Message = Mapping[str, Any]
 """`kind`, and the fields of that kind."""
@@ -25,11 +29,6 @@ class Channel:
         self._unsent, self._unread = bytearray(), bytearray()
         self.closed = False
         """The other end is gone. A line that it did not finish is dropped."""
-
-    @property
-    def num_unsent_bytes(self) -> int:
-        """Return the bytes that the socket has not taken yet."""
-        return len(self._unsent)
 
     def send(self, kind: str, **fields: Any) -> None:
         """Queue a message, and write what the socket takes now."""
@@ -61,6 +60,27 @@ class Channel:
         *lines, rest = self._unread.split(b"\n")
         self._unread = bytearray(rest)
         return [json.loads(line) for line in lines]
+
+    def first_messages(self, every_s: float = 0.5) -> list[Message]:
+        """Wait for the first messages and return them; look every `every_s`.
+
+        Raises:
+            ConnectionError: The other end has closed the connection.
+        """
+        while not (messages := self.receive()):
+            if self.closed:
+                raise ConnectionError("the rank has closed the connection")
+            Channel.wait([self], every_s)
+        return messages
+
+    def send_error(self, error: str) -> None:
+        """Send the error that ends this process, as long as the other end reads."""
+        deadline = time.monotonic() + FLUSH_S
+        with suppress(OSError):
+            self.send("error", message=error)
+            while self._unsent and not self.closed and time.monotonic() < deadline:
+                Channel.wait([self], 0.1)
+                self.flush()
 
     def close(self) -> None:
         """Close this end."""

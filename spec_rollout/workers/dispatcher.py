@@ -1,17 +1,277 @@
-"""Keeps each requested sample with a living worker until it is finished."""
+"""Keeps each requested sample with a living worker until it is finished.
 
+`place` distributes samples over workers: longest first, each to the one that will finish first.
+`RemoteEngine` lets samples migrate between workers.
+"""
+
+import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from aedit.spec_rollout.migration import HISTORY_ROLLOUTS, LengthDistribution, SampleKey, encode_prompt
-from aedit.spec_rollout.sampling import Rollout
+from aedit.spec_rollout.migration import (
+    HISTORY_ROLLOUTS,
+    EngineLoad,
+    EngineSpeed,
+    LengthDistribution,
+    SampleKey,
+    UnfinishedSample,
+    encode_prompt,
+)
+from aedit.spec_rollout.sampling import Prompt, Rollout
 from aedit.spec_rollout.workers.channel import Message
-from aedit.spec_rollout.workers.config import WorkerConfig
 from aedit.spec_rollout.workers.handle import WorkerHandle
-from aedit.spec_rollout.workers.placement import WorkerLoad, place
-from aedit.spec_rollout.workers.pool import WorkerPool
-from aedit.spec_rollout.workers.samples import Samples, total
+from aedit.spec_rollout.workers.pool import WorkerConfig, WorkerPool
+
+
+@dataclass(slots=True)
+class RequestedSample:
+    """A requested sample."""
+
+    rollout: Rollout
+    worker: int | None = None
+    """Index of the worker that has it; None: it waits for one."""
+    unreported: int = 0
+    """Tokens that its worker has drawn and not reported yet, as far as is known."""
+    deaths: int = 0
+    """Workers that have died with it since its last token."""
+    left: set[int] = field(default_factory=set)
+    """Indices of servers that did not advance it in time: it is not given to them again."""
+
+
+class Samples:
+    """Unfinished samples by key, in the order of their requests."""
+
+    def __init__(self) -> None:
+        self._samples: dict[SampleKey, RequestedSample] = {}
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __contains__(self, key: SampleKey) -> bool:
+        return key in self._samples
+
+    def __getitem__(self, key: SampleKey) -> RequestedSample:
+        return self._samples[key]
+
+    def add(self, prompts: Iterable[Prompt]) -> None:
+        """Add samples without a worker."""
+        for prompt in prompts:
+            self._samples[prompt.key] = RequestedSample(prompt.to_rollout())
+
+    def clear(self) -> None:
+        """Forget all samples."""
+        self._samples.clear()
+
+    def waiting(self) -> list[SampleKey]:
+        """Return the keys of samples that no worker has."""
+        return [key for key, sample in self._samples.items() if sample.worker is None]
+
+    def prompt(self, key: SampleKey) -> Prompt:
+        """Return a prompt that continues the sample after its tokens so far. It shares nothing with it."""
+        rollout = self._samples[key].rollout
+        if not rollout.tokens:
+            return rollout.prompt
+        return replace(rollout.prompt, partial=rollout.to_prompt().to_rollout())
+
+    def prompts(self) -> list[Prompt]:
+        """Return prompts that continue all samples."""
+        return [self.prompt(key) for key in self._samples]
+
+    def lengths(self) -> list[int]:
+        """Return the lengths of the samples that have tokens."""
+        found = (len(each.rollout.tokens) + each.unreported for each in self._samples.values())
+        return [length for length in found if length]
+
+    def unfinished(self, key: SampleKey) -> UnfinishedSample:
+        """Return the sample as the plan of migrations sees it."""
+        sample = self._samples[key]
+        prompt, emitted = sample.rollout.prompt, len(sample.rollout.tokens) + sample.unreported
+        most = prompt.sampling.max_new_tokens
+        return UnfinishedSample(key, len(prompt.tokens) + emitted, emitted, most, prompt.group)
+
+    def extend(
+        self, worker: int, message: Message, cancelled: Collection[SampleKey], server: str = ""
+    ) -> list[Rollout]:
+        """Append the tokens that `worker` reports and return the samples that have finished.
+
+        Reports on samples that are no longer the worker's are left out: another one continues them. So are
+        those of `cancelled` keys, which may have been added again since. server: name of a worker that is
+        one.
+        """
+        for rollout, number, tokens, logprobs, versions, top, passes in message["tokens"]:
+            sample = self._samples.get((rollout, number))
+            if sample is None or sample.worker != worker or (rollout, number) in cancelled:
+                continue
+            text = sample.rollout
+            text.note_server(server)
+            text.tokens += tokens
+            text.logprobs += logprobs
+            text.versions += versions
+            text.top_logprobs += [tuple((token, value) for token, value in place) for place in top]
+            text.passes = passes
+            sample.deaths = sample.unreported = 0
+        finished = []
+        for rollout, number, reason, passes in message["ended"]:
+            key = rollout, number
+            if key in self._samples and self._samples[key].worker == worker and key not in cancelled:
+                sample = self._samples.pop(key)
+                sample.rollout.finish_reason, sample.rollout.passes = reason, passes
+                finished.append(sample.rollout)
+        return finished
+
+    def note_progress(self, worker: int, progress: Iterable[tuple[int, int, int]]) -> None:
+        """Note (rollout, sample, tokens) that `worker` has drawn and will report later."""
+        for rollout, number, tokens in progress:
+            sample = self._samples.get((rollout, number))
+            if sample is not None and sample.worker == worker:
+                sample.unreported = tokens
+
+    def release(self, key: SampleKey) -> None:
+        """Note that no worker has the sample."""
+        self._samples[key].worker, self._samples[key].unreported = None, 0
+
+    def take_back(self, keys: Sequence[SampleKey], reason: str, limit: int | None) -> None:
+        """Take samples back from a worker that has died.
+
+        Args:
+            keys: Samples of the worker.
+            reason: Of its death.
+            limit: Workers that may die with a sample, without a token in between. None: this one had not
+                begun with them.
+
+        Raises:
+            RuntimeError: More than `limit` have.
+        """
+        for key in keys:
+            self.release(key)
+            self._samples[key].deaths += limit is not None
+        worst = max((self._samples[key] for key in keys), key=lambda each: each.deaths, default=None)
+        if worst is not None and limit is not None and worst.deaths > limit:
+            raise RuntimeError(
+                f"sample {worst.rollout.prompt.name}: {worst.deaths} rollout workers have ended with it "
+                f"without a further token; the last one: {reason}"
+            )
+
+
+def total(figures: Iterable[Mapping[str, float | Mapping[str, int]]]) -> dict[str, object]:
+    """Return the sums of the workers' figures, by name."""
+    sums: dict[str, float] = {}
+    arms: dict[str, int] = {}
+    for each in figures:
+        for name, value in each.items():
+            if isinstance(value, Mapping):
+                for arm, count in value.items():
+                    arms[arm] = arms.get(arm, 0) + count
+            else:
+                sums[name] = sums.get(name, 0) + value
+    return {**sums, "arms": arms}
+
+
+SMALLEST_PART = 0.25
+"""Share of an equal part below which a group is not divided further for a slow worker."""
+
+
+GUESS = EngineSpeed(fixed_s=0.01, row_s=0.001, prefill_s=0.001)
+"""Speed of all workers before the first measurement."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLoad:
+    """Work and speed of one worker."""
+
+    tokens: float
+    """Expected tokens that it has yet to draw."""
+    rows: int
+    """Samples that it decodes at a time."""
+    speed: EngineSpeed | None
+    """None: not measured yet; that of the others counts."""
+    delay_s: float = 0.0
+    """Seconds until it can begin."""
+    room: int | None = None
+    """Further samples that it takes; None: any number."""
+
+    def token_s(self, speed: EngineSpeed) -> float:
+        """Return the seconds per token of a sample with all rows in use.
+
+        speed: Of a worker that has not been measured.
+        """
+        return max(1e-9, (self.speed or speed).token_s(self.rows))
+
+    def finish_s(self, tokens: float, longest: float, speed: EngineSpeed) -> float:
+        """Return when it has drawn so many tokens, of which one sample has `longest`, one after another.
+
+        A step costs its fixed part once and the part of each row for each token: fewer tokens in as many
+        steps end sooner.
+        """
+        speed = self.speed or speed
+        steps = max(tokens / self.rows, longest)
+        return self.delay_s + max(1e-9, steps * speed.fixed_s + tokens * speed.row_s)
+
+
+def place(
+    samples: Sequence[UnfinishedSample], workers: Mapping[int, WorkerLoad], lengths: LengthDistribution
+) -> list[tuple[int, UnfinishedSample]]:
+    """Return the worker of each sample, in the order in which workers should get them.
+
+    Samples of one group stay together as far as no worker gets more than its share of all: their prompt is
+    computed once, and each draws drafts from the others' text. The longest expected part goes first, to the
+    worker that will finish it first (Graham 1969, longest processing time first). A slow one that is free may
+    take longer for a single sample than the others for all of theirs. Samples for which no worker has room
+    are left out.
+
+    Args:
+        samples: Samples to place.
+        workers: Load of each worker.
+        lengths: Distribution of lengths.
+    """
+    room = {i: math.inf if each.room is None else each.room for i, each in workers.items()}
+    workers = {i: each for i, each in workers.items() if room[i] > 0}
+    if not workers:
+        return []
+    known = next((each.speed for each in workers.values() if each.speed is not None), GUESS)
+    rate = {i: each.rows / each.token_s(known) for i, each in workers.items()}
+    work = {i: each.tokens for i, each in workers.items()}
+    parts = [part for group in _groups(samples) for part in _parts(group, _largest(len(samples), rate))]
+
+    def expected(part: Sequence[UnfinishedSample]) -> float:
+        return sum(sample.expected_remaining(lengths) for sample in part)
+
+    placed = []
+    for part in sorted(parts, key=expected, reverse=True):
+        more, longest = expected(part), max(sample.expected_remaining(lengths) for sample in part)
+        free = [i for i in work if room[i] >= len(part)] or [i for i in work if room[i] > 0]
+        if not free:
+            break
+        # Where rows cost no time, all would end equally soon: then the one with less work.
+        chosen = min(free, key=lambda i: (workers[i].finish_s(work[i] + more, longest, known), work[i]))
+        work[chosen] += more
+        longest_first = sorted(part, key=lambda sample: -sample.expected_remaining(lengths))
+        taken = longest_first[: int(min(room[chosen], len(part)))]
+        room[chosen] -= len(taken)
+        placed += [(chosen, sample) for sample in taken]
+    return placed
+
+
+def _largest(count: int, rate: Mapping[int, float]) -> int:
+    """Return the most samples of one part: the share of the slowest worker, which must not be tiny."""
+    equal = count / len(rate)
+    return math.ceil(max(SMALLEST_PART * equal, count * min(rate.values()) / sum(rate.values()) - 1e-6))
+
+
+def _groups(samples: Sequence[UnfinishedSample]) -> list[list[UnfinishedSample]]:
+    groups: dict[tuple[int, ...], list[UnfinishedSample]] = {}
+    for sample in samples:
+        groups.setdefault((sample.group,) if sample.group >= 0 else sample.key, []).append(sample)
+    return list(groups.values())
+
+
+def _parts(group: list[UnfinishedSample], largest: int) -> list[list[UnfinishedSample]]:
+    """Return a group in equal parts of at most `largest` samples."""
+    count = math.ceil(len(group) / largest)
+    return [group[i::count] for i in range(count)]
+
 
 Report = Callable[[str, Mapping[str, Any]], None]
 """Takes an event and its fields."""
@@ -160,3 +420,56 @@ class Dispatcher:
             self._report("rollout_retried", {**where, **fields})
         limit = self._config.restarts.limit if worker.is_ready and worker.is_local else None
         self.samples.take_back(keys, reason, limit)
+
+
+class RemoteEngine:
+    """`MigratableEngine` for the worker of one index, whichever process that is.
+
+    Nothing waits for a worker: `remove` asks for the sample, `add` notes where it goes, and the dispatcher
+    passes it on when the worker has returned it. If it finishes or the worker ends before, nothing moves.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, index: int) -> None:
+        self._dispatcher, self._index = dispatcher, index
+
+    def load(self) -> EngineLoad | None:
+        """Return the samples of the worker; those that move to it count here, those that leave it do not.
+
+        None while it does not run, takes no samples or has not the newest policy, or no worker's speed is
+        known.
+        """
+        workers, moving = self._dispatcher.pool.workers, self._dispatcher.moving
+        worker = workers.get(self._index)
+        # One that has just been started has no work from which to measure its speed.
+        known = [each.speed for each in (worker, *workers.values()) if each is not None and each.speed]
+        if worker is None or not worker.is_ready or not known or not worker.has(self._dispatcher.version):
+            return None
+        keys = [key for key in worker.samples if key not in moving]
+        keys += [key for key, target in moving.items() if target == self._index]
+        samples = map(self._dispatcher.samples.unfinished, keys)
+        running_first = sorted(samples, key=lambda sample: not sample.emitted)
+        rows = worker.rows if worker.room is None else min(worker.rows, worker.room)
+        return EngineLoad(tuple(running_first), rows, known[0]) if rows else None
+
+    def remove(self, key: SampleKey) -> Prompt | None:
+        """Ask the worker for a sample, which it returns between two of its steps.
+
+        None if it has finished, or is on its way already.
+        """
+        dispatcher = self._dispatcher
+        worker = dispatcher.pool.workers.get(self._index)
+        if worker is None or key not in worker.samples or key in dispatcher.moving:
+            return None
+        worker.channel.send("remove", key=key)
+        dispatcher.moving[key] = self._index  # it returns, unless `add` is called for another worker
+        return dispatcher.samples.prompt(key)
+
+    def add(self, prompt: Prompt) -> None:
+        """Let this worker continue a sample that another one was asked for.
+
+        Raises:
+            ValueError: The worker is a server that did not advance the sample in time.
+        """
+        if self._index in self._dispatcher.samples[prompt.key].left:
+            raise ValueError(f"sample {prompt.name}: this server did not advance it in time")
+        self._dispatcher.moving[prompt.key] = self._index

@@ -1,14 +1,185 @@
-"""Workers of a rank. Its processes are started, watched, ended and started again; remote ones come and go."""
+"""Workers of a rank: their settings and their processes.
 
+Processes are started, watched, ended and started again; remote workers come and go.
+"""
+
+import os
+import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from subprocess import TimeoutExpired
+from typing import Any
 
+import torch
+
+from aedit.spec_rollout.drafters import parse_arm
+from aedit.spec_rollout.training import Restarts
 from aedit.spec_rollout.workers.channel import Channel
-from aedit.spec_rollout.workers.config import WorkerConfig
-from aedit.spec_rollout.workers.handle import WorkerHandle
-from aedit.spec_rollout.workers.remote_workers import RemoteWorkers
-from aedit.spec_rollout.workers.worker_process import WorkerStart, start_worker
+from aedit.spec_rollout.workers.handle import RemoteWorkers, WorkerHandle
+from aedit.types import ImportPath, PositiveFloat, PositiveInt, check, checked
+
+MAKE_ENGINE = ImportPath("aedit.spec_rollout.workers.serving:make_engine")
+
+
+MODULE = "aedit.spec_rollout.workers.worker"
+
+
+END_S = 10.0
+
+
+CODE_S = 1.0
+
+
+@checked()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """Number of processes, their engines, and the time after which a silent one is replaced."""
+
+    processes: PositiveInt = 1
+    rows: PositiveInt
+    """Samples that each process decodes at a time."""
+    max_tokens: PositiveInt
+    """Upper limit of prompt and answer of one sample, in tokens."""
+    dtype: torch.dtype = torch.float32
+    """Dtype of the policy in the workers."""
+    device: str = "cpu"
+    threads: PositiveInt = 1
+    """Processor threads of each process."""
+    arms: tuple[str, ...] = ("off",)
+    """Speculation settings between which each engine chooses, such as `off`, `suffix:4`, `layer:4`."""
+    tokenizer: Path | None = None
+    """Directory of a saved tokenizer. Stop strings need it."""
+    silent_s: PositiveFloat = 60.0
+    """Seconds of waiting for a process without a message after which it is ended and replaced."""
+    starts_within_s: PositiveFloat = 300.0
+    """The same before its first message: it loads torch and builds the model."""
+    wait_s: PositiveFloat = 0.05
+    """Longest wait of one `WorkerSource.step`."""
+    restarts: Restarts = field(default_factory=lambda: Restarts(pause_s=0.25))
+    """Deaths in a row, of a process or around a sample without progress, after which generation fails."""
+    logs: Path | None = None
+    """Directory of the processes' output; None discards it."""
+    make: ImportPath = MAKE_ENGINE
+    """Function of the worker that returns its engine; see `make_engine`."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further options for `make`, which JSON can hold."""
+
+    def __post_init__(self) -> None:
+        check(bool(self.arms), "WorkerConfig: arms", "must name at least one arm", self.arms)
+        for arm in self.arms:
+            parse_arm(arm)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStart:
+    """First message and inherited files of a worker."""
+
+    begin: Mapping[str, Any]
+    """The first message; see `Worker`."""
+    fds: tuple[int, ...]
+    """File descriptors that the worker inherits."""
+    rows: int
+    """Samples that it decodes at a time."""
+    logs: Path | None
+
+
+@dataclass(slots=True)
+class ChildProcess:
+    """A process at the other end of `channel`. Start it in a thread that lasts.
+
+    The kernel ends it together with that thread.
+    """
+
+    what: str
+    """Name in messages, such as `rollout worker 0`."""
+    process: "subprocess.Popen[bytes]"
+    channel: Channel
+
+    @classmethod
+    def start(cls, what: str, module: str, fds: tuple[int, ...], log: Path) -> "ChildProcess":
+        """Start a process and return at once.
+
+        Args:
+            what: Name in messages.
+            module: Run with the process id of this process and the file descriptor of its socket.
+            fds: File descriptors that it inherits besides.
+            log: File of its output.
+
+        Raises:
+            OSError: No process could be started.
+        """
+        here, there = socket.socketpair()
+        with there, open(log, "ab") as output:
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", module, str(os.getpid()), str(there.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(there.fileno(), *fds),
+                    start_new_session=True,  # Ctrl-C in the terminal must not reach it
+                )
+            except OSError:
+                here.close()
+                raise
+        return cls(what, process, Channel(here))
+
+    @property
+    def pid(self) -> int:
+        """Return the process id."""
+        return self.process.pid
+
+    @property
+    def name(self) -> str:
+        """Return the process's name in messages."""
+        return f"{self.what} (process {self.pid})"
+
+    @property
+    def is_dead(self) -> bool:
+        """Return whether the process has ended."""
+        return self.process.poll() is not None
+
+    def death(self) -> str:
+        """Return how it has ended."""
+        try:
+            code = self.process.wait(timeout=CODE_S)  # the connection ends a moment before the process
+        except subprocess.TimeoutExpired:
+            code = None
+        return f"{self.name} {'has closed its connection' if code is None else f'ended with {code}'}"
+
+    def end(self) -> None:
+        """End the process, whatever it does, and wait until it is gone.
+
+        Raises:
+            subprocess.TimeoutExpired: It is still there after 10 s.
+        """
+        self.channel.close()
+        self.process.kill()
+        self.process.wait(timeout=END_S)
+
+
+def start_worker(index: int, start: WorkerStart) -> WorkerHandle:
+    """Start a worker and return at once.
+
+    Raises:
+        OSError: No process could be started.
+    """
+    log = log_file(f"worker_{index}.log", start.logs)
+    process = ChildProcess.start(f"rollout worker {index}", MODULE, start.fds, log)
+    process.channel.send("begin", path=sys.path, **start.begin)
+    return WorkerHandle(index, process, process.channel, start.rows)
+
+
+def log_file(name: str, logs: Path | None) -> Path:
+    """Return the file of a process's output; its directory is made."""
+    if logs is None:
+        return Path(os.devnull)
+    logs.mkdir(parents=True, exist_ok=True)
+    return logs / name
 
 
 class WorkerPool:

@@ -25,14 +25,10 @@ from aedit.spec_rollout.engine import check_prompt
 from aedit.spec_rollout.migration import Reallocator, SampleKey, encode_prompt
 from aedit.spec_rollout.model import unwrapped
 from aedit.spec_rollout.sampling import Prompt, Rollout
-from aedit.spec_rollout.workers.config import WorkerConfig
-from aedit.spec_rollout.workers.dispatcher import Dispatcher, Report
-from aedit.spec_rollout.workers.pool import WorkerPool
-from aedit.spec_rollout.workers.remote_engine import RemoteEngine
-from aedit.spec_rollout.workers.remote_workers import RemotePolicy, RemoteStart
-from aedit.spec_rollout.workers.samples import Samples
+from aedit.spec_rollout.workers.dispatcher import Dispatcher, RemoteEngine, Report, Samples
+from aedit.spec_rollout.workers.handle import RemotePolicy, RemoteStart
+from aedit.spec_rollout.workers.pool import WorkerConfig, WorkerPool, WorkerStart
 from aedit.spec_rollout.workers.shared_weights import SharedWeights
-from aedit.spec_rollout.workers.worker_process import WorkerStart
 from aedit.types import checked
 from aedit.weight_gather import sharded, take_part
 
@@ -44,7 +40,7 @@ Window = Callable[[str], AbstractContextManager[object]]
 
 
 @runtime_checkable
-class Online(Protocol):
+class OnlineLayer(Protocol):
     """The parts of an `OnlineDrafter` that the source uses."""
 
     @property
@@ -84,7 +80,7 @@ class WorkerSource:
         Raises:
             ValueError: The arms need a drafter that is missing.
         """
-        self._online = drafter if isinstance(drafter, Online) else None
+        self._online = drafter if isinstance(drafter, OnlineLayer) else None
         if self._online is not None:
             drafter = self._online.layer
         if drafter is None and any(arm.startswith("layer") for arm in config.arms):

@@ -8,9 +8,7 @@ import os
 import signal
 import socket
 import sys
-import time
 import traceback
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from aedit.spec_rollout.workers.channel import Channel, Message
@@ -21,7 +19,6 @@ if TYPE_CHECKING:  # torch takes seconds to load, and this process must first be
 
 BEAT_S = 0.5
 """Interval of the messages of a worker that has nothing else to say."""
-FLUSH_S = 2.0
 
 
 def main(arguments: list[str]) -> int:
@@ -31,7 +28,7 @@ def main(arguments: list[str]) -> int:
     end_with_parent(parent, signal.SIGKILL)
     channel = Channel(socket.socket(fileno=fd))
     try:
-        begin, *more = _first_messages(channel)
+        begin, *more = channel.first_messages()
         worker = _make(begin, channel)
         for message in more:
             worker.handle(message)
@@ -39,17 +36,9 @@ def main(arguments: list[str]) -> int:
             worker.advance(BEAT_S)
     except BaseException as error:
         traceback.print_exc()
-        _say(channel, f"{type(error).__name__}: {error}")
+        channel.send_error(f"{type(error).__name__}: {error}")
         return 1
     return 0
-
-
-def _first_messages(channel: Channel) -> list[Message]:
-    while not (messages := channel.receive()):
-        if channel.closed:
-            raise ConnectionError("the rank has closed the connection")
-        Channel.wait([channel], BEAT_S)
-    return messages
 
 
 def _make(begin: Message, channel: Channel) -> "Worker":
@@ -61,16 +50,6 @@ def _make(begin: Message, channel: Channel) -> "Worker":
 
     torch.set_num_threads(begin["threads"])
     return Worker(begin, channel)
-
-
-def _say(channel: Channel, error: str) -> None:
-    """Send the error, as long as the rank reads."""
-    deadline = time.monotonic() + FLUSH_S
-    with suppress(OSError):
-        channel.send("error", message=error)
-        while channel.num_unsent_bytes and not channel.closed and time.monotonic() < deadline:
-            Channel.wait([channel], 0.1)
-            channel.flush()
 
 
 if __name__ == "__main__":
