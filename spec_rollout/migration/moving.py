@@ -2,7 +2,7 @@
 
 Tokens are a few kilobytes, keys and values megabytes: computing a text again is faster than sending them over
 most networks, and slower than copying them. With coupled sampling a sample that moves gets the same tokens as
-one that stays. For ranks of a process group see `sample_transfer`.
+one that stays. For ranks of a process group see `sample_text`.
 """
 
 import math
