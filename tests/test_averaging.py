@@ -15,7 +15,7 @@ from kit.waiting import until
 
 from aedit.proto.swarm import AveragingSettings, HivemindAverager, averaging
 from aedit.proto.swarm.averaging import APART, Comparison
-from aedit.proto.swarm.sketch import distance, sketch
+from aedit.proto.swarm.averaging_process import distance, sketch
 from aedit.types import UserError
 
 MADDR = "/ip4/127.0.0.1/tcp/7/p2p/12D3KooWRZkapaYLTr2WiU5AsdKoHJSSqyxkCZ7uiiEm7nB4RDGQ"

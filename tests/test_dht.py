@@ -19,9 +19,8 @@ from kit.swarm import RUN, card_of, data_of, key_of
 from kit.waiting import until
 
 from aedit.proto.swarm import DhtDiscovery, DhtSettings, Gossip, GossipPlan, KnownPeers, encoded
-from aedit.proto.swarm.dht import COMMAND
+from aedit.proto.swarm.dht import COMMAND, KeptNode
 from aedit.proto.swarm.dht_process import MOST_RECORDS, CardsOnly, prune, record_key
-from aedit.proto.swarm.kept_node import KeptNode
 from aedit.types import UserError
 
 STRANGER = Path(__file__).parent / "kit" / "dht_stranger.py"

@@ -13,9 +13,8 @@ from aedit.launch.swarm import part_view
 from aedit.proto.rpc import parsed
 from aedit.proto.rpc import swarm_pb2 as pb
 from aedit.proto.swarm import KnownPeers, PartPlaces, Proofs, ReplicasFile, encoded, read_proof
-from aedit.proto.swarm.contradiction import contradiction
 from aedit.proto.swarm.exchange import MOST_SENT, Violation
-from aedit.proto.swarm.proofs import proof_text
+from aedit.proto.swarm.proofs import contradiction, proof_text
 
 LIAR = key_of(1)  # that of peer 0 of a network
 TRUE, FALSE = statement(1, key=LIAR), statement(2, key=LIAR)

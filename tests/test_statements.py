@@ -11,7 +11,7 @@ from aedit.proto.rpc import contradict, parsed, place_of, signed
 from aedit.proto.rpc import statement as wire
 from aedit.proto.rpc.statement import is_signed
 from aedit.proto.swarm import card, statements
-from aedit.proto.swarm.contradiction import contradiction
+from aedit.proto.swarm.proofs import contradiction
 from aedit.proto.swarm.statements import Statements
 
 OTHER = key_of(78)

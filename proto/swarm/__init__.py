@@ -1,4 +1,14 @@
-"""Peers of a run without a central hub: who is there, and which of them host what."""
+"""Peers of a run without a central hub: which peers there are, and which of them host what.
+
+- `card`, `statements`, `proofs`: what a peer signs about itself and its anchors, and proofs that a key lied
+- `gossip`, `exchange`, `dialing`, `known_peers`: peers exchange cards; begin with `gossip`
+- `discovery`: how peers find addresses. `dht`, `dht_process`: the same by hivemind's hash table
+- `placement`, `founding`: which peers host a part, and votes that re-create one
+- `local_files`: files that the processes of one machine share
+- `averaging`, `averaging_process`, `hivemind_child`: averaging by hivemind, in a process of its own
+
+Called by `proto.agent`, `edit` and `launch`.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -13,24 +23,37 @@ if TYPE_CHECKING:
         AveragingSettings,
         HivemindAverager,
     )
-    from aedit.proto.swarm.calling import PeerCalls
-    from aedit.proto.swarm.card import Founding, PartReplica, PeerCard, decoded, encoded
-    from aedit.proto.swarm.contradiction import Contradiction
-    from aedit.proto.swarm.dht import DhtDiscovery, DhtSettings
-    from aedit.proto.swarm.discovery import Discovery
+    from aedit.proto.swarm.card import Founding, PartReplica, PeerCard, Serials, decoded, encoded
+    from aedit.proto.swarm.dht import (
+        DhtDiscovery,
+        DhtSettings,
+        announced_maddr,
+        checked_maddrs,
+        listening_maddr,
+    )
+    from aedit.proto.swarm.dialing import PeerCalls
+    from aedit.proto.swarm.discovery import Discovery, PeerFile
     from aedit.proto.swarm.exchange import Certified
     from aedit.proto.swarm.founding import MOST_FORCED, Register, accepted, begins, forced, mark, owned, voted
     from aedit.proto.swarm.gossip import Gossip, GossipPlan
     from aedit.proto.swarm.hivemind_child import bind_children, remove_socket
     from aedit.proto.swarm.known_peers import KnownPeers
-    from aedit.proto.swarm.maddr import announced_maddr, checked_maddrs, listening_maddr
-    from aedit.proto.swarm.node_file import NODE, WRITTEN_EVERY_S, NodeFile, NodeState, write_node
-    from aedit.proto.swarm.peer_file import PeerFile
+    from aedit.proto.swarm.local_files import (
+        KEY,
+        NODE,
+        REPLICAS,
+        STATEMENTS,
+        WRITTEN_EVERY_S,
+        NodeFile,
+        NodeState,
+        PartPlaces,
+        ReplicasFile,
+        StatementsFile,
+        write_node,
+        write_statements,
+    )
     from aedit.proto.swarm.placement import candidates, chosen, ranking
-    from aedit.proto.swarm.proofs import Proofs, read_proof
-    from aedit.proto.swarm.received_file import STATEMENTS, StatementsFile, write_statements
-    from aedit.proto.swarm.replicas_file import KEY, REPLICAS, PartPlaces, ReplicasFile
-    from aedit.proto.swarm.serials import Serials
+    from aedit.proto.swarm.proofs import Contradiction, Proofs, read_proof
 
 __all__ = [
     "AVERAGING",

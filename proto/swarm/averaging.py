@@ -20,8 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from aedit.proto.swarm.hivemind_child import remove_socket
-from aedit.proto.swarm.line_process import LineProcess
+from aedit.proto.swarm.hivemind_child import LineProcess, remove_socket
 from aedit.system import anonymous_memory, write_atomically
 from aedit.types import UserError, printable
 

@@ -6,14 +6,17 @@ There is one encoding for each card: other bytes of the same content are refused
 
 import math
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from google.protobuf.message import DecodeError
 
 from aedit.proto.rpc import KEY_BYTES, MOST_GENERATIONS, SIGNATURE_BYTES, is_signed_by
 from aedit.proto.rpc import swarm_pb2 as pb
+from aedit.system import write_atomically
 from aedit.types import address_fault, printable
 
 VERSION = 1
@@ -268,3 +271,37 @@ def _body(card: PeerCard) -> bytes:
         ],
     )
     return message.SerializeToString(deterministic=True)
+
+
+_RESERVED = 4096
+
+
+class Serials:
+    """Numbers that grow. A file keeps a bound that no number given so far has reached.
+
+    Without the file, for example on a new disk, they continue at the wall clock's milliseconds.
+    """
+
+    def __init__(self, path: Path, wall_s: Callable[[], float] = time.time) -> None:
+        """Continue after the numbers of an earlier process.
+
+        Raises:
+            ValueError: The file does not contain a number.
+            OSError: It cannot be read.
+        """
+        self._path = path
+        try:
+            kept = path.read_text(encoding="ascii").strip() if path.exists() else "0"
+            self._reserved = int(kept)
+        except ValueError:
+            raise ValueError(f"{path} does not contain a number: delete it") from None
+        self._last = max(self._reserved, int(wall_s() * 1000))
+
+    def next(self, above: int = 0) -> int:
+        """Return a number above all former ones and `above`. Raises OSError if the file cannot be written."""
+        number = max(self._last, above) + 1
+        if number >= self._reserved:
+            write_atomically(self._path, f"{number + _RESERVED}\n")
+            self._reserved = number + _RESERVED
+        self._last = number
+        return number

@@ -7,8 +7,12 @@ address of before, if it can, and calls the nodes that it knew last.
 
 import base64
 import importlib.util
+import ipaddress
+import json
 import logging
 import os
+import re
+import socket
 import sys
 import threading
 import time
@@ -19,10 +23,8 @@ from time import monotonic
 from typing import Any
 
 from aedit.proto.swarm.card import parsed
-from aedit.proto.swarm.hivemind_child import remove_socket
-from aedit.proto.swarm.kept_node import KeptNode
-from aedit.proto.swarm.line_process import LineProcess
-from aedit.proto.swarm.maddr import checked_maddrs, is_maddr
+from aedit.proto.swarm.hivemind_child import LineProcess, remove_socket
+from aedit.system import write_atomically
 from aedit.types import PositiveFloat, UserError, checked, printable
 
 log = logging.getLogger(__name__)
@@ -262,3 +264,96 @@ class _Trouble:
     def text(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since_s))
         return f"no hash table since {since}: {self.reason}"
+
+
+_PORT = re.compile(r"/tcp/(\d{1,5})(?:/|$)")
+_LISTENS_AT = re.compile(r"/ip[46]/([^/]+)/tcp/0")
+_MOST_NODES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class KeptNode:
+    """Port and known nodes of a node's last start. A node without them starts all the same."""
+
+    port: int = 0
+    """Port where the node has listened last; 0 if it has not."""
+    nodes: tuple[str, ...] = ()
+    """Addresses of other nodes."""
+
+    @classmethod
+    def load(cls, identity: Path | None) -> "KeptNode":
+        """Return what is kept beside the file of the node's key; nothing if there is none."""
+        try:
+            found = json.loads(_file(identity).read_text(encoding="utf-8")) if identity else {}
+            port, nodes = int(found.get("port", 0)), tuple(filter(is_maddr, map(str, found.get("nodes", ()))))
+        except (OSError, ValueError, TypeError, AttributeError):
+            return cls()
+        return cls(port if 0 < port < 2**16 else 0, nodes[:_MOST_NODES])
+
+    def save(self, identity: Path | None) -> None:
+        """Write what is kept beside the file of the node's key."""
+        try:
+            if identity:
+                told = {"port": self.port, "nodes": self.nodes}
+                write_atomically(_file(identity), json.dumps(told, indent=1) + "\n", sync=False)
+        except OSError as error:
+            log.warning("the hash table's last nodes cannot be kept: %s", error)
+
+    def renewed(self, maddrs: Sequence[str], nodes: Sequence[str]) -> "KeptNode":
+        """Return this with what a node tells now; the former nodes stay while there are no others."""
+        port = _PORT.search(maddrs[0]) if maddrs else None
+        return KeptNode(int(port[1]) if port else self.port, tuple(sorted(nodes)) or self.nodes)
+
+    def listening(self, maddr: str) -> str:
+        """Return a multiaddress that takes any port with the port of before instead, if that is free."""
+        found = _LISTENS_AT.fullmatch(maddr)
+        if not (found and self.port):
+            return maddr
+        with socket.socket(socket.AF_INET6 if ":" in found[1] else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((found[1], self.port))
+            except OSError:
+                return maddr
+        return f"{maddr.removesuffix('0')}{self.port}"
+
+
+def _file(identity: Path) -> Path:
+    return identity.with_name(f"{identity.name}.last.json")
+
+
+_MADDR = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/[^/\s]+/.*/p2p/[1-9A-HJ-NP-Za-km-z]{20,80}")
+
+
+def is_maddr(text: str) -> bool:
+    """Return whether `text` is the multiaddress of a peer."""
+    return bool(_MADDR.fullmatch(text))
+
+
+def checked_maddrs(texts: tuple[str, ...]) -> tuple[str, ...]:
+    """Return `texts`. Raise UserError that names the first one that is not the multiaddress of a peer."""
+    for text in texts:
+        if not is_maddr(text):
+            raise UserError(
+                f"{printable(text, 128)!r} is not the address of a peer, as in"
+                " /ip4/10.0.0.1/tcp/7000/p2p/12D3KooW..."
+            )
+    return texts
+
+
+def listening_maddr(listen: str, port: int) -> str:
+    """Return the multiaddress of the host in HOST:PORT with another port; all interfaces if it is empty."""
+    host = listen.rpartition(":")[0].strip("[]") or "0.0.0.0"
+    try:
+        found = ipaddress.ip_address(socket.gethostbyname(host) if ":" not in host else host)
+    except (OSError, ValueError) as error:
+        raise UserError(f"swarm.listen: {host!r} is no address of this machine ({error})") from None
+    return f"/ip{found.version}/{found}/tcp/{port}"
+
+
+def announced_maddr(host: str, port: int) -> str:
+    """Return the multiaddress by which others reach a host name or an IP address."""
+    try:
+        return f"/ip{ipaddress.ip_address(host.strip('[]')).version}/{host.strip('[]')}/tcp/{port}"
+    except ValueError:
+        return f"/dns/{host}/tcp/{port}"

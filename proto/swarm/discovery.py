@@ -1,7 +1,10 @@
-"""The interface of discovery: how peers of a run find each other's addresses."""
+"""The interface of discovery, by which peers of a run find each other's addresses; and the list in a file."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
+
+from aedit.types import address_fault, checked
 
 
 class Discovery(Protocol):
@@ -27,3 +30,67 @@ class Discovery(Protocol):
 
     def close(self) -> None:
         """End everything that was started. May be called more than once."""
+
+
+_MOST_FILE_BYTES = 2**20
+
+
+@checked()
+class PeerFile:
+    """Finds the peers that a file lists: one HOST:PORT per line, comments begin with `#`.
+
+    The file is read again when it changes. It may be missing for a while. A wrong line is named in `state`,
+    and the others count. `announce` does nothing: whoever writes the file adds this peer to it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._mark: tuple[int, int, int] | None = None
+        self._found: tuple[str, ...] = ()
+        self._state = ""
+
+    def announce(self, card: bytes) -> None:
+        """Do nothing."""
+
+    def found(self) -> Sequence[str]:
+        """Return the addresses in the file, each once. If it cannot be read, those that were read last."""
+        try:
+            stat = self._path.stat()
+            mark = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+            if mark != self._mark:
+                self._found, self._state = _read(self._path)
+                self._mark = mark
+        except (OSError, ValueError) as error:
+            self._mark, self._state = None, f"cannot read {self._path}: {error}"
+        return self._found
+
+    @property
+    def introduction(self) -> str:
+        """Return ""."""
+        return ""
+
+    @property
+    def state(self) -> str:
+        """Return which lines are wrong, or why the file cannot be read; "" if nothing is wrong."""
+        return self._state
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def _read(path: Path) -> tuple[tuple[str, ...], str]:
+    """Return the addresses in the file, and what is wrong with it. Raises OSError or ValueError."""
+    with path.open("rb") as file:
+        content = file.read(_MOST_FILE_BYTES + 1)
+    if len(content) > _MOST_FILE_BYTES:
+        raise ValueError(f"it has more than {_MOST_FILE_BYTES} bytes")
+    found: dict[str, None] = {}
+    wrong = []
+    for number, line in enumerate(content.decode("utf-8", "replace").splitlines(), 1):
+        address = line.partition("#")[0].strip()
+        if address and (fault := address_fault(address)):
+            wrong.append(f"{path}, line {number}: {fault}")
+        elif address:
+            found[address] = None
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    return tuple(found), wrong[0] + more if wrong else ""

@@ -26,8 +26,8 @@ from aedit.proto.rpc import (
     SigningKey,
 )
 from aedit.proto.rpc import swarm_pb2 as pb
-from aedit.proto.swarm.calling import PeerCalls
 from aedit.proto.swarm.card import PeerCard
+from aedit.proto.swarm.dialing import PeerCalls
 from aedit.proto.swarm.discovery import Discovery
 from aedit.proto.swarm.exchange import MOST_HINTS, Certified, Exchanges
 from aedit.proto.swarm.known_peers import KnownPeers

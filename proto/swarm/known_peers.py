@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Literal
 
 from aedit.proto.swarm.card import PeerCard, decoded, parsed
-from aedit.proto.swarm.contradiction import Contradiction, contradiction
+from aedit.proto.swarm.proofs import Contradiction, contradiction
 from aedit.types import printable
 
 KEY_PREFIX = 16

@@ -1,12 +1,48 @@
-"""Files of proofs against the owners of parts: two statements of one key that contradict each other."""
+"""Proofs that a key has lied, and their files: two cards of one serial, or statements that contradict."""
 
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from aedit.proto.swarm.contradiction import Contradiction, contradiction
+from aedit.proto.rpc import VERSION, Statement, contradict
+from aedit.proto.swarm.card import decoded
 from aedit.system import write_atomically
+
+
+@dataclass(frozen=True, slots=True)
+class Contradiction:
+    """A key that has signed two things of which at most one is true."""
+
+    run: str
+    public_key: bytes
+    reason: str
+    """Description of the fault for people, without the name of the peer."""
+    one: bytes
+    other: bytes
+    statement: Statement | None = None
+    """Version that two statements describe; None: the proof is two cards."""
+
+
+def contradiction(one: bytes, other: bytes) -> Contradiction | None:
+    """Return what `one` and `other` prove; None if they prove nothing."""
+    if one[:1] == bytes((VERSION,)):
+        place = contradict(one, other)
+        if place is None:
+            return None
+        reason = f"it has signed two values of {place.described()}"
+        return Contradiction(place.run, place.public_key, reason, one, other, place)
+    try:
+        first, second = decoded(one), decoded(other)
+    except ValueError:
+        return None
+    same = (first.public_key, first.run, first.serial) == (second.public_key, second.run, second.serial)
+    if not same or one == other:
+        return None
+    reason = f"two different cards of {first.name!r} have the serial {first.serial}"
+    return Contradiction(first.run, first.public_key, reason, one, other)
+
 
 log = logging.getLogger(__name__)
 
