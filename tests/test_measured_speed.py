@@ -2,7 +2,7 @@
 
 import pytest
 
-from aedit.spec_rollout.remote.measured_speed import HOPE_S, MeasuredSpeed
+from aedit.spec_rollout.remote.session import HOPE_S, MeasuredSpeed
 
 
 def measured(token_s=0.2, live=4):

@@ -9,7 +9,7 @@ from kit.served_runs import write_served_run
 
 from aedit.launch.cli.main import main
 from aedit.launch.config import load, to_toml
-from aedit.launch.serve import announcer, run_member, run_server
+from aedit.launch.serve import run_line, run_member, run_server
 from aedit.proto.rpc import HelloReply, HubRefused, HubUnreachable
 from aedit.proto.rpc import directory_pb2 as pb
 
@@ -55,7 +55,7 @@ def served(tmp_path, monkeypatch):
     config = to_toml(load(write_served_run(tmp_path, drafter="off"), []).config, defaults=False)
     monkeypatch.setattr(run_server, "greet", lambda *_: HelloReply(config=config))
     monkeypatch.setattr(run_server, "LOOK_S", 0.01)
-    monkeypatch.setattr(announcer, "EVERY_S", 0.01)
+    monkeypatch.setattr(run_line, "EVERY_S", 0.01)
 
     def serve(*replies):
         directory = FakeDirectory(*replies)

@@ -13,7 +13,7 @@ from kit.tiny_policies import policy
 
 from aedit.launch.config import DrafterConfig, RunConfig
 from aedit.launch.serve import server_drafter
-from aedit.launch.serve.line_engines import LineEngines
+from aedit.launch.serve.served_run import LineEngines
 from aedit.launch.serve.server_drafter import ServerDrafter
 from aedit.spec_rollout import Engine, Prompt, Sampling, make_target
 from aedit.spec_rollout.choose import Fixed

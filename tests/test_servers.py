@@ -23,7 +23,7 @@ from aedit.spec_rollout.audit import Origin
 from aedit.spec_rollout.migration import encode_prompt
 from aedit.spec_rollout.remote import Servers
 from aedit.spec_rollout.remote.config import layout_of
-from aedit.spec_rollout.remote.places import Place
+from aedit.spec_rollout.remote.discovery import Place
 from aedit.spec_rollout.remote.session import ServerFacts, Session
 from aedit.spec_rollout.workers import pool
 

@@ -1,4 +1,12 @@
-"""`aedit serve`: the process of a rollout server."""
+"""`aedit serve`: the process of a rollout server, of a run or of a plain model.
+
+The command line calls `serve_run` and `start_servers`; begin with `run_server.py`.
+
+- `run_server.py`: start and end of the process; `run_member.py`: the server as a member of a run.
+- `served_run.py`: configuration, model and engines; `server_drafter.py`: its learned drafter.
+- `run_line.py`: announcements, and the run's policy versions; `model_server.py`: HTTP.
+- `places.py`: addresses; `server_folder.py`: folder, name and key.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,7 @@
-"""HTTP servers of one policy until the process is asked to end."""
+"""HTTP servers of one policy until the process is asked to end.
+
+`RunHttp` serves the policy of a run: public requests on the line `run`, after those of trainers.
+"""
 
 import signal
 import threading
@@ -6,8 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from aedit.spec_rollout.http import HttpServer, HttpService, control_routes, make_app
+from transformers import AutoTokenizer
+
+from aedit.launch.node import stop_tokens
+from aedit.launch.serve.places import HttpPlace
+from aedit.launch.serve.served_run import ServedRun
+from aedit.spec_rollout.http import HttpServer, HttpService, TextCodec, control_routes, make_app
+from aedit.spec_rollout.server import EngineHost
 from aedit.types import UserError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -91,3 +101,47 @@ def _start(service: HttpService, app: object, place: tuple[str, int], option: st
         return HttpServer(app, *place, service.limits)  # type: ignore[arg-type]
     except (OSError, OverflowError) as error:
         raise UserError(f"{option}: {place[0]}:{place[1]} cannot be served: {error}") from None
+
+
+_tokenizers: Any = AutoTokenizer  # its methods carry no types
+
+
+@dataclass(slots=True)
+class RunHttp:
+    """HTTP server of the run's policy; serves from `start`, when the line has a version."""
+
+    host: EngineHost
+    run: ServedRun
+    line: str
+    place: HttpPlace | None
+    """None: HTTP is not served."""
+    folder: Path
+    """For the files of the tokenizer."""
+    servers: Sequence[HttpServer] = ()
+
+    def start_once(self) -> str:
+        """Serve if that has not begun and the policy is there; return the address then, else "".
+
+        Raises UserError if the address cannot be used.
+        """
+        if self.place is None or self.servers or not self.host.engine(self.line).version:
+            return ""
+        place, key_file = self.place, self.place.key_file
+        keys = () if key_file is None else read_keys(key_file, "--api-key-file")
+        addresses = Addresses(host=place.host, port=place.port, keys=keys)
+        self.folder.mkdir(exist_ok=True)
+        self.run.tokenizer.save(self.folder)
+        service = HttpService(
+            host=self.host,
+            line=self.line,
+            codec=TextCodec(_tokenizers.from_pretrained(self.folder, trust_remote_code=False)),
+            model=self.run.config.name,
+            eos=stop_tokens(self.run.model, self.run.tokenizer.eos_id),
+        )
+        service.metrics.follow(self.host.status)
+        self.servers = start_servers(service, addresses)
+        return self.servers[0].address
+
+    def close(self) -> None:
+        """End the server."""
+        close_servers(self.servers)

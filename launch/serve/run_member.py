@@ -6,12 +6,10 @@ from typing import Any
 
 from aedit.launch.config import RunConfig
 from aedit.launch.records import Clock, Recorder
-from aedit.launch.serve.announcer import Announcer
-from aedit.launch.serve.line_engines import LineEngines
+from aedit.launch.serve.model_server import RunHttp
 from aedit.launch.serve.places import ServerPlaces
-from aedit.launch.serve.run_http import RunHttp
-from aedit.launch.serve.run_line import RUN_LINE, RunLine
-from aedit.launch.serve.served_run import ServedRun
+from aedit.launch.serve.run_line import RUN_LINE, Announcer, RunLine
+from aedit.launch.serve.served_run import LineEngines, ServedRun
 from aedit.launch.serve.server_drafter import ServerDrafter
 from aedit.launch.serve.server_folder import ServerFolder
 from aedit.proto.rpc import ClientKeys, DirectoryClient, Server, ServerCard, ServerKeys

@@ -5,7 +5,7 @@ It learns from one line at a time, as its trainer follows one policy: from a tra
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +17,7 @@ from torch import Tensor
 
 from aedit.launch.config import RunConfig
 from aedit.launch.node import FILE, TrainerDeaths, online_config, save_drafter, saved_layer
-from aedit.launch.serve.guarded_sink import GuardedSink
-from aedit.spec_rollout.drafters import DraftLayer, LayerDrafter
+from aedit.spec_rollout.drafters import DraftLayer, FeatureSink, LayerDrafter, RowStart, StepUpdate
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.model import TargetModel
 from aedit.spec_rollout.training import OnlineDrafter
@@ -285,3 +284,40 @@ def _copied(layer: DraftLayer) -> DraftLayer:
     copy = DraftLayer(layer.shape).to(layer.gain)
     copy.load_state_dict(layer.state_dict())
     return copy.requires_grad_(False)
+
+
+class GuardedSink:
+    """A `FeatureSink` that passes everything to another one until that raises, and nothing afterwards."""
+
+    def __init__(self, sink: FeatureSink, failed: Callable[[Exception], None]) -> None:
+        """Pass to `sink`; failed: takes its error."""
+        self._sink, self._failed, self._is_over = sink, failed, False
+
+    def begin(self, rows: Sequence[RowStart], version: int) -> None:
+        """Add samples that start in these rows."""
+        self._try(lambda: self._sink.begin(rows, version))
+
+    def update(self, update: StepUpdate, version: int) -> None:
+        """Receive the tokens and features of one step."""
+        self._try(lambda: self._sink.update(update, version))
+
+    def move(self, source: int, target: int) -> None:
+        """Rename row `source` to `target`, whose sample has ended."""
+        self._try(lambda: self._sink.move(source, target))
+
+    def end(self, row: int, finished: bool) -> None:
+        """Remove the sample of `row`."""
+        self._try(lambda: self._sink.end(row, finished))
+
+    def status(self) -> dict[str, object]:
+        """Return contents and memory use."""
+        return self._sink.status()
+
+    def _try(self, call: Callable[[], None]) -> None:
+        if self._is_over:
+            return
+        try:
+            call()
+        except Exception as error:
+            self._is_over = True
+            self._failed(error)

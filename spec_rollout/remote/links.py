@@ -14,9 +14,8 @@ from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.proto.versions import LineUnknown, VersionsClient, VersionStore
 from aedit.spec_rollout.audit import AuditVerdict, Origin
 from aedit.spec_rollout.remote.audits import AuditDone, Audits
-from aedit.spec_rollout.remote.connection import PROTOCOL, Connection
-from aedit.spec_rollout.remote.discovery import Listed, ServerDiscovery
-from aedit.spec_rollout.remote.places import Place, Places
+from aedit.spec_rollout.remote.connection import PROTOCOL, Connection, ServerStream
+from aedit.spec_rollout.remote.discovery import Listed, Place, Places, ServerDiscovery
 from aedit.spec_rollout.remote.publisher import (
     Author,
     VersionGiven,
@@ -28,7 +27,6 @@ from aedit.spec_rollout.remote.publisher import (
 )
 from aedit.spec_rollout.remote.report_checks import Violation
 from aedit.spec_rollout.remote.settings import LinkSettings
-from aedit.spec_rollout.remote.stream import ServerStream
 from aedit.spec_rollout.sampling import TokenDecoder
 from aedit.spec_rollout.training import ArrayReader
 from aedit.spec_rollout.workers import Channel, Message
