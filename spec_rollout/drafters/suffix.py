@@ -221,7 +221,7 @@ ROOT = 0
 class RowText:
     """Text of one row and its states in the group's history.
 
-    Tokens are only stored until a draft is requested: an automaton that nobody asks must cost nothing.
+    Tokens are only stored until a draft is requested: an automaton without requests must cost nothing.
     """
 
     history: GroupHistory

@@ -118,7 +118,7 @@ class RowScheduler:
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def view(self) -> EngineView:
-        """Return what an arm chooser is told about the running samples."""
+        """Return the state of the running samples for an arm chooser."""
         # A drafter without weights has no version.
         versions: dict[str, int] = {by: getattr(x, "version", 0) for by, x in self.drafters.items()}
         return EngineView(len(self.running), sum(sample.length for sample in self.running), versions)

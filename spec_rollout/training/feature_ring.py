@@ -3,7 +3,7 @@
 The memory contains a table of entries and a pool of pages. A sample is one entry and a chain of pages that
 grows with it. Written data never changes. Its length and CRC-32 are one 8-byte word, so that a reader sees a
 complete prefix or, from the entry's sequence number (odd: unused), that the sample was evicted. The writer
-never waits, and a suspended reader blocks nobody.
+never waits, and a suspended reader blocks no other.
 """
 
 import zlib

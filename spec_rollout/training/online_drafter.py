@@ -296,7 +296,7 @@ class OnlineDrafter:
         self._adopted = self._refused = 0
 
     def status(self) -> dict[str, Any]:
-        """Return the state by name, for people and metrics.
+        """Return the state by name, for logs and metrics.
 
         `steps` are microbatches of the trainer; `refused` counts trained drafters that were not better and
         shared ones that were worse or not usable; `version` changes with the drafter in use. See

@@ -49,7 +49,7 @@ class Training(Protocol):
         """
 
     def metrics(self) -> Mapping[str, float]:
-        """Return figures for people, such as steps, loss and held-out match."""
+        """Return readable figures, such as steps, loss and held-out match."""
 
 
 @dataclass(frozen=True, slots=True)

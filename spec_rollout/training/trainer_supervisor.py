@@ -425,7 +425,7 @@ class DrafterTraining:
         return 1e-6 * self._supervisor.counted(StatusWord.CPU_US)
 
     def status(self) -> dict[str, Any]:
-        """Return the state by name, for people and metrics.
+        """Return the state by name, for logs and metrics.
 
         `utilization` is the trainer's processor time over the idle time.
         """
