@@ -28,8 +28,8 @@ from aedit.launch.config import (
     warnings,
     with_flags,
 )
+from aedit.launch.config.checks import without_effect
 from aedit.launch.config.config import EditConfig, LocalConfig
-from aedit.launch.config.effects import without_effect
 from aedit.launch.records import differences, file_name
 from aedit.types import UserError
 

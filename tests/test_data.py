@@ -26,7 +26,7 @@ from aedit.launch.data import (
     load_tokenizer,
 )
 from aedit.launch.data.corpus import source_files
-from aedit.launch.data.packing import RowWriter
+from aedit.launch.data.samples import RowWriter
 from aedit.types import UserError
 
 BYTE = load_tokenizer(DataConfig())

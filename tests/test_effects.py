@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from aedit.launch.config import RunConfig, hints, load, to_toml
-from aedit.launch.config.effects import RULES, without_effect
+from aedit.launch.config.checks import RULES, without_effect
 from aedit.types import UserError
 
 HUB = '[hub]\naddress = "h:1"\n'

@@ -4,7 +4,7 @@ import hashlib
 import json
 
 from aedit.launch.config import RunConfig, difference, method, parse, to_toml, with_flags
-from aedit.launch.config.methods import defaults
+from aedit.launch.config.fields import defaults
 from aedit.proto.rpc import PROTOCOL
 
 DEFAULTS = {5: "084abe276dfffa46"}

@@ -24,7 +24,7 @@ import json, sys
 import aedit
 from aedit.edit.config import EditConfig
 from aedit.launch.config.loading import parse
-from aedit.launch.config.methods import method
+from aedit.launch.config.fields import method
 from aedit.launch.records.provenance import source_digest
 from aedit.proto.rpc.client import HubClient
 from aedit.proto.rpc.client import PROTOCOL

@@ -1,17 +1,45 @@
-"""Configuration of a run: values, files, flags. Imports no torch."""
+"""Configuration of a run: values, files, flags. Imports no torch.
+
+Begin at `config.RunConfig` and `loading.load`.
+
+config, rl, serve, swarm: the tables of a configuration file.
+loading: from TOML files, presets and flags to one value, with the origin of each key.
+fields: keys by dotted name, as types and as TOML text; which of them decide the result.
+flags: keys as flags of the command line, and their help.
+checks: keys without effect, and objects named by import path.
+memory: what a run needs, and what the machine has.
+placement: which nodes run where, and the words that start them.
+
+Every command loads one; nodes, hubs and peers get it from `run.toml` or from the hub.
+"""
 
 from typing import TYPE_CHECKING
 
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
-    from aedit.launch.config.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-    from aedit.launch.config.effects import check_effects
-    from aedit.launch.config.extensions import check_imports
-    from aedit.launch.config.fields import hints, literal, to_toml, values
+    from aedit.launch.config.checks import check_effects, check_imports
+    from aedit.launch.config.config import (
+        DataConfig,
+        ModelConfig,
+        RunConfig,
+        TrainConfig,
+        of_this_machine,
+        samples_per_step,
+        tokens_per_step,
+        unit_rules,
+    )
+    from aedit.launch.config.fields import difference, hints, literal, method, to_toml, values
     from aedit.launch.config.flags import flag_keys, flags_help, split_flags, with_flags
-    from aedit.launch.config.loading import continued, load, load_run, parse
-    from aedit.launch.config.machine import of_this_machine
+    from aedit.launch.config.loading import (
+        PREFIX,
+        continued,
+        load,
+        load_run,
+        parse,
+        preset_names,
+        preset_text,
+    )
     from aedit.launch.config.memory import (
         FP32_BYTES,
         check_memory,
@@ -20,7 +48,6 @@ if TYPE_CHECKING:
         state_bytes,
         trains_on_cpu,
     )
-    from aedit.launch.config.methods import difference, method
     from aedit.launch.config.placement import (
         FIRST,
         NODE_PROGRAM,
@@ -31,11 +58,8 @@ if TYPE_CHECKING:
         torchrun_words,
         warnings,
     )
-    from aedit.launch.config.presets import PREFIX, preset_names, preset_text
     from aedit.launch.config.rl import DrafterConfig, PromptConfig, RewardConfig, RLConfig
-    from aedit.launch.config.step_size import samples_per_step, tokens_per_step
     from aedit.launch.config.swarm import SwarmConfig
-    from aedit.launch.config.unit_rule_table import unit_rules
 
 __all__ = [
     "FIRST",

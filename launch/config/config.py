@@ -1,13 +1,15 @@
-"""Configuration of a run as one frozen value. Imports no torch, so that `aedit --help` is fast."""
+"""Configuration of a run as one frozen value, and what follows from it: samples per step, rules of units.
 
-from dataclasses import dataclass, field
+Imports no torch, so that `aedit --help` is fast.
+"""
+
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from aedit.async_sgd.rules import HubConfig, OuterConfig
+from aedit.async_sgd.rules import DRAFTER, HubConfig, OuterConfig, UnitRule, UnitRules
 from aedit.edit import EditConfig
-from aedit.launch.config.audit import AuditConfig
 from aedit.launch.config.rl import DrafterConfig, PromptConfig, RewardConfig, RLConfig
-from aedit.launch.config.serve import ServeConfig
+from aedit.launch.config.serve import AuditConfig, ServeConfig
 from aedit.launch.config.swarm import SwarmConfig
 from aedit.system import is_plain_name
 from aedit.types import (
@@ -17,6 +19,7 @@ from aedit.types import (
     PositiveInt,
     Range,
     Share,
+    UserError,
     check,
     checked,
 )
@@ -300,3 +303,40 @@ class RunConfig:
         check(not edit.offload, "edit.offload", "has no effect with a hub", edit.offload)
         whole = hub.codec_down == "fp32" or not self.outer.look_ahead
         check(whole, "outer.look_ahead", 'needs hub.codec_down = "fp32", not', hub.codec_down)
+
+
+def of_this_machine(config: RunConfig) -> RunConfig:
+    """Return the hub's configuration with the settings that belong to this machine at their defaults."""
+    own = RunConfig()
+    if config.name in (".", ".."):
+        raise UserError(f"the hub's run is named {config.name!r}, which is not a valid directory name")
+    mine = own.swarm
+    swarm = replace(config.swarm, peers=mine.peers, listen=mine.listen, announce=mine.announce)
+    return replace(config, dir=own.dir, device=own.device, log=own.log, local=LocalConfig(), swarm=swarm)
+
+
+def samples_per_step(config: RunConfig) -> int:
+    """Return the samples, or prompts, that a node draws per inner step, rounded up."""
+    if not config.prompts.source:
+        return config.train.batch_size * config.train.accumulate
+    return -(-config.rl.groups // (config.rl.batches * config.rl.epochs))
+
+
+def tokens_per_step(config: RunConfig) -> int:
+    """Return the tokens that an inner step of a node counts for: with rewards, its rollouts.
+
+    Their lengths depend on the policy, and a node must not count for more because its answers are longer.
+    """
+    if not config.prompts.source:
+        return config.train.batch_size * config.train.accumulate * config.data.seq_len
+    return samples_per_step(config) * config.rl.group_size
+
+
+def unit_rules(config: RunConfig) -> UnitRules:
+    """Return the rules of such units by name: of the drafter, if the run has one and shares it.
+
+    Nodes with training loops of their own bring one only if the configuration of their hub names it.
+    """
+    kinds = ("layer", "auto") if config.prompts.source else ("layer",) if config.hub.endless else ()
+    has_drafter = config.drafter.kind in kinds
+    return {DRAFTER: UnitRule()} if has_drafter and config.drafter.share else {}

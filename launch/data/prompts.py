@@ -1,10 +1,16 @@
-"""Problems of a reinforcement-learning run: prompts as the policy reads them, with the columns of rewards."""
+"""Problems of a reinforcement-learning run: prompts as the policy reads them, with the columns of rewards.
+
+`AnswerTokens` makes the samples of the supervised warm-up: prompt, right answer, end of text.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from hashlib import blake2b, sha256
+
+import torch
+from torch import Tensor
 
 from aedit.launch.config import PromptConfig
 from aedit.launch.data.prompt_rows import KEY, Row, rows
@@ -169,3 +175,67 @@ def _fingerprint(config: PromptConfig, problems: Sequence[Problem]) -> str:
     for problem in problems:
         digest.update(_canonical([problem.prompt, problem.tokens, dict(problem.columns)]))
     return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedBatch:
+    """Rows of equal length, filled up at their ends with the end-of-text token."""
+
+    tokens_BT: Tensor
+    """int64, (rows, tokens), on CPU."""
+    mask_BT: Tensor
+    """bool, (rows, tokens): tokens to predict, each from those before it. False at the first place."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens to predict."""
+        return int(self.mask_BT.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerTokens:
+    """Rows of prompt and answer for any problems of a source.
+
+    Args:
+        tokenizer: Tokenizer of the policy.
+        answer_key: Column of the right answer.
+        seq_len: Most tokens of a row.
+        chat_template: The prompts have the chat template of the tokenizer, where it has one.
+    """
+
+    tokenizer: CorpusTokenizer
+    answer_key: str
+    seq_len: int
+    chat_template: bool = True
+
+    def row(self, problem: Problem) -> tuple[tuple[int, ...], int]:
+        """Return the tokens of prompt, answer and end of text, and the number of those of the prompt.
+
+        Raises UserError if there is no such column, or the row is longer than `seq_len`.
+        """
+        if problem.columns.get(self.answer_key) is None:
+            raise UserError(
+                f"prompts.answer_key = {self.answer_key!r}: problem {problem.index} has no answer there,"
+                " which rl.supervised_steps needs; set it to the column of the right answer"
+            )
+        text = str(problem.columns[self.answer_key])
+        prompt, is_chat = prompt_text(problem.prompt, self.tokenizer, chat_template=self.chat_template)
+        answer = self.tokenizer.encode_answer(prompt, text, is_chat=is_chat).tolist()
+        tokens = (*problem.tokens, *answer, self.tokenizer.eos_id)
+        if len(tokens) > self.seq_len:
+            raise UserError(
+                f"data.seq_len = {self.seq_len}: prompt and answer of problem {problem.index} have"
+                f" {len(tokens)} tokens with the end of text; raise data.seq_len, or leave the problem out"
+            )
+        return tokens, len(problem.tokens)
+
+    def batch(self, problems: Sequence[Problem]) -> SupervisedBatch:
+        """Return one row per problem; raises what `row` raises."""
+        rows = [self.row(problem) for problem in problems]
+        shape = len(rows), max(len(tokens) for tokens, _ in rows)
+        tokens_BT = torch.full(shape, self.tokenizer.eos_id, dtype=torch.int64)
+        mask_BT = torch.zeros(shape, dtype=torch.bool)
+        for b, (tokens, prompt) in enumerate(rows):
+            tokens_BT[b, : len(tokens)] = torch.tensor(tokens)
+            mask_BT[b, prompt : len(tokens)] = True
+        return SupervisedBatch(tokens_BT, mask_BT)
