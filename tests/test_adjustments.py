@@ -21,7 +21,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from aedit.launch.cli.comparison import score_gap
+from aedit.launch.cli.generate import score_gap
 from aedit.spec_rollout.drafters import Draft, DraftLayer, LayerDrafter, SuffixDrafter
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.engine import verification as verdict

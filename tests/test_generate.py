@@ -28,8 +28,7 @@ from transformers import (
 
 from aedit.launch.cli import generate as generating
 from aedit.launch.cli import main
-from aedit.launch.cli.comparison import compare_tokens, score_gap
-from aedit.launch.cli.text_stream import Detokenizer, TextStream
+from aedit.launch.cli.generate import Detokenizer, TextStream, compare_tokens, score_gap
 from aedit.launch.data import ByteTokenizer
 from aedit.launch.node import Mark
 from aedit.spec_rollout.drafters import DraftLayer

@@ -18,7 +18,7 @@ from cryptography.x509.verification import PolicyBuilder, Store
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
-from aedit.launch.cli import certificates as making
+from aedit.launch.cli import keys as making
 from aedit.launch.cli.keys import Others, hosted_of, make_keys, revoke
 from aedit.launch.config import RunConfig
 from aedit.launch.hub.endpoint import HubEndpoint

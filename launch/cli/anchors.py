@@ -1,20 +1,24 @@
-"""Load the anchors of hubs into a model, from their folders or over the network."""
+"""Load the anchors of hubs into a model, from their folders or over the network, and digests of new ones."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from aedit.async_sgd.hub import Hub
 from aedit.edit import canonical, find_units
 from aedit.launch.config import RunConfig
+from aedit.launch.data import load_tokenizer
 from aedit.launch.hub import replayed
+from aedit.launch.node import build_model, facts_of, load_data, make_shared
 from aedit.proto.rpc import ClientKeys, HubClient, PullRequest, Who
-from aedit.types import Layout, UserError
+from aedit.types import Layout, UserError, model_sha256
 
 TIMEOUT_S = 10.0
 """Without an answer for so long, a hub is given up."""
@@ -101,3 +105,34 @@ def _copy(model: PreTrainedModel, layout: Layout, anchors: Iterable[NDArray[np.f
         for tensor, part in zip(unit.tensors, parts, strict=True):
             with torch.no_grad():
                 own[tensor.name].copy_(part.view(tensor.shape))
+
+
+def model_digests(config: RunConfig) -> str:
+    """Return what `aedit config model` prints: the lines of `[hub]` that fix model and first anchors.
+
+    They are those that the first node would send.
+
+    Raises UserError if the model or the data cannot be read here.
+    """
+    tokenizer = load_tokenizer(config.data)
+    data = load_data(config, tokenizer, Path(config.dir) / config.name / "data")
+    model = build_model(
+        config.model, tokenizer.vocab_size, config.data.seq_len, config.seed, tokenizer.eos_id
+    )
+    units = find_units(model, config.edit.units)
+    shared = make_shared(config, model, torch.device("cpu"))
+    layout = canonical.layout([*units, *([shared.unit] if shared else [])])
+    facts = facts_of(config, model, tokenizer, data)
+    described = tuple((name, str(value)) for name, value in facts.items())
+    anchors = [_digest([p.detach() for p in unit.params]) for unit in units]
+    lines = [f'  "{digest}",  # {unit.name}' for digest, unit in zip(anchors, units, strict=True)]
+    lines += [f'  "",  # {shared.unit.name}: any'] if shared else []
+    model_line = f'model_sha256 = "{model_sha256(layout, described, data.num_samples)}"'
+    return "\n".join(["[hub]", model_line, "anchors_sha256 = [", *lines, "]"])
+
+
+def _digest(params: list[Tensor]) -> str:
+    found = sha256()
+    for values in params:
+        found.update(values.to(torch.float32).contiguous().cpu().numpy().data.cast("B"))
+    return found.hexdigest()

@@ -1,10 +1,16 @@
-"""Argument parser of the command line: errors of one line, with suggestions for misspelt words."""
+"""Parser of the command line, and options of commands whose own modules import torch, which takes seconds.
+
+Errors have one line, with suggestions for misspelt commands, choices and options.
+"""
 
 import argparse
 import difflib
 import re
+from argparse import Namespace
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NoReturn
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 
 from aedit.types import UserError
 
@@ -52,3 +58,157 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
                 yield from _options(command)
+
+
+def add_keys_options(keys: argparse.ArgumentParser) -> None:
+    """Add the options to the command."""
+    keys.add_argument("out", metavar="DIR", type=Path, help="folder for them")
+
+    def several(flag: str, metavar: str, does: str) -> None:
+        keys.add_argument(
+            f"--{flag}", metavar=metavar, action="append", default=[], help=f"{does}; repeatable"
+        )
+
+    several("host", "NAME", "host name or IP of the hub; not for a swarm")
+    several("node", "NAME", "name of a node")
+    several("server", "NAME=HOST[,HOST]", "rollout server, and hosts at which trainers reach it")
+    several("standby", "NAME=HOST[,HOST]", "standby, and hosts at which nodes reach it")
+    several("peer", "NAME=HOST[,HOST]", "peer of a swarm, and hosts at which other peers reach it")
+    several("reader", "NAME", "who may look at the run and copy its model, and nothing else")
+    several("revoke", "NAME", "end the keys in DIR/NAME, at a running hub too; without other options")
+
+
+SAMPLING: dict[str, tuple[type, str, float, str]] = {
+    "temperature": (float, "T", 1.0, "0 is greedy (default 1)"),
+    "top_k": (int, "K", 0, "sample from the K most likely tokens only"),
+    "top_p": (float, "P", 1.0, "sample from the most likely tokens with total probability P"),
+    "min_p": (float, "P", 0.0, "sample from tokens with at least P times the largest probability"),
+    "repetition_penalty": (float, "R", 1.0, "above 1: tokens of prompt and answer get less likely"),
+    "frequency_penalty": (float, "F", 0.0, "subtracted from a token's logit each time it was generated"),
+    "presence_penalty": (float, "F", 0.0, "subtracted from the logits of generated tokens"),
+    "top_logprobs": (int, "N", 0, "print each token's log-probability and those of the N best"),
+}
+"""Fields of `Sampling` that are options: type, metavar, default, help."""
+
+
+def add_generate_options(parser: Parser) -> None:
+    """Add the arguments of `aedit generate` to its parser."""
+    parser.add_argument("place", metavar="RUN", help="a run, or a directory written by save_pretrained")
+    add = parser.add_argument
+    add("--prompt", metavar="TEXT", action="append", required=True, help="text to continue; repeatable")
+    does = "tokens per sample (default 256, or the model's limit)"
+    add("--max-new-tokens", metavar="N", type=int, help=does)
+    for name, (kind, metavar, default, does) in SAMPLING.items():
+        add(f"--{name.replace('_', '-')}", metavar=metavar, type=kind, default=default, help=does)
+    add("--samples", metavar="N", type=int, default=1, help="samples per prompt (default 1)")
+    add("--seed", metavar="N", type=int, default=0, help="the same seed gives the same text")
+    does = "auto, bandit, off, suffix:8, layer:4, layer:4x2x8 or module:Chooser"
+    add("--arm", metavar="ARM", default="auto", help=does)
+    does = "file or folder of a trained drafter, module:Drafter, or none (default: the model's own)"
+    add("--drafter", metavar="FILE", type=Path, help=does)
+    does = "generate again without speculation; print speed-up and equality"
+    add("--compare", action="store_true", help=does)
+
+
+def generate_request(options: Namespace) -> dict[str, Any]:
+    """Return the options as fields of `GenerateRequest`."""
+    names = ("samples", "max_new_tokens", "seed", "arm", "drafter")
+    request = {name: getattr(options, name) for name in names}
+    sampling = {name: getattr(options, name) for name in SAMPLING}
+    return {"prompts": tuple(options.prompt), "sampling": sampling, **request}
+
+
+AUDIT_DTYPES = ("fp32", "bf16", "fp64")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditRequest:
+    """Recorded rollouts, and the policies to check them with."""
+
+    file: Path
+    models: tuple[str, ...] = ()
+    """`PLACE` or `VERSION=PLACE`."""
+    dtype: str = ""
+    """Dtype of the engines that have generated; empty: that of the model."""
+    calibration: Path | None = None
+    trusted: tuple[str, ...] = ()
+    calibrate: Path | None = None
+    """File to write the calibrations of trusted servers to."""
+
+
+def add_audit_options(parser: Parser) -> None:
+    """Add the arguments of `aedit audit` to its parser."""
+    add = parser.add_argument
+    does = "rollouts.jsonl of a run with audit.record = true; or a proof against the owner of a part (.json)"
+    add("file", metavar="FILE", type=Path, help=does)
+    does = "weights of a policy version: a run, or a model directory; repeatable (default: those beside FILE)"
+    add("--model", metavar="[VERSION=]DIR", action="append", default=[], help=does)
+    add(
+        "--dtype",
+        choices=AUDIT_DTYPES,
+        default="",
+        help="dtype of the servers' engines (default: the model's)",
+    )
+    does = "measured numerical differences (default: wide limits by dtype)"
+    add("--calibration", metavar="FILE", type=Path, help=does)
+    does = "take this server's rollouts as true, to measure the difference; repeatable"
+    add("--trust", metavar="SERVER", action="append", default=[], help=does)
+    add("--calibrate", metavar="OUT", type=Path, help="write the measured differences to this file")
+
+
+def audit_request(options: Namespace) -> AuditRequest:
+    """Return the options as a request. Raises UserError if one is missing."""
+    if bool(options.trust) != bool(options.calibrate):
+        raise UserError("--trust and --calibrate: give both, or none")
+    if not options.file.is_file():
+        raise UserError(f"{options.file}: no such file; a run with audit.record = true writes rollouts.jsonl")
+    return AuditRequest(
+        file=options.file,
+        models=tuple(options.model),
+        dtype=options.dtype,
+        calibration=options.calibration,
+        trusted=tuple(options.trust),
+        calibrate=options.calibrate,
+    )
+
+
+PATHS = ("CONFIG", "A", "B", "RUN", "OUT", "DIR", "FILE")
+"""Metavariables of arguments that are files or directories."""
+
+
+def completion(parser: argparse.ArgumentParser, shell: str) -> str:
+    """Return the script of `aedit completion` for one of shtab's shells; changes `parser`."""
+    import shtab
+
+    _complete(parser)
+    script: str = shtab.complete(parser, shell)
+    return script
+
+
+def _complete(parser: argparse.ArgumentParser) -> None:
+    """Mark values that are paths for shtab, and add the configuration flags to commands that take them."""
+    import shtab
+
+    from aedit.launch.config import hints
+
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                _complete(command)
+        elif action.metavar in PATHS:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+    if parser.get_default("takes_flags"):
+        for name, hint in hints().items():
+            _add_flag(parser, name, hint)
+
+
+def _add_flag(parser: argparse.ArgumentParser, name: str, hint: Any) -> None:
+    if name == "model.sizes":  # its keys are the model family's
+        return
+    if hint is bool:
+        table, _, key = name.rpartition(".")
+        negated = f"--{table}.no_{key}" if table else f"--no_{key}"
+        parser.add_argument(f"--{name}", negated, action="store_true")
+    else:
+        choices = get_args(hint) if get_origin(hint) is Literal else None
+        parser.add_argument(f"--{name}", choices=choices)

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from aedit.launch.cli.audit_options import AuditRequest
+from aedit.launch.cli.arguments import AuditRequest
 from aedit.launch.cli.export import load_run_model
-from aedit.launch.cli.places import first_line, policy_folder
+from aedit.launch.cli.paths import first_line, policy_folder
 from aedit.launch.cli.policy import read_model
 from aedit.spec_rollout.audit import (
     CONFIG,

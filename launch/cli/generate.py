@@ -6,16 +6,14 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import nn
 
-from aedit.launch.cli.comparison import compare_tokens
-from aedit.launch.cli.drafter_files import drafter_beside, load_drafter, read_for
-from aedit.launch.cli.places import first_line, policy_folder
-from aedit.launch.cli.policy import DirectoryModel, Loaded, Policy, load_policy
-from aedit.launch.cli.text_stream import TextStream, token_lines
+from aedit.launch.cli.export import drafter_beside, load_drafter, read_for
+from aedit.launch.cli.paths import first_line, policy_folder
+from aedit.launch.cli.policy import Decode, DirectoryModel, Loaded, Policy, load_policy
 from aedit.spec_rollout.choose import ArmChooser, Bandit, Fixed, Goodput
 from aedit.spec_rollout.drafters import (
     Drafter,
@@ -27,8 +25,16 @@ from aedit.spec_rollout.drafters import (
     tapped,
 )
 from aedit.spec_rollout.engine import Engine, Step
-from aedit.spec_rollout.model import TargetModel, make_target
-from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
+from aedit.spec_rollout.model import Segment, TargetModel, make_target
+from aedit.spec_rollout.sampling import (
+    LogitAdjustments,
+    Prompt,
+    Rollout,
+    RowSampling,
+    Sampling,
+    gumbel,
+    warp_logits,
+)
 from aedit.types import UserError, imported, is_import_path
 
 MAX_ROWS = 32
@@ -324,3 +330,144 @@ def _speed_line(engine: Engine, seconds: float) -> str:
 
 def _num_tokens(rollouts: Sequence[Rollout]) -> int:
     return sum(len(rollout.tokens) for rollout in rollouts)
+
+
+REPLACEMENT_CHARACTER = "\ufffd"
+"""Output of a decoder for bytes that are not a complete character (yet)."""
+
+
+@dataclass(slots=True)
+class Detokenizer:
+    """Incremental decoding of the tokens of one text.
+
+    It decodes from the token before the last complete character, as the text of a token may depend on the one
+    before it.
+    """
+
+    decode: Decode
+    _tokens: list[int] = field(default_factory=list)
+    _first: int = 0
+    _num_decoded: int = 0
+    """Number of tokens from `_first` on whose characters have been returned."""
+
+    def add(self, tokens: Sequence[int], *, last: bool = False) -> str:
+        """Return the new complete characters, or with `last` all remaining ones."""
+        self._tokens += tokens
+        before = self.decode(self._tokens[self._first : self._num_decoded])
+        text = self.decode(self._tokens[self._first :])
+        if text.endswith(REPLACEMENT_CHARACTER) and not last:
+            return ""
+        self._first, self._num_decoded = self._num_decoded, len(self._tokens)
+        return text[len(before) :]
+
+
+class TextStream:
+    """Writes samples in the order of the request.
+
+    The first unfinished sample is written as it grows, the next ones follow. With more than one sample each
+    has a line with its name above it.
+    """
+
+    def __init__(self, names: Sequence[tuple[Rollout, str]], decode: Decode, out: TextIO) -> None:
+        self._names, self._decode, self._out = list(names), decode, out
+        self._many = len(self._names) > 1
+        self._current = 0
+        self._num_shown = 0
+        self._detokenizer = Detokenizer(decode)
+        self._begin()
+
+    def follow(self, step: Step) -> None:
+        """Write what a step has added."""
+        while step.rollouts and self._current < len(self._names):
+            rollout, _ = self._names[self._current]
+            new = rollout.tokens[self._num_shown :]
+            self._num_shown += len(new)
+            self._out.write(self._detokenizer.add(new, last=bool(rollout.finish_reason)))
+            self._out.flush()
+            if not rollout.finish_reason:
+                return
+            self._next()
+
+    def _next(self) -> None:
+        self._out.write("\n")
+        self._current += 1
+        self._num_shown, self._detokenizer = 0, Detokenizer(self._decode)
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._many and self._current < len(self._names):
+            self._out.write(f"--- {self._names[self._current][1]}\n")
+
+
+def token_lines(rollout: Rollout, decode: Decode) -> list[str]:
+    """Return a line for each token with its log-probability and the most likely tokens at its place.
+
+    There are none if the sample did not ask for top log-probabilities.
+    """
+    lines = []
+    for token, logprob, top in zip(rollout.tokens, rollout.logprobs, rollout.top_logprobs, strict=False):
+        best = ", ".join(f"{decode([other])!r} {value:.3f}" for other, value in top)
+        lines.append(f"{decode([token])!r} {logprob:.3f} (best: {best})")
+    return lines
+
+
+ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.25}
+"""Upper limit of differences between logits of the same text from passes of different shapes."""
+
+
+def compare_tokens(
+    target: TargetModel, rollouts: Sequence[Rollout], plain_rollouts: Sequence[Rollout]
+) -> tuple[bool, str]:
+    """Compare the tokens of all samples, up to the first difference of each that rounding explains.
+
+    Returns:
+    True if they are equal up to such ties, and a description.
+    """
+    ties = []
+    for number, (first, second) in enumerate(zip(rollouts, plain_rollouts, strict=True), 1):
+        index = _first_difference(first.tokens, second.tokens)
+        if index is not None:
+            where = f"number {number} differs from its token {index + 1} on"
+            if score_gap(target, first, second, index) > ROUNDING[target.dtype]:
+                return False, f"no, {where}"
+            ties.append(where)
+    if not ties:
+        return True, "yes"
+    dtype = str(target.dtype).removeprefix("torch.")
+    more = f" (and {len(ties) - 1} more)" if len(ties) > 1 else ""
+    return True, f"yes, up to ties that rounding to {dtype} decides: {ties[0]}{more}"
+
+
+@torch.inference_mode()
+def score_gap(target: TargetModel, first: Rollout, second: Rollout, index: int) -> float:
+    """Return the difference of the policy's scores of two next tokens, with sampling noise.
+
+    0 is a tie; infinity means that the sampling settings exclude a token. Overwrites the target's first row.
+    """
+    if index >= min(len(first.tokens), len(second.tokens)):
+        return float("inf")
+    prompt = first.prompt
+    text = [*prompt.tokens, *first.tokens[:index]]
+    before, last = text[:-1], torch.tensor([text[-1:]], device=target.device)
+    if before:
+        target.prefill([Segment(0, 0, before)])
+    logits_11V = target.step(last, [len(before)])[0]
+    so_far = Rollout(prompt, first.tokens[:index])
+    adjustments = LogitAdjustments.of([so_far], target.vocabulary, target.device)
+    if adjustments is not None:
+        logits_11V = adjustments.apply(logits_11V, None)
+    rows = RowSampling.of([prompt.sampling], target.vocabulary, target.device)
+    drawn_11 = torch.full((1, 1), index, device=target.device)
+    scores_V = warp_logits(logits_11V, rows, drawn_11)[0, 0]
+    if prompt.sampling.temperature > 0:
+        place = torch.tensor([[len(text)]], device=target.device)
+        scores_V = scores_V + gumbel(prompt.rollout, prompt.sample, place, target.vocabulary)[0, 0]
+    difference = (scores_V[first.tokens[index]] - scores_V[second.tokens[index]]).abs()
+    return float(difference.nan_to_num(float("inf")))
+
+
+def _first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+    if same is None and len(a) != len(b):
+        return min(len(a), len(b))
+    return same

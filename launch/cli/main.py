@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import aedit
-from aedit.launch.cli.arguments import Parser
-from aedit.launch.cli.audit_options import add_audit_options, audit_request
-from aedit.launch.cli.generate_options import add_generate_options, generate_request
-from aedit.launch.cli.hub_options import add_hub_options, run_hub
-from aedit.launch.cli.keys_options import add_keys_options
-from aedit.launch.cli.peer_options import add_peer_options, run_peer
+from aedit.launch.cli.arguments import (
+    Parser,
+    add_audit_options,
+    add_generate_options,
+    add_keys_options,
+    audit_request,
+    generate_request,
+)
+from aedit.launch.cli.hub_peer import add_hub_options, add_peer_options, run_hub, run_peer
 from aedit.launch.cli.serve_options import add_serve_options, serve_request
 from aedit.system import end_with_named_parent
 from aedit.types import RunFailed, UserError
@@ -241,7 +244,7 @@ def _join(options: Options) -> int:
 
 
 def _serve(options: Options) -> int:
-    from aedit.launch.cli.model_options import MODEL_OPTIONS, RUN_OPTIONS, is_model, refuse_options
+    from aedit.launch.cli.serve_options import MODEL_OPTIONS, RUN_OPTIONS, is_model, refuse_options
 
     if is_model(options.place):
         refuse_options(options.command, options, RUN_OPTIONS, "MODEL_DIR")
@@ -254,8 +257,8 @@ def _serve(options: Options) -> int:
 
 
 def _serve_model(options: Options) -> int:
-    from aedit.launch.cli.model_options import check_model_options, device_flag
-    from aedit.launch.cli.places import check_model_folder
+    from aedit.launch.cli.paths import check_model_folder
+    from aedit.launch.cli.serve_options import check_model_options, device_flag
 
     options.device = device_flag(options.flags)
     check_model_options(options)
@@ -291,7 +294,7 @@ def _plot(options: Options) -> None:
 
 
 def _export(options: Options) -> None:
-    from aedit.launch.cli.places import check_source
+    from aedit.launch.cli.paths import check_source
 
     check_source(options.run)  # before torch is imported
     from aedit.launch.cli.export import export
@@ -300,7 +303,7 @@ def _export(options: Options) -> None:
 
 
 def _generate(options: Options) -> int:
-    from aedit.launch.cli.places import policy_folder
+    from aedit.launch.cli.paths import policy_folder
 
     policy_folder(options.place)  # before torch is imported
     from aedit.launch.cli.generate import GenerateRequest, generate
@@ -329,7 +332,7 @@ def _config_show(options: Options) -> None:
 
 
 def _config_model(options: Options) -> None:
-    from aedit.launch.cli.model_digests import model_digests
+    from aedit.launch.cli.anchors import model_digests
     from aedit.launch.config import load
 
     print(model_digests(load(options.config, options.flags, strict=True).config))
@@ -363,7 +366,7 @@ def _doctor(options: Options) -> int:
 
 
 def _completion(options: Options) -> None:
-    from aedit.launch.cli.completion import completion
+    from aedit.launch.cli.arguments import completion
 
     print(completion(parser(), options.shell))
 

@@ -1,7 +1,7 @@
 """Load a policy with its tokenizer from a run or from a model directory."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from aedit.launch.cli.export import load_run_model
-from aedit.launch.cli.places import first_line, policy_folder
-from aedit.launch.cli.text_stream import Decode
+from aedit.launch.cli.paths import first_line, policy_folder
 from aedit.launch.node import stop_tokens
 from aedit.spec_rollout.sampling import TextTokens
 from aedit.system import check_folder
@@ -21,6 +20,8 @@ from aedit.types import UserError
 _model: Any = AutoModelForCausalLM
 _tokenizer: Any = AutoTokenizer
 _logging: Any = logging
+
+Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, slots=True)

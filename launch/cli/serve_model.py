@@ -9,8 +9,8 @@ import torch
 
 from aedit.async_sgd.service import keep_one_arena
 from aedit.launch.cli.generate import AUTO, GenerateRequest, make_engine
-from aedit.launch.cli.model_options import control_address
 from aedit.launch.cli.policy import DirectoryModel, read_directory
+from aedit.launch.cli.serve_options import control_address
 from aedit.launch.serve import (
     SIGNALS,
     Addresses,

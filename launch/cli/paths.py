@@ -1,4 +1,4 @@
-"""Find what a command is given by name, without importing torch, which takes seconds."""
+"""Find the folder that an argument names, without importing torch, which takes seconds."""
 
 from pathlib import Path
 
