@@ -21,12 +21,12 @@ class Child:
     """One command with all its descendants, which end with the block."""
 
     def __init__(
-        self, words: list[str], log: Path, env: Mapping[str, str] | None = None, *, own: bool = False
+        self, command: list[str], log: Path, env: Mapping[str, str] | None = None, *, own: bool = False
     ) -> None:
         """Start the command; its output is appended to `log`.
 
         Args:
-            words: The command.
+            command: Program and arguments.
             log: File of its output.
             env: In place of this process's environment.
             own: The command is `aedit`, which ends with this process by itself. Nothing of Python then runs
@@ -37,7 +37,7 @@ class Child:
         with log.open("ab") as output:
             self._read_to = output.tell()
             self._process = subprocess.Popen(
-                words,
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -22,7 +22,7 @@ from aedit.launch.config import (
     TrainConfig,
     check_hub_start,
     load_run,
-    torchrun_words,
+    torchrun_command,
 )
 from aedit.launch.config.config import EditConfig, HubConfig, LocalConfig
 from aedit.launch.hub.folder import claim
@@ -452,12 +452,12 @@ def test_a_directory_may_hold_several_nodes_of_one_run(tmp_path):
 
 def test_every_machine_starts_its_own_ranks_and_meets_at_the_master():
     config = RunConfig(device="cpu", local=LocalConfig(ranks=2), restarts=5)
-    words = torchrun_words(Path("run.toml"), config, Placement(nodes=3, node=1, master="a:29500"), 4)
+    words = torchrun_command(Path("run.toml"), config, Placement(nodes=3, node=1, master="a:29500"), 4)
     line = " ".join(words)
     assert "--nproc-per-node=2 --max-restarts=5 --nnodes=3 --node-rank=1" in line
     assert "--master-addr=a --master-port=29500" in line
     assert line.endswith("-m -- aedit.launch.node run.toml --ranks=2 --attempt=4")
-    local = " ".join(torchrun_words(Path("run.toml"), config, Placement(nodes=3, local=True), 1))
+    local = " ".join(torchrun_command(Path("run.toml"), config, Placement(nodes=3, local=True), 1))
     assert "--nproc-per-node=6" in local
     assert "--standalone" in local
     assert local.endswith("--ranks=2 --attempt=1 --local")

@@ -112,7 +112,7 @@ def run_peer(options: argparse.Namespace) -> int:
 
 
 def _parts(text: str) -> tuple[int, ...]:
-    words = text.split(",") if text else []
-    if not all(word.isdecimal() for word in words):
+    parts = text.split(",") if text else []
+    if not all(part.isdecimal() for part in parts):
         raise UserError(f"--force-found: expected numbers of parts, such as 1 or 0,3, got {text!r}")
-    return tuple(sorted(set(map(int, words))))
+    return tuple(sorted(set(map(int, parts))))

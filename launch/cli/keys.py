@@ -305,13 +305,13 @@ def revoke(directory: Path, names: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def hosted_of(flag: str, words: Sequence[str]) -> dict[str, list[str]]:
-    """Return the hosts of each holder from words such as `spare-1=10.0.0.5,gpu-5.example.org`.
+def hosted_of(flag: str, arguments: Sequence[str]) -> dict[str, list[str]]:
+    """Return the hosts of each holder from arguments such as `spare-1=10.0.0.5,gpu-5.example.org`.
 
-    flag: of the command line, for errors. Raises UserError for words of another form.
+    flag: of the command line, for errors. Raises UserError for arguments of another form.
     """
     found: dict[str, list[str]] = {}
-    for word in words:
+    for word in arguments:
         name, sign, hosts = word.partition("=")
         if not (name and sign and hosts):
             raise UserError(f"--{flag}: {word!r} is not NAME=HOST, as in spare-1=10.0.0.5,spare.example.org")

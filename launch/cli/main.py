@@ -26,7 +26,7 @@ INTERRUPTED = 130
 Options = argparse.Namespace
 
 
-def main(words: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run one command; return the exit code: 0, 1 for a failure, 2 for a user's error, 130 after Ctrl-C."""
     end_with_named_parent()
     # Characters that the terminal cannot encode are replaced by `?` instead of raising.
@@ -34,7 +34,7 @@ def main(words: list[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     try:
-        return _dispatch(sys.argv[1:] if words is None else words)
+        return _dispatch(sys.argv[1:] if arguments is None else arguments)
     except UserError as error:
         print(f"aedit: {error}", file=sys.stderr)
         return USER_ERROR
@@ -99,13 +99,13 @@ def parser() -> Parser:
     return top
 
 
-def _dispatch(words: list[str]) -> int:
+def _dispatch(arguments: list[str]) -> int:
     flags: list[str] = []
-    if words[:1] in (["run"], ["hub"], ["join"], ["peer"], ["serve"]) or words[:2] in SETS_VALUES:
+    if arguments[:1] in (["run"], ["hub"], ["join"], ["peer"], ["serve"]) or arguments[:2] in SETS_VALUES:
         from aedit.launch.config import split_flags
 
-        words, flags = split_flags(words)
-    options = parser().parse_args(words or ["--help"], Options(flags=flags))
+        arguments, flags = split_flags(arguments)
+    options = parser().parse_args(arguments or ["--help"], Options(flags=flags))
     task: Callable[[Options], int | None] = options.task
     return task(options) or 0
 

@@ -110,11 +110,11 @@ def device_flag(flags: Sequence[str]) -> str:
     Raises:
         UserError: There are other flags.
     """
-    words = [part for flag in flags for part in flag.split("=", 1)]
-    if words[:1] == ["--device"] and len(words) == 2:
-        return words[1]
-    if words:
-        raise UserError(f"{words[0]} has no effect with MODEL_DIR: remove it")
+    parts = [part for flag in flags for part in flag.split("=", 1)]
+    if parts[:1] == ["--device"] and len(parts) == 2:
+        return parts[1]
+    if parts:
+        raise UserError(f"{parts[0]} has no effect with MODEL_DIR: remove it")
     return ""
 
 

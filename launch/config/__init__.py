@@ -8,7 +8,7 @@ fields: keys by dotted name, as types and as TOML text; which of them decide the
 flags: keys as flags of the command line, and their help.
 checks: keys without effect, and objects named by import path.
 memory: what a run needs, and what the machine has.
-placement: which nodes run where, and the words that start them.
+placement: which nodes run where, and the commands that start them.
 
 Every command loads one; nodes, hubs and peers get it from `run.toml` or from the hub.
 """
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
         Placement,
         check_hub_start,
         ranks_per_node,
-        torchrun_words,
+        torchrun_command,
         warnings,
     )
     from aedit.launch.config.rl import DrafterConfig, PromptConfig, RewardConfig, RLConfig
@@ -102,7 +102,7 @@ __all__ = [
     "state_bytes",
     "to_toml",
     "tokens_per_step",
-    "torchrun_words",
+    "torchrun_command",
     "trains_on_cpu",
     "unit_rules",
     "values",

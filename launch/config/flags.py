@@ -12,15 +12,15 @@ from aedit.launch.config.fields import convert, hints, replaced
 from aedit.types import ImportPath, UserError, is_import_path, suggest
 
 
-def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return the words of the command itself, and the configuration flags with their values."""
+def split_flags(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments of the command itself, and the configuration flags with their values."""
     rest: list[str] = []
     flags: list[str] = []
     known = hints()
     i = 0
-    while i < len(words):
-        width = _width(words[i:], known)
-        (flags if width else rest).extend(words[i : i + max(width, 1)])
+    while i < len(arguments):
+        width = _width(arguments[i:], known)
+        (flags if width else rest).extend(arguments[i : i + max(width, 1)])
         i += max(width, 1)
     return rest, flags
 
@@ -46,7 +46,7 @@ def _import_path_spec(spec: Any) -> Any:
     return spec(
         nargs=1,
         metavar="MODULE:NAME",
-        instance_from_str=lambda words: words[0],
+        instance_from_str=lambda arguments: arguments[0],
         is_instance=lambda value: isinstance(value, str) and is_import_path(value),
         str_from_instance=lambda path: [path],
     )
@@ -60,20 +60,20 @@ def with_flags(config: RunConfig, flags: list[str]) -> RunConfig:
 def flag_tree(flags: list[str]) -> dict[str, Any]:
     """Return the values of these flags by table. Raises UserError if a flag cannot be read.
 
-    A value is TOML, as `aedit config show` prints it, or plain words: `--log '["wandb"]'`, `--log wandb`.
+    A value is TOML, as `aedit config show` prints it, or plain text: `--log '["wandb"]'`, `--log wandb`.
     """
     known = hints()
     tree: dict[str, Any] = {}
-    for key, words in _parted(flags):
+    for key, arguments in _parted(flags):
         table, _, entry = key.rpartition(".")
         if name := _negated(key, known):
-            key, value = name, not _read(words or ["true"], bool, f"--{key}")
+            key, value = name, not _read(arguments or ["true"], bool, f"--{key}")
         elif key in known:
-            value = _read(words or ["true"] * (known[key] is bool), known[key], f"--{key}")
+            value = _read(arguments or ["true"] * (known[key] is bool), known[key], f"--{key}")
         elif _is_table(known.get(table)):
-            if not any(words):
+            if not any(arguments):
                 raise UserError(f"--{key}: needs a value")
-            key, value = table, convert({entry: _scalar(" ".join(words))}, known[table], f"--{key}")
+            key, value = table, convert({entry: _scalar(" ".join(arguments))}, known[table], f"--{key}")
         else:
             raise UserError(_unknown(key, known))
         *tables, leaf = key.split(".")
@@ -91,7 +91,7 @@ def flag_keys(flags: list[str]) -> set[str]:
 
 
 def _parted(flags: list[str]) -> list[tuple[str, list[str]]]:
-    """Return key and words of the value of each flag, in order."""
+    """Return key and arguments of the value of each flag, in order."""
     found: list[tuple[str, list[str]]] = []
     for word in flags:
         if word.startswith("--"):
@@ -102,36 +102,36 @@ def _parted(flags: list[str]) -> list[tuple[str, list[str]]]:
     return found
 
 
-def _read(words: list[str], hint: Any, flag: str) -> Any:
-    """Return the value of a flag, of the first reading of its words that the type has.
+def _read(arguments: list[str], hint: Any, flag: str) -> Any:
+    """Return the value of a flag, of the first reading of its arguments that the type has.
 
-    Raises UserError with flag, type and words.
+    Raises UserError with flag, type and arguments.
     """
     errors = []
-    for value in _readings(words, hint):
+    for value in _readings(arguments, hint):
         try:
             return convert(value, hint, flag)
         except UserError as error:
             errors.append(error)
-    raise errors[0] if words else UserError(f"{flag}: needs a value")
+    raise errors[0] if arguments else UserError(f"{flag}: needs a value")
 
 
-def _readings(words: list[str], hint: Any) -> Iterator[Any]:
-    """Yield what the words of a value can mean: TOML, a list or a table of words, a number, text."""
-    text = " ".join(words)
+def _readings(arguments: list[str], hint: Any) -> Iterator[Any]:
+    """Yield what the arguments of a value can mean: TOML, a list or a table, a number, text."""
+    text = " ".join(arguments)
     with contextlib.suppress(tomllib.TOMLDecodeError):
         if (found := tomllib.loads(f"value = {text}")).keys() == {"value"}:
             yield found["value"]
     if _is_table(hint):
-        pairs = zip(words[::2], words[1::2], strict=False)
-        yield {key: _scalar(value) for key, value in pairs} if words and len(words) % 2 == 0 else text
+        pairs = zip(arguments[::2], arguments[1::2], strict=False)
+        yield {key: _scalar(value) for key, value in pairs} if arguments and len(arguments) % 2 == 0 else text
         return
-    if words:
+    if arguments:
         yield _scalar(text)
         yield text
     if _is_list(hint):
-        yield list(map(_scalar, words))
-        yield words
+        yield list(map(_scalar, arguments))
+        yield arguments
 
 
 def _scalar(text: str) -> Any:
@@ -169,9 +169,9 @@ def _unknown(key: str, known: Collection[str]) -> str:
     return f"unknown flag --{key}{hint}"
 
 
-def _width(words: list[str], known: Mapping[str, Any]) -> int:
-    """Return the number of words that the configuration flag at the start takes; 0 if it is none."""
-    word, key = words[0], _key(words[0])
+def _width(arguments: list[str], known: Mapping[str, Any]) -> int:
+    """Return the number of arguments that the configuration flag at the start takes; 0 if it is none."""
+    word, key = arguments[0], _key(arguments[0])
     if not word.startswith("--") or word == "--":
         return 0
     hint, is_entry = known.get(key), _is_table(known.get(key.rpartition(".")[0]))
@@ -181,7 +181,7 @@ def _width(words: list[str], known: Mapping[str, Any]) -> int:
         return 0
     if "=" in word:
         return 1
-    following = next((i for i, w in enumerate(words[1:]) if w.startswith("--")), len(words) - 1)
+    following = next((i for i, w in enumerate(arguments[1:]) if w.startswith("--")), len(arguments) - 1)
     if hint is bool or _negated(key, known):
-        return 1 + (following > 0 and words[1].lower() in ("true", "false"))
+        return 1 + (following > 0 and arguments[1].lower() in ("true", "false"))
     return 1 + (following if _is_list(hint) or _is_table(hint) else min(1, following))

@@ -83,14 +83,14 @@ class JoinOptions:
         """Return the standbys of the first hub, separated by commas."""
         return self.standby.split(",")[0] if "," in self.hub else self.standby
 
-    def words(self) -> list[str]:
+    def arguments(self) -> list[str]:
         """Return the options for the node program."""
-        words = [f"--hub={self.hub}", f"--name={self.name}"]
-        words += [f"--standby={self.standby}"] if self.standby else []
-        words += [f"--replicas={self.replicas}"] if self.replicas else []
-        words += [f"--keys={self.keys}"] if self.keys else []
-        words += [f"--prefers={self.prefers}"] if self.prefers is not None else []
-        return words + ["--insecure"] * self.insecure
+        arguments = [f"--hub={self.hub}", f"--name={self.name}"]
+        arguments += [f"--standby={self.standby}"] if self.standby else []
+        arguments += [f"--replicas={self.replicas}"] if self.replicas else []
+        arguments += [f"--keys={self.keys}"] if self.keys else []
+        arguments += [f"--prefers={self.prefers}"] if self.prefers is not None else []
+        return arguments + ["--insecure"] * self.insecure
 
 
 def check_hub_start(config: RunConfig, placement: Placement) -> None:
@@ -183,7 +183,7 @@ def ranks_per_node(config: RunConfig, placement: Placement) -> int:
     return num_gpus or config.local.ranks
 
 
-def torchrun_words(
+def torchrun_command(
     run_toml: Path,
     config: RunConfig,
     placement: Placement,
@@ -199,10 +199,10 @@ def torchrun_words(
     ranks = ranks_per_node(config, placement)
     joined = placement.local and membership is None
     num_processes = ranks * placement.nodes if joined else ranks
-    words = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_processes}"]
-    words += [f"--max-restarts={config.restarts}", *_rendezvous(placement, membership), *program]
-    words += [str(run_toml), f"--ranks={ranks}", f"--attempt={attempt}"] + ["--local"] * placement.local
-    return words + (membership.words() if membership else [])
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_processes}"]
+    command += [f"--max-restarts={config.restarts}", *_rendezvous(placement, membership), *program]
+    command += [str(run_toml), f"--ranks={ranks}", f"--attempt={attempt}"] + ["--local"] * placement.local
+    return command + (membership.arguments() if membership else [])
 
 
 def warnings(config: RunConfig, placement: Placement) -> list[str]:

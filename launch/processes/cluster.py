@@ -12,7 +12,7 @@ from types import TracebackType
 import psutil
 
 from aedit.launch.child import Child
-from aedit.launch.config import FIRST, NODE_PROGRAM, JoinOptions, Placement, RunConfig, torchrun_words
+from aedit.launch.config import FIRST, NODE_PROGRAM, JoinOptions, Placement, RunConfig, torchrun_command
 from aedit.launch.hub import of_standby
 from aedit.launch.processes.host_process import POLL_S, HostProcess
 from aedit.launch.processes.local_peers import LocalPeers
@@ -78,9 +78,9 @@ class Cluster:
                 self.address = members[0].hub
                 self._needs = [self._hubs[:1] + self._hubs[parts:], *([hub] for hub in self._hubs[1:parts])]
             for i, member in enumerate(members):
-                words = torchrun_words(run_toml, config, placement, attempt, program, member)
+                command = torchrun_command(run_toml, config, placement, attempt, program, member)
                 log = run_dir / f"launch_{file_name(joins.name) if joins else i}.log"
-                self.nodes.append(Child(words, log, _shared(config, placement)))
+                self.nodes.append(Child(command, log, _shared(config, placement)))
         except BaseException:
             self.kill()
             raise
@@ -192,11 +192,11 @@ def _hubs(config: RunConfig, run_dir: Path) -> list[HostProcess]:
     places = [(k, run_dir / (f"hub_{k}" if parts > 1 else "hub"), 0) for k in range(parts)]
     numbers = range(1, 1 + len(config.hub.standbys_of(0)))
     places += [(0, run_dir / of_standby(number), number) for number in numbers]
-    words = [sys.executable, "-m", "aedit.launch.cli", "hub", str(run_dir / "run.toml"), "--stay"]
+    command = [sys.executable, "-m", "aedit.launch.cli", "hub", str(run_dir / "run.toml"), "--stay"]
     return [
         HostProcess(
             _name(k, number, parts),
-            [*words, f"--part={k}/{parts}", f"--directory={directory}", *_as_standby(number)],
+            [*command, f"--part={k}/{parts}", f"--directory={directory}", *_as_standby(number)],
             directory,
             run_dir / f"{directory.name}.log",
             config.restarts,

@@ -21,7 +21,7 @@ class HostProcess:
 
     name: str
     """For messages: the hub, a standby of it, or the peer of a node."""
-    words: list[str]
+    command: list[str]
     directory: Path
     log: Path
     restarts: int
@@ -34,7 +34,7 @@ class HostProcess:
         """Start it."""
         (self.directory / "address").unlink(missing_ok=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self.child = Child(self.words, self.log)
+        self.child = Child(self.command, self.log)
 
     def address(self) -> str:
         """Return the address it listens at, once it has started. Raises UserError if it cannot start."""
@@ -64,7 +64,7 @@ class HostProcess:
             return
         self.restarts -= 1
         self.child.kill()
-        self.child = Child(self.words, self.log)
+        self.child = Child(self.command, self.log)
 
     @property
     def fault(self) -> str:

@@ -66,17 +66,17 @@ class LocalPeers:
 
     def _process(self, name: str, *, founds: bool) -> HostProcess:
         directory = self._run_dir / "peers" / file_name(name)
-        words = [sys.executable, "-m", "aedit.launch.cli", "peer", str(self._run_toml)]
-        words += [f"--directory={directory}", f"--as={name}"]
+        command = [sys.executable, "-m", "aedit.launch.cli", "peer", str(self._run_toml)]
+        command += [f"--directory={directory}", f"--as={name}"]
         if not self._config.swarm.peers:
             in_table = self._config.swarm.discovery == "hivemind"
-            words += [f"--peers={self.place if in_table else self._run_dir / PEERS}"]
-        words += [f"--keys={self._keys}"] if self._keys else []
-        words += ["--insecure"] * self._insecure
-        words += ["--stay"] * (self._joins is None)
+            command += [f"--peers={self.place if in_table else self._run_dir / PEERS}"]
+        command += [f"--keys={self._keys}"] if self._keys else []
+        command += ["--insecure"] * self._insecure
+        command += ["--stay"] * (self._joins is None)
         log = self._run_dir / f"peer_{file_name(name)}.log"
-        words += ["--found"] * founds
-        return HostProcess(f"the peer of node {name}", words, directory, log, self._config.restarts)
+        command += ["--found"] * founds
+        return HostProcess(f"the peer of node {name}", command, directory, log, self._config.restarts)
 
     def _introduction(self, first: HostProcess) -> str:
         """Return what the first peer says that others need to find it."""

@@ -17,7 +17,7 @@ from aedit.launch.config import (
     Placement,
     RunConfig,
     ranks_per_node,
-    torchrun_words,
+    torchrun_command,
     warnings,
 )
 from aedit.launch.processes.cluster import Cluster
@@ -100,9 +100,9 @@ def _start(
         here = "swarm" if config.swarm.on else f"hub at {cluster.address}"
         _say(f"{here}; to add a node, {_how_to_join(config, placement, cluster.address)}")
         return cluster
-    words = torchrun_words(run_toml, config, placement, attempt, program, membership)
+    command = torchrun_command(run_toml, config, placement, attempt, program, membership)
     log = f"launch_{file_name(membership.name)}.log" if membership else "launch.log"
-    return Child(words, run_dir / log)
+    return Child(command, run_dir / log)
 
 
 def _how_to_join(config: RunConfig, placement: Placement, address: str) -> str:
