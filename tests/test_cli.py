@@ -94,7 +94,7 @@ def test_ctrl_c_is_exit_code_130(monkeypatch, tmp_path):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("aedit.launch.config.loading.load", interrupted)
+    monkeypatch.setattr("aedit.launch.config.load", interrupted)
     assert main(["config", "show", str(tmp_path)]) == 130
 
 

@@ -17,7 +17,7 @@ WIRE = ("proto.rpc", "proto.codecs")
 MAY_IMPORT = {
     "launch.cli": ("launch", *LIBRARY),
     "launch.processes": (
-        "launch.child",
+        "launch.processes.child",
         "launch.swarm",
         "launch.serve",
         "launch.views",
@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "launch.views": ("launch.records", "launch.config", "proto.rpc", "types", "system"),
     "launch.node": ("launch.records", "launch.data", "launch.config", *LIBRARY),
     "launch.hub": (
-        "launch.stop_signals",
+        "launch.processes.child",
         "launch.records",
         "launch.config",
         "async_sgd",
@@ -41,8 +41,7 @@ MAY_IMPORT = {
         "system",
     ),
     "launch.swarm": (
-        "launch.child",
-        "launch.stop_signals",
+        "launch.processes.child",
         "launch.records",
         "launch.config",
         "async_sgd.service",
@@ -50,8 +49,7 @@ MAY_IMPORT = {
         "types",
         "system",
     ),
-    "launch.child": ("types", "system"),
-    "launch.stop_signals": (),
+    "launch.processes.child": ("launch.records", "types", "system"),
     "launch.data": (
         "launch.records",
         "launch.config",
@@ -66,7 +64,7 @@ MAY_IMPORT = {
     "launch.config": ("edit", "spec_rollout", "async_sgd.rules", "proto", "types", "system"),
     "edit": ("async_sgd.rules", "proto", "types", "system", *WEIGHTS),
     "launch.serve": (
-        "launch.stop_signals",
+        "launch.processes.child",
         "launch.records",
         "launch.data",
         "launch.config",

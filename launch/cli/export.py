@@ -85,10 +85,10 @@ def load_run_model(
     """
     if is_hub(place):
         trust = caller_keys(str(place), keys, insecure)
-        told = greet(str(place), trust)
-        config = parse(told.config, f"the configuration of {place}")
+        greeting = greet(str(place), trust)
+        config = parse(greeting.config, f"the configuration of {place}")
         model, tokenizer = _model(config)
-        owners = ",".join(told.addresses) if config.swarm.on else str(place)
+        owners = ",".join(greeting.addresses) if config.swarm.on else str(place)
         where = _from_network(model, config, owners, trust)
     else:
         run_dir = Path(place)

@@ -68,7 +68,7 @@ class SwarmConfig:
 
     @property
     def averages(self) -> bool:
-        """Return whether the peers average by hivemind, and nobody owns anything."""
+        """Return whether the peers average by hivemind; parts then have no owner."""
         return self.on and self.exchange == "hivemind"
 
     def reached_at(self, address: str) -> str:

@@ -34,7 +34,7 @@ from aedit.launch.hub.replay import make_hub
 from aedit.launch.hub.reports import Reports
 from aedit.launch.hub.standby import Standby
 from aedit.launch.hub.welcome import open_to_others, welcome
-from aedit.launch.stop_signals import StopSignals
+from aedit.launch.processes.child import StopSignals
 from aedit.proto.rpc import (
     PROTOCOL,
     Answer,

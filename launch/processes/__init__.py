@@ -1,4 +1,14 @@
-"""Processes on this machine: `aedit run`, `aedit join`, local clusters and the dry run."""
+"""Processes on this machine: `aedit run`, `aedit join`, local clusters and the dry run.
+
+Begin at `run_local.run`. The command line calls this package; hubs, peers and servers use `child` only.
+
+run_local: `aedit run`: first checks, then the nodes of this machine until the run is over.
+join_run: `aedit join`: the configuration comes from a hub or a peer.
+cluster: hubs, peers and nodes of a run on this machine.
+local_peers: the peers among them.
+child: one child process: start, log, restarts, end; the signals that ask a process to end.
+plan: `aedit run --dry-run`: what the run needs and sends.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -6,9 +16,8 @@ from aedit.lazy import exports
 
 if TYPE_CHECKING:
     from aedit.launch.processes.join_run import join
-    from aedit.launch.processes.local_preflight import preflight
     from aedit.launch.processes.plan import check_plan_fits, measure, render
-    from aedit.launch.processes.run_local import run
+    from aedit.launch.processes.run_local import preflight, run
 
 __all__ = [
     "check_plan_fits",

@@ -11,10 +11,9 @@ from types import TracebackType
 
 import psutil
 
-from aedit.launch.child import Child
 from aedit.launch.config import FIRST, NODE_PROGRAM, JoinOptions, Placement, RunConfig, torchrun_command
 from aedit.launch.hub import of_standby
-from aedit.launch.processes.host_process import POLL_S, HostProcess
+from aedit.launch.processes.child import POLL_S, Child, HostProcess
 from aedit.launch.processes.local_peers import LocalPeers
 from aedit.launch.records import FAILED, file_name
 from aedit.proto.swarm import AVERAGING, INTRODUCTION

@@ -20,8 +20,7 @@ from aedit.launch.config import (
     parse,
     with_flags,
 )
-from aedit.launch.processes.local_preflight import preflight
-from aedit.launch.processes.run_local import run
+from aedit.launch.processes.run_local import preflight, run
 from aedit.launch.records import claimed
 from aedit.proto.rpc import caller_keys, greet, name_of
 from aedit.types import UserError
@@ -46,13 +45,13 @@ def join(
         insecure: Connect to another machine without TLS.
     """
     peers = addresses
-    addresses, told = joined_to(addresses, lambda place: _greet(place, keys, insecure))
-    config = with_flags(of_this_machine(told), flags)
+    addresses, received = joined_to(addresses, lambda place: _greet(place, keys, insecure))
+    config = with_flags(of_this_machine(received), flags)
     check_imports(config, node=True)
     check_effects(config, dict.fromkeys(flag_keys(flags), 1), defaultdict(lambda: "flag"))
-    if config.name != told.name:
+    if config.name != received.name:
         raise UserError(
-            f"--name: the hub's run is named {told.name}, not {config.name};"
+            f"--name: the hub's run is named {received.name}, not {config.name};"
             " use --as for the name of the node, --dir for its folder"
         )
     if config.swarm.on:

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from aedit.launch.config import JoinOptions, Placement, RunConfig
-from aedit.launch.processes.host_process import HostProcess
+from aedit.launch.processes.child import HostProcess
 from aedit.launch.records import file_name
 from aedit.launch.swarm import INTRODUCTION
 from aedit.proto.rpc import name_of

@@ -20,7 +20,7 @@ from aedit.launch.config import (
 )
 from aedit.launch.data import load_tokenizer
 from aedit.launch.node import outline
-from aedit.launch.processes.local_preflight import nodes_here
+from aedit.launch.processes.run_local import nodes_here
 from aedit.proto.codecs import codec
 from aedit.types import UserError
 from aedit.weight_gather import gather_bytes

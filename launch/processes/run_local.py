@@ -10,16 +10,20 @@ from types import FrameType
 
 import psutil
 
-from aedit.launch.child import Child
 from aedit.launch.config import (
     NODE_PROGRAM,
     JoinOptions,
     Placement,
     RunConfig,
+    check_memory,
+    least_parameters,
     ranks_per_node,
     torchrun_command,
+    trains_on_cpu,
     warnings,
 )
+from aedit.launch.data import check_data, check_rewards, check_source
+from aedit.launch.processes.child import Child
 from aedit.launch.processes.cluster import Cluster
 from aedit.launch.records import (
     Ending,
@@ -239,3 +243,24 @@ def _say(text: str) -> None:
     # No print, which a signal handler may interrupt. A closed terminal must not stop the run.
     with contextlib.suppress(OSError):
         os.write(2, f"aedit: {text}\n".encode())
+
+
+def preflight(config: RunConfig, placement: Placement) -> None:
+    """Raise UserError if data are missing or too short, or the model cannot fit into this machine's memory.
+
+    Of a run with rewards, files of problems must exist, and each reward function must work in a first call.
+    Errors that these checks cannot detect are reported when the nodes start.
+    """
+    if config.prompts.source:
+        check_source(config.prompts.source)
+        check_rewards(config)
+    else:
+        check_data(config.data)
+    num_params = least_parameters(config)
+    if num_params is not None and trains_on_cpu(config):
+        check_memory(config, num_params, nodes=nodes_here(placement))
+
+
+def nodes_here(placement: Placement) -> int:
+    """Return the number of nodes that run on this machine."""
+    return placement.nodes if placement.local else 1

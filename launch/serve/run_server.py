@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from aedit.async_sgd.service import keep_one_arena
 from aedit.launch.config import RunConfig, check_imports, of_this_machine, parse, with_flags
+from aedit.launch.processes.child import StopSignals
 from aedit.launch.serve.places import ServerPlaces
-from aedit.launch.stop_signals import StopSignals
 from aedit.proto.rpc import HelloReply, HubRefused, HubUnreachable, ServerKeys, caller_keys, greet
 from aedit.types import UserError
 

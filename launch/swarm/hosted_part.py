@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from aedit.launch.child import Child
+from aedit.launch.processes.child import Child
 from aedit.launch.records import resting_file
 from aedit.proto.rpc import ClientKeys, HubClient, HubRefused, HubUnreachable
 from aedit.proto.rpc import hub_pb2 as pb

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aedit.launch.config import RunConfig, to_toml
+from aedit.launch.processes.child import StopSignals
 from aedit.launch.records import claimed
-from aedit.launch.stop_signals import StopSignals
 from aedit.launch.swarm.forcing import Forcing, check_forcing
 from aedit.launch.swarm.foundings import Foundings
 from aedit.launch.swarm.hosted_part import HostedPart, HostOptions, set_aside
