@@ -231,7 +231,7 @@ def test_the_views_and_export_are_reached(monkeypatch, tmp_path):
             called.append((name, Path(place)))
             return []
 
-        monkeypatch.setattr(f"aedit.launch.views.{name}.main", main_of)
+        monkeypatch.setattr(f"aedit.launch.views.{name}_command", main_of)
     for name in ("status", "top", "plot"):
         assert main([name, str(tmp_path)]) == 0
     assert called == [(name, tmp_path) for name in ("status", "top", "plot")]
@@ -241,6 +241,6 @@ def test_a_command_may_refuse(monkeypatch, tmp_path, capsys):
     def refuse(place, keys, *, insecure):
         raise UserError("no run here")
 
-    monkeypatch.setattr("aedit.launch.views.status.main", refuse)
+    monkeypatch.setattr("aedit.launch.views.status_command", refuse)
     assert main(["status", str(tmp_path)]) == 2
     assert capsys.readouterr().err == "aedit: no run here\n"
