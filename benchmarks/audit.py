@@ -78,7 +78,7 @@ def setting(args: argparse.Namespace) -> Setting:
         new_tokens=24 if args.quick else 256,
         lies=6 if args.quick else 32,
         adaptive=12 if args.quick else 200,
-        bf16_tokens=500 if args.quick else 20_000,
+        bf16_tokens=500 if args.quick else args.tokens // 5,
     )
 
 
@@ -186,34 +186,46 @@ def _generated(model: nn.Module, sampling: Sampling, num_tokens: int, way: Way, 
 
 
 def _by_dtype(model: nn.Module, sampling: Sampling, chosen: Setting) -> Report:
-    """Return margins of honest engines in fp32 and bf16 under verifiers of both dtypes."""
+    """Return margins of honest engines in fp32 and bf16 under verifiers of both dtypes.
+
+    Limits are measured on the first fifth of the answers; the others are judged.
+    """
     rounded = copy.deepcopy(model).to(torch.bfloat16)
     back = copy.deepcopy(rounded).to(torch.float32)
     engines = {"fp32": back, "bf16": rounded}
     rows, figures = [], {}
     for mine, theirs in (("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")):
         told = list(_generated(engines[mine], sampling, chosen.bf16_tokens, claims.WAY, 1 << 26))
-        judged = _judged(engines[theirs], told)
-        done = tally(judged)
         dtype = torch.bfloat16 if "bf16" in (mine, theirs) else torch.float32
-        limits = calibration(judged, dtype) if done.largest <= 1 else None
+        policy, noise, first = _verifier(engines[theirs]), OwnNoise(engines[theirs].dtype), len(told) // 5
+        measured = [judge(policy, each, noise) for each in told[:first]]
+        judged = [judge(policy, each) for each in told[first:]]
+        done, limits = tally(judged), {"default": Calibration.default(dtype)}
+        limits["calibrated"] = calibration(measured, dtype)
+        if noise.limits is not None:
+            limits["own noise"] = noise.limits
         shares = [done.above[limit] / done.tokens for limit in LIMITS]
-        made = alarms(judged, Calibration.default(dtype), ROLLOUTS_PER_SERVER)
+        made = {key: alarms(judged, each, ROLLOUTS_PER_SERVER) for key, each in limits.items()}
         name = f"engine {mine}, verifier {theirs}"
-        figures[name] = {"other": done.other / done.tokens, "above": shares, "largest": done.largest}
+        figures[name] = {"other": done.other / done.tokens, "above": shares, "largest": done.largest} | {
+            f"convicted, {key}": each for key, each in made.items()
+        }
         rows.append(
             (
                 name,
                 f"{done.tokens:,}",
                 percent(done.other / done.tokens, 3),
                 *(percent(share, 3) for share in shares),
-                f"{limits.eps:.1e}" if limits else "-",
-                f"{made[0 + 1]} of {made[0]}",
+                f"{limits['calibrated'].eps:.1e}",
+                *(
+                    f"{made[key][1]} of {made[key][0]}" if key in made else "-"
+                    for key in ("default", "calibrated", "own noise")
+                ),
             )
         )
     columns = (
         *("same weights", "tokens", "other token", *(f"m > {limit:g}" for limit in LIMITS)),
-        *("eps", "convicted"),
+        *("eps", "convicted by default", "calibrated", "by own noise"),
     )
     return Report("Honest servers by dtype", (), columns, tuple(rows), (), figures)
 
@@ -288,7 +300,7 @@ def _adaptive(model: nn.Module, sampling: Sampling, chosen: Setting, dtype: str)
     engine = copy.deepcopy(model).to(kind)
     policy, noise = _verifier(engine), OwnNoise(kind)
     asked = _prompts(sampling, chosen.adaptive)
-    trusted = _prompts(sampling, chosen.adaptive, 1 << 27)
+    trusted = _prompts(sampling, 2 * chosen.adaptive, 1 << 27)
     measured = [judge(policy, each, noise) for each in claims.honest(engine, trusted)]
     limits = {"default": Calibration.default(kind), "calibrated": calibration(measured, kind)}
     if noise.limits is not None:
@@ -334,8 +346,8 @@ def _adaptive(model: nn.Module, sampling: Sampling, chosen: Setting, dtype: str)
         f"{dtype}, {sum(each.num_tokens for each in measured):,} tokens to calibrate on. {ADAPTIVE} servers"
         f" with the same {len(asked)} answers, all audited with their advantages. Reward: share of spaces.",
         *(
-            f"{key}: eps {each.eps:.2g}, tau {each.tau:.2g}, other tokens up to {each.largest_share:.2%}, "
-            f"bias up to {each.largest_bias:.2g}"
+            f"{key}: eps {each.eps:.2g}, tau {each.tau:.2g}, other tokens up to {each.ties:.2f} of those"
+            f" expected, bias up to {each.largest_bias:.2g}"
             for key, each in limits.items()
         ),
         f"Not found by the tightest limits: {'; '.join(unseen) or 'none'}.",
@@ -445,7 +457,9 @@ def _cost(quick: bool) -> Report:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, default=1_050_000, help="honest tokens in fp32")
+    parser.add_argument(
+        "--tokens", type=int, default=1_050_000, help="honest tokens in fp32; by dtype a fifth of it"
+    )
     does = "tables to make (default: all)"
     parser.add_argument("--only", nargs="+", choices=TABLES, default=TABLES, metavar="TABLE", help=does)
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.stats import norm
+from scipy.stats import t as student
 
 from aedit.spec_rollout.audit import (
     Calibration,
@@ -24,9 +25,18 @@ from aedit.spec_rollout.audit import (
     read_calibrations,
     write_calibrations,
 )
-from aedit.spec_rollout.audit.calibration import MEASURED_TOKENS, MIN_RATE, SIGMAS
+from aedit.spec_rollout.audit.calibration import MEASURED_TOKENS, MIN_RATE, NOISE_FACTOR, SIGMAS, exchanges
 from aedit.spec_rollout.audit.rates import AuditRate, RateRule
-from aedit.spec_rollout.audit.sequential import Drift, Errors, ShareTest, TestState, size_ratio
+from aedit.spec_rollout.audit.sequential import (
+    LIMITS,
+    SHARES,
+    Choices,
+    Drift,
+    Errors,
+    ShareTest,
+    TestState,
+    size_ratio,
+)
 
 TEST = ShareTest(p0=0.001, p1=0.05)
 FP32 = Calibration(dtype="float32", eps=1e-3, rate=0.0005)
@@ -35,11 +45,13 @@ FP32 = Calibration(dtype="float32", eps=1e-3, rate=0.0005)
 def scored(margins, differences=None, spread=1.0, gaps=None):
     count = len(margins)
     far = differences or [0.0] * count
+    if gaps is None:
+        gaps = [margin or 9.0 for margin in margins]
     column = torch.full((count,), spread, dtype=torch.float64)
     found = Margins(
         torch.tensor(margins, dtype=torch.float64),
         torch.arange(count),
-        torch.tensor([9.0] * count if gaps is None else gaps, dtype=torch.float64),
+        torch.tensor(gaps, dtype=torch.float64),
         torch.full((count,), -2.0).double(),
         column,
     )
@@ -133,7 +145,7 @@ def test_one_sample_can_be_enough(sample, reason, place):
 def test_rounding_passes_and_rare_mismatches_add_up_over_samples():
     tau = FP32.tau
     assert tau == pytest.approx(SIGMAS * 1e-3)
-    limits = replace(FP32, others=0.3, far=0.3)  # these shares have tests of their own
+    limits = replace(FP32, ties=1e9)  # other tokens have tests of their own
     record, found = ServerRecord().judge(scored([tau, 0.9 * tau, 0.0] * 10, [5e-4, -5e-4, 0.0] * 10), limits)
     assert (found.reason, found.num_mismatches, found.num_tokens) == ("", 0, 30)
     rare, test = scored([0.0] * 40 + [2 * tau]), limits.mismatch_test()
@@ -199,17 +211,14 @@ def test_a_file_of_calibrations_is_read_as_it_was_written_and_picked_by_server(t
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_defaults_leave_room_between_honest_rates_and_liars(dtype):
     made = Calibration.default(dtype)
-    for test, rate in (
-        (made.mismatch_test(), made.rate),
-        (made.others_test(), made.largest_share),
-    ):
-        assert test.p0 == 2 * rate < test.p1 / 4
+    test = made.mismatch_test()
+    assert test.p0 == 2 * made.rate < test.p1 / 4
     assert made.tau <= 1.0
 
 
 # --- what stays below the limits of single tokens
 
-BF16 = Calibration(dtype="bfloat16", eps=8e-3, rate=1e-3, others=0.003, far=2e-4, bias=6e-4, clustering=2.5)
+BF16 = Calibration(dtype="bfloat16", eps=8e-3, rate=1e-3, bias=6e-4, clustering=2.5)
 
 
 def errors_of(rng, num_tokens, eps, shared=0.5):
@@ -270,9 +279,10 @@ def test_honest_errors_up_to_the_calibration_pass(calibration):
     rng = np.random.default_rng(7)
     samples = []
     for _ in range(1000):
-        is_other = rng.random(100) < calibration.largest_share
-        margins_T = np.where(is_other, np.abs(rng.normal(0, calibration.eps, 100)), 0)
-        samples.append(scored(margins_T.tolist(), errors_of(rng, 100, calibration.eps).tolist()))
+        gaps = rng.uniform(0, 2, 100)
+        margins_T = np.where(rounded(rng, calibration.eps)(gaps), gaps, 0.0)
+        errors = errors_of(rng, 100, calibration.eps).tolist()
+        samples.append(scored(margins_T.tolist(), errors, gaps=gaps.tolist()))
     assert verdicts(samples, calibration) == ("", 1000)
 
 
@@ -302,32 +312,93 @@ def test_shifts_of_both_signs_are_seen_in_the_size_of_whole_samples():
     assert number < 150
 
 
-def test_a_server_that_chooses_among_tokens_below_tau_is_seen_by_their_share():
-    """2 % of the tokens are within tau; none counts as a mismatch, or as far."""
-    rng = np.random.default_rng(5)
-    samples = [
-        scored((np.where(rng.random(100) < 0.02, 0.3 * BF16.tau, 0.0)).tolist(), [0.0] * 100)
-        for _ in range(100)
-    ]
-    reason, number = verdicts(samples, BF16)
-    assert "of its audited tokens are not the verifier's, where at most 0.300% are expected" in reason
-    assert number < 20
+def ties(rng, num_samples, flips, eps=BF16.eps):
+    """Return samples of 256 tokens with gaps of 0 to 2; flips(gaps): which tokens are not the verifier's."""
+    for _ in range(num_samples):
+        gaps = rng.uniform(0, 2, 256)
+        margins_T = np.where(flips(gaps), gaps, 0.0)
+        yield scored(margins_T.tolist(), errors_of(rng, 256, eps).tolist(), gaps=gaps.tolist())
 
 
-def test_few_tokens_that_miss_by_more_than_rounding_usually_does_are_seen_though_their_share_is_honest():
-    """One token of an answer of 256, chosen below tau: 0.4 % are other tokens, where 0.3 % are honest."""
+def rounded(rng, eps=BF16.eps):
+    return lambda gaps: rng.normal(0, math.sqrt(2) * eps, len(gaps)) > gaps
+
+
+def choosing(rng, limit, at_most):
+    """Return what an honest server rounds, with exchanges at the first near ties that it likes."""
+
+    def flips(gaps):
+        honest = rounded(rng)(gaps)
+        liked = (gaps < limit) & (rng.random(len(gaps)) < 0.5)
+        return honest ^ (liked & (np.cumsum(liked) <= at_most))
+
+    return flips
+
+
+def test_rounding_exchanges_near_ties_as_normal_errors_do_or_those_with_heavier_tails():
+    gaps = np.array([0.0, 1e-3, 8e-3, 0.02, 0.05, 0.3, math.inf])
+    x = gaps / (math.sqrt(2) * 8e-3)
+    wanted = np.maximum(norm.sf(x), student.sf(x * math.sqrt(3), 3))
+    found = exchanges(torch.tensor(gaps), 8e-3)
+    assert found.tolist() == pytest.approx(wanted.tolist(), rel=1e-6, abs=1e-12)
+    limits = replace(BF16, ties=0.5)
+    assert limits.chances(torch.tensor(gaps)).tolist() == pytest.approx(np.maximum(0.5 * wanted, 1e-3))
+    assert float(replace(BF16, ties=3.0).chances(torch.zeros(1))) == 0.5
+
+
+def test_evidence_of_choosing_is_the_mean_of_all_likelihood_ratios():
+    """Enumerated: each alternative, each sample at which it may have begun."""
+    rng, samples, state = np.random.default_rng(11), [], Choices()
+    for _ in range(5):
+        gaps = rng.uniform(0, 20, 30)
+        chances = np.minimum(0.5, rng.uniform(1e-3, 0.5, 30))
+        samples.append((rng.random(30) < 0.2, chances, gaps))
+        state = state.after(*map(torch.tensor, samples[-1]))
+    total = 0.0
+    for limit in LIMITS:
+        for share in SHARES:
+            q, of_samples = min(0.5, share / limit), []
+            for is_other, p, gaps in samples:
+                chosen = np.where(gaps <= limit, p * (1 - q) + (1 - p) * q, p)
+                of_samples.append(np.prod(np.where(is_other, chosen / p, (1 - chosen) / (1 - p))))
+            begun = [np.prod(of_samples[k:]) / ((k + 1) * (k + 2)) for k in range(5)]
+            total += sum(begun) / (len(LIMITS) * len(SHARES))
+    assert state.log_ratio == pytest.approx(math.log(total))
+
+
+def test_honest_servers_seem_to_choose_as_rarely_as_stated():
+    """Over all times, with an alpha that a simulation can see, and errors as large as they may be."""
+    rng, convicted = np.random.default_rng(12), 0
+    for _ in range(200):
+        state, highest = Choices(), -math.inf
+        for _ in range(40):
+            gaps = torch.tensor(rng.uniform(0, 0.5, 64))
+            chances = BF16.chances(gaps)
+            is_other = torch.tensor(rng.random(64)) < chances
+            state = state.after(is_other, chances, gaps / BF16.eps)
+            highest = max(highest, state.log_ratio)
+        convicted += highest >= math.log(10)
+    assert convicted <= 200 * 0.1
+    assert verdicts(ties(rng, 1000, rounded(rng)), BF16) == ("", 1000)
+
+
+@pytest.mark.parametrize(
+    ("limit", "at_most", "most"), [(0.3 * BF16.tau, 4, 40), (30 * BF16.eps, 1, 40), (2 * BF16.eps, 4, 200)]
+)
+def test_a_server_that_chooses_among_near_ties_is_seen_however_near_they_are(limit, at_most, most):
     rng = np.random.default_rng(5)
-    samples = []
-    for _ in range(60):
-        margins_T = np.zeros(256)
-        margins_T[rng.integers(256)] = 0.5 * BF16.tau
-        samples.append(scored(margins_T.tolist(), [0.0] * 256))
-    reason, number = verdicts(samples, BF16)
-    assert "miss the verifier's by more than 0.023" in reason
-    assert number < 20
-    normal = np.abs(rng.normal(0, math.sqrt(2) * BF16.eps, (400, 256)))
-    honest = np.where(rng.random((400, 256)) < 0.003, np.minimum(normal, 2.7 * BF16.eps), 0.0)
-    assert verdicts([scored(row.tolist(), [0.0] * 256) for row in honest], BF16) == ("", 400)
+    reason, number = verdicts(ties(rng, most, choosing(rng, limit, at_most)), BF16)
+    assert "of its audited tokens are not the verifier's, where rounding by eps = 0.008 exchanges" in reason
+    assert number < most
+
+
+def test_a_server_that_begins_to_choose_late_is_seen_almost_as_soon():
+    rng = np.random.default_rng(6)
+    honest = [*ties(rng, 600, rounded(rng))]
+    false = [*ties(rng, 60, choosing(rng, 0.3 * BF16.tau, 4))]
+    reason, number = verdicts([*honest, *false], BF16)
+    assert "are not the verifier's" in reason
+    assert 600 < number < 660
 
 
 def drawn(rng, eps, choose=lambda others, reward: others, bias=lambda reward: 0.0):
@@ -372,22 +443,40 @@ def test_errors_that_go_with_the_reward_are_seen_though_their_share_and_mean_are
     assert (reason, number < 300) == ("the errors of its log-probabilities go with the reward", True)
 
 
-def test_share_bias_and_clustering_are_recovered_from_errors_of_known_size():
+def test_bias_and_clustering_are_recovered_from_errors_of_known_size():
     rng, parts = np.random.default_rng(9), []
     for _ in range(400):
         own = rng.normal(0, 4e-3, 50) + rng.normal(0, 1e-3) + 5e-4
-        margins_T = np.where(rng.random(50) < 0.01, 1e-3, 0.0)
-        sample = scored(margins_T.tolist(), own.tolist())
+        sample = scored([0.0] * 50, own.tolist())
         parts.append((sample.margins, torch.tensor(sample.logprobs, dtype=torch.float64)))
     made = calibrate(parts, torch.bfloat16)
     assert made.eps == pytest.approx(math.sqrt(4e-3**2 + 1e-3**2 + 5e-4**2), rel=0.03)
-    count = sum(int((found.margins_T > 0).sum()) for found, _ in parts)
-    assert made.largest_share == (count + 3) / 20_000
     error = math.sqrt((50 * 4e-3**2 + 50**2 * 1e-3**2) / 400) / 50
     assert 5e-4 - 3 * error < made.largest_bias < 5e-4 + 8 * error
     summed = 50 * 4e-3**2 + 50**2 * (1e-3**2 + 5e-4**2)
     assert made.clustering == pytest.approx(summed / (50 * made.eps**2), rel=0.6)
     assert made.clustering > summed / (50 * made.eps**2)
+
+
+@pytest.mark.parametrize("ratio", [0.6, 1.0, 3.0])
+def test_other_tokens_are_limited_by_the_measured_ratio_to_those_expected(ratio):
+    rng, eps = np.random.default_rng(13), 8e-3
+
+    def flips(gaps):
+        return rng.random(len(gaps)) < np.minimum(0.5, ratio * exchanges(torch.tensor(gaps), eps).numpy())
+
+    samples = [*ties(rng, 1000, flips)]
+    outlier = scored([0.2] + [0.0] * 99, errors_of(rng, 100, eps).tolist())
+    parts = [(x.margins, torch.tensor(x.logprobs, dtype=torch.float64)) for x in (outlier, *samples)]
+    made = calibrate(parts, torch.bfloat16)
+    assert made.eps == pytest.approx(eps, rel=0.02)  # which one far token does not widen
+    assert made.rate < 1e-4
+    true = sum((found.margins_T > 0).sum() for found, _ in parts) / sum(
+        exchanges(found.gaps_T, made.eps).sum() for found, _ in parts
+    )
+    assert made.ties == 1.0 if ratio == 1 else float(true) < made.ties < 1.25 * float(true)
+    few = calibrate(parts[:20], torch.bfloat16)
+    assert few.ties == 1.0 or ratio == 3
 
 
 def test_noise_is_measured_in_16_bits_only_and_holds_for_servers_without_an_entry():
@@ -403,10 +492,10 @@ def test_noise_is_measured_in_16_bits_only_and_holds_for_servers_without_an_entr
     add(MEASURED_TOKENS // 100 - 1, 5e-3)
     assert calibration_of("a", {}, torch.bfloat16, noise) == Calibration.default(torch.bfloat16)
     add(1, 5e-3)
-    assert calibration_of("a", {}, torch.bfloat16, noise).eps == pytest.approx(2 * 5e-3, rel=0.1)
+    assert calibration_of("a", {}, torch.bfloat16, noise).eps == pytest.approx(NOISE_FACTOR * 5e-3, rel=0.1)
     assert calibration_of("a", {"a": BF16}, torch.bfloat16, noise) == BF16
     assert [noise.wants() for _ in range(32)].count(True) == 2
     add(MEASURED_TOKENS // 100, 1e-2)  # the weights have grown: the oldest samples are dropped
-    assert noise.limits.eps == pytest.approx(2e-2, rel=0.1)
+    assert noise.limits.eps == pytest.approx(NOISE_FACTOR * 1e-2, rel=0.1)
     add(MEASURED_TOKENS // 100, 5e-2)
     assert calibration_of("a", {}, torch.bfloat16, noise) == Calibration.default(torch.bfloat16)

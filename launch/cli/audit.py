@@ -213,7 +213,7 @@ def _calibrate(request: AuditRequest, results: Mapping[str, ServerResult], dtype
             raise UserError(f"server {server}: {error}") from None
         print(
             f"{server}: eps {made[server].eps:.3g}, tau {made[server].tau:.3g}, mismatches up to "
-            f"{made[server].rate:.3g}, other tokens {made[server].largest_share:.3g}, log-prob bias "
+            f"{made[server].rate:.3g}, other tokens up to {made[server].ties:.2f} of those expected, bias "
             f"{made[server].largest_bias:.3g}, from {made[server].num_tokens} tokens"
         )
     try:

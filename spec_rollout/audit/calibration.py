@@ -3,8 +3,9 @@
 Let eps be the standard deviation of the difference of one logit over temperature between two honest machines.
 A claimed token then differs from the verifier's by a margin of the order of sqrt(2) eps where two tokens are
 that close, and its log-probability by eps times the root of its `spread`. A token counts as a mismatch if its
-margin, or the difference of its log-probability, is above tau = 6 sqrt(2) eps. Below tau the share of other
-tokens, the mean of the differences, and their size over whole samples are limited too (`judge.py`).
+margin, or the difference of its log-probability, is above tau = 6 sqrt(2) eps. Below tau the number of other
+tokens beyond what the gaps between the two best ones let expect (`exchanges`), the mean of the differences,
+and their size over whole samples are limited too (`judge.py`).
 
 All of it is measured on rollouts of servers that are trusted, per server, as the difference depends on both
 machines (`calibrate`). For other servers in 16 bits the verifier's own rounding is measured while it audits
@@ -44,13 +45,6 @@ _LEAST_SPREAD = 0.1
 """Log-probabilities near 0 hardly depend on the logits, but are rounded as others are."""
 _LEAST_EPS = 1e-7
 """Lower limit of a measured eps: two machines of one kind may differ by nothing, others of that kind not."""
-OTHERS_PER_EPS = 0.5
-"""Share of tokens that differ between honest machines, over eps, where it was not measured. 0.33 for a policy
-of 2.25 nats per token."""
-FAR = 2 * math.sqrt(2)
-"""Margin over eps from which another token is far: two deviations of the difference of two logits."""
-FAR_SHARE = 0.05
-"""Share of the other tokens that are far, where it was not measured; 0.02 for normal errors."""
 CLUSTERING = 4.0
 """Variance of the sum of a sample's differences over that of independent ones, where it was not measured."""
 
@@ -65,10 +59,8 @@ class Calibration:
     """Standard deviation of the difference of a logit over temperature."""
     rate: float
     """Upper limit of the share of honest tokens that are mismatches."""
-    others: float | None = None
-    """Upper limit of the share of honest tokens that are not the verifier's; None: `OTHERS_PER_EPS` eps."""
-    far: float | None = None
-    """Upper limit of the share of honest tokens with a margin above `FAR` eps; None: a part of others."""
+    ties: float = 1.0
+    """Upper limit of the honest tokens that are not the verifier's, over those that `exchanges` expects."""
     bias: float | None = None
     """Upper limit of the mean difference of honest log-probabilities, either way; None: eps / 10."""
     clustering: float = CLUSTERING
@@ -81,10 +73,8 @@ class Calibration:
         check(self.dtype in names, "dtype", f"must be one of {', '.join(sorted(names))}", self.dtype)
         check(0 < self.eps < 1, "eps", "must be in (0, 1)", self.eps)
         check(0 < self.rate < 0.5, "rate", "must be in (0, 0.5)", self.rate)
-        others, bias = self.largest_share, self.largest_bias
-        check(0 < others < 0.5, "others", "must be in (0, 0.5)", others)
-        check(0 < self.largest_far_share < 0.5, "far", "must be in (0, 0.5)", self.largest_far_share)
-        check(0 < bias < 1, "bias", "must be in (0, 1)", bias)
+        check(0 < self.ties < math.inf, "ties", "must be a finite number above 0", self.ties)
+        check(0 < self.largest_bias < 1, "bias", "must be in (0, 1)", self.largest_bias)
         rule = "must be a finite number of at least 1"
         check(1 <= self.clustering < math.inf, "clustering", rule, self.clustering)
 
@@ -105,16 +95,6 @@ class Calibration:
         return min(_LOGPROB_MEDIAN[self._torch_dtype], 6 * self.eps)
 
     @property
-    def largest_share(self) -> float:
-        """Return the largest share of honest tokens that are not the verifier's."""
-        return max(MIN_RATE, OTHERS_PER_EPS * self.eps) if self.others is None else self.others
-
-    @property
-    def largest_far_share(self) -> float:
-        """Return the largest share of honest tokens that are not the verifier's by a far margin."""
-        return max(MIN_RATE, FAR_SHARE * self.largest_share) if self.far is None else self.far
-
-    @property
     def largest_bias(self) -> float:
         """Return the largest mean difference of honest log-probabilities, either way."""
         return self.eps / 10 if self.bias is None else self.bias
@@ -124,26 +104,17 @@ class Calibration:
         return replace(
             self,
             eps=min(factor * self.eps, 0.99),
-            others=min(factor * self.largest_share, 0.49),
             bias=min(factor * self.largest_bias, 0.99),
         )
 
     def mismatch_test(self) -> ShareTest:
         """Return the test of the share of mismatches, with twice the measured rate as p0."""
-        return self._share_test(self.rate, _P1[self._torch_dtype])
-
-    def others_test(self) -> ShareTest:
-        """Return the test of the share of tokens that are not the verifier's, however small their margins."""
-        return self._share_test(self.largest_share, 0.0)
-
-    def far_test(self) -> ShareTest:
-        """Return the test of the share of tokens with a margin above `FAR` eps."""
-        return self._share_test(self.largest_far_share, 0.0)
-
-    @staticmethod
-    def _share_test(rate: float, p1: float) -> ShareTest:
-        p0 = 2 * rate
+        p0, p1 = 2 * self.rate, _P1[self._torch_dtype]
         return ShareTest(p0=p0, p1=max(p1, 5 * p0) if p0 < 0.15 else max(0.75, (1 + p0) / 2))
+
+    def chances(self, gaps_T: Tensor) -> Tensor:
+        """Return the highest probability of another token with an honest server, by the gap, (T,)."""
+        return (self.ties * exchanges(gaps_T, self.eps)).clamp(max=0.5).clamp(min=self.rate)
 
     @property
     def _torch_dtype(self) -> torch.dtype:
@@ -151,12 +122,25 @@ class Calibration:
         return dtype
 
 
+def exchanges(gaps_T: Tensor, eps: float) -> Tensor:
+    """Return the probability with which rounding exchanges the two best tokens, by their gap, (T,).
+
+    The difference of two errors has the standard deviation sqrt(2) eps. In 16 bits large logits are rounded
+    more than small ones, so its tails are heavier than normal: the larger one of the normal probability and
+    that of Student's t with 3 degrees of freedom and this standard deviation.
+    """
+    x_T = (gaps_T / (math.sqrt(2) * eps)).clamp(max=1e6)
+    student_T = 0.5 - (x_T.atan() + x_T / (1 + x_T.square())) / math.pi
+    return torch.maximum(0.5 * torch.special.erfc(x_T / math.sqrt(2)), student_T)
+
+
 def calibrate(parts: "list[tuple[Margins, Tensor]]", dtype: torch.dtype) -> Calibration:
     """Return the calibration that follows from trusted rollouts.
 
     eps^2 is the sum of squared differences of log-probabilities over the sum of their spreads, which is
-    unbiased for independent errors of logits, and at least what the largest margin shows. Shares and means
-    are upper limits: counts plus 3, the mean plus four standard errors over samples.
+    unbiased for independent errors of logits. Margins far above it count in `rate`. The other values are
+    upper limits: the count of mismatches plus 3, that of other tokens plus three standard errors, the mean
+    plus four over samples. `ties` is above 1 only where 1 is more than three standard errors below.
 
     Args:
         parts: Margins of the trusted tokens of each sample, and the log-probabilities that the server has
@@ -179,7 +163,7 @@ def calibrate(parts: "list[tuple[Margins, Tensor]]", dtype: torch.dtype) -> Cali
         )
     spread = float(every.spread_T.clamp(min=0).sum())
     eps = math.sqrt(float(differences_T.square().sum()) / spread) if spread > 0 else 0.0
-    eps = min(max(eps, largest / SIGMAS, _LEAST_EPS), 0.99)
+    eps = min(max(eps, _LEAST_EPS), 0.99)
     num_tokens = len(differences_T)
     sizes = [len(claimed) for _, claimed in parts]
     sums_S = torch.stack([each.sum() for each in torch.split(differences_T, sizes)])
@@ -187,12 +171,14 @@ def calibrate(parts: "list[tuple[Margins, Tensor]]", dtype: torch.dtype) -> Cali
     mean = float(sums_S.sum()) / num_tokens
     error = float((sums_S - mean * torch.tensor(sizes)).norm()) / num_tokens
     clustering = float(sums_S.square().sum() / variances_S.sum()) * (1 + 4 * math.sqrt(2 / len(parts)))
+    expected = float(exchanges(every.gaps_T, eps).sum())
+    others = int((every.margins_T > 0).sum())
+    lowest, highest = others - 3 * math.sqrt(others), others + 3 * math.sqrt(others) + 3
     return Calibration(
         dtype=str(dtype).removeprefix("torch."),
         eps=eps,
+        ties=highest / expected if lowest > expected else min(highest / max(expected, 1.0), 1.0),
         rate=_upper_share(int(mismatches(every, differences_T, SIGMAS * eps).sum()), num_tokens),
-        others=_upper_share(int((every.margins_T > 0).sum()), num_tokens),
-        far=_upper_share(int((every.margins_T > FAR * eps).sum()), num_tokens),
         bias=min(max(abs(mean) + 4 * error, eps / 100), 0.99),
         clustering=max(clustering, 1.0),
         num_tokens=num_tokens,
@@ -209,8 +195,9 @@ def _upper_share(count: int, num_tokens: int) -> float:
     return min(max(MIN_RATE, (count + 3) / num_tokens), 0.2)
 
 
-NOISE_FACTOR = 2.0
-"""A server's limits over the verifier's own noise. Two machines of equal noise differ by sqrt(2) times it."""
+NOISE_FACTOR = 1.5
+"""A server's limits over the verifier's own noise. Two machines of equal noise differ by sqrt(2) times it;
+the rest is for the error of the measurement on `MEASURED_TOKENS`."""
 
 
 @dataclass(slots=True)

@@ -2,10 +2,10 @@
 
 A server that knows the tolerances stays below each of them and uses what is left: it draws the better one of
 two tokens that are nearly equal, or reports all log-probabilities slightly too high, which shifts the
-importance ratio of a long sample by much. So, besides the share of mismatches, five things are tested that no
-limit of a single token sees: the share of tokens that are not the verifier's, and of those that miss it by
-more than rounding usually does; the size of the summed difference of log-probabilities of a sample, and its
-mean; and whether either goes with the reward.
+importance ratio of a long sample by much. So, besides the share of mismatches, four things are tested that no
+limit of a single token sees: how many tokens are not the verifier's, beside the number that the gaps let
+expect; the size of the summed difference of log-probabilities of a sample, and its mean; and whether either
+goes with the reward.
 """
 
 import math
@@ -15,8 +15,14 @@ from typing import Any
 
 import torch
 
-from aedit.spec_rollout.audit.calibration import FAR, HARD_MARGIN, Calibration, mismatches, variances
-from aedit.spec_rollout.audit.sequential import Drift, Errors, TestState, size_ratio
+from aedit.spec_rollout.audit.calibration import (
+    HARD_MARGIN,
+    Calibration,
+    exchanges,
+    mismatches,
+    variances,
+)
+from aedit.spec_rollout.audit.sequential import Choices, Drift, Errors, TestState, size_ratio
 from aedit.spec_rollout.audit.token_margins import Margins
 
 MEDIAN_TOKENS = 8
@@ -58,8 +64,7 @@ class Tests:
     __test__ = False
 
     mismatches: TestState = field(default_factory=TestState)
-    others: TestState = field(default_factory=TestState)
-    far: TestState = field(default_factory=TestState)
+    choices: Choices = field(default_factory=Choices)
     sizes: TestState = field(default_factory=TestState)
     too_high: Drift = field(default_factory=Drift)
     too_low: Drift = field(default_factory=Drift)
@@ -70,8 +75,7 @@ class Tests:
         ratio = size_ratio(max(0.0, abs(found.difference) - allowed), found.variance)
         return Tests(
             self.mismatches.after(calibration.mismatch_test(), found.is_mismatch),
-            self.others.after(calibration.others_test(), found.is_other),
-            self.far.after(calibration.far_test(), found.is_far),
+            self.choices.after(found.is_other_T, found.chances_T, found.gaps_T / calibration.eps),
             self.sizes.plus(ERRORS, ratio),
             self.too_high.plus(found.difference - allowed, found.variance),
             self.too_low.plus(-found.difference - allowed, found.variance),
@@ -82,15 +86,11 @@ class Tests:
         tokens = max(1, record.num_tokens)
         if self.mismatches.is_guilty:
             return f"{record.num_mismatches / tokens:.3%} of its audited tokens are not those of the policy"
-        if self.others.is_guilty:
+        if self.choices.log_ratio >= math.log(1 / ERRORS.alpha):
             return (
-                f"{record.num_others / tokens:.3%} of its audited tokens are not the verifier's, where at "
-                f"most {calibration.largest_share:.3%} are expected"
-            )
-        if self.far.is_guilty:
-            return (
-                f"more than {calibration.largest_far_share:.3%} of its audited tokens miss the verifier's by "
-                f"more than {FAR * calibration.eps:.2g}"
+                f"{record.num_others / tokens:.3%} of its audited tokens are not the verifier's, where "
+                f"rounding by eps = {calibration.eps:.2g} exchanges {record.expected_others / tokens:.3%} "
+                "at most"
             )
         if self.sizes.is_guilty:
             return "the log-probabilities of whole samples differ by more than rounding"
@@ -109,12 +109,13 @@ class SampleSums:
     """Parts of one sample that the tests add up."""
 
     is_mismatch: list[bool]
-    is_other: list[bool]
+    is_other_T: torch.Tensor
     """Tokens that are not the verifier's."""
-    is_far: list[bool]
-    """Those of them that miss it by more than rounding usually does."""
-    expected_others: float
-    """Their number if the errors of logits are independent and normal."""
+    chances_T: torch.Tensor
+    """Highest probability of that with an honest server."""
+    gaps_T: torch.Tensor
+    exchanged: float
+    """Number of other tokens that rounding by eps lets expect."""
     difference: float
     """Sum of the differences of log-probabilities, each limited to tau."""
     variance: float
@@ -125,13 +126,12 @@ class SampleSums:
         """Return the sums of a sample in which everything is finite."""
         found = scored.margins
         differences_T = _differences(scored)
-        # Two errors of one logit each are between the sums of two tokens.
-        expected_T = 0.5 * torch.special.erfc(found.gaps_T / (2 * calibration.eps))
         return cls(
             mismatches(found, differences_T, calibration.tau).tolist(),
-            (~(found.margins_T <= 0)).tolist(),
-            (~(found.margins_T <= FAR * calibration.eps)).tolist(),
-            float(expected_T.sum()),
+            ~(found.margins_T <= 0),
+            calibration.chances(found.gaps_T),
+            found.gaps_T,
+            float(exchanges(found.gaps_T, calibration.eps).sum()),
             float(differences_T.clamp(-calibration.tau, calibration.tau).sum()),
             calibration.clustering * float(variances(found, calibration.eps).sum()),
         )
@@ -139,7 +139,12 @@ class SampleSums:
     @property
     def num_tokens(self) -> int:
         """Return the number of judged tokens."""
-        return len(self.is_other)
+        return len(self.is_mismatch)
+
+    @property
+    def num_others(self) -> int:
+        """Return the number of tokens that are not the verifier's."""
+        return int(self.is_other_T.sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +157,8 @@ class ServerRecord:
     num_mismatches: int = 0
     num_others: int = 0
     """Tokens that were not the verifier's."""
+    expected_others: float = 0.0
+    """Highest mean of their number with an honest server."""
     sum_of_differences: float = 0.0
     """Of log-probabilities: those of the server minus those of the verifier."""
     num_failures: int = 0
@@ -167,6 +174,7 @@ class ServerRecord:
             num_tokens=self.num_tokens + len(is_mismatch),
             num_mismatches=self.num_mismatches + sum(is_mismatch),
             num_others=self.num_others + int((~(scored.margins.margins_T <= 0)).sum()),
+            expected_others=self.expected_others + float(calibration.chances(scored.margins.gaps_T).nansum()),
             sum_of_differences=self.sum_of_differences + float(differences_T.nansum()),
             largest_margin=max(self.largest_margin, _largest(scored.margins)),
         )
@@ -208,13 +216,13 @@ class RewardRecord:
             return self, ""
         found = SampleSums.of(scored, calibration)
         scale = (self.num_others + 1) / (self.expected_others + 1)
-        expected = scale * found.expected_others
-        tokens, logprobs = advantage * (sum(found.is_other) - expected), advantage * found.difference
+        expected = scale * found.exchanged
+        tokens, logprobs = advantage * (found.num_others - expected), advantage * found.difference
         allowed = abs(advantage) * calibration.largest_bias * found.num_tokens
         of_tokens, of_logprobs = advantage**2 * expected, advantage**2 * found.variance
         after = RewardRecord(
-            self.num_others + sum(found.is_other),
-            self.expected_others + found.expected_others,
+            self.num_others + found.num_others,
+            self.expected_others + found.exchanged,
             self.better.plus(tokens, of_tokens),
             self.worse.plus(-tokens, of_tokens),
             self.higher.plus(logprobs - allowed, of_logprobs),

@@ -6,6 +6,12 @@ with H1 for a false server, whom it misses with probability beta at most, with H
 convicts with probability alpha at most. After H0 the next test begins. `size_ratio` gives the same test
 errors of whole samples that are larger than they may be.
 
+`Choices`: H0, a token is not the verifier's with probability p_t or less, given all that was before. An
+alternative is a server that exchanges the two best tokens with probability q where their gap is below a
+limit: p_t + q (1 - 2 p_t). A likelihood ratio has a mean of 1 at most under H0, as it grows with each other
+token, and so has a weighted mean of ratios over alternatives and over the samples at which a server may have
+begun. By Ville's inequality it reaches 1 / alpha with probability alpha at most, over all times.
+
 `Drift`: H0, numbers x_1, x_2, ... have conditional means of 0 or less and mean squares of s_i^2 or less. As
 exp(x - x^2 / 6) <= 1 + x + x^2 / 3, exp(l S_n - l^2 V_n / 2) with V_n = sum (x_i^2 + 2 s_i^2) / 3 is a
 supermartingale for each l >= 0, whatever the tails of x are (Delyon, Exponential inequalities for sums of
@@ -16,6 +22,9 @@ is the limit of `drifts` (Robbins, Statistical methods related to the law of the
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
 
 from aedit.types import check
 
@@ -122,6 +131,47 @@ def size_ratio(x: float, variance: float) -> float:
     """
     square = min(x * x / variance, LARGEST_SQUARE) if variance > 0 else LARGEST_SQUARE * (x != 0)
     return 0.25 * square - 0.5 * math.log(2)
+
+
+LIMITS = (1, 2, 4, 8, 32, 128)
+"""Gaps, over eps, below which an alternative server chooses."""
+SHARES = (0.1, 0.3, 1.0)
+"""Probability of an exchange at each such token, times the limit: about equally many tokens of a sample."""
+_LIMITS_A = torch.tensor([float(limit) for limit in LIMITS for _ in SHARES], dtype=torch.float64)
+_SHARES_A = torch.tensor([min(0.5, q / limit) for limit in LIMITS for q in SHARES], dtype=torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Ratios of the likelihoods of A servers that choose among near ties, to that of an honest one."""
+
+    num_samples: int = 0
+    log_ratios: tuple[float, ...] = (-math.inf,) * len(_LIMITS_A)
+    """Weighted means over the first samples at which the choosing may have begun: 1/2, 1/6, 1/12, .."""
+
+    def after(self, is_other_T: Tensor, chances_T: Tensor, gaps_T: Tensor) -> "Choices":
+        """Return the ratios after a sample.
+
+        Args:
+            is_other_T: Tokens that are not the verifier's, bool.
+            chances_T: Highest probability of that with an honest server, in (0, 0.5].
+            gaps_T: Gap between the two best tokens, over eps.
+        """
+        shares_AT = _SHARES_A[:, None] * (gaps_T <= _LIMITS_A[:, None])
+        chosen_AT = chances_T + shares_AT * (1 - 2 * chances_T)
+        of_other_AT = chosen_AT.log() - chances_T.log()
+        of_right_AT = (-chosen_AT).log1p() - (-chances_T).log1p()
+        ratios_A = torch.where(is_other_T, of_other_AT, of_right_AT).sum(1)
+        number = self.num_samples + 1
+        before_A = torch.tensor(self.log_ratios, dtype=torch.float64)
+        begun_A = torch.full_like(before_A, -math.log(number * (number + 1)))
+        return Choices(number, tuple((torch.logaddexp(before_A, begun_A) + ratios_A).tolist()))
+
+    @property
+    def log_ratio(self) -> float:
+        """Return the logarithm of the mean ratio over the alternatives."""
+        ratios_A = torch.tensor(self.log_ratios, dtype=torch.float64)
+        return float(ratios_A.logsumexp(0)) - math.log(len(ratios_A))
 
 
 @dataclass(frozen=True, slots=True)
