@@ -197,7 +197,8 @@ def _by_dtype(model: nn.Module, sampling: Sampling, chosen: Setting) -> Report:
     for mine, theirs in (("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")):
         told = list(_generated(engines[mine], sampling, chosen.bf16_tokens, claims.WAY, 1 << 26))
         dtype = torch.bfloat16 if "bf16" in (mine, theirs) else torch.float32
-        policy, noise, first = _verifier(engines[theirs]), OwnNoise(engines[theirs].dtype), len(told) // 5
+        policy, first = _verifier(engines[theirs]), len(told) // 5
+        noise = OwnNoise(policy.dtype)
         measured = [judge(policy, each, noise) for each in told[:first]]
         judged = [judge(policy, each) for each in told[first:]]
         done, limits = tally(judged), {"default": Calibration.default(dtype)}
