@@ -171,7 +171,7 @@ def calibrate(parts: "list[tuple[Margins, Tensor]]", dtype: torch.dtype) -> Cali
     mean = float(sums_S.sum()) / num_tokens
     error = float((sums_S - mean * torch.tensor(sizes)).norm()) / num_tokens
     clustering = float(sums_S.square().sum() / variances_S.sum()) * (1 + 4 * math.sqrt(2 / len(parts)))
-    expected = float(exchanges(every.gaps_T, eps).sum())
+    expected = max(float(exchanges(every.gaps_T, eps).sum()), 1e-9)
     others = int((every.margins_T > 0).sum())
     lowest, highest = others - 3 * math.sqrt(others), others + 3 * math.sqrt(others) + 3
     return Calibration(
