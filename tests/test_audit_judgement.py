@@ -28,8 +28,7 @@ from aedit.spec_rollout.audit import (
 from aedit.spec_rollout.audit.calibration import MEASURED_TOKENS, MIN_RATE, NOISE_FACTOR, SIGMAS, exchanges
 from aedit.spec_rollout.audit.rates import AuditRate, RateRule
 from aedit.spec_rollout.audit.sequential import (
-    LIMITS,
-    SHARES,
+    ALTERNATIVES,
     Choices,
     Drift,
     Errors,
@@ -355,14 +354,13 @@ def test_evidence_of_choosing_is_the_mean_of_all_likelihood_ratios():
         samples.append((rng.random(30) < 0.2, chances, gaps))
         state = state.after(*map(torch.tensor, samples[-1]))
     total = 0.0
-    for limit in LIMITS:
-        for share in SHARES:
-            q, of_samples = min(0.5, share / limit), []
-            for is_other, p, gaps in samples:
-                chosen = np.where(gaps <= limit, p * (1 - q) + (1 - p) * q, p)
-                of_samples.append(np.prod(np.where(is_other, chosen / p, (1 - chosen) / (1 - p))))
-            begun = [np.prod(of_samples[k:]) / ((k + 1) * (k + 2)) for k in range(5)]
-            total += sum(begun) / (len(LIMITS) * len(SHARES))
+    for limit, q in ALTERNATIVES:
+        of_samples = []
+        for is_other, p, gaps in samples:
+            chosen = np.where(gaps <= limit, p * (1 - q) + (1 - p) * q, p)
+            of_samples.append(np.prod(np.where(is_other, chosen / p, (1 - chosen) / (1 - p))))
+        begun = [np.prod(of_samples[k:]) / ((k + 1) * (k + 2)) for k in range(5)]
+        total += sum(begun) / len(ALTERNATIVES)
     assert state.log_ratio == pytest.approx(math.log(total))
 
 
@@ -390,6 +388,20 @@ def test_a_server_that_chooses_among_near_ties_is_seen_however_near_they_are(lim
     reason, number = verdicts(ties(rng, most, choosing(rng, limit, at_most)), BF16)
     assert "of its audited tokens are not the verifier's, where rounding by eps = 0.008 exchanges" in reason
     assert number < most
+
+
+@pytest.mark.parametrize("eps", [1e-3, 5e-7])
+def test_in_fp32_a_server_that_chooses_within_the_default_tau_is_seen_whatever_eps_was_measured(eps):
+    """Also where the margins are thousands of times eps."""
+    rng = np.random.default_rng(5)
+    limits = Calibration(dtype="float32", eps=eps, rate=MIN_RATE)
+
+    def flips(gaps):
+        return (gaps < 0.0085) & (rng.random(256) < 0.4)
+
+    reason, number = verdicts(ties(rng, 50, flips, eps=eps / 2), limits)
+    assert "are not the verifier's" in reason
+    assert number < 50
 
 
 def test_a_server_that_begins_to_choose_late_is_seen_almost_as_soon():

@@ -133,20 +133,24 @@ def size_ratio(x: float, variance: float) -> float:
     return 0.25 * square - 0.5 * math.log(2)
 
 
-LIMITS = (1, 2, 4, 8, 32, 128)
-"""Gaps, over eps, below which an alternative server chooses."""
-SHARES = (0.1, 0.3, 1.0)
-"""Probability of an exchange at each such token, times the limit: about equally many tokens of a sample."""
-_LIMITS_A = torch.tensor([float(limit) for limit in LIMITS for _ in SHARES], dtype=torch.float64)
-_SHARES_A = torch.tensor([min(0.5, q / limit) for limit in LIMITS for q in SHARES], dtype=torch.float64)
+ALTERNATIVES = (
+    *(
+        (float(limit), min(0.5, times / limit))
+        for limit in (1, 2, 4, 8, 32, 128)
+        for times in (0.1, 0.3, 1, 4)
+    ),
+    *((math.inf, share) for share in (5e-4, 2e-3, 8e-3)),
+)
+"""Servers that choose: the gap, over eps, below which they do, and the probability of an exchange there."""
+_LIMITS_A, _SHARES_A = torch.tensor(ALTERNATIVES, dtype=torch.float64).T
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Ratios of the likelihoods of A servers that choose among near ties, to that of an honest one."""
+    """Ratios of the likelihoods of A servers that choose, to that of an honest one."""
 
     num_samples: int = 0
-    log_ratios: tuple[float, ...] = (-math.inf,) * len(_LIMITS_A)
+    log_ratios: tuple[float, ...] = (-math.inf,) * len(ALTERNATIVES)
     """Weighted means over the first samples at which the choosing may have begun: 1/2, 1/6, 1/12, .."""
 
     def after(self, is_other_T: Tensor, chances_T: Tensor, gaps_T: Tensor) -> "Choices":
