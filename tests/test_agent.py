@@ -2,6 +2,7 @@
 
 import gc
 import math
+import threading
 
 import numpy as np
 import psutil
@@ -11,6 +12,7 @@ from kit.waiting import until
 
 from aedit.proto.agent import AgentLost, Progress, attach
 from aedit.proto.codecs import codec
+from aedit.proto.rpc import HubClient
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.types import UserError, Verdict
 
@@ -312,6 +314,27 @@ def test_a_lease_whose_reply_is_lost_with_the_hub_is_not_lost(hub):
         until(lambda: link.leases(), "a lease")
         assert list(link.leases()) == [(0, 16)]
         assert hub.broken == []
+
+
+def test_a_lease_that_the_hub_does_not_answer_holds_no_heartbeat_up_for_longer_than_one(hub, monkeypatch):
+    """The lease waits as long as a heartbeat does, 2 s here, and not `call_timeout_s`."""
+    release, limits = threading.Event(), []
+    answer, call = hub.lease, HubClient.lease
+    hub.lease = lambda request: (release.wait(20), answer(request))[1]
+    monkeypatch.setattr(
+        HubClient,
+        "lease",
+        lambda self, request, limit=None: limits.append(limit) or call(self, request, limit),
+    )
+    with node(plan([address(hub)], samples_per_step=4, call_timeout_s=60.0)) as link:
+        link.join(10)
+        until(lambda: limits, "a lease")
+        before = len(hub.heartbeats)
+        until(lambda: len(hub.heartbeats) > before, "the next heartbeat", limit_s=15)
+        assert limits[0] == 2.0
+        release.set()
+        until(lambda: link.leases(), "a lease", limit_s=30)
+        assert list(link.leases()) == [(0, 16)], "what nobody answered is not lost"
 
 
 def test_what_the_trainer_tells_reaches_the_hub_and_what_the_hub_tells_reaches_the_trainer(hub):

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -15,16 +16,29 @@ import torch
 from kit.hub_machine import World, config
 from kit.hub_machine import plan as hub_plan
 from kit.policy_losses import case
+from kit.tiny_policies import policy
+from kit.waiting import until
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aedit.async_sgd.rules import OuterConfig, make_outer
 from aedit.edit import EditConfig
-from aedit.launch.cli import main
-from aedit.launch.config import RLConfig, RunConfig, SwarmConfig, check_imports, load
+from aedit.launch.cli import generate, main
+from aedit.launch.config import RLConfig, RunConfig, SwarmConfig, check_imports, extensions, load
 from aedit.launch.data import ByteTokenizer
 from aedit.proto.agent import AgentPlan
 from aedit.proto.codecs import codec
-from aedit.spec_rollout import LossSettings, find_loss
+from aedit.spec_rollout import (
+    LossSettings,
+    Prompt,
+    Sampling,
+    Servers,
+    WorkerConfig,
+    WorkerSource,
+    find_loss,
+)
+from aedit.spec_rollout.drafters import OFF
+from aedit.spec_rollout.model import make_target
+from aedit.spec_rollout.training import Restarts
 from aedit.types import UserError
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
@@ -292,5 +306,193 @@ def test_generate_drafts_with_a_drafter_and_a_chooser_by_import_path(my_rules, t
     drafted = capsys.readouterr().out.splitlines()
     assert drafted[:-1] == plain[:-1]
     assert re.search(r"custom:[248] \d+ %", drafted[-1])
+    for arm in ("auto", "bandit", "custom:4"):
+        assert main([*common, "--drafter", "my_rules:Repeat", "--arm", arm]) == 0
+        assert capsys.readouterr().out.splitlines()[:-1] == plain[:-1]
     assert main([*common, "--arm", "custom:4"]) == 2
     assert "--arm custom:4: needs --drafter, package.module:Name" in capsys.readouterr().err
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=257, **sizes, max_position_embeddings=128, eos_token_id=256)
+    ).save_pretrained(tmp_path)
+    ByteTokenizer().save(tmp_path)
+    return tmp_path
+
+
+WRONG_DRAFTERS = """
+import time
+from dataclasses import replace as changed
+class Tuple(Repeat):
+    def propose(self, *arguments): return super().propose(*arguments).tokens_BN.tolist()
+class Int32(Repeat):
+    def propose(self, *arguments):
+        draft = super().propose(*arguments)
+        return changed(draft, tokens_BN=draft.tokens_BN.int())
+class OneRow(Repeat):
+    def propose(self, *arguments):
+        draft = super().propose(*arguments)
+        return changed(draft, scores_BN=draft.scores_BN[0])
+class Foreign(Repeat):
+    def propose(self, *arguments):
+        draft = super().propose(*arguments)
+        return changed(draft, tokens_BN=draft.tokens_BN + 5000)
+class Deep(Repeat):
+    def propose(self, arm, rows, *others): return super().propose(Arm("custom", 9, 1, 9), rows, *others)
+class Unmoved(Repeat):
+    def move(self, source, target): raise KeyError(source)
+class Slow(Repeat):
+    def propose(self, *arguments): time.sleep(60)
+class Exits(Repeat):
+    def __init__(self, target): raise SystemExit(0)
+class NoDrafter(Repeat):
+    def __init__(self): pass
+from aedit.spec_rollout.drafters.drafts import Arm
+class Text(EveryOther):
+    def choose(self, view): return "custom:4"
+class Absent(EveryOther):
+    def choose(self, view): return Arm("layer", 2, 1, 2)
+class Fraction(EveryOther):
+    def trim(self, view, arm, draft): return 0.5
+class Forgetful(EveryOther):
+    def learn(self, observed): self.total += observed.emitted
+class Endless(EveryOther):
+    def choose(self, view): time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "said"),
+    [
+        ("--drafter", "Tuple", "refused: propose returned list, expected Draft"),
+        ("--drafter", "Int32", "refused: propose returned tokens_BN of .*int32.* expected .*int64"),
+        ("--drafter", "OneRow", r"refused: propose returned scores_BN of .*\(2,\).* expected .*\(\d, 2\)"),
+        ("--drafter", "Foreign", "refused: propose returned tokens outside of the vocabulary of 257"),
+        ("--drafter", "Deep", "refused: propose returned 9 nodes, expected at most 2"),
+        ("--drafter", "Unmoved", "KeyError: 1"),
+        ("--drafter", "Slow", "TimeoutError: did not return within 1 s"),
+        ("--drafter", "NoDrafter", "TypeError"),
+        ("--drafter", "Exits", "SystemExit: 0"),
+        ("--arm", "Text", "refused: choose returned str, expected Arm"),
+        ("--arm", "Absent", "refused: choose returned layer:2, whose drafter is not there"),
+        ("--arm", "Fraction", "refused: trim returned 0.5, expected an int"),
+        ("--arm", "Forgetful", "AttributeError: .* has no attribute 'total'"),
+        ("--arm", "Endless", "TimeoutError: did not return within 1 s"),
+    ],
+)
+def test_a_drafter_or_chooser_that_fails_in_its_place_is_refused_before_the_model_generates(
+    my_rules, model_folder, capsys, monkeypatch, flag, name, said
+):
+    exec(WRONG_DRAFTERS, my_rules.__dict__)
+    if name in ("Slow", "Endless"):
+        monkeypatch.setattr(generate, "LOAD_S" if flag == "--drafter" else "TRIAL_S", 1.0)
+    command = "serve" if name in ("Unmoved", "Absent") else "generate"
+    words = {"--drafter": "my_rules:Repeat", "--arm": "auto"} | {flag: f"my_rules:{name}"}
+    more = ["--prompt", "abcab", "--samples", "2"] if command == "generate" else ["--port", "0"]
+    flags = [word for pair in words.items() for word in pair]
+    assert main([command, str(model_folder), *more, *flags]) == 2
+    out, err = capsys.readouterr()
+    (line,) = err.strip().splitlines()
+    assert re.search(f"{flag}: my_rules:{name}, called with .*: {said}", line)
+    assert not out
+
+
+def test_a_chooser_has_observed_nothing_before_its_first_step(my_rules):
+    """The trial has an object of its own; the engine's meters are those of its own steps."""
+    seen = []
+    my_rules.Noting = type(
+        "Noting", (my_rules.EveryOther,), {"__init__": lambda self, arms: seen.append(self)}
+    )
+    my_rules.Noting.choose = lambda self, view: OFF
+    my_rules.Noting.learn = lambda self, observed: vars(self).setdefault("learned", []).append(observed)
+    target = make_target(policy(), rows=2, max_tokens=32)
+    made = generate._chooser("my_rules:Noting", {}, target)
+    assert [len(vars(each).get("learned", [])) for each in seen] == [2, 0]
+    assert made is seen[1]
+
+
+def test_an_import_and_a_first_call_have_a_deadline(my_rules, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(extensions, "LOAD_S", 0.2)
+    monkeypatch.setattr(extensions, "TRIAL_S", 0.2)
+    (tmp_path / "hangs.py").write_text("import threading\nthreading.Event().wait(30)\n")
+    with pytest.raises(UserError, match=r"rl\.loss: hangs:x cannot be imported: Timeout.* within 0\.2 s"):
+        check_imports(RunConfig(rl=RLConfig(loss="hangs:x")), node=True)
+    my_rules.slow = lambda inputs, settings: threading.Event().wait(30)
+    with pytest.raises(UserError, match=r"rl\.loss: my_rules:slow, called with torch.* within 0\.2 s"):
+        check_imports(RunConfig(rl=RLConfig(loss="my_rules:slow")), node=True)
+
+
+def test_the_command_ends_though_the_extension_still_hangs(model_folder):
+    (model_folder / "mine.py").write_text("import time\ntime.sleep(300)\n")
+    code = (
+        "import sys\nfrom aedit.launch.config import extensions\nextensions.LOAD_S = 1.0\n"
+        "from aedit.launch.cli import main\nsys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "generate", ".", "--prompt", "a", "--arm", "mine:X"],
+        cwd=model_folder,
+        env={**os.environ, "PYTHONPATH": f"{model_folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "--arm: mine:X cannot be imported: TimeoutError: did not return within 1 s" in done.stderr
+
+
+MAKERS = """
+def nothing(spec): return None
+def small(spec):
+    from dataclasses import replace
+    from aedit.spec_rollout.workers.serving import make_engine
+    return make_engine(replace(spec, rows=1))
+class Unsure:
+    def __init__(self, settings): pass
+    def publish(self, version, read): pass
+    def can_judge(self, held): return None
+    def select(self, server, held, draining): return None
+    def check(self, held): pass
+    def accuse(self, server): pass
+    def close(self): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nothing", "WorkerConfig: make: makers:nothing, called with EngineSpec: returned NoneType"),
+        ("small", r"makers:small, .* an engine for \(1, 64\) rows and tokens, expected at least \(3, 64\)"),
+    ],
+)
+def test_a_worker_whose_function_returns_no_engine_for_it_says_so(tmp_path, monkeypatch, name, said):
+    (tmp_path / "makers.py").write_text(MAKERS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    once = Restarts(limit=0, pause_s=0.0)
+    config = WorkerConfig(rows=3, max_tokens=64, make=f"makers:{name}", restarts=once)
+    source = WorkerSource(policy(), config)
+    try:
+        source.update_weights(policy().state_dict(keep_vars=True), 1)
+        source.add([Prompt(tokens=(1, 2), rollout=0, sampling=Sampling(max_new_tokens=2))])
+        with pytest.raises(RuntimeError, match=said):
+            until(lambda: source.step(), "the refusal", limit_s=100)
+    finally:
+        source.close()
+
+
+def test_an_auditor_that_cannot_judge_ends_the_generation(tmp_path, monkeypatch):
+    (tmp_path / "makers.py").write_text(MAKERS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    servers = Servers.at("127.0.0.1:9", auditor="makers:Unsure")
+    source = WorkerSource(policy(), WorkerConfig(rows=1, max_tokens=64), servers=servers)
+    try:
+        source.update_weights(policy().state_dict(keep_vars=True), 1)
+        said = "Servers: auditor: makers:Unsure, called with LinkSettings: can_judge returned None, expected"
+        with pytest.raises(ValueError, match=said):
+            until(lambda: source.step(), "the refusal", limit_s=100)
+    finally:
+        source.close()

@@ -164,7 +164,7 @@ def test_a_node_that_joins_a_swarm_asks_the_next_replica_if_the_first_says_nothi
     scene = Scene(tmp_path)
     scene.node.join_again()
     scene.turn()
-    assert scene.hubs["a:1"].waits[-2] == scene.node._patience_s < 30
+    assert scene.hubs["a:1"].waits[-2] == scene.node.patience_s < 30
 
 
 def test_an_owner_that_is_lost_is_waited_for_in_every_fourth_try_only(scene, monkeypatch):
@@ -172,14 +172,14 @@ def test_an_owner_that_is_lost_is_waited_for_in_every_fourth_try_only(scene, mon
     owner = scene.hubs["a:1"]
     owner.trouble = HubUnreachable
     scene.turn()
-    assert owner.waits[-2:] == [scene.node._patience_s, module._OWN_HUB_S], "a heartbeat, and a vote"
+    assert owner.waits[-2:] == [scene.node.patience_s, module._OWN_HUB_S], "a heartbeat, and a vote"
     monkeypatch.setattr(scene.node, "_heard_s", time.monotonic() - module._SILENT_S - 0.1)
     heartbeats = []
     for _ in range(8):
         scene.turn()
         heartbeats.append(owner.waits[-2])
     for four in (heartbeats[:4], heartbeats[4:]):
-        assert sorted(four) == [*[module._OWN_HUB_S] * 3, scene.node._patience_s]
+        assert sorted(four) == [*[module._OWN_HUB_S] * 3, scene.node.patience_s]
     assert scene.asked.count(("b:1", "vote")) == scene.asked.count(("c:1", "vote")) == 8
     owner.trouble = None
     scene.turn()
@@ -192,4 +192,4 @@ def test_a_node_of_a_hub_waits_for_it_as_long_as_before(tmp_path):
     owner.trouble = HubUnreachable
     for _ in range(3):
         scene.turn()
-        assert owner.waits[-2] == scene.node._patience_s
+        assert owner.waits[-2] == scene.node.patience_s

@@ -14,6 +14,7 @@ from torch import nn
 from aedit.launch.cli.export import drafter_beside, load_drafter, read_for
 from aedit.launch.cli.paths import first_line, policy_folder
 from aedit.launch.cli.policy import Decode, DirectoryModel, Loaded, Policy, load_policy
+from aedit.launch.config import LOAD_S, TRIAL_S, first_call, load_object
 from aedit.spec_rollout.choose import ArmChooser, Bandit, Fixed, Goodput
 from aedit.spec_rollout.drafters import (
     Drafter,
@@ -24,7 +25,7 @@ from aedit.spec_rollout.drafters import (
     parse_arm,
     tapped,
 )
-from aedit.spec_rollout.engine import Engine, Step
+from aedit.spec_rollout.engine import Engine, Step, try_chooser, try_drafter
 from aedit.spec_rollout.model import Segment, TargetModel, make_target
 from aedit.spec_rollout.sampling import (
     LogitAdjustments,
@@ -35,7 +36,7 @@ from aedit.spec_rollout.sampling import (
     gumbel,
     warp_logits,
 )
-from aedit.types import UserError, imported, is_import_path
+from aedit.types import UserError, is_import_path
 
 MAX_ROWS = 32
 """Upper limit of samples that are decoded at the same time; further ones wait."""
@@ -232,20 +233,34 @@ def _engine(
     if layer is not None:
         drafters["layer"] = LayerDrafter.of(layer, target)
     if is_import_path(str(request.drafter)):
-        methods = ("begin", "update", "move", "end", "propose")
-        drafters["custom"] = _imported(str(request.drafter), "--drafter", methods)(target)
-    chooser = _chooser(request.arm, drafters, target.supports_trees)
+        drafters["custom"] = _drafter(str(request.drafter), target)
+    chooser = _chooser(request.arm, drafters, target)
     return Engine(target, drafters=drafters, chooser=chooser, tokenizer=tokenizer)
 
 
-def _chooser(arm: str, drafters: Mapping[DrafterKind, Drafter], has_trees: bool) -> ArmChooser:
+def _drafter(path: str, target: TargetModel) -> Drafter:
+    """Return the drafter that `path` names, which has drafted a few tokens for the target."""
+    make = load_object("--drafter", path, ("begin", "update", "move", "end", "propose"))
+
+    def attempt() -> Drafter:
+        drafter: Drafter = make(target)
+        try_drafter(drafter, target)
+        return drafter
+
+    return first_call("--drafter", path, "the target and two short samples", attempt, limit_s=LOAD_S)
+
+
+def _chooser(arm: str, drafters: Mapping[DrafterKind, Drafter], target: TargetModel) -> ArmChooser:
+    has_trees = target.supports_trees
     arms = [
         each for each in map(parse_arm, ARMS) if each.drafter in drafters and (each.is_chain or has_trees)
     ]
     if arm in (AUTO, BANDIT):
         return Goodput(arms) if arm == AUTO else Bandit(arms)
     if is_import_path(arm) and arm.partition(":")[0] not in ("suffix", "layer", "custom"):
-        made: ArmChooser = _imported(arm, "--arm", ("choose", "trim", "learn"))(arms)
+        make = load_object("--arm", arm, ("choose", "trim", "learn"))
+        first_call("--arm", arm, "arms and steps", lambda: try_chooser(make, arms, target), limit_s=TRIAL_S)
+        made: ArmChooser = make(arms)
         return made
     try:
         fixed = parse_arm(arm)
@@ -263,13 +278,6 @@ def _chooser(arm: str, drafters: Mapping[DrafterKind, Drafter], has_trees: bool)
     if fixed.nodes > MAX_DRAFTED_TOKENS:
         raise UserError(f"--arm {arm}: at most {MAX_DRAFTED_TOKENS} drafted tokens can be verified at once")
     return Fixed(fixed)
-
-
-def _imported(path: str, flag: str, methods: tuple[str, ...]) -> Any:
-    try:
-        return imported(path, flag, methods)
-    except ValueError as error:
-        raise UserError(f"{error}; install the module, or add its folder to PYTHONPATH") from None
 
 
 def _warm_up(engine: Engine, prompts: Sequence[Prompt]) -> Engine:

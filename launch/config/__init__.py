@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
-    from aedit.launch.config.checks import check_effects, check_imports
+    from aedit.launch.config.checks import (
+        LOAD_S,
+        TRIAL_S,
+        check_effects,
+        check_imports,
+        first_call,
+        load_object,
+    )
     from aedit.launch.config.config import (
         DataConfig,
         ModelConfig,
@@ -64,8 +71,10 @@ if TYPE_CHECKING:
 __all__ = [
     "FIRST",
     "FP32_BYTES",
+    "LOAD_S",
     "NODE_PROGRAM",
     "PREFIX",
+    "TRIAL_S",
     "DataConfig",
     "DrafterConfig",
     "JoinOptions",
@@ -83,12 +92,14 @@ __all__ = [
     "check_memory",
     "continued",
     "difference",
+    "first_call",
     "flag_keys",
     "flags_help",
     "hints",
     "least_parameters",
     "literal",
     "load",
+    "load_object",
     "load_run",
     "machine_bytes",
     "method",

@@ -5,10 +5,12 @@ Each such object is called once before anything starts.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.rl import PromptConfig
 from aedit.launch.config.serve import AuditConfig
+from aedit.system import call_within
 from aedit.types import UserError, imported, is_import_path
 
 
@@ -253,6 +255,13 @@ def _shown(value: object) -> str:
 _NUMPY = "NumPy arrays, which it gets in a hub"
 _TORCH = "torch tensors, which it gets in a node"
 
+LOAD_S = 300.0
+"""Limit of the time in which an object by import path is imported and made: it may load a model."""
+TRIAL_S = 60.0
+"""Limit of its first call with small arrays."""
+
+T = TypeVar("T")
+
 
 def check_imports(config: RunConfig, *, node: bool = False) -> None:
     """Raise UserError if an object that the configuration names by import path cannot be used.
@@ -276,16 +285,35 @@ def check_imports(config: RunConfig, *, node: bool = False) -> None:
 def _check(key: str, path: str, methods: tuple[str, ...], arrays: str, attempt: Callable[[], None]) -> None:
     if not is_import_path(path):
         return
+    load_object(key, path, methods)
+    first_call(key, path, arrays, attempt, limit_s=TRIAL_S)
+
+
+def load_object(key: str, path: str, methods: tuple[str, ...] = ()) -> Any:
+    """Return the object that `key` names as `package.module:Name`. Raises UserError without one."""
     try:
-        imported(path, key, methods)
+        return call_within(LOAD_S, lambda: imported(path, key, methods))
     except ValueError as error:
         raise UserError(f"{error}; install the module here, or add its folder to PYTHONPATH") from None
+    except (Exception, SystemExit) as error:  # of code that is not ours
+        raise UserError(f"{key}: {path} cannot be imported: {_reason(error)}") from None
+
+
+def first_call(key: str, path: str, arguments: str, attempt: Callable[[], T], *, limit_s: float) -> T:
+    """Return what `attempt` returns, the first call of an object by import path.
+
+    arguments: what it is called with, as the error message says. Raises UserError after `limit_s`.
+    """
     try:
-        attempt()
-    except Exception as error:  # of code that is not ours
-        reason = " ".join(str(error).removeprefix(f"{key}: {path} ").split()) or type(error).__name__
-        where = type(error).__name__ if not isinstance(error, ValueError) else "refused"
-        raise UserError(f"{key}: {path}, called with {arrays}: {where}: {reason}") from None
+        return call_within(limit_s, attempt)
+    except (Exception, SystemExit) as error:  # of code that is not ours
+        reason = _reason(error).replace(f"{key}: {path} ", "")
+        raise UserError(f"{key}: {path}, called with {arguments}: {reason}") from None
+
+
+def _reason(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return f"{'refused' if isinstance(error, ValueError) else type(error).__name__}: {text}"
 
 
 def _try_codec(path: str) -> None:

@@ -356,7 +356,7 @@ class Agent:
             who=membership.who(), samples=min(missing, plan.lease_samples), lists_held=True
         )
         request.held.extend(pb.Block(start=start, end=end) for start, end in held)
-        reply = membership.client.lease(request)
+        reply = membership.client.lease(request, membership.patience_s)  # no heartbeat is sent meanwhile
         blocks = [(block.start, block.end) for block in reply.blocks]
         with self._lease_lock:
             self._stock.more(blocks)

@@ -114,9 +114,9 @@ class Membership:
         self._taken_s: float | None = None
         """Since when the name is refused, because another node has it."""
         # A heartbeat that is late is better tried anew than waited for.
-        self._patience_s = min(plan.call_timeout_s, max(2.0, 4 * plan.heartbeat_s))
+        self.patience_s = min(plan.call_timeout_s, max(2.0, 4 * plan.heartbeat_s))
         # While another hub may lead by now, the old one is waited for in every fourth try only.
-        self._limits_s = itertools.cycle((*[min(self._patience_s, _OWN_HUB_S)] * 3, self._patience_s))
+        self._limits_s = itertools.cycle((*[min(self.patience_s, _OWN_HUB_S)] * 3, self.patience_s))
         self._change = threading.Condition()
         self._hurry = threading.Event()
 
@@ -210,7 +210,7 @@ class Membership:
         self.stop()
         if self._member:
             with suppress(HubUnreachable, HubRefused):
-                self.client.leave(pb.LeaveRequest(who=self.who(), consumed=consumed), self._patience_s)
+                self.client.leave(pb.LeaveRequest(who=self.who(), consumed=consumed), self.patience_s)
 
     # --- the thread
 
@@ -252,12 +252,12 @@ class Membership:
             owner.heard(self.part, news)
             owner.beaten(self.part, heartbeat)
             if news.asks:
-                self._offer(self.client, min(self._patience_s, _OWN_HUB_S))
+                self._offer(self.client, min(self.patience_s, _OWN_HUB_S))
         self._heard_s = time.monotonic()
         self._set(here=True, member=True)
 
     def _limit_s(self) -> float:
-        return self._patience_s if self._here or not self._plan.replicas else next(self._limits_s)
+        return self.patience_s if self._here or not self._plan.replicas else next(self._limits_s)
 
     def _join(self, owner: Owner) -> pb.JoinReply:
         plan = self._plan
@@ -349,7 +349,7 @@ class Membership:
             return
         gone = has_ended or (at_once and self._member)
         if not gone:  # it may be alive, and wait for votes before it lets a node join
-            self._offer(self.client, min(self._patience_s, _OWN_HUB_S))
+            self._offer(self.client, min(self.patience_s, _OWN_HUB_S))
         if at_once or self._is_given_up(has_ended):
             any(self._follows(other) for other in others)
 
@@ -375,7 +375,7 @@ class Membership:
         The old one may come back as a standby.
         """
         other = self._connect(address)
-        if not self._offer(other, _OTHER_HUB_S if self._plan.replicas else self._patience_s):
+        if not self._offer(other, _OTHER_HUB_S if self._plan.replicas else self.patience_s):
             other.close()
             return False
         log.warning("%s leads now, not %s", address, self._address)

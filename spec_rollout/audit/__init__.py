@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         write_calibrations,
     )
     from aedit.spec_rollout.audit.form import form_error
-    from aedit.spec_rollout.audit.hook import Auditor, AuditVerdict, HeldRollout, WeightReader
+    from aedit.spec_rollout.audit.hook import Auditor, AuditVerdict, HeldRollout, WeightReader, try_auditor
     from aedit.spec_rollout.audit.judge import RewardRecord, Scored, ServerRecord
     from aedit.spec_rollout.audit.make import shaped_model
     from aedit.spec_rollout.audit.recording import CONFIG, read_recording, signature_error, weights_files
@@ -51,6 +51,7 @@ __all__ = [
     "signature_error",
     "signature_of",
     "statement_of",
+    "try_auditor",
     "versions_of",
     "weights_files",
     "write_calibrations",

@@ -93,3 +93,27 @@ class WeightReader(Protocol):
 
         None if the version is no longer here.
         """
+
+
+def try_auditor(auditor: Any) -> None:
+    """Ask an auditor whether it can judge a sample of a version that it was not given.
+
+    Raises ValueError if a method is missing, or if it does not return a bool. Errors of its own pass.
+    """
+    for method in ("publish", "can_judge", "select", "check", "accuse", "close"):
+        if not callable(getattr(auditor, method, None)):
+            raise ValueError(f"returned {type(auditor).__name__} without a method {method}, expected Auditor")
+    sample = HeldRollout(
+        server="trial",
+        public_key=b"",
+        key=(0, 0),
+        prompt=(0,),
+        sampling=b"{}",
+        tokens=(0,),
+        logprobs=(-1.0,),
+        versions=(2**31 - 1,),
+        start=0,
+        finish_reason="length",
+    )
+    if type(answer := auditor.can_judge(sample)) is not bool:
+        raise ValueError(f"can_judge returned {answer!r}, expected a bool")

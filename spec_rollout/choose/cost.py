@@ -38,7 +38,12 @@ MIN_SLOWDOWN_STEPS = 16
 """Number of steps of a combination before it contributes to the slowdown."""
 POLICY_PRIOR = (0.92, 0.05, 0.03, 2e-4, 0.0, 0.0)
 """Prior coefficients relative to a plain step of one row: small models on a few CPU cores."""
-DRAFTER_PRIORS = {"layer": (0.03, 0.08, 0.004, 0.0, 0.002), "suffix": (0.003, 0.0, 4e-4, 1e-4, 0.0)}
+
+DRAFTER_PRIORS = {
+    "layer": (0.03, 0.08, 0.004, 0.0, 0.002),
+    "suffix": (0.003, 0.0, 4e-4, 1e-4, 0.0),
+    "custom": (0.03, 0.08, 0.004, 0.0, 0.002),  # unknown before it is measured: as expensive as a layer
+}
 """Prior coefficients of drafters, of: constant, depth, depth * rows, nodes * rows, missing tokens."""
 FeatureVector = tuple[float, ...]
 Floats = NDArray[np.float64]

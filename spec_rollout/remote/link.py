@@ -74,7 +74,11 @@ def _serve(channel: Channel) -> None:
     begin, *more = channel.first_messages()
     sys.path[:] = begin["path"]
     inbox = Inbox()
-    links = Links(LinkSettings.of(begin["settings"]), channel, inbox.post, time.monotonic())
+    try:
+        links = Links(LinkSettings.of(begin["settings"]), channel, inbox.post, time.monotonic())
+    except ValueError as error:  # of settings or their auditor: another start would not help
+        channel.send("refused", message=str(error))
+        raise
     for message in more:
         links.handle(message)
     _loop(channel, links, inbox, time.monotonic)

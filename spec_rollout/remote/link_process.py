@@ -227,6 +227,8 @@ class LinkProcess:
             self._joined(message, channel)
         elif kind == "beat":
             self._away = message["places"]
+        elif kind == "refused":
+            raise ValueError(message["message"])
         elif kind == "error":
             self._error = message["message"]
         elif message["lane"] in self._lanes:

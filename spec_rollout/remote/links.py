@@ -12,7 +12,7 @@ from typing import Any
 from aedit.proto.rpc import DirectoryClient, accusation, client_keys
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.proto.versions import LineUnknown, VersionsClient, VersionStore
-from aedit.spec_rollout.audit import AuditVerdict, Origin
+from aedit.spec_rollout.audit import Auditor, AuditVerdict, Origin, try_auditor
 from aedit.spec_rollout.remote.audits import AuditDone, Audits
 from aedit.spec_rollout.remote.connection import PROTOCOL, Connection, ServerStream
 from aedit.spec_rollout.remote.discovery import Listed, Place, Places, ServerDiscovery
@@ -71,8 +71,7 @@ class Links:
         self._store = VersionStore(layout, ring=settings.ring)
         self._reader = ArrayReader(settings.specs, settings.fd)
         self._source = VersionSource(self._reader, self._store, self._line, post)
-        make = imported(settings.auditor, "auditor") if settings.auditor else None
-        self._audits = Audits(make(settings) if make else None, post)
+        self._audits = Audits(_auditor(settings), post)
         self._discovery = self._discover(settings, post)
         self._decoder: TokenDecoder | None = None
         self._member = (0, 0)
@@ -318,3 +317,14 @@ class Links:
             return None
         client = DirectoryClient(settings.hubs, settings.run, self._keys, standby=settings.standby)
         return ServerDiscovery(client, settings.poll_s, post, time.monotonic)
+
+
+def _auditor(settings: LinkSettings) -> Auditor | None:
+    if not settings.auditor:
+        return None
+    auditor = imported(settings.auditor, "Servers: auditor")(settings)
+    try:
+        try_auditor(auditor)
+    except ValueError as error:
+        raise ValueError(f"Servers: auditor: {settings.auditor}, called with LinkSettings: {error}") from None
+    return auditor  # type: ignore[no-any-return]

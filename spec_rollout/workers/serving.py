@@ -19,7 +19,7 @@ from aedit.spec_rollout.drafters import (
     parse_arm,
     tapped,
 )
-from aedit.spec_rollout.engine import Engine, Step
+from aedit.spec_rollout.engine import Engine, Step, try_engine
 from aedit.spec_rollout.migration import LocalEngine, decode_prompt
 from aedit.spec_rollout.model import TargetModel, make_target
 from aedit.spec_rollout.sampling import Rollout
@@ -40,9 +40,16 @@ class Worker:
     def __init__(self, begin: Message, channel: Channel) -> None:
         """Make the engine. begin: the rank's first message; see `begin_message`."""
         self._channel = channel
-        make = imported(begin["make"], "make")
+        make = imported(begin["make"], "WorkerConfig: make")
         spec = EngineSpec(**{**begin["engine"], "arms": tuple(begin["engine"]["arms"])})
         self._engine: Engine = make(spec)
+        if make is not make_engine:
+            try:
+                try_engine(self._engine, rows=spec.rows, max_tokens=spec.max_tokens)
+            except ValueError as error:
+                raise ValueError(
+                    f"WorkerConfig: make: {begin['make']}, called with EngineSpec: {error}"
+                ) from None
         self._local = LocalEngine(self._engine, kv=False)
         self._weights = _slots(begin["weights"])
         self._drafter = _slots(begin["drafter"]) if begin["drafter"] else None

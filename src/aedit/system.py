@@ -3,6 +3,7 @@
 Standard library only, so that a hub, a node agent and the command line can import it at no cost.
 """
 
+import contextvars
 import ctypes
 import gc
 import json
@@ -12,10 +13,10 @@ import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 PR_SET_PDEATHSIG = 1
 """`prctl` option of Linux: the signal that a process gets when its parent ends."""
@@ -198,6 +199,33 @@ def sync_directory(directory: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+T = TypeVar("T")
+
+
+def call_within(limit_s: float, body: Callable[[], T]) -> T:
+    """Return what `body` returns, or raise what it raises; raise TimeoutError after `limit_s`.
+
+    It runs in a thread of its own, which goes on after the limit, but does not keep the process alive.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(body())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"did not return within {limit_s:g} s")
+    return results[0]
 
 
 @contextmanager
