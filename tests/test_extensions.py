@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from aedit.async_sgd.rules import OuterConfig, make_outer
 from aedit.edit import EditConfig
 from aedit.launch.cli import generate, main
-from aedit.launch.config import RLConfig, RunConfig, SwarmConfig, check_imports, extensions, load
+from aedit.launch.config import RLConfig, RunConfig, SwarmConfig, check_imports, checks, load
 from aedit.launch.data import ByteTokenizer
 from aedit.proto.agent import AgentPlan
 from aedit.proto.codecs import codec
@@ -417,8 +417,8 @@ def test_a_chooser_has_observed_nothing_before_its_first_step(my_rules):
 
 def test_an_import_and_a_first_call_have_a_deadline(my_rules, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(extensions, "LOAD_S", 0.2)
-    monkeypatch.setattr(extensions, "TRIAL_S", 0.2)
+    monkeypatch.setattr(checks, "LOAD_S", 0.2)
+    monkeypatch.setattr(checks, "TRIAL_S", 0.2)
     (tmp_path / "hangs.py").write_text("import threading\nthreading.Event().wait(30)\n")
     with pytest.raises(UserError, match=r"rl\.loss: hangs:x cannot be imported: Timeout.* within 0\.2 s"):
         check_imports(RunConfig(rl=RLConfig(loss="hangs:x")), node=True)
@@ -430,7 +430,7 @@ def test_an_import_and_a_first_call_have_a_deadline(my_rules, tmp_path, monkeypa
 def test_the_command_ends_though_the_extension_still_hangs(model_folder):
     (model_folder / "mine.py").write_text("import time\ntime.sleep(300)\n")
     code = (
-        "import sys\nfrom aedit.launch.config import extensions\nextensions.LOAD_S = 1.0\n"
+        "import sys\nfrom aedit.launch.config import checks\nchecks.LOAD_S = 1.0\n"
         "from aedit.launch.cli import main\nsys.exit(main(sys.argv[1:]))"
     )
     done = subprocess.run(
