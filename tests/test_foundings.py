@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 from kit.swarm import RUN, card_of, key_of, replica
 
-from aedit.launch.swarm.forcing import Forcing
-from aedit.launch.swarm.foundings import Foundings
+from aedit.launch.swarm.recreate_parts import Forcing, Foundings
 from aedit.proto.rpc import last_term_before
 from aedit.proto.swarm import mark, ranking
 from aedit.types import UserError

@@ -25,7 +25,7 @@ import aedit
 from aedit.edit.config import EditConfig
 from aedit.launch.config.loading import parse
 from aedit.launch.config.fields import method
-from aedit.launch.records.provenance import source_digest
+from aedit.launch.records.run_directory import source_digest
 from aedit.proto.rpc.client import HubClient
 from aedit.proto.rpc.client import PROTOCOL
 from aedit.proto.rpc.hub_pb2 import HelloRequest, Method
@@ -68,7 +68,7 @@ def other_build(directory):
 
 @pytest.mark.filterwarnings("ignore:buffers of this model")
 def test_a_node_of_another_build_joins_and_what_it_learns_is_in_the_anchors(tmp_path):
-    from aedit.launch.records.provenance import source_digest
+    from aedit.launch.records.run_directory import source_digest
 
     path = os.pathsep.join(map(str, (other_build(tmp_path / "other"), TESTS, TESTS.parent)))
     (tmp_path / "hub").mkdir()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from aedit.launch.swarm.overview import Overview
+from aedit.launch.swarm.peer_service import Overview
 
 LEASE_S = 10.0
 

@@ -13,7 +13,7 @@ import pytest
 
 from aedit.launch.config import RunConfig
 from aedit.launch.records import Clock, Origin, Recorder, open_sinks
-from aedit.launch.records.sinks import SINKS
+from aedit.launch.records.recorder import SINKS
 from aedit.types import UserError
 
 

@@ -10,8 +10,8 @@ from aedit.launch.cli import main
 from aedit.launch.config import Placement, RunConfig, SwarmConfig, load, of_this_machine, parse
 from aedit.launch.processes.join_run import joined_to
 from aedit.launch.processes.run_local import _how_to_join
-from aedit.launch.swarm import PeerOptions, introduced, introduction, peer
-from aedit.launch.swarm.introduction import make_discovery
+from aedit.launch.swarm import PeerOptions, initial_peers, introduced, peer
+from aedit.launch.swarm.initial_peers import make_discovery
 from aedit.proto.swarm import PeerFile
 from aedit.types import UserError
 
@@ -224,7 +224,7 @@ def test_a_file_of_peers_introduces_a_node_that_joins(tmp_path, monkeypatch):
     listed = tmp_path / "peers.txt"
     listed.write_text("a:1\nb:2\n")
     assert introduced(str(listed)) == ("a:1", "b:2")
-    monkeypatch.setattr(introduction, "_LIMIT_S", 0.0)
+    monkeypatch.setattr(initial_peers, "_LIMIT_S", 0.0)
     listed.write_text("# nobody\n")
     with pytest.raises(UserError, match="no peer was found within 0 s"):
         introduced(str(listed))
@@ -233,8 +233,8 @@ def test_a_file_of_peers_introduces_a_node_that_joins(tmp_path, monkeypatch):
 def test_a_join_to_a_run_that_averages_by_hivemind_is_one_line_with_the_command(capsys, monkeypatch):
     """Found: it was told that nobody is listed there, and no more."""
     empty = SimpleNamespace(found=list, state="", close=lambda: None)
-    monkeypatch.setattr(introduction, "DhtDiscovery", lambda settings: empty)
-    monkeypatch.setattr(introduction, "_LIMIT_S", 0.0)
+    monkeypatch.setattr(initial_peers, "DhtDiscovery", lambda settings: empty)
+    monkeypatch.setattr(initial_peers, "_LIMIT_S", 0.0)
     place = "/ip4/10.0.0.1/tcp/7000/p2p/12D3Koo"
     assert main(["join", place]) == 2
     error = capsys.readouterr().err

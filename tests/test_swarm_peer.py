@@ -9,9 +9,9 @@ from kit.statements import statement
 from kit.swarm import card_of, key_of
 
 from aedit.launch.config import parse
-from aedit.launch.swarm import Peer, PeerOptions, overview, peer_service
+from aedit.launch.swarm import Peer, PeerOptions, peer_service
 from aedit.launch.swarm import run_peer as peer_module
-from aedit.launch.swarm.peer_rows import OtherModels
+from aedit.launch.swarm.peer_service import OtherModels
 from aedit.proto.rpc import ClientKeys, HubClient, greet
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.proto.swarm import NODE, NodeState, PartReplica, ReplicasFile, decoded, write_node
@@ -50,8 +50,8 @@ class Hosted:
 def peers(tmp_path, monkeypatch):
     """Return a function that starts a peer of the run; all end with the test."""
     monkeypatch.setattr(peer_module, "HostedPart", Hosted)
-    monkeypatch.setattr(overview, "_LEAST_S", 0.3)
-    monkeypatch.setattr(overview, "_STEADY_S", 0.2)
+    monkeypatch.setattr(peer_service, "_LEAST_S", 0.3)
+    monkeypatch.setattr(peer_service, "_STEADY_S", 0.2)
     made = []
 
     def start(name, *, founds=False, known=()):

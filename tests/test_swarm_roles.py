@@ -3,8 +3,8 @@
 import pytest
 
 from aedit.launch.swarm import part_view
-from aedit.launch.swarm.recent_peers import RecentPeers
 from aedit.launch.swarm.roles import PartView, Role
+from aedit.launch.swarm.run_peer import RecentPeers
 from aedit.proto.swarm import PartPlaces, PartReplica, PeerCard, ReplicasFile
 
 A, B, C, D = (bytes([n]) * 32 for n in range(1, 5))

@@ -1,35 +1,52 @@
-"""The run directory: preparation, metrics and event records, and their reader. Imports no torch."""
+"""The run directory: preparation, metrics and event records, and their reader. Imports no torch.
+
+`run_directory` prepares it and reads how a start ended; `recorder` writes a node's metrics and events.
+`reader` reads all of it (begin there) into the frozen values of `records` (nodes), `rl_records`,
+`hub_records` (hubs and swarms) and `server_records` (the folder of one rollout server); `values` parses
+fields of JSON lines. The processes of a run write, `launch.views` reads.
+"""
 
 from typing import TYPE_CHECKING
 
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
-    from aedit.launch.records.ending import FAILED, Ending, error_of, how, indices_of, refusal
     from aedit.launch.records.hub_records import (
         HubRecords,
         HubSample,
         NodeSample,
+        PartSample,
+        PeerSample,
+        SwarmSample,
         Totals,
         by_node,
         gained,
         totals,
     )
     from aedit.launch.records.reader import NodeRecords, Run, RunFollower, read_run, require_run
-    from aedit.launch.records.recorder import Clock, Recorder
+    from aedit.launch.records.recorder import Clock, Origin, Recorder, open_sinks
     from aedit.launch.records.records import EvalEvent, Metric, RoundEvent
-    from aedit.launch.records.resting import resting_file
-    from aedit.launch.records.rl_records import RLEvalEvent, RLMetric
-    from aedit.launch.records.run_directory import claimed, differences, file_name, next_attempt, prepare
-    from aedit.launch.records.server_records import KEY_FILE, ServerSample, ServerWork
-    from aedit.launch.records.serving_records import (
+    from aedit.launch.records.rl_records import KEY_FILE, RLEvalEvent, RLMetric, ServerSample, ServerWork
+    from aedit.launch.records.run_directory import (
+        FAILED,
+        Ending,
+        claimed,
+        differences,
+        error_of,
+        file_name,
+        how,
+        indices_of,
+        next_attempt,
+        prepare,
+        refusal,
+        resting_file,
+    )
+    from aedit.launch.records.server_records import (
         ServingRecords,
         ServingSample,
         is_server_folder,
         read_server,
     )
-    from aedit.launch.records.sinks import Origin, open_sinks
-    from aedit.launch.records.swarm_records import PartSample, PeerSample, SwarmSample
     from aedit.launch.records.values import BAD_LINE, number
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Records of hubs as frozen values, read from their folders or from a reply to `status`.
+"""Records of hubs and swarms as frozen values, read from their folders or from a reply to `status`.
 
 Values that a node reports (`steps`, seconds, bytes) count from the start of its process and are 0 before its
 first report; counts of the hub (`accepted`, `refused`) start with the run.
@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aedit.launch.records.records import Notice
-from aedit.launch.records.rl_records import RLMetric
-from aedit.launch.records.server_records import ServerSample, with_evidence
+from aedit.launch.records.rl_records import RLMetric, ServerSample, with_evidence
 from aedit.launch.records.values import Line, number, text
+
+JOURNAL = ("bytes", "past_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +153,6 @@ def _as_of(said: NodeSample, node: NodeSample) -> NodeSample:
     )
 
 
-JOURNAL = ("bytes", "past_bytes")
-
-
 @dataclass(frozen=True, slots=True)
 class HubRecords:
     """Records of one hub and of its standby, ordered by term, then by time."""
@@ -220,14 +218,14 @@ def totals(hubs: Sequence[HubRecords]) -> Totals | None:
         refused.update(node.refused)
     versions = tuple(version for hub in last for version in hub.versions)
     # A node reports its bytes to and from all hubs to each hub: one suffices.
-    told = max((hub.lines for hub in hubs), key=len)
+    longest = max((hub.lines for hub in hubs), key=len)
     return Totals(
         accepted=sum(node.accepted for node in nodes),
         refused=refused,
         merges=sum(max(version - 1, 0) for version in versions),
         versions=versions,
-        bytes_up=sum(gained(up) for up in by_node(told, "bytes_up").values()),
-        bytes_down=sum(gained(down) for down in by_node(told, "bytes_down").values()),
+        bytes_up=sum(gained(up) for up in by_node(longest, "bytes_up").values()),
+        bytes_down=sum(gained(down) for down in by_node(longest, "bytes_down").values()),
         excluded=tuple(sorted({(node.name, node.excluded) for node in nodes if node.excluded})),
         founder=", ".join(sorted(founders)),
         anchor_bytes=sum(hub.anchor_bytes for hub in last if hub.founder is not None),
@@ -235,7 +233,7 @@ def totals(hubs: Sequence[HubRecords]) -> Totals | None:
 
 
 def by_node(lines: Iterable[HubSample], field: str) -> dict[int, list[float]]:
-    """Return a value per node and line; lines without a report of the node are left out."""
+    """Return a value per node and line; lines without a report of the node are skipped."""
     found: dict[int, list[float]] = {}
     for line in lines:
         for node in line.nodes:
@@ -251,3 +249,96 @@ def gained(counts: Sequence[float]) -> float:
         total += count - before if count >= before else count
         before = count
     return total
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSample:
+    """One live peer, as another one knows it."""
+
+    name: str
+    address: str
+    """HOST:PORT; empty for a client."""
+    owns: tuple[int, ...]
+    """Parts that it owns."""
+    keeps: tuple[int, ...]
+    """Parts that it follows."""
+    state: str
+    role: str = ""
+    """What it does: `trains`, `keeps parts` or both."""
+    steps_per_s: float = 0.0
+    """Speed of its node; 0 if it is unknown."""
+    model: str = ""
+    """Digest of what its node trains; empty without a node."""
+
+    @staticmethod
+    def of(line: Line) -> "PeerSample":
+        """Return the peer in one entry of `peers`."""
+        return PeerSample(
+            name=text(line["name"]),
+            address=text(line.get("address")),
+            owns=tuple(int(part) for part in line.get("owns") or ()),
+            keeps=tuple(int(part) for part in line.get("keeps") or ()),
+            state=text(line.get("state")),
+            role=text(line.get("role")),
+            steps_per_s=number(line.get("steps_per_s") or 0.0),
+            model=text(line.get("model")),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PartSample:
+    """One part of the model, as its owner reports; all unknown while it has none that answers."""
+
+    owner: str = ""
+    """HOST:PORT."""
+    in_sync: int = 0
+    """Followers that confirm each acknowledged push."""
+    hub: HubSample | None = None
+    bytes_in: float = 0.0
+    """Bytes of pushes that the owner has received since it began to lead."""
+    bytes_out: float = 0.0
+    """Bytes of anchors that it has given."""
+    digest: str = ""
+    """Digest of the newest anchors that it has given; empty before it has given all units of the part."""
+    trouble: str = ""
+    """Fault or former fault of the part, as reported by the peer that was asked; "" without one."""
+
+    @staticmethod
+    def of(line: Line | None, trouble: str = "") -> "PartSample":
+        """Return the part in one entry of `parts`."""
+        if line is None:
+            return PartSample(trouble=trouble)
+        in_sync = int(line.get("in_sync") or 0)
+        traffic = line.get("traffic") or {}
+        return PartSample(
+            owner=text(line.get("owner")),
+            in_sync=in_sync,
+            hub=HubSample.of(line),
+            bytes_in=number(traffic.get("bytes_in") or 0),
+            bytes_out=number(traffic.get("bytes_out") or 0),
+            digest=text(traffic.get("digest")),
+            trouble=trouble,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmSample:
+    """Peers and parts at one time."""
+
+    peers: tuple[PeerSample, ...]
+    parts: tuple[PartSample, ...]
+
+    @staticmethod
+    def of(said: Mapping[str, Any]) -> "SwarmSample":
+        """Return the state in a reply to `status`."""
+        troubles = list(map(text, said.get("troubles") or ()))
+        troubles += [""] * (len(said["parts"]) - len(troubles))
+        return SwarmSample(
+            tuple(PeerSample.of(peer) for peer in said["peers"]),
+            tuple(PartSample.of(*both) for both in zip(said["parts"], troubles, strict=False)),
+        )
+
+    @property
+    def hub(self) -> HubSample | None:
+        """Return the state of the first part whose owner answers: all nodes take part in each."""
+        return next((part.hub for part in self.parts if part.hub is not None), None)

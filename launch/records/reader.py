@@ -14,7 +14,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from aedit.launch.records.hub_records import HubRecords, HubSample
+from aedit.launch.records.hub_records import HubRecords, HubSample, SwarmSample
 from aedit.launch.records.records import (
     CheckpointEvent,
     EvalEvent,
@@ -23,9 +23,7 @@ from aedit.launch.records.records import (
     RoundEvent,
     StartEvent,
 )
-from aedit.launch.records.rl_records import RLEvalEvent
-from aedit.launch.records.server_records import KEY_FILE
-from aedit.launch.records.swarm_records import SwarmSample
+from aedit.launch.records.rl_records import KEY_FILE, RLEvalEvent
 from aedit.launch.records.values import BAD_LINE, Line
 from aedit.types import UserError
 

@@ -1,24 +1,33 @@
-"""Prepare the run directory.
+"""Prepare the run directory, record the code that makes the run, and read how a start of it ended.
 
-Writable, with free space, in use by no other process, and of the same training.
+A prepared directory is writable, has free space, is in use by no other process and holds the same training.
 """
 
 import contextlib
 import fcntl
+import hashlib
+import json
+import os
+import platform
 import re
 import shutil
+import signal
+import subprocess
+from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
+import aedit
 from aedit.launch.config import RunConfig, continued, literal, load_run, to_toml, values
-from aedit.launch.records.ending import attempt_of
-from aedit.launch.records.provenance import provenance
 from aedit.system import write_atomically
-from aedit.types import UserError
+from aedit.types import RunFailed, UserError
 
 MIN_FREE_BYTES = 256 * 2**20
 """Space for logs and a small model's checkpoints; the node reports a checkpoint that does not fit."""
-
 MAY_CHANGE = {
     "name",
     "dir",
@@ -40,18 +49,19 @@ MAY_CHANGE = {
     "local.ranks",
 }
 """Keys that may differ in a resumed run: its length, speed and hardware, but not the training itself."""
-
 PARTS = ("nodes", "votes", "hub", "hub_*", "standby", "standby_*", "peers")
 """Folders with the state of nodes, hubs and peers."""
-
 STEPPED = re.compile(r'"steps?": ?[1-9]')
 """Matches a line of metrics or an event after at least one step."""
-
 MAY_CHANGE_AT_A_HUB = {
     *("hub.address", "hub.standby"),
     *("swarm.peers", "swarm.listen", "swarm.announce", "swarm.allow"),
 }
 """Further keys that may differ in a node that joins: its hub may have moved."""
+LIBRARIES = ("torch", "transformers", "tokenizers", "numpy")
+LOG_LINES = 15
+FAILED = "the run cannot go on: "
+"""Begins the message of a `RunFailed`, where its line is written for the launcher."""
 
 
 def prepare(config: RunConfig, joins_as: str = "") -> Path:
@@ -186,3 +196,155 @@ def _note_code(path: Path) -> None:
     known = path.read_text(encoding="utf-8") if path.exists() else ""
     if not known.endswith(newest):
         write_atomically(path, f"{known}\n{newest}".lstrip("\n"))
+
+
+def resting_file(folder: Path) -> Path:
+    """Return the file that makes the replica in this folder rest while it is there."""
+    return folder / "resting"
+
+
+def provenance() -> str:
+    """Return versions, digest of the package's sources, and git commit if there is one, as `key.
+
+    Value` lines.
+    """
+    facts = {"aedit": aedit.__version__, "sources": source_digest(), "commit": _commit()}
+    facts |= {"python": platform.python_version()} | {name: _version(name) for name in LIBRARIES}
+    return "".join(f"{name}: {value}\n" for name, value in facts.items() if value)
+
+
+def source_digest() -> str:
+    """Return SHA-256 over the names and contents of the package's `.py` and `.proto` files, 16 hex digits."""
+    root = _root()
+    digest = hashlib.sha256()
+    # os.walk, as rglob does not follow the links of a checkout before Python 3.13.
+    folders = os.walk(root, followlinks=True)
+    paths = [Path(folder) / name for folder, _, names in folders for name in names]
+    for path in sorted(path for path in paths if path.suffix in (".py", ".proto")):
+        digest.update(f"{path.relative_to(root)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _root() -> Path:
+    return Path(aedit.__file__).parent
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _commit() -> str:
+    """Return the git commit if the package is a checkout; "" also for a `.venv` inside another repository."""
+    if not _git("ls-files", "__init__.py"):
+        return ""
+    return _git("describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(_root()), *words]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Files and output of one start of a run."""
+
+    run_dir: Path
+    nodes: tuple[int, ...]
+    """Indices of the nodes that this machine started."""
+
+    ranks: int
+    """Processes per node."""
+
+    attempt: int
+    """Number of this start in log names."""
+
+    output: str
+    """Output of torchrun, with refusals of its workers, and what they wrote before they had a log."""
+
+    def failure(self) -> str:
+        """Return the node that failed, its exit code, and the end of its log."""
+        found = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", self.output)
+        if not found:
+            return f"torchrun failed; {self._last_lines([])}"
+        code, rank = (int(number) for number in found[-1])
+        if not self.nodes:
+            return f"the node failed before it joined the run ({how(code)})"
+        node = self.nodes[rank // self.ranks]
+        logs = [log for log in self._logs() if log.parent.name == str(node)]
+        return f"node {node} failed ({how(code)}); {self._last_lines(logs)}"
+
+    def trained(self) -> bool:
+        """Return whether any node took a step in this start; False if the budget was used up before."""
+        for node in self.nodes:
+            events = _events(self.run_dir / "nodes" / str(node) / "events.jsonl")
+            began = next((event["step"] for event in reversed(events) if event.get("event") == "start"), 0)
+            ended = next((event["step"] for event in reversed(events) if event.get("event") == "stop"), 0)
+            if ended > began:
+                return True
+        return False
+
+    def _last_lines(self, logs: list[Path]) -> str:
+        source = logs[-1] if logs else self.run_dir / "launch.log"
+        lines = _tail(source, LOG_LINES) if source.exists() else []
+        return "\n".join([f"the end of {source}:", *lines])
+
+    def _logs(self) -> list[Path]:
+        """Return the attempt logs of this start, oldest first.
+
+        The directory may also contain those of other nodes.
+        """
+        found = [log for node in self.nodes for log in self.run_dir.glob(f"nodes/{node}/attempt_*.log")]
+        logs = [(attempt_of(log), log) for log in found]
+        return [log for number, log in sorted(logs) if number >= self.attempt]
+
+
+def refusal(output: str) -> str:
+    """Return the message of the first UserError or RunFailed of a node in the output of torchrun, or ""."""
+    found = re.search(r"^aedit: (.+)\n", output, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def error_of(message: str) -> Exception:
+    """Return the error whose line has this message; see `refusal`."""
+    return RunFailed(message) if message.startswith(FAILED) else UserError(message)
+
+
+def indices_of(run_dir: Path, name: str) -> tuple[int, ...]:
+    """Return the indices that a hub assigned to the node of this name, from the node directories.
+
+    () if unknown.
+    """
+    named = (path.parent.name for path in run_dir.glob("nodes/*/name") if path.read_text() == name)
+    return tuple(int(index) for index in named if index.isdecimal())
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    """Return the complete lines as values; an incomplete one, left by a crash, is skipped."""
+    events = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        with suppress(ValueError):
+            events.append(json.loads(line))
+    return events
+
+
+def attempt_of(log: Path) -> int:
+    """Return K of `attempt_K.log`; 0 for any other file name."""
+    number = log.stem.removeprefix("attempt_")
+    return int(number) if number.isdecimal() else 0
+
+
+def _tail(path: Path, num_lines: int) -> list[str]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return list(deque((line.rstrip() for line in file if line.strip()), maxlen=num_lines))
+
+
+def how(code: int) -> str:
+    """Return an exit code as text."""
+    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"

@@ -1,114 +1,139 @@
-"""Records of rollout servers as frozen values, from a hub's lines, its events, or its reply to `status`."""
+"""Records of one rollout server, from the two files in its own folder.
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from math import isfinite
-from typing import Any
+Each process of the server appends to them. Its clock and its counters begin at 0.
+"""
 
-from aedit.launch.records.values import Line, counts, number, text
+import time
+from dataclasses import dataclass
+from pathlib import Path
 
-KEY_FILE = "signing.key"
-"""File with a server's key in its folder. Folders of nodes and hubs do not have it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServerSample:
-    """State of one rollout server at one time, from the hub's directory."""
-
-    name: str
-    address: str
-    role: str
-    state: str
-    live: bool
-    lag: float
-    """Versions of the policy that it is behind the hub."""
-
-    tokens_per_s: float
-    """Speed of late, as the server says."""
-
-    running: float
-    waiting: float
-    idle_s: float
-    """Time without a request, since its process began."""
-
-    idle_used_s: float
-    """Part of `idle_s` in which it trained the drafter."""
-
-    accused: Mapping[str, float]
-    """Number of accusations by node."""
-
-    reason: str
-    """Reason of the last accusation."""
-
-    banned: str
-    """Reason of the ban; empty if there is none."""
-
-    evidence: Mapping[str, Any] = field(default_factory=dict)
-    """Evidence of the last accusation."""
-
-    @staticmethod
-    def of(line: Line) -> "ServerSample":
-        """Return the state in one entry of `servers` of a hub's line."""
-        evidence = line.get("evidence")
-        return ServerSample(
-            name=text(line["name"]),
-            address=text(line.get("address")),
-            role=text(line.get("role") or "rollout"),
-            state=text(line.get("state") or "?"),
-            live=bool(line.get("live")),
-            lag=number(line.get("lag")),
-            tokens_per_s=number(line.get("tokens_per_s")),
-            running=number(line.get("running")),
-            waiting=number(line.get("waiting")),
-            idle_s=number(line.get("idle_s")),
-            idle_used_s=number(line.get("idle_used_s")),
-            accused=counts(line.get("accused")),
-            reason=text(line.get("reason")),
-            banned=text(line.get("banned")),
-            evidence=evidence if isinstance(evidence, Mapping) else {},
-        )
-
-    @property
-    def evidence_line(self) -> str:
-        """Return the evidence in one line for a person."""
-        return ", ".join(f"{text(name)} {text(value)}" for name, value in self.evidence.items())
+from aedit.launch.records.reader import Tail
+from aedit.launch.records.records import Notice
+from aedit.launch.records.rl_records import KEY_FILE
+from aedit.launch.records.values import BAD_LINE, Line, number, text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerWork:
-    """Work of one rollout server for one node, as the node counts it, since the node's process began."""
+class ServingSample:
+    """State of a server at one time. Counts are those of its process."""
 
+    t: float
+    state: str
+    rows: float
     tokens: float
+    tokens_per_s: float
     samples: float
-    """Samples that it has finished."""
-
-    taken_back: float
-    """Samples that were taken from it and finished elsewhere."""
-
-    losses: float
-    """Connections that have ended."""
-
-    violations: float
-    """Connections that ended because of what it sent."""
+    """Samples that are over."""
+    running: float
+    waiting: float
+    serial: float
+    """Newest version of the line `run`."""
+    idle_s: float
+    idle_used_s: float
+    hub: str
+    """Why the hub does not answer; empty while it does."""
+    drafter: Line
 
     @staticmethod
-    def by_name(value: object) -> "dict[str, ServerWork]":
-        """Return the servers in `rl.servers` of a line of metrics; {} if it has none."""
-        known = value.items() if isinstance(value, Mapping) else ()
-        found = {}
-        for name, figures in known:
-            finite = {each: count for each, count in counts(figures).items() if isfinite(count)}
-            found[text(name)] = ServerWork(**{each: finite.get(each, 0.0) for each in ServerWork.__slots__})
-        return found
+    def of(line: Line) -> "ServingSample":
+        """Return the state in a line of metrics."""
+        drafter = line.get("drafter")
+        names = ("rows", "tokens", "tokens_per_s", "samples", "running", "waiting", "serial")
+        return ServingSample(
+            t=float(line["t"]),
+            state=text(line.get("state") or "?"),
+            **{name: number(line.get(name)) for name in (*names, "idle_s", "idle_used_s")},
+            hub=text(line.get("hub")),
+            drafter=drafter if isinstance(drafter, dict) else {},
+        )
 
 
-def with_evidence(
-    servers: Iterable[ServerSample], known: Mapping[str, Mapping[str, Any]]
-) -> tuple[ServerSample, ...]:
-    """Return the servers, those without evidence with what is known of theirs by name."""
-    return tuple(
-        server
-        if server.evidence or not server.accused
-        else replace(server, evidence=known.get(server.name, {}))
-        for server in servers
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenVersion:
+    """A policy version that the server has fetched."""
+
+    serial: int
+    num_bytes: float
+    seconds: float
+
+    @staticmethod
+    def of(line: Line) -> "TakenVersion":
+        """Return the version in an event."""
+        return TakenVersion(
+            serial=int(line["version"]),
+            num_bytes=number(line.get("bytes")),
+            seconds=number(line.get("seconds")),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingRecords:
+    """Records of one rollout server."""
+
+    name: str
+    address: str
+    num_starts: int
+    last_samples: tuple[ServingSample, ...]
+    """Last state of each process that has written one."""
+    versions: tuple[TakenVersion, ...]
+    notices: tuple[Notice, ...]
+    """All events but starts and versions."""
+    ended: str
+    """Why the last process has ended; empty if it has not said so."""
+    quiet_s: float
+    """Seconds since the server last wrote."""
+
+
+def is_server_folder(path: Path) -> bool:
+    """Return whether `path` is the folder of a rollout server."""
+    return (path / KEY_FILE).is_file() and (path / "events.jsonl").is_file()
+
+
+def read_server(folder: Path) -> ServingRecords:
+    """Return the records of the server whose folder this is. Lines that are not its own are skipped."""
+    events, metrics = Tail(folder / "events.jsonl"), Tail(folder / "metrics.jsonl")
+    starts: list[Line] = []
+    versions: list[TakenVersion] = []
+    notices: list[Notice] = []
+    ended = ""
+    for line in events.poll():
+        try:
+            notice = Notice.of(line)
+            if notice.event == "start":
+                starts.append(line)
+                ended = ""
+            elif notice.event == "version":
+                versions.append(TakenVersion.of(line))
+            else:
+                notices.append(notice)
+                ended = notice.text if notice.event == "end" else ended
+        except BAD_LINE:
+            continue
+    last_samples = _last_of_each(metrics.poll())
+    written_at = max(events.written_at, metrics.written_at)
+    newest: Line = starts[-1] if starts else {}
+    return ServingRecords(
+        name=text(newest.get("name") or folder.resolve().name),
+        address=text(newest.get("address")),
+        num_starts=len(starts),
+        last_samples=tuple(last_samples),
+        versions=tuple(versions),
+        notices=tuple(notices),
+        ended=ended,
+        quiet_s=max(0.0, time.time() - written_at) if written_at else 0.0,
     )
+
+
+def _last_of_each(lines: list[Line]) -> list[ServingSample]:
+    """Return the last sample of each process: where time or tokens fall, the next one has begun."""
+    found: list[ServingSample] = []
+    for line in lines:
+        try:
+            sample = ServingSample.of(line)
+        except BAD_LINE:
+            continue
+        if found and sample.t >= found[-1].t and not sample.tokens < found[-1].tokens:
+            found[-1] = sample
+        else:
+            found.append(sample)
+    return found

@@ -1,4 +1,10 @@
-"""The peer process of a swarm: finds the other peers and hosts replicas of parts of the model."""
+"""The peer process of a swarm: finds the other peers and hosts replicas of parts of the model.
+
+`run_peer` is the process and its loop (begin there); `initial_peers` finds the first peers, `roles` decides
+which parts a peer keeps, `hosted_part` runs the hub process of one part, `peer_service` answers Hello and
+Status, and `recreate_parts` votes on parts whose replicas are lost. The command line and
+`launch.processes` call it.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -6,7 +12,7 @@ from aedit.lazy import exports
 
 if TYPE_CHECKING:
     from aedit.launch.swarm.hosted_part import MARK
-    from aedit.launch.swarm.introduction import INTRODUCTION, introduced, is_maddrs
+    from aedit.launch.swarm.initial_peers import INTRODUCTION, introduced, is_maddrs
     from aedit.launch.swarm.roles import part_view
     from aedit.launch.swarm.run_peer import Peer, PeerOptions, peer
 

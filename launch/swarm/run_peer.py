@@ -3,21 +3,17 @@
 import logging
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aedit.launch.config import RunConfig, to_toml
 from aedit.launch.processes.child import StopSignals
 from aedit.launch.records import claimed
-from aedit.launch.swarm.forcing import Forcing, check_forcing
-from aedit.launch.swarm.foundings import Foundings
 from aedit.launch.swarm.hosted_part import HostedPart, HostOptions, set_aside
-from aedit.launch.swarm.introduction import INTRODUCTION, make_discovery
-from aedit.launch.swarm.overview import Overview
-from aedit.launch.swarm.own_card import OwnCard
-from aedit.launch.swarm.peer_rows import OtherModels, rows
-from aedit.launch.swarm.peer_service import PeerService
-from aedit.launch.swarm.recent_peers import RecentPeers
+from aedit.launch.swarm.initial_peers import INTRODUCTION, make_discovery
+from aedit.launch.swarm.peer_service import OtherModels, Overview, PeerService, rows
+from aedit.launch.swarm.recreate_parts import Forcing, Foundings, check_forcing
 from aedit.launch.swarm.roles import PartView, Role, part_view
 from aedit.proto.rpc import (
     ClientKeys,
@@ -36,19 +32,25 @@ from aedit.proto.swarm import (
     REPLICAS,
     STATEMENTS,
     Certified,
+    Founding,
     Gossip,
     GossipPlan,
     KnownPeers,
     NodeFile,
+    NodeState,
+    PartReplica,
+    PeerCard,
     Proofs,
     ReplicasFile,
+    Serials,
     StatementsFile,
+    candidates,
+    encoded,
 )
 from aedit.system import write_atomically
 from aedit.types import UserError
 
 log = logging.getLogger(__name__)
-
 _TURN_S = 0.5
 """Pause between two looks at the other peers and at the own replicas."""
 _WAITS_S = 60.0
@@ -61,6 +63,8 @@ _LATE_S = 60.0
 """Longest time for which parts of a run that is over wait for nodes that have not left."""
 _LEAVE_S = 12.0
 """Longest time in which the parts that this peer owns are handed over when it ends."""
+_RENEWALS = 4
+"""Times that a card is renewed within a lease."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,7 +279,7 @@ class Peer:
             self._hosted[part] = hosted
 
     def _server_keys(self) -> ServerKeys:
-        """Return what this peer requires of its callers; nothing of a client, which nobody calls."""
+        """Return what this peer requires of its callers; nothing of a client, which is never called."""
         listen, options = self._config.swarm.listen, self._options
         if not listen:
             return ServerKeys()
@@ -324,3 +328,91 @@ def _kept_key(path: Path) -> SigningKey:
         return SigningKey.kept(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None
+
+
+class OwnCard:
+    """Makes the cards of this peer."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        name: str,
+        directory: Path,
+        key: SigningKey,
+        known: KnownPeers,
+        fingerprint: str = "",
+    ) -> None:
+        """Make none yet. fingerprint: of the TLS certificate of this peer; "" without one."""
+        self._fingerprint = fingerprint
+        self._run, self._name, self._lease_s = config.name, name, config.swarm.lease_s
+        self._key, self._known, self._serials = key, known, Serials(directory / "serial")
+        self._last: PeerCard | None = None
+        self._data = b""
+        self._made_s = 0.0
+        self.leaving = False
+        """True once this peer ends: others then do without it at once."""
+
+    def current(
+        self,
+        address: str,
+        parts: Mapping[int, PartReplica],
+        foundings: Mapping[int, Founding],
+        node: NodeState,
+    ) -> bytes:
+        """Return the encoded card with these values; another speed alone waits for the next renewal.
+
+        Raises:
+            OSError: The serial cannot be kept.
+        """
+        card = PeerCard(
+            run=self._run,
+            name=self._name,
+            public_key=self._key.public,
+            serial=1,
+            address=address,
+            parts=parts,
+            fingerprint=self._fingerprint,
+            model=node.model,
+            lease_s=self._lease_s,
+            leaving=self.leaving,
+            foundings=foundings,
+        )
+        now_s = time.monotonic()
+        if card != self._last or now_s > self._made_s + self._lease_s / _RENEWALS:
+            serial = self._serials.next(above=self._known.own_serial)
+            full = replace(card, serial=serial, steps_per_s=node.steps_per_s)
+            self._data = encoded(full, self._key.private)
+            self._last, self._made_s = card, now_s
+        return self._data
+
+
+class RecentPeers:
+    """The peers that can keep parts, and when each was live last.
+
+    A peer on a busy machine may be heard of too late, or hear too late from all others. It is back a moment
+    later. If it did not count meanwhile, others would take its replicas over, and an owner that hears from
+    nobody would need nobody but itself to acknowledge.
+    """
+
+    def __init__(self, for_s: float) -> None:
+        """Know none yet. for_s: how long a peer is remembered that is not live any more."""
+        self._for_s, self._now_s = for_s, 0.0
+        self._live_s: dict[bytes, float] = {}
+
+    def look(self, live: Mapping[bytes, PeerCard], now_s: float) -> None:
+        """Take the cards of the live peers by key; one that has said that it leaves does not count.
+
+        now_s: time on a monotonic clock.
+        """
+        self._now_s = now_s
+        self._live_s |= dict.fromkeys(candidates(live), now_s)
+        leaving = {key for key, card in live.items() if card.leaving}
+        self._live_s = {
+            key: at_s
+            for key, at_s in self._live_s.items()
+            if now_s - at_s < self._for_s and key not in leaving
+        }
+
+    def within(self, seconds: float) -> frozenset[bytes]:
+        """Return the keys of the peers that were live less than `seconds` before the last look."""
+        return frozenset(key for key, at_s in self._live_s.items() if self._now_s - at_s < seconds)

@@ -1,4 +1,4 @@
-"""The first peers that a peer comes to know: from addresses, a file of them, or a DHT."""
+"""Discovery of the initial peers: from addresses, a file of them, or a DHT."""
 
 import tempfile
 import time

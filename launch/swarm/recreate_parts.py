@@ -1,14 +1,20 @@
-"""The foundings of parts as one peer knows them: what it has seen and promised, on its disk."""
+"""Re-creation ("founding") of parts whose replicas are lost: votes of one peer, kept on its disk.
+
+`Forcing` re-creates a part without a vote, for `aedit peer --force-found`.
+"""
 
 import json
 import logging
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from aedit.launch.config import SwarmConfig
 from aedit.proto.swarm import (
+    MOST_FORCED,
     Founding,
     PeerCard,
     Register,
@@ -22,11 +28,11 @@ from aedit.proto.swarm import (
     voted,
 )
 from aedit.system import write_atomically
-from aedit.types import printable
+from aedit.types import UserError, printable
 
 log = logging.getLogger(__name__)
-
 FILE = "foundings.json"
+OPTION = "--force-found"
 
 
 @dataclass(slots=True)
@@ -85,11 +91,11 @@ class Foundings:
     def says(self) -> dict[int, Founding]:
         """Return what the card of this peer says: about parts that it misses, or that were founded again."""
         with self._lock:
-            told = enumerate(self._parts)
-            return {n: one.register.say for n, one in told if one.is_missed or one.register.generation}
+            parts = enumerate(self._parts)
+            return {n: one.register.say for n, one in parts if one.is_missed or one.register.generation}
 
     def states(self) -> list[str]:
-        """Return for people what is wrong with each part, or what became of it; "" if all is as it was."""
+        """Return as text what is wrong with each part, or what became of it; "" if all is as it was."""
         now = self._clock()
         with self._lock:
             return [self._state(part, one, now) for part, one in enumerate(self._parts)]
@@ -121,7 +127,7 @@ class Foundings:
             return one.register
 
     def begins(self, part: int) -> bool:
-        """Return whether this peer is to found the part now. It is told so once. Raises OSError."""
+        """Return whether this peer is to found the part now. Returns True once. Raises OSError."""
         with self._lock:
             registers = [one.register for one in self._parts]
             if not begins(registers[part], self._me):
@@ -220,3 +226,94 @@ def _read(path: Path) -> dict[int, Register]:
         )
         for part, one in json.loads(text).items()
     }
+
+
+def check_forcing(swarm: SwarmConfig, parts: Sequence[int], *, founds: bool) -> None:
+    """Raise UserError if a peer of this swarm cannot found these parts by force.
+
+    Args:
+        swarm: Of the run.
+        parts: Numbers of the parts.
+        founds: The peer is to begin the run.
+    """
+    if not parts:
+        return
+    if founds:
+        raise UserError(
+            f"{OPTION}: --found begins a run, in which no part is lost yet; remove one of the two"
+        )
+    if not swarm.listen:
+        raise UserError(
+            f"{OPTION}: swarm.listen is empty: a client keeps no part; name an address, or use another peer"
+        )
+    if parts[-1] >= swarm.parts:
+        raise UserError(f"{OPTION}: there is no part {parts[-1]}: they are numbered 0 to {swarm.parts - 1}")
+
+
+class Forcing:
+    """Founds parts by force, once no owner of them was known for long enough."""
+
+    def __init__(
+        self,
+        parts: Sequence[int],
+        foundings: Foundings,
+        wait_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Leave out the parts that this peer has founded by force before.
+
+        A supervisor repeats the option with every start: the part must not be founded anew by that.
+
+        Args:
+            parts: Numbers of the parts, ascending.
+            foundings: What this peer knows about them.
+            wait_s: Time in which a live owner would have become known.
+            clock: Monotonic, in seconds.
+        """
+        self._foundings, self._clock, self._at_s = foundings, clock, clock() + wait_s
+        self._parts = [part for part in parts if not foundings.register(part).has_forced]
+        for part in sorted(set(parts) - set(self._parts)):
+            _print(
+                f"{OPTION}: part {part} was founded here by force before; not again."
+                " If it is lost once more, give the option to another peer, which may be a new one"
+            )
+        if self._parts:
+            numbers = ", ".join(map(str, self._parts))
+            _print(f"{OPTION}: looking for an owner of part {numbers} for {wait_s:g} s")
+
+    def look(self, live: Mapping[bytes, PeerCard]) -> None:
+        """Found the parts if it is time. `Foundings.look` has taken these cards before.
+
+        Raises UserError if one has an owner, and OSError.
+        """
+        for part in self._parts:
+            if owner := self._foundings.owner(part):
+                raise UserError(
+                    f"{OPTION}: part {part} is owned by {owner}, which is live: nothing was founded;"
+                    " start this peer without the option"
+                )
+        if self._clock() < self._at_s:
+            return
+        for part in self._parts:
+            self._found(part, live)
+        self._parts = []
+
+    def _found(self, part: int, live: Mapping[bytes, PeerCard]) -> None:
+        before = self._foundings.register(part)
+        after = self._foundings.force(part, live)
+        if after == before:
+            raise UserError(f"{OPTION}: part {part}: {MOST_FORCED} generations are used up")
+        known = [say.members for card in live.values() if (say := card.foundings.get(part))]
+        names = ", ".join(sorted(printable(live[key].name) for key in candidates(live)))
+        _print(
+            f"{OPTION}: part {part} is founded here in generation {after.accepted}, without a vote\n"
+            f"  live peers that can keep it: {names}; {max(known, default=0)} knew it when it had an owner\n"
+            "  it goes on from the newest anchors of live nodes: pushes that were merged after these are"
+            " lost, and the momentum of the outer optimizer\n"
+            "  a peer that comes back keeps its old replica aside: what it has acknowledged since is lost\n"
+            "  do this at one peer only: of two that do, one sets aside what it has founded"
+        )
+
+
+def _print(text: str) -> None:
+    print(f"aedit peer: {text}", file=sys.stderr, flush=True)
