@@ -11,7 +11,7 @@ from aedit.async_sgd.hub.news import MOST_GONE, MOST_SHOWN, status
 from aedit.async_sgd.rules import Left
 from aedit.launch.hub.reports import Reports, metrics
 from aedit.launch.records import HubSample
-from aedit.launch.views.hubtable import hub_table
+from aedit.launch.views.tables import hub_table
 from aedit.proto.rpc import MESSAGE_BYTES
 
 

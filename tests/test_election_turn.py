@@ -2,7 +2,7 @@
 
 import pytest
 
-from aedit.launch.hub.election_turn import ElectionTurn
+from aedit.launch.hub.standby import ElectionTurn
 
 
 class Clock:

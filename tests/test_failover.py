@@ -9,7 +9,7 @@ from kit.hub_processes import Client, HubProcess, HubRefused, HubUnreachable, en
 from kit.waiting import until
 from test_standby import STANDBY, attached, pair, voting
 
-from aedit.launch.hub.replay import pushes_of
+from aedit.launch.hub.folder import pushes_of
 
 TWO = 'standby = "127.0.0.1:0,127.0.0.1:0"'
 

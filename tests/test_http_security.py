@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from aedit.async_sgd.hub import news
 from aedit.async_sgd.service import Page
 from aedit.launch.config import RunConfig
-from aedit.launch.hub.replay import make_hub
+from aedit.launch.hub.folder import make_hub
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.http import HttpServer, HttpService, TextCodec, control_routes, make_app
 from aedit.spec_rollout.http.server import HttpLimits

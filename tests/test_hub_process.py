@@ -19,7 +19,7 @@ from kit.waiting import until
 
 from aedit.launch.config import load, method
 from aedit.launch.hub import anchors_of
-from aedit.launch.hub.replay import pushes_of
+from aedit.launch.hub.folder import pushes_of
 from aedit.proto.rpc import PROTOCOL, HubClient
 from aedit.proto.rpc import hub_pb2 as pb
 
@@ -283,7 +283,7 @@ def test_prometheus_gets_its_numbers():
     from aedit.async_sgd.hub import news
     from aedit.async_sgd.service import Page
     from aedit.launch.config import RunConfig
-    from aedit.launch.hub.replay import make_hub
+    from aedit.launch.hub.folder import make_hub
 
     hub = make_hub(RunConfig(), (0, 1))
     rest = {"merges": 3, "merge_s": 0.5, "journal": {"bytes": 7}, "standby": False, "servers": []}

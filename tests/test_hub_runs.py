@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from aedit.launch.cli import main
 from aedit.launch.hub import anchors_of
-from aedit.launch.hub.replay import pushes_of
+from aedit.launch.hub.folder import pushes_of
 from aedit.proto.rpc import client
 
 pytestmark = pytest.mark.timeout(600)  # a test has several waits

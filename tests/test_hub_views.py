@@ -19,12 +19,11 @@ from rich.console import Console
 
 from aedit.launch.cli import main
 from aedit.launch.records import HubRecords, HubSample, RunFollower, gained, read_run, totals
-from aedit.launch.views import hubview, plot, report, status
-from aedit.launch.views.bars import bytes_per_round
+from aedit.launch.views import live, plot, report, sources
 from aedit.launch.views.figures import held_out
-from aedit.launch.views.hubplots import hub_nodes, hub_traffic
 from aedit.launch.views.panel import Fitted, panel
 from aedit.launch.views.panel import line as plain_line
+from aedit.launch.views.plots import bytes_per_round, hub_nodes, hub_traffic
 from aedit.launch.views.sources import open_source
 from aedit.types import UserError
 
@@ -286,7 +285,7 @@ def test_ticks_of_flat_series_at_a_hub_are_whole_numbers_from_zero(tmp_path):
 
 def test_a_hub_without_nodes_is_shown_but_cannot_be_plotted(tmp_path, capsys):
     write(tmp_path / "young" / "hub", [line(1, [], [])])
-    status.status_command(tmp_path / "young")
+    live.status_command(tmp_path / "young")
     text = capsys.readouterr().out
     assert "versions none yet" in text
     assert "steps/s" not in text, "a table of nobody"
@@ -341,7 +340,7 @@ def heartbeat_of(node):
 
 
 def test_an_address_where_no_hub_is_ends_in_one_line(capsys, monkeypatch):
-    monkeypatch.setattr(hubview, "ASK_S", 1.0)
+    monkeypatch.setattr(sources, "ASK_S", 1.0)
     for view in ("status", "plot"):
         assert main([view, "127.0.0.1:9"]) == 2
         assert "127.0.0.1:9" in capsys.readouterr().err

@@ -30,7 +30,7 @@ from aedit.async_sgd.rules import HubConfig, OuterConfig, Part, Push, records
 from aedit.edit import EditConfig
 from aedit.launch.config import RunConfig
 from aedit.launch.hub import folder
-from aedit.launch.hub.replay import make_hub
+from aedit.launch.hub.folder import make_hub
 from aedit.proto.codecs import codec
 from aedit.types import Layout, TensorLayout, UnitLayout, UserError
 

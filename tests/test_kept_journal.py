@@ -22,7 +22,7 @@ from aedit.async_sgd.journal.encoding import encode_records
 from aedit.async_sgd.rules import Led
 from aedit.async_sgd.service import Leadership
 from aedit.async_sgd.service.tailing import Tailing
-from aedit.launch.hub.replay import make_hub
+from aedit.launch.hub.folder import make_hub
 from aedit.launch.hub.standby import Standby
 from aedit.proto.rpc import Quiet, VoterFile
 from aedit.proto.rpc import hub_pb2 as pb

@@ -6,7 +6,7 @@ from aedit.async_sgd.journal import Ledger, Store, Unconfirmed
 from aedit.async_sgd.rules import Configured, Led
 from aedit.async_sgd.service import Leadership
 from aedit.launch.config import RunConfig
-from aedit.launch.hub.replay import make_hub
+from aedit.launch.hub.folder import make_hub
 from aedit.proto.rpc import (
     Answer,
     Proposal,

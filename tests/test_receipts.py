@@ -22,7 +22,7 @@ from aedit.async_sgd.journal import (
 )
 from aedit.async_sgd.journal.journal import NOTE
 from aedit.async_sgd.journal.receipts import Receipts
-from aedit.launch.hub.replay import make_hub
+from aedit.launch.hub.folder import make_hub
 from aedit.proto.agent import AgentPlan
 from aedit.proto.agent.membership import Membership
 from aedit.proto.rpc import HubClient

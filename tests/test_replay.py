@@ -24,8 +24,7 @@ from aedit.async_sgd.rules import (
 from aedit.edit import EditConfig
 from aedit.launch.config import RunConfig
 from aedit.launch.hub import anchors_of, records_of, replayed
-from aedit.launch.hub.folder import claim
-from aedit.launch.hub.replay import make_hub
+from aedit.launch.hub.folder import claim, make_hub
 from aedit.proto.codecs import codec
 from aedit.types import Layout, TensorLayout, UnitLayout, UserError
 

@@ -14,9 +14,9 @@ from test_views import full_run
 from aedit.launch.records import read_run
 from aedit.launch.views import after_warm_up, newest, plot
 from aedit.launch.views import run_report as report_module
-from aedit.launch.views.bars import time_per_node
 from aedit.launch.views.panel import Fitted, panel
 from aedit.launch.views.panel import line as plain_line
+from aedit.launch.views.plots import time_per_node
 from aedit.launch.views.rl_figures import recent_rollout_tokens_per_s, rl_totals, seconds_by_use, splits
 from aedit.launch.views.rl_plots import drafter, policy_health, reward_by_steps, reward_by_time, step_split
 

@@ -22,7 +22,7 @@ from aedit.launch.cli import keys as making
 from aedit.launch.cli.keys import Others, hosted_of, make_keys, revoke
 from aedit.launch.config import RunConfig
 from aedit.launch.hub.endpoint import HubEndpoint
-from aedit.launch.hub.welcome import open_to_others
+from aedit.launch.hub.main import open_to_others
 from aedit.proto.rpc import ServerKeys, check_exposure, client_keys, is_loopback, name_of, server_keys
 from aedit.types import UserError
 

@@ -13,8 +13,8 @@ from test_rl_views import RLNode
 from aedit.launch.records import RunFollower, read_run
 from aedit.launch.views import report
 from aedit.launch.views.panel import Fitted
-from aedit.launch.views.server_plots import servers
-from aedit.launch.views.server_report import server_facts
+from aedit.launch.views.plots import servers
+from aedit.launch.views.run_report import server_facts
 from aedit.types import UserError
 
 

@@ -16,7 +16,7 @@ from aedit.async_sgd.journal.encoding import encode_records
 from aedit.async_sgd.rules import records
 from aedit.launch.config import RunConfig
 from aedit.launch.hub import anchors_of
-from aedit.launch.hub.replay import make_hub, pushes_of
+from aedit.launch.hub.folder import make_hub, pushes_of
 from aedit.proto.agent.membership import Elector
 from aedit.proto.rpc import HubClient, VoterFile
 from aedit.proto.rpc import hub_pb2 as pb

@@ -11,9 +11,9 @@ from kit.swarm import key_of
 from kit.waiting import until
 
 from aedit.launch.config import parse
-from aedit.launch.hub.canvass import Canvass
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.main import _Process
+from aedit.launch.hub.other_hubs import VoteRequests
 from aedit.launch.swarm import peer_service
 from aedit.proto.rpc import (
     PROTOCOL,
@@ -97,13 +97,13 @@ class Asking:
 def test_votes_are_asked_of_all_addresses_in_turn(monkeypatch):
     """Found: false replicas that were listed first were asked again and again, and the true ones never."""
     asked = set()
-    canvass = Canvass(Endpoint(), Asking(), lambda answer: None)
-    monkeypatch.setattr(canvass, "_ask", lambda one, asks: asked.add(one))
-    canvass.start()
+    requests = VoteRequests(Endpoint(), Asking(), lambda answer: None)
+    monkeypatch.setattr(requests, "_ask", lambda one, asks: asked.add(one))
+    requests.start()
     try:
         until(lambda: asked == set(Endpoint.others), "a question to each")
     finally:
-        canvass.stop()
+        requests.stop()
 
 
 # -- a status that is none

@@ -10,7 +10,7 @@ from kit.places import LIMIT_S, Place, ends_well
 from kit.waiting import until
 
 from aedit.launch.cli import main
-from aedit.launch.views.hubview import HubSource
+from aedit.launch.views.sources import HubSource
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

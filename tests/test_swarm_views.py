@@ -9,7 +9,7 @@ from kit.leading_hub import leading_hub
 from rich.console import Console
 
 from aedit.launch.records import SwarmSample
-from aedit.launch.views import hubview
+from aedit.launch.views import sources
 from aedit.launch.views.panel import panel
 from aedit.proto.rpc import last_term_before
 
@@ -43,8 +43,8 @@ def shown(monkeypatch):
 
     def show(said, poll="poll"):
         client = SimpleNamespace(status=lambda request: SimpleNamespace(json=json.dumps(said)))
-        monkeypatch.setattr(hubview, "HubClient", lambda *args, **values: client)
-        run = getattr(hubview.HubSource("127.0.0.1:1"), poll)()
+        monkeypatch.setattr(sources, "HubClient", lambda *args, **values: client)
+        run = getattr(sources.HubSource("127.0.0.1:1"), poll)()
         console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
         console.print(panel(run, run.indices))
         return run, console.export_text()

@@ -17,12 +17,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console
 
 from aedit.launch.records import RunFollower, read_run
-from aedit.launch.views import live, plot, report, status, top
-from aedit.launch.views.bars import bytes_per_round
-from aedit.launch.views.curves import loss_by_steps, plot_effective_nodes
+from aedit.launch.views import live, plot, report
 from aedit.launch.views.figures import held_out
 from aedit.launch.views.panel import Fitted, panel, state
 from aedit.launch.views.panel import line as plain_line
+from aedit.launch.views.plots import bytes_per_round, loss_by_steps, plot_effective_nodes
 from aedit.launch.views.run_report import summary
 from aedit.types import UserError
 
@@ -147,7 +146,7 @@ def ascii_console(**settings):
 
 
 def test_a_directory_that_is_no_run_is_a_users_error(tmp_path):
-    for view in (status.status_command, top.top_command, plot.plot_command, report, read_run):
+    for view in (live.status_command, live.top_command, plot.plot_command, report, read_run):
         with pytest.raises(UserError, match="not a run directory"):
             view(tmp_path)
         with pytest.raises(UserError, match="not a run directory"):
@@ -159,7 +158,7 @@ def test_the_bare_name_of_a_run_is_answered_with_its_directory(tmp_path, monkeyp
     (tmp_path / "runs" / "tiny").mkdir(parents=True)
     (tmp_path / "runs" / "tiny" / "run.toml").write_text("")
     with pytest.raises(UserError, match=r"tiny: not a run directory.*did you mean runs/tiny\?"):
-        status.status_command("tiny")
+        live.status_command("tiny")
 
 
 def test_a_run_is_read_back_as_it_was_written(tmp_path):
@@ -361,7 +360,7 @@ def test_ticks_of_a_flat_loss_and_of_few_steps_can_be_read(tmp_path):
 
 def test_an_empty_run_is_shown_and_reported_but_cannot_be_plotted(tmp_path, capsys):
     run_dir = new_run(tmp_path)
-    status.status_command(run_dir)
+    live.status_command(run_dir)
     assert "no node has started yet" in capsys.readouterr().out
     assert "0 nodes" in report(run_dir)
     with pytest.raises(UserError, match="nothing to plot"):
@@ -499,7 +498,7 @@ def test_after_a_resume_nothing_is_reckoned_across_the_time_between_the_attempts
 def test_status_shows_an_error_in_words(tmp_path, capsys):
     run_dir = full_run(tmp_path)
     Writer(run_dir, 3).event("error", 75.0, message="out of memory")
-    status.status_command(run_dir)
+    live.status_command(run_dir)
     out = capsys.readouterr().out
     assert "node 3 at 1:15: error: out of memory" in out
     assert "failed" in out
@@ -688,7 +687,7 @@ def test_a_resumed_node_is_starting_until_its_new_attempt_has(tmp_path):
 
 
 def test_top_without_a_terminal_ends_when_all_nodes_have(tmp_path, capsys):
-    top.top_command(full_run(tmp_path))
+    live.top_command(full_run(tmp_path))
     (row,) = capsys.readouterr().out.splitlines()
     assert row.count(" done ") == 3
 
@@ -697,9 +696,7 @@ def test_top_without_a_terminal_ends_when_all_nodes_have(tmp_path, capsys):
 def test_top_on_a_terminal_shows_the_run_and_ends_at_q(tmp_path):
     run_dir = full_run(tmp_path)
     ours, theirs = pty.openpty()
-    code = (
-        "import sys, pathlib; from aedit.launch.views import top; top.top_command(pathlib.Path(sys.argv[1]))"
-    )
+    code = "import sys; from aedit.launch.views import live; live.top_command(sys.argv[1])"
     child = subprocess.Popen(
         [sys.executable, "-c", code, str(run_dir)],
         stdin=theirs,

@@ -1,4 +1,4 @@
-"""Lock a hub's folder for one process, and read and write the files that describe the hub."""
+"""A hub's folder: its lock, the files that describe the hub, and replay without a running hub."""
 
 import contextlib
 import fcntl
@@ -8,7 +8,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from aedit.launch.config import RunConfig, continued, load_run, to_toml, values
+from aedit.async_sgd.hub import Hub, HubPlan
+from aedit.async_sgd.journal import (
+    File,
+    Store,
+    batches,
+    check_gapless,
+    check_payloads,
+    segment_numbers,
+    segment_path,
+)
+from aedit.async_sgd.rules import Accepted, Push, Record, Vector
+from aedit.launch.config import (
+    RunConfig,
+    continued,
+    load,
+    load_run,
+    to_toml,
+    tokens_per_step,
+    unit_rules,
+    values,
+)
+from aedit.proto.codecs import codec
 from aedit.system import write_atomically
 from aedit.types import UserError
 
@@ -25,13 +46,15 @@ _DECIDES = (
     "name",
 )
 """Keys on which the replay of the journal depends: other values would give other anchors."""
+MIRROR = "mirror.json"
+"""File with the term of the hub whose journal is in the folder; there is none in the folder of a leader."""
 
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Lock the folder for this process until the block ends; create it for its owner if it does not exist.
 
-    The folder itself is locked, so that nobody gets past the lock by deleting a file. The file `lock` is
+    The folder itself is locked, so that deleting a file does not release the lock. The file `lock` is
     locked too: it shows others that a hub runs, and it is the lock where a network file system cannot lock
     folders.
 
@@ -100,10 +123,6 @@ def _compare(directory: Path, config: RunConfig, part: tuple[int, int]) -> None:
             )
 
 
-MIRROR = "mirror.json"
-"""File with the term of the hub whose journal is in the folder; there is none in the folder of a leader."""
-
-
 def of_standby(number: int) -> str:
     """Return the name of the folder of standby `number`, counted from 1, in a run directory."""
     return "standby" if number == 1 else f"standby_{number}"
@@ -122,3 +141,73 @@ def actual_address(configured: str, directory: Path) -> str:
     With port 0 that is the address in the folder's `address` file, "" before the hub has written it.
     """
     return read_line(directory / "address") if configured.endswith(":0") else configured
+
+
+def make_hub(config: RunConfig, part: tuple[int, int]) -> Hub:
+    """Return a hub without any state."""
+    plan = HubPlan(
+        hub=config.hub,
+        outer=config.outer,
+        penalty=config.edit.penalty,
+        every=config.edit.every,
+        pace=config.edit.schedule,
+        steps=config.train.steps,
+        seconds=config.train.seconds,
+        part=part,
+        step_tokens=0 if config.hub.endless else tokens_per_step(config),
+        leases=not config.hub.endless and not config.prompts.source,
+        rules=unit_rules(config),
+    )
+    down = config.hub.codec_down
+    return Hub(plan, None if down == "fp32" else codec(down))
+
+
+def hub_of(directory: Path) -> Hub:
+    """Return a hub without state, with the configuration in `directory`."""
+    k, n = json.loads((directory / "part.json").read_text())
+    return make_hub(load(directory / "run.toml", []).config, (k, n))
+
+
+def replayed(directory: Path, *, from_the_beginning: bool = False) -> Hub:
+    """Return the hub with the state of its folder, which is not changed.
+
+    Raises UserError if the folder is damaged.
+
+    from_the_beginning: replay all journal segments, which must still exist from the first one on, and read no
+    snapshot.
+    """
+    hub = hub_of(directory)
+    if from_the_beginning:
+        check_gapless(directory, 1, segment_numbers(directory, "journal"))
+        for batch in _journaled(directory, 1):
+            for record in batch:
+                hub.apply(record)
+    else:
+        Store(directory).read(hub)
+    return hub
+
+
+def anchors_of(directory: Path, *, from_the_beginning: bool = False) -> dict[int, Vector]:
+    """Return the newest anchor of each unit as nodes receive it, by unit."""
+    hub = replayed(directory, from_the_beginning=from_the_beginning)
+    return {index: hub.anchor(index)[1] for index in hub.state.units}
+
+
+def pushes_of(directory: Path) -> Iterator[Push]:
+    """Yield all accepted pushes of the existing segments, in journal order."""
+    yield from (record.push for record in records_of(directory) if isinstance(record, Accepted))
+
+
+def records_of(directory: Path) -> Iterator[Record]:
+    """Yield all records of the existing segments, in journal order."""
+    first = min(segment_numbers(directory, "journal"), default=1)
+    for batch in _journaled(directory, first):
+        yield from batch
+
+
+def _journaled(directory: Path, first: int) -> Iterator[list[Record]]:
+    for number in segment_numbers(directory, "journal"):
+        if number >= first:
+            for batch, _ in batches(File(segment_path(directory, number))):
+                check_payloads(batch)
+                yield batch

@@ -118,13 +118,13 @@ class LeadingHub:
         return overview(self.ledger, self.engine, self.directory, self.leadership)
 
     def _status(self, after: int) -> str:
-        told = {"run": self._config.name, "traffic": self.driver.exchange.status()}
-        return self._reports.status(self.overview() | told, after)
+        own = {"run": self._config.name, "traffic": self.driver.exchange.status()}
+        return self._reports.status(self.overview() | own, after)
 
     def _write_lines(self) -> None:
         while not self._stopping.wait(LINE_EVERY_S):
             try:
-                self.ledger.journal.check_place()  # also while nobody pushes, and nothing is synced
+                self.ledger.journal.check_place()  # also without pushes, when nothing is synced
             except JournalBroken as error:
                 self.engine.fail(error)
                 return
@@ -146,7 +146,7 @@ class LeadingHub:
             except (JournalBroken, OSError) as error:
                 self.engine.fail(error)
             if not self.leadership.holds_lease():
-                self.guard.ask_the_others()  # it may have been replaced while it could not be told
+                self.guard.ask_the_others()  # it may have been replaced while it could not be reached
             if not self.leadership.leads:
                 self.guard.end_term()
             elif (first := self._endpoint.successor) and self.leadership.hand_over(first):

@@ -1,13 +1,18 @@
-"""`aedit hub`: the process that owns the anchors of a run, or the standby that follows it."""
+"""`aedit hub`: the process that owns the anchors of a run, or the standby that follows it.
+
+`hub` is the entry point; its options and the text that it prints when it is ready stand here too.
+"""
 
 import logging
 import secrets
+import shlex
+import socket
 import sys
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import aedit
 from aedit.async_sgd.hub import Hub
@@ -23,17 +28,13 @@ from aedit.async_sgd.service import (
 )
 from aedit.launch.config import RunConfig, difference, method, to_toml
 from aedit.launch.hub import folder
-from aedit.launch.hub.canvass import Canvass
 from aedit.launch.hub.endpoint import HubEndpoint
+from aedit.launch.hub.folder import make_hub
 from aedit.launch.hub.leading import LeadingHub
-from aedit.launch.hub.options import HubOptions, endpoint_of
-from aedit.launch.hub.other_hubs import OtherHubs
-from aedit.launch.hub.policy_service import PolicyService, policy_service
-from aedit.launch.hub.policy_versions import RECORD, PolicyVersions
-from aedit.launch.hub.replay import make_hub
+from aedit.launch.hub.other_hubs import OtherHubs, VoteRequests
+from aedit.launch.hub.policy_versions import RECORD, PolicyService, PolicyVersions, policy_service
 from aedit.launch.hub.reports import Reports
 from aedit.launch.hub.standby import Standby
-from aedit.launch.hub.welcome import open_to_others, welcome
 from aedit.launch.processes.child import StopSignals
 from aedit.proto.rpc import (
     PROTOCOL,
@@ -43,9 +44,11 @@ from aedit.proto.rpc import (
     Server,
     VoterFile,
     directory_service,
+    is_loopback,
     raise_descriptor_limit,
     serve,
 )
+from aedit.proto.swarm import ReplicasFile
 from aedit.system import write_atomically
 from aedit.types import UserError
 
@@ -53,7 +56,6 @@ if TYPE_CHECKING:
     from aedit.async_sgd.service import Page
 
 log = logging.getLogger(__name__)
-
 _GRACE_S = 2.0
 """Time for calls in progress when the hub ends."""
 _HAND_OVER_S, _ANSWERS_S = 4.0, 1.0
@@ -62,6 +64,32 @@ _FORCED_JUMP = 1000
 """A forced term is so far above all known ones that no election comes to it."""
 _LEAVE_S = 25.0
 """Longest wait after Ctrl-C for nodes that leave at the same time, which may take 20 s each."""
+_EVERYWHERE = ("0.0.0.0", "::", "")
+
+
+class HubOptions(TypedDict, total=False):
+    """Options of the hub process, beside the configuration."""
+
+    address: str | None
+    """HOST:PORT to listen at instead of the configured one."""
+    part: tuple[int, int]
+    """(k, n): it owns the units i with i % n == k."""
+    standby: bool
+    """Follow the hub that leads, and lead once elected."""
+    standby_number: int
+    """Number of a standby among those in `hub.standby`, from 1."""
+    replicas: Path | None
+    """File in which a peer of a swarm keeps where the other replicas of the part are."""
+    term_above: int
+    """A hub of a swarm that begins a journal does so with the term after this one."""
+    force_lead: bool
+    """Lead without a vote, and with what is left of the journal, whatever may be lost."""
+    stay: bool
+    """Serve until a signal arrives, also after the run is over, for nodes that come late."""
+    keys: Path | None
+    """Folder of keys that `aedit keys` made for this hub."""
+    insecure: bool
+    """Listen without TLS at an address that other machines can reach."""
 
 
 def hub(config: RunConfig, *, directory: Path, **options: Unpack[HubOptions]) -> int:
@@ -153,7 +181,7 @@ class _Process:
             place=endpoint.place_of if endpoint.replicas is not None else None,
         )
         self._others = OtherHubs(endpoint, lambda: self._responder.question(self._leadership.promised))
-        self._canvass = Canvass(endpoint, self._leadership, self._count)
+        self._vote_requests = VoteRequests(endpoint, self._leadership, self._count)
         self._server: Server | None = None
         self._leading: LeadingHub | None = None
         self._standby: Standby | None = None
@@ -199,7 +227,7 @@ class _Process:
 
     def _started(self) -> None:
         assert self._server is not None
-        self._canvass.start()
+        self._vote_requests.start()
         write_atomically(self._endpoint.directory / "address", self._server.address)
 
     def _force(self, hub: Hub) -> Sequence[Record]:
@@ -262,7 +290,7 @@ class _Process:
 
     def close(self, grace_s: float = _GRACE_S) -> None:
         """Stop the server and write the final snapshot. Calls in progress have `grace_s` to end."""
-        self._canvass.stop()
+        self._vote_requests.stop()
         if self._server is not None:
             self._server.stop(grace_s)
         if self._page is not None:
@@ -387,3 +415,85 @@ class _Process:
             except UserError:
                 if address == self._endpoint.address:
                     raise
+
+
+def welcome(endpoint: HubEndpoint, address: str) -> str:
+    """Return the lines for the hub at `endpoint` that listens at `address`."""
+    what = "standby" if endpoint.standby else "hub"
+    lines = [f"run {endpoint.config.name}: {what} at {address}, journal in {endpoint.directory}"]
+    if endpoint.replicas is not None:
+        return f"run {endpoint.config.name}: replica of part {endpoint.part[0]} at {address}"
+    if endpoint.standby:
+        return f"{lines[0]}\nIt takes over when more than half of the nodes ask for it. Ctrl-C ends it."
+    reach = ",".join(map(_public_address, endpoint.addresses() if endpoint.part[1] > 1 else (address,)))
+    words = f"{reach}{_tls_options(endpoint, reach)}"
+    lines += [f"  a node joins with  aedit join {words}", f"  see it with        aedit top {words}"]
+    if endpoint.keys and "KEYS" in words:
+        lines.append("  KEYS is the folder that `aedit keys` made for the node")
+    if all(map(is_loopback, reach.split(","))):
+        lines.append(
+            "  Only this machine can connect; for others: --hub.address HOST:PORT and keys of `aedit keys`."
+        )
+    return "\n".join([*lines, "  Ctrl-C ends the hub; the same command continues the run."])
+
+
+def open_to_others(endpoint: HubEndpoint, address: str) -> str:
+    """Return what a hub without keys allows to others; "" if it has keys, or only this machine reaches it."""
+    if endpoint.keys is not None or is_loopback(address):
+        return ""
+    return (
+        f"--insecure: anybody who reaches {address} can join under any name, change the model, put nodes out,"
+        " read the model and the journal, and end the run. Use this in a closed network only; else make keys"
+        " with `aedit keys` and name them with --keys."
+    )
+
+
+def _public_address(address: str) -> str:
+    """Return HOST:PORT for other machines: the host name if the hub listens at all addresses."""
+    host, _, port = address.rpartition(":")
+    return f"{socket.gethostname()}:{port}" if host.strip("[]") in _EVERYWHERE else address
+
+
+def _tls_options(endpoint: HubEndpoint, reach: str) -> str:
+    """Return the command-line options with which a node connects: its keys, or `--insecure`."""
+    if endpoint.keys is None:
+        return "" if all(map(is_loopback, reach.split(","))) else " --insecure"
+    shared = endpoint.keys.parent / "nodes"
+    return f" --keys {shlex.quote(str(shared))}" if shared.is_dir() else " --keys KEYS"
+
+
+def endpoint_of(config: RunConfig, directory: Path, options: HubOptions) -> HubEndpoint:
+    """Return the place of the hub. Raises UserError if the options do not match the configuration."""
+    (k, n), stays = options.get("part", (0, 1)), options.get("stay", False)
+    if (replicas := options.get("replicas")) is not None:
+        return HubEndpoint(
+            config,
+            directory,
+            (k, n),
+            options.get("standby", False),
+            options.get("address") or config.swarm.listen,
+            options.get("keys"),
+            replicas=ReplicasFile(replicas),
+            copies=config.swarm.copies,
+            stays=stays,
+        )
+    standby, number = options.get("standby", False), options.get("standby_number", 1)
+    configured, standbys = config.hub.addresses, config.hub.standbys_of(k)
+    if not configured:
+        raise UserError("hub.address is empty: set it to the HOST:PORT that the hub listens at")
+    if n != len(configured) and n > 1:
+        raise UserError(
+            f"--part: K/{n} does not match the {len(configured)} addresses of hub.address;"
+            f" use K/{len(configured)}"
+        )
+    if standby and not standbys:
+        raise UserError(
+            "--standby: hub.standby is empty; set it to HOST:PORT of the standby, so that the nodes find it"
+        )
+    if standby and not 1 <= number <= len(standbys):
+        raise UserError(
+            f"--standby-number: expected 1 to {len(standbys)}, the addresses in hub.standby, got {number}"
+        )
+    address = options.get("address") or (standbys[number - 1] if standby else configured[k])
+    keys = options.get("keys")
+    return HubEndpoint(config, directory, (k, n), standby, address, keys, number, stays=stays)

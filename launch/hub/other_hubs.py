@@ -1,5 +1,6 @@
-"""Ask the other hubs of a run which one leads, and what it has."""
+"""Calls to the other hubs of a run: which one leads, what it has, and requests for votes."""
 
+import itertools
 import json
 import logging
 import threading
@@ -10,21 +11,33 @@ from typing import Any
 import grpc
 
 from aedit.async_sgd.hub import Hub
+from aedit.async_sgd.service import Leadership
 from aedit.launch.hub.endpoint import HubEndpoint
-from aedit.proto.rpc import HubClient, HubRefused, HubUnreachable, NobodyListens
+from aedit.proto.rpc import (
+    Answer,
+    HubClient,
+    HubRefused,
+    HubUnreachable,
+    NobodyListens,
+    Proposal,
+    answer_in,
+    proposal_out,
+    sign_request,
+)
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.types import UserError
 
 log = logging.getLogger(__name__)
-
 _TIMEOUT_S, _LOOK_S = 3.0, 0.1
 _SEARCH_TIMEOUT_S = 1.0
 """Of such a question in a swarm: while it is not known which replica leads, the part stands still."""
 _ENDED_TIMEOUT_S = 0.5
 _TELL_TIMEOUT_S = 60.0
-
 Hello = pb.HelloReply | HubRefused | HubUnreachable
 """Answer of a hub, or the error in its place."""
+_EVERY_S = 0.2
+_CALL_TIMEOUT_S = 1.0
+"""Interval and time limit of requests for votes."""
 
 
 class OtherHubs:
@@ -76,7 +89,7 @@ class OtherHubs:
         return None
 
     def has_ended(self, address: str) -> bool:
-        """Return whether nobody listens at an address any more, though its machine answers."""
+        """Return whether no process listens at an address any more, though its machine answers."""
         return isinstance(self._hello(address, _ENDED_TIMEOUT_S), NobodyListens)
 
     def tell(self, term: int) -> None:
@@ -165,3 +178,54 @@ class OtherHubs:
 def _more(status: dict[str, Any], own: dict[str, int]) -> int:
     """Return how many more accepted pushes another hub has of each node, summed."""
     return sum(max(0, node["accepted"] - own.get(node["name"], 0)) for node in status["nodes"])
+
+
+class VoteRequests:
+    """Threads that send what `leadership` proposes to the other hubs, and pass the answers to `count`."""
+
+    def __init__(
+        self, endpoint: HubEndpoint, leadership: Leadership, count: Callable[[Answer], None]
+    ) -> None:
+        self._endpoint, self._leadership, self._count = endpoint, leadership, count
+        self._stopping = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(index,), name="request_votes", daemon=True)
+            for index in range(endpoint.num_others)
+        ]
+
+    def start(self) -> None:
+        """Start the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Stop the threads; a call that is on its way ends within a second."""
+        self._stopping.set()
+        for thread in self._threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(timeout=5)
+
+    def _run(self, index: int) -> None:
+        for turn in itertools.count():
+            if self._stopping.wait(_EVERY_S):
+                return
+            if (asks := self._leadership.asks()) is None:
+                continue
+            # There may be more addresses than threads: cards of a swarm may lie.
+            if mine := self._endpoint.others[index :: len(self._threads)]:
+                self._ask(mine[turn % len(mine)], asks)
+
+    def _ask(self, address: str, asks: Proposal) -> None:
+        keys = self._endpoint.client_keys()
+        client = HubClient(address, keys, call_timeout_s=_CALL_TIMEOUT_S, until_it_listens=False)
+        request = pb.ProposeRequest(
+            run=self._endpoint.config.name, proposal=proposal_out(asks), part=self._endpoint.part_asked
+        )
+        if (key := self._endpoint.signing_key()) is not None:
+            sign_request(request, key)
+        try:
+            self._count(answer_in(client.propose(request, _CALL_TIMEOUT_S)))
+        except (HubUnreachable, HubRefused) as error:
+            log.info("no answer to a proposal: %s", error)
+        finally:
+            client.close()

@@ -1,4 +1,4 @@
-"""The line `run` of policy versions: made of the hub's anchors while rollout servers are there.
+"""The line `run` of policy versions, made of a hub's anchors for rollout servers, and its service.
 
 Made by a thread of its own from anchors, which never change, so that merges do not wait for it. The serial of
 a version is the smallest version of its units.
@@ -13,22 +13,27 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 
 from aedit.async_sgd.journal import Ledger
 from aedit.launch.hub import folder
+from aedit.proto.rpc import CallHandlers, FairPool, Limits, Refusal, Service
+from aedit.proto.rpc import versions_pb2 as pb
 from aedit.proto.versions import Patterns, VersionLayout, VersionsCore, VersionStore, patterns
 from aedit.system import write_atomically
 from aedit.types import Layout
 
 log = logging.getLogger(__name__)
-
 LINE = "run"
 RECORD = "policy.json"
 _LOOK_S = 0.1
 _REST = 4.0
 """Pause after a version, in times of what it took: at most a fifth of a core."""
 _FAILED_PAUSE_S = 5.0
+_WAITERS = 68
+"""Calls of `Newest` at a time: as many as may wait in `VersionsCore`, and some that do not wait."""
+_TRANSFERS = 8
 
 
 class PolicyVersions:
@@ -75,7 +80,7 @@ class PolicyVersions:
         return 0 if self._store is None else self._store.num_bytes
 
     def turn(self) -> None:
-        """Make the newest version if it is new and somebody could want it; else free what nobody wants."""
+        """Make the newest version if it is new and servers are there; else free what is not needed."""
         ledger, hub = self._ledger, self._ledger.hub
         with ledger.lock:
             layout, wanted = hub.state.layout, self._num_servers(ledger.clock()) > 0
@@ -92,7 +97,7 @@ class PolicyVersions:
             newest = store.newest(LINE)
         if (newest is not None and serial <= newest.serial) or not self._is_ours(serial, versions):
             return
-        ledger.durable(position)  # before anybody is told of these anchors
+        ledger.durable(position)  # before these anchors are announced
         made = self._made
         for index, anchor in anchors.items():
             name = layout.units[index].name
@@ -134,3 +139,45 @@ class PolicyVersions:
         if self._store is not None:
             self._store.close(LINE)
         self._made.clear()
+
+
+class PolicyService:
+    """Answers the calls; `versions` is set once this hub leads."""
+
+    def __init__(self, num_parts: int) -> None:
+        """Create the answers of a hub process. num_parts: hub processes that split the units."""
+        self._num_parts = num_parts
+        self.versions: PolicyVersions | None = None
+
+    def newest(self, request: pb.NewestRequest) -> pb.Manifest:
+        """Return the newest manifest of the line."""
+        return self._core().newest(request)
+
+    def get(self, request: pb.GetRequest) -> tuple[bytes, memoryview, int]:
+        """Return head and data of a transfer, and the byte from which on it is sent."""
+        return self._core().get(request)
+
+    def _core(self) -> VersionsCore:
+        if self._num_parts > 1:
+            raise Refusal(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"the line `run` has no author, as hub.address names {self._num_parts} hubs and none of them"
+                " has the whole policy; trainers' own lines do not need it",
+            )
+        if self.versions is None:
+            text = "this hub is a standby: call the leading hub"
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, text)
+        if self.versions.core is None:
+            raise Refusal(grpc.StatusCode.NOT_FOUND, "line run has no version yet")
+        return self.versions.core
+
+
+def policy_service(core: PolicyService, limits: Limits) -> Service:
+    """Return the service, without `Offer` and `Put`."""
+    handlers = CallHandlers(limits)
+    newest, gets = FairPool(_WAITERS, "newest"), FairPool(_TRANSFERS, "get")
+    calls = {
+        "Newest": handlers.call(pb.NewestRequest, core.newest, newest),
+        "Get": handlers.download(pb.GetRequest, core.get, gets),
+    }
+    return Service("aedit.v1.Versions", calls, (newest, gets))

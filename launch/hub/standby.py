@@ -1,11 +1,12 @@
-"""A hub that follows the leading one, and leads once it is elected."""
+"""A hub that follows the leading one, confirms what it has on disk, and leads once it is elected."""
 
 import json
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 
@@ -14,12 +15,11 @@ from aedit.async_sgd.journal import Damaged, Mark, Mirror, Position, begin_after
 from aedit.async_sgd.rules import Led, Record
 from aedit.async_sgd.service import HelloResponder, Leadership, check_part, fingerprint, messages
 from aedit.launch.hub import folder
-from aedit.launch.hub.confirmer import Arrivals, Confirmer
-from aedit.launch.hub.election_turn import ElectionTurn
+from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.leading import LeadingHub
 from aedit.launch.hub.other_hubs import OtherHubs
-from aedit.launch.hub.refusing import Refusing
 from aedit.launch.hub.reports import Reports
+from aedit.launch.records import resting_file
 from aedit.proto.rpc import (
     Answer,
     HubClient,
@@ -36,19 +36,33 @@ from aedit.proto.rpc import hub_pb2 as pb
 from aedit.system import write_atomically
 
 log = logging.getLogger(__name__)
-
 _RETRY_S = 0.2
 """Pause before the next attempt to reach the leading hub."""
 _CURRENT_S = 1.5
-"""A journal is current if its leader has been heard within this time."""
+"""A journal is current if its leader has sent something within this time."""
 _SILENT_S = 3.0
-"""A leader sends something twice a second: one that is silent for so long is lost."""
-
+"""A leader sends something twice a second: one that is silent for this time is lost."""
 Lead = Callable[[Mirror, Sequence[Record]], LeadingHub]
 """Start to lead with the state of the mirror and these first records."""
+_CONFIRM_S = 0.5
+"""Longest time between two confirmations to the leading hub."""
+_SOON_S = 0.02
+"""Pause of a follower that may confirm nothing now."""
+_APART_S = 1.0
+"""Between the turns of two replicas that have lost their owner together."""
 
 
-class Standby(Refusing):
+class _LeaderOnly:
+    """The calls that only the leading hub answers: a follower refuses them."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        text = "this hub is a standby: call the leading hub"
+        raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, text)
+
+    join = heartbeat = lease = leave = max_push_bytes = push = garbled = pull = tail = confirm = _refuse
+
+
+class Standby(_LeaderOnly):
     """`HubCore` of a hub that follows the leading one; `failure` is the reason if it had to stop."""
 
     def __init__(
@@ -66,8 +80,12 @@ class Standby(Refusing):
         self._window_s = endpoint.config.hub.expire_s
         """Nodes repeat their votes; a node that has stopped voting has reached the leading hub again."""
         self._turn = ElectionTurn(self._window_s)
-        self._leader, self._away, self._heard_s = "", "", time.monotonic()
-        """Address of the hub that is followed, of one that was just lost, and when the leader was heard."""
+        self._leader = ""
+        """Address of the hub that is followed."""
+        self._away = ""
+        """Address of a leader whose connection has just ended."""
+        self._heard_s = time.monotonic()
+        """Time of the last message of the leader."""
         self._hindered = ""
         """Why this hub could not be elected when it was last asked."""
         self._stopping, self._deciding = threading.Event(), threading.Lock()
@@ -117,7 +135,7 @@ class Standby(Refusing):
         in_sync = set(configs[-1].replicas if configs else ())
         following = {"follows": leader, "segment": segment, "offset": offset}
         following |= {"is_replica": self._leadership.identity in in_sync}
-        # Of a journal that may go on elsewhere nobody can tell whom it counts on.
+        # If another hub may have extended the journal, its required replicas are unknown.
         following |= {"is_needed": self._confirmer.is_needed or not (self._leader and is_current)}
         following |= {"other_replicas": len(in_sync - {self._leadership.identity})}
         following |= {"unconfirmed_s": self._confirmer.silent_s}
@@ -259,10 +277,10 @@ class Standby(Refusing):
         """Give up the support of a leader that has ended, or says itself that it leads no more."""
         if not self._leader:
             return
-        told = isinstance(error, HubRefused) and error.code == grpc.StatusCode.FAILED_PRECONDITION
+        refused = isinstance(error, HubRefused) and error.code == grpc.StatusCode.FAILED_PRECONDITION
         is_silent = time.monotonic() - self._heard_s >= _SILENT_S
-        has_ended = not (told or is_silent) and self._others.has_ended(self._leader)
-        if told or has_ended:
+        has_ended = not (refused or is_silent) and self._others.has_ended(self._leader)
+        if refused or has_ended:
             self._leadership.leader_ended()
         # To wait for the answer of one that is away once more would delay the election.
         self._away = self._leader if has_ended or is_silent else ""
@@ -376,3 +394,122 @@ class Standby(Refusing):
                 self._fetch_anew(error)
             if not moved:
                 self._arrivals.wait(seen)
+
+
+class Arrivals:
+    """Signals that another chunk of the journal has come."""
+
+    def __init__(self) -> None:
+        self._arrived, self.num = threading.Condition(), 0
+
+    def note(self) -> None:
+        """Note another one."""
+        with self._arrived:
+            self.num += 1
+            self._arrived.notify_all()
+
+    def wait(self, seen: int) -> None:
+        """Return when more than `seen` have come, or at the time of the next confirmation."""
+        with self._arrived:
+            self._arrived.wait_for(lambda: self.num != seen, _CONFIRM_S)
+
+
+class Confirmer:
+    """The confirmations of one follower.
+
+    A replica that its peer may give up *rests*: it confirms nothing, so that the owner cannot count on it
+    from then on. Once the journal counts on it all the same, it confirms again.
+    """
+
+    def __init__(
+        self, mirror: Mirror, leadership: Leadership, endpoint: HubEndpoint, arrivals: Arrivals
+    ) -> None:
+        """Confirm nothing yet."""
+        self._mirror, self._leadership, self._endpoint = mirror, leadership, endpoint
+        self._arrivals, self._last_s = arrivals, time.monotonic()
+
+    @property
+    def silent_s(self) -> float:
+        """Return the seconds since it last confirmed anything, or was made."""
+        return time.monotonic() - self._last_s
+
+    @property
+    def is_needed(self) -> bool:
+        """Return whether a configuration that counts in the journal, as far as applied, names this one."""
+        with self._mirror.lock:
+            configs = self._mirror.hub.state.configs
+            return any(self._leadership.identity in config.replicas for config in configs)
+
+    def run(
+        self,
+        following: Callable[[], tuple[int, HubClient | None]],
+        stopping: threading.Event,
+        invited: Callable[[], None],
+    ) -> None:
+        """Confirm until `stopping` is set.
+
+        Args:
+            following: Returns the term of the leader that is followed, 0 without one, and its client.
+            stopping: Ends it.
+            invited: Called when the leader wants this replica to lead in its place.
+        """
+        confirmed = (0, 0)
+        while not stopping.is_set():
+            seen, term = self._arrivals.num, following()[0]
+            if self._mirror.position == confirmed or not term:
+                self._arrivals.wait(seen)
+            term, client = following()
+            if not term or client is None or not self._leadership.may_confirm(term) or self._rests():
+                stopping.wait(_SOON_S)
+                continue
+            confirmed = self._mirror.sync()
+            try:
+                if not stopping.is_set() and self._confirm(client, term, confirmed).stand:
+                    invited()
+            except (HubUnreachable, HubRefused) as error:
+                log.warning("confirming: %s", error)
+                confirmed = (0, 0)
+                stopping.wait(_SOON_S)
+
+    def _confirm(self, client: HubClient, term: int, position: tuple[int, int]) -> pb.ConfirmReply:
+        self._last_s = time.monotonic()
+        request = pb.ConfirmRequest(
+            term=term,
+            segment=position[0],
+            offset=position[1],
+            replica=self._leadership.identity,
+            address=self._endpoint.own_address,
+        )
+        try:
+            return client.confirm(request, timeout_s=1.0)
+        finally:
+            self._last_s = time.monotonic()
+
+    def _rests(self) -> bool:
+        return resting_file(self._endpoint.directory).exists() and not self.is_needed
+
+
+class ElectionTurn:
+    """The next time at which a replica without an owner asks for votes."""
+
+    def __init__(self, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Draw the first time. window_s: how long a request for votes lasts."""
+        self._window_s, self._clock = window_s, clock
+        self._at_s = self._drawn_s()
+
+    def lost_owner(self, place: int | None) -> None:
+        """Note that the owner cannot be followed any more: the replicas ask one after the other.
+
+        place: of this replica among those that are left, from 0; None if it has none.
+        """
+        self._at_s = self._drawn_s() if place is None else self._clock() + place * _APART_S
+
+    def take(self) -> bool:
+        """Return whether it is time to ask now; the next time is then drawn anew."""
+        if self._clock() < self._at_s:
+            return False
+        self._at_s = self._drawn_s()
+        return True
+
+    def _drawn_s(self) -> float:
+        return self._clock() + self._window_s * random.uniform(0.5, 1.5)

@@ -13,9 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from aedit.launch.records import NodeRecords, Run
-from aedit.launch.views import words
+from aedit.launch.views import formatting
 from aedit.launch.views.figures import held_out, recent_tokens_per_s, rounds, total_known
-from aedit.launch.views.hubtable import HubDetail, hub_cells, hub_tables
 from aedit.launch.views.rl_figures import newest, rl_held_out
 from aedit.launch.views.rl_table import (
     COLUMNS,
@@ -26,7 +25,7 @@ from aedit.launch.views.rl_table import (
     rl_health,
     rl_lines,
 )
-from aedit.launch.views.swarm_table import swarm_tables
+from aedit.launch.views.tables import HubDetail, hub_cells, hub_tables, swarm_tables
 
 SILENT_AFTER_S = 120.0
 COLOURS = {
@@ -130,8 +129,10 @@ class Fitted:
 def line(run: Run, shown: Sequence[int], starting: Collection[int] = ()) -> str:
     """Return the contents of the panel in one line, for logs."""
     done, elapsed_s, _ = _times(run)
-    held_out = f"solved {words.percent(_solved(run))}" if run.is_rl else words.nats(_held_out_loss(run))
-    head = [words.clock(elapsed_s), words.percent(done), f"held-out {held_out}"]
+    held_out = (
+        f"solved {formatting.percent(_solved(run))}" if run.is_rl else formatting.nats(_held_out_loss(run))
+    )
+    head = [formatting.clock(elapsed_s), formatting.percent(done), f"held-out {held_out}"]
     nodes = {node.index: node for node in run.nodes}
     cells = [
         _cell(index, nodes.get(index), _state(run, index, nodes.get(index), starting)) for index in shown
@@ -184,9 +185,9 @@ def _progress(run: Run) -> RenderableType:
     done, elapsed_s, left_s = _times(run)
     row = Table.grid(padding=(0, 2))
     bar = ProgressBar(total=1.0, completed=done if isfinite(done) else 0.0, width=40)
-    left = f"about {words.clock(left_s)} left" if isfinite(left_s) and done < 1 else ""
+    left = f"about {formatting.clock(left_s)} left" if isfinite(left_s) and done < 1 else ""
     row.add_row(
-        bar, f"{100 * done:.0f} %" if isfinite(done) else "", f"{words.clock(elapsed_s)} elapsed", left
+        bar, f"{100 * done:.0f} %" if isfinite(done) else "", f"{formatting.clock(elapsed_s)} elapsed", left
     )
     return row
 
@@ -230,21 +231,21 @@ def _table(
         table.add_row(str(index), Text(doing, style=COLOURS.get(doing, "")), *cells)
     yield table
     if len(rows) < len(shown):
-        yield Text(words.more(len(shown) - len(rows), "node"), style="dim")
+        yield Text(formatting.more(len(shown) - len(rows), "node"), style="dim")
 
 
 def _numbers(node: NodeRecords | None) -> list[str]:
     if node is None or not node.metrics:
-        return [words.UNKNOWN] * 6
+        return [formatting.UNKNOWN] * 6
     last = node.metrics[-1]
     trained_s = last.busy_s + last.wait_s
     return [
-        words.count(last.step),
+        formatting.count(last.step),
         str(last.round),
-        words.nats(last.loss),
-        words.count(recent_tokens_per_s(node.of_attempt)),
-        words.clock(last.wait_s),
-        words.percent(last.wait_s / trained_s if trained_s > 0 else float("nan")),
+        formatting.nats(last.loss),
+        formatting.count(recent_tokens_per_s(node.of_attempt)),
+        formatting.clock(last.wait_s),
+        formatting.percent(last.wait_s / trained_s if trained_s > 0 else float("nan")),
     ]
 
 
@@ -252,9 +253,9 @@ def _cell(index: int, node: NodeRecords | None, doing: str) -> str:
     if node is None or not node.metrics:
         return f"node {index} {doing}"
     last = node.metrics[-1]
-    speed = words.count(recent_tokens_per_s(node.of_attempt))
-    told = rl_cell(node) or f"loss {words.nats(last.loss)} {speed} tokens/s"
-    return f"node {index} {doing} step {last.step} {told}"
+    speed = formatting.count(recent_tokens_per_s(node.of_attempt))
+    shown = rl_cell(node) or f"loss {formatting.nats(last.loss)} {speed} tokens/s"
+    return f"node {index} {doing} step {last.step} {shown}"
 
 
 def _footer(run: Run, detail: Detail) -> list[RenderableType]:
@@ -262,18 +263,18 @@ def _footer(run: Run, detail: Detail) -> list[RenderableType]:
     if run.is_rl and run.nodes:
         facts += _rl_footer(run, detail)
     elif run.nodes or not run.hubs:  # a hub does not evaluate
-        facts.append(Text(f"held-out loss  {words.nats(_held_out_loss(run))}"))
+        facts.append(Text(f"held-out loss  {formatting.nats(_held_out_loss(run))}"))
     if not run.has_hub and (by_id := rounds(run)):
         id, rows = list(by_id.items())[-1]
-        sent = words.size(total_known(landed.bytes for _, landed in rows))
-        text = f"last round     {id}: {words.some(rows[0][1].num_nodes, 'node')}, {sent} sent"
+        sent = formatting.size(total_known(landed.bytes for _, landed in rows))
+        text = f"last round     {id}: {formatting.some(rows[0][1].num_nodes, 'node')}, {sent} sent"
         facts.append(Text(text + _judgement([landed.distrusted for _, landed in rows])))
     for node in run.nodes:
         if node.notices:
             notice = node.notices[-1]
-            told = f"{notice.event.replace('_', ' ')}: " if notice.event != "heal" else ""
+            shown = f"{notice.event.replace('_', ' ')}: " if notice.event != "heal" else ""
             facts.append(
-                Text(f"node {node.index} at {words.clock(notice.t)}: {told}{notice.text}", style="red")
+                Text(f"node {node.index} at {formatting.clock(notice.t)}: {shown}{notice.text}", style="red")
             )
     max_rows = None if run.nodes else detail.max_rows
     elsewhere = {node.node for hub in run.hubs for node in hub.last.nodes} - set(run.indices)
@@ -294,7 +295,7 @@ def _rl_footer(run: Run, detail: Detail) -> Iterator[RenderableType]:
 
 def _judgement(distrusted: list[tuple[int, ...]]) -> str:
     num = sum(map(len, distrusted))
-    return f", {words.some(num, 'pseudo-gradient')} distrusted" if num else ""
+    return f", {formatting.some(num, 'pseudo-gradient')} distrusted" if num else ""
 
 
 def _solved(run: Run) -> float:

@@ -12,12 +12,18 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from aedit.launch.records import Run
-from aedit.launch.views.bars import bytes_per_round, time_per_node
-from aedit.launch.views.curves import loss_by_steps, loss_by_time, plot_effective_nodes
-from aedit.launch.views.heatmap import norms
-from aedit.launch.views.hubplots import hub_nodes, hub_traffic
+from aedit.launch.views.plots import (
+    bytes_per_round,
+    hub_nodes,
+    hub_traffic,
+    loss_by_steps,
+    loss_by_time,
+    norms,
+    plot_effective_nodes,
+    servers,
+    time_per_node,
+)
 from aedit.launch.views.rl_plots import drafter, policy_health, reward_by_steps, reward_by_time, step_split
-from aedit.launch.views.server_plots import servers
 from aedit.launch.views.sources import open_source
 from aedit.types import UserError
 

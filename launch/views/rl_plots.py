@@ -11,10 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from aedit.launch.records import Metric, NodeRecords, RLEvalEvent, RLMetric, Run
-from aedit.launch.views import words
-from aedit.launch.views.axes import from_zero, whole_numbers
-from aedit.launch.views.bars import USES
+from aedit.launch.views import formatting
 from aedit.launch.views.figures import ratio
+from aedit.launch.views.plots import USES, from_zero, whole_numbers
 from aedit.launch.views.rl_figures import (
     Split,
     mean_step,
@@ -129,11 +128,11 @@ def _reward(run: Run, where: Callable[[Point], float], label: str, unit_s: float
     figure = Figure(figsize=(8, 6.5))
     reward, solved = figure.subplots(2, sharex=True)
     for node in run.nodes:
-        told = [(where(metric), metric.rl) for metric in node.metrics if metric.rl is not None]
+        known = [(where(metric), metric.rl) for metric in node.metrics if metric.rl is not None]
         name = f"node {node.index}, rollouts"
         pauses = _pauses(node, unit_s)
-        _line(reward, [(x, rl.reward) for x, rl in told], f"C{node.index}", name, pauses)
-        _line(solved, [(x, rl.solved) for x, rl in told], f"C{node.index}", name, pauses)
+        _line(reward, [(x, rl.reward) for x, rl in known], f"C{node.index}", name, pauses)
+        _line(solved, [(x, rl.solved) for x, rl in known], f"C{node.index}", name, pauses)
     for axes, points in (
         (reward, [(where(e), e.reward) for e in evaluations]),
         (solved, [(where(e), e.solved) for e in evaluations]),
@@ -256,7 +255,7 @@ def _rl_lines(node: NodeRecords) -> list[tuple[float, RLMetric]]:
 
 
 def _time_unit(run: Run) -> tuple[float, str]:
-    return words.time_unit(max((node.metrics[-1].t for node in run.nodes if node.metrics), default=0.0))
+    return formatting.time_unit(max((node.metrics[-1].t for node in run.nodes if node.metrics), default=0.0))
 
 
 def _legend(axes: Axes) -> None:

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aedit.launch.records import NodeRecords, RLMetric, Run
-from aedit.launch.views import words
+from aedit.launch.views import formatting
 from aedit.launch.views.figures import ratio
 from aedit.launch.views.rl_figures import (
     after_warm_up,
@@ -36,16 +36,16 @@ def rl_cells(node: NodeRecords | None) -> list[str]:
     """Return the cells of `COLUMNS` for one node."""
     rl = newest(node) if node else None
     if node is None or rl is None:
-        return [words.UNKNOWN] * len(COLUMNS)
+        return [formatting.UNKNOWN] * len(COLUMNS)
     last, totals = node.metrics[-1], rl_totals([rl])
     return [
-        words.count(last.step),
+        formatting.count(last.step),
         str(last.round),
-        words.decimals(rl.reward),
-        words.percent(rl.solved),
-        words.count(recent_rollout_tokens_per_s(node.metrics)),
-        words.times(totals.speed_up),
-        words.decimals(totals.accepted),
+        formatting.decimals(rl.reward),
+        formatting.percent(rl.solved),
+        formatting.count(recent_rollout_tokens_per_s(node.metrics)),
+        formatting.times(totals.speed_up),
+        formatting.decimals(totals.accepted),
     ]
 
 
@@ -54,8 +54,9 @@ def rl_cell(node: NodeRecords) -> str:
     rl = newest(node)
     if rl is None:
         return ""
-    speed = words.count(recent_rollout_tokens_per_s(node.metrics))
-    return f"reward {words.decimals(rl.reward)} solved {words.percent(rl.solved)} {speed} rollout tokens/s"
+    speed = formatting.count(recent_rollout_tokens_per_s(node.metrics))
+    reward, solved = formatting.decimals(rl.reward), formatting.percent(rl.solved)
+    return f"reward {reward} solved {solved} {speed} rollout tokens/s"
 
 
 def rl_health(learners: Sequence[Learner]) -> Table:
@@ -76,16 +77,16 @@ def hub_learners(learners: Sequence[Learner]) -> Table:
     for learner in learners:
         rl = learner.rl
         if rl is None:
-            table.add_row(str(learner.node), *[words.UNKNOWN] * 6)
+            table.add_row(str(learner.node), *[formatting.UNKNOWN] * 6)
             continue
         totals = rl_totals([rl])
         table.add_row(
             str(learner.node),
-            words.decimals(rl.reward),
-            words.percent(rl.solved),
-            words.count(totals.tokens_per_s),
-            words.times(totals.speed_up),
-            words.decimals(totals.accepted),
+            formatting.decimals(rl.reward),
+            formatting.percent(rl.solved),
+            formatting.count(totals.tokens_per_s),
+            formatting.times(totals.speed_up),
+            formatting.decimals(totals.accepted),
             _staleness(rl),
         )
     return table
@@ -94,9 +95,9 @@ def hub_learners(learners: Sequence[Learner]) -> Table:
 def rl_lines(learners: Sequence[Learner]) -> Iterator[RenderableType]:
     """Yield the engine's arms and the idle time by cause, over all nodes."""
     totals = rl_totals(learner.rl for learner in learners)
-    yield _wrapped("arms", words.shares(_first(totals.arms)))
-    used = words.percent(ratio(totals.idle_used_s, totals.waited_s))
-    idle = words.durations(_first(totals.idle_s)) + (f"; {used} used" if totals.waited_s >= 0.05 else "")
+    yield _wrapped("arms", formatting.shares(_first(totals.arms)))
+    used = formatting.percent(ratio(totals.idle_used_s, totals.waited_s))
+    idle = formatting.durations(_first(totals.idle_s)) + (f"; {used} used" if totals.waited_s >= 0.05 else "")
     yield _wrapped("idle", idle)
 
 
@@ -104,32 +105,32 @@ def held_out_line(run: Run) -> Text:
     """Return the newest held-out answers."""
     evaluations = after_warm_up(run) or rl_held_out(run)[-1:]
     if not evaluations:
-        return Text(f"held-out solved  {words.UNKNOWN}")
+        return Text(f"held-out solved  {formatting.UNKNOWN}")
     first, last = evaluations[0], evaluations[-1]
-    change = f"{words.percent(first.solved)} -> " if len(evaluations) > 1 else ""
-    of = f" of {words.count(last.problems)} problems at {words.clock(last.t)}"
-    return Text(f"held-out solved  {change}{words.percent(last.solved)}{of}")
+    change = f"{formatting.percent(first.solved)} -> " if len(evaluations) > 1 else ""
+    of = f" of {formatting.count(last.problems)} problems at {formatting.clock(last.t)}"
+    return Text(f"held-out solved  {change}{formatting.percent(last.solved)}{of}")
 
 
 def _health(rl: RLMetric | None) -> list[str]:
     if rl is None:
-        return [words.UNKNOWN] * (len(HEALTH) - 1)
+        return [formatting.UNKNOWN] * (len(HEALTH) - 1)
     totals = rl_totals([rl])
     version = rl.drafter.version if rl.drafter else float("nan")
     return [
         _staleness(rl),
-        words.tiny(rl.mismatch_kl),
-        words.percent(rl.clip_share),
-        words.percent(totals.no_signal),
-        words.seconds(totals.waited_s),
-        words.percent(ratio(totals.idle_used_s, totals.waited_s)),
-        f"v{words.count(version)}" if rl.drafter else words.UNKNOWN,
+        formatting.tiny(rl.mismatch_kl),
+        formatting.percent(rl.clip_share),
+        formatting.percent(totals.no_signal),
+        formatting.seconds(totals.waited_s),
+        formatting.percent(ratio(totals.idle_used_s, totals.waited_s)),
+        f"v{formatting.count(version)}" if rl.drafter else formatting.UNKNOWN,
     ]
 
 
 def _staleness(rl: RLMetric) -> str:
-    highest = words.count(rl.staleness_max)
-    return f"{words.decimals(rl.staleness, 1)} (max {highest})"
+    highest = formatting.count(rl.staleness_max)
+    return f"{formatting.decimals(rl.staleness, 1)} (max {highest})"
 
 
 def _first(parts: Mapping[str, float]) -> dict[str, float]:

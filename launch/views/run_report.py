@@ -1,17 +1,19 @@
-"""Report of a finished run, which `aedit run` prints at the end."""
+"""Report of a finished run, which `aedit run` prints at the end: nodes, RL and rollout servers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from io import StringIO
 from math import isfinite
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console
 from rich.table import Table
 
-from aedit.launch.records import NodeRecords, Run, Totals, read_run, totals
-from aedit.launch.views import words
+from aedit.launch.records import NodeRecords, Run, ServerWork, Totals, read_run, totals
+from aedit.launch.views import formatting
 from aedit.launch.views.figures import (
+    LAST_LINES,
     Pace,
     first_loss,
     held_out,
@@ -19,17 +21,39 @@ from aedit.launch.views.figures import (
     last_loss,
     mean_known,
     pace,
+    ratio,
     rounds,
     share_of_solo,
     total_known,
 )
-from aedit.launch.views.hubtable import reasons, spread
 from aedit.launch.views.plot import draw
-from aedit.launch.views.rl_report import rl_facts, rl_per_node
-from aedit.launch.views.server_report import server_facts
+from aedit.launch.views.rl_figures import (
+    RLTotals,
+    after_warm_up,
+    first_and_last,
+    newest,
+    rl_held_out,
+    rl_totals,
+)
+from aedit.launch.views.tables import accusation, reasons, spread
 from aedit.types import UserError
 
 WIDTH = 120
+OF_SOLO = "of the sum of the nodes' solo speeds"
+_MOST_NAMED = 8
+COLUMNS = (
+    "node",
+    "steps",
+    "groups",
+    "rollout tokens/s",
+    "speed-up",
+    "accepted length",
+    "staleness",
+    "idle",
+    "idle used",
+    "reward",
+    "solved",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +186,11 @@ def _of_node(node: NodeRecords) -> NodeSummary:
 
 
 def _headline(out: Summary) -> str:
-    parts = [words.some(len(out.nodes), "node"), words.clock(out.wall_s)]
+    parts = [formatting.some(len(out.nodes), "node"), formatting.clock(out.wall_s)]
     if out.hub is not None:
-        parts.append(words.some(out.hub.merges, "merge"))
+        parts.append(formatting.some(out.hub.merges, "merge"))
     elif not out.has_hub:
-        parts.append(words.some(out.num_rounds, "round"))
+        parts.append(formatting.some(out.num_rounds, "round"))
     return f"run {out.name}: " + ", ".join(parts) + "\n"
 
 
@@ -175,7 +199,9 @@ def _facts(out: Summary) -> Table:
     facts.add_row("", "held-out loss", _held_out(out))
     facts.add_row("", "train loss", _change(out.train_loss))
     facts.add_row(
-        "", "speed", f"{words.count(out.tokens_per_s)} tokens/s, {words.percent(out.share_of_solo)} {OF_SOLO}"
+        "",
+        "speed",
+        f"{formatting.count(out.tokens_per_s)} tokens/s, {formatting.percent(out.share_of_solo)} {OF_SOLO}",
     )
     found = _of_averages(out) if out.averages else _of_hub(out) if out.has_hub else _of_rounds(out)
     for name, text in found:
@@ -191,13 +217,13 @@ def _rl_facts(run: Run, out: Summary) -> Table:
 
 
 def _of_rounds(out: Summary) -> Iterator[tuple[str, str]]:
-    yield "sent", f"{words.size(out.bytes)} in {words.some(out.num_rounds, 'round')}"
-    judged = f"{words.some(out.num_distrusted, 'pseudo-gradient')} distrusted"
-    yield "penalty", f"{judged}, {words.some(out.num_rolled_back, 'unit')} rolled back"
+    yield "sent", f"{formatting.size(out.bytes)} in {formatting.some(out.num_rounds, 'round')}"
+    judged = f"{formatting.some(out.num_distrusted, 'pseudo-gradient')} distrusted"
+    yield "penalty", f"{judged}, {formatting.some(out.num_rolled_back, 'unit')} rolled back"
 
 
 def _of_averages(out: Summary) -> Iterator[tuple[str, str]]:
-    yield "sent", f"{words.size(out.bytes)} to other peers, by calculation"
+    yield "sent", f"{formatting.size(out.bytes)} to other peers, by calculation"
     failed = f"{out.num_failed_rounds:,} failed, {out.num_differing:,} with different averages"
     yield "rounds", f"{out.num_rounds:,} per node; of all nodes' {failed}"
 
@@ -209,39 +235,36 @@ def _of_hub(out: Summary) -> Iterator[tuple[str, str]]:
     """
     hub = out.hub
     if hub is None:
-        yield "sent", f"{words.size(out.bytes)} to the hub"
+        yield "sent", f"{formatting.size(out.bytes)} to the hub"
         again = ", sent once more" if out.num_refused else ""
-        yield "refused", words.some(out.num_refused, "push", "pushes") + again
+        yield "refused", formatting.some(out.num_refused, "push", "pushes") + again
     else:
         up = max(
             out.bytes, hub.bytes_up
         )  # either may lack bytes: of other machines' nodes, or sent after the hub's last line
-        first = f"{words.size(hub.anchor_bytes)} of it the initial anchors, from {hub.founder}"
+        first = f"{formatting.size(hub.anchor_bytes)} of it the initial anchors, from {hub.founder}"
         of_it = f" ({first})" if hub.founder else ""
-        yield "sent", f"{words.size(up)} up{of_it}, {words.size(hub.bytes_down)} down"
+        yield "sent", f"{formatting.size(up)} up{of_it}, {formatting.size(hub.bytes_down)} down"
         why = f" ({reasons(hub.refused)})" if hub.refused else ""
         yield "pushes", f"{hub.accepted:,} accepted, {sum(hub.refused.values()):,} did not count{why}"
-        units = words.some(len(hub.versions), "unit")
-        yield "anchors", f"{words.some(hub.merges, 'merge')}, {units} at version {spread(hub.versions)}"
+        units = formatting.some(len(hub.versions), "unit")
+        yield "anchors", f"{formatting.some(hub.merges, 'merge')}, {units} at version {spread(hub.versions)}"
         for name, reason in hub.excluded:
             yield "excluded", f"{name}: {reason}"
-    yield "penalty", f"{words.some(out.num_distrusted, 'pseudo-gradient')} distrusted by their own nodes"
-
-
-OF_SOLO = "of the sum of the nodes' solo speeds"
+    yield "penalty", f"{formatting.some(out.num_distrusted, 'pseudo-gradient')} distrusted by their own nodes"
 
 
 def _change(loss: tuple[float, float]) -> str:
-    return f"{words.nats(loss[0])} -> {words.nats(loss[1])} nats/token"
+    return f"{formatting.nats(loss[0])} -> {formatting.nats(loss[1])} nats/token"
 
 
 def _held_out(out: Summary) -> str:
     """Return the held-out loss, with its step if that is not the end."""
     if not isfinite(out.held_out_loss[1]) and not isfinite(out.held_out_loss[0]):
-        return f"{words.UNKNOWN} (no evaluation ran)"
+        return f"{formatting.UNKNOWN} (no evaluation ran)"
     if out.evaluated_at is None:
         return _change(out.held_out_loss)
-    step, last = map(words.count, out.evaluated_at)
+    step, last = map(formatting.count, out.evaluated_at)
     return f"{_change(out.held_out_loss)} at step {step} of {last}; no evaluation ran at the end"
 
 
@@ -264,13 +287,185 @@ def _per_node(out: Summary) -> Table:
         table.add_row(
             "",
             str(node.index),
-            words.count(node.steps),
-            words.count(node.tokens),
-            words.count(node.pace.tokens_per_s),
-            words.count(node.pace.solo_tokens_per_s),
-            words.seconds(node.wait_s),
-            words.percent(node.pace.waited),
-            words.seconds(node.idle_used_s),
-            words.nats(node.train_loss),
+            formatting.count(node.steps),
+            formatting.count(node.tokens),
+            formatting.count(node.pace.tokens_per_s),
+            formatting.count(node.pace.solo_tokens_per_s),
+            formatting.seconds(node.wait_s),
+            formatting.percent(node.pace.waited),
+            formatting.seconds(node.idle_used_s),
+            formatting.nats(node.train_loss),
         )
     return table
+
+
+def server_facts(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield name and text of each fact; nothing for a run without servers."""
+    yield from _directory(run)
+    for node in run.nodes:
+        rl = newest(node)
+        if rl is not None and rl.servers:
+            yield "from servers", f"node {node.index}: {_work(rl.servers)}"
+
+
+def _directory(run: Run) -> Iterator[tuple[str, str]]:
+    hub = run.hubs[0] if run.hubs else None
+    last = hub.last.servers if hub and hub.lines else ()
+    if hub is None or not last:
+        return
+    most = max(sum(server.live for server in line.servers) for line in hub.lines)
+    speeds: dict[str, list[float]] = {}
+    for line in hub.lines:
+        for server in line.servers:
+            if server.live:
+                speeds.setdefault(server.name, []).append(server.tokens_per_s)
+    named = [f"{server.name} {_of(server.name, speeds)}" for server in last[:_MOST_NAMED]]
+    if len(last) > _MOST_NAMED:
+        named.append(formatting.more(len(last) - _MOST_NAMED, "server"))
+    yield "rollout servers", f"{most} at a time at most: {', '.join(named)}"
+    idle_s = sum(server.idle_s for server in last)
+    used = formatting.percent(ratio(sum(server.idle_used_s for server in last), idle_s))
+    yield (
+        "their idle time",
+        f"{formatting.seconds(idle_s)} without a request, {used} of it trained the drafter",
+    )
+    for server in last:
+        if accused := accusation(server):
+            yield "accused", f"{server.name}: {accused}"
+        if server.banned:
+            yield "banned", f"{server.name}: {server.banned}"
+
+
+def _work(servers: Mapping[str, ServerWork]) -> str:
+    busiest = sorted(servers.items(), key=lambda item: -item[1].tokens)
+    named = [
+        f"{name} {formatting.count(work.tokens)} tokens in {formatting.some(int(work.samples), 'sample')}"
+        for name, work in busiest[:_MOST_NAMED]
+    ]
+    if len(busiest) > _MOST_NAMED:
+        named.append(formatting.more(len(busiest) - _MOST_NAMED, "server"))
+    taken_back, losses, violations = (
+        int(sum(getattr(work, name) for work in servers.values()))
+        for name in ("taken_back", "losses", "violations")
+    )
+    if taken_back:
+        named.append(f"{formatting.some(taken_back, 'sample')} finished elsewhere")
+    if losses:
+        ended = f"{formatting.some(losses, 'connection')} lost"
+        named.append(
+            f"{ended}, {violations} of them because of what the server sent" if violations else ended
+        )
+    return ", ".join(named)
+
+
+def _of(name: str, speeds: dict[str, list[float]]) -> str:
+    return f"{formatting.count(fmean(speeds[name]) if name in speeds else float('nan'))} tokens/s"
+
+
+def rl_facts(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield name and text of each figure of the run."""
+    totals = rl_totals(newest(node) for node in run.nodes)
+    yield "held-out solved", _rl_held_out(run)
+    reward, solved = (first_and_last(run, value) for value in (lambda rl: rl.reward, lambda rl: rl.solved))
+    yield "reward", f"{formatting.decimals(reward[0])} -> {formatting.decimals(reward[1])}, {_solved(solved)}"
+    yield "rollouts", _speed(totals)
+    yield "arms", formatting.shares(totals.arms)
+    yield "groups", _groups(totals)
+    yield "policy", _policy(run)
+    yield "idle", _idle(totals)
+    if any(rl.drafter is not None for rl in map(newest, run.nodes) if rl is not None):
+        yield "drafter", _drafter(totals)
+    if failed := sum(notice.event == "reward_error" for node in run.nodes for notice in node.notices):
+        yield (
+            "rewards",
+            f"{formatting.some(failed, 'error')} in reward functions; see events.jsonl of the nodes",
+        )
+
+
+def rl_per_node(run: Run) -> Table:
+    """Return the table with one row per node."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("")
+    for name in COLUMNS:
+        table.add_column(name, justify="right")
+    for node in run.nodes:
+        table.add_row("", *_row(node))
+    return table
+
+
+def _row(node: NodeRecords) -> list[str]:
+    rl = newest(node)
+    if rl is None:
+        return [str(node.index), *[formatting.UNKNOWN] * (len(COLUMNS) - 1)]
+    totals, states = rl_totals([rl]), [metric.rl for metric in node.metrics if metric.rl is not None]
+    return [
+        str(node.index),
+        formatting.count(node.metrics[-1].step),
+        formatting.count(totals.groups),
+        formatting.count(totals.tokens_per_s),
+        formatting.times(totals.speed_up),
+        formatting.decimals(totals.accepted),
+        formatting.decimals(mean_known(state.staleness for state in states), 1),
+        formatting.seconds(totals.waited_s),
+        formatting.percent(ratio(totals.idle_used_s, totals.waited_s)),
+        formatting.decimals(mean_known(state.reward for state in states[-LAST_LINES:])),
+        formatting.percent(mean_known(state.solved for state in states[-LAST_LINES:])),
+    ]
+
+
+def _rl_held_out(run: Run) -> str:
+    evaluations, since = rl_held_out(run), after_warm_up(run)
+    if not evaluations:
+        return f"{formatting.UNKNOWN} (no evaluation ran)"
+    first, last = (since or evaluations)[0], evaluations[-1]
+    change = f"{formatting.percent(first.solved)} -> {formatting.percent(last.solved)}"
+    before = (
+        f"; {formatting.percent(evaluations[0].solved)} before the warm-up" if evaluations[0] != first else ""
+    )
+    times = f"at {formatting.clock(first.t)} and {formatting.clock(last.t)}"
+    return f"{change} of {formatting.count(last.problems)} problems, {times}{before}"
+
+
+def _solved(share: tuple[float, float]) -> str:
+    return f"{formatting.percent(share[0])} -> {formatting.percent(share[1])} solved"
+
+
+def _speed(totals: RLTotals) -> str:
+    speed = f"{formatting.count(totals.tokens_per_s)} tokens/s while generating"
+    accepted = f"accepted length {formatting.decimals(totals.accepted)}"
+    if not isfinite(totals.speed_up):
+        return f"{speed}; {accepted}; no plain step was timed"
+    return f"{speed}; decoding {formatting.times(totals.speed_up)} as fast as without drafts; {accepted}"
+
+
+def _groups(totals: RLTotals) -> str:
+    made = f"{formatting.count(totals.groups)} ({formatting.count(totals.rollouts)} rollouts)"
+    no_signal = f"{formatting.percent(totals.no_signal)} without signal"
+    retried = f"{formatting.count(totals.retried)} retried"
+    return ", ".join(
+        [made, no_signal, retried, f"{formatting.count(totals.excluded)} rollouts without reward"]
+    )
+
+
+def _policy(run: Run) -> str:
+    states = [metric.rl for node in run.nodes for metric in node.metrics if metric.rl is not None]
+    highest = max((rl.staleness_max for rl in states if rl.staleness_max >= 0), default=float("nan"))
+    return (
+        f"staleness {formatting.decimals(mean_known(rl.staleness for rl in states), 1)} versions "
+        f"(max {formatting.count(highest)}), "
+        f"mismatch KL {formatting.tiny(mean_known(rl.mismatch_kl for rl in states))}, "
+        f"{formatting.percent(mean_known(rl.clip_share for rl in states))} of the tokens clipped"
+    )
+
+
+def _idle(totals: RLTotals) -> str:
+    if totals.waited_s < 0.05:
+        return "none"
+    used = f"{formatting.seconds(totals.idle_used_s)} of {formatting.seconds(totals.waited_s)} used"
+    return f"{used}; {formatting.durations(totals.idle_s)}"
+
+
+def _drafter(totals: RLTotals) -> str:
+    counts = (totals.drafter_steps, totals.published, totals.refused, totals.adopted)
+    steps, published, refused, taken = map(formatting.count, counts)
+    return f"{steps} steps of training, {published} published, {refused} refused by the gate, {taken} taken"

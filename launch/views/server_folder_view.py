@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aedit.launch.records import ServingRecords, ServingSample, number
-from aedit.launch.views import words
+from aedit.launch.views import formatting
 from aedit.launch.views.figures import ratio
 
 SILENT_AFTER_S = 15.0
@@ -26,8 +26,8 @@ def server_panel(records: ServingRecords) -> RenderableType:
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, told in serving_facts(records):
-        table.add_row(Text(name), Text(told))  # no markup in what others choose
+    for name, text in serving_facts(records):
+        table.add_row(Text(name), Text(text))  # no markup in what others choose
     return Panel(table, title=Text(f"rollout server {records.name}"), title_align="left")
 
 
@@ -38,15 +38,18 @@ def serving_facts(records: ServingRecords) -> Iterator[tuple[str, str]]:
     if records.address:
         yield "address", records.address
     served_s = _sum(records, "t")
-    yield "served", f"{words.clock(served_s)} in {words.some(records.num_starts, 'process', 'processes')}"
+    yield (
+        "served",
+        f"{formatting.clock(served_s)} in {formatting.some(records.num_starts, 'process', 'processes')}",
+    )
     if last is not None:
-        done = f"{words.some(int(_sum(records, 'samples')), 'sample')} over"
-        yield "samples", f"{done}, {words.count(_sum(records, 'tokens'))} tokens"
+        done = f"{formatting.some(int(_sum(records, 'samples')), 'sample')} over"
+        yield "samples", f"{done}, {formatting.count(_sum(records, 'tokens'))} tokens"
         if not records.ended:
             yield "now", _now(last)
         idle_s = _sum(records, "idle_s")
-        used = words.percent(ratio(_sum(records, "idle_used_s"), idle_s))
-        yield "idle", f"{words.clock(idle_s)} without a request, {used} of it trained the drafter"
+        used = formatting.percent(ratio(_sum(records, "idle_used_s"), idle_s))
+        yield "idle", f"{formatting.clock(idle_s)} without a request, {used} of it trained the drafter"
     yield from _versions(records)
     if last is not None and last.drafter:
         yield "drafter", _drafter(last)
@@ -59,22 +62,24 @@ def _state(records: ServingRecords, last: ServingSample | None) -> str:
     if records.ended:
         return records.ended[:_LONGEST]
     if records.quiet_s > SILENT_AFTER_S:
-        return f"silent for {words.clock(records.quiet_s)}: its process has ended without a word, or hangs"
+        return (
+            f"silent for {formatting.clock(records.quiet_s)}: its process has ended without a word, or hangs"
+        )
     return "starting" if last is None else last.state
 
 
 def _now(last: ServingSample) -> str:
     return (
-        f"{words.count(last.tokens_per_s)} tokens/s, {words.count(last.running)} running and"
-        f" {words.count(last.waiting)} waiting; {words.count(last.rows)} rows in each line"
+        f"{formatting.count(last.tokens_per_s)} tokens/s, {formatting.count(last.running)} running and"
+        f" {formatting.count(last.waiting)} waiting; {formatting.count(last.rows)} rows in each line"
     )
 
 
 def _versions(records: ServingRecords) -> Iterator[tuple[str, str]]:
     taken = records.versions
     if taken:
-        size = words.size(median(each.num_bytes for each in taken))
-        took = words.seconds(median(each.seconds for each in taken))
+        size = formatting.size(median(each.num_bytes for each in taken))
+        took = formatting.seconds(median(each.seconds for each in taken))
         yield (
             "versions",
             f"{len(taken):,} of the line run, newest {taken[-1].serial}; median {size} in {took}",
@@ -82,12 +87,12 @@ def _versions(records: ServingRecords) -> Iterator[tuple[str, str]]:
 
 
 def _drafter(last: ServingSample) -> str:
-    told = [str(last.drafter.get("state") or "")]
+    text = [str(last.drafter.get("state") or "")]
     for name in ("steps", "published", "adopted", "refused", "deaths"):
         value = number(last.drafter.get(name))
         if isfinite(value) and (value or name == "steps"):
-            told.append(f"{value:,.0f} {name}")
-    return ", ".join(filter(None, told))[:_LONGEST]
+            text.append(f"{value:,.0f} {name}")
+    return ", ".join(filter(None, text))[:_LONGEST]
 
 
 def _troubles(records: ServingRecords) -> Iterator[tuple[str, str]]:
@@ -96,7 +101,10 @@ def _troubles(records: ServingRecords) -> Iterator[tuple[str, str]]:
     counts = Counter(notice.event for notice in unusual)
     last = {notice.event: notice.text for notice in unusual}
     for event, count in counts.items():
-        yield event.replace("_", " "), f"{words.some(count, 'time')}, last: {last[event] or '?'}"[:_LONGEST]
+        yield (
+            event.replace("_", " "),
+            f"{formatting.some(count, 'time')}, last: {last[event] or '?'}"[:_LONGEST],
+        )
 
 
 def _sum(records: ServingRecords, name: str) -> float:

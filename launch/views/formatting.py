@@ -1,4 +1,4 @@
-"""Format numbers for people, in ASCII; NaN becomes a dash."""
+"""Human-readable numbers, in ASCII; NaN becomes a dash."""
 
 from collections.abc import Mapping
 from math import isfinite
@@ -57,8 +57,8 @@ def tiny(value: float) -> str:
 
 def shares(parts: Mapping[str, float]) -> str:
     """Return shares by name, without those below half a percent: `off 12 %, layer:4 88 %`."""
-    told = (f"{name} {100 * share:.0f} %" for name, share in parts.items() if share >= 0.005)
-    return ", ".join(told) or UNKNOWN
+    shown = (f"{name} {100 * share:.0f} %" for name, share in parts.items() if share >= 0.005)
+    return ", ".join(shown) or UNKNOWN
 
 
 def durations(parts: Mapping[str, float]) -> str:
