@@ -12,8 +12,7 @@ from aedit.launch.config import RLConfig
 from aedit.launch.config.rl import RLSamplingConfig
 from aedit.launch.data import SampleOrder
 from aedit.launch.node import rl_groups
-from aedit.launch.node.rl_groups import GroupStream
-from aedit.launch.node.rl_pipeline import GroupPipeline
+from aedit.launch.node.rl_groups import GroupPipeline, GroupStream
 from aedit.spec_rollout.rl import Problem, RewardReport
 from aedit.spec_rollout.sampling import Rollout, Sampling
 

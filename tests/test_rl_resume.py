@@ -4,8 +4,7 @@ import pytest
 import torch
 from kit.rl_nodes import config_of, records, run, weights
 
-from aedit.launch.node.rl_groups import GroupStream
-from aedit.launch.node.rl_pipeline import GroupPipeline
+from aedit.launch.node.rl_groups import GroupPipeline, GroupStream
 from aedit.launch.node.stop import Stopped
 from aedit.launch.node.train import TrainingNode
 

@@ -9,7 +9,7 @@ from kit.rl_nodes import config_of, records, run
 from rich.console import Console
 
 from aedit.launch.data import load_tokenizer
-from aedit.launch.node.sharding import make_model
+from aedit.launch.node.model import make_model
 from aedit.launch.node.world import World
 from aedit.launch.records import read_run
 from aedit.launch.views import run_report as report_module

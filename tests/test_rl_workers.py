@@ -10,7 +10,7 @@ from kit import trainers
 from kit.rl_drafter import make_loud, train_at_once
 from kit.rl_nodes import config_of, records, run, weights
 
-from aedit.launch.node import rl_workers
+from aedit.launch.node import rl_build
 from aedit.launch.node.rl_groups import GroupStream
 from aedit.spec_rollout import WorkerSource
 from aedit.spec_rollout.training import FeatureRing
@@ -164,7 +164,7 @@ def test_killed_workers_and_a_drafter_that_is_trained_change_no_token_no_reward_
     expected = text_of(batches)
     batches.clear()
     train_at_once(monkeypatch)
-    monkeypatch.setattr(rl_workers, "_arms", lambda config, has_layer: ("layer:2",))
+    monkeypatch.setattr(rl_build, "_arms", lambda config, has_layer: ("layer:2",))
     config = config_of(tmp_path / "workers", **keys, rl__workers=2, drafter__kind="layer")
     found, learning = [], Learning(monkeypatch)
 

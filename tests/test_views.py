@@ -595,8 +595,7 @@ def test_a_line_without_a_new_step_keeps_the_last_training_loss(tmp_path):
     """At its end a node writes a line although no step followed the last one."""
     from types import SimpleNamespace
 
-    from aedit.launch.node.meter import StepMeter
-    from aedit.launch.node.train import TrainingNode
+    from aedit.launch.node.train import StepMeter, TrainingNode
 
     told = []
     shards = SimpleNamespace(sum=lambda value: value, size=1)

@@ -297,7 +297,7 @@ class Standby(_LeaderOnly):
             self._ask_for_votes()
 
     def _ask_for_votes(self, *, invited: bool = False) -> None:
-        """Stand for election without a node's word: in a swarm, other replicas may be all that is left."""
+        """Stand for election without a node's vote: in a swarm, other replicas may be all that is left."""
         with self._deciding:
             if self.leading is None:
                 self._stands(self._window_s, invited=invited)

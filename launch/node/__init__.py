@@ -1,20 +1,32 @@
-"""One node of a run: composition, training loop, checkpoints."""
+"""One node of a run: composition, training loop, checkpoints.
+
+`main` is the process that `torchrun` starts; `build` (begin there), `build_hub` and `build_averaging` make
+the node of a world, of a hub, or of hivemind peers. `train` is the loop over `objective` (text) or
+`rl_objective` (rewards), with `budget`, `stop`, `checkpoint`, `world` and `model`. `rl_build` makes the objective of RL from
+`rl_groups` (prompts to rewarded groups), `rl_policy` (loss), `rl_samples`, `rl_engine`, `rl_drafter`,
+`rl_audit` (of servers) and `rl_records`. `launch.processes` starts it; exports and serving use its model.
+"""
 
 from typing import TYPE_CHECKING
 
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
-    from aedit.launch.node.build import facts_of
+    from aedit.launch.node.build import facts_of, load_data, make_shared
     from aedit.launch.node.build_hub import agent_plan
     from aedit.launch.node.checkpoint import Mark, NodeCheckpoints
-    from aedit.launch.node.evaluate import held_out_loss
-    from aedit.launch.node.inner import lr_at, make_inner, make_inners, set_lr
-    from aedit.launch.node.model import blocks, build_model, loss, num_parameters, outline, stop_tokens
-    from aedit.launch.node.objectives import load_data
+    from aedit.launch.node.model import (
+        blocks,
+        build_model,
+        held_out_loss,
+        loss,
+        num_parameters,
+        outline,
+        stop_tokens,
+    )
+    from aedit.launch.node.objective import lr_at, make_inner, make_inners, set_lr
     from aedit.launch.node.rl_drafter import FILE, TrainerDeaths, online_config, save_drafter, saved_layer
     from aedit.launch.node.rl_engine import DTYPES, MAX_DRAFTED_TOKENS, StopDecoder, choose_among
-    from aedit.launch.node.shared_drafter import make_shared
     from aedit.launch.node.world import chosen_device
 
 __all__ = [

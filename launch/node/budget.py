@@ -76,7 +76,7 @@ class WorldBudget:
 
 
 class OwnBudget:
-    """Budget of a peer that nobody counts for: its own steps, and the time since the first peer began.
+    """Budget of a peer without a hub or world: its own steps, and the time since the first peer began.
 
     With seconds it ends with the round that is nearest to the end of the time, in which all peers meet.
     """

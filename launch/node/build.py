@@ -1,9 +1,10 @@
-"""Build a node of a `torchrun` world from its configuration."""
+"""Build a node of a `torchrun` world from its configuration, with its data, objective and shared drafter."""
 
 import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,25 +12,54 @@ from typing import Any
 import torch
 from torch import nn
 
-from aedit.async_sgd.rules import make_outer
-from aedit.edit import Inner, LayerSync, MeanExchange, compare
+from aedit.async_sgd.rules import DRAFTER, make_outer
+from aedit.edit import Inner, LayerSync, MeanExchange, SharedModule, compare
 from aedit.launch.config import RunConfig, unit_rules
-from aedit.launch.data import CorpusTokenizer, SampleOrder, load_tokenizer
+from aedit.launch.data import (
+    Corpus,
+    CorpusTokenizer,
+    ProblemSet,
+    SampleOrder,
+    load_corpus,
+    load_problems,
+    load_tokenizer,
+    need_answer,
+)
 from aedit.launch.node.budget import WorldBudget
-from aedit.launch.node.checkpoint import NodeCheckpoints
-from aedit.launch.node.inner import make_inners
-from aedit.launch.node.model import num_parameters
-from aedit.launch.node.objective import NodeParts
-from aedit.launch.node.objectives import TrainingData, load_data, make_objective
-from aedit.launch.node.resume import Resumed, resume
-from aedit.launch.node.sharding import make_model
-from aedit.launch.node.shared_drafter import make_shared
+from aedit.launch.node.checkpoint import NodeCheckpoints, Resumed, resume
+from aedit.launch.node.model import make_model, num_parameters
+from aedit.launch.node.objective import NodeParts, Objective, TextObjective, make_inners
+from aedit.launch.node.rl_build import make_policy_objective
 from aedit.launch.node.stop import Stop
 from aedit.launch.node.train import TrainingNode
 from aedit.launch.node.world import World
 from aedit.launch.records import Clock, Origin, Recorder, open_sinks
 from aedit.proto.transports import TorchTransport
+from aedit.spec_rollout.drafters import DraftLayer, DraftShape
 from aedit.types import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingData:
+    """Samples of a run; one of the two."""
+
+    corpus: Corpus | None = None
+    problems: ProblemSet | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """Return the number of samples in an epoch: texts, or prompts."""
+        if self.problems is not None:
+            return len(self.problems.train)
+        assert self.corpus is not None
+        return len(self.corpus.train)
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """Return the properties that must be equal for nodes and checkpoints of one run."""
+        if self.problems is not None:
+            return {"problems": self.problems.fingerprint}
+        return {"samples of the corpus": self.num_samples}
 
 
 @contextmanager
@@ -192,3 +222,45 @@ def start_values(node: TrainingNode, attempt: int) -> dict[str, Any]:
         "step": node.sync.steps,
         "pid": os.getpid(),
     }
+
+
+def load_data(config: RunConfig, tokenizer: CorpusTokenizer, directory: Path) -> TrainingData:
+    """Return the samples of the run. directory: of packed text.
+
+    Raises UserError for an unusable source.
+    """
+    if not config.prompts.source:
+        return TrainingData(corpus=load_corpus(config.data, tokenizer, directory))
+    problems = load_problems(
+        config.prompts,
+        tokenizer,
+        seed=config.seed,
+        longest=config.data.seq_len - config.rl.sampling.max_new_tokens,
+        needs_answer=need_answer(config.reward) or config.rl.supervised_steps > 0,
+    )
+    return TrainingData(problems=problems)
+
+
+def make_objective(data: TrainingData, parts: NodeParts) -> Objective:
+    """Return the objective of a node. Raises UserError if the model or the rewards cannot be used."""
+    if data.problems is not None:
+        return make_policy_objective(data.problems, parts)
+    assert data.corpus is not None
+    return TextObjective(
+        config=parts.config, world=parts.world, corpus=data.corpus, order=parts.order, sync=parts.sync
+    )
+
+
+def make_shared(config: RunConfig, model: nn.Module, device: torch.device) -> SharedModule | None:
+    """Return the unit of the drafter; None if the run shares none, or has no draft layer for this model."""
+    if DRAFTER not in unit_rules(config):
+        return None
+    untyped: Any = model
+    try:
+        shape = DraftShape.of(untyped.config)
+    except ValueError:
+        return None
+    with torch.device("meta"):  # names and shapes only
+        layer = DraftLayer(shape)
+    shapes = {name: tensor.shape for name, tensor in layer.state_dict().items()}
+    return SharedModule(DRAFTER, shapes, device)

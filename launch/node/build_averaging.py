@@ -16,14 +16,11 @@ from aedit.edit import AtMultiples, AveragingExchange, LayerSync
 from aedit.launch.config import FIRST, RunConfig, method
 from aedit.launch.data import SampleOrder, load_tokenizer
 from aedit.launch.node.budget import OwnBudget
-from aedit.launch.node.build import check_fits, facts_of, started
+from aedit.launch.node.build import check_fits, facts_of, load_data, started
 from aedit.launch.node.build_hub import NodeStartOptions
-from aedit.launch.node.checkpoint import NodeCheckpoints
-from aedit.launch.node.inner import make_inners
-from aedit.launch.node.objective import NodeParts
-from aedit.launch.node.objectives import load_data
-from aedit.launch.node.resume import resume_alone
-from aedit.launch.node.sharding import make_model
+from aedit.launch.node.checkpoint import NodeCheckpoints, resume_alone
+from aedit.launch.node.model import make_model
+from aedit.launch.node.objective import NodeParts, make_inners
 from aedit.launch.node.stop import StopAlone
 from aedit.launch.node.train import TrainingNode
 from aedit.launch.node.world import World
@@ -135,7 +132,7 @@ def prefix_of(config: RunConfig, facts: dict[str, Any]) -> str:
 
 
 def _order(config: RunConfig, num_samples: int, index: int) -> SampleOrder:
-    """Return an order of this peer alone: nobody deals the samples to the peers.
+    """Return an order of this peer alone: no process leases samples to the peers.
 
     A peer of another machine does not know its number, and draws a seed.
     """

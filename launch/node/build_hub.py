@@ -1,4 +1,4 @@
-"""Build a node of a run with a hub; `build.py` does so for a `torchrun` world."""
+"""Build a node of a run with a hub, which joins, leaves and rejoins alone."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,28 +10,37 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 import aedit
-from aedit.edit import HubExchange, LayerSync, SharedModule, canonical, find_units, make_pace
+from aedit.edit import HubExchange, LayerSync, SharedModule, canonical, find_units, make_pace, snapshot
 from aedit.launch.config import JoinOptions, RunConfig, method, samples_per_step, tokens_per_step
 from aedit.launch.data import LeasedOrder, load_tokenizer
 from aedit.launch.node.budget import HubBudget
-from aedit.launch.node.build import check_fits, facts_of, started
-from aedit.launch.node.checkpoint import NodeCheckpoints
-from aedit.launch.node.hub_participation import HubParticipation
-from aedit.launch.node.inner import make_inners
-from aedit.launch.node.objective import HubMember, NodeParts
-from aedit.launch.node.objectives import load_data
-from aedit.launch.node.rejoin import known_directory, rejoin, remember
-from aedit.launch.node.sharding import make_model
-from aedit.launch.node.shared_drafter import make_shared
-from aedit.launch.node.stop import StopAlone
+from aedit.launch.node.build import check_fits, facts_of, load_data, make_shared, started
+from aedit.launch.node.checkpoint import NodeCheckpoints, Resumed, check_facts, resumed_alone, training_state
+from aedit.launch.node.model import make_model
+from aedit.launch.node.objective import HubMember, NodeParts, make_inners
+from aedit.launch.node.stop import LEAVE_HUB_WITHIN_S, StopAlone, Stopped
 from aedit.launch.node.train import TrainingNode
 from aedit.launch.node.world import World
 from aedit.launch.records import Clock, Origin, Recorder, file_name, open_sinks
-from aedit.proto.agent import AgentLink, AgentPlan, attach, rejoin_secret, replicas_of_parts, start_agent
+from aedit.proto.agent import (
+    AgentLink,
+    AgentPlan,
+    Link,
+    Progress,
+    attach,
+    rejoin_secret,
+    replicas_of_parts,
+    start_agent,
+)
 from aedit.proto.rpc import SERVER, is_loopback
-from aedit.types import UserError
+from aedit.proto.transports import PeersMissing
+from aedit.system import write_atomically
+from aedit.types import Round, UserError
+
+NAME = "name"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,10 +193,10 @@ def _link(plan: AgentPlan, world: World, run_dir: Path) -> AgentLink:
         votes = str(run_dir / "votes" / file_name(plan.name))
         link = start_agent(replace(plan, rejoin=secret, votes=votes), ranks=world.ranks)
     if world.ranks > 1:
-        told = [link.path if link else ""]
+        shared_path = [link.path if link else ""]
         group = world.mesh.get_group("shard")
-        dist.broadcast_object_list(told, group=group, group_src=0)
-        link = link or attach(told[0], world.rank)
+        dist.broadcast_object_list(shared_path, group=group, group_src=0)
+        link = link or attach(shared_path[0], world.rank)
     assert link is not None
     return link
 
@@ -216,3 +225,88 @@ def _sync(config: RunConfig, model: nn.Module, exchange: HubExchange, link: Agen
         )
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubParticipation:
+    """Participation that reports each step to the node's agent and leaves without waiting for other nodes.
+
+    `link` connects to the agent, and `exchange` is that of the node's `sync`.
+    """
+
+    link: Link
+    exchange: HubExchange
+    leave_within_s: float = LEAVE_HUB_WITHIN_S
+    """Longest wait of a leaving node for a hub that does not answer."""
+
+    def begin(self, node: TrainingNode) -> None:
+        """Report once more before the node leaves, so that the hub can lease its unused samples to others."""
+        self.exchange.before_leaving = lambda: self.record_step(node)
+
+    def record_step(self, node: TrainingNode) -> None:
+        """Report steps, tokens, times, loss, used samples and reinforcement learning to the agent."""
+        if not node.sync.shards.leads:
+            return
+        self.link.tell(
+            Progress(
+                steps=node.sync.steps,
+                tokens=node.tokens,
+                busy_s=node.recorder.clock.busy_s,
+                wait_s=node.sync.waited_s,
+                loss=node.newest_loss,
+                used=node.objective.used(self.exchange.used_steps),
+                drawn=node.objective.drawn(),
+                rl=node.rl.report() if node.rl else {},
+            )
+        )
+
+    def leave_early(self, node: TrainingNode) -> tuple[list[Round], str]:
+        """Push the pending updates and leave; return no rounds, and the reason.
+
+        If the hub does not answer within `leave_within_s`, the checkpoint counts the last steps, and the run
+        does not.
+        """
+        self.exchange.timeout_s = min(self.exchange.timeout_s, self.leave_within_s)
+        try:
+            self.record_step(node)
+            node.sync.close()
+        except (Stopped, PeersMissing, TimeoutError) as error:
+            node.sync.abandon()
+            return [], f"signal; the hub did not take the last steps: {error}"
+        return [], "signal"
+
+
+def known_directory(run_dir: Path, name: str) -> Path | None:
+    """Return the directory of the node with this name on this machine, None if it has none."""
+    found = [path.parent for path in run_dir.glob(f"nodes/*/{NAME}") if path.read_text() == name]
+    return found[0] if found else None
+
+
+def remember(directory: Path, name: str) -> None:
+    """Write the node's name into its directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_atomically(directory / NAME, name)
+
+
+def rejoin(sync: LayerSync, checkpoints: NodeCheckpoints, facts: dict[str, Any]) -> Resumed | None:
+    """Restore inner optimizer, error feedback and counters from the newest checkpoint.
+
+    Return None without one.
+
+    The hub then provides the parameters. All ranks of the node together, before they join. Raises UserError
+    if the checkpoint has other properties (`facts`) or cannot be read.
+    """
+    marks = checkpoints.marks()
+    if not marks:
+        return None
+    mark = marks[-1]
+    meta = checkpoints.meta(mark)
+    check_facts(meta["facts"], facts, checkpoints.path(mark))
+    snapshot.blank(sync, meta["sync"])
+    state = training_state(sync)
+    state["sync"] = {name: tensor.clone() for name, tensor in state["sync"].items()}
+    checkpoints.load(mark, state)
+    set_optimizer_state_dict(sync.model, sync.optimizers.outermost, state["inner"])
+    torch.set_rng_state(state["rng"])
+    snapshot.restore(sync, state["sync"], meta["sync"])
+    return resumed_alone(mark, meta, order=None)

@@ -103,8 +103,7 @@ def _train_as_member(
 
 def _train(node: "TrainingNode") -> None:
     """Train on what the node's objective is about: text, or rewards of rollouts."""
-    from aedit.launch.node.rl_objective import PolicyObjective
-    from aedit.launch.node.rl_train import train_policy
+    from aedit.launch.node.rl_objective import PolicyObjective, train_policy
     from aedit.launch.node.train import train
 
     if isinstance(node.objective, PolicyObjective):

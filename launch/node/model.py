@@ -1,4 +1,4 @@
-"""Build any `transformers` causal language model, new or pretrained, and compute its loss."""
+"""Build any `transformers` causal language model, new or pretrained, shard it, and compute its loss."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,12 +8,15 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from aedit.launch.config import ModelConfig, RunConfig
-from aedit.launch.data import CorpusTokenizer
+from aedit.edit import Shards
+from aedit.launch.config import ModelConfig, RunConfig, check_memory
+from aedit.launch.data import Corpus, CorpusTokenizer, batch, evaluation_indices
+from aedit.launch.node.world import World
 from aedit.system import check_folder
 from aedit.types import UserError
 
@@ -113,9 +116,6 @@ def num_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-# --- new models
-
-
 def _new(config: ModelConfig, vocab_size: int, seq_len: int, eos_id: int) -> PreTrainedModel:
     defaults = _family_defaults(config.family)
     _check_sizes(config, defaults)
@@ -179,9 +179,6 @@ def _check_heads(shape: PretrainedConfig) -> None:
         )
 
 
-# --- pretrained models
-
-
 def _pretrained(name: str, vocab_size: int, seq_len: int) -> PreTrainedModel:
     try:
         if Path(name).is_dir():
@@ -207,9 +204,6 @@ def _check_fits(model: PreTrainedModel, vocab_size: int, seq_len: int) -> None:
         raise UserError(
             f"data.seq_len = {seq_len}: model.pretrained has only {positions} positions; lower data.seq_len"
         )
-
-
-# --- compatibility and random state
 
 
 def _checkpoint_activations(model: PreTrainedModel) -> None:
@@ -241,3 +235,56 @@ def _first_line(error: BaseException) -> str:
 
 def _last_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+
+
+def make_model(config: RunConfig, tokenizer: CorpusTokenizer, world: World) -> nn.Module:
+    """Return the model on its device, sharded over the ranks of the node.
+
+    Raises UserError if it cannot fit.
+    """
+    num_params = num_parameters(outline(config, tokenizer))
+    if world.device.type == "cuda":
+        have = world.ranks * torch.cuda.get_device_properties(world.device).total_memory
+        check_memory(config, num_params, have=have)
+    else:
+        check_memory(config, num_params)
+    model: nn.Module = build_model(
+        config.model, tokenizer.vocab_size, config.data.seq_len, config.seed, tokenizer.eos_id
+    )
+    model.to(world.device)
+    if config.model.compile:
+        compile_blocks(model)
+    if world.ranks > 1:
+        _shard(model, config.model, world)
+    return model
+
+
+def _shard(model: nn.Module, config: ModelConfig, world: World) -> None:
+    """Shard the model over the node's ranks with FSDP2: each block, then the remaining parameters."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if config.dtype == "bf16" else None, reduce_dtype=torch.float32
+    )
+    for _, block in blocks(model):
+        fully_shard(block, mesh=world.mesh["shard"], mp_policy=policy)
+    fully_shard(model, mesh=world.mesh["shard"], mp_policy=policy)
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, corpus: Corpus, config: RunConfig, shards: Shards) -> float:
+    """Return the mean loss over `train.eval_samples` held-out samples, in nats per token.
+
+    All ranks of the node together.
+    """
+    indices = evaluation_indices(len(corpus.held_out), config.train.eval_samples)
+    size, device = config.train.batch_size, next(model.parameters()).device
+    sums = torch.zeros(2, dtype=torch.float64)
+    model.eval()
+    for start in range(0, len(indices), size):
+        # FSDP2 needs all ranks in each forward pass: in a short last batch some get a sample of weight 0.
+        mine = indices[start : start + size][shards.rank :: shards.size]
+        shown = mine if len(mine) else indices[start : start + 1]
+        mean = loss(model, batch(corpus.held_out, shown).to(device), config.model.dtype)
+        sums += torch.tensor([float(mean) * len(mine), len(mine)], dtype=torch.float64)
+    model.train()
+    total, count = shards.sum(sums).tolist()
+    return float(total / count)

@@ -1,28 +1,36 @@
-"""Build the objective of reinforcement learning from the configuration."""
+"""Build the objective of reinforcement learning: source of rollouts, rewards, groups and policy gradient."""
 
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from math import ceil
+from pathlib import Path
+from typing import Any
 
+import torch
 from torch import nn
 
+from aedit.edit import canonical, find_units
 from aedit.launch.config import RunConfig
 from aedit.launch.data import AnswerTokens, Curriculum, ProblemSet, reward_pool
-from aedit.launch.node.model import stop_tokens
+from aedit.launch.node.model import make_model, stop_tokens
 from aedit.launch.node.objective import NodeParts
-from aedit.launch.node.rl_drafter import TrainerDeaths
-from aedit.launch.node.rl_evaluate import FIRST_KEY
-from aedit.launch.node.rl_groups import GroupStream
-from aedit.launch.node.rl_objective import PolicyObjective
-from aedit.launch.node.rl_pipeline import GroupPipeline
+from aedit.launch.node.rl_audit import MAKE, TrainingAudit, audit_options
+from aedit.launch.node.rl_drafter import ForwardLearner, TrainerDeaths, make_learner
+from aedit.launch.node.rl_engine import ARMS, DTYPES, make_engine_source
+from aedit.launch.node.rl_groups import FIRST_KEY, GroupPipeline, GroupStream
+from aedit.launch.node.rl_objective import PolicyObjective, WarmUp
 from aedit.launch.node.rl_policy import PolicyGradient, without_dropout
 from aedit.launch.node.rl_records import RLRecords, Waits
-from aedit.launch.node.rl_servers import make_training_audit
-from aedit.launch.node.rl_warm_up import WarmUp
-from aedit.launch.node.rl_workers import make_source
-from aedit.launch.node.sharding import make_model
 from aedit.launch.records import Recorder
-from aedit.spec_rollout.rl import Group, RewardReport
+from aedit.proto.rpc import is_loopback
+from aedit.spec_rollout.drafters import parse_arm
+from aedit.spec_rollout.remote import Servers
+from aedit.spec_rollout.rl import Group, RewardReport, RolloutSource
 from aedit.spec_rollout.sampling import Sampling
+from aedit.spec_rollout.training import OnlineDrafter
+from aedit.spec_rollout.workers import WorkerConfig, WorkerSource
+from aedit.types import UserError
 
 
 def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjective:
@@ -133,7 +141,120 @@ def _record_faults(recorder: Recorder, group: Group, report: RewardReport) -> No
 
 
 def _name(sample: str) -> str:
-    """Return `position/sample` of a fault as people know it: held-out problems have keys of their own."""
+    """Return `position/sample` of a fault, human-readable: held-out problems have keys of their own."""
     position, slash, number = sample.partition("/")
     held_out = int(position) - FIRST_KEY
     return f"held-out {held_out}{slash}{number}" if held_out >= 0 else sample
+
+
+def make_source(
+    parts: NodeParts, longest: int, window: Callable[[str], AbstractContextManager[None]]
+) -> tuple[RolloutSource, OnlineDrafter | None, ForwardLearner | None]:
+    """Return the source of this rank's rollouts and its learned drafter; closing them ends their processes.
+
+    The third is there if the drafter learns from the training forward, as the rank has no engine.
+
+    longest: tokens of the longest prompt. Raises UserError if the model is not supported.
+    """
+    config, world = parts.config, parts.world
+    if not config.rl.num_workers:
+        return *make_engine_source(parts, longest), None
+    directory = parts.recorder.directory / "workers" / str(world.rank)
+
+    def record(event: str, fields: Mapping[str, Any]) -> None:
+        parts.recorder.event(event, **fields)
+
+    with ExitStack() as opened:
+        learner = make_learner(parts)
+        online = opened.enter_context(learner.online) if learner is not None else None
+        arms = _arms(config, has_layer=online is not None)
+        try:
+            source = WorkerSource(
+                parts.sync.model,
+                worker_config(parts, longest, directory, arms),
+                drafter=online,
+                servers=make_servers(parts, directory),
+                window=window,
+                report=record,
+            )
+        except ValueError as error:
+            raise UserError(f"workers and servers of rollouts: {error}") from None
+        opened.pop_all()
+    return source, online, learner
+
+
+def worker_config(parts: NodeParts, longest: int, directory: Path, arms: tuple[str, ...]) -> WorkerConfig:
+    """Return the settings of this rank's workers, whose logs and tokenizer are in `directory`."""
+    config = parts.config
+    samples = config.rl.groups // parts.world.ranks * config.rl.group_size
+    tokenizer = directory / "tokenizer" if config.rl.sampling.stop else None
+    if tokenizer is not None:
+        tokenizer.mkdir(parents=True, exist_ok=True)
+        parts.tokenizer.save(tokenizer)
+    return WorkerConfig(
+        processes=config.rl.num_workers,
+        rows=config.rl.rows or ceil(samples / config.rl.num_workers),
+        max_tokens=longest + config.rl.sampling.max_new_tokens,
+        dtype=DTYPES.get(config.rl.engine_dtype, torch.float32),
+        device=str(parts.world.device),
+        arms=arms,
+        tokenizer=tokenizer,
+        logs=directory,
+    )
+
+
+def _arms(config: RunConfig, *, has_layer: bool) -> tuple[str, ...]:
+    drafters = {"layer"} if has_layer else set()
+    if config.drafter.kind in ("suffix", "auto"):
+        drafters.add("suffix")
+    return ("off", *(arm for arm in ARMS if parse_arm(arm).drafter in drafters))
+
+
+def make_servers(parts: NodeParts, logs: Path) -> Servers | None:
+    """Return the servers of this rank; None if the configuration wants none.
+
+    logs: directory of the output. Raises UserError if they cannot be reached safely.
+    """
+    config, rank = parts.config, parts.world.rank
+    if not config.rl.has_servers:
+        return None
+    options = parts.hub.options if parts.hub is not None else None
+    keys = options.keys if options is not None else None
+    _check_exposure(config, keys, insecure=options is not None and options.insecure)
+    listed = config.rl.servers == "hub" and options is not None
+    audit, directory = config.audit, parts.recorder.directory / "audit" / str(rank)
+    model = parts.sync.model
+    return Servers(
+        addresses=config.rl.server_addresses,
+        hubs=tuple(options.hub.split(",")) if options is not None and listed else (),
+        standby=options.standbys_of_first if options is not None and listed else "",
+        run=config.name,
+        trainer=options.name if options is not None else f"node {parts.world.node}",
+        rank=rank,
+        keys=keys,
+        layout=canonical.layout(find_units(model, config.edit.units)),
+        dtype=config.rl.version_dtype,
+        on_new_version=config.rl.on_new_version,
+        silent_s=config.rl.server_silent_s,
+        stalled_s=config.rl.server_stalled_s,
+        auditor=MAKE if audit.on else "",
+        audit_options=audit_options(config, model, parts.world.device, str(directory)) if audit.on else {},
+        member=parts.hub.identity if parts.hub is not None else lambda: (0, 0),
+        logs=logs,
+    )
+
+
+def make_training_audit(config: RunConfig, source: RolloutSource) -> TrainingAudit | None:
+    """Return the audit in the forward pass of training; None without servers, or if it is off."""
+    if not config.rl.has_servers or not isinstance(source, WorkerSource):
+        return None
+    return TrainingAudit.of(config, source.accuse)
+
+
+def _check_exposure(config: RunConfig, keys: Path | None, *, insecure: bool) -> None:
+    far = [place for place in config.rl.server_addresses if not is_loopback(place)]
+    if far and keys is None and not insecure:
+        raise UserError(
+            f"rl.servers: {far[0]} is on another machine, and this node has no keys for it: join a run whose"
+            " hub has keys (`aedit keys`), or say --insecure if the network is closed"
+        )

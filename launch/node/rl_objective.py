@@ -1,4 +1,7 @@
-"""Reinforcement learning as the objective of a node: groups of rollouts, advantages, policy loss."""
+"""Reinforcement learning as the objective of a node: groups of rollouts, advantages, policy loss.
+
+`train_policy` is its loop; `WarmUp` trains right answers before the first rollout.
+"""
 
 import time
 from collections import deque
@@ -7,24 +10,64 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from aedit.edit import LayerSync
 from aedit.launch.config import RunConfig
-from aedit.launch.data import Curriculum, solved_of
-from aedit.launch.node.inner import lr_at
-from aedit.launch.node.objective import AddLoss
+from aedit.launch.data import AnswerTokens, Curriculum, solved_of
+from aedit.launch.node.objective import AddLoss, lr_at
 from aedit.launch.node.rl_drafter import TrainerDeaths, save_drafter
-from aedit.launch.node.rl_evaluate import solved_share
-from aedit.launch.node.rl_groups import GroupStream
+from aedit.launch.node.rl_groups import GroupStream, solved_share
 from aedit.launch.node.rl_policy import PolicyGradient
 from aedit.launch.node.rl_records import RLRecords
 from aedit.launch.node.rl_samples import Key, parts_of, samples_of
-from aedit.launch.node.rl_warm_up import WarmUp
+from aedit.launch.node.train import TrainingNode
+from aedit.launch.node.world import World
 from aedit.spec_rollout.rl import Group, Problem
 from aedit.spec_rollout.sampling import Sampling
 from aedit.spec_rollout.training import OnlineDrafter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmUp:
+    """Supervised steps on prompts and answers of `problems`."""
+
+    config: RunConfig
+    model: nn.Module
+    problems: Sequence[Problem]
+    answers: AnswerTokens
+    world: World
+
+    def is_over(self, progress: float) -> bool:
+        """Return whether the run, of which this share is done, has had its supervised steps."""
+        return progress * self.config.train.steps >= self.config.rl.supervised_steps - 0.5
+
+    def accumulate(self, step: int, add_loss: AddLoss) -> int:
+        """Run the forward and backward passes of a supervised step; return its tokens.
+
+        step: inner steps of this node so far. Its problems depend on it, the seed and the node alone.
+        """
+        rows = self.answers.batch(self._problems(step))
+        mine = slice(self.world.rank, None, self.world.ranks)
+        tokens_BL = rows.tokens_BT[mine].to(self.world.device)
+        mask_BT = rows.mask_BT[mine, 1:].to(self.world.device)
+        bf16 = self.config.model.dtype == "bf16"
+        with torch.autocast(tokens_BL.device.type, dtype=torch.bfloat16, enabled=bf16):
+            logits = self.model(input_ids=tokens_BL).logits[:, :-1]
+        total = cross_entropy(logits[mask_BT].float(), tokens_BL[:, 1:][mask_BT], reduction="sum")
+        loss = total * self.world.ranks / rows.num_tokens
+        loss.backward()  # type: ignore[no-untyped-call]
+        add_loss(loss.detach())
+        return rows.num_tokens
+
+    def _problems(self, step: int) -> Sequence[Problem]:
+        key = np.random.SeedSequence((self.config.seed % 2**32, self.world.node, step, 0x5F7))
+        size = self.config.rl.supervised_batch
+        indices = np.random.default_rng(key).integers(0, len(self.problems), size)
+        return [self.problems[int(index)] for index in indices]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -207,3 +250,29 @@ class PolicyObjective:
             self.sync.idle = None
             if self.online is not None:
                 self.online.close()
+
+
+def train_policy(node: TrainingNode, policy: PolicyObjective) -> None:
+    """Train until the end of the run's budget or a stop request; then save and leave with the other nodes.
+
+    policy: the objective of `node`.
+    """
+    with node.in_run():
+        while node.goes_on():
+            node.stop.check()
+            if policy.warm_up_ends(node.budget.progress()):
+                node.evaluate()
+            node.begin_step()
+            if policy.warms_up:
+                policy.take_answers()
+            else:
+                policy.update_engine()  # lands; one policy version begins all new groups of the batch
+                policy.take_groups()  # prompts, rollouts, rewards
+            while policy.has_steps() and node.goes_on():
+                node.accumulate_gradients()  # advantages, policy loss
+                node.sync.average_gradients()  # during the warm-up of `edit` only
+                node.inner_step()
+                node.sync.step()  # opens a round if one is due
+                node.record_step()
+            node.evaluate_if_due()
+            node.save_after_a_round()

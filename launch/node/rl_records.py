@@ -11,7 +11,7 @@ import torch
 from aedit.edit import LayerSync, Shards
 from aedit.launch.config import RunConfig
 from aedit.launch.node.rl_engine import ARMS
-from aedit.launch.node.rl_pipeline import GroupPipeline
+from aedit.launch.node.rl_groups import GroupPipeline
 from aedit.spec_rollout.rl import Group
 from aedit.spec_rollout.training import CAUSES, OnlineDrafter
 

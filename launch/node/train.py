@@ -1,22 +1,19 @@
-"""Training loop of one node."""
+"""Training loop of one node, its measurements, and how it takes part in the rounds of its world."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-from aedit.edit import LayerSync, RoundOutcome, snapshot
+from aedit.edit import LayerSync, RoundOutcome, Shards, snapshot
 from aedit.launch.config import RunConfig
 from aedit.launch.node.budget import NodeBudget
-from aedit.launch.node.checkpoint import Mark, NodeCheckpoints
-from aedit.launch.node.inner import set_lr
-from aedit.launch.node.meter import StepMeter
-from aedit.launch.node.objective import Objective
-from aedit.launch.node.participation import Participation, WorldParticipation
-from aedit.launch.node.resume import Resumed, training_state
+from aedit.launch.node.checkpoint import Mark, NodeCheckpoints, Resumed, training_state
+from aedit.launch.node.objective import Objective, set_lr
 from aedit.launch.node.stop import Stop, Stopped
 from aedit.launch.node.world import World
 from aedit.launch.records import Recorder, RLMetric
@@ -35,6 +32,99 @@ def train(node: "TrainingNode") -> None:
             node.record_step()
             node.evaluate_if_due()
             node.save_after_a_round()
+
+
+class Participation(Protocol):
+    """Operations of a node that depend on how it exchanges with other nodes."""
+
+    def begin(self, node: "TrainingNode") -> None:
+        """Prepare for the first step."""
+
+    def record_step(self, node: "TrainingNode") -> None:
+        """Report a finished step."""
+
+    def leave_early(self, node: "TrainingNode") -> tuple[list[Round], str]:
+        """Leave before the end of the run.
+
+        Returns the rounds that other nodes will not open, to be opened again after a resume, and the reason
+        for the record of the stop.
+        """
+
+
+class WorldParticipation:
+    """Participation of nodes that take part in each round together and leave together."""
+
+    def begin(self, node: "TrainingNode") -> None:
+        """Do nothing: the world was joined when the process group was made."""
+
+    def record_step(self, node: "TrainingNode") -> None:
+        """Do nothing: nodes exchange only in rounds."""
+
+    def leave_early(self, node: "TrainingNode") -> tuple[list[Round], str]:
+        """Land what all nodes have opened and abandon other rounds; return those and the reason.
+
+        No node is waited for in between, since others may wait for this node's part of a round that all have
+        opened.
+        """
+        try:
+            node.sync.finish()
+        except Stopped:
+            return node.sync.abandon(), "signal"
+        return [], "signal"
+
+
+@dataclass(slots=True)
+class StepMeter:
+    """Measurements of the current step and of the steps since the last line of metrics."""
+
+    grad_norm: Tensor | None = None
+    loss: Tensor | None = None
+    num_steps: int = 0
+    began_at: float | None = None
+    """None: no step has begun."""
+    waited_before_s: float = 0.0
+
+    def begin_step(self, waited_s: float) -> None:
+        """Start to measure, before the step draws its samples; do nothing if the step has begun already.
+
+        waited_s: the node's waiting time so far, here and below.
+        """
+        if self.began_at is None:
+            self.began_at, self.waited_before_s = time.monotonic(), waited_s
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Add the loss of a micro-batch; it stays on its device, so that nothing waits for it."""
+        self.loss = loss if self.loss is None else self.loss + loss
+
+    def slow_down(self, waited_s: float, slowdown: float) -> None:
+        """Sleep until the step has taken `slowdown` times its own duration."""
+        if slowdown > 1:
+            time.sleep(self._busy_s(waited_s) * (slowdown - 1))
+
+    def end_step(self, waited_s: float) -> float:
+        """Return the seconds of the step without waiting for other nodes."""
+        busy_s = self._busy_s(waited_s)
+        self.num_steps, self.began_at = self.num_steps + 1, None
+        return busy_s
+
+    def _busy_s(self, waited_s: float) -> float:
+        assert self.began_at is not None
+        return time.monotonic() - self.began_at - (waited_s - self.waited_before_s)
+
+    def mean_loss(self, shards: Shards) -> float:
+        """Return the mean loss since the last line, in nats per token. All ranks of the node together."""
+        if self.loss is None or not self.num_steps:
+            return float("nan")
+        mean = float(shards.sum(self.loss)) / self.num_steps / shards.size
+        self.loss, self.num_steps = None, 0
+        return mean
+
+    def norm(self) -> float:
+        """Return the newest gradient norm before clipping. All ranks of the node together."""
+        if self.grad_norm is None:
+            return float("nan")
+        whole = getattr(self.grad_norm, "full_tensor", None)
+        return float(whole() if whole else self.grad_norm)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -77,7 +77,7 @@ class HostOptions:
 
 
 class HostedPart:
-    """A hub process, and the state that it told last."""
+    """A hub process, and the state that it reported last."""
 
     def __init__(
         self, part: int, options: HostOptions, keys: ClientKeys, *, founds: bool, above: int = 0
@@ -95,7 +95,7 @@ class HostedPart:
         """True once the process has ended without error, with the run."""
         self.state: PartReplica | None = None
         """None until it answers, and when it has not for a lease."""
-        self._told_s = 0.0
+        self._reported_s = 0.0
         self.others = 0
         """Replicas on which the voters have agreed without this one, by its journal; 0 while it counts."""
         self._unconfirmed_s = 0.0
@@ -184,12 +184,12 @@ class HostedPart:
 
     def _ask(self) -> None:
         """Ask for the state. On a busy machine an answer may fail to come, and the replica is there."""
-        told = self._asked()
-        if told is not None:
-            self._told_s = time.monotonic()
-        elif time.monotonic() < self._told_s + self._options.lease_s:
-            told = self.state
-        self.state = told
+        reported = self._asked()
+        if reported is not None:
+            self._reported_s = time.monotonic()
+        elif time.monotonic() < self._reported_s + self._options.lease_s:
+            reported = self.state
+        self.state = reported
 
     def _asked(self) -> PartReplica | None:
         self.others = 0

@@ -100,7 +100,7 @@ class PartView:
     def places(self, copies: int, peers: int = 0) -> PartPlaces:
         """Return the addresses of the replicas, of which `copies` are wanted, for the processes here.
 
-        peers: that can keep the part, with those that have not been heard of for a moment.
+        peers: that can keep the part, with those whose cards ran out a moment ago.
         """
         ranked = [key for key in self.ranked if key in self.replicas]
         ranked += sorted(set(self.replicas) - set(ranked))

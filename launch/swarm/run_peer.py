@@ -140,7 +140,7 @@ class Peer:
         )
         self._hosted: dict[int, HostedPart] = {}
         self._hosting = threading.Lock()
-        self._told = self._own_fault = ""
+        self._introduced = self._own_fault = ""
         self._over_since_s: float | None = None
         self._replicas = ReplicasFile(directory / REPLICAS)
         self._foundings = Foundings(
@@ -298,10 +298,10 @@ class Peer:
 
     def _introduce(self) -> None:
         """Write what others need to find this peer, once it is known."""
-        told = self._discovery.introduction or self.address
-        if told != self._told:
-            write_atomically(self._options.directory / INTRODUCTION, told)
-            self._told = told
+        text = self._discovery.introduction or self.address
+        if text != self._introduced:
+            write_atomically(self._options.directory / INTRODUCTION, text)
+            self._introduced = text
 
     def _views(self) -> list[PartView]:
         live = self._known.live(time.monotonic())
@@ -389,9 +389,9 @@ class OwnCard:
 class RecentPeers:
     """The peers that can keep parts, and when each was live last.
 
-    A peer on a busy machine may be heard of too late, or hear too late from all others. It is back a moment
-    later. If it did not count meanwhile, others would take its replicas over, and an owner that hears from
-    nobody would need nobody but itself to acknowledge.
+    On a busy machine the cards of a peer may arrive or leave too late; it is back a moment later. If it did not
+    count meanwhile, others would take its replicas over, and an owner that receives no cards would need only
+    itself to acknowledge.
     """
 
     def __init__(self, for_s: float) -> None:

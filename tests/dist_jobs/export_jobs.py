@@ -10,7 +10,7 @@ from aedit.edit import EditConfig, LayerSync, MeanExchange, snapshot
 from aedit.launch.config import load
 from aedit.launch.data import load_tokenizer
 from aedit.launch.node import NodeCheckpoints, blocks, build_model, loss
-from aedit.launch.node.resume import training_state
+from aedit.launch.node.checkpoint import training_state
 from aedit.proto.transports import MemoryWorld
 
 

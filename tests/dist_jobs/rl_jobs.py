@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from aedit.launch.node.build import build
 from aedit.launch.node.rl_groups import GroupStream
-from aedit.launch.node.rl_train import train_policy
+from aedit.launch.node.rl_objective import train_policy
 from aedit.launch.node.world import World
 
 

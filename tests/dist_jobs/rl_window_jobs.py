@@ -12,7 +12,7 @@ from kit.rl_nodes import config_of, handlers_put_back
 from torch.distributed.device_mesh import init_device_mesh
 
 from aedit.launch.node.build import build
-from aedit.launch.node.rl_train import train_policy
+from aedit.launch.node.rl_objective import train_policy
 from aedit.launch.node.world import World
 from aedit.spec_rollout.model import whole
 

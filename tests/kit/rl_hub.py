@@ -14,10 +14,10 @@ from aedit.launch.data import LeasedOrder, load_tokenizer
 from aedit.launch.node import NodeCheckpoints, load_data, make_inner
 from aedit.launch.node.budget import HubBudget
 from aedit.launch.node.build import started
-from aedit.launch.node.hub_participation import HubParticipation
+from aedit.launch.node.build_hub import HubParticipation
+from aedit.launch.node.model import make_model
 from aedit.launch.node.objective import NodeParts
-from aedit.launch.node.rl_train import train_policy
-from aedit.launch.node.sharding import make_model
+from aedit.launch.node.rl_objective import train_policy
 from aedit.launch.node.stop import StopAlone
 from aedit.launch.node.train import TrainingNode
 from aedit.launch.node.world import World
