@@ -389,9 +389,9 @@ class OwnCard:
 class RecentPeers:
     """The peers that can keep parts, and when each was live last.
 
-    On a busy machine the cards of a peer may arrive or leave too late; it is back a moment later. If it did not
-    count meanwhile, others would take its replicas over, and an owner that receives no cards would need only
-    itself to acknowledge.
+    On a busy machine the cards of a peer may arrive or leave too late; it is back a moment later. If it did
+    not count meanwhile, others would take its replicas over, and an owner that receives no cards would need
+    only itself to acknowledge.
     """
 
     def __init__(self, for_s: float) -> None:
