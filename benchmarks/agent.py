@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import aedit
-from aedit.edit import SyncUnit, canonical, find_units
+from aedit.edit import SyncUnit, find_units, flat_layout
 from aedit.launch.data import batch
 from aedit.proto.agent import AgentLink, AgentPlan, start_agent
 from benchmarks.kit.processes import hub
@@ -167,7 +167,7 @@ def agent_plan(address: str, codec: str, units: Sequence[SyncUnit], name: str) -
         name=name,
         run="agent",
         version=aedit.__version__,
-        units=canonical.layout(units).units,
+        units=flat_layout.layout(units).units,
         num_samples=1,
         codec=codec,
     )

@@ -12,12 +12,11 @@ from dataclasses import fields, is_dataclass
 import torch
 from torch import Tensor, nn
 
-from aedit.edit import canonical
+from aedit.edit import flat_layout
 from aedit.edit.config import EditConfig
-from aedit.edit.digest import halves
 from aedit.edit.schedule import RoundSchedule
 from aedit.edit.shards import Shards
-from aedit.edit.tensors import named_buffers
+from aedit.edit.tensors import halves, named_buffers
 from aedit.edit.units import SyncUnit
 from aedit.proto.transports import Transport
 
@@ -28,7 +27,7 @@ _PROGRESS = ("schedule.last_id", "schedule.last_step")
 def described_layout(units: Sequence[SyncUnit], shards: Shards) -> dict[str, str]:
     """Return number of units, ranks per node, and each parameter's unit and whole shape, in their order."""
     found = {"ranks per node": str(shards.size), "number of units": str(len(units))}
-    for unit in canonical.layout(units).units:
+    for unit in flat_layout.layout(units).units:
         found |= {f"parameter {t.name}": f"shape {t.shape} in unit {unit.name}" for t in unit.tensors}
     return found
 

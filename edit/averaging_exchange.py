@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from aedit.async_sgd.rules import Nesterov, OuterOptimizer
-from aedit.edit.alone import Here, OwnNotes
-from aedit.edit.exchange import RoundOutcome, check_new, take
-from aedit.edit.named import kept_state, named_store
+from aedit.edit.anchor_store import DeviceStore, OuterStore, kept_state, named_store
+from aedit.edit.exchange import Immediate, LocalNotes, RoundOutcome, check_new, take
 from aedit.edit.schedule import Notes
 from aedit.edit.shards import Shards
-from aedit.edit.store import DeviceStore, OuterStore
 from aedit.edit.units import SyncUnit
 from aedit.proto.swarm import AveragedRound, Averager
 from aedit.proto.transports import Pending, Rows, Then
@@ -48,7 +46,7 @@ class AveragingExchange:
         self.apart: Sequence[SyncUnit] = ()
         self.shards = Shards()
         self.store: OuterStore = DeviceStore([])
-        self.notes: Notes = OwnNotes()
+        self.notes: Notes = LocalNotes()
         self.on_event: Callable[..., None] = lambda event, **values: None
         """Called with the name and values of what happens to rounds, by the thread that trains."""
         self.members = 1
@@ -98,7 +96,7 @@ class AveragingExchange:
 
     def rows(self, key: str, row: Tensor) -> Pending[Rows]:
         """Return the row of this node alone."""
-        return Here(lambda: Rows(row.unsqueeze(0), 0))
+        return Immediate(lambda: Rows(row.unsqueeze(0), 0))
 
     def average(self, name: str, value: Tensor, weight: Tensor) -> Pending[Tensor]:
         """Raise ValueError: peers do not average values at every step."""
@@ -130,12 +128,12 @@ class AveragingExchange:
             total_steps=self._own_steps,
             all_leaving=leaving,
         )
-        return Here(lambda: outcome)
+        return Immediate(lambda: outcome)
 
     def start(self, i: int) -> Pending[Tensor]:
         """Return the next anchor of unit `i`, there once the round has ended."""
         if not self._asks:
-            return Here(lambda: self.store.read(i)[0])
+            return Immediate(lambda: self.store.read(i)[0])
         return Then(_End(self.averager, self._round), lambda end: self._next(i, end))
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from aedit.edit.peers import Peers
+from aedit.edit.exchange import Peers
 from aedit.edit.shards import Shards
 from aedit.edit.tensors import (
     digest_of,

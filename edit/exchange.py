@@ -1,19 +1,28 @@
-"""The `Exchange` interface: the source of the next anchor of each unit."""
+"""The `Exchange` interface: the source of the next anchor of each unit. Also: a node without peers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
 from aedit.edit.config import EditConfig
-from aedit.edit.peers import Peers
 from aedit.edit.schedule import Notes, RoundSchedule
 from aedit.edit.shards import Shards
 from aedit.edit.units import SyncUnit
-from aedit.proto.transports import Pending
+from aedit.proto.transports import Pending, Rows
 from aedit.types import Round
+
+
+class Peers(Protocol):
+    """The other nodes that take part in exchanges. A node of a hub has none."""
+
+    def rows(self, key: str, row: Tensor) -> Pending[Rows]:
+        """Return one small float64 row per node, as `Transport.gather` does; without peers, only its own."""
+
+    def average(self, name: str, value: Tensor, weight: Tensor) -> Pending[Tensor]:
+        """Return the weighted mean over nodes of an fp32 vector. A value of weight 0 is not sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,3 +152,36 @@ def take(*made: object) -> None:
     for each in made:
         with suppress(AttributeError):  # a class with slots
             setattr(each, _TAKEN, True)
+
+
+T = TypeVar("T")
+
+
+class Immediate(Pending[T]):
+    """An answer that is complete at once."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+
+    def done(self) -> bool:
+        """Return True."""
+        return True
+
+    def result(self) -> T:
+        """Return the answer."""
+        return self._make()
+
+
+class LocalNotes:
+    """Notes of a node without peers."""
+
+    def __init__(self) -> None:
+        self._notes: dict[str, str] = {}
+
+    def post(self, key: str, text: str) -> None:
+        """Keep the first text under a key."""
+        self._notes.setdefault(key, text)
+
+    def read(self, key: str) -> str | None:
+        """Return the text under `key`, or None."""
+        return self._notes.get(key)

@@ -26,8 +26,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
 from aedit.edit import snapshot
+from aedit.edit.broadcast_initial import equalize
 from aedit.edit.config import EditConfig
-from aedit.edit.equal import equalize
 from aedit.edit.exchange import Exchange
 from aedit.edit.schedule import RoundSchedule
 from aedit.edit.sync import LayerSync

@@ -16,20 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from aedit.async_sgd.rules import PenaltyConfig
-from aedit.edit import canonical
-from aedit.edit.alone import Here, OwnNotes
-from aedit.edit.canonical import SharedVector
+from aedit.edit import flat_layout
 from aedit.edit.config import EditConfig
-from aedit.edit.exchange import RoundOutcome, check_new, take
+from aedit.edit.exchange import Immediate, LocalNotes, RoundOutcome, check_new, take
+from aedit.edit.flat_layout import SharedVector
 from aedit.edit.hub_join import NodeKeys, NodeOptions, check_units, open_link, shared_drafter
-from aedit.edit.hub_lease import Positions
-from aedit.edit.hub_report import StepReport
-from aedit.edit.push import POLL_S, PendingPush, UnitProgress
-from aedit.edit.push_detector import PushDetector
+from aedit.edit.hub_report import Positions, StepReport
+from aedit.edit.pending_push import POLL_S, PendingPush, PushDetector, UnitProgress
 from aedit.edit.schedule import Notes, RoundSchedule
 from aedit.edit.shards import Shards, local, shards_of
-from aedit.edit.unit_steps import UnitSteps
-from aedit.edit.units import SyncUnit
+from aedit.edit.units import SyncUnit, UnitSteps
 from aedit.proto.agent import AgentLink, AgentLost, Link, NodeRefused
 from aedit.proto.transports import PeersMissing, Pending, Rows
 from aedit.types import NonNegativeInt, PositiveFloat, PositiveInt, Round, UnitLayout, Verdict, checked
@@ -68,7 +64,7 @@ class HubExchange:
         self.units: Sequence[SyncUnit] = ()
         self.apart: Sequence[SyncUnit] = ()
         self.shards = Shards()
-        self.notes: Notes = OwnNotes()
+        self.notes: Notes = LocalNotes()
         self.before_leaving: Callable[[], None] = self._tell
         """Called when all answers are there, before the node leaves: samples that the hub does not know to be
         used by then go to other nodes."""
@@ -197,9 +193,9 @@ class HubExchange:
         self.steps_L = torch.zeros(len(units), dtype=torch.float64)
         device = local(units[0].params[0]).device
         if device.type == "cuda":
-            canonical.pin([*self.link.anchors, *self.link.outbox])
+            flat_layout.pin([*self.link.anchors, *self.link.outbox])
         for i, unit in enumerate(units):
-            slices = canonical.owned(unit, shards)
+            slices = flat_layout.owned(unit, shards)
             anchors, outbox = (
                 SharedVector(v[i], slices, device) for v in (self.link.anchors, self.link.outbox)
             )
@@ -271,7 +267,7 @@ class HubExchange:
 
     def rows(self, key: str, row: Tensor) -> Pending[Rows]:
         """Return the row of this node alone."""
-        return Here(lambda: Rows(row.unsqueeze(0), 0))
+        return Immediate(lambda: Rows(row.unsqueeze(0), 0))
 
     @torch.no_grad()
     def open(self, round: Round, units: Sequence[int], *, leaving: bool = False) -> Pending[RoundOutcome]:
@@ -295,7 +291,7 @@ class HubExchange:
             total_steps=total_steps,
             all_leaving=leaving,
         )
-        return Here(lambda: outcome)
+        return Immediate(lambda: outcome)
 
     def start(self, i: int) -> Pending[Tensor]:
         """Push the pseudo-gradient of unit `i`; the answer is its next anchor.
@@ -307,7 +303,7 @@ class HubExchange:
         self.steps_L[i] = 0
         if i in self._distrusted or (steps == 0 and not self._is_apart(i)):
             place.answer = None
-            return Here(place.anchors.read)
+            return Immediate(place.anchors.read)
         place.seq += 1
         place.sent_steps = steps
         push = self._under_way[i] = PendingPush(self, i, self.units[i], place)

@@ -11,10 +11,10 @@ from torch import nn
 
 import aedit
 from aedit.async_sgd.rules import DRAFTER
-from aedit.edit import canonical
-from aedit.edit.apart import SharedModule, TrainedApart
-from aedit.edit.hub_settings import HubSettings
+from aedit.edit import flat_layout
+from aedit.edit.hub_report import HubSettings
 from aedit.edit.shards import Shards, control_device, shards_of
+from aedit.edit.shared_module import SharedModule, TrainedApart
 from aedit.edit.units import SyncUnit, find_units
 from aedit.proto.agent import AgentLink, AgentPlan, Link, attach, rejoin_secret, start_agent
 from aedit.types import UnitLayout, UserError
@@ -98,7 +98,7 @@ def check_units(units: Sequence[SyncUnit], link: Link, joined: tuple[UnitLayout,
         raise ValueError(
             f"the units have {ours} parameters, and the exchange was made for {theirs}: {remedy}"
         )
-    for here, there in zip(canonical.layout(units).units, joined or (), strict=bool(joined)):
+    for here, there in zip(flat_layout.layout(units).units, joined or (), strict=bool(joined)):
         if here != there:
             raise ValueError(f"unit {here.name} is {here}, and the exchange was made for {there}: {remedy}")
 
@@ -126,7 +126,7 @@ def node_plan(
     """Return the plan of this node's agent."""
     hub = settings.hub
     apart = [shared.unit] if shared is not None else []
-    units = canonical.layout([*find_units(model, settings.edit.units), *apart]).units
+    units = flat_layout.layout([*find_units(model, settings.edit.units), *apart]).units
     return AgentPlan(
         addresses=hub.addresses,
         standbys=tuple(hub.standby.split(",")) if hub.standby else (),

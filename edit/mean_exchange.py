@@ -20,16 +20,22 @@ from aedit.async_sgd.rules import (
     weights,
 )
 from aedit.edit.agreement import compare, described, described_layout
-from aedit.edit.alone import Here
+from aedit.edit.anchor_store import (
+    DeviceStore,
+    Kept,
+    OuterStore,
+    PinnedStore,
+    history,
+    kept_state,
+    named_history,
+    named_store,
+)
 from aedit.edit.detector import NormHistory, judge, learned_only
-from aedit.edit.digest import digest, halves
-from aedit.edit.exchange import RoundOutcome
-from aedit.edit.named import history, kept_state, named_history, named_store
+from aedit.edit.exchange import Immediate, RoundOutcome
 from aedit.edit.schedule import Notes
 from aedit.edit.shards import Shards
-from aedit.edit.store import DeviceStore, Kept, OuterStore, PinnedStore
-from aedit.edit.unit_steps import UnitSteps
-from aedit.edit.units import SyncUnit
+from aedit.edit.tensors import digest, halves
+from aedit.edit.units import SyncUnit, UnitSteps
 from aedit.proto.transports import Mean, Pending, Rows, Then, Transport
 from aedit.types import Round, checked
 
@@ -233,7 +239,7 @@ class MeanExchange:
         assert self._open is not None
         outcome, weight = self._open.outcome, self._open.weight[i]
         if i in self._open.nobody:
-            return Here(lambda: self.store.read(i)[0].clone())
+            return Immediate(lambda: self.store.read(i)[0].clone())
         for ahead in outcome.units:
             if ahead > i:
                 self.store.ahead(ahead)

@@ -9,6 +9,7 @@ weights has to move too, or the optimizer's next step undoes the landing:
   or the average of ASGD. It is shifted by as much as the parameter moves, and stays on its node.
 """
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import is_
@@ -23,7 +24,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from aedit.edit.fresh import renew
 from aedit.edit.shards import Shards, local, reshard
 
 Optimizer = torch.optim.Optimizer
@@ -478,3 +478,63 @@ def _rounds_to(p: nn.Parameter, state: Tensor) -> bool:
     there = local(state).reshape(-1)
     info = torch.finfo(p.dtype)
     return bool(((there - here).abs() <= info.eps * there.abs() + info.smallest_normal).all())
+
+
+@torch.no_grad()
+def renew(optimizer: Optimizer, p: nn.Parameter) -> None:
+    """Make what `optimizer` remembers of `p` what a new optimizer of its class and options would.
+
+    Tensors of the classes in `torch.optim` are overwritten in place, so that a checkpoint finds all it
+    expects. State of another class is what its constructor makes, or is dropped, so that the next step
+    makes it. What an optimizer keeps per group stays.
+    """
+    if not optimizer.state.get(p):
+        return
+    group = next((g for g in optimizer.param_groups if any(q is p for q in g["params"])), None)
+    if group is None:
+        return
+    if isinstance(optimizer, torch.optim.LBFGS):
+        optimizer.state[p].clear()
+        optimizer.state[p].update(func_evals=0, n_iter=0)  # this may be inside a step that counts on them
+    elif type(optimizer).__module__.startswith("torch.optim"):
+        _overwrite(optimizer, optimizer.state[p], group)
+    else:
+        _drop(optimizer, p, group)
+
+
+def _overwrite(optimizer: Optimizer, state: dict[str, Any], group: dict[str, Any]) -> None:
+    if isinstance(optimizer, torch.optim.SGD) and group["dampening"]:
+        state.pop("momentum_buffer", None)  # the first gradient is not damped
+    for key, value in state.items():
+        first = float(_first(optimizer, key, group))
+        if isinstance(value, Tensor):
+            local(value).fill_(first)
+        elif isinstance(value, int | float):
+            state[key] = type(value)(first)
+
+
+def _first(optimizer: Optimizer, key: str, group: dict[str, Any]) -> Any:
+    """Return what state `key` starts from, as the classes of torch.optim initialise it."""
+    match optimizer, key:
+        case torch.optim.Adagrad(), "sum":
+            return group["initial_accumulator_value"]
+        case (torch.optim.NAdam(), "mu_product") | (torch.optim.ASGD(), "mu"):
+            return 1.0
+        case (torch.optim.Rprop(), "step_size") | (torch.optim.ASGD(), "eta"):
+            return group["lr"]
+    return 0.0
+
+
+def _drop(optimizer: Optimizer, p: nn.Parameter, group: dict[str, Any]) -> None:
+    options = {key: value for key, value in group.items() if key != "params"}
+    known = inspect.signature(type(optimizer)).parameters
+    arguments = {key: value for key, value in options.items() if key in known}
+    try:
+        twin = nn.Parameter(p.detach().clone())
+        made = type(optimizer)([{**options, "params": [twin]}], **arguments).state.get(twin)
+    except Exception:  # a constructor that wants more: it is somebody else's, and may raise anything
+        made = None
+    if made:
+        optimizer.state[p] = made
+    else:
+        del optimizer.state[p]

@@ -17,11 +17,11 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor, nn
 
+from aedit.edit.apply_anchor import OwnValues, recorded, take, values_only
 from aedit.edit.buffers import Buffers
 from aedit.edit.config import EditConfig
 from aedit.edit.exchange import Exchange, RoundOutcome
-from aedit.edit.flight import Flight, movable, note_answers
-from aedit.edit.landing import OwnValues, recorded, take, values_only
+from aedit.edit.open_round import Flight, movable, note_answers
 from aedit.edit.optimizers import InnerOptimizers
 from aedit.edit.shards import Shards
 from aedit.edit.units import SyncUnit

@@ -21,17 +21,16 @@ from torch.utils.hooks import RemovableHandle
 
 from aedit.edit import snapshot
 from aedit.edit.agreement import described_loop
+from aedit.edit.broadcast_initial import equalize
 from aedit.edit.buffers import Buffers
 from aedit.edit.config import EditConfig
-from aedit.edit.defaults import chosen
-from aedit.edit.equal import equalize
+from aedit.edit.engine_weights import HandOver, PolicyEngine
 from aedit.edit.exchange import Exchange, RoundOutcome, check_new, take
-from aedit.edit.flight import Flight
-from aedit.edit.hand_over import HandOver, PolicyEngine
 from aedit.edit.hooks import attach
+from aedit.edit.open_round import Flight
 from aedit.edit.optimizers import Inner, InnerOptimizers
 from aedit.edit.rounds import OpenRounds
-from aedit.edit.schedule import RoundSchedule
+from aedit.edit.schedule import RoundSchedule, make_schedule
 from aedit.edit.shards import local, reshard, shards_of
 from aedit.edit.units import SyncUnit, find_units, fragment
 from aedit.edit.waiting import Waiter
@@ -442,3 +441,19 @@ class LayerSync(Waiter):
 
     def _fragment(self, round_id: int) -> tuple[int, ...]:
         return fragment(round_id, self.config.fragments, len(self.units))
+
+
+def chosen(
+    exchange: Exchange, schedule: RoundSchedule | None, config: EditConfig | None
+) -> tuple[RoundSchedule, EditConfig]:
+    """Return schedule and configuration of a node: its own, else the exchange's, else the default ones.
+
+    Raises ValueError for settings in `config` that belong to the exchange.
+    """
+    if defaults := exchange.defaults():
+        config, schedule = config or defaults[0], schedule or defaults[1]
+    config = config or EditConfig()
+    for name in ("penalty", "offload"):
+        if getattr(config, name) not in (getattr(EditConfig(), name), getattr(exchange, name, None)):
+            raise ValueError(f"config.{name} has no effect here: give it to the exchange")
+    return schedule or make_schedule(config), config

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeVar
 
-from aedit.edit.flight import Flight
+from aedit.edit.open_round import Flight
 from aedit.edit.shards import Shards
 from aedit.proto.transports import PeersMissing, Pending
 from aedit.types import IdleWork

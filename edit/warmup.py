@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from aedit.edit.peers import Peers
+from aedit.edit.exchange import Peers
 from aedit.edit.shards import Shards, local
 from aedit.edit.units import SyncUnit
 from aedit.proto.transports import Pending

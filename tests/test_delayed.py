@@ -8,7 +8,7 @@ from kit.nodes import UNITS, batches, in_threads, loss, parameters, tower
 
 from aedit.async_sgd.rules import DelayedNesterov, OuterState
 from aedit.edit import EditConfig, LayerSync, MeanExchange, snapshot
-from aedit.edit.store import DeviceStore
+from aedit.edit.anchor_store import DeviceStore
 from aedit.types import Round
 
 MIDDLE = list(UNITS).index("middle")

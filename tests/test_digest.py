@@ -10,7 +10,7 @@ from torch import nn
 
 from aedit.async_sgd.rules import Average
 from aedit.edit import EditConfig, EverySteps, LayerSync, MeanExchange
-from aedit.edit.digest import digest, halves
+from aedit.edit.tensors import digest, halves
 
 ODD = 0x1E3779B97F4A7C15
 MASK = 2**64 - 1

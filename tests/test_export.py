@@ -10,7 +10,7 @@ from dist_jobs.export_jobs import train_and_save
 from kit.hub_processes import Client, HubProcess, ending, numbers, write_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from aedit.edit import EditConfig, canonical, find_units
+from aedit.edit import EditConfig, find_units, flat_layout
 from aedit.launch.cli import main
 from aedit.launch.cli.export import export
 from aedit.launch.config import load
@@ -195,7 +195,7 @@ class ModelClient(Client):
 
     def of(self, config):
         model = measured(config)
-        self.layout = canonical.layout(find_units(model, config.edit.units))
+        self.layout = flat_layout.layout(find_units(model, config.edit.units))
         self.numels = tuple(unit.numel for unit in self.layout.units)
         return self
 

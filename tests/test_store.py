@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from aedit.async_sgd.rules import OuterState
-from aedit.edit.store import DeviceStore, PinnedStore
+from aedit.edit.anchor_store import DeviceStore, PinnedStore
 
 
 def kept(count, size=5, device="cpu"):

@@ -22,7 +22,7 @@ from aedit.async_sgd.rules import (
     UnitRule,
 )
 from aedit.clock import VirtualClock
-from aedit.edit import EditConfig, HubExchange, LayerSync, MeanExchange, canonical, find_units
+from aedit.edit import EditConfig, HubExchange, LayerSync, MeanExchange, find_units, flat_layout
 from aedit.launch.config import DrafterConfig, PromptConfig, RunConfig, unit_rules
 from aedit.types import Verdict
 
@@ -253,7 +253,7 @@ def _bound(transport, units):
 def test_a_node_of_a_hub_pushes_its_own_steps_and_pulls_what_others_have_trained():
     models = [apart() for _ in range(2)]
     units = ("tower.*", "drafter")
-    layout = canonical.layout(find_units(models[0], units))
+    layout = flat_layout.layout(find_units(models[0], units))
     own = replace(plan(config(quorum=1)), rules={DRAFTER: UnitRule()}, pace="steps", every=EVERY)
     hub = InProcessHub(own, layout, clock=VirtualClock())
     start = models[0].drafter.weight.detach().clone()

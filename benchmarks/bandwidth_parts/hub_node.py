@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import aedit
-from aedit.edit import EditConfig, HubExchange, LayerSync, OwnPace, RoundOutcome, canonical, find_units
+from aedit.edit import EditConfig, HubExchange, LayerSync, OwnPace, RoundOutcome, find_units, flat_layout
 from aedit.proto.agent import AgentPlan, start_agent
 from benchmarks.kit.paced import tower, walk
 
@@ -79,7 +79,7 @@ def run(job: HubJob) -> HubSeen:
 
 def agent_plan(job: HubJob, model: nn.Module) -> AgentPlan:
     """Return the plan of an agent whose node has no data of its own."""
-    layout = canonical.layout(find_units(model, "auto"))
+    layout = flat_layout.layout(find_units(model, "auto"))
     return AgentPlan(
         addresses=(job.hub,),
         name=job.name,

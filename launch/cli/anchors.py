@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from aedit.async_sgd.hub import Hub
-from aedit.edit import canonical, find_units
+from aedit.edit import find_units, flat_layout
 from aedit.launch.config import RunConfig
 from aedit.launch.data import load_tokenizer
 from aedit.launch.hub import replayed
@@ -88,7 +88,7 @@ def _pulled(layout: Layout, run: str, clients: Sequence[HubClient]) -> Iterator[
 
 def _layout(model: PreTrainedModel, config: RunConfig) -> Layout:
     try:
-        return canonical.layout(find_units(model, config.edit.units))
+        return flat_layout.layout(find_units(model, config.edit.units))
     except ValueError as error:
         raise UserError(str(error)) from None
 
@@ -121,7 +121,7 @@ def model_digests(config: RunConfig) -> str:
     )
     units = find_units(model, config.edit.units)
     shared = make_shared(config, model, torch.device("cpu"))
-    layout = canonical.layout([*units, *([shared.unit] if shared else [])])
+    layout = flat_layout.layout([*units, *([shared.unit] if shared else [])])
     facts = facts_of(config, model, tokenizer, data)
     described = tuple((name, str(value)) for name, value in facts.items())
     anchors = [_digest([p.detach() for p in unit.params]) for unit in units]

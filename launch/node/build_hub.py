@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 import aedit
-from aedit.edit import HubExchange, LayerSync, SharedModule, canonical, find_units, make_pace, snapshot
+from aedit.edit import HubExchange, LayerSync, SharedModule, find_units, flat_layout, make_pace, snapshot
 from aedit.launch.config import JoinOptions, RunConfig, method, samples_per_step, tokens_per_step
 from aedit.launch.data import LeasedOrder, load_tokenizer
 from aedit.launch.node.budget import HubBudget
@@ -133,7 +133,7 @@ def agent_plan(
 ) -> AgentPlan:
     """Return the settings of the node's agent."""
     hub = config.hub
-    units = canonical.layout([*_units(model, config), *([shared.unit] if shared else [])]).units
+    units = flat_layout.layout([*_units(model, config), *([shared.unit] if shared else [])]).units
     addresses = (
         replicas_of_parts(member.replicas, config.edit.timeout_s)
         if member.replicas

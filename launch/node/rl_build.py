@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aedit.edit import canonical, find_units
+from aedit.edit import find_units, flat_layout
 from aedit.launch.config import RunConfig
 from aedit.launch.data import AnswerTokens, Curriculum, ProblemSet, reward_pool
 from aedit.launch.node.model import make_model, stop_tokens
@@ -232,7 +232,7 @@ def make_servers(parts: NodeParts, logs: Path) -> Servers | None:
         trainer=options.name if options is not None else f"node {parts.world.node}",
         rank=rank,
         keys=keys,
-        layout=canonical.layout(find_units(model, config.edit.units)),
+        layout=flat_layout.layout(find_units(model, config.edit.units)),
         dtype=config.rl.version_dtype,
         on_new_version=config.rl.on_new_version,
         silent_s=config.rl.server_silent_s,

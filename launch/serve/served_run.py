@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import nn
 
-from aedit.edit import canonical, find_units
+from aedit.edit import find_units, flat_layout
 from aedit.launch.config import RunConfig
 from aedit.launch.data import CorpusTokenizer, load_tokenizer
 from aedit.launch.node import (
@@ -54,7 +54,7 @@ class ServedRun:
             tokenizer=tokenizer,
             device=chosen_device(config.device),
             model=model,
-            layout=VersionLayout(canonical.layout(units), config.rl.version_dtype),
+            layout=VersionLayout(flat_layout.layout(units), config.rl.version_dtype),
         )
 
     @property

@@ -9,7 +9,7 @@ from kit.nodes import parameters, tower
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from aedit.edit import EditConfig, HubExchange, LayerSync, OwnPace, canonical, find_units
+from aedit.edit import EditConfig, HubExchange, LayerSync, OwnPace, find_units, flat_layout
 from aedit.launch.data import LeasedOrder
 from aedit.proto.agent import AgentPlan, Progress, attach, start_agent
 
@@ -75,7 +75,7 @@ def _train(model, link, rounds, seed):
 
 
 def agent_plan(model, addresses, **settings):
-    units = canonical.layout(find_units(model)).units
+    units = flat_layout.layout(find_units(model)).units
     return AgentPlan(
         addresses=tuple(addresses),
         run="test",

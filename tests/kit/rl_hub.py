@@ -9,7 +9,7 @@ import torch
 from aedit.async_sgd.hub import HubPlan
 from aedit.async_sgd.inprocess import InProcessHub
 from aedit.async_sgd.rules import HubConfig, OuterConfig, PenaltyConfig
-from aedit.edit import EditConfig, HubExchange, LayerSync, canonical, find_units
+from aedit.edit import EditConfig, HubExchange, LayerSync, find_units, flat_layout
 from aedit.launch.data import LeasedOrder, load_tokenizer
 from aedit.launch.node import NodeCheckpoints, load_data, make_inner
 from aedit.launch.node.budget import HubBudget
@@ -44,7 +44,7 @@ def hub_of(config):
         pace="steps",
         steps=config.train.steps,
     )
-    return InProcessHub(plan, canonical.layout(units))
+    return InProcessHub(plan, flat_layout.layout(units))
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from aedit.edit import canonical, find_units
+from aedit.edit import find_units, flat_layout
 from aedit.launch.config import load
 from aedit.launch.serve.served_run import ServedRun
 from aedit.proto.rpc import hub_pb2 as pb
@@ -59,7 +59,7 @@ class Founder(Client):
         run = ServedRun.of(load(toml, []).config)
         units = find_units(run.model, run.config.edit.units)
         found = cls(address, numels=tuple(unit.numel for unit in units))
-        found.layout, found.run, found.toml = canonical.layout(units), run, toml
+        found.layout, found.run, found.toml = flat_layout.layout(units), run, toml
         return found
 
     def request(self, **others):

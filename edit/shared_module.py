@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from aedit.edit.exchange import check_new, take
 from aedit.edit.shards import Shards
-from aedit.edit.unit_steps import UnitSteps
-from aedit.edit.units import SyncUnit
+from aedit.edit.units import SyncUnit, UnitSteps
 
 
 class TrainedApart(Protocol):
@@ -93,7 +92,7 @@ class SharedModule:
             p.copy_(value if self._shards.size == 1 else self._shards.sum(value * weight))
 
     def _offer(self) -> None:
-        """Offer the unit's value to the user, unless nobody has trained it, or it is the user's own."""
+        """Offer the unit's value to the user, unless no node has trained it, or it is the user's own."""
         found = dict(zip(self._names, self.unit.params, strict=True))
         if self._user is None or not any(bool(p.any()) for p in found.values()):
             return

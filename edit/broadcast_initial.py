@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from aedit.edit.peers import Peers
+from aedit.edit.exchange import Peers
 from aedit.edit.shards import reshard
 from aedit.edit.tensors import digest_of, from_floats, hash_of, named_buffers, shape_of, to_floats
 
@@ -13,7 +13,7 @@ def equalize(model: nn.Module, peers: Peers, *, source: int = 0, key: str = "sta
 
     Only tensors that differ travel; returns their names. Buffers that are not part of the state dict stay as
     they are if nodes have others, or of another shape. All nodes call this together, with the same parameters
-    and persistent buffers; a node of a hub is compared with nobody.
+    and persistent buffers; a node of a hub has no peers to be compared with.
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     tensors |= {name: buffer for name, buffer, persistent in named_buffers(model) if persistent}
