@@ -27,8 +27,8 @@ from aedit.spec_rollout.drafters import (
     SuffixDrafter,
     parse_arm,
 )
-from aedit.spec_rollout.migration import Reallocator
 from aedit.spec_rollout.model import Target
+from aedit.spec_rollout.remote import Reallocator
 from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
 from benchmarks.kit.policy_drafter import Recipe, drafter_ready
 from benchmarks.kit.statistics import Interval, median, percent

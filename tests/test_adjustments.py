@@ -25,7 +25,6 @@ from aedit.launch.cli.generate import score_gap
 from aedit.spec_rollout.drafters import Draft, DraftLayer, LayerDrafter, SuffixDrafter
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.engine import verification as verdict
-from aedit.spec_rollout.migration import decode_prompt, encode_prompt
 from aedit.spec_rollout.model import Target
 from aedit.spec_rollout.sampling import (
     LogitAdjustments,
@@ -34,6 +33,8 @@ from aedit.spec_rollout.sampling import (
     RowSampling,
     Sampling,
     adjustments,
+    decode_prompt,
+    encode_prompt,
     gumbel,
 )
 

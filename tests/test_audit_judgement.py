@@ -25,8 +25,8 @@ from aedit.spec_rollout.audit import (
     read_calibrations,
     write_calibrations,
 )
+from aedit.spec_rollout.audit.auditor import AuditRate, RateRule
 from aedit.spec_rollout.audit.calibration import MEASURED_TOKENS, MIN_RATE, NOISE_FACTOR, SIGMAS, exchanges
-from aedit.spec_rollout.audit.rates import AuditRate, RateRule
 from aedit.spec_rollout.audit.sequential import (
     ALTERNATIVES,
     Choices,

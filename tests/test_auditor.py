@@ -22,8 +22,7 @@ from aedit.spec_rollout.audit import (
     statement_of,
     weights_files,
 )
-from aedit.spec_rollout.audit.auditor import AuditSettings, SpotAuditor
-from aedit.spec_rollout.audit.rates import RateRule
+from aedit.spec_rollout.audit.auditor import AuditSettings, RateRule, SpotAuditor
 from aedit.spec_rollout.audit.recording import Recording, to_line
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.sampling import Prompt, Sampling

@@ -78,7 +78,7 @@ MAY_IMPORT = {
         "system",
     ),
     "spec_rollout.server": (
-        *(f"spec_rollout.{part}" for part in ("audit", "training", "migration", "engine", "rl")),
+        *(f"spec_rollout.{part}" for part in ("audit", "training", "engine", "rl")),
         *(f"spec_rollout.{part}" for part in ("choose", "sampling", "drafters", "model")),
         "proto.versions",
         *WIRE,
@@ -87,7 +87,7 @@ MAY_IMPORT = {
         *WEIGHTS,
     ),
     "spec_rollout.remote": (
-        *(f"spec_rollout.{part}" for part in ("audit", "workers", "migration", "engine", "training", "rl")),
+        *(f"spec_rollout.{part}" for part in ("server", "audit", "engine", "training", "rl")),
         *(f"spec_rollout.{part}" for part in ("choose", "sampling", "drafters", "model")),
         "proto.versions",
         *WIRE,
@@ -96,19 +96,11 @@ MAY_IMPORT = {
         *WEIGHTS,
     ),
     "spec_rollout.audit": (
-        *(f"spec_rollout.{part}" for part in ("migration", "engine", "rl", "sampling", "drafters", "model")),
+        *(f"spec_rollout.{part}" for part in ("engine", "rl", "sampling", "drafters", "model")),
         "proto.rpc",
         "types",
         "system",
     ),
-    "spec_rollout.workers": (
-        *(f"spec_rollout.{part}" for part in ("migration", "engine", "training", "rl")),
-        *(f"spec_rollout.{part}" for part in ("choose", "sampling", "drafters", "model")),
-        "types",
-        "system",
-        *WEIGHTS,
-    ),
-    "spec_rollout.migration": ("spec_rollout.engine", "spec_rollout.sampling", "types", "system"),
     "spec_rollout.engine": (
         *(f"spec_rollout.{part}" for part in ("choose", "sampling", "drafters", "model")),
         "types",

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aedit.spec_rollout.migration import LengthDistribution
+from aedit.spec_rollout.remote.reallocate import LengthDistribution
 
 sizes = st.integers(1, 60)
 

@@ -15,9 +15,9 @@ from kit.tiny_policies import drafter, policy
 from aedit.spec_rollout.choose import Fixed
 from aedit.spec_rollout.drafters import LayerDrafter
 from aedit.spec_rollout.engine import Engine, prefill
-from aedit.spec_rollout.migration import LocalEngine, decode_prompt, encode_prompt
 from aedit.spec_rollout.model import Target
-from aedit.spec_rollout.sampling import Prompt, Rollout, SampleKV, Sampling
+from aedit.spec_rollout.remote import LocalEngine
+from aedit.spec_rollout.sampling import Prompt, Rollout, SampleKV, Sampling, decode_prompt, encode_prompt
 from aedit.spec_rollout.training import FeatureReader, FeatureRing, RingShape, RowFeatures
 
 JOBS = "tests/dist_jobs/handing_jobs.py"

@@ -5,8 +5,9 @@ from itertools import product
 
 import pytest
 
-from aedit.spec_rollout.migration import EngineSpeed, LengthDistribution, UnfinishedSample
-from aedit.spec_rollout.workers.dispatcher import WorkerLoad, place
+from aedit.spec_rollout.engine import EngineSpeed
+from aedit.spec_rollout.remote.dispatcher import WorkerLoad, place
+from aedit.spec_rollout.remote.reallocate import LengthDistribution, UnfinishedSample
 
 KNOWN = LengthDistribution.of([100])  # every sample has 100 tokens
 

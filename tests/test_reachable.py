@@ -10,8 +10,8 @@ PARTS = ("edit", "async_sgd", "proto", "spec_rollout", "launch")
 
 ENTRIES = ("aedit", "aedit.__main__", "aedit.launch.cli.__main__", *(f"aedit.{part}" for part in PARTS))
 
-# Migration: tested and measured, and not part of any run yet.
-ROLLOUT_ONLY = ("spec_rollout.migration",)
+# Migration between ranks: tested and measured, and not part of any run yet.
+ROLLOUT_ONLY = ("spec_rollout.remote.rank_transfer",)
 
 
 def modules():

@@ -12,21 +12,21 @@ import torch
 from kit.simulated_engines import MOST, PACE, Simulated, World, prompts
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.migration import (
-    HISTORY_ROLLOUTS,
+from aedit.spec_rollout.engine import Engine, EngineSpeed, SpeedMeter
+from aedit.spec_rollout.remote import LocalEngine, Reallocator
+from aedit.spec_rollout.remote.dispatcher import RemoteEngine
+from aedit.spec_rollout.remote.handle import WorkerHandle
+from aedit.spec_rollout.remote.moving import HISTORY_ROLLOUTS
+from aedit.spec_rollout.remote.reallocate import (
     EngineLoad,
-    EngineSpeed,
     LengthDistribution,
-    LocalEngine,
-    Reallocator,
-    SpeedMeter,
+    MigrationRule,
     UnfinishedSample,
+    drain_s,
+    group_scales,
+    plan,
 )
-from aedit.spec_rollout.migration.reallocate import MigrationRule, drain_s, group_scales, plan
 from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
-from aedit.spec_rollout.workers import WorkerHandle
-from aedit.spec_rollout.workers.dispatcher import RemoteEngine
 
 PROMPT_OF_NONE = Prompt(tokens=(1,))
 KNOWN = LengthDistribution.of([100])  # every sample has 100 tokens

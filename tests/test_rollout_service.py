@@ -12,8 +12,7 @@ from kit.waiting import until
 from aedit.proto.rpc import HubRefused, new_secret
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.spec_rollout.audit import Origin, is_signed, statement_of
-from aedit.spec_rollout.migration import encode_sampling
-from aedit.spec_rollout.sampling import Rollout, Sampling
+from aedit.spec_rollout.sampling import Rollout, Sampling, encode_sampling
 from aedit.spec_rollout.server import StreamLimits
 
 

@@ -20,12 +20,11 @@ from kit.waiting import until
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.spec_rollout import Prompt, Sampling, WorkerConfig, WorkerSource
 from aedit.spec_rollout.audit import Origin
-from aedit.spec_rollout.migration import encode_prompt
-from aedit.spec_rollout.remote import Servers
+from aedit.spec_rollout.remote import Servers, workers_pool
 from aedit.spec_rollout.remote.config import layout_of
 from aedit.spec_rollout.remote.discovery import Place
 from aedit.spec_rollout.remote.session import ServerFacts, Session
-from aedit.spec_rollout.workers import pool
+from aedit.spec_rollout.sampling import encode_prompt
 
 LIMIT_S = 120.0
 
@@ -43,7 +42,7 @@ def layout(model):
 @pytest.fixture
 def opened(model, layout, monkeypatch):
     """Return functions that start a server, and a source that uses servers; all are closed at the end."""
-    monkeypatch.setattr(pool, "MODULE", "kit.fake_worker")
+    monkeypatch.setattr(workers_pool, "MODULE", "kit.fake_worker")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     with ExitStack() as stack:
 

@@ -11,8 +11,8 @@ from benchmarks.tail_parts.times import Times
 from kit.rollouts import Stubborn, tiny_policy
 
 from aedit.spec_rollout.choose import Fixed
-from aedit.spec_rollout.migration import Reallocator
-from aedit.spec_rollout.migration.reallocate import Migration
+from aedit.spec_rollout.remote import Reallocator
+from aedit.spec_rollout.remote.reallocate import Migration
 from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
 
 TIMES = Times(

@@ -27,7 +27,7 @@ from aedit.spec_rollout.audit import (
     weights_files,
     write_calibrations,
 )
-from aedit.spec_rollout.audit.make import make_auditor
+from aedit.spec_rollout.audit.auditor import make_auditor
 from aedit.spec_rollout.rl import Group, Problem
 from aedit.spec_rollout.sampling import Sampling
 

@@ -16,8 +16,9 @@ from kit.tiny_policies import policy
 from kit.waiting import until
 
 from aedit.spec_rollout import Prompt, Sampling, WorkerConfig, WorkerSource
+from aedit.spec_rollout.remote import workers_pool
+from aedit.spec_rollout.server import Channel
 from aedit.spec_rollout.training import Restarts
-from aedit.spec_rollout.workers import Channel, pool
 
 SOON = Restarts(pause_s=0.01, limit=2)
 
@@ -30,7 +31,7 @@ def model():
 @pytest.fixture
 def sources(model, monkeypatch):
     """Return a function that starts a source of fake workers; all are closed at the end."""
-    monkeypatch.setattr(pool, "MODULE", "kit.fake_worker")
+    monkeypatch.setattr(workers_pool, "MODULE", "kit.fake_worker")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     made = []
 
@@ -167,7 +168,7 @@ def test_time_in_which_the_rank_does_not_listen_is_no_silence(sources, monkeypat
 RANK = """
 import os, signal, socket, subprocess, sys
 here, there = socket.socketpair()
-words = (sys.executable, "-m", "aedit.spec_rollout.workers.worker", str(os.getpid()), str(there.fileno()))
+words = (sys.executable, "-m", "aedit.spec_rollout.server.worker", str(os.getpid()), str(there.fileno()))
 held = os.dup(here.fileno())
 os.set_inheritable(held, True)  # the worker has this end too: a closed connection is not what ends it
 worker = subprocess.Popen(words, pass_fds=(there.fileno(), held), stdout=subprocess.DEVNULL)

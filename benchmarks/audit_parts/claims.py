@@ -11,9 +11,8 @@ from aedit.spec_rollout.audit import HeldRollout
 from aedit.spec_rollout.choose import Fixed
 from aedit.spec_rollout.drafters import OFF, SuffixDrafter, parse_arm
 from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.migration import encode_sampling
 from aedit.spec_rollout.model import Path, make_target
-from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling, gumbel
+from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling, encode_sampling, gumbel
 from benchmarks.kit.small_llama import corpus
 
 PROMPT_BYTES = 32

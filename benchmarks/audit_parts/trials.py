@@ -18,7 +18,7 @@ from aedit.spec_rollout.audit import (
     form_error,
     score,
 )
-from aedit.spec_rollout.migration import decode_sampling
+from aedit.spec_rollout.sampling import decode_sampling
 from benchmarks.kit.statistics import quantile
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.model import Target
-from aedit.spec_rollout.workers import EngineSpec, make_engine
+from aedit.spec_rollout.server import EngineSpec, make_engine
 
 NODES = 1
 """Nothing is drafted."""

@@ -21,6 +21,7 @@ from aedit.proto.versions import VersionLayout
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.server import (
     EngineHost,
+    EngineSpec,
     HostLimits,
     RolloutService,
     ServedVersions,
@@ -28,7 +29,6 @@ from aedit.spec_rollout.server import (
     StreamLimits,
     TrainerLines,
 )
-from aedit.spec_rollout.workers import EngineSpec
 from aedit.types import Layout
 from benchmarks.kit.hubs import layout_of
 from benchmarks.rl_servers_parts.paced import make_paced

@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 from aedit.spec_rollout.choose import ArmChooser
 from aedit.spec_rollout.drafters import Arm, Draft, Drafter, DrafterKind, Noise, RowStart, StepUpdate
 from aedit.spec_rollout.engine import Engine, Step
-from aedit.spec_rollout.migration import LocalEngine, Reallocator, SampleKey
 from aedit.spec_rollout.model import Segment, Target
+from aedit.spec_rollout.remote import LocalEngine, Reallocator
+from aedit.spec_rollout.remote.reallocate import SampleKey
 from aedit.spec_rollout.sampling import Prompt, Rollout
 from benchmarks.tail_parts.times import Times
 

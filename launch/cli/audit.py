@@ -39,7 +39,7 @@ from aedit.spec_rollout.audit import (
     weights_files,
     write_calibrations,
 )
-from aedit.spec_rollout.migration import decode_sampling
+from aedit.spec_rollout.sampling import decode_sampling
 from aedit.types import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}

@@ -32,7 +32,7 @@ from aedit.spec_rollout.audit import (
 )
 from aedit.spec_rollout.sampling import Rollout
 
-MAKE = "aedit.spec_rollout.audit.make:make_auditor"
+MAKE = "aedit.spec_rollout.audit.auditor:make_auditor"
 Accuse = Callable[[str, str, Mapping[str, Any]], None]
 """Takes the name of a server, a reason in words, and the evidence."""
 

@@ -25,11 +25,10 @@ from aedit.launch.node.rl_records import RLRecords, Waits
 from aedit.launch.records import Recorder
 from aedit.proto.rpc import is_loopback
 from aedit.spec_rollout.drafters import parse_arm
-from aedit.spec_rollout.remote import Servers
+from aedit.spec_rollout.remote import Servers, WorkerConfig, WorkerSource
 from aedit.spec_rollout.rl import Group, RewardReport, RolloutSource
 from aedit.spec_rollout.sampling import Sampling
 from aedit.spec_rollout.training import OnlineDrafter
-from aedit.spec_rollout.workers import WorkerConfig, WorkerSource
 from aedit.types import UserError
 
 

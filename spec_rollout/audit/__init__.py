@@ -1,11 +1,19 @@
-"""Checks that rollouts of a server are those of the policy."""
+"""Checks that rollouts of a server are those of the policy.
+
+Connections to servers and `aedit audit` call it; begin with `auditor.py`.
+
+- `statement.py`: signed rollouts, and the interface `Auditor`; `auditor.py`: the auditor, its rate of checks.
+- `token_margins.py`: margins of claimed tokens under the verifier's policy versions.
+- `judge.py`: rules and tests per server; `sequential.py`: the tests; `calibration.py`: numerical limits.
+- `recording.py`: recorded rollouts.
+"""
 
 from typing import TYPE_CHECKING
 
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
-    from aedit.spec_rollout.audit.auditor import score
+    from aedit.spec_rollout.audit.auditor import score, shaped_model
     from aedit.spec_rollout.audit.calibration import (
         Calibration,
         OwnNoise,
@@ -14,14 +22,27 @@ if TYPE_CHECKING:
         read_calibrations,
         write_calibrations,
     )
-    from aedit.spec_rollout.audit.form import form_error
-    from aedit.spec_rollout.audit.hook import Auditor, AuditVerdict, HeldRollout, WeightReader, try_auditor
-    from aedit.spec_rollout.audit.judge import RewardRecord, Scored, ServerRecord
-    from aedit.spec_rollout.audit.make import shaped_model
+    from aedit.spec_rollout.audit.judge import RewardRecord, Scored, ServerRecord, form_error
     from aedit.spec_rollout.audit.recording import CONFIG, read_recording, signature_error, weights_files
-    from aedit.spec_rollout.audit.statement import Origin, is_signed, signature_of, statement_of, versions_of
-    from aedit.spec_rollout.audit.token_margins import ClaimedTokens, Margins, margins, not_auditable
-    from aedit.spec_rollout.audit.versions import PolicyVersions
+    from aedit.spec_rollout.audit.statement import (
+        Auditor,
+        AuditVerdict,
+        HeldRollout,
+        Origin,
+        WeightReader,
+        is_signed,
+        signature_of,
+        statement_of,
+        try_auditor,
+        versions_of,
+    )
+    from aedit.spec_rollout.audit.token_margins import (
+        ClaimedTokens,
+        Margins,
+        PolicyVersions,
+        margins,
+        not_auditable,
+    )
 
 __all__ = [
     "CONFIG",

@@ -1,28 +1,70 @@
-"""Spot checks of servers: a sample that is chosen after it has ended is recomputed in one forward pass."""
+"""Spot checks of servers: a sample that is chosen after it has ended is recomputed in one forward pass.
+
+`make_auditor` makes the auditor of a connection process; `AuditRate` is the share that is recomputed: high
+after a suspicion, low after many clean tokens.
+"""
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from aedit.spec_rollout.audit.calibration import Calibration, OwnNoise, calibration_of
-from aedit.spec_rollout.audit.form import form_error
-from aedit.spec_rollout.audit.hook import AuditVerdict, HeldRollout, WeightReader
-from aedit.spec_rollout.audit.judge import Judgement, Scored, ServerRecord
-from aedit.spec_rollout.audit.rates import AuditRate, RateRule
+from aedit.spec_rollout.audit.calibration import Calibration, OwnNoise, calibration_of, read_calibrations
+from aedit.spec_rollout.audit.judge import Judgement, Scored, ServerRecord, form_error
 from aedit.spec_rollout.audit.recording import Recording
-from aedit.spec_rollout.audit.statement import spans_of
-from aedit.spec_rollout.audit.token_margins import Margins, not_auditable
-from aedit.spec_rollout.audit.versions import Part, PolicyVersions, margins_of
-from aedit.spec_rollout.migration import decode_sampling
-from aedit.spec_rollout.sampling import Sampling, TokenDecoder
+from aedit.spec_rollout.audit.statement import AuditVerdict, HeldRollout, WeightReader, spans_of
+from aedit.spec_rollout.audit.token_margins import Margins, Part, PolicyVersions, margins_of, not_auditable
+from aedit.spec_rollout.sampling import Sampling, TokenDecoder, decode_sampling
+from aedit.types import check
 
 _PATTERNS = {torch.uint16: torch.bfloat16, torch.uint32: torch.float32, torch.uint64: torch.float64}
+_transformers: Any = (AutoConfig, AutoModelForCausalLM, AutoTokenizer)  # their methods carry no types
 _SECRET = secrets.SystemRandom().random
+
+
+RAISED = 4.0
+"""Factor of the rate after a sample with a mismatch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateRule:
+    """Settings of the rate."""
+
+    rate: float = 0.2
+    """For a server of which nothing is known."""
+    floor: float = 0.02
+    """Lowest rate."""
+    halved_by: int = 20_000
+    """Clean audited tokens after which the rate is half as high."""
+
+    def __post_init__(self) -> None:
+        check(0 < self.rate <= 1, "audit.rate", "must be above 0 and at most 1", self.rate)
+        rule = f"must be above 0 and at most audit.rate = {self.rate}"
+        check(0 < self.floor <= self.rate, "audit.floor", rule, self.floor)
+        check(self.halved_by >= 1, "audit.halved_by", "must be at least 1", self.halved_by)
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRate:
+    """Rate of one server, q."""
+
+    q: float
+
+    def after(self, rule: RateRule, num_tokens: int, num_mismatches: int) -> "AuditRate":
+        """Return the rate after an audited sample that has not failed."""
+        if num_mismatches:
+            return replace(self, q=min(1.0, self.q * RAISED**num_mismatches))
+        return replace(self, q=max(rule.floor, self.q * 2 ** (-num_tokens / rule.halved_by)))
+
+    def after_failure(self) -> "AuditRate":
+        """Return the rate after a failure: every sample is audited."""
+        return replace(self, q=1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,3 +223,63 @@ def _tensor(value: Any) -> Tensor:
     """Return a NumPy array as a tensor; unsigned numbers hold the bits of floating-point ones."""
     tensor = torch.from_numpy(np.ascontiguousarray(value))
     return tensor.view(_PATTERNS.get(tensor.dtype, tensor.dtype))
+
+
+class ConnectionSettings(Protocol):
+    """The settings of a connection process that its auditor needs."""
+
+    @property
+    def tokenizer(self) -> str:
+        """Return the directory of a saved tokenizer; empty: none."""
+
+    @property
+    def audit_options(self) -> Mapping[str, Any]:
+        """Return the arguments of `make_auditor`'s parts."""
+
+
+def make_auditor(settings: ConnectionSettings) -> SpotAuditor:
+    """Return the auditor for `audit_options`.
+
+    `model` is the configuration of the policy, `dtype` and `device` those of its engine, `calibration` a file
+    or empty, `record` a directory or empty; the others are keys of `[audit]`.
+
+    Raises:
+        ValueError: The file of calibrations is not one.
+        OSError: It cannot be read.
+    """
+    options = settings.audit_options
+    torch.set_num_threads(options["threads"])
+    table = read_calibrations(Path(options["calibration"])) if options["calibration"] else {}
+    rule = RateRule(rate=options["rate"], floor=options["floor"], halved_by=options["halved_by"])
+    recording = None
+    if options["record"]:
+        recording = Recording(
+            Path(options["record"]),
+            max_bytes=options["record_bytes"],
+            versions=options["record_versions"],
+            model=options["model"],
+        )
+    _, _, tokenizers = _transformers
+    return SpotAuditor(
+        lambda: shaped_model(options["model"], options["dtype"], options["device"]),
+        AuditSettings(rule=rule, versions_kept=options["versions"], calibrations=table),
+        tokenizer=tokenizers.from_pretrained(settings.tokenizer, trust_remote_code=False)
+        if settings.tokenizer
+        else None,
+        recording=recording,
+    )
+
+
+def shaped_model(model: Mapping[str, Any], dtype: str, device: str) -> nn.Module:
+    """Return a model of this configuration with random weights.
+
+    Args:
+        model: As `PretrainedConfig.to_dict` gives it.
+        dtype: Name of the dtype in torch.
+        device: Device.
+    """
+    configs, models, _ = _transformers
+    sizes = dict(model)
+    config = configs.for_model(sizes.pop("model_type"), **sizes)
+    made: nn.Module = models.from_config(config, dtype=torch.float32)
+    return made.to(device, getattr(torch, dtype)).eval()

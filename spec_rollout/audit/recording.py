@@ -10,10 +10,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from aedit.proto.rpc import RolloutStatement
-from aedit.spec_rollout.audit.hook import HeldRollout
-from aedit.spec_rollout.audit.statement import Origin, is_signed, spans_of, statement_of, versions_of
-from aedit.spec_rollout.migration import decode_sampling
-from aedit.spec_rollout.sampling import Prompt, Rollout
+from aedit.spec_rollout.audit.statement import (
+    HeldRollout,
+    Origin,
+    is_signed,
+    spans_of,
+    statement_of,
+    versions_of,
+)
+from aedit.spec_rollout.sampling import Prompt, Rollout, decode_sampling
 
 FILE = "rollouts.jsonl"
 OLDER = "rollouts.1.jsonl"

@@ -14,7 +14,7 @@ from aedit.lazy import exports
 if TYPE_CHECKING:
     from aedit.spec_rollout.engine.engine import Engine
     from aedit.spec_rollout.engine.engine_source import EngineSource
-    from aedit.spec_rollout.engine.meters import Meters, Step
+    from aedit.spec_rollout.engine.meters import EngineSpeed, Meters, SpeedMeter, Step
     from aedit.spec_rollout.engine.request_checks import EngineLimits, check_prompt
     from aedit.spec_rollout.engine.scoring import Scoring
     from aedit.spec_rollout.engine.trial import try_chooser, try_drafter, try_engine
@@ -25,9 +25,11 @@ __all__ = [
     "Engine",
     "EngineLimits",
     "EngineSource",
+    "EngineSpeed",
     "Meters",
     "NoNextTokenError",
     "Scoring",
+    "SpeedMeter",
     "Step",
     "WeightSwap",
     "check_prompt",

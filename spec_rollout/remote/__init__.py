@@ -1,12 +1,14 @@
-"""A trainer's connections to rollout servers, which generate beside its own workers.
+"""Rollouts from worker processes of a rank and from rollout servers, as one `RolloutSource`.
 
-`WorkerSource` starts them from `Servers`; begin with `config.py`, then `links.py`.
+A training loop makes a `WorkerSource`; begin with `source.py`, then `dispatcher.py`.
 
-- `config.py`: `Servers`, its settings; `settings.py`: those of the connection process.
-- `link_process.py`: the rank's side of that process; `link.py`: the process; `links.py`: all its connections.
-- `connection.py`: one connection and its stream; `session.py`: its samples and measured speed.
-- `report_checks.py`: samples, and checks of what servers report; `audits.py`: held samples and audits.
-- `discovery.py`: the hub's list and the addresses; `publisher.py`: policy versions for servers.
+- `source.py`: the source; `dispatcher.py`: requested samples and which worker has each.
+- `workers_pool.py`: processes that are started again; `handle.py`: the rank's side of one worker.
+- `shared_weights.py`: the policy in shared memory.
+- `reallocate.py`, `moving.py`: which samples migrate between engines; `rank_transfer.py`: between ranks.
+- `config.py`: rollout servers of a rank; `link_process.py`: the process of its connections, whose program is
+  `link.py` with `links.py`, `connection.py`, `session.py`, `report_checks.py`, `audits.py`, `discovery.py`
+  and `publisher.py`.
 """
 
 from typing import TYPE_CHECKING
@@ -15,10 +17,11 @@ from aedit.lazy import exports
 
 if TYPE_CHECKING:
     from aedit.spec_rollout.remote.config import Servers
+    from aedit.spec_rollout.remote.moving import LocalEngine, Reallocator
+    from aedit.spec_rollout.remote.source import WorkerSource
+    from aedit.spec_rollout.remote.workers_pool import WorkerConfig
 
-__all__ = [
-    "Servers",
-]
+__all__ = ["LocalEngine", "Reallocator", "Servers", "WorkerConfig", "WorkerSource"]
 
 if not TYPE_CHECKING:  # so that type checkers know which names there are
     __getattr__, __dir__ = exports(__name__)

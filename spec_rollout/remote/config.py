@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from aedit.spec_rollout.remote.handle import RemotePolicy
 from aedit.spec_rollout.remote.link_process import LinkProcess
 from aedit.spec_rollout.remote.publisher import version_layout
 from aedit.spec_rollout.remote.settings import LinkSettings
-from aedit.spec_rollout.workers import RemotePolicy
 from aedit.types import (
     Layout,
     NonNegativeInt,

@@ -19,7 +19,7 @@ from aedit.spec_rollout.remote.discovery import Place
 from aedit.spec_rollout.remote.publisher import VersionGiven, VersionSender
 from aedit.spec_rollout.remote.report_checks import Violation
 from aedit.spec_rollout.remote.session import ServerFacts, Session
-from aedit.spec_rollout.workers import Channel
+from aedit.spec_rollout.server import Channel
 
 PROTOCOL = 1
 

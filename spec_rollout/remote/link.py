@@ -19,7 +19,7 @@ from typing import Any
 
 from aedit.spec_rollout.remote.links import Event, Links
 from aedit.spec_rollout.remote.settings import LinkSettings
-from aedit.spec_rollout.workers import Channel
+from aedit.spec_rollout.server import Channel
 from aedit.system import end_with_parent
 
 TICK_S = 0.1

@@ -9,9 +9,11 @@ from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import Any
 
+from aedit.spec_rollout.remote.handle import FIRST_INDEX, WorkerHandle
 from aedit.spec_rollout.remote.settings import LinkSettings
+from aedit.spec_rollout.remote.workers_pool import ChildProcess, log_file
+from aedit.spec_rollout.server import Channel, Message
 from aedit.spec_rollout.training import Restarts
-from aedit.spec_rollout.workers import FIRST_INDEX, Channel, ChildProcess, Message, WorkerHandle, log_file
 
 MODULE = "aedit.spec_rollout.remote.link"
 SILENT_S = 60.0

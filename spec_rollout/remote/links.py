@@ -28,8 +28,8 @@ from aedit.spec_rollout.remote.publisher import (
 from aedit.spec_rollout.remote.report_checks import Violation
 from aedit.spec_rollout.remote.settings import LinkSettings
 from aedit.spec_rollout.sampling import TokenDecoder
+from aedit.spec_rollout.server import Channel, Message
 from aedit.spec_rollout.training import ArrayReader
-from aedit.spec_rollout.workers import Channel, Message
 from aedit.types import imported
 
 REPORT_S = 0.1

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.spec_rollout.audit import HeldRollout, Origin, is_signed, statement_of
-from aedit.spec_rollout.migration import EngineSpeed
+from aedit.spec_rollout.engine import EngineSpeed
 from aedit.spec_rollout.remote.report_checks import GivenSample, Key, Violation, add_tokens, check_end
 from aedit.spec_rollout.sampling import TokenDecoder
-from aedit.spec_rollout.workers import Message
+from aedit.spec_rollout.server import Message
 
 WINDOW_S = 0.5
 """Shortest time over which tokens are counted."""

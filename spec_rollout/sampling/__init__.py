@@ -2,7 +2,8 @@
 
 Begin with `samples` (prompts, sampling parameters, rollouts). `noise` and `noisy_argmax` draw, `distribution`
 warps logits, `adjustments` changes them (bias, penalties, constraints), `verify` accepts drafted tokens,
-`stops` ends a rollout and turns tokens into text. Called by engine, drafters, servers and audits.
+`stops` ends a rollout and turns tokens into text, `sample_text` writes samples as JSON. Called by engine,
+drafters, servers and audits.
 """
 
 from typing import TYPE_CHECKING
@@ -14,6 +15,12 @@ if TYPE_CHECKING:
     from aedit.spec_rollout.sampling.distribution import RowSampling, logprobs, top_logprobs, warp_logits
     from aedit.spec_rollout.sampling.noise import LARGE_VOCABULARY, Ints, NoiseKeys, RowNoise, gumbel
     from aedit.spec_rollout.sampling.noisy_argmax import noisy_best_two
+    from aedit.spec_rollout.sampling.sample_text import (
+        decode_prompt,
+        decode_sampling,
+        encode_prompt,
+        encode_sampling,
+    )
     from aedit.spec_rollout.sampling.samples import (
         MIN_TOP_P,
         Constraint,
@@ -64,6 +71,10 @@ __all__ = [
     "TopLogprobs",
     "accept_path",
     "coupled_tokens",
+    "decode_prompt",
+    "decode_sampling",
+    "encode_prompt",
+    "encode_sampling",
     "gumbel",
     "logprobs",
     "node_depths",

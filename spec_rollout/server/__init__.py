@@ -5,6 +5,7 @@
 - `host.py`: the host's interface; `host_loop.py`: its thread and figures; `host_line.py`: one engine and its
   weights; `tickets.py`: submitted samples, priorities, limits and queues.
 - `rollouts.py`: the gRPC service; `trainer_stream.py`: one stream of a trainer; `outbox.py`: what it sends.
+- `worker.py`: process of a rollout worker; `serving.py`: its loop and engine; `channel.py`: its messages.
 - `trainer_lines.py`: a trainer's engines; `served_versions.py`: their policy versions.
 """
 
@@ -13,9 +14,11 @@ from typing import TYPE_CHECKING
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
+    from aedit.spec_rollout.server.channel import Channel, Message
     from aedit.spec_rollout.server.host import EngineHost
     from aedit.spec_rollout.server.rollouts import RolloutService
     from aedit.spec_rollout.server.served_versions import ServedVersions, version_tensors
+    from aedit.spec_rollout.server.serving import EngineSpec, make_engine
     from aedit.spec_rollout.server.tickets import (
         DeadlinePassed,
         HostEnding,
@@ -29,12 +32,15 @@ if TYPE_CHECKING:
     from aedit.spec_rollout.server.trainer_stream import ServerIdentity
 
 __all__ = [
+    "Channel",
     "DeadlinePassed",
     "EngineHost",
+    "EngineSpec",
     "HostEnding",
     "HostLimits",
     "HostTicket",
     "LineClosed",
+    "Message",
     "Overloaded",
     "PauseReplaced",
     "RolloutService",
@@ -42,6 +48,7 @@ __all__ = [
     "ServerIdentity",
     "StreamLimits",
     "TrainerLines",
+    "make_engine",
     "version_tensors",
 ]
 

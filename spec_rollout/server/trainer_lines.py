@@ -10,8 +10,7 @@ from typing import Any, Protocol
 import grpc
 
 from aedit.proto.rpc import SECRET_CHARS, Refusal, is_author
-from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.migration import EngineSpeed, SpeedMeter
+from aedit.spec_rollout.engine import Engine, EngineSpeed, SpeedMeter
 from aedit.spec_rollout.server.host import EngineHost
 from aedit.spec_rollout.server.host_line import OnNewVersion
 from aedit.types import check

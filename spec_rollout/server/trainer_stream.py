@@ -18,8 +18,7 @@ from aedit.proto.rpc import Refusal, SigningKey
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.spec_rollout.audit import Origin, signature_of, statement_of, versions_of
 from aedit.spec_rollout.engine import Engine, check_prompt
-from aedit.spec_rollout.migration import decode_sampling
-from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
+from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling, decode_sampling
 from aedit.spec_rollout.server.host import EngineHost
 from aedit.spec_rollout.server.outbox import Item, Outbox, SampleKey, TokenRun
 from aedit.spec_rollout.server.tickets import HostTicket, Overloaded, Priority

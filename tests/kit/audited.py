@@ -4,8 +4,7 @@ import numpy as np
 
 from aedit.spec_rollout.audit import HeldRollout
 from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.migration import encode_sampling
-from aedit.spec_rollout.sampling import Prompt, Sampling
+from aedit.spec_rollout.sampling import Prompt, Sampling, encode_sampling
 
 PROMPT = (3, 1, 4, 1, 5)
 WORD = 0xFFFFFFFF

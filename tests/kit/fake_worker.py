@@ -1,6 +1,6 @@
 """Rollout worker without a model, for faults: starts in a moment, and draws tokens made of keys.
 
-`python -m kit.fake_worker PARENT FD` in place of `aedit.spec_rollout.workers.worker`. Its behaviour is
+`python -m kit.fake_worker PARENT FD` in place of `aedit.spec_rollout.server.worker`. Its behaviour is
 `options["does"]`: `serve`, `be slow`, `end` at once, `end with NUMBER` when it has that sample and
 has finished the others, `be silent`.
 """
@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 
-from aedit.spec_rollout.workers import Channel
+from aedit.spec_rollout.server import Channel
 from aedit.system import end_with_parent
 
 

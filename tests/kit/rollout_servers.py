@@ -14,7 +14,7 @@ from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.proto.versions import VersionLayout, VersionsClient, VersionStore, patterns
 from aedit.spec_rollout.audit.statement import spans_of
 from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.migration import encode_sampling
+from aedit.spec_rollout.sampling import encode_sampling
 from aedit.spec_rollout.server import (
     EngineHost,
     HostLimits,

@@ -2,8 +2,10 @@
 
 from collections import deque
 
-from aedit.spec_rollout.migration import EngineLoad, EngineSpeed, Reallocator
-from aedit.spec_rollout.migration.moving import _sample
+from aedit.spec_rollout.engine import EngineSpeed
+from aedit.spec_rollout.remote import Reallocator
+from aedit.spec_rollout.remote.moving import _sample
+from aedit.spec_rollout.remote.reallocate import EngineLoad
 from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
 
 PACE = EngineSpeed(fixed_s=0.010, row_s=0.001, prefill_s=0.0002)

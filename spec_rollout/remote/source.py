@@ -22,13 +22,14 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from aedit.spec_rollout.engine import check_prompt
-from aedit.spec_rollout.migration import Reallocator, SampleKey, encode_prompt
 from aedit.spec_rollout.model import unwrapped
-from aedit.spec_rollout.sampling import Prompt, Rollout
-from aedit.spec_rollout.workers.dispatcher import Dispatcher, RemoteEngine, Report, Samples
-from aedit.spec_rollout.workers.handle import RemotePolicy, RemoteStart
-from aedit.spec_rollout.workers.pool import WorkerConfig, WorkerPool, WorkerStart
-from aedit.spec_rollout.workers.shared_weights import SharedWeights
+from aedit.spec_rollout.remote import Reallocator
+from aedit.spec_rollout.remote.dispatcher import Dispatcher, RemoteEngine, Report, Samples
+from aedit.spec_rollout.remote.handle import RemotePolicy, RemoteStart
+from aedit.spec_rollout.remote.reallocate import SampleKey
+from aedit.spec_rollout.remote.shared_weights import SharedWeights
+from aedit.spec_rollout.remote.workers_pool import WorkerConfig, WorkerPool, WorkerStart
+from aedit.spec_rollout.sampling import Prompt, Rollout, encode_prompt
 from aedit.types import checked
 from aedit.weight_gather import sharded, take_part
 

@@ -1,4 +1,4 @@
-"""Process that generates rollouts: `python -m aedit.spec_rollout.workers.worker PARENT FD`.
+"""Process that generates rollouts: `python -m aedit.spec_rollout.server.worker PARENT FD`.
 
 It reads the policy's weights from memory that it shares with its rank, and changes them between two decode
 steps; samples, their tokens and figures travel as JSON. It ends with its rank.
@@ -11,11 +11,11 @@ import sys
 import traceback
 from typing import TYPE_CHECKING
 
-from aedit.spec_rollout.workers.channel import Channel, Message
+from aedit.spec_rollout.server.channel import Channel, Message
 from aedit.system import end_with_parent, no_collections
 
 if TYPE_CHECKING:  # torch takes seconds to load, and this process must first be bound to its parent's life
-    from aedit.spec_rollout.workers.serving import Worker
+    from aedit.spec_rollout.server.serving import Worker
 
 BEAT_S = 0.5
 """Interval of the messages of a worker that has nothing else to say."""
@@ -46,7 +46,7 @@ def _make(begin: Message, channel: Channel) -> "Worker":
     with no_collections():
         import torch
 
-        from aedit.spec_rollout.workers.serving import Worker
+        from aedit.spec_rollout.server.serving import Worker
 
     torch.set_num_threads(begin["threads"])
     return Worker(begin, channel)

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 
 from aedit.spec_rollout.drafters import parse_arm
+from aedit.spec_rollout.remote.handle import RemoteWorkers, WorkerHandle
+from aedit.spec_rollout.server import Channel
 from aedit.spec_rollout.training import Restarts
-from aedit.spec_rollout.workers.channel import Channel
-from aedit.spec_rollout.workers.handle import RemoteWorkers, WorkerHandle
 from aedit.types import ImportPath, PositiveFloat, PositiveInt, check, checked
 
-MAKE_ENGINE = ImportPath("aedit.spec_rollout.workers.serving:make_engine")
+MAKE_ENGINE = ImportPath("aedit.spec_rollout.server.serving:make_engine")
 
 
-MODULE = "aedit.spec_rollout.workers.worker"
+MODULE = "aedit.spec_rollout.server.worker"
 
 
 END_S = 10.0

@@ -10,19 +10,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from aedit.spec_rollout.migration import (
-    HISTORY_ROLLOUTS,
-    EngineLoad,
-    EngineSpeed,
-    LengthDistribution,
-    SampleKey,
-    UnfinishedSample,
-    encode_prompt,
-)
-from aedit.spec_rollout.sampling import Prompt, Rollout
-from aedit.spec_rollout.workers.channel import Message
-from aedit.spec_rollout.workers.handle import WorkerHandle
-from aedit.spec_rollout.workers.pool import WorkerConfig, WorkerPool
+from aedit.spec_rollout.engine import EngineSpeed
+from aedit.spec_rollout.remote.handle import WorkerHandle
+from aedit.spec_rollout.remote.moving import HISTORY_ROLLOUTS
+from aedit.spec_rollout.remote.reallocate import EngineLoad, LengthDistribution, SampleKey, UnfinishedSample
+from aedit.spec_rollout.remote.workers_pool import WorkerConfig, WorkerPool
+from aedit.spec_rollout.sampling import Prompt, Rollout, encode_prompt
+from aedit.spec_rollout.server import Message
 
 
 @dataclass(slots=True)

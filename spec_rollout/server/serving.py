@@ -1,5 +1,6 @@
 """The loop of a rollout worker: its engine, messages, weights, one step of the engine, report."""
 
+import mmap
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,13 +20,11 @@ from aedit.spec_rollout.drafters import (
     parse_arm,
     tapped,
 )
-from aedit.spec_rollout.engine import Engine, Step, try_engine
-from aedit.spec_rollout.migration import LocalEngine, decode_prompt
+from aedit.spec_rollout.engine import Engine, SpeedMeter, Step, try_engine
 from aedit.spec_rollout.model import TargetModel, make_target
-from aedit.spec_rollout.sampling import Rollout
+from aedit.spec_rollout.sampling import Rollout, decode_prompt
+from aedit.spec_rollout.server.channel import Channel, Message
 from aedit.spec_rollout.training import SharedSlots, SlotLayout, TensorSpec
-from aedit.spec_rollout.workers.channel import Channel, Message
-from aedit.spec_rollout.workers.shared_weights import open_slots
 from aedit.types import imported
 
 REPORT_S = 0.02
@@ -50,7 +49,7 @@ class Worker:
                 raise ValueError(
                     f"WorkerConfig: make: {begin['make']}, called with EngineSpec: {error}"
                 ) from None
-        self._local = LocalEngine(self._engine, kv=False)
+        self._meter = SpeedMeter()
         self._weights = _slots(begin["weights"])
         self._drafter = _slots(begin["drafter"]) if begin["drafter"] else None
         self._number, self._drafter_number, self._wanted = 0, 0, 0
@@ -66,7 +65,7 @@ class Worker:
             self.handle(message)
         if self._engine.running or self._engine.waiting:
             self._switch()
-            self._count(self._local.step())
+            self._count(self._engine.step())
         else:
             self._report()
             Channel.wait([self._channel], beat_s)
@@ -79,7 +78,7 @@ class Worker:
         if message["kind"] == "add":
             prompt = decode_prompt(message["prompt"].encode())
             self._wanted = max(self._wanted, message["version"])
-            self._local.add(prompt)
+            self._engine.add(prompt)
             self._sent[prompt.key] = len(prompt.partial.tokens) if prompt.partial else 0
         elif message["kind"] == "remove":
             self._remove(tuple(message["key"]))
@@ -88,9 +87,12 @@ class Worker:
 
     def _remove(self, key: tuple[int, int]) -> None:
         self._report()  # the rank then has all tokens of the sample
-        prompt = self._local.remove(key)
+        here = [*self._engine.running, *self._engine.waiting]
+        rollout = next((each for each in here if each.prompt.key == key), None)
+        if rollout is not None:
+            self._engine.remove(rollout)
         self._sent.pop(key, None)
-        self._channel.send("removed", key=key, found=prompt is not None)
+        self._channel.send("removed", key=key, found=rollout is not None)
 
     def _switch(self) -> None:
         """Take over the newest weights. No sample starts with weights older than it was added for."""
@@ -120,6 +122,9 @@ class Worker:
         self._drafter_number = newest.number
 
     def _count(self, step: Step) -> None:
+        if step.counts:
+            num_live = len(step.counts)
+            self._meter.add(num_live, step.total_s * num_live / sum(step.counts))
         if step.arm.is_off:
             self._plain_s += step.total_s
             self._plain_tokens += sum(step.counts)
@@ -128,7 +133,7 @@ class Worker:
     def _report(self) -> None:
         """Send what is new: tokens, ends, speed and figures."""
         self._reported_s = time.monotonic()
-        speed = load.speed if (load := self._local.load()) else None
+        speed = self._meter.speed()
         self._channel.send(
             "report",
             tokens=[entry for each in [*self._engine.running, *self._ended] if (entry := self._new(each))],
@@ -168,7 +173,8 @@ class Worker:
 
 def _slots(memory: Message) -> SharedSlots:
     specs = (TensorSpec(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in memory["specs"])
-    return open_slots(SlotLayout(tuple(specs)), memory["fd"])
+    layout = SlotLayout(tuple(specs))
+    return SharedSlots(layout, memoryview(mmap.mmap(memory["fd"], layout.num_bytes)))
 
 
 _transformers: Any = (AutoConfig, AutoModelForCausalLM, AutoTokenizer)  # their methods carry no types

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import add
 
+from aedit.spec_rollout.engine import EngineSpeed
+
 PRIOR = 4.0
 """Weight, in samples, of the mean length of all samples in the mean length of a group."""
 
@@ -112,20 +114,6 @@ class UnfinishedSample:
     def expected_remaining(self, lengths: LengthDistribution) -> float:
         """Return the expected number of further tokens."""
         return lengths.expected_remaining(self.emitted, self.max_new_tokens, self.scale)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpeed:
-    """Speed of an engine: with B running samples each gets a token every fixed_s + B * row_s seconds."""
-
-    fixed_s: float
-    row_s: float
-    prefill_s: float
-    """Seconds per token that is computed again."""
-
-    def token_s(self, live: int) -> float:
-        """Return the seconds per token of each sample."""
-        return self.fixed_s + live * self.row_s
 
 
 @dataclass(frozen=True, slots=True)

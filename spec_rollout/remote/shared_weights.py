@@ -36,7 +36,7 @@ class SharedWeights:
         )
         self.dtype = dtype
         self.fd = anonymous_memory(name, self.layout.num_bytes)
-        self._slots = open_slots(self.layout, self.fd)
+        self._slots = SharedSlots(self.layout, memoryview(mmap.mmap(self.fd, self.layout.num_bytes)))
 
     @property
     def number(self) -> int:
@@ -100,11 +100,6 @@ class SharedWeights:
                     f"weights: {name} is {found}, expected {expected.get(name, 'no such tensor')}"
                 )
         return None
-
-
-def open_slots(layout: SlotLayout, fd: int) -> SharedSlots:
-    """Return the slots in the memory of a file descriptor."""
-    return SharedSlots(layout, memoryview(mmap.mmap(fd, layout.num_bytes)))
 
 
 def _untied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

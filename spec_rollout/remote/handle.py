@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from aedit.spec_rollout.migration import EngineSpeed, SampleKey
-from aedit.spec_rollout.workers.channel import Channel, Message
+from aedit.spec_rollout.engine import EngineSpeed
+from aedit.spec_rollout.remote.reallocate import SampleKey
+from aedit.spec_rollout.server import Channel, Message
 
 
 class MessageEnd(Protocol):

@@ -2,7 +2,7 @@
 
 Tokens are a few kilobytes, keys and values megabytes: computing a text again is faster than sending them over
 most networks, and slower than copying them. With coupled sampling a sample that moves gets the same tokens as
-one that stays. For ranks of a process group see `sample_text`.
+one that stays. For ranks of a process group see `rank_transfer`.
 """
 
 import math
@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from aedit.spec_rollout.engine import Engine, Step
-from aedit.spec_rollout.migration.reallocate import (
+from aedit.spec_rollout.engine import Engine, SpeedMeter, Step
+from aedit.spec_rollout.remote.reallocate import (
     EngineLoad,
-    EngineSpeed,
     LengthDistribution,
     Migration,
     MigrationRule,
@@ -26,12 +25,8 @@ from aedit.spec_rollout.migration.reallocate import (
 )
 from aedit.spec_rollout.sampling import Prompt, Rollout
 
-DECAY = 0.99
-"""Weight of a step's measurement after each further step."""
 HISTORY_ROLLOUTS = 4096
 """Number of newest rollouts whose lengths are used, as the policy changes."""
-OUTLIER_FACTOR = 4.0
-"""Measurements are clipped to this multiple of the expected time."""
 
 
 class MigratableEngine(Protocol):
@@ -53,37 +48,6 @@ class MigratableEngine(Protocol):
         Raises:
             ValueError: It cannot be served here. Nothing has changed.
         """
-
-
-class SpeedMeter:
-    """Estimate of an engine's speed from its steps.
-
-    Least squares with decay of the seconds per token over the number of running samples.
-    """
-
-    def __init__(self) -> None:
-        self._sums = [0.0] * 5  # of 1, B, B^2, y, B y
-
-    def add(self, live: int, token_s: float) -> None:
-        """Add a step with `live` running samples that took `token_s` seconds per token of a sample."""
-        current = self.speed()
-        if current is not None:
-            token_s = min(token_s, OUTLIER_FACTOR * current.token_s(live))
-        terms = (1.0, live, live * live, token_s, live * token_s)
-        self._sums = [DECAY * old + more for old, more in zip(self._sums, terms, strict=True)]
-
-    def speed(self) -> EngineSpeed | None:
-        """Return the estimate, or None before the first step.
-
-        Computing a token again costs at most what one more sample costs.
-        """
-        count, b, bb, y, by = self._sums
-        if not count:
-            return None
-        spread = bb * count - b * b
-        slope = max(0.0, (by * count - b * y) / spread) if spread > 1e-6 * bb * count else 0.0
-        slope = min(slope, y / b)
-        return EngineSpeed((y - slope * b) / count, slope, slope)
 
 
 class LocalEngine:
