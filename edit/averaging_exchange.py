@@ -20,7 +20,7 @@ from aedit.edit.exchange import Immediate, LocalNotes, RoundOutcome, check_new, 
 from aedit.edit.schedule import Notes
 from aedit.edit.shards import Shards
 from aedit.edit.units import SyncUnit
-from aedit.proto.swarm import AveragedRound, Averager
+from aedit.proto.dht import AveragedRound, Averager
 from aedit.proto.transports import Pending, Rows, Then
 from aedit.types import Round
 

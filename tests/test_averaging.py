@@ -13,9 +13,9 @@ import psutil
 import pytest
 from kit.waiting import until
 
-from aedit.proto.swarm import AveragingSettings, HivemindAverager, averaging
-from aedit.proto.swarm.averaging import APART, Comparison
-from aedit.proto.swarm.averaging_process import distance, sketch
+from aedit.proto.dht import AveragingSettings, HivemindAverager, averaging
+from aedit.proto.dht.averaging import APART, Comparison
+from aedit.proto.dht.averaging_process import distance, sketch
 from aedit.types import UserError
 
 MADDR = "/ip4/127.0.0.1/tcp/7/p2p/12D3KooWRZkapaYLTr2WiU5AsdKoHJSSqyxkCZ7uiiEm7nB4RDGQ"
@@ -111,7 +111,7 @@ def test_peers_that_were_known_before_are_asked_in_every_second_attempt(tmp_path
     first = MADDR.replace("/7/", "/8/")
     with closing(played(tmp_path, "ask()", initial_peers=(first,))) as averager:
         assert averager._initial_peers() == [first, MADDR]
-        averager._failures = 1
+        averager._process.failures = 1
         assert averager._initial_peers() == [first]
 
 
@@ -162,7 +162,7 @@ class Real:
 
     def processes(self):
         mine = psutil.Process()
-        words = "aedit.proto.swarm.averaging_process"
+        words = "aedit.proto.dht.averaging_process"
         found = [p for p in mine.children() if words in p.cmdline()]
         return found
 
@@ -262,7 +262,7 @@ def test_a_client_takes_part_without_listening(tmp_path):
 def test_a_peer_whose_trainer_is_killed_leaves_no_process(tmp_path):
     program = (
         "import sys, time; from pathlib import Path\n"
-        "from aedit.proto.swarm.averaging import AveragingSettings, HivemindAverager\n"
+        "from aedit.proto.dht.averaging import AveragingSettings, HivemindAverager\n"
         "d = Path(sys.argv[1])\n"
         "a = HivemindAverager(AveragingSettings(name='a', prefix='p', numel=3, directory=d))\n"
         "time.sleep(300)"

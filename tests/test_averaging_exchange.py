@@ -8,7 +8,7 @@ from kit.nodes import batches, loss, tower
 
 from aedit.async_sgd.rules import Nesterov
 from aedit.edit import AveragingExchange, EditConfig, EverySteps, LayerSync
-from aedit.proto.swarm.averaging import Comparison
+from aedit.proto.dht.averaging import Comparison
 
 EVERY, LR, MOMENTUM = 3, 0.6, 0.5
 

@@ -18,9 +18,10 @@ from kit import discovery_contract
 from kit.swarm import RUN, card_of, data_of, key_of
 from kit.waiting import until
 
-from aedit.proto.swarm import DhtDiscovery, DhtSettings, Gossip, GossipPlan, KnownPeers, encoded
-from aedit.proto.swarm.dht import COMMAND, KeptNode
-from aedit.proto.swarm.dht_process import MOST_RECORDS, CardsOnly, prune, record_key
+from aedit.proto.dht import DhtDiscovery, DhtSettings
+from aedit.proto.dht.dht import COMMAND, KeptNode
+from aedit.proto.dht.dht_process import MOST_RECORDS, CardsOnly, prune, record_key
+from aedit.proto.swarm import Gossip, GossipPlan, KnownPeers, encoded
 from aedit.types import UserError
 
 STRANGER = Path(__file__).parent / "kit" / "dht_stranger.py"
@@ -239,7 +240,7 @@ def test_who_knows_nothing_but_an_address_finds_the_peers_of_any_run():
 @pytest.mark.slow
 def test_a_wrong_clock_is_named_with_its_difference():
     behind = "import time; now = time.time; time.time = lambda: now() - 7; import runpy;"
-    program = behind + "runpy.run_module('aedit.proto.swarm.dht_process', run_name='__main__')"
+    program = behind + "runpy.run_module('aedit.proto.dht.dht_process', run_name='__main__')"
     with closing(dht()) as first:
         settings = DhtSettings(
             run=RUN, initial_peers=up(first), listen=("/ip4/127.0.0.1/tcp/0",), every_s=0.2
@@ -253,7 +254,7 @@ def test_a_wrong_clock_is_named_with_its_difference():
 @pytest.mark.slow
 def test_the_processes_end_with_the_one_that_has_started_them():
     program = (
-        "import sys, time; from aedit.proto.swarm.dht import *\n"
+        "import sys, time; from aedit.proto.dht.dht import *\n"
         "d = DhtDiscovery(DhtSettings(run='r', listen=('/ip4/127.0.0.1/tcp/0',), every_s=0.2))\n"
         "while d.state: time.sleep(0.05)\n"
         "print(*d.pids, flush=True); time.sleep(100)"
@@ -271,7 +272,7 @@ def test_nodes_that_are_not_there_are_named_and_asked_again():
     with closing(dht(dead)) as discovery:
         until(lambda: "Daemon failed to start" in discovery.state, "the reason", limit_s=START_S)
         before = discovery.state.partition(":")[0]
-        until(lambda: discovery._failures > 1, "another try", limit_s=START_S)
+        until(lambda: discovery._process.failures > 1, "another try", limit_s=START_S)
         assert discovery.state.startswith(before)  # since when has not changed
 
 
@@ -310,7 +311,7 @@ def test_whatever_the_process_does_the_caller_is_told_and_not_held_up(program, n
         discovery.announce(data_of(key_of(1)))
         assert discovery.found() in ((), (b"a",))
         before = discovery.state[:45]
-        until(lambda: discovery._failures >= 1, "the end of the try")
+        until(lambda: discovery._process.failures >= 1, "the end of the try")
         assert discovery.state[:45] == before
 
 
@@ -358,7 +359,7 @@ def test_the_process_gets_the_settings_and_each_new_card_and_its_answers_are_kep
 def test_a_node_that_was_in_the_table_calls_the_last_ones_and_begins_alone_in_every_second_try(
     tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr("aedit.proto.swarm.dht._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("aedit.proto.dht.dht._FIRST_PAUSE_S", 0.01)
     given, met = f"/ip4/10.0.0.1/tcp/1/p2p/{'A' * 44}", f"/ip4/10.0.0.2/tcp/2/p2p/{'B' * 44}"
     tries = tmp_path / "tries"
     with socket.socket() as probe:
@@ -492,4 +493,4 @@ def test_surplus_records_are_dropped_and_plain_values_left_alone():
     storage = {n: SimpleNamespace(value=value) for n, value in enumerate((many, few, b"x" * 1000))}
     prune(SimpleNamespace(protocol=SimpleNamespace(storage=storage, cache={})))
     assert (len(many), len(few)) == (MOST_RECORDS, 1)
-    assert COMMAND[-1] == "aedit.proto.swarm.dht_process"
+    assert COMMAND[-1] == "aedit.proto.dht.dht_process"

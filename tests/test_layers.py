@@ -144,6 +144,7 @@ MAY_IMPORT = {
     ),
     "async_sgd.rules": ("types", "system"),
     "proto.agent": ("proto.codecs", "proto.swarm", "proto.rpc", "types", "system"),
+    "proto.dht": ("proto.swarm", "types", "system"),
     "proto.swarm": ("proto.rpc", "types", "system"),
     "proto.versions": ("proto.codecs", "proto.rpc", "types", "system"),
     "proto.transports": ("proto.rpc", "types", "system", "clock"),

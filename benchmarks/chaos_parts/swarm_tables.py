@@ -21,7 +21,7 @@ from aedit.types import UserError
 from benchmarks.chaos_parts.swarm_peers import SwarmPeer
 from benchmarks.kit.processes import end, start
 
-PROCESS = "aedit.proto.swarm.dht_process"
+PROCESS = "aedit.proto.dht.dht_process"
 BACK_WITHIN_S = 60.0
 """Longest time until a table is back that had been killed: two tries fail if all were, on busy processors."""
 _ASKS_WITHIN_S = 90.0

@@ -19,7 +19,7 @@ from aedit.edit import Shards
 from aedit.launch.config import RunConfig, load
 from aedit.launch.data import Corpus, SampleOrder, batch, load_corpus, load_tokenizer
 from aedit.launch.node import build_model, held_out_loss, loss, lr_at, make_inner, set_lr
-from aedit.proto.swarm import bind_children, remove_socket
+from aedit.proto.dht import bind_children, remove_socket
 from aedit.system import end_with_parent
 from benchmarks.kit.processes import until
 from benchmarks.swarm_parts.outcome import PeerOutcome

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.swarm import SwarmConfig
+from aedit.proto.dht import checked_maddrs
 from aedit.proto.rpc import is_loopback
-from aedit.proto.swarm import checked_maddrs
 from aedit.types import UserError
 
 NODE_PROGRAM = ("-m", "--", "aedit.launch.node")

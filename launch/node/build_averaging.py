@@ -25,7 +25,7 @@ from aedit.launch.node.stop import StopAlone
 from aedit.launch.node.train import TrainingNode
 from aedit.launch.node.world import World
 from aedit.launch.records import Clock, Origin, Recorder, file_name, open_sinks
-from aedit.proto.swarm import (
+from aedit.proto.dht import (
     AVERAGING,
     INTRODUCTION,
     AveragingSettings,

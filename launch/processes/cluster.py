@@ -16,7 +16,7 @@ from aedit.launch.hub import of_standby
 from aedit.launch.processes.child import POLL_S, Child, HostProcess
 from aedit.launch.processes.local_peers import LocalPeers
 from aedit.launch.records import FAILED, file_name
-from aedit.proto.swarm import AVERAGING, INTRODUCTION
+from aedit.proto.dht import AVERAGING, INTRODUCTION
 
 NODE_LEAVE_LIMIT_S = 60.0
 """Longest time of a node for its last evaluation and checkpoint after it has left the hub."""

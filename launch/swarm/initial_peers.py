@@ -5,7 +5,8 @@ import time
 from pathlib import Path
 
 from aedit.launch.config import SwarmConfig
-from aedit.proto.swarm import DhtDiscovery, DhtSettings, PeerFile, decoded, listening_maddr
+from aedit.proto.dht import DhtDiscovery, DhtSettings, listening_maddr
+from aedit.proto.swarm import PeerFile, decoded
 from aedit.system import write_atomically
 from aedit.types import UserError, address_fault
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from aedit.proto.swarm import AveragedRound
+from aedit.proto.dht import AveragedRound
 
 
 class Meeting:

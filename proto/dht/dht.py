@@ -1,8 +1,8 @@
 """Discovery by hivemind's distributed hash table, whose node is a process of its own.
 
-Nothing that happens to that process, to p2pd or to the table reaches the caller: the process is started
-again with growing pauses, and `state` says since when there is no table. A node that starts again has the
-address of before, if it can, and calls the nodes that it knew last.
+If that process, p2pd or the table fails, the process is started again after growing pauses, and `state`
+says since when there is no table. A node that starts again listens at its former address if that is free,
+and calls the nodes that it knew last.
 """
 
 import base64
@@ -10,7 +10,6 @@ import importlib.util
 import ipaddress
 import json
 import logging
-import os
 import re
 import socket
 import sys
@@ -22,19 +21,18 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from aedit.proto.swarm.card import parsed
-from aedit.proto.swarm.hivemind_child import LineProcess, remove_socket
+from aedit.proto.dht.child import LineProcess, RestartedProcess
+from aedit.proto.swarm import decoded
 from aedit.system import write_atomically
 from aedit.types import PositiveFloat, UserError, checked, printable
 
 log = logging.getLogger(__name__)
 
-COMMAND = (sys.executable, "-m", "aedit.proto.swarm.dht_process")
+COMMAND = (sys.executable, "-m", "aedit.proto.dht.dht_process")
 _MOST_SKEW_S = 3.0
 """hivemind's limit: records of a peer whose clock differs by more end too early or too late."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+_FIRST_PAUSE_S = 1.0
 _LOOK_S = 0.2
-_END_S = 15.0
 _NOT_UP = "it is not up yet"
 
 
@@ -55,13 +53,13 @@ class DhtSettings:
     """File of the node's key, made if there is none, so that its address stays; None draws one. What else
     the next start needs is kept beside it."""
     client: bool = False
-    """Behind NAT or a firewall: the node asks others and is asked by nobody."""
+    """Behind NAT or a firewall: the node calls others, and no other calls it."""
     allow: tuple[bytes, ...] = ()
-    """Public keys of the peers whose cards this node stores; empty: everybody's."""
+    """Public keys of the peers whose cards this node stores; empty: those of all peers."""
     every_s: PositiveFloat = 2.0
     """Time between two looks at the table."""
     silent_s: PositiveFloat = 60.0
-    """The process is started again if it says nothing for so long. Its slowest start takes 40 s."""
+    """Time without a message after which the process is started again. Its slowest start takes 40 s."""
 
 
 @checked()
@@ -81,23 +79,27 @@ class DhtDiscovery:
         if importlib.util.find_spec("hivemind") is None:
             raise UserError("discovery by a DHT needs hivemind: pip install 'aedit[swarm]'")
         checked_maddrs(settings.initial_peers)
-        self._settings, self._command = settings, command
+        self._settings = settings
         self._lock = threading.Lock()
-        self._card = b""
+        self._card = self._sent = b""
         self._found: tuple[bytes, ...] = ()
         self._maddrs: tuple[str, ...] = ()
         self._kept = KeptNode.load(settings.identity)
-        self._pids: tuple[int, ...] = ()
-        self._socket = ""
-        """Socket of p2pd, which stays when it is killed."""
-        self._trouble: _Trouble | None = _Trouble(_NOT_UP, time.time())
+        self._trouble, self._trouble_since_s = _NOT_UP, time.time()
+        """What is wrong, "" if nothing is, and since when by the wall clock."""
         self._skew_s = 0.0
-        self._failures = 0
         self._was_up = False
-        self._closed = threading.Event()
-        # The kernel ends the process with the thread that has started it: this one.
-        self._thread = threading.Thread(target=self._run, name="dht", daemon=True)
-        self._thread.start()
+        self._process = RestartedProcess(
+            command,
+            name="dht",
+            first_pause_s=_FIRST_PAUSE_S,
+            look_s=_LOOK_S,
+            settings=self._message,
+            take=self._take,
+            turn=self._turn,
+            ended=self._note,
+        )
+        self._process.start()
 
     def announce(self, card: bytes) -> None:
         """Announce this card while the table is up, until another one is given."""
@@ -113,14 +115,17 @@ class DhtDiscovery:
     def state(self) -> str:
         """Return since when there is no table, and why, or how wrong the clock is; "" if all is well."""
         with self._lock:
-            told = self._trouble.text if self._trouble else ""
+            faults = []
+            if self._trouble:
+                since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._trouble_since_s))
+                faults.append(f"no hash table since {since}: {self._trouble}")
             if abs(self._skew_s) > _MOST_SKEW_S:
                 side = "behind" if self._skew_s > 0 else "ahead of"
-                told += "; " * bool(told) + (
+                faults.append(
                     f"this machine's clock is {abs(self._skew_s):.1f} s {side} those of other peers, and"
                     f" {_MOST_SKEW_S:g} s are possible: set it"
                 )
-            return told
+            return "; ".join(faults)
 
     @property
     def maddrs(self) -> tuple[str, ...]:
@@ -136,60 +141,24 @@ class DhtDiscovery:
     @property
     def pids(self) -> tuple[int, ...]:
         """Return the ids of the process and of p2pd, while they run."""
-        with self._lock:
-            return self._pids
+        return self._process.pids
 
     def close(self) -> None:
         """End the processes. May be called more than once."""
-        self._closed.set()
-        self._thread.join(_END_S)
+        self._process.close()
 
-    def _run(self) -> None:
-        while not self._closed.is_set():
-            try:
-                reason = self._attempt()
-            except Exception as error:  # whatever it is, the run goes on without the table
-                log.exception("the process of the hash table failed here")
-                reason = str(error)
-            with self._lock:
-                self._pids = ()
-                self._note(reason)
-                self._failures += 1
-                pause_s = min(_FIRST_PAUSE_S * 2.0 ** (self._failures - 1), _LONGEST_PAUSE_S)
-            self._closed.wait(pause_s)
-
-    def _attempt(self) -> str:
-        """Run the process until it ends, hangs, or `close` is called; return why it has ended."""
-        process = LineProcess([*self._command, str(os.getpid())])
+    def _turn(self, process: LineProcess) -> str:
+        """Send the card if it has changed; return why the process must end."""
+        if monotonic() - self._process.spoke_s > self._settings.silent_s:
+            return f"its process has said nothing for {self._settings.silent_s:g} s"
         with self._lock:
-            self._pids = (process.pid,)
-        try:
-            return self._listen(process)
-        finally:
-            process.end()
-            remove_socket(self._socket)
-
-    def _listen(self, process: LineProcess) -> str:
-        heard_s, sent, last = monotonic(), b"", "its process has ended"
-        if not process.send(self._message()):
-            return last
-        while not self._closed.is_set():
-            messages = process.read(_LOOK_S)
-            if messages is None:
-                return last
-            for message in messages:
-                heard_s = monotonic()
-                last = self._take(message) or last
-            if monotonic() - heard_s > self._settings.silent_s:
-                return f"its process has said nothing for {self._settings.silent_s:g} s"
-            with self._lock:
-                card = self._card
-            if card and card != sent:
-                lease_s = parsed(card).lease_s
-                if not process.send({"card": base64.b64encode(card).decode(), "lease_s": lease_s}):
-                    return "its process reads nothing"
-                sent = card
-        return "closed"
+            card = self._card
+        if card and card != self._sent:
+            message = {"card": base64.b64encode(card).decode(), "lease_s": decoded(card).lease_s}
+            if not process.send(message):
+                return "its process reads nothing"
+            self._sent = card
+        return ""
 
     def _message(self) -> dict[str, Any]:
         """Return the settings for the process. Nodes that were there before are as good to begin with.
@@ -197,10 +166,11 @@ class DhtDiscovery:
         p2pd does not start if it reaches none of them, and all may have ended. So a node that was in the
         table before begins alone in every second try, and calls them from there.
         """
-        mine, kept = self._settings, self._kept
+        mine, kept, failures = self._settings, self._kept, self._process.failures
+        self._sent = b""
         known = [*dict.fromkeys((*mine.initial_peers, *kept.nodes))]
         was_there = self._was_up or kept.port > 0
-        alone = was_there and self._failures > 0 and self._failures % 2 == 0
+        alone = was_there and failures > 0 and failures % 2 == 0
         return {
             "run": mine.run,
             "initial_peers": [] if alone else known,
@@ -213,27 +183,23 @@ class DhtDiscovery:
             "every_s": mine.every_s,
         }
 
-    def _take(self, message: dict[str, Any]) -> str:
-        """Take a message of the process, and return its error; "" if it tells none."""
+    def _take(self, message: dict[str, Any]) -> None:
+        """Take a message of the process."""
+        if "error" in message:
+            self._note(printable(str(message["error"]), 256))
+        if "found" not in message:
+            return
         with self._lock:
-            if "p2pd" in message:
-                self._pids = (*self._pids, int(message["p2pd"]))
-                self._socket = str(message.get("socket", ""))
-            elif "error" in message:
-                error = printable(str(message["error"]), 256)
-                self._note(error)
-                return error
-            elif "found" in message:
-                self._take_found(message)
-        return ""
+            self._take_found(message)
 
     def _take_found(self, message: dict[str, Any]) -> None:
         self._found = tuple(base64.b64decode(card) for card in message["found"])
         self._maddrs = tuple(map(str, message["maddrs"]))
         self._skew_s = float(message["skew_s"] or 0.0)
-        if self._trouble and not self._trouble.is_start:
-            log.warning("the hash table is back after %.1f s", time.time() - self._trouble.since_s)
-        self._trouble, self._failures, self._was_up = None, 0, True
+        if self._trouble not in ("", _NOT_UP):
+            log.warning("the hash table is back after %.1f s", time.time() - self._trouble_since_s)
+        self._trouble, self._was_up = "", True
+        self._process.succeeded()
         nodes = list(filter(is_maddr, map(str, message["neighbours"])))
         # An announced port may be that of a router.
         kept = self._kept.renewed(() if self._settings.announce else self._maddrs, nodes)
@@ -242,28 +208,12 @@ class DhtDiscovery:
             kept.save(self._settings.identity)
 
     def _note(self, reason: str) -> None:
-        """Note what is wrong; since when stays while anything is."""
-        if (self._trouble is None or self._trouble.is_start) and not self._closed.is_set():
-            log.warning("no hash table: %s; peers that know each other go on", reason)
-        since_s = self._trouble.since_s if self._trouble else time.time()
-        self._trouble = _Trouble(reason, since_s)
-
-
-@dataclass(frozen=True, slots=True)
-class _Trouble:
-    reason: str
-    since_s: float
-    """Wall clock."""
-
-    @property
-    def is_start(self) -> bool:
-        """Return whether nothing has failed yet."""
-        return self.reason == _NOT_UP
-
-    @property
-    def text(self) -> str:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since_s))
-        return f"no hash table since {since}: {self.reason}"
+        """Note what is wrong. The time since when stays while anything is wrong."""
+        with self._lock:
+            if self._trouble in ("", _NOT_UP) and not self._process.closed.is_set():
+                log.warning("no hash table: %s; peers that know each other go on", reason)
+            self._trouble_since_s = self._trouble_since_s if self._trouble else time.time()
+            self._trouble = reason
 
 
 _PORT = re.compile(r"/tcp/(\d{1,5})(?:/|$)")

@@ -1,4 +1,4 @@
-"""Process with a node of hivemind's DHT: `python -m aedit.proto.swarm.dht_process PARENT`.
+"""Process with a node of hivemind's DHT: `python -m aedit.proto.dht.dht_process PARENT`.
 
 It reads JSON lines from standard input: first the settings, then the card to announce whenever it changes. It
 writes JSON lines to standard output: `p2pd`, then `found` in every round, or `error`. It ends with its
@@ -19,8 +19,8 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
-from aedit.proto.swarm.card import decoded
-from aedit.proto.swarm.hivemind_child import Say, begin
+from aedit.proto.dht.child import Say, begin
+from aedit.proto.swarm import decoded
 
 MOST_RECORDS = 512
 """Records that are kept of one run, and told in a round."""

@@ -1,7 +1,7 @@
 """Averages with other peers by hivemind, whose averager is a process of its own.
 
-Nothing that happens to that process reaches the caller but as a failed round: the process is started again,
-and every round has a deadline.
+If that process fails, the round under way fails, and the process is started again. Every round has a
+deadline.
 """
 
 import importlib.util
@@ -20,23 +20,22 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from aedit.proto.swarm.hivemind_child import LineProcess, remove_socket
+from aedit.proto.dht.child import LineProcess, RestartedProcess
 from aedit.system import anonymous_memory, write_atomically
 from aedit.types import UserError, printable
 
-COMMAND = (sys.executable, "-m", "aedit.proto.swarm.averaging_process")
+COMMAND = (sys.executable, "-m", "aedit.proto.dht.averaging_process")
 AVERAGING = "averaging"
 """Folder of a run directory with a folder for each peer of this machine."""
 INTRODUCTION = "introduction"
 """File of a peer with the addresses by which others find it."""
 APART = 1e-5
 """Distance from which on two averages are different ones, relative to their norm. Rounding makes 1e-7."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_FIRST_PAUSE_S = 0.5
 _LOOK_S = 0.02
 _START_S = 90.0
 _INTRODUCTION_S = 60.0
 _LATE_S = 5.0
-_END_S = 15.0
 _MOST_KNOWN = 16
 
 
@@ -59,7 +58,7 @@ class AveragingSettings:
     listen: str = "/ip4/127.0.0.1/tcp/0"
     announce: str = ""
     client: bool = False
-    """This peer calls others and is called by nobody."""
+    """This peer calls others, and no other calls it."""
     match_s: float = 5.0
     """Time in which the peers of a round find each other; hivemind takes all of it. Its own default."""
     request_s: float = 3.0
@@ -143,28 +142,35 @@ class HivemindAverager:
         """
         if importlib.util.find_spec("hivemind") is None:
             raise UserError("swarm.exchange = \"hivemind\" needs hivemind: pip install 'aedit[swarm]'")
-        self._settings, self._command = settings, command
+        self._settings = settings
         settings.directory.mkdir(parents=True, exist_ok=True)
         self._memory = anonymous_memory("aedit-average", 8 * settings.numel)
+        self._memory_path = f"/proc/{os.getpid()}/fd/{self._memory}"
         vectors = np.memmap(self._memory_path, dtype=np.float32, mode="r+", shape=(2, settings.numel))
         self.sent, self.average = vectors[0], vectors[1]
+        self._known_file = settings.directory / "known_peers.json"
         self._lock = threading.Lock()
         self._request: dict[str, Any] | None = None
         """Round under way."""
         self._asked = False
-        """True once the process has been told of it."""
+        """True once the process was asked for it."""
         self._due_s = 0.0
         self._outcome: AveragedRound | None = None
         self._compared: list[Comparison] = []
         self._uncompared = -1
         self._rounds = 0
         self._up = False
-        self._failures = 0
-        self._socket = ""
-        self._closed = threading.Event()
-        # The kernel ends the process with the thread that has started it: this one.
-        self._thread = threading.Thread(target=self._run, name="averaging", daemon=True)
-        self._thread.start()
+        self._process = RestartedProcess(
+            command,
+            name="averaging",
+            first_pause_s=_FIRST_PAUSE_S,
+            look_s=_LOOK_S,
+            settings=self._message,
+            take=self._take,
+            turn=self._turn,
+            ended=self._ended,
+        )
+        self._process.start()
 
     def wait_until_up(self, limit_s: float) -> bool:
         """Wait until the process is up, for at most `limit_s`, and return whether it is."""
@@ -199,62 +205,28 @@ class HivemindAverager:
         deadline_s = monotonic() + wait_s
         while self._uncompared >= 0 and self._up and monotonic() < deadline_s:
             time.sleep(_LOOK_S)
-        self._closed.set()
-        self._thread.join(_END_S)
+        self._process.close()
 
-    @property
-    def _memory_path(self) -> str:
-        return f"/proc/{os.getpid()}/fd/{self._memory}"
+    def _turn(self, process: LineProcess) -> str:
+        """Request the round under way; return why the process must end."""
+        now_s = monotonic()
+        with self._lock:
+            asks = self._request if self._up and not self._asked and self._outcome is None else None
+            self._asked = self._asked or asks is not None
+            overdue = self._asked and self._outcome is None and now_s > self._due_s
+        if asks and not process.send(asks):
+            return "its process reads nothing"
+        if overdue:
+            return f"no answer within {self._settings.total_s:g} s"
+        if not self._up and now_s > self._process.started_s + _START_S:
+            return f"hivemind was not up within {_START_S:g} s"
+        return ""
 
-    @property
-    def _known_file(self) -> Path:
-        return self._settings.directory / "known_peers.json"
-
-    def _run(self) -> None:
-        while not self._closed.is_set():
-            try:
-                reason = self._attempt()
-            except Exception as error:  # whatever it is, this peer goes on alone
-                reason = f"{type(error).__name__}: {error}"
-            with self._lock:
-                self._up = False
-                self._uncompared = -1
-                self._fail(reason)
-                pause_s = min(_FIRST_PAUSE_S * 2.0**self._failures, _LONGEST_PAUSE_S)
-                self._failures += 1
-            self._closed.wait(pause_s)
-
-    def _attempt(self) -> str:
-        """Run the process until it ends, hangs, or `close` is called; return why it has ended."""
-        settings = self._message()
-        process = LineProcess([*self._command, str(os.getpid())])
-        try:
-            return self._listen(process, settings)
-        finally:
-            process.end()
-            remove_socket(self._socket)
-
-    def _listen(self, process: LineProcess, settings: dict[str, Any]) -> str:
-        give_up_s, last = monotonic() + _START_S, "its process has ended"
-        if not process.send(settings):
-            return last
-        while not self._closed.is_set():
-            messages = process.read(_LOOK_S)
-            if messages is None:
-                return last
-            for message in messages:
-                last = self._take(message) or last
-            with self._lock:
-                asks = self._request if self._up and not self._asked and self._outcome is None else None
-                self._asked = self._asked or asks is not None
-                overdue = self._asked and self._outcome is None and monotonic() > self._due_s
-            if asks and not process.send(asks):
-                return "its process reads nothing"
-            if overdue:
-                return f"no answer within {self._settings.total_s:g} s"
-            if not self._up and monotonic() > give_up_s:
-                return f"hivemind was not up within {_START_S:g} s"
-        return "closed"
+    def _ended(self, reason: str) -> None:
+        with self._lock:
+            self._up = False
+            self._uncompared = -1
+            self._fail(reason)
 
     def _message(self) -> dict[str, Any]:
         """Return the settings for the process."""
@@ -281,38 +253,34 @@ class HivemindAverager:
         Those that were known before may all be gone: every second attempt does without them.
         """
         mine, known = self._settings, []
-        if self._failures % 2 == 0:
+        if self._process.failures % 2 == 0:
             with suppress(OSError, ValueError):
                 known = [str(maddr) for maddr in json.loads(self._known_file.read_text())]
         found = [*mine.initial_peers, *known]
         deadline_s = monotonic() + _INTRODUCTION_S
-        while mine.introduction and not (found or self._closed.is_set()):
+        while mine.introduction and not (found or self._process.closed.is_set()):
             with suppress(OSError):
                 found = mine.introduction.read_text().split(",")
             if monotonic() > deadline_s:
                 raise TimeoutError(f"{mine.introduction}: the first peer has not written its address")
-            self._closed.wait(_LOOK_S)
+            self._process.closed.wait(_LOOK_S)
         return list(dict.fromkeys(found))
 
-    def _take(self, message: dict[str, Any]) -> str:
-        """Take a message of the process, and return its error; "" if it tells none."""
-        if "error" in message:
-            return printable(str(message["error"]), 256)
+    def _take(self, message: dict[str, Any]) -> None:
+        """Take a message of the process."""
         if "round" in message:
             self._end_round(message)
         with self._lock:
-            if "p2pd" in message:
-                self._socket = str(message.get("socket", ""))
-            elif "maddrs" in message:
+            if "maddrs" in message:
                 text = ",".join(map(str, message["maddrs"]))
                 write_atomically(self._settings.directory / INTRODUCTION, text)
-                self._up, self._failures = True, 0
+                self._up = True
+                self._process.succeeded()
             elif "compared" in message:
                 distances = tuple(float(one) for one in message["distances"])
                 number, members = int(message["compared"]), int(message["members"])
                 self._compared.append(Comparison(number=number, members=members, distances=distances))
                 self._uncompared = -1
-        return ""
 
     def _end_round(self, message: dict[str, Any]) -> None:
         """Take the end of a round. An average that is not finite is none."""

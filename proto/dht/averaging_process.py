@@ -1,4 +1,4 @@
-"""Process with an averager of hivemind: `python -m aedit.proto.swarm.averaging_process PARENT`.
+"""Process with an averager of hivemind: `python -m aedit.proto.dht.averaging_process PARENT`.
 
 It reads JSON lines from standard input: first the settings, then a request for each round. It writes JSON
 lines to standard output: `maddrs` once it is up, `round` for each request, `compared` some time after it, or
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aedit.proto.swarm.hivemind_child import Say, begin
+from aedit.proto.dht.child import Say, begin
 
 WIDTH = 256
 _SEED = 20160412
@@ -68,7 +68,7 @@ _LEAST_STEPS = 1e-3
 _MOST_MADDRS = 4
 
 
-class Averager:
+class HivemindRounds:
     """One averager of hivemind with its node of a hash table, and the rounds that it makes."""
 
     def __init__(self, settings: dict[str, Any], vectors: NDArray[np.float32], say: Say) -> None:
@@ -211,7 +211,7 @@ def _serve(say: Say) -> None:
     settings = next(requests)
     shape = (2, int(settings["numel"]))
     vectors = np.memmap(settings["memory"], dtype=np.float32, mode="r+", shape=shape)
-    averager = Averager(settings, vectors, say)
+    averager = HivemindRounds(settings, vectors, say)
     averager.tell_up()
     for request in requests:
         if not averager.round(request):

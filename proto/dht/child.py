@@ -1,0 +1,236 @@
+"""Processes that run hivemind: the parent's side, and the end of all that hivemind starts.
+
+The child is isolated: a crash, a hang or output of it does not affect the parent. `RestartedProcess` starts
+it again whenever it ends.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import re
+import select
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from aedit.system import end_with_parent
+from aedit.types import printable
+
+log = logging.getLogger(__name__)
+
+Say = Callable[..., None]
+_LISTENS = "-listen=/unix"
+"""Beginning of the argument of p2pd that names its socket."""
+_SOCKET = re.compile(r"/tmp/hivemind-p2pd-[\w-]+\.sock")
+_MOST_LINE_BYTES = 2**23
+_READ_BYTES = 2**16
+_LONGEST_PAUSE_S = 30.0
+_END_S = 15.0
+
+
+def begin(parent: int) -> Say:
+    """Bind this process and those that it starts to the process `parent`; return the function that writes.
+
+    The function writes its keyword arguments as a JSON line to standard output, between which nothing comes
+    that hivemind prints.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent(parent, signal.SIGKILL)
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    def say(**message: Any) -> None:
+        out.write(json.dumps(message) + "\n")
+
+    bind_children(say)
+    return say
+
+
+def bind_children(say: Say) -> None:
+    """Let processes that hivemind forks, and p2pd, end with their parents; tell p2pd's id and its socket."""
+    parents = [os.getpid()]
+    os.register_at_fork(
+        before=lambda: parents.append(os.getpid()),
+        after_in_child=lambda: end_with_parent(parents[-1], signal.SIGKILL),
+    )
+    start = asyncio.subprocess.create_subprocess_exec
+
+    async def started(*words: Any, **options: Any) -> Any:
+        ends = partial(end_with_parent, os.getpid(), signal.SIGKILL)
+        process = await start(*words, **options, preexec_fn=ends)
+        listens = [str(word) for word in words if str(word).startswith(_LISTENS)]
+        say(p2pd=process.pid, socket=listens[0].removeprefix(_LISTENS) if listens else "")
+        return process
+
+    asyncio.subprocess.create_subprocess_exec = started
+
+
+def remove_socket(path: str) -> None:
+    """Remove the socket of p2pd, which stays when it is killed; do nothing if `path` is none."""
+    if _SOCKET.fullmatch(path):
+        Path(path).unlink(missing_ok=True)
+
+
+class LineProcess:
+    """A child process in a session of its own that exchanges lines of JSON. For one thread at a time.
+
+    The child must end with its parent by itself.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        """Start the child. Raises OSError if there is no such program."""
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
+        os.set_blocking(self._input.fileno(), False)
+        self._held = b""
+
+    @property
+    def pid(self) -> int:
+        """Return the process id."""
+        return self._process.pid
+
+    def send(self, message: Mapping[str, Any]) -> bool:
+        """Send a line; return False if the child has ended or does not read."""
+        line = json.dumps(message).encode() + b"\n"
+        try:
+            return os.write(self._input.fileno(), line) == len(line)
+        except OSError:
+            return False
+
+    def read(self, timeout_s: float) -> list[dict[str, Any]] | None:
+        """Return the messages that have arrived, after `timeout_s` at the latest.
+
+        None if the child has closed its output, or writes what is no message.
+        """
+        ready, _, _ = select.select([self._output], [], [], timeout_s)
+        if not ready:
+            return []
+        data = os.read(self._output.fileno(), _READ_BYTES)
+        *lines, self._held = (self._held + data).split(b"\n")
+        if not data or len(self._held) > _MOST_LINE_BYTES:
+            return None
+        try:
+            found = [json.loads(line) for line in lines]
+        except ValueError:
+            return None
+        return found if all(isinstance(message, dict) for message in found) else None
+
+    def end(self) -> None:
+        """Kill the child and everything that it has started, and wait for its end."""
+        # It is not waited for yet, so that no other process can have its id, which is that of the group.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(timeout=10)
+        with suppress(OSError):
+            self._input.close()
+        self._output.close()
+
+
+class RestartedProcess:
+    """A `LineProcess` that is started again whenever it ends, after growing pauses, until `close`.
+
+    All callbacks are called by the thread that starts it: the kernel ends the child with that thread.
+
+    Args:
+        command: Program of the child; the id of this process is added to it.
+        name: Name of the thread.
+        first_pause_s: Pause after the first failure; each further one doubles it, up to 30 s.
+        look_s: Longest time between two calls of `turn`.
+        settings: Returns the first message to the child.
+        take: Takes a message of the child. Call `succeeded` when the child works.
+        turn: Sends what is to be sent; returns why the child must end, "" if it must not.
+        ended: Called with the reason when the child has ended.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        name: str,
+        first_pause_s: float,
+        look_s: float,
+        settings: Callable[[], Mapping[str, Any]],
+        take: Callable[[dict[str, Any]], None],
+        turn: Callable[[LineProcess], str],
+        ended: Callable[[str], None],
+    ) -> None:
+        self._command, self._first_pause_s, self._look_s = command, first_pause_s, look_s
+        self._settings, self._take, self._turn, self._ended = settings, take, turn, ended
+        self.failures = 0
+        """Ends of the child since it worked last."""
+        self.pids: tuple[int, ...] = ()
+        """Ids of the child and of its p2pd, while they run."""
+        self.started_s = self.spoke_s = 0.0
+        """When the child was started, and when its last message arrived."""
+        self.closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def succeeded(self) -> None:
+        """Note that the child works: the next pause is short."""
+        self.failures = 0
+
+    def close(self) -> None:
+        """End the child. May be called more than once."""
+        self.closed.set()
+        self._thread.join(_END_S)
+
+    def _run(self) -> None:
+        while not self.closed.is_set():
+            try:
+                reason = self._attempt()
+            except Exception as error:  # whatever it is, the caller goes on without the child
+                log.exception("the %s process failed here", self._thread.name)
+                reason = str(error)
+            self.pids = ()
+            self._ended(reason)
+            pause_s = min(self._first_pause_s * 2.0**self.failures, _LONGEST_PAUSE_S)
+            self.failures += 1
+            self.closed.wait(pause_s)
+
+    def _attempt(self) -> str:
+        """Run the child until it ends, hangs, or `close` is called; return why it has ended."""
+        settings, reason = self._settings(), "its process has ended"
+        process = LineProcess([*self._command, str(os.getpid())])
+        self.pids, sockets = (process.pid,), []
+        self.started_s = self.spoke_s = monotonic()
+        try:
+            if not process.send(settings):
+                return reason
+            while not self.closed.is_set():
+                messages = process.read(self._look_s)
+                if messages is None:
+                    return reason
+                for message in messages:
+                    self.spoke_s = monotonic()
+                    if "p2pd" in message:
+                        self.pids = (*self.pids, int(message["p2pd"]))
+                        sockets.append(str(message.get("socket", "")))
+                    if "error" in message:
+                        reason = printable(str(message["error"]), 256)
+                    self._take(message)
+                if must_end := self._turn(process):
+                    return must_end
+            return "closed"
+        finally:
+            process.end()
+            for socket in sockets:
+                remove_socket(socket)
