@@ -12,8 +12,8 @@ from typing import get_args, get_type_hints
 import pytest
 
 from aedit.launch.config import RunConfig
-from aedit.launch.records import Clock, Origin, Recorder, open_sinks
-from aedit.launch.records.recorder import SINKS
+from aedit.launch.records import Clock, Recorder, open_trackers
+from aedit.launch.records.recorder import TRACKERS, Tracker
 from aedit.types import UserError
 
 
@@ -47,14 +47,10 @@ def test_ranks_that_do_not_lead_write_nothing(tmp_path):
     assert not (tmp_path / "node").exists()
 
 
-def origin(tmp_path):
-    return Origin("wide", 2, tmp_path)
-
-
 def recorded(tmp_path, *names):
     """Run a node's recorder that writes two lines and an evaluation, and close it."""
-    sinks = partial(open_sinks, names, origin(tmp_path))
-    recorder = Recorder(tmp_path, Clock(), writes=True, sinks=sinks)
+    trackers = partial(open_trackers, names, "wide", 2, tmp_path)
+    recorder = Recorder(tmp_path, Clock(), writes=True, trackers=trackers)
     recorder.metrics(step=3, loss=2.5, lr=float("nan"), state="fine")
     recorder.metrics(step=5, loss=1.5)
     recorder.event("eval", step=5, loss=2.25)
@@ -135,27 +131,27 @@ def test_trackio_gets_the_metrics_on_this_machine(tmp_path, monkeypatch):
 def test_a_tracker_without_its_extra_is_told_in_one_line(tmp_path, monkeypatch, name, module):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UserError, match=rf"^log: \"{name}\" needs its extra: pip install 'aedit\[{name}\]'$"):
-        open_sinks([name], origin(tmp_path))
+        open_trackers([name], "wide", 2, tmp_path)
 
 
 def test_a_tracker_that_fails_is_left_out_and_told_once(tmp_path, capsys):
-    class Broken:
-        calls = 0
+    calls = []
 
-        def add(self, values, step):
-            Broken.calls += 1
-            raise OSError("no space left")
+    def add(values, step):
+        calls.append(step)
+        raise OSError("no space left")
 
-    recorder = Recorder(tmp_path, Clock(), writes=True, sinks=lambda: [Broken()])
+    broken = Tracker("Broken", add, lambda: None)
+    recorder = Recorder(tmp_path, Clock(), writes=True, trackers=lambda: [broken])
     for step in (1, 2, 3):
         recorder.metrics(step=step, loss=1.0)
     recorder.close()
-    assert Broken.calls == 1
+    assert calls == [1]
     assert capsys.readouterr().out == "aedit: Broken: no space left; training continues without it\n"
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
 def test_every_tracker_has_an_extra_of_its_name():
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
-    assert set(SINKS) <= set(project["project"]["optional-dependencies"])
-    assert set(SINKS) == set(get_args(get_args(get_type_hints(RunConfig)["log"])[0]))
+    assert set(TRACKERS) <= set(project["project"]["optional-dependencies"])
+    assert set(TRACKERS) == set(get_args(get_args(get_type_hints(RunConfig)["log"])[0]))

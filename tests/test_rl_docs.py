@@ -14,8 +14,8 @@ from aedit.async_sgd.service import page as prometheus
 from aedit.launch.config import literal, load, rl
 from aedit.launch.config.serve import AuditConfig
 from aedit.launch.data import ByteTokenizer, load_problems
-from aedit.launch.records import RLEvalEvent, RLMetric
-from aedit.launch.records.rl_records import DrafterMetric
+from aedit.launch.records import EvalEvent, RLMetric
+from aedit.launch.records.records import DrafterMetric
 from aedit.spec_rollout.rl.rewards.worker import find, scores
 
 ROOT = Path(__file__).parent.parent
@@ -79,8 +79,8 @@ def test_the_page_explains_every_metric():
     text = section("Metrics")
     named = set(re.findall(r"^\| ((?:`[a-z_]+`(?:, )?)+) \|", text, re.M))
     explained = {name for cell in named for name in re.findall(r"`([a-z_]+)`", cell)}
-    known = {field.name for cls in (RLMetric, DrafterMetric, RLEvalEvent) for field in fields(cls)}
-    assert known - explained <= {"drafter", "t", "step", "round"}
+    known = {field.name for cls in (RLMetric, DrafterMetric, EvalEvent) for field in fields(cls)}
+    assert known - explained <= {"drafter", "t", "step", "round", "loss"}
 
 
 def test_the_page_names_the_numbers_of_prometheus():

@@ -13,6 +13,7 @@ from kit.rl_runs import RLNode, closing, rl_run
 from aedit.edit import Shards
 from aedit.launch.node.rl_records import RLRecords, Waits
 from aedit.launch.records import Clock, HubSample, Recorder, RLMetric, read_run
+from aedit.launch.records.recorder import Tracker
 from aedit.proto.agent import Progress, mailbox
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.types import RL_REPORT
@@ -91,14 +92,8 @@ def test_an_error_in_a_reward_names_function_sample_and_line(tmp_path):
 def test_trackers_get_the_numbers_of_reinforcement_learning(tmp_path):
     told = []
 
-    class Sink:
-        def add(self, values, step):
-            told.append((step, dict(values)))
-
-        def close(self):
-            pass
-
-    out = Recorder(tmp_path, Clock(), writes=True, sinks=lambda: [Sink()])
+    sink = Tracker("Sink", lambda values, step: told.append((step, dict(values))), lambda: None)
+    out = Recorder(tmp_path, Clock(), writes=True, trackers=lambda: [sink])
     out.metrics(
         step=3, loss=1.0, rl={"reward": 0.5, "entropy": math.nan, "arms": {"off": 2}, "drafter": None}
     )

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +19,10 @@ from rich.console import Console
 
 from aedit.launch.records import RunFollower, read_run
 from aedit.launch.views import live, plot, report
-from aedit.launch.views.figures import held_out
+from aedit.launch.views.figures import held_out, pace, share_of_solo
 from aedit.launch.views.panel import Fitted, panel, state
 from aedit.launch.views.panel import line as plain_line
 from aedit.launch.views.plots import bytes_per_round, loss_by_steps, plot_effective_nodes
-from aedit.launch.views.run_report import summary
 from aedit.types import UserError
 
 UNITS = ["layers.0", "layers.1", "layers.2", "rest"]
@@ -270,28 +270,27 @@ def test_the_share_of_the_solo_speeds_is_the_one_worked_out_by_hand(tmp_path):
     fast.metric(14.0, 9, tokens=8500, busy_s=9.5, wait_s=2.5, other_s=2.0)
     slow.metric(4.0, 1, tokens=1000, busy_s=4.0, wait_s=0.0, other_s=0.0)
     slow.metric(25.0, 9, tokens=3000, busy_s=24.0, wait_s=0.0, other_s=1.0)
-    out = summary(read_run(run_dir))
+    paces = list(map(pace, read_run(run_dir).nodes))
     # fast: 8000 tokens in 14 - 2 - 2 = 10 s, 8 s of them busy: 800 of 1000 tokens/s
     # slow: 2000 tokens in 25 - 4 - 1 = 20 s, all of them busy: 100 of 100 tokens/s
-    assert [node.pace.tokens_per_s for node in out.nodes] == [800.0, 100.0]
-    assert [node.pace.solo_tokens_per_s for node in out.nodes] == [1000.0, 100.0]
-    assert out.share_of_solo == pytest.approx(900 / 1100)
-    assert [node.pace.waited for node in out.nodes] == [pytest.approx(0.2), 0.0]
-    assert [node.wait_s for node in out.nodes] == [2.5, 0.0]
+    assert [each.tokens_per_s for each in paces] == [800.0, 100.0]
+    assert [each.solo_tokens_per_s for each in paces] == [1000.0, 100.0]
+    assert share_of_solo(paces) == pytest.approx(900 / 1100)
+    assert [each.waited for each in paces] == [pytest.approx(0.2), 0.0]
     assert "81.8 % of the sum of the nodes' solo speeds" in report(run_dir)
+    rows = [re.split(r"\s{2,}", row.strip()) for row in report(run_dir).splitlines()]
+    waited = next(row.index("waited") for row in rows if "solo tokens/s" in row)
+    assert [row[waited] for row in rows if len(row) == 9 and row[0].isdecimal()] == ["2.5 s", "0.0 s"]
 
 
-def test_the_summary_counts_rounds_bytes_and_what_was_distrusted(tmp_path):
-    out = summary(read_run(full_run(tmp_path)))
-    assert out.num_rounds == 12
-    assert out.bytes == 3 * 12 * 16000
-    assert out.num_distrusted == 3
-    assert out.num_rolled_back == 1  # one unit, seen by three nodes
-    assert out.held_out_loss == (
-        pytest.approx(2.05 + 3.4 * math.exp(-50 / 170)),
-        pytest.approx(2.05 + 3.4 * math.exp(-600 / 170)),
-    )
-    assert out.train_loss[0] > 5 > 2.7 > out.train_loss[1]
+def test_the_report_counts_rounds_bytes_and_what_was_distrusted(tmp_path):
+    text = report(full_run(tmp_path))
+    first, last = 2.05 + 3.4 * math.exp(-50 / 170), 2.05 + 3.4 * math.exp(-600 / 170)
+    assert f"held-out loss  {first:.3f} -> {last:.3f} nats/token" in text
+    train = re.search(r"train loss +([\d.]+) -> ([\d.]+) nats/token", text)
+    assert float(train[1]) > 5 > 2.7 > float(train[2])
+    assert f"{3 * 12 * 16000 / 1000:.1f} kB in 12 rounds" in text
+    assert "3 pseudo-gradients distrusted, 1 unit rolled back" in text  # one unit, seen by three nodes
 
 
 def test_nodes_that_evaluated_the_same_round_are_averaged(tmp_path):
@@ -393,10 +392,8 @@ def test_values_that_are_not_finite_break_no_view(tmp_path):
     node.round(5, 1, 5, norms=[None, math.nan, math.inf, 0.0], effective_nodes=[None] * 4, bytes=None)
     node.event("eval", 5.1, step=5, round=1, loss=math.inf)
     assert "nan" not in shown(run_dir, [0]).lower()
-    out = summary(read_run(run_dir))
-    assert math.isnan(out.train_loss[1])
-    assert math.isnan(out.share_of_solo)
-    assert "2.000 -> -" in report(run_dir)
+    assert math.isnan(share_of_solo(map(pace, read_run(run_dir).nodes)))
+    assert "2.000 -> - nats/token" in report(run_dir)
     assert {path.name for path in plot.plot_command(run_dir)} == ALL_PLOTS - {"effective_nodes.png"}
 
 
@@ -627,10 +624,10 @@ def test_time_between_two_attempts_is_no_training_time(tmp_path):
     node.start(t=3600.0, attempt=1, step=60)
     node.metric(3605.0, 70, tokens=7000, busy_s=11.0)
     node.metric(3615.0, 120, tokens=12000, busy_s=20.0)
-    (only,) = summary(read_run(run_dir)).nodes
+    (only,) = map(pace, read_run(run_dir).nodes)
     # 5000 tokens in 10 s twice, 9 s of each busy
-    assert only.pace.tokens_per_s == pytest.approx(500)
-    assert only.pace.solo_tokens_per_s == pytest.approx(10_000 / 18)
+    assert only.tokens_per_s == pytest.approx(500)
+    assert only.solo_tokens_per_s == pytest.approx(10_000 / 18)
     assert "90.0 % of the sum" in report(run_dir)
 
 

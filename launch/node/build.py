@@ -33,7 +33,7 @@ from aedit.launch.node.rl_build import make_policy_objective
 from aedit.launch.node.stop import Stop
 from aedit.launch.node.train import TrainingNode
 from aedit.launch.node.world import World
-from aedit.launch.records import Clock, Origin, Recorder, open_sinks
+from aedit.launch.records import Clock, Recorder, open_trackers
 from aedit.proto.transports import TorchTransport
 from aedit.spec_rollout.drafters import DraftLayer, DraftShape
 from aedit.types import UserError
@@ -91,9 +91,8 @@ def build(
         order = SampleOrder(data.num_samples, config.seed, world.node, world.nodes)
         resumed = resume(sync, exchange, checkpoints, order, facts)
         clock.start(resumed.elapsed_s if resumed else 0.0)
-        origin = Origin(config.name, world.node, directory)
-        sinks = partial(open_sinks, config.log, origin)
-        recorder = Recorder(directory, clock, writes=world.leads, sinks=sinks)
+        trackers = partial(open_trackers, config.log, config.name, world.node, directory)
+        recorder = Recorder(directory, clock, writes=world.leads, trackers=trackers)
         stop = Stop(world.node, world.nodes, transport, sync.shards)
         order = (resumed and resumed.order) or order
         parts = NodeParts(

@@ -24,7 +24,7 @@ from aedit.launch.node.objective import NodeParts, make_inners
 from aedit.launch.node.stop import StopAlone
 from aedit.launch.node.train import TrainingNode
 from aedit.launch.node.world import World
-from aedit.launch.records import Clock, Origin, Recorder, file_name, open_sinks
+from aedit.launch.records import Clock, Recorder, file_name, open_trackers
 from aedit.proto.dht import (
     AVERAGING,
     INTRODUCTION,
@@ -74,8 +74,8 @@ def build_averaging(config: RunConfig, world: World, options: NodeStartOptions) 
         clock, elapsed_s = Clock(), resumed.elapsed_s if resumed else 0.0
         clock.start(elapsed_s)
         exchange.began_s = time.time() - elapsed_s
-        sinks = partial(open_sinks, config.log, Origin(config.name, index, directory))
-        recorder = Recorder(directory, clock, writes=True, sinks=sinks)
+        trackers = partial(open_trackers, config.log, config.name, index, directory)
+        recorder = Recorder(directory, clock, writes=True, trackers=trackers)
         exchange.on_event = recorder.event
         stop = StopAlone(sync.shards)
         parts = NodeParts(

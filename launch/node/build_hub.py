@@ -24,7 +24,7 @@ from aedit.launch.node.objective import HubMember, NodeParts, make_inners
 from aedit.launch.node.stop import LEAVE_HUB_WITHIN_S, StopAlone, Stopped
 from aedit.launch.node.train import TrainingNode
 from aedit.launch.node.world import World
-from aedit.launch.records import Clock, Origin, Recorder, file_name, open_sinks
+from aedit.launch.records import Clock, Recorder, file_name, open_trackers
 from aedit.proto.agent import (
     AgentLink,
     AgentPlan,
@@ -86,8 +86,8 @@ def build_with_hub(config: RunConfig, world: World, options: NodeStartOptions) -
             torch.manual_seed(config.seed + 1 + world.node)  # a different dropout mask per node
         clock = Clock()
         clock.start(max(link.news().elapsed_s, resumed.elapsed_s if resumed else 0.0))
-        sinks = partial(open_sinks, config.log, Origin(config.name, world.node, directory))
-        recorder = Recorder(directory, clock, writes=world.leads, sinks=sinks)
+        trackers = partial(open_trackers, config.log, config.name, world.node, directory)
+        recorder = Recorder(directory, clock, writes=world.leads, trackers=trackers)
         stop = StopAlone(sync.shards)
         parts = NodeParts(
             config=config,

@@ -1,9 +1,12 @@
 """The run directory: preparation, metrics and event records, and their reader. Imports no torch.
 
-`run_directory` prepares it and reads how a start ended; `recorder` writes a node's metrics and events.
-`reader` reads all of it (begin there) into the frozen values of `records` (nodes), `rl_records`,
-`hub_records` (hubs and swarms) and `server_records` (the folder of one rollout server); `values` parses
-fields of JSON lines. The processes of a run write, `launch.views` reads.
+run_directory: prepares it, and reads how a start ended.
+recorder: writes a node's metrics and events, also to experiment trackers.
+reader: reads all of it, once or repeatedly. Begin there.
+records, hub_records, server_records: the frozen values of nodes, of hubs and swarms, and of the folder of one
+rollout server.
+
+The processes of a run write, `launch.views` reads.
 """
 
 from typing import TYPE_CHECKING
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
         NodeSample,
         PartSample,
         PeerSample,
+        ServerSample,
         SwarmSample,
         Totals,
         by_node,
@@ -24,9 +28,16 @@ if TYPE_CHECKING:
         totals,
     )
     from aedit.launch.records.reader import NodeRecords, Run, RunFollower, read_run, require_run
-    from aedit.launch.records.recorder import Clock, Origin, Recorder, open_sinks
-    from aedit.launch.records.records import EvalEvent, Metric, RoundEvent
-    from aedit.launch.records.rl_records import KEY_FILE, RLEvalEvent, RLMetric, ServerSample, ServerWork
+    from aedit.launch.records.recorder import Clock, Recorder, open_trackers
+    from aedit.launch.records.records import (
+        BAD_LINE,
+        KEY_FILE,
+        EvalEvent,
+        Metric,
+        RLMetric,
+        RoundEvent,
+        number,
+    )
     from aedit.launch.records.run_directory import (
         FAILED,
         Ending,
@@ -47,7 +58,6 @@ if TYPE_CHECKING:
         is_server_folder,
         read_server,
     )
-    from aedit.launch.records.values import BAD_LINE, number
 
 __all__ = [
     "BAD_LINE",
@@ -61,17 +71,14 @@ __all__ = [
     "Metric",
     "NodeRecords",
     "NodeSample",
-    "Origin",
     "PartSample",
     "PeerSample",
-    "RLEvalEvent",
     "RLMetric",
     "Recorder",
     "RoundEvent",
     "Run",
     "RunFollower",
     "ServerSample",
-    "ServerWork",
     "ServingRecords",
     "ServingSample",
     "SwarmSample",
@@ -87,7 +94,7 @@ __all__ = [
     "is_server_folder",
     "next_attempt",
     "number",
-    "open_sinks",
+    "open_trackers",
     "prepare",
     "read_run",
     "read_server",

@@ -1,4 +1,4 @@
-"""Records of hubs and swarms as frozen values, read from their folders or from a reply to `status`.
+"""Records of hubs, of their rollout servers and of swarms, from folders or from a reply to `status`.
 
 Values that a node reports (`steps`, seconds, bytes) count from the start of its process and are 0 before its
 first report; counts of the hub (`accepted`, `refused`) start with the run.
@@ -7,44 +7,42 @@ first report; counts of the hub (`accepted`, `refused`) start with the run.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from math import nan
 from typing import Any
 
-from aedit.launch.records.records import Notice
-from aedit.launch.records.rl_records import RLMetric, ServerSample, with_evidence
-from aedit.launch.records.values import Line, number, text
-
-JOURNAL = ("bytes", "past_bytes")
+from aedit.launch.records.records import Line, Notice, RLMetric, decoded, number, text
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSample:
     """State of one node at one time, from its hub."""
 
     node: int
     name: str
-    state: str
-    steps: float
-    steps_per_s: float
-    pace_steps: float
+    state: str = "?"
+    steps: float = nan
+    steps_per_s: float = nan
+    pace_steps: float = nan
     """Inner steps before the next push, as set by the hub."""
 
-    busy_s: float
-    wait_s: float
+    busy_s: float = nan
+    wait_s: float = nan
     """Waiting for the hub: transfer time not overlapped with training."""
 
-    wire_s: float
+    wire_s: float = nan
     """Time of pushes and pulls, overlapped or not."""
 
-    bytes_up: float
-    bytes_down: float
-    weight: float
+    bytes_up: float = nan
+    bytes_down: float = nan
+    weight: float = nan
     """Merge weight of its last push."""
 
-    staleness: float
+    staleness: float = nan
     """Versions between the base of its last push and the merge."""
 
-    accepted: int
-    refused: Mapping[str, int]
+    accepted: int = 0
+    refused: Mapping[str, int] = field(default_factory=dict)
     """Number of refused pushes by reason."""
 
     rl: RLMetric | None = None
@@ -53,25 +51,8 @@ class NodeSample:
     @staticmethod
     def of(line: Line) -> "NodeSample":
         """Return the state in one entry of `nodes` of a hub's line."""
-        refused = line.get("refused") or {}
-        return NodeSample(
-            node=int(line["node"]),
-            name=text(line.get("name") or line["node"]),
-            state=text(line.get("state") or "?"),
-            steps=number(line.get("steps")),
-            steps_per_s=number(line.get("steps_per_s")),
-            pace_steps=number(line.get("pace_steps")),
-            busy_s=number(line.get("busy_s")),
-            wait_s=number(line.get("wait_s")),
-            wire_s=number(line.get("wire_s")),
-            bytes_up=number(line.get("bytes_up")),
-            bytes_down=number(line.get("bytes_down")),
-            weight=number(line.get("weight")),
-            staleness=number(line.get("staleness")),
-            accepted=int(line.get("accepted") or 0),
-            refused={text(reason): int(count) for reason, count in refused.items()},
-            rl=RLMetric.of(line.get("rl")),
-        )
+        name = text(line.get("name") or line["node"])
+        return decoded(NodeSample, line, name=name, rl=RLMetric.of(line.get("rl")))
 
     @property
     def reports(self) -> bool:
@@ -87,15 +68,50 @@ class NodeSample:
         return self.state.removeprefix("excluded: ") if self.state.startswith("excluded") else ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSample:
+    """State of one rollout server at one time, from the hub's directory."""
+
+    name: str
+    address: str = ""
+    state: str = "?"
+    live: bool = False
+    lag: float = nan
+    """Versions of the policy that it is behind the hub."""
+
+    tokens_per_s: float = nan
+    """Recent speed, as the server reports it."""
+
+    running: float = nan
+    waiting: float = nan
+    idle_s: float = nan
+    """Time without a request, since its process began."""
+
+    idle_used_s: float = nan
+    """Part of `idle_s` in which it trained the drafter."""
+
+    accused: Mapping[str, float] = field(default_factory=dict)
+    """Number of accusations by node."""
+
+    reason: str = ""
+    """Reason of the last accusation."""
+
+    banned: str = ""
+    """Reason of the ban; empty if there is none."""
+
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    """Evidence of the last accusation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HubSample:
     """State of one hub at one time."""
 
     t: float
     """Seconds since the start of the run, without outages of the hub."""
 
-    term: int
-    progress: float
+    term: int = 0
+    progress: float = nan
     nodes: tuple[NodeSample, ...]
     versions: tuple[int, ...]
     """Newest anchor version of each unit that this hub owns."""
@@ -104,53 +120,37 @@ class HubSample:
     """Number of pushes that wait for their quorum."""
 
     journal_bytes: float
-    follows: str
+    follows: str = ""
     """HOST:PORT of the hub that leads, if this one is its standby."""
 
-    founder: int | None = None
+    founder: int | None
     """The node that uploaded the initial anchors; None while there are none."""
 
     anchor_bytes: float = 0.0
     """Size of the initial anchors of the units that this hub owns, as uploaded."""
 
-    servers: tuple[ServerSample, ...] = ()
+    servers: tuple[ServerSample, ...]
     """Rollout servers, which are no nodes."""
 
-    left_out: int = 0
+    nodes_left_out: int = 0
     """Number of nodes that the hub knows beside `nodes`: a line and a status are bounded."""
 
     @staticmethod
     def of(line: Line) -> "HubSample":
         """Return the state in a line of a hub's metrics, or in the reply to `status`."""
         units, journal = line.get("units") or (), line.get("journal") or {}
-        versions = line.get("versions") or [unit["version"] for unit in units]
-        age_s = line["elapsed_s"] if "elapsed_s" in line else line["t"]
-        return HubSample(
-            t=float(age_s),
-            term=int(line.get("term") or 0),
-            progress=number(line.get("progress")),
-            nodes=tuple(NodeSample.of(node) for node in line.get("nodes") or ()),
-            versions=tuple(int(version) for version in versions),
+        own_bytes = journal.get("bytes", 0) + journal.get("past_bytes", 0)
+        return decoded(
+            HubSample,
+            line,
+            t=float(line["elapsed_s"] if "elapsed_s" in line else line["t"]),
+            nodes=tuple(map(NodeSample.of, line.get("nodes") or ())),
+            versions=tuple(map(int, line.get("versions") or [unit["version"] for unit in units])),
             pending=int(line.get("pending") or sum(unit["pending"] for unit in units)),
-            journal_bytes=number(line.get("journal_bytes", sum(journal.get(k, 0) for k in JOURNAL))),
-            follows=text(line.get("follows")),
+            journal_bytes=number(line.get("journal_bytes", own_bytes)),
             founder=None if line.get("founder") is None else int(line["founder"]),
-            anchor_bytes=float(line.get("anchor_bytes") or 0.0),
-            servers=tuple(ServerSample.of(server) for server in line.get("servers") or ()),
-            left_out=int(line.get("nodes_left_out") or 0),
+            servers=tuple(decoded(ServerSample, server) for server in line.get("servers") or ()),
         )
-
-
-def _as_of(said: NodeSample, node: NodeSample) -> NodeSample:
-    """Return the values that the node reported last, with the hub's newest values about it."""
-    return replace(
-        said,
-        state=node.state,
-        weight=node.weight,
-        staleness=node.staleness,
-        accepted=node.accepted,
-        refused=node.refused,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,13 +170,29 @@ class HubRecords:
 
         Needs a line.
         """
-        newest, said = self.lines[-1], dict[int, NodeSample]()
+        newest, reported = self.lines[-1], dict[int, NodeSample]()
         for line in reversed(self.lines):
-            said |= {n.node: n for n in line.nodes if n.reports and n.node not in said}
-            if len(said) == len(newest.nodes):
+            reported |= {n.node: n for n in line.nodes if n.reports and n.node not in reported}
+            if len(reported) == len(newest.nodes):
                 break
-        nodes = tuple(_as_of(said.get(node.node, node), node) for node in newest.nodes)
-        return replace(newest, nodes=nodes, servers=with_evidence(newest.servers, self.evidence))
+        nodes = [
+            replace(
+                reported.get(now.node, now),
+                state=now.state,
+                weight=now.weight,
+                staleness=now.staleness,
+                accepted=now.accepted,
+                refused=now.refused,
+            )
+            for now in newest.nodes
+        ]
+        servers = [
+            replace(server, evidence=self.evidence.get(server.name, {}))
+            if server.accused and not server.evidence
+            else server
+            for server in newest.servers
+        ]
+        return replace(newest, nodes=tuple(nodes), servers=tuple(servers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,18 +267,18 @@ def gained(counts: Sequence[float]) -> float:
     return total
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerSample:
     """One live peer, as another one knows it."""
 
     name: str
-    address: str
+    address: str = ""
     """HOST:PORT; empty for a client."""
-    owns: tuple[int, ...]
+    owns: tuple[int, ...] = ()
     """Parts that it owns."""
-    keeps: tuple[int, ...]
+    keeps: tuple[int, ...] = ()
     """Parts that it follows."""
-    state: str
+    state: str = ""
     role: str = ""
     """What it does: `trains`, `keeps parts` or both."""
     steps_per_s: float = 0.0
@@ -270,55 +286,24 @@ class PeerSample:
     model: str = ""
     """Digest of what its node trains; empty without a node."""
 
-    @staticmethod
-    def of(line: Line) -> "PeerSample":
-        """Return the peer in one entry of `peers`."""
-        return PeerSample(
-            name=text(line["name"]),
-            address=text(line.get("address")),
-            owns=tuple(int(part) for part in line.get("owns") or ()),
-            keeps=tuple(int(part) for part in line.get("keeps") or ()),
-            state=text(line.get("state")),
-            role=text(line.get("role")),
-            steps_per_s=number(line.get("steps_per_s") or 0.0),
-            model=text(line.get("model")),
-        )
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PartSample:
-    """One part of the model, as its owner reports; all unknown while it has none that answers."""
+    """One part of the model, as its owner reports; all unknown while no owner answers."""
 
     owner: str = ""
     """HOST:PORT."""
     in_sync: int = 0
     """Followers that confirm each acknowledged push."""
-    hub: HubSample | None = None
+    hub: HubSample | None
     bytes_in: float = 0.0
     """Bytes of pushes that the owner has received since it began to lead."""
     bytes_out: float = 0.0
     """Bytes of anchors that it has given."""
     digest: str = ""
     """Digest of the newest anchors that it has given; empty before it has given all units of the part."""
-    trouble: str = ""
+    trouble: str
     """Fault or former fault of the part, as reported by the peer that was asked; "" without one."""
-
-    @staticmethod
-    def of(line: Line | None, trouble: str = "") -> "PartSample":
-        """Return the part in one entry of `parts`."""
-        if line is None:
-            return PartSample(trouble=trouble)
-        in_sync = int(line.get("in_sync") or 0)
-        traffic = line.get("traffic") or {}
-        return PartSample(
-            owner=text(line.get("owner")),
-            in_sync=in_sync,
-            hub=HubSample.of(line),
-            bytes_in=number(traffic.get("bytes_in") or 0),
-            bytes_out=number(traffic.get("bytes_out") or 0),
-            digest=text(traffic.get("digest")),
-            trouble=trouble,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,14 +314,16 @@ class SwarmSample:
     parts: tuple[PartSample, ...]
 
     @staticmethod
-    def of(said: Mapping[str, Any]) -> "SwarmSample":
+    def of(status: Mapping[str, Any]) -> "SwarmSample":
         """Return the state in a reply to `status`."""
-        troubles = list(map(text, said.get("troubles") or ()))
-        troubles += [""] * (len(said["parts"]) - len(troubles))
-        return SwarmSample(
-            tuple(PeerSample.of(peer) for peer in said["peers"]),
-            tuple(PartSample.of(*both) for both in zip(said["parts"], troubles, strict=False)),
-        )
+        troubles = (status.get("troubles") or ())[: len(status["parts"])]
+        parts = []
+        for line, trouble in zip_longest(status["parts"], troubles):
+            own = line or {}
+            known = {**(own.get("traffic") or {}), "owner": own.get("owner"), "in_sync": own.get("in_sync")}
+            hub = None if line is None else HubSample.of(line)
+            parts.append(decoded(PartSample, known, hub=hub, trouble=text(trouble)))
+        return SwarmSample(tuple(decoded(PeerSample, peer) for peer in status["peers"]), tuple(parts))
 
     @property
     def hub(self) -> HubSample | None:

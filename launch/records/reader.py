@@ -9,6 +9,7 @@ import os
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -16,19 +17,22 @@ from typing import Any
 
 from aedit.launch.records.hub_records import HubRecords, HubSample, SwarmSample
 from aedit.launch.records.records import (
+    BAD_LINE,
+    KEY_FILE,
     CheckpointEvent,
     EvalEvent,
+    Line,
     Metric,
     Notice,
+    RLMetric,
     RoundEvent,
     StartEvent,
+    decoded,
 )
-from aedit.launch.records.rl_records import KEY_FILE, RLEvalEvent
-from aedit.launch.records.values import BAD_LINE, Line
 from aedit.types import UserError
 
-WORTH_TELLING = ("error", "checkpoint_failed", "heal", "reward_error", "average_failed", "averages_differ")
-WORTH_TELLING_OF_A_HUB = ("excluded", "lead", "standby_lost", "banned")
+SHOWN = ("error", "checkpoint_failed", "heal", "reward_error", "average_failed", "averages_differ")
+SHOWN_OF_A_HUB = ("excluded", "lead", "standby_lost", "banned")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ class NodeRecords:
     quiet_s: float
     """Seconds since the node last wrote, from the modification times of its files."""
 
-    rl_evaluations: tuple[RLEvalEvent, ...] = ()
+    rl_evaluations: tuple[EvalEvent, ...] = ()
 
     @property
     def of_attempt(self) -> tuple[Metric, ...]:
@@ -156,21 +160,22 @@ class RunFollower:
 
     def poll(self) -> Run:
         """Return all that has been written so far."""
-        for index in self._indices():
-            if index not in self._nodes:
+        names: list[str] = []
+        with suppress(OSError):
+            names = os.listdir(self._dir / "nodes")
+        for index in (int(name) for name in names if name.isascii() and name.isdecimal()):
+            if index not in self._nodes and str(index) in names:
                 self._nodes[index] = NodeFollower(self._dir / "nodes" / str(index), index)
         nodes = tuple(self._nodes[index].poll() for index in sorted(self._nodes))
         for name, folders in _replica_folders(self._dir).items():
             self._hubs.setdefault(name, HubFollower()).follow(folders)
         hubs = tuple(hub.poll() for hub in self._hubs.values())
-        return Run(self._dir, _read_toml(self._dir / "run.toml"), nodes, tuple(h for h in hubs if h.lines))
+        config: Mapping[str, Any] = {}
+        with suppress(OSError, ValueError):
+            config = tomllib.loads((self._dir / "run.toml").read_text(encoding="utf-8"))
+        return Run(self._dir, config, nodes, tuple(hub for hub in hubs if hub.lines))
 
-    def _indices(self) -> list[int]:
-        try:
-            names = os.listdir(self._dir / "nodes")
-        except OSError:
-            return []
-        return [int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name]
+    history = poll
 
 
 class NodeFollower:
@@ -185,15 +190,15 @@ class NodeFollower:
         self._metrics: list[Metric] = []
         self._rounds: dict[int, RoundEvent] = {}
         self._evaluations: dict[tuple[int, float], EvalEvent] = {}
-        self._rl_evaluations: dict[float, RLEvalEvent] = {}
+        self._rl_evaluations: dict[float, EvalEvent] = {}
         self._checkpoints: dict[int, CheckpointEvent] = {}
         self._notices: list[Notice] = []
         self._latest: Notice | None = None
 
     def poll(self) -> NodeRecords:
         """Return the records of the node up to now."""
-        _each(self._events_tail.poll(), self._event)
-        _each(self._metrics_tail.poll(), self._metric)
+        self._events_tail.each(self._event)
+        self._metrics_tail.each(self._metric)
         written_at = max(self._events_tail.written_at, self._metrics_tail.written_at)
         return NodeRecords(
             index=self._index,
@@ -212,24 +217,25 @@ class NodeFollower:
         notice = Notice.of(line)
         match notice.event:
             case "start":
-                self._start(StartEvent.of(line))
+                self._start(decoded(StartEvent, line))
             case "round" | "round_refused":
-                landed = RoundEvent.of(line)
+                landed = decoded(RoundEvent, line)
                 self._rounds[landed.id] = landed
             case "eval":
-                evaluation = EvalEvent.of(line)
+                evaluation = decoded(EvalEvent, line)
                 self._evaluations[evaluation.round, evaluation.step] = evaluation
             case "rl_eval":
-                answered = RLEvalEvent.of(line)
-                self._rl_evaluations[answered.step] = answered
+                evaluation = decoded(EvalEvent, line)
+                self._rl_evaluations[evaluation.step] = evaluation
             case "checkpoint":
-                checkpoint = CheckpointEvent.of(line)
+                checkpoint = decoded(CheckpointEvent, line)
                 self._checkpoints[checkpoint.round] = checkpoint
         self._latest = notice
-        if notice.event in WORTH_TELLING:
+        if notice.event in SHOWN:
             self._notices.append(notice)
 
     def _start(self, start: StartEvent) -> None:
+        """Drop what earlier attempts have written after the step at which this one begins."""
         self._starts.append(start)
         self._metrics = [metric for metric in self._metrics if not _undone(metric, start)]
         self._rounds = {key: r for key, r in self._rounds.items() if r.step <= start.step}
@@ -238,12 +244,16 @@ class NodeFollower:
         self._checkpoints = {key: c for key, c in self._checkpoints.items() if c.step <= start.step}
 
     def _metric(self, line: Line) -> None:
-        metric = Metric.of(line)
+        metric = decoded(Metric, line, rl=RLMetric.of(line.get("rl")))
         if any(_undone(metric, start) for start in self._starts):
             return
         while self._metrics and self._metrics[-1].step >= metric.step:
             self._metrics.pop()
         self._metrics.append(metric)
+
+
+def _undone(metric: Metric, start: StartEvent) -> bool:
+    return metric.t < start.t and metric.step > start.step
 
 
 class HubFollower:
@@ -265,15 +275,15 @@ class HubFollower:
     def poll(self) -> HubRecords:
         """Return the records of the hub up to now."""
         for metrics, events in self._tails.values():
-            _each(metrics.poll(), lambda line: self._lines.append(HubSample.of(line)))
-            _each(events.poll(), self._event)
+            metrics.each(lambda line: self._lines.append(HubSample.of(line)))
+            events.each(self._event)
         self._lines.sort(key=lambda line: line.term)  # it is stable: within a term they stay as written
         self._notices.sort(key=lambda notice: notice.t)
         return HubRecords(tuple(self._lines), tuple(self._notices), dict(self._evidence))
 
     def _event(self, line: Line) -> None:
         notice = Notice.of(line)
-        if notice.event in WORTH_TELLING_OF_A_HUB:
+        if notice.event in SHOWN_OF_A_HUB:
             self._notices.append(notice)
         if notice.event == "accused" and isinstance(evidence := line.get("evidence"), Mapping):
             self._evidence[str(line.get("server"))] = evidence
@@ -293,45 +303,26 @@ class Tail:
         self.written_at = 0.0
         """The file's modification time, in seconds since the epoch; 0 while there is no file."""
 
-    def poll(self) -> list[Line]:
-        """Return the lines that were added since the last call."""
+    def each(self, take: Callable[[Line], None]) -> None:
+        """Call `take` with each line added since the last call. Lines that it cannot read are skipped."""
         try:
             with self._path.open("rb") as file:
                 self.written_at = os.fstat(file.fileno()).st_mtime
                 file.seek(self._offset)
                 new = file.read()
         except OSError:
-            return []
+            return
         self._offset += len(new)
         *lines, self._rest = (self._rest + new).split(b"\n")
-        return [line for line in map(_parse, lines) if line is not None]
+        for line in filter(None, map(_parsed, lines)):
+            with suppress(*BAD_LINE):  # valid JSON that is none of our lines: skipped like a torn one
+                take(line)
 
 
-def _parse(text: bytes) -> Line | None:
+def _parsed(text: bytes) -> Line | None:
     # A crash may leave half a line without its end; the next attempt's first line then follows right behind.
     for candidate in (text, text[max(text.rfind(b'{"'), 0) :]):
-        try:
+        with suppress(ValueError, RecursionError):
             line = json.loads(candidate)
-        except (ValueError, RecursionError):
-            continue
-        return line if isinstance(line, dict) else None
+            return line if isinstance(line, dict) else None
     return None
-
-
-def _each(lines: list[Line], take: Callable[[Line], None]) -> None:
-    for line in lines:
-        try:
-            take(line)
-        except BAD_LINE:
-            continue  # valid JSON that is none of our lines: to be skipped like a torn one
-
-
-def _undone(metric: Metric, start: StartEvent) -> bool:
-    return metric.t < start.t and metric.step > start.step
-
-
-def _read_toml(path: Path) -> Mapping[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from aedit.types import UserError
 
@@ -40,36 +40,16 @@ class Clock:
         return self.now() - self._began_at
 
 
-class Sink(Protocol):
-    """Receiver of numbers with their step. May raise: the recorder then continues without it."""
-
-    def add(self, values: Mapping[str, float], step: int) -> None:
-        """Record `values`, all finite, as those of inner step `step` of the node."""
-
-    def close(self) -> None:
-        """Flush and close."""
-
-
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """Run and node that the metrics belong to."""
+class Tracker:
+    """Experiment tracker. Its calls may raise: the recorder then continues without it."""
 
-    run: str
-    node: int
-    directory: Path
-    """Directory of the node; trackers write their files below it."""
+    name: str
+    add: Callable[[Mapping[str, float], int], object]
+    """Records finite values as those of an inner step of the node."""
 
-    @property
-    def name(self) -> str:
-        """Return the name of this node's run in a tracker."""
-        return f"{self.run}-node-{self.node}"
-
-    def identity(self) -> str:
-        """Return a unique name, equal at each start of this node in this run directory."""
-        path = self.directory / "sink_id"
-        if not path.exists():
-            path.write_text(f"{self.name}-{uuid.uuid4().hex[:8]}", encoding="utf-8")
-        return path.read_text(encoding="utf-8")
+    close: Callable[[], object]
+    """Flushes and closes."""
 
 
 class Recorder:
@@ -79,7 +59,7 @@ class Recorder:
     """
 
     def __init__(
-        self, directory: Path, clock: Clock, *, writes: bool, sinks: Callable[[], list[Sink]] = list
+        self, directory: Path, clock: Clock, *, writes: bool, trackers: Callable[[], list[Tracker]] = list
     ) -> None:
         """Open the files of a node.
 
@@ -87,18 +67,18 @@ class Recorder:
             directory: Of the node; created if it does not exist.
             clock: Gives each line its time.
             writes: Whether this rank writes.
-            sinks: Opens the trackers that receive the numbers too; called on the rank that writes.
+            trackers: Opens the trackers that receive the numbers too; called on the rank that writes.
         """
         self.directory = directory
         self.clock = clock
         self._files: dict[str, TextIO] = {}
         self._line_at = -LINE_EVERY_S
         self._failed = False
-        self._sinks: list[Sink] = []
+        self._trackers: list[Tracker] = []
         if writes:
             directory.mkdir(parents=True, exist_ok=True)
             self._files = {name: _open(directory / f"{name}.jsonl") for name in ("metrics", "events")}
-            self._sinks = sinks()
+            self._trackers = trackers()
 
     def line_is_due(self) -> bool:
         """Return whether a second has passed since the last metrics line. Decide once per node."""
@@ -119,24 +99,24 @@ class Recorder:
             self._track(numbers_of({"step": values["step"], "held_out": values}))
 
     def close(self) -> None:
-        """Close the files and the sinks."""
+        """Close the files and the trackers."""
         for file in self._files.values():
             file.close()
-        for sink in self._sinks:
+        for tracker in self._trackers:
             try:
-                sink.close()
+                tracker.close()
             except Exception as error:
-                print(f"aedit: {type(sink).__name__}: {error}", flush=True)
+                print(f"aedit: {tracker.name}: {error}", flush=True)
 
     def _track(self, values: dict[str, float]) -> None:
         """Pass numbers to the trackers. One that fails is dropped: training does not depend on it."""
         step = int(values.get("step", 0))
-        for sink in list(self._sinks):
+        for tracker in list(self._trackers):
             try:
-                sink.add(values, step)
+                tracker.add(values, step)
             except Exception as error:
-                print(f"aedit: {type(sink).__name__}: {error}; training continues without it", flush=True)
-                self._sinks.remove(sink)
+                print(f"aedit: {tracker.name}: {error}; training continues without it", flush=True)
+                self._trackers.remove(tracker)
 
     def _write(self, name: str, values: dict[str, Any]) -> None:
         if name not in self._files:
@@ -169,104 +149,88 @@ def _finite(value: Any) -> Any:
     return value
 
 
-class TensorBoard:
-    """Writer of event files in the node's `tensorboard` directory."""
+def _tensorboard(run: str, node: int, directory: Path) -> Tracker:
+    """Return a writer of event files in the node's `tensorboard` directory."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, origin: Origin) -> None:
-        """Open a new event file."""
-        from torch.utils.tensorboard import SummaryWriter
+    writer: Any = SummaryWriter(directory / "tensorboard")
 
-        self._writer: Any = SummaryWriter(origin.directory / "tensorboard")
-
-    def add(self, values: Mapping[str, float], step: int) -> None:
-        """Add one scalar per value."""
+    def add(values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        """Flush the event file."""
-        self._writer.close()
+    return Tracker("TensorBoard", add, writer.close)
 
 
-class WandB:
-    """Client of Weights & Biases, configured by its environment variables.
+def _wandb(run: str, node: int, directory: Path) -> Tracker:
+    """Return a client of Weights & Biases, configured by `WANDB_MODE`, `WANDB_PROJECT`, ...
 
-    `WANDB_MODE`, `WANDB_PROJECT`, ...
+    Data that could not be sent remain in the node's directory.
     """
+    import wandb
 
-    def __init__(self, origin: Origin) -> None:
-        """Begin the run of this node in Weights & Biases, or continue it."""
-        import wandb
-
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=origin.name,
-            group=origin.run,
-            id=origin.identity(),
-            resume="allow",
-            dir=origin.directory,
-            settings=wandb.Settings(console="off", silent=True),
-        )
-        # Its own step must increase, but a node that resumes repeats some steps.
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
-
-    def add(self, values: Mapping[str, float], step: int) -> None:
-        """Log one entry."""
-        self._run.log({**values, "step": step})
-
-    def close(self) -> None:
-        """Finish the run; data that could not be sent remain in the node's directory."""
-        self._run.finish()
+    begun = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        name=f"{run}-node-{node}",
+        group=run,
+        id=_lasting_name(run, node, directory),
+        resume="allow",
+        dir=directory,
+        settings=wandb.Settings(console="off", silent=True),
+    )
+    # Its own step must increase, but a node that resumes repeats some steps.
+    begun.define_metric("step")
+    begun.define_metric("*", step_metric="step")
+    return Tracker("WandB", lambda values, step: begun.log({**values, "step": step}), begun.finish)
 
 
-class Trackio:
-    """Client of Trackio, on this machine unless `TRACKIO_SPACE_ID` or `TRACKIO_SERVER_URL` is set."""
+def _trackio(run: str, node: int, directory: Path) -> Tracker:
+    """Return a client of Trackio: local unless `TRACKIO_SPACE_ID` or `TRACKIO_SERVER_URL` is set."""
+    import trackio
 
-    def __init__(self, origin: Origin) -> None:
-        """Begin the run of this node in Trackio, or continue it."""
-        import trackio
+    begun: Any = trackio.init(
+        project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+        name=_lasting_name(run, node, directory),
+        group=run,
+        resume="allow",
+        embed=False,
+        auto_log_cpu=False,
+        auto_log_gpu=False,
+    )
 
-        self._run: Any = trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-            name=origin.identity(),
-            group=origin.run,
-            resume="allow",
-            embed=False,
-            auto_log_cpu=False,
-            auto_log_gpu=False,
-        )
+    def add(values: Mapping[str, float], step: int) -> None:
+        begun.log({name: value for name, value in values.items() if name != "step"}, step=step)
 
-    def add(self, values: Mapping[str, float], step: int) -> None:
-        """Log one entry."""
-        self._run.log({name: value for name, value in values.items() if name != "step"}, step=step)
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
+    return Tracker("Trackio", add, begun.finish)
 
 
-SINKS: Mapping[str, Callable[[Origin], Sink]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WandB,
-    "trackio": Trackio,
-}
+def _lasting_name(run: str, node: int, directory: Path) -> str:
+    """Return a unique name, equal at each start of this node in this run directory."""
+    path = directory / "sink_id"
+    if not path.exists():
+        path.write_text(f"{run}-node-{node}-{uuid.uuid4().hex[:8]}", encoding="utf-8")
+    return path.read_text(encoding="utf-8")
+
+
+TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}
 """Per name in `log`; the extra that installs it has the same name."""
 
 
-def open_sinks(names: Sequence[str], origin: Origin) -> list[Sink]:
-    """Return the sinks that `log` names.
+def open_trackers(names: Sequence[str], run: str, node: int, directory: Path) -> list[Tracker]:
+    """Return the trackers that `log` names. All nodes of a run form a group of the tracker.
 
     Raises UserError if the package of one is not installed or fails to start.
 
     Args:
-        names: Keys of `SINKS`.
-        origin: Run and node that the metrics belong to; its directory exists.
+        names: Keys of `TRACKERS`.
+        run: Name of the run.
+        node: Index of the node.
+        directory: Of the node, which exists; trackers write their files below it.
     """
-    opened: list[Sink] = []
+    opened: list[Tracker] = []
     for name in names:
         try:
-            opened.append(SINKS[name](origin))
+            opened.append(TRACKERS[name](run, node, directory))
         except ImportError as error:
             raise UserError(f"log: \"{name}\" needs its extra: pip install 'aedit[{name}]'") from error
         except Exception as error:  # the type depends on the tracker: no login, no network, ...

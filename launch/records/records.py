@@ -1,16 +1,225 @@
-"""Lines of `metrics.jsonl` and `events.jsonl` as frozen values.
+"""Lines of metrics and events as frozen values, and how any such line becomes a record.
 
-Each `of` converts one parsed line and raises KeyError, TypeError, ValueError or OverflowError if a value is
-missing that the views need; any other value that is missing, null or not a number becomes NaN or empty.
+`decoded` reads a field by its type. A field without a default is needed: `decoded` raises one of `BAD_LINE`
+if its value is missing or unusable. Any other value that is missing, null or no number gives the default.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
+from math import isfinite, nan
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
 
-from aedit.launch.records.rl_records import RLMetric, reward_error
-from aedit.launch.records.values import Line, number, numbers, text
+from aedit.types import RL_REPORT, printable
+
+Line = Mapping[str, Any]
+R = TypeVar("R")
+
+BAD_LINE = (KeyError, TypeError, ValueError, OverflowError, AttributeError)
+"""Exceptions of reading a line of another program."""
+KEY_FILE = "signing.key"
+"""File with a server's key in its folder. Folders of nodes and hubs do not have it."""
 
 
-@dataclass(frozen=True, slots=True)
+def text(value: object) -> str:
+    """Return the value as text without control characters, which peers may have chosen; "" for null."""
+    return "" if value is None else printable(str(value))
+
+
+def number(value: object) -> float:
+    """Return the value as a float; NaN for null, text and any other value that is not a number."""
+    return float(value) if isinstance(value, int | float) else nan
+
+
+def _counts(value: object) -> dict[str, float]:
+    """Return the numbers of an object by name, without those that are not numbers; {} if it is no object."""
+    known = value.items() if isinstance(value, Mapping) else ()
+    return {str(name): float(each) for name, each in known if isinstance(each, int | float)}
+
+
+_READ: dict[Any, Callable[[Any], Any]] = {
+    float: number,
+    int: lambda value: int(value or 0),
+    str: text,
+    bool: bool,
+    tuple[int, ...]: lambda values: tuple(map(int, values or ())),
+    tuple[str, ...]: lambda values: tuple(map(text, values or ())),
+    tuple[float, ...]: lambda values: tuple(map(number, values)) if isinstance(values, list) else (),
+    Mapping[str, float]: _counts,
+    Mapping[str, int]: lambda values: {text(name): int(each) for name, each in (values or {}).items()},
+    Mapping[str, Any]: lambda values: values if isinstance(values, Mapping) else {},
+    Mapping[str, Mapping[str, float]]: lambda values: (
+        {text(name): _counts(each) for name, each in values.items()} if isinstance(values, Mapping) else {}
+    ),
+}
+"""Reader of a value by the type of its field; other fields are given to `decoded`."""
+
+
+@cache
+def _readers(cls: type) -> tuple[tuple[str, str, bool, Callable[[Any], Any]], ...]:
+    """Return name, key, need and reader of each field that `decoded` reads."""
+    found = []
+    hints = get_type_hints(cls)
+    for each in fields(cls):
+        needed = each.default is MISSING and each.default_factory is MISSING
+        hint = hints[each.name]
+        read = float if needed and hint is float else int if needed and hint is int else _READ.get(hint)
+        if read is not None:
+            found.append((each.name, each.metadata.get("key", each.name), needed, read))
+    return tuple(found)
+
+
+def decoded(cls: type[R], line: Line, **own: Any) -> R:
+    """Return a record of `cls` from a parsed line. own: fields that are not read from it by their type."""
+    hashable: Any = cls
+    for name, key, needed, read in _readers(hashable):
+        if name not in own:
+            value = line[key] if needed else line.get(key)
+            # Empty text gives the default as well.
+            if value is not None and (value != "" or needed):
+                own[name] = read(value)
+            elif needed:
+                raise ValueError(f"{key} is null")
+    return cls(**own)
+
+
+def under(key: str, **default: Any) -> Any:
+    """Return a field whose value has this key in a line."""
+    return field(metadata={"key": key}, **default)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterMetric:
+    """State of a node's drafter. NaN where unknown."""
+
+    steps: float = nan
+    """Training steps so far."""
+
+    published: float = nan
+    adopted: float = nan
+    """Published drafters that the engine has taken."""
+
+    refused: float = nan
+    """Trained drafters that the gate has refused."""
+
+    accepted_length: float = nan
+    version: float = nan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RLMetric:
+    """State of one node's reinforcement learning. NaN where unknown.
+
+    Seconds, tokens and counts are running totals, all else is of the newest batch.
+    """
+
+    reward: float = nan
+    """Mean over rollouts."""
+
+    solved: float = nan
+    """Share of rollouts whose reward reaches `reward.solved`."""
+
+    mismatch_kl: float = nan
+    """Estimate of KL(behaviour || trainer), in nats per token."""
+
+    mismatch_kl_masked: float = nan
+    """The same over tokens that the loss has clipped."""
+
+    mismatch_kl_unmasked: float = nan
+    """The same over the others."""
+
+    reference_kl: float = nan
+    """KL divergence to the policy at the start, with `rl.kl` above 0."""
+
+    clip_share: float = nan
+    """Share of tokens that the loss has clipped."""
+
+    entropy: float = nan
+    length: float = nan
+    """Mean tokens per rollout."""
+
+    length_max: float = nan
+    staleness: float = nan
+    """Policy versions between generation and training, mean over tokens or rollouts."""
+
+    staleness_max: float = nan
+    groups: float = nan
+    """Groups trained or left out."""
+
+    rollouts: float = nan
+    no_signal: float = nan
+    """Groups whose rewards were all equal."""
+
+    retried: float = nan
+    """Rollouts generated again."""
+
+    excluded: float = nan
+    """Rollouts whose reward is None."""
+
+    rollout_tokens: float = nan
+    rollout_s: float = nan
+    """Seconds of generation, or of waiting for the processes that generate."""
+
+    worker_s: float = nan
+    """Seconds in which those processes have generated, mean over them; 0 without."""
+
+    reward_s: float = nan
+    """Seconds of waiting for rewards after the last rollout."""
+
+    train_s: float = nan
+    supervised_steps: float = nan
+    compared_s: float = nan
+    """Seconds of steps of the engine at numbers of rows for which steps without drafts were timed."""
+
+    as_plain_s: float = nan
+    """Seconds in which steps without drafts make their tokens."""
+
+    passes: float = nan
+    """Passes of one sample through the policy."""
+
+    idle_used_s: float = nan
+    """Processor time of idle work."""
+
+    arms: Mapping[str, float] = field(default_factory=dict)
+    """Steps of the engine by arm."""
+
+    idle_s: Mapping[str, float] = field(default_factory=dict)
+    """Waiting by cause."""
+
+    drafter: DrafterMetric | None = None
+    servers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Work of each rollout server for the node's first rank, since the node's process began: `tokens`,
+    `samples` finished, samples `taken_back` and finished elsewhere, ended connections (`losses`), and those
+    that ended because of what the server sent (`violations`)."""
+
+    @property
+    def generation_s(self) -> float:
+        """Return the seconds of generation, also of the part in which nothing waited."""
+        return self.worker_s if self.worker_s > 0 else self.rollout_s
+
+    @staticmethod
+    def of(value: object) -> "RLMetric | None":
+        """Return the state in `rl` of a line of metrics; None if the line has none."""
+        if not isinstance(value, Mapping):
+            return None
+        own = value.get("drafter")
+        drafter = decoded(DrafterMetric, own) if isinstance(own, Mapping) and own else None
+        return decoded(RLMetric, value, drafter=drafter)
+
+    def report(self) -> dict[str, float]:
+        """Return the finite values that a node reports to its hub, by names of `RL_REPORT`."""
+        named = {"rollout_s": self.generation_s}
+        named |= {f"idle_s/{cause}": seconds for cause, seconds in self.idle_s.items()}
+        for arm, steps in self.arms.items():
+            drafter = arm.partition(":")[0]
+            name = f"arms/{drafter}" if f"arms/{drafter}" in RL_REPORT else "arms/other"
+            named[name] = named.get(name, 0.0) + steps
+        known = ((name, named.get(name, getattr(self, name, nan))) for name in RL_REPORT)
+        return {name: value for name, value in known if isfinite(value)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
     """State of one node, about once a second. Tokens and all seconds are running totals."""
 
@@ -18,149 +227,87 @@ class Metric:
     """Seconds since the run began."""
 
     step: int
-    round: int
+    round: int = 0
     tokens: float
-    loss: float
+    loss: float = nan
     """Mean training loss since the previous line, in nats per token."""
 
-    lr: float
-    grad_norm: float
-    busy_s: float
+    lr: float = nan
+    grad_norm: float = nan
+    busy_s: float = nan
     """In training steps, including a simulated slowdown."""
 
-    wait_s: float
+    wait_s: float = nan
     """Waiting for other nodes."""
 
-    idle_used_s: float
+    idle_used_s: float = nan
     """Part of `wait_s` used by idle work."""
 
-    other_s: float
+    other_s: float = nan
     """In evaluation and checkpoints."""
 
-    progress: float
+    progress: float = nan
     """Share of the run that is done, in [0, 1]."""
 
     rl: RLMetric | None = None
     """Reinforcement learning; None in a run on text."""
 
-    @staticmethod
-    def of(line: Line) -> "Metric":
-        """Return the values of a line of `metrics.jsonl`."""
-        return Metric(
-            t=float(line["t"]),
-            step=int(line["step"]),
-            round=int(line.get("round") or 0),
-            tokens=float(line["tokens"]),
-            loss=number(line.get("loss")),
-            lr=number(line.get("lr")),
-            grad_norm=number(line.get("grad_norm")),
-            busy_s=number(line.get("busy_s")),
-            wait_s=number(line.get("wait_s")),
-            idle_used_s=number(line.get("idle_used_s")),
-            other_s=number(line.get("other_s")),
-            progress=number(line.get("progress")),
-            rl=RLMetric.of(line.get("rl")),
-        )
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StartEvent:
     """Start of an attempt at `step`; later steps of earlier attempts are invalid."""
 
     t: float
-    step: int
-    attempt: int
-    device: str
-    ranks: int
-    params: float
-    units: tuple[str, ...]
-
-    @staticmethod
-    def of(line: Line) -> "StartEvent":
-        """Return the values of a `start` event."""
-        return StartEvent(
-            t=float(line["t"]),
-            step=int(line.get("step") or 0),
-            attempt=int(line.get("attempt") or 0),
-            device=str(line.get("device") or "?"),
-            ranks=int(line.get("ranks") or 1),
-            params=number(line.get("params")),
-            units=tuple(str(unit) for unit in line.get("units") or ()),
-        )
+    step: int = 0
+    attempt: int = 0
+    units: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundEvent:
     """One round of one node. Tuples are per unit, NaN where a value is missing."""
 
     t: float
     id: int
     step: int
-    bytes: float
-    norms: tuple[float, ...]
-    distrusted: tuple[int, ...]
+    bytes: float = nan
+    norms: tuple[float, ...] = ()
+    distrusted: tuple[int, ...] = ()
     """Units in which this node was distrusted."""
 
-    effective_nodes: tuple[float, ...]
-    rolled_back: tuple[int, ...]
-    num_nodes: int
+    effective_nodes: tuple[float, ...] = ()
+    rolled_back: tuple[int, ...] = ()
+    num_nodes: int = under("nodes", default=0)
     refused: tuple[int, ...] = ()
     """Units of which the hub refused this node's last push."""
 
-    @staticmethod
-    def of(line: Line) -> "RoundEvent":
-        """Return the values of a `round` or `round_refused` event."""
-        return RoundEvent(
-            t=float(line["t"]),
-            id=int(line["id"]),
-            step=int(line["step"]),
-            bytes=number(line.get("bytes")),
-            norms=numbers(line.get("norms")),
-            distrusted=tuple(int(unit) for unit in line.get("distrusted") or ()),
-            effective_nodes=numbers(line.get("effective_nodes")),
-            rolled_back=tuple(int(unit) for unit in line.get("rolled_back") or ()),
-            num_nodes=int(line.get("nodes") or 0),
-            refused=tuple(int(unit) for unit in line.get("refused") or ()),
-        )
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalEvent:
-    """Loss on held-out text, in nats per token."""
+    """Loss on held-out text, or greedy answers to held-out problems."""
 
     t: float
     step: float
-    round: int
-    loss: float
+    round: int = 0
+    loss: float = nan
+    """In nats per token."""
 
-    @staticmethod
-    def of(line: Line) -> "EvalEvent":
-        """Return the values of an `eval` event."""
-        return EvalEvent(
-            float(line["t"]), int(line["step"]), int(line.get("round") or 0), number(line.get("loss"))
-        )
+    solved: float = nan
+    """Share of the problems."""
+
+    reward: float = nan
+    length: float = nan
+    """Mean tokens per answer."""
+
+    problems: float = nan
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointEvent:
     """A complete checkpoint on disk."""
 
-    t: float
     step: int
     round: int
-    seconds: float
-    bytes: float
-
-    @staticmethod
-    def of(line: Line) -> "CheckpointEvent":
-        """Return the values of a `checkpoint` event."""
-        return CheckpointEvent(
-            t=float(line["t"]),
-            step=int(line["step"]),
-            round=int(line["round"]),
-            seconds=number(line.get("seconds")),
-            bytes=number(line.get("bytes")),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +321,11 @@ class Notice:
     @staticmethod
     def of(line: Line) -> "Notice":
         """Return any event as text."""
-        said = line.get("message") or line.get("error") or line.get("reason") or ""
+        message = line.get("message") or line.get("error") or line.get("reason") or ""
         if line["event"] == "heal":
-            said = f"healed at round {line.get('round')} from node {line.get('from_node')}"
-        if line["event"] == "reward_error":
-            said = reward_error(line)
-        return Notice(float(line["t"]), text(line["event"]), text(said))
+            message = f"healed at round {line.get('round')} from node {line.get('from_node')}"
+        if line["event"] == "reward_error":  # function, `file:number`, sample, message
+            place = f" ({Path(str(line['line'])).name})" if line.get("line") else ""
+            sample = f", sample {line['sample']}" if line.get("sample") is not None else ""
+            message = f"{line.get('function')}{place}{sample}: {line.get('message')}"
+        return Notice(float(line["t"]), text(line["event"]), text(message))

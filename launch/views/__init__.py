@@ -1,9 +1,14 @@
 """Views of a run for terminal, plots and report. They only read the run directory or ask the hub.
 
-`live` shows a run or prints its state (begin there) as the `panel`, made of `tables`, `rl_table` and
-`server_folder_view`; `run_report` is printed at the end of a run; `plot` draws the files of `plots` and
-`rl_plots`. `sources` reads a run from its directory or its hub, `figures` and `rl_figures` compute what is
-shown, `formatting` formats numbers. The command line calls it. None imports torch.
+live: shows a run, or prints its state. Begin there.
+panel, tables, server_folder_view: the panel of a run, its tables, and that of one rollout server.
+run_report: printed at the end of a run.
+plot, plots, rl_plots: the plots of a run as files.
+sources: reads a run from its directory or its hub.
+figures: computes what is shown.
+formatting: formats numbers, and builds every table.
+
+The command line calls it. None imports torch.
 """
 
 from typing import TYPE_CHECKING
@@ -11,9 +16,9 @@ from typing import TYPE_CHECKING
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
+    from aedit.launch.views.figures import after_warm_up, newest, rl_held_out
     from aedit.launch.views.live import status_command, top_command, watch
     from aedit.launch.views.plot import plot_command
-    from aedit.launch.views.rl_figures import after_warm_up, newest, rl_held_out
     from aedit.launch.views.run_report import report
     from aedit.launch.views.sources import is_hub
 

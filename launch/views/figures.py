@@ -1,15 +1,19 @@
 """Figures that the views show, computed from a run's records by pure functions; NaN if unknown."""
 
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import isfinite, nan
 from statistics import fmean
 
-from aedit.launch.records import EvalEvent, Metric, NodeRecords, RoundEvent, Run
+from aedit.launch.records import EvalEvent, Metric, NodeRecords, RLMetric, RoundEvent, Run
 
 LAST_LINES = 10
+WINDOW_S = 10.0
+GENERATING = ("rollouts", "longest sample")
+"""Causes of waits that are parts of `rollout_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,11 @@ class Pace:
 
 def pace(node: NodeRecords) -> Pace:
     """Return the node's tokens and seconds over all its attempts; NaN if none has two lines."""
-    spans = [(lines[0], lines[-1]) for lines in _attempts(node) if len(lines) > 1]
+    starts_s = sorted(start.t for start in node.starts)
+    attempts: dict[int, list[Metric]] = defaultdict(list)
+    for metric in node.metrics:
+        attempts[bisect_right(starts_s, metric.t)].append(metric)
+    spans = [(lines[0], lines[-1]) for lines in attempts.values() if len(lines) > 1]
     if not spans:
         return Pace(nan, nan, nan, nan)
     return Pace(
@@ -54,15 +62,6 @@ def pace(node: NodeRecords) -> Pace:
         busy_s=sum(last.busy_s - first.busy_s for first, last in spans),
         wait_s=sum(last.wait_s - first.wait_s for first, last in spans),
     )
-
-
-def _attempts(node: NodeRecords) -> list[list[Metric]]:
-    """Return the node's metrics lines by attempt: each begins with a `start` event."""
-    starts_s = sorted(start.t for start in node.starts)
-    found: dict[int, list[Metric]] = defaultdict(list)
-    for metric in node.metrics:
-        found[bisect_right(starts_s, metric.t)].append(metric)
-    return list(found.values())
 
 
 def share_of_solo(paces: Iterable[Pace]) -> float:
@@ -74,7 +73,7 @@ def share_of_solo(paces: Iterable[Pace]) -> float:
     return ratio(sum(p.tokens_per_s for p in known), sum(p.solo_tokens_per_s for p in known))
 
 
-def recent_tokens_per_s(metrics: Sequence[Metric], window_s: float = 10.0) -> float:
+def recent_tokens_per_s(metrics: Sequence[Metric], window_s: float = WINDOW_S) -> float:
     """Return the tokens per second over about the last `window_s` seconds, including waiting."""
     if len(metrics) < 2:
         return nan
@@ -97,7 +96,12 @@ def held_out(run: Run) -> list[EvalEvent]:
             same[own, evaluation.round, seen[evaluation.round]].append(evaluation)
             seen[evaluation.round] += 1
     merged = [
-        EvalEvent(max(e.t for e in group), fmean(e.step for e in group), id, fmean(e.loss for e in group))
+        EvalEvent(
+            t=max(e.t for e in group),
+            step=fmean(e.step for e in group),
+            round=id,
+            loss=fmean(e.loss for e in group),
+        )
         for (_, id, _), group in same.items()
     ]
     return sorted(merged, key=lambda evaluation: evaluation.t)
@@ -149,11 +153,207 @@ def mean_known(values: Iterable[float]) -> float:
     return fmean(known) if known else nan
 
 
+def or_zero(value: float) -> float:
+    """Return the value, 0 for one that is not finite."""
+    return value if isfinite(value) else 0.0
+
+
 def total_known(values: Iterable[float]) -> float:
     """Return the sum of the finite values."""
-    return sum(value for value in values if isfinite(value))
+    return sum(map(or_zero, values))
 
 
 def ratio(numerator: float, denominator: float) -> float:
     """Return the quotient; NaN unless the denominator is positive."""
     return numerator / denominator if denominator > 0 else nan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RLTotals:
+    """Rollouts of one node or of several, over the whole run."""
+
+    groups: float
+    rollouts: float
+    no_signal: float
+    """Share of the groups whose rewards were all equal."""
+
+    retried: float
+    excluded: float
+    tokens_per_s: float
+    """Tokens of rollouts per second of generation."""
+
+    speed_up: float
+    """Speed-up of decoding over steps without drafts at as many rows; NaN where no such step was timed."""
+
+    accepted: float
+    """Tokens per pass of a sample through the policy; 1 without drafts."""
+
+    arms: Mapping[str, float]
+    """Share of the engine's steps by arm, the most frequent first."""
+
+    idle_s: Mapping[str, float]
+    """Seconds by cause, the longest first."""
+
+    idle_used_s: float
+    drafter_steps: float
+    published: float
+    adopted: float
+    refused: float
+
+    @property
+    def waited_s(self) -> float:
+        """Return the seconds of all causes."""
+        return sum(self.idle_s.values())
+
+
+def newest(node: NodeRecords) -> RLMetric | None:
+    """Return the newest state of the node's reinforcement learning."""
+    return node.metrics[-1].rl if node.metrics else None
+
+
+def rl_totals(states: Iterable[RLMetric | None]) -> RLTotals:
+    """Return the totals over nodes, given the newest state of each."""
+    there = [state for state in states if state is not None]
+    drafters = [state.drafter for state in there if state.drafter is not None]
+    arms, idle_s = Counter[str](), Counter[str]()
+    for state in there:
+        arms.update(state.arms)
+        idle_s.update(state.idle_s)
+
+    def total(name: str, of: Sequence[object] = there) -> float:
+        return total_known(getattr(state, name) for state in of)
+
+    speeds = [ratio(state.rollout_tokens, state.generation_s) for state in there]
+    return RLTotals(
+        groups=total("groups"),
+        rollouts=total("rollouts"),
+        no_signal=ratio(total("no_signal"), total("groups")),
+        retried=total("retried"),
+        excluded=total("excluded"),
+        tokens_per_s=total_known(speeds) if any(map(isfinite, speeds)) else nan,
+        speed_up=ratio(total("as_plain_s"), total("compared_s")),
+        accepted=ratio(total("rollout_tokens"), total("passes")),
+        arms={arm: steps / sum(arms.values()) for arm, steps in arms.most_common() if steps > 0},
+        idle_s={cause: seconds for cause, seconds in idle_s.most_common() if seconds > 0},
+        idle_used_s=total("idle_used_s"),
+        drafter_steps=total("steps", drafters),
+        published=total("published", drafters),
+        adopted=total("adopted", drafters),
+        refused=total("refused", drafters),
+    )
+
+
+def recent_rollout_tokens_per_s(metrics: Sequence[Metric], window_s: float = WINDOW_S) -> float:
+    """Return the tokens of rollouts per second of generation over about the last `window_s` seconds.
+
+    A longer time if no batch was generated in them.
+    """
+    last = metrics[-1].rl if metrics else None
+    if last is None:
+        return nan
+    before = last
+    for metric in reversed(metrics[:-1]):
+        if metric.rl is None:
+            break
+        before = metric.rl
+        if metrics[-1].t - metric.t >= window_s and before.generation_s < last.generation_s:
+            break
+    speed = ratio(last.rollout_tokens - before.rollout_tokens, last.generation_s - before.generation_s)
+    # With one line, or after a restart of the totals, only the totals are known.
+    return speed if isfinite(speed) else ratio(last.rollout_tokens, last.generation_s)
+
+
+def first_and_last(run: Run, value: Callable[[RLMetric], float]) -> tuple[float, float]:
+    """Return the first and the newest value, mean over nodes; the newest over the last lines of each."""
+    first, last = [], []
+    for node in run.nodes:
+        known = [value(m.rl) for m in node.metrics if m.rl is not None and isfinite(value(m.rl))]
+        first += known[:1]
+        last.append(mean_known(known[-LAST_LINES:]))
+    return mean_known(first), mean_known(last)
+
+
+def rl_held_out(run: Run) -> list[EvalEvent]:
+    """Return the evaluations of the run in order of time; one node evaluates at a time."""
+    return sorted((e for node in run.nodes for e in node.rl_evaluations), key=lambda e: (e.t, e.step))
+
+
+def mean_step(run: Run, t: float) -> float:
+    """Return the nodes' mean inner step at this time, as each evaluation may be by another node."""
+    steps = [
+        node.metrics[bisect_right(node.metrics, t, key=lambda m: m.t) - 1]
+        for node in run.nodes
+        if node.metrics
+    ]
+    return mean_known(metric.step if metric.t <= t else 0 for metric in steps)
+
+
+def after_warm_up(run: Run) -> list[EvalEvent]:
+    """Return the evaluations from the end of the supervised warm-up on."""
+    ends = {node.index: rl.supervised_steps for node in run.nodes if (rl := newest(node)) is not None}
+    found = [e for node in run.nodes for e in node.rl_evaluations if not e.step < ends.get(node.index, 0.0)]
+    return sorted(found, key=lambda e: (e.t, e.step))
+
+
+def warm_up_end(node: NodeRecords) -> Metric | None:
+    """Return the line at which the node's supervised warm-up had ended, with the warm-up's last step.
+
+    Of a node without a warm-up its first line, with step 0. None while the warm-up goes on.
+    """
+    lines = [(metric, metric.rl) for metric in node.metrics if metric.rl is not None]
+    if not lines or not lines[-1][1].groups > 0:
+        return None
+    steps = lines[-1][1].supervised_steps
+    line = next((metric for metric, rl in lines if not rl.supervised_steps < steps), lines[-1][0])
+    return replace(line, step=int(steps) if isfinite(steps) else 0)
+
+
+def steps_of_layer(rl: RLMetric) -> float:
+    """Return the steps of the engine in which the learned layer has drafted."""
+    return sum(steps for arm, steps in rl.arms.items() if arm.partition(":")[0] == "layer")
+
+
+Split = tuple[float, float, Mapping[str, float]]
+"""Step of the later of two lines of metrics, steps between them, and seconds per step by use.
+
+The uses are those of `seconds_by_use`, of which `waiting` is without `used`, and `other`.
+"""
+
+
+def splits(node: NodeRecords) -> list[Split]:
+    """Return how each step of the node was spent; steps between two lines of metrics are averaged.
+
+    Lines between which an attempt began are left out, as start-up belongs to no step.
+    """
+    starts_s = [start.t for start in node.starts]
+    found: list[Split] = []
+    for before, after in pairwise(node.metrics):
+        if any(before.t < t <= after.t for t in starts_s) or after.step <= before.step:
+            continue
+        if before.rl is None or after.rl is None:
+            continue
+        steps = after.step - before.step
+        earlier, later = seconds_by_use(before.rl), seconds_by_use(after.rl)
+        spent = {use: max(later[use] - earlier[use], 0.0) / steps for use in later}
+        rest = (after.t - before.t) / steps - sum(spent.values()) + spent["used"]
+        used = min(spent["used"], spent["waiting"])
+        spent |= {"waiting": spent["waiting"] - used, "used": used, "other": max(rest, 0.0)}
+        found.append((after.step, steps, spent))
+    return found
+
+
+def seconds_by_use(rl: RLMetric) -> dict[str, float]:
+    """Return seconds so far for `rollouts`, `rewards`, `training`, `waiting`, and those `used` of it.
+
+    Waits for the last rollouts, a part of `rollout_s`, count as waiting; those for rewards do not. `waiting`
+    is for nodes, the hub, other ranks or rollouts.
+    """
+    waited_s = sum(seconds for cause, seconds in rl.idle_s.items() if cause != "rewards")
+    in_rollouts_s = sum(rl.idle_s.get(cause, 0.0) for cause in GENERATING)
+    return {
+        "rollouts": max(or_zero(rl.rollout_s) - in_rollouts_s, 0.0),
+        "rewards": or_zero(rl.reward_s),
+        "training": or_zero(rl.train_s),
+        "waiting": waited_s,
+        "used": min(or_zero(rl.idle_used_s), waited_s),
+    }

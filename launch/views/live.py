@@ -10,13 +10,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from select import select
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.live import Live
 
 from aedit.launch.records import Run, RunFollower, is_server_folder, read_server
 from aedit.launch.views.panel import Fitted, line, panel, state
 from aedit.launch.views.server_folder_view import server_panel
-from aedit.launch.views.sources import Source, open_source
+from aedit.launch.views.sources import open_source
 
 REFRESH_S = 1.0
 LINE_EVERY_S = 10.0
@@ -40,78 +40,44 @@ def watch(
     number of nodes to show, 0 for those that exist.
     """
     console = console or Console()
-    view = _View(run_dir, nodes)
-    pace = _Pace(child_alive, now, sleep)
-    if console.is_terminal:
-        with Live(view, console=console, auto_refresh=False) as screen:
-            pace.each(REFRESH_S, screen.refresh)
-            screen.refresh()
-    else:
-        lines = _Lines(view, console)
-        pace.each(LINE_EVERY_S, lines.print)
-        lines.print_if_new()
+    follower = RunFollower(run_dir)
+    starts_before = {node.index: len(node.starts) for node in follower.poll().nodes}
 
+    def contents() -> tuple[Run, Sequence[int], Collection[int]]:
+        """Return the run, the nodes to show, and those whose files are all older than this view."""
+        run = follower.poll()
+        starting = {n.index for n in run.nodes if len(n.starts) == starts_before.get(n.index, 0)}
+        # A node of a hub gets its index late, and it may be any.
+        return run, range(nodes) if nodes else run.indices, starting
 
-class _View:
-    """Contents of the screen, read again for each drawing."""
-
-    def __init__(self, run_dir: Path, num_nodes: int) -> None:
-        self._follower = RunFollower(run_dir)
-        self._num_nodes = num_nodes
-        self._starts_before = {node.index: len(node.starts) for node in self._follower.poll().nodes}
-
-    def __rich__(self) -> RenderableType:
-        run = self._follower.poll()
-        return Fitted(run, self._shown(run), self._starting(run))
-
-    def line(self) -> str:
-        run = self._follower.poll()
-        return line(run, self._shown(run), self._starting(run))
-
-    def _shown(self, run: Run) -> Sequence[int]:
-        """Return the indices to show; a node of a hub gets its index late, and it may be any."""
-        return range(self._num_nodes) if self._num_nodes else [node.index for node in run.nodes]
-
-    def _starting(self, run: Run) -> Collection[int]:
-        """Return the nodes whose files are all older than this view, in a run that is resumed."""
-        return {
-            node.index for node in run.nodes if len(node.starts) == self._starts_before.get(node.index, 0)
-        }
-
-
-class _Lines:
-    """Printer of the view as lines."""
-
-    def __init__(self, view: _View, console: Console) -> None:
-        self._view, self._console = view, console
-        self._last = ""
-
-    def print(self) -> None:
-        """Print the state of the run; regular lines also show that the program is alive."""
-        self._last = self._view.line()
-        self._console.print(self._last, markup=False, highlight=False, soft_wrap=True)
-
-    def print_if_new(self) -> None:
-        """Print the state of the run if the last line differs."""
-        if self._view.line() != self._last:
-            self.print()
-
-
-class _Pace:
-    """Repeats an action at fixed intervals while the child runs."""
-
-    def __init__(
-        self, alive: Callable[[], bool], now: Callable[[], float], sleep: Callable[[float], None]
-    ) -> None:
-        self._alive, self._now, self._sleep = alive, now, sleep
-
-    def each(self, period_s: float, show: Callable[[], object]) -> None:
-        next_at = self._now()
-        while self._alive():
-            if self._now() >= next_at:
+    def repeat(period_s: float, show: Callable[[], object]) -> None:
+        next_at = now()
+        while child_alive():
+            if now() >= next_at:
                 show()
-                next_at = self._now() + period_s
-            self._sleep(GLANCE_S)
+                next_at = now() + period_s
+            sleep(GLANCE_S)
+
+    if console.is_terminal:
+        with Live(console=console, auto_refresh=False) as screen:
+
+            def draw() -> None:
+                screen.update(Fitted(*contents()), refresh=True)
+
+            repeat(REFRESH_S, draw)
+            draw()
+        return
+    printed = ""
+
+    def print_line() -> None:
+        """Print the state of the run; regular lines also show that the program is alive."""
+        nonlocal printed
+        printed = line(*contents())
+        _print(console, printed)
+
+    repeat(LINE_EVERY_S, print_line)
+    if (last := line(*contents())) != printed:
+        _print(console, last)
 
 
 def status_command(place: Path | str, keys: Path | None = None, *, insecure: bool = False) -> None:
@@ -135,27 +101,22 @@ def top_command(place: Path | str, keys: Path | None = None, *, insecure: bool =
     console = Console()
     with suppress(KeyboardInterrupt), open_source(place, keys, insecure=insecure) as source:
         if console.is_terminal and sys.stdin.isatty():
-            _screen(source, console)
-        else:
-            _lines(source, console)
-
-
-def _screen(source: Source, console: Console) -> None:
-    with _single_keys(), Live(console=console, screen=True, auto_refresh=False) as screen:
+            with _single_keys(), Live(console=console, screen=True, auto_refresh=False) as screen:
+                while True:
+                    run = source.poll()
+                    screen.update(Fitted(run, run.indices, subtitle="q ends"), refresh=True)
+                    if _quit_pressed(REFRESH_S):
+                        return
         while True:
             run = source.poll()
-            screen.update(Fitted(run, run.indices, subtitle="q ends"), refresh=True)
-            if _quit_pressed(REFRESH_S):
+            _print(console, line(run, run.indices))
+            if _is_over(run):
                 return
+            time.sleep(LINE_EVERY_S)
 
 
-def _lines(source: Source, console: Console) -> None:
-    while True:
-        run = source.poll()
-        console.print(line(run, run.indices), markup=False, highlight=False, soft_wrap=True)
-        if _is_over(run):
-            return
-        time.sleep(LINE_EVERY_S)
+def _print(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _is_over(run: Run) -> bool:

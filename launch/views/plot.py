@@ -79,21 +79,17 @@ def draw(run: Run) -> list[Path]:
 
     Raises UserError if they cannot be written.
     """
-    folder = run.directory / "plots"
     paths = []
     with style.context(["default", STYLE]):
         for name, plot in PLOTS.items():
-            if (figure := plot(run)) is not None:
-                paths.append(_save(figure, folder / name))
+            if (figure := plot(run)) is None:
+                continue
+            paths.append(run.directory / "plots" / name)
+            # Without pyplot: it needs no window system and keeps no reference to the figure.
+            FigureCanvasAgg(figure)
+            try:
+                paths[-1].parent.mkdir(parents=True, exist_ok=True)
+                figure.savefig(paths[-1], dpi=120)
+            except OSError as error:
+                raise UserError(f"cannot write {paths[-1]}: {error.strerror or error}") from error
     return paths
-
-
-def _save(figure: Figure, path: Path) -> Path:
-    # Without pyplot: it needs no window system and keeps no reference to the figure.
-    FigureCanvasAgg(figure)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
-    return path

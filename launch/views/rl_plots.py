@@ -4,30 +4,30 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from math import inf, isfinite, nan
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from aedit.launch.records import Metric, NodeRecords, RLEvalEvent, RLMetric, Run
-from aedit.launch.views import formatting
-from aedit.launch.views.figures import ratio
-from aedit.launch.views.plots import USES, from_zero, whole_numbers
-from aedit.launch.views.rl_figures import (
+from aedit.launch.records import EvalEvent, Metric, NodeRecords, RLMetric, Run
+from aedit.launch.views import formatting as fmt
+from aedit.launch.views.figures import (
     Split,
     mean_step,
+    ratio,
     rl_held_out,
     splits,
     steps_of_layer,
     warm_up_end,
 )
+from aedit.launch.views.plots import MAX_NODES, USES, from_zero, legend_beside, marker, whole_numbers
 
-MAX_NODES = 8
 MAX_BARS = 120
 MAX_ARMS = 7
 
-Point = Metric | RLEvalEvent
+Point = Metric | EvalEvent
 
 
 def reward_by_steps(run: Run) -> Figure | None:
@@ -56,15 +56,14 @@ def step_split(run: Run) -> Figure | None:
     figure = Figure(figsize=(9, 0.8 + 2.1 * len(panels)))
     for axes, (node, found) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
         merged = _merged(found)
-        edges = [merged[0].step - merged[0].steps, *(split.step for split in merged)]
-        _stack(axes, edges, {USES[use]: [getattr(split, use) for split in merged] for use in USES})
+        edges = [merged[0][0] - merged[0][1], *(step for step, _, _ in merged)]
+        _stack(axes, edges, {USES[use]: [spent[use] for _, _, spent in merged] for use in USES})
         axes.set(title=f"node {node.index}: seconds per step", ylabel="seconds")
-        axes.set_xlim(0, merged[-1].step)
+        axes.set_xlim(0, edges[-1])
         axes.grid(visible=False, axis="x")
         whole_numbers(axes.xaxis)
     axes.set_xlabel("inner steps of the node")
-    handles, names = axes.get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside upper right", ncols=len(USES), fontsize=9)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper right", ncols=len(USES), fontsize=9)
     return figure
 
 
@@ -86,7 +85,7 @@ def drafter(run: Run) -> Figure | None:
             accepted.plot(*zip(*trained, strict=True), f"C{node.index}x", ms=5, label=label)
     accepted.set(title="Accepted length (tokens per pass of a sample; 1 without drafts)", ylabel="tokens")
     accepted.set_ylim(bottom=0.9)
-    _legend(accepted)
+    legend_beside(accepted, fontsize=9)
     _arms(arms, nodes, unit_s)
     arms.set(title="Steps of the engine by arm, all nodes", xlabel=f"{unit} since the run began", ylim=(0, 1))
     arms.set_xlim(left=0)
@@ -115,8 +114,7 @@ def policy_health(run: Run) -> Figure | None:
         from_zero(axes, 1e-9)
         whole_numbers(axes.xaxis)
     figure.axes[2].yaxis.set_major_formatter(PercentFormatter(1.0))
-    handles, names = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside right upper")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper")
     return figure
 
 
@@ -140,7 +138,7 @@ def _reward(run: Run, where: Callable[[Point], float], label: str, unit_s: float
         if points:
             axes.plot(*zip(*points, strict=True), color="black", linewidth=1.8, marker="o", label="held-out")
     ends = {node.index: where(end) for node in run.nodes if (end := warm_up_end(node)) is not None}
-    if any(_has_warm_up(node) for node in run.nodes):
+    if any(rl.supervised_steps > 0 for node in run.nodes for _, rl in _rl_lines(node)):
         going_on = [where(n.metrics[-1]) for n in run.nodes if n.metrics and n.index not in ends]
         for axes in (reward, solved):
             if first := min([*ends.values(), *going_on]):
@@ -152,24 +150,20 @@ def _reward(run: Run, where: Callable[[Point], float], label: str, unit_s: float
     solved.set(title="Solved share", xlabel=label, ylim=(0, 1.02))
     solved.set_xlim(left=0)
     solved.yaxis.set_major_formatter(PercentFormatter(1.0))
-    _legend(reward)
+    legend_beside(reward, fontsize=9)
     return figure
 
 
 def _merged(found: Sequence[Split]) -> list[Split]:
     """Return at most `MAX_BARS` splits: means over the steps of as many lines each."""
     size = -(-len(found) // MAX_BARS)
-    merged = []
+    merged: list[Split] = []
     for i in range(0, len(found), size):
         part = found[i : i + size]
-        steps = sum(split.steps for split in part)
-        means = {use: sum(getattr(split, use) * split.steps for split in part) / steps for use in USES}
-        merged.append(Split(step=part[-1].step, steps=steps, **means))
+        steps = sum(steps for _, steps, _ in part)
+        means = {use: sum(spent[use] * n for _, n, spent in part) / steps for use in USES}
+        merged.append((part[-1][0], steps, means))
     return merged
-
-
-def _has_warm_up(node: NodeRecords) -> bool:
-    return any(rl.supervised_steps > 0 for _, rl in _rl_lines(node))
 
 
 def _drafted(node: NodeRecords) -> list[tuple[float, float]]:
@@ -216,7 +210,7 @@ def _arms(axes: Axes, nodes: Sequence[NodeRecords], unit_s: float) -> None:
     _stack(axes, [k * width_s / unit_s for k in range(num_bins + 1)], parts)
     axes.grid(visible=False, axis="x")
     if rows:
-        _legend(axes)
+        legend_beside(axes, fontsize=9)
 
 
 def _stack(axes: Axes, edges: Sequence[float], parts: Mapping[tuple[str, str], Sequence[float]]) -> None:
@@ -238,11 +232,10 @@ def _line(
 ) -> None:
     """Draw the points whose value is known, joined by a line that is interrupted at `pauses`."""
     known = [point for point in points if isfinite(point[1])]
-    marker = "o" if len(known) <= 40 else ""
     inner = [x for x in pauses if known and known[0][0] < x <= known[-1][0]]
     drawn = sorted([*known, *((x, nan) for x in inner)], key=lambda point: point[0])
-    x, y = [p[0] for p in drawn], [p[1] for p in drawn]
-    axes.plot(x, y, color=colour, linewidth=1, alpha=0.75, marker=marker, ms=3, label=label)
+    style: dict[str, Any] = {"linewidth": 1, "alpha": 0.75, "marker": marker(len(known)), "ms": 3}
+    axes.plot([x for x, _ in drawn], [y for _, y in drawn], color=colour, label=label, **style)
 
 
 def _pauses(node: NodeRecords, unit_s: float) -> list[float]:
@@ -255,9 +248,4 @@ def _rl_lines(node: NodeRecords) -> list[tuple[float, RLMetric]]:
 
 
 def _time_unit(run: Run) -> tuple[float, str]:
-    return formatting.time_unit(max((node.metrics[-1].t for node in run.nodes if node.metrics), default=0.0))
-
-
-def _legend(axes: Axes) -> None:
-    """Draw the legend beside the axes."""
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
+    return fmt.time_unit(max((node.metrics[-1].t for node in run.nodes if node.metrics), default=0.0))

@@ -10,9 +10,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from aedit.launch.records import ServingRecords, ServingSample, number
-from aedit.launch.views import formatting
-from aedit.launch.views.figures import ratio
+from aedit.launch.records import ServingRecords, number
+from aedit.launch.views import formatting as fmt
+from aedit.launch.views.figures import ratio, total_known
 
 SILENT_AFTER_S = 15.0
 """A server writes a line every second while it runs."""
@@ -34,80 +34,45 @@ def server_panel(records: ServingRecords) -> RenderableType:
 def serving_facts(records: ServingRecords) -> Iterator[tuple[str, str]]:
     """Yield name and text of each fact."""
     last = records.last_samples[-1] if records.last_samples else None
-    yield "state", _state(records, last)
+
+    def total(name: str) -> float:
+        """Return a count over all processes; values that are no numbers count as 0."""
+        return total_known(getattr(sample, name) for sample in records.last_samples)
+
+    state = "starting" if last is None else last.state
+    if records.quiet_s > SILENT_AFTER_S:
+        state = f"silent for {fmt.clock(records.quiet_s)}: its process has ended without a word, or hangs"
+    yield "state", records.ended[:_LONGEST] or state
     if records.address:
         yield "address", records.address
-    served_s = _sum(records, "t")
-    yield (
-        "served",
-        f"{formatting.clock(served_s)} in {formatting.some(records.num_starts, 'process', 'processes')}",
-    )
+    processes = fmt.some(records.num_starts, "process", "processes")
+    yield "served", f"{fmt.clock(total('t'))} in {processes}"
     if last is not None:
-        done = f"{formatting.some(int(_sum(records, 'samples')), 'sample')} over"
-        yield "samples", f"{done}, {formatting.count(_sum(records, 'tokens'))} tokens"
+        over = f"{fmt.some(int(total('samples')), 'sample')} over"
+        yield "samples", f"{over}, {fmt.count(total('tokens'))} tokens"
         if not records.ended:
-            yield "now", _now(last)
-        idle_s = _sum(records, "idle_s")
-        used = formatting.percent(ratio(_sum(records, "idle_used_s"), idle_s))
-        yield "idle", f"{formatting.clock(idle_s)} without a request, {used} of it trained the drafter"
-    yield from _versions(records)
+            running = f"{fmt.count(last.running)} running and {fmt.count(last.waiting)} waiting"
+            speed = f"{fmt.count(last.tokens_per_s)} tokens/s"
+            yield "now", f"{speed}, {running}; {fmt.count(last.rows)} rows in each line"
+        used = fmt.percent(ratio(total("idle_used_s"), total("idle_s")))
+        yield "idle", f"{fmt.clock(total('idle_s'))} without a request, {used} of it trained the drafter"
+    if taken := records.versions:
+        size = fmt.size(median(number(each.get("bytes")) for each in taken))
+        took = fmt.seconds(median(number(each.get("seconds")) for each in taken))
+        newest = f"newest {taken[-1]['version']}; median {size} in {took}"
+        yield "versions", f"{len(taken):,} of the line run, {newest}"
     if last is not None and last.drafter:
-        yield "drafter", _drafter(last)
+        facts = [str(last.drafter.get("state") or "")]
+        for name in ("steps", "published", "adopted", "refused", "deaths"):
+            value = number(last.drafter.get(name))
+            if isfinite(value) and (value or name == "steps"):
+                facts.append(f"{value:,.0f} {name}")
+        yield "drafter", ", ".join(filter(None, facts))[:_LONGEST]
     if last is not None and last.hub:
         yield "hub", last.hub[:_LONGEST]
-    yield from _troubles(records)
-
-
-def _state(records: ServingRecords, last: ServingSample | None) -> str:
-    if records.ended:
-        return records.ended[:_LONGEST]
-    if records.quiet_s > SILENT_AFTER_S:
-        return (
-            f"silent for {formatting.clock(records.quiet_s)}: its process has ended without a word, or hangs"
-        )
-    return "starting" if last is None else last.state
-
-
-def _now(last: ServingSample) -> str:
-    return (
-        f"{formatting.count(last.tokens_per_s)} tokens/s, {formatting.count(last.running)} running and"
-        f" {formatting.count(last.waiting)} waiting; {formatting.count(last.rows)} rows in each line"
-    )
-
-
-def _versions(records: ServingRecords) -> Iterator[tuple[str, str]]:
-    taken = records.versions
-    if taken:
-        size = formatting.size(median(each.num_bytes for each in taken))
-        took = formatting.seconds(median(each.seconds for each in taken))
-        yield (
-            "versions",
-            f"{len(taken):,} of the line run, newest {taken[-1].serial}; median {size} in {took}",
-        )
-
-
-def _drafter(last: ServingSample) -> str:
-    text = [str(last.drafter.get("state") or "")]
-    for name in ("steps", "published", "adopted", "refused", "deaths"):
-        value = number(last.drafter.get(name))
-        if isfinite(value) and (value or name == "steps"):
-            text.append(f"{value:,.0f} {name}")
-    return ", ".join(filter(None, text))[:_LONGEST]
-
-
-def _troubles(records: ServingRecords) -> Iterator[tuple[str, str]]:
-    """Yield each kind of event that is not ordinary, with its number and its last text."""
-    unusual = [notice for notice in records.notices if notice.event not in _ORDINARY]
-    counts = Counter(notice.event for notice in unusual)
-    last = {notice.event: notice.text for notice in unusual}
-    for event, count in counts.items():
-        yield (
-            event.replace("_", " "),
-            f"{formatting.some(count, 'time')}, last: {last[event] or '?'}"[:_LONGEST],
-        )
-
-
-def _sum(records: ServingRecords, name: str) -> float:
-    """Return a count over all processes; values that are no numbers count as 0."""
-    values: list[float] = [getattr(sample, name) for sample in records.last_samples]
-    return sum(value for value in values if isfinite(value))
+    # Each kind of event that is not ordinary, with its number and its last text.
+    unusual = {notice.event: notice.text for notice in records.notices if notice.event not in _ORDINARY}
+    counts = Counter(notice.event for notice in records.notices)
+    for event, text in unusual.items():
+        shown = f"{fmt.some(counts[event], 'time')}, last: {text or '?'}"
+        yield event.replace("_", " "), shown[:_LONGEST]

@@ -1,11 +1,10 @@
-"""Sources of views: a run directory or a hub."""
+"""Sources of views: a run directory or a hub. Both have `poll` for now and `history` for all past records."""
 
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from aedit.launch.config import RunConfig
 from aedit.launch.records import BAD_LINE, HubRecords, HubSample, Run, RunFollower, SwarmSample, require_run
@@ -17,33 +16,10 @@ NO_LINES = 2**62
 """More lines than a hub has: it then sends none."""
 
 
-class Source(Protocol):
-    """Run that can be read repeatedly."""
-
-    def poll(self) -> Run:
-        """Return the state of the run now. Raises UserError if it cannot be read any more."""
-
-    def history(self) -> Run:
-        """Return the run with all past records of the source."""
-
-
-class DirectorySource:
-    """Source that reads a run directory."""
-
-    def __init__(self, run_dir: Path) -> None:
-        """Read `run_dir`. Raises UserError if it is not a run directory."""
-        require_run(run_dir)
-        self._follower = RunFollower(run_dir)
-
-    def poll(self) -> Run:
-        """Return all records of the run up to now."""
-        return self._follower.poll()
-
-    history = poll
-
-
 @contextmanager
-def open_source(place: Path | str, keys: Path | None = None, *, insecure: bool = False) -> Iterator[Source]:
+def open_source(
+    place: Path | str, keys: Path | None = None, *, insecure: bool = False
+) -> "Iterator[RunFollower | HubSource]":
     """Yield the source of the run at `place`, a directory or HOST:PORT. Raises UserError if there is none.
 
     Args:
@@ -52,9 +28,9 @@ def open_source(place: Path | str, keys: Path | None = None, *, insecure: bool =
         insecure: Connect to a hub on another machine without TLS.
     """
     if not is_hub(place):
-        yield DirectorySource(Path(place))
+        require_run(Path(place))
+        yield RunFollower(Path(place))
         return
-
     source = HubSource(str(place), keys, insecure=insecure)
     try:
         yield source
@@ -69,7 +45,7 @@ def is_hub(place: Path | str) -> bool:
 
 
 class HubSource:
-    """Source that polls one hub."""
+    """Source that polls one hub, or one peer of a swarm."""
 
     def __init__(self, address: str, keys: Path | None = None, *, insecure: bool = False) -> None:
         """Connect to the hub at `address` when it is first asked."""
@@ -78,53 +54,45 @@ class HubSource:
 
     def poll(self) -> Run:
         """Return the state of the run. Raises UserError if the hub does not answer."""
-        said = self._ask(NO_LINES)
-        try:
-            if "peers" in said:
-                return self._of_swarm(said)
-            return self._run(said, (HubSample.of(said),))
-        except BAD_LINE as error:
-            raise self._strange(error) from None
+        return self._read(NO_LINES)
 
     def history(self) -> Run:
         """Return the hub's records since the start of its process, without records of the nodes."""
-        said = self._ask(0)
-        try:
-            if "peers" in said:
-                lines = next((part["lines"] for part in said["parts"] if part), ())
-                return replace(self._run(said, tuple(map(HubSample.of, lines))), swarm=SwarmSample.of(said))
-            return self._run(said, tuple(map(HubSample.of, said["lines"])))
-        except BAD_LINE as error:
-            raise self._strange(error) from None
+        return self._read(0)
 
     def close(self) -> None:
         """Close the connection."""
         self._client.close()
 
-    def _of_swarm(self, said: dict[str, Any]) -> Run:
-        """Return the nodes as the first owner that answers knows them, with all peers and parts."""
-        swarm = SwarmSample.of(said)
-        return replace(self._run(said, (swarm.hub,) if swarm.hub else ()), swarm=swarm)
+    def _read(self, metrics_after: int) -> Run:
+        """Return the run with the records after so many lines; without any, with the state of its nodes.
 
-    def _run(self, said: dict[str, Any], lines: tuple[HubSample, ...]) -> Run:
-        name = str(said["run"])
+        In a swarm they are those of the first part whose owner answers.
+        """
+        try:
+            status: dict[str, Any] = json.loads(
+                self._client.status(StatusRequest(metrics_after=metrics_after)).json
+            )
+        except (HubUnreachable, HubRefused) as error:
+            raise UserError(str(error)) from None
+        try:
+            swarm = SwarmSample.of(status) if "peers" in status else None
+            if metrics_after == NO_LINES:
+                now = HubSample.of(status) if swarm is None else swarm.hub
+                lines = [] if now is None else [now]
+            else:
+                parts = [status] if swarm is None else status["parts"]
+                found = next((part["lines"] for part in parts if part), ())
+                lines = list(map(HubSample.of, found))
+            name = str(status["run"])
+        except BAD_LINE as error:
+            raise UserError(
+                f"{self.address}: cannot read the answer ({error!r}); use the hub's version of aedit"
+            ) from None
         if Path(name).name != name or name == "..":
             raise UserError(
                 f"the run at {self.address} is named {name!r}, which is not a valid directory name"
             )
         config = {"name": name, "hub": {"address": self.address}}
-        return Run(Path(RunConfig().dir) / name, config, (), (HubRecords(lines, ()),) if lines else ())
-
-    def _ask(self, metrics_after: int) -> dict[str, Any]:
-        try:
-            found: dict[str, Any] = json.loads(
-                self._client.status(StatusRequest(metrics_after=metrics_after)).json
-            )
-        except (HubUnreachable, HubRefused) as error:
-            raise UserError(str(error)) from None
-        return found
-
-    def _strange(self, error: Exception) -> UserError:
-        return UserError(
-            f"{self.address}: cannot read the answer ({error!r}); use the hub's version of aedit"
-        )
+        hubs = (HubRecords(tuple(lines), ()),) if lines else ()
+        return Run(Path(RunConfig().dir) / name, config, (), hubs, swarm)
