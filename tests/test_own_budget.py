@@ -6,7 +6,7 @@ import pytest
 
 from aedit.edit import EditConfig
 from aedit.launch.config import RunConfig, TrainConfig
-from aedit.launch.node.budget import OwnBudget
+from aedit.launch.node.build_averaging import OwnBudget
 
 
 class Peer:

@@ -137,7 +137,7 @@ def test_the_configurations_of_the_race_are_valid(tmp_path, more):
     path = toml(Race(), tmp_path, "x", more)
     config = load(path, [], strict=True).config
     assert config.train.seconds == Race().seconds
-    assert (config.swarm.has_parts, config.swarm.averages) == (more == PARTS, more == AVERAGES)
+    assert (config.swarm.has_parts, config.swarm.on) == (more == PARTS, more in (PARTS, AVERAGES))
 
 
 @pytest.mark.slow

@@ -52,12 +52,12 @@ TIMED = '[edit]\nschedule = "seconds"\nevery = 10\n'
 
 def test_a_swarm_that_averages_owns_nothing_and_lands_on_arrival():
     config = parse(AVERAGES + TIMED, "here")
-    assert config.swarm.averages
+    assert config.swarm.on
     assert not config.has_hub
     assert not config.swarm.has_parts
     assert config.edit.landing == "arrival"
     assert parse(AVERAGES + TIMED + 'landing = "forward"', "here").edit.landing == "forward"
-    assert not RunConfig().swarm.averages
+    assert not RunConfig().swarm.on
 
 
 @pytest.mark.parametrize(

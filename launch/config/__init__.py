@@ -2,7 +2,7 @@
 
 Begin at `config.RunConfig` and `loading.load`.
 
-config, rl, serve, swarm: the tables of a configuration file.
+config, rl, serve, swarm: the tables of a configuration file. exchanges: the values of `swarm.exchange`.
 loading: from TOML files, presets and flags to one value, with the origin of each key.
 fields: keys by dotted name, as types and as TOML text; which of them decide the result.
 flags: keys as flags of the command line, and their help.
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         tokens_per_step,
         unit_rules,
     )
+    from aedit.launch.config.exchanges import PEER_EXCHANGES
     from aedit.launch.config.fields import difference, hints, literal, method, to_toml, values
     from aedit.launch.config.flags import flag_keys, flags_help, split_flags, with_flags
     from aedit.launch.config.loading import (
@@ -73,6 +74,7 @@ __all__ = [
     "FP32_BYTES",
     "LOAD_S",
     "NODE_PROGRAM",
+    "PEER_EXCHANGES",
     "PREFIX",
     "TRIAL_S",
     "DataConfig",

@@ -116,7 +116,7 @@ RULES = (
     EffectRule(
         ("swarm.parts", "swarm.copies", "swarm.lease_s", "swarm.lost_s", "swarm.allow", "edit.penalty."),
         "swarm.exchange",
-        lambda c: c.swarm.averages,
+        lambda c: c.swarm.on and not c.swarm.has_parts,
         '"parts"',
     ),
     EffectRule(("swarm.averaging_s",), "swarm.exchange", lambda c: c.swarm.has_parts, '"hivemind"'),

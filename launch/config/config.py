@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from aedit.async_sgd.rules import DRAFTER, HubConfig, OuterConfig, UnitRule, UnitRules
 from aedit.edit import EditConfig
+from aedit.launch.config.exchanges import PEER_EXCHANGES
 from aedit.launch.config.rl import DrafterConfig, PromptConfig, RewardConfig, RLConfig
 from aedit.launch.config.serve import AuditConfig, ServeConfig
 from aedit.launch.config.swarm import SwarmConfig
@@ -253,29 +254,9 @@ class RunConfig:
         check(
             not self.prompts.source, "prompts.source", "must be empty in a swarm", repr(self.prompts.source)
         )
-        if self.swarm.averages:
-            self._check_averaging()
+        PEER_EXCHANGES[self.swarm.exchange].check(self)
         no_page = self.hub.metrics_port is None
         check(no_page, "hub.metrics_port", "has no effect in a swarm; use", "aedit status")
-
-    def _check_averaging(self) -> None:
-        """Raise ValueError for a value that cannot be in a swarm whose peers average by hivemind."""
-        swarm, edit = self.swarm, self.edit
-        because = 'with swarm.exchange = "hivemind"'
-        table = swarm.discovery == "hivemind"
-        check(table, "swarm.discovery", f'must be "hivemind" {because}', repr(swarm.discovery))
-        check(self.hub == HubConfig(), "hub", f"must be left out {because}: nobody owns a unit", "[hub]")
-        timed = edit.schedule == "seconds"
-        check(
-            timed, "edit.schedule", f'must be "seconds" {because}: peers meet at equal times', edit.schedule
-        )
-        check(edit.every >= 10, "edit.every", f"must be at least 10 (s) {because}", edit.every)
-        check(edit.fragments == 1, "edit.fragments", f"must be 1 {because}", edit.fragments)
-        check(edit.warmup_steps == 0, "edit.warmup_steps", f"must be 0 {because}", edit.warmup_steps)
-        check(not edit.offload, "edit.offload", f"must be false {because}", edit.offload)
-        check(self.local.ranks == 1, "local.ranks", f"must be 1 {because}", self.local.ranks)
-        fixed = not swarm.announce or not swarm.listen.endswith(":0")
-        check(fixed, "swarm.listen", f"must name a port with swarm.announce {because}", repr(swarm.listen))
 
     def _check_lengths(self) -> None:
         """Raise ValueError if there is no place for a prompt, or the supervised warm-up never ends."""

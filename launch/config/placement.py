@@ -1,13 +1,11 @@
 """Nodes of a run that this machine starts, and the number of processes per node."""
 
-import importlib.util
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from aedit.launch.config.config import RunConfig
-from aedit.launch.config.swarm import SwarmConfig
-from aedit.proto.dht import checked_maddrs
+from aedit.launch.config.exchanges import PEER_EXCHANGES
 from aedit.proto.rpc import is_loopback
 from aedit.types import UserError
 
@@ -105,18 +103,12 @@ def check_hub_start(config: RunConfig, placement: Placement) -> None:
             "--nodes, --master: no effect in a swarm; use aedit join ADDRESS on each of the others,"
             ' or with swarm.exchange = "hivemind" aedit run CONFIG --swarm.peers ADDRESS'
         )
-    if (placement.keys or placement.insecure) and config.swarm.averages:
-        raise UserError(
-            '--keys, --insecure: no effect with swarm.exchange = "hivemind", which has its own TLS'
-        )
     if (placement.keys or placement.insecure) and not config.swarm.on:
         raise UserError(
             "--keys, --insecure: of aedit run have an effect in a swarm only; aedit hub takes them"
         )
-    if config.swarm.averages:
-        _check_averaging_start(config)
-    elif config.swarm.on:
-        _check_swarm_start(config.swarm, placement)
+    if config.swarm.on:
+        PEER_EXCHANGES[config.swarm.exchange].check_start(config, placement)
     if placement.keys and placement.nodes > 1:
         raise UserError(
             f"--local: the keys in {placement.keys} are for one peer; begin the run with one node, and add"
@@ -135,36 +127,6 @@ def check_hub_start(config: RunConfig, placement: Placement) -> None:
         raise UserError(
             f"hub.address = {open_to_others[0]} is not a loopback address: aedit run starts only a hub of"
             f" this machine; use {others}, or --hub.address 127.0.0.1:0 for a hub and one node here"
-        )
-
-
-def _check_swarm_start(swarm: SwarmConfig, placement: Placement) -> None:
-    """Raise UserError if the peers of this machine cannot begin a run, or would begin a second one."""
-    if not swarm.listen:
-        raise UserError(
-            "swarm.listen: empty makes a client, which keeps no part and cannot begin a run; aedit join one"
-        )
-    if swarm.peers:
-        raise UserError(
-            f"swarm.peers = {swarm.peers}: aedit run would begin another run beside the one of these peers;"
-            f" enter theirs with aedit join {swarm.peers}, or leave swarm.peers empty"
-        )
-    if placement.nodes > 1 and not swarm.listen.endswith(":0"):
-        raise UserError(
-            f"swarm.listen = {swarm.listen}: each of the {placement.nodes} peers of --local needs a port of"
-            f" its own; use {swarm.listen.rpartition(':')[0]}:0"
-        )
-
-
-def _check_averaging_start(config: RunConfig) -> None:
-    """Raise UserError if a peer that averages by hivemind cannot find others, and they cannot find it."""
-    if importlib.util.find_spec("hivemind") is None:
-        raise UserError("swarm.exchange = \"hivemind\" needs hivemind: pip install 'aedit[swarm]'")
-    checked_maddrs(tuple(filter(None, config.swarm.peers.split(","))))
-    if not config.swarm.listen and not config.swarm.peers:
-        raise UserError(
-            "swarm.listen: empty makes a client, which nobody can call; set swarm.peers to the address of"
-            " another peer"
         )
 
 

@@ -66,11 +66,6 @@ class SwarmConfig:
         """Return whether the peers own parts of the model."""
         return self.on and self.exchange == "parts"
 
-    @property
-    def averages(self) -> bool:
-        """Return whether the peers average by hivemind; parts then have no owner."""
-        return self.on and self.exchange == "hivemind"
-
     def reached_at(self, address: str) -> str:
         """Return the HOST:PORT by which others reach what listens at `address` here."""
         return f"{self.announce}:{address.rpartition(':')[2]}" if self.announce and address else address

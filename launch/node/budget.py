@@ -1,10 +1,8 @@
 """Budget of a run: the used share of it, and the node that evaluates."""
 
-import time
-from collections.abc import Callable
 from typing import Protocol
 
-from aedit.edit import AveragingExchange, LayerSync
+from aedit.edit import LayerSync
 from aedit.launch.config import RunConfig
 from aedit.launch.node.world import World
 from aedit.launch.records import Clock
@@ -73,53 +71,6 @@ class WorldBudget:
         warmup_steps = self.sync.steps - self.sync.local_steps
         done = self.sync.total_steps + self.world.nodes * warmup_steps
         return done / (self.world.nodes * self.config.train.steps)
-
-
-class OwnBudget:
-    """Budget of a peer without a hub or world: its own steps, and the time since the first peer began.
-
-    With seconds it ends with the round that is nearest to the end of the time, in which all peers meet.
-    """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        sync: LayerSync,
-        exchange: AveragingExchange,
-        *,
-        evaluates: bool,
-        now: Callable[[], float] = time.time,
-    ) -> None:
-        self.config, self.sync, self.exchange = config, sync, exchange
-        self._evaluates, self._now = evaluates, now
-
-    def goes_on(self) -> bool:
-        """Return whether neither steps nor time are used up."""
-        return self.sync.steps < self.config.train.steps and not self._time_is_up()
-
-    def progress(self) -> float:
-        """Return the used share of the budget, 0 to 1."""
-        train = self.config.train
-        timed = self._elapsed_s() / train.seconds if train.seconds else 0.0
-        return min(1.0, max(self.sync.steps / train.steps, timed))
-
-    def nodes(self) -> int:
-        """Return the peers of the newest round."""
-        return self.exchange.members
-
-    def evaluates(self) -> bool:
-        """Return whether this node was chosen to evaluate."""
-        return self._evaluates
-
-    def _elapsed_s(self) -> float:
-        return self._now() - self.exchange.began_s
-
-    def _time_is_up(self) -> bool:
-        seconds, every = self.config.train.seconds, self.config.edit.every
-        if not seconds or self._elapsed_s() < seconds - every / 2:
-            return False
-        opened_now = self.sync.schedule.last_step == self.sync.local_steps
-        return opened_now or self._elapsed_s() > seconds + every
 
 
 class HubBudget:

@@ -3,7 +3,7 @@
 import hashlib
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,6 @@ from aedit.async_sgd.rules import make_outer
 from aedit.edit import AtMultiples, AveragingExchange, LayerSync
 from aedit.launch.config import FIRST, RunConfig, method
 from aedit.launch.data import SampleOrder, load_tokenizer
-from aedit.launch.node.budget import OwnBudget
 from aedit.launch.node.build import check_fits, facts_of, load_data, started
 from aedit.launch.node.build_hub import NodeStartOptions
 from aedit.launch.node.checkpoint import NodeCheckpoints, resume_alone
@@ -101,6 +100,53 @@ def build_averaging(config: RunConfig, world: World, options: NodeStartOptions) 
         )
         with started(make, data, parts, resumed, options.attempt) as node:
             yield node
+
+
+class OwnBudget:
+    """Budget of a peer without a hub or world: its own steps, and the time since the first peer began.
+
+    With seconds it ends with the round that is nearest to the end of the time, in which all peers meet.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        sync: LayerSync,
+        exchange: AveragingExchange,
+        *,
+        evaluates: bool,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.config, self.sync, self.exchange = config, sync, exchange
+        self._evaluates, self._now = evaluates, now
+
+    def goes_on(self) -> bool:
+        """Return whether neither steps nor time are used up."""
+        return self.sync.steps < self.config.train.steps and not self._time_is_up()
+
+    def progress(self) -> float:
+        """Return the used share of the budget, 0 to 1."""
+        train = self.config.train
+        timed = self._elapsed_s() / train.seconds if train.seconds else 0.0
+        return min(1.0, max(self.sync.steps / train.steps, timed))
+
+    def nodes(self) -> int:
+        """Return the peers of the newest round."""
+        return self.exchange.members
+
+    def evaluates(self) -> bool:
+        """Return whether this node was chosen to evaluate."""
+        return self._evaluates
+
+    def _elapsed_s(self) -> float:
+        return self._now() - self.exchange.began_s
+
+    def _time_is_up(self) -> bool:
+        seconds, every = self.config.train.seconds, self.config.edit.every
+        if not seconds or self._elapsed_s() < seconds - every / 2:
+            return False
+        opened_now = self.sync.schedule.last_step == self.sync.local_steps
+        return opened_now or self._elapsed_s() > seconds + every
 
 
 def averaging_settings(

@@ -66,7 +66,7 @@ def _join_and_train(config: RunConfig, options: argparse.Namespace, at_end: cont
     run_dir = Path(config.dir) / config.name
     world = join_world(config.device, ranks, config.edit.timeout_s)
     at_end.callback(leave_world)
-    if options.hub or options.replicas or config.swarm.averages:
+    if options.hub or config.swarm.on:
         _train_as_member(config, world, run_dir, attempt, options)
         return
     _log_to(run_dir / "nodes" / str(world.node), attempt)
@@ -96,8 +96,8 @@ def _train_as_member(
         log_to=_log_to,
         slowdown=_slowdown(config, options.prefers or 0, options),
     )
-    built = build_averaging if config.swarm.averages else build_with_hub
-    with built(config, world, node_options) as node:
+    built = {"parts": build_with_hub, "hivemind": build_averaging}
+    with built[config.swarm.exchange](config, world, node_options) as node:
         _train(node)
 
 

@@ -11,12 +11,11 @@ from types import TracebackType
 
 import psutil
 
-from aedit.launch.config import FIRST, NODE_PROGRAM, JoinOptions, Placement, RunConfig, torchrun_command
+from aedit.launch.config import NODE_PROGRAM, JoinOptions, Placement, RunConfig, torchrun_command
 from aedit.launch.hub import of_standby
 from aedit.launch.processes.child import POLL_S, Child, HostProcess
-from aedit.launch.processes.local_peers import LocalPeers
+from aedit.launch.processes.local_peers import LOCAL_PEERS
 from aedit.launch.records import FAILED, file_name
-from aedit.proto.dht import AVERAGING, INTRODUCTION
 
 NODE_LEAVE_LIMIT_S = 60.0
 """Longest time of a node for its last evaluation and checkpoint after it has left the hub."""
@@ -63,10 +62,8 @@ class Cluster:
         self._is_over = False
         """True once no node runs."""
         try:
-            if config.swarm.averages:
-                members, self.address = _averaging_members(run_dir, placement)
-            elif config.swarm.on:
-                peers = LocalPeers(config, run_toml, placement, joins)
+            if config.swarm.on:
+                peers = LOCAL_PEERS[config.swarm.exchange](config, run_toml, placement, joins)
                 self._hubs = peers.processes
                 peers.start()
                 members, self.address = peers.members(), peers.place
@@ -212,14 +209,6 @@ def _start_hubs(hubs: list[HostProcess], num_parts: int, nodes: int) -> list[Joi
     addresses = [hub.address() for hub in hubs]
     address, standby = ",".join(addresses[:num_parts]), ",".join(addresses[num_parts:])
     return [JoinOptions(hub=address, standby=standby, name=f"local-{i}", prefers=i) for i in range(nodes)]
-
-
-def _averaging_members(run_dir: Path, placement: Placement) -> tuple[list[JoinOptions], str]:
-    """Return the nodes of a swarm that averages by hivemind, and where the first one writes its address."""
-    introduction = run_dir / AVERAGING / FIRST / INTRODUCTION
-    introduction.unlink(missing_ok=True)  # of an earlier start, at another port
-    members = [JoinOptions(hub="", name=f"local-{i}", prefers=i) for i in range(placement.nodes)]
-    return members, str(introduction)
 
 
 def _name(part: int, standby: int, parts: int) -> str:

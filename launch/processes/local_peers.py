@@ -4,10 +4,12 @@ import sys
 import time
 from pathlib import Path
 
-from aedit.launch.config import JoinOptions, Placement, RunConfig
+from aedit.launch.config import FIRST, JoinOptions, Placement, RunConfig
 from aedit.launch.processes.child import HostProcess
 from aedit.launch.records import file_name
 from aedit.launch.swarm import INTRODUCTION
+from aedit.proto.dht import AVERAGING
+from aedit.proto.dht import INTRODUCTION as AVERAGING_INTRODUCTION
 from aedit.proto.rpc import name_of
 from aedit.proto.swarm import REPLICAS
 from aedit.system import write_atomically
@@ -88,6 +90,34 @@ class LocalPeers:
                 raise UserError(f"the first peer was not reachable in time: see {first.log}")
             time.sleep(_POLL_S)
         return text
+
+
+class AveragingPeers:
+    """Peers that average by hivemind: each is a node, and needs no process beside it. See `LocalPeers`."""
+
+    def __init__(
+        self, config: RunConfig, run_toml: Path, placement: Placement, joins: JoinOptions | None
+    ) -> None:
+        self.processes: list[HostProcess] = []
+        self._introduction = run_toml.parent / AVERAGING / FIRST / AVERAGING_INTRODUCTION
+        self._nodes = placement.nodes
+        self.place = str(self._introduction)
+        """File to which the first peer writes its addresses."""
+
+    def start(self) -> None:
+        """Remove the addresses of an earlier start, which had another port."""
+        self._introduction.unlink(missing_ok=True)
+
+    def members(self) -> list[JoinOptions]:
+        """Return the nodes, of which the first one begins the run."""
+        return [JoinOptions(hub="", name=f"local-{i}", prefers=i) for i in range(self._nodes)]
+
+
+LOCAL_PEERS: dict[str, type[LocalPeers] | type[AveragingPeers]] = {
+    "parts": LocalPeers,
+    "hivemind": AveragingPeers,
+}
+"""By the value of `swarm.exchange`."""
 
 
 def _read(path: Path) -> str:

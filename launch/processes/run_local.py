@@ -12,6 +12,7 @@ import psutil
 
 from aedit.launch.config import (
     NODE_PROGRAM,
+    PEER_EXCHANGES,
     JoinOptions,
     Placement,
     RunConfig,
@@ -35,7 +36,6 @@ from aedit.launch.records import (
     prepare,
     refusal,
 )
-from aedit.proto.rpc import is_loopback
 
 Watch = Callable[[Path, int, Callable[[], bool]], None]
 
@@ -111,12 +111,9 @@ def _start(
 
 def _how_to_join(config: RunConfig, placement: Placement, address: str) -> str:
     """Return where a further node is started, and its command."""
-    if config.swarm.averages:
-        return f'in another terminal: aedit run CONFIG --dir OTHER --swarm.peers "$(cat {address})"'
-    if is_loopback(address) or is_loopback(config.swarm.listen) or not config.swarm.on:
-        return f"in another terminal: aedit join {address}"
-    trust = f"--keys {placement.keys or 'DIR'}" if not placement.insecure else "--insecure"
-    return f"on its machine: aedit join {address} --swarm.listen ITS_ADDRESS:7000 {trust}"
+    if config.swarm.on:
+        return PEER_EXCHANGES[config.swarm.exchange].how_to_join(config, placement, address)
+    return f"in another terminal: aedit join {address}"
 
 
 class Watcher:

@@ -95,7 +95,7 @@ def peer(config: RunConfig, options: PeerOptions) -> int:
     logging.basicConfig(format="aedit peer: %(message)s", level=logging.WARNING)
     if not config.swarm.on:
         raise UserError('swarm.discovery is empty: set it to "file" or "hivemind"')
-    if config.swarm.averages:
+    if not config.swarm.has_parts:
         raise UserError('swarm.exchange = "hivemind" has no parts to keep: a peer is a node, of aedit run')
     check_forcing(config.swarm, options.forces, founds=options.founds)
     raise_descriptor_limit()
