@@ -13,8 +13,8 @@ from threading import Condition, RLock
 
 import numpy as np
 
-from aedit.async_sgd.hub import Hub, HubPlan, Joiner, Quantiser, Report, news
-from aedit.async_sgd.rules import Accepted, Leased, Merged, Push, Record, Refused, Vector
+from aedit.async_sgd.hub import Hub, Joiner, NodeReport, Quantiser, run_news
+from aedit.async_sgd.rules import Accepted, HubPlan, Leased, Merged, Push, Record, Refused, Vector
 from aedit.proto.agent import Answer, Leases, Progress
 from aedit.types import Layout, News, UnitLayout, Verdict, checked
 
@@ -98,7 +98,7 @@ class InProcessHub:
             self._apply(self.hub.offer(push, self.clock()))
             self.tick()
 
-    def heartbeat(self, node: int, report: Report) -> None:
+    def heartbeat(self, node: int, report: NodeReport) -> None:
         """Record what a live member says of itself, and that it is there."""
         with self.lock:
             self.hub.heartbeat(node, report, self.clock())
@@ -214,7 +214,7 @@ class InProcessLink:
             self.hub.tick()
             if self._asked.get(unit) == seq:
                 return Answer(seq, self._fetch(unit), Verdict.NONE)
-            told = self.hub.hub.state.members[self.node].told.get(unit)
+            told = self.hub.hub.state.members[self.node].decisions.get(unit)
             if told is None or told.seq != seq + self._before.get(unit, 0) or told.verdict == Verdict.NONE:
                 return None
             return Answer(seq, self._fetch(unit), told.verdict)
@@ -222,19 +222,7 @@ class InProcessLink:
     def news(self) -> News:
         """Return what the hub says now."""
         with self.hub.lock:
-            told = news.news(self.hub.hub, self.node, self.hub.clock())
-        return News(
-            age_s=0.0,
-            round=told.round,
-            pace_steps=told.pace_steps,
-            nodes=told.nodes,
-            total_steps=told.total_steps,
-            total_tokens=told.total_tokens,
-            elapsed_s=told.elapsed_s,
-            progress=told.progress,
-            finished=told.finished,
-            evaluates=told.evaluates,
-        )
+            return run_news(self.hub.hub, self.node, self.hub.clock())
 
     def tell(self, progress: Progress) -> None:
         """Report steps and speed since the last call, and the samples that are used."""
@@ -245,7 +233,9 @@ class InProcessLink:
             now = self.hub.clock()
             speed = (progress.steps - steps) / (now - at_s) if now > at_s else 0.0
             self._told = progress.steps, now
-            report = Report(steps=progress.steps, tokens=progress.tokens, steps_per_s=speed, state="training")
+            report = NodeReport(
+                steps=progress.steps, tokens=progress.tokens, steps_per_s=speed, state="training"
+            )
             self.hub.heartbeat(self.node, replace(report, loss=progress.loss, rl=progress.rl))
             for start, upto in self._leases.consumed(progress.used):
                 self.hub.use(self.node, start, upto)
@@ -253,7 +243,7 @@ class InProcessLink:
 
     def heartbeat(self, steps_per_s: float) -> None:
         """Say that the node is there and how fast it is."""
-        self.hub.heartbeat(self.node, Report(steps_per_s=steps_per_s, state="training"))
+        self.hub.heartbeat(self.node, NodeReport(steps_per_s=steps_per_s, state="training"))
 
     def leases(self, upto: int = 0) -> Sequence[tuple[int, int]]:
         """Return all blocks of samples handed to this node so far; see `Link.leases`."""

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from aedit.async_sgd.hub import HubPlan
 from aedit.async_sgd.inprocess import InProcessHub, InProcessLink
-from aedit.async_sgd.rules import OuterConfig
+from aedit.async_sgd.rules import HubPlan, OuterConfig
 from aedit.clock import VirtualClock
 from aedit.edit import EditConfig, HubExchange, LayerSync, PenaltyConfig, make_pace
 from aedit.launch.config import RunConfig, TrainConfig, load

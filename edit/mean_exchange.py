@@ -15,9 +15,10 @@ from aedit.async_sgd.rules import (
     OuterState,
     PenaltyConfig,
     UnitRules,
+    effective_nodes,
     make_outer,
-    penalty,
-    weights,
+    penalty_weights,
+    raw_weights,
 )
 from aedit.edit.agreement import compare, described, described_layout
 from aedit.edit.anchor_store import (
@@ -205,7 +206,7 @@ class MeanExchange:
         self._open.outcome = replace(
             outcome,
             weights=tuple(w_L.tolist()),
-            effective_nodes=tuple(penalty.effective_nodes(w_NL.numpy()).tolist()),
+            effective_nodes=tuple(effective_nodes(w_NL.numpy()).tolist()),
             rolled_back=tuple(i for i, lost in zip(units, lost_L.tolist(), strict=True) if lost),
             nodes=len(rows.rows),
             total_steps=int(rows.rows[:, 0].sum()),
@@ -216,13 +217,13 @@ class MeanExchange:
 
     def _weights(self, units: Sequence[int], G_NL: Array, g_NL: Array) -> Array:
         """Return w_NL: EDiT's weights, or those of a unit's own rule; they sum to 1 or are all 0."""
-        w_NL = penalty.weights(G_NL, g_NL, self.penalty)
+        w_NL = penalty_weights(G_NL, g_NL, self.penalty)
         for column, i in enumerate(units):
             rule = self.rules.get(self.units[i].name)
             if rule is not None:
                 G_N, g_N = G_NL[:, column], g_NL[:, column]
                 g_N = g_N * np.isfinite(G_N)
-                w_N = weights(G_N, g_N, 0 * g_N, rule.weights, self.penalty)
+                w_N = raw_weights(G_N, g_N, 0 * g_N, rule.weights, self.penalty)
                 w_NL[:, column] = w_N / max(w_N.sum(), 1e-30)
         return w_NL
 

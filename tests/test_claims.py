@@ -8,9 +8,9 @@ import pytest
 from kit.hub_machine import Training, World, kinds, through_a_file, values, world
 
 from aedit.async_sgd.hub import Hub
-from aedit.async_sgd.hub.ranking import Ranking
+from aedit.async_sgd.hub.members import Ranking
 from aedit.async_sgd.rules import (
-    MOST,
+    MOST_CLAIM,
     Accepted,
     Led,
     Merged,
@@ -24,7 +24,7 @@ from aedit.async_sgd.rules import (
     merge_weights,
     possible_steps,
 )
-from aedit.async_sgd.rules.penalty_weights import MOST_SHARE
+from aedit.async_sgd.rules.push_weights import MOST_SHARE
 from aedit.proto.rpc import last_term_before
 
 LIAR = 7
@@ -123,7 +123,7 @@ def test_a_hundred_pushes_in_a_second_move_the_anchor_by_a_few_lengths(weights):
         training.decided += made.push(LIAR, direction, steps=16, tokens=160)
         made.settle()
     moved = (before - values(made)) @ direction / length**2
-    assert moved < 2 * MOST
+    assert moved < 2 * MOST_CLAIM
     assert any(reason.startswith("early: ") for reason in reasons(training))
     assert not made.hub.state.members[LIAR].violations
     made.now += 1.0
@@ -150,7 +150,7 @@ def test_tokens_are_at_most_those_of_the_configured_batch_a_few_times():
     made.now += 16
     made.tick(), training.push(0, 16)
     (accepted,) = training.push(1, 16, tokens=2**39)
-    assert accepted.push.tokens == MOST * 10 * 16
+    assert accepted.push.tokens == MOST_CLAIM * 10 * 16
 
 
 @pytest.mark.parametrize("nodes", [3, 4, 8])

@@ -99,7 +99,7 @@ SERVER = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from kit.wire import MemoryCore, noise
-from aedit.async_sgd.service.memory import give_back_what_is_freed
+from aedit.system import give_back_what_is_freed
 from aedit.proto.rpc.limits import Limits
 from aedit.proto.rpc.server import serve
 

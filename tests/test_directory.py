@@ -7,10 +7,20 @@ from dataclasses import replace
 import pytest
 from kit.hub_machine import World, config, plan
 
-from aedit.async_sgd.hub import Card, Complaint, Denied, Directory, HubState, load_state, news, save_state
+from aedit.async_sgd.hub import (
+    Card,
+    Complaint,
+    Denied,
+    Directory,
+    HubState,
+    hub_status,
+    load_state,
+    run_news,
+    save_state,
+)
 from aedit.async_sgd.journal.encoding import decode_records, encode_records
 from aedit.async_sgd.rules import Left
-from aedit.async_sgd.service import Page
+from aedit.async_sgd.service import MetricsPage
 
 LEASE_S = 10.0
 KEY, OTHER = bytes(range(32)), bytes(32)
@@ -242,8 +252,8 @@ def test_gauges_of_servers_and_nodes_that_are_gone_are_no_longer_exported():
 
     def exported(now):
         rest = {"merges": 0, "merge_s": 0.0, "journal": {"bytes": 0}, "standby": False}
-        overview = news.status(world.hub, now) | rest | {"servers": found.status(now)}
-        page = Page(lambda: overview, "127.0.0.1", 0)
+        overview = hub_status(world.hub, now) | rest | {"servers": found.status(now)}
+        page = MetricsPage(lambda: overview, "127.0.0.1", 0)
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{page.port}/metrics", timeout=10) as answer:
                 return answer.read().decode()
@@ -283,7 +293,7 @@ def test_servers_are_no_members():
     world.push(node, 1.0)
     world.settle()
     assert world.hub.state.units[0].version == before + 1  # `all` waits for nobody else
-    assert news.news(world.hub, node, world.now).nodes == 1
+    assert run_news(world.hub, node, world.now).nodes == 1
     assert world.hub.state.mean_steps == 10 / 2  # of one node: one of two units has a push
-    assert [node["name"] for node in news.status(world.hub, world.now)["nodes"]] == ["n"]
+    assert [node["name"] for node in hub_status(world.hub, world.now)["nodes"]] == ["n"]
     assert world.hub.state.pool.leases == {}

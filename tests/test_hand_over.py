@@ -7,9 +7,8 @@ from kit.hub_processes import Client
 from test_swarm_attacks import CONFIG, address, replica
 
 from aedit.async_sgd.journal import Unconfirmed
-from aedit.async_sgd.replication import Replica
+from aedit.async_sgd.replication import Leadership, Replica
 from aedit.async_sgd.rules import Configured
-from aedit.async_sgd.service import Leadership
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.main import _Process
 from aedit.launch.hub.other_hubs import OtherHubs

@@ -5,7 +5,7 @@ import pytest
 from kit.hub_machine import LAYOUT, World, config, plan, values
 
 from aedit.async_sgd.rules import OuterConfig
-from aedit.async_sgd.rules.heloco import AGREES, CONFIDENCE, MOST, coefficients
+from aedit.async_sgd.rules.outer import AGREES, CONFIDENCE, MOST_TAKEN, heloco_coefficients
 from aedit.launch.config import RunConfig
 
 LR, MU = 0.9, 0.8
@@ -21,7 +21,7 @@ def corrected(D, m, k):
     if c >= AGREES:
         return D
     if c < 0:
-        beta = min(k * -c * conf, MOST)
+        beta = min(k * -c * conf, MOST_TAKEN)
         return D - beta * c * np.linalg.norm(D) * v
     share = min(k * (1 - c) * conf, 1.0)
     turned = (1 - share) * u + share * v
@@ -35,7 +35,7 @@ def test_the_coefficients_are_those_of_the_equations(cosine, k, length):
     rng = np.random.default_rng(3)
     v, w = np.linalg.qr(rng.normal(size=(50, 2)))[0].T
     m, D = 2.0 * v, length * (cosine * v + np.sqrt(1 - cosine**2) * w)
-    a, b = coefficients(D @ D, m @ m, D @ m, k)
+    a, b = heloco_coefficients(D @ D, m @ m, D @ m, k)
     np.testing.assert_allclose(a * D + b * m, corrected(D, m, k), rtol=1e-9, atol=1e-12)
     if cosine >= 0:
         np.testing.assert_allclose(np.linalg.norm(a * D + b * m), length)
@@ -44,9 +44,9 @@ def test_the_coefficients_are_those_of_the_equations(cosine, k, length):
 
 
 def test_without_a_direction_there_is_nothing_to_correct():
-    assert coefficients(0.0, 1.0, 0.0, 1.0) == (1.0, 0.0)
-    assert coefficients(1.0, 0.0, 0.0, 1.0) == (1.0, 0.0)
-    assert coefficients(float("inf"), 1.0, 1.0, 1.0) == (1.0, 0.0)
+    assert heloco_coefficients(0.0, 1.0, 0.0, 1.0) == (1.0, 0.0)
+    assert heloco_coefficients(1.0, 0.0, 0.0, 1.0) == (1.0, 0.0)
+    assert heloco_coefficients(float("inf"), 1.0, 1.0, 1.0) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -34,8 +34,8 @@ from kit.served_models import CHAT, saved
 from kit.waiting import until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from aedit.async_sgd.hub import news
-from aedit.async_sgd.service import Page
+from aedit.async_sgd.hub import hub_status
+from aedit.async_sgd.service import MetricsPage
 from aedit.launch.config import RunConfig
 from aedit.launch.hub.folder import make_hub
 from aedit.spec_rollout.engine import Engine
@@ -386,9 +386,9 @@ def test_damage_after_the_answer_has_begun_ends_the_connection_only(served):
 
 
 def test_the_metrics_page_of_a_hub_answers_one_request_of_a_connection():
-    status = {"merges": 0, "merge_s": 0.0, "journal": {"bytes": 0}, "standby": False, "servers": []}
+    rest = {"merges": 0, "merge_s": 0.0, "journal": {"bytes": 0}, "standby": False, "servers": []}
     hub = make_hub(RunConfig(), (0, 1))
-    page = Page(lambda: news.status(hub, 0.0) | status, "127.0.0.1", 0)
+    page = MetricsPage(lambda: hub_status(hub, 0.0) | rest, "127.0.0.1", 0)
     try:
         hidden = get("/metrics", "Connection: keep-alive")
         for name, data in {**UNCLEAR, **CHUNKED_BODIES, "clear": first(LENGTH)}.items():

@@ -22,8 +22,8 @@ from kit.hub_machine import (
     world,
 )
 
-from aedit.async_sgd.hub import Denied, upward
-from aedit.async_sgd.hub.news import news, status
+from aedit.async_sgd.hub import Denied, parent_hub
+from aedit.async_sgd.hub.status import hub_status, run_news
 from aedit.async_sgd.rules import Led, Left, Merged, OuterConfig, PushFilterConfig, Ticked, make_outer
 from aedit.proto.agent.unit_transfers import add_chain
 from aedit.proto.codecs import codec
@@ -148,7 +148,7 @@ def test_two_hubs_split_the_units():
         made.hub.offer(replace(made.make(0, 1.0, 1), unit=0), made.now)
     made.push(0, 1.0, 1, steps=8)
     made.settle()
-    assert news(made.hub, 0, made.now).total_steps == 8
+    assert run_news(made.hub, 0, made.now).total_steps == 8
     assert (values(made, 1) == 1.0).all()
 
 
@@ -157,20 +157,20 @@ def test_a_region_tells_the_parent_its_progress_once_and_none_is_lost_on_the_way
     made = World(plan(config(parent="p:1", parent_every=2, parent_mix=a)))
     made.join()
     made.found(value=4.0)
-    assert upward.due(made.hub) == []
+    assert parent_hub.due(made.hub) == []
     made.push(0, 1.0), made.settle()
     made.push(0, 1.0), made.settle()
-    assert upward.due(made.hub) == [0]
-    made.do([upward.send(made.hub, 0)])
-    assert (upward.owed(made.hub, 0) == 2.0).all()
-    assert upward.due(made.hub) == []
+    assert parent_hub.due(made.hub) == [0]
+    made.do([parent_hub.send(made.hub, 0)])
+    assert (parent_hub.owed(made.hub, 0) == 2.0).all()
+    assert parent_hub.due(made.hub) == []
     made.push(0, 1.0), made.settle()  # while it is on its way: params 1, sent 2
-    made.do([upward.mix(made.hub, 0, Numbers([10.0] * 8))])
+    made.do([parent_hub.mix(made.hub, 0, Numbers([10.0] * 8))])
     assert (values(made) == 0.75 * 1 + 0.25 * 10).all()
     made.push(0, 1.0), made.settle()
     made.push(0, 1.0), made.settle()
-    made.do([upward.send(made.hub, 0)])
-    np.testing.assert_allclose(upward.owed(made.hub, 0), 0.75 * 1 + 2)  # HALoS would say 2
+    made.do([parent_hub.send(made.hub, 0)])
+    np.testing.assert_allclose(parent_hub.owed(made.hub, 0), 0.75 * 1 + 2)  # HALoS would say 2
 
 
 def test_what_the_parent_does_not_believe_is_still_owed():
@@ -178,20 +178,20 @@ def test_what_the_parent_does_not_believe_is_still_owed():
     made.join()
     made.found(value=4.0)
     made.push(0, 1.0), made.settle()
-    made.do([upward.send(made.hub, 0)])
-    made.do([upward.withdraw(0)])
-    made.do([upward.mix(made.hub, 0, Numbers([4.0] * 8))])
+    made.do([parent_hub.send(made.hub, 0)])
+    made.do([parent_hub.withdraw(0)])
+    made.do([parent_hub.mix(made.hub, 0, Numbers([4.0] * 8))])
     assert (values(made) == 3.5).all()
     made.push(0, 1.0), made.settle()
-    made.do([upward.send(made.hub, 0)])
-    np.testing.assert_allclose(upward.owed(made.hub, 0), 0.5 * 1 + 1)
+    made.do([parent_hub.send(made.hub, 0)])
+    np.testing.assert_allclose(parent_hub.owed(made.hub, 0), 0.5 * 1 + 1)
 
 
 def test_a_region_can_take_the_parents_anchor_as_it_is():
     made = World(plan(config(parent="p:1")))
     made.join()
     made.found(value=4.0)
-    made.do([upward.mix(made.hub, 0, Numbers([9.0] * 8), share=1.0)])
+    made.do([parent_hub.mix(made.hub, 0, Numbers([9.0] * 8), share=1.0)])
     assert (values(made) == 9.0).all()
     assert (made.hub.state.units[0].up == 9.0).all()
 
@@ -233,13 +233,13 @@ def busy(outer=AVERAGE, quantiser=None, **settings):
 def test_replay_and_snapshot_give_the_same_bits(settings):
     made = busy(**settings)
     if "parent" in settings:
-        made.do([upward.send(made.hub, 0)])
+        made.do([parent_hub.send(made.hub, 0)])
     saved, since = through_a_file(made.hub.saved()), len(made.journal)
     assert picture(made.replayed()) == picture(made.hub)
     assert picture(made.replayed(saved, since)) == picture(made.hub)
     made.push(1, 3.0), made.tick(5), made.settle()
     if "parent" in settings:
-        made.do([upward.mix(made.hub, 0, Numbers(range(8)))])
+        made.do([parent_hub.mix(made.hub, 0, Numbers(range(8)))])
     assert picture(made.replayed()) == picture(made.hub)
     assert picture(made.replayed(saved, since)) == picture(made.hub)
 
@@ -270,7 +270,7 @@ def test_deciding_changes_nothing_that_is_journaled():
     made.hub.lease(1, 3, made.now)
     made.hub.use(1, [(0, 3)])
     made.hub.leave(1)
-    news(made.hub, 1, made.now)
+    run_news(made.hub, 1, made.now)
     assert picture(made.hub) == before
 
 
@@ -298,7 +298,7 @@ def test_a_merge_that_took_long_to_compute_does_not_turn_back_the_clock():
 
 def test_the_status_can_be_written_as_json():
     made = busy(quorum=2)
-    said = json.loads(json.dumps(status(made.hub, made.now), allow_nan=False))
+    said = json.loads(json.dumps(hub_status(made.hub, made.now), allow_nan=False))
     assert [node["name"] for node in said["nodes"]] == ["a", "b"]
     assert said["nodes"][0]["state"] == "gone: left"
     assert said["units"][0]["version"] == made.hub.anchor(0)[0]
@@ -311,5 +311,7 @@ def test_the_age_of_the_run_is_written_down_once_a_second():
 
 
 def test_the_hub_needs_no_torch():
-    words = "import sys, aedit.async_sgd.hub.hub, aedit.async_sgd.hub.news; sys.exit('torch' in sys.modules)"
+    words = (
+        "import sys, aedit.async_sgd.hub.hub, aedit.async_sgd.hub.status; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", words], timeout=60).returncode == 0

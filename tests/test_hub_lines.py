@@ -5,13 +5,12 @@ import math
 
 import pytest
 
-from aedit.async_sgd.service import Lines
-from aedit.async_sgd.service.lines import MOST_BYTES
+from aedit.launch.hub.reports import MOST_LINE_BYTES, MetricBuffer
 from aedit.proto.rpc import MESSAGE_BYTES
 
 
 def filled(num_lines, most_bytes=1000):
-    lines = Lines(most_bytes)
+    lines = MetricBuffer(most_bytes)
     for i in range(num_lines):
         lines.add({"i": i})
     return lines
@@ -36,7 +35,7 @@ def test_who_asks_again_gets_what_is_new():
 
 
 def test_a_line_that_is_too_long_is_kept_until_the_next_one():
-    lines = Lines(10)
+    lines = MetricBuffer(10)
     lines.add({"i": "x" * 100})
     assert len(lines.after(0)) == 1
     lines.add({"i": 1})
@@ -44,10 +43,10 @@ def test_a_line_that_is_too_long_is_kept_until_the_next_one():
 
 
 def test_all_lines_and_as_many_bytes_again_fit_into_one_message():
-    assert 2 * MOST_BYTES <= MESSAGE_BYTES
+    assert 2 * MOST_LINE_BYTES <= MESSAGE_BYTES
 
 
 def test_a_line_has_no_number_that_json_has_not():
-    lines = Lines()
+    lines = MetricBuffer()
     lines.add({"loss": math.nan, "norms": [1.0, math.inf]})
     assert json.loads(lines.after(0)[0], parse_constant=pytest.fail) == {"loss": None, "norms": [1.0, None]}

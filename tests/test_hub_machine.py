@@ -8,7 +8,7 @@ import pytest
 from kit.hub_machine import FACTS, LAYOUT, World, joiner, kinds, picture, plan, poison, values, world
 
 from aedit.async_sgd.hub import Denied
-from aedit.async_sgd.hub.news import news, status, unit_news
+from aedit.async_sgd.hub.status import hub_status, run_news
 from aedit.async_sgd.rules import (
     Accepted,
     Founded,
@@ -151,8 +151,8 @@ def test_the_same_push_again_changes_nothing_and_its_answer_can_be_had_again():
     assert made.hub.offer(push, made.now) == []
     assert made.hub.offer(replace(push, seq=1), made.now) == []
     assert (values(made) == -1.0).all()
-    assert unit_news(made.hub, 0, 0).verdict == Verdict.MERGED
-    assert unit_news(made.hub, 0, 0).seq == push.seq
+    assert made.hub.state.members[0].decision(0).verdict == Verdict.MERGED
+    assert made.hub.state.members[0].decision(0).seq == push.seq
 
 
 @pytest.mark.parametrize(
@@ -222,8 +222,8 @@ def test_one_unit_has_one_push_of_a_node_at_a_time():
     assert refused.reason.startswith("early")
     made.push(1, 1.0)
     made.settle()  # the first one is merged, but the last word is about the second
-    assert unit_news(made.hub, 0, 0).seq == refused.seq
-    assert unit_news(made.hub, 0, 0).verdict == Verdict.REFUSED
+    assert made.hub.state.members[0].decision(0).seq == refused.seq
+    assert made.hub.state.members[0].decision(0).verdict == Verdict.REFUSED
 
 
 def test_who_is_no_member_is_denied_and_told_to_join_again():
@@ -250,8 +250,8 @@ def test_a_node_that_lies_is_put_out_and_does_not_come_back():
     with pytest.raises(Denied, match="excluded after 3 violations, the last one not finite") as denied:
         made.join("node1")
     assert denied.value.kind == "excluded"
-    assert status(made.hub, made.now)["nodes"][1]["refused"] == {"not finite": 3}
-    assert news(made.hub, 0, made.now).nodes == 1
+    assert hub_status(made.hub, made.now)["nodes"][1]["refused"] == {"not finite": 3}
+    assert run_news(made.hub, 0, made.now).nodes == 1
 
 
 def test_bytes_that_come_garbled_are_offences_and_the_push_may_still_come_whole():
@@ -261,7 +261,7 @@ def test_bytes_that_come_garbled_are_offences_and_the_push_may_still_come_whole(
     assert kinds(made.push(1, 1.0)) == [Accepted]
     _, left = made.do(made.hub.garbled(1, 0, "damaged: chunk at byte 0"))
     assert left.reason == "excluded after 3 violations, the last one damaged: chunk at byte 0"
-    assert status(made.hub, made.now)["nodes"][1]["refused"] == {"damaged": 3}
+    assert hub_status(made.hub, made.now)["nodes"][1]["refused"] == {"damaged": 3}
 
 
 def test_a_push_from_far_ahead_does_not_make_the_next_lies_free():
@@ -308,8 +308,8 @@ def test_in_the_first_merge_of_four_the_one_that_is_far_longer_weighs_nothing_an
             made.push(node, 1000.0 if node == 0 else 1.0, unit)
     made.settle()
     assert (values(made) == -1.0).all()
-    assert unit_news(made.hub, 0, 0).verdict == Verdict.DISTRUSTED
-    assert unit_news(made.hub, 1, 0).verdict == Verdict.MERGED
+    assert made.hub.state.members[0].decision(0).verdict == Verdict.DISTRUSTED
+    assert made.hub.state.members[1].decision(0).verdict == Verdict.MERGED
     assert made.hub.state.members[0].violations == 1  # for both units together
 
 
@@ -319,8 +319,8 @@ def test_in_a_merge_of_four_the_one_that_points_away_weighs_nothing():
         made.push(node, -2.0 if node == 2 else 1.0)
     made.settle()
     assert (values(made) == -1.0).all()
-    assert unit_news(made.hub, 2, 0).reason.startswith("away")
-    assert status(made.hub, made.now)["nodes"][2]["refused"] == {"away": 1}
+    assert made.hub.state.members[2].decision(0).reason.startswith("away")
+    assert hub_status(made.hub, made.now)["nodes"][2]["refused"] == {"away": 1}
 
 
 def test_a_node_gets_the_index_it_prefers_if_nobody_has_it():
@@ -336,7 +336,7 @@ def test_a_node_gets_the_index_it_prefers_if_nobody_has_it():
     assert join("b", 1) == 1
     assert join("y") == 4
     assert join("c", 0) == 2, "the same name, the same index"
-    assert [node["name"] for node in status(made.hub, made.now)["nodes"]] == ["a", "b", "c", "x", "y"]
+    assert [node["name"] for node in hub_status(made.hub, made.now)["nodes"]] == ["a", "b", "c", "x", "y"]
 
 
 def test_a_process_that_joins_again_because_the_reply_was_lost_keeps_its_data():

@@ -16,7 +16,7 @@ from hypothesis.stateful import run_state_machine_as_test as run_machine
 from kit.hub_machine import AVERAGE, LAYOUT, Int8, World, config, kinds, picture, plan, through_a_file
 
 from aedit.async_sgd.hub import Denied
-from aedit.async_sgd.hub.news import news, status
+from aedit.async_sgd.hub.status import hub_status, run_news
 from aedit.async_sgd.rules import (
     Accepted,
     Joined,
@@ -240,11 +240,11 @@ class Machine(RuleBasedStateMachine):
         node = self.live(i)
         if node is not None:
             self.world.heartbeat(node, steps_per_s=float(i))
-            said = news(self.world.hub, node, self.world.now)
+            said = run_news(self.world.hub, node, self.world.now)
             assert 0 <= said.pace_steps <= 10
-            for told in said.units:
-                if told.verdict == Verdict.MERGED:
-                    assert self.ledger.merged[node, told.unit, told.seq] == 1
+            for unit, last in self.world.hub.state.members[node].decisions.items():
+                if last.verdict == Verdict.MERGED:
+                    assert self.ledger.merged[node, unit, last.seq] == 1
 
     @rule(seconds=st.sampled_from([0.0, 0.1, 0.5, 2.0, 6.0]))
     def time_passes(self, seconds):
@@ -348,7 +348,7 @@ class Machine(RuleBasedStateMachine):
         self.world.settle()
         self.the_ledger_agrees()
         assert self.ledger.accepted.keys() == self.ledger.merged.keys()
-        status(self.world.hub, self.world.now)
+        hub_status(self.world.hub, self.world.now)
 
     # -- inside
 

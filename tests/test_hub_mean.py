@@ -7,9 +7,9 @@ import pytest
 from benchmarks.kit.hubs import layout_of
 from kit.nodes import UNITS, follow_script, in_threads, tower
 
-from aedit.async_sgd.hub import HubPlan, Report
+from aedit.async_sgd.hub import NodeReport
 from aedit.async_sgd.inprocess import InProcessHub, make_push
-from aedit.async_sgd.rules import HubConfig, OuterConfig, PenaltyConfig, PushFilterConfig, make_outer
+from aedit.async_sgd.rules import HubConfig, HubPlan, OuterConfig, PenaltyConfig, PushFilterConfig, make_outer
 from aedit.clock import VirtualClock
 
 NODES, ROUNDS = 3, 5
@@ -58,7 +58,7 @@ def by_hub(model, script, outer, penalty):
         first = np.concatenate([named[t.name].detach().numpy().reshape(-1) for t in unit.tensors])
         hub.offer(make_push(first, unit, node=nodes[0], unit=i, seq=1, base=0, steps=0, tokens=0))
     for node in nodes:
-        hub.heartbeat(node, Report(state="training"))
+        hub.heartbeat(node, NodeReport(state="training"))
     for r in range(ROUNDS):
         for i, unit in enumerate(hub.layout.units):
             anchor = hub.hub.anchor(i)[1]

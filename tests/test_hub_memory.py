@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from aedit.async_sgd.service.memory import give_back_what_is_freed
+from aedit.system import give_back_what_is_freed
 
 def own_bytes():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -48,7 +48,7 @@ HELD = """
 import sys
 from pathlib import Path
 
-from aedit.async_sgd.service.memory import Trimmer, give_back_what_is_freed
+from aedit.system import Trimmer, give_back_what_is_freed
 
 def own_bytes():
     lines = Path("/proc/self/status").read_text().splitlines()

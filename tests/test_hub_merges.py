@@ -7,7 +7,7 @@ import pytest
 from kit.hub_machine import Training, World, config, joiner, kinds, plan, values, world
 
 from aedit.async_sgd.hub import Denied
-from aedit.async_sgd.hub.news import news, status, unit_news
+from aedit.async_sgd.hub.status import hub_status, run_news
 from aedit.async_sgd.rules import Leased, Left, Merged, OuterConfig, RoundOpened
 from aedit.types import Verdict
 
@@ -178,7 +178,7 @@ def test_a_merge_of_nothing_but_pushes_without_steps_leaves_the_anchor_as_it_is(
     after = made.hub.state.units[0].anchor
     assert (after.version, after.values is before.values) == (before.version + 1, True)
     assert after.outer is before.outer
-    assert unit_news(made.hub, 0, 0).verdict == Verdict.MERGED
+    assert made.hub.state.members[0].decision(0).verdict == Verdict.MERGED
 
 
 def test_an_outer_step_that_overflows_leaves_the_anchor_as_it_is():
@@ -198,13 +198,13 @@ def test_an_outer_step_that_overflows_leaves_the_anchor_as_it_is():
 def test_each_node_does_the_steps_it_can_while_the_fastest_does_all():
     made = world(4, more={"every": 128}, expire_s=1e9)
     training = Training(made, (0.58, 0.75, 1.51, 3.33), 100)
-    assert news(made.hub, 0, made.now).pace_steps == 128
+    assert run_news(made.hub, 0, made.now).pace_steps == 128
     training.run(999.0)
     assert [made.hub.pace_steps(node) for node in range(4)] == [128, 98, 49, 22]
     made.do(made.hub.leave(0))
     assert [made.hub.pace_steps(node) for node in range(1, 4)] == [128, 63, 28]
     assert made.hub.paces() == {1: 128, 2: 63, 3: 28}
-    assert [node["pace_steps"] for node in status(made.hub, made.now)["nodes"]] == [0, 128, 63, 28]
+    assert [node["pace_steps"] for node in hub_status(made.hub, made.now)["nodes"]] == [0, 128, 63, 28]
 
 
 def test_a_node_that_claims_any_speed_cannot_stop_the_others():
@@ -226,8 +226,8 @@ def test_rounds_by_the_clock_keep_to_their_grid_and_open_once_after_a_pause():
     assert [len(rounds) for rounds in opened] == [0, 1, 0, 1, 1, 0, 0, 1]
     at_s = [rounds[0].at_s for rounds in opened if rounds]
     np.testing.assert_allclose(at_s, [10.0, 20.0, 55.1, 65.1])
-    assert news(made.hub, 0, made.now).round == 4
-    assert news(made.hub, 0, made.now).pace_steps == 0
+    assert run_news(made.hub, 0, made.now).round == 4
+    assert run_news(made.hub, 0, made.now).pace_steps == 0
 
 
 def test_the_budget_is_the_mean_over_members_and_the_run_ends_with_it():
@@ -236,7 +236,7 @@ def test_the_budget_is_the_mean_over_members_and_the_run_ends_with_it():
         for unit in (0, 1):
             made.push(node, 1.0, unit, steps=steps)
         made.settle()
-        said = news(made.hub, 0, made.now)
+        said = run_news(made.hub, 0, made.now)
         assert said.progress == pytest.approx(progress)
         assert said.finished == (progress == 1.0)
     assert (said.total_steps, said.total_tokens) == (40, 200)
@@ -249,22 +249,22 @@ def test_the_budget_in_time_does_not_count_outages():
     again = made.replayed()
     assert again.elapsed_s(1e6) == 60.0
     assert again.elapsed_s(1e6 + 39) == 99.0
-    assert not news(again, 0, 1e6 + 39).finished
-    assert news(again, 0, 1e6 + 40).finished
+    assert not run_news(again, 0, 1e6 + 39).finished
+    assert run_news(again, 0, 1e6 + 40).finished
 
 
 def test_the_first_of_the_living_evaluates():
     made = world(3)
     made.do(made.hub.leave(0))
-    assert [news(made.hub, node, made.now).evaluates for node in range(3)] == [False, True, False]
+    assert [run_news(made.hub, node, made.now).evaluates for node in range(3)] == [False, True, False]
 
 
 def test_nodes_hear_of_each_others_donors():
     made = world(1)
     made.join("x", donor="h:1"), made.join("y", donor="h:2")
-    assert news(made.hub, 1, made.now).donors == ("h:2",)
+    assert made.hub.state.roster.donors(1, 16) == ("h:2",)
     made.do(made.hub.leave(2))
-    assert news(made.hub, 0, made.now).donors == ("h:1",)
+    assert made.hub.state.roster.donors(0, 16) == ("h:1",)
 
 
 # --- data

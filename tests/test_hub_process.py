@@ -280,14 +280,14 @@ def test_people_can_see_how_it_stands(tmp_path):
 
 
 def test_prometheus_gets_its_numbers():
-    from aedit.async_sgd.hub import news
-    from aedit.async_sgd.service import Page
+    from aedit.async_sgd.hub import hub_status
+    from aedit.async_sgd.service import MetricsPage
     from aedit.launch.config import RunConfig
     from aedit.launch.hub.folder import make_hub
 
     hub = make_hub(RunConfig(), (0, 1))
     rest = {"merges": 3, "merge_s": 0.5, "journal": {"bytes": 7}, "standby": False, "servers": []}
-    page = Page(lambda: news.status(hub, 0.0) | rest, "127.0.0.1", 0)
+    page = MetricsPage(lambda: hub_status(hub, 0.0) | rest, "127.0.0.1", 0)
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{page.port}/metrics", timeout=10) as answer:
             text = answer.read().decode()

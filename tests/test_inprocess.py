@@ -13,9 +13,9 @@ import torch
 from benchmarks.kit.hubs import layout_of
 from kit.nodes import batches, furthest, parameters, plain_training, tower, train
 
-from aedit.async_sgd.hub import Denied, HubPlan
+from aedit.async_sgd.hub import Denied
 from aedit.async_sgd.inprocess import InProcessHub
-from aedit.async_sgd.rules import HubConfig, OuterConfig, PenaltyConfig
+from aedit.async_sgd.rules import HubConfig, HubPlan, OuterConfig, PenaltyConfig
 from aedit.clock import VirtualClock
 from aedit.edit import EditConfig, HubExchange
 from aedit.proto.agent import Progress

@@ -21,11 +21,11 @@ from aedit.async_sgd.journal import (
     frames,
     segment_numbers,
     segment_path,
-    snapshot,
     snapshot_path,
 )
 from aedit.async_sgd.journal.encoding import decode_records, encode_records
 from aedit.async_sgd.journal.frames import Stretch
+from aedit.async_sgd.journal.snapshot import read_snapshot
 from aedit.async_sgd.rules import HubConfig, OuterConfig, Part, Push, records
 from aedit.edit import EditConfig
 from aedit.launch.config import RunConfig
@@ -287,10 +287,10 @@ def test_a_snapshot_that_was_cut_or_damaged_anywhere_leaves_the_one_before(tmp_p
 def test_only_a_snapshot_is_read_as_one(tmp_path):
     book = Book(tmp_path).join("a")
     book.ledger.snapshot()
-    saved = snapshot.read(snapshot_path(tmp_path, 2))
+    saved = read_snapshot(snapshot_path(tmp_path, 2))
     assert [unit.index for unit in saved.units] == [0, 1]
     with pytest.raises(Damaged):
-        snapshot.read(segment_path(tmp_path, 1))
+        read_snapshot(segment_path(tmp_path, 1))
 
 
 def test_payloads_are_written_beside_each_other_and_beside_records(tmp_path):

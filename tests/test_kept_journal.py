@@ -11,7 +11,6 @@ from test_journal import Book, config, same
 from aedit.async_sgd.journal import (
     Ledger,
     Mark,
-    Mirror,
     Store,
     begin_after,
     segment_numbers,
@@ -19,9 +18,8 @@ from aedit.async_sgd.journal import (
     snapshot_path,
 )
 from aedit.async_sgd.journal.encoding import encode_records
+from aedit.async_sgd.replication import Leadership, Mirror, stream_journal
 from aedit.async_sgd.rules import Led
-from aedit.async_sgd.service import Leadership
-from aedit.async_sgd.service.tailing import Tailing
 from aedit.launch.hub.folder import make_hub
 from aedit.launch.hub.standby import Standby
 from aedit.proto.rpc import Quiet, VoterFile
@@ -52,10 +50,8 @@ class Follower:
             pass
 
     def _chunks(self, ledger, request):
-        guard = SimpleNamespace(
-            ledger=ledger, check_term=lambda term, from_hub: None, check_leads=lambda: None
-        )
-        for chunk in takewhile(lambda chunk: not isinstance(chunk, Quiet), Tailing(guard).tail(request)):
+        stream = stream_journal(ledger, request, lambda: None)
+        for chunk in takewhile(lambda chunk: not isinstance(chunk, Quiet), stream):
             self.bytes += len(chunk.data)
             self.differed += chunk.differs
             yield chunk

@@ -133,7 +133,14 @@ MAY_IMPORT = {
         "system",
     ),
     "async_sgd.journal": ("async_sgd.hub", "async_sgd.rules", *WIRE, "types", "system"),
-    "async_sgd.replication": ("async_sgd.rules", "proto.rpc"),
+    "async_sgd.replication": (
+        "async_sgd.journal",
+        "async_sgd.hub",
+        "async_sgd.rules",
+        *WIRE,
+        "types",
+        "system",
+    ),
     "async_sgd.hub": (
         "async_sgd.rules",
         "proto.rpc.generation_of",

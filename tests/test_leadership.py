@@ -5,8 +5,7 @@ from itertools import chain, combinations
 import pytest
 
 from aedit.async_sgd.replication import Replica
-from aedit.async_sgd.replication.quorum import is_quorum
-from aedit.async_sgd.replication.replica import END
+from aedit.async_sgd.replication.replica import END, is_quorum
 from aedit.async_sgd.rules import Agreed, Configured, Led
 from aedit.proto.rpc import Answer, Proposal, Voter
 

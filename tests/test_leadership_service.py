@@ -3,8 +3,8 @@
 import pytest
 
 from aedit.async_sgd.journal import Ledger, Store, Unconfirmed
+from aedit.async_sgd.replication import Leadership
 from aedit.async_sgd.rules import Configured, Led
-from aedit.async_sgd.service import Leadership
 from aedit.launch.config import RunConfig
 from aedit.launch.hub.folder import make_hub
 from aedit.proto.rpc import (

@@ -9,7 +9,7 @@ import pytest
 from kit.hub_processes import Client
 from kit.waiting import until
 
-from aedit.async_sgd.service import leadership
+from aedit.async_sgd.replication import leadership
 from aedit.launch.config import parse
 from aedit.launch.hub import standby as standby_module
 from aedit.launch.hub.endpoint import HubEndpoint

@@ -14,14 +14,16 @@ import pytest
 from benchmarks.hub_parts.many import CrowdedHub
 from kit.hub_machine import World, config, kinds, picture, plan, poison, through_a_file
 
-from aedit.async_sgd.hub import Denied, Hub, departed, frozen, save_state
-from aedit.async_sgd.hub.news import MOST_DONORS, MOST_GONE, MOST_SHOWN, news, shown, status
-from aedit.async_sgd.hub.ranking import Ranking
-from aedit.async_sgd.hub.speeds import pushed, speed
-from aedit.async_sgd.journal import snapshot
+from aedit.async_sgd.hub import Denied, Hub, frozen, save_state
+from aedit.async_sgd.hub import state as hub_state
+from aedit.async_sgd.hub.members import Ranking
+from aedit.async_sgd.hub.status import MOST_GONE, MOST_SHOWN, hub_status, listed_members, run_news
+from aedit.async_sgd.hub.step_bounds import pushed, speed
+from aedit.async_sgd.journal.snapshot import snapshot_json
 from aedit.async_sgd.rules import Accepted, Left, Merged, PushFilterConfig, StalenessConfig, least_gap
-from aedit.async_sgd.rules.penalty_weights import median_of_others
 from aedit.async_sgd.rules.push_shares import _possible
+from aedit.async_sgd.rules.push_weights import median_of_others
+from aedit.async_sgd.service.messages import MOST_DONORS
 from aedit.launch.hub import overview
 
 EXPIRE_S = 40.0
@@ -188,7 +190,7 @@ class History:
         live = plain.live()
         assert hub.state.live == live
         assert hub.state.names == {m.name: m.node for m in hub.state.members if m.name}
-        assert shown(hub.state) == plain.shown()
+        assert listed_members(hub.state) == plain.shown()
         hub.elapsed_s(now)  # the clock of a hub starts at its first call
         left, due = plain.left(now), plain.due(now)
         decided = hub.tick(now)
@@ -196,17 +198,18 @@ class History:
         assert [record.unit for record in decided if isinstance(record, Merged)] == due
         assert hub.paces() == {node: plain.pace(node) for node in live}
         for node in live:
-            told = news(hub, node, now)
+            told = run_news(hub, node, now)
             assert (told.nodes, told.evaluates) == (len(live), node == min(live))
             donors = {member.donor for member in live.values() if member.donor and member.node != node}
-            assert set(told.donors) == donors or len(told.donors) == MOST_DONORS <= len(donors)
+            given = hub.state.roster.donors(node, MOST_DONORS)
+            assert set(given) == donors or len(given) == MOST_DONORS <= len(donors)
             for unit in hub.state.units:
                 found = hub.state.units[unit].gaps.low_median_without(node)
                 assert least_gap(found) == plain.gap(unit, node)
 
 
 def test_a_hub_answers_as_if_it_looked_at_every_member(monkeypatch):
-    monkeypatch.setattr(departed, "KEPT", 6)
+    monkeypatch.setattr(hub_state, "KEPT_MEMBERS", 6)
     for seed in range(20):
         history = History(seed)
         for _ in range(120):
@@ -216,7 +219,7 @@ def test_a_hub_answers_as_if_it_looked_at_every_member(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_hub_answers_so_in_a_thousand_histories(monkeypatch):
-    monkeypatch.setattr(departed, "KEPT", 6)
+    monkeypatch.setattr(hub_state, "KEPT_MEMBERS", 6)
     for seed in range(1000, 2000):
         history = History(seed)
         for _ in range(150):
@@ -273,7 +276,7 @@ def test_a_snapshot_is_of_the_moment_at_which_it_began(tmp_path):
 def test_a_snapshot_is_the_json_of_its_numbers():
     history = History(6)
     numbers = history.world.hub.saved().numbers | {"long": [{"a": [1.5, None]}] * 200, "text": 'quo"te'}
-    assert json.loads(snapshot._json(numbers)) == json.loads(json.dumps(numbers))
+    assert json.loads(snapshot_json(numbers)) == json.loads(json.dumps(numbers))
 
 
 # --- what it costs, in operations of the interpreter: the same on every machine
@@ -354,7 +357,7 @@ def test_a_status_and_a_snapshot_hold_the_lock_briefly(crowds):
 
 def test_a_status_has_the_same_members_as_one_that_is_taken_at_once(crowds):
     hub = crowds[400]
-    whole = status(hub.hub, hub.now)
+    whole = hub_status(hub.hub, hub.now)
     pieces = overview(hub.ledger, hub.engine, hub.directory, hub.leadership)
     assert {name: pieces[name] for name in whole} == whole
     assert len(whole["nodes"]) == 400

@@ -15,7 +15,7 @@ from kit.leading_hub import keys_of, leading_hub
 from aedit.async_sgd.hub import CERTIFIED, Denied
 from aedit.async_sgd.rules import Left, PushFilterConfig
 from aedit.async_sgd.service import fingerprint
-from aedit.async_sgd.service.callers import is_local, known_by, origin_of
+from aedit.async_sgd.service.request_guard import is_local, known_by, origin_of
 from aedit.launch.records import HubSample
 from aedit.launch.records.records import Notice
 from aedit.proto.agent import NodeRefused, rejoin_secret

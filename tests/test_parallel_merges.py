@@ -16,6 +16,7 @@ from kit.waiting import until
 
 from aedit.async_sgd.hub import Hub
 from aedit.async_sgd.journal import Journal, Ledger, Store, snapshot
+from aedit.async_sgd.journal.snapshot import read_snapshot
 from aedit.async_sgd.rules import Merged, OuterConfig, Push
 from aedit.async_sgd.service import HubWorker
 from aedit.proto.codecs import codec
@@ -241,7 +242,7 @@ def test_a_snapshot_with_merges_beside_it_is_of_the_moment_at_which_it_began(boo
     thread.join()
     until(lambda: book.versions() == [3, 3, 3, 3], "merges")
     again = Hub(book.hub.plan)
-    again.restore(snapshot.read(book.folder / "snapshot-00000002"))
+    again.restore(read_snapshot(book.folder / "snapshot-00000002"))
     assert picture(again) == before
     recovered = Hub(book.hub.plan)
     Store(book.folder).read(recovered)

@@ -4,7 +4,6 @@ import re
 import zlib
 from hashlib import sha256
 from itertools import islice, takewhile
-from types import SimpleNamespace
 
 import pytest
 from kit.leading_hub import leading_hub
@@ -13,10 +12,10 @@ from test_journal import Book, same
 from test_kept_journal import Follower
 
 from aedit.async_sgd.hub import save_state
-from aedit.async_sgd.journal import Damaged, partial, segment_numbers, segment_path, snapshot_path
-from aedit.async_sgd.journal.partial import PartialSnapshot, Received
+from aedit.async_sgd.journal import Damaged, segment_numbers, segment_path, snapshot_path
+from aedit.async_sgd.replication import journal_stream, mirror
+from aedit.async_sgd.replication.mirror import PartialSnapshot, Received
 from aedit.async_sgd.rules import Led
-from aedit.async_sgd.service import tailing
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.proto.rpc.client import HubClient
 from aedit.proto.rpc.retry import HubUnreachable
@@ -49,8 +48,8 @@ class CutFollower(Follower):
 @pytest.fixture
 def book(tmp_path, monkeypatch):
     """A leader with the snapshots 3 and 4, each of which is many chunks."""
-    monkeypatch.setattr(tailing, "_CHUNK_BYTES", CHUNK)
-    monkeypatch.setattr(partial, "_PIECE_BYTES", 2000)
+    monkeypatch.setattr(journal_stream, "_CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(mirror, "_PIECE_BYTES", 2000)
     (tmp_path / "a").mkdir()
     book = Book(tmp_path / "a").join("a")
     book.commit([Led(2)])
@@ -76,11 +75,9 @@ def incoming(place):
 
 def chunks_for(book, **fields):
     """Return what the leader sends to a follower that has no journal, and of a snapshot what `fields` say."""
-    guard = SimpleNamespace(
-        ledger=book.ledger, check_term=lambda term, from_hub: None, check_leads=lambda: None
-    )
     request = pb.TailRequest(term=2, segment=1, **fields)
-    return list(takewhile(lambda chunk: not isinstance(chunk, Quiet), tailing.Tailing(guard).tail(request)))
+    stream = journal_stream.stream_journal(book.ledger, request, lambda: None)
+    return list(takewhile(lambda chunk: not isinstance(chunk, Quiet), stream))
 
 
 def snapshot_in(chunks):
@@ -94,7 +91,7 @@ def snapshot_in(chunks):
 
 
 def test_a_part_is_described_by_its_number_its_length_and_its_hash(tmp_path, monkeypatch):
-    monkeypatch.setattr(partial, "_PIECE_BYTES", 4)
+    monkeypatch.setattr(mirror, "_PIECE_BYTES", 4)
     part = PartialSnapshot(tmp_path)
     assert part.received() is None
     part.take(7, 0, b"0123456")
@@ -270,7 +267,7 @@ def test_a_snapshot_that_was_deleted_is_not_continued_although_its_segment_is_th
 
 
 def test_a_snapshot_replaces_the_journal_of_a_follower_that_was_away_for_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(tailing, "_CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(journal_stream, "_CHUNK_BYTES", CHUNK)
     (tmp_path / "a").mkdir()
     book = Book(tmp_path / "a").join("a")
     follower = CutFollower(tmp_path / "b")
@@ -406,7 +403,7 @@ def test_a_part_is_deleted_when_the_follower_leads(tmp_path):
 
 
 def test_a_snapshot_goes_on_over_a_new_connection(tmp_path, monkeypatch):
-    monkeypatch.setattr(tailing, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(journal_stream, "_CHUNK_BYTES", 1000)
     with leading_hub(tmp_path, 'standby = "127.0.0.1:1"') as hub:
         node = hub.node().found()
         for _ in range(2):

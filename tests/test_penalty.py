@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from aedit.async_sgd.rules import PenaltyConfig
-from aedit.async_sgd.rules.penalty import effective_nodes, weights
+from aedit.async_sgd.rules.push_weights import effective_nodes, penalty_weights
 from aedit.edit.mean_exchange import clip_scale
 
 INF = math.inf
@@ -19,7 +19,7 @@ def column(*values):
 
 def weigh(norms, steps=None, **config):
     steps = steps or [1.0] * len(norms)
-    return weights(column(*norms), column(*steps), PenaltyConfig(**config))[:, 0].tolist()
+    return penalty_weights(column(*norms), column(*steps), PenaltyConfig(**config))[:, 0].tolist()
 
 
 def test_scale_free_weights_by_hand():
@@ -88,7 +88,7 @@ def test_a_node_without_steps_weighs_nothing(step_weight):
 def test_every_unit_is_weighed_by_itself():
     G_NL = np.array([[1.0, INF], [1.0, 2.0]])
     steps_NL = np.array([[1.0, 1.0], [3.0, 1.0]])
-    w_NL = weights(G_NL, steps_NL, PenaltyConfig(step_weight=1.0))
+    w_NL = penalty_weights(G_NL, steps_NL, PenaltyConfig(step_weight=1.0))
     assert w_NL.tolist() == [[0.25, 0], [0.75, 1]]
 
 

@@ -13,9 +13,9 @@ from benchmarks.poison_parts.attacks import attacks
 from benchmarks.poison_parts.collusion import LIES, Collusion
 from kit.hub_processes import Client, HubProcess, HubRefused, ending, numbers, write_run
 
-from aedit.async_sgd.hub import HubPlan, Report
+from aedit.async_sgd.hub import NodeReport
 from aedit.async_sgd.inprocess import InProcessHub, make_push
-from aedit.async_sgd.rules import HubConfig, OuterConfig, PenaltyConfig, StalenessConfig
+from aedit.async_sgd.rules import HubConfig, HubPlan, OuterConfig, PenaltyConfig, StalenessConfig
 from aedit.clock import VirtualClock
 from aedit.proto.rpc import channel, frames
 from aedit.proto.rpc import hub_pb2 as pb
@@ -56,7 +56,7 @@ def run(quorum, tamper=None, nodes=NODES, bad=(BAD,), **settings):
         version, anchor = hub.hub.anchor(0)
         noise = rng.normal(size=(NODES, NUMEL))  # the same for the others, whatever one of them does
         for node in hub.hub.state.live:
-            hub.heartbeat(node, Report(state="training"))
+            hub.heartbeat(node, NodeReport(state="training"))
         for node in list(hub.hub.state.live):
             if node not in hub.hub.state.live:
                 continue  # excluded by a merge of this round

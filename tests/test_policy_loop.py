@@ -10,9 +10,8 @@ import torch
 from benchmarks.kit.hubs import layout_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from aedit.async_sgd.hub import HubPlan
 from aedit.async_sgd.inprocess import InProcessHub
-from aedit.async_sgd.rules import HubConfig, OuterConfig, PenaltyConfig
+from aedit.async_sgd.rules import HubConfig, HubPlan, OuterConfig, PenaltyConfig
 from aedit.clock import VirtualClock
 from aedit.edit import EditConfig, HubExchange, LayerSync
 from aedit.spec_rollout.engine import Engine

@@ -7,7 +7,7 @@ from kit.statements import OWNER, statement
 from kit.swarm import RUN, Network, Peer, card_of, data_of, key_of, replica
 
 from aedit.async_sgd.service import Signer
-from aedit.async_sgd.service.statements import TwoValues
+from aedit.async_sgd.service.push_pull import TwoValues
 from aedit.launch.cli.main import main
 from aedit.launch.swarm import part_view
 from aedit.proto.rpc import parsed

@@ -13,7 +13,6 @@ from test_journal import Book, config, same
 from aedit.async_sgd.journal import (
     Damaged,
     JournalBroken,
-    Mirror,
     Store,
     Unproven,
     segment_numbers,
@@ -22,6 +21,7 @@ from aedit.async_sgd.journal import (
 )
 from aedit.async_sgd.journal.journal import NOTE
 from aedit.async_sgd.journal.receipts import Receipts
+from aedit.async_sgd.replication import Mirror
 from aedit.launch.hub.folder import make_hub
 from aedit.proto.agent import AgentPlan
 from aedit.proto.agent.membership import Membership

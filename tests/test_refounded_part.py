@@ -43,7 +43,7 @@ def nodes(stack, address, names="ab"):
 
 def all_have_told(hub, count):
     """Wait until so many nodes have said what they have, and let the hub decide."""
-    found = hub.leading.ledger.hub.heirs
+    found = hub.leading.ledger.hub.recovery_anchors
     until(lambda: len(found._stamps) == count, "all nodes")
     found._gather_s = 0.0
 

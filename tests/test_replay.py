@@ -6,7 +6,7 @@ import zlib
 import numpy as np
 import pytest
 
-from aedit.async_sgd.hub import Joiner, Report, upward
+from aedit.async_sgd.hub import Joiner, NodeReport, parent_hub
 from aedit.async_sgd.journal import Ledger, Store
 from aedit.async_sgd.rules import (
     Agreed,
@@ -149,12 +149,12 @@ class Life:
 
     def speak_up(self):
         """Send due records to the parent; at random it mixes them in or they are withdrawn."""
-        for unit in upward.due(self.hub):
-            self.commit([upward.send(self.hub, unit)])
+        for unit in parent_hub.due(self.hub):
+            self.commit([parent_hub.send(self.hub, unit)])
             if self.chance.random() < 0.3:
-                self.commit([upward.withdraw(unit)])
+                self.commit([parent_hub.withdraw(unit)])
             else:
-                self.commit([upward.mix(self.hub, unit, self.payload(unit, "fp32")[1])])
+                self.commit([parent_hub.mix(self.hub, unit, self.payload(unit, "fp32")[1])])
 
     def go_on(self, turns):
         """Take `turns` turns of all nodes; node 3 sends no heartbeat after 12 s."""
@@ -162,7 +162,7 @@ class Life:
             self.now += 0.5
             for node, member in enumerate(self.hub.state.members):
                 if member.live and (node != 3 or self.now < 12):
-                    self.hub.heartbeat(node, Report(state="training", steps_per_s=1.0 + node), self.now)
+                    self.hub.heartbeat(node, NodeReport(state="training", steps_per_s=1.0 + node), self.now)
             for node in range(len(NODES)):
                 self.draw(node)
                 self.push(node, self.chance.randrange(len(SHAPES)), wrong=node == 2 and turn % 8 == 7)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from aedit.async_sgd.service import page as prometheus
+from aedit.async_sgd.service import metrics_page as prometheus
 from aedit.launch.config import literal, load, rl
 from aedit.launch.config.serve import AuditConfig
 from aedit.launch.data import ByteTokenizer, load_problems

@@ -10,7 +10,7 @@ from scipy.optimize import minimize
 
 from aedit.async_sgd.inprocess import make_push
 from aedit.async_sgd.rules import Part, merge
-from aedit.async_sgd.rules.robust import centered_clip, geometric_median, multi_krum
+from aedit.async_sgd.rules.merge_rules import centered_clip, geometric_median, multi_krum
 from aedit.types import TensorLayout, UnitLayout
 
 SHAPES = {"small": 6, "of two slices": 70_000}

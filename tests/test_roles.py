@@ -9,7 +9,6 @@ import pytest
 from kit.hub_processes import HubRefused, HubUnreachable, until
 from kit.leading_hub import keys_of, leading_hub
 
-from aedit.async_sgd.service.tailing import Tailing
 from aedit.launch.cli.keys import make_keys, revoke
 from aedit.proto.rpc import HubClient, Quiet, client_keys
 from aedit.proto.rpc import hub_pb2 as pb
@@ -102,7 +101,7 @@ def test_a_standby_that_waits_for_news_holds_no_thread_of_the_hub(tmp_path):
     """Found: one thread per standby looked for news all the time."""
     with leading_hub(tmp_path, STANDBY) as hub:
         hub.node().found()
-        stream = Tailing(hub.leading.guard).tail(pb.TailRequest(term=1, segment=1))
+        stream = hub.leading.driver.tail(pb.TailRequest(term=1, segment=1))
         assert any(isinstance(one, Quiet) for one in islice(stream, 5)), (
             "all that there is, a sign of life, then nothing for now"
         )

@@ -9,7 +9,7 @@ import pytest
 from kit.hub_machine import AVERAGE, World, config, plan, through_a_file, values, world
 
 from aedit.async_sgd.rules import (
-    MOST,
+    MOST_CLAIM,
     Contribution,
     Merged,
     OuterConfig,
@@ -268,14 +268,14 @@ def test_a_node_that_was_away_may_bring_the_steps_of_that_time():
 def test_whatever_a_node_claims_it_counts_as_eight_of_the_others_at_most(rule):
     there = {n: brought(10 - n, 4.0, 8) for n in range(3)} | {3: brought(10, 4.0, 10**6, 10**12)}
     found = shares(there, 10, rule, PENALTY)
-    assert found[3] == pytest.approx(MOST / (MOST + 3))
+    assert found[3] == pytest.approx(MOST_CLAIM / (MOST_CLAIM + 3))
 
 
 def test_pushing_all_the_time_moves_the_anchor_no_further_than_eight_nodes_would():
     fleet = Fleet([(1.0, 4), (1.03, 4), (1.06, 4), (0.05, 4)], weights="uniform")
     fleet.run(10.0)
     moved, steps = fleet.run(20.0)
-    assert moved[3] < 1.1 * MOST * moved[0]
+    assert moved[3] < 1.1 * MOST_CLAIM * moved[0]
     assert steps[3] > 18 * steps[0]
 
 

@@ -11,8 +11,9 @@ import pytest
 from kit.hub_processes import Client, HubProcess, HubRefused, HubUnreachable, ending, hello, status, write_run
 from kit.waiting import until
 
-from aedit.async_sgd.journal import Damaged, Journal, Mirror, Store, batches
+from aedit.async_sgd.journal import Damaged, Journal, Store, batches
 from aedit.async_sgd.journal.encoding import encode_records
+from aedit.async_sgd.replication import Mirror
 from aedit.async_sgd.rules import records
 from aedit.launch.config import RunConfig
 from aedit.launch.hub import anchors_of

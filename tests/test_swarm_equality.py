@@ -11,7 +11,7 @@ from kit.swarm_parts import Copies, parts_of
 from kit.swarm_processes import RUN, on_disk, swarm
 from kit.waiting import until
 
-from aedit.async_sgd.hub import Hub, Report
+from aedit.async_sgd.hub import Hub, NodeReport
 from aedit.async_sgd.rules import HubConfig, Merged, OuterConfig, StalenessConfig, merge_rules
 from aedit.types import Layout, TensorLayout, UnitLayout
 
@@ -96,7 +96,7 @@ class Schedule:
         for hub in self.hubs():
             hub.now += seconds
             for node in range(NODES):
-                hub.beat(node, Report(steps_per_s=1.0 + node, state="training"))
+                hub.beat(node, NodeReport(steps_per_s=1.0 + node, state="training"))
 
     def settle(self):
         for hub in self.hubs():

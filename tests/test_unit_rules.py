@@ -100,7 +100,7 @@ def test_one_without_steps_gets_the_newest_anchor_and_changes_nothing():
     before = drafter(made).copy()
     made.push(1, 5.0, 1, steps=0), made.settle()
     assert drafter(made).tobytes() == before.tobytes()
-    assert made.hub.state.members[1].told[1].verdict == Verdict.MERGED
+    assert made.hub.state.members[1].decisions[1].verdict == Verdict.MERGED
 
 
 def test_journal_and_snapshot_give_the_same_bits():

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from aedit.async_sgd.rules import PenaltyConfig, Push, merge_weights, penalty, push_norm
+from aedit.async_sgd.rules import PenaltyConfig, Push, effective_nodes, merge_weights, push_norm
 
 
 def push(*norms, steps=10, tokens=100):
@@ -56,4 +56,4 @@ def test_a_units_norm_is_that_of_all_its_tensors():
 
 def test_effective_nodes_counts_who_the_average_is_over():
     w_NL = np.array([[1.0, 0.5, 0.75, 0], [0, 0.5, 0.25, 0]])
-    assert penalty.effective_nodes(w_NL).tolist() == pytest.approx([1, 2, 1.6, 0])
+    assert effective_nodes(w_NL).tolist() == pytest.approx([1, 2, 1.6, 0])

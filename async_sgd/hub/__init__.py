@@ -5,19 +5,14 @@ from typing import TYPE_CHECKING
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
-    from aedit.async_sgd.hub import news, upward
-    from aedit.async_sgd.hub.admission import is_next, skips
-    from aedit.async_sgd.hub.advance import Computed, Quantiser
-    from aedit.async_sgd.hub.cards import Card
-    from aedit.async_sgd.hub.clocks import Clocks
-    from aedit.async_sgd.hub.denied import Denied
-    from aedit.async_sgd.hub.directory import Complaint, Directory
-    from aedit.async_sgd.hub.founding import check_first_anchor
+    from aedit.async_sgd.hub import decide_push, outer_step, parent_hub, state, step_bounds
+    from aedit.async_sgd.hub.decide_join import Joiner, check_first_anchor
+    from aedit.async_sgd.hub.decide_push import is_next, skips
+    from aedit.async_sgd.hub.directory import Card, Complaint, Directory
     from aedit.async_sgd.hub.hub import MOST_LEASES, Hub
-    from aedit.async_sgd.hub.joins import Joiner
-    from aedit.async_sgd.hub.members import CERTIFIED, Member, Report, Told
-    from aedit.async_sgd.hub.plan import HubPlan
-    from aedit.async_sgd.hub.saved import (
+    from aedit.async_sgd.hub.members import CERTIFIED, Clocks, Member, NodeReport
+    from aedit.async_sgd.hub.outer_step import Computed, Quantiser
+    from aedit.async_sgd.hub.saved_state import (
         Saved,
         SavedUnit,
         frozen,
@@ -26,7 +21,14 @@ if TYPE_CHECKING:
         save_state,
         save_unit,
     )
-    from aedit.async_sgd.hub.state import HubState, Unit
+    from aedit.async_sgd.hub.state import Denied, HubState, Unit
+    from aedit.async_sgd.hub.status import (
+        hub_status,
+        listed_members,
+        run_news,
+        status_of_nodes,
+        status_of_run,
+    )
 
 __all__ = [
     "CERTIFIED",
@@ -38,26 +40,32 @@ __all__ = [
     "Denied",
     "Directory",
     "Hub",
-    "HubPlan",
     "HubState",
     "Joiner",
     "Member",
+    "NodeReport",
     "Quantiser",
-    "Report",
     "Saved",
     "SavedUnit",
-    "Told",
     "Unit",
     "check_first_anchor",
+    "decide_push",
     "frozen",
+    "hub_status",
     "is_next",
+    "listed_members",
     "load_state",
-    "news",
+    "outer_step",
+    "parent_hub",
+    "run_news",
     "save_numbers",
     "save_state",
     "save_unit",
     "skips",
-    "upward",
+    "state",
+    "status_of_nodes",
+    "status_of_run",
+    "step_bounds",
 ]
 
 if not TYPE_CHECKING:  # so that type checkers know which names there are

@@ -9,24 +9,21 @@ meanwhile. Times are those of any monotonic clock, in seconds.
 from collections.abc import Iterable, Set
 from dataclasses import replace
 
-from aedit.async_sgd.hub import admission, advance, speeds
-from aedit.async_sgd.hub.advance import AdvanceRule, Anchor, Computed, Quantiser
-from aedit.async_sgd.hub.claims import bounds
-from aedit.async_sgd.hub.clocks import Clocks
-from aedit.async_sgd.hub.denied import Denied
-from aedit.async_sgd.hub.due import is_due
-from aedit.async_sgd.hub.heirs import Heirs
-from aedit.async_sgd.hub.joins import Joiner, joining
-from aedit.async_sgd.hub.members import Member, Report
-from aedit.async_sgd.hub.plan import HubPlan
+from aedit.async_sgd.hub import decide_push, outer_step, step_bounds
+from aedit.async_sgd.hub.decide_join import Joiner, joining
+from aedit.async_sgd.hub.decide_merge import Moment, is_due, round_share
+from aedit.async_sgd.hub.member_timeouts import Watch, is_ready
+from aedit.async_sgd.hub.members import Clocks, Member, NodeReport
+from aedit.async_sgd.hub.outer_step import AdvanceRule, Anchor, Computed, Quantiser
 from aedit.async_sgd.hub.pool import Block
-from aedit.async_sgd.hub.round_share import Moment, round_share
-from aedit.async_sgd.hub.saved import Saved, load_state, save_state
-from aedit.async_sgd.hub.state import HubState, Unit
-from aedit.async_sgd.hub.watch import Watch, is_ready
+from aedit.async_sgd.hub.recovery_anchors import RecoveryAnchors
+from aedit.async_sgd.hub.saved_state import Saved, load_state, save_state
+from aedit.async_sgd.hub.state import Denied, HubState, Unit
+from aedit.async_sgd.hub.step_bounds import bounds
 from aedit.async_sgd.rules import (
     Accepted,
     Garbled,
+    HubPlan,
     Joined,
     Leased,
     Left,
@@ -64,10 +61,10 @@ class Hub:
         self.plan, self.config = plan, plan.hub
         outer, clip = make_outer(plan.outer), plan.penalty.clip
         self.rule = AdvanceRule(outer, plan.hub.merge, clip, quantiser, plan.hub.merge_cut)
-        self.rules = advance.own_rules(plan.rules, quantiser)
+        self.rules = outer_step.own_rules(plan.rules, quantiser)
         self.state = HubState(part=plan.part, has_parent=bool(plan.hub.parent), apart=frozenset(plan.rules))
         self.state.awaits_all = plan.hub.quorum == "all"
-        self.clocks, self.heirs = Clocks(), Heirs(lambda: self.state, plan.hub.expire_s)
+        self.clocks, self.recovery_anchors = Clocks(), RecoveryAnchors(lambda: self.state, plan.hub.expire_s)
         self._watch: Watch | None = None
 
     # -- deciding
@@ -111,8 +108,8 @@ class Hub:
             raise Denied("different", f"this hub has no unit {push.unit}")
         self.clocks.seen[push.node] = now
         limits = bounds(self.state, push, self.plan, self.clocks, self.elapsed_s(now))
-        founder = self.heirs.founder(push.unit, now)
-        decided = admission.judged(self.state, push, self.config, limits, founder)
+        founder = self.recovery_anchors.founder(push.unit, now)
+        decided = decide_push.judged(self.state, push, self.config, limits, founder)
         if any(isinstance(record, Accepted) for record in decided):
             self.clocks.came_s.setdefault((push.unit, push.node, push.seq), now)
         return decided
@@ -123,7 +120,7 @@ class Hub:
         Raises Denied if the node is not a live member.
         """
         member = self._must_be_live(node)
-        return [Garbled(node, unit, reason), *admission.exclusion(member, reason, self.config.push_filter)]
+        return [Garbled(node, unit, reason), *decide_push.exclusion(member, reason, self.config.push_filter)]
 
     def tick(self, now: float, busy: Set[int] = frozenset()) -> list[Record]:
         """Return what is due at `now`: silent nodes leave, a round opens, units merge.
@@ -181,11 +178,11 @@ class Hub:
         """Return the records of a node that has sent its last pushes and leaves."""
         return [Left(node, "left")] if self.state.members[node].live else []
 
-    def heartbeat(self, node: int, report: Report, now: float) -> None:
+    def heartbeat(self, node: int, report: NodeReport, now: float) -> None:
         """Take the report of a live member. Nothing of it is journaled."""
         self.clocks.seen[node] = now
         self.clocks.reports[node] = report
-        speeds.note(self.state, self.clocks, node)
+        step_bounds.note(self.state, self.clocks, node)
         if self._watch is not None:
             self._watch.heard(node)
 
@@ -243,7 +240,7 @@ class Hub:
 
     def paces(self, nodes: Iterable[int] | None = None) -> dict[int, int]:
         """Return `pace_steps` of these nodes, by node; default all live members."""
-        return speeds.pace_steps(
+        return step_bounds.pace_steps(
             self.state, self.clocks, self.plan, self.state.roster.order if nodes is None else nodes
         )
 
@@ -262,7 +259,7 @@ class Hub:
         if anchor.handed is not None:
             return anchor.handed
         ahead = self.plan.outer.look_ahead
-        return advance.look_ahead(anchor, self._advance_rule(index)) if ahead else anchor.values
+        return outer_step.look_ahead(anchor, self._advance_rule(index)) if ahead else anchor.values
 
     def chain(self, index: int, base: int) -> tuple[tuple[int, bytes], ...] | None:
         """Return (version, encoded delta) after `base` up to the newest.
@@ -335,7 +332,9 @@ class Hub:
         own = self.plan.rules.get(self._name(index))
         if own or self.config.each_alone:
             pushes = pushes[:1]
-        parts = admission.own_parts(pushes, unit, own) if own else admission.parts(pushes, unit, self.plan)
+        parts = (
+            decide_push.own_parts(pushes, unit, own) if own else decide_push.parts(pushes, unit, self.plan)
+        )
         live = self.state.live
         expected = {n for n in live if is_ready(self.clocks, n) and not live[n].is_distrusted(index)}
         share = round_share(unit, pushes, Moment(elapsed_s, len(live)), expected, self.plan, own)
@@ -347,12 +346,14 @@ class Hub:
         layout = self.state.layout.units[record.unit]
         pushes = [(unit.pending[part.node, part.seq], part) for part in record.parts]
         if unit.anchor is None:
-            return advance.founded(pushes[0][0].values, layout, self._advance_rule(record.unit))
+            return outer_step.founded(pushes[0][0].values, layout, self._advance_rule(record.unit))
         if unit.apart:
-            return advance.merged(unit.anchor, pushes, layout, self._advance_rule(record.unit), record.share)
+            return outer_step.merged(
+                unit.anchor, pushes, layout, self._advance_rule(record.unit), record.share
+            )
         away = directions(pushes, layout, self.config.push_filter)
         believed = [pair for pair, is_away in zip(pushes, away, strict=True) if not is_away]
-        computed = advance.merged(unit.anchor, believed, layout, self.rule, record.share)
+        computed = outer_step.merged(unit.anchor, believed, layout, self.rule, record.share)
         ignored = [part for (_, part), is_away in zip(pushes, away, strict=True) if is_away]
         return replace(computed, ignored=tuple((part.node, part.seq) for part in ignored))
 
@@ -361,10 +362,10 @@ class Hub:
         assert unit.anchor is not None
         assert unit.up is not None
         rule = self._advance_rule(record.unit)
-        computed = advance.mixed(unit.anchor, record.values, record.mix, rule)
+        computed = outer_step.mixed(unit.anchor, record.values, record.mix, rule)
         # The parent has heard of what was sent, and of nothing since.
         known = unit.up if unit.sent is None else unit.sent
-        return replace(computed, up=advance.mixture(known, record.values, record.mix))
+        return replace(computed, up=outer_step.mixture(known, record.values, record.mix))
 
     def _keep_up(self, record: Record) -> None:
         """Bring volatile state up to date with the record."""
@@ -373,20 +374,20 @@ class Hub:
                 came_s = self.clocks.came_s.get((push.unit, push.node, push.seq))
                 if came_s is not None:
                     self.clocks.pushed_s[push.unit, push.node] = self.elapsed_s(came_s)
-                speeds.note(self.state, self.clocks, push.node)
+                step_bounds.note(self.state, self.clocks, push.node)
             case Joined(_, node):
-                speeds.note(self.state, self.clocks, node)
+                step_bounds.note(self.state, self.clocks, node)
             case Left(node):
                 self.clocks.seen.pop(node, None)
                 self.clocks.reports.pop(node, None)
                 for unit in self.state.units:
                     self.clocks.pushed_s.pop((unit, node), None)
-                speeds.note(self.state, self.clocks, node)
+                step_bounds.note(self.state, self.clocks, node)
             case Merged(unit, version, parts):
                 for part in parts:
                     self.clocks.came_s.pop((unit, part.node, part.seq), None)
                 if version == 1:  # the speeds of the unit are measured from now on
                     for node in self.clocks.speeds.nodes:
-                        speeds.note(self.state, self.clocks, node)
+                        step_bounds.note(self.state, self.clocks, node)
         if self._watch is not None:
             self._watch.keep_up(record)

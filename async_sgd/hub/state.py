@@ -6,18 +6,39 @@ Nothing else changes it, and no clock is read here.
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
-from aedit.async_sgd.hub import departed
-from aedit.async_sgd.hub.advance import Anchor, Computed
-from aedit.async_sgd.hub.members import NORM, Member, Told, kind
+from aedit.async_sgd.hub.members import CERTIFIED, NORM, LastDecision, Member, Ranking, Roster, kind
+from aedit.async_sgd.hub.outer_step import Anchor, Computed
 from aedit.async_sgd.hub.pool import Block, Pool
-from aedit.async_sgd.hub.ranking import Ranking
-from aedit.async_sgd.hub.roster import Roster
 from aedit.async_sgd.rules import Contribution, Push, PushTimes, SizeHistory, Vector, records
 from aedit.types import Layout, Verdict
 
+KEPT_MEMBERS = 1024
+"""Members that have left and are kept, and as many that were excluded.
+
+No setting: a replay of a journal must not depend on the configuration at the time of the replay.
+"""
+
 AWAITED_MISSES = 2
 """With quorum "all", a node that has missed so many merges in a row is not awaited until it pushes again."""
+
+
+class Denied(Exception):
+    """A request that the hub refuses; says what the peer is told."""
+
+    def __init__(
+        self,
+        kind: Literal["unknown", "replaced", "excluded", "full", "different", "taken", "foreign"],
+        reason: str,
+    ) -> None:
+        """Create a refusal.
+
+        kind: join again; end; end; come again later; can never succeed; somebody else has it until later; it
+        belongs to somebody else.
+        """
+        super().__init__(reason)
+        self.kind, self.reason = kind, reason
 
 
 @dataclass(slots=True)
@@ -271,7 +292,37 @@ class HubState:
                 unit.brought.pop(record.node, None)
         self.lost[record.node] = self.pool.outstanding(record.node)
         self.pool.give_back(record.node)
-        departed.leave(self, record.node)
+        self._keep_left_members(member)
+
+    def _keep_left_members(self, member: Member) -> None:
+        """Keep a member that has left, so that it can return with its index and name; drop the oldest ones.
+
+        Excluded members with keys of their own are never dropped: their number is bounded by the number of
+        keys. The others could return from other hosts until they are dropped. What is dropped depends on the
+        records alone: a replay and a standby drop the same members at the same record.
+        """
+        self.departed.pop(member.node, None)
+        if not member.excluded:
+            self.departed[member.node] = None
+        elif member.proof != CERTIFIED:
+            self.excluded[member.node] = None
+        busy = {pusher for unit in self.units.values() for pusher, _ in unit.pending}
+        for gone in (self.departed, self.excluded):
+            idle = [node for node in gone if node not in busy and node != self.founder]
+            for node in idle[: max(0, len(gone) - KEPT_MEMBERS)]:
+                del gone[node]
+                self._drop_member(node)
+
+    def _drop_member(self, node: int) -> None:
+        """Free the index and the name. A node that joins under this name is new: its pushes count from 1."""
+        del self.names[self.members[node].name]
+        self.members[node] = Member("", node, era=self.era)
+        self.roster.forget(node)
+        self.free.append(node)
+        self.lost.pop(node, None)
+        for unit in self.units.values():
+            for known in (unit.brought, unit.times, unit.missed):
+                known.pop(node, None)
 
     def _accept(self, push: Push) -> None:
         unit = self.units[push.unit]
@@ -312,7 +363,7 @@ class HubState:
             member = self.changing(part.node)
             if not unit.apart:  # a drafter that was not trained is pushed with weight 0
                 member.weight, member.staleness = part.weight / total, part.staleness
-            self._tell_merged(member, push, part, computed)
+            self._decide_merged(member, push, part, computed)
         if record.version > 1 and not is_late:
             interval_s = max(0.0, record.at_s - unit.merged_at_s)
             usual_s = interval_s if unit.usual_s is None else unit.usual_s
@@ -337,16 +388,18 @@ class HubState:
             missed[node] = missed.get(node, 0) + 1
         return bool(late)
 
-    def _tell_merged(self, member: Member, push: Push, part: records.Part, computed: Computed) -> None:
-        told = Told(part.seq, Verdict.MERGED)
+    def _decide_merged(self, member: Member, push: Push, part: records.Part, computed: Computed) -> None:
+        decision = LastDecision(part.seq, Verdict.MERGED)
         if part.weight == 0 and push.steps > 0:
-            told = Told(part.seq, Verdict.DISTRUSTED, f"{NORM}: far longer than the others of its merge")
+            reason = f"{NORM}: far longer than the others of its merge"
+            decision = LastDecision(part.seq, Verdict.DISTRUSTED, reason)
             member.add_violation(part.seq)
         elif (part.node, part.seq) in computed.ignored:
-            told = Told(part.seq, Verdict.MERGED, "away: it points away from the others and did not count")
-        if told.reason:
-            member.count(told.reason)
-        member.tell(push.unit, told)
+            reason = "away: it points away from the others and did not count"
+            decision = LastDecision(part.seq, Verdict.MERGED, reason)
+        if decision.reason:
+            member.count(decision.reason)
+        member.decide(push.unit, decision)
 
     def _mix(self, record: records.Mixed, computed: Computed) -> None:
         unit = self.units[record.unit]

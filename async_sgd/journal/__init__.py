@@ -5,47 +5,76 @@ from typing import TYPE_CHECKING
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
-    from aedit.async_sgd.journal.frames import Damaged, File
-    from aedit.async_sgd.journal.journal import Journal, JournalBroken, Mark, NoSpace, Position, segment_path
+    from aedit.async_sgd.journal import snapshot
+    from aedit.async_sgd.journal.encoding import Payload, decode_records
+    from aedit.async_sgd.journal.frames import (
+        FILE_BYTES,
+        RECORDS,
+        Damaged,
+        File,
+        Short,
+        chain_of,
+        frame_at,
+        frames,
+        read_head,
+    )
+    from aedit.async_sgd.journal.journal import (
+        NOTE,
+        Journal,
+        JournalBroken,
+        Mark,
+        NoSpace,
+        Position,
+        segment_path,
+    )
     from aedit.async_sgd.journal.ledger import Ledger, Unconfirmed
-    from aedit.async_sgd.journal.mirror import Mirror
-    from aedit.async_sgd.journal.norms import tensor_norms
-    from aedit.async_sgd.journal.partial import pieces
-    from aedit.async_sgd.journal.payload import Payload
     from aedit.async_sgd.journal.receipts import Unproven
+    from aedit.async_sgd.journal.snapshot import read_snapshot
     from aedit.async_sgd.journal.store import (
         Store,
         batches,
         begin_after,
         check_gapless,
         check_payloads,
+        is_before,
+        locate,
         segment_numbers,
         snapshot_path,
     )
 
 __all__ = [
+    "FILE_BYTES",
+    "NOTE",
+    "RECORDS",
     "Damaged",
     "File",
     "Journal",
     "JournalBroken",
     "Ledger",
     "Mark",
-    "Mirror",
     "NoSpace",
     "Payload",
     "Position",
+    "Short",
     "Store",
     "Unconfirmed",
     "Unproven",
     "batches",
     "begin_after",
+    "chain_of",
     "check_gapless",
     "check_payloads",
-    "pieces",
+    "decode_records",
+    "frame_at",
+    "frames",
+    "is_before",
+    "locate",
+    "read_head",
+    "read_snapshot",
     "segment_numbers",
     "segment_path",
+    "snapshot",
     "snapshot_path",
-    "tensor_norms",
 ]
 
 if not TYPE_CHECKING:  # so that type checkers know which names there are

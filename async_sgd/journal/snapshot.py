@@ -10,7 +10,7 @@ import numpy as np
 from zlib_ng.zlib_ng import crc32
 
 from aedit.async_sgd.hub import Saved, SavedUnit
-from aedit.async_sgd.journal.encoding import push_in, push_out
+from aedit.async_sgd.journal.encoding import Payload, push_in, push_out
 from aedit.async_sgd.journal.frames import (
     ARRAY,
     END,
@@ -28,7 +28,6 @@ from aedit.async_sgd.journal.frames import (
     new_head,
     read_head,
 )
-from aedit.async_sgd.journal.payload import Payload
 from aedit.async_sgd.rules import Push, Values, Vector
 from aedit.system import sync_directory
 
@@ -36,7 +35,7 @@ _LONG = 64
 """Items of a list that are encoded one by one."""
 
 
-def write(path: Path, saved: Saved, after: Head, *, fsync: bool = True) -> int:
+def write_snapshot(path: Path, saved: Saved, after: Head, *, fsync: bool = True) -> int:
     """Write a snapshot to `path`, whole or not at all, and return its bytes.
 
     after: head of the segment that follows it; it says of which journal the snapshot is, and of what in it.
@@ -45,7 +44,7 @@ def write(path: Path, saved: Saved, after: Head, *, fsync: bool = True) -> int:
     beside = path.with_name(path.name + ".new")
     try:
         out = _Writer(File(beside, create=True), after)
-        out.frame(HEAD, _json(saved.numbers).encode())
+        out.frame(HEAD, snapshot_json(saved.numbers).encode())
         for unit in saved.units:
             _write_unit(out, unit)
             del unit  # what has been written need not be kept alive
@@ -60,8 +59,8 @@ def write(path: Path, saved: Saved, after: Head, *, fsync: bool = True) -> int:
     return out.offset
 
 
-def read(path: Path) -> Saved:
-    """Return what `write` was given. Its units are read one by one; each may raise Damaged, as this does."""
+def read_snapshot(path: Path) -> Saved:
+    """Return the state in a snapshot. Its units are read one by one; each may raise Damaged, as this does."""
     file = File(path)
     read_head(file)
     whole = _Reader(file)
@@ -107,7 +106,7 @@ def _write_unit(out: _Writer, unit: SavedUnit) -> None:
         "arrays": list(unit.arrays),
         "pending": pending,
     }
-    out.frame(UNIT, _json(fields).encode())
+    out.frame(UNIT, snapshot_json(fields).encode())
     for array in unit.arrays.values():
         out.frame(ARRAY, array.data.cast("B") if array.size else b"")
     for push in unit.pending:
@@ -115,10 +114,14 @@ def _write_unit(out: _Writer, unit: SavedUnit) -> None:
         out.frame(PAYLOAD, push.values.stretch.view())
 
 
-def _json(values: Any) -> str:
+def snapshot_json(values: Any) -> str:
     """Return values as JSON. Other threads run between the items of long lists, such as that of members."""
     if isinstance(values, dict):
-        return "{" + ", ".join(f"{json.dumps(name)}: {_json(value)}" for name, value in values.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{json.dumps(name)}: {snapshot_json(value)}" for name, value in values.items())
+            + "}"
+        )
     if isinstance(values, list) and len(values) > _LONG:
         return "[" + ", ".join(map(json.dumps, values)) + "]"
     return json.dumps(values)

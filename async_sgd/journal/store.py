@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from aedit.async_sgd.hub import Hub, HubState, Saved, load_state
-from aedit.async_sgd.journal import snapshot
-from aedit.async_sgd.journal.encoding import decode_records
+from aedit.async_sgd.journal.encoding import Payload, decode_records
 from aedit.async_sgd.journal.frames import (
     FILE_BYTES,
     RECORDS,
@@ -32,7 +31,7 @@ from aedit.async_sgd.journal.frames import (
     read_head,
 )
 from aedit.async_sgd.journal.journal import NOTE, Journal, segment_path
-from aedit.async_sgd.journal.payload import Payload
+from aedit.async_sgd.journal.snapshot import read_snapshot, write_snapshot
 from aedit.async_sgd.rules import Accepted, Led, Record, Values
 from aedit.system import sync_directory
 from aedit.types import UserError
@@ -92,7 +91,7 @@ class Store:
         Raises OSError, and everything is as before.
         """
         after = read_head(File(segment_path(self.directory, number)))
-        num_bytes = snapshot.write(snapshot_path(self.directory, number), state, after, fsync=self._fsync)
+        num_bytes = write_snapshot(snapshot_path(self.directory, number), state, after, fsync=self._fsync)
         self._prune()
         return num_bytes
 
@@ -119,7 +118,7 @@ class Store:
         snapshots = segment_numbers(self.directory, "snapshot")
         for number in reversed(snapshots):
             try:
-                load_state(snapshot.read(snapshot_path(self.directory, number)), hub.state)
+                load_state(read_snapshot(snapshot_path(self.directory, number)), hub.state)
                 return number
             except Damaged as error:
                 log.error("%s: going back to the snapshot before it", error)

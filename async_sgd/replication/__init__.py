@@ -5,12 +5,19 @@ from typing import TYPE_CHECKING
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
-    from aedit.async_sgd.replication.placed import placed_replicas
-    from aedit.async_sgd.replication.replica import Replica
+    from aedit.async_sgd.replication import leadership
+    from aedit.async_sgd.replication.journal_stream import stream_journal
+    from aedit.async_sgd.replication.leadership import Leadership
+    from aedit.async_sgd.replication.mirror import Mirror
+    from aedit.async_sgd.replication.replica import Replica, placed_replicas
 
 __all__ = [
+    "Leadership",
+    "Mirror",
     "Replica",
+    "leadership",
     "placed_replicas",
+    "stream_journal",
 ]
 
 if not TYPE_CHECKING:  # so that type checkers know which names there are

@@ -4,12 +4,10 @@
 They only decide when a hub asks: what is acknowledged does not depend on them.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from aedit.async_sgd.replication.quorum import is_quorum
-from aedit.async_sgd.replication.tally import Tally
 from aedit.async_sgd.rules import Agreed, Configured, Led
 from aedit.proto.rpc import Answer, Ballot, Extent, Proposal, Voter
 
@@ -49,10 +47,10 @@ class Replica:
         self._follows_since_s = float("-inf")
         self._successor = self._followed = 0
         self._supported = 0
-        self._votes: Tally | None = None
+        self._votes: VoteCount | None = None
         self._accepted: dict[int, Ballot] = {}
         """Newest configuration that a voter has accepted, by voter, as of its last answer."""
-        self._agreement: Tally | None = None
+        self._agreement: VoteCount | None = None
         self._confirmed: dict[int, tuple[Position, float]] = {}
         self._placed: Position = END
         """End of the newest configuration in the journal, once that is on disk."""
@@ -160,7 +158,7 @@ class Replica:
         votes = self._votes if self._votes is not None and self._votes.proposal.term > least else None
         term = least + 1 if votes is None else votes.proposal.term
         asked = Proposal(term, 0, self.voter.me, self.configs[-1].ballot, extent)
-        self._votes = votes or Tally(asked, self.configs)
+        self._votes = votes or VoteCount(asked, self.configs)
         self._votes.proposal, self._votes.configs = asked, self.configs
         return asked
 
@@ -354,7 +352,7 @@ class Replica:
     def _ask_for_agreement(self) -> Decided:
         newest = self.configs[-1]
         proposal = Proposal(newest.term, newest.number, self.voter.me, newest.ballot)
-        self._agreement, self._placed = Tally(proposal, self.configs), END
+        self._agreement, self._placed = VoteCount(proposal, self.configs), END
         self._votes, self.is_overtaken = None, False
         self.voter, own = self.voter.answer(proposal)
         return self.count_acceptance(own, 0.0)
@@ -369,3 +367,74 @@ class Replica:
 def ballot_of(configs: tuple[Configured, ...]) -> Ballot:
     """Return the ballot of the newest configuration; (0, 0) without one."""
     return configs[-1].ballot if configs else (0, 0)
+
+
+def is_quorum(config: Configured, voters: Container[int]) -> bool:
+    """Return whether `voters` contains a quorum of `config`.
+
+    Each replica has weight 2. The electors together have weight 1, for the side that has more than half of
+    them. A quorum has more than half of the total weight, so that the electors decide only between equal
+    halves of the replicas. Two quorums share a replica, or both have more than half of the electors and share
+    an elector.
+    """
+    replicas = sum(replica in voters for replica in config.replicas)
+    electors = sum(elector in voters for elector in config.electors)
+    weight = 2 * replicas + (2 * electors > len(config.electors))
+    return 2 * weight > 2 * len(config.replicas) + 1
+
+
+@dataclass(slots=True)
+class VoteCount:
+    """Answers to `proposal`, which must be granted by a quorum of each of `configs`."""
+
+    proposal: Proposal
+    configs: Sequence[Configured]
+    """Configurations that need a quorum each: the newest one that was agreed on, and all after it."""
+    _granted: dict[int, float] = field(default_factory=dict)
+    """Time of the answer, by voter."""
+
+    def count(self, answer: Answer, now: float) -> bool:
+        """Note an answer; return False if it belongs to another proposal or does not grant this one."""
+        ours = (answer.proposer, answer.ballot) == (self.proposal.proposer, self.proposal.ballot)
+        if ours and answer.granted:
+            self._granted[answer.voter] = now
+        return ours and answer.granted
+
+    def granted(self, since_s: float = float("-inf")) -> dict[int, float]:
+        """Return the voters that have granted the proposal since then, with the times."""
+        return {voter: at_s for voter, at_s in self._granted.items() if at_s >= since_s}
+
+    def voters(self, since_s: float = float("-inf")) -> set[int]:
+        """Return the voters that have granted the proposal since then."""
+        return set(self.granted(since_s))
+
+    def is_carried(self, voters: set[int]) -> bool:
+        """Return whether these voters are a quorum of every configuration."""
+        return bool(self.configs) and all(is_quorum(config, voters) for config in self.configs)
+
+
+def placed_replicas(
+    kept: Set[int], near: Set[int], me: int, place: Callable[[int], int], copies: int
+) -> set[int]:
+    """Return the replicas for the next configuration: those of the best places, one surplus at a time.
+
+    Only the owner gives replicas up, one by one, each by an agreement of all voters. A peer that deleted its
+    replica while a configuration still counted on it would take a vote away from the others for good.
+
+    Args:
+        kept: Replicas of the newest configuration that answer.
+        near: Replicas that have nearly all of the owner's journal.
+        me: The owner. It stays, and hands the part over if another replica should own it.
+        place: Returns the place of a replica in the ranking of the part; a lower one is better.
+        copies: Replicas that are wanted.
+    """
+
+    def order(one: int) -> tuple[int, int]:
+        return place(one), one
+
+    best = set(sorted(kept | near, key=order)[:copies])
+    if len(kept) > copies:
+        surplus = kept - best - {me}
+        return set(kept) - {max(surplus, key=order)} if surplus else set(kept)
+    newcomers = sorted((near - kept) & best, key=order)
+    return set(kept).union(newcomers[: copies + 1 - len(kept)])

@@ -5,15 +5,19 @@ from typing import TYPE_CHECKING
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
-    from aedit.async_sgd.rules import penalty, push_filter, records, staleness
+    from aedit.async_sgd.rules import merge_rules, records
     from aedit.async_sgd.rules.config import (
+        DRAFTER,
         Codec,
         HubConfig,
+        HubPlan,
         LimitConfig,
         OuterConfig,
         PenaltyConfig,
         PushFilterConfig,
         StalenessConfig,
+        UnitRule,
+        UnitRules,
     )
     from aedit.async_sgd.rules.merge_rules import THIRD, merge, norm, try_merge, unit_slices
     from aedit.async_sgd.rules.outer import (
@@ -26,8 +30,7 @@ if TYPE_CHECKING:
         try_outer,
         zeros_like,
     )
-    from aedit.async_sgd.rules.penalty_weights import MOST, Array, limited, merge_weights, push_norm, weights
-    from aedit.async_sgd.rules.push_filter import SizeHistory, directions
+    from aedit.async_sgd.rules.push_filter import SizeHistory, directions, judge_push, outliers, shortening
     from aedit.async_sgd.rules.push_shares import Contribution, counted, shares
     from aedit.async_sgd.rules.push_times import (
         PushTimes,
@@ -36,9 +39,20 @@ if TYPE_CHECKING:
         least_gap,
         possible_steps,
     )
+    from aedit.async_sgd.rules.push_weights import (
+        MOST_CLAIM,
+        effective_nodes,
+        limited,
+        merge_weights,
+        penalty_weights,
+        push_norm,
+        raw_weights,
+        staleness_factor,
+    )
     from aedit.async_sgd.rules.records import (
         Accepted,
         Agreed,
+        Array,
         Banned,
         Configured,
         Founded,
@@ -61,11 +75,10 @@ if TYPE_CHECKING:
         Vector,
         configured,
     )
-    from aedit.async_sgd.rules.unit_rules import DRAFTER, UnitRule, UnitRules
 
 __all__ = [
     "DRAFTER",
-    "MOST",
+    "MOST_CLAIM",
     "THIRD",
     "Accepted",
     "Agreed",
@@ -79,6 +92,7 @@ __all__ = [
     "Founded",
     "Garbled",
     "HubConfig",
+    "HubPlan",
     "Joined",
     "Leased",
     "Led",
@@ -111,24 +125,28 @@ __all__ = [
     "configured",
     "counted",
     "directions",
+    "effective_nodes",
     "is_early",
+    "judge_push",
     "least_gap",
     "limited",
     "make_outer",
     "merge",
+    "merge_rules",
     "merge_weights",
     "norm",
-    "penalty",
+    "outliers",
+    "penalty_weights",
     "possible_steps",
-    "push_filter",
     "push_norm",
+    "raw_weights",
     "records",
     "shares",
-    "staleness",
+    "shortening",
+    "staleness_factor",
     "try_merge",
     "try_outer",
     "unit_slices",
-    "weights",
     "zeros_like",
 ]
 

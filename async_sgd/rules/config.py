@@ -1,6 +1,7 @@
 """Configuration of the outer step and of the hub. Imports no torch."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -323,3 +324,54 @@ class HubConfig:
         """Return the standbys of hub process `part`: all, or one each if several hubs split the units."""
         given = tuple(filter(None, self.standby.split(",")))
         return given if len(self.addresses) == 1 else given[part : part + 1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitRule:
+    """Rule of a unit that is trained apart from the model, by name in `HubPlan.rules` and `MeanExchange`.
+
+    Such a unit has training steps of its own, which are no steps of the run and weigh its pushes. A node that
+    made none pushes nothing to a hub; where all nodes take part, it weighs 0, and where none made any nothing
+    is sent. Its pseudo-gradients are neither screened nor clipped by size or
+    direction, as their sizes say nothing beside those of other units: only values that are not finite are
+    refused. A hub never waits for a quorum of them.
+    """
+
+    outer: OuterConfig = field(default_factory=lambda: OuterConfig(kind="average", lr=1.0))
+    """Default: the average of those who trained."""
+
+    weights: Literal["uniform", "steps"] = "steps"
+    """Weight of a push in the average: its own training steps, or equal."""
+
+
+DRAFTER = "drafter"
+"""Name of the unit that holds the shared drafter."""
+
+UnitRules = Mapping[str, UnitRule]
+"""Rules by name of the unit; units without an entry follow the run's rules."""
+
+
+@checked()
+@dataclass(frozen=True, kw_only=True)
+class HubPlan:
+    """The part of the run's configuration that a hub needs."""
+
+    hub: HubConfig
+    outer: OuterConfig
+    penalty: PenaltyConfig
+    every: PositiveFloat
+    """Length of a local phase, in steps or, with pace "seconds", in seconds."""
+    pace: Literal["steps", "dylu", "seconds"] = "dylu"
+    """Rule that decides when a node pushes: `edit.schedule` of the run."""
+    steps: PositiveInt
+    """The budget: inner steps per node, as the mean over those who are members."""
+    seconds: PositiveFloat | None = None
+    """The budget in time, if that is used up sooner."""
+    part: tuple[NonNegativeInt, PositiveInt] = (0, 1)
+    """(k, n): this hub owns the units i with i % n == k."""
+    step_tokens: NonNegativeInt = 0
+    """Tokens that an inner step of a node counts for, as the hub's own configuration has it; 0: not known."""
+    leases: bool = False
+    """True if every inner step takes at least one leased sample: leases then bound the steps of a node."""
+    rules: UnitRules = field(default_factory=dict)
+    """Units that are trained apart from the model, by name: the drafter that a run shares."""

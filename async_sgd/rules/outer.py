@@ -6,11 +6,13 @@ checkpointed, offloaded or sent to a joining node as it is.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Generic, Protocol, TypeVar
 
-from aedit.async_sgd.rules import heloco
+import numpy as np
+
 from aedit.async_sgd.rules.config import OuterConfig
 from aedit.async_sgd.rules.records import Vector
 from aedit.types import (
@@ -190,7 +192,7 @@ class DelayedNesterov:
 class HeLoCo:
     """Nesterov with an averaged momentum after a correction: m <- mu m + (1 - mu) g; x <- x - lr (g + mu m).
 
-    arXiv:2606.00271. The correction is that of `rules.heloco`; it needs whole tensors, which a hub has.
+    arXiv:2606.00271. The correction is `correct_by_momentum`; it needs whole tensors, which a hub has.
     """
 
     def __init__(
@@ -207,7 +209,7 @@ class HeLoCo:
 
     def correct(self, gradient: Vector, state: OuterState[Vector], tensors: Sequence[TensorLayout]) -> None:
         """Replace the mean pseudo-gradient of a unit by the corrected one, in place; before `update`."""
-        heloco.correct(gradient, state.momentum, tensors, self.strength)
+        correct_by_momentum(gradient, state.momentum, tensors, self.strength)
 
     def init(self, anchor: A) -> OuterState[A]:
         """Return zero momentum."""
@@ -306,3 +308,55 @@ def _times(own: A, factor: float) -> A:
     """Return own * factor, in own's memory."""
     own *= factor
     return own
+
+
+# --- HeLoCo: late pseudo-gradients are turned towards the outer momentum (arXiv:2606.00271)
+#
+# Per block, a tensor of the unit: D is the pseudo-gradient, m the momentum, u = D / |D|, v = m / |m|,
+# c = u v. A D that agrees with m is kept, one that contradicts it loses a part of what contradicts it, and
+# one in between is turned towards m at its own length. Every case is a D + b m, with coefficients from three
+# inner products. The paper's constants were not at hand: those below are a choice.
+
+AGREES = 0.5
+"""Cosine from which on a pseudo-gradient is kept as it is (c_ok)."""
+
+MOST_TAKEN = 1.0
+"""Share of the contradicting part that is taken away at most (beta_max); 1 leaves none of it."""
+
+CONFIDENCE = 1.0
+"""Weight of the momentum's length against that of the pseudo-gradient (kappa)."""
+
+
+def heloco_coefficients(DD: float, mm: float, Dm: float, strength: float) -> tuple[float, float]:
+    """Return (a, b): the corrected pseudo-gradient of a block is a D + b m.
+
+    DD, mm, Dm: inner products. strength: k_s and k_d of the paper. Without a direction of either: (1, 0).
+    """
+    if not (DD > 0 and mm > 0 and math.isfinite(DD) and math.isfinite(mm)):
+        return 1.0, 0.0
+    d, n = math.sqrt(DD), math.sqrt(mm)
+    c = max(-1.0, min(1.0, Dm / (d * n)))
+    confidence = d / (d + CONFIDENCE * n)
+    if c >= AGREES:
+        return 1.0, 0.0
+    if c < 0:
+        beta = min(strength * -c * confidence, MOST_TAKEN)
+        return 1.0, -beta * c * d / n
+    l = min(strength * (1 - c) * confidence, 1.0)  # noqa: E741 - the paper's letter
+    length = math.sqrt((1 - l) ** 2 + l**2 + 2 * l * (1 - l) * c)
+    return (1 - l) / length, d * l / (n * length)
+
+
+def correct_by_momentum(
+    gradient: Vector, momentum: Vector, tensors: Sequence[TensorLayout], strength: float
+) -> None:
+    """Replace the pseudo-gradient of a unit by the corrected one, in place."""
+    start = 0
+    for tensor in tensors:
+        D, m = gradient[start : start + tensor.numel], momentum[start : start + tensor.numel]
+        start += tensor.numel
+        DD, mm, Dm = (float((x.astype(np.float64) * y).sum()) for x, y in ((D, D), (m, m), (D, m)))
+        a, b = heloco_coefficients(DD, mm, Dm, strength)
+        if b:
+            D *= np.float32(a)
+            D += np.float32(b) * m

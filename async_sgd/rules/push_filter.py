@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from aedit.async_sgd.rules.config import PushFilterConfig
 from aedit.async_sgd.rules.merge_rules import GRAIN
-from aedit.async_sgd.rules.penalty_weights import push_norm
+from aedit.async_sgd.rules.push_weights import push_norm
 from aedit.async_sgd.rules.records import Part, Push
 from aedit.types import UnitLayout
 

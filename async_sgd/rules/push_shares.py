@@ -15,16 +15,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from aedit.async_sgd.rules.config import PenaltyConfig
-from aedit.async_sgd.rules.penalty_weights import (
-    MOST,
-    Array,
+from aedit.async_sgd.rules.push_weights import (
+    MOST_CLAIM,
     WeightRule,
     limited,
     median_of_others,
     push_norm,
-    weights,
+    raw_weights,
 )
-from aedit.async_sgd.rules.records import Push
+from aedit.async_sgd.rules.records import Array, Push
 
 SMOOTHING = 0.25
 """Weight of the newest interval in a node's usual one."""
@@ -106,8 +105,8 @@ def shares(
     others.
 
     What a node claims is bounded: steps by what fits into its interval while the others did `every` in
-    theirs; steps and tokens per interval, and the number of pushes, by `MOST` times the median of the others;
-    its share by `weights.limited`.
+    theirs; steps and tokens per interval, and the number of pushes, by `MOST_CLAIM` times the median of the
+    others; its share by `limited`.
 
     Args:
         there: The nodes that count, as `counted` returns them.
@@ -126,10 +125,10 @@ def shares(
     tokens_N = np.array([float(one.tokens) for one in known.values()])
     tokens_N = tokens_N * steps_N / np.maximum(claimed_N, 1.0)
     norms_N = np.array([one.norm for one in known.values()])
-    w_N = limited(weights(norms_N, steps_N / T_N, tokens_N / T_N, rule, penalty), steps_N > 0)
+    w_N = limited(raw_weights(norms_N, steps_N / T_N, tokens_N / T_N, rule, penalty), steps_N > 0)
     total = float(w_N.sum())
     s_N = w_N / total * len(known) * equal if total > 0 else np.zeros(len(w_N))
-    s_N *= np.minimum(1.0, MOST * T_N / median_of_others(T_N))
+    s_N *= np.minimum(1.0, MOST_CLAIM * T_N / median_of_others(T_N))
     found = dict(zip(known, s_N.tolist(), strict=True))
     return {node: found.get(node, equal) for node in there}
 

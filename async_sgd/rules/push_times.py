@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median_high
 
-from aedit.async_sgd.rules.penalty_weights import MOST
+from aedit.async_sgd.rules.push_weights import MOST_CLAIM
 
 FASTEST = 64.0
 """Times the usual number of steps or pushes per second of the other nodes: what one honest node can do."""
@@ -108,9 +108,9 @@ def possible_steps(
 
     `BURST` local phases of `every` steps are always possible. More take time: `SLACK` times the steps that
     the node can do in it, at its own speed of late or at the usual one of the others, whichever is higher.
-    Its own speed counts up to `MOST` times the usual one; up to `FASTEST` times that of a single other node,
-    which does not say what is usual. Time counts from the push before the last one, less the steps of the
-    last, as a push that was long on its way arrives shortly before the next; or from the last one.
+    Its own speed counts up to `MOST_CLAIM` times the usual one; up to `FASTEST` times that of a single other
+    node, which does not say what is usual. Time counts from the push before the last one, less the steps of
+    the last, as a push that was long on its way arrives shortly before the next; or from the last one.
 
     Args:
         times: Of the node and unit.
@@ -118,12 +118,12 @@ def possible_steps(
         own: Speed of the node in steps per second, if it is known.
         others: Speeds of the other live nodes, as far as they are known.
         every: Steps in a local phase; None if local phases are not counted in steps: then all nodes may be
-            `MOST` times as fast as usual.
+            `MOST_CLAIM` times as fast as usual.
     """
     if not others:
         return None
     usual = median_high(others)
-    most = usual * (MOST if len(others) > 1 else FASTEST)
+    most = usual * (MOST_CLAIM if len(others) > 1 else FASTEST)
     least = usual if every is not None else most
     speed = max(least, min(own or 0.0, most))
     since_last = SLACK * speed * max(0.0, now_s - times.at_s)

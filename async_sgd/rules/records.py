@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from aedit.types import Layout
 
 Vector = NDArray[np.float32]
+Array = NDArray[np.float64]
 
 
 class Values(Protocol):

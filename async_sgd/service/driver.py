@@ -4,15 +4,16 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+import grpc
+
 from aedit.async_sgd.hub import Member
+from aedit.async_sgd.replication import stream_journal
 from aedit.async_sgd.rules import Joined, Leased, Record
 from aedit.async_sgd.service import messages
-from aedit.async_sgd.service.callers import fingerprint, known_by
-from aedit.async_sgd.service.exchange import PushPull
 from aedit.async_sgd.service.hello_responder import HelloResponder
-from aedit.async_sgd.service.request_guard import RequestGuard
-from aedit.async_sgd.service.tailing import Tailing
-from aedit.proto.rpc import Caller, Quiet, answer_in, answer_out, proposal_in, proposal_out
+from aedit.async_sgd.service.push_pull import PushPull
+from aedit.async_sgd.service.request_guard import RequestGuard, fingerprint, known_by
+from aedit.proto.rpc import Caller, HubCore, Quiet, Refusal, answer_in, answer_out, proposal_in, proposal_out
 from aedit.proto.rpc import hub_pb2 as pb
 
 _SESSION_BITS = 63
@@ -26,12 +27,10 @@ class Driver:
         """Create the driver. status: returns the status as JSON, with the metric lines after a number."""
         self._guard, self._ledger, self._hub = guard, guard.ledger, guard.ledger.hub
         self._responder, self._status = responder, status
-        self._tailing = Tailing(guard)
         self.exchange = PushPull(guard)
         self.max_push_bytes = self.exchange.max_push_bytes
         self.push, self.pull = self.exchange.push, self.exchange.pull
         self.garbled = self.exchange.garbled
-        self.confirm = self._tailing.confirm
 
     def hello(self, request: pb.HelloRequest) -> pb.HelloReply:
         """Return the run's configuration to a peer of the same protocol and method."""
@@ -55,7 +54,9 @@ class Driver:
             decided = self._hub.join(who, now)
             position = self._ledger.commit(decided)
             joined = next(record for record in decided if isinstance(record, Joined))
-            self._hub.heirs.note(joined.node, request.inherits, request.leased_upto, now, request.told)
+            self._hub.recovery_anchors.note(
+                joined.node, request.inherits, request.leased_upto, now, request.told
+            )
             reply = messages.join_reply(self._hub, self._hub.state.members[joined.node], session, now)
         reply.news.receipt.CopyFrom(self._guard.admitted(position))
         return reply
@@ -86,9 +87,9 @@ class Driver:
             member = self._guard.speaker(request.who)
             held = [(block.start, block.end) for block in request.held]
             lost = self._hub.state.pool.unknown(member.node, held) if request.lists_held else []
-            if not self._hub.heirs.leases(now):
+            if not self._hub.recovery_anchors.leases(now):
                 return pb.LeaseReply()
-            self._ledger.commit(self._hub.heirs.skipped(member.node))
+            self._ledger.commit(self._hub.recovery_anchors.skipped(member.node))
             leased = [] if lost else self._hub.lease(member.node, request.samples, now)
             position = self._ledger.commit(leased)
         self._guard.durable(position)
@@ -129,8 +130,87 @@ class Driver:
         return pb.StatusReply(json=self._status(request.metrics_after))
 
     def tail(self, request: pb.TailRequest) -> Iterator[pb.TailChunk | Quiet]:
-        """Stream the journal to a standby."""
-        return self._tailing.tail(request)
+        """Stream the journal to a standby; see `stream_journal`."""
+        self._guard.check_term(request.term, from_hub=True)
+        yield from stream_journal(self._ledger, request, self._guard.check_leads)
+
+    def confirm(self, request: pb.ConfirmRequest) -> pb.ConfirmReply:
+        """Note that the standby's disk has everything before this."""
+        self._guard.check_follower()
+        self._guard.check_term(request.term, from_hub=True)
+        position, newest = (request.segment, request.offset), self._ledger.journal.complete
+        if position > newest:
+            text = (
+                f"byte {request.offset} of segment {request.segment} is confirmed, and {newest} is the newest"
+            )
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, text)
+        if request.term != self._ledger.hub.state.term or self._guard.is_shut_out(request.address):
+            return pb.ConfirmReply()
+        stand = self._guard.leadership.confirm(request.replica, position, request.address)
+        return pb.ConfirmReply(stand=stand)
 
     def _used(self, member: Member, consumed: Sequence[pb.Consumed]) -> list[Record]:
         return self._hub.use(member.node, [(block.start, block.upto) for block in consumed])
+
+
+class CoreSwitch:
+    """`HubCore` that passes every call to `core`, which may be replaced."""
+
+    def __init__(self, core: HubCore) -> None:
+        self.core = core
+
+    def hello(self, request: pb.HelloRequest) -> pb.HelloReply:
+        """Call `core.hello`."""
+        return self.core.hello(request)
+
+    def join(self, request: pb.JoinRequest, caller: Caller) -> pb.JoinReply:
+        """Call `core.join`."""
+        return self.core.join(request, caller)
+
+    def heartbeat(self, request: pb.HeartbeatRequest) -> pb.News:
+        """Call `core.heartbeat`."""
+        return self.core.heartbeat(request)
+
+    def lease(self, request: pb.LeaseRequest) -> pb.LeaseReply:
+        """Call `core.lease`."""
+        return self.core.lease(request)
+
+    def leave(self, request: pb.LeaveRequest) -> pb.LeaveReply:
+        """Call `core.leave`."""
+        return self.core.leave(request)
+
+    def take_over(self, request: pb.TakeOverRequest) -> pb.TakeOverReply:
+        """Call `core.take_over`."""
+        return self.core.take_over(request)
+
+    def max_push_bytes(self, head: pb.PushHead) -> int:
+        """Call `core.max_push_bytes`."""
+        return self.core.max_push_bytes(head)
+
+    def push(self, head: pb.PushHead, data: memoryview) -> pb.PushReply:
+        """Call `core.push`."""
+        return self.core.push(head, data)
+
+    def garbled(self, head: pb.PushHead, reason: str) -> None:
+        """Call `core.garbled`."""
+        self.core.garbled(head, reason)
+
+    def pull(self, request: pb.PullRequest) -> tuple[pb.PullHead, memoryview]:
+        """Call `core.pull`."""
+        return self.core.pull(request)
+
+    def status(self, request: pb.StatusRequest) -> pb.StatusReply:
+        """Call `core.status`."""
+        return self.core.status(request)
+
+    def tail(self, request: pb.TailRequest) -> Iterator[pb.TailChunk | Quiet]:
+        """Call `core.tail`."""
+        return self.core.tail(request)
+
+    def confirm(self, request: pb.ConfirmRequest) -> pb.ConfirmReply:
+        """Call `core.confirm`."""
+        return self.core.confirm(request)
+
+    def propose(self, request: pb.ProposeRequest) -> pb.Answer:
+        """Call `core.propose`."""
+        return self.core.propose(request)

@@ -1,12 +1,13 @@
 """Convert between the hub's types and protocol buffers."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from math import isfinite
-from typing import cast
+from typing import Any, cast
 
 import grpc
 
-from aedit.async_sgd.hub import MOST_LEASES, Denied, Hub, Joiner, Member, Report, news
+from aedit.async_sgd.hub import MOST_LEASES, Denied, Hub, Joiner, Member, NodeReport, run_news
 from aedit.proto.rpc import Refusal
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.types import RL_REPORT, Layout, TensorLayout, UnitLayout, printable
@@ -23,6 +24,8 @@ _CODES = {
 _LONGEST_TEXT = 256
 """Characters of what a node says about itself."""
 _LONGEST_FACT = 4096
+MOST_DONORS = 16
+"""Addresses of other nodes in one reply; each node gets other ones."""
 
 
 def refusal(denied: Denied) -> Refusal:
@@ -72,9 +75,9 @@ def _wrong(text: str) -> Refusal:
     return Refusal(grpc.StatusCode.INVALID_ARGUMENT, text)
 
 
-def report_of(request: pb.HeartbeatRequest) -> Report:
+def report_of(request: pb.HeartbeatRequest) -> NodeReport:
     """Return a node's report about itself."""
-    return Report(
+    return NodeReport(
         steps=request.steps,
         tokens=request.tokens,
         steps_per_s=request.steps_per_s,
@@ -101,7 +104,7 @@ def join_reply(hub: Hub, member: Member, session: int, now: float) -> pb.JoinRep
         term=state.term,
         node=member.node,
         session=session,
-        founder=state.founder == member.node and not (state.is_founded or hub.heirs.are_asked),
+        founder=state.founder == member.node and not (state.is_founded or hub.recovery_anchors.are_asked),
         versions=[state.units[i].version if i in state.units else 0 for i in indices],
         seqs=[member.received.get(i, 0) for i in indices],
         donors=told.donors,
@@ -111,10 +114,10 @@ def join_reply(hub: Hub, member: Member, session: int, now: float) -> pb.JoinRep
 
 def tell(hub: Hub, node: int, now: float) -> pb.News:
     """Return the state of the run for a member."""
-    told = news.news(hub, node, now)
+    told = run_news(hub, node, now)
     return pb.News(
-        term=told.term,
-        units=[unit(item) for item in told.units],
+        term=hub.state.term,
+        units=[unit_news(hub, node, unit) for unit in hub.state.units],
         round=told.round,
         pace_steps=told.pace_steps,
         nodes=told.nodes,
@@ -123,18 +126,27 @@ def tell(hub: Hub, node: int, now: float) -> pb.News:
         elapsed_s=told.elapsed_s,
         finished=told.finished,
         evaluates=told.evaluates,
-        donors=told.donors,
+        donors=hub.state.roster.donors(node, MOST_DONORS),
         progress=told.progress,
-        brings=hub.heirs.brings(node, now),
+        brings=hub.recovery_anchors.brings(node, now),
     )
 
 
-def unit(item: news.UnitNews) -> pb.UnitNews:
-    """Return the state of one unit."""
+def unit_news(hub: Hub, node: int, unit: int) -> pb.UnitNews:
+    """Return the newest version of a unit, and the last decision about this node's pushes of it."""
+    last = hub.state.members[node].decision(unit)
     return pb.UnitNews(
-        unit=item.unit,
-        version=item.version,
-        seq=item.seq,
-        verdict=cast(pb.Verdict, int(item.verdict)),
-        reason=item.reason,
+        unit=unit,
+        version=hub.state.units[unit].version,
+        seq=last.seq,
+        verdict=cast(pb.Verdict, int(last.verdict)),
+        reason=last.reason,
     )
+
+
+def json_line(values: Mapping[str, Any]) -> str:
+    """Return values as JSON, which has no NaN and no infinity: null instead."""
+    text = json.dumps(values)
+    if "NaN" not in text and "Infinity" not in text:
+        return text
+    return json.dumps(json.loads(text, parse_constant=lambda name: None))

@@ -1,20 +1,23 @@
 """Checks before a call is answered: identity, term, leadership; and the refusals that a peer gets."""
 
+import ipaddress
 import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from hashlib import sha256
 
 import grpc
 
-from aedit.async_sgd.hub import Denied, Member
+from aedit.async_sgd.hub import CERTIFIED, Denied, Joiner, Member
 from aedit.async_sgd.journal import JournalBroken, Ledger, NoSpace, Position, Unconfirmed, Unproven
-from aedit.async_sgd.service import losses, messages
-from aedit.async_sgd.service.callers import fingerprint
-from aedit.async_sgd.service.engine import HubWorker
+from aedit.async_sgd.replication import Leadership
+from aedit.async_sgd.rules import LimitConfig
+from aedit.async_sgd.service import messages, request_guard
 from aedit.async_sgd.service.hello_responder import check_part
-from aedit.async_sgd.service.leadership import Leadership
-from aedit.proto.rpc import Refusal, lineage
+from aedit.async_sgd.service.hub_worker import HubWorker
+from aedit.proto.rpc import HUB, Caller, Refusal, lineage
 from aedit.proto.rpc import hub_pb2 as pb
 
 SHOWN_LIMIT_S = 0.5
@@ -182,7 +185,7 @@ class RequestGuard:
         except Unproven as error:
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
         with self.ledger.lock:
-            self.lacking = losses.described(self.ledger, claim, node)
+            self.lacking = request_guard.describe_loss(self.ledger, claim, node)
         self.check_leads()
 
     def durable(self, position: Position) -> pb.Receipt:
@@ -214,3 +217,123 @@ class RequestGuard:
         with self.told():
             self.leadership.wait(position, SHOWN_LIMIT_S)
         self.check_leads()
+
+
+_MOST_SHOWN = 8
+
+
+def describe_loss(ledger: Ledger, claim: pb.Claim, node: int | None) -> str:
+    """Return what is missing and what to do about it; the lock is held.
+
+    Args:
+        ledger: Of the hub that has lost something.
+        claim: With a receipt that proves the loss. The numbers by unit are as its node says.
+        node: Index of the node here; None if it is not known here.
+    """
+    receipt, (segment, offset) = claim.receipt, ledger.journal.position
+    missing = "; ".join(_missing(ledger, claim, node)[:_MOST_SHOWN]) or "records of other nodes"
+    return (
+        f"the journal {receipt.epoch} has lost what was acknowledged: a node has a receipt up to byte"
+        f" {receipt.offset} of segment {receipt.segment}; here the end is byte {offset} of segment {segment},"
+        f" or other records are before it. Missing: {missing}. Copy the journal back, or promote the standby;"
+        " `aedit hub --force-lead` goes on with what is left, and nodes must be started again"
+    )
+
+
+def _missing(ledger: Ledger, claim: pb.Claim, node: int | None) -> list[str]:
+    """Return the pushes and versions that the node has seen and this hub does not have, by unit."""
+    state = ledger.hub.state
+    is_known = node is not None and node < len(state.members)
+    received = state.members[node].received if node is not None and is_known else {}
+    units, found = state.layout.units if state.layout else (), []
+    for unit, (seq, version) in enumerate(zip(claim.seqs, claim.versions, strict=False)):
+        name = units[unit].name if unit < len(units) else f"unit {unit}"
+        here = state.units[unit].version if unit in state.units else 0
+        if seq > received.get(unit, 0):
+            found.append(f"{name}: pushes {received.get(unit, 0) + 1} to {seq} of the node")
+        if version > here:
+            found.append(f"{name}: versions {here + 1} to {version}")
+    return found
+
+
+MOST_PROOF_BYTES = 64
+_FINGERPRINT_BYTES = 16
+
+
+def fingerprint(secret: int) -> int:
+    """Return what the journal has of a number that proves who somebody is; 0 for 0, which proves nothing."""
+    return _digest(secret.to_bytes(8, "little")) if secret else 0
+
+
+def known_by(joiner: Joiner, request: pb.JoinRequest, caller: Caller, limits: LimitConfig) -> Joiner:
+    """Return the joiner with its proofs, as fingerprints, and its origin.
+
+    Raises Refusal if it takes the name of other keys, or names a donor on another machine.
+    """
+    named = caller.name is not None and caller.role != HUB  # the hub of a region names itself after its run
+    if named:
+        check_name(request.name, caller.name, "node")
+    if len(request.rejoin) > MOST_PROOF_BYTES:
+        raise _wrong(f"rejoin has {len(request.rejoin)} bytes; at most {MOST_PROOF_BYTES} are kept")
+    _check_donor(request.donor, caller.host)
+    return replace(
+        joiner,
+        session=fingerprint(request.who.session),
+        process=fingerprint(request.process),
+        proof=CERTIFIED if named else f"{_digest(request.rejoin):x}" if request.rejoin else "",
+        origin=f"keys of {caller.name}" if named else origin_of(caller.host),
+        most_names=limits.nodes if is_local(caller.host) else limits.names,
+    )
+
+
+def check_name(name: str, certified: str | None, role: str) -> None:
+    """Raise Refusal if the caller's keys are for another name. certified: in its keys; None: none, or any."""
+    if certified is not None and name != certified:
+        text = f"the certificate is for {certified!r}: a {role} has the name of its certificate"
+        raise Refusal(grpc.StatusCode.PERMISSION_DENIED, text)
+
+
+def origin_of(host: str) -> str:
+    """Return the host as an origin: an IPv6 network counts as one, since anybody there has 2^64 addresses."""
+    try:
+        address = ipaddress.ip_address(_address(host))
+    except ValueError:
+        return f"host {host[:64]}"
+    if address.version == 6 and not address.is_loopback:
+        return f"host {ipaddress.ip_network((address, 64), strict=False)}"
+    return f"host {address}"
+
+
+def is_local(host: str) -> bool:
+    """Return whether the caller is on this machine. host: as gRPC writes it, `ipv4:127.0.0.1`."""
+    try:
+        return ipaddress.ip_address(_address(host)).is_loopback
+    except ValueError:
+        return host.startswith("unix")
+
+
+def _address(host: str) -> str:
+    return host.partition(":")[2].replace("%5B", "").replace("%5D", "").strip("[]").partition("%")[0]
+
+
+def _check_donor(donor: str, host: str) -> None:
+    """Raise Refusal for an address at which the node itself cannot be: others would connect there."""
+    if not donor:
+        return
+    place, _, port = donor.rpartition(":")
+    try:
+        there = ipaddress.ip_address(place.strip("[]"))
+    except ValueError:
+        raise _wrong("donor: expected HOST:PORT with an IP address") from None
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
+        raise _wrong("donor: expected HOST:PORT with a port from 1 to 65535")
+    if not (there.is_loopback and is_local(host)) and str(there) != _address(host):
+        raise _wrong(f"donor: {there} is not where this node calls from")
+
+
+def _digest(data: bytes) -> int:
+    return int.from_bytes(sha256(b"aedit session" + data).digest()[:_FINGERPRINT_BYTES], "little")
+
+
+def _wrong(text: str) -> Refusal:
+    return Refusal(grpc.StatusCode.INVALID_ARGUMENT, text)

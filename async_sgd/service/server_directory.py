@@ -10,9 +10,8 @@ import grpc
 
 from aedit.async_sgd.hub import Card, Complaint, Directory
 from aedit.async_sgd.rules import Banned
-from aedit.async_sgd.service.callers import check_name
-from aedit.async_sgd.service.lines import json_line
-from aedit.async_sgd.service.request_guard import RequestGuard
+from aedit.async_sgd.service.messages import json_line
+from aedit.async_sgd.service.request_guard import RequestGuard, check_name
 from aedit.proto.rpc import (
     LONGEST_REASON,
     MOST_EVIDENCE_BYTES,

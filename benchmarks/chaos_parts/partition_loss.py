@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from aedit.async_sgd.hub import members
-from aedit.async_sgd.hub.news import news
+from aedit.async_sgd.hub import NodeReport, run_news
 from aedit.async_sgd.inprocess import InProcessHub, make_push
 from aedit.async_sgd.rules import Vector
 from aedit.clock import VirtualClock
@@ -117,7 +116,7 @@ class PartsLink:
         self._deliver(unit)
         part = self._part(unit)
         part.tick()
-        told = part.hub.state.members[self._node(unit)].told.get(unit)
+        told = part.hub.state.members[self._node(unit)].decisions.get(unit)
         is_decided = sent.number and told is not None and told.seq == sent.number
         if not self._reaches(unit) or not is_decided or told is None or told.verdict == Verdict.NONE:
             return None
@@ -129,7 +128,7 @@ class PartsLink:
         """Return what the owner of part 0 has said last."""
         part = self._parts[0]
         if self._wires.reaches(self._index, 0) and self._is_in(part):
-            told = news(part.hub, part.hub.state.names[self._name], part.clock())
+            told = run_news(part.hub, part.hub.state.names[self._name], part.clock())
             self._news = News(round=told.round, pace_steps=told.pace_steps, nodes=told.nodes)
         return self._news
 
@@ -141,7 +140,7 @@ class PartsLink:
         for number, part in enumerate(self._parts):
             if self._wires.reaches(self._index, number):
                 node = part.join(self._name) if not self._is_in(part) else part.hub.state.names[self._name]
-                part.heartbeat(node, members.Report(steps_per_s=steps_per_s, state="training"))
+                part.heartbeat(node, NodeReport(steps_per_s=steps_per_s, state="training"))
 
     def leases(self, upto: int = 0) -> Sequence[tuple[int, int]]:
         """Return nothing: the node has its own data."""

@@ -15,11 +15,13 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from aedit.async_sgd.hub import Hub, HubPlan, Joiner
+from aedit.async_sgd.hub import Hub, Joiner
 from aedit.async_sgd.journal import Journal, Ledger, Payload, Store
+from aedit.async_sgd.replication import Leadership
 from aedit.async_sgd.rules import (
     Accepted,
     HubConfig,
+    HubPlan,
     Joined,
     LimitConfig,
     Merged,
@@ -32,7 +34,6 @@ from aedit.async_sgd.service import (
     Driver,
     HelloResponder,
     HubWorker,
-    Leadership,
     RequestGuard,
     ServerDirectory,
     fingerprint,

@@ -16,9 +16,10 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from numpy.typing import NDArray
 
-from aedit.async_sgd.hub import Hub, HubPlan, Joiner
-from aedit.async_sgd.journal import Journal, Payload, tensor_norms
-from aedit.async_sgd.rules import Codec, HubConfig, Merged, OuterConfig, PenaltyConfig, Push, Record
+from aedit.async_sgd.hub import Hub, Joiner
+from aedit.async_sgd.journal import Journal, Payload
+from aedit.async_sgd.rules import Codec, HubConfig, HubPlan, Merged, OuterConfig, PenaltyConfig, Push, Record
+from aedit.async_sgd.service import tensor_norms
 from aedit.proto.codecs import codec, codecs
 from aedit.types import Layout, TensorLayout, UnitLayout
 

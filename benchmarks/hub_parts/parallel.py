@@ -15,11 +15,12 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from aedit.async_sgd.hub import Hub, HubPlan, Joiner
+from aedit.async_sgd.hub import Hub, Joiner
 from aedit.async_sgd.journal import Journal, Ledger, Payload, Store
-from aedit.async_sgd.rules import HubConfig, OuterConfig, PenaltyConfig, Push, Vector
-from aedit.async_sgd.service import HubWorker, give_back_what_is_freed
+from aedit.async_sgd.rules import HubConfig, HubPlan, OuterConfig, PenaltyConfig, Push, Vector
+from aedit.async_sgd.service import HubWorker
 from aedit.proto.codecs import codec
+from aedit.system import give_back_what_is_freed
 from aedit.types import Layout, TensorLayout, UnitLayout
 from benchmarks.hub_parts.process import memory_bytes
 

@@ -19,7 +19,6 @@ import grpc
 import numpy as np
 import psutil
 
-from aedit.async_sgd.service import give_back_what_is_freed
 from aedit.proto.rpc import (
     CHUNK_BYTES,
     CallContext,
@@ -33,6 +32,7 @@ from aedit.proto.rpc import (
     channel,
 )
 from aedit.proto.rpc import hub_pb2 as pb
+from aedit.system import give_back_what_is_freed
 from benchmarks.hub_parts.data_channel import ChannelReceiver, push_over_channel
 
 HOST = "127.0.0.1"

@@ -13,9 +13,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from aedit.async_sgd.hub import HubPlan
 from aedit.async_sgd.inprocess import InProcessHub, Tally, Tamper
-from aedit.async_sgd.rules import Average, HubConfig, Nesterov, OuterConfig, Vector
+from aedit.async_sgd.rules import Average, HubConfig, HubPlan, Nesterov, OuterConfig, Vector
 from aedit.clock import VirtualClock
 from aedit.edit import EditConfig, HubExchange, HubPace, LayerSync, PenaltyConfig, make_pace
 from aedit.launch.config import TrainConfig

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from aedit.async_sgd.service import keep_one_arena
 from aedit.launch.cli.generate import AUTO, GenerateRequest, make_engine
 from aedit.launch.cli.policy import DirectoryModel, read_directory
 from aedit.launch.cli.serve_options import control_address
@@ -23,6 +22,7 @@ from aedit.launch.serve import (
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.http import HttpService, TextCodec
 from aedit.spec_rollout.server import EngineHost, HostLimits
+from aedit.system import keep_one_arena
 from aedit.types import UserError
 
 DEFAULT_MAX_TOKENS = 4096

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from aedit.async_sgd.hub import Hub, HubPlan
+from aedit.async_sgd.hub import Hub
 from aedit.async_sgd.journal import (
     File,
     Store,
@@ -18,7 +18,7 @@ from aedit.async_sgd.journal import (
     segment_numbers,
     segment_path,
 )
-from aedit.async_sgd.rules import Accepted, Push, Record, Vector
+from aedit.async_sgd.rules import Accepted, HubPlan, Push, Record, Vector
 from aedit.launch.config import (
     RunConfig,
     continued,

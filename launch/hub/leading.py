@@ -6,15 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from aedit.async_sgd.journal import JournalBroken, Ledger, NoSpace
+from aedit.async_sgd.replication import Leadership
 from aedit.async_sgd.rules import Record
-from aedit.async_sgd.service import (
-    Driver,
-    HelloResponder,
-    HubWorker,
-    Leadership,
-    RequestGuard,
-    ServerDirectory,
-)
+from aedit.async_sgd.service import Driver, HelloResponder, HubWorker, RequestGuard, ServerDirectory
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.reports import LINE_EVERY_S, Reports, metrics, overview
 from aedit.system import num_cores

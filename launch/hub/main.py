@@ -16,16 +16,10 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import aedit
 from aedit.async_sgd.hub import Hub
-from aedit.async_sgd.journal import Journal, JournalBroken, Ledger, Mirror, NoSpace, Store
+from aedit.async_sgd.journal import Journal, JournalBroken, Ledger, NoSpace, Store
+from aedit.async_sgd.replication import Leadership, Mirror
 from aedit.async_sgd.rules import Led, Record
-from aedit.async_sgd.service import (
-    DirectorySwitch,
-    HelloResponder,
-    Leadership,
-    Signer,
-    Switch,
-    give_back_what_is_freed,
-)
+from aedit.async_sgd.service import CoreSwitch, DirectorySwitch, HelloResponder, Signer
 from aedit.launch.config import RunConfig, difference, method, to_toml
 from aedit.launch.hub import folder
 from aedit.launch.hub.endpoint import HubEndpoint
@@ -49,11 +43,11 @@ from aedit.proto.rpc import (
     serve,
 )
 from aedit.proto.swarm import ReplicasFile
-from aedit.system import write_atomically
+from aedit.system import give_back_what_is_freed, write_atomically
 from aedit.types import UserError
 
 if TYPE_CHECKING:
-    from aedit.async_sgd.service import Page
+    from aedit.async_sgd.service import MetricsPage
 
 log = logging.getLogger(__name__)
 _GRACE_S = 2.0
@@ -185,11 +179,11 @@ class _Process:
         self._server: Server | None = None
         self._leading: LeadingHub | None = None
         self._standby: Standby | None = None
-        self._switch: Switch | None = None
+        self._switch: CoreSwitch | None = None
         first = next(iter(endpoint.config.hub.addresses), "the owner of part 0")
         self._directory = DirectorySwitch(f"the directory is at the run's first hub, {first}")
         self._policy = PolicyService(endpoint.part[1])
-        self._page: Page | None = None
+        self._page: MetricsPage | None = None
 
     def start(self, *, force: bool = False, above: int = 0) -> None:
         """Recover the state from the folder and begin to serve.
@@ -350,10 +344,10 @@ class _Process:
         self._leading = leading
         if self._config.hub.metrics_port is not None:
             # Imported here so that hubs without a metrics page start faster.
-            from aedit.async_sgd.service import Page
+            from aedit.async_sgd.service import MetricsPage
 
             host = self._endpoint.address.rpartition(":")[0].strip("[]")
-            self._page = Page(leading.overview, host, self._config.hub.metrics_port)
+            self._page = MetricsPage(leading.overview, host, self._config.hub.metrics_port)
         if self._endpoint.part[0] == 0:
             self._directory.core = leading.directory
         if self._endpoint.part[1] == 1:
@@ -397,7 +391,7 @@ class _Process:
         if self._switch is not None:
             self._switch.core = core
             return
-        self._switch = Switch(core)
+        self._switch = CoreSwitch(core)
         limits = self._config.hub.limits
         bounds = Limits(
             nodes=limits.nodes,

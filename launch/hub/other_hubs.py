@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from aedit.async_sgd.hub import Hub
-from aedit.async_sgd.service import Leadership
+from aedit.async_sgd.replication import Leadership
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.proto.rpc import (
     Answer,

@@ -2,14 +2,16 @@
 
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from aedit.async_sgd.hub import news
+from aedit.async_sgd.hub import listed_members, status_of_nodes, status_of_run
 from aedit.async_sgd.journal import Ledger
+from aedit.async_sgd.replication import Leadership
 from aedit.async_sgd.rules import records
-from aedit.async_sgd.service import HubWorker, Leadership, Lines, ServerDirectory, json_line, newest
+from aedit.async_sgd.service import HubWorker, ServerDirectory, json_line
 from aedit.launch.records import Clock, Recorder
 from aedit.proto.rpc import MESSAGE_BYTES
 
@@ -71,7 +73,7 @@ class Reports:
         self._clock = Clock()
         self._files = Recorder(directory, self._clock, writes=True)
         self._lock = threading.Lock()
-        self._lines = Lines()
+        self._lines = MetricBuffer()
         self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
         self._names: dict[int, str] = {}
 
@@ -124,10 +126,10 @@ class Reports:
         """Return as JSON `now`, the latest events, and the metrics lines after the first `after` ones."""
         with self._lock:
             lines, count, events = self._lines.after(after), self._lines.count, list(self._events)
-        said = newest([json_line(event) for event in events], _MOST_EVENT_BYTES)
+        said = newest_texts([json_line(event) for event in events], _MOST_EVENT_BYTES)
         head = json_line({**now, "num_lines": count})
         room = MESSAGE_BYTES - _MARGIN_BYTES - len(head) - sum(map(len, said)) - 2 * len(said)
-        shown = ", ".join(newest(lines, room))
+        shown = ", ".join(newest_texts(lines, room))
         return f'{head[:-1]}, "events": [{", ".join(said)}], "lines": [{shown}]}}'
 
     def close(self) -> None:
@@ -140,14 +142,14 @@ def overview(
 ) -> dict[str, Any]:
     """Return the state of the hub as JSON values; numbers may be NaN."""
     with ledger.lock:
-        at_s, shown = ledger.clock(), news.shown(ledger.hub.state)
-        run = news.status_of_run(ledger.hub, at_s)
+        at_s, shown = ledger.clock(), listed_members(ledger.hub.state)
+        run = status_of_run(ledger.hub, at_s)
         servers = directory.status(at_s)
         merges, merge_s = engine.merges, engine.merge_s
     nodes: list[dict[str, Any]] = []
     for start in range(0, len(shown), _AT_ONCE):
         with ledger.lock:  # briefly: members wait for it
-            nodes += news.status_of_nodes(ledger.hub, shown[start : start + _AT_ONCE], at_s)
+            nodes += status_of_nodes(ledger.hub, shown[start : start + _AT_ONCE], at_s)
     segment, offset = ledger.journal.position
     in_sync, electors = leadership.in_sync()
     return run | {
@@ -185,3 +187,49 @@ def metrics(overview: Mapping[str, Any]) -> dict[str, Any]:
         "standby": overview["standby"],
         "servers": [{name: server[name] for name in _OF_SERVERS} for server in overview["servers"]],
     }
+
+
+MOST_LINE_BYTES = 2**20
+"""Most bytes of all lines as JSON: a status with them stays below the largest message."""
+
+
+def newest_texts(texts: Sequence[str], most_bytes: int) -> list[str]:
+    """Return the last of `texts` that take at most `most_bytes` together, each with a separator of two."""
+    ends = accumulate(len(text) + 2 for text in reversed(texts))
+    fit = sum(end <= most_bytes for end in ends)
+    return list(texts[len(texts) - fit :])
+
+
+class MetricBuffer:
+    """Metric lines. Of a long run it keeps every 2nd, 4th, 8th... line, and the newest. Not thread-safe."""
+
+    def __init__(self, most_bytes: int = MOST_LINE_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._lines: list[tuple[int, str]] = []
+        self._num_bytes = 0
+        self._every = 1
+        self.count = 0
+        """Lines that have ever been added."""
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Add the newest line."""
+        if self._lines and self._lines[-1][0] % self._every:
+            self._num_bytes -= len(self._lines.pop()[1])
+        text = json_line(values)
+        self._lines.append((self.count, text))
+        self._num_bytes += len(text)
+        self.count += 1
+        while self._num_bytes > self._most_bytes and len(self._lines) > 1:
+            self._thin_out()
+
+    def after(self, count: int) -> list[str]:
+        """Return the kept lines that were added after the first `count`, as JSON."""
+        return [text for number, text in self._lines if number >= count]
+
+    def _thin_out(self) -> None:
+        self._every *= 2
+        *before, newest_texts = self._lines
+        self._lines = [*(line for line in before if line[0] % self._every == 0), newest_texts]
+        self._num_bytes = sum(len(text) for _, text in self._lines)
+        if len(self._lines) == 2 and self._num_bytes > self._most_bytes:
+            self._lines, self._num_bytes = [newest_texts], len(newest_texts[1])

@@ -10,10 +10,11 @@ from typing import Any, NoReturn
 
 import grpc
 
-from aedit.async_sgd.hub import Denied, news
-from aedit.async_sgd.journal import Damaged, Mark, Mirror, Position, begin_after
+from aedit.async_sgd.hub import Denied, hub_status
+from aedit.async_sgd.journal import Damaged, Mark, Position, begin_after
+from aedit.async_sgd.replication import Leadership, Mirror
 from aedit.async_sgd.rules import Led, Record
-from aedit.async_sgd.service import HelloResponder, Leadership, check_part, fingerprint, messages
+from aedit.async_sgd.service import HelloResponder, check_part, fingerprint, messages
 from aedit.launch.hub import folder
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.leading import LeadingHub
@@ -127,7 +128,7 @@ class Standby(_LeaderOnly):
     def status(self, request: pb.StatusRequest) -> pb.StatusReply:
         """Return the state of this standby as JSON."""
         with self._mirror.lock:
-            now = news.status(self._mirror.hub, time.monotonic())
+            now = hub_status(self._mirror.hub, time.monotonic())
             configs = self._mirror.hub.state.configs
             is_current = self._mirror.is_applied and time.monotonic() - self._heard_s < _CURRENT_S
         segment, offset = self._mirror.position

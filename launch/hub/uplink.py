@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 import aedit
-from aedit.async_sgd.hub import upward
+from aedit.async_sgd.hub import parent_hub
 from aedit.async_sgd.rules import Vector
 from aedit.async_sgd.service import HubWorker
 from aedit.launch.config import parse
@@ -169,7 +169,7 @@ class Uplink:
             with self._ledger.lock:
                 state = self._hub.state.units[unit]
                 if state.sent is not None:
-                    self._ledger.commit([upward.withdraw(unit)])
+                    self._ledger.commit([parent_hub.withdraw(unit)])
                 share = 1.0 if state.version == 1 else None
             if not np.array_equal(anchor, mine):
                 self._mix(unit, anchor, share)
@@ -181,12 +181,12 @@ class Uplink:
                 self._land(link, unit, unit_link, answer)
             return
         with self._ledger.lock:
-            if unit not in upward.due(self._hub):
+            if unit not in parent_hub.due(self._hub):
                 if self._hub.state.units[unit].apart:
                     self._ask(link, unit, unit_link)
                 return
-            self._ledger.commit([upward.send(self._hub, unit)])
-            owed, steps = upward.owed(self._hub, unit), self._hub.state.units[unit].steps
+            self._ledger.commit([parent_hub.send(self._hub, unit)])
+            owed, steps = parent_hub.owed(self._hub, unit), self._hub.state.units[unit].steps
         link.outbox[unit][:] = owed
         unit_link.seq, unit_link.waits = unit_link.seq + 1, True
         since, unit_link.steps_sent = max(1, steps - unit_link.steps_sent), steps
@@ -211,7 +211,7 @@ class Uplink:
             self._mix(unit, link.anchors[unit], None)
         else:
             with self._ledger.lock:
-                self._ledger.commit([upward.withdraw(unit)])
+                self._ledger.commit([parent_hub.withdraw(unit)])
             if answer.verdict == Verdict.DISTRUSTED:
                 self._mix(unit, link.anchors[unit], 1.0)
         unit_link.base, unit_link.waits = answer.version, False

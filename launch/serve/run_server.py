@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aedit.async_sgd.service import keep_one_arena
 from aedit.launch.config import RunConfig, check_imports, of_this_machine, parse, with_flags
 from aedit.launch.processes.child import StopSignals
 from aedit.launch.serve.places import ServerPlaces
 from aedit.proto.rpc import HelloReply, HubRefused, HubUnreachable, ServerKeys, caller_keys, greet
+from aedit.system import keep_one_arena
 from aedit.types import UserError
 
 if TYPE_CHECKING:  # they load torch, which takes seconds: what the user can correct is said before

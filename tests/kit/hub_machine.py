@@ -7,9 +7,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from aedit.async_sgd.hub import Hub, HubPlan, Joiner, Report, Saved
+from aedit.async_sgd.hub import Hub, Joiner, NodeReport, Saved
 from aedit.async_sgd.rules import (
     HubConfig,
+    HubPlan,
     Joined,
     OuterConfig,
     PenaltyConfig,
@@ -126,7 +127,7 @@ class World:
         self.settle()
 
     def heartbeat(self, node, state="training", **numbers):
-        self.hub.heartbeat(node, Report(state=state, **numbers), self.now)
+        self.hub.heartbeat(node, NodeReport(state=state, **numbers), self.now)
 
     def lease(self, node, samples):
         decided = self.do(self.hub.lease(node, samples, self.now))

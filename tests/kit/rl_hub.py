@@ -6,9 +6,8 @@ from pathlib import Path
 
 import torch
 
-from aedit.async_sgd.hub import HubPlan
 from aedit.async_sgd.inprocess import InProcessHub
-from aedit.async_sgd.rules import HubConfig, OuterConfig, PenaltyConfig
+from aedit.async_sgd.rules import HubConfig, HubPlan, OuterConfig, PenaltyConfig
 from aedit.edit import EditConfig, HubExchange, LayerSync, find_units, flat_layout
 from aedit.launch.data import LeasedOrder, load_tokenizer
 from aedit.launch.node import NodeCheckpoints, load_data, make_inner

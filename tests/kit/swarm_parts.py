@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from aedit.async_sgd.journal import Journal, Ledger, Mirror, Store
+from aedit.async_sgd.journal import Journal, Ledger, Store
+from aedit.async_sgd.replication import Mirror
 from aedit.async_sgd.rules import Accepted, Push
 from aedit.proto.codecs import codec
 from aedit.proto.rpc import hub_pb2 as pb

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from zlib_ng.zlib_ng import crc32
 
-from aedit.async_sgd.hub import upward
+from aedit.async_sgd.hub import parent_hub
 from aedit.async_sgd.journal import JournalBroken, Ledger, NoSpace
 from aedit.async_sgd.rules import Merged, Vector
 
@@ -141,7 +141,7 @@ class HubWorker:
             if unit in self._merging or self._stopping.is_set() or not ledger.may_advance(unit):
                 return False
             payload = ledger.store_payload("fp32", len(anchor), crc32(data), data)
-            record = upward.mix(ledger.hub, unit, payload, share)
+            record = parent_hub.mix(ledger.hub, unit, payload, share)
             ledger.commit([record], ledger.hub.compute(record))
         self.wake()
         return True

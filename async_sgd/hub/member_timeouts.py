@@ -7,8 +7,7 @@ All of it follows from the state and the volatile state of the hub, and is made 
 from collections.abc import Set
 from heapq import heappop, heappush
 
-from aedit.async_sgd.hub.clocks import Clocks
-from aedit.async_sgd.hub.ranking import Ranking
+from aedit.async_sgd.hub.members import Clocks, Ranking
 from aedit.async_sgd.hub.state import AWAITED_MISSES, HubState
 from aedit.async_sgd.rules import Accepted, Garbled, HubConfig, Joined, Left, Merged, Record, Refused
 

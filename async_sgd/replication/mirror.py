@@ -1,28 +1,39 @@
 """A copy of a primary's journal, byte for byte, and the state that follows from it."""
 
+import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 from zlib_ng.zlib_ng import crc32
 
 from aedit.async_sgd.hub import Clocks, Hub, load_state, save_state
-from aedit.async_sgd.journal import snapshot
-from aedit.async_sgd.journal.encoding import decode_records
-from aedit.async_sgd.journal.frames import (
+from aedit.async_sgd.journal import (
     FILE_BYTES,
+    NOTE,
     RECORDS,
     Damaged,
     File,
+    Journal,
+    JournalBroken,
+    Mark,
+    Position,
     Short,
+    Store,
     chain_of,
+    decode_records,
     frame_at,
+    is_before,
+    locate,
     read_head,
+    read_snapshot,
+    segment_numbers,
+    segment_path,
+    snapshot_path,
 )
-from aedit.async_sgd.journal.journal import NOTE, Journal, JournalBroken, Mark, Position, segment_path
-from aedit.async_sgd.journal.partial import PartialSnapshot
-from aedit.async_sgd.journal.store import Store, is_before, locate, segment_numbers, snapshot_path
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.system import sync_directory
 from aedit.types import UserError
@@ -247,7 +258,7 @@ class Mirror:
         self.clear()
         path = snapshot_path(self._directory, segment)
         self.partial.finish(path)
-        load_state(snapshot.read(path), self.hub.state)
+        load_state(read_snapshot(path), self.hub.state)
         self._applied = segment, 0
 
     def _turn_over(self, segment: int) -> bool:
@@ -266,3 +277,79 @@ class Mirror:
         except OSError as error:
             log.error("no snapshot: %s", error)
         return True
+
+
+_NAME = "incoming_"
+"""The file is not named like a snapshot: nothing reads it as one before it is whole."""
+_PIECE_BYTES = 2**24
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """The first bytes of the snapshot before segment `segment`."""
+
+    segment: int
+    num_bytes: int
+    sha256: bytes
+
+
+class PartialSnapshot:
+    """The snapshot that a follower is fetching, in a file of its folder; there is one at most."""
+
+    def __init__(self, directory: Path) -> None:
+        """Continue with the part that the folder has."""
+        self._directory, self._segment = directory, 0
+        self._file: File | None = None
+        found = (path.name.removeprefix(_NAME) for path in directory.glob(f"{_NAME}*"))
+        for number in sorted(int(number) for number in found if number.isdecimal()):
+            self.drop()  # that of a lower number, whose deletion was not on disk when the machine failed
+            self._segment, self._file = number, File(self._path(number))
+
+    def received(self) -> Received | None:
+        """Return what is on disk, with the hash of the bytes of the file; None without a file."""
+        if self._file is None:
+            return None
+        num_bytes, digest = self._file.num_bytes, hashlib.sha256()
+        for piece in pieces(self._file, num_bytes):
+            digest.update(piece)
+        return Received(self._segment, num_bytes, digest.digest())
+
+    def take(self, segment: int, offset: int, data: bytes) -> None:
+        """Write a chunk. The first byte of a snapshot, and another snapshot, begin a new file.
+
+        Raises Damaged if the chunk does not begin at the end of the file, OSError if the disk is full.
+        """
+        if self._file is None or offset == 0 or segment != self._segment:
+            self.drop()
+            self._segment, self._file = segment, File(self._path(segment), create=True)
+        if offset != self._file.num_bytes:
+            raise Damaged(f"snapshot {segment} goes on at byte {offset}, not at {self._file.num_bytes}")
+        self._file.write(offset, data)
+
+    def sync(self, segment: int) -> None:
+        """Flush the file to disk. Raises Damaged if it is not the snapshot before `segment`."""
+        if self._file is None or segment != self._segment:
+            raise Damaged(f"segment {segment} comes after snapshot {self._segment}")
+        os.fsync(self._file.fd)
+
+    def finish(self, path: Path) -> None:
+        """Move the file, which is whole and flushed, to its place as a snapshot."""
+        assert self._file is not None
+        os.replace(self._file.path, path)
+        sync_directory(self._directory)
+        self._segment, self._file = 0, None
+
+    def drop(self) -> None:
+        """Delete the file, if there is one."""
+        if self._file is not None:
+            self._file.path.unlink(missing_ok=True)
+            self._segment, self._file = 0, None
+
+    def _path(self, segment: int) -> Path:
+        return self._directory / f"{_NAME}{segment}"
+
+
+def pieces(file: File, num_bytes: int) -> Iterator[bytes]:
+    """Yield the first `num_bytes` bytes of a file piece by piece; fewer if it is shorter."""
+    for offset in range(0, num_bytes, _PIECE_BYTES):
+        yield file.read(offset, min(_PIECE_BYTES, num_bytes - offset))

@@ -3,7 +3,7 @@
 import pytest
 
 from aedit.async_sgd.hub import HubState, Member, Unit
-from aedit.async_sgd.hub.heirs import Heirs
+from aedit.async_sgd.hub.recovery_anchors import RecoveryAnchors
 from aedit.async_sgd.rules import Leased, Used
 from aedit.proto.agent.agent import RunNews
 from aedit.proto.rpc import hub_pb2 as pb
@@ -12,17 +12,17 @@ from aedit.proto.rpc import last_term_before, stamp, term_text, version_of
 AGAIN = last_term_before(1, b"founder") + 1
 
 
-def heirs(live=(0, 1, 2), term=AGAIN):
+def anchors_of_nodes(live=(0, 1, 2), term=AGAIN):
     state = HubState(term=term, units={0: Unit(), 1: Unit()})
     state.members = [Member(f"n{node}", node) for node in live]
     for member in state.members:
         member.live = True
         state.roster.add(member)
-    return Heirs(lambda: state, gather_s=10.0), state
+    return RecoveryAnchors(lambda: state, gather_s=10.0), state
 
 
 def test_the_newest_anchor_of_each_unit_wins():
-    found, _ = heirs()
+    found, _ = anchors_of_nodes()
     found.note(0, [stamp(0, 7), stamp(0, 5)], 0, 100.0)
     found.note(1, [stamp(0, 8), stamp(0, 4)], 0, 103.0)
     assert (found.founder(0, 109.0), found.founder(1, 109.0)) == (None, None), "others may have newer ones"
@@ -31,7 +31,7 @@ def test_the_newest_anchor_of_each_unit_wins():
 
 
 def test_an_anchor_of_a_later_generation_is_newer_whatever_its_version_is():
-    found, _ = heirs()
+    found, _ = anchors_of_nodes()
     found.note(0, [stamp(0, 9000), 0], 0, 0.0)
     found.note(1, [stamp(1, 1), 0], 0, 0.0)
     assert found.founder(0, 10.0) == 1
@@ -39,7 +39,7 @@ def test_an_anchor_of_a_later_generation_is_newer_whatever_its_version_is():
 
 
 def test_versions_after_the_anchor_that_is_brought_are_told_by_name_and_change_nothing():
-    found, _ = heirs()
+    found, _ = anchors_of_nodes()
     found.note(0, [stamp(1, 7), 0], 0, 0.0, [stamp(1, 7), 0])
     found.note(1, [stamp(1, 4), 0], 0, 0.0, [stamp(1, 9), 0])
     found.note(2, [0], 0, 0.0, [stamp(2, 3)])
@@ -52,14 +52,14 @@ def test_versions_after_the_anchor_that_is_brought_are_told_by_name_and_change_n
 
 
 def test_a_bounded_number_of_nodes_is_named():
-    found, _ = heirs(range(20))
+    found, _ = anchors_of_nodes(range(20))
     for node in range(20):
         found.note(node, [stamp(0, 1)], 0, 0.0, [stamp(0, 2 + node)])
     assert found.lost_after(0, 0) == [(node, node + 1) for node in range(19, 3, -1)]
 
 
 def test_nobody_without_an_anchor_brings_one_and_no_member_that_has_gone():
-    found, state = heirs()
+    found, state = anchors_of_nodes()
     found.note(2, [0, 0], 0, 0.0)
     assert found.founder(0, 1000.0) is None, "a new node has only the weights it was made with"
     found.note(0, [stamp(0, 3), 0], 0, 1000.0)
@@ -71,7 +71,7 @@ def test_nobody_without_an_anchor_brings_one_and_no_member_that_has_gone():
 
 
 def test_in_the_first_generation_the_founder_is_who_has_joined_first():
-    found, state = heirs(term=5)
+    found, state = anchors_of_nodes(term=5)
     state.founder = 2
     found.note(0, [stamp(0, 7)], 0, 0.0)
     assert (found.founder(0, 0.0), found.brings(0, 100.0), found.skipped(0)) == (2, [], [])
@@ -79,7 +79,7 @@ def test_in_the_first_generation_the_founder_is_who_has_joined_first():
 
 
 def test_positions_that_nodes_have_had_are_given_to_nobody_again():
-    found, state = heirs()
+    found, state = anchors_of_nodes()
     found.note(0, [stamp(0, 1)], 320, 0.0)
     assert not found.leases(5.0), "another node may have been given more"
     found.note(1, [0], 640, 5.0)

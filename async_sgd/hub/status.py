@@ -2,83 +2,40 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from aedit.async_sgd.hub.hub import Hub
-from aedit.async_sgd.hub.members import Member, Report, Told
+from aedit.async_sgd.hub.members import Member, NodeReport
 from aedit.async_sgd.hub.state import HubState
-from aedit.types import Verdict
+from aedit.types import News
 
 _FP32_BYTES = 4
-MOST_DONORS = 16
-"""Addresses of other nodes in one reply; each node is told of others."""
 MOST_SHOWN = 512
 """Members in a status and in a line of metrics, so that it fits into one message."""
 MOST_GONE = 32
 """Most members among these that have left."""
 
 
-@dataclass(frozen=True, slots=True)
-class UnitNews:
-    """State of one unit, for one node."""
-
-    unit: int
-    version: int
-    """Newest anchor."""
-    seq: int
-    """The last push of this node that has been decided on."""
-    verdict: Verdict
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeartbeatReply:
-    """State of the run, for one node."""
-
-    term: int
-    units: tuple[UnitNews, ...]
-    round: int
-    pace_steps: int
-    nodes: int
-    total_steps: int
-    total_tokens: int
-    elapsed_s: float
-    progress: float
-    finished: bool
-    evaluates: bool
-    donors: tuple[str, ...]
-
-
-def unit_news(hub: Hub, node: int, unit: int) -> UnitNews:
-    """Return the last decision about this node's pushes of the unit, and its newest version."""
-    told = hub.state.members[node].told.get(unit, Told())
-    return UnitNews(unit, hub.state.units[unit].version, told.seq, told.verdict, told.reason)
-
-
-def news(hub: Hub, node: int, now: float) -> HeartbeatReply:
-    """Return the reply to a member's heartbeat."""
-    state, roster = hub.state, hub.state.roster
-    progress = hub.progress(now)
-    return HeartbeatReply(
-        term=state.term,
-        units=tuple(unit_news(hub, node, unit) for unit in state.units),
+def run_news(hub: Hub, node: int, now: float) -> News:
+    """Return the state of the run for a member."""
+    state, progress = hub.state, hub.progress(now)
+    return News(
+        age_s=0.0,
         round=state.round,
         pace_steps=hub.pace_steps(node),
-        nodes=len(roster.live),
+        nodes=len(state.live),
         total_steps=state.total_steps,
         total_tokens=state.total_tokens,
         elapsed_s=hub.elapsed_s(now),
         progress=progress,
         finished=progress >= 1.0,
-        evaluates=roster.order[:1] == [node],
-        donors=roster.donors(node, MOST_DONORS),
+        evaluates=state.roster.order[:1] == [node],
     )
 
 
-def status(hub: Hub, now: float) -> dict[str, Any]:
+def hub_status(hub: Hub, now: float) -> dict[str, Any]:
     """Return everything that the views show, as values that JSON can hold; None where unknown."""
-    return status_of_run(hub, now) | {"nodes": status_of_nodes(hub, shown(hub.state), now)}
+    return status_of_run(hub, now) | {"nodes": status_of_nodes(hub, listed_members(hub.state), now)}
 
 
 def status_of_run(hub: Hub, now: float) -> dict[str, Any]:
@@ -97,7 +54,7 @@ def status_of_run(hub: Hub, now: float) -> dict[str, Any]:
         "anchor_bytes": sum(_FP32_BYTES * layout[index].numel for index in state.units),
         "leased_upto": state.pool.watermark,
         "returned_samples": sum(end - start for start, end in state.pool.returned),
-        "nodes_left_out": len(state.names) - len(shown(state)),
+        "nodes_left_out": len(state.names) - len(listed_members(state)),
         "units": [
             {
                 "unit": index,
@@ -118,7 +75,7 @@ def status_of_nodes(hub: Hub, nodes: Sequence[int], now: float) -> list[dict[str
     return [_node_status(hub, hub.state.members[node], paces.get(node, 0), now) for node in nodes]
 
 
-def shown(state: HubState) -> list[int]:
+def listed_members(state: HubState) -> list[int]:
     """Return the members of a status: the live ones and the latest others, up to `MOST_SHOWN`, by index."""
     live = state.roster.order[:MOST_SHOWN]
     if len(live) == MOST_SHOWN:
@@ -128,7 +85,7 @@ def shown(state: HubState) -> list[int]:
 
 
 def _node_status(hub: Hub, member: Member, pace_steps: int, now: float) -> dict[str, Any]:
-    report = hub.clocks.reports.get(member.node, Report(state=""))
+    report = hub.clocks.reports.get(member.node, NodeReport(state=""))
     seen_s = hub.clocks.seen.get(member.node)
     leases = hub.state.pool.outstanding(member.node)
     return {
@@ -166,7 +123,7 @@ def _nested(values: Mapping[str, float]) -> dict[str, Any] | None:
     return found or None
 
 
-def _state(member: Member, report: Report) -> str:
+def _state(member: Member, report: NodeReport) -> str:
     if member.excluded:
         return f"excluded: {member.gone}"
     return report.state or "joining" if member.live else f"gone: {member.gone}"

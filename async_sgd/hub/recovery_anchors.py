@@ -14,7 +14,7 @@ _LAST_POSITION = 2**60
 """Positions of samples beyond this one are nobody's word to be taken for."""
 
 
-class Heirs:
+class RecoveryAnchors:
     """The anchors that nodes have of the part, as they say when they join."""
 
     def __init__(self, state: Callable[[], HubState], gather_s: float) -> None:

@@ -5,15 +5,21 @@ what no node can do is refused. What is lowered is in the journal as it counts.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from aedit.async_sgd.hub import speeds
-from aedit.async_sgd.hub.clocks import Clocks
-from aedit.async_sgd.hub.members import Report
-from aedit.async_sgd.hub.plan import HubPlan
+from aedit.async_sgd.hub.members import Clocks, NodeReport, Ranking, dylu
 from aedit.async_sgd.hub.state import HubState, Unit
-from aedit.async_sgd.rules import MOST, Push, PushTimes, always_possible, is_early, least_gap, possible_steps
+from aedit.async_sgd.rules import (
+    MOST_CLAIM,
+    HubPlan,
+    Push,
+    PushTimes,
+    always_possible,
+    is_early,
+    least_gap,
+    possible_steps,
+)
 from aedit.proto.rpc import lineage
 
 _LONGEST = 4
@@ -45,7 +51,6 @@ def bounds(state: HubState, push: Push, plan: HubPlan, clocks: Clocks, now_s: fl
 
     now_s: age of the run. It does not hold the time in which there was no hub, and nodes train on then.
     """
-    reports, began_s = clocks.reports, clocks.began_s
     unit = state.units[push.unit]
     times = unit.times.get(push.node, PushTimes.began(now_s))
     most = _most_steps(plan, times, now_s)
@@ -53,14 +58,14 @@ def bounds(state: HubState, push: Push, plan: HubPlan, clocks: Clocks, now_s: fl
     if unit.apart or push.steps <= always_possible(every):  # the speeds of all others need no look
         steps = most
     else:
-        steps = min(most, _in_time(state, push, plan, reports, now_s, began_s))
+        steps = min(most, _in_time(state, push, plan, clocks, now_s))
     leased = 0 if lineage(state.term) else state.members[push.node].leased  # of before a founding is unknown
     if plan.leases and leased and not unit.apart:
         steps = min(steps, max(0, leased - times.total_steps))
     counted = min(push.steps, int(steps))
     tokens = 0 if not push.steps else push.tokens * counted // push.steps
     if plan.step_tokens and not unit.apart:
-        tokens = min(tokens, int(MOST) * plan.step_tokens * counted)
+        tokens = min(tokens, int(MOST_CLAIM) * plan.step_tokens * counted)
     least_s = 0.0 if unit.apart else least_gap(unit.gaps.low_median_without(push.node))
     since_s = now_s - clocks.pushed_s.get((push.unit, push.node), times.at_s)
     return Bounds(most, counted, tokens, _early(times, since_s, least_s))
@@ -73,28 +78,28 @@ def _most_steps(plan: HubPlan, times: PushTimes, now_s: float) -> float:
     return _LONGEST * max(plan.hub.max_steps_ahead, plan.every)
 
 
-def _in_time(
-    state: HubState, push: Push, plan: HubPlan, reports: Mapping[int, Report], now_s: float, began_s: float
-) -> float:
+def _in_time(state: HubState, push: Push, plan: HubPlan, clocks: Clocks, now_s: float) -> float:
     """Return the steps that the node can have made since its last push of the unit."""
     unit = state.units[push.unit]
     times = unit.times.get(push.node, PushTimes.began(now_s))
     others = [
-        found for node in state.live if node != push.node and (found := _speed(unit, node, reports, now_s))
+        found
+        for node in state.live
+        if node != push.node and (found := _speed(unit, node, clocks.reports, now_s))
     ]
     every = None if plan.pace == "seconds" else plan.every
-    steps = possible_steps(times, now_s, times.best_speed, others, every)
+    steps = possible_steps(times, now_s, times.best_speed, [speed for speed in others if speed], every)
     if steps is None:
         return math.inf
     # The first push after that may have been on its way, and the second one holds what was made meanwhile.
-    return steps + plan.hub.max_steps_ahead if times.before_s <= began_s else steps
+    return steps + plan.hub.max_steps_ahead if times.before_s <= clocks.began_s else steps
 
 
-def _speed(unit: Unit, node: int, reports: Mapping[int, Report], now_s: float) -> float:
+def _speed(unit: Unit, node: int, reports: Mapping[int, NodeReport], now_s: float) -> float:
     """Return the speed in the node's pushes of the unit, or its own word before the third; 0 if unknown."""
     times = unit.times.get(node)
     shown = (times.speed(now_s) if times else None) or 0.0
-    return shown if times and times.is_regular else speeds.reported(reports, node) or shown
+    return shown if times and times.is_regular else reported(reports, node) or shown
 
 
 def _early(times: PushTimes, since_s: float, least_s: float) -> str:
@@ -103,3 +108,61 @@ def _early(times: PushTimes, since_s: float, least_s: float) -> str:
     return (
         f"early: {since_s:.3g} s after the last push, and one every {least_s:.3g} s is possible: push later"
     )
+
+
+_MOST_STEPS_PER_S = 1e9
+"""Largest speed that a node can report: products of a larger one would leave the range of numbers."""
+
+_FASTEST = 64.0
+"""Times the median speed: no node's own word makes the others do less than this would."""
+
+_ABOVE = 1.25
+"""Times the speed in accepted pushes that a node can say of itself: times of pushes vary."""
+
+
+def reported(reports: Mapping[int, NodeReport], node: int) -> float:
+    """Return the speed that the node says it has; 0 if it said none."""
+    report = reports.get(node)
+    speed = report.steps_per_s if report else 0.0
+    return min(speed, _MOST_STEPS_PER_S) if math.isfinite(speed) and speed > 0 else 0.0
+
+
+def pushed(state: HubState, node: int) -> float | None:
+    """Return the node's steps per second in accepted pushes; None before there are enough."""
+    unit = next((unit for unit in state.units.values() if not unit.apart), None)
+    times = unit.times.get(node) if unit else None
+    return times.speed(state.elapsed_s) if times else None
+
+
+def speed(state: HubState, reports: Mapping[int, NodeReport], node: int) -> float:
+    """Return the node's speed as it says, at most `_ABOVE` times what its pushes show; 0 if unknown."""
+    said, shown = reported(reports, node), pushed(state, node)
+    return said if shown is None else min(said, _ABOVE * shown)
+
+
+def note(state: HubState, clocks: Clocks, node: int) -> None:
+    """Note the speed of a node that has reported, pushed, joined or left.
+
+    Only who has pushed counts as the fastest: until then its speed is its own word alone.
+    """
+    is_shown = node in state.live and pushed(state, node) is not None
+    clocks.speeds.put(node, (speed(state, clocks.reports, node) or None) if is_shown else None)
+
+
+def fastest(speeds: Ranking) -> float | None:
+    """Return the largest of the speeds, at most `_FASTEST` times their median; None if there is none."""
+    return min(speeds.values[-1], _FASTEST * speeds.median) if len(speeds) else None
+
+
+def pace_steps(state: HubState, clocks: Clocks, plan: HubPlan, nodes: Iterable[int]) -> dict[int, int]:
+    """Return by node the steps that it should do before its next push; 0 with pace "seconds".
+
+    With `dylu` the fastest node decides for all. The speed of each is that at its last word.
+    """
+    if plan.pace == "seconds":
+        return dict.fromkeys(nodes, 0)
+    every = int(plan.every)
+    if plan.pace == "steps":
+        return dict.fromkeys(nodes, every)
+    most = fastest(clocks.speeds)
+    return {node: dylu(every, speed(state, clocks.reports, node), most) for node in nodes}

@@ -5,9 +5,9 @@ import json
 import pytest
 from kit.hub_machine import picture, through_a_file, world
 
-from aedit.async_sgd.hub import CERTIFIED, Member, departed
-from aedit.async_sgd.hub.joins import Denied
-from aedit.async_sgd.hub.news import MOST_GONE, MOST_SHOWN, status
+from aedit.async_sgd.hub import CERTIFIED, Member, state
+from aedit.async_sgd.hub.decide_join import Denied
+from aedit.async_sgd.hub.status import MOST_GONE, MOST_SHOWN, hub_status
 from aedit.async_sgd.rules import Left
 from aedit.launch.hub.reports import Reports, metrics
 from aedit.launch.records import HubSample
@@ -18,7 +18,7 @@ from aedit.proto.rpc import MESSAGE_BYTES
 @pytest.fixture
 def kept(monkeypatch):
     """Return the number of departed members that the hub remembers in the test."""
-    monkeypatch.setattr(departed, "KEPT", 5)
+    monkeypatch.setattr(state, "KEPT_MEMBERS", 5)
     return 5
 
 
@@ -118,9 +118,9 @@ def test_a_free_index_is_no_way_around_the_limit_of_names_per_origin(kept):
 def test_lines_and_status_of_a_run_with_5000_names_are_bounded(tmp_path):
     made = world(2)
     come_and_go(made, 5000, "x" * 120)
-    now = status(made.hub, made.now)
+    now = hub_status(made.hub, made.now)
     assert len(now["nodes"]) == 2 + MOST_GONE
-    assert now["nodes_left_out"] == departed.KEPT - MOST_GONE
+    assert now["nodes_left_out"] == state.KEPT_MEMBERS - MOST_GONE
     assert [node["name"] for node in now["nodes"]][-1].endswith("4999")
     overview = now | {
         "journal": {"bytes": 0, "past_bytes": 0},
@@ -133,7 +133,7 @@ def test_lines_and_status_of_a_run_with_5000_names_are_bounded(tmp_path):
     assert len(json.dumps(line)) < 40_000
     for shown in (line | {"t": 0.0}, now):
         tables = " ".join(str(part) for part in hub_table(HubSample.of(shown)))
-        assert f"the hub knows {departed.KEPT - MOST_GONE:,} other nodes" in tables
+        assert f"the hub knows {state.KEPT_MEMBERS - MOST_GONE:,} other nodes" in tables
 
 
 def test_a_full_status_fits_into_one_message(tmp_path):
@@ -141,7 +141,7 @@ def test_a_full_status_fits_into_one_message(tmp_path):
     for i in range(MOST_SHOWN + 50):
         made.hub.state.members.append(Member(f"{i:0120}", i + 1, live=True))
     made.hub.state.index()
-    now = status(made.hub, made.now)
+    now = hub_status(made.hub, made.now)
     assert len(now["nodes"]) == MOST_SHOWN
     reports = Reports(tmp_path)
     reports.start(0.0, {})

@@ -4,21 +4,21 @@ import hashlib
 import logging
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import sqrt
 from typing import Any
 
 import grpc
+import numpy as np
 from zlib_ng.zlib_ng import crc32
 
-from aedit.async_sgd.hub import Told, check_first_anchor, is_next, news, skips
-from aedit.async_sgd.journal import Payload, tensor_norms
+from aedit.async_sgd.hub import check_first_anchor, is_next, skips
+from aedit.async_sgd.journal import Payload
 from aedit.async_sgd.rules import Accepted, Push, Vector
 from aedit.async_sgd.service import messages
-from aedit.async_sgd.service.gaps import FREE, Gaps
 from aedit.async_sgd.service.request_guard import RequestGuard
-from aedit.async_sgd.service.statements import Signer, TwoValues
-from aedit.proto.codecs import Codec, codec
-from aedit.proto.rpc import Refusal, version_of
+from aedit.proto.codecs import Codec, codec, slices
+from aedit.proto.rpc import Refusal, SigningKey, Statement, signed, version_of
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.types import UnitLayout, Verdict
 
@@ -82,7 +82,7 @@ class PushPull:
         self._sums: dict[int, tuple[tuple[int, int], bytes]] = {}
         """Version and base of the last answer and its SHA-256, by unit."""
         self._known = KnownAnchors()
-        self._gaps = Gaps()
+        self._gaps = SequenceGaps()
         self.signer: Signer | None = None
         """Signs the anchors that are given, in a swarm."""
         self.bytes_in = 0
@@ -200,7 +200,7 @@ class PushPull:
             if head.codec != wanted:
                 raise ValueError(f"codec {head.codec[:32]!r} where this run has {wanted!r}")
             found.is_valid(data, numel)
-            if not head.base and not self._hub.heirs.are_asked:
+            if not head.base and not self._hub.recovery_anchors.are_asked:
                 check_first_anchor(self._hub.config, head.unit, data)
         except ValueError as error:
             self.garbled(head, f"malformed: {error}")
@@ -221,17 +221,19 @@ class PushPull:
             self._ledger.commit(decided)
             if accepts:
                 self._gaps.accepted(transfer.head.who.node, transfer.head.unit)
-            if accepts and not transfer.head.base and self._hub.heirs.are_asked:
+            if accepts and not transfer.head.base and self._hub.recovery_anchors.are_asked:
                 self._tell_brought(transfer.head)
         self._guard.engine.wake()
         return True
 
     def _tell_brought(self, head: pb.PushHead) -> None:
         """Log whose anchor a unit of a part that was lost goes on from; the lock is held."""
-        version = version_of(self._hub.heirs.stamp(head.who.node, head.unit))
+        version = version_of(self._hub.recovery_anchors.stamp(head.who.node, head.unit))
         name = self._hub.state.members[head.who.node].name
-        members, heirs = self._hub.state.members, self._hub.heirs
-        lost = [(members[node].name, num) for node, num in heirs.lost_after(head.who.node, head.unit)]
+        members, recovery_anchors = self._hub.state.members, self._hub.recovery_anchors
+        lost = [
+            (members[node].name, num) for node, num in recovery_anchors.lost_after(head.who.node, head.unit)
+        ]
         log.warning("unit %d goes on from version %d, which %s had", head.unit, version, name)
         if lost:
             said = ", ".join(f"{one} of {num:,}" for one, num in lost)
@@ -243,9 +245,9 @@ class PushPull:
     def _decided(self, head: pb.PushHead) -> pb.PushReply:
         """Return the answer to a decided push, once the decision is on disk."""
         with self._ledger.lock:
-            told = self._hub.state.members[head.who.node].told.get(head.unit, Told())
-            refused = told.seq == head.seq and told.verdict in (Verdict.REFUSED, Verdict.DISTRUSTED)
-            item = messages.unit(news.unit_news(self._hub, head.who.node, head.unit))
+            last = self._hub.state.members[head.who.node].decision(head.unit)
+            refused = last.seq == head.seq and last.verdict in (Verdict.REFUSED, Verdict.DISTRUSTED)
+            item = messages.unit_news(self._hub, head.who.node, head.unit)
             position = self._ledger.journal.position
         receipt = self._guard.durable(position)
         return pb.PushReply(accepted=not refused, news=item, receipt=receipt)
@@ -271,3 +273,96 @@ def _push(transfer: _Transfer, payload: Payload | None) -> Push:
         values=payload or _Unread(),
         norms=transfer.norms,
     )
+
+
+FREE = 2
+"""Gaps of a member and unit between two of its accepted pushes that cost nothing.
+
+The first push after a loss, and its repetition if the answer was lost: the answer makes the node join again,
+which tells it the right number.
+"""
+
+
+class SequenceGaps:
+    """Counts gaps of each member by unit."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, tuple[str, dict[int, int]]] = {}
+        """Name of the member and its gaps by unit, by index. An index may go to another name later."""
+
+    def add(self, node: int, name: str, unit: int) -> bool:
+        """Count a gap and return whether it is a violation."""
+        known, counts = self._counts.get(node, (name, {}))
+        if known != name:
+            counts = {}
+        counts[unit] = counts.get(unit, 0) + 1
+        self._counts[node] = name, counts
+        return counts[unit] > FREE
+
+    def accepted(self, node: int, unit: int) -> None:
+        """Note that a push was accepted: gaps count from zero."""
+        if node in self._counts:
+            self._counts[node][1].pop(unit, None)
+
+
+_KEPT = 16
+"""Newest statements of each unit that are kept."""
+
+
+class TwoValues(Exception):
+    """One version has two values in the memory of this hub, which cannot be trusted any more."""
+
+
+class Signer:
+    """Signs for one hub process. Any thread may call."""
+
+    def __init__(self, key: SigningKey, run: str, part: int) -> None:
+        self._key, self._run, self._part = key, run, part
+        self._lock = threading.Lock()
+        self._made: dict[int, OrderedDict[Statement, tuple[bytes, bytes]]] = {}
+        """Digest and statement of what was signed, by unit."""
+
+    def statement(self, lineage: str, term: int, unit: int, version: int, digest: bytes) -> bytes:
+        """Return the signed statement that a version has this SHA-256.
+
+        Raises:
+            TwoValues: This process has signed another value of that version.
+        """
+        place = Statement(
+            run=self._run,
+            part=self._part,
+            public_key=self._key.public,
+            lineage=lineage,
+            term=term,
+            unit=unit,
+            version=version,
+        )
+        with self._lock:
+            made = self._made.setdefault(unit, OrderedDict())
+            if place not in made:
+                made[place] = digest, signed(replace(place, sha256=digest), self._key)
+                while len(made) > _KEPT:
+                    made.popitem(last=False)
+            known, data = made[place]
+        if known != digest:
+            raise TwoValues(f"{place.described()} has two values in the memory of this hub")
+        return data
+
+
+def tensor_norms(data: bytes | memoryview, codec: Codec, layout: UnitLayout) -> tuple[float, ...]:
+    """Return the Euclidean norm of each tensor, slice by slice; NaN or infinite if an element is."""
+    ends = np.cumsum([tensor.numel for tensor in layout.tensors])
+    squares = [0.0] * len(layout.tensors)
+    tensor = 0
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start, stop in slices(layout.numel):
+            values = codec.decode(data, layout.numel, start, stop)
+            at = start
+            while at < stop:
+                while ends[tensor] <= at:
+                    tensor += 1
+                until = min(stop, int(ends[tensor]))
+                piece = values[at - start : until - start]
+                squares[tensor] += float(np.dot(piece, piece))
+                at = until
+    return tuple(sqrt(square) if square >= 0 else square for square in squares)

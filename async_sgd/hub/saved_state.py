@@ -6,8 +6,8 @@ from dataclasses import asdict, astuple, dataclass, fields, replace
 from operator import attrgetter
 from typing import Any
 
-from aedit.async_sgd.hub.advance import Anchor
-from aedit.async_sgd.hub.members import CERTIFIED, Member, Told
+from aedit.async_sgd.hub.members import CERTIFIED, LastDecision, Member
+from aedit.async_sgd.hub.outer_step import Anchor
 from aedit.async_sgd.hub.pool import Pool
 from aedit.async_sgd.hub.state import HubState, Unit
 from aedit.async_sgd.rules import (
@@ -49,7 +49,7 @@ class Saved:
 
 
 _PLAIN = ("num_samples", "founder", "term", "sessions", "round", "round_at_s", "elapsed_s", "steps", "tokens")
-_APART = ("refused", "received", "told", "earlier", "era")
+_APART = ("refused", "received", "decisions", "earlier", "era")
 _MEMBER = [field.name for field in fields(Member) if field.name not in _APART]
 _UNIT = ("merged_at_s", "usual_s", "sent_at", "steps", "apart")
 _contribution = attrgetter(*(field.name for field in fields(Contribution)))
@@ -163,7 +163,9 @@ def _member_out(member: Member) -> dict[str, Any]:
     numbers = {name: getattr(member, name) for name in _MEMBER}
     numbers["refused"] = dict(member.refused)
     numbers["received"] = [[unit, seq] for unit, seq in member.received.items()]
-    numbers["told"] = [[unit, told.seq, int(told.verdict), told.reason] for unit, told in member.told.items()]
+    numbers["told"] = [
+        [unit, one.seq, int(one.verdict), one.reason] for unit, one in member.decisions.items()
+    ]
     return numbers
 
 
@@ -171,8 +173,8 @@ def _member_in(numbers: dict[str, Any]) -> Member:
     member = Member(**{name: numbers[name] for name in _MEMBER if name in numbers})
     member.refused = dict(numbers["refused"])
     member.received = dict(numbers["received"])
-    member.told = {
-        unit: Told(seq, Verdict(verdict), reason) for unit, seq, verdict, reason in numbers["told"]
+    member.decisions = {
+        unit: LastDecision(seq, Verdict(verdict), reason) for unit, seq, verdict, reason in numbers["told"]
     }
     return member
 

@@ -7,15 +7,14 @@ from statistics import median
 
 import numpy as np
 
-from aedit.async_sgd.hub.claims import MOST_TOKENS, Bounds
-from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.hub.members import NORM, Member
-from aedit.async_sgd.hub.plan import HubPlan
-from aedit.async_sgd.hub.state import HubState, Unit
+from aedit.async_sgd.hub.state import Denied, HubState, Unit
+from aedit.async_sgd.hub.step_bounds import MOST_TOKENS, Bounds
 from aedit.async_sgd.rules import (
-    MOST,
+    MOST_CLAIM,
     Accepted,
     HubConfig,
+    HubPlan,
     Left,
     Part,
     Push,
@@ -23,11 +22,13 @@ from aedit.async_sgd.rules import (
     Record,
     Refused,
     UnitRule,
+    judge_push,
     limited,
     merge_weights,
-    push_filter,
+    outliers,
     push_norm,
-    staleness,
+    shortening,
+    staleness_factor,
 )
 
 
@@ -106,12 +107,12 @@ def _refused(
         return None
     if push.base > unit.version:
         return _stale(push, f"future: version {push.base}, and {unit.version} is the newest")
-    if staleness.factor(config.staleness, unit.version - push.base) == 0.0:
+    if staleness_factor(config.staleness, unit.version - push.base) == 0.0:
         return _stale(push, f"stale: measured {unit.version - push.base} versions ago")
     if bounds.early:
         return _stale(push, bounds.early)
     counted = _as_counted(push, bounds)
-    doubt = None if unit.apart else push_filter.judge_push(counted, unit.history, config.push_filter)
+    doubt = None if unit.apart else judge_push(counted, unit.history, config.push_filter)
     return _violation(member, push, f"{NORM}: {doubt}") if doubt else None
 
 
@@ -149,14 +150,14 @@ def own_parts(pushes: Sequence[Push], unit: Unit, rule: UnitRule) -> tuple[Part,
 
 
 def _of_usual_steps(push: Push, unit: Unit) -> Push:
-    """Return the push with at most `MOST` times the steps of the other nodes' last ones.
+    """Return the push with at most `MOST_CLAIM` times the steps of the other nodes' last ones.
 
     Its length is judged by them: even the push of a long silence moves the anchor no farther than that.
     """
     others = [one.steps for node, one in unit.brought.items() if node != push.node and one.steps]
     if len(others) < 2:
         return push
-    return replace(push, steps=min(push.steps, int(MOST * median(others))))
+    return replace(push, steps=min(push.steps, int(MOST_CLAIM * median(others))))
 
 
 def parts(pushes: Sequence[Push], unit: Unit, plan: HubPlan) -> tuple[Part, ...]:
@@ -166,15 +167,15 @@ def parts(pushes: Sequence[Push], unit: Unit, plan: HubPlan) -> tuple[Part, ...]
     push makes up more than `weights.MOST_SHARE` of the way that three or more move the anchor.
     """
     config, penalty = plan.hub, plan.penalty
-    crude = push_filter.outliers(pushes, config.push_filter)
+    crude = outliers(pushes, config.push_filter)
     kept = [push for push, is_crude in zip(pushes, crude, strict=True) if not is_crude]
     found = iter(merge_weights(kept, config.weights, penalty))
     shares = [0.0 if is_crude else next(found) for is_crude in crude]
     late = [unit.version - push.base if push.base else 0 for push in pushes]
     last = config.staleness.cutoff - 1  # what was accepted counts, if others were merged before it meanwhile
     scales = [
-        staleness.factor(config.staleness, min(s, last))
-        * push_filter.shortening(_of_usual_steps(push, unit), unit.history, config.push_filter)
+        staleness_factor(config.staleness, min(s, last))
+        * shortening(_of_usual_steps(push, unit), unit.history, config.push_filter)
         for push, s in zip(pushes, late, strict=True)
     ]
     if config.push_filter.clip is not None:

@@ -71,7 +71,7 @@ _RL_BY = (
 )
 
 
-class Page:
+class MetricsPage:
     """HTTP server that serves until `close`. overview: returns the hub's status at every request."""
 
     def __init__(self, overview: Callable[[], Mapping[str, Any]], host: str, port: int) -> None:

@@ -1,14 +1,13 @@
 """Admission of members: who may join, and under which index."""
 
 from dataclasses import dataclass
+from hashlib import sha256
 
-from aedit.async_sgd.hub.denied import Denied
-from aedit.async_sgd.hub.founding import founded
 from aedit.async_sgd.hub.members import CERTIFIED, Member
 from aedit.async_sgd.hub.pool import Block
-from aedit.async_sgd.hub.state import HubState
+from aedit.async_sgd.hub.state import Denied, HubState
 from aedit.async_sgd.rules import Founded, HubConfig, Joined, Leased, Left, Record
-from aedit.types import Layout
+from aedit.types import Layout, model_sha256
 
 LONGEST_NAME = 128
 
@@ -56,7 +55,7 @@ def joining(state: HubState, joiner: Joiner, config: HubConfig, elapsed_s: float
     decided: list[Record] = []
     if state.layout is None:
         described = Founded(joiner.layout, tuple(sorted(joiner.facts)), joiner.num_samples)
-        decided.append(founded(state, described, config))
+        decided.append(check_model(state, described, config))
     else:
         _compare(state, joiner)
     node = state.names.get(joiner.name, _new_index(state, joiner.prefers, config))
@@ -181,3 +180,35 @@ def _still_free(state: HubState, node: int) -> list[Block]:
             if max(start, first) < min(end, last):
                 blocks.append((max(start, first), min(end, last)))
     return blocks
+
+
+def check_model(state: HubState, described: Founded, config: HubConfig) -> Founded:
+    """Return the record of the first node's description. Raises Denied if the run cannot have this model."""
+    layout = described.layout
+    names = [unit.name for unit in layout.units]
+    if not names or len(set(names)) != len(names) or any(unit.numel < 1 for unit in layout.units):
+        raise Denied(
+            "different", "a layout has at least one unit, each with a name of its own and parameters"
+        )
+    part, parts = state.part
+    if state.apart.issuperset(names[part::parts]):  # a budget counts steps of the model: it would not end
+        raise Denied(
+            "different",
+            f"hub process {part} of {parts} would own no unit of the model: give hub.address fewer addresses",
+        )
+    if described.num_samples < 1:
+        raise Denied("different", "there are no training samples")
+    digest = model_sha256(layout, described.facts, described.num_samples)
+    if config.model_sha256 and digest != config.model_sha256:
+        raise Denied("different", f"this model is {digest}, and hub.model_sha256 is {config.model_sha256}")
+    if config.anchors_sha256 and len(config.anchors_sha256) != len(names):
+        wanted = len(config.anchors_sha256)
+        raise Denied("different", f"this model has {len(names)} units, and hub.anchors_sha256 is of {wanted}")
+    return described
+
+
+def check_first_anchor(config: HubConfig, unit: int, data: memoryview) -> None:
+    """Raise ValueError if these bytes, fp32, are not the first anchor that the configuration names."""
+    wanted = config.anchors_sha256[unit] if config.anchors_sha256 else ""
+    if wanted and (found := sha256(data).hexdigest()) != wanted:
+        raise ValueError(f"first anchor of unit {unit} is {found}, and hub.anchors_sha256 names {wanted}")
