@@ -131,33 +131,6 @@ def test_it_plays_as_algorithm_1_does():
         bandit.learn(step(rows, arm, accepted + rows, seconds))
 
 
-def test_as_a_guard_it_refuses_what_was_worse_than_off_and_forgets_that_one_day():
-    guard = Bandit(ARMS)
-    for _ in range(40):
-        guard.learn(step(1, ARMS[0], 3, 4.0))
-        guard.learn(step(1, ARMS[1], 3, 2.0))
-        assert not guard.rejects(1, ARMS[0]), "off was never seen"
-    guard.learn(step(1, OFF, 1, 1.0))
-    assert not guard.rejects(1, ARMS[1])
-    assert not guard.rejects(1, OFF)
-    assert not guard.rejects(5, ARMS[0]), "elsewhere it has not been played"
-    assert [guard.rejects(1, ARMS[0]) for _ in range(12)] == [True] * 9 + [False] * 3
-
-
-def test_a_guard_waits_until_it_has_seen_enough_and_forgets_a_drafter_that_is_replaced():
-    guard = Bandit(ARMS)
-    guard.learn(step(1, OFF, 1, 1.0))
-    played = []
-    for _ in range(40):
-        guard.learn(step(1, ARMS[0], 1, 2.0))
-        played.append(not guard.rejects(1, ARMS[0]))
-    assert played[:31] == [True] * 31
-    assert not all(played[31:])
-    guard.forget_drafter("layer")
-    assert not guard.rejects(1, ARMS[0])
-    assert guard.median_reward(1, OFF) == 1
-
-
 def test_settings_without_sense_are_refused():
     for wrong, name in (
         ({"arms": [OFF]}, "arms"),

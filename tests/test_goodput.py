@@ -1,15 +1,16 @@
 """Tests the chooser of the arm with the best goodput, on a simulated engine with its own clock."""
 
+import random
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
-from kit.arms import World, verify_s
+from kit.arms import World, draft_s, verify_s
 
-from aedit.spec_rollout.choose import EngineView, Fixed, Goodput, StepObservation
-from aedit.spec_rollout.choose.calibration import DrafterStats
-from aedit.spec_rollout.choose.goodput import PLAIN_STEPS
+from aedit.spec_rollout.choose import EngineView, Fixed, Goodput, StepObservation, score_bins
+from aedit.spec_rollout.choose.goodput import PLAIN_STEPS, best_arm
+from aedit.spec_rollout.choose.table import Acceptance
 from aedit.spec_rollout.drafters import OFF, Draft, parse_arm
 
 ARMS = tuple(map(parse_arm, ("layer:1", "layer:2", "layer:4", "layer:8", "suffix:2", "suffix:4", "suffix:8")))
@@ -192,6 +193,53 @@ def test_nodes_that_do_not_pay_are_not_verified_unless_they_were_drawn_to_be_rej
     assert chooser.trim(view, arm, drawn) == 8
 
 
+def enumerated(values, current):
+    """Return the arm that the rules name, by going through all arms one by one."""
+    if current != OFF and values[OFF] * 1.01 > values[current]:
+        current = OFF
+    found = current
+    for arm in values:
+        beats_all_before = values[arm] > values[found] if found != current else True
+        if values[arm] > 1.03 * values[current] and beats_all_before:
+            found = arm
+    return found
+
+
+def test_the_choice_is_that_of_an_enumeration_ties_included():
+    draw, arms = random.Random(0), (OFF, *ARMS)
+    for _ in range(3000):
+        values = {arm: draw.choice((99.5, 100.0, 101.5, 103.0, 103.5, 110.0)) for arm in arms}
+        current = draw.choice(arms)
+        assert best_arm(values, current) == enumerated(values, current), (values, current)
+
+
+class Whole(Listening):
+    """Chooser that verifies whole drafts, so that the worth of an arm can be enumerated."""
+
+    def trim(self, view, arm, draft):
+        return draft.tokens_BN.shape[1]
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16, 64])
+@pytest.mark.parametrize("agree", [GOOD, MIDDLING, USELESS])
+def test_the_arm_in_use_has_the_most_tokens_per_true_second(rows, agree):
+    """The oracle knows the costs and how often drafts are accepted, and goes through all arms."""
+    chooser, here = Whole(Goodput(ARMS)), world(agree)
+    here.run(chooser, rows, 400)
+    context = rows * 256
+
+    def true_rate(arm):
+        share = {"layer": 0.0, "suffix": 0.02, "none": 0.0, **agree}[arm.drafter]
+        tokens = rows * sum(share**j for j in range(arm.depth + 1))
+        return tokens / (verify_s(rows, arm.nodes, context) + draft_s(arm, rows, 0))
+
+    best = max(map(true_rate, (OFF, *ARMS)))
+    chosen = Counter(chooser.arms[-100:]).most_common(1)[0][0]
+    assert true_rate(chosen) >= 0.9 * best, (chosen, true_rate(chosen), best)
+    if best == true_rate(OFF):
+        assert chosen == OFF
+
+
 def test_arms_without_one_to_choose_are_refused():
     with pytest.raises(ValueError, match="arms"):
         Goodput([OFF])
@@ -218,9 +266,7 @@ def test_an_arm_that_is_hardly_better_than_plain_decoding_is_not_kept(monkeypatc
     chooser, here = Goodput(ARMS[:1]), world({})
     here.run(chooser, 1, PLAIN_STEPS)
     chooser.arm = played
-    monkeypatch.setattr(
-        chooser, "value", lambda view, arm, optimistic=False: 100.0 if arm.is_off else 100 * worth
-    )
+    monkeypatch.setattr(chooser, "value", lambda view, arm: 100.0 if arm.is_off else 100 * worth)
     chooser.choose(EngineView(1, 64, {"layer": 0}))
     assert chooser.arm == then
 
@@ -240,12 +286,12 @@ def test_a_drafter_that_rests_falls_behind_by_what_is_said():
 
 def test_nodes_that_were_cut_do_not_count_as_refused():
     """Otherwise an arm whose drafts are cut would seem worse, and be cut even more."""
-    arm, whole, cut = parse_arm("layer:4"), DrafterStats(), DrafterStats()
+    arm, whole, cut = parse_arm("layer:4"), Acceptance(), Acceptance()
+    bins = score_bins(chain(4))
     for step in range(64):
-        made = observed(arm, emitted=20, nodes=4, draft=chain(4), accepted_B=[4] * 4)
-        whole.add(made, step, immediately=True)
-        cut.add(replace(made, nodes=1, accepted_B=[1] * 4) if step % 2 else made, step, immediately=True)
-    assert cut.survival.expected(arm) > 0.9 * whole.survival.expected(arm) > 4
+        whole.learn(arm, bins, 4, [4] * 4)
+        cut.learn(arm, bins, *((1, [1] * 4) if step % 2 else (4, [4] * 4)))
+    assert cut.expected(arm) > 0.9 * whole.expected(arm) > 4
 
 
 def chain(depth):

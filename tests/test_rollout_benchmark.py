@@ -32,7 +32,7 @@ from benchmarks.rollout_parts.theirs import OURS, THEIRS, Theirs, without_stop
 from benchmarks.rollout_parts.watch import Foretold, Scores, Watched
 from transformers import LlamaForCausalLM
 
-from aedit.spec_rollout.choose import DraftNodes, EngineView, Goodput, StepObservation
+from aedit.spec_rollout.choose import EngineView, Goodput, StepObservation, score_bins
 from aedit.spec_rollout.drafters import Arm, Draft, parse_arm
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.sampling import Prompt, Sampling
@@ -229,13 +229,12 @@ def test_chances_are_judged_as_they_were_before_they_were_learnt():
         torch.zeros(2, 2, dtype=torch.int64), None, None, torch.tensor([[0.9, 0.9], [0.9, 0.3]]).log()
     )
     step = observed(1e-3, arm="suffix:2", draft=draft, nodes=2, accepted_B=(0, 2))
-    chances_BN = other.inner.drafters["suffix"].calibration.probabilities(DraftNodes.of(draft))
+    chances_BN = other.inner.drafters["suffix"].chances(step.arm, score_bins(draft))
     watch.learn(step)
-    # The second node of the first row was not judged: its parent was not accepted.
-    assert watch.foretold.chance_nodes == {"suffix": 3}
-    (first, _), (second, third) = chances_BN
-    assert abs(first - second) < 1e-9, "one bin"
-    error = (abs(first + second - 1) + abs(third - 1)) / 3
+    assert watch.foretold.chance_nodes == {"suffix": 4}
+    (first, second), (third, fourth) = chances_BN
+    assert first == second == third, "one bin"
+    error = (abs(3 * first - 1) + abs(fourth - 1)) / 4
     assert watch.foretold.chance_errors["suffix"] == pytest.approx(error)
 
 

@@ -159,7 +159,8 @@ class Node:
         if self.online is not None and self.online.drafter is not None:
             drafters = {"layer": self.online.drafter, "suffix": SuffixDrafter()}
         engine = Engine(self.target, drafters=drafters, chooser=chooser)
-        engine.clock = time.process_time  # other work must not change the choice of the arm either
+        # Other work must not change the choice of the arm either.
+        engine.clock = engine.cost_clock = time.process_time
         return engine
 
 

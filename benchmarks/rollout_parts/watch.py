@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from aedit.spec_rollout.choose import DraftNodes, EngineView, Floats, Goodput, StepObservation, accepted_nodes
+from aedit.spec_rollout.choose import EngineView, Floats, Goodput, StepObservation, accepted_nodes, score_bins
 from aedit.spec_rollout.drafters import OFF, Arm, Draft
 
 NUM_BINS = 20
-"""Bins of a predicted chance; the calibration may use others."""
+"""Bins of a predicted chance; the chooser uses others."""
 
 
 @dataclass(slots=True)
@@ -100,8 +100,7 @@ class Watched:
 
     def _note_time(self, observed: StepObservation) -> None:
         view, arm, cost = observed.view, observed.arm, self.inner.cost
-        known = self.inner.drafters.get(arm.drafter)
-        behind = 0 if known is None else min(known.missing_tokens, view.context)
+        behind = self.inner.missing_tokens(view, arm) if arm.drafter in self.inner.drafters else 0
         foretold_s = cost.verify_s(view.rows, observed.nodes, view.context)
         foretold_s += cost.draft_s(arm, view.rows, behind)
         self._errors.append(abs(foretold_s * cost.slowdown / observed.total_s - 1))
@@ -113,10 +112,8 @@ class Watched:
         draft, known = observed.draft, self.inner.drafters.get(observed.arm.drafter)
         if draft is None or known is None or draft.tokens_BN.shape[1] == 0:
             return
-        nodes = DraftNodes.of(draft)
-        rows, num_nodes = nodes.real_BN.shape
-        accepted_BN = accepted_nodes((rows, num_nodes), observed.accepted_B, observed.path_Bm)
-        verified_BN = np.broadcast_to(np.arange(num_nodes) < observed.nodes, (rows, num_nodes))
-        seen_BN = nodes.observed(verified_BN, accepted_BN)
-        chances = known.calibration.probabilities(nodes)[seen_BN]
-        self._scores[observed.arm.drafter].add(chances, accepted_BN[seen_BN].astype(np.float64))
+        bins = score_bins(draft)[:, : observed.nodes]
+        accepted_BN = accepted_nodes(bins.shape, observed.accepted_B, observed.path_Bm)
+        is_node_BN = known.chances(observed.arm, bins) > 0  # others are padding
+        chances = known.chances(observed.arm, bins)[is_node_BN]
+        self._scores[observed.arm.drafter].add(chances, accepted_BN[is_node_BN].astype(np.float64))

@@ -106,7 +106,7 @@ class Node(LocalEngine):
             by: PacedDrafter(drafter, target.times, self.clock) for by, drafter in drafters.items()
         }
         super().__init__(Engine(target, drafters=paced, chooser=chooser))
-        self.engine.clock = self.clock
+        self.engine.clock = self.engine.cost_clock = self.clock
 
     @property
     def has_work(self) -> bool:

@@ -63,7 +63,7 @@ def measured(target: Target, drafters: Mapping[DrafterKind, Drafter]) -> Times:
     no other engine; nothing of it stays in the target.
     """
     engine = Engine(target, drafters=drafters)
-    engine.clock = time.thread_time
+    engine.clock = engine.cost_clock = time.thread_time
     arms = [OFF, *(arm for arm in map(parse_arm, ARMS) if arm.drafter in drafters)]
     rows = tuple(count for count in ROWS if count <= target.rows)
     found = {count: dict(_steps(engine, arms, count)) for count in rows}

@@ -1,8 +1,8 @@
 """Choice of the speculation arm at each step: drafter, depth, width and nodes, or off.
 
-Begin with `arms` (what a chooser sees and returns). `goodput` takes the most expected tokens per second and
-has the bandit that is the alternative; `cost` predicts the time of a step, `calibration` the accepted tokens.
-Called by the engine.
+Begin with `arms` (what a chooser sees and returns). `table` has what was measured: the cost of a pass by rows
+and drafted tokens, the accepted tokens by drafter and position. `goodput` takes the arm with the most
+expected tokens per second from it, and has the bandit that is the alternative. Called by the engine.
 """
 
 from typing import TYPE_CHECKING
@@ -11,13 +11,12 @@ from aedit.lazy import exports
 
 if TYPE_CHECKING:
     from aedit.spec_rollout.choose.arms import ArmChooser, EngineView, Fixed, StepObservation, bucket
-    from aedit.spec_rollout.choose.calibration import DraftNodes, Floats, accepted_nodes
     from aedit.spec_rollout.choose.goodput import Bandit, Goodput
+    from aedit.spec_rollout.choose.table import Floats, accepted_nodes, score_bins
 
 __all__ = [
     "ArmChooser",
     "Bandit",
-    "DraftNodes",
     "EngineView",
     "Fixed",
     "Floats",
@@ -25,6 +24,7 @@ __all__ = [
     "StepObservation",
     "accepted_nodes",
     "bucket",
+    "score_bins",
 ]
 
 if not TYPE_CHECKING:  # so that type checkers know which names there are

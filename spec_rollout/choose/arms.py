@@ -17,6 +17,7 @@ that rejection divides by: the result is not p. Such drafts are never trimmed. `
 exactly this case.
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -29,7 +30,7 @@ BUCKETS = (1, 2, 5, 9, 17, 33)
 
 def bucket(rows: int) -> int:
     """Return the bucket of this number of running rows: its first number in `BUCKETS`."""
-    return max(first for first in BUCKETS if first <= max(rows, 1))
+    return BUCKETS[max(bisect_right(BUCKETS, rows) - 1, 0)]
 
 
 def num_real_nodes(draft: Draft) -> int:
@@ -69,9 +70,9 @@ class StepObservation:
     emitted: int
     """Number of emitted tokens of all rows, after the cut at stop tokens and lengths."""
     total_s: float
-    """Seconds of the whole step, with drafting."""
+    """Cost of the whole step, with drafting: seconds of processor time on a CPU, of device time on CUDA."""
     draft_s: float = 0.0
-    """Seconds of drafting, including missed pairs that were computed first."""
+    """Cost of drafting, including missed pairs that were computed first."""
     nodes: int = 0
     """Verified nodes per row: `arm.nodes`, or fewer if trimmed."""
     draft: Draft | None = None
@@ -82,7 +83,7 @@ class StepObservation:
     """For trees: indices of the accepted tokens of each row among the verified tokens, root (0) first, so
     that node n is n + 1. Entries beyond accepted_B + 1 are ignored. None for chains."""
     learning_s: float = 0.0
-    """Seconds that the chooser's `choose` and `learn` took for the step before."""
+    """Cost of `choose` and `learn` for the step before."""
 
 
 class ArmChooser(Protocol):

@@ -1,33 +1,31 @@
 """Chooser of the arm with the most expected tokens per second (RLHFSpec), bounded below by plain decoding.
 
-Before a step: expected tokens of each arm (`Survival`) over its expected seconds (`StepCost`: the pass,
-drafting, and missing tokens of the drafter, spread over the steps that it will probably be used), corrected
-by the measured over predicted time of the arm. The current arm is kept until another is clearly better; off
-is chosen as soon as it is better at all.
+Before a step: one argmax over all arms, off included, of expected tokens (`Acceptance`) per expected second
+(`StepCost`: the pass, drafting, and missing tokens of the drafter, spread over the steps that it will
+probably be used). The arm in use is kept until another is clearly better, but not if it gains hardly anything
+over off. Of equal arms the one in use is kept, else off is chosen, else the one with the fewest verified
+tokens. Two measured factors of each arm correct what the table cannot know: drafts that are cut, and accepted
+tokens beyond the end of a sample.
 
-After drafting: the number of nodes n with the largest E[tokens] - rate * seconds, at calibrated probabilities
-(`AcceptanceCalibration`). There the rate cannot be improved (Dinkelbach; the time of drafting is spent
-already).
+After drafting: the number of nodes n with the largest E[tokens] - rate * seconds. There the rate cannot be
+improved (Dinkelbach; the time of drafting is spent already).
 
 Uncertain arms are tried in short trials if an optimistic estimate says that they may be better; plain
 decoding is timed again now and then. The cost of trials, compared with the arm that would have been used, is
 limited to half a percent of all time.
-
-An arm that brought less than plain decoding, whatever was expected of it, is rejected (`Bandit.rejects`).
 
 All decisions are functions of the observations in order, so that a log replays them and all ranks agree.
 """
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
 
 from aedit.spec_rollout.choose.arms import BUCKETS, EngineView, StepObservation, bucket, num_real_nodes
-from aedit.spec_rollout.choose.calibration import DrafterStats
-from aedit.spec_rollout.choose.cost import MIN_S, WINDOW, StepCost
+from aedit.spec_rollout.choose.table import MIN_S, WINDOW, Acceptance, Bins, StepCost, score_bins
 from aedit.spec_rollout.drafters import OFF, Arm, Draft, parse_arm
 from aedit.types import check, checked
 
@@ -37,8 +35,10 @@ INITIAL_BUDGET_STEPS = 4.0
 """Initial budget of trials, in plain steps."""
 PLAIN_STEPS = 12
 """Plain steps of a new engine before any trial."""
-COMPARE_STEPS = 8
+COMPARE_STEPS = 16
 """Steps between comparisons of the arms while the rows do not change; fewer while the current arm is new."""
+KNOWN_ROWS, LEARN_STEPS = 128.0, 4
+"""Drafted rows after which the outcome of only each so many-th draft of a drafter is counted."""
 SWITCH_MARGIN = 1.03
 """Factor by which another arm must look better to be chosen, unless it is off."""
 KEEP_MARGIN = 1.01
@@ -85,31 +85,17 @@ class Trial:
 
 @dataclass(slots=True)
 class ArmStats:
-    """Statistics of an arm in a bucket, relative to verifying all its nodes in the predicted time."""
+    """Statistics of an arm in a bucket, relative to verifying all its nodes at the table's cost."""
 
-    time_share: float = 1.0
-    token_share: float = 1.0
-    """Moving averages of the shares of time and tokens that remain when drafts are trimmed."""
-    time_ratio: float = 1.0
-    """Measured over predicted seconds."""
+    cost_factor: float = 1.0
+    """Measured over expected seconds."""
+    token_factor: float = 1.0
+    """Emitted tokens over those that would be accepted of uncut drafts."""
     num_played: int = 0
     """Number of steps."""
-    steps: int = 0
-    """Number of timed steps."""
+    num_timed: int = 0
     last: int = 0
     """Last timed step."""
-
-    def add_trim(self, time_share: float, token_share: float) -> None:
-        """Add the shares of one trimmed draft."""
-        self.time_share += (time_share - self.time_share) / 32
-        self.token_share += (token_share - self.token_share) / 32
-
-    def add_time(self, ratio: float | None, now: int) -> None:
-        """Add the measured over predicted time of a step; None if nothing could be predicted."""
-        self.steps += 1
-        self.last = now
-        if ratio is not None:
-            self.time_ratio += (min(ratio, 3.0) - self.time_ratio) / min(self.steps + 8, 64)
 
 
 @checked()
@@ -127,19 +113,17 @@ class Goodput:
             ValueError: No arm is given.
         """
         check(any(not arm.is_off for arm in arms), "arms", "must have one that is not off", len(arms))
-        self.arms = (OFF, *dict.fromkeys(arm for arm in arms if not arm.is_off))
+        drafting = sorted({arm for arm in arms if not arm.is_off}, key=lambda arm: (arm.nodes, str(arm)))
+        self.arms = (OFF, *drafting)
+        """Candidates in the order in which ties are decided."""
         self.cost = cost or StepCost()
-        self.drafters: dict[str, DrafterStats] = {
-            arm.drafter: DrafterStats() for arm in self.arms if not arm.is_off
-        }
+        self.drafters = {arm.drafter: Acceptance() for arm in drafting}
         self.arm = OFF
         """Arm in use outside of trials."""
         self.rate = 0.0
         """Its expected tokens per second."""
         self.exploration_budget_s = 0.0
         """Seconds that trials may still cost."""
-        self.guard = Bandit(arms)
-        """Rewards per arm, whatever was expected. Times are in plain steps of as many rows."""
         self._trial: Trial | None = None
         self._was_trial = False
         """The last step belonged to a trial."""
@@ -148,8 +132,9 @@ class Goodput:
         self._has_learned = self._has_compared = False
         """The last step was timed or compared before; the arms have been compared since the last step."""
         self._stats: dict[tuple[int, Arm], ArmStats] = {}
-        self._time_ratio = 1.0
         self._sizes: dict[tuple[int, Arm], tuple[list[int], list[float]]] = {}
+        self._bins: tuple[Draft, Bins] | None = None
+        """Scores of the last draft that was trimmed."""
         self._steps = 0
         self._num_plain_steps = 0
         self._compared: EngineView | None = None
@@ -175,9 +160,9 @@ class Goodput:
         waits = self._steps < self._next_compare or (self.arm.is_off and self._learning_budget_s < 0)
         if same and trial is None and waits:
             return self.arm
-        for kind, drafter_stats in self.drafters.items():
-            if drafter_stats.begin_step(view.versions.get(kind), self._steps):
-                self.guard.forget_drafter(kind)
+        for kind, version in view.versions.items():
+            if kind in self.drafters:
+                self.drafters[kind].begin_step(version, self._steps)
         if trial is not None and view.has(trial.arm) and trial.first == bucket(view.rows) and trial.num_left:
             return trial.arm
         self._trial, self._compared = None, view
@@ -192,23 +177,23 @@ class Goodput:
 
     def trim(self, view: EngineView, arm: Arm, draft: Draft) -> int:
         """Return the number of drafted nodes that pay for their verification."""
+        self._bins = None
         if draft.logq_BNV is not None or draft.scores_BN.is_cuda or self._trial is not None:
             return num_real_nodes(draft)
-        by_node = self.drafters[arm.drafter].calibration.expected_accepted(draft)
+        bins = score_bins(draft)
+        self._bins = draft, bins
+        by_node: list[float] = self.drafters[arm.drafter].chances(arm, bins).sum(axis=0).tolist()
         gains = [0.0, *accumulate(by_node)]
         most = sum(gain > 0 for gain in by_node)
         if not most:
             return 0
         sizes, seconds = self._size_times(view, arm)
         whole = next(i for i, size in enumerate(sizes) if size >= most)
-        worth = [
-            gains[min(n, most)] - self.rate * s for n, s in zip(sizes[: whole + 1], seconds, strict=False)
-        ]
-        best = max(range(whole + 1), key=worth.__getitem__)
-        if worth[best] <= worth[whole] + MIN_TRIM_SAVING * self.rate * seconds[whole]:
-            best = whole
-        tokens, all_tokens = view.rows + gains[min(sizes[best], most)], view.rows + gains[-1]
-        self._stats_of(view, arm).add_trim(seconds[best] / seconds[-1], tokens / all_tokens)
+        rate = self.rate
+        worth = [gains[min(sizes[i], most)] - rate * seconds[i] for i in range(whole + 1)]
+        best = worth.index(max(worth))
+        if worth[best] <= worth[whole] + MIN_TRIM_SAVING * rate * seconds[whole]:
+            return most
         return min(sizes[best], most)
 
     def _size_times(self, view: EngineView, arm: Arm) -> tuple[list[int], list[float]]:
@@ -225,26 +210,54 @@ class Goodput:
 
     def learn(self, observed: StepObservation) -> None:
         """Update all statistics with the observation of a step."""
-        drafter_stats = self.drafters.get(observed.arm.drafter)
+        arm, view = observed.arm, observed.view
+        stats = self._stats_of(view, arm)
         self._steps += 1
-        self._num_plain_steps = self._num_plain_steps + 1 if observed.arm.is_off else 0
-        self._stats_of(observed.view, observed.arm).num_played += 1
+        self._num_plain_steps = self._num_plain_steps + 1 if arm.is_off else 0
+        stats.num_played += 1
         self._learning_budget_s += LEARNING_SHARE * observed.total_s
         if self._has_learned:
             self._learning_budget_s -= observed.learning_s
-        is_timed = self._is_timed(observed.view.rows)
+        is_timed = self._is_timed(view.rows)
         self._has_learned = is_timed or self._has_compared
         self._has_compared = False
         if is_timed:
-            self._learn_time(
-                observed,
-                0 if drafter_stats is None else min(drafter_stats.missing_tokens, observed.view.context),
-            )
+            self._learn_time(observed, stats)
         for each in self.drafters.values():
             each.missing_tokens += observed.emitted
-        if drafter_stats is not None:
-            drafter_stats.add(observed, self._steps, immediately=self._trial is not None)
+        if not arm.is_off:
+            self._learn_draft(observed, stats)
         self._update_budget(observed)
+
+    def _learn_time(self, observed: StepObservation, stats: ArmStats) -> None:
+        """Add the step's cost to the table, and its proportion to what was expected to the arm."""
+        view, arm = observed.view, observed.arm
+        missing = 0 if arm.is_off else self.missing_tokens(view, arm)
+        draft = observed.draft
+        is_whole = draft is None or draft.tokens_BN.shape[1] >= arm.nodes
+        self.cost.learn(observed, missing)
+        stats.num_timed += 1
+        stats.last = self._steps
+        if not arm.is_off and is_whole:
+            expected_s = self.cost.verify_s(view.rows, arm.nodes, view.context)
+            expected_s += self.cost.draft_s(arm, view.rows, missing)
+            ratio = min(observed.total_s / (self.cost.slowdown * expected_s), 3.0)
+            stats.cost_factor += (ratio - stats.cost_factor) / min(stats.num_timed + 8, 64)
+
+    def _learn_draft(self, observed: StepObservation, stats: ArmStats) -> None:
+        """Count the accepted tokens of a draft."""
+        acceptance, draft = self.drafters[observed.arm.drafter], observed.draft
+        acceptance.missing_tokens, acceptance.last_used = 0, self._steps
+        if draft is None or draft.tokens_BN.shape[1] == 0:
+            return
+        steps = LEARN_STEPS if acceptance.num_rows > KNOWN_ROWS and self._trial is None else 1
+        if self._steps % steps:
+            return
+        bins = self._bins[1] if self._bins is not None and self._bins[0] is draft else score_bins(draft)
+        arm, verified = observed.arm, min(observed.nodes, bins.shape[1])
+        accepted = acceptance.learn(arm, bins, verified, observed.accepted_B, observed.path_Bm, steps)
+        ratio = observed.emitted / (observed.view.rows + accepted)
+        stats.token_factor += (ratio - stats.token_factor) * steps / min(stats.num_played + 8, 32)
 
     def _is_timed(self, rows: int) -> bool:
         """Return true if the time of the last step is used."""
@@ -259,68 +272,65 @@ class Goodput:
         """Return true if a series of plain steps has filled the window of times."""
         return self._num_plain_steps > _settling_steps(rows) + WINDOW
 
-    def _learn_time(self, observed: StepObservation, missing_tokens: int) -> None:
-        """Update step times, the arm's time ratio and the guard."""
-        view, arm = observed.view, observed.arm
-        ratio = self.cost.learn(observed, missing_tokens)
-        if ratio is not None:
-            self._time_ratio += (min(ratio, 3.0) - self._time_ratio) / 64
-        self._stats_of(view, arm).add_time(ratio, self._steps)
-        plain_s = self.cost.verify_s(view.rows, 0, view.context) * self.cost.slowdown
-        self.guard.add(bucket(view.rows), arm, observed.emitted / max(observed.total_s, MIN_S) * plain_s)
-
-    def value(self, view: EngineView, arm: Arm, *, optimistic: bool = False) -> float:
+    def value(self, view: EngineView, arm: Arm) -> float:
         """Return the expected tokens per second of the arm, at the machine's usual speed."""
-        tokens, seconds = self._predict(view, arm, optimistic)
+        tokens, seconds = self._predict(view, arm)
         return tokens / seconds
 
-    def _predict(self, view: EngineView, arm: Arm, optimistic: bool = False) -> tuple[float, float]:
+    def _predict(self, view: EngineView, arm: Arm) -> tuple[float, float]:
         """Return the expected tokens and seconds of one step in a long series."""
-        stats = self._stats_of(view, arm)
-        seconds = self.cost.verify_s(view.rows, arm.nodes, view.context) * stats.time_share
+        seconds = self.cost.verify_s(view.rows, arm.nodes, view.context)
         if arm.is_off:
-            return float(view.rows), seconds * stats.time_ratio
-        drafter_stats = self.drafters[arm.drafter]
+            return float(view.rows), seconds
+        stats = self._stats_of(view, arm)
         seconds += self.cost.draft_s(arm, view.rows) + self._catching_up_s(view, arm) / CATCH_UP_STEPS
-        tokens = view.rows * drafter_stats.survival.expected(arm, optimistic=optimistic) * stats.token_share
-        return tokens, seconds * stats.time_ratio
+        tokens = view.rows * self.drafters[arm.drafter].expected(arm)
+        return tokens * stats.token_factor, seconds * stats.cost_factor
+
+    def missing_tokens(self, view: EngineView, arm: Arm) -> int:
+        """Return the tokens that the arm's drafter has to compute first, beyond those of the last step."""
+        missing = min(self.drafters[arm.drafter].missing_tokens, view.context)
+        return missing if missing > 4 * arm.depth * view.rows else 0
 
     def _catching_up_s(self, view: EngineView, arm: Arm) -> float:
-        missing_tokens = min(self.drafters[arm.drafter].missing_tokens, view.context)
-        if missing_tokens <= 4 * arm.depth * view.rows:
+        missing = self.missing_tokens(view, arm)
+        if not missing:
             return 0.0
-        return self.cost.draft_s(arm, view.rows, missing_tokens) - self.cost.draft_s(arm, view.rows)
+        return self.cost.draft_s(arm, view.rows, missing) - self.cost.draft_s(arm, view.rows)
 
     def _compare(self, view: EngineView) -> None:
         """Choose the arm to use from now on, and perhaps start a trial of another."""
-        values = {arm: self.value(view, arm) for arm in self.arms if view.has(arm)}
+        expected = {arm: self._predict(view, arm) for arm in self.arms if view.has(arm)}
+        values = {arm: self.value(view, arm) for arm in expected}
         if self.arm not in values:
             self.arm = OFF
-        for arm, value in values.items():
-            is_known = arm.is_off or self.drafters[arm.drafter].survival.num_rows >= MIN_DRAFTED_ROWS
-            margin = 1 / KEEP_MARGIN if arm.is_off else SWITCH_MARGIN
-            if is_known and arm != self.arm and value > margin * values[self.arm]:
-                self.arm = arm
-        if self.guard.rejects(bucket(view.rows), self.arm):
-            self.arm = OFF
+        known = {arm: values[arm] for arm in values if arm == self.arm or self._is_known(arm)}
+        self.arm = best_arm(known, self.arm)
         self.rate = values[self.arm]
-        self._start_trial(view, values)
+        if self.exploration_budget_s < 0:
+            return
+        costs_s = {
+            arm: self._trial_cost_s(view, arm, *expected[arm])
+            for arm in values
+            if arm != self.arm and self._may_be_better(view, arm, values[arm])
+        }
+        cheapest = min(costs_s, key=costs_s.__getitem__, default=OFF)
+        if costs_s and costs_s[cheapest] <= self.exploration_budget_s:
+            self._trial = Trial(cheapest, bucket(view.rows), _trial_length(view, cheapest))
 
-    def _start_trial(self, view: EngineView, values: dict[Arm, float]) -> None:
-        """Start a trial with the cheapest arm that may be better, if the budget allows it."""
-        optimistic = [arm for arm in values if arm != self.arm and self._may_be_better(view, arm)]
-        costs_s = {arm: self._trial_cost_s(view, arm, _trial_length(view, arm)) for arm in optimistic}
-        arm = min(costs_s, key=costs_s.__getitem__, default=OFF)
-        if optimistic and costs_s[arm] <= self.exploration_budget_s:
-            self._trial = Trial(arm, bucket(view.rows), _trial_length(view, arm))
+    def _is_known(self, arm: Arm) -> bool:
+        """Return true if the arm's drafter has drafted enough for the arm to be chosen."""
+        return arm.is_off or self.drafters[arm.drafter].num_rows >= MIN_DRAFTED_ROWS
 
-    def _trial_cost_s(self, view: EngineView, arm: Arm, length: int) -> float:
-        """Return the expected cost of a trial in seconds, compared with the arm in use."""
-        tokens, seconds = self._predict(view, arm)
+    def _trial_cost_s(self, view: EngineView, arm: Arm, tokens: float, seconds: float) -> float:
+        """Return the expected cost of a trial in seconds, compared with the arm in use.
+
+        tokens, seconds: Expected of one step with the arm.
+        """
         catching_up_s = 0.0 if arm.is_off else self._catching_up_s(view, arm)
-        return length * (seconds - tokens / self.rate) + catching_up_s
+        return _trial_length(view, arm) * (seconds - tokens / self.rate) + catching_up_s
 
-    def _may_be_better(self, view: EngineView, arm: Arm) -> bool:
+    def _may_be_better(self, view: EngineView, arm: Arm, value: float) -> bool:
         """Return true if the optimistic value of the arm is better than the current rate.
 
         Plain decoding is timed again after a while.
@@ -328,11 +338,12 @@ class Goodput:
         stats = self._stats_of(view, arm)
         unseen = self._steps - stats.last
         if arm.is_off:
-            return unseen >= (RETIME_PLAIN_STEPS if stats.steps > PLAIN_STEPS else RETRY_STEPS)
-        if stats.steps >= 2 * TRIAL_STEPS and unseen < RETRY_STEPS:
+            return unseen >= (RETIME_PLAIN_STEPS if stats.num_timed > PLAIN_STEPS else RETRY_STEPS)
+        if stats.num_timed >= 2 * TRIAL_STEPS and unseen < RETRY_STEPS:
             return False
-        unknown = 1.0 if stats.steps else 1.1
-        return unknown * self.value(view, arm, optimistic=True) > SWITCH_MARGIN * self.rate
+        acceptance = self.drafters[arm.drafter]
+        more = acceptance.expected(arm, optimistic=True) / acceptance.expected(arm)
+        return (more if stats.num_timed else 1.1 * more) * value > SWITCH_MARGIN * self.rate
 
     def _update_budget(self, observed: StepObservation) -> None:
         """Add a share of the step's time to the budget and subtract what a trial has cost."""
@@ -353,8 +364,24 @@ class Goodput:
         key = (bucket(view.rows), arm)
         stats = self._stats.get(key)
         if stats is None:
-            stats = self._stats[key] = ArmStats(time_ratio=self._time_ratio)
+            stats = self._stats[key] = ArmStats()
         return stats
+
+
+def best_arm(values: Mapping[Arm, float], current: Arm) -> Arm:
+    """Return the arm with the most tokens per second.
+
+    Another arm must be better than `current` by `SWITCH_MARGIN`; off must be as good but for `KEEP_MARGIN`.
+    Of arms with equal values the first one of `values` is returned, but `current` before all.
+
+    Args:
+        values: Tokens per second by arm, `current` and off among them.
+        current: The arm in use.
+    """
+    if not current.is_off and KEEP_MARGIN * values[OFF] > values[current]:
+        current = OFF
+    best = max(values, key=values.__getitem__)
+    return best if values[best] > SWITCH_MARGIN * values[current] else current
 
 
 def _trial_length(view: EngineView, arm: Arm) -> int:
@@ -373,10 +400,6 @@ EPSILON = 0.1
 """Probability of a random arm."""
 BANDIT_WINDOW = 300
 """Number of newest rewards of an arm that count."""
-REJECT_RATIO = 0.95
-"""A guard rejects an arm whose value is below this share of plain decoding's."""
-MIN_REWARDS = 32
-"""Number of rewards that an arm must have before it can be rejected."""
 
 
 class Bandit:
@@ -420,11 +443,9 @@ class Bandit:
 
     def learn(self, observed: StepObservation) -> None:
         """Add the reward of a step."""
-        self.add(bucket(observed.view.rows), observed.arm, observed.emitted / max(observed.total_s, MIN_S))
-
-    def add(self, first: int, arm: Arm, reward: float) -> None:
-        """Add a reward of the arm in the bucket `first`."""
-        self._rewards.setdefault((first, arm), deque(maxlen=self._window)).append(reward)
+        key = bucket(observed.view.rows), observed.arm
+        rewards = self._rewards.setdefault(key, deque(maxlen=self._window))
+        rewards.append(observed.emitted / max(observed.total_s, MIN_S))
 
     def median_reward(self, first: int, arm: Arm) -> float:
         """Return the median reward of the arm in the bucket, in tokens per second.
@@ -433,23 +454,6 @@ class Bandit:
         """
         rewards = self._rewards.get((first, arm))
         return median(rewards) if rewards else float("inf")
-
-    def rejects(self, first: int, arm: Arm) -> bool:
-        """Return true if the arm was clearly worse than off in this bucket.
-
-        Each rejection drops the arm's oldest reward, so that it is tried again later.
-        """
-        rewards = self._rewards.get((first, arm), ())
-        if arm.is_off or len(rewards) < MIN_REWARDS or (first, OFF) not in self._rewards:
-            return False
-        rejected = self.median_reward(first, arm) < REJECT_RATIO * self.median_reward(first, OFF)
-        if rejected:
-            self._rewards[first, arm].popleft()
-        return rejected
-
-    def forget_drafter(self, kind: str) -> None:
-        """Drop all rewards of a drafter's arms."""
-        self._rewards = {key: rewards for key, rewards in self._rewards.items() if key[1].drafter != kind}
 
 
 def by_bucket(arms: Sequence[Arm]) -> dict[int, list[Arm]]:

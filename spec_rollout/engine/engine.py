@@ -74,6 +74,9 @@ class Engine:
         self.target, self.mode, self.tokenizer = target, mode, tokenizer
         self.chooser: ArmChooser = chooser or Fixed(OFF)
         self.clock: Callable[[], float] = time.perf_counter
+        self.cost_clock: Callable[[], float] = time.process_time
+        """Clock of what a step costs on a CPU; on CUDA it is the device's time. The arm is chosen by it, and
+        other processes of a busy machine must not decide."""
         self.meters = Meters()
         self._choosing_s = self._learning_s = 0.0
         dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
@@ -291,11 +294,12 @@ class Engine:
             yield from self.step().finished
 
     def _step(self) -> Step:
-        began_s = self.clock()
+        began_s, began_cost_s = self.clock(), self.cost_clock()
+        whole = Stopwatch(self.target.device, self.cost_clock)
         rows, view = self._rows, self._rows.view()
         arm = self._choose(view)
-        self._choosing_s = self.clock() - began_s
-        drafting = Stopwatch(self.target.device, self.clock)
+        self._choosing_s = self.cost_clock() - began_cost_s
+        drafting = Stopwatch(self.target.device, self.cost_clock)
         proposal = None if arm.is_off else self._propose(arm)
         drafting.stop()
         draft = None
@@ -308,6 +312,7 @@ class Engine:
         rollouts = tuple(each.rollout for each in rows.running)
         verification.check_finite(rollouts, self.target.version)
         counts, ended = self._append_tokens(verification)
+        whole.stop()
         step = Step(
             rollouts=rollouts,
             counts=counts,
@@ -316,6 +321,7 @@ class Engine:
             nodes=0 if draft is None else draft.tokens_BN.shape[1],
             accepted=verification.accepted,
             total_s=self.clock() - began_s,
+            cost_s=whole.seconds(),
             draft_s=0.0 if proposal is None else drafting.seconds(),
         )
         self._observe(view, step, proposal, verification.path)
@@ -381,13 +387,13 @@ class Engine:
         self, view: EngineView, step: Step, proposal: Draft | None, path: list[list[int]] | None
     ) -> None:
         self.meters.add(step)
-        learning_s, began_s = self._learning_s, self.clock()
+        learning_s, began_s = self._learning_s, self.cost_clock()
         self.chooser.learn(
             StepObservation(
                 view=view,
                 arm=step.arm,
                 emitted=sum(step.counts),
-                total_s=step.total_s,
+                total_s=step.cost_s,
                 draft_s=step.draft_s,
                 learning_s=learning_s,
                 nodes=step.nodes,
@@ -396,7 +402,7 @@ class Engine:
                 path_Bm=path,
             )
         )
-        self._learning_s = self.clock() - began_s + self._choosing_s
+        self._learning_s = self.cost_clock() - began_s + self._choosing_s
 
 
 class SampleKeys:

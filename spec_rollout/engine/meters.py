@@ -27,7 +27,11 @@ class Step:
     accepted: tuple[int, ...] = ()
     """Accepted drafted nodes of each row, including those beyond the end of the rollout."""
     total_s: float = 0.0
+    """Wall time."""
+    cost_s: float = 0.0
+    """Processor time on a CPU, device time on CUDA."""
     draft_s: float = 0.0
+    """The part of `cost_s` that drafting took."""
 
 
 @dataclass(slots=True)
@@ -89,6 +93,7 @@ class Meters:
     num_tokens: int = 0
     num_finished: int = 0
     total_s: float = 0.0
+    cost_s: float = 0.0
     draft_s: float = 0.0
     arms: Counter[str] = field(default_factory=Counter)
     """Number of steps by arm."""
@@ -105,9 +110,10 @@ class Meters:
         self.num_tokens += sum(step.counts)
         self.num_finished += len(step.finished)
         self.total_s += step.total_s
+        self.cost_s += step.cost_s
         self.draft_s += step.draft_s
         self.arms[str(step.arm)] += 1
-        self.speed_up.add(len(step.counts), sum(step.counts), step.total_s, plain=step.arm.is_off)
+        self.speed_up.add(len(step.counts), sum(step.counts), step.cost_s, plain=step.arm.is_off)
         if step.nodes:
             self._add_draft(min(step.nodes, step.arm.depth), step.accepted)
 
@@ -136,7 +142,7 @@ class Meters:
             "tokens_per_s": self.num_tokens / self.total_s if self.total_s else 0.0,
             "accepted_length": self.num_tokens / self.num_passes if self.num_passes else 0.0,
             "accepted_by_position": [a / r for a, r in zip(self._accepted, self._reached, strict=True)],
-            "draft_share": self.draft_s / self.total_s if self.total_s else 0.0,
+            "draft_share": self.draft_s / self.cost_s if self.cost_s else 0.0,
             "arms": dict(self.arms),
         }
 
@@ -144,7 +150,7 @@ class Meters:
 class Stopwatch:
     """Timer from its construction to `stop`.
 
-    It measures host time on a CPU, and device time on CUDA, as the host runs ahead of the device.
+    It measures time of `clock` on a CPU, and device time on CUDA, as the host runs ahead of the device.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
@@ -161,9 +167,10 @@ class Stopwatch:
             self._events[1].record()
 
     def seconds(self) -> float:
-        """Return the measured seconds. On CUDA call it after a synchronization with the device."""
+        """Return the measured seconds. On CUDA it waits until the device has reached the end."""
         if self._events is None:
             return self._ended_s - self._began_s
+        self._events[1].synchronize()
         return float(self._events[0].elapsed_time(self._events[1])) / 1e3
 
 

@@ -1,0 +1,454 @@
+"""The measured table that the choice of an arm reads: costs of passes and drafts, accepted tokens.
+
+A cost is processor time on a CPU and device time on CUDA: what other processes do must not decide. Each cell
+(rows, drafted tokens) has the mean of its newest measurements, at their mean context; one slope says what a
+cached token adds. A cell without measurements is taken from the nearest one that has some, in the proportion
+of a prior. Costs are divided by the current slowdown of the machine (its clock, shared caches), which all
+cells share, so that new measurements of one arm can be compared with old ones of another.
+
+Accepted tokens are counted by drafter and position. A second table has the share of accepted nodes by the
+drafter's probability of their path: it says how many nodes of a draft are worth their verification.
+
+Shapes: B rows, N nodes of a draft.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aedit.spec_rollout.choose.arms import StepObservation
+from aedit.spec_rollout.drafters import OFF, Arm, Draft
+
+Floats = NDArray[np.float64]
+Bins = NDArray[np.int64]
+Key = tuple[int, ...]
+"""Rows and size of a pass or draft."""
+
+WINDOW = 16
+"""Number of newest measurements of a cell that count."""
+OUTLIER = 2.0
+"""Measurements are clipped to this multiple of their cell's mean."""
+FAR_SMALLER = 3.0
+"""A measurement that is smaller than the mean by this factor shows that the mean is of outliers."""
+MIN_S = 1e-9
+DEFAULT_STEP_S = 3e-3
+"""Seconds of a plain step of one row before anything is measured."""
+SLOPE = 2e-4
+"""Prior of what a cached token adds, relative to a plain step of one row."""
+NOISE = 0.1
+"""Relative deviation of the measurements of a cell."""
+SLOWDOWN_RATE, SLOWDOWN_DECAY = 1 / 4, 1 / 128
+"""Rates at which the slowdown follows measurements, and at which it moves into the cells."""
+MIN_SLOWDOWN_STEPS = 16
+"""Measurements of a cell before it contributes to the slowdown."""
+
+
+@dataclass(slots=True)
+class Cell:
+    """Measurements of passes or drafts of one size."""
+
+    seconds: float
+    """Moving average over about the newest `WINDOW` measurements."""
+    context: float
+    """The same of their contexts."""
+    count: int = 0
+
+    def add(self, seconds: float, context: float) -> None:
+        """Add a measurement. After one that is far smaller, the ones before are taken for outliers."""
+        if seconds * FAR_SMALLER < self.seconds:
+            self.seconds, self.count = seconds, min(self.count, 1)
+        self.count += 1
+        rate = 1 / min(self.count, WINDOW)
+        self.seconds += rate * (min(seconds, OUTLIER * self.seconds) - self.seconds)
+        self.context += rate * (context - self.context)
+
+
+class CostTable:
+    """Measured seconds by size, with one slope over the context."""
+
+    def __init__(self, prior: Callable[[Key], float], unit_s: float, slope: float) -> None:
+        """Make an empty table.
+
+        Args:
+            prior: Returns the cost of a size in units of `unit_s`. Only its proportions count once anything
+                is measured.
+            unit_s: Unit of the prior.
+            slope: Prior of what a token of the context adds, in the same unit.
+        """
+        self._prior, self._unit_s, self._slope = prior, unit_s, slope
+        self._cells: dict[Key, Cell] = {}
+        self._near: dict[Key, tuple[Key, float]] = {}
+        """For sizes without a cell: the nearest that has one, and their proportion."""
+        self._cs = self._cc = 0.0
+        self.slope_s = slope * unit_s
+        """Seconds that one more token of the context adds."""
+
+    def count(self, key: Key) -> int:
+        """Return the number of measurements of this size so far."""
+        cell = self._cells.get(key)
+        return 0 if cell is None else cell.count
+
+    def seconds(self, key: Key, context: float = 0.0) -> float:
+        """Return the expected seconds of this size."""
+        cell, mean_s = self._cells.get(key), 0.0
+        if cell is not None:
+            mean_s = cell.seconds
+        elif not self._cells:
+            return self._unit_s * (self._prior(key) + self._slope * context)
+        else:
+            near, factor = self._nearest(key)
+            cell = self._cells[near]
+            mean_s = factor * cell.seconds
+        return max(mean_s + self.slope_s * (context - cell.context), 0.5 * mean_s)
+
+    def learn(self, key: Key, seconds: float, context: float = 0.0) -> None:
+        """Add a measurement."""
+        seconds = max(seconds, MIN_S)
+        cell = self._cells.get(key)
+        if cell is None:
+            cell = self._cells[key] = Cell(seconds, context)
+            self._near.clear()
+        elif self._slope:
+            # Within cells: they differ in other respects, and are measured one after the other as texts grow.
+            change = (context - cell.context) / cell.seconds
+            self._cs += change * (min(seconds / cell.seconds, OUTLIER) - 1)
+            self._cc += change * change
+            prior_s = self._slope * self._unit_s
+            weight = (NOISE / prior_s) ** 2
+            self.slope_s = max((self._cs + weight * prior_s) / (self._cc + weight), 0.0)
+        cell.add(seconds, context)
+
+    def _nearest(self, key: Key) -> tuple[Key, float]:
+        """Return the nearest measured size and the prior's proportion; of equally near ones the smaller."""
+        found = self._near.get(key)
+        if found is None:
+            near = min(self._cells, key=lambda other: (_distance(key, other), other))
+            found = self._near[key] = near, self._prior(key) / self._prior(near)
+        return found
+
+
+def _distance(a: Key, b: Key) -> float:
+    return sum(abs(math.log((1 + x) / (1 + y))) for x, y in zip(a, b, strict=True))
+
+
+def rounded_rows(rows: int) -> int:
+    """Return the rows rounded up so that similar numbers share measurements.
+
+    1 to 4 rows are exact; above, there are about four steps per doubling.
+    """
+    if rows <= 4:
+        return rows
+    half = 1 << (rows.bit_length() - 3)
+    return -(-rows // half) * half
+
+
+def _pass_prior(key: Key) -> float:
+    """Return the cost of a pass relative to that of one row: a small model on a few CPU cores."""
+    rows, nodes = key
+    return 0.92 + 0.05 * rows + 0.03 * rows * (1 + nodes)
+
+
+def _layer_prior(key: Key) -> float:
+    rows, depth, _ = key
+    return 0.03 + 0.08 * depth + 0.004 * depth * rows
+
+
+def _suffix_prior(key: Key) -> float:
+    rows, depth, nodes = key
+    return 0.003 + 4e-4 * depth * rows + 1e-4 * nodes * rows
+
+
+class StepCost:
+    """Expected cost of a step's parts. The same measurements in the same order give the same costs."""
+
+    def __init__(self) -> None:
+        self._passes = CostTable(_pass_prior, DEFAULT_STEP_S, SLOPE)
+        self._drafts: dict[str, CostTable] = {}
+        self._missing_token_s: dict[str, float] = {}
+        self._log_slowdown = 0.0
+
+    @property
+    def slowdown(self) -> float:
+        """Return the factor by which steps currently take longer than usual."""
+        return math.exp(self._log_slowdown)
+
+    def verify_s(self, rows: int, nodes: int, context: int) -> float:
+        """Return the seconds of a step without drafting, at the usual speed.
+
+        Args:
+            rows: Running rows.
+            nodes: Verified drafted nodes per row.
+            context: Cached tokens of all rows together.
+        """
+        return self._passes.seconds((rounded_rows(rows), nodes), context)
+
+    def is_measured(self, rows: int, nodes: int) -> bool:
+        """Return true if passes of this size have been measured."""
+        return self._passes.count((rounded_rows(rows), nodes)) >= 2
+
+    def draft_s(self, arm: Arm, rows: int, missing_tokens: int = 0) -> float:
+        """Return the seconds of drafting, at the usual speed.
+
+        Args:
+            arm: Speculation setting.
+            rows: Running rows.
+            missing_tokens: Tokens that the drafter has to compute first, beyond those of the last step.
+        """
+        if arm.is_off:
+            return 0.0
+        seconds = self._drafts_of(arm).seconds((rounded_rows(rows), arm.depth, arm.nodes))
+        if missing_tokens:
+            prior_s = 0.0 if arm.drafter == "suffix" else 2e-3 * self.verify_s(1, 0, 0)
+            seconds += missing_tokens * self._missing_token_s.get(arm.drafter, prior_s)
+        return seconds
+
+    def learn(self, observed: StepObservation, missing_tokens: int = 0) -> None:
+        """Add the measurements of a step.
+
+        Args:
+            observed: Observation of the step.
+            missing_tokens: See `draft_s`.
+        """
+        view, arm, draft = observed.view, observed.arm, observed.draft
+        rows = rounded_rows(view.rows)
+        key, rest_s = (rows, observed.nodes), max(observed.total_s - observed.draft_s, MIN_S)
+        if self._passes.count(key) >= MIN_SLOWDOWN_STEPS:
+            ratio = rest_s / (self.slowdown * self._passes.seconds(key, view.context))
+            # Clipped as in the cells, whose mean then stays that of the ratio: 1.
+            self._log_slowdown += SLOWDOWN_RATE * (min(ratio, OUTLIER) - 1)
+        self._log_slowdown *= 1 - SLOWDOWN_DECAY
+        self._passes.learn(key, rest_s / self.slowdown, view.context)
+        # Near the length limit fewer tokens are drafted.
+        if observed.draft_s <= 0 or (draft is not None and draft.tokens_BN.shape[1] < arm.nodes):
+            return
+        draft_s = observed.draft_s / self.slowdown
+        if not missing_tokens:
+            self._drafts_of(arm).learn((rows, arm.depth, arm.nodes), draft_s)
+            return
+        each_s = max(draft_s - self.draft_s(arm, view.rows), 0.0) / missing_tokens
+        self._missing_token_s[arm.drafter] = (self._missing_token_s.get(arm.drafter, each_s) + each_s) / 2
+
+    def _drafts_of(self, arm: Arm) -> CostTable:
+        table = self._drafts.get(arm.drafter)
+        if table is None:
+            # A drafter of one's own is as expensive as a layer before it is measured.
+            prior = _suffix_prior if arm.drafter == "suffix" else _layer_prior
+            table = self._drafts[arm.drafter] = CostTable(prior, self._passes.seconds((1, 0)), 0.0)
+        return table
+
+
+NUM_BINS = 16
+CENTRES: Floats = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
+PRIOR_NODES = 2.0
+"""Prior nodes of each bin, accepted as often as the drafter's probability times its usual bias."""
+MEMORY_NODES = 4000.0
+"""Number of observed nodes after which the weight of an old one is 1 / e."""
+VERSION_DECAY = 0.1
+"""Weight of observations of older versions of the drafter."""
+MEMORY_STEPS, MEMORY_ROWS = 150.0, 600.0
+"""Steps and rows after which the weight of an old one is 1 / e, whichever come first."""
+IDLE_STEPS, IDLE_MEMORY_STEPS = 64, 3000.0
+"""Steps without the drafter that are counted together; the memory in such steps."""
+PRIOR_ROWS, PRIOR_CHANCE = 2.0, 0.5
+"""Prior of the first node; deeper nodes have the estimate of the node before as prior."""
+OPTIMISTIC_ROWS = 4.0
+"""Accepted rows that an optimistic estimate adds to the observations."""
+TREE_FACTOR = 1.1
+"""Prior of a tree's accepted nodes, relative to the chain of its depth."""
+
+
+def score_bins(draft: Draft) -> Bins:
+    """Return the bin of the drafter's probability of the path to each node, (B, N); `NUM_BINS` is padding.
+
+    It is read at once: the draft's tensors may be reused.
+    """
+    chances = np.exp(draft.scores_BN.numpy(force=True))
+    bins: Bins = np.minimum((chances * NUM_BINS).astype(np.int64), NUM_BINS - 1)
+    if draft.counts_B is not None:
+        bins[np.arange(bins.shape[1]) >= draft.counts_B.numpy(force=True)[:, None]] = NUM_BINS
+    return bins
+
+
+def accepted_nodes(
+    shape: tuple[int, int], accepted_B: Sequence[int], path_Bm: Sequence[Sequence[int]] | None
+) -> NDArray[np.bool_]:
+    """Return the accepted nodes, (B, N), from `StepObservation.accepted_B` and `StepObservation.path_Bm`."""
+    if path_Bm is None:
+        return np.arange(shape[1]) < np.asarray(accepted_B)[:, None]
+    accepted = np.zeros(shape, dtype=bool)
+    for row, (path, count) in enumerate(zip(path_Bm, accepted_B, strict=True)):
+        accepted[row, [token - 1 for token in path[1 : count + 1]]] = True
+    return accepted
+
+
+class PathChances:
+    """Share of accepted nodes by the drafter's probability of their path."""
+
+    def __init__(self) -> None:
+        self.num_observed: Floats = np.zeros(NUM_BINS)
+        self.num_accepted: Floats = np.zeros(NUM_BINS)
+        self.table: Floats = np.append(CENTRES, 0.0)
+        """Chance of each bin; of padding 0."""
+        self._num_updates = 0
+
+    def learn(self, bins: Bins, accepted: NDArray[Any]) -> None:
+        """Add verified nodes."""
+        counts = np.bincount(bins.ravel(), minlength=NUM_BINS + 1)[:NUM_BINS]
+        kept = math.exp(-bins.size / MEMORY_NODES)
+        self.num_observed = kept * self.num_observed + counts
+        hits = np.bincount(bins.ravel(), accepted.ravel(), NUM_BINS + 1)[:NUM_BINS]
+        self.num_accepted = kept * self.num_accepted + hits
+        self._num_updates += 1
+        if self._num_updates % 4 == 0 or self._num_updates < 4:
+            self._fit()
+
+    def _fit(self) -> None:
+        bias = (self.num_accepted.sum() + 1) / (self.num_observed @ CENTRES + 1)
+        prior = PRIOR_NODES * np.minimum(bias * CENTRES, 1.0)
+        self.table[:NUM_BINS] = (self.num_accepted + prior) / (self.num_observed + PRIOR_NODES)
+
+    def fade(self, kept: float) -> None:
+        """Multiply the weight of all observations."""
+        self.num_observed *= kept
+        self.num_accepted *= kept
+
+
+class Acceptance:
+    """Accepted tokens of one drafter's arms."""
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        """Version of the drafter; None before it is known."""
+        self.missing_tokens = 1 << 30
+        """Tokens emitted since its last draft. It may have to compute all cached tokens."""
+        self.last_used = 0
+        """Step of its last draft."""
+        self._reached: list[float] = []
+        self._accepted: list[float] = []
+        self._trees: dict[Arm, tuple[float, float]] = {}
+        self._chances: dict[Arm, PathChances] = {OFF: PathChances()}
+
+    @property
+    def num_rows(self) -> float:
+        """Return the weighted number of observed rows."""
+        return self._reached[0] if self._reached else 0.0
+
+    def begin_step(self, version: int, step: int) -> None:
+        """Prepare for a step. Observations of older versions and of long ago weigh less.
+
+        Args:
+            version: Version of the drafter's weights.
+            step: Number of the step.
+        """
+        if self.version is not None and version != self.version:
+            self._fade(VERSION_DECAY)
+        self.version = version
+        if step - self.last_used >= IDLE_STEPS:
+            self._fade(math.exp(-IDLE_STEPS / IDLE_MEMORY_STEPS))
+            self.last_used = step
+
+    def chances(self, arm: Arm, bins: Bins) -> Floats:
+        """Return the chance that the path to each node is accepted, (B, N)."""
+        return self._chances_of(arm).table[bins]
+
+    def learn(
+        self,
+        arm: Arm,
+        bins: Bins,
+        verified: int,
+        accepted_B: Sequence[int],
+        path_Bm: Sequence[Sequence[int]] | None = None,
+        steps: int = 1,
+    ) -> float:
+        """Add the outcome of a draft.
+
+        Nodes that were not verified count with their chance: otherwise deep nodes, which are verified only
+        after promising drafts, would be overestimated.
+
+        Args:
+            arm: Arm of the draft.
+            bins: See `score_bins`.
+            verified: Nodes of each row that were verified.
+            accepted_B: Accepted nodes of each row.
+            path_Bm: See `StepObservation.path_Bm`.
+            steps: See `count`.
+
+        Returns:
+            The accepted tokens of all rows, as if all nodes had been verified.
+        """
+        rows, num_nodes = bins.shape
+        chances = self._chances_of(arm)
+        accepted_BN = accepted_nodes((rows, num_nodes), accepted_B, path_Bm)
+        survived_BN: NDArray[Any] = accepted_BN
+        if verified < num_nodes:
+            survived_BN = accepted_BN.astype(np.float64)
+            survived_BN[:, verified:] = chances.table[bins[:, verified:]]
+        self.count(arm, survived_BN, steps)
+        if verified:
+            chances.learn(bins[:, :verified], accepted_BN[:, :verified])
+        return float(survived_BN.sum())
+
+    def count(self, arm: Arm, survived_BN: NDArray[Any], steps: int = 1) -> None:
+        """Count the outcome of a draft.
+
+        Args:
+            arm: Arm of the draft.
+            survived_BN: For each row and node 1 if its path was accepted, or the chance that it would have
+                been.
+            steps: Number of steps that it stands for.
+        """
+        rows = len(survived_BN)
+        kept = math.exp(-steps * max(1 / MEMORY_STEPS, rows / MEMORY_ROWS))
+        sums: list[float] = survived_BN.sum(axis=0).tolist()
+        if not arm.is_chain:
+            accepted, seen = self._trees.get(arm, (0.0, 0.0))
+            self._trees[arm] = (kept * accepted + sum(sums), kept * seen + rows)
+            return
+        missing = len(sums) - len(self._reached)
+        if missing > 0:
+            self._reached += [0.0] * missing
+            self._accepted += [0.0] * missing
+        before = float(rows)
+        for j, survived in enumerate(sums):
+            self._reached[j] = kept * self._reached[j] + before
+            self._accepted[j] = kept * self._accepted[j] + survived
+            before = survived
+        for j in range(len(sums), len(self._reached)):
+            self._reached[j] *= kept
+            self._accepted[j] *= kept
+
+    def expected(self, arm: Arm, *, optimistic: bool = False) -> float:
+        """Return the expected tokens per row and step, including the policy's own token: 1 or more."""
+        chain, path = 1.0, 1.0
+        prior_rows, prior = (OPTIMISTIC_ROWS, 1.0) if optimistic else (PRIOR_ROWS, PRIOR_CHANCE)
+        for j in range(arm.depth):
+            has_data = j < len(self._reached)
+            reached, accepted = (self._reached[j], self._accepted[j]) if has_data else (0.0, 0.0)
+            chance = (accepted + prior_rows * prior) / (reached + prior_rows)
+            path *= chance
+            chain += path
+            if not optimistic:
+                prior = chance
+        if arm.is_chain:
+            return chain
+        accepted, seen = self._trees.get(arm, (0.0, 0.0))
+        return 1.0 + (accepted + prior_rows * TREE_FACTOR * (chain - 1.0)) / (seen + prior_rows)
+
+    def _chances_of(self, arm: Arm) -> PathChances:
+        """Return the table of all chains or of one tree, in which later siblings are accepted more rarely."""
+        key = OFF if arm.is_chain else arm
+        found = self._chances.get(key)
+        if found is None:
+            found = self._chances[key] = PathChances()
+        return found
+
+    def _fade(self, kept: float) -> None:
+        self._reached = [kept * reached for reached in self._reached]
+        self._accepted = [kept * accepted for accepted in self._accepted]
+        self._trees = {arm: (kept * a, kept * n) for arm, (a, n) in self._trees.items()}
+        for chances in self._chances.values():
+            chances.fade(kept)
