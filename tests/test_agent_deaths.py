@@ -14,18 +14,19 @@ import pytest
 from kit.agents import MemoryHub, node, order, plan
 from kit.waiting import until
 
+from aedit.child import to_json
 from aedit.launch.cli.keys import make_keys
 from aedit.proto.agent import AgentLost, attach
-from aedit.proto.agent.plan import to_json
 from aedit.types import UserError
 
 TRAINER = """
     import os, sys, time
     import numpy as np
     from aedit.proto.agent.agent_link import start_agent
-    from aedit.proto.agent.plan import from_json
+    from aedit.child import from_json
+    from aedit.proto.agent import AgentPlan
 
-    link = start_agent(from_json(sys.argv[1]), ranks=1)
+    link = start_agent(from_json(AgentPlan, sys.argv[1]), ranks=1)
     for anchor in link.anchors:
         anchor[:] = 1
     link.join(20)

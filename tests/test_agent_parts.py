@@ -5,10 +5,10 @@ import os
 import numpy as np
 import pytest
 
+from aedit.child import from_json, to_json
 from aedit.proto.agent import AgentPlan, Answer, Leases, Progress, mailbox
 from aedit.proto.agent.leases import Speed, Watchdog
 from aedit.proto.agent.mailbox import AgentState, Wants
-from aedit.proto.agent.plan import from_json, to_json
 from aedit.types import News, TensorLayout, UnitLayout, Verdict
 
 
@@ -164,6 +164,6 @@ def test_a_plan_survives_the_way_to_another_process():
         num_samples=7,
         prefers=2,
     )
-    assert from_json(to_json(made)) == made
+    assert from_json(type(made), to_json(made)) == made
     assert made.numels == (7,)
     assert [made.standbys_of(k) for k in range(3)] == [(), ("h:3",), ()]

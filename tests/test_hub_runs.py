@@ -121,9 +121,9 @@ def test_a_run_goes_on_when_its_hub_and_a_node_are_killed(place):
     with frozen(place.node(f"local-{first}")):
         until(lambda: rounds(1 - first), "a round of the other", LIMIT_S)
         other, victim = place.node("local-0"), place.node("local-1")
-    (hub,) = place.processes("aedit.launch.cli hub")
+    (hub,) = place.processes("aedit.launch.hub.main")
     hub.kill()
-    until(lambda: place.processes("aedit.launch.cli hub") not in ([], [hub]), "the hub to be back", LIMIT_S)
+    until(lambda: place.processes("aedit.launch.hub.main") not in ([], [hub]), "the hub to be back", LIMIT_S)
     before = rounds(1)
     until(lambda: rounds(1) > before, "node 1 to be answered again", LIMIT_S)
     assert len([event for event in place.events(1) if event["event"] == "start"]) == 1, (

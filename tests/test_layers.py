@@ -11,13 +11,12 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 WEIGHTS = ("weight_watch", "weight_gather")
-LIBRARY = ("edit", "spec_rollout", "async_sgd", "proto", "types", "system", "clock")
+LIBRARY = ("edit", "spec_rollout", "async_sgd", "proto", "types", "system", "clock", "child")
 WIRE = ("proto.rpc", "proto.codecs")
 
 MAY_IMPORT = {
     "launch.cli": ("launch", *LIBRARY),
     "launch.processes": (
-        "launch.processes.child",
         "launch.swarm",
         "launch.serve",
         "launch.views",
@@ -32,7 +31,7 @@ MAY_IMPORT = {
     "launch.views": ("launch.records", "launch.config", "proto.rpc", "types", "system"),
     "launch.node": ("launch.records", "launch.data", "launch.config", *LIBRARY),
     "launch.hub": (
-        "launch.processes.child",
+        "child",
         "launch.records",
         "launch.config",
         "async_sgd",
@@ -41,7 +40,8 @@ MAY_IMPORT = {
         "system",
     ),
     "launch.swarm": (
-        "launch.processes.child",
+        "child",
+        "launch.hub",
         "launch.records",
         "launch.config",
         "async_sgd.service",
@@ -49,7 +49,6 @@ MAY_IMPORT = {
         "types",
         "system",
     ),
-    "launch.processes.child": ("launch.records", "types", "system"),
     "launch.data": (
         "launch.records",
         "launch.config",
@@ -64,7 +63,6 @@ MAY_IMPORT = {
     "launch.config": ("edit", "spec_rollout", "async_sgd.rules", "proto", "types", "system"),
     "edit": ("async_sgd.rules", "proto", "types", "system", *WEIGHTS),
     "launch.serve": (
-        "launch.processes.child",
         "launch.records",
         "launch.data",
         "launch.config",
@@ -108,6 +106,7 @@ MAY_IMPORT = {
         *WEIGHTS,
     ),
     "spec_rollout.training": (
+        "child",
         *(f"spec_rollout.{part}" for part in ("sampling", "drafters", "model")),
         "types",
         "system",
@@ -117,7 +116,7 @@ MAY_IMPORT = {
         "types",
         "system",
     ),
-    "spec_rollout.rl": ("spec_rollout.sampling", "types", "system"),
+    "spec_rollout.rl": ("child", "spec_rollout.sampling", "types", "system"),
     "spec_rollout.choose": ("spec_rollout.drafters", "types", "system"),
     "spec_rollout.sampling": ("spec_rollout.drafters", "spec_rollout.model", "types", "system"),
     "spec_rollout.drafters": ("spec_rollout.model", "types", "system"),
@@ -150,8 +149,8 @@ MAY_IMPORT = {
         "system",
     ),
     "async_sgd.rules": ("types", "system"),
-    "proto.agent": ("proto.codecs", "proto.swarm", "proto.rpc", "types", "system"),
-    "proto.dht": ("proto.swarm", "types", "system"),
+    "proto.agent": ("child", "proto.codecs", "proto.swarm", "proto.rpc", "types", "system"),
+    "proto.dht": ("child", "proto.swarm", "types", "system"),
     "proto.swarm": ("proto.rpc", "types", "system"),
     "proto.versions": ("proto.codecs", "proto.rpc", "types", "system"),
     "proto.transports": ("proto.rpc", "types", "system", "clock"),

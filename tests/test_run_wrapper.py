@@ -15,20 +15,23 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from aedit.child import from_json
 from aedit.launch.config import (
     DataConfig,
+    JoinOptions,
+    NodeOptions,
     Placement,
     RunConfig,
     TrainConfig,
     check_hub_start,
     load_run,
-    torchrun_command,
 )
 from aedit.launch.config.config import EditConfig, HubConfig, LocalConfig
 from aedit.launch.hub.folder import claim
+from aedit.launch.node import __main__ as node
 from aedit.launch.node import build, world
-from aedit.launch.node import main as node
 from aedit.launch.processes import join_run
+from aedit.launch.processes.cluster import torchrun_command
 from aedit.launch.records import claimed, next_attempt, prepare
 from aedit.launch.records.run_directory import MIN_FREE_BYTES
 from aedit.types import UserError
@@ -39,10 +42,10 @@ NODE = """
 import json, os, signal, sys, time
 from pathlib import Path
 run_dir = Path(sys.argv[1]).parent
-options = dict(word.lstrip("-").partition("=")[::2] for word in sys.argv[2:])
-rank, ranks = int(os.environ["RANK"]), int(options["ranks"])
+options = json.loads(sys.argv[2])
+rank, ranks = int(os.environ["RANK"]), options["ranks"]
 node = rank // ranks
-attempt = int(options["attempt"]) + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+attempt = options["attempt"] + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 mode = (run_dir.parent / "mode").read_text()
 home = run_dir / "nodes" / str(node)
 home.mkdir(parents=True, exist_ok=True)
@@ -205,7 +208,7 @@ SWARM = ("--swarm.discovery", "file", "--swarm.parts", "2", "--edit.landing", "a
 def pid_of(directory):
     """Return the process id of the hub or peer in a folder; 0 if it does not run."""
     for process in psutil.process_iter(["cmdline"]):
-        if f"--directory={directory}" in (process.info["cmdline"] or []):
+        if f'"directory": "{directory}"' in " ".join(process.info["cmdline"] or []):
             return process.pid
     return 0
 
@@ -456,11 +459,16 @@ def test_every_machine_starts_its_own_ranks_and_meets_at_the_master():
     line = " ".join(words)
     assert "--nproc-per-node=2 --max-restarts=5 --nnodes=3 --node-rank=1" in line
     assert "--master-addr=a --master-port=29500" in line
-    assert line.endswith("-m -- aedit.launch.node run.toml --ranks=2 --attempt=4")
-    local = " ".join(torchrun_command(Path("run.toml"), config, Placement(nodes=3, local=True), 1))
-    assert "--nproc-per-node=6" in local
-    assert "--standalone" in local
-    assert local.endswith("--ranks=2 --attempt=1 --local")
+    assert words[-4:-1] == ["-m", "aedit.launch.node", "run.toml"]
+    assert from_json(NodeOptions, words[-1]) == NodeOptions(ranks=2, attempt=4)
+    member = JoinOptions(hub="a:1,b:2", name="n", replicas=Path("r.json"), keys=Path("k"), prefers=1)
+    local = Placement(nodes=3, local=True)
+    words = torchrun_command(Path("run.toml"), config, local, 1, membership=member)
+    assert {"--nproc-per-node=2", "--standalone"} <= {*words}
+    assert from_json(NodeOptions, words[-1]) == NodeOptions(ranks=2, local=True, membership=member)
+    assert "--nproc-per-node=6" in torchrun_command(
+        Path("run.toml"), config, Placement(nodes=3, local=True), 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -492,7 +500,7 @@ def test_a_node_refuses_before_the_others_can_see_it_leave(tmp_path, monkeypatch
     text = (tmp_path / "text.txt").absolute()
     (tmp_path / "run.toml").write_text(f'name = "x"\ndir = "{tmp_path}"\n[data]\nsource = "{text}"\n')
     happened = []
-    monkeypatch.setattr(sys, "argv", ["node", str(tmp_path / "run.toml"), "--attempt=3"])
+    monkeypatch.setattr(sys, "argv", ["node", str(tmp_path / "run.toml"), '{"attempt": 3}'])
     monkeypatch.setattr(os, "write", lambda file, line: happened.append((os.fstat(file).st_ino, line)))
     monkeypatch.setattr(world, "join_world", lambda *_: SimpleNamespace(node=1))
     monkeypatch.setattr(world, "leave_world", lambda: happened.append("left"))

@@ -6,7 +6,7 @@ import signal
 
 import psutil
 import pytest
-from kit.places import LIMIT_S, Place, ends_well
+from kit.places import LIMIT_S, Place, ends_well, named
 from kit.waiting import until
 
 from aedit.launch.cli import main
@@ -70,7 +70,7 @@ def kept_by_all(place, name):
 
 def machine(place, name):
     """Return the processes of a peer: itself and the hubs that it hosts."""
-    (peer,) = place.processes("aedit.launch.cli peer", f"--as={name}")
+    (peer,) = place.processes("aedit.launch.swarm.run_peer", named(name))
     return [peer, *peer.children(recursive=True)]
 
 

@@ -58,12 +58,11 @@ if TYPE_CHECKING:
     )
     from aedit.launch.config.placement import (
         FIRST,
-        NODE_PROGRAM,
         JoinOptions,
+        NodeOptions,
         Placement,
         check_hub_start,
         ranks_per_node,
-        torchrun_command,
         warnings,
     )
     from aedit.launch.config.rl import DrafterConfig, PromptConfig, RewardConfig, RLConfig
@@ -73,7 +72,6 @@ __all__ = [
     "FIRST",
     "FP32_BYTES",
     "LOAD_S",
-    "NODE_PROGRAM",
     "PEER_EXCHANGES",
     "PREFIX",
     "TRIAL_S",
@@ -81,6 +79,7 @@ __all__ = [
     "DrafterConfig",
     "JoinOptions",
     "ModelConfig",
+    "NodeOptions",
     "Placement",
     "PromptConfig",
     "RLConfig",
@@ -115,7 +114,6 @@ __all__ = [
     "state_bytes",
     "to_toml",
     "tokens_per_step",
-    "torchrun_command",
     "trains_on_cpu",
     "unit_rules",
     "values",

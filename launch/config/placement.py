@@ -1,6 +1,5 @@
 """Nodes of a run that this machine starts, and the number of processes per node."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,10 +7,6 @@ from aedit.launch.config.config import RunConfig
 from aedit.launch.config.exchanges import PEER_EXCHANGES
 from aedit.proto.rpc import is_loopback
 from aedit.types import UserError
-
-NODE_PROGRAM = ("-m", "--", "aedit.launch.node")
-"""Arguments of torchrun; `--` keeps it from reading the node's `--local` as one of its own options."""
-
 
 FIRST = "local-0"
 """Name of the first node of `aedit run` on this machine."""
@@ -81,14 +76,22 @@ class JoinOptions:
         """Return the standbys of the first hub, separated by commas."""
         return self.standby.split(",")[0] if "," in self.hub else self.standby
 
-    def arguments(self) -> list[str]:
-        """Return the options for the node program."""
-        arguments = [f"--hub={self.hub}", f"--name={self.name}"]
-        arguments += [f"--standby={self.standby}"] if self.standby else []
-        arguments += [f"--replicas={self.replicas}"] if self.replicas else []
-        arguments += [f"--keys={self.keys}"] if self.keys else []
-        arguments += [f"--prefers={self.prefers}"] if self.prefers is not None else []
-        return arguments + ["--insecure"] * self.insecure
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeOptions:
+    """Options of the processes of a node, beside the configuration."""
+
+    ranks: int = 0
+    """Processes per node; 0: all that torchrun has started on this machine."""
+
+    attempt: int = 1
+    """Number of this start of the run, for its logs and events."""
+
+    local: bool = False
+    """All nodes are on this machine: `[local]` has an effect."""
+
+    membership: JoinOptions | None = None
+    """How the node joins the others; None: all nodes are one `torchrun` world."""
 
 
 def check_hub_start(config: RunConfig, placement: Placement) -> None:
@@ -145,44 +148,8 @@ def ranks_per_node(config: RunConfig, placement: Placement) -> int:
     return num_gpus or config.local.ranks
 
 
-def torchrun_command(
-    run_toml: Path,
-    config: RunConfig,
-    placement: Placement,
-    attempt: int,
-    program: tuple[str, ...] = NODE_PROGRAM,
-    membership: JoinOptions | None = None,
-) -> list[str]:
-    """Return the command that starts this machine's processes.
-
-    With a `membership` it starts one node, which the hub connects with the others. attempt: number of this
-    start in the names of its logs and in its events, from 1.
-    """
-    ranks = ranks_per_node(config, placement)
-    joined = placement.local and membership is None
-    num_processes = ranks * placement.nodes if joined else ranks
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_processes}"]
-    command += [f"--max-restarts={config.restarts}", *_rendezvous(placement, membership), *program]
-    command += [str(run_toml), f"--ranks={ranks}", f"--attempt={attempt}"] + ["--local"] * placement.local
-    return command + (membership.arguments() if membership else [])
-
-
 def warnings(config: RunConfig, placement: Placement) -> list[str]:
     """Return a sentence for each value that has no effect on this machine."""
     if config.local.slowdown and not placement.local:
         return ["local.slowdown has no effect without --local"]
     return []  # More entries than nodes are no mistake: one file serves any number of nodes.
-
-
-def _rendezvous(placement: Placement, membership: JoinOptions | None) -> list[str]:
-    if membership or placement.local or placement.nodes == 1:
-        # The loopback address: a container's own name often cannot be resolved.
-        return ["--standalone", "--local-addr=127.0.0.1"]
-    host, _, port = placement.master.rpartition(":")
-    # The static rendezvous keeps a machine's node index over restarts; the c10d one assigns new ones.
-    return [
-        f"--nnodes={placement.nodes}",
-        f"--node-rank={placement.node}",
-        f"--master-addr={host}",
-        f"--master-port={port}",
-    ]

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
+    from aedit.launch.hub.endpoint import HUB_PROGRAM, HubOptions
     from aedit.launch.hub.folder import anchors_of, hub_of, of_standby, records_of, replayed
     from aedit.launch.hub.main import hub
     from aedit.launch.hub.reports import overview
 
 __all__ = [
+    "HUB_PROGRAM",
+    "HubOptions",
     "anchors_of",
     "hub",
     "hub_of",

@@ -10,7 +10,39 @@ from aedit.launch.hub import folder
 from aedit.proto.rpc import ClientKeys, Refusal, ServerKeys, SigningKey, client_keys, listener_keys, signer_of
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.proto.swarm import KEY, ReplicasFile
+from aedit.system import read_line
 from aedit.types import UserError
+
+HUB_PROGRAM = "aedit.launch.hub.main"
+"""Module of a hub as a child process; its arguments are the configuration file and `HubOptions` as JSON."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubOptions:
+    """Options of the hub process, beside the configuration."""
+
+    directory: Path
+    """Journal, snapshots, records, and the file `address` with the HOST:PORT that the hub listens at."""
+    address: str = ""
+    """HOST:PORT to listen at instead of the configured one."""
+    part: tuple[int, int] = (0, 1)
+    """(k, n): it owns the units i with i % n == k."""
+    standby: bool = False
+    """Follow the hub that leads, and lead once elected."""
+    standby_number: int = 1
+    """Number of a standby among those in `hub.standby`, from 1."""
+    replicas: Path | None = None
+    """File in which a peer of a swarm keeps where the other replicas of the part are."""
+    term_above: int = 0
+    """A hub of a swarm that begins a journal does so with the term after this one."""
+    force_lead: bool = False
+    """Lead without a vote, and with what is left of the journal, whatever may be lost."""
+    stay: bool = False
+    """Serve until a signal arrives, also after the run is over, for nodes that come late."""
+    keys: Path | None = None
+    """Folder of keys that `aedit keys` made for this hub."""
+    insecure: bool = False
+    """Listen without TLS at an address that other machines can reach."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +66,54 @@ class HubEndpoint:
     stays: bool = False
     """True if it serves until a signal arrives, also after the run is over."""
 
+    @classmethod
+    def of(cls, config: RunConfig, options: HubOptions) -> "HubEndpoint":
+        """Return the place of a hub. Raises UserError if the options do not match the configuration."""
+        (k, n), standby, number = options.part, options.standby, options.standby_number
+        replicas, copies = None, 0
+        if options.replicas is not None:
+            replicas, copies, number = ReplicasFile(options.replicas), config.swarm.copies, 1
+            address = options.address or config.swarm.listen
+        else:
+            configured, standbys = config.hub.addresses, config.hub.standbys_of(k)
+            if not configured:
+                raise UserError("hub.address is empty: set it to the HOST:PORT that the hub listens at")
+            if n != len(configured) and n > 1:
+                raise UserError(
+                    f"--part: K/{n} does not match the {len(configured)} addresses of hub.address;"
+                    f" use K/{len(configured)}"
+                )
+            if standby and not standbys:
+                raise UserError(
+                    "--standby: hub.standby is empty; set it to HOST:PORT of the standby, so that the nodes"
+                    " find it"
+                )
+            if standby and not 1 <= number <= len(standbys):
+                raise UserError(
+                    f"--standby-number: expected 1 to {len(standbys)}, the addresses in hub.standby,"
+                    f" got {number}"
+                )
+            address = options.address or (standbys[number - 1] if standby else configured[k])
+        return cls(
+            config,
+            options.directory,
+            (k, n),
+            standby,
+            address,
+            options.keys,
+            number,
+            replicas,
+            copies,
+            options.stay,
+        )
+
     @property
     def preferred_address(self) -> str:
         """Return the address to try first.
 
         With port 0 it is the address of the previous start, so that clients find the hub again.
         """
-        before = folder.read_line(self.directory / "address")
+        before = read_line(self.directory / "address")
         same_host = before.rpartition(":")[0] == self.address.rpartition(":")[0]
         return before if self.address.endswith(":0") and same_host else self.address
 
@@ -65,7 +138,7 @@ class HubEndpoint:
     @property
     def own_address(self) -> str:
         """Return the HOST:PORT by which others reach this hub; "" before it listens."""
-        return self.config.swarm.reached_at(folder.read_line(self.directory / "address"))
+        return self.config.swarm.reached_at(read_line(self.directory / "address"))
 
     @property
     def successor(self) -> str:

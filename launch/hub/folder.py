@@ -30,7 +30,7 @@ from aedit.launch.config import (
     values,
 )
 from aedit.proto.codecs import codec
-from aedit.system import write_atomically
+from aedit.system import read_line, write_atomically
 from aedit.types import UserError
 
 _DECIDES = (
@@ -126,13 +126,6 @@ def _compare(directory: Path, config: RunConfig, part: tuple[int, int]) -> None:
 def of_standby(number: int) -> str:
     """Return the name of the folder of standby `number`, counted from 1, in a run directory."""
     return "standby" if number == 1 else f"standby_{number}"
-
-
-def read_line(path: Path) -> str:
-    """Return the text of the file without surrounding whitespace, "" if it cannot be read."""
-    with contextlib.suppress(OSError):
-        return path.read_text(encoding="utf-8").strip()
-    return ""
 
 
 def actual_address(configured: str, directory: Path) -> str:

@@ -1,6 +1,7 @@
 """`aedit hub`: the process that owns the anchors of a run, or the standby that follows it.
 
-`hub` is the entry point; its options and the text that it prints when it is ready stand here too.
+`hub` is the entry point; the text that it prints when it is ready stands here too. As a child process it is
+`python -m aedit.launch.hub.main RUN_TOML OPTIONS`, with `HubOptions` as JSON.
 """
 
 import logging
@@ -10,9 +11,9 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING
 
 import aedit
 from aedit.async_sgd.hub import Hub
@@ -20,16 +21,16 @@ from aedit.async_sgd.journal import Journal, JournalBroken, Ledger, NoSpace, Sto
 from aedit.async_sgd.replication import Leadership, Mirror
 from aedit.async_sgd.rules import Led, Record
 from aedit.async_sgd.service import CoreSwitch, DirectorySwitch, HelloResponder, Signer
-from aedit.launch.config import RunConfig, difference, method, to_toml
+from aedit.child import StopSignals, from_json, run_task
+from aedit.launch.config import RunConfig, difference, load, method, to_toml
 from aedit.launch.hub import folder
-from aedit.launch.hub.endpoint import HubEndpoint
+from aedit.launch.hub.endpoint import HubEndpoint, HubOptions
 from aedit.launch.hub.folder import make_hub
 from aedit.launch.hub.leading import LeadingHub
 from aedit.launch.hub.other_hubs import OtherHubs, VoteRequests
 from aedit.launch.hub.policy_versions import RECORD, PolicyService, PolicyVersions, policy_service
 from aedit.launch.hub.reports import Reports
 from aedit.launch.hub.standby import Standby
-from aedit.launch.processes.child import StopSignals
 from aedit.proto.rpc import (
     PROTOCOL,
     Answer,
@@ -42,7 +43,6 @@ from aedit.proto.rpc import (
     raise_descriptor_limit,
     serve,
 )
-from aedit.proto.swarm import ReplicasFile
 from aedit.system import give_back_what_is_freed, write_atomically
 from aedit.types import UserError
 
@@ -61,71 +61,40 @@ _LEAVE_S = 25.0
 _EVERYWHERE = ("0.0.0.0", "::", "")
 
 
-class HubOptions(TypedDict, total=False):
-    """Options of the hub process, beside the configuration."""
-
-    address: str | None
-    """HOST:PORT to listen at instead of the configured one."""
-    part: tuple[int, int]
-    """(k, n): it owns the units i with i % n == k."""
-    standby: bool
-    """Follow the hub that leads, and lead once elected."""
-    standby_number: int
-    """Number of a standby among those in `hub.standby`, from 1."""
-    replicas: Path | None
-    """File in which a peer of a swarm keeps where the other replicas of the part are."""
-    term_above: int
-    """A hub of a swarm that begins a journal does so with the term after this one."""
-    force_lead: bool
-    """Lead without a vote, and with what is left of the journal, whatever may be lost."""
-    stay: bool
-    """Serve until a signal arrives, also after the run is over, for nodes that come late."""
-    keys: Path | None
-    """Folder of keys that `aedit keys` made for this hub."""
-    insecure: bool
-    """Listen without TLS at an address that other machines can reach."""
-
-
-def hub(config: RunConfig, *, directory: Path, **options: Unpack[HubOptions]) -> int:
+def hub(config: RunConfig, options: HubOptions) -> int:
     """Serve until the run is over or a signal arrives; return the exit code.
 
-    Continues from the state in `directory`.
+    Continues from the state in its folder.
 
     Raises UserError for what the user must correct: a used address or folder, missing keys, a refused
     configuration, or another hub that leads this run by now.
-
-    Args:
-        config: Of the run.
-        directory: Journal, snapshots, records, and the file `address` with the HOST:PORT that the hub listens
-            at.
-        options: See `HubOptions`.
     """
     logging.basicConfig(format="aedit hub: %(message)s", level=logging.WARNING)
     give_back_what_is_freed()
     raise_descriptor_limit()
     stop = StopSignals()
-    with folder.locked(directory):
-        process = _served(config, directory, options, stop)
+    with folder.locked(options.directory):
+        process = _served(config, options, stop)
         while process.may_follow and not stop.asked.is_set():
             log.warning("another replica of the part leads now: following it")
-            options |= {"standby": True, "force_lead": False}
-            process = _served(config, directory, options, stop, was_replaced=True)
+            options = replace(options, standby=True, force_lead=False)
+            process = _served(config, options, stop, was_replaced=True)
         return process.exit_code()
 
 
 def _served(
-    config: RunConfig, directory: Path, options: HubOptions, stop: StopSignals, *, was_replaced: bool = False
+    config: RunConfig, options: HubOptions, stop: StopSignals, *, was_replaced: bool = False
 ) -> "_Process":
     """Serve until the run is over, a signal arrives or another hub leads; return the closed process.
 
     was_replaced: another replica leads, as this one has just found out.
     """
-    process = _Process(endpoint_of(config, directory, options), insecure=options.get("insecure", False))
+    process = _Process(HubEndpoint.of(config, options), insecure=options.insecure)
     try:
         if was_replaced:
             process.follow()
         else:
-            process.start(force=options.get("force_lead", False), above=options.get("term_above", 0))
+            process.start(force=options.force_lead, above=options.term_above)
         print(process.welcome(), flush=True)
         if warning := process.warning():
             _warn(warning)
@@ -456,38 +425,5 @@ def _tls_options(endpoint: HubEndpoint, reach: str) -> str:
     return f" --keys {shlex.quote(str(shared))}" if shared.is_dir() else " --keys KEYS"
 
 
-def endpoint_of(config: RunConfig, directory: Path, options: HubOptions) -> HubEndpoint:
-    """Return the place of the hub. Raises UserError if the options do not match the configuration."""
-    (k, n), stays = options.get("part", (0, 1)), options.get("stay", False)
-    if (replicas := options.get("replicas")) is not None:
-        return HubEndpoint(
-            config,
-            directory,
-            (k, n),
-            options.get("standby", False),
-            options.get("address") or config.swarm.listen,
-            options.get("keys"),
-            replicas=ReplicasFile(replicas),
-            copies=config.swarm.copies,
-            stays=stays,
-        )
-    standby, number = options.get("standby", False), options.get("standby_number", 1)
-    configured, standbys = config.hub.addresses, config.hub.standbys_of(k)
-    if not configured:
-        raise UserError("hub.address is empty: set it to the HOST:PORT that the hub listens at")
-    if n != len(configured) and n > 1:
-        raise UserError(
-            f"--part: K/{n} does not match the {len(configured)} addresses of hub.address;"
-            f" use K/{len(configured)}"
-        )
-    if standby and not standbys:
-        raise UserError(
-            "--standby: hub.standby is empty; set it to HOST:PORT of the standby, so that the nodes find it"
-        )
-    if standby and not 1 <= number <= len(standbys):
-        raise UserError(
-            f"--standby-number: expected 1 to {len(standbys)}, the addresses in hub.standby, got {number}"
-        )
-    address = options.get("address") or (standbys[number - 1] if standby else configured[k])
-    keys = options.get("keys")
-    return HubEndpoint(config, directory, (k, n), standby, address, keys, number, stays=stays)
+if __name__ == "__main__":
+    sys.exit(run_task(lambda path, text: hub(load(path, []).config, from_json(HubOptions, text))))

@@ -17,11 +17,10 @@ import grpc
 import numpy as np
 
 from aedit.async_sgd.journal import Ledger
-from aedit.launch.hub import folder
 from aedit.proto.rpc import CallHandlers, FairPool, Limits, Refusal, Service
 from aedit.proto.rpc import versions_pb2 as pb
 from aedit.proto.versions import Patterns, VersionLayout, VersionsCore, VersionStore, patterns
-from aedit.system import write_atomically
+from aedit.system import read_line, write_atomically
 from aedit.types import Layout
 
 log = logging.getLogger(__name__)
@@ -129,7 +128,7 @@ class PolicyVersions:
 
     def _is_ours(self, serial: int, versions: Mapping[str, int]) -> bool:
         """Return whether the serial is free for these units: a process before this one may have used it."""
-        before = folder.read_line(self._record)
+        before = read_line(self._record)
         if not before or self._made:
             return True
         said = json.loads(before)

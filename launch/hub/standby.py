@@ -34,7 +34,7 @@ from aedit.proto.rpc import (
     proposal_out,
 )
 from aedit.proto.rpc import hub_pb2 as pb
-from aedit.system import write_atomically
+from aedit.system import read_line, write_atomically
 
 log = logging.getLogger(__name__)
 _RETRY_S = 0.2
@@ -345,7 +345,7 @@ class Standby(_LeaderOnly):
 
     def _noted_term(self) -> int:
         """Return the highest term whose leader was followed; 0 without one."""
-        noted = folder.read_line(self._endpoint.directory / folder.MIRROR)
+        noted = read_line(self._endpoint.directory / folder.MIRROR)
         return int(json.loads(noted)["term"]) if noted else 0
 
     def _mark(self, term: int) -> Mark:

@@ -1,12 +1,10 @@
 """Processes on this machine: `aedit run`, `aedit join`, local clusters and the dry run.
 
-Begin at `run_local.run`. The command line calls this package; hubs, peers and servers use `child` only.
+Begin at `run_local.run`. The command line calls this package; the processes are those of `aedit.child`.
 
 run_local: `aedit run`: first checks, then the nodes of this machine until the run is over.
 join_run: `aedit join`: the configuration comes from a hub or a peer.
 cluster: hubs, peers and nodes of a run on this machine.
-local_peers: the peers among them.
-child: one child process: start, log, restarts, end; the signals that ask a process to end.
 plan: `aedit run --dry-run`: what the run needs and sends.
 """
 

@@ -1,22 +1,28 @@
-"""All processes of a run on this machine, with the interface of one child.
-
-Hubs or peers, and torchrun per node.
-"""
+"""All processes of a run on this machine, with the interface of one child: hubs or peers, and nodes."""
 
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
 import psutil
 
-from aedit.launch.config import NODE_PROGRAM, JoinOptions, Placement, RunConfig, torchrun_command
-from aedit.launch.hub import of_standby
-from aedit.launch.processes.child import POLL_S, Child, HostProcess
-from aedit.launch.processes.local_peers import LOCAL_PEERS
+from aedit.child import POLL_S, Child, HostProcess, to_json
+from aedit.launch.config import FIRST, JoinOptions, NodeOptions, Placement, RunConfig, ranks_per_node
+from aedit.launch.hub import HUB_PROGRAM, HubOptions, of_standby
 from aedit.launch.records import FAILED, file_name
+from aedit.proto.dht import AVERAGING
+from aedit.proto.dht import INTRODUCTION as AVERAGING_INTRODUCTION
+from aedit.proto.rpc import name_of
+from aedit.proto.swarm import REPLICAS
+from aedit.system import num_cores, write_atomically
 
+NODE_PROGRAM = ("-m", "aedit.launch.node")
+"""Arguments of torchrun."""
+PEERS = "peers.txt"
+"""File of a local run with the addresses of its peers."""
 NODE_LEAVE_LIMIT_S = 60.0
 """Longest time of a node for its last evaluation and checkpoint after it has left the hub."""
 
@@ -63,16 +69,10 @@ class Cluster:
         """True once no node runs."""
         try:
             if config.swarm.on:
-                peers = LOCAL_PEERS[config.swarm.exchange](config, run_toml, placement, joins)
-                self._hubs = peers.processes
-                peers.start()
-                members, self.address = peers.members(), peers.place
-                self._needs = [[peer] for peer in self._hubs]
+                start = {"parts": self._start_peers, "hivemind": self._start_averaging}[config.swarm.exchange]
+                members = start(config, run_toml, placement, joins)
             else:
-                self._hubs, parts = _hubs(config, run_dir), len(config.hub.addresses)
-                members = _start_hubs(self._hubs, parts, placement.nodes)
-                self.address = members[0].hub
-                self._needs = [self._hubs[:1] + self._hubs[parts:], *([hub] for hub in self._hubs[1:parts])]
+                members = self._start_hubs(config, run_dir, placement.nodes)
             for i, member in enumerate(members):
                 command = torchrun_command(run_toml, config, placement, attempt, program, member)
                 log = run_dir / f"launch_{file_name(joins.name) if joins else i}.log"
@@ -80,6 +80,68 @@ class Cluster:
         except BaseException:
             self.kill()
             raise
+
+    def _start_hubs(self, config: RunConfig, run_dir: Path, nodes: int) -> list[JoinOptions]:
+        """Start the hubs; return how the nodes find them. Raises UserError if one cannot start."""
+        self._hubs.extend(_hub_processes(config, run_dir))
+        parts = len(config.hub.addresses)
+        self._needs = [self._hubs[:1] + self._hubs[parts:], *([hub] for hub in self._hubs[1:parts])]
+        addresses = [hub.wait_for("address") for hub in self._hubs]
+        self.address, standby = ",".join(addresses[:parts]), ",".join(addresses[parts:])
+        return [
+            JoinOptions(hub=self.address, standby=standby, name=f"local-{i}", prefers=i) for i in range(nodes)
+        ]
+
+    def _start_peers(
+        self, config: RunConfig, run_toml: Path, placement: Placement, joins: JoinOptions | None
+    ) -> list[JoinOptions]:
+        """Start a peer per node; return how each node finds the owners of the parts: through its peer.
+
+        The first peer of a new run begins it. Raises UserError if one cannot start.
+        """
+        from aedit.launch.swarm import INTRODUCTION
+
+        trust, swarm, known = joins or placement, config.swarm, run_toml.parent / PEERS
+        own_name = joins.name if joins else name_of(placement.keys)
+        names = [own_name] if own_name else [f"local-{i}" for i in range(placement.nodes)]
+        in_table = swarm.discovery == "hivemind" and not swarm.peers
+        self.address = swarm.peers
+        for i, name in enumerate(names):
+            found = "" if swarm.peers else self.address if in_table else str(known)
+            founds = joins is None and i == 0
+            process = _peer_process(config, run_toml, name, trust, peers=found, founds=founds)
+            self._hubs.append(process)
+            if i == 0 and swarm.listen:
+                process.wait_for("address")
+                self.address = process.wait_for(
+                    INTRODUCTION,
+                    lambda text: bool(text) and text.startswith("/" if in_table else ""),
+                    "the first peer was not reachable in time",
+                )
+        addresses = [process.wait_for("address") for process in self._hubs]
+        if joins is None:
+            write_atomically(known, "".join(f"{address}\n" for address in addresses))
+        self._needs = [[peer] for peer in self._hubs]
+        return [
+            JoinOptions(
+                hub="",
+                replicas=process.directory / REPLICAS,
+                name=name,
+                keys=trust.keys,
+                insecure=trust.insecure,
+                prefers=None if joins else i,
+            )
+            for i, (name, process) in enumerate(zip(names, self._hubs, strict=True))
+        ]
+
+    def _start_averaging(
+        self, config: RunConfig, run_toml: Path, placement: Placement, joins: JoinOptions | None
+    ) -> list[JoinOptions]:
+        """Return the nodes of a swarm that averages by hivemind: each is a peer, the first one begins."""
+        introduction = run_toml.parent / AVERAGING / FIRST / AVERAGING_INTRODUCTION
+        introduction.unlink(missing_ok=True)  # of an earlier start, at another port
+        self.address = str(introduction)
+        return [JoinOptions(hub="", name=f"local-{i}", prefers=i) for i in range(placement.nodes)]
 
     def __enter__(self) -> "Cluster":
         return self
@@ -89,19 +151,25 @@ class Cluster:
     ) -> None:
         self.kill()
 
-    def running(self) -> bool:
-        """Return whether any node runs. Once none does, the hubs are asked to end."""
-        if sum(
-            node.running() for node in self.nodes
-        ):  # no early exit: each call also looks for new processes
+    def look(self) -> None:
+        """Restart hubs that have failed, and end nodes that wait in vain; end the hubs once no node runs.
+
+        Call it about once a second.
+        """
+        for node in self.nodes:
+            node.look()
+        if self.running():
             for hub in self._hubs:
                 hub.mend()
-            self._end_the_late()
-            self._end_the_helpless()
-            return True
-        self._is_over = True
-        self._end_hubs()
-        return False
+            self._end_late_nodes()
+            self._end_nodes_without_hub()
+        elif not self._is_over:
+            self._is_over = True
+            self._end_hubs()
+
+    def running(self) -> bool:
+        """Return whether any node runs."""
+        return any(node.running() for node in self.nodes)
 
     def failed(self) -> int | None:
         """Return the index of the first node that failed before the run was over, None if none did."""
@@ -137,10 +205,9 @@ class Cluster:
         for node in self.nodes:
             node.kill()
         for hub in self._hubs:
-            if hub.child is not None:
-                hub.child.kill()
+            hub.child.kill()
 
-    def _end_the_late(self) -> None:
+    def _end_late_nodes(self) -> None:
         """Stop nodes that wait in vain: the peer of this machine has ended with the run.
 
         The hubs and peers of a run that began here serve until the last node has ended.
@@ -152,7 +219,7 @@ class Cluster:
             self._late.update(i for i, node in enumerate(self.nodes) if node.running())
             self.terminate()
 
-    def _end_the_helpless(self) -> None:
+    def _end_nodes_without_hub(self) -> None:
         """End the nodes if a hub or peer has failed for good: they would wait for it."""
         faults = [[host.fault for host in group] for group in self._needs]
         if not self._fault and (fatal := next(filter(all, faults), None)):
@@ -163,11 +230,10 @@ class Cluster:
                 node.kill()
 
     def _end_hubs(self) -> None:
-        hubs = [hub.child for hub in self._hubs if hub.child is not None]
-        for hub in hubs:
-            hub.terminate()
+        for hub in self._hubs:
+            hub.child.terminate()
         deadline = time.monotonic() + HUB_LEAVE_LIMIT_S
-        while sum(hub.running() for hub in hubs) and time.monotonic() < deadline:
+        while any(hub.child.running() for hub in self._hubs) and time.monotonic() < deadline:
             time.sleep(POLL_S)
 
 
@@ -177,45 +243,96 @@ def _shared(config: RunConfig, placement: Placement) -> dict[str, str]:
     torchrun limits each process to one thread, but not if it starts a single one; without a limit each such
     node would use all cores.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = max(1, cores // (placement.nodes * config.local.ranks))
+    threads = max(1, num_cores() // (placement.nodes * config.local.ranks))
     return {"OMP_NUM_THREADS": str(threads)} | os.environ
 
 
-def _hubs(config: RunConfig, run_dir: Path) -> list[HostProcess]:
-    """Return the hubs that split the units, then the standbys of the first one."""
+def torchrun_command(
+    run_toml: Path,
+    config: RunConfig,
+    placement: Placement,
+    attempt: int,
+    program: tuple[str, ...] = NODE_PROGRAM,
+    membership: JoinOptions | None = None,
+) -> list[str]:
+    """Return the command that starts this machine's processes.
+
+    With a `membership` it starts one node, which the hub connects with the others. attempt: number of this
+    start in the names of its logs and in its events, from 1.
+    """
+    ranks = ranks_per_node(config, placement)
+    joined = placement.local and membership is None
+    num_processes = ranks * placement.nodes if joined else ranks
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_processes}"]
+    command += [f"--max-restarts={config.restarts}"]
+    if membership or placement.local or placement.nodes == 1:
+        # The loopback address: a container's own name often cannot be resolved.
+        command += ["--standalone", "--local-addr=127.0.0.1"]
+    else:
+        host, _, port = placement.master.rpartition(":")
+        # The static rendezvous keeps a machine's node index over restarts; the c10d one assigns new ones.
+        command += [f"--nnodes={placement.nodes}", f"--node-rank={placement.node}"]
+        command += [f"--master-addr={host}", f"--master-port={port}"]
+    options = NodeOptions(ranks=ranks, attempt=attempt, local=placement.local, membership=membership)
+    return [*command, *program, str(run_toml), to_json(options)]
+
+
+def _hub_processes(config: RunConfig, run_dir: Path) -> Iterator[HostProcess]:
+    """Start and yield the hubs that split the units, then the standbys of the first one."""
     parts = len(config.hub.addresses)
     places = [(k, run_dir / (f"hub_{k}" if parts > 1 else "hub"), 0) for k in range(parts)]
     numbers = range(1, 1 + len(config.hub.standbys_of(0)))
     places += [(0, run_dir / of_standby(number), number) for number in numbers]
-    command = [sys.executable, "-m", "aedit.launch.cli", "hub", str(run_dir / "run.toml"), "--stay"]
-    return [
-        HostProcess(
-            _name(k, number, parts),
-            [*command, f"--part={k}/{parts}", f"--directory={directory}", *_as_standby(number)],
-            directory,
-            run_dir / f"{directory.name}.log",
-            config.restarts,
+    for k, directory, number in places:
+        options = HubOptions(
+            directory=directory, part=(k, parts), standby=number > 0, standby_number=max(1, number), stay=True
+        )
+        hub = f"hub {k} of {parts}" if parts > 1 else "the hub"
+        yield HostProcess(
+            f"standby {number} of {hub}" if number else hub,
+            [sys.executable, "-m", HUB_PROGRAM, str(run_dir / "run.toml"), to_json(options)],
+            directory=directory,
+            log=run_dir / f"{directory.name}.log",
+            restarts=config.restarts,
             may_end=False,
         )
-        for k, directory, number in places
-    ]
 
 
-def _start_hubs(hubs: list[HostProcess], num_parts: int, nodes: int) -> list[JoinOptions]:
-    """Start the hubs, and return how the nodes find them. Raises UserError if one cannot start."""
-    for hub in hubs:
-        hub.start()
-    addresses = [hub.address() for hub in hubs]
-    address, standby = ",".join(addresses[:num_parts]), ",".join(addresses[num_parts:])
-    return [JoinOptions(hub=address, standby=standby, name=f"local-{i}", prefers=i) for i in range(nodes)]
+def _peer_process(
+    config: RunConfig,
+    run_toml: Path,
+    name: str,
+    trust: JoinOptions | Placement,
+    *,
+    peers: str,
+    founds: bool,
+) -> HostProcess:
+    """Start and return the peer of a node.
 
+    Args:
+        config: Of the run.
+        run_toml: The configuration in the run directory.
+        name: Of the node.
+        trust: Keys of this machine.
+        peers: Where it finds others; "": as the configuration says.
+        founds: It begins the run.
+    """
+    from aedit.launch.swarm import PEER_PROGRAM, PeerOptions  # here: most runs have a hub
 
-def _name(part: int, standby: int, parts: int) -> str:
-    hub = f"hub {part} of {parts}" if parts > 1 else "the hub"
-    return f"standby {standby} of {hub}" if standby else hub
-
-
-def _as_standby(number: int) -> list[str]:
-    """Return the options of standby `number`; none for 0, a hub that leads."""
-    return ["--standby", f"--standby-number={number}"] if number else []
+    directory = run_toml.parent / "peers" / file_name(name)
+    options = PeerOptions(
+        directory=directory,
+        name=name,
+        peers=peers,
+        founds=founds,
+        stays=isinstance(trust, Placement),
+        keys=trust.keys,
+        insecure=trust.insecure,
+    )
+    return HostProcess(
+        f"the peer of node {name}",
+        [sys.executable, "-m", PEER_PROGRAM, str(run_toml), to_json(options)],
+        directory=directory,
+        log=run_toml.parent / f"peer_{file_name(name)}.log",
+        restarts=config.restarts,
+    )

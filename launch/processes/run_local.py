@@ -10,8 +10,8 @@ from types import FrameType
 
 import psutil
 
+from aedit.child import Child
 from aedit.launch.config import (
-    NODE_PROGRAM,
     PEER_EXCHANGES,
     JoinOptions,
     Placement,
@@ -19,13 +19,11 @@ from aedit.launch.config import (
     check_memory,
     least_parameters,
     ranks_per_node,
-    torchrun_command,
     trains_on_cpu,
     warnings,
 )
 from aedit.launch.data import check_data, check_rewards, check_source
-from aedit.launch.processes.child import Child
-from aedit.launch.processes.cluster import Cluster
+from aedit.launch.processes.cluster import NODE_PROGRAM, Cluster, torchrun_command
 from aedit.launch.records import (
     Ending,
     claimed,
@@ -78,7 +76,7 @@ def run(
             _start(config, placement, attempt, program, membership, run_toml) as child,
         ):
             watcher.child = child
-            _watch(watch, run_dir, 0 if membership else placement.nodes, watcher.alive)
+            _watch(watch, run_dir, 0 if membership else placement.nodes, watcher.supervise)
             output = child.output()
             code = child.exit_code()
             failed = child.failed() if isinstance(child, Cluster) and membership is None else None
@@ -122,23 +120,24 @@ class Watcher:
     def __init__(self) -> None:
         self.child: Child | Cluster | None = None
         """The processes of the run; None before the start is complete, which a signal then ends."""
-        self._told: set[int] = set()
+        self._signalled: set[int] = set()
         self._ended_at: float | None = None
         self._deadline = float("inf")
         self._refused = False
         self.signals: list[int] = []
         self.overdue = False
 
-    def alive(self) -> bool:
-        """Return whether torchrun runs, and enforce the time limits.
+    def supervise(self) -> bool:
+        """Restart, end and signal processes as far as it is time for that; return whether the nodes run.
 
         The view calls this several times a second.
         """
         assert self.child is not None
+        self.child.look()
         if not self.child.running():
             return False
         if self.signals:
-            self._tell_newcomers(self.child)
+            self._end_new_workers(self.child)
         elif not self._refused and refusal(self.child.output()):
             self._refused = True
             self._deadline = time.monotonic() + REFUSED_LIMIT_S
@@ -154,14 +153,14 @@ class Watcher:
         names = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under nohup
             names.append(signal.SIGHUP)
-        before = {name: signal.signal(name, self._hear) for name in names}
+        before = {name: signal.signal(name, self._caught) for name in names}
         try:
             yield
         finally:
             for name, handler in before.items():
                 signal.signal(name, handler)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _caught(self, number: int, frame: FrameType | None) -> None:
         self.signals.append(number)
         self._deadline = time.monotonic() + LEAVE_LIMIT_S
         if self.child is None:  # noted above, as an exception is lost where Python ignores exceptions
@@ -175,20 +174,20 @@ class Watcher:
         # Signal the workers directly: torchrun would give them only 30 s before it kills them.
         # A signal between fork and exec of a worker would be lost.
         for worker in filter(_is_itself, self.child.workers()):
-            self._told.add(worker.pid)
+            self._signalled.add(worker.pid)
             with contextlib.suppress(OSError):
                 os.kill(worker.pid, signal.SIGTERM)
 
-    def _tell_newcomers(self, child: Child | Cluster) -> None:
+    def _end_new_workers(self, child: Child | Cluster) -> None:
         """End workers that started after the signal.
 
         A worker without a handler dies of the signal, and torchrun then starts another.
         """
-        newcomers = any(worker.pid not in self._told for worker in child.workers())
+        newcomers = any(worker.pid not in self._signalled for worker in child.workers())
         now = time.monotonic()
         # A signal that reaches torchrun while it starts can be lost. Newcomers have nothing to save.
         is_due = self._ended_at is None or now > self._ended_at + AGAIN_S
-        if is_due and (newcomers or not self._told):
+        if is_due and (newcomers or not self._signalled):
             self._ended_at = now
             child.terminate()
 

@@ -11,7 +11,6 @@ import os
 import platform
 import re
 import shutil
-import signal
 import subprocess
 from collections import deque
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from typing import Any
 
 import aedit
 from aedit.launch.config import RunConfig, continued, literal, load_run, to_toml, values
-from aedit.system import write_atomically
+from aedit.system import exit_text, write_atomically
 from aedit.types import RunFailed, UserError
 
 MIN_FREE_BYTES = 256 * 2**20
@@ -275,10 +274,10 @@ class Ending:
             return f"torchrun failed; {self._last_lines([])}"
         code, rank = (int(number) for number in found[-1])
         if not self.nodes:
-            return f"the node failed before it joined the run ({how(code)})"
+            return f"the node failed before it joined the run ({exit_text(code)})"
         node = self.nodes[rank // self.ranks]
         logs = [log for log in self._logs() if log.parent.name == str(node)]
-        return f"node {node} failed ({how(code)}); {self._last_lines(logs)}"
+        return f"node {node} failed ({exit_text(code)}); {self._last_lines(logs)}"
 
     def trained(self) -> bool:
         """Return whether any node took a step in this start; False if the budget was used up before."""
@@ -343,8 +342,3 @@ def attempt_of(log: Path) -> int:
 def _tail(path: Path, num_lines: int) -> list[str]:
     with path.open(encoding="utf-8", errors="replace") as file:
         return list(deque((line.rstrip() for line in file if line.strip()), maxlen=num_lines))
-
-
-def how(code: int) -> str:
-    """Return an exit code as text."""
-    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from aedit.child import StopSignals
 from aedit.launch.config import RunConfig, check_imports, of_this_machine, parse, with_flags
-from aedit.launch.processes.child import StopSignals
 from aedit.launch.serve.places import ServerPlaces
 from aedit.proto.rpc import HelloReply, HubRefused, HubUnreachable, ServerKeys, caller_keys, greet
 from aedit.system import keep_one_arena

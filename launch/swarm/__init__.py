@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from aedit.launch.swarm.hosted_part import MARK
     from aedit.launch.swarm.initial_peers import INTRODUCTION, introduced, is_maddrs
     from aedit.launch.swarm.roles import part_view
-    from aedit.launch.swarm.run_peer import Peer, PeerOptions, peer
+    from aedit.launch.swarm.run_peer import PEER_PROGRAM, Peer, PeerOptions, peer
 
 __all__ = [
     "INTRODUCTION",
     "MARK",
+    "PEER_PROGRAM",
     "Peer",
     "PeerOptions",
     "introduced",

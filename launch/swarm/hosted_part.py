@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from aedit.launch.processes.child import Child
+from aedit.child import USER_ERROR, Child, to_json
+from aedit.launch.hub import HUB_PROGRAM, HubOptions
 from aedit.launch.records import resting_file
 from aedit.proto.rpc import ClientKeys, HubClient, HubRefused, HubUnreachable
 from aedit.proto.rpc import hub_pb2 as pb
@@ -20,14 +21,12 @@ log = logging.getLogger(__name__)
 MARK = "part.json"
 """File that a hub writes into its folder when it first starts there."""
 RECORDS = ("metrics.jsonl", "events.jsonl")
-REFUSED = 2
-"""Exit code of a hub that a person must help, or whose part another one leads."""
 _STATUS_S = 2.0
 """Deadline of the question for a replica's state."""
 _NO_LINES = 2**31 - 1
 """More lines of metrics than there are: none are sent."""
 _REST_S = 5.0
-"""For so long a replica confirms nothing before it is given up: its owner counts on it 2 s longer at most."""
+"""Seconds without confirmations before a replica is removed: its owner counts on it 2 s longer at most."""
 _AGAIN_S = 2.0
 """Pause before a replica that has ended is started again."""
 
@@ -52,7 +51,7 @@ class HostOptions:
     stays: bool = False
     """Replicas serve until a signal arrives, also after the run is over."""
 
-    def words(self, part: int, *, founds: bool, above: int = 0) -> list[str]:
+    def command(self, part: int, *, founds: bool, above: int = 0) -> list[str]:
         """Return the command of the replica of `part`.
 
         Args:
@@ -60,12 +59,18 @@ class HostOptions:
             founds: It begins the part, instead of following it.
             above: Number below its first term, if it begins the part.
         """
-        words = [sys.executable, "-m", "aedit.launch.cli", "hub", str(self.run_toml)]
-        words += [f"--part={part}/{self.parts}", f"--directory={self.folder(part)}"]
-        words += [f"--replicas={self.directory / REPLICAS}", f"--address={self.host}:0"]
-        words += [f"--keys={self.keys}"] if self.keys else []
-        begins = [f"--term-above={above}"] if founds else ["--standby"]
-        return words + ["--insecure"] * self.insecure + ["--stay"] * self.stays + begins
+        options = HubOptions(
+            directory=self.folder(part),
+            address=f"{self.host}:0",
+            part=(part, self.parts),
+            standby=not founds,
+            replicas=self.directory / REPLICAS,
+            term_above=above if founds else 0,
+            stay=self.stays,
+            keys=self.keys,
+            insecure=self.insecure,
+        )
+        return [sys.executable, "-m", HUB_PROGRAM, str(self.run_toml), to_json(options)]
 
     def folder(self, part: int) -> Path:
         """Return the folder of the replica of `part`."""
@@ -82,7 +87,7 @@ class HostedPart:
     def __init__(
         self, part: int, options: HostOptions, keys: ClientKeys, *, founds: bool, above: int = 0
     ) -> None:
-        """Start the process. founds, above: see `HostOptions.words`."""
+        """Start the process. founds, above: see `HostOptions.command`."""
         self.part, self._options, self._keys = part, options, keys
         self._folder = options.folder(part)
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -159,8 +164,8 @@ class HostedPart:
 
     def _start(self, *, founds: bool) -> None:
         (self._folder / "address").unlink(missing_ok=True)
-        words = self._options.words(self.part, founds=founds, above=self._above)
-        self._child = Child(words, self._options.directory / f"part_{self.part}.log", own=True)
+        command = self._options.command(self.part, founds=founds, above=self._above)
+        self._child = Child(command, self._options.directory / f"part_{self.part}.log", own=True)
         self._ended_s = None
 
     def _mend(self) -> None:
@@ -168,8 +173,8 @@ class HostedPart:
         if self._ended_s is None:
             self._ended_s = time.monotonic()
             self.is_over = self._child.exit_code() == 0
-            self._founds = self._founds and self._child.exit_code() != REFUSED  # another one leads by now
-            if self._child.exit_code() == REFUSED:
+            self._founds = self._founds and self._child.exit_code() != USER_ERROR  # another one leads by now
+            if self._child.exit_code() == USER_ERROR:
                 log.warning("part %d: another peer owns it now; following that one", self.part)
             elif not self.is_over:
                 log.warning("part %d: its process has ended with code %d", self.part, self._child.exit_code())

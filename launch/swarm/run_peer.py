@@ -1,14 +1,15 @@
 """`aedit peer`: one member of a swarm, which finds the others and hosts replicas of parts of the model."""
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from aedit.launch.config import RunConfig, to_toml
-from aedit.launch.processes.child import StopSignals
+from aedit.child import StopSignals, from_json, run_task
+from aedit.launch.config import RunConfig, load, to_toml
 from aedit.launch.records import claimed
 from aedit.launch.swarm.hosted_part import HostedPart, HostOptions, set_aside
 from aedit.launch.swarm.initial_peers import INTRODUCTION, make_discovery
@@ -65,6 +66,10 @@ _LEAVE_S = 12.0
 """Longest time in which the parts that this peer owns are handed over when it ends."""
 _RENEWALS = 4
 """Times that a card is renewed within a lease."""
+
+
+PEER_PROGRAM = "aedit.launch.swarm.run_peer"
+"""This module as a child process; its arguments are the configuration file and `PeerOptions` as JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -416,3 +421,7 @@ class RecentPeers:
     def within(self, seconds: float) -> frozenset[bytes]:
         """Return the keys of the peers that were live less than `seconds` before the last look."""
         return frozenset(key for key, at_s in self._live_s.items() if self._now_s - at_s < seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(run_task(lambda path, text: peer(load(path, []).config, from_json(PeerOptions, text))))

@@ -3,7 +3,6 @@
 import logging
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +12,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from aedit.child import start_module, to_json
 from aedit.proto.agent import mailbox
 from aedit.proto.agent.link import Answer, Progress
 from aedit.proto.agent.mailbox import AgentState, Mailbox, WakeReceiver, WakeSender, Wants
-from aedit.proto.agent.plan import AgentPlan, to_json
+from aedit.proto.agent.plan import AgentPlan
 from aedit.types import News, UserError
 
 POLL_S = 0.005
@@ -197,17 +197,12 @@ def attach(path: str, rank: int) -> AgentLink:
 
 def _start_process(plan: AgentPlan, box: Mailbox) -> AgentLink:
     # The kernel ends the agent with the thread that started it, so that must be one that lasts.
-    tied = threading.current_thread() is threading.main_thread()
-    words = [
-        sys.executable,
-        "-m",
-        "aedit.proto.agent.agent_main",
-        str(box.fd),
-        str(os.getpid()),
-        str(int(tied)),
-    ]
+    bound = threading.current_thread() is threading.main_thread()
     reading, writing = os.pipe()
-    process = subprocess.Popen(words, stdin=reading, stdout=subprocess.DEVNULL, pass_fds=[box.fd])
+    arguments = [str(box.fd), str(int(bound))]
+    process = start_module(
+        "aedit.proto.agent.agent_main", arguments, fds=[box.fd], stdin=reading, session=False
+    )
     os.close(reading)
     # An agent that died at once is reported by the reaper.
     with suppress(BrokenPipeError):

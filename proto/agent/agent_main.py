@@ -1,4 +1,4 @@
-"""Run a node agent as a process: `python -m aedit.proto.agent.agent_main FD PARENT TIED`.
+"""Run a node agent as a process: `python -m aedit.proto.agent.agent_main PARENT FD BOUND`.
 
 The trainer starts it. FD is the mailbox. Standard input carries first the plan, as one line of JSON, then a
 byte whenever there is something to do; its end means that the trainer is gone. Imports no torch.
@@ -9,27 +9,23 @@ import os
 import signal
 import sys
 
+from aedit.child import begin_child, from_json
 from aedit.proto.agent import mailbox
 from aedit.proto.agent.agent import Agent, parent_lives
 from aedit.proto.agent.connections import Connections
 from aedit.proto.agent.mailbox import AgentState, WakeReceiver
-from aedit.proto.agent.plan import from_json
-from aedit.system import end_with_parent
+from aedit.proto.agent.plan import AgentPlan
 from aedit.types import UserError
 
 
 def main(words: list[str]) -> int:
     """Run the agent; return its exit code."""
-    fd, parent, tied = int(words[0]), int(words[1]), words[2] == "1"
-    # A person's Ctrl-C and a launcher's SIGTERM are for the trainer, who leaves through us.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent, fd, bound = (int(word) for word in words)
+    # Ctrl-C and the SIGTERM of a launcher are for the trainer, which leaves through this process.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if tied:
-        end_with_parent(parent, signal.SIGKILL)
-    elif os.getppid() != parent:
-        os._exit(1)
+    begin_child(words, bound=bool(bound))
     logging.basicConfig(level=logging.WARNING, format="node agent: %(message)s")
-    plan = from_json(_first_line())
+    plan = from_json(AgentPlan, _first_line())
     box = mailbox.attach_mailbox(fd)
     try:
         connections = Connections(plan)

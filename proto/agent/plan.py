@@ -1,13 +1,12 @@
 """The configuration of a node agent, as a value that travels to another process as JSON."""
 
-import json
 import os
 import secrets
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from aedit.proto.codecs import codec
-from aedit.types import TensorLayout, UnitLayout, UserError
+from aedit.types import UnitLayout, UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,26 +75,6 @@ class AgentPlan:
     def voter_file(self, part: int) -> Path | None:
         """Return the file that keeps this node's votes for hub process `part`; None if there is none."""
         return Path(self.votes) / f"voter-{part}.json" if self.votes else None
-
-
-def to_json(plan: AgentPlan) -> str:
-    """Return the plan as one line."""
-    return json.dumps(asdict(plan))
-
-
-def from_json(text: str) -> AgentPlan:
-    """Return the plan that `to_json` wrote."""
-    fields = json.loads(text)
-    for name in ("addresses", "standbys"):
-        fields[name] = tuple(fields[name])
-    fields["facts"] = tuple((key, value) for key, value in fields["facts"])
-    if fields["method"] is not None:
-        fields["method"] = tuple((key, value) for key, value in fields["method"])
-    fields["units"] = tuple(
-        UnitLayout(unit["name"], tuple(TensorLayout(t["name"], tuple(t["shape"])) for t in unit["tensors"]))
-        for unit in fields["units"]
-    )
-    return AgentPlan(**fields)
 
 
 _BYTES = 16

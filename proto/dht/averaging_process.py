@@ -220,7 +220,7 @@ def _serve(say: Say) -> None:
 
 def main(arguments: list[str]) -> int:
     """Serve until standard input is closed; return the exit code."""
-    say = begin(int(arguments[0]))
+    say = begin()
     try:
         _serve(say)
     except BaseException as error:

@@ -12,6 +12,7 @@ import re
 import select
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +21,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from aedit.child import begin_child, end_group, start_module
 from aedit.system import end_with_parent
 from aedit.types import printable
 
@@ -35,14 +37,13 @@ _LONGEST_PAUSE_S = 30.0
 _END_S = 15.0
 
 
-def begin(parent: int) -> Say:
-    """Bind this process and those that it starts to the process `parent`; return the function that writes.
+def begin() -> Say:
+    """Bind this process and those that it starts to its parent; return the function that writes.
 
     The function writes its keyword arguments as a JSON line to standard output, between which nothing comes
     that hivemind prints.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent(parent, signal.SIGKILL)
+    begin_child(sys.argv[1:])
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
@@ -79,20 +80,15 @@ def remove_socket(path: str) -> None:
 
 
 class LineProcess:
-    """A child process in a session of its own that exchanges lines of JSON. For one thread at a time.
-
-    The child must end with its parent by itself.
-    """
+    """A child process of `start_module` that exchanges lines of JSON. For one thread at a time."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        """Start the child. Raises OSError if there is no such program."""
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        """Start the child, whose first argument is the id of this process.
+
+        Raises OSError if there is no such program.
+        """
+        pipe = subprocess.PIPE
+        self._process = start_module(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._input, self._output = self._process.stdin, self._process.stdout
@@ -132,10 +128,7 @@ class LineProcess:
 
     def end(self) -> None:
         """Kill the child and everything that it has started, and wait for its end."""
-        # It is not waited for yet, so that no other process can have its id, which is that of the group.
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(timeout=10)
+        end_group(self._process)
         with suppress(OSError):
             self._input.close()
         self._output.close()
@@ -209,7 +202,7 @@ class RestartedProcess:
     def _attempt(self) -> str:
         """Run the child until it ends, hangs, or `close` is called; return why it has ended."""
         settings, reason = self._settings(), "its process has ended"
-        process = LineProcess([*self._command, str(os.getpid())])
+        process = LineProcess(self._command)
         self.pids, sockets = (process.pid,), []
         self.started_s = self.spoke_s = monotonic()
         try:

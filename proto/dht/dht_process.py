@@ -261,7 +261,7 @@ async def _serve(say: Say) -> None:
 
 def main(arguments: list[str]) -> int:
     """Serve until standard input is closed; return the exit code."""
-    say = begin(int(arguments[0]))
+    say = begin()
     try:
         asyncio.run(_serve(say))
     except BaseException as error:

@@ -18,7 +18,8 @@ from typing import Any
 
 import psutil
 
-from aedit.system import end_with_parent, no_collections
+from aedit.child import begin_child, start_module
+from aedit.system import no_collections
 
 SESSION_TRIES = 10
 ON_LINUX = sys.platform == "linux"
@@ -132,19 +133,7 @@ def _spawn(spec: ProcessSpec) -> "subprocess.Popen[bytes]":
     with tempfile.TemporaryFile() as payload, open(spec.log or os.devnull, "ab") as log:
         pickle.dump({"path": sys.path, "work": spec.work}, payload)
         payload.seek(0)
-        arguments = [sys.executable, "-m", spec.module, str(os.getpid())]
-        return subprocess.Popen(
-            arguments,
-            stdin=payload,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            pass_fds=spec.fds,
-            # Ctrl-C in the terminal must not reach it. On Linux it gets a session of its own, whose priority
-            # `_lower` sets. Elsewhere it gets a process group: a suspended group whose parent has ended gets
-            # SIGCONT and SIGHUP, which ends it on systems without PR_SET_PDEATHSIG.
-            start_new_session=ON_LINUX,
-            process_group=None if ON_LINUX else 0,
-        )
+        return start_module(spec.module, fds=spec.fds, stdin=payload, stdout=log, stderr=subprocess.STDOUT)
 
 
 def read_work(arguments: list[str]) -> tuple[Any, float]:
@@ -158,9 +147,7 @@ def read_work(arguments: list[str]) -> tuple[Any, float]:
     Returns:
         The work of the child, and the processor time in seconds that it had used when it was resumed.
     """
-    parent = int(arguments[0])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent(parent, signal.SIGKILL)  # SIGKILL also ends a suspended process
+    begin_child(arguments)
     os.kill(os.getpid(), signal.SIGSTOP)
     used_s = time.process_time()
     payload = pickle.load(sys.stdin.buffer)

@@ -3,6 +3,7 @@
 Standard library only, so that a hub, a node agent and the command line can import it at no cost.
 """
 
+import contextlib
 import contextvars
 import ctypes
 import gc
@@ -63,6 +64,13 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = True) -> 
     """
     with atomic_file(path, sync=sync) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def read_line(path: Path) -> str:
+    """Return the text of a file without surrounding whitespace; "" if it cannot be read."""
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8").strip()
+    return ""
 
 
 def is_plain_name(name: str) -> bool:
@@ -293,6 +301,11 @@ def end_with_parent(parent: int, signal_number: int) -> None:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal_number)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def exit_text(code: int) -> str:
+    """Return the exit code of a process as text."""
+    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8

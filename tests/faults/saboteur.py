@@ -2,7 +2,7 @@
 
     python saboteur.py --aedit run CONFIG ...     the command line, with this file as the node program
     python saboteur.py --serve                    starts such nodes by fork, which saves the import time
-    python saboteur.py run.toml --ranks=1 ...     the node program, with the plan beside run.toml
+    python saboteur.py run.toml OPTIONS           the node program, with the plan beside run.toml
 
 The plan is a list of deeds {"node": 1, "moment": "stepped", "step": 7, "act": "SIGKILL"}, each done once, in
 the first attempt of a start. Steps count from 0, over all attempts.
@@ -120,10 +120,10 @@ def perform(act):
 
 def run_node(deeds, words):
     """Run the node program with its deeds; return the exit code."""
-    from aedit.launch.node import main as node
+    from aedit.launch.node import __main__ as node
 
     run_toml = Path(words[0])
-    ranks = next(int(word.partition("=")[2]) for word in words if word.startswith("--ranks="))
+    ranks = json.loads(words[1])["ranks"]
     index, rank = divmod(int(os.environ["RANK"]), ranks)
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     mine = [deed for deed in deeds if deed["node"] == index and first]

@@ -72,7 +72,7 @@ class Nodes:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port)}
         shared |= {"WORLD_SIZE": str(nodes * ranks), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        words = [str(run_dir / "run.toml"), f"--ranks={ranks}", "--attempt=1", "--local"]
+        words = [str(run_dir / "run.toml"), json.dumps({"ranks": ranks, "attempt": 1, "local": True})]
         envs = [shared | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(nodes * ranks)]
         self.pids = [server.ask(env=env, deeds=deeds, words=words) for env in envs]
         self.codes = {}

@@ -4,10 +4,10 @@ import threading
 import time
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from unittest.mock import patch
 
-from aedit.launch.hub.endpoint import HubEndpoint
+from aedit.child import USER_ERROR, from_json
+from aedit.launch.hub.endpoint import HubEndpoint, HubOptions
 from aedit.launch.hub.main import _Process
 from aedit.launch.swarm import Peer, PeerOptions, hosted_part
 from aedit.launch.swarm import run_peer as peer_module
@@ -25,18 +25,7 @@ class HubHere:
     made = ()
 
     def __init__(self, words, log, *, own):
-        given = dict(word.split("=", 1) for word in words if "=" in word)
-        part, parts = map(int, given["--part"].split("/"))
-        endpoint = HubEndpoint(
-            HubHere.config,
-            Path(given["--directory"]),
-            (part, parts),
-            "--standby" in words,
-            given["--address"],
-            None,
-            replicas=ReplicasFile(Path(given["--replicas"])),
-            copies=HubHere.config.swarm.copies,
-        )
+        endpoint = HubEndpoint.of(HubHere.config, from_json(HubOptions, words[-1]))
         self.process, self.closed = _Process(endpoint, insecure=False), False
         self.process.start()
 
@@ -48,7 +37,7 @@ class HubHere:
         try:
             return self.process.exit_code()
         except UserError:
-            return hosted_part.REFUSED
+            return USER_ERROR
 
     def terminate(self):
         if not self.closed:

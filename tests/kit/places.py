@@ -44,9 +44,7 @@ class Place:
 
     def node(self, name):
         """Return the process of the node of this name: the newest, as torchrun has the name too."""
-        return max(
-            self.processes("aedit.launch.node", f"--name={name}"), key=lambda found: found.create_time()
-        )
+        return max(self.processes("aedit.launch.node", named(name)), key=lambda found: found.create_time())
 
     def events(self, node, run_dir=None):
         path = (run_dir or self.directory / "runs" / "x") / "nodes" / str(node) / "events.jsonl"
@@ -61,8 +59,8 @@ class Place:
 
     def hold_until_the_others_are_done(self, name, others):
         """Stop a node from its start until the others have ended, and then as long as a hub might wait."""
-        until(lambda: self.processes(f"--name={name}"), f"the launcher of {name}", LIMIT_S)
-        held = self.processes(f"--name={name}")
+        until(lambda: self.processes("aedit.launch.node", named(name)), f"the launcher of {name}", LIMIT_S)
+        held = self.processes("aedit.launch.node", named(name))
         for process in held:
             process.suspend()
         try:
@@ -75,7 +73,7 @@ class Place:
     def is_done(self, node):
         """Return whether a node of a local run has ended as the run was done."""
         ended = [event for event in self.events(node) if event["event"] == "stop"]
-        return bool(ended) and not self.processes("aedit.launch.node", f"--name=local-{node}")
+        return bool(ended) and not self.processes("aedit.launch.node", named(f"local-{node}"))
 
     def end(self):
         for process in self.started:
@@ -83,6 +81,11 @@ class Place:
             process.communicate()
         for process in self.processes():
             process.kill()
+
+
+def named(name):
+    """Return the part of a command line that has the name of a node or peer."""
+    return f'"name": "{name}"'
 
 
 def ends_well(process, place=None):

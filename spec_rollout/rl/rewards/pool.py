@@ -7,7 +7,6 @@ import json
 import math
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from itertools import count
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from aedit.child import end_group, start_module
 from aedit.spec_rollout.rl.problems import Group
 from aedit.spec_rollout.rl.rewards.reward import RewardFailed, RewardFault, RewardReport, RewardSpec
 from aedit.spec_rollout.rl.rewards.worker import encoded
@@ -97,7 +97,13 @@ class RewardProcess:
         self.started_s = clock()
         own, other = socket.socketpair()
         with other:
-            self._process = _spawn(other.fileno())
+            # What the functions print goes to standard error: standard output may be read by a program.
+            self._process = start_module(
+                "aedit.spec_rollout.rl.rewards.worker",
+                [str(other.fileno())],
+                fds=(other.fileno(),),
+                stdout=(sys.__stderr__ if _is_open(sys.__stderr__) else None) or subprocess.DEVNULL,
+            )
         self.lines = JsonLines(own)
         functions = [asdict(spec) for spec in specs]
         self.lines.put({"path": sys.path, "functions": functions, "columns": columns})
@@ -129,9 +135,7 @@ class RewardProcess:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=grace_s)
         code = self._process.poll()
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(timeout=END_S)
+        end_group(self._process)
         self.lines.close()
         if code is None:
             return "broke its connection"
@@ -477,18 +481,6 @@ def _request(group: Group, text: Completions) -> dict[str, Any]:
         "completion_ids": [list(rollout.tokens) for rollout in group.rollouts],
         "columns": dict(group.problem.columns),
     }
-
-
-def _spawn(fd: int) -> "subprocess.Popen[bytes]":
-    # A session of its own: Ctrl-C in the terminal does not reach it, and `kill` ends what it has started.
-    # What the functions print goes to standard error: standard output may be read by a program.
-    return subprocess.Popen(
-        [sys.executable, "-m", "aedit.spec_rollout.rl.rewards.worker", str(os.getpid()), str(fd)],
-        stdin=subprocess.DEVNULL,
-        stdout=sys.__stderr__ if _is_open(sys.__stderr__) else subprocess.DEVNULL,
-        pass_fds=(fd,),
-        start_new_session=True,
-    )
 
 
 def _is_open(stream: Any) -> bool:

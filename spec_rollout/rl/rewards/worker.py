@@ -10,7 +10,6 @@ import json
 import math
 import numbers
 import os
-import signal
 import socket
 import sys
 import threading
@@ -20,8 +19,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from functools import wraps
 from typing import IO, Any
 
+from aedit.child import begin_child
 from aedit.spec_rollout.rl.rewards.reward import BUILT_IN
-from aedit.system import end_with_parent
 from aedit.types import imported
 
 GIVEN = ("prompts", "completions", "completion_ids")
@@ -30,13 +29,11 @@ BROKEN_LOOP = 70
 """Exit code of a process whose event loop has ended: what belongs to it would never go on."""
 
 
-def main(parent: int, fd: int) -> None:
+def main(fd: int) -> None:
     """Answer the pool's requests until it closes the connection.
 
     Functions are called one after the other in this thread, asynchronous ones beside them on one event loop.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent(parent, signal.SIGKILL)
     with socket.socket(fileno=fd) as end, end.makefile("rb") as requests:
         os.set_inheritable(fd, False)
         worker = _Worker(end, _found(requests, end))
@@ -342,4 +339,4 @@ def _short(value: Sequence[Any] | Any) -> str:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(begin_child(sys.argv[1:])[0]))

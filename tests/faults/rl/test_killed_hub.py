@@ -65,10 +65,10 @@ def test_a_killed_hub_costs_no_group_and_trains_none_twice(tmp_path):
     run = subprocess.Popen(words, text=True, env=env, **pipes)
     try:
         until(lambda: len(trained(tmp_path)) > 3 * LEASE, "leases of both nodes", LIMIT_S)
-        (hub,) = processes(tmp_path, "aedit.launch.cli hub")
+        (hub,) = processes(tmp_path, "aedit.launch.hub.main")
         hub.kill()
         until(
-            lambda: processes(tmp_path, "aedit.launch.cli hub") not in ([], [hub]),
+            lambda: processes(tmp_path, "aedit.launch.hub.main") not in ([], [hub]),
             "the hub to be back",
             LIMIT_S,
         )

@@ -83,7 +83,7 @@ class ServedRun:
         self.servers.pop(name).wait(60)
 
     def hub(self):
-        return [each.pid for each in processes(self.directory, "aedit.launch.cli hub")]
+        return [each.pid for each in processes(self.directory, "aedit.launch.hub.main")]
 
     def groups(self):
         """Return position, problem, rewards and texts of each group that a node has trained."""

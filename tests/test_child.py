@@ -1,0 +1,102 @@
+"""Tests of child processes: options as JSON, the wait for readiness, restarts, and the end of groups."""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from kit.waiting import until
+
+from aedit.child import Child, HostProcess, end_group, from_json, start_module, to_json
+from aedit.types import UserError
+
+
+@dataclass(frozen=True)
+class Inner:
+    names: tuple[str, ...] = ()
+    pair: tuple[int, int] = (0, 1)
+
+
+@dataclass(frozen=True)
+class Outer:
+    place: Path
+    other: Path | None = None
+    inner: Inner | None = None
+    rows: tuple[tuple[str, str], ...] = ()
+    share: float = 0.5
+    on: bool = False
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        Outer(Path("/a b/c")),
+        Outer(Path("x"), Path('"y"'), Inner(("a", "b,c", ""), (3, 4)), (("k", "v"),), 0.1, True),
+        Outer(Path("x"), inner=Inner(("one",))),
+    ],
+)
+def test_options_arrive_as_they_were(made):
+    text = to_json(made)
+    assert "\n" not in text
+    assert from_json(Outer, text) == made
+
+
+def host(tmp_path, program, **options):
+    settings = {"directory": tmp_path, "log": tmp_path / "log", "restarts": 0} | options
+    return HostProcess("the hub", [sys.executable, "-c", program], **settings)
+
+
+def test_a_host_is_ready_with_its_file_and_its_last_message_says_why_it_is_not(tmp_path):
+    (tmp_path / "address").write_text("of an earlier start")
+    ready = host(tmp_path, f"open({str(tmp_path / 'address')!r}, 'w').write('h:1'); input()")
+    try:
+        assert ready.wait_for("address") == "h:1"
+    finally:
+        ready.child.kill()
+    silent = host(tmp_path, "print('aedit: the port is taken'); print('more')")
+    with pytest.raises(UserError, match=r"^the port is taken$"):
+        silent.wait_for("address")
+    with pytest.raises(UserError, match=r"^not reachable: see .*log$"):
+        silent.wait_for("address", fault="not reachable")
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "fault"), [(3, 0, "exit code 3"), (3, 2, ""), (2, 2, "exit code 2")]
+)
+def test_a_host_is_restarted_as_often_as_is_allowed_and_not_after_an_error_of_the_user(
+    tmp_path, code, restarts, fault
+):
+    failing = host(tmp_path, f"raise SystemExit({code})", restarts=restarts)
+    failing.child.exit_code()
+    assert (fault in failing.fault) if fault else failing.fault == ""
+    failing.mend()
+    failing.child.exit_code()
+    assert failing.restarts == restarts - (fault == "")
+
+
+def test_the_end_of_a_group_is_that_of_what_the_process_has_started(tmp_path):
+    program = "import subprocess, sys; print(subprocess.Popen(['sleep', '99']).pid, flush=True); input()"
+    pipe = subprocess.PIPE
+    process = start_module([sys.executable, "-c", program], stdin=pipe, stdout=pipe)
+    started = psutil.Process(int(process.stdout.readline()))
+    end_group(process)
+    assert process.returncode == -9
+    assert started.wait(10) is None or not started.is_running()
+    process.stdin.close()
+    process.stdout.close()
+
+
+def test_what_a_command_has_started_ends_with_it_once_it_was_seen(tmp_path):
+    program = (
+        "import subprocess, time; sleeper = subprocess.Popen(['sleep', '99'], start_new_session=True);"
+        "print(sleeper.pid, flush=True); time.sleep(99)"
+    )
+    with Child([sys.executable, "-c", program], tmp_path / "log") as child:
+        until(lambda: child.output().strip(), "the process")
+        started = psutil.Process(int(child.output()))
+        assert child.running()
+        child.look()
+    until(lambda: not started.is_running() or started.status() == psutil.STATUS_ZOMBIE, "its end")
+    assert not child.running()
