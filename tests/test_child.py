@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import psutil
 import pytest
 from kit.waiting import until
 
-from aedit.child import Child, HostProcess, end_group, from_json, start_module, to_json
+from aedit.child import LOOK_EVERY_S, Child, HostProcess, end_group, from_json, start_module, to_json
 from aedit.types import UserError
 
 
@@ -100,3 +101,17 @@ def test_what_a_command_has_started_ends_with_it_once_it_was_seen(tmp_path):
         child.look()
     until(lambda: not started.is_running() or started.status() == psutil.STATUS_ZOMBIE, "its end")
     assert not child.running()
+
+
+def test_descendants_are_searched_for_every_few_seconds_however_often_it_is_asked_for(tmp_path, monkeypatch):
+    """Each search reads the status of all processes of the machine."""
+    searches = []
+    search = psutil.Process.children
+    monkeypatch.setattr(
+        psutil.Process, "children", lambda self, recursive: searches.append(self) or search(self, recursive)
+    )
+    began = time.monotonic()
+    with Child(["sleep", "99"], tmp_path / "log") as child:
+        for _ in range(200):
+            child.look()
+        assert 1 <= len(searches) <= 1 + (time.monotonic() - began) / LOOK_EVERY_S

@@ -30,6 +30,7 @@ T = TypeVar("T")
 USER_ERROR = 2
 """Exit code of a process that a restart does not mend."""
 END_S = 10.0
+LOOK_EVERY_S = 2.0
 """Longest wait for the end of a process that was killed."""
 START_LIMIT_S = 60.0
 POLL_S = 0.05
@@ -178,6 +179,7 @@ class Child:
         self._output = ""
         # Workers have sessions of their own: they are found through their parents while those run.
         self._seen: dict[int, psutil.Process] = {self._process.pid: psutil.Process(self._process.pid)}
+        self._looked = float("-inf")
 
     def __enter__(self) -> "Child":
         return self
@@ -188,11 +190,11 @@ class Child:
         self.kill()
 
     def look(self) -> None:
-        """Record the descendants of the command, which `kill` ends: call it about once a second.
+        """Record the descendants of the command, which `kill` ends, unless it was done in the last seconds.
 
-        Those of `aedit` end by themselves and are not looked for: that takes longer the more processes run.
+        Call it often. Those of `aedit` end by themselves and are not looked for.
         """
-        if not self._own:
+        if not self._own and time.monotonic() > self._looked + LOOK_EVERY_S:
             self._look()
 
     def running(self) -> bool:
@@ -235,9 +237,16 @@ class Child:
             self._process.wait(timeout=END_S)
 
     def _look(self) -> None:
-        for known in list(self._seen.values()):
-            with contextlib.suppress(psutil.Error):
-                self._seen |= {p.pid: p for p in known.children() if p.pid not in self._seen}
+        """Record the descendants. Each `children` reads the status of all processes of the machine."""
+        self._looked = time.monotonic()
+        covered: set[int] = set()
+        for pid, process in list(self._seen.items()):
+            # The command covers all but the children of processes whose own parents have ended.
+            if pid not in covered:
+                with contextlib.suppress(psutil.Error):
+                    below = {child.pid: child for child in process.children(recursive=True)}
+                    covered |= below.keys()
+                    self._seen |= {pid: child for pid, child in below.items() if pid not in self._seen}
 
 
 class StopSignals:
