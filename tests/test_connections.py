@@ -15,7 +15,7 @@ from kit.waiting import until
 from kit.wire import MemoryCore, noise
 
 from aedit.proto.rpc import HubClient, Limits, channel, frames, hub_pb2, serve
-from aedit.proto.rpc.server import Connections
+from aedit.proto.rpc.server import ConnectionLimit
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 MIB = 2**20
@@ -61,7 +61,7 @@ def test_connections_of_other_ports_are_left_alone():
     with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as held:
         others = idle(held, listener.getsockname()[1], 5)
         accepted = [held.enter_context(listener.accept()[0]) for _ in others]
-        assert Connections(0).cut(1) == 0
+        assert ConnectionLimit(0).cut(1) == 0
         assert all(map(is_open, [*others, *accepted]))
 
 
@@ -73,7 +73,7 @@ def test_looking_for_connections_leaves_no_descriptor_open():
         idle(held, port, 3)
         accepted = [held.enter_context(listener.accept()[0]) for _ in range(3)]
         before = sorted(os.listdir("/proc/self/fd"))
-        assert Connections(1).cut(port) == 2
+        assert ConnectionLimit(1).cut(port) == 2
         assert sum(map(is_open, accepted)) == 1
         assert sorted(os.listdir("/proc/self/fd")) == before
 

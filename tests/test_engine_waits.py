@@ -23,7 +23,7 @@ SENDING = "aedit.spec_rollout.model.model_support"
 ARMS = ["off", "layer:4", "layer:3x2x6", "layer:1", "suffix:4", "suffix:3x2x6"]
 
 
-class Watch(TorchDispatchMode):
+class StallWatch(TorchDispatchMode):
     """Records what waits, by the name of the function that asked for it."""
 
     def __init__(self):
@@ -43,7 +43,7 @@ class Watch(TorchDispatchMode):
 
 @pytest.fixture
 def watch(monkeypatch):
-    mode = Watch()
+    mode = StallWatch()
 
     def note(owner, name, allowed):
         right = getattr(owner, name)

@@ -22,7 +22,7 @@ from aedit.async_sgd.replication import Leadership, Mirror, stream_journal
 from aedit.async_sgd.rules import Led
 from aedit.launch.hub.folder import make_hub
 from aedit.launch.hub.standby import Standby
-from aedit.proto.rpc import Quiet, VoterFile
+from aedit.proto.rpc import NoNews, VoterFile
 from aedit.proto.rpc import hub_pb2 as pb
 
 
@@ -51,7 +51,7 @@ class Follower:
 
     def _chunks(self, ledger, request):
         stream = stream_journal(ledger, request, lambda: None)
-        for chunk in takewhile(lambda chunk: not isinstance(chunk, Quiet), stream):
+        for chunk in takewhile(lambda chunk: not isinstance(chunk, NoNews), stream):
             self.bytes += len(chunk.data)
             self.differed += chunk.differs
             yield chunk

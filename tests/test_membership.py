@@ -8,7 +8,7 @@ import pytest
 from aedit.proto.agent import AgentPlan
 from aedit.proto.agent import membership as module
 from aedit.proto.agent.membership import Membership
-from aedit.proto.rpc import HubRefused, HubUnreachable, NobodyListens
+from aedit.proto.rpc import HubRefused, HubUnreachable, PortClosed
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.proto.swarm import PartPlaces, ReplicasFile
 
@@ -102,7 +102,7 @@ def scene(tmp_path):
 
 
 def test_a_node_whose_owner_has_ended_asks_all_other_replicas_at_once(scene):
-    scene.hubs["a:1"].trouble = NobodyListens
+    scene.hubs["a:1"].trouble = PortClosed
     scene.hubs["c:1"].leads = True
     scene.turn()
     assert scene.asked == [("a:1", "heartbeat"), ("b:1", "vote"), ("c:1", "vote")]
@@ -133,7 +133,7 @@ def test_an_owner_that_is_silent_for_a_moment_is_kept_and_then_all_replicas_are_
 
 
 def test_no_replica_is_waited_for_longer_than_others_can_be_asked(scene):
-    scene.hubs["a:1"].trouble = NobodyListens
+    scene.hubs["a:1"].trouble = PortClosed
     scene.hubs["b:1"].trouble = HubUnreachable
     scene.hubs["c:1"].leads = True
     scene.turn()
@@ -143,7 +143,7 @@ def test_no_replica_is_waited_for_longer_than_others_can_be_asked(scene):
 
 def test_a_hub_with_standbys_is_waited_for_until_it_expires(tmp_path):
     scene = Scene(tmp_path, swarm=False)
-    scene.hubs["a:1"].trouble = NobodyListens
+    scene.hubs["a:1"].trouble = PortClosed
     scene.hubs["b:1"].leads = True
     scene.turn()
     assert ("b:1", "vote") not in scene.asked

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from kit.waiting import until
 
-from aedit.proto.rpc import Notifier, Quiet, Server, Service
+from aedit.proto.rpc import NoNews, Notifier, Server, Service
 
 LONG_S = 60.0
 
@@ -53,7 +53,7 @@ def stream():
         for number in range(3):
             seen = notifier.count
             asked.append(number)
-            yield Quiet(notifier, seen, LONG_S)
+            yield NoNews(notifier, seen, LONG_S)
             yield b"%d" % number
 
     plain = grpc.unary_stream_rpc_method_handler(handler)

@@ -21,6 +21,7 @@ from aedit.proto.rpc import (
     FairPool,
     HubClient,
     Limits,
+    Refusal,
     Server,
     Service,
     channel,
@@ -28,7 +29,7 @@ from aedit.proto.rpc import (
     hub_pb2,
     serve,
 )
-from aedit.proto.rpc.limits import Crowded, ReadPermits, WaitingCalls
+from aedit.proto.rpc.limits import ReadPermits, WaitingCalls
 
 DATA = noise(1000)
 WITHIN_S = 20.0
@@ -160,7 +161,7 @@ def test_peers_take_turns_however_many_calls_each_has():
         await asyncio.sleep(0)
         rest = [asyncio.ensure_future(pool.run("busy", lambda i=i: done.append(i))) for i in range(20)]
         await asyncio.sleep(0)
-        with pytest.raises(Crowded):
+        with pytest.raises(Refusal):
             await pool.run("busy", lambda: None)
         rest.append(asyncio.ensure_future(pool.run("other", lambda: done.append("other"))))
         rest[3].cancel()

@@ -19,7 +19,7 @@ from aedit.async_sgd.rules import Led
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.proto.rpc.client import HubClient
 from aedit.proto.rpc.retry import HubUnreachable
-from aedit.proto.rpc.service import Quiet
+from aedit.proto.rpc.service import NoNews
 
 CHUNK = 5000
 
@@ -77,7 +77,7 @@ def chunks_for(book, **fields):
     """Return what the leader sends to a follower that has no journal, and of a snapshot what `fields` say."""
     request = pb.TailRequest(term=2, segment=1, **fields)
     stream = journal_stream.stream_journal(book.ledger, request, lambda: None)
-    return list(takewhile(lambda chunk: not isinstance(chunk, Quiet), stream))
+    return list(takewhile(lambda chunk: not isinstance(chunk, NoNews), stream))
 
 
 def snapshot_in(chunks):

@@ -10,7 +10,7 @@ from kit.hub_processes import HubRefused, HubUnreachable, until
 from kit.leading_hub import keys_of, leading_hub
 
 from aedit.launch.cli.keys import make_keys, revoke
-from aedit.proto.rpc import HubClient, Quiet, client_keys
+from aedit.proto.rpc import HubClient, NoNews, client_keys
 from aedit.proto.rpc import hub_pb2 as pb
 
 STANDBY = 'standby = "127.0.0.1:1"'
@@ -102,7 +102,7 @@ def test_a_standby_that_waits_for_news_holds_no_thread_of_the_hub(tmp_path):
     with leading_hub(tmp_path, STANDBY) as hub:
         hub.node().found()
         stream = hub.leading.driver.tail(pb.TailRequest(term=1, segment=1))
-        assert any(isinstance(one, Quiet) for one in islice(stream, 5)), (
+        assert any(isinstance(one, NoNews) for one in islice(stream, 5)), (
             "all that there is, a sign of life, then nothing for now"
         )
         tails = [hub.client().tail(pb.TailRequest(term=1, segment=1)) for _ in range(6)]

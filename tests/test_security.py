@@ -2,7 +2,6 @@
 
 import os
 import stat
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -15,34 +14,40 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.verification import PolicyBuilder, Store
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from aedit.launch.cli import keys as making
 from aedit.launch.cli.keys import Others, hosted_of, make_keys, revoke
 from aedit.launch.config import RunConfig
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.main import open_to_others
-from aedit.proto.rpc import ServerKeys, check_exposure, client_keys, is_loopback, name_of, server_keys
+from aedit.proto.rpc import (
+    Server,
+    ServerKeys,
+    Service,
+    check_exposure,
+    client_keys,
+    is_loopback,
+    name_of,
+    server_keys,
+)
 from aedit.types import UserError
 
 CALL_S = 10.0
 
 
-class Hub(grpc.GenericRpcHandler):
+class Hub:
     """Answers every kind of call, and records that it was reached."""
 
     def __init__(self):
         self.reached = []
-
-    def service(self, details):
-        kinds = {
-            "/hub/unary": grpc.unary_unary_rpc_method_handler(self.one),
-            "/hub/up": grpc.stream_unary_rpc_method_handler(self.one),
-            "/hub/down": grpc.unary_stream_rpc_method_handler(self.many),
-            "/hub/both": grpc.stream_stream_rpc_method_handler(self.many),
+        self.handlers = {
+            "unary": grpc.unary_unary_rpc_method_handler(self.one),
+            "up": grpc.stream_unary_rpc_method_handler(self.one),
+            "down": grpc.unary_stream_rpc_method_handler(self.many),
+            "both": grpc.stream_stream_rpc_method_handler(self.many),
         }
-        return kinds.get(details.method)
 
     def one(self, request, context):
         self.reached.append(context.auth_context().get("x509_common_name", [b""])[0].decode())
@@ -56,15 +61,11 @@ class Hub(grpc.GenericRpcHandler):
 def served(keys):
     """Yield a hub that requires `keys` on loopback, and its port."""
     hub = Hub()
-    server = grpc.server(ThreadPoolExecutor(4), handlers=[hub], interceptors=keys.interceptors)
-    health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
-    reflection.enable_server_reflection([reflection.SERVICE_NAME], server)
-    port = server.add_secure_port("127.0.0.1:0", keys.credentials)
-    server.start()
+    server = Server([Service("hub", hub.handlers)], "127.0.0.1:0", keys=keys)
     try:
-        yield hub, port
+        yield hub, server.port
     finally:
-        server.stop(None).wait(CALL_S)
+        server.stop(0.0)
 
 
 @contextmanager

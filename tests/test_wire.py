@@ -254,7 +254,7 @@ def test_pushes_above_the_bytes_in_flight_come_again(core):
             "1048576 bytes are on their way, at most 1048576 may be",
         )
         pauses = []
-        second._calls._sleep = lambda seconds: (pauses.append(seconds), core.open.set(), inside.join(30))
+        second._sleep = lambda seconds: (pauses.append(seconds), core.open.set(), inside.join(30))
         assert second.push(head(8, unit=2), memoryview(b"12345678")).accepted
         assert len(pauses) == 1
 

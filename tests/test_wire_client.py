@@ -25,24 +25,26 @@ from aedit.proto.rpc import server as server_module
 from aedit.proto.rpc.client import HubClient, channel
 from aedit.proto.rpc.keys import ClientKeys, client_keys, server_keys
 from aedit.proto.rpc.limits import ByteBudget
-from aedit.proto.rpc.retry import HubRefused, HubUnreachable, NobodyListens, Patience, Pauses, TransferBroken
+from aedit.proto.rpc.retry import HubRefused, HubUnreachable, Patience, PortClosed, TransferBroken
 from aedit.proto.rpc.server import serve
 from aedit.proto.rpc.service import Refusal
-from aedit.proto.rpc.transfer import KEPT_S, Download, NoRoom, PartialPushes, Upload
+from aedit.proto.rpc.transfer import KEPT_S, Download, PartialPushes, Upload
 
 MIB = 2**20
 NOBODY = "127.0.0.1:9"
 
 
 @pytest.fixture
-def connect():
+def connect(monkeypatch):
     """Yield a function that makes clients, which end with the test; their pauses are short."""
     clients = []
 
-    def made(address, timeout_s=10.0, **options):
-        options = {"pauses": Pauses(random=lambda: 0.1), **options}
-        clients.append(HubClient(address, call_timeout_s=timeout_s, **options))
-        return clients[-1]
+    def made(address, timeout_s=10.0, sleep=None, random=lambda: 0.1, **options):
+        client = HubClient(address, call_timeout_s=timeout_s, **options)
+        client._sleep = sleep or client._sleep
+        monkeypatch.setattr("aedit.proto.rpc.client.random.random", random)
+        clients.append(client)
+        return client
 
     yield made
     for client in clients:
@@ -121,7 +123,7 @@ def test_that_nobody_listens_is_told_apart_and_at_once_to_whom_it_is_news_enough
     """Whoever can ask another hub does not wait for one whose process has ended."""
     client = connect(NOBODY, timeout_s=patience_s, until_it_listens=patience_s < 1.0)
     began_s = time.monotonic()
-    with pytest.raises(NobodyListens, match="no program listens there"):
+    with pytest.raises(PortClosed, match="no program listens there"):
         client.hello(hub_pb2.HelloRequest())
     assert time.monotonic() - began_s < 20
 
@@ -132,7 +134,7 @@ def test_a_silent_hub_is_not_taken_for_one_that_has_ended(connect, start):
     try:
         with pytest.raises(HubUnreachable) as silent:
             connect(start(core).address, until_it_listens=False).heartbeat(hub_pb2.HeartbeatRequest(), 0.3)
-        assert not isinstance(silent.value, NobodyListens)
+        assert not isinstance(silent.value, PortClosed)
     finally:
         over.set()
 
@@ -146,7 +148,7 @@ def test_a_hub_that_says_later_is_asked_again_and_one_that_says_no_is_not(connec
 
     core.heartbeat = heartbeat
     pauses = []
-    client = connect(start(core).address, pauses=Pauses(pauses.append, lambda: 0.5))
+    client = connect(start(core).address, sleep=pauses.append, random=lambda: 0.5)
     with pytest.raises(HubRefused, match="asked to Heartbeat: as told") as refused:
         client.heartbeat(hub_pb2.HeartbeatRequest())
     assert (refused.value.code, pauses, answers) == (grpc.StatusCode.NOT_FOUND, [0.05, 0.1], [])
@@ -176,7 +178,7 @@ def test_a_push_that_the_hub_sits_on_is_given_up(connect, start):
 
 
 def test_closing_ends_what_others_wait_for(connect):
-    client = connect(NOBODY, timeout_s=60.0, pauses=Pauses(random=lambda: 0.99))
+    client = connect(NOBODY, timeout_s=60.0, random=lambda: 0.99)
     said = []
 
     def call():
@@ -240,7 +242,7 @@ def tiring(monkeypatch):
         clock.now_s += 4
 
     monkeypatch.setattr("aedit.proto.rpc.client.Patience", partial(Patience, clock=clock))
-    return {"timeout_s": 10.0, "pauses": Pauses(sleep, lambda: 0.1)}
+    return {"timeout_s": 10.0, "sleep": sleep}
 
 
 def test_a_pull_that_moves_on_between_breaks_is_not_given_up(connect, start, tiring):
@@ -295,7 +297,7 @@ def test_a_version_that_is_gone_when_a_pull_goes_on_is_replaced_whole(connect, s
         core.anchors, core.version = [later], 5
 
     into = bytearray(4 * MIB)
-    client = connect(start(core).address, pauses=Pauses(sleep, lambda: 0.1))
+    client = connect(start(core).address, sleep=sleep)
     answer = client.pull(hub_pb2.PullRequest(), memoryview(into))
     assert (answer.version, into[: 2 * MIB]) == (5, later)
 
@@ -784,7 +786,7 @@ def test_parts_give_way_to_new_pushes_first_those_of_the_node_that_has_most(push
     kept = pushes.begin(head_of(node=3, num_bytes=70), 0, 10**6)
     found = [pushes.find(head_of(node=1)), *(pushes.find(head_of(2, u, 70)) for u in (0, 1))]
     assert [there.num_bytes for there in found] == [40, 0, 40]
-    with pytest.raises(NoRoom, match="at most 250 may be"):
+    with pytest.raises(Refusal, match="at most 250 may be"):
         pushes.begin(head_of(node=4, num_bytes=200), 0, 10**6)
     assert pushes.find(head_of(node=1)).num_bytes == 40, "none is dropped where that makes no room"
     pushes.end(kept, keeps=True)
@@ -792,7 +794,7 @@ def test_parts_give_way_to_new_pushes_first_those_of_the_node_that_has_most(push
 
 def test_many_pushes_of_one_unit_take_no_more_than_the_budget_though_only_one_is_kept(pushes):
     held = [pushes.begin(head_of(seq=seq), 0, 10**6) for seq in (1, 2)]
-    with pytest.raises(NoRoom):
+    with pytest.raises(Refusal):
         pushes.begin(head_of(seq=3), 0, 10**6)
     for arrival in held:
         pushes.end(arrival, keeps=True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kit.wire import MemoryCore, noise
 
 from aedit.proto.rpc import Limits, Rates, channel, frames, hub_pb2, serve
-from aedit.proto.rpc.limits import ByteBudget, Watch
+from aedit.proto.rpc.limits import ByteBudget, StallWatch
 
 
 class Clock:
@@ -69,7 +69,7 @@ def test_what_is_larger_than_the_budget_may_come_alone():
 def watch():
     """Return a watch and its clock; its thread sleeps for an hour, so the tests decide when it checks."""
     clock = Clock()
-    watch = Watch(3600.0, bytes_per_s=100.0, clock=clock)
+    watch = StallWatch(3600.0, bytes_per_s=100.0, clock=clock)
     return watch, clock
 
 

@@ -17,7 +17,7 @@ from aedit.async_sgd.journal import (
     snapshot_path,
 )
 from aedit.async_sgd.replication.mirror import pieces
-from aedit.proto.rpc import Quiet
+from aedit.proto.rpc import NoNews
 from aedit.proto.rpc import hub_pb2 as pb
 
 _CHUNK_BYTES = 2**16
@@ -28,11 +28,11 @@ _QUIET_S = 0.5
 
 def stream_journal(
     ledger: Ledger, request: pb.TailRequest, check_leads: Callable[[], None]
-) -> Iterator[pb.TailChunk | Quiet]:
+) -> Iterator[pb.TailChunk | NoNews]:
     """Stream from the given byte on if that segment is still there, else a snapshot first.
 
     Of a snapshot of which the standby has the first bytes, only the rest is sent. A standby that has other
-    records before that byte gets a chunk with `differs`. `Quiet`: there is nothing new now.
+    records before that byte gets a chunk with `differs`. `NoNews`: there is nothing new now.
 
     Args:
         ledger: Of the leading hub. The stream ends when its term does.
@@ -65,7 +65,7 @@ def stream_journal(
             segment, offset = segment + 1, 0
             file = File(segment_path(directory, segment))
         elif (left_s := sent_s + _QUIET_S - time.monotonic()) > 0:
-            yield Quiet(grown, seen, left_s)
+            yield NoNews(grown, seen, left_s)
         else:
             yield _chunk((segment, offset), b"")
             sent_s = time.monotonic()

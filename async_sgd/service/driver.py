@@ -13,7 +13,7 @@ from aedit.async_sgd.service import messages
 from aedit.async_sgd.service.hello_responder import HelloResponder
 from aedit.async_sgd.service.push_pull import PushPull
 from aedit.async_sgd.service.request_guard import RequestGuard, fingerprint, known_by
-from aedit.proto.rpc import Caller, HubCore, Quiet, Refusal, answer_in, answer_out, proposal_in, proposal_out
+from aedit.proto.rpc import Caller, HubCore, NoNews, Refusal, answer_in, answer_out, proposal_in, proposal_out
 from aedit.proto.rpc import hub_pb2 as pb
 
 _SESSION_BITS = 63
@@ -129,7 +129,7 @@ class Driver:
         """Return the hub's status as JSON."""
         return pb.StatusReply(json=self._status(request.metrics_after))
 
-    def tail(self, request: pb.TailRequest) -> Iterator[pb.TailChunk | Quiet]:
+    def tail(self, request: pb.TailRequest) -> Iterator[pb.TailChunk | NoNews]:
         """Stream the journal to a standby; see `stream_journal`."""
         self._guard.check_term(request.term, from_hub=True)
         yield from stream_journal(self._ledger, request, self._guard.check_leads)
@@ -203,7 +203,7 @@ class CoreSwitch:
         """Call `core.status`."""
         return self.core.status(request)
 
-    def tail(self, request: pb.TailRequest) -> Iterator[pb.TailChunk | Quiet]:
+    def tail(self, request: pb.TailRequest) -> Iterator[pb.TailChunk | NoNews]:
         """Call `core.tail`."""
         return self.core.tail(request)
 

@@ -18,7 +18,7 @@ from aedit.proto.rpc import (
     HubClient,
     HubRefused,
     HubUnreachable,
-    NobodyListens,
+    PortClosed,
     Proposal,
     answer_in,
     proposal_out,
@@ -90,7 +90,7 @@ class OtherHubs:
 
     def has_ended(self, address: str) -> bool:
         """Return whether no process listens at an address any more, though its machine answers."""
-        return isinstance(self._hello(address, _ENDED_TIMEOUT_S), NobodyListens)
+        return isinstance(self._hello(address, _ENDED_TIMEOUT_S), PortClosed)
 
     def tell(self, term: int) -> None:
         """Tell the other hubs that this one leads under `term`: a former leader that is alive must stop."""

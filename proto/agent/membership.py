@@ -19,7 +19,7 @@ from aedit.proto.rpc import (
     HubClient,
     HubRefused,
     HubUnreachable,
-    NobodyListens,
+    PortClosed,
     VoterFile,
     answer_out,
     generation,
@@ -230,7 +230,7 @@ class Membership:
         try:
             self._turn(owner)
         except HubUnreachable as error:
-            self._lost(str(error), has_ended=isinstance(error, NobodyListens))
+            self._lost(str(error), has_ended=isinstance(error, PortClosed))
         except HubRefused as error:
             self._judge(error, owner)
 

@@ -95,7 +95,15 @@ if TYPE_CHECKING:
         server_keys,
     )
     from aedit.proto.rpc.limits import FairPool, Limits, Rates
-    from aedit.proto.rpc.retry import HubRefused, HubUnreachable, NobodyListens, Patience, TransferBroken, why
+    from aedit.proto.rpc.retry import (
+        HubRefused,
+        HubUnreachable,
+        Patience,
+        PortClosed,
+        Refusal,
+        TransferBroken,
+        why,
+    )
     from aedit.proto.rpc.rollouts_pb2 import RolloutStatement, Span
     from aedit.proto.rpc.server import Server, raise_descriptor_limit, serve
     from aedit.proto.rpc.service import (
@@ -103,9 +111,8 @@ if TYPE_CHECKING:
         Caller,
         CallHandlers,
         HubCore,
+        NoNews,
         Notifier,
-        Quiet,
-        Refusal,
         Service,
         donor_service,
         run_services,
@@ -186,15 +193,15 @@ __all__ = [
     "Identity",
     "Limits",
     "Metadata",
-    "NobodyListens",
+    "NoNews",
     "Notifier",
     "Patience",
+    "PortClosed",
     "Proposal",
     "PullHead",
     "PullRequest",
     "PushHead",
     "PushReply",
-    "Quiet",
     "Rates",
     "Refusal",
     "RolloutStatement",

@@ -5,6 +5,7 @@ Every call has a deadline and is retried while the error may be temporary.
 
 import itertools
 import logging
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,20 +19,19 @@ import aedit
 from aedit.proto.rpc import frames, hub_pb2
 from aedit.proto.rpc.hub_pb2 import HelloReply, HelloRequest
 from aedit.proto.rpc.keys import ClientKeys, client_keys, is_loopback
-from aedit.proto.rpc.limits import Stream, Watch
+from aedit.proto.rpc.limits import StallWatch, Stream
 from aedit.proto.rpc.retry import (
     HubRefused,
     HubUnreachable,
-    NobodyListens,
     Patience,
-    Pauses,
+    PortClosed,
     TransferBroken,
     is_final,
-    nobody_listens,
+    is_port_closed,
     why,
 )
 from aedit.proto.rpc.transfer import Download, Upload
-from aedit.types import PositiveFloat, PositiveInt, UserError, checked
+from aedit.types import NonNegativeInt, PositiveFloat, UserError, checked
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -70,10 +70,14 @@ _PATIENT = (
 )
 
 
+@checked()
 class Calls:
     """Open connections to one address: one for small calls and `channels` for arrays.
 
-    Any thread may call. See `HubClient` for the arguments.
+    Any thread may call. `call_timeout_s` is the deadline of a small call with all its tries, and how long an
+    array may stand still; as a whole it has that much time for each MiB. Every method raises HubUnreachable
+    after its deadline, and HubRefused if the other side refuses. `until_it_listens`: whether a call waits for
+    a program to listen at the address, which may be about to start; else it raises PortClosed at once.
     """
 
     def __init__(
@@ -81,18 +85,16 @@ class Calls:
         address: str,
         keys: ClientKeys | None = None,
         *,
-        call_timeout_s: float = 30.0,
-        channels: int = 1,
-        pauses: Pauses = Pauses(),  # noqa: B008 - it is immutable
+        call_timeout_s: PositiveFloat = 30.0,
+        channels: NonNegativeInt = 1,
         until_it_listens: bool = True,
     ) -> None:
         self.address, self._until_it_listens = address, until_it_listens
         self._timeout_s = call_timeout_s
         self._closed = threading.Event()
         self._has_answered = False
-        self._sleep = pauses.sleep or self._closed.wait
-        self._random = pauses.random
-        self._watch = Watch(call_timeout_s)
+        self._sleep: Callable[[float], object] = self._closed.wait
+        self._watch = StallWatch(call_timeout_s)
         self._encrypted = keys is not None and keys.credentials is not None
         self._channels = [channel(address, keys, quick=i == 0) for i in range(1 + channels)]
         self._bulk = itertools.cycle(self._channels[1:])
@@ -158,7 +160,7 @@ class Calls:
                     call.cancel()
 
     def retried(self, what: str, once: Callable[[Patience], T], patience: Patience) -> T:
-        """Return what `once` returns, called again while its errors may pass. `what`: for people."""
+        """Return what `once` returns, called again while its errors may pass. `what`: for error messages."""
         try:
             return self._tried(what, once, patience)
         finally:
@@ -174,13 +176,13 @@ class Calls:
             except HubRefused as refused:
                 raise HubRefused(refused.code, f"{self._asked(what)}: {refused.text}") from None
             except (grpc.RpcError, TransferBroken, DecodeError, ValueError) as error:
-                pause_s = patience.pause_s(self._random())
+                pause_s = patience.pause_s(random.random())
                 if self._is_over(error) or pause_s is None:
                     raise self.error(what, error, patience.num_bytes) from error
             self._sleep(pause_s)
 
     def _is_over(self, error: Exception) -> bool:
-        if self._closed.is_set() or (nobody_listens(error) and not self._until_it_listens):
+        if self._closed.is_set() or (is_port_closed(error) and not self._until_it_listens):
             return True
         return isinstance(error, grpc.RpcError) and is_final(error)
 
@@ -204,7 +206,7 @@ class Calls:
         text = f"{asked}: {why(error, self._encrypted, answered=answered)}"
         if is_final(error):
             return HubRefused(error.code(), text)
-        return NobodyListens(text) if nobody_listens(error) else HubUnreachable(text)
+        return PortClosed(text) if is_port_closed(error) else HubUnreachable(text)
 
     def _asked(self, what: str) -> str:
         return f"{self.address}, asked to {what}"
@@ -221,76 +223,48 @@ def channel(address: str, keys: ClientKeys | None, *, quick: bool = False) -> gr
     return grpc.secure_channel(address, keys.credentials, options)
 
 
-@checked()
-class HubClient:
-    """Open connections to one address: one for small calls and `channels` for arrays.
-
-    Any thread may call. `call_timeout_s` is the deadline of a small call with all its tries, and how long an
-    array may stand still; as a whole it has that much time for each MiB. Every method raises HubUnreachable
-    after its deadline, and HubRefused if the other side refuses. `until_it_listens`: whether a call waits for
-    a program to listen at the address, which may be about to start; else it raises NobodyListens at once.
-    pauses: for tests.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        keys: ClientKeys | None = None,
-        *,
-        call_timeout_s: PositiveFloat = 30.0,
-        channels: PositiveInt = 1,
-        pauses: Pauses = Pauses(),  # noqa: B008 - it is immutable
-        until_it_listens: bool = True,
-    ) -> None:
-        self.address = address
-        self._calls = Calls(
-            address,
-            keys,
-            call_timeout_s=call_timeout_s,
-            channels=channels,
-            pauses=pauses,
-            until_it_listens=until_it_listens,
-        )
+class HubClient(Calls):
+    """Calls of a hub, or of a node that gives its anchors."""
 
     def hello(self, request: hub_pb2.HelloRequest, timeout_s: float | None = None) -> hub_pb2.HelloReply:
         """Ask for the run's configuration."""
-        return self._calls.call("Membership/Hello", request, hub_pb2.HelloReply, timeout_s)
+        return self.call("Membership/Hello", request, hub_pb2.HelloReply, timeout_s)
 
     def join(self, request: hub_pb2.JoinRequest, timeout_s: float | None = None) -> hub_pb2.JoinReply:
         """Become a member."""
-        return self._calls.call("Membership/Join", request, hub_pb2.JoinReply, timeout_s)
+        return self.call("Membership/Join", request, hub_pb2.JoinReply, timeout_s)
 
     def heartbeat(self, request: hub_pb2.HeartbeatRequest, timeout_s: float | None = None) -> hub_pb2.News:
         """Send a report and return the news."""
-        return self._calls.call("Membership/Heartbeat", request, hub_pb2.News, timeout_s)
+        return self.call("Membership/Heartbeat", request, hub_pb2.News, timeout_s)
 
     def lease(self, request: hub_pb2.LeaseRequest, timeout_s: float | None = None) -> hub_pb2.LeaseReply:
         """Ask for blocks of sample positions."""
-        return self._calls.call("Membership/Lease", request, hub_pb2.LeaseReply, timeout_s)
+        return self.call("Membership/Lease", request, hub_pb2.LeaseReply, timeout_s)
 
     def leave(self, request: hub_pb2.LeaveRequest, timeout_s: float | None = None) -> hub_pb2.LeaveReply:
         """Leave the run."""
-        return self._calls.call("Membership/Leave", request, hub_pb2.LeaveReply, timeout_s)
+        return self.call("Membership/Leave", request, hub_pb2.LeaveReply, timeout_s)
 
     def take_over(
         self, request: hub_pb2.TakeOverRequest, timeout_s: float | None = None
     ) -> hub_pb2.TakeOverReply:
         """Offer this node's vote to the hub, or answer what it asked for."""
-        return self._calls.call("Membership/TakeOver", request, hub_pb2.TakeOverReply, timeout_s)
+        return self.call("Membership/TakeOver", request, hub_pb2.TakeOverReply, timeout_s)
 
     def status(self, request: hub_pb2.StatusRequest, timeout_s: float | None = None) -> hub_pb2.StatusReply:
         """Ask for the hub's status."""
-        return self._calls.call("State/Status", request, hub_pb2.StatusReply, timeout_s)
+        return self.call("State/Status", request, hub_pb2.StatusReply, timeout_s)
 
     def confirm(
         self, request: hub_pb2.ConfirmRequest, timeout_s: float | None = None
     ) -> hub_pb2.ConfirmReply:
         """Say what this standby has on disk."""
-        return self._calls.call("State/Confirm", request, hub_pb2.ConfirmReply, timeout_s)
+        return self.call("State/Confirm", request, hub_pb2.ConfirmReply, timeout_s)
 
     def propose(self, request: hub_pb2.ProposeRequest, timeout_s: float | None = None) -> hub_pb2.Answer:
         """Ask another hub of the run for its vote."""
-        return self._calls.call("State/Propose", request, hub_pb2.Answer, timeout_s)
+        return self.call("State/Propose", request, hub_pb2.Answer, timeout_s)
 
     def push(self, head: hub_pb2.PushHead, data: memoryview, *, continues: bool = False) -> hub_pb2.PushReply:
         """Send `data`, which must not change meanwhile. The hub takes it once.
@@ -311,17 +285,17 @@ class HubClient:
                     stream.moved(len(chunk.data))
                     patience.moved(len(chunk.data))
 
-            with self._calls.watched() as (stream, calls):
-                pushed: Any = self._calls.bulk.stream_unary("/aedit.v1.Exchange/Push")
+            with self.watched() as (stream, calls):
+                pushed: Any = self.bulk.stream_unary("/aedit.v1.Exchange/Push")
                 calls.append(pushed.future(messages(), timeout=patience.left_s))
                 return hub_pb2.PushReply.FromString(calls[0].result())
 
-        return self._calls.retried(f"push unit {head.unit}", once, self._calls.patience(data.nbytes))
+        return self.retried(f"push unit {head.unit}", once, self.patience(data.nbytes))
 
     def _resumed(self, head: hub_pb2.PushHead, patience: Patience) -> hub_pb2.PartialPush:
         """Return what the hub has of a push; nothing for a hub of an older version, which keeps none."""
         try:
-            return self._calls.call_once("Exchange/Resume", head, hub_pb2.PartialPush, patience)
+            return self.call_once("Exchange/Resume", head, hub_pb2.PartialPush, patience)
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                 raise
@@ -347,15 +321,15 @@ class HubClient:
                 stream.moved(num_bytes)
                 patience.moved(num_bytes)
 
-            with self._calls.watched() as (stream, calls):
-                asked: Any = self._calls.bulk.unary_stream("/aedit.v1.Exchange/Pull")
+            with self.watched() as (stream, calls):
+                asked: Any = self.bulk.unary_stream("/aedit.v1.Exchange/Pull")
                 calls.append(asked(download.request.SerializeToString(), timeout=patience.left_s))
                 return download.take(calls[0], moved)
 
-        patience = self._calls.patience(download.room_bytes)
+        patience = self.patience(download.room_bytes)
         if not again:
             patience = Patience(0.0, patience.left_s)
-        return self._calls.retried(f"pull unit {download.request.unit}", once, patience)
+        return self.retried(f"pull unit {download.request.unit}", once, patience)
 
     def tail(self, request: hub_pb2.TailRequest) -> Iterator[hub_pb2.TailChunk]:
         """Yield the hub's journal as it grows; ask again after an error.
@@ -365,27 +339,19 @@ class HubClient:
         """
         num_bytes = 0
         try:
-            with self._calls.watched() as (stream, calls):
-                asked: Any = self._calls.bulk.unary_stream("/aedit.v1.State/Tail")
+            with self.watched() as (stream, calls):
+                asked: Any = self.bulk.unary_stream("/aedit.v1.State/Tail")
                 calls.append(asked(request.SerializeToString()))
                 for message in calls[0]:
                     stream.moved(MIB)
                     num_bytes += len(message)
                     yield hub_pb2.TailChunk.FromString(message)
         except (grpc.RpcError, TransferBroken, DecodeError) as error:
-            raise self._calls.error("tail", error, num_bytes, answered=True) from error
-
-    def call(self, method: str, request: Message, kind: type[M], timeout_s: float | None = None) -> M:
-        """Send a small message to `Service/Method` and return the answer, of type `kind`."""
-        return self._calls.call(method, request, kind, timeout_s)
-
-    def close(self) -> None:
-        """Close all connections. Calls of other threads end with HubUnreachable."""
-        self._calls.close()
+            raise self.error("tail", error, num_bytes, answered=True) from error
 
 
 PROTOCOL = 5
-"""Equal on everybody who takes part in one run. It changes with whatever an older build would misunderstand
+"""Equal for all that take part in one run. It changes with whatever an older build would misunderstand
 or compute otherwise: messages, journal records, arithmetic, defaults of settings that decide the result."""
 
 HELLO_LIMIT_S = 10.0

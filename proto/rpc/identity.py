@@ -1,8 +1,8 @@
 """Role and name of a caller, as certificates and tokens of `aedit keys` carry them.
 
-A token is `ROLE.ISSUED.NAME.SIGNATURE`: signed by the run's authority, so whoever has the authority's
-certificate can check it, and nobody else can make one. ISSUED is in milliseconds since 1970. A revocation
-names a name and a time: it ends every token that was issued under the name until then.
+A token is `ROLE.ISSUED.NAME.SIGNATURE`, signed by the run's authority: its certificate suffices to check one.
+ISSUED is in milliseconds since 1970. A revocation names a name and a time: it ends every token that was
+issued under the name until then.
 """
 
 import base64
@@ -16,11 +16,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+import grpc
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+
+from aedit.proto.rpc.retry import Refusal
 
 HUB, STANDBY, PEER, NODE, SERVER, READER = ROLES = ("hub", "standby", "peer", "node", "server", "reader")
 SHARED = "nodes"
@@ -77,36 +80,6 @@ class Identity:
         return None if self.name == SHARED else self.name
 
 
-class Stranger(Exception):
-    """The caller is not who it says, or may not make this call; the text is what it is told."""
-
-
-class Revocations:
-    """Revocations in a file, which may change or appear at any time."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lock = threading.Lock()
-        self._mark: tuple[int, int, int] | None = None
-        self._until_ms: dict[str, int] = {}
-
-    def has(self, identity: Identity) -> bool:
-        """Return whether the token is revoked."""
-        with self._lock:
-            mark = self._mark_now()
-            if mark != self._mark:
-                self._until_ms = read_revocations(self._path) if mark else {}
-                self._mark = mark
-            return identity.issued_ms <= self._until_ms.get(identity.name, -1)
-
-    def _mark_now(self) -> tuple[int, int, int] | None:
-        try:
-            found = self._path.stat()
-        except OSError:
-            return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
-
-
 def read_revocations(path: Path) -> dict[str, int]:
     """Return by name until when its tokens are revoked, in milliseconds; skip lines of another form."""
     found: dict[str, int] = {}
@@ -118,41 +91,65 @@ def read_revocations(path: Path) -> dict[str, int]:
 
 
 class TokenReader:
-    """Reads tokens that one authority has signed."""
+    """Reads tokens that one authority has signed. Any thread may call."""
 
     def __init__(self, authority: bytes, revoked: Path) -> None:
-        """Create a reader. authority: certificate in PEM. Raises ValueError for one of another kind."""
+        """Create a reader.
+
+        Args:
+            authority: Certificate in PEM.
+            revoked: File of revocations, which may change or appear at any time.
+
+        Raises:
+            ValueError: The certificate is of another kind.
+        """
         key = x509.load_pem_x509_certificate(authority).public_key()
         if not isinstance(key, ec.EllipticCurvePublicKey):
             raise ValueError("the authority's key is not an elliptic-curve key")
         self._verified: Callable[[str], Identity] = lru_cache(_KNOWN_TOKENS)(
             lambda token: _verify(token, key)
         )
-        self._revoked = Revocations(revoked)
+        self._path, self._lock = revoked, threading.Lock()
+        self._mark: tuple[int, int, int] | None = None
+        self._revoked_until_ms: dict[str, int] = {}
 
-    def identity(self, metadata: Iterable[tuple[str, str | bytes]]) -> Identity:
-        """Return who shows the token in these metadata. Raises Stranger, with the remedy."""
+    def check(self, metadata: Iterable[tuple[str, str | bytes]], method: str) -> None:
+        """Raise Refusal unless a token in these metadata is valid and its role may call `/Service/Method`."""
         found = [value for name, value in metadata if name == "authorization"]
         if not found:
-            raise Stranger("no token: this run wants the one that `aedit keys` wrote for its nodes")
+            raise _unknown("no token: this run wants the one that `aedit keys` wrote for its nodes")
         try:
             identity = self._verified(_shown(found))
         except (ValueError, InvalidSignature):
-            raise Stranger("wrong token: this run was made with other keys") from None
-        if self._revoked.has(identity):
-            raise Stranger(f"revoked token: the keys of {identity.name!r} are not valid any more")
-        return identity
+            raise _unknown("wrong token: this run was made with other keys") from None
+        if self._is_revoked(identity):
+            raise _unknown(f"revoked token: the keys of {identity.name!r} are not valid any more")
+        if not method.startswith(_OWN):
+            return  # health and reflection
+        name = method.removeprefix(_OWN)
+        allowed = _ROLES_OF.get(name, _HUBS)
+        if identity.role not in allowed:
+            wanted = ", ".join(role for role in ROLES if role in allowed)
+            raise Refusal(
+                grpc.StatusCode.PERMISSION_DENIED,
+                f"{name} is for the roles {wanted}; these keys have the role {identity.role}",
+            )
+
+    def _is_revoked(self, identity: Identity) -> bool:
+        try:
+            found = self._path.stat()
+            mark = found.st_mtime_ns, found.st_size, found.st_ino
+        except OSError:
+            mark = None
+        with self._lock:
+            if mark != self._mark:
+                self._revoked_until_ms = read_revocations(self._path) if mark else {}
+                self._mark = mark
+            return identity.issued_ms <= self._revoked_until_ms.get(identity.name, -1)
 
 
-def check_call(identity: Identity, method: str) -> None:
-    """Raise Stranger if the caller's role may not call `/Service/Method`."""
-    if not method.startswith(_OWN):
-        return  # health and reflection
-    name = method.removeprefix(_OWN)
-    allowed = _ROLES_OF.get(name, _HUBS)
-    if identity.role not in allowed:
-        wanted = ", ".join(role for role in ROLES if role in allowed)
-        raise Stranger(f"{name} is for the roles {wanted}; these keys have the role {identity.role}")
+def _unknown(reason: str) -> Refusal:
+    return Refusal(grpc.StatusCode.UNAUTHENTICATED, reason)
 
 
 def shown_identity(
@@ -160,10 +157,10 @@ def shown_identity(
 ) -> Identity | None:
     """Return who made a call that has passed a `TokenReader`; None on a connection without TLS.
 
-    auth: gRPC's authentication context. Raises Stranger if token and certificate are not of the same holder.
+    auth: gRPC's authentication context. Raises Refusal if token and certificate are not of the same holder.
     """
     if list(auth.get("transport_security_type", ())) != [b"ssl"]:
-        return None  # A token in plaintext was checked by nobody.
+        return None  # A token in plaintext was not checked.
     try:
         token = parse(_shown([value for name, value in metadata if name == "authorization"]))[0]
     except ValueError:
@@ -171,7 +168,7 @@ def shown_identity(
     for pem in auth.get("x509_pem_cert", ()):
         certified = _certified(bytes(pem))
         if (certified.role, certified.name) != (token.role, token.name):
-            raise Stranger(
+            raise _unknown(
                 f"the certificate is for {certified.role} {certified.name!r} and the token for {token.role}"
                 f" {token.name!r}: use the files of one folder"
             )

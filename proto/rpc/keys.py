@@ -7,13 +7,12 @@ certificate also signs the identity of a peer, so that others know which single 
 import ipaddress
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import grpc
 from cryptography import x509
@@ -24,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from aedit.proto.rpc.identity import REVOKED, Stranger, TokenReader, check_call, parse
+from aedit.proto.rpc.identity import REVOKED, TokenReader, parse
 from aedit.types import UserError
 
 KEY_BYTES = 32
@@ -102,7 +101,7 @@ class Endorsement:
     """A certificate, and the signature of its key over the identity of a peer."""
 
     certificate: bytes = b""
-    """In DER; empty for a peer that nobody calls."""
+    """In DER; empty for a peer that no other calls."""
     signature: bytes = b""
 
     @property
@@ -188,8 +187,6 @@ CA = "ca.crt"
 TOKEN = "token"
 SERVER = "server"
 NODE = "node"
-_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # takes no parameters at run time
-_Found: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +195,8 @@ class ServerKeys:
 
     credentials: grpc.ServerCredentials | None = None
     """None: plaintext."""
-    interceptors: tuple[grpc.ServerInterceptor, ...] = ()
+    tokens: TokenReader | None = None
+    """Reads the tokens of callers; None: they need none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +219,10 @@ def server_keys(directory: Path, *, require_client_certificates: bool = False) -
     else:
         credentials = grpc.ssl_server_credentials([pair])
     try:
-        reader = TokenReader(_read(directory / CA), directory / REVOKED)
+        tokens = TokenReader(_read(directory / CA), directory / REVOKED)
     except ValueError as error:
         raise UserError(f"{directory / CA} is not an authority of `aedit keys`: {error}") from error
-    return ServerKeys(credentials, (TokenCheck(reader),))
+    return ServerKeys(credentials, tokens)
 
 
 def client_keys(directory: Path) -> ClientKeys:
@@ -263,7 +261,7 @@ def check_exposure(address: str, keys: ServerKeys | None, insecure: bool) -> Non
     """Raise UserError for serving other machines without TLS and token, unless `insecure` is true."""
     if insecure or is_loopback(address):
         return
-    if keys is None or keys.credentials is None or not keys.interceptors:
+    if keys is None or keys.credentials is None or keys.tokens is None:
         raise UserError(
             f"{address} can be reached from other machines, and without keys anybody who reaches it can"
             " change the model: make some with `aedit keys` and name their folder with --keys, or say"
@@ -299,40 +297,6 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-class TokenCheck(grpc.ServerInterceptor):
-    """Interceptor that refuses a caller before anything of the server is reached.
-
-    It lets through who has a token of the run's authority and a role that may make the call.
-    """
-
-    def __init__(self, reader: TokenReader) -> None:
-        self._reader = reader
-
-    def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], _Found],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> _Found:
-        """Return the handler of the call, or one that refuses it."""
-        try:
-            identity = self._reader.identity(handler_call_details.invocation_metadata or ())
-        except Stranger as error:
-            return _refusing(grpc.StatusCode.UNAUTHENTICATED, str(error))
-        try:
-            check_call(identity, handler_call_details.method)
-        except Stranger as error:
-            return _refusing(grpc.StatusCode.PERMISSION_DENIED, str(error))
-        return continuation(handler_call_details)
-
-
-def _refusing(code: grpc.StatusCode, reason: str) -> _Handler:
-    def refuse(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
-        context.abort(code, reason)
-
-    # Of all kinds of calls this one reads nothing by itself, so it serves for the others as well.
-    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def name_of(directory: Path | None) -> str:

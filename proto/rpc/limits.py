@@ -1,7 +1,7 @@
 """Limits of a server for each peer: calls per second, bytes in flight, threads, open calls, stalled streams.
 
 A stream has no deadline as a whole, which would have to be hours for an array of gigabytes, and keepalive
-shows only that the peer's kernel runs. So `Watch` ends streams that stall.
+shows only that the peer's kernel runs. So `StallWatch` ends streams that stall.
 """
 
 import asyncio
@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import TypeVar
 
+import grpc
+
 from aedit.proto.rpc.frames import CHUNK_BYTES
+from aedit.proto.rpc.retry import Refusal
 
 _LEAST_WINDOW = 2**16 - 1
 
@@ -32,7 +35,7 @@ class Limits:
     connections: int = 1024
     """Connections of one host."""
     stall_s: float = 30.0
-    """Without a byte for so long, a stream is ended."""
+    """Time without a byte after which a stream is ended."""
     bytes_per_s: float = 4096.0
     """A stream that is slower than this on average is ended too."""
 
@@ -155,10 +158,6 @@ class FairTurns:
 T = TypeVar("T")
 
 
-class Crowded(Exception):
-    """A peer has too many calls that wait for a thread."""
-
-
 class FairPool:
     """Runs functions in `threads` threads. Peers take turns, however many calls each has waiting.
 
@@ -173,10 +172,12 @@ class FairPool:
     async def run(self, peer: Hashable, work: Callable[[], T]) -> T:
         """Return what `work` returns, called in a thread.
 
-        Raises Crowded if this peer has too many calls waiting.
+        Raises Refusal if this peer has too many calls waiting.
         """
         if self._turns.waiting(peer) >= self._most_waiting:
-            raise Crowded(f"{self._most_waiting} calls of this peer wait already")
+            raise Refusal(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._most_waiting} calls of this peer wait already"
+            )
         turn = self._turns.ask(peer)
         try:
             await turn
@@ -296,7 +297,7 @@ class Stream:
         return min(self.last_s, self.started_s + paid_s) + self._stall_s
 
 
-class Watch:
+class StallWatch:
     """Cancels a stream in which nothing has passed for `stall_s`, or less than `bytes_per_s` on average.
 
     `clock` is for tests; a thread runs only while there are streams.

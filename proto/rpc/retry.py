@@ -1,8 +1,6 @@
-"""Retries: which errors may pass, for how long to try, and what a person is told in the end."""
+"""Errors of calls, and retries: which errors may pass, for how long to try, and the message in the end."""
 
-import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from time import monotonic
 from typing import TypeVar
 
@@ -42,7 +40,7 @@ class HubUnreachable(TimeoutError):
     """No answer came from an address until the deadline."""
 
 
-class NobodyListens(HubUnreachable):
+class PortClosed(HubUnreachable):
     """The machine answers, and no program listens at the port: what was there has ended."""
 
 
@@ -59,14 +57,13 @@ class TransferBroken(Exception):
     """An answer broke off or was damaged on the way."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pauses:
-    """Functions that make the pauses between two tries."""
+class Refusal(Exception):
+    """An answer of this side that refuses a call. hub.proto says how a node reacts to each code."""
 
-    sleep: Callable[[float], object] | None = None
-    """Waits so many seconds; None: until the client is closed, at most."""
-    random: Callable[[], float] = random.random
-    """Draws from [0, 1)."""
+    def __init__(self, code: grpc.StatusCode, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+        self.text = text
 
 
 class Patience:
@@ -116,7 +113,7 @@ def is_final(error: grpc.RpcError) -> bool:
     )
 
 
-def nobody_listens(error: Exception) -> bool:
+def is_port_closed(error: Exception) -> bool:
     """Return whether the connection was refused, as by a machine where no program listens at the port."""
     return isinstance(error, grpc.RpcError) and _REFUSED in (error.details() or "")
 

@@ -25,9 +25,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from aedit.proto.rpc.frames import MESSAGE_BYTES
+from aedit.proto.rpc.identity import TokenReader
 from aedit.proto.rpc.keys import ServerKeys
-from aedit.proto.rpc.limits import Crowded, FairPool, Limits, ReadPermits, WaitingCalls
-from aedit.proto.rpc.service import Aborted, CallContext, HubCore, Quiet, Service, hub_services
+from aedit.proto.rpc.limits import FairPool, Limits, ReadPermits, WaitingCalls
+from aedit.proto.rpc.retry import Refusal
+from aedit.proto.rpc.service import CallContext, HubCore, NoNews, Service, hub_services
 from aedit.types import UserError
 
 _DESCRIPTORS = "/proc/self/fd"
@@ -52,21 +54,21 @@ def most_connections() -> int:
     return max(soft // 2, soft - _RESERVED)
 
 
-class Connections:
+class ConnectionLimit:
     """Ends connections of a host that has more than `most_per_host`. Does nothing where there is no /proc."""
 
     def __init__(self, most_per_host: int) -> None:
         self._most_per_host = most_per_host
         self._lock = threading.Lock()
-        self._heard: OrderedDict[str, None] = OrderedDict()
+        self._latest: OrderedDict[str, None] = OrderedDict()
 
-    def heard(self, peer: str) -> None:
+    def received(self, peer: str) -> None:
         """Note that a message of this peer, as gRPC writes it, has arrived."""
         with self._lock:
-            self._heard[peer] = None
-            self._heard.move_to_end(peer)
-            if len(self._heard) > _REMEMBERED:
-                self._heard.popitem(last=False)
+            self._latest[peer] = None
+            self._latest.move_to_end(peer)
+            if len(self._latest) > _REMEMBERED:
+                self._latest.popitem(last=False)
 
     def cut(self, port: int) -> int:
         """End the surplus connections to `port`, and return how many.
@@ -77,7 +79,7 @@ class Connections:
             return 0
         found = _accepted(port)
         with self._lock:
-            latest = {peer: place for place, peer in enumerate(self._heard)}
+            latest = {peer: place for place, peer in enumerate(self._latest)}
         surplus = Counter(host for host, _ in found.values())
         count = 0
         for descriptor, (host, peer) in sorted(found.items(), key=lambda item: latest.get(item[1][1], -1)):
@@ -160,10 +162,10 @@ class AsyncCalls:
 
     A handler that streams both ways is called at once, and bounds its silent calls by itself.
 
-    `connections` is told of every peer that sends a message.
+    `connections` notes every peer that sends a message.
     """
 
-    def __init__(self, pool: FairPool, limits: Limits, connections: Connections) -> None:
+    def __init__(self, pool: FairPool, limits: Limits, connections: ConnectionLimit) -> None:
         self._pool, self._connections = pool, connections
         self._waiting = WaitingCalls(limits.silent_calls)
         self._uploads = ReadPermits(limits.unread_uploads)
@@ -201,7 +203,7 @@ class AsyncCalls:
         seen = CallContext(context, task)
         peer, refusal = seen.peer(), None
         end = partial(seen.end, _LATER, _SILENT)
-        messages = _Messages(context, partial(self._connections.heard, peer))
+        messages = _Messages(context, partial(self._connections.received, peer))
         try:
             if not reads_more:
                 self._waiting.enter(peer, seen, end)
@@ -211,10 +213,10 @@ class AsyncCalls:
                 messages.on_first = partial(setattr, permit, "has_sent", True)
                 messages.after_first = partial(self._uploads.leave, permit)
             return await work(messages, seen, context.write)
-        except (Aborted, Crowded, asyncio.CancelledError) as error:
-            refusal = _refusal(error, seen)
+        except (Refusal, asyncio.CancelledError) as error:
+            refusal = error if isinstance(error, Refusal) else seen.ended
             _forget(error)
-            if refusal is None:
+            if refusal is None:  # the peer has ended the call
                 raise
         finally:
             messages.on_first()
@@ -232,8 +234,8 @@ class _Messages:
     gRPC's own iterator holds each one until the next one comes, which may be never.
     """
 
-    def __init__(self, context: "aio.ServicerContext[Any, Any]", heard: Callable[[], object]) -> None:
-        self._context, self._heard = context, heard
+    def __init__(self, context: "aio.ServicerContext[Any, Any]", received: Callable[[], object]) -> None:
+        self._context, self._received = context, received
         self.on_first: Callable[[], object] = _nothing
         """Called when the first message has arrived."""
         self.after_first: Callable[[], object] = _nothing
@@ -251,19 +253,12 @@ class _Messages:
             raise StopAsyncIteration
         self.on_first()
         self._begun = True
-        self._heard()
+        self._received()
         return message  # type: ignore[no-any-return]
 
 
 def _nothing() -> None:
     pass
-
-
-def _refusal(error: BaseException, seen: CallContext) -> Aborted | None:
-    """Return the status that ends the call; None if nobody here has ended it."""
-    if isinstance(error, asyncio.CancelledError):
-        return seen.ended
-    return error if isinstance(error, Aborted) else Aborted(_LATER, str(error))
 
 
 def _forget(error: BaseException | None) -> None:
@@ -295,7 +290,7 @@ def _threaded(
         answers = behaviour(request, context)
         try:
             while (answer := await pool.run(context.peer(), lambda: next(answers, _END))) is not _END:
-                if isinstance(answer, Quiet):
+                if isinstance(answer, NoNews):
                     await answer.notifier.wait(answer.seen, answer.limit_s)
                     await asyncio.sleep(_GATHER_S)
                 else:
@@ -356,7 +351,7 @@ _OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_concurrent_streams", 256),
-    # Windows would grow with the speed of the line, and hold megabytes of each upload that nobody reads yet.
+    # Windows would grow with the speed of the line, and hold megabytes of each upload that is not read yet.
     # They are `Limits.window_bytes` instead.
     ("grpc.http2.bdp_probe", 0),
     # A message that is cut into frames of 16 KiB costs more time to put together.
@@ -387,7 +382,7 @@ class Server:
         pool = FairPool(threads, "serve")
         self._pools = [pool, *(p for service in services for p in service.pools)]
         limits = limits or Limits()
-        self.connections = Connections(limits.connections)
+        self.connections = ConnectionLimit(limits.connections)
         finish(self._start(services, address, keys, limits))
         self.address = f"{address.rpartition(':')[0]}:{self.port}"
 
@@ -401,7 +396,7 @@ class Server:
         self, services: Sequence[Service], address: str, keys: ServerKeys, limits: Limits
     ) -> None:
         calls = AsyncCalls(self._pools[0], limits, self.connections)
-        checks = [_Check(check, calls) for check in keys.interceptors]
+        checks = [TokenCheck(keys.tokens, calls)] if keys.tokens else []
         most = ("grpc.max_allowed_incoming_connections", most_connections())
         window = ("grpc.http2.lookahead_bytes", limits.window_bytes)
         self._server = aio.server(interceptors=checks, options=(*_OPTIONS, most, window))
@@ -440,11 +435,11 @@ class Server:
             ) from error
 
 
-class _Check(aio.ServerInterceptor):
-    """A check of `ServerKeys` in front of an asynchronous server."""
+class TokenCheck(aio.ServerInterceptor):
+    """Refuses a caller without a valid token whose role may make the call, before a handler is reached."""
 
-    def __init__(self, check: grpc.ServerInterceptor, calls: AsyncCalls) -> None:
-        self._check, self._calls = check, calls
+    def __init__(self, tokens: TokenReader, calls: AsyncCalls) -> None:
+        self._tokens, self._calls = tokens, calls
 
     async def intercept_service(
         self,
@@ -452,17 +447,25 @@ class _Check(aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "Handler | None":
         """Return the handler of the call, or one that refuses it."""
-        refusing = self._refusal(handler_call_details)
-        if refusing is not None:
-            return self._calls.handler(refusing)
+        if refusal := self._refusal(handler_call_details):
+
+            async def refuse(messages: AsyncIterator[bytes], context: CallContext) -> None:
+                raise refusal
+
+            # Of all kinds of calls this one reads nothing by itself, so it serves for the others as well.
+            return self._calls.handler(grpc.stream_stream_rpc_method_handler(refuse))
         found = await continuation(handler_call_details)
         stream: Any = None if found is None else found.stream_stream
         # Health and reflection are not coroutines: they tell nothing of the run.
         is_ours = inspect.iscoroutinefunction(stream)
         return self._checked_again(stream, handler_call_details) if is_ours else found
 
-    def _refusal(self, details: grpc.HandlerCallDetails) -> "Handler | None":
-        return self._check.intercept_service(lambda details: None, details)
+    def _refusal(self, details: grpc.HandlerCallDetails) -> Refusal | None:
+        try:
+            self._tokens.check(details.invocation_metadata or (), details.method)
+        except Refusal as refusal:
+            return refusal
+        return None
 
     def _checked_again(
         self, stream: Callable[..., Awaitable[Any]], details: grpc.HandlerCallDetails
@@ -470,7 +473,7 @@ class _Check(aio.ServerInterceptor):
         """Return a handler that ends its call when the caller's keys are revoked."""
 
         async def watch(call: "asyncio.Task[Any]") -> None:
-            while self._refusal(details) is None:
+            while not self._refusal(details):
                 await asyncio.sleep(_CHECKED_EVERY_S)
             call.cancel()
 

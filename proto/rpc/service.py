@@ -19,9 +19,10 @@ from google.protobuf.message import DecodeError, Message
 from grpc import aio
 
 from aedit.proto.rpc import frames, hub_pb2
-from aedit.proto.rpc.identity import Stranger, secret_of, shown_identity
-from aedit.proto.rpc.limits import ByteBudget, FairPool, Limits, Rates, Stream, Watch
-from aedit.proto.rpc.transfer import KEPT_S, Arrival, NoRoom, PartialPushes
+from aedit.proto.rpc.identity import secret_of, shown_identity
+from aedit.proto.rpc.limits import ByteBudget, FairPool, Limits, Rates, StallWatch, Stream
+from aedit.proto.rpc.retry import Refusal
+from aedit.proto.rpc.transfer import KEPT_S, Arrival, PartialPushes
 
 log = logging.getLogger(__name__)
 
@@ -34,14 +35,6 @@ SMALL_BYTES = 2**16
 """Most bytes of a call that lists neither parameters nor an array."""
 
 
-class Aborted(Exception):
-    """The call ends with this status."""
-
-    def __init__(self, code: grpc.StatusCode, text: str) -> None:
-        super().__init__(text)
-        self.code, self.text = code, text
-
-
 class CallContext:
     """The part of `grpc.ServicerContext` that handlers use, over an asynchronous call."""
 
@@ -50,7 +43,7 @@ class CallContext:
         self._loop = task.get_loop()
         self._callbacks: list[Callable[[], object]] = []
         self._is_over, self._lock = False, threading.Lock()
-        self.ended: Aborted | None = None
+        self.ended: Refusal | None = None
         """Error with which `end` has ended the call; None while it runs."""
         # Read here: the call's own object belongs to the loop's thread.
         self._peer, self._metadata = context.peer(), tuple(context.invocation_metadata() or ())
@@ -70,7 +63,7 @@ class CallContext:
 
     def abort(self, code: grpc.StatusCode, text: str) -> NoReturn:
         """End the call with this status."""
-        raise Aborted(code, text)
+        raise Refusal(code, text)
 
     def add_callback(self, callback: Callable[[], object]) -> bool:
         """Call `callback` when the call is over. Returns False, and does not, if it is over already."""
@@ -86,7 +79,7 @@ class CallContext:
     def end(self, code: grpc.StatusCode, text: str) -> None:
         """End the call at once, whatever its handler does, with this status."""
         if not self._is_over and self.ended is None:
-            self.ended = Aborted(code, text)
+            self.ended = Refusal(code, text)
             self._loop.call_soon_threadsafe(self._task.cancel)
 
     def finish(self) -> None:
@@ -99,7 +92,7 @@ class CallContext:
 
 
 class Notifier:
-    """Counts what happens, and wakes those who wait for the next time. Any thread may call `notify`."""
+    """Counts what happens, and wakes what waits for the next time. Any thread may call `notify`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -107,7 +100,7 @@ class Notifier:
         self.count = 0
 
     def notify(self) -> None:
-        """Count another time, and wake those who wait."""
+        """Count another time, and wake what waits."""
         with self._lock:
             self.count += 1
             waiting, self._waiting = self._waiting, []
@@ -131,7 +124,7 @@ class Notifier:
 
 
 @dataclass(frozen=True, slots=True)
-class Quiet:
+class NoNews:
     """Yielded by a handler that streams and has nothing to send: it is asked again after a notification."""
 
     notifier: Notifier
@@ -139,15 +132,6 @@ class Quiet:
     """Notifications before there was nothing."""
     limit_s: float
     """Time after which the handler is asked again in any case."""
-
-
-class Refusal(Exception):
-    """An answer that refuses a call. hub.proto says how a node reacts to each code."""
-
-    def __init__(self, code: grpc.StatusCode, text: str) -> None:
-        super().__init__(text)
-        self.code = code
-        self.text = text
 
 
 class HubCore(Protocol):
@@ -193,7 +177,7 @@ class HubCore(Protocol):
     def status(self, request: hub_pb2.StatusRequest) -> hub_pb2.StatusReply:
         """Return the hub's status."""
 
-    def tail(self, request: hub_pb2.TailRequest) -> Iterator[hub_pb2.TailChunk | Quiet]:
+    def tail(self, request: hub_pb2.TailRequest) -> Iterator[hub_pb2.TailChunk | NoNews]:
         """Yield the journal as it grows, and None while there is nothing new; it is asked again soon.
 
         At least once a second a chunk, without data if need be: only then is it noticed that the standby has
@@ -280,7 +264,7 @@ class CallHandlers:
         self._calls = Rates(limits.calls_per_s)
         self._lines = Rates(1.0)
         self._pushes = PartialPushes(ByteBudget(limits.in_flight_bytes))
-        self._watch = Watch(limits.stall_s, limits.bytes_per_s)
+        self._watch = StallWatch(limits.stall_s, limits.bytes_per_s)
 
     def call(
         self,
@@ -292,7 +276,7 @@ class CallHandlers:
         """Return a handler with one message in and one out; `most_bytes`: of the one in."""
 
         def behaviour(message: bytes, context: CallContext) -> bytes:
-            with self._told(context, answer.__name__):
+            with self._answering(context, answer.__name__):
                 if len(message) > most_bytes:
                     raise ValueError(f"a message of {len(message)} bytes, at most {most_bytes} are allowed")
                 request = kind.FromString(message)
@@ -302,10 +286,10 @@ class CallHandlers:
         return grpc.unary_unary_rpc_method_handler(_in(pool, behaviour))
 
     def call_as(self, kind: type[M], answer: Callable[[M, Caller], Message], pool: FairPool) -> Handler:
-        """Return a handler like `call` whose `answer` is told who calls."""
+        """Return a handler like `call` whose `answer` gets the caller too."""
 
         def behaviour(message: bytes, context: CallContext) -> bytes:
-            with self._told(context, answer.__name__):
+            with self._answering(context, answer.__name__):
                 request = kind.FromString(message)
                 self._admit(request, context)
                 return answer(request, caller(context)).SerializeToString()
@@ -327,7 +311,7 @@ class CallHandlers:
         """Return a handler for a stream of chunks in, which `take` reads; one that stands still is ended."""
 
         def behaviour(messages: Iterator[bytes], context: CallContext) -> bytes:
-            with self._told(context, take.__name__), self._watch.over(context.cancel) as stream:
+            with self._answering(context, take.__name__), self._watch.over(context.cancel) as stream:
                 self._admit(None, context)
                 return take(_counted(messages, stream), caller(context)).SerializeToString()
 
@@ -339,7 +323,7 @@ class CallHandlers:
         """Return a handler that sends chunks: `answer` returns head, data, and the byte to begin with."""
 
         def behaviour(message: bytes, context: CallContext) -> Iterator[bytes]:
-            with self._told(context, answer.__name__):
+            with self._answering(context, answer.__name__):
                 request = kind.FromString(message)
                 self._admit(request, context)
                 head, data, offset = answer(request)
@@ -354,7 +338,7 @@ class CallHandlers:
         """Return a handler for chunks in; the core sees them when they are complete."""
 
         async def behaviour(messages: AsyncIterator[bytes], context: CallContext) -> bytes:
-            with self._told(context, "push"):
+            with self._answering(context, "push"):
                 heads: list[hub_pb2.PushHead] = []
                 arrivals: list[Arrival] = []
                 loop, spoiled = asyncio.get_running_loop(), False
@@ -423,12 +407,12 @@ class CallHandlers:
     def tail(self, core: HubCore, pool: FairPool) -> Handler:
         """Return a handler that streams messages for as long as the peer is there."""
 
-        def behaviour(message: bytes, context: CallContext) -> Iterator[bytes | Quiet]:
-            with self._told(context, "tail"):
+        def behaviour(message: bytes, context: CallContext) -> Iterator[bytes | NoNews]:
+            with self._answering(context, "tail"):
                 request = hub_pb2.TailRequest.FromString(message)
                 self._admit(request, context)
                 for chunk in core.tail(request):
-                    yield chunk if isinstance(chunk, Quiet) else chunk.SerializeToString()
+                    yield chunk if isinstance(chunk, NoNews) else chunk.SerializeToString()
 
         return grpc.unary_stream_rpc_method_handler(_in(pool, behaviour))
 
@@ -447,16 +431,12 @@ class CallHandlers:
             )
 
     @contextmanager
-    def _told(self, context: CallContext, what: str) -> Iterator[None]:
+    def _answering(self, context: CallContext, what: str) -> Iterator[None]:
         """End the call with a code and one line if anything fails inside the block."""
         try:
             yield
-        except (grpc.RpcError, Aborted):
-            raise  # The peer has gone, or was ended for standing still.
-        except Refusal as refusal:
-            context.abort(refusal.code, refusal.text)
-        except NoRoom as error:
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        except (grpc.RpcError, Refusal):
+            raise  # grpc.RpcError: the peer has gone, or was ended for standing still
         except (frames.ChunkDamaged, frames.ArrayIncomplete) as error:
             self._say(context, what, error)
             context.abort(grpc.StatusCode.DATA_LOSS, str(error))
@@ -492,10 +472,7 @@ def _counted(messages: Iterator[bytes], stream: Stream) -> Iterator[bytes]:
 def caller(context: CallContext) -> Caller:
     """Return who makes this call. Raises Refusal if token and certificate are of different holders."""
     auth: Any = context.auth_context()
-    try:
-        shown = shown_identity(context.invocation_metadata() or (), auth)
-    except Stranger as error:
-        raise Refusal(grpc.StatusCode.UNAUTHENTICATED, str(error)) from None
+    shown = shown_identity(context.invocation_metadata() or (), auth)
     name, role = (shown.own_name, shown.role) if shown else (None, None)
     return Caller(_host(context), name, role, secret_of(context.invocation_metadata()))
 

@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 
 from aedit.proto.rpc import frames, hub_pb2
 from aedit.proto.rpc.limits import ByteBudget
-from aedit.proto.rpc.retry import HubRefused, TransferBroken
+from aedit.proto.rpc.retry import HubRefused, Refusal, TransferBroken
 
 _MAX_WRONG = 3
 """Complete answers with another hash than they say, after which the sender is no good."""
@@ -128,10 +128,6 @@ _Key = tuple[int, int, int]
 """Part, node and unit."""
 
 
-class NoRoom(Exception):
-    """Too many bytes of pushes are on their way."""
-
-
 class PrefixHash:
     """SHA-256 of the first bytes of one array; a longer prefix costs only the bytes that it adds."""
 
@@ -227,7 +223,7 @@ class PartialPushes:
         """Return what takes a push from byte `offset` on; `end` must follow.
 
         Raises ValueError if the push is larger than `limit_bytes`, ArrayIncomplete if its first bytes are not
-        here, NoRoom if too many bytes are on their way.
+        here, Refusal if too many bytes are on their way.
         """
         key, same = _identity(head)
         if head.num_bytes > limit_bytes:
@@ -301,7 +297,7 @@ class PartialPushes:
             of_node[push.key[:2]] += push.num_bytes
         while not self._budget.take(num_bytes):
             if not broken:
-                raise NoRoom(self._budget.full)
+                raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, self._budget.full)
             first = max(broken, key=lambda push: (of_node[push.key[:2]], -push.broken_s))
             broken.remove(first)
             of_node[first.key[:2]] -= first.num_bytes

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import grpc
 
 from aedit.proto.rpc import (
     Calls,
-    ClientKeys,
     HubRefused,
     Metadata,
     Patience,
@@ -25,22 +24,11 @@ _ANSWERS_WITHIN_S = 10.0
 """Beyond the time that `Newest` waits."""
 
 
-class Options(TypedDict, total=False):
-    """Keyword arguments of `Calls`."""
-
-    call_timeout_s: float
-
-
-class VersionsClient:
+class VersionsClient(Calls):
     """Open connections to one process that serves versions. Any thread may call.
 
     Every method raises HubUnreachable after its deadline, and HubRefused if the other side refuses.
     """
-
-    def __init__(self, address: str, keys: ClientKeys | None = None, **options: Unpack[Options]) -> None:
-        """Connect to HOST:PORT when the first call is made; for the arguments see `HubClient`."""
-        self.address = address
-        self._calls = Calls(address, keys, **options)
 
     def newest(self, line: str, *, after: int = 0, wait_s: float = 0.0) -> Manifest | None:
         """Return the newest manifest of a line, after at most `wait_s` if none is newer than `after`.
@@ -49,7 +37,7 @@ class VersionsClient:
         """
         request = pb.NewestRequest(line=line, after=after, wait_s=wait_s)
         try:
-            reply = self._calls.call("Versions/Newest", request, pb.Manifest, wait_s + _ANSWERS_WITHIN_S)
+            reply = self.call("Versions/Newest", request, pb.Manifest, wait_s + _ANSWERS_WITHIN_S)
         except HubRefused as refused:
             if refused.code is grpc.StatusCode.NOT_FOUND:
                 return None
@@ -65,10 +53,10 @@ class VersionsClient:
         Raises HubRefused, also if what was sent does not make the units: then ask another sender.
         """
         for missing in receiving.missing:
-            self._calls.retried(
+            self.retried(
                 f"get unit {missing.unit}",
                 partial(self._get, receiving, missing.unit),
-                self._calls.patience(receiving.manifest.unit(missing.unit).num_bytes),
+                self.patience(receiving.manifest.unit(missing.unit).num_bytes),
             )
 
     def give(self, store: VersionStore, line: str, serial: int, secret: str = "") -> int:
@@ -80,15 +68,11 @@ class VersionsClient:
         """
         manifest = store.manifest(line, serial)
         what = f"take version {serial} of line {line}"
-        return self._calls.retried(
+        return self.retried(
             what,
             partial(self._give, store, manifest, author_metadata(secret) if secret else ()),
-            self._calls.patience(manifest.num_bytes),
+            self.patience(manifest.num_bytes),
         )
-
-    def close(self) -> None:
-        """Close all connections."""
-        self._calls.close()
 
     def _get(self, receiving: Receiving, unit: str, patience: Patience) -> None:
         wanted = next((each for each in receiving.missing if each.unit == unit), None)
@@ -102,13 +86,13 @@ class VersionsClient:
             offset=wanted.offset,
             transfer=wanted.transfer,
         )
-        with self._calls.watched() as (stream, calls):
+        with self.watched() as (stream, calls):
 
             def moved(num_bytes: int) -> None:
                 stream.moved(num_bytes)
                 patience.moved(num_bytes)
 
-            asked: Any = self._calls.bulk.unary_stream("/aedit.v1.Versions/Get")
+            asked: Any = self.bulk.unary_stream("/aedit.v1.Versions/Get")
             calls.append(asked(request.SerializeToString(), timeout=patience.left_s))
             try:
                 receiving.take(calls[0], moved, unit=unit)
@@ -134,13 +118,13 @@ class VersionsClient:
 
     def _offer(self, manifest: Manifest, author: Metadata) -> Sequence[pb.Missing]:
         request = pb.OfferRequest(manifest=manifest.message)
-        reply = self._calls.call("Versions/Offer", request, pb.OfferReply, metadata=author)
+        reply = self.call("Versions/Offer", request, pb.OfferReply, metadata=author)
         return reply.missing
 
     def _put(self, made: Transfer, wanted: pb.Missing, author: Metadata, patience: Patience) -> int:
         offset = wanted.offset if wanted.transfer == made.head.sha256 else 0
         head, data = made.head.SerializeToString(), memoryview(made.data)
-        with self._calls.watched() as (stream, calls):
+        with self.watched() as (stream, calls):
 
             def messages() -> Iterator[bytes]:
                 for chunk in frames.chunks(head, data, offset=offset):
@@ -148,7 +132,7 @@ class VersionsClient:
                     stream.moved(len(chunk.data))
                     patience.moved(len(chunk.data))
 
-            put: Any = self._calls.bulk.stream_unary("/aedit.v1.Versions/Put")
+            put: Any = self.bulk.stream_unary("/aedit.v1.Versions/Put")
             calls.append(put.future(messages(), timeout=patience.left_s, metadata=author))
             calls[0].result()
         return len(data) - offset

@@ -110,11 +110,11 @@ def checked(key: str | None = None) -> Callable[[C], C]:
         def hints(*, bounds: bool = True) -> dict[str, Any]:  # late, as an annotation may name a later class
             return get_type_hints(construct, None, _Names(construct.__globals__), include_extras=bounds)
 
-        def accept(name: str, value: object) -> Any:
+        def accept(made: type, name: str, value: object) -> Any:
             hint = hints().get(name, Any)
             taken = accepted(value, hint)
             if taken is WRONG:
-                where = f"{cls.__name__}: {name}" if key is None else f"{key}.{name}".lstrip(".")
+                where = f"{made.__name__}: {name}" if key is None else f"{key}.{name}".lstrip(".")
                 fits = accepted(value, hints(bounds=False)[name]) is not WRONG
                 rule = _bounds(hint) if fits else describe(hint)
                 near = suggest(value.lower(), choices(hint)) if isinstance(value, str) else ""
@@ -124,8 +124,11 @@ def checked(key: str | None = None) -> Callable[[C], C]:
         @functools.wraps(construct)
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
             if len(args) <= len(names):  # otherwise the constructor itself raises
-                args = tuple(map(accept, names, args))
-            construct(self, *args, **{name: accept(name, value) for name, value in kwargs.items()})
+                args = tuple(
+                    accept(type(self), name, value) for name, value in zip(names, args, strict=False)
+                )
+            taken = {name: accept(type(self), name, value) for name, value in kwargs.items()}
+            construct(self, *args, **taken)
 
         cls.__init__ = init  # type: ignore[misc]
         return cls
