@@ -11,7 +11,7 @@ from kit.rollouts import VOCABULARY, tiny_policy
 from kit.waiting import until
 
 from aedit.spec_rollout import Engine, Prompt, Sampling, WorkerConfig, WorkerSource
-from aedit.spec_rollout.remote import Servers, workers_pool
+from aedit.spec_rollout.remote import Servers, workers
 
 LIMIT_S = 180.0
 SAMPLING = Sampling(max_new_tokens=24)
@@ -93,7 +93,7 @@ def audited(model, servers, directory):
 
 def test_servers_that_lie_are_convicted_and_nothing_of_theirs_is_delivered(servers, tmp_path, monkeypatch):
     """The rank's own worker draws other tokens, so that the source of each is seen."""
-    monkeypatch.setattr(workers_pool, "MODULE", "kit.fake_worker")
+    monkeypatch.setattr(workers, "MODULE", "kit.fake_worker")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     model = tiny_policy(5)
     source, events = audited(model, servers, tmp_path)

@@ -449,7 +449,7 @@ MAKERS = """
 def nothing(spec): return None
 def small(spec):
     from dataclasses import replace
-    from aedit.spec_rollout.server.serving import make_engine
+    from aedit.spec_rollout.server.worker_engine import make_engine
     return make_engine(replace(spec, rows=1))
 class Unsure:
     def __init__(self, settings): pass

@@ -20,11 +20,12 @@ from kit.waiting import until
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.spec_rollout import Prompt, Sampling, WorkerConfig, WorkerSource
 from aedit.spec_rollout.audit import Origin
-from aedit.spec_rollout.remote import Servers, workers_pool
-from aedit.spec_rollout.remote.config import layout_of
+from aedit.spec_rollout.remote import Servers, workers
 from aedit.spec_rollout.remote.discovery import Place
+from aedit.spec_rollout.remote.dispatcher import Samples
+from aedit.spec_rollout.remote.servers import layout_of
 from aedit.spec_rollout.remote.session import ServerFacts, Session
-from aedit.spec_rollout.sampling import encode_prompt
+from aedit.spec_rollout.sampling import encode_sampling
 
 LIMIT_S = 120.0
 
@@ -42,7 +43,7 @@ def layout(model):
 @pytest.fixture
 def opened(model, layout, monkeypatch):
     """Return functions that start a server, and a source that uses servers; all are closed at the end."""
-    monkeypatch.setattr(workers_pool, "MODULE", "kit.fake_worker")
+    monkeypatch.setattr(workers, "MODULE", "kit.fake_worker")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     with ExitStack() as stack:
 
@@ -372,16 +373,32 @@ def session():
     to_rank, to_server = [], []
     origin = Origin("run", "line", "fake")
     facts = ServerFacts(name="fake", address="", rows=2, room=8, public_key=b"", origin=origin)
-    made = Session(
-        facts, lambda kind, **fields: to_rank.append((kind, fields)), to_server.append, vocabulary=48
-    )
+    made = Session(facts, to_rank.append, to_server.append, vocabulary=48)
     made.versions = {1}
     return made, to_rank, to_server
 
 
 def added(session, *prompts):
     for prompt in prompts:
-        session.add({"prompt": encode_prompt(prompt).decode(), "version": 1})
+        samples = Samples()
+        samples.add([(prompt, encode_sampling(prompt.sampling))])
+        session.add(samples.request(prompt.key, 1))
+
+
+def remove(session, key, *, drop=False):
+    session.remove(pb.Remove(rollout=key[0], sample=key[1], drop=drop))
+
+
+def told(to_rank):
+    """Return kind, key, and `found` or `final`, of each message to the rank."""
+    kinds = [(message.WhichOneof("message"), message) for message in to_rank]
+    found = [(kind, getattr(message, kind)) for kind, message in kinds]
+    return [
+        (kind, (each.rollout, each.sample), getattr(each, {"removed": "found", "rejected": "final"}[kind]))
+        if kind in ("removed", "rejected")
+        else (kind, (each.rollout, each.sample))
+        for kind, each in found
+    ]
 
 
 def tokens(key, start, *found):
@@ -402,9 +419,8 @@ def test_each_sample_has_a_clock_of_its_own_and_goes_on_after_its_tokens():
     (held,) = one.held
     assert one.draining, "no more comes for it: it is to be judged now"
     one.release([held])
-    report, removed = to_rank
-    assert report[1]["tokens"][0][:4] == [0, 1, [5], [-0.25]]
-    assert removed == ("removed", {"key": (0, 1), "found": True, "stalled": True})
+    assert told(to_rank) == [("tokens", (0, 1)), ("rejected", (0, 1), True)]
+    assert (to_rank[0].tokens.tokens, to_rank[0].tokens.logprobs) == ([5], [-0.25])
     assert one.overdue == ((0, 1), 8.0)
     one.handle(tokens((0, 1), 1, 6), 24.0)  # sent before the server has read the request
     assert (one.held, [*one.given]) == ([], [(0, 0)])
@@ -416,12 +432,12 @@ def test_a_key_that_comes_again_before_the_server_has_answered_waits_no_longer_t
     one, to_rank, to_server = session()
     (prompt,) = samples(1)
     added(one, prompt)
-    one.remove({"key": prompt.key, "drop": True})
-    assert to_rank == [("removed", {"key": prompt.key, "found": True, "stalled": False})]
+    remove(one, prompt.key, drop=True)
+    assert told(to_rank) == [("removed", prompt.key, True)]
     added(one, prompt)
     assert not one.take_back_stalled(6.0, 10.0)
     assert one.take_back_stalled(6.0, 10.0)
-    assert to_rank[1:] == [("removed", {"key": prompt.key, "found": True, "stalled": True})]
+    assert told(to_rank[1:]) == [("rejected", prompt.key, True)]
     assert [message.WhichOneof("message") for message in to_server] == ["add", "remove"]
     assert one.overdue == (prompt.key, 12.0)
 
@@ -432,14 +448,14 @@ def test_a_sample_that_is_to_move_waits_a_second_for_its_last_tokens_and_is_retu
     (prompt,) = samples(1)
     added(one, prompt)
     one.handle(tokens(prompt.key, 0, 5), 0.0)
-    one.remove({"key": prompt.key})
+    remove(one, prompt.key)
     one.take_back_stalled(answer_s, 60.0)
     is_late = answer_s > 1.0
     one.handle(tokens(prompt.key, 1, 6), answer_s)
     one.handle(pb.ToTrainer(removed=pb.Removed(rollout=0, sample=0, found=True)), answer_s)
     one.release(list(one.held))
-    assert [kind for kind, _ in to_rank] == ["report", "removed"]
-    assert to_rank[0][1]["tokens"][0][2] == ([5] if is_late else [5, 6])
+    assert told(to_rank) == [("tokens", prompt.key), ("removed", prompt.key, True)]
+    assert to_rank[0].tokens.tokens == ([5] if is_late else [5, 6])
     assert one.overdue is None
 
 

@@ -16,7 +16,7 @@ from kit.tiny_policies import policy
 from kit.waiting import until
 
 from aedit.spec_rollout import Prompt, Sampling, WorkerConfig, WorkerSource
-from aedit.spec_rollout.remote import workers_pool
+from aedit.spec_rollout.remote import workers
 from aedit.spec_rollout.server import Channel
 from aedit.spec_rollout.training import Restarts
 
@@ -31,7 +31,7 @@ def model():
 @pytest.fixture
 def sources(model, monkeypatch):
     """Return a function that starts a source of fake workers; all are closed at the end."""
-    monkeypatch.setattr(workers_pool, "MODULE", "kit.fake_worker")
+    monkeypatch.setattr(workers, "MODULE", "kit.fake_worker")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     made = []
 
@@ -98,6 +98,16 @@ def test_a_sample_that_ends_each_worker_is_named_while_others_finish(sources):
         until(lambda: source.step() and False, "the error")
 
 
+def test_a_sample_that_each_worker_refuses_is_named_and_costs_no_worker(sources):
+    events = []
+    source = sources("refuse 2", events)
+    source.add(samples(4))
+    with pytest.raises(RuntimeError, match=r"sample 0/2: 3 rollout workers .* failed.*sample 2 is poison"):
+        until(lambda: source.step() and False, "the error")
+    assert source.status()["worker_deaths"] == 0
+    assert [fields["samples"] for _, fields in events] == [1, 1, 1]
+
+
 def test_a_silent_worker_is_ended_and_replaced(sources):
     source = sources("be silent", starts_within_s=0.2, processes=1)
     pid = source.status()["pids"][0]
@@ -143,7 +153,7 @@ def test_cancelled_samples_end_in_the_workers_and_their_keys_can_be_added_again(
     source.add(samples(16, length=90_000))
     until(lambda: source.step() or sum(p.partial is not None for p in source.pending()) >= 8, "first tokens")
     for worker in source._pool.workers.values():
-        Channel.wait([worker.channel], timeout_s=30)  # a report that the rank has not read
+        Channel.wait([worker.lane.channel], timeout_s=30)  # a report that the rank has not read
     source.cancel()
     assert (source.running, source.pending()) == (0, [])
     asked = samples(24, length=40)  # 16 of them have the keys of before

@@ -67,12 +67,14 @@ class Span(_message.Message):
     def __init__(self, version: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class Remove(_message.Message):
-    __slots__ = ("rollout", "sample")
+    __slots__ = ("rollout", "sample", "drop")
     ROLLOUT_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    DROP_FIELD_NUMBER: _ClassVar[int]
     rollout: int
     sample: int
-    def __init__(self, rollout: _Optional[int] = ..., sample: _Optional[int] = ...) -> None: ...
+    drop: bool
+    def __init__(self, rollout: _Optional[int] = ..., sample: _Optional[int] = ..., drop: _Optional[bool] = ...) -> None: ...
 
 class Beat(_message.Message):
     __slots__ = ()
@@ -111,7 +113,7 @@ class Opened(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., server: _Optional[str] = ..., rows: _Optional[int] = ..., max_waiting: _Optional[int] = ..., max_tokens: _Optional[int] = ..., public_key: _Optional[bytes] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("rollout", "sample", "start", "tokens", "logprobs", "versions", "top_logprobs")
+    __slots__ = ("rollout", "sample", "start", "tokens", "logprobs", "versions", "top_logprobs", "passes")
     ROLLOUT_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +121,7 @@ class Tokens(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PASSES_FIELD_NUMBER: _ClassVar[int]
     rollout: int
     sample: int
     start: int
@@ -126,7 +129,8 @@ class Tokens(_message.Message):
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     versions: _containers.RepeatedScalarFieldContainer[int]
     top_logprobs: bytes
-    def __init__(self, rollout: _Optional[int] = ..., sample: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., versions: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[bytes] = ...) -> None: ...
+    passes: int
+    def __init__(self, rollout: _Optional[int] = ..., sample: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., versions: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[bytes] = ..., passes: _Optional[int] = ...) -> None: ...
 
 class Ended(_message.Message):
     __slots__ = ("rollout", "sample", "finish_reason", "passes", "signature")

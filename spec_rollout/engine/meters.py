@@ -95,6 +95,9 @@ class Meters:
     total_s: float = 0.0
     cost_s: float = 0.0
     draft_s: float = 0.0
+    plain_s: float = 0.0
+    plain_tokens: int = 0
+    """Of steps without drafts."""
     arms: Counter[str] = field(default_factory=Counter)
     """Number of steps by arm."""
     speed_up: SpeedUp = field(default_factory=SpeedUp)
@@ -112,6 +115,9 @@ class Meters:
         self.total_s += step.total_s
         self.cost_s += step.cost_s
         self.draft_s += step.draft_s
+        if step.arm.is_off:
+            self.plain_s += step.total_s
+            self.plain_tokens += sum(step.counts)
         self.arms[str(step.arm)] += 1
         self.speed_up.add(len(step.counts), sum(step.counts), step.cost_s, plain=step.arm.is_off)
         if step.nodes:

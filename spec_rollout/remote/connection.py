@@ -3,10 +3,12 @@
 A thread reads the stream and hands each message on, in order; another one uses the connection.
 """
 
+import json
 import math
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import grpc
@@ -139,7 +141,7 @@ class Connection:
             public_key=key,
             origin=Origin(origin.run, origin.line, name),
         )
-        self.session = Session(facts, self.to_rank, self.stream.send, **settings)
+        self.session = Session(facts, self._to_rank, self.stream.send, **settings)
         self.session.versions = self.sender.offered
         self._channel.send(
             "joined",
@@ -196,11 +198,37 @@ class Connection:
             self.place.stalls = 0
 
     def report(self, now_s: float) -> None:
-        """Tell the rank what is new of a server that is connected."""
+        """Send the rank the figures of a server that is connected."""
         self._reported_s = now_s
-        if self.session is not None:
-            self.session.changed = False
-            self.to_rank("report", tokens=[], ended=[])
+        session = self.session
+        if session is None:
+            return
+        session.changed = False
+        speed = session.speed.speed()
+        room = 0 if self.closing or self._now_s < self._refuses_until_s else session.facts.room
+        figures = {
+            "rollout_tokens": session.num_delivered,
+            "passes": session.num_passes,
+            "arms": {},
+            "link": {
+                "progress": session.progress(),
+                "room": room,
+                "ready_in_s": self._ready_in_s(),
+                "totals": {
+                    "tokens": session.num_tokens,
+                    "samples": session.num_samples,
+                    "moved": session.num_moved,
+                    "taken_back": session.num_taken_back,
+                    "version_bytes": self.num_version_bytes,
+                },
+            },
+        }
+        found = pb.Figures(
+            version=self.version,
+            **({} if speed is None else asdict(speed)),
+            json=json.dumps(figures).encode(),
+        )
+        self._to_rank(pb.ToTrainer(figures=found))
 
     def due(self, now_s: float, every_s: float, beat_s: float) -> bool:
         """Return whether it is time for a report."""
@@ -212,32 +240,10 @@ class Connection:
         self.stream.close()
         self.sender.close()
 
-    def to_rank(self, kind: str, **fields: Any) -> None:
-        """Send the rank a message of this server."""
-        base = self._base() if kind == "report" else {}
-        self._channel.send(kind, lane=self.number, **base, **fields)
-
-    def _base(self) -> dict[str, Any]:
-        session = self.session
-        assert session is not None
-        speed = session.speed.speed()
-        figures = {"rollout_tokens": session.num_delivered, "passes": session.num_passes, "arms": {}}
-        return {
-            "version": self.version,
-            "drafter": 0,
-            "speed": None if speed is None else [speed.fixed_s, speed.row_s, speed.prefill_s],
-            "figures": figures,
-            "progress": session.progress(),
-            "room": 0 if self.closing or self._now_s < self._refuses_until_s else session.facts.room,
-            "ready_in_s": self._ready_in_s(),
-            "server": {
-                "tokens": session.num_tokens,
-                "samples": session.num_samples,
-                "moved": session.num_moved,
-                "taken_back": session.num_taken_back,
-                "version_bytes": self.num_version_bytes,
-            },
-        }
+    def _to_rank(self, message: pb.ToTrainer) -> None:
+        if message.HasField("ended"):
+            self.report(self._now_s)
+        self._channel.send_frame(self.number, message.SerializeToString())
 
     def _ready_in_s(self) -> float:
         """Return the expected rest of the transfer under way.

@@ -4,19 +4,20 @@
 `RemoteEngine` lets samples migrate between workers.
 """
 
+import json
 import math
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from aedit.proto.rpc import rollouts_pb2 as pb
+from aedit.spec_rollout.audit import spans_of
 from aedit.spec_rollout.engine import EngineSpeed
-from aedit.spec_rollout.remote.handle import WorkerHandle
 from aedit.spec_rollout.remote.moving import HISTORY_ROLLOUTS
 from aedit.spec_rollout.remote.reallocate import EngineLoad, LengthDistribution, SampleKey, UnfinishedSample
-from aedit.spec_rollout.remote.workers_pool import WorkerConfig, WorkerPool
-from aedit.spec_rollout.sampling import Prompt, Rollout, encode_prompt
-from aedit.spec_rollout.server import Message
+from aedit.spec_rollout.remote.workers import WorkerConfig, WorkerHandle, WorkerPool
+from aedit.spec_rollout.sampling import Prompt, Rollout
 
 
 @dataclass(slots=True)
@@ -24,12 +25,16 @@ class RequestedSample:
     """A requested sample."""
 
     rollout: Rollout
+    sampling: bytes
+    """Its settings as text."""
     worker: int | None = None
     """Index of the worker that has it; None: it waits for one."""
     unreported: int = 0
     """Tokens that its worker has drawn and not reported yet, as far as is known."""
+    passes_before: int = 0
+    """Passes before it was given to its worker."""
     deaths: int = 0
-    """Workers that have died with it since its last token."""
+    """Workers that have died, or failed, with it since its last token."""
     left: set[int] = field(default_factory=set)
     """Indices of servers that did not advance it in time: it is not given to them again."""
 
@@ -49,10 +54,10 @@ class Samples:
     def __getitem__(self, key: SampleKey) -> RequestedSample:
         return self._samples[key]
 
-    def add(self, prompts: Iterable[Prompt]) -> None:
-        """Add samples without a worker."""
-        for prompt in prompts:
-            self._samples[prompt.key] = RequestedSample(prompt.to_rollout())
+    def add(self, prompts: Iterable[tuple[Prompt, bytes]]) -> None:
+        """Add samples without a worker, with their settings as text."""
+        for prompt, sampling in prompts:
+            self._samples[prompt.key] = RequestedSample(prompt.to_rollout(), sampling)
 
     def clear(self) -> None:
         """Forget all samples."""
@@ -85,41 +90,59 @@ class Samples:
         most = prompt.sampling.max_new_tokens
         return UnfinishedSample(key, len(prompt.tokens) + emitted, emitted, most, prompt.group)
 
-    def extend(
-        self, worker: int, message: Message, cancelled: Collection[SampleKey], server: str = ""
-    ) -> list[Rollout]:
-        """Append the tokens that `worker` reports and return the samples that have finished.
+    def request(self, key: SampleKey, version: int) -> pb.Add:
+        """Return the request that continues the sample with this policy version or a newer one."""
+        sample = self._samples[key]
+        prompt, text = sample.rollout.prompt, sample.rollout
+        return pb.Add(
+            rollout=prompt.rollout,
+            sample=prompt.sample,
+            group=prompt.group,
+            prompt=prompt.tokens,
+            sampling=sample.sampling,
+            min_version=version,
+            tokens=text.tokens,
+            logprobs=text.logprobs,
+            spans=[pb.Span(version=v, start=start, end=end) for v, start, end in spans_of(text.versions)],
+        )
 
-        Reports on samples that are no longer the worker's are left out: another one continues them. So are
-        those of `cancelled` keys, which may have been added again since. server: name of a worker that is
-        one.
-        """
-        for rollout, number, tokens, logprobs, versions, top, passes in message["tokens"]:
-            sample = self._samples.get((rollout, number))
-            if sample is None or sample.worker != worker or (rollout, number) in cancelled:
-                continue
-            text = sample.rollout
-            text.note_server(server)
-            text.tokens += tokens
-            text.logprobs += logprobs
-            text.versions += versions
+    def of(self, worker: int, key: SampleKey) -> RequestedSample | None:
+        """Return a sample if it is the worker's; otherwise another one continues it."""
+        sample = self._samples.get(key)
+        return sample if sample is not None and sample.worker == worker else None
+
+    def extend(self, worker: int, found: pb.Tokens, server: str = "") -> None:
+        """Append the tokens that `worker` reports. server: name of a worker that is one."""
+        sample = self.of(worker, (found.rollout, found.sample))
+        if sample is None:
+            return
+        text, versions = sample.rollout, list(found.versions)
+        text.note_server(server)
+        text.tokens.extend(found.tokens)
+        text.logprobs.extend(found.logprobs)
+        text.versions += versions * (len(found.tokens) if len(versions) == 1 else 1)
+        if found.top_logprobs:
+            top = json.loads(found.top_logprobs)
             text.top_logprobs += [tuple((token, value) for token, value in place) for place in top]
-            text.passes = passes
-            sample.deaths = sample.unreported = 0
-        finished = []
-        for rollout, number, reason, passes in message["ended"]:
-            key = rollout, number
-            if key in self._samples and self._samples[key].worker == worker and key not in cancelled:
-                sample = self._samples.pop(key)
-                sample.rollout.finish_reason, sample.rollout.passes = reason, passes
-                finished.append(sample.rollout)
-        return finished
+        if found.passes:
+            text.passes = sample.passes_before + found.passes
+        sample.deaths = sample.unreported = 0
+
+    def end(self, worker: int, found: pb.Ended) -> Rollout | None:
+        """Return a sample that `worker` has finished."""
+        key = found.rollout, found.sample
+        sample = self.of(worker, key)
+        if sample is None:
+            return None
+        del self._samples[key]
+        sample.rollout.finish_reason = found.finish_reason  # type: ignore[assignment]
+        sample.rollout.passes = sample.passes_before + found.passes
+        return sample.rollout
 
     def note_progress(self, worker: int, progress: Iterable[tuple[int, int, int]]) -> None:
         """Note (rollout, sample, tokens) that `worker` has drawn and will report later."""
         for rollout, number, tokens in progress:
-            sample = self._samples.get((rollout, number))
-            if sample is not None and sample.worker == worker:
+            if (sample := self.of(worker, (rollout, number))) is not None:
                 sample.unreported = tokens
 
     def release(self, key: SampleKey) -> None:
@@ -127,13 +150,13 @@ class Samples:
         self._samples[key].worker, self._samples[key].unreported = None, 0
 
     def take_back(self, keys: Sequence[SampleKey], reason: str, limit: int | None) -> None:
-        """Take samples back from a worker that has died.
+        """Take samples back from a worker that has died, or failed with them.
 
         Args:
             keys: Samples of the worker.
             reason: Of its death.
-            limit: Workers that may die with a sample, without a token in between. None: this one had not
-                begun with them.
+            limit: Workers that may die or fail with a sample, without a token in between. None: this one
+                had not begun with them.
 
         Raises:
             RuntimeError: More than `limit` have.
@@ -144,8 +167,8 @@ class Samples:
         worst = max((self._samples[key] for key in keys), key=lambda each: each.deaths, default=None)
         if worst is not None and limit is not None and worst.deaths > limit:
             raise RuntimeError(
-                f"sample {worst.rollout.prompt.name}: {worst.deaths} rollout workers have ended with it "
-                f"without a further token; the last one: {reason}"
+                f"sample {worst.rollout.prompt.name}: {worst.deaths} rollout workers have ended or failed"
+                f" with it without a further token; the last one: {reason}"
             )
 
 
@@ -293,14 +316,16 @@ class Dispatcher:
         Raises:
             RuntimeError: The workers die again and again, or one sample ends each worker that has it.
         """
-        self.pool.look_for_remote()
+        self.pool.add_servers()
         # Deaths first: what a worker sent before it died is then read before its samples are taken back.
         dead = self.pool.find_dead()
         for worker in list(self.pool.workers.values()):
             for message in worker.receive():
                 self._handle(worker, message)
         for worker, reason in self.pool.bury(dead):
-            self._take_back(worker, reason)
+            self._past.append(worker.figures)
+            keys, worker.samples = list(worker.samples), {}
+            self._take_back(worker, keys, reason)
         self.pool.start_due()
         if self.pool.given_up:
             limit = self._config.restarts.limit
@@ -334,17 +359,16 @@ class Dispatcher:
             tokens=sum(sample.expected_remaining(lengths) for sample in samples),
             rows=worker.rows,
             speed=worker.speed,
-            delay_s=worker.delay_s(self.version),
+            delay_s=0.0 if worker.has(self.version) else worker.ready_in_s,
             room=None if worker.room is None else worker.room - len(worker.samples),
         )
 
     def give(self, index: int, key: SampleKey) -> None:
         """Give a sample to a worker."""
-        worker = self.pool.workers[index]
-        text = encode_prompt(self.samples.prompt(key)).decode()
-        worker.channel.send("add", prompt=text, version=self.version)
+        worker, sample = self.pool.workers[index], self.samples[key]
+        worker.lane.send(pb.ToServer(add=self.samples.request(key, self.version)))
         worker.samples[key] = None
-        self.samples[key].worker = index
+        sample.worker, sample.passes_before = index, sample.rollout.passes
 
     def cancel(self) -> None:
         """Forget all samples, also those that have finished and were not taken, and tell the workers."""
@@ -363,36 +387,48 @@ class Dispatcher:
         """Return the sums of the figures of all workers so far."""
         return total([*self._past, *(worker.figures for worker in self.pool.workers.values())])
 
-    def _handle(self, worker: WorkerHandle, message: Message) -> None:
-        kind = message["kind"]
-        if kind == "ready":
+    def _handle(self, worker: WorkerHandle, message: pb.ToTrainer) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "figures":
+            self.samples.note_progress(worker.index, worker.read_figures(message.figures))
+            return
+        if kind == "opened":
             worker.is_ready = True
-        elif kind == "error":
-            worker.error = message["message"]
-        elif kind == "removed":
-            key = tuple(message["key"])
-            if worker.confirm_cancel(key):
-                return
-            if message["found"] and worker.samples.pop(key, key) is None:
-                self.samples.release(key)
-                if message.get("stalled"):
-                    self.samples[key].left.add(worker.index)
-                self._pass_on(key)
-        elif kind == "report":
-            worker.read_figures(message)
-            self.samples.note_progress(worker.index, message.get("progress", ()))
-            server = "" if worker.is_local else worker.name
-            for rollout in self.samples.extend(worker.index, message, worker.cancelled, server):
-                del worker.samples[rollout.prompt.key]
+            return
+        found: Any = getattr(message, str(kind))
+        key = found.rollout, found.sample
+        if key in worker.cancelled:
+            # Older than the cancellation, which `removed` confirms.
+            worker.cancelled -= Counter([key] if kind == "removed" else [])
+        elif kind == "tokens":
+            self.samples.extend(worker.index, found, "" if worker.is_local else worker.name)
+        elif kind == "ended":
+            if (rollout := self.samples.end(worker.index, found)) is not None:
+                del worker.samples[key]
                 worker.finished += 1
                 self._record(rollout)
+        elif kind == "removed" and found.found:
+            self._returned(worker, key)
+        elif kind == "rejected" and worker.is_local:
+            if worker.samples.pop(key, key) is None:
+                self._take_back(worker, [key], f"{worker.name}: {found.reason}")
+        elif kind == "rejected":
+            self._returned(worker, key, is_final=found.final)
 
-    def _pass_on(self, key: SampleKey) -> None:
-        """Give a sample that was returned to the worker for which it was asked back, if that can begin."""
+    def _returned(self, worker: WorkerHandle, key: SampleKey, *, is_final: bool = False) -> None:
+        """Note that a worker has returned a sample, and give it to the one for which it was asked back.
+
+        is_final: the worker did not advance it in time, and does not get it again.
+        """
+        if worker.samples.pop(key, key) is not None:
+            return
+        self.samples.release(key)
+        if is_final:
+            self.samples[key].left.add(worker.index)
         target = self.moving.pop(key, None)
-        worker = None if target is None else self.pool.workers.get(target)
-        if worker is not None and worker.has(self.version) and worker.index not in self.samples[key].left:
-            self.give(worker.index, key)
+        other = None if target is None else self.pool.workers.get(target)
+        if other is not None and other.has(self.version) and other.index not in self.samples[key].left:
+            self.give(other.index, key)
             self.num_moved += 1
 
     def _record(self, rollout: Rollout) -> None:
@@ -401,17 +437,14 @@ class Dispatcher:
         self.num_finished += 1
         (self._stopped if rollout.finish_reason == "stop" else self._cut).append(len(rollout.tokens))
 
-    def _take_back(self, worker: WorkerHandle, reason: str) -> None:
-        """Take the samples of a dead worker back, so that others continue them."""
-        self._past.append(worker.figures)
-        keys, worker.samples = list(worker.samples), {}
+    def _take_back(self, worker: WorkerHandle, keys: Sequence[SampleKey], reason: str) -> None:
+        """Take samples back from a worker that has died or failed with them, so that others continue them."""
         for key in keys:
             self.moving.pop(key, None)
         self.num_retried += len(keys)
-        fields = {"samples": len(keys), "reason": reason}
         where = {"worker": worker.index, "pid": worker.pid} if worker.is_local else {"server": worker.name}
         if worker.is_local or keys:
-            self._report("rollout_retried", {**where, **fields})
+            self._report("rollout_retried", {**where, "samples": len(keys), "reason": reason})
         limit = self._config.restarts.limit if worker.is_ready and worker.is_local else None
         self.samples.take_back(keys, reason, limit)
 
@@ -454,7 +487,7 @@ class RemoteEngine:
         worker = dispatcher.pool.workers.get(self._index)
         if worker is None or key not in worker.samples or key in dispatcher.moving:
             return None
-        worker.channel.send("remove", key=key)
+        worker.remove(key)
         dispatcher.moving[key] = self._index  # it returns, unless `add` is called for another worker
         return dispatcher.samples.prompt(key)
 

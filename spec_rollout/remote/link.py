@@ -1,10 +1,11 @@
 """Process that connects a rank with rollout servers: `python -m aedit.spec_rollout.remote.link PARENT FD`.
 
-Towards the rank it speaks the messages of rollout workers, one lane per connection. Towards the servers it
-speaks gRPC. Without an audit it does not load torch: it reads policy versions from the memory that the rank
-shares with its workers. It ends with its rank.
+It speaks rollouts.proto: towards the rank over a local socket, one lane per connection, towards the servers
+over gRPC. What servers send is checked, and held until it may be released. Without an audit it does not load
+torch: it reads policy versions from the memory that the rank shares with its workers. It ends with its rank.
 """
 
+import json
 import logging
 import os
 import queue
@@ -13,12 +14,9 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
-from aedit.spec_rollout.remote.links import Event, Links
-from aedit.spec_rollout.remote.settings import LinkSettings
+from aedit.spec_rollout.remote.links import Event, Links, LinkSettings
 from aedit.spec_rollout.server import Channel
 from aedit.system import end_with_parent
 
@@ -71,7 +69,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _serve(channel: Channel) -> None:
-    begin, *more = channel.first_messages()
+    (_, data), *more = channel.first_frames()
+    begin = json.loads(data)
     sys.path[:] = begin["path"]
     inbox = Inbox()
     try:
@@ -79,26 +78,23 @@ def _serve(channel: Channel) -> None:
     except ValueError as error:  # of settings or their auditor: another start would not help
         channel.send("refused", message=str(error))
         raise
-    for message in more:
-        links.handle(message)
-    _loop(channel, links, inbox, time.monotonic)
-
-
-def _loop(channel: Channel, links: Links, inbox: Inbox, clock: Callable[[], float]) -> None:
-    seen_s = clock()
+    for frame in more:
+        links.handle(*frame)
+    seen_s = time.monotonic()
     while not channel.closed:
+        channel.flush()
         Channel.wait([channel], TICK_S, [inbox.socket])
-        for message in channel.receive():
-            links.handle(message)
+        for frame in channel.receive():
+            links.handle(*frame)
         for event in inbox.take():
-            links.take(event, clock())
-        now_s = clock()
+            links.take(event, time.monotonic())
+        now_s = time.monotonic()
         links.advance(now_s, now_s - seen_s)
         seen_s = now_s
 
 
 if __name__ == "__main__":
-    code: Any = main(sys.argv[1:])
+    code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # do not wait for threads that still send or audit

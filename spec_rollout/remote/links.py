@@ -1,10 +1,16 @@
-"""All connections of a rank to rollout servers: opened, watched, ended, opened again. One thread uses it."""
+"""All connections of a rank to rollout servers: opened, watched, ended, opened again. One thread uses it.
 
+`Audits` releases held samples: at once, or after an audit in a thread of its own. Imports no torch.
+"""
+
+import json
 import logging
+import queue
 import secrets
+import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +18,7 @@ from typing import Any
 from aedit.proto.rpc import DirectoryClient, accusation, client_keys
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.proto.versions import LineUnknown, VersionsClient, VersionStore
-from aedit.spec_rollout.audit import Auditor, AuditVerdict, Origin, try_auditor
-from aedit.spec_rollout.remote.audits import AuditDone, Audits
+from aedit.spec_rollout.audit import Auditor, AuditVerdict, HeldRollout, Origin, WeightReader, try_auditor
 from aedit.spec_rollout.remote.connection import PROTOCOL, Connection, ServerStream
 from aedit.spec_rollout.remote.discovery import Listed, Place, Places, ServerDiscovery
 from aedit.spec_rollout.remote.publisher import (
@@ -26,21 +31,189 @@ from aedit.spec_rollout.remote.publisher import (
     version_layout,
 )
 from aedit.spec_rollout.remote.report_checks import Violation
-from aedit.spec_rollout.remote.settings import LinkSettings
+from aedit.spec_rollout.remote.session import Held, Session
 from aedit.spec_rollout.sampling import TokenDecoder
 from aedit.spec_rollout.server import Channel, Message
 from aedit.spec_rollout.training import ArrayReader
-from aedit.types import imported
+from aedit.types import Layout, TensorLayout, UnitLayout, imported
 
 REPORT_S = 0.1
 """Interval of reports on a server whose figures have changed."""
 BEAT_S = 0.5
-"""Interval of messages to a rank that has nothing else to hear."""
+"""Interval of messages to the rank without other messages."""
 LONGEST_TICK_S = 1.0
 """A longer time between two looks is this process's own silence, not that of the servers."""
-
+HOLD_S = 2.0
+"""Longest time for which a sample is held without an audit."""
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSettings:
+    """Settings of a connection process, as values that JSON can hold."""
+
+    addresses: tuple[str, ...]
+    """Servers that are always tried, HOST:PORT."""
+    hubs: tuple[str, ...]
+    """Hubs whose directory is asked for servers."""
+    standby: str
+    run: str
+    trainer: str
+    rank: int
+    keys: str
+    """Folder of the node's keys; empty: plaintext."""
+    layout: Layout
+    """Sync units of the model."""
+    specs: tuple[tuple[str, tuple[int, ...], str], ...]
+    """Name, shape and dtype of each tensor in the shared memory."""
+    dtype: str
+    """Dtype of the policy versions; empty: that of the shared memory."""
+    fd: int
+    """Number of the file descriptor of the shared memory."""
+    vocabulary: int
+    tokenizer: str
+    on_new_version: str
+    silent_s: float
+    stalled_s: float
+    connect_s: float
+    poll_s: float
+    ring: int
+    auditor: str
+    """Function that returns an `Auditor`, as `package.module:name`; empty: no audit."""
+    audit_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def described(self) -> dict[str, Any]:
+        """Return them for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> "LinkSettings":
+        """Return the settings that `described` has written."""
+        units = (
+            UnitLayout(
+                unit["name"],
+                tuple(TensorLayout(each["name"], tuple(each["shape"])) for each in unit["tensors"]),
+            )
+            for unit in found["layout"]["units"]
+        )
+        return cls(
+            **{
+                **found,
+                "addresses": tuple(found["addresses"]),
+                "hubs": tuple(found["hubs"]),
+                "layout": Layout(tuple(units)),
+                "specs": tuple((name, tuple(shape), dtype) for name, shape, dtype in found["specs"]),
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AuditDone:
+    """Result of one audit for one server."""
+
+    session: Hashable
+    held: tuple[Held, ...]
+    """The samples that were held when it began and can be judged."""
+    verdict: AuditVerdict | None
+    """None: no sample was selected."""
+    unjudged: tuple[Held, ...] = ()
+    """Samples whose policy versions the auditor has not any more."""
+    error: str = ""
+    """The auditor itself has failed."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """State of the questions about one server."""
+
+    is_busy: bool = False
+    held: int = 0
+    draining: bool = False
+    since_s: float = 0.0
+    """Time since which the oldest sample is held."""
+
+
+class Audits:
+    """Asks an auditor about the held samples of servers, one question per server at a time."""
+
+    def __init__(self, auditor: Auditor | None, post: Callable[[AuditDone], None]) -> None:
+        """Begin.
+
+        Args:
+            auditor: None: everything is released at once.
+            post: Takes results, from another thread; `done` then belongs to the caller's thread.
+        """
+        self._auditor, self._post = auditor, post
+        self._asked: dict[Hashable, _Asked] = {}
+        self._jobs: queue.SimpleQueue[Callable[[Auditor], None] | None] = queue.SimpleQueue()
+        if auditor is not None:
+            threading.Thread(target=self._work, args=(auditor,), name="audit", daemon=True).start()
+
+    def publish(self, version: int, read: WeightReader) -> None:
+        """Tell the auditor of a new policy version."""
+        if self._auditor is not None:
+            self._jobs.put(lambda auditor: auditor.publish(version, read))
+
+    def accuse(self, server: str) -> None:
+        """Tell the auditor that a server was found to lie elsewhere."""
+        if self._auditor is not None:
+            self._jobs.put(lambda auditor: auditor.accuse(server))
+
+    def consider(self, name: Hashable, session: Session, now_s: float) -> None:
+        """Release what is held, or ask the auditor if there is a new question. name: of the session."""
+        if self._auditor is None:
+            session.release(session.held)
+            return
+        asked = self._asked.setdefault(name, _Asked())
+        if not session.held:
+            asked.held, asked.since_s = 0, now_s
+            return
+        draining = session.draining or now_s - asked.since_s > HOLD_S
+        if asked.is_busy or (len(session.held), draining) == (asked.held, asked.draining):
+            return
+        asked.is_busy, asked.held, asked.draining = True, len(session.held), draining
+        held, server = tuple(session.held), session.facts.name
+        self._jobs.put(lambda auditor: self._post(_audit(auditor, name, server, held, draining)))
+
+    def done(self, name: Hashable, now_s: float) -> None:
+        """Note that the result of the last question has been used."""
+        asked = self._asked.get(name)
+        if asked is not None:
+            asked.is_busy, asked.held, asked.since_s = False, 0, now_s
+
+    def forget(self, name: Hashable) -> None:
+        """Forget a session that has ended."""
+        self._asked.pop(name, None)
+
+    def _work(self, auditor: Auditor) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job(auditor)
+            except Exception as error:
+                log.exception("the audit has failed")
+                self._post(
+                    AuditDone(None, (), None, error=f"the audit has failed: {type(error).__name__}: {error}")
+                )
+                return
+
+
+def _audit(
+    auditor: Auditor, name: Hashable, server: str, held: tuple[Held, ...], draining: bool
+) -> AuditDone:
+    """Return the first decision about one of the samples; not final if there is none about any of them."""
+    unjudged = tuple(each for each in held if not auditor.can_judge(each.rollout))
+    held = tuple(each for each in held if each not in unjudged)
+    rollouts: list[HeldRollout] = [each.rollout for each in held]
+    verdict = None
+    while rollouts:
+        place = auditor.select(server, rollouts, draining=draining)
+        if place is None:
+            break
+        verdict = auditor.check(rollouts.pop(place))
+        if verdict.is_final:
+            break
+    return AuditDone(name, held, verdict, unjudged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +251,32 @@ class Links:
         """Index and session of the node at the hub."""
         self._version, self._last_number, self._beat_s, self._now_s = 0, 0, now_s, now_s
 
-    def handle(self, message: Message) -> None:
+    def handle(self, lane: int, data: bytes) -> None:
         """Do what the rank asks for. Messages to connections that have ended are left out."""
-        kind = message["kind"]
-        if kind in ("publish", "accuse"):
-            self._member = message["member"]
-            if kind == "publish":
-                self._source.publish(message["version"])
-            else:
-                self._accused(message)
+        if not lane:
+            self._command(json.loads(data))
             return
-        connection = self.connections.get(message["lane"])
+        connection = self.connections.get(lane)
         if connection is None or connection.session is None:
             return
-        if kind == "add" and not connection.closing:
-            connection.session.add(message)
-        elif kind == "remove":
-            connection.session.remove(message)
+        message = pb.ToServer.FromString(data)
+        if message.HasField("add") and not connection.closing:
+            connection.session.add(message.add)
+        elif message.HasField("remove"):
+            connection.session.remove(message.remove)
+
+    def _command(self, message: Message) -> None:
+        """Publish a version; or act on a failure that the rank has found in what was released."""
+        self._member = message["member"]
+        if message["kind"] == "publish":
+            self._source.publish(message["version"])
+            return
+        verdict = AuditVerdict(passed=False, reason=message["reason"], evidence=message["evidence"])
+        self._audits.accuse(message["server"])
+        for connection in list(self.connections.values()):
+            session = connection.session
+            if session is not None and session.facts.name == message["server"]:
+                self._convict(connection, verdict)
 
     def take(self, event: Event, now_s: float) -> None:
         """Take the news of another thread."""
@@ -236,15 +418,6 @@ class Links:
         connection.closing = reason
         self._forget(connection, violation=True, evidence=verdict.evidence)
 
-    def _accused(self, message: Message) -> None:
-        """Act on a failure that the rank has found in what was released."""
-        verdict = AuditVerdict(passed=False, reason=message["reason"], evidence=message["evidence"])
-        self._audits.accuse(message["server"])
-        for connection in list(self.connections.values()):
-            session = connection.session
-            if session is not None and session.facts.name == message["server"]:
-                self._convict(connection, verdict)
-
     def _forget(
         self, connection: Connection, *, violation: bool = False, evidence: Mapping[str, Any] | None = None
     ) -> None:
@@ -255,8 +428,12 @@ class Links:
         connection.place.closed(self._now_s, connection.closing, worked=worked, violation=violation)
         if session is not None:
             connection.report(self._now_s)
-            connection.to_rank(
-                "lost", reason=connection.closing, violation=violation, evidence=dict(evidence or {})
+            self._channel.send(
+                "lost",
+                lane=connection.number,
+                reason=connection.closing,
+                violation=violation,
+                evidence=dict(evidence or {}),
             )
 
     def _audited(self, done: AuditDone) -> None:

@@ -2,11 +2,12 @@
 
 import json
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from aedit.proto.rpc import rollouts_pb2 as pb
+from aedit.spec_rollout.audit import versions_of
 from aedit.spec_rollout.sampling import StopStrings, TokenDecoder
 
 SLACK = 1e-6
@@ -46,19 +47,15 @@ class SampleLimits:
 class GivenSample:
     """Prompt, settings, and the answer so far: tokens that were given with it, then those of the server."""
 
-    key: Key
-    group: int
-    prompt: tuple[int, ...]
-    sampling: bytes
+    request: pb.Add
     limits: SampleLimits
-    min_version: int
     start: int
     """Number of tokens that were given."""
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]
-    passes: int
-    """Passes for the tokens that were given, then for all."""
+    passes: int = 0
+    """Passes of the server, known at the end."""
     top: list[Any] = field(default_factory=list)
     """The most likely tokens at the place of each token of the server, if the settings ask for them."""
     finish_reason: str = ""
@@ -69,58 +66,44 @@ class GivenSample:
     """Seconds since the request, or since the last token of this sample."""
 
     @classmethod
-    def of(cls, text: str, min_version: int, decoder: TokenDecoder | None) -> "GivenSample":
-        """Return the sample of a prompt as `encode_prompt` writes it.
+    def of(cls, request: pb.Add, decoder: Callable[[], TokenDecoder | None]) -> "GivenSample":
+        """Return the sample of a request. decoder: returns the tokenizer, which only stop strings need.
 
         Raises:
             ValueError: It has stop strings, and there is no tokenizer.
         """
-        data = json.loads(text)
-        settings, begun = data["sampling"], data["partial"] or {}
-        limits = SampleLimits.of(settings)
-        if limits.stop_strings and decoder is None:
-            raise ValueError(
-                f"sample {data['rollout']}/{data['sample']} has stop strings, which need a tokenizer"
-            )
         sample = cls(
-            key=(data["rollout"], data["sample"]),
-            group=data["group"],
-            prompt=tuple(data["tokens"]),
-            sampling=json.dumps(settings).encode(),
-            limits=limits,
-            min_version=min_version,
-            start=len(begun.get("tokens", ())),
-            tokens=list(begun.get("tokens", ())),
-            logprobs=list(begun.get("logprobs", ())),
-            versions=list(begun.get("versions", ())),
-            passes=begun.get("passes", 0),
+            request=request,
+            limits=SampleLimits.of(json.loads(request.sampling)),
+            start=len(request.tokens),
+            tokens=list(request.tokens),
+            logprobs=list(request.logprobs),
+            versions=versions_of([(each.version, each.start, each.end) for each in request.spans]),
         )
-        if decoder is not None and limits.stop_strings:
-            sample.strings = StopStrings(limits.stop_strings, decoder, sample.prompt)
+        if strings := sample.limits.stop_strings:
+            if (tokenizer := decoder()) is None:
+                raise ValueError(
+                    f"sample {request.rollout}/{request.sample} has stop strings, which need a tokenizer"
+                )
+            sample.strings = StopStrings(strings, tokenizer, tuple(request.prompt))
             for token in sample.tokens:
                 sample.strings.completes(token)
         return sample
+
+    @property
+    def key(self) -> Key:
+        """Return the key of its noise."""
+        return self.request.rollout, self.request.sample
 
     @property
     def num_drawn(self) -> int:
         """Return the number of tokens that the server has drawn."""
         return len(self.tokens) - self.start
 
-    @property
-    def spans(self) -> list[tuple[int, int, int]]:
-        """Return (version, start, end) of each run of tokens of one version, half-open."""
-        found: list[tuple[int, int, int]] = []
-        for i, version in enumerate(self.versions):
-            if found and found[-1][0] == version:
-                found[-1] = (version, found[-1][1], i + 1)
-            else:
-                found.append((version, i, i + 1))
-        return found
-
     def as_rollout(self) -> "GivenRollout":
         """Return the whole answer, as it is signed."""
         return GivenRollout(
-            GivenPrompt(*self.key, self.prompt),
+            GivenPrompt(*self.key, tuple(self.request.prompt)),
             self.tokens,
             self.logprobs,
             self.versions,
@@ -202,11 +185,11 @@ def check_end(sample: GivenSample, found: pb.Ended) -> None:
     if found.finish_reason == "length" and (sample.stopped or count != most):
         raise Violation(f"an end by length after {count} tokens of {most}")
     sample.finish_reason = found.finish_reason
-    sample.passes += min(max(1, found.passes), sample.num_drawn)  # a figure, not part of the answer
+    sample.passes = min(max(1, found.passes), sample.num_drawn)  # a figure, not part of the answer
 
 
 def _check_versions(sample: GivenSample, versions: list[int], offered: Container[int]) -> None:
-    before = max(sample.min_version, sample.versions[-1] if sample.versions else 0)
+    before = max(sample.request.min_version, sample.versions[-1] if sample.versions else 0)
     for version in versions:
         if version < before:
             raise Violation(f"a token of version {version} after, or below, version {before}")

@@ -1,20 +1,20 @@
 """The samples of one server, from the rank's request to the release of what the server has generated.
 
-Used by one thread, without network and clock: messages of the rank and of the server go in; messages for both
-come out of `to_rank` and `to_server`.
+Used by one thread, without network and clock. Both sides speak rollouts.proto: messages of the rank and
+of the server go in; messages for both come out of `to_rank` and `to_server`.
 """
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.spec_rollout.audit import HeldRollout, Origin, is_signed, statement_of
 from aedit.spec_rollout.engine import EngineSpeed
 from aedit.spec_rollout.remote.report_checks import GivenSample, Key, Violation, add_tokens, check_end
 from aedit.spec_rollout.sampling import TokenDecoder
-from aedit.spec_rollout.server import Message
 
 WINDOW_S = 0.5
 """Shortest time over which tokens are counted."""
@@ -104,13 +104,6 @@ RETURN_S = 1.0
 """Longest wait for the last tokens of a sample that the server is to return."""
 
 
-class Send(Protocol):
-    """Sends a message to the rank."""
-
-    def __call__(self, kind: str, **fields: Any) -> None:
-        """Send a message of this kind."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
     """Facts about a server, as it gave them when the connection was opened."""
@@ -143,7 +136,7 @@ class Session:
     def __init__(
         self,
         facts: ServerFacts,
-        to_rank: Send,
+        to_rank: Callable[[pb.ToTrainer], None],
         to_server: Callable[[pb.ToServer], None],
         *,
         vocabulary: int,
@@ -218,13 +211,12 @@ class Session:
                 self._take_back(sample, is_stalled=True)
         return bool(stalled)
 
-    def add(self, message: Message) -> None:
+    def add(self, request: pb.Add) -> None:
         """Give the server a sample of the rank.
 
         One whose key the server has still to return, as it was cancelled, waits for that.
         """
-        decoder = self._decoder() if '"stop_strings": []' not in message["prompt"] else None
-        sample = GivenSample.of(message["prompt"], message["version"], decoder)
+        sample = GivenSample.of(request, self._decoder)
         if sample.key in self._returning:
             self._again[sample.key] = sample
         else:
@@ -233,34 +225,23 @@ class Session:
     def _give(self, sample: GivenSample) -> None:
         self.given[sample.key] = sample
         self._dropped.discard(sample.key)
-        add = pb.Add(
-            rollout=sample.key[0],
-            sample=sample.key[1],
-            group=sample.group,
-            prompt=sample.prompt,
-            sampling=sample.sampling,
-            min_version=sample.min_version,
-            tokens=sample.tokens,
-            logprobs=sample.logprobs,
-            spans=[pb.Span(version=v, start=start, end=end) for v, start, end in sample.spans],
-        )
-        self._to_server(pb.ToServer(add=add))
+        self._to_server(pb.ToServer(add=sample.request))
 
-    def remove(self, message: Message) -> None:
+    def remove(self, message: pb.Remove) -> None:
         """Take a sample back, as the rank wants; with `drop` its tokens are of no use.
 
         Without an answer of the server within `RETURN_S` it continues after the tokens that are here.
         """
-        key = tuple(message["key"])
+        key = message.rollout, message.sample
         if self._again.pop(key, None) is not None:
-            self.to_rank("removed", key=key, found=True)
+            self._say_removed(key, found=True)
             return
-        if message.get("drop"):
+        if message.drop:
             self._dropped.add(key)
             self.held = [each for each in self.held if each.sample.key != key]
         if key in self.given:
             self._ask_back(key)
-            if message.get("drop"):
+            if message.drop:
                 self._take_back(self.given[key], answers_removal=True)
         else:
             self._answer_removal(key)
@@ -311,10 +292,10 @@ class Session:
             self._deliver(each)
 
     def return_held(self, returned: Sequence[Held]) -> None:
-        """Give the rank held samples back without the server's tokens, which nobody can judge."""
+        """Give the rank held samples back without the server's tokens, which cannot be judged."""
         for each in [each for each in self.held if each in returned]:
             self.held.remove(each)
-            self._return(each.sample)
+            self._return(each.sample, answers_removal=each.answers_removal)
             self.num_taken_back += 1
 
     def discard(self) -> int:
@@ -372,7 +353,7 @@ class Session:
         """Tell the rank that the server has not the sample any more; after its tokens, if they are held."""
         held = next((each for each in self.held if each.sample.key == key), None)
         if held is None:
-            self.to_rank("removed", key=key, found=False)
+            self._say_removed(key, found=False)
         else:
             held.answers_removal = True
 
@@ -392,24 +373,57 @@ class Session:
         self.num_taken_back += not answers_removal
         if sample.key in self._dropped or not sample.num_drawn:
             self._dropped.discard(sample.key)
-            self._return(sample, is_stalled=is_stalled)
+            self._return(sample, answers_removal=answers_removal, is_stalled=is_stalled)
         else:
             self.held.append(Held(sample, self._rollout(sample, b"", b""), answers_removal, is_stalled))
 
     def _deliver(self, held: Held) -> None:
-        sample, start = held.sample, held.sample.start
+        sample = held.sample
+        (rollout, number), new = sample.key, slice(sample.start, None)
         self.num_delivered += sample.num_drawn
-        tokens = [*sample.key, sample.tokens[start:], sample.logprobs[start:], sample.versions[start:]]
-        ended = [[*sample.key, sample.finish_reason, sample.passes]] if sample.finish_reason else []
-        self.to_rank("report", tokens=[[*tokens, sample.top, sample.passes]], ended=ended)
-        if not ended:
-            self._return(sample, is_stalled=held.is_stalled)
-        elif held.answers_removal:
-            self.to_rank("removed", key=sample.key, found=False)
+        self.changed = True
+        self.to_rank(
+            pb.ToTrainer(
+                tokens=pb.Tokens(
+                    rollout=rollout,
+                    sample=number,
+                    start=sample.start,
+                    tokens=sample.tokens[new],
+                    logprobs=sample.logprobs[new],
+                    versions=sample.versions[new],
+                    top_logprobs=json.dumps(sample.top).encode() if sample.top else b"",
+                )
+            )
+        )
+        if not sample.finish_reason:
+            self._return(sample, answers_removal=held.answers_removal, is_stalled=held.is_stalled)
+            return
+        ended = pb.Ended(
+            rollout=rollout, sample=number, finish_reason=sample.finish_reason, passes=sample.passes
+        )
+        self.to_rank(pb.ToTrainer(ended=ended))
+        if held.answers_removal:
+            self._say_removed(sample.key, found=False)
 
-    def _return(self, sample: GivenSample, *, is_stalled: bool = False) -> None:
-        if not self._is_gone:
-            self.to_rank("removed", key=sample.key, found=True, stalled=is_stalled)
+    def _return(
+        self, sample: GivenSample, *, answers_removal: bool = False, is_stalled: bool = False
+    ) -> None:
+        """Give a sample back to the rank; `is_stalled`: it is not to come again."""
+        if self._is_gone:
+            return
+        if answers_removal:
+            self._say_removed(sample.key, found=True)
+            return
+        rollout, number = sample.key
+        reason = "the server did not advance it in time" if is_stalled else "the server has returned it"
+        self.to_rank(
+            pb.ToTrainer(
+                rejected=pb.Rejected(rollout=rollout, sample=number, reason=reason, final=is_stalled)
+            )
+        )
+
+    def _say_removed(self, key: Key, *, found: bool) -> None:
+        self.to_rank(pb.ToTrainer(removed=pb.Removed(rollout=key[0], sample=key[1], found=found)))
 
     def _sample(self, rollout: int, number: int) -> GivenSample | None:
         """Return a sample that the server has, or None for one that was taken back meanwhile."""
@@ -420,15 +434,15 @@ class Session:
 
     def _statement(self, sample: GivenSample) -> pb.RolloutStatement:
         rollout: Any = sample.as_rollout()  # what a statement reads of a `Rollout`
-        return statement_of(self.facts.origin, rollout, sample.sampling, given=sample.start)
+        return statement_of(self.facts.origin, rollout, sample.request.sampling, given=sample.start)
 
     def _rollout(self, sample: GivenSample, statement: bytes, signature: bytes) -> HeldRollout:
         return HeldRollout(
             server=self.facts.name,
             public_key=self.facts.public_key,
             key=sample.key,
-            prompt=sample.prompt,
-            sampling=sample.sampling,
+            prompt=tuple(sample.request.prompt),
+            sampling=sample.request.sampling,
             tokens=tuple(sample.tokens),
             logprobs=tuple(sample.logprobs),
             versions=tuple(sample.versions),

@@ -23,13 +23,13 @@ from torch import Tensor
 
 from aedit.spec_rollout.engine import check_prompt
 from aedit.spec_rollout.model import unwrapped
-from aedit.spec_rollout.remote import Reallocator
 from aedit.spec_rollout.remote.dispatcher import Dispatcher, RemoteEngine, Report, Samples
-from aedit.spec_rollout.remote.handle import RemotePolicy, RemoteStart
+from aedit.spec_rollout.remote.moving import Reallocator
 from aedit.spec_rollout.remote.reallocate import SampleKey
+from aedit.spec_rollout.remote.servers import Servers
 from aedit.spec_rollout.remote.shared_weights import SharedWeights
-from aedit.spec_rollout.remote.workers_pool import WorkerConfig, WorkerPool, WorkerStart
-from aedit.spec_rollout.sampling import Prompt, Rollout, encode_prompt
+from aedit.spec_rollout.remote.workers import WorkerConfig, WorkerPool
+from aedit.spec_rollout.sampling import Prompt, Rollout, encode_sampling
 from aedit.types import checked
 from aedit.weight_gather import sharded, take_part
 
@@ -64,7 +64,7 @@ class WorkerSource:
         drafter: Any = None,
         window: Window | None = None,
         report: Report | None = None,
-        servers: RemoteStart | None = None,
+        servers: Servers | None = None,
     ) -> None:
         """Start the workers. They load torch meanwhile; nothing waits for them.
 
@@ -96,9 +96,28 @@ class WorkerSource:
             self._drafter = SharedWeights("aedit-drafter", drafter.state_dict(), drafter.gain.dtype)
             self._drafter.publish(drafter.state_dict(), 0)
         self._samples = Samples()
-        report = report or _report_nothing
-        remote = servers.start(self._described(), report) if servers is not None else None
-        self._pool = WorkerPool(self._start(policy, drafter), config, remote=remote)
+        report = report or (lambda event, fields: None)
+        tokenizer = str(config.tokenizer or "")
+        link = servers.start(self._weights, self._vocabulary, tokenizer, report) if servers else None
+        begin = {
+            "make": config.make,
+            "engine": {
+                "model": json.loads(policy.config.to_json_string(use_diff=False)),
+                "dtype": str(config.dtype).removeprefix("torch."),
+                "device": config.device,
+                "rows": config.rows,
+                "max_tokens": config.max_tokens,
+                "arms": config.arms,
+                "tokenizer": tokenizer,
+                "taps": drafter.shape.taps if drafter is not None else 0,
+                "options": dict(config.options),
+            },
+            "threads": config.threads,
+            "weights": self._weights.described(),
+            "drafter": self._drafter.described() if self._drafter else None,
+        }
+        fds = tuple(each.fd for each in (self._weights, self._drafter) if each is not None)
+        self._pool = WorkerPool(begin, fds, config, link)
         self._dispatcher = Dispatcher(self._pool, self._samples, config, report)
         self._engines = {i: RemoteEngine(self._dispatcher, i) for i in range(config.processes)}
         self._placed = list(self._engines.values())
@@ -136,8 +155,8 @@ class WorkerSource:
             return
         self._weights.publish(weights, version)
         self._version = self._dispatcher.version = version
-        if self._pool.remote is not None:
-            self._pool.remote.publish(version)
+        if self._pool.link is not None:
+            self._pool.link.publish(version)
 
     def update_drafter(self, drafter: Any, version: int) -> None:
         """Publish the weights of a trained `DraftLayer`, with which the workers draft from then on."""
@@ -155,15 +174,15 @@ class WorkerSource:
         """
         if not self._version:
             raise ValueError("the workers have no weights yet: call update_weights first")
-        keys = set[SampleKey]()
+        new: dict[SampleKey, tuple[Prompt, bytes]] = {}
         for prompt in prompts:
             has_tokenizer = self._config.tokenizer is not None
             check_prompt(prompt, self._vocabulary, self._config.max_tokens, has_tokenizer)
-            encode_prompt(prompt)
-            if not prompt.has_key or prompt.key in self._samples or prompt.key in keys:
+            sampling = encode_sampling(prompt.sampling, f"sample {prompt.name}")
+            if not prompt.has_key or prompt.key in self._samples or prompt.key in new:
                 raise ValueError(f"prompt {prompt.name}: give it ids (rollout, sample) that no other one has")
-            keys.add(prompt.key)
-        self._samples.add(prompts)
+            new[prompt.key] = prompt, sampling
+        self._samples.add(new.values())
         self._dispatcher.place_waiting()
 
     def step(self) -> list[Rollout]:
@@ -199,8 +218,8 @@ class WorkerSource:
             reason: In words.
             evidence: For the hub, if there is one: what JSON can hold.
         """
-        if self._pool.remote is not None:
-            self._pool.remote.accuse(server, reason, evidence)
+        if self._pool.link is not None:
+            self._pool.link.accuse(server, reason, evidence)
 
     def pending(self) -> list[Prompt]:
         """Return the unfinished samples, as prompts that continue them after the tokens reported so far."""
@@ -231,7 +250,7 @@ class WorkerSource:
             "moved": self._dispatcher.num_moved,
             "version": self._version,
             "worker_s": worker_s,
-            **(self._pool.remote.status() if self._pool.remote is not None else {}),
+            **(self._pool.link.status() if self._pool.link is not None else {}),
             **figures,
         }
 
@@ -251,43 +270,6 @@ class WorkerSource:
         self._reallocator.rebalance()
         self._rebalanced_s = time.monotonic()
 
-    def _described(self) -> RemotePolicy:
-        return RemotePolicy(
-            weights=self._weights.described(),
-            fd=self._weights.fd,
-            vocabulary=self._vocabulary,
-            max_tokens=self._config.max_tokens,
-            tokenizer=str(self._config.tokenizer or ""),
-        )
-
     def _cause(self) -> str:
         """Return why `step` waits: for the last sample of each worker at most, or for many."""
         return "longest sample" if len(self._samples) <= max(1, len(self._pool.workers)) else "rollouts"
-
-    def _start(self, policy: Any, drafter: Any) -> WorkerStart:
-        config = self._config
-        engine = {
-            "model": json.loads(policy.config.to_json_string(use_diff=False)),
-            "dtype": str(config.dtype).removeprefix("torch."),
-            "device": config.device,
-            "rows": config.rows,
-            "max_tokens": config.max_tokens,
-            "arms": config.arms,
-            "tokenizer": str(config.tokenizer or ""),
-            "taps": drafter.shape.taps if drafter is not None else 0,
-            "options": dict(config.options),
-        }
-        shared = [each for each in (self._weights, self._drafter) if each is not None]
-        begin = {
-            "make": config.make,
-            "engine": engine,
-            "threads": config.threads,
-            "weights": self._weights.described(),
-            "drafter": self._drafter.described() if self._drafter else None,
-        }
-        fds = tuple(each.fd for each in shared)
-        return WorkerStart(begin=begin, fds=fds, rows=config.rows, logs=config.logs)
-
-
-def _report_nothing(event: str, fields: Mapping[str, Any]) -> None:
-    pass

@@ -9,13 +9,13 @@ import torch
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
 
 
-def encode_sampling(sampling: Sampling) -> bytes:
-    """Return the settings as one line of JSON.
+def encode_sampling(sampling: Sampling, name: str = "the sample") -> bytes:
+    """Return the settings as one line of JSON. name: of the sample in errors.
 
     Raises:
         ValueError: They have a constraint, which is an object of this process.
     """
-    return json.dumps(_settings(sampling, "the sample")).encode()
+    return json.dumps(_settings(sampling, name)).encode()
 
 
 def decode_sampling(text: bytes) -> Sampling:

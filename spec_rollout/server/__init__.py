@@ -4,8 +4,8 @@
 
 - `host.py`: the host's interface; `host_loop.py`: its thread and figures; `host_line.py`: one engine and its
   weights; `tickets.py`: submitted samples, priorities, limits and queues.
-- `rollouts.py`: the gRPC service; `trainer_stream.py`: one stream of a trainer; `outbox.py`: what it sends.
-- `worker.py`: process of a rollout worker; `serving.py`: its loop and engine; `channel.py`: its messages.
+- `rollouts.py`: the gRPC service; `trainer_stream.py`: one stream of a trainer.
+- `worker.py`: process of a rollout worker; `worker_engine.py`: its engine; `channel.py`: its socket.
 - `trainer_lines.py`: a trainer's engines; `served_versions.py`: their policy versions.
 """
 
@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
-    from aedit.spec_rollout.server.channel import Channel, Message
+    from aedit.spec_rollout.server.channel import WORKER_LANE, Channel, Message
     from aedit.spec_rollout.server.host import EngineHost
     from aedit.spec_rollout.server.rollouts import RolloutService
     from aedit.spec_rollout.server.served_versions import ServedVersions, version_tensors
-    from aedit.spec_rollout.server.serving import EngineSpec, make_engine
     from aedit.spec_rollout.server.tickets import (
         DeadlinePassed,
         HostEnding,
@@ -30,8 +29,10 @@ if TYPE_CHECKING:
     )
     from aedit.spec_rollout.server.trainer_lines import StreamLimits, TrainerLines
     from aedit.spec_rollout.server.trainer_stream import ServerIdentity
+    from aedit.spec_rollout.server.worker_engine import EngineSpec, make_engine
 
 __all__ = [
+    "WORKER_LANE",
     "Channel",
     "DeadlinePassed",
     "EngineHost",

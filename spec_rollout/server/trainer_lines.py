@@ -120,7 +120,7 @@ class TrainerLine:
         return self.made.drafter_version
 
     def figures(self) -> dict[str, Any]:
-        """Return totals of the engine, by the names that workers use."""
+        """Return totals of the engine by name."""
         meters = self.engine.meters
         return {
             **meters.speed_up.figures(),
@@ -128,6 +128,8 @@ class TrainerLine:
             "rollout_s": meters.total_s,
             "passes": meters.num_passes,
             "draft_s": meters.draft_s,
+            "plain_s": meters.plain_s,
+            "plain_tokens": meters.plain_tokens,
             "arms": dict(meters.arms),
         }
 

@@ -1,15 +1,18 @@
 """One stream of a trainer: its samples in the host, and what is sent about them.
 
 Three threads meet here. The reader handles the trainer's messages, the engine's thread reports tokens and
-ends, and the sender takes what waits in the outbox. None of them waits for another one. Every field of a
-request is checked before it is used.
+ends, and the sender takes what waits in the outbox. None of them waits for another one. What one sample gets
+until the next message is sent is one message. Every field of a request is checked before it is used.
+
+A worker process has one stream too, that of its rank: without an identity. It signs nothing and has no limits
+of settings; its figures come before each end; they stop when its engine stops, so that its rank notices.
 """
 
 import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import grpc
@@ -18,9 +21,9 @@ from aedit.proto.rpc import Refusal, SigningKey
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.spec_rollout.audit import Origin, signature_of, statement_of, versions_of
 from aedit.spec_rollout.engine import Engine, check_prompt
-from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling, decode_sampling
+from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling, TopLogprobs, decode_sampling
 from aedit.spec_rollout.server.host import EngineHost
-from aedit.spec_rollout.server.outbox import Item, Outbox, SampleKey, TokenRun
+from aedit.spec_rollout.server.host_line import SampleKey
 from aedit.spec_rollout.server.tickets import HostTicket, Overloaded, Priority
 from aedit.spec_rollout.server.trainer_lines import StreamLimits, TrainerLine
 
@@ -33,6 +36,106 @@ MAX_STOPS = 256
 """Most stop tokens, and most stop strings, of a sample from a trainer: each one costs time at each token."""
 MAX_STOP_CHARS = 1024
 MAX_TOP_LOGPROBS = 64
+GATHER_S = 0.02
+"""Time over which tokens are gathered, so that a step costs no message of its own."""
+TOKEN_BYTES = 32
+ITEM_BYTES = 256
+"""Memory that a token, and a message, are counted with."""
+
+
+@dataclass(slots=True)
+class TokenRun:
+    """Tokens of one sample that follow each other."""
+
+    key: SampleKey
+    start: int
+    """Place of the first one in the answer."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    passes: int = 0
+    """Of the sample so far."""
+
+    def parts(self, most: int) -> Iterator["TokenRun"]:
+        """Yield runs of at most so many tokens."""
+        for i in range(0, len(self.tokens), most):
+            part = slice(i, i + most)
+            lists = self.tokens[part], self.logprobs[part], self.versions[part], self.top_logprobs[part]
+            yield TokenRun(self.key, self.start + i, *lists, self.passes)
+
+
+Item = TokenRun | Callable[[], bytes]
+"""Tokens to send, or a function that returns the message to send."""
+
+
+class Outbox:
+    """Queue with a limit in bytes. Adding never waits: beyond the limit the queue is full, and stays so."""
+
+    def __init__(self, limit_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit_bytes, self._clock = limit_bytes, clock
+        self._changed = threading.Condition()
+        self._items: list[Item] = []
+        self._open: dict[SampleKey, TokenRun] = {}
+        self._num_bytes = 0
+        self._is_urgent = self._is_closed = False
+        self._taken_s = clock() - GATHER_S
+        self.is_full = False
+        """More had to wait than the limit allows. What came later was dropped."""
+
+    def add(self, key: SampleKey, message: Callable[[], bytes]) -> None:
+        """Add a message about a sample, after all that was added before; it is made when it is sent."""
+        with self._changed:
+            if self._has_room(ITEM_BYTES):
+                self._open.pop(key, None)
+                self._items.append(message)
+                self._is_urgent = True
+                self._changed.notify_all()
+
+    def add_tokens(self, new: TokenRun) -> None:
+        """Add tokens, which are joined to those of the sample that wait."""
+        num_top = sum(map(len, new.top_logprobs))
+        with self._changed:
+            if not self._has_room((len(new.tokens) + num_top) * TOKEN_BYTES + ITEM_BYTES):
+                return
+            run = self._open.get(new.key)
+            if run is None:
+                self._open[new.key] = new
+                self._items.append(new)
+            else:
+                run.tokens += new.tokens
+                run.logprobs += new.logprobs
+                run.versions += new.versions
+                run.top_logprobs += new.top_logprobs
+                run.passes = new.passes
+            self._changed.notify_all()
+
+    def take(self, timeout_s: float) -> Sequence[Item]:
+        """Return what waits, after up to `timeout_s` seconds; empty if that is nothing, or it was closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._items or self._is_closed, timeout_s)
+            left_s = self._taken_s + GATHER_S - self._clock()
+            if left_s > 0:
+                self._changed.wait_for(lambda: self._is_urgent or self._is_closed, min(left_s, GATHER_S))
+            items, self._items = self._items, []
+            self._open.clear()
+            self._num_bytes, self._is_urgent, self._taken_s = 0, False, self._clock()
+            return [] if self._is_closed else items
+
+    def close(self) -> None:
+        """Drop what waits and all that is added later; end a wait in `take`."""
+        with self._changed:
+            self._is_closed = True
+            self._items = []
+            self._open.clear()
+            self._changed.notify_all()
+
+    def _has_room(self, num_bytes: int) -> bool:
+        if self._is_closed or self.is_full:
+            return False
+        self._num_bytes += num_bytes
+        self.is_full = self._num_bytes > self._limit_bytes
+        return not self.is_full
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +160,8 @@ class StreamSample:
     min_version: int
     added_s: float
     ticket: HostTicket | None = None
-    is_removed: bool = False
-    """The trainer has taken it back."""
+    num_removals: int = 0
+    """Requests to return it, which are answered when it has left the engine."""
     late: str = ""
     """Why it was given up before its first token."""
 
@@ -80,12 +183,13 @@ class TrainerStream:
 
     def __init__(
         self,
-        identity: ServerIdentity,
+        identity: ServerIdentity | None,
         host: EngineHost,
         line: TrainerLine,
         limits: StreamLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Make the state. identity: None for the stream of a worker process."""
         self.line, self.identity = line, identity
         self._host, self._limits, self._clock = host, limits, clock
         self._most = line.engine.target.rows + limits.waiting
@@ -93,7 +197,7 @@ class TrainerStream:
         self._lock = threading.Lock()
         self._samples: dict[SampleKey, StreamSample] = {}
         self._is_closed = False
-        self._figures_s = clock() - limits.figures_s
+        self._figures_s, self._figures_step = clock() - limits.figures_s, -1
         self.is_ending = False
         """The server is about to leave: Figures say so."""
         self.handed_s: float | None = None
@@ -116,11 +220,11 @@ class TrainerStream:
         target = self.line.engine.target
         message = pb.Opened(
             protocol=PROTOCOL,
-            server=self.identity.name,
+            server=self.identity.name if self.identity else "",
             rows=target.rows,
             max_waiting=self._limits.waiting,
             max_tokens=target.max_tokens,
-            public_key=self.identity.key.public,
+            public_key=self.identity.key.public if self.identity else b"",
         )
         return pb.ToTrainer(opened=message).SerializeToString()
 
@@ -143,7 +247,7 @@ class TrainerStream:
     def _add(self, add: pb.Add) -> None:
         key = add.rollout, add.sample
         try:
-            prompt = read_prompt(add, self.line.engine)
+            prompt = read_prompt(add, self.line.engine, is_limited=self.identity is not None)
         except ValueError as error:
             self._reject(key, str(error), final=True)
             return
@@ -171,7 +275,7 @@ class TrainerStream:
         rollout, number = sample.key
         with self._lock:
             same = self._samples.get(sample.key)
-            if same is not None and not same.is_removed:
+            if same is not None and not same.num_removals:
                 return f"sample {rollout}/{number}: another sample of this stream has these ids"
             if len(self._samples) >= self._most:
                 return f"this stream has {len(self._samples)} samples, which is the limit"
@@ -181,10 +285,10 @@ class TrainerStream:
     def _remove(self, key: SampleKey) -> None:
         with self._lock:
             sample = self._samples.get(key)
-            if sample is None or sample.is_removed:
-                self._say_removed(key, found=False)
+            if sample is None:
+                self._say_removed(key)
                 return
-            sample.is_removed = True
+            sample.num_removals += 1
         assert sample.ticket is not None
         self._host.cancel(sample.ticket)
 
@@ -194,7 +298,7 @@ class TrainerStream:
         """Queue the tokens of a sample from `start` on."""
         new = slice(start, len(rollout.tokens))
         lists = rollout.tokens[new], rollout.logprobs[new], rollout.versions[new], rollout.top_logprobs[new]
-        self._outbox.add_tokens(TokenRun(sample.key, start, *lists))
+        self._outbox.add_tokens(TokenRun(sample.key, start, *lists, rollout.passes))
 
     def take_end(self, sample: StreamSample, rollout: Rollout) -> None:
         """Queue the end of a sample, or that it was removed."""
@@ -202,20 +306,24 @@ class TrainerStream:
         with self._lock:  # so that the answer to a removal comes after the end
             self._leave(sample)
             if not is_aborted:
+                if self.identity is None:
+                    self._outbox.add(sample.key, self._figures)
                 self._outbox.add(sample.key, lambda: self._ended(sample, rollout))
-            elif sample.late or not sample.is_removed:
+            elif sample.late or not sample.num_removals:
                 reason = sample.late or "the sample was aborted at this server"
                 self._reject(sample.key, reason, retry_after_s=RETRY_S)
-            if sample.is_removed:
-                self._say_removed(sample.key, found=is_aborted and not sample.late)
+            for i in range(sample.num_removals):
+                self._say_removed(sample.key, found=is_aborted and not sample.late and i == 0)
 
     def take_failure(self, sample: StreamSample, error: Exception) -> None:
         """Queue the reason for which a sample has no end."""
+        if self.identity is None and self._host.error is not None:
+            return  # the process of this worker ends with this error
         with self._lock:
             self._leave(sample)
             self._reject(sample.key, str(error) or type(error).__name__, retry_after_s=RETRY_S)
-            if sample.is_removed:
-                self._say_removed(sample.key, found=False)
+            for _ in range(sample.num_removals):
+                self._say_removed(sample.key)
 
     def _leave(self, sample: StreamSample) -> None:
         if self._samples.get(sample.key) is sample:
@@ -234,7 +342,11 @@ class TrainerStream:
                     yield message
                     self.handed_s = None
             if self._clock() - self._figures_s >= self._limits.figures_s and not self._is_closed:
-                self._figures_s = self.handed_s = self._clock()
+                step, before = self.line.engine.meters.num_steps, self._figures_step
+                if self.identity is None and self._samples and step == before:
+                    continue  # its engine is at the same step as before
+                self._figures_s, self._figures_step = self._clock(), step
+                self.handed_s = self._figures_s
                 yield self._figures()
                 self.handed_s = None
 
@@ -253,23 +365,24 @@ class TrainerStream:
                 logprobs=part.logprobs,
                 versions=versions,
                 top_logprobs=top,
+                passes=part.passes,
             )
             yield pb.ToTrainer(tokens=tokens).SerializeToString()
 
     def _ended(self, sample: StreamSample, rollout: Rollout) -> bytes:
+        signature = b""
+        if self.identity is not None:
+            origin = Origin(self.identity.run, self.line.name, self.identity.name)
+            statement = statement_of(origin, rollout, sample.sampling, given=sample.num_given)
+            signature = signature_of(statement, self.identity.key)
         message = pb.Ended(
             rollout=sample.key[0],
             sample=sample.key[1],
             finish_reason=rollout.finish_reason,
             passes=rollout.passes,
-            signature=self._signature(sample, rollout),
+            signature=signature,
         )
         return pb.ToTrainer(ended=message).SerializeToString()
-
-    def _signature(self, sample: StreamSample, rollout: Rollout) -> bytes:
-        origin = Origin(self.identity.run, self.line.name, self.identity.name)
-        statement = statement_of(origin, rollout, sample.sampling, given=sample.num_given)
-        return signature_of(statement, self.identity.key)
 
     def _figures(self) -> bytes:
         speed = self.line.speed()
@@ -292,7 +405,7 @@ class TrainerStream:
         data = pb.ToTrainer(rejected=message).SerializeToString()
         self._outbox.add(key, lambda: data)
 
-    def _say_removed(self, key: SampleKey, *, found: bool) -> None:
+    def _say_removed(self, key: SampleKey, *, found: bool = False) -> None:
         data = pb.ToTrainer(
             removed=pb.Removed(rollout=key[0], sample=key[1], found=found)
         ).SerializeToString()
@@ -336,19 +449,21 @@ def replaced() -> Refusal:
     return Refusal(grpc.StatusCode.FAILED_PRECONDITION, "a newer stream of this line has replaced this one")
 
 
-def read_prompt(add: pb.Add, engine: Engine) -> Prompt:
-    """Return the sample that a trainer asks for.
+def read_prompt(add: pb.Add, engine: Engine, *, is_limited: bool = True) -> Prompt:
+    """Return the sample that a trainer asks for. is_limited: the numbers of stops and alternatives are.
 
     Raises:
         ValueError: This engine, and every other one of the same model, cannot serve it.
     """
-    _check_size(add, engine.target.max_tokens)
+    num_tokens, most = len(add.prompt) + len(add.tokens), engine.target.max_tokens
+    if num_tokens >= most:
+        raise ValueError(f"{num_tokens} tokens are given, where {most} are the limit with the answer")
     prompt = Prompt(
         tokens=tuple(add.prompt),
         rollout=add.rollout,
         sample=add.sample,
         group=add.group,
-        sampling=_sampling(add.sampling),
+        sampling=_sampling(add.sampling, is_limited=is_limited),
     )
     if add.tokens:
         prompt = replace(prompt, partial=_begun(add, prompt))
@@ -356,17 +471,13 @@ def read_prompt(add: pb.Add, engine: Engine) -> Prompt:
     return prompt
 
 
-def _check_size(add: pb.Add, max_tokens: int) -> None:
-    num_tokens = len(add.prompt) + len(add.tokens)
-    if num_tokens >= max_tokens:
-        raise ValueError(f"{num_tokens} tokens are given, where {max_tokens} are the limit with the answer")
-
-
-def _sampling(text: bytes) -> Sampling:
+def _sampling(text: bytes, *, is_limited: bool) -> Sampling:
     try:
         sampling = decode_sampling(text)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RuntimeError) as error:
         raise ValueError(f"sampling settings: {type(error).__name__}: {str(error)[:200]}") from None
+    if not is_limited:
+        return sampling
     if len(sampling.stop_tokens) > MAX_STOPS or len(sampling.stop_strings) > MAX_STOPS:
         raise ValueError(f"sampling settings: more than {MAX_STOPS} stop tokens or stop strings")
     if any(len(text) > MAX_STOP_CHARS for text in sampling.stop_strings if isinstance(text, str)):

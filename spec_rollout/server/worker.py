@@ -1,24 +1,18 @@
 """Process that generates rollouts: `python -m aedit.spec_rollout.server.worker PARENT FD`.
 
-It reads the policy's weights from memory that it shares with its rank, and changes them between two decode
-steps; samples, their tokens and figures travel as JSON. It ends with its rank.
+It is a rollout server for one rank, on a socket that only the two have, and reads the policy's weights from
+memory that it shares with its rank. It ends with its rank.
 """
 
+import json
 import os
 import signal
 import socket
 import sys
 import traceback
-from typing import TYPE_CHECKING
 
 from aedit.spec_rollout.server.channel import Channel, Message
 from aedit.system import end_with_parent, no_collections
-
-if TYPE_CHECKING:  # torch takes seconds to load, and this process must first be bound to its parent's life
-    from aedit.spec_rollout.server.serving import Worker
-
-BEAT_S = 0.5
-"""Interval of the messages of a worker that has nothing else to say."""
 
 
 def main(arguments: list[str]) -> int:
@@ -28,12 +22,8 @@ def main(arguments: list[str]) -> int:
     end_with_parent(parent, signal.SIGKILL)
     channel = Channel(socket.socket(fileno=fd))
     try:
-        begin, *more = channel.first_messages()
-        worker = _make(begin, channel)
-        for message in more:
-            worker.handle(message)
-        while not channel.closed:
-            worker.advance(BEAT_S)
+        (_, begin), *more = channel.first_frames()
+        _serve(json.loads(begin), channel, more)
     except BaseException as error:
         traceback.print_exc()
         channel.send_error(f"{type(error).__name__}: {error}")
@@ -41,15 +31,15 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _make(begin: Message, channel: Channel) -> "Worker":
+def _serve(begin: Message, channel: Channel, more: list[tuple[int, bytes]]) -> None:
     sys.path[:] = begin["path"]
-    with no_collections():
+    with no_collections():  # torch takes seconds to load: this process is bound to its parent's life by now
         import torch
 
-        from aedit.spec_rollout.server.serving import Worker
+        from aedit.spec_rollout.server.worker_engine import Worker
 
     torch.set_num_threads(begin["threads"])
-    return Worker(begin, channel)
+    Worker(begin, channel).serve(more)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 `python -m kit.fake_worker PARENT FD` in place of `aedit.spec_rollout.server.worker`. Its behaviour is
 `options["does"]`: `serve`, `be slow`, `end` at once, `end with NUMBER` when it has that sample and
-has finished the others, `be silent`.
+has finished the others, `refuse NUMBER`: that sample, `be silent`.
 """
 
 import json
@@ -12,7 +12,8 @@ import socket
 import sys
 import time
 
-from aedit.spec_rollout.server import Channel
+from aedit.proto.rpc import rollouts_pb2 as pb
+from aedit.spec_rollout.server import WORKER_LANE, Channel
 from aedit.system import end_with_parent
 
 
@@ -24,46 +25,59 @@ def main(parent, fd):
     end_with_parent(int(parent), signal.SIGKILL)
     channel = Channel(socket.socket(fileno=int(fd)))
     samples, does, poison = {}, None, None
+
+    def send(**message):
+        channel.send_frame(WORKER_LANE, pb.ToTrainer(**message).SerializeToString())
+
     while not channel.closed:
-        for message in channel.receive():
-            if message["kind"] == "begin":
-                does = message["engine"]["options"]["does"]
+        for lane, data in channel.receive():
+            if not lane:
+                does = json.loads(data)["engine"]["options"]["does"]
                 if does == "end":
                     sys.exit(3)
-                channel.send("ready") if does != "be silent" else None
-            elif message["kind"] == "add":
-                prompt = json.loads(message["prompt"])
-                key = prompt["rollout"], prompt["sample"]
+                send(opened=pb.Opened(protocol=1, rows=4)) if does != "be silent" else None
+                continue
+            message = pb.ToServer.FromString(data)
+            if message.HasField("add"):
+                add = message.add
+                key = add.rollout, add.sample
                 if does == f"end with {key[1]}":
                     poison = key[1]
                     continue
-                place = len((prompt["partial"] or {"tokens": []})["tokens"])
-                samples[key] = [prompt, place, message["version"]]
-            elif message["kind"] == "remove":
-                found = samples.pop(tuple(message["key"]), None)
-                channel.send("removed", key=message["key"], found=found is not None)
+                if does == f"refuse {key[1]}":
+                    reason = f"sample {key[1]} is poison"
+                    send(rejected=pb.Rejected(rollout=key[0], sample=key[1], reason=reason))
+                    continue
+                most = json.loads(add.sampling)["max_new_tokens"]
+                samples[key] = [most, len(add.tokens), add.min_version, len(add.tokens)]
+            elif message.HasField("remove"):
+                key = message.remove.rollout, message.remove.sample
+                found = samples.pop(key, None) is not None
+                send(removed=pb.Removed(rollout=key[0], sample=key[1], found=found))
         if does != "be silent" and samples:
-            advance(channel, samples)
+            advance(send, samples)
         if poison is not None and not samples:
             channel.send("error", message=f"ValueError: sample {poison} is poison")
             sys.exit(1)
+        channel.flush()
         Channel.wait([channel], 0.002 if samples else 0.5)
         if does == "be slow" and samples:
             time.sleep(0.01)
 
 
-def advance(channel, samples):
+def advance(send, samples):
     """Draw one token of each of the first four samples."""
-    tokens, ended = [], []
+    figures = json.dumps({"rollout_tokens": 1, "arms": {"off": 1}}).encode()
+    send(figures=pb.Figures(version=1, fixed_s=1e-3, row_s=1e-4, prefill_s=1e-4, json=figures))
     for key, each in list(samples.items())[:4]:
-        tokens.append([*key, [token(*key, each[1])], [-0.5], [each[2]], [], each[1] + 1])
+        most, place, version, first = each
+        fields = {"rollout": key[0], "sample": key[1]}
+        drawn = {"start": place, "tokens": [token(*key, place)], "logprobs": [-0.5], "versions": [version]}
+        send(tokens=pb.Tokens(**fields, **drawn, passes=place + 1 - first))
         each[1] += 1
-        if each[1] == each[0]["sampling"]["max_new_tokens"]:
-            ended.append([*key, "length", each[1]])
+        if each[1] == most:
+            send(ended=pb.Ended(**fields, finish_reason="length", passes=most - first))
             del samples[key]
-    report = {"tokens": tokens, "ended": ended, "version": 1, "drafter": 0}
-    speed, figures = [1e-3, 1e-4, 1e-4], {"rollout_tokens": 1, "arms": {"off": 1}}
-    channel.send("report", **report, speed=speed, figures=figures)
 
 
 if __name__ == "__main__":

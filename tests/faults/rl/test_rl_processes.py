@@ -13,7 +13,7 @@ import pytest
 from faults.tiny_run import Run, deed, differing, until
 from kit.rl_toml import rl_toml
 
-from aedit.spec_rollout.remote.workers_pool import MODULE as WORKER
+from aedit.spec_rollout.remote.workers import MODULE as WORKER
 
 STEPS, GROUPS, PROBLEMS = 10, 2, 16
 
