@@ -92,23 +92,25 @@ class Outbox:
                 self._is_urgent = True
                 self._changed.notify_all()
 
-    def add_tokens(self, new: TokenRun) -> None:
-        """Add tokens, which are joined to those of the sample that wait."""
-        num_top = sum(map(len, new.top_logprobs))
+    def add_tokens(self, key: SampleKey, rollout: Rollout, start: int) -> None:
+        """Add the tokens of a sample from `start` on, which are joined to those that wait."""
+        new = slice(start, len(rollout.tokens))
+        top = rollout.top_logprobs[new]
+        num_bytes = (new.stop - start + sum(map(len, top))) * TOKEN_BYTES + ITEM_BYTES
         with self._changed:
-            if not self._has_room((len(new.tokens) + num_top) * TOKEN_BYTES + ITEM_BYTES):
+            if not self._has_room(num_bytes):
                 return
-            run = self._open.get(new.key)
+            run = self._open.get(key)
             if run is None:
-                self._open[new.key] = new
-                self._items.append(new)
-            else:
-                run.tokens += new.tokens
-                run.logprobs += new.logprobs
-                run.versions += new.versions
-                run.top_logprobs += new.top_logprobs
-                run.passes = new.passes
-            self._changed.notify_all()
+                run = self._open[key] = TokenRun(key, start)
+                self._items.append(run)
+                if len(self._items) == 1:  # the sender waits for it; what joins it wakes nothing
+                    self._changed.notify_all()
+            run.tokens += rollout.tokens[new]
+            run.logprobs += rollout.logprobs[new]
+            run.versions += rollout.versions[new]
+            run.top_logprobs += top
+            run.passes = rollout.passes
 
     def take(self, timeout_s: float) -> Sequence[Item]:
         """Return what waits, after up to `timeout_s` seconds; empty if that is nothing, or it was closed."""
@@ -296,9 +298,7 @@ class TrainerStream:
 
     def take_tokens(self, sample: StreamSample, rollout: Rollout, start: int) -> None:
         """Queue the tokens of a sample from `start` on."""
-        new = slice(start, len(rollout.tokens))
-        lists = rollout.tokens[new], rollout.logprobs[new], rollout.versions[new], rollout.top_logprobs[new]
-        self._outbox.add_tokens(TokenRun(sample.key, start, *lists, rollout.passes))
+        self._outbox.add_tokens(sample.key, rollout, start)
 
     def take_end(self, sample: StreamSample, rollout: Rollout) -> None:
         """Queue the end of a sample, or that it was removed."""
