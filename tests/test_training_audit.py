@@ -17,7 +17,6 @@ from aedit.launch.config.serve import AuditConfig
 from aedit.launch.node.rl_audit import TrainingAudit, audit_options
 from aedit.launch.node.rl_objective import PolicyObjective
 from aedit.launch.node.rl_policy import PolicyGradient
-from aedit.launch.node.rl_samples import Sample
 from aedit.spec_rollout.audit import (
     Calibration,
     ClaimedTokens,
@@ -54,7 +53,7 @@ def batch(lie=False):
     rollouts[3].servers.append((0, "liar"))
     if lie:
         rollouts[3].tokens[5] = (rollouts[3].tokens[5] + 1) % 48
-    return [Sample(each, (-1.0) ** i, True) for i, each in enumerate(rollouts)]
+    return [replace(each, advantage=(-1.0) ** i) for i, each in enumerate(rollouts)]
 
 
 def gradient(samples, version=VERSION, steps=1):
@@ -107,15 +106,14 @@ def objective(groups, settings, audit):
 
 def groups_of(samples, size):
     """Return groups of `size` samples each, whose rewards are 1 and 0 in turn."""
-    rollouts = [each.rollout for each in samples]
     return [
         Group(
             position=i,
             problem=Problem(index=i, prompt="", tokens=(), columns={}),
-            rollouts=tuple(rollouts[start : start + size]),
+            rollouts=tuple(samples[start : start + size]),
             rewards=tuple(float(j % 2) for j in range(size)),
         )
-        for i, start in enumerate(range(0, len(rollouts), size))
+        for i, start in enumerate(range(0, len(samples), size))
     ]
 
 
@@ -150,7 +148,7 @@ def oracle(samples, num_tokens_of=None):
     """
     model = policy().train()
     for sample in samples:
-        prompt, rollout = sample.rollout.prompt.tokens, sample.rollout
+        prompt, rollout = sample.prompt.tokens, sample
         logits_TV = model(input_ids=torch.tensor([[*prompt, *rollout.tokens]])).logits[
             0, len(prompt) - 1 : -1
         ]
@@ -180,8 +178,8 @@ def test_a_false_sample_has_no_part_in_the_loss_and_its_server_is_accused():
     assert server == "liar"
     assert reason.startswith("sample 7/3: a token is not the one")
     assert (evidence["place"], evidence["key"], evidence["version"]) == (5, [7, 3], VERSION)
-    assert evidence["token"] == samples[3].rollout.tokens[5]
-    assert evidence["right_token"] == batch()[3].rollout.tokens[5]
+    assert evidence["token"] == samples[3].tokens[5]
+    assert evidence["right_token"] == batch()[3].tokens[5]
 
 
 def test_it_stays_left_out_at_later_steps_on_the_batch():
@@ -196,7 +194,7 @@ def test_it_stays_left_out_at_later_steps_on_the_batch():
 @pytest.mark.parametrize("place", [0, 3, 5])
 def test_a_false_sample_is_found_in_every_part_of_a_batch_before_the_weights_move(place, epochs, importance):
     samples = batch()
-    rollout = samples[place].rollout
+    rollout = samples[place]
     rollout.servers[:] = [(0, "liar")]
     rollout.tokens[5] = (rollout.tokens[5] + 1) % 48
     audit, accused, _, _ = train(groups_of(samples, 2), batches=3, epochs=epochs, importance=importance)
@@ -209,18 +207,18 @@ def test_a_false_sample_is_found_in_every_part_of_a_batch_before_the_weights_mov
 def test_true_samples_of_servers_are_judged_once_each_and_pass_in_every_part(importance):
     samples = batch()
     for each in samples:
-        each.rollout.servers[:] = [(0, "true")]
+        each.servers[:] = [(0, "true")]
     audit, accused, made, _ = train(groups_of(samples, 2), batches=3, epochs=2, importance=importance)
     assert (accused, audit.excluded) == ([], set())
     record = audit.servers["true"]
     assert record.num_samples == len(samples)
-    assert record.num_tokens == sum(len(each.rollout.tokens) for each in samples)
-    assert set(made._proximal) == (
-        {each.rollout.prompt.key for each in samples} if importance == "token" else set()
+    assert record.num_tokens == sum(len(each.tokens) for each in samples)
+    assert set(made.gradient.proximal) == (
+        {each.prompt.key for each in samples} if importance == "token" else set()
     )
     for each in samples if importance == "token" else ():
         # The engine's log-probabilities are those of the weights before the first step.
-        found, known = made._proximal[each.rollout.prompt.key], each.rollout.logprobs
+        found, known = made.gradient.proximal[each.prompt.key], each.logprobs
         torch.testing.assert_close(found.tolist(), known, rtol=0, atol=1e-4)
 
 
@@ -246,7 +244,7 @@ def test_only_what_has_to_be_checked_costs_a_forward_pass_and_as_many_on_each_ra
     gradient = objective((), config(**rl), TrainingAudit.of(config(), print)).gradient
     gradient.shards = SimpleNamespace(size=1, most=lambda numbers: [2])
     assert len(gradient._to_check(batch()[1:], VERSION)) == 2, "another rank has two to check"
-    assert gradient._to_check(batch()[1:], VERSION)[0].rollout.servers == [(0, "liar")]
+    assert gradient._to_check(batch()[1:], VERSION)[0].servers == [(0, "liar")]
 
 
 @pytest.mark.parametrize(
@@ -260,8 +258,8 @@ def test_only_what_has_to_be_checked_costs_a_forward_pass_and_as_many_on_each_ra
 )
 def test_tokens_of_others_and_of_other_versions_are_not_judged(change):
     samples = batch(lie=True)
-    change(samples[3].rollout)
-    samples[3].rollout.tokens[12:] = batch()[3].rollout.tokens[12:]
+    change(samples[3])
+    samples[3].tokens[12:] = batch()[3].tokens[12:]
     _, accused = gradient(samples)
     # Tokens after the false one were drawn after another text: only those before it are right.
     assert [each[2]["place"] for each in accused if each[2]["place"] <= 5] == []
@@ -335,7 +333,7 @@ def test_measured_limits_hold_for_true_samples_and_find_log_probabilities_that_t
             shifted = replace(each, logprobs=[x + shift for x in each.logprobs], servers=[(0, "one")])
             text = torch.tensor([[*each.prompt.tokens, *each.tokens]])
             logits_TV = policy()(input_ids=text).logits[0, len(each.prompt.tokens) - 1 : -1].detach()
-            audit.check([Sample(shifted, 1.0, True)], logits_TV, VERSION)
+            audit.check([replace(shifted, advantage=1.0)], logits_TV, VERSION)
         assert bool(accused) == is_accused, (shift, limits)
 
 
@@ -357,7 +355,7 @@ def test_errors_that_go_with_the_advantage_are_accused_beside_the_noise_of_own_s
             servers=[(0, "true" if number % 4 < 2 else "false")],
         )
         given = replace(each, servers=[] if is_own else [(0, "true")]) if is_own or number % 4 < 2 else false
-        audit.check([Sample(given, advantage, True)], logits_TV, VERSION)
+        audit.check([replace(given, advantage=advantage)], logits_TV, VERSION)
         if number == 119:
             assert audit.noise.limits.eps < Calibration.default(torch.bfloat16).eps
             assert accused == []

@@ -16,8 +16,7 @@ from aedit.spec_rollout.drafters import Arm, Draft, Drafter, DrafterKind, Noise,
 from aedit.spec_rollout.engine import Engine, Step
 from aedit.spec_rollout.model import Segment, Target
 from aedit.spec_rollout.remote import LocalEngine, Reallocator
-from aedit.spec_rollout.remote.reallocate import SampleKey
-from aedit.spec_rollout.sampling import Prompt, Rollout
+from aedit.spec_rollout.sampling import Prompt, Rollout, SampleKey
 from benchmarks.tail_parts.times import Times
 
 LOOK_S = 0.05

@@ -3,9 +3,9 @@
 `__main__` is the process that `torchrun` starts; `build` (begin there), `build_hub` and `build_averaging`
 make the node of a world, of a hub, or of hivemind peers. `train` is the loop over `objective` (text) or
 `rl_objective` (rewards), with `budget`, `stop`, `checkpoint`, `world` and `model`. `rl_build` makes the
-objective of RL from `rl_groups` (prompts to rewarded groups), `rl_policy` (loss), `rl_samples`, `rl_engine`,
-`rl_drafter`, `rl_audit` (of servers) and `rl_records`. `launch.processes` starts it; exports and serving use
-its model.
+objective of RL from `rl_groups` (prompts to rewarded groups), `rl_policy` (advantages and loss),
+`rl_engine`, `rl_drafter`, `rl_audit` (of servers) and `rl_records`. `launch.processes` starts it; exports and
+serving use its model.
 """
 
 from typing import TYPE_CHECKING

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from aedit.launch.config import RunConfig
-from aedit.launch.node.rl_samples import Key, Sample
 from aedit.spec_rollout.audit import (
     Calibration,
     ClaimedTokens,
@@ -30,7 +29,7 @@ from aedit.spec_rollout.audit import (
     margins,
     read_calibrations,
 )
-from aedit.spec_rollout.sampling import Rollout
+from aedit.spec_rollout.sampling import Rollout, SampleKey
 
 MAKE = "aedit.spec_rollout.audit.auditor:make_auditor"
 Accuse = Callable[[str, str, Mapping[str, Any]], None]
@@ -50,9 +49,9 @@ class TrainingAudit:
     """Measured on the rollouts of this node's own engine."""
     servers: dict[str, ServerRecord] = field(default_factory=dict)
     rewards: dict[str, RewardRecord] = field(default_factory=dict)
-    excluded: set[Key] = field(default_factory=set)
+    excluded: set[SampleKey] = field(default_factory=set)
     """Samples of the present batch that have failed."""
-    checked: set[Key] = field(default_factory=set)
+    checked: set[SampleKey] = field(default_factory=set)
     """Samples of the present batch that were checked."""
     version: int = -1
     """Policy version of the present batch."""
@@ -72,19 +71,18 @@ class TrainingAudit:
         table = read_calibrations(Path(config.audit.calibration)) if is_measured else {}
         return cls(dtype=dtype, accuse=accuse, calibrations=table)
 
-    def without_excluded(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the samples, those that failed at an earlier step on the batch as not trained."""
+    def without_excluded(self, samples: Sequence[Rollout]) -> list[Rollout]:
+        """Return the samples, those that failed at an earlier step on the batch without an advantage."""
         return [
-            replace(each, is_trained=False) if each.rollout.prompt.key in self.excluded else each
-            for each in samples
+            replace(each, advantage=None) if each.prompt.key in self.excluded else each for each in samples
         ]
 
-    def has_to_check(self, sample: Sample, version: int) -> bool:
+    def has_to_check(self, sample: Rollout, version: int) -> bool:
         """Return whether a trained sample has tokens that a server generated under this version."""
-        return sample.is_trained and any(server for server, _ in _parts(sample.rollout, version))
+        return sample.advantage is not None and any(server for server, _ in _parts(sample, version))
 
     def check(
-        self, samples: Sequence[Sample], logits_NV: Tensor, version: int, *, whole: bool = False
+        self, samples: Sequence[Rollout], logits_NV: Tensor, version: int, *, whole: bool = False
     ) -> Tensor:
         """Return which samples of a micro-batch are kept, bool (B,). Each sample of a batch is judged once.
 
@@ -98,15 +96,16 @@ class TrainingAudit:
             self.version, self.excluded, self.checked = version, set(), set()
         kept, first = [], 0
         for sample in samples:
-            count = len(sample.rollout.tokens) if whole else sample.num_trained
+            is_trained = sample.advantage is not None
+            count = len(sample.tokens) if whole or is_trained else 0
             logits_TV = logits_NV[first : first + count]
             first += count
-            kept.append(not sample.num_trained or self._passes(sample, logits_TV, version))
+            kept.append(not is_trained or self._passes(sample, logits_TV, version))
         return torch.tensor(kept)
 
-    def _passes(self, sample: Sample, logits_TV: Tensor, version: int) -> bool:
+    def _passes(self, rollout: Rollout, logits_TV: Tensor, version: int) -> bool:
         """Return whether all parts of servers in a rollout are right; accuse those of wrong ones."""
-        rollout, key = sample.rollout, sample.rollout.prompt.key
+        key = rollout.prompt.key
         if key in self.checked:
             return key not in self.excluded
         passes = True
@@ -116,24 +115,24 @@ class TrainingAudit:
                     scored = _score(rollout, logits_TV, places)
                     self.noise.add(scored.margins, torch.tensor(scored.logprobs, dtype=torch.float64))
                 continue
-            passes = self._judge(server, sample, _score(rollout, logits_TV, places)) and passes
+            passes = self._judge(server, rollout, _score(rollout, logits_TV, places)) and passes
         self.checked.add(key)
         if not passes:
             self.excluded.add(key)
         return passes
 
-    def _judge(self, server: str, sample: Sample, scored: Scored) -> bool:
+    def _judge(self, server: str, rollout: Rollout, scored: Scored) -> bool:
         calibration = calibration_of(server, self.calibrations, self.dtype, self.noise)
         record = self.servers.get(server, ServerRecord())
         self.servers[server], found = record.judge(scored, calibration)
         reason = found.reason
         if not reason:
             rewards = self.rewards.get(server, RewardRecord())
-            self.rewards[server], reason = rewards.judge(scored, sample.advantage, calibration)
+            self.rewards[server], reason = rewards.judge(scored, rollout.advantage or 0.0, calibration)
         if reason:
-            evidence = {"key": list(sample.rollout.prompt.key), "found_in": "training", **found.evidence}
+            evidence = {"key": list(rollout.prompt.key), "found_in": "training", **found.evidence}
             json.dumps(evidence, allow_nan=False)
-            self.accuse(server, f"sample {sample.rollout.prompt.name}: {reason}", evidence)
+            self.accuse(server, f"sample {rollout.prompt.name}: {reason}", evidence)
         return not reason
 
 

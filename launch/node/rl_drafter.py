@@ -10,8 +10,8 @@ from torch import nn
 
 from aedit.launch.config import DrafterConfig
 from aedit.launch.node.objective import NodeParts
-from aedit.launch.node.rl_samples import Sample
 from aedit.spec_rollout.drafters import DraftLayer
+from aedit.spec_rollout.sampling import Rollout
 from aedit.spec_rollout.training import (
     DraftTrainingConfig,
     ForwardFeatures,
@@ -70,11 +70,10 @@ class ForwardLearner:
         self.policy.update(version)
         self.online.after_update()
 
-    def collecting(self, model: nn.Module, samples: Sequence[Sample]) -> AbstractContextManager[None]:
+    def collecting(self, model: nn.Module, samples: Sequence[Rollout]) -> AbstractContextManager[None]:
         """Return a context that collects the features of the forward pass in it; `features.write` follows."""
         texts = [
-            TrainedText((*each.rollout.prompt.tokens, *each.rollout.tokens), len(each.rollout.prompt.tokens))
-            for each in samples
+            TrainedText((*each.prompt.tokens, *each.tokens), len(each.prompt.tokens)) for each in samples
         ]
         return self.features.collecting(model, texts, self.policy.version)
 

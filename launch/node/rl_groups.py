@@ -58,15 +58,6 @@ class GroupCounts:
     """Rollouts without a reward."""
 
 
-@dataclass(slots=True)
-class _Drawn:
-    """A drawn position of this rank. place: number of draws of the node before it."""
-
-    position: int
-    place: int
-    group: Group | None = None
-
-
 class RewardSource(Protocol):
     """Computes the rewards of groups beside this process; see `RewardPool`."""
 
@@ -77,22 +68,13 @@ class RewardSource(Protocol):
         """Return the groups whose rewards are complete."""
 
     def wait(self, timeout_s: float) -> list[tuple[Group, RewardReport]]:
-        """Return what `ready` returns, after a wait until it is not empty, at most for so long."""
+        """Wait up to `timeout_s` until a group is ready; return all that are."""
 
     def drop(self) -> None:
         """Forget the groups whose rewards were not returned."""
 
     def close(self) -> None:
         """End the processes."""
-
-
-@dataclass(slots=True)
-class _Open:
-    """A group whose samples run."""
-
-    problem: Problem
-    size: int
-    rollouts: dict[int, Rollout] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,7 +93,8 @@ class GroupPipeline:
     """Time in steps of the source."""
     reward_s: float = 0.0
     """Time that nothing but rewards was waited for."""
-    _open: dict[int, _Open] = field(default_factory=dict)
+    _open: dict[int, tuple[Problem, list[Rollout | None]]] = field(default_factory=dict)
+    """Groups whose samples run: problem, and the finished samples by their numbers."""
     _rewarding: set[int] = field(default_factory=set)
 
     @property
@@ -121,7 +104,7 @@ class GroupPipeline:
 
     def start(self, position: int, problem: Problem, sampling: Sampling, size: int) -> None:
         """Request `size` samples of a problem. position: key of their noise, with the sample's number."""
-        self._open[position] = _Open(problem, size)
+        self._open[position] = problem, [None] * size
         common = Prompt(tokens=problem.tokens, rollout=position, sample=0, group=position, sampling=sampling)
         self.source.add([replace(common, sample=i) for i in range(size)])
 
@@ -174,13 +157,13 @@ class GroupPipeline:
     def _finish(self, rollout: Rollout) -> None:
         """Keep a finished sample; submit its group if it is the last one."""
         position = rollout.prompt.rollout
-        here = self._open[position]
-        here.rollouts[rollout.prompt.sample] = rollout
-        if len(here.rollouts) < here.size:
+        problem, samples = self._open[position]
+        samples[rollout.prompt.sample] = rollout
+        rollouts = tuple(sample for sample in samples if sample is not None)
+        if len(rollouts) < len(samples):
             return
         del self._open[position]
-        rollouts = tuple(here.rollouts[i] for i in range(here.size))
-        group = Group(position=position, problem=here.problem, rollouts=rollouts)
+        group = Group(position=position, problem=problem, rollouts=rollouts)
         self._rewarding.add(position)
         self.rewards.submit(group, [self.decode(rollout.tokens) for rollout in rollouts])
 
@@ -201,10 +184,13 @@ class GroupStream:
     counts: GroupCounts = field(default_factory=GroupCounts)
     batches: int = 0
     """Batches that `next_batch` has returned: AReaL's policy version v."""
-    _drawn: deque[_Drawn] = field(default_factory=deque)
-    """Drawn and not in a batch yet, in the order of the draws."""
-    _batch: deque[_Drawn] = field(default_factory=deque)
-    """In the last batch and not trained yet."""
+    _drawn: dict[int, int] = field(default_factory=dict)
+    """Positions that were drawn and are in no batch yet, by place, in the order of the draws. A place
+    is the number of draws of the node before it."""
+    _rewarded: dict[int, Group] = field(default_factory=dict)
+    """Finished groups of these places."""
+    _batch: deque[tuple[int, Group]] = field(default_factory=deque)
+    """Places and groups of the last batch that are not trained yet."""
     _replaced: int = 0
     """Groups without signal since the last batch."""
 
@@ -234,17 +220,16 @@ class GroupStream:
                 break
         self._batch = self._exchange(front)
         self.batches, self._replaced = self.batches + 1, 0
-        return [each.group for each in self._batch if each.group is not None]
+        return [group for _, group in self._batch]
 
     def trained(self, count: int) -> list[Group]:
         """Return the next `count` groups of the last batch, which count as trained from now on."""
-        done = [self._batch.popleft().group for _ in range(count)]
-        return [group for group in done if group is not None]
+        return [self._batch.popleft()[1] for _ in range(count)]
 
     def first_pending(self) -> int:
         """Return how many draws of the node come before the first group that was not trained. Collective."""
-        left = self._batch or self._drawn
-        mine = left[0].place if left else self.order.state()["drawn"]
+        left = [*(place for place, _ in self._batch), *self._drawn]
+        mine = left[0] if left else self.order.state()["drawn"]
         return -self.shards.most([-mine])[0]
 
     def put_back(self) -> None:
@@ -252,6 +237,7 @@ class GroupStream:
         self.order = self.order.resume(self.order.state() | {"drawn": self.first_pending()})
         self._batch.clear()
         self._drawn.clear()
+        self._rewarded.clear()
         self.pipeline.drop()
 
     # -- admission
@@ -269,14 +255,14 @@ class GroupStream:
         indices = self.order.samples(positions[mine])
         for place, index in zip(mine, indices, strict=True):
             position = int(positions[place])
-            self._drawn.append(_Drawn(position, first + int(place)))
+            self._drawn[first + int(place)] = position
             problem = self.choose(position, int(index))
             self.pipeline.start(position, problem, self.sampling, self.config.group_size)
 
     def _capacity(self) -> int:
         """Return the groups that this rank may start now."""
-        running = sum(each.group is None for each in self._drawn)
-        accepted = len(self._drawn) - running + self.batches * self.per_rank
+        running = len(self._drawn) - len(self._rewarded)
+        accepted = len(self._rewarded) + self.batches * self.per_rank
         return capacity(
             max_running=self._most_drawn,
             running=running,
@@ -291,22 +277,23 @@ class GroupStream:
     def _front(self) -> list[int]:
         """Return the places of the next batch's groups, of all ranks, in order. Collective."""
         places = torch.zeros(self.shards.size, self._most_drawn, dtype=torch.int64)
-        for i, each in enumerate(self._drawn):
-            places[self.shards.rank, i] = each.place + 1
+        for i, place in enumerate(self._drawn):
+            places[self.shards.rank, i] = place + 1
         drawn = sorted(self.shards.sum(places).flatten().tolist())
         return [place - 1 for place in drawn if place][: self.config.groups]
 
-    def _exchange(self, front: Sequence[int]) -> deque[_Drawn]:
+    def _exchange(self, front: Sequence[int]) -> deque[tuple[int, Group]]:
         """Return this rank's groups of the batch at these places: each rank trains them in turns. Collective.
 
         So the groups of each inner step, of all ranks together, follow those of the step before.
         """
-        mine = {each.place: each for each in self._drawn if each.place in front}
-        self._drawn = deque(each for each in self._drawn if each.place not in mine)
+        mine = {place: self._rewarded.pop(place) for place in front if place in self._drawn}
+        for place in mine:
+            del self._drawn[place]
         wanted = front[self.shards.rank :: self.shards.size]
         if not self.shards.all([mine.keys() == set(wanted)])[0]:
-            mine = {place: each for part in self.shards.gather(mine) for place, each in part.items()}
-        return deque(mine[place] for place in wanted)
+            mine = {place: group for part in self.shards.gather(mine) for place, group in part.items()}
+        return deque((place, mine[place]) for place in wanted)
 
     def _advance(self, front: Sequence[int]) -> None:
         """Generate until this rank's part of the batch is complete, more may start, or the slice is over."""
@@ -318,23 +305,24 @@ class GroupStream:
 
     def _collect(self) -> bool:
         """Move rewarded groups from the pipeline; return whether some are to be replaced."""
-        replaced: list[_Drawn] = []
-        for each in self._drawn:
-            if each.group is None and each.position in self.pipeline.done:
-                each.group = self.pipeline.take(each.position)
-                self._count(each.group)
-                replaces = self.config.dynamic_sampling and self._replaced < MOST_REPLACED * self.per_rank
-                if replaces and not has_signal(each.group.rewards):
-                    self._replaced += 1
-                    replaced.append(each)
-        for each in replaced:
-            self._drawn.remove(each)
-        return bool(replaced)
+        replaced = False
+        for place, position in list(self._drawn.items()):
+            if place in self._rewarded or position not in self.pipeline.done:
+                continue
+            group = self.pipeline.take(position)
+            self._count(group)
+            replaces = self.config.dynamic_sampling and self._replaced < MOST_REPLACED * self.per_rank
+            if replaces and not has_signal(group.rewards):
+                self._replaced, replaced = self._replaced + 1, True
+                del self._drawn[place]
+            else:
+                self._rewarded[place] = group
+        return replaced
 
     def _is_complete(self, front: Sequence[int]) -> bool:
         """Return whether the batch is known, and this rank's groups of it are finished."""
-        mine = [each for each in self._drawn if each.place in front]
-        return len(front) == self.config.groups and all(each.group is not None for each in mine)
+        mine = [place for place in front if place in self._drawn]
+        return len(front) == self.config.groups and all(place in self._rewarded for place in mine)
 
     def _count(self, group: Group) -> None:
         counts = self.counts

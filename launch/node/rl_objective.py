@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from aedit.edit import LayerSync
@@ -21,9 +21,8 @@ from aedit.launch.data import AnswerTokens, Curriculum, solved_of
 from aedit.launch.node.objective import AddLoss, lr_at
 from aedit.launch.node.rl_drafter import TrainerDeaths, save_drafter
 from aedit.launch.node.rl_groups import GroupStream, solved_share
-from aedit.launch.node.rl_policy import PolicyGradient
+from aedit.launch.node.rl_policy import PolicyGradient, with_advantages
 from aedit.launch.node.rl_records import RLRecords
-from aedit.launch.node.rl_samples import Key, parts_of, samples_of
 from aedit.launch.node.train import TrainingNode
 from aedit.launch.node.world import World
 from aedit.spec_rollout.rl import Group, Problem
@@ -95,7 +94,6 @@ class PolicyObjective:
     """True once the supervised warm-up is over. It does not begin again."""
     _steps: deque[Sequence[Group] | None] = field(default_factory=deque)
     """Groups of each inner step that is left in this batch; None: a supervised step."""
-    _proximal: dict[Key, Tensor] = field(default_factory=dict)
     _new: int = 0
     """Number of these steps that train groups for the first time."""
     _is_first: bool = False
@@ -130,9 +128,8 @@ class PolicyObjective:
         """Wait for the groups of the next batch, and divide them into the inner steps on them."""
         groups = self.stream.next_batch()
         self.records.add_batch(groups, self.version)
-        parts = parts_of(groups, self.config.rl.batches)
-        samples = [samples_of(part, self.config.rl) for part in parts]
-        self._proximal = self.gradient.before_steps(samples, self.version)
+        parts = _parts(groups, self.config.rl.batches)
+        self.gradient.before_steps([with_advantages(part, self.config.rl) for part in parts], self.version)
         self._steps.extend(parts * self.config.rl.epochs)
         self._new, self._is_first = len(parts), True
 
@@ -149,7 +146,7 @@ class PolicyObjective:
         if groups is None:
             self._tokens = self.warm_up.accumulate(self.sync.steps, add_loss)
         else:
-            samples = samples_of(groups, self.config.rl, self._proximal)
+            samples = with_advantages(groups, self.config.rl)
             version = self.version if self._is_first else None
             self._tokens = self.gradient.accumulate(samples, add_loss, version)
         self.records.train_s += time.perf_counter() - began
@@ -250,6 +247,13 @@ class PolicyObjective:
             self.sync.idle = None
             if self.online is not None:
                 self.online.close()
+
+
+def _parts(groups: Sequence[Group], num_parts: int) -> list[Sequence[Group]]:
+    """Return `groups` in parts whose sizes differ by at most one; the first ones are the larger ones."""
+    size, more = divmod(len(groups), num_parts)
+    ends = [(i + 1) * size + min(i + 1, more) for i in range(num_parts)]
+    return [groups[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def train_policy(node: TrainingNode, policy: PolicyObjective) -> None:

@@ -1,29 +1,61 @@
-"""Policy gradient: log-probabilities of a micro-batch under the trained model, loss, backward pass."""
+"""Policy gradient: advantages, log-probabilities under the trained model, loss, backward pass.
+
+A micro-batch is padded on the right: L is the length of its longest text, T = L - 1, and place t of T is the
+prediction of token t + 1.
+"""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from aedit.edit import Shards
-from aedit.launch.config import RunConfig
+from aedit.launch.config import RLConfig, RunConfig
 from aedit.launch.node.objective import AddLoss
 from aedit.launch.node.rl_audit import TrainingAudit
 from aedit.launch.node.rl_drafter import ForwardLearner
-from aedit.launch.node.rl_samples import Key, Sample, SampleTensors, micro_batches, to_tensors
 from aedit.spec_rollout.rl import (
     MEANS,
+    Group,
     LossInputs,
     LossSettings,
     PolicyLoss,
+    advantages,
     find_loss,
     loss_metrics,
     mean_metrics,
+    overlong_penalty,
 )
+from aedit.spec_rollout.sampling import Rollout, SampleKey
+
+
+def with_advantages(groups: Sequence[Group], config: RLConfig) -> list[Rollout]:
+    """Return the rollouts of `groups` with their advantages; None for one without a reward.
+
+    Rewards are first lowered by the penalty of answers that are almost too long.
+    """
+    most, window = config.sampling.max_new_tokens, config.overlong
+    rewards = [
+        [
+            None if reward is None else reward + overlong_penalty(len(rollout.tokens), most, window)
+            for reward, rollout in zip(group.rewards, group.rollouts, strict=True)
+        ]
+        for group in groups
+    ]
+    return [
+        replace(rollout, advantage=None if reward is None else advantage)
+        for group, row, found in zip(groups, rewards, advantages(rewards, config.advantage), strict=True)
+        for rollout, advantage, reward in zip(group.rollouts, found, row, strict=True)
+    ]
+
+
+def num_trained(rollout: Rollout) -> int:
+    """Return the number of trained tokens of a rollout."""
+    return 0 if rollout.advantage is None else len(rollout.tokens)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,6 +72,8 @@ class PolicyGradient:
     """Drafter that learns from these forward passes; None where rollouts give it what it learns from."""
     audit: TrainingAudit | None = None
     """Checks samples of rollout servers in these forward passes."""
+    proximal: dict[SampleKey, Tensor] = field(default_factory=dict)
+    """Log-probabilities of the tokens before the first inner step on the batch, where the loss needs them."""
     sums: Counter[str] = field(default_factory=Counter)
     """Sums and counts of `loss_metrics` on this rank since `means`."""
     _loss: PolicyLoss = field(init=False)
@@ -50,7 +84,7 @@ class PolicyGradient:
         self._loss = find_loss(rl.loss)
         self._settings = LossSettings.of(rl)
 
-    def accumulate(self, samples: Sequence[Sample], add_loss: AddLoss, version: int | None = None) -> int:
+    def accumulate(self, samples: Sequence[Rollout], add_loss: AddLoss, version: int | None = None) -> int:
         """Run the forward and backward passes over this rank's samples of one inner step.
 
         Returns the trained tokens of all ranks.
@@ -64,8 +98,8 @@ class PolicyGradient:
         """
         if self.audit is not None:
             samples = self.audit.without_excluded(samples)
-        trained = sum(sample.num_trained > 0 for sample in samples)
-        counts = torch.tensor([sum(sample.num_trained for sample in samples), trained])
+        trained = [num_trained(sample) for sample in samples]
+        counts = torch.tensor([sum(trained), sum(count > 0 for count in trained)])
         num_tokens, num_sequences = (max(1, n) for n in self.shards.sum(counts).tolist())
         learner = self.learner if version is not None else None
         if learner is not None and version is not None:
@@ -80,38 +114,36 @@ class PolicyGradient:
         return int(num_tokens)
 
     @torch.no_grad()
-    def before_steps(self, parts: Sequence[Sequence[Sample]], version: int) -> dict[Key, Tensor]:
+    def before_steps(self, parts: Sequence[Sequence[Rollout]], version: int) -> None:
         """Run the forward passes that the inner steps on `parts` of a batch need before the first of them.
 
-        Samples of servers in later parts are checked here: their own steps come when the weights have moved.
+        They fill `proximal`, unless no loss will need it: without importance weights, and for a single step
+        on the batch. Samples of servers in later parts are checked here: their own steps come when the
+        weights have moved.
 
         Args:
             parts: This rank's samples of each inner step.
             version: Policy version that the weights are.
-
-        Returns:
-            The log-probabilities of the present weights for each rollout's tokens, by its key. Nothing if no
-            loss will need them: without importance weights, and for a single step on the batch.
         """
-        rl, found = self.config.rl, {}
+        rl = self.config.rl
+        self.proximal = {}
         is_proximal = rl.importance != "off" and rl.epochs * rl.batches > 1
-        samples: Sequence[Sample] = [
+        samples: Sequence[Rollout] = [
             sample for part in (parts if is_proximal else parts[1:]) for sample in part
         ]
         if not is_proximal:
             samples = self._to_check(samples, version)
         for part in micro_batches(samples, self._size):
-            batch = to_tensors(part, self.device, whole=True)
-            logits_NV = self._answer_logits(self.model, batch)
+            tokens_BL, answers_BT = self._padded(part)
+            logits_NV = self._logits(self.model, tokens_BL, answers_BT)
             if self.audit is not None:
                 self.audit.check(part, logits_NV, version, whole=True)
             if is_proximal:
-                logp_BT = self._of_logits(logits_NV, batch)[0].cpu()
-                for sample, logp_T, mask_T in zip(part, logp_BT, batch.mask_BT.cpu(), strict=True):
-                    found[sample.rollout.prompt.key] = logp_T[mask_T]
-        return found
+                logp_BT = self._of_logits(logits_NV, tokens_BL, answers_BT)[0].cpu()
+                for sample, logp_T, mask_T in zip(part, logp_BT, answers_BT.cpu(), strict=True):
+                    self.proximal[sample.prompt.key] = logp_T[mask_T]
 
-    def _to_check(self, samples: Sequence[Sample], version: int) -> Sequence[Sample]:
+    def _to_check(self, samples: Sequence[Rollout], version: int) -> Sequence[Rollout]:
         """Return samples with all that the audit has to check, as many on each rank. Collective."""
         if self.audit is None or not samples:
             return []
@@ -134,26 +166,31 @@ class PolicyGradient:
         return max(1, self.config.train.batch_size // self.shards.size)
 
     def _loss_of(
-        self, samples: Sequence[Sample], version: int | None, num_tokens: int, num_sequences: int
+        self, samples: Sequence[Rollout], version: int | None, num_tokens: int, num_sequences: int
     ) -> Tensor:
-        batch = to_tensors(samples, self.device)
-        logits_NV = self._answer_logits(self.model, batch)
-        mask_BT = batch.mask_BT
+        tokens_BL, answers_BT = self._padded(samples)
+        trained_B = torch.tensor([sample.advantage is not None for sample in samples], device=self.device)
+        trained_BT = answers_BT & trained_B[:, None]
+        logits_NV = self._logits(self.model, tokens_BL, trained_BT)
+        mask_BT = trained_BT
         if self.audit is not None and version is not None:
             kept_B = self.audit.check(samples, logits_NV.detach(), version).to(self.device)
             mask_BT = mask_BT & kept_B[:, None]
-        logp_BT, entropy_BT = self._of_logits(logits_NV, batch)
+        logp_BT, entropy_BT = self._of_logits(logits_NV, tokens_BL, trained_BT)
         reference_BT = None
         if self.reference is not None:
             with torch.no_grad():
-                reference_BT = self.logprobs(self.reference, batch)[0]
+                logits_NV = self._logits(self.reference, tokens_BL, trained_BT)
+                reference_BT = self._of_logits(logits_NV, tokens_BL, trained_BT)[0]
+        behaviour_N = [torch.tensor(sample.logprobs, dtype=torch.float64).float() for sample in samples]
+        proximal_N = [self.proximal[sample.prompt.key] for sample in samples] if self.proximal else None
         inputs = LossInputs(
             logp_BT=logp_BT,
-            behaviour_BT=batch.behaviour_BT,
+            behaviour_BT=_scattered(answers_BT, behaviour_N),
             mask_BT=mask_BT,
-            advantages_B=batch.advantages_B,
+            advantages_B=torch.tensor([sample.advantage or 0.0 for sample in samples], device=self.device),
             reference_BT=reference_BT,
-            proximal_BT=batch.proximal_BT,
+            proximal_BT=None if proximal_N is None else _scattered(answers_BT, proximal_N),
             num_tokens=num_tokens,
             num_sequences=num_sequences,
             max_tokens=self.config.rl.sampling.max_new_tokens,
@@ -162,30 +199,54 @@ class PolicyGradient:
         self.sums.update(loss_metrics(inputs, output, entropy_BT))
         return output.loss
 
-    def logprobs(self, model: nn.Module, batch: SampleTensors) -> tuple[Tensor, Tensor]:
+    def _padded(self, samples: Sequence[Rollout]) -> tuple[Tensor, Tensor]:
+        """Return the texts of a micro-batch (B, L), and the places of their answers, bool (B, T)."""
+        rows, longest = len(samples), max(map(_length, samples))
+        tokens_BL = torch.zeros(rows, longest, dtype=torch.int64)
+        answers_BT = torch.zeros(rows, longest - 1, dtype=torch.bool)
+        for row, sample in enumerate(samples):
+            text = (*sample.prompt.tokens, *sample.tokens)
+            tokens_BL[row, : len(text)] = torch.tensor(text)
+            answers_BT[row, len(sample.prompt.tokens) - 1 : len(text) - 1] = True
+        return tokens_BL.to(self.device), answers_BT.to(self.device)
+
+    def _logits(self, model: nn.Module, tokens_BL: Tensor, mask_BT: Tensor) -> Tensor:
+        """Return the logits of the tokens of the mask, (N, V), sequence by sequence."""
+        bf16 = self.config.model.dtype == "bf16"
+        with torch.autocast(tokens_BL.device.type, dtype=torch.bfloat16, enabled=bf16):
+            output: Any = model(input_ids=tokens_BL)
+        logits_NV: Tensor = output.logits[:, :-1][mask_BT]
+        return logits_NV
+
+    def _of_logits(self, logits_NV: Tensor, tokens_BL: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probabilities (B, T) at the temperature of sampling, and entropies; 0 outside the mask.
 
         The engine reports behaviour log-probabilities at that temperature too.
         """
-        return self._of_logits(self._answer_logits(model, batch), batch)
-
-    def _of_logits(self, logits_NV: Tensor, batch: SampleTensors) -> tuple[Tensor, Tensor]:
         logp_NV = (logits_NV.float() / self.config.rl.sampling.temperature).log_softmax(-1)
-        chosen_N = logp_NV.gather(-1, batch.tokens_BL[:, 1:][batch.mask_BT][:, None])[:, 0]
+        chosen_N = logp_NV.gather(-1, tokens_BL[:, 1:][mask_BT][:, None])[:, 0]
         entropy_N = -(logp_NV.detach().exp() * logp_NV.detach()).sum(-1)
-        zeros_BT = torch.zeros_like(batch.behaviour_BT)
-        return (
-            zeros_BT.masked_scatter(batch.mask_BT, chosen_N),
-            zeros_BT.masked_scatter(batch.mask_BT, entropy_N),
-        )
+        zeros_BT = torch.zeros(mask_BT.shape, dtype=torch.float32, device=mask_BT.device)
+        return zeros_BT.masked_scatter(mask_BT, chosen_N), zeros_BT.masked_scatter(mask_BT, entropy_N)
 
-    def _answer_logits(self, model: nn.Module, batch: SampleTensors) -> Tensor:
-        """Return the logits of the tokens of the mask, (N, V), sequence by sequence."""
-        bf16 = self.config.model.dtype == "bf16"
-        with torch.autocast(batch.tokens_BL.device.type, dtype=torch.bfloat16, enabled=bf16):
-            output: Any = model(input_ids=batch.tokens_BL)
-        logits_NV: Tensor = output.logits[:, :-1][batch.mask_BT]
-        return logits_NV
+
+def micro_batches(samples: Sequence[Rollout], size: int) -> Iterator[list[Rollout]]:
+    """Yield the samples `size` at a time, those of similar length together."""
+    ordered = sorted(samples, key=_length)
+    for start in range(0, len(ordered), size):
+        yield ordered[start : start + size]
+
+
+def _length(sample: Rollout) -> int:
+    return len(sample.prompt.tokens) + len(sample.tokens)
+
+
+def _scattered(mask_BT: Tensor, values: Sequence[Tensor]) -> Tensor:
+    """Return values of each sample's answer at the places of the mask, fp32; 0 elsewhere."""
+    found_N = torch.cat(list(values)).to(mask_BT.device)
+    return torch.zeros(mask_BT.shape, dtype=torch.float32, device=mask_BT.device).masked_scatter(
+        mask_BT, found_N
+    )
 
 
 def without_dropout(model: nn.Module) -> None:

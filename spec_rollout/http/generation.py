@@ -25,7 +25,7 @@ from aedit.spec_rollout.engine import Scoring
 from aedit.spec_rollout.http.errors import ApiError, bad_request, host_error
 from aedit.spec_rollout.http.feeds import Feed
 from aedit.spec_rollout.http.service import HttpService, json_body
-from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
+from aedit.spec_rollout.sampling import Prompt, Rollout, SampleKey, Sampling
 from aedit.spec_rollout.server import DeadlinePassed, HostTicket
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
 
 
-Key = tuple[int, int]
 """(rollout, sample) of a `Prompt`."""
 
 
@@ -47,7 +46,7 @@ class Call:
     """None: nothing is generated."""
     n: int
     """Samples of each prompt."""
-    keys: Sequence[Key]
+    keys: Sequence[SampleKey]
     """Noise of each sample, those of the first prompt first."""
     prompt_logprobs: int | None = None
     """Alternatives at each place of the prompts; None: prompts are not scored."""
@@ -229,7 +228,9 @@ def check_call(service: HttpService, call: Call) -> None:
         raise ApiError(400, f"max_tokens {rule}: ask for less in one request", param="max_tokens")
 
 
-def noise_keys(prompts: Sequence[Sequence[int]], n: int, *, seed: int | None, request_id: str) -> list[Key]:
+def noise_keys(
+    prompts: Sequence[Sequence[int]], n: int, *, seed: int | None, request_id: str
+) -> list[SampleKey]:
     """Return a key for each sample, those of the first prompt first.
 
     With a seed, the keys depend on seed and prompt only: the same prompt in another request gets the same

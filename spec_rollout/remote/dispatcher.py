@@ -15,9 +15,9 @@ from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.spec_rollout.audit import spans_of
 from aedit.spec_rollout.engine import EngineSpeed
 from aedit.spec_rollout.remote.moving import HISTORY_ROLLOUTS
-from aedit.spec_rollout.remote.reallocate import EngineLoad, LengthDistribution, SampleKey, UnfinishedSample
+from aedit.spec_rollout.remote.reallocate import EngineLoad, LengthDistribution, UnfinishedSample
 from aedit.spec_rollout.remote.workers import WorkerConfig, WorkerHandle, WorkerPool
-from aedit.spec_rollout.sampling import Prompt, Rollout
+from aedit.spec_rollout.sampling import Prompt, Rollout, SampleKey
 
 
 @dataclass(slots=True)

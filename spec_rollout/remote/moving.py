@@ -18,12 +18,11 @@ from aedit.spec_rollout.remote.reallocate import (
     LengthDistribution,
     Migration,
     MigrationRule,
-    SampleKey,
     UnfinishedSample,
     group_scales,
     plan,
 )
-from aedit.spec_rollout.sampling import Prompt, Rollout
+from aedit.spec_rollout.sampling import Prompt, Rollout, SampleKey
 
 HISTORY_ROLLOUTS = 4096
 """Number of newest rollouts whose lengths are used, as the policy changes."""
@@ -85,7 +84,7 @@ class LocalEngine:
     def remove(self, key: SampleKey) -> Prompt | None:
         """Remove a sample; return None if it is not here."""
         for rollout in [*self.engine.running, *self.engine.waiting]:
-            if _key(rollout.prompt) == key:
+            if rollout.prompt.key == key:
                 return self.engine.remove(rollout, kv=self._kv)
         return None
 
@@ -133,7 +132,7 @@ class Reallocator:
         """
         lengths = self._completed if rollout.finish_reason == "stop" else self._cut
         lengths.append((rollout.prompt.group, len(rollout.tokens)))
-        self._visited.pop(_key(rollout.prompt), None)
+        self._visited.pop(rollout.prompt.key, None)
 
     def rebalance(self) -> list[Migration]:
         """Move the samples whose migration pays now and return the migrations.
@@ -202,8 +201,4 @@ class Reallocator:
 def _sample(rollout: Rollout) -> UnfinishedSample:
     prompt, emitted = rollout.prompt, len(rollout.tokens)
     most = prompt.sampling.max_new_tokens
-    return UnfinishedSample(_key(prompt), len(prompt.tokens) + emitted, emitted, most, prompt.group)
-
-
-def _key(prompt: Prompt) -> SampleKey:
-    return prompt.rollout, prompt.sample
+    return UnfinishedSample(prompt.key, len(prompt.tokens) + emitted, emitted, most, prompt.group)

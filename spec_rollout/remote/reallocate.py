@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from operator import add
 
 from aedit.spec_rollout.engine import EngineSpeed
+from aedit.spec_rollout.sampling import SampleKey
 
 PRIOR = 4.0
 """Weight, in samples, of the mean length of all samples in the mean length of a group."""
@@ -86,8 +87,6 @@ class LengthDistribution:
         return self.area[i] + self.longer[i] * (length - self.at[i])
 
 
-SampleKey = tuple[int, int]
-"""Rollout and sample id of a prompt."""
 CANDIDATES = 8
 """Number of samples of the busiest engine that are evaluated."""
 RETURN_FACTOR = 0.5

@@ -8,13 +8,10 @@ from typing import Any
 
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.spec_rollout.audit import versions_of
-from aedit.spec_rollout.sampling import StopStrings, TokenDecoder
+from aedit.spec_rollout.sampling import SampleKey, StopStrings, TokenDecoder
 
 SLACK = 1e-6
 """Amount by which a log-probability may exceed 0 through rounding."""
-
-
-Key = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +88,7 @@ class GivenSample:
         return sample
 
     @property
-    def key(self) -> Key:
+    def key(self) -> SampleKey:
         """Return the key of its noise."""
         return self.request.rollout, self.request.sample
 

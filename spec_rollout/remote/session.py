@@ -13,8 +13,8 @@ from typing import Any
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.spec_rollout.audit import HeldRollout, Origin, is_signed, statement_of
 from aedit.spec_rollout.engine import EngineSpeed
-from aedit.spec_rollout.remote.report_checks import GivenSample, Key, Violation, add_tokens, check_end
-from aedit.spec_rollout.sampling import TokenDecoder
+from aedit.spec_rollout.remote.report_checks import GivenSample, Violation, add_tokens, check_end
+from aedit.spec_rollout.sampling import SampleKey, TokenDecoder
 
 WINDOW_S = 0.5
 """Shortest time over which tokens are counted."""
@@ -145,7 +145,7 @@ class Session:
         self.facts, self.to_rank = facts, to_rank
         self.versions: set[int] = set()
         """Policy versions that the server was given."""
-        self.given: dict[Key, GivenSample] = {}
+        self.given: dict[SampleKey, GivenSample] = {}
         """Samples that the server has, in the order of their requests."""
         self.held: list[Held] = []
         """Samples that wait for their release, oldest first."""
@@ -163,11 +163,11 @@ class Session:
         """There is something that the rank does not know yet."""
         self._to_server, self._vocabulary, self._decoder = to_server, vocabulary, decoder
         self._is_gone = False
-        self._dropped: set[Key] = set()
-        self._returning: dict[Key, float] = {}
+        self._dropped: set[SampleKey] = set()
+        self._returning: dict[SampleKey, float] = {}
         """Seconds since the server was asked to return a sample, until it answers. What it sends about one
         that is no longer given is not used."""
-        self._again: dict[Key, GivenSample] = {}
+        self._again: dict[SampleKey, GivenSample] = {}
         """Samples whose keys the server has still to return."""
 
     @property
@@ -181,7 +181,7 @@ class Session:
         return not self.given or any(each.answers_removal or each.is_stalled for each in self.held)
 
     @property
-    def overdue(self) -> tuple[Key, float] | None:
+    def overdue(self) -> tuple[SampleKey, float] | None:
         """Return the oldest request to return a sample that has no answer, and its age; None without one."""
         return next(iter(self._returning.items()), None)
 
@@ -306,7 +306,7 @@ class Session:
             kept.clear()
         return count
 
-    def _ask_back(self, key: Key) -> None:
+    def _ask_back(self, key: SampleKey) -> None:
         self._returning[key] = 0.0
         self._to_server(pb.ToServer(remove=pb.Remove(rollout=key[0], sample=key[1])))
 
@@ -349,7 +349,7 @@ class Session:
         if key in self._again:
             self._give(self._again.pop(key))
 
-    def _answer_removal(self, key: Key) -> None:
+    def _answer_removal(self, key: SampleKey) -> None:
         """Tell the rank that the server has not the sample any more; after its tokens, if they are held."""
         held = next((each for each in self.held if each.sample.key == key), None)
         if held is None:
@@ -422,7 +422,7 @@ class Session:
             )
         )
 
-    def _say_removed(self, key: Key, *, found: bool) -> None:
+    def _say_removed(self, key: SampleKey, *, found: bool) -> None:
         self.to_rank(pb.ToTrainer(removed=pb.Removed(rollout=key[0], sample=key[1], found=found)))
 
     def _sample(self, rollout: int, number: int) -> GivenSample | None:

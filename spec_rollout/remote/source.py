@@ -25,11 +25,10 @@ from aedit.spec_rollout.engine import check_prompt
 from aedit.spec_rollout.model import unwrapped
 from aedit.spec_rollout.remote.dispatcher import Dispatcher, RemoteEngine, Report, Samples
 from aedit.spec_rollout.remote.moving import Reallocator
-from aedit.spec_rollout.remote.reallocate import SampleKey
 from aedit.spec_rollout.remote.servers import Servers
 from aedit.spec_rollout.remote.shared_weights import SharedWeights
 from aedit.spec_rollout.remote.workers import WorkerConfig, WorkerPool
-from aedit.spec_rollout.sampling import Prompt, Rollout, encode_sampling
+from aedit.spec_rollout.sampling import Prompt, Rollout, SampleKey, encode_sampling
 from aedit.types import checked
 from aedit.weight_gather import sharded, take_part
 

@@ -21,7 +21,7 @@ import torch
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.spec_rollout.drafters import parse_arm
 from aedit.spec_rollout.engine import EngineSpeed
-from aedit.spec_rollout.remote.reallocate import SampleKey
+from aedit.spec_rollout.sampling import SampleKey
 from aedit.spec_rollout.server import WORKER_LANE, Channel, Message
 from aedit.spec_rollout.training import Restarts
 from aedit.types import ImportPath, PositiveFloat, PositiveInt, check, checked

@@ -1,10 +1,9 @@
 """Reinforcement learning on rollouts, without engine and trainer: pure functions, and processes for rewards.
 
-`problems` (problems and groups of rollouts) and `source` (interface of an engine or of servers, and how far
-generation may run ahead) are where to begin. `rewards` scores groups: `built_in` functions, `reward`
-(interface and reports), `pool` (processes that call the functions) and `worker` (the process itself).
-`group_advantages` makes advantages of rewards, `losses` the policy losses and their metrics. `tasks`
-generates problems.
+Begin with `groups`: the stages of a sample from prompt to loss, advantages, and the interface of sources of
+rollouts. `losses` has the policy losses and their metrics. `rewards` scores groups: `built_in` functions,
+`reward` (interface and reports), `pool` (processes that call the functions) and `worker` (the process
+itself). `tasks` generates problems.
 
 Called by the training loop of a node (`launch.node`), by readers of prompts (`launch.data`), and by adapters.
 """
@@ -14,7 +13,18 @@ from typing import TYPE_CHECKING
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
-    from aedit.spec_rollout.rl.group_advantages import Advantage, advantages, has_signal, overlong_penalty
+    from aedit.spec_rollout.rl.groups import (
+        Advantage,
+        Group,
+        Messages,
+        Problem,
+        RolloutSource,
+        advantages,
+        answered,
+        capacity,
+        has_signal,
+        overlong_penalty,
+    )
     from aedit.spec_rollout.rl.losses import (
         MEANS,
         LossInputs,
@@ -26,7 +36,6 @@ if TYPE_CHECKING:
         mean_metrics,
         try_loss,
     )
-    from aedit.spec_rollout.rl.problems import Group, Messages, Problem, answered
     from aedit.spec_rollout.rl.rewards.pool import RewardPool
     from aedit.spec_rollout.rl.rewards.reward import (
         BUILT_IN,
@@ -37,7 +46,6 @@ if TYPE_CHECKING:
         Scalar,
     )
     from aedit.spec_rollout.rl.rewards.worker import BadReturn, EventLoop, values_of
-    from aedit.spec_rollout.rl.source import RolloutSource, capacity
     from aedit.spec_rollout.rl.tasks import Origin, num_levels, source_of
 
 __all__ = [

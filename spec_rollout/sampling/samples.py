@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 FinishReason = Literal["", "stop", "length", "abort"]
 """Why a rollout has ended; empty while it is running."""
 
+SampleKey = tuple[int, int]
+"""`Prompt.rollout` and `Prompt.sample`: in a run the position of the group in the stream of prompts, and the
+number of the sample in the group."""
+
 TopLogprobs = tuple[tuple[int, float], ...]
 """Tokens with their log-probabilities, as in `Rollout.logprobs`, the most likely one first."""
 
@@ -119,7 +123,7 @@ class Prompt:
             object.__setattr__(self, name, 0)
 
     @property
-    def key(self) -> tuple[int, int]:
+    def key(self) -> SampleKey:
         """Return (rollout, sample)."""
         return self.rollout, self.sample
 
@@ -192,6 +196,9 @@ class Rollout:
 
     kv: SampleKV | None = field(default=None, repr=False, compare=False)
     """Keys and values from another engine, until the sample has a row."""
+
+    advantage: float | None = None
+    """Set by the trainer. None: it has no part in the loss."""
 
     def note_server(self, name: str) -> None:
         """Note the server of the tokens that are appended from now on; `""` is an engine of this node."""

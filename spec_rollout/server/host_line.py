@@ -17,13 +17,10 @@ from torch import Tensor
 
 from aedit.spec_rollout.engine import Engine, NoNextTokenError, Scoring, Step, WeightSwap
 from aedit.spec_rollout.model import KVMemoryError
-from aedit.spec_rollout.sampling import Rollout
+from aedit.spec_rollout.sampling import Rollout, SampleKey
 from aedit.spec_rollout.server.tickets import HostTicket, Priority, WaitingSamples
 
 log = logging.getLogger(__name__)
-
-SampleKey = tuple[int, int]
-
 
 OnNewVersion = Literal["recompute", "finish"]
 

@@ -21,9 +21,8 @@ from aedit.proto.rpc import Refusal, SigningKey
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.spec_rollout.audit import Origin, signature_of, statement_of, versions_of
 from aedit.spec_rollout.engine import Engine, check_prompt
-from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling, TopLogprobs, decode_sampling
+from aedit.spec_rollout.sampling import Prompt, Rollout, SampleKey, Sampling, TopLogprobs, decode_sampling
 from aedit.spec_rollout.server.host import EngineHost
-from aedit.spec_rollout.server.host_line import SampleKey
 from aedit.spec_rollout.server.tickets import HostTicket, Overloaded, Priority
 from aedit.spec_rollout.server.trainer_lines import StreamLimits, TrainerLine
 

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from aedit.child import end_group, start_module
-from aedit.spec_rollout.rl.problems import Group
+from aedit.spec_rollout.rl.groups import Group
 from aedit.spec_rollout.rl.rewards.reward import RewardFailed, RewardFault, RewardReport, RewardSpec
 from aedit.spec_rollout.rl.rewards.worker import encoded
 from aedit.types import NonNegativeInt, PositiveFloat, PositiveInt, check, checked
