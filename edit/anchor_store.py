@@ -6,7 +6,6 @@ then.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,51 +19,32 @@ from aedit.edit.units import SyncUnit
 Kept = tuple[Tensor, OuterState[Tensor]]
 
 
-class OuterStore(Protocol):
-    """Anchor and outer state of every unit."""
+class DeviceStore:
+    """Anchor and outer state of every unit, on the device."""
+
+    def __init__(self, kept: Iterable[Kept]) -> None:
+        self._kept = list(kept)
 
     def ahead(self, i: int) -> None:
         """Start to copy unit `i` to the device, if it is elsewhere. Never blocks the host."""
 
     def read(self, i: int) -> Kept:
         """Return unit `i` on the device, ready for the current stream. The tensors must not be changed."""
-
-    def write(self, i: int, anchor: Tensor, state: OuterState[Tensor]) -> None:
-        """Keep new values; the caller gives up the tensors. Never blocks the host."""
-
-    def peek(self, i: int) -> Kept:
-        """Return unit `i` where it is, for a checkpoint; complete when this returns."""
-
-    def __len__(self) -> int: ...
-
-
-class DeviceStore:
-    """Keeps everything on the device."""
-
-    def __init__(self, kept: Iterable[Kept]) -> None:
-        self._kept = list(kept)
-
-    def ahead(self, i: int) -> None:
-        """Do nothing: everything is on the device."""
-        pass
-
-    def read(self, i: int) -> Kept:
-        """See `OuterStore.read`."""
         return self._kept[i]
 
     def write(self, i: int, anchor: Tensor, state: OuterState[Tensor]) -> None:
-        """See `OuterStore.write`."""
+        """Keep new values; the caller gives up the tensors. Never blocks the host."""
         self._kept[i] = (anchor, state)
 
     def peek(self, i: int) -> Kept:
-        """See `OuterStore.peek`."""
+        """Return unit `i` where it is, for a checkpoint; complete when this returns."""
         return self._kept[i]
 
     def __len__(self) -> int:
         return len(self._kept)
 
 
-class PinnedStore:
+class PinnedStore(DeviceStore):
     """Keeps everything in pinned host memory, allocated once and copied on a side stream.
 
     Two units are on the device at most: the one in use and the one that comes next (double buffering).
@@ -72,19 +52,19 @@ class PinnedStore:
 
     def __init__(self, kept: Iterable[Kept]) -> None:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._host = [(_pinned(anchor), state.map(_pinned)) for anchor, state in kept]
+        super().__init__((_pinned(anchor), state.map(_pinned)) for anchor, state in kept)
         self._device: dict[int, Kept] = {}
 
     def ahead(self, i: int) -> None:
-        """See `OuterStore.ahead`."""
-        if i in self._device or i >= len(self._host):
+        """See `DeviceStore.ahead`."""
+        if i in self._device or i >= len(self._kept):
             return
-        anchor, state = self._host[i]
+        anchor, state = self._kept[i]
         with torch.cuda.stream(self._stream):  # also orders this copy behind the write of the round before
             self._device[i] = (anchor.cuda(non_blocking=True), state.map(lambda t: t.cuda(non_blocking=True)))
 
     def read(self, i: int) -> Kept:
-        """See `OuterStore.read`."""
+        """See `DeviceStore.read`."""
         self.ahead(i)
         current = torch.cuda.current_stream()
         current.wait_stream(self._stream)
@@ -94,23 +74,20 @@ class PinnedStore:
         return anchor, state
 
     def write(self, i: int, anchor: Tensor, state: OuterState[Tensor]) -> None:
-        """See `OuterStore.write`."""
+        """See `DeviceStore.write`."""
         self._device.pop(i, None)
         self._stream.wait_stream(torch.cuda.current_stream())
-        host_anchor, host_state = self._host[i]
-        self._host[i] = (host_anchor, replace(host_state, count=state.count))
+        host_anchor, host_state = self._kept[i]
+        self._kept[i] = (host_anchor, replace(host_state, count=state.count))
         with torch.cuda.stream(self._stream):
             for host, device in zip((host_anchor, *host_state.arrays), (anchor, *state.arrays), strict=True):
                 host.copy_(device, non_blocking=True)
                 device.record_stream(self._stream)
 
     def peek(self, i: int) -> Kept:
-        """See `OuterStore.peek`."""
+        """See `DeviceStore.peek`."""
         self._stream.synchronize()
-        return self._host[i]
-
-    def __len__(self) -> int:
-        return len(self._host)
+        return self._kept[i]
 
 
 def _pinned(tensor: Tensor) -> Tensor:
@@ -141,7 +118,7 @@ def history(kind: str, state: Mapping[str, Tensor]) -> NormHistory:
     return NormHistory(*(state[f"{kind}/{name}"] for name in _HISTORY))
 
 
-def named_store(units: Sequence[SyncUnit], store: OuterStore) -> dict[str, Tensor]:
+def named_store(units: Sequence[SyncUnit], store: DeviceStore) -> dict[str, Tensor]:
     """Return anchor and outer state of every unit by parameter. Views of what the store holds."""
     state: dict[str, Tensor] = {}
     for i, unit in enumerate(units):

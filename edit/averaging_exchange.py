@@ -9,14 +9,15 @@ on alone, and its progress is part of the next round.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from aedit.async_sgd.rules import Nesterov, OuterOptimizer
-from aedit.edit.anchor_store import DeviceStore, OuterStore, kept_state, named_store
-from aedit.edit.exchange import Immediate, LocalNotes, RoundOutcome, check_new, take
+from aedit.edit.anchor_store import DeviceStore, kept_state, named_store
+from aedit.edit.exchange import Immediate, LocalNotes, Polled, RoundOutcome, check_new, take
 from aedit.edit.schedule import Notes
 from aedit.edit.shards import Shards
 from aedit.edit.units import SyncUnit
@@ -45,7 +46,7 @@ class AveragingExchange:
         self.units: Sequence[SyncUnit] = ()
         self.apart: Sequence[SyncUnit] = ()
         self.shards = Shards()
-        self.store: OuterStore = DeviceStore([])
+        self.store = DeviceStore([])
         self.notes: Notes = LocalNotes()
         self.on_event: Callable[..., None] = lambda event, **values: None
         """Called with the name and values of what happens to rounds, by the thread that trains."""
@@ -134,7 +135,7 @@ class AveragingExchange:
         """Return the next anchor of unit `i`, there once the round has ended."""
         if not self._asks:
             return Immediate(lambda: self.store.read(i)[0])
-        return Then(_End(self.averager, self._round), lambda end: self._next(i, end))
+        return Then(Polled(partial(self.averager.outcome, self._round)), lambda end: self._next(i, end))
 
     @torch.no_grad()
     def _next(self, i: int, end: AveragedRound) -> Tensor:
@@ -214,18 +215,3 @@ class AveragingExchange:
 
     def _part(self, vector: Any, i: int) -> Tensor:
         return torch.from_numpy(vector[self._slices[i]])
-
-
-class _End(Pending[AveragedRound]):
-    """End of a round of `averager`."""
-
-    def __init__(self, averager: Averager, number: int) -> None:
-        self._averager, self._number = averager, number
-
-    def done(self) -> bool:
-        return self._averager.outcome(self._number) is not None
-
-    def result(self) -> AveragedRound:
-        end = self._averager.outcome(self._number)
-        assert end is not None, "asked before the round has ended"
-        return end

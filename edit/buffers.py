@@ -10,13 +10,14 @@ trusted by the round. On a node of several ranks the mean over its ranks counts 
 
 import json
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from aedit.edit.exchange import Peers
+from aedit.edit.exchange import Exchange
 from aedit.edit.shards import Shards
 from aedit.edit.tensors import (
     digest_of,
@@ -31,19 +32,14 @@ from aedit.edit.tensors import (
 )
 from aedit.proto.transports import Pending, Rows
 
-T = TypeVar("T")
-
 _MISSING = -1.0
 
 
-class Wait(Protocol):
-    """Function with which a node waits for an answer."""
-
-    def __call__(self, pending: Pending[T], /) -> T:
-        """Return the answer once it is here."""
+Wait = Callable[[Pending[Any]], Any]
+"""Returns the answer once it is here."""
 
 
-class Described(NamedTuple):
+class BufferLayout(NamedTuple):
     """Type and whole shape of a buffer, and whether the state dict has it."""
 
     dtype: str
@@ -54,16 +50,16 @@ class Described(NamedTuple):
 class Buffers:
     """Exchange the buffers of `model` with `peers`; vectors travel from `device`.
 
-    A model may make buffers while it runs. Nodes tell each other with each round whether they have the same
-    ones as before; if not, they compare names and shapes, and a node makes those that only others have.
+    A model may make buffers while it runs. Each round carries whether a node has the same ones as before; if
+    not, the nodes compare names and shapes, and a node makes those that only others have.
     """
 
-    def __init__(self, model: nn.Module, peers: Peers, shards: Shards, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, peers: Exchange, shards: Shards, device: torch.device) -> None:
         self.model, self.peers, self.device = model, peers, device
         self._shards = shards
         self.names: list[str] = []
         """Names of the buffers that any node has, equal on all of them."""
-        self.told: list[str] = []
+        self.compared: list[str] = []
         """Names of this node's buffers when the nodes have last compared them."""
         self._began: dict[str, tuple[float, float]] = {}
         self._warns = True
@@ -76,7 +72,7 @@ class Buffers:
     def begin(self) -> None:
         """Take the buffers of the state dict as those of all nodes, which have just been compared."""
         self.names = sorted(name for name, _, persistent in named_buffers(self.model) if persistent)
-        self.told = list(self.names)
+        self.compared = list(self.names)
 
     @torch.no_grad()
     def open(self, key: str, *, stepped: bool) -> "OpenBuffers":
@@ -89,9 +85,9 @@ class Buffers:
             stepped: This node has made an inner step since the last round.
         """
         now = {name: (buffer, persistent) for name, buffer, persistent in named_buffers(self.model)}
-        layout = {name: Described(*shape_of(buffer), kept) for name, (buffer, kept) in sorted(now.items())}
+        layout = {name: BufferLayout(*shape_of(buffer), kept) for name, (buffer, kept) in sorted(now.items())}
         values = {name: self._value(now[name][0]) for name in layout}
-        head = [float(stepped), float(list(layout) != self.told), float(len(_text_of(layout)))]
+        head = [float(stepped), float(list(layout) != self.compared), float(len(_text_of(layout)))]
         row = torch.tensor(head + digests(self.names, layout, values), dtype=torch.float64)
         rows = self.peers.rows(f"{key}/buffers", row)
         return OpenBuffers(self, key, layout, values, self.names, rows)
@@ -144,7 +140,7 @@ class OpenBuffers:
 
     of: Buffers
     key: str
-    layout: dict[str, Described]
+    layout: dict[str, BufferLayout]
     values: dict[str, Tensor]
     names: list[str]
     """Buffers that are exchanged."""
@@ -158,16 +154,16 @@ class OpenBuffers:
 
         Args:
             rows: The rows of all nodes.
-            wait: Waits for what nodes have to tell each other if they have new buffers.
+            wait: Waits for messages that nodes exchange if they have new buffers.
             trusted: The round trusts this node.
         """
-        told_NW = rows.rows[:, 3:]
+        found_NW = rows.rows[:, 3:]
         if rows.rows[:, 1].any():
-            told_NW = self._agree(rows, wait)
-        told_NB4 = told_NW.view(len(rows.rows), -1, 4)
-        same_B4 = (told_NB4 == told_NB4[0]).all(0).tolist()
+            found_NW = self._agree(rows, wait)
+        found_NB4 = found_NW.view(len(rows.rows), -1, 4)
+        same_B4 = (found_NB4 == found_NB4[0]).all(0).tolist()
         differing = [i for i, (shape, *value, _) in enumerate(same_B4) if shape and not all(value)]
-        finite_N = told_NB4[:, differing, 3].bool().all(1)
+        finite_N = found_NB4[:, differing, 3].bool().all(1)
         stepped_N = finite_N & (rows.rows[:, 0] > 0)
         chosen_N = stepped_N if stepped_N.any() else finite_N
         if not chosen_N.any():
@@ -181,18 +177,18 @@ class OpenBuffers:
     def _agree(self, rows: Rows, wait: Wait) -> Tensor:
         """Find the buffers that any node has, and return their digests on all nodes.
 
-        A node without one of them says that it is not finite, which leaves it out of the means of this round.
+        A node without one of them reports that it is not finite, which leaves it out of this round's means.
         """
         padded = torch.zeros(int(rows.rows[:, 2].max()), dtype=torch.float64)
         text = _text_of(self.layout)
         padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).double()
         texts = wait(self.of.peers.rows(f"{self.key}/buffers/names", padded))
-        found: dict[str, set[Described]] = {}
+        found: dict[str, set[BufferLayout]] = {}
         for row in texts.rows:
             for name, each in json.loads(bytes(row.to(torch.uint8).tolist()).rstrip(b"\0")).items():
-                found.setdefault(name, set()).add(Described(each[0], tuple(each[1]), each[2]))
+                found.setdefault(name, set()).add(BufferLayout(each[0], tuple(each[1]), each[2]))
         self.names = self.of.names = sorted(found)
-        self.of.told = [] if texts.mine is None else list(self.layout)
+        self.of.compared = [] if texts.mine is None else list(self.layout)
         for name in set(found).difference(self.layout):
             self.layout[name] = min(found[name])
         row = torch.tensor(digests(self.names, self.layout, self.values), dtype=torch.float64)
@@ -200,7 +196,8 @@ class OpenBuffers:
             name: floats_of(self._like(name)).to(self.of.device)
             for name in set(found).difference(self.values)
         }
-        return wait(self.of.peers.rows(f"{self.key}/buffers/digests", row)).rows
+        found_rows: Rows = wait(self.of.peers.rows(f"{self.key}/buffers/digests", row))
+        return found_rows.rows
 
     def _like(self, name: str) -> Tensor:
         """Return a new buffer of the type and shape of `name`."""
@@ -258,7 +255,7 @@ def floats_of(buffer: Tensor) -> Tensor:
     return to_mean(buffer) if is_averaged(buffer) else to_floats(buffer)
 
 
-def digests(names: list[str], layout: dict[str, Described], values: dict[str, Tensor]) -> list[float]:
+def digests(names: list[str], layout: dict[str, BufferLayout], values: dict[str, Tensor]) -> list[float]:
     """Return four numbers for each of `names`: hash of its shape, digest in two parts, whether it is finite.
 
     Of a buffer that this node does not have, a digest that no value has.
@@ -273,7 +270,7 @@ def digests(names: list[str], layout: dict[str, Described], values: dict[str, Te
     return row
 
 
-def _text_of(layout: dict[str, Described]) -> bytes:
+def _text_of(layout: dict[str, BufferLayout]) -> bytes:
     return json.dumps(layout).encode()
 
 

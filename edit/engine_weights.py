@@ -1,7 +1,7 @@
-"""Hand-over of a trainer's weights to the engine that generates rollouts with them.
+"""Update of the engine that generates rollouts with the weights of the trainer.
 
-The policy version is a number of this process: it grows with each hand-over of weights that differ from the
-last ones, be it by an inner step, by a landing or by a checkpoint, and it stays for equal weights.
+The policy version is a counter local to this process. It is incremented when the weights have changed since
+the last update (inner step, landing or checkpoint load).
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from aedit.weight_watch import WeightWatch
 
 
 class PolicyEngine(Protocol):
-    """The parts of an engine that a hand-over uses, such as those of `aedit.spec_rollout.Engine`."""
+    """The parts of an engine that an update uses, such as those of `aedit.spec_rollout.Engine`."""
 
     @property
     def version(self) -> int:
@@ -25,20 +25,20 @@ class PolicyEngine(Protocol):
         """Take over `weights`, which may be sharded or the engine's own parameters, as `version`."""
 
 
-class HandOver:
-    """Number the weights of `model` and hand them over. shards: the ranks of the node."""
+class EngineWeights:
+    """Number the weights of `model` and give them to engines. shards: the ranks of the node."""
 
     def __init__(self, model: nn.Module, shards: Shards) -> None:
         self.version = 0
-        """Version of the weights at the last hand-over; 0 before the first one."""
+        """Version of the weights at the last update; 0 before the first one."""
         self._model, self._shards = model, shards
         self._watch: WeightWatch | None = None
         self._steps = 0
 
     def update(self, engine: PolicyEngine | None, policy: nn.Module, steps: int) -> int:
-        """Hand the weights of `policy` over and return their version. All ranks of the node call it together.
+        """Give the weights of `policy` to the engine and return their version.
 
-        An engine that has them already is left alone.
+        All ranks of the node call it together. An engine that has them already is left alone.
 
         Args:
             engine: The engine of this rank; None if only other ranks have one.

@@ -15,16 +15,6 @@ from aedit.proto.transports import Pending, Rows
 from aedit.types import Round
 
 
-class Peers(Protocol):
-    """The other nodes that take part in exchanges. A node of a hub has none."""
-
-    def rows(self, key: str, row: Tensor) -> Pending[Rows]:
-        """Return one small float64 row per node, as `Transport.gather` does; without peers, only its own."""
-
-    def average(self, name: str, value: Tensor, weight: Tensor) -> Pending[Tensor]:
-        """Return the weighted mean over nodes of an fp32 vector. A value of weight 0 is not sent."""
-
-
 @dataclass(frozen=True, slots=True)
 class RoundOutcome:
     """The decisions that all nodes agreed on when a round was opened. Per-unit tuples follow `units`."""
@@ -55,7 +45,7 @@ class RoundOutcome:
         return not self.distrusted and self.healed_from is None
 
 
-class Exchange(Peers, Protocol):
+class Exchange(Protocol):
     """The source of the next anchors."""
 
     asynchronous: bool
@@ -76,6 +66,12 @@ class Exchange(Peers, Protocol):
     @property
     def bytes_sent(self) -> int:
         """Return the payload bytes that this node has given to the network."""
+
+    def rows(self, key: str, row: Tensor) -> Pending[Rows]:
+        """Return one small float64 row per node, as `Transport.gather` does; without peers, only its own."""
+
+    def average(self, name: str, value: Tensor, weight: Tensor) -> Pending[Tensor]:
+        """Return the weighted mean over nodes of an fp32 vector. A value of weight 0 is not sent."""
 
     def bind(self, units: Sequence[SyncUnit], shards: Shards) -> None:
         """Store the units of the model. Called once, before anything else: an exchange serves one model."""
@@ -170,6 +166,27 @@ class Immediate(Pending[T]):
     def result(self) -> T:
         """Return the answer."""
         return self._make()
+
+
+class Polled(Pending[T]):
+    """An answer that is there once `poll` returns one; only `done` polls."""
+
+    def __init__(self, poll: Callable[[], T | None]) -> None:
+        self._poll = poll
+        self._found: T | None = None
+
+    def done(self) -> bool:
+        """Poll, and return whether the answer is there."""
+        if self._found is None:
+            self._found = self._poll()
+        return self._found is not None
+
+    def result(self) -> T:
+        """Return the answer."""
+        if not self.done():
+            raise ValueError("result() was called before done() returned true")
+        assert self._found is not None
+        return self._found
 
 
 class LocalNotes:

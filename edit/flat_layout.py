@@ -104,6 +104,6 @@ def pin(arrays: Sequence[NDArray[np.float32]]) -> None:
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     for array in arrays:
         if int(cudart.cudaHostRegister(array.ctypes.data, array.nbytes, 0)):
-            # The driver tells of it once more after the next kernel, whichever that is: let it be this one.
+            # The driver reports it once more after the next kernel: run one here.
             with suppress(RuntimeError):
                 torch.zeros(1, device="cuda")

@@ -26,7 +26,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
 from aedit.edit import snapshot
-from aedit.edit.broadcast_initial import equalize
+from aedit.edit.agreement import equalize
 from aedit.edit.config import EditConfig
 from aedit.edit.exchange import Exchange
 from aedit.edit.schedule import RoundSchedule

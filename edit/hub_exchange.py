@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Unpack
+from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +21,12 @@ from aedit.edit import flat_layout
 from aedit.edit.config import EditConfig
 from aedit.edit.exchange import Immediate, LocalNotes, RoundOutcome, check_new, take
 from aedit.edit.flat_layout import SharedVector
-from aedit.edit.hub_join import NodeKeys, NodeOptions, check_units, open_link, shared_drafter
+from aedit.edit.hub_join import NodeOptions, check_units, open_link, shared_drafter
 from aedit.edit.hub_report import Positions, StepReport
 from aedit.edit.pending_push import POLL_S, PendingPush, PushDetector, UnitProgress
 from aedit.edit.schedule import Notes, RoundSchedule
 from aedit.edit.shards import Shards, local, shards_of
+from aedit.edit.shared_module import TrainedApart
 from aedit.edit.units import SyncUnit, UnitSteps
 from aedit.proto.agent import AgentLink, AgentLost, Link, NodeRefused
 from aedit.proto.transports import PeersMissing, Pending, Rows
@@ -65,7 +67,7 @@ class HubExchange:
         self.apart: Sequence[SyncUnit] = ()
         self.shards = Shards()
         self.notes: Notes = LocalNotes()
-        self.before_leaving: Callable[[], None] = self._tell
+        self.before_leaving: Callable[[], None] = self._report_used
         """Called when all answers are there, before the node leaves: samples that the hub does not know to be
         used by then go to other nodes."""
         self.report: StepReport | None = None
@@ -85,7 +87,16 @@ class HubExchange:
 
     @classmethod
     def join(
-        cls, address: str, model: nn.Module, *, tokens_per_step: int = 0, **node: Unpack[NodeKeys]
+        cls,
+        address: str,
+        model: nn.Module,
+        *,
+        name: str,
+        keys: str | Path | Literal[False] | None = None,
+        num_samples: int = 0,
+        directory: str | Path | None = None,
+        drafter: TrainedApart | None = None,
+        tokens_per_step: int = 0,
     ) -> "HubExchange":
         """Return the exchange of a node of the run that the hub at `address` leads.
 
@@ -99,19 +110,23 @@ class HubExchange:
         Args:
             address: HOST:PORT of the hub, or of several that split the units, separated by commas.
             model: Any module. Its trainable parameters must have the names and shapes of the run's.
+            name: Name of the node, kept over restarts: the same name gets the same index, data, records.
+            keys: Folder that `aedit keys` wrote for nodes; None: a hub on this machine without TLS; False: no
+                TLS, although the hub is another machine.
+            num_samples: Samples of the data set, equal on all nodes: with it, `lease` gives positions.
+            directory: Folder in which the node keeps the secret that lets it come back at once after a crash.
+            drafter: An `OnlineDrafter` that the nodes of the run share; the hub has `drafter.kind = "layer"`
+                then.
             tokens_per_step: Tokens of the whole node in an inner step, for runs that weigh pushes by them.
-            **node: `name` of the node, kept over restarts: the same name gets the same index, data, records.
-                `keys`: folder that `aedit keys` wrote for nodes; None: a hub on this machine without TLS;
-                False: no TLS, although the hub is another machine. `num_samples` of the data set, equal on
-                all nodes: with it, `lease` gives positions. `directory`: folder in which the node keeps the
-                secret that lets it come back at once after a crash. `drafter`: an `OnlineDrafter` that the
-                nodes of the run share; the hub has `drafter.kind = "layer"` then.
 
         Raises:
             ValueError: No hub answers within 10 seconds, it refuses this node, the keys cannot be read, or
                 the model does not have the units that the run names.
         """
-        return cls.of(address, model, NodeOptions(**node), tokens_per_step)
+        options = NodeOptions(
+            name=name, keys=keys, num_samples=num_samples, directory=directory, drafter=drafter
+        )
+        return cls.of(address, model, options, tokens_per_step)
 
     @classmethod
     def of(
@@ -257,7 +272,7 @@ class HubExchange:
         if self.report:
             self.report.step(steps, waited_s, self.used_samples)
 
-    def _tell(self) -> None:
+    def _report_used(self) -> None:
         if self.report:
             self.report.tell(self.used_samples)
 
@@ -346,12 +361,12 @@ class HubExchange:
             for i, push in self._under_way.items():
                 if push.verdict() != Verdict.REFUSED:
                     self._places[i].use()
-            self._tell()
+            self._report_used()
             if self.shards.leads:
                 self.link.leave(self.timeout_s)
 
     def close(self) -> None:
-        """End the node's agent, if the exchange is not entered after all. The hub is not told."""
+        """End the node's agent, if the exchange is not entered after all. The hub gets no notice."""
         if isinstance(self.link, AgentLink):
             self.link.stop()
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Required, TypedDict
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -38,16 +38,6 @@ class NodeOptions:
     """Place of the network traffic: a process of its own, or a thread."""
     drafter: TrainedApart | None = None
     """Drafter that the nodes of the run share."""
-
-
-class NodeKeys(TypedDict, total=False):
-    """Arguments of `NodeOptions` that `HubExchange.join` takes by keyword."""
-
-    name: Required[str]
-    keys: str | Path | Literal[False] | None
-    num_samples: int
-    directory: str | Path | None
-    drafter: TrainedApart | None
 
 
 def open_link(
@@ -134,7 +124,7 @@ def node_plan(
         run=settings.run,
         version=aedit.__version__,
         units=units,
-        num_samples=options.num_samples or 1,  # a hub wants to know some; who leases none cannot differ
+        num_samples=options.num_samples or 1,  # required by the hub; without leases it has no effect
         samples_per_step=1 if options.num_samples else 0,
         steps_ahead=hub.max_steps_ahead,
         lease_samples=hub.lease_samples,
@@ -176,13 +166,13 @@ def _on_first_rank(shards: Shards, act: Callable[[], str]) -> tuple[str, str]:
 
     All ranks get the same, so that none waits for another one that has failed.
     """
-    told = ["", ""]
+    found = ["", ""]
     if shards.leads:
         try:
-            told = [act(), ""]
+            found = [act(), ""]
         except (UserError, ValueError) as error:
-            told = ["", str(error)]
+            found = ["", str(error)]
     if shards.size > 1:
         device = torch.device(control_device(shards.group))
-        dist.broadcast_object_list(told, group=shards.group, group_src=0, device=device)
-    return told[0], told[1]
+        dist.broadcast_object_list(found, group=shards.group, group_src=0, device=device)
+    return found[0], found[1]

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from aedit.async_sgd.rules import HubConfig
 from aedit.edit.config import EditConfig
+from aedit.edit.exchange import Polled
 from aedit.edit.schedule import RoundSchedule, make_pace
 from aedit.edit.shards import Shards
 from aedit.edit.waiting import Waiter
@@ -176,8 +177,13 @@ class LeasedPositions:
         Raises:
             PeersMissing: The hub leased no more of them within the waiter's deadline.
         """
-        more = _More(self, k, or_end)
-        positions = self.waiter.wait_together(more, f"a lease of {k} samples from the hub")
+
+        def poll() -> Positions | None:
+            positions = self.peek(k)
+            is_over = positions is None and or_end and self.link.news().finished
+            return np.zeros(0, np.int64) if is_over else positions
+
+        positions = self.waiter.wait_together(Polled(poll), f"a lease of {k} samples from the hub")
         if or_end and not self.waiter.shards.all([len(positions) == k])[0]:
             return np.zeros(0, np.int64)
         self.drawn += k
@@ -209,22 +215,3 @@ class LeasedPositions:
             before += blocks[block][1] - blocks[block][0]
             block += 1
         return block, before
-
-
-class _More:
-    """`Pending` until the leases have k positions more, or the run has ended."""
-
-    def __init__(self, leased: LeasedPositions, k: int, or_end: bool) -> None:
-        self._leased, self._k, self._or_end = leased, k, or_end
-        self._positions: Positions | None = None
-
-    def done(self) -> bool:
-        if self._positions is None:
-            self._positions = self._leased.peek(self._k)
-        if self._positions is None and self._or_end and self._leased.link.news().finished:
-            self._positions = np.zeros(0, np.int64)
-        return self._positions is not None
-
-    def result(self) -> Positions:
-        assert self._positions is not None
-        return self._positions

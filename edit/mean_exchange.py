@@ -24,7 +24,6 @@ from aedit.edit.agreement import compare, described, described_layout
 from aedit.edit.anchor_store import (
     DeviceStore,
     Kept,
-    OuterStore,
     PinnedStore,
     history,
     kept_state,
@@ -42,7 +41,7 @@ from aedit.types import Round, checked
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenRound:
     """The round under way, as the exchange sees it."""
 
     outcome: RoundOutcome
@@ -50,7 +49,7 @@ class _Open:
     added_L: Tensor
     """Training steps that the round has added to each unit's."""
     weight: dict[int, float] = field(default_factory=dict)
-    nobody: frozenset[int] = frozenset()
+    without_weight: frozenset[int] = frozenset()
     """Units whose weights are all 0."""
 
 
@@ -95,11 +94,11 @@ class MeanExchange:
         self.units: Sequence[SyncUnit] = ()
         self.apart: Sequence[SyncUnit] = ()
         self.shards = Shards()
-        self.store: OuterStore = DeviceStore([])
+        self.store = DeviceStore([])
         self.history = NormHistory.empty(0, self.penalty.window)
         self.steps_L = torch.zeros(0, dtype=torch.float64)  # inner steps since each unit's last round
         self.own_steps = 0
-        self._open: _Open | None = None
+        self._open: _OpenRound | None = None
         self._digests: list[Tensor] = []
 
     @property
@@ -184,7 +183,7 @@ class MeanExchange:
             norms=tuple(G_L.tolist()),
             distrusted=tuple(i for i in units if not believed_L[i].isfinite()),
         )
-        self._open = _Open(outcome, self.history, added_L)
+        self._open = _OpenRound(outcome, self.history, added_L)
         self.history = learned_only(history, self.history, [i for i in at if i not in apart])
         head = [self.own_steps, leaving, *self._digest(units)]
         row = torch.cat([torch.tensor(head, dtype=torch.float64), believed_L[at], self.steps_L[at]])
@@ -198,16 +197,18 @@ class MeanExchange:
         believed_NL = believed_NL.masked_fill(~same_N.unsqueeze(1), torch.inf)  # measured from another anchor
         w_NL = torch.from_numpy(self._weights(units, believed_NL.numpy(), steps_NL.numpy()))
         w_L = torch.zeros(len(units), dtype=w_NL.dtype) if rows.mine is None else w_NL[rows.mine]
-        nobody_L = w_NL.sum(0) == 0
-        lost_L = nobody_L & (steps_NL.sum(0) > 0)
+        zero_L = w_NL.sum(0) == 0
+        rolled_L = zero_L & (steps_NL.sum(0) > 0)
         self._open.weight = dict(zip(units, w_L.tolist(), strict=True))
-        self._open.nobody = frozenset(i for i, zero in zip(units, nobody_L.tolist(), strict=True) if zero)
+        self._open.without_weight = frozenset(
+            i for i, zero in zip(units, zero_L.tolist(), strict=True) if zero
+        )
         self.steps_L[list(units)] = 0
         self._open.outcome = replace(
             outcome,
             weights=tuple(w_L.tolist()),
             effective_nodes=tuple(effective_nodes(w_NL.numpy()).tolist()),
-            rolled_back=tuple(i for i, lost in zip(units, lost_L.tolist(), strict=True) if lost),
+            rolled_back=tuple(i for i, rolled in zip(units, rolled_L.tolist(), strict=True) if rolled),
             nodes=len(rows.rows),
             total_steps=int(rows.rows[:, 0].sum()),
             all_leaving=bool(rows.rows[:, 1].all()),
@@ -239,7 +240,7 @@ class MeanExchange:
         """
         assert self._open is not None
         outcome, weight = self._open.outcome, self._open.weight[i]
-        if i in self._open.nobody:
+        if i in self._open.without_weight:
             return Immediate(lambda: self.store.read(i)[0].clone())
         for ahead in outcome.units:
             if ahead > i:

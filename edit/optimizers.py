@@ -82,10 +82,10 @@ class InnerOptimizers:
         self._resting: list[tuple[str, nn.Parameter]] = []
         """Parameters that do not require gradients, neither at the last step nor in a pass since."""
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-        self._objects = _Objects(model, self.outermost)
+        self._note_objects()
         self._depth = 0
         """Number of optimizers of the loop that are in their `step`, one inside the other."""
-        self._stranger: str | None = None
+        self._foreign: str | None = None
         """Class of an optimizer that steps parameters of the loop, and is not one of it."""
         self._before_step: Callable[[], None] = _nothing
         self._after_step: Callable[[], None] = _nothing
@@ -140,13 +140,13 @@ class InnerOptimizers:
 
     def watch(self, before_step: Callable[[], None], after_step: Callable[[], None]) -> None:
         """Call these around the steps of the loop, and notice those of other optimizers, until `unwatch`."""
-        self._depth, self._stranger = 0, None
+        self._depth, self._foreign = 0, None
         self._before_step, self._after_step = before_step, after_step
-        _Steps.watchers(add=self)
+        _watch(add=self)
 
     def unwatch(self) -> None:
         """Notice no steps any more."""
-        _Steps.watchers(remove=self)
+        _watch(remove=self)
 
     def begins(self, optimizer: Optimizer) -> None:
         """Note that `optimizer`, any one of this process, begins a step."""
@@ -159,7 +159,7 @@ class InnerOptimizers:
                 self._all.append(optimizer)
                 self._depth += 1
             else:
-                self._stranger = type(optimizer).__qualname__
+                self._foreign = type(optimizer).__qualname__
 
     def ends(self, optimizer: Optimizer) -> None:
         """Note that `optimizer` ends a step."""
@@ -177,13 +177,13 @@ class InnerOptimizers:
         thawed = [name for name, p in self._frozen if p.requires_grad]
         if thawed:
             raise ValueError(_in_no_unit(thawed, "has become trainable"))
-        if not self._objects.same():
+        if not self._same_objects():
             reshard(self._model.modules())  # FSDP2 puts other objects in place of what it has gathered
             self._check_objects()
-            self._objects = _Objects(self._model, self.outermost)
-        if self._stranger is not None:
+            self._note_objects()
+        if self._foreign is not None:
             raise ValueError(
-                f"an optimizer of class {self._stranger} that LayerSync.of was not given has stepped"
+                f"an optimizer of class {self._foreign} that LayerSync.of was not given has stepped"
                 " parameters of the model: what lands would not reach its state. Give LayerSync.of all"
                 f" optimizers of the loop, as a list. {_REMEDY}"
             )
@@ -205,6 +205,21 @@ class InnerOptimizers:
         """Note which parameters require gradients in a forward pass."""
         if self._resting:
             self._resting = [(name, p) for name, p in self._resting if not p.requires_grad]
+
+    def _note_objects(self) -> None:
+        """Remember modules and parameters of the model, and parameters of the optimizers."""
+        held = [each for module in self._model.modules() for each in (module._parameters, module._modules)]
+        self._held = [(each, tuple(each.values())) for each in held]
+        self._stepped = self._now_stepped()
+
+    def _same_objects(self) -> bool:
+        """Return whether all are the same objects as before."""
+        return all(_same(each.values(), before) for each, before in self._held) and _same(
+            self._now_stepped(), self._stepped
+        )
+
+    def _now_stepped(self) -> list[nn.Parameter]:
+        return [p for o in self.outermost for group in o.param_groups for p in group["params"]]
 
     def _check_objects(self) -> None:
         now = {id(p): name for name, p in self._model.named_parameters()}
@@ -231,7 +246,7 @@ class InnerOptimizers:
         """Find out which states of `params` are weights. All ranks of the node call it together.
 
         Raises:
-            ValueError: The values do not tell; the message names the key.
+            ValueError: The values are ambiguous; the message names the key.
         """
         keys = {str(key) for o in self._all for p in params for key in o.state.get(p, {})}
         if not self._shards.all([bool(keys)])[0]:
@@ -325,58 +340,36 @@ class InnerOptimizers:
                 renew(optimizer, p)
 
 
-class _Objects:
-    """Modules and parameters of `model`, and parameters of `optimizers`, to be compared by identity."""
-
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        held = [each for module in model.modules() for each in (module._parameters, module._modules)]
-        self._held = [(each, tuple(each.values())) for each in held]
-        self._optimizers = optimizers
-        self._stepped = self._now_stepped()
-
-    def same(self) -> bool:
-        """Return whether all are the same objects as before."""
-        return all(_same(each.values(), before) for each, before in self._held) and _same(
-            self._now_stepped(), self._stepped
-        )
-
-    def _now_stepped(self) -> list[nn.Parameter]:
-        return [p for o in self._optimizers for group in o.param_groups for p in group["params"]]
+_watching: tuple["ref[InnerOptimizers]", ...] = ()
+"""Those that the steps of all optimizers of this process are reported to."""
+_lock = Lock()
+_hooked = False
 
 
-class _Steps:
-    """Steps of all optimizers of this process, which PyTorch reports to its global hooks."""
+def _watch(*, add: InnerOptimizers | None = None, remove: InnerOptimizers | None = None) -> None:
+    """Report steps to `add` from now on, and to `remove` no more; PyTorch reports them to global hooks."""
+    global _watching, _hooked
+    with _lock:
+        kept = [each for each in _watching if each() not in (None, remove)]
+        _watching = (*kept, *([] if add is None else [ref(add)]))
+        if not _hooked:
+            register_optimizer_step_pre_hook(_step_begins)
+            register_optimizer_step_post_hook(_step_ends)
+            _hooked = True
 
-    _watching: tuple["ref[InnerOptimizers]", ...] = ()
-    _hooked = False
-    _lock = Lock()
 
-    @classmethod
-    def watchers(cls, *, add: InnerOptimizers | None = None, remove: InnerOptimizers | None = None) -> None:
-        """Report steps to `add` from now on, and to `remove` no more."""
-        with cls._lock:
-            kept = [each for each in cls._watching if each() not in (None, remove)]
-            cls._watching = (*kept, *([] if add is None else [ref(add)]))
-            if not cls._hooked:
-                register_optimizer_step_pre_hook(cls._before)
-                register_optimizer_step_post_hook(cls._after)
-                cls._hooked = True
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _step_begins(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for each in _watching:
+        if (found := each()) is not None:
+            found.begins(optimizer)
 
-    @classmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _before(cls, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for each in cls._current():
-            each.begins(optimizer)
 
-    @classmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _after(cls, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for each in cls._current():
-            each.ends(optimizer)
-
-    @classmethod
-    def _current(cls) -> list[InnerOptimizers]:
-        return [found for each in cls._watching if (found := each()) is not None]
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _step_ends(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for each in _watching:
+        if (found := each()) is not None:
+            found.ends(optimizer)
 
 
 def _listed(given: Sequence[Any]) -> list[Optimizer]:
@@ -532,7 +525,7 @@ def _drop(optimizer: Optimizer, p: nn.Parameter, group: dict[str, Any]) -> None:
     try:
         twin = nn.Parameter(p.detach().clone())
         made = type(optimizer)([{**options, "params": [twin]}], **arguments).state.get(twin)
-    except Exception:  # a constructor that wants more: it is somebody else's, and may raise anything
+    except Exception:  # a constructor that wants more: it may raise anything
         made = None
     if made:
         optimizer.state[p] = made

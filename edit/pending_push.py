@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,11 +12,13 @@ from aedit.async_sgd.rules import PenaltyConfig
 from aedit.edit.anchor_store import history, named_history
 from aedit.edit.detector import NormHistory, judge, learned_only
 from aedit.edit.flat_layout import SharedVector
-from aedit.edit.shards import Shards
 from aedit.edit.units import SyncUnit
 from aedit.proto.agent import Answer, Link
 from aedit.proto.transports import PeersMissing, Pending
 from aedit.types import Verdict
+
+if TYPE_CHECKING:
+    from aedit.edit.hub_exchange import HubExchange
 
 POLL_S = 0.005
 
@@ -45,22 +47,13 @@ class UnitProgress:
         self.used_steps, self.used_samples = self.opened_steps, self.opened_samples
 
 
-class Sender(Protocol):
-    """The parts of an exchange that a push uses."""
-
-    link: Link
-    shards: Shards
-    tokens_per_step: int
-    timeout_s: float
-
-
 class PendingPush(Pending[Tensor]):
     """Push of one unit, `Pending` until the hub has decided; it is sent once the outbox is written.
 
     Without steps it is a question for the newest anchor.
     """
 
-    def __init__(self, sender: Sender, i: int, unit: SyncUnit, place: UnitProgress) -> None:
+    def __init__(self, sender: "HubExchange", i: int, unit: SyncUnit, place: UnitProgress) -> None:
         self._sender, self._i, self._unit, self._place, self._seq = sender, i, unit, place, place.seq
         self._sent = False
         self.done()

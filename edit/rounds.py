@@ -11,66 +11,66 @@ node's own.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
 from aedit.edit.apply_anchor import OwnValues, recorded, take, values_only
-from aedit.edit.buffers import Buffers
-from aedit.edit.config import EditConfig
-from aedit.edit.exchange import Exchange, RoundOutcome
-from aedit.edit.open_round import Flight, movable, note_answers
-from aedit.edit.optimizers import InnerOptimizers
-from aedit.edit.shards import Shards
-from aedit.edit.units import SyncUnit
+from aedit.edit.buffers import Buffers, OpenBuffers
+from aedit.edit.exchange import RoundOutcome
 from aedit.proto.transports import Pending
 from aedit.types import Round
 
+if TYPE_CHECKING:
+    from aedit.edit.sync import LayerSync
+
 T = TypeVar("T")
 
+_LATE = 2
+"""Intervals after which the other units do not wait for an answer."""
 
-class RoundNode(Protocol):
-    """The parts of a `LayerSync` that its rounds use."""
 
-    model: nn.Module
-    units: Sequence[SyncUnit]
-    shards: Shards
-    exchange: Exchange
-    optimizers: InnerOptimizers
-    config: EditConfig
-    on_round: Callable[[RoundOutcome, float], None]
-    round_id: int
-    """Highest number of a round that has landed."""
-    total_steps: int
-    """Inner steps of all nodes up to that round."""
+@dataclass(slots=True)
+class OpenRound:
+    """A round that has not landed completely."""
+
+    round: Round
+    units: tuple[int, ...]
+    opening: Pending[RoundOutcome]
+    unsent: deque[int]  # in forward order
+    opened_at: int = 0  # local step
+    modes: tuple[Any, ...] = ()
+    """Modes of the optimizers when it was opened: see `InnerOptimizers.modes`."""
+    buffers: OpenBuffers | None = None
+    waited_s: float = 0.0
+    outcome: RoundOutcome | None = None
+    sent: dict[int, Pending[Tensor]] = field(default_factory=dict)
+    ready: dict[int, int] = field(default_factory=dict)
+    """Units answered on every rank, which may land in the next forward pass; local step of the answer."""
 
     @property
-    def local_steps(self) -> int:
-        """Return the inner steps since the warm-up."""
+    def late(self) -> set[int]:
+        """Return the units that have not landed."""
+        return self.sent.keys() | set(self.unsent)
 
     @property
-    def position(self) -> int:
-        """Return the number of warm-up steps and rounds that the node has reached."""
-
-    def wait(self, pending: Pending[T], flight: Flight | None = None, needed: int | None = None) -> T:
-        """Return the answer once it is there."""
-
-    def wait_together(
-        self, pending: Pending[T], what: str, *, flight: Flight | None = None, position: int = 0
-    ) -> T:
-        """Return the answer, on all ranks of the node at one time."""
+    def landed(self) -> bool:
+        """Return whether every unit of the round has landed."""
+        buffers_landed = self.buffers is None or self.buffers.landed
+        return buffers_landed and not self.late
 
 
 class OpenRounds:
     """Open, send, await and land the rounds of `node`."""
 
-    def __init__(self, node: RoundNode, buffers: Buffers) -> None:
+    def __init__(self, node: "LayerSync", buffers: Buffers) -> None:
         self._node, self._buffers = node, buffers
         self._free = node.exchange.asynchronous
         self._forward = node.config.landing == "forward"
-        self._flights: list[Flight] = []  # oldest first
+        self._open: list[OpenRound] = []  # oldest first
         self.own_values = OwnValues(node.model, node.units, node.shards)
         self.hooked: list[nn.Module] = []
         """Modules before which buffers land in a forward pass."""
@@ -85,26 +85,38 @@ class OpenRounds:
         """True if units land in `sync.step()`: all ranks of the node have agreed on it."""
 
     def __bool__(self) -> bool:
-        return bool(self._flights)
+        return bool(self._open)
 
     def movable(self, units: tuple[int, ...]) -> tuple[int, ...]:
-        """Return those of `units` that the next round may move; () if it must be put off."""
-        return movable(self._flights, units, self._node.local_steps) if self._free else units
+        """Return those of `units` that the next round may move; () if it must be put off.
+
+        With an asynchronous exchange it is put off while an answer is awaited, so that the units move
+        together. A unit whose answer takes more than two of its intervals is left out instead: its owner may
+        be away, and others are not.
+        """
+        if not self._free:
+            return units
+        step = self._node.local_steps
+        awaited = [(opened, i) for opened in self._open for i in opened.sent if i not in opened.ready]
+        late = {i for opened, i in awaited if step - opened.opened_at > _LATE * opened.round.steps}
+        if any(i in units and i not in late for _, i in awaited):
+            return ()
+        return tuple(i for i in units if i not in late)
 
     # -- what the training loop calls
 
-    def open(self, round: Round, units: tuple[int, ...], *, leaving: bool) -> Flight:
+    def open(self, round: Round, units: tuple[int, ...], *, leaving: bool) -> OpenRound:
         """Open `round` for `units` and return it without waiting for its answers."""
         node = self._node
-        for flight in list(self._flights):
+        for opened in list(self._open):
             if self._free and not self._forward:
-                for i in flight.units:
+                for i in opened.units:
                     if i in units:
-                        self._land(flight, i)
-            elif self._forward or set(units) & set(flight.units):
-                self._finish(flight)
+                        self._land(opened, i)
+            elif self._forward or set(units) & set(opened.units):
+                self._finish(opened)
             else:  # one order of messages on all nodes: this round's follow those of older rounds
-                self._send_all(flight)
+                self._send_all(opened)
         node.optimizers.look([p for unit in node.units for p in unit.params])
         for i in units:
             node.units[i].before_round()
@@ -112,30 +124,30 @@ class OpenRounds:
             for i in units:
                 node.units[i].sent = node.units[i].flat()
         opening = node.exchange.open(round, units, leaving=leaving)
-        flight = Flight(round, units, opening, deque(units), node.local_steps, node.optimizers.modes)
+        opened = OpenRound(round, units, opening, deque(units), node.local_steps, node.optimizers.modes)
         if self._free:
             self._buffers.warn_if_changed()
         else:
-            flight.buffers = self._buffers.open(str(round.id), stepped=round.steps > 0)
-        self._flights.append(flight)
+            opened.buffers = self._buffers.open(str(round.id), stepped=round.steps > 0)
+        self._open.append(opened)
         if self._free:
-            self._send_all(flight)
-        return flight
+            self._send_all(opened)
+        return opened
 
     def note_answers(self) -> None:
         """Send the units of rounds that have been decided, and note which answers may land. Never waits."""
         if self._forward:
             return
-        for flight in note_answers(self._flights, self._node.shards, self._node.local_steps):
-            self._send_all(flight)
-        for flight in list(self._flights):
-            self._conclude(flight)
+        for opened in self._note_answers():
+            self._send_all(opened)
+        for opened in list(self._open):
+            self._conclude(opened)
 
     def hold_back(self) -> None:
         """Wait for answers of a hub that the node has trained without for `max_steps_ahead` steps."""
-        for flight in list(self._flights) if self._free else ():
-            if self._node.local_steps - flight.opened_at >= self._node.exchange.max_steps_ahead:
-                self._finish(flight)
+        for opened in list(self._open) if self._free else ():
+            if self._node.local_steps - opened.opened_at >= self._node.exchange.max_steps_ahead:
+                self._finish(opened)
 
     def end_step(self) -> None:
         """Look at what has been written since the last step.
@@ -155,30 +167,30 @@ class OpenRounds:
     def land_in_step(self) -> None:
         """Land the units that can land in no forward pass, or should have landed in the last one."""
         node = self._node
-        for flight in list(self._flights):
+        for opened in list(self._open):
             if self._forward:
-                if flight.opened_at < node.local_steps:
-                    self._finish(flight)
+                if opened.opened_at < node.local_steps:
+                    self._finish(opened)
                 continue
             until = node.local_steps if self._lands_in_step else node.local_steps - 1
-            for i, since in list(flight.ready.items()):
+            for i, since in list(opened.ready.items()):
                 if since <= until and node.units[i].modules:
-                    self._land(flight, i)
+                    self._land(opened, i)
 
     def open_in_step(self, round: Round, units: tuple[int, ...]) -> None:
         """Open `round`, and land it at once if its units can land in no forward pass."""
-        flight = self.open(round, units, leaving=False)
+        opened = self.open(round, units, leaving=False)
         node = self._node
         runs = all(i in self._ran for i in units if node.units[i].modules)
         if self._forward and not self._free:
             runs &= set(self.hooked).issuperset(self._buffers.holders)
         self._lands_in_step = not node.shards.all([runs and not self._replaces])[0]
         if self._forward and self._lands_in_step:
-            self._finish(flight)
+            self._finish(opened)
 
     def note_parameters(self) -> None:
         """Remember what the parameters are before the forward passes in which units may land."""
-        lands = bool(self._flights) if self._forward else any(flight.ready for flight in self._flights)
+        lands = bool(self._open) if self._forward else any(opened.ready for opened in self._open)
         self.own_values.note(exactly=lands, sampled=self._lands_between_steps)
         self._noted_at = self._node.local_steps
         self._ran.clear()
@@ -186,40 +198,40 @@ class OpenRounds:
     @values_only
     def land(self) -> int:
         """Land the units whose answers are here on all ranks of the node; return how many. Never waits."""
-        node, landed = self._node, 0
+        landed = 0
         self._lands_between_steps = True
         while True:
-            for flight in note_answers(self._flights, node.shards, node.local_steps):
-                self._outcome(flight)
-            sent = [self._send_ahead(flight) for flight in self._flights if flight.outcome]
-            ready = [(flight, i) for flight in self._flights for i in flight.units if i in flight.ready]
+            for opened in self._note_answers():
+                self._outcome(opened)
+            sent = [self._send_ahead(opened) for opened in self._open if opened.outcome]
+            ready = [(opened, i) for opened in self._open for i in opened.units if i in opened.ready]
             if not any(sent) and not ready:
                 break
             self._check_own_values([i for _, i in ready])
-            for flight, i in ready:
-                self._land(flight, i)
+            for opened, i in ready:
+                self._land(opened, i)
             landed += len(ready)
-        for flight in list(self._flights):
-            self._conclude(flight)
+        for opened in list(self._open):
+            self._conclude(opened)
         return landed
 
     def finish(self) -> None:
         """Wait for all rounds under way and land them."""
-        for flight in list(self._flights):
-            self._finish(flight)
+        for opened in list(self._open):
+            self._finish(opened)
 
     def abandon(self) -> list[Round]:
         """Forget the rounds that not every node has opened, and return them.
 
         With an asynchronous exchange, forget all rounds: the agent delivers what it was given.
         """
-        unopened = [flight for flight in self._flights if self._free or flight.outcome is None]
-        for flight in reversed(unopened):
+        unopened = [opened for opened in self._open if self._free or opened.outcome is None]
+        for opened in reversed(unopened):
             self._node.exchange.abandon()
-            self._flights.remove(flight)
-            for i in flight.units:
+            self._open.remove(opened)
+            for i in opened.units:
                 self._node.units[i].sent = None
-        return [flight.round for flight in unopened if flight.outcome is None]
+        return [opened.round for opened in unopened if opened.outcome is None]
 
     # -- hooks
 
@@ -235,34 +247,34 @@ class OpenRounds:
         self._ran.add(i)
         if self.own_values.learning:
             self.own_values.there()
-        for flight in list(self._flights):
-            due = flight.late if self._forward else flight.ready
+        for opened in list(self._open):
+            due = opened.late if self._forward else opened.ready
             if i in due and self.own_values.there():
-                self._land(flight, i)
+                self._land(opened, i)
 
     def before_buffers(self) -> None:
         """Land all buffers: autograd saves them, so none may change after the first module with any runs."""
-        if self._flights and not recorded() and self.own_values.there():
-            for flight in list(self._flights):
-                self._land_buffers(flight)
+        if self._open and not recorded() and self.own_values.there():
+            for opened in list(self._open):
+                self._land_buffers(opened)
 
     def after_forward(self) -> None:
         """Land the units whose module did not run in this forward pass, before the backward pass."""
         if recorded():
             return
         self._ran.update(range(len(self._node.units)))
-        if self._forward and self._flights and self.own_values.there():
+        if self._forward and self._open and self.own_values.there():
             self.finish()
 
     # -- one round
 
-    def _send_ahead(self, flight: Flight) -> bool:
+    def _send_ahead(self, opened: OpenRound) -> bool:
         """Send the next units of a round, as far ahead as landing allows; return whether there were any."""
-        most = self._node.config.prefetch + 1 if self._forward else len(flight.units)
-        num_unsent = len(flight.unsent)
-        while flight.unsent and len(flight.sent) < most:
-            self._send(flight)
-        return len(flight.unsent) < num_unsent
+        most = self._node.config.prefetch + 1 if self._forward else len(opened.units)
+        num_unsent = len(opened.unsent)
+        while opened.unsent and len(opened.sent) < most:
+            self._send(opened)
+        return len(opened.unsent) < num_unsent
 
     def _check_own_values(self, units: Sequence[int]) -> None:
         """Raise ValueError if a landing in `units` would be lost with the values that are there now."""
@@ -274,78 +286,106 @@ class OpenRounds:
                 "and what lands would be lost with them: put them back, and call it after sync.step()"
             )
 
-    def _send(self, flight: Flight, landing: int | None = None) -> None:
+    def _send(self, opened: OpenRound, landing: int | None = None) -> None:
         """Send the next unit; if it is not `landing`, inner steps may come before its answer."""
-        unit = self._node.units[flight.unsent[0]]
-        if unit.sent is None and flight.unsent[0] != landing:
+        i = opened.unsent.popleft()
+        unit = self._node.units[i]
+        if unit.sent is None and i != landing:
             unit.sent = unit.flat()
-        flight.send(self._node.exchange)
+        opened.sent[i] = self._node.exchange.start(i)
 
-    def _send_all(self, flight: Flight) -> None:
-        self._outcome(flight)
-        while flight.unsent:
-            self._send(flight)
+    def _send_all(self, opened: OpenRound) -> None:
+        self._outcome(opened)
+        while opened.unsent:
+            self._send(opened)
 
-    def _outcome(self, flight: Flight) -> RoundOutcome:
+    def _outcome(self, opened: OpenRound) -> RoundOutcome:
         node = self._node
-        if flight.outcome is None:
-            flight.outcome = node.wait(flight.opening, flight, needed=node.position)
-            node.total_steps = flight.outcome.total_steps
-            if flight.buffers:
-                rows = node.wait(flight.buffers.rows, flight)
-                wait = partial(node.wait, flight=flight)
-                flight.buffers.send(rows, wait, trusted=flight.outcome.trusts_node)
-        return flight.outcome
+        if opened.outcome is None:
+            opened.outcome = node.wait(opened.opening, opened, needed=node.position)
+            node.total_steps = opened.outcome.total_steps
+            if opened.buffers:
+                rows = node.wait(opened.buffers.rows, opened)
+                wait = partial(node.wait, opened=opened)
+                opened.buffers.send(rows, wait, trusted=opened.outcome.trusts_node)
+        return opened.outcome
 
-    def _finish(self, flight: Flight) -> None:
-        for i in flight.units:
-            self._land(flight, i)
-        self._land_buffers(flight)
-
-    @values_only
-    def _land_buffers(self, flight: Flight) -> None:
-        if flight.buffers and not flight.buffers.landed:
-            self._outcome(flight)
-            flight.buffers.land(partial(self._node.wait, flight=flight))
-            self._conclude(flight)
+    def _finish(self, opened: OpenRound) -> None:
+        for i in opened.units:
+            self._land(opened, i)
+        self._land_buffers(opened)
 
     @values_only
-    def _land(self, flight: Flight, i: int) -> None:
+    def _land_buffers(self, opened: OpenRound) -> None:
+        if opened.buffers and not opened.buffers.landed:
+            self._outcome(opened)
+            opened.buffers.land(partial(self._node.wait, opened=opened))
+            self._conclude(opened)
+
+    @values_only
+    def _land(self, opened: OpenRound, i: int) -> None:
         """Land unit `i` once: a recomputed or repeated forward pass finds nothing left to do."""
-        node, outcome = self._node, self._outcome(flight)
-        place = flight.units.index(i)
-        while flight.unsent and flight.units.index(flight.unsent[0]) <= place + node.config.prefetch:
-            self._send(flight, landing=i)
-        if i not in flight.sent:
+        node, outcome = self._node, self._outcome(opened)
+        place = opened.units.index(i)
+        while opened.unsent and opened.units.index(opened.unsent[0]) <= place + node.config.prefetch:
+            self._send(opened, landing=i)
+        if i not in opened.sent:
             return
-        anchor = self._answer(flight, i)
-        outcome = flight.outcome = node.exchange.conclude(i, outcome)
+        anchor = self._answer(opened, i)
+        outcome = opened.outcome = node.exchange.conclude(i, outcome)
         if self._forward:
-            node.optimizers.check_modes(flight.modes, flight.round.id)
+            node.optimizers.check_modes(opened.modes, opened.round.id)
         self.own_values.landing(i)
         take(node.units[i], anchor, node.optimizers, node.shards, adopt=i in outcome.distrusted)
         self.own_values.landed(i)
-        flight.ready.pop(i, None)
-        self._conclude(flight)
+        opened.ready.pop(i, None)
+        self._conclude(opened)
 
-    def _answer(self, flight: Flight, i: int) -> Tensor:
+    def _answer(self, opened: OpenRound, i: int) -> Tensor:
         """Return the next anchor of unit `i`, after a wait if it is not there yet.
 
         If the wait is interrupted, the unit stays under way.
         """
         node = self._node
-        if i in flight.ready:
-            anchor = flight.sent[i].result()
+        if i in opened.ready:
+            anchor = opened.sent[i].result()
         elif self._free:
-            what = f"the hub's answer for unit {node.units[i].name} of round {flight.round.id}"
-            anchor = node.wait_together(flight.sent[i], what, flight=flight, position=node.position)
+            what = f"the hub's answer for unit {node.units[i].name} of round {opened.round.id}"
+            anchor = node.wait_together(opened.sent[i], what, opened=opened, position=node.position)
         else:
-            anchor = node.wait(flight.sent[i], flight)
-        del flight.sent[i]
+            anchor = node.wait(opened.sent[i], opened)
+        del opened.sent[i]
         return anchor
 
-    def _conclude(self, flight: Flight) -> None:
-        if flight.outcome and flight.landed:
-            self._flights.remove(flight)
-            self._node.round_id = max(self._node.round_id, flight.round.id)
-            self._node.on_round(flight.outcome, flight.waited_s)
+    def _conclude(self, opened: OpenRound) -> None:
+        if opened.outcome and opened.landed:
+            self._open.remove(opened)
+            self._node.round_id = max(self._node.round_id, opened.round.id)
+            self._node.on_round(opened.outcome, opened.waited_s)
+
+    # -- answers
+
+    def _note_answers(self) -> list[OpenRound]:
+        """Note which answers are here on every rank of the node, and land buffers that are.
+
+        Returns the rounds that have been decided. Never waits for another node.
+        """
+        node = self._node
+        if not self._open:
+            return []
+        asked = [(opened, i) for opened in self._open for i in opened.sent if i not in opened.ready]
+        opening = [opened for opened in self._open if opened.outcome is None]
+        buffers = [opened.buffers for opened in self._open if opened.outcome and opened.buffers]
+        here = [opened.sent[i].done() for opened, i in asked]
+        here += [
+            each.opening.done() and (each.buffers is None or each.buffers.rows.done()) for each in opening
+        ]
+        agreed = iter(node.shards.all(here + [each.done() for each in buffers]))
+        for opened, i in asked:
+            if next(agreed):
+                opened.ready[i] = node.local_steps
+        decided = [opened for opened in opening if next(agreed)]
+        for each in buffers:
+            if next(agreed):
+                each.land(lambda pending: pending.result())
+        return decided

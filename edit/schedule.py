@@ -100,9 +100,9 @@ class EverySeconds:
 
 @checked()
 class AtMultiples:
-    """A round at each multiple of `every` seconds of a clock that peers share, such as that of the day.
+    """A round at each multiple of `every` seconds of a shared clock, such as wall-clock time.
 
-    So that peers meet who have no other way to agree. A clock that is set back delays the next round by at
+    It lets peers meet that have no other way to agree. A clock that is set back delays the next round by at
     most `every` seconds.
     """
 
@@ -146,8 +146,8 @@ def make_schedule(config: EditConfig) -> RoundSchedule:
             raise ValueError('edit.schedule = "dylu" needs a hub; without one use "steps" or "seconds"')
 
 
-SILENCE = 2.0
-"""Intervals without a word from the hub after which a node keeps time by itself."""
+MISSED_INTERVALS = 2.0
+"""Intervals without a report of the hub after which the node's own clock decides."""
 
 
 class OwnPace:
@@ -164,9 +164,9 @@ class OwnPace:
 
     def due(self, step: int) -> Round | None:
         """Return the round to open after local step `step`, or None."""
-        told = self.news().pace_steps if self.news else 0
-        steps = max(1, round((told or self.every) * self.share))
-        return _now(self, step) if step - self.last_step >= steps else None
+        pace = self.news().pace_steps if self.news else 0
+        steps = max(1, round((pace or self.every) * self.share))
+        return _next(self, step) if step - self.last_step >= steps else None
 
     def listen(self, notes: Notes) -> None:
         """Do nothing: this schedule needs no agreement."""
@@ -176,8 +176,8 @@ class OwnPace:
 class HubPace:
     """A round when the hub opens one, which it does every `every_s` seconds.
 
-    After `SILENCE` intervals without a report from the hub, the node's own clock decides. With fragments, the
-    remaining ones follow at equal distances.
+    After `MISSED_INTERVALS` intervals without a report of the hub, the node's own clock decides. With
+    fragments, the remaining ones follow at equal distances.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class HubPace:
         news, now = self.news(), self.clock()
         if self._seen is None:  # rounds opened before this node came are not its own
             self._seen, self._opened_at = news.round, now
-        silent = news.age_s >= SILENCE * self.every_s
+        silent = news.age_s >= MISSED_INTERVALS * self.every_s
         if news.round > self._seen or (silent and now - self._opened_at >= self.every_s):
             self._seen, self._opened_at = max(news.round, self._seen), now
             self._left = self.fragments - 1
@@ -209,7 +209,7 @@ class HubPace:
         else:
             return None
         self._last_at = now
-        return _now(self, step)
+        return _next(self, step)
 
     def listen(self, notes: Notes) -> None:
         """Do nothing: the hub decides for all nodes."""
@@ -225,9 +225,3 @@ def make_pace(edit: EditConfig, news: Callable[[], News]) -> RoundSchedule:
             return OwnPace(int(edit.every), news, share=1 / edit.fragments)
         case "seconds":
             return HubPace(edit.every, news, fragments=edit.fragments)
-
-
-def _now(schedule: RoundSchedule, step: int) -> Round:
-    round = Round(schedule.last_id + 1, step - schedule.last_step)
-    schedule.last_id, schedule.last_step = round.id, step
-    return round

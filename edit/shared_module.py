@@ -1,18 +1,22 @@
 """A module that is trained apart from the model, and shared with the other nodes as a sync unit of its own.
 
-Its anchor is zero until a node has trained it. The value that a node brings to a round is the module that it
-uses, its weight the training steps in it; what lands is offered to whoever uses it, who may refuse.
+Its anchor is zero until a node has trained it. Each node contributes its module, weighted by its training
+steps. The merged module is offered to the user of the module, such as the engine, which may reject it.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from aedit.edit.exchange import check_new, take
 from aedit.edit.shards import Shards
-from aedit.edit.units import SyncUnit, UnitSteps
+from aedit.edit.units import SyncUnit
+
+if TYPE_CHECKING:
+    from aedit.edit.hub_exchange import HubExchange
+    from aedit.edit.mean_exchange import MeanExchange
 
 
 class TrainedApart(Protocol):
@@ -27,13 +31,6 @@ class TrainedApart(Protocol):
 
     def take_shared(self, tensors: Mapping[str, Tensor]) -> None:
         """Use these tensors from now on, unless they are worse."""
-
-
-class AnyExchange(Protocol):
-    """The parts of `MeanExchange` and `HubExchange` that such units use."""
-
-    apart: Sequence[SyncUnit]
-    unit_steps: UnitSteps
 
 
 class SharedModule:
@@ -61,7 +58,7 @@ class SharedModule:
         self._user: TrainedApart | None = None
         self._shards, self._seen = Shards(), 0
 
-    def attach(self, exchange: AnyExchange) -> None:
+    def attach(self, exchange: "MeanExchange | HubExchange") -> None:
         """Exchange the unit through `exchange`. Call it before `LayerSync.of`.
 
         Raises:

@@ -105,11 +105,11 @@ def check_same_round(exchange: Exchange, position: int) -> None:
         position: `LayerSync.position` of the state that this node has loaded, 0 if it has loaded none.
     """
     row = torch.tensor([position], dtype=torch.float64)
-    everybody = exchange.rows("start/position", row).result().rows[:, 0].tolist()
-    for node, theirs in enumerate(everybody):
-        if theirs != everybody[0]:
+    rows = exchange.rows("start/position", row).result().rows[:, 0].tolist()
+    for node, theirs in enumerate(rows):
+        if theirs != rows[0]:
             raise ValueError(
-                f"node 0 resumes after round {int(everybody[0])} and node {node} after round {int(theirs)}:"
+                f"node 0 resumes after round {int(rows[0])} and node {node} after round {int(theirs)}:"
                 " load checkpoints of one round on all nodes, or none on any"
             )
 

@@ -20,16 +20,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from aedit.edit import snapshot
-from aedit.edit.agreement import described_loop
-from aedit.edit.broadcast_initial import equalize
+from aedit.edit.agreement import described_loop, equalize
 from aedit.edit.buffers import Buffers
 from aedit.edit.config import EditConfig
-from aedit.edit.engine_weights import HandOver, PolicyEngine
+from aedit.edit.engine_weights import EngineWeights, PolicyEngine
 from aedit.edit.exchange import Exchange, RoundOutcome, check_new, take
 from aedit.edit.hooks import attach
-from aedit.edit.open_round import Flight
 from aedit.edit.optimizers import Inner, InnerOptimizers
-from aedit.edit.rounds import OpenRounds
+from aedit.edit.rounds import OpenRound, OpenRounds
 from aedit.edit.schedule import RoundSchedule, make_schedule
 from aedit.edit.shards import local, reshard, shards_of
 from aedit.edit.units import SyncUnit, find_units, fragment
@@ -107,7 +105,7 @@ class LayerSync(Waiter):
         self._gradients = GradientMean(of_model, self.shards, exchange, self)
         self._buffers = Buffers(model, exchange, self.shards, local(self.units[0].params[0]).device)
         self._rounds = OpenRounds(self, self._buffers)
-        self._hand_over = HandOver(model, self.shards)
+        self._engine_weights = EngineWeights(model, self.shards)
         exchange.bind(self.units, self.shards)
         schedule.listen(exchange.notes)
         take(exchange, schedule)
@@ -315,11 +313,11 @@ class LayerSync(Waiter):
         if self.warming_up:
             self._gradients.average()
 
-    def begin(self, round: Round, *, leaving: bool = False) -> Flight:
+    def begin(self, round: Round, *, leaving: bool = False) -> OpenRound:
         """Open `round` and return it at once; its units land in the next forward passes."""
-        flight = self._rounds.open(round, self._fragment(round.id), leaving=leaving)
+        opened = self._rounds.open(round, self._fragment(round.id), leaving=leaving)
         self._rounds.note_parameters()
-        return flight
+        return opened
 
     def land(self) -> int:
         """Land the units whose answers are here and return how many; never wait for another node.
@@ -362,7 +360,7 @@ class LayerSync(Waiter):
         if self._hooks:
             self.finish() if self.config.landing == "forward" else self.land()
         trained = self.model if policy is None else policy
-        return self._hand_over.update(engine, getattr(trained, "_orig_mod", trained), self.steps)
+        return self._engine_weights.update(engine, getattr(trained, "_orig_mod", trained), self.steps)
 
     def finish(self) -> None:
         """Wait for everything that is under way and land it. Call it before a checkpoint or an evaluation."""
@@ -400,10 +398,10 @@ class LayerSync(Waiter):
         while all_leaving < self.config.fragments:  # every fragment once more
             round = Round(self.schedule.last_id + 1, self.local_steps - self.schedule.last_step)
             self.schedule.last_id, self.schedule.last_step = round.id, self.local_steps
-            flight = self.begin(round, leaving=True)
+            opened = self.begin(round, leaving=True)
             self.finish()
-            assert flight.outcome is not None
-            all_leaving = all_leaving + 1 if flight.outcome.all_leaving else 0
+            assert opened.outcome is not None
+            all_leaving = all_leaving + 1 if opened.outcome.all_leaving else 0
         self.exchange.leave()
 
     # -- rounds

@@ -74,7 +74,7 @@ def digest_of(floats: Tensor) -> tuple[float, float]:
 
 
 def hash_of(what: object) -> float:
-    """Return a hash of `what`, as its `repr` tells it, that float64 holds exactly."""
+    """Return a hash of `what`, of its `repr`, that float64 holds exactly."""
     return float(int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:6], "big"))
 
 

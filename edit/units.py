@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,33 +11,12 @@ from torch.distributed.fsdp import FSDPModule
 from aedit.edit.hooks import refuse_ddp
 from aedit.edit.shards import Shards, local
 
+if TYPE_CHECKING:
+    from aedit.edit.optimizers import InnerOptimizers
+
 REST = "rest"
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class WeightStates(Protocol):
-    """Weights that an optimizer keeps besides the parameters."""
-
-    def exact(self, p: nn.Parameter) -> Tensor:
-        """Return the most exact value of `p` there is."""
-
-    def shift(self, p: nn.Parameter, to: Tensor) -> None:
-        """Move the other values that must keep their distance to `p`, which is about to become `to`.
-
-        to: this rank's part as a vector.
-        """
-
-
-class NoWeightStates:
-    """An optimizer whose state holds no weights."""
-
-    def exact(self, p: nn.Parameter) -> Tensor:
-        """Return `p`."""
-        return p
-
-    def shift(self, p: nn.Parameter, to: Tensor) -> None:
-        """Move nothing."""
 
 
 class SyncUnit:
@@ -55,7 +34,8 @@ class SyncUnit:
         """Names of `params` in the model."""
         self.sent: Tensor | None = None
         """Snapshot of the parameters as the round under way has them (`arrival` landing only)."""
-        self.states: WeightStates = NoWeightStates()
+        self.states: InnerOptimizers | None = None
+        """State of the optimizers that holds weights, such as master weights."""
         self.before_round: Callable[[], None] = _nothing
         """Called on all ranks before a round of this unit is opened."""
         self.after_landing: Callable[[], None] = _nothing
@@ -76,7 +56,7 @@ class SyncUnit:
 
         Of the optimizer's master weights where it has them.
         """
-        return torch.cat([local(self.states.exact(p)).reshape(-1).float() for p in self.params])
+        return torch.cat([local(self._exact(p)).reshape(-1).float() for p in self.params])
 
     def value(self) -> Tensor:
         """Return this node's values for the round under way: the snapshot, or the current parameters."""
@@ -85,7 +65,7 @@ class SyncUnit:
     @torch.no_grad()
     def representable(self, flat: Tensor) -> Tensor:
         """Return `flat` as `flat()` gives it back after `adopt`: rounded where that is not fp32."""
-        dtypes = [self.states.exact(p).dtype for p in self.params]
+        dtypes = [self._exact(p).dtype for p in self.params]
         if all(dtype == torch.float32 for dtype in dtypes):
             return flat
         parts = (part for _, part in self.split(flat))
@@ -95,8 +75,9 @@ class SyncUnit:
     def adopt(self, flat: Tensor) -> None:
         """Make `flat` the parameters, and let what the optimizer keeps beside them follow."""
         for p, part in self.split(flat):
-            self.states.shift(p, part)
-            exact = local(self.states.exact(p))
+            if self.states is not None:
+                self.states.shift(p, part)
+            exact = local(self._exact(p))
             exact.copy_(part.view_as(exact))
             local(p).copy_(part.view_as(local(p)))
         self.after_landing()
@@ -127,6 +108,9 @@ class SyncUnit:
                 p.grad = part.view_as(p).to(p.grad.dtype).to_sparse(p.grad.sparse_dim())
             else:
                 local(p.grad).copy_(part.view_as(local(p.grad)))
+
+    def _exact(self, p: nn.Parameter) -> Tensor:
+        return p if self.states is None else self.states.exact(p)
 
     def split(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield each parameter with its part of `flat`."""

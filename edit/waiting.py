@@ -3,12 +3,14 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from aedit.edit.open_round import Flight
 from aedit.edit.shards import Shards
 from aedit.proto.transports import PeersMissing, Pending
 from aedit.types import IdleWork
+
+if TYPE_CHECKING:
+    from aedit.edit.rounds import OpenRound
 
 T = TypeVar("T")
 
@@ -51,14 +53,14 @@ class Waiter:
         """
         return self._used_before_s + (self._idle.used_s if self._idle else 0.0)
 
-    def wait(self, pending: Pending[T], flight: Flight | None = None, needed: int | None = None) -> T:
+    def wait(self, pending: Pending[T], opened: "OpenRound | None" = None, needed: int | None = None) -> T:
         """Return the answer, on this rank as soon as it is there.
 
         needed: the position that other nodes must reach for it; None: they have reached it already.
         """
         if pending.done():
             return pending.result()
-        with self._waiting("round", flight):
+        with self._waiting("round", opened):
             if needed is not None and self.while_waiting is not None:
                 while not pending.done():
                     self.while_waiting(needed)
@@ -66,7 +68,7 @@ class Waiter:
             return pending.result()
 
     def wait_together(
-        self, pending: Pending[T], what: str, *, flight: Flight | None = None, position: int = 0
+        self, pending: Pending[T], what: str, *, opened: "OpenRound | None" = None, position: int = 0
     ) -> T:
         """Return a hub's answer, on all ranks of the node at one time.
 
@@ -76,7 +78,7 @@ class Waiter:
         if self.shards.all([pending.done()])[0]:
             return pending.result()
         give_up_at = self.clock() + self.timeout_s
-        with self._waiting("hub", flight):
+        with self._waiting("hub", opened):
             while True:
                 here, in_time = self.shards.all([pending.done(), self.clock() < give_up_at])
                 if here:
@@ -88,7 +90,7 @@ class Waiter:
                 time.sleep(FREE_POLL_S)
 
     @contextmanager
-    def _waiting(self, cause: str, flight: Flight | None) -> Iterator[None]:
+    def _waiting(self, cause: str, opened: "OpenRound | None") -> Iterator[None]:
         """Open a window for idle work, and count the time waited."""
         window: AbstractContextManager[None] = self.idle.window(cause) if self.idle else nullcontext()
         began = self.clock()
@@ -96,5 +98,5 @@ class Waiter:
             yield
         waited_s = self.clock() - began
         self.waited_s += waited_s
-        if flight is not None:
-            flight.waited_s += waited_s
+        if opened is not None:
+            opened.waited_s += waited_s

@@ -1,39 +1,28 @@
 """Synchronous data parallelism before the first local phase: gradients are averaged at every inner step.
 
 All nodes must give the same gradients to their optimizers, whichever parameters their own backward passes
-have reached, so nodes first tell each other which parameters have a gradient. A parameter with a gradient on
+have reached, so nodes first exchange which parameters have a gradient. A parameter with a gradient on
 some nodes gets the mean over all nodes, as in DistributedDataParallel; a parameter without a gradient on any
 node is left alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from aedit.edit.exchange import Peers
+from aedit.edit.exchange import Exchange
 from aedit.edit.shards import Shards, local
 from aedit.edit.units import SyncUnit
 from aedit.proto.transports import Pending
 
+if TYPE_CHECKING:
+    from aedit.edit.sync import LayerSync
+
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-
-
-class WarmUpNode(Protocol):
-    """The parts of a `LayerSync` that the warm-up uses."""
-
-    steps: int
-    """Inner steps so far."""
-
-    @property
-    def position(self) -> int:
-        """Return the number of warm-up steps and rounds that this node has reached."""
-
-    def wait(self, pending: Pending[Tensor], flight: None = None, needed: int | None = None) -> Tensor:
-        """Return the answer once it is there."""
 
 
 class GradientMean:
@@ -46,7 +35,7 @@ class GradientMean:
         node: The node that counts steps and waits.
     """
 
-    def __init__(self, units: Sequence[SyncUnit], shards: Shards, peers: Peers, node: WarmUpNode) -> None:
+    def __init__(self, units: Sequence[SyncUnit], shards: Shards, peers: Exchange, node: "LayerSync") -> None:
         self._units, self._shards, self._peers, self._node = units, shards, peers, node
         self._hooks: list[RemovableHandle] = []
         self._averaged = False
@@ -136,44 +125,42 @@ class GradientMean:
         gradients = [unit.gradient() for unit in self._units]
         finite = torch.stack([self._shards.sum((~g.isfinite()).sum()) == 0 for g in gradients]).float()
         params = [p for unit in self._units for p in unit.params]
-        told = finite.new_tensor([p.grad is not None for p in params])
-        heads = self._tell(torch.cat([told, finite]))
+        has_gradient = finite.new_tensor([p.grad is not None for p in params])
+        flags = self._send_flags(torch.cat([has_gradient, finite]))
         asked = [
             self._peers.average(f"{name}/{unit.name}", gradient, weight)
             for unit, gradient, weight in zip(self._units, gradients, finite, strict=True)
         ]
-        anywhere = self._heard(heads)
-        for p, share in zip(params, anywhere, strict=False):
+        shares = self._shares(flags)
+        for p, share in zip(params, shares, strict=False):
             if share > 0 and p.grad is None:
                 p.grad = torch.zeros_like(p)
-        for unit, pending, share in zip(self._units, asked, anywhere[len(params) :], strict=True):
+        for unit, pending, share in zip(self._units, asked, shares[len(params) :], strict=True):
             mean = self._wait_for(pending)
             # If no node has a finite gradient, show NaN to a GradScaler or the user, on all nodes.
             unit.set_gradient(mean if share > 0 else mean.fill_(torch.nan))
         self._averaged, self._fresh, self._stepped = True, False, False
 
     def leave(self) -> None:
-        """Tell the others that this node takes no further steps, while it warms up.
+        """Announce during the warm-up that this node takes no further steps.
 
         Raises ValueError, on all nodes, if others go on.
         """
-        told = self._units[0].gradient().new_zeros(sum(len(unit.params) + 1 for unit in self._units))
-        self._heard(self._tell(told, leaving=True))
+        flags = self._units[0].gradient().new_zeros(sum(len(unit.params) + 1 for unit in self._units))
+        self._shares(self._send_flags(flags, leaving=True))
 
-    def _tell(self, told: Tensor, *, leaving: bool = False) -> Pending[Tensor]:
-        flags = told.new_tensor([leaving, self._stepped])
-        return self._peers.average(
-            f"warmup/{self._node.steps}/which", torch.cat([flags, told]), torch.ones_like(told[0])
-        )
+    def _send_flags(self, flags: Tensor, *, leaving: bool = False) -> Pending[Tensor]:
+        flags = torch.cat([flags.new_tensor([leaving, self._stepped]), flags])
+        return self._peers.average(f"warmup/{self._node.steps}/which", flags, torch.ones_like(flags[0]))
 
-    def _heard(self, heads: Pending[Tensor]) -> list[float]:
-        """Return the share of nodes that have told each thing, once all have decided to go on or to end."""
-        leaving, stepped, *told = self._wait_for(heads).tolist()
+    def _shares(self, flags: Pending[Tensor]) -> list[float]:
+        """Return the share of nodes that have set each flag, once all have decided to go on or to end."""
+        leaving, stepped, *shares = self._wait_for(flags).tolist()
         if 0 < leaving < 1:
             raise ValueError(_LEFT_APART.format(share=leaving, steps=self._node.steps))
         if 0.01 < stepped < 0.99:
             raise RuntimeError(_STEPPED_APART.format(step=self._node.steps))
-        return told
+        return shares
 
     def end_step(self) -> None:
         """Note that an inner step is complete.
