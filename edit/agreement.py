@@ -1,4 +1,4 @@
-"""Comparison of model and settings between nodes, before anything else is exchanged.
+"""Comparison of model and settings between nodes, and equal models, before anything else is exchanged.
 
 Nodes that differ would otherwise end in a collective of unequal sizes, in a time-out, or in a mean of
 tensors that have nothing to do with each other.
@@ -75,20 +75,12 @@ def compare(transport: Transport, key: str, mine: Mapping[str, str]) -> None:
     texts = transport.gather(f"{key}/texts", padded).result().rows
     here = rows.mine or 0
     other = int(same_N.int().argmin()) if same_N[here] else 0
-    theirs: dict[str, str] = json.loads(_text(texts[other]))
-    name = _first_difference(mine, theirs)
+    theirs: dict[str, str] = json.loads(bytes(texts[other].to(torch.uint8).tolist()).rstrip(b"\0"))
+    name = next(name for name in [*mine, *theirs] if mine.get(name) != theirs.get(name))
     raise ValueError(
         f"{name}: node {here} has {mine.get(name, _MISSING)}, node {other} has {theirs.get(name, _MISSING)};"
         " give all nodes the same model and settings"
     )
-
-
-def _text(row: Tensor) -> str:
-    return bytes(row.to(torch.uint8).tolist()).rstrip(b"\0").decode()
-
-
-def _first_difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    return next(name for name in [*mine, *theirs] if mine.get(name) != theirs.get(name))
 
 
 def equalize(model: nn.Module, peers: Exchange, *, source: int = 0, key: str = "start") -> list[str]:

@@ -1,4 +1,4 @@
-"""Canonical form of a sync unit: its parameters in registration order, whole, row-major, as one fp32 vector.
+"""Flat layout of a sync unit: its parameters in registration order, whole, row-major, as one fp32 vector.
 
 Nodes with any number of ranks agree on it, and each rank knows which slices of it are its own.
 """
@@ -19,11 +19,11 @@ from aedit.types import Layout, TensorLayout, UnitLayout
 
 def layout(units: Sequence[SyncUnit]) -> Layout:
     """Return names and whole shapes of all parameters, unit by unit: equal on all nodes of a run."""
-    return Layout(tuple(UnitLayout(unit.name, _tensors(unit)) for unit in units))
-
-
-def _tensors(unit: SyncUnit) -> tuple[TensorLayout, ...]:
-    return tuple(TensorLayout(name, tuple(p.shape)) for name, p in zip(unit.names, unit.params, strict=True))
+    found = []
+    for unit in units:
+        pairs = zip(unit.names, unit.params, strict=True)
+        found.append(UnitLayout(unit.name, tuple(TensorLayout(name, tuple(p.shape)) for name, p in pairs)))
+    return Layout(tuple(found))
 
 
 def owned(unit: SyncUnit, shards: Shards) -> list[slice]:

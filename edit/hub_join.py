@@ -57,7 +57,9 @@ def open_link(
     reply_text, error = _on_first_rank(shards, lambda: _responder(address, options))
     if error:
         raise ValueError(error)
-    settings = _settings(reply_text, address)
+    from aedit.proto.rpc import HelloReply
+
+    settings = HubSettings.of(HelloReply.FromString(bytes.fromhex(reply_text)), address)
     if (shared is not None) != settings.shares_drafter and (shared is not None or settings.hub.endless):
         raise ValueError(_about_drafter(settings))
     plan = node_plan(model, settings, options, shared)
@@ -153,12 +155,6 @@ def _responder(address: str, options: NodeOptions) -> str:
             )
     keys = caller_keys(address, Path(options.keys) if options.keys else None, insecure=True)
     return greet(address, keys).SerializeToString().hex()
-
-
-def _settings(reply_text: str, address: str) -> HubSettings:
-    from aedit.proto.rpc import HelloReply
-
-    return HubSettings.of(HelloReply.FromString(bytes.fromhex(reply_text)), address)
 
 
 def _on_first_rank(shards: Shards, act: Callable[[], str]) -> tuple[str, str]:

@@ -169,14 +169,15 @@ class MeanExchange:
     def open(self, round: Round, units: Sequence[int], *, leaving: bool = False) -> Pending[RoundOutcome]:
         """Measure the norms of `units`, exchange them with the other nodes, and return the outcome."""
         G_L = self._norms(units)
-        all_L = self._spread(G_L, units)
+        at = list(units)
+        all_L = torch.zeros(len(self.units), dtype=torch.float64)
+        all_L[at] = G_L
         believed_L, history = judge(all_L, self.history, self.penalty)
         apart = [i for i, unit in enumerate(self.units) if unit.name in self.rules]
         believed_L[apart] = torch.where(all_L[apart].isfinite(), all_L[apart], torch.inf)
         added_L = self.unit_steps.new(self.units, round.steps, self.shards)
         self.steps_L += added_L
         self.own_steps += round.steps
-        at = list(units)
         outcome = RoundOutcome(
             round,
             tuple(units),
@@ -324,11 +325,6 @@ class MeanExchange:
             self._digests[i] = digest(anchor)
             squares.append(torch.linalg.vector_norm(self._pseudo_gradient(i, anchor)).square())
         return self.shards.sum(torch.stack(squares)).double().sqrt().cpu()
-
-    def _spread(self, G_L: Tensor, units: Sequence[int]) -> Tensor:
-        all_L = torch.zeros(len(self.units), dtype=torch.float64)
-        all_L[list(units)] = G_L
-        return all_L
 
     def _digest(self, units: Sequence[int]) -> tuple[float, float]:
         return halves(int(torch.stack([self._digests[i] * (2 * i + 1) for i in units]).sum()))

@@ -1,7 +1,7 @@
 """One push of a unit to the hub, from the outbox to the answer, and the detector of anomalous pushes."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from aedit.edit.anchor_store import history, named_history
 from aedit.edit.detector import NormHistory, judge, learned_only
 from aedit.edit.flat_layout import SharedVector
 from aedit.edit.units import SyncUnit
-from aedit.proto.agent import Answer, Link
+from aedit.proto.agent import Answer
 from aedit.proto.transports import PeersMissing, Pending
 from aedit.types import Verdict
 
@@ -65,7 +65,12 @@ class PendingPush(Pending[Tensor]):
         """
         place, link = self._place, self._sender.link
         if not self._sent and place.outbox.written():
-            self._send(link)
+            link.written(self._i, self._seq)
+            if self._sender.shards.leads:
+                steps = place.sent_steps
+                tokens = steps * self._sender.tokens_per_step
+                link.send(self._i, self._seq, base=place.version, steps=steps, tokens=tokens)
+            self._sent = True
         if self._sent and place.answer is None:
             place.answer = link.answer(self._i, self._seq)
         return place.answer is not None
@@ -76,7 +81,13 @@ class PendingPush(Pending[Tensor]):
         Raises:
             PeersMissing: No answer came within `timeout_s`.
         """
-        _until(self.done, self._sender.timeout_s, f"the hub's answer for {self._name}")
+        timeout_s = self._sender.timeout_s
+        deadline = time.monotonic() + timeout_s
+        while not self.done():
+            if time.monotonic() > deadline:
+                push = f"unit {self._unit.name}, push {self._seq}"
+                raise PeersMissing(f"the hub's answer for {push} did not come within {timeout_s:g} s")
+            time.sleep(POLL_S)
         assert self._place.answer is not None
         return self._place.answer.verdict
 
@@ -91,26 +102,6 @@ class PendingPush(Pending[Tensor]):
         if not refused:
             return anchor
         return self._unit.representable(anchor) - self._place.outbox.read()
-
-    @property
-    def _name(self) -> str:
-        return f"unit {self._unit.name}, push {self._seq}"
-
-    def _send(self, link: Link) -> None:
-        steps = self._place.sent_steps
-        link.written(self._i, self._seq)
-        if self._sender.shards.leads:
-            tokens = steps * self._sender.tokens_per_step
-            link.send(self._i, self._seq, base=self._place.version, steps=steps, tokens=tokens)
-        self._sent = True
-
-
-def _until(there: Callable[[], bool], timeout_s: float, what: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not there():
-        if time.monotonic() > deadline:
-            raise PeersMissing(f"{what} did not come within {timeout_s:g} s")
-        time.sleep(POLL_S)
 
 
 class PushDetector:

@@ -95,8 +95,9 @@ class SyncUnit:
     @torch.no_grad()
     def gradient(self) -> Tensor:
         """Return a new fp32 vector of this rank's gradients, zeros where there are none."""
-        parts = (torch.zeros_like(local(p)) if p.grad is None else _dense(local(p.grad)) for p in self.params)
-        return torch.cat([part.reshape(-1).float() for part in parts])
+        parts = [torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in self.params]
+        dense = (part.to_dense() if part.is_sparse else part for part in parts)
+        return torch.cat([part.reshape(-1).float() for part in dense])
 
     @torch.no_grad()
     def set_gradient(self, flat: Tensor) -> None:
@@ -121,10 +122,6 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient
-
-
 def find_units(model: nn.Module, spec: Literal["auto", "model"] | Iterable[str] = "auto") -> list[SyncUnit]:
     """Split the trainable parameters of `model` into units, in the order in which they land.
 
@@ -144,7 +141,11 @@ def find_units(model: nn.Module, spec: Literal["auto", "model"] | Iterable[str] 
     for unit, param_name, param in _owners(model, units):
         unit.names.append(param_name)
         unit.params.append(param)
-    units[0].modules += _holders(model, set(units[0].params))
+    # Modules that hold any of the rest themselves may run without `model`, which may be a container.
+    rest = set(units[0].params)
+    units[0].modules += [
+        m for m in model.modules() if m is not model and rest & set(m.parameters(recurse=False))
+    ]
     for unit in units:
         unit.modules += [m for m in _gatherers(model, unit.names) if m not in unit.modules]
     units = [unit for unit in units if unit.params]
@@ -182,14 +183,6 @@ def _owners(model: nn.Module, units: list[SyncUnit]) -> Iterator[tuple[SyncUnit,
             yield units[first_to_land[p]], name, _supported(name, p)
 
 
-def _holders(model: nn.Module, params: set[nn.Parameter]) -> list[nn.Module]:
-    """Return the modules inside `model` that hold any of `params` themselves.
-
-    A program may run them without running `model`, which may be a container that cannot run.
-    """
-    return [m for m in model.modules() if m is not model and params & set(m.parameters(recurse=False))]
-
-
 def _gatherers(model: nn.Module, param_names: Iterable[str]) -> list[nn.Module]:
     """Return the FSDP2 modules that gather these parameters.
 
@@ -217,9 +210,8 @@ def _named(model: nn.Module, patterns: tuple[str, ...]) -> list[tuple[str, nn.Mo
     names = dict(model.named_modules())
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(
-                f"edit.units: no module is called {pattern!r}; modules are like {_examples(names)}"
-            )
+            examples = ", ".join([name for name in names if name][:3])
+            raise ValueError(f"edit.units: no module is called {pattern!r}; modules are like {examples}")
     found = [(n, m) for n, m in names.items() if n and any(fnmatchcase(n, pattern) for pattern in patterns)]
     for name, module in found:
         if not _runs(module):
@@ -227,10 +219,6 @@ def _named(model: nn.Module, patterns: tuple[str, ...]) -> list[tuple[str, nn.Mo
                 f"edit.units: {name} is a container without a forward of its own; name its members"
             )
     return _outermost(found)
-
-
-def _examples(names: Iterable[str]) -> str:
-    return ", ".join([name for name in names if name][:3])
 
 
 def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
