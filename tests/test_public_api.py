@@ -162,6 +162,7 @@ UNBOUNDED = {
     "Prompt.rollout": "a key may be negative; Engine.add checks that it has 64 bits",
     "Prompt.sample": "as Prompt.rollout",
     "RewardSpec.weight": "a negative weight is a penalty",
+    "Rollout.advantage": "a rollout that is worse than the others has a negative one",
     "VirtualClock.now_s": "a clock may begin anywhere",
 }
 """Numbers without bounds, each with the reason."""

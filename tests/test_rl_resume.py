@@ -18,9 +18,9 @@ def ledger(monkeypatch):
     found, original = [], GroupStream.trained
 
     def follow(stream, count):
-        for each in list(stream._batch)[:count]:
-            found.append((each.position, [rollout.tokens for rollout in each.group.rollouts]))
-        original(stream, count)
+        groups = original(stream, count)
+        found.extend((each.position, [rollout.tokens for rollout in each.rollouts]) for each in groups)
+        return groups
 
     monkeypatch.setattr(GroupStream, "trained", follow)
     return found
