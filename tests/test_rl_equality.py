@@ -18,10 +18,11 @@ def trained(monkeypatch):
     found, original = [], GroupStream.trained
 
     def follow(stream, count):
-        for each in list(stream._batch)[:count]:
-            tokens = tuple(tuple(rollout.tokens) for rollout in each.group.rollouts)
-            found.append((each.position, tokens, each.group.rewards))
-        original(stream, count)
+        groups = original(stream, count)
+        for each in groups:
+            tokens = tuple(tuple(rollout.tokens) for rollout in each.rollouts)
+            found.append((each.position, tokens, each.rewards))
+        return groups
 
     monkeypatch.setattr(GroupStream, "trained", follow)
     return found

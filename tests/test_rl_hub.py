@@ -21,8 +21,9 @@ def trained(monkeypatch):
     found, original = [], GroupStream.trained
 
     def follow(stream, count):
-        found.extend((threading.current_thread().name, each.position) for each in list(stream._batch)[:count])
-        original(stream, count)
+        groups = original(stream, count)
+        found.extend((threading.current_thread().name, each.position) for each in groups)
+        return groups
 
     monkeypatch.setattr(GroupStream, "trained", follow)
     return found

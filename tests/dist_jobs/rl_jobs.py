@@ -26,8 +26,9 @@ def train(rank, size, directory, keys, scripts=()):
     trained, original = [], GroupStream.trained
 
     def follow(stream, count):
-        trained.extend(each.position for each in list(stream._batch)[:count])
-        original(stream, count)
+        groups = original(stream, count)
+        trained.extend(each.position for each in groups)
+        return groups
 
     GroupStream.trained = follow
     try:

@@ -88,7 +88,7 @@ class Saboteur:
         trained = GroupStream.trained
 
         def kept(stream, count):
-            groups = [stream._batch[i].group for i in range(count)]
+            groups = trained(stream, count)
             with self.groups.open("a") as file:
                 for group in groups:
                     texts = [[rollout.tokens, rollout.finish_reason] for rollout in group.rollouts]
@@ -96,7 +96,7 @@ class Saboteur:
             with self.draws.open("a") as file:
                 drawn = [[group.position, group.problem.index] for group in groups]
                 print(json.dumps([self.step, drawn]), file=file)
-            return trained(stream, count)
+            return groups
 
         GroupStream.trained = kept
 

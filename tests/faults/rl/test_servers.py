@@ -143,11 +143,11 @@ def drawn_alone(directory, num_groups, monkeypatch):
     found, trained = {}, GroupStream.trained
 
     def kept(stream, count):
-        for i in range(count):
-            group = stream._batch[i].group
+        groups = trained(stream, count)
+        for group in groups:
             texts = [[rollout.tokens, rollout.finish_reason] for rollout in group.rollouts]
             found[group.position] = [group.position, group.problem.index, list(group.rewards), texts]
-        return trained(stream, count)
+        return groups
 
     monkeypatch.setattr(GroupStream, "trained", kept)
     directory.mkdir()
