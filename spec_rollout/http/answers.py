@@ -119,18 +119,6 @@ def _overlap(text: str, stop: str) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerOptions:
-    """Settings of the shown text."""
-
-    skip_special: bool = True
-    """Leave special tokens out of the text."""
-    offsets: bool = False
-    """Find the place of each token in the text."""
-    kept_stops: tuple[str, ...] = ()
-    """Stop strings that belong to the text."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerPart:
     """News of one answer. Log-probabilities cover the tokens; the text may lag behind them."""
 
@@ -150,11 +138,28 @@ class GrowingAnswer:
     """One growing answer."""
 
     def __init__(
-        self, codec: TextCodec, prompt: Sequence[int], sampling: Sampling, options: "AnswerOptions"
+        self,
+        codec: TextCodec,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        skip_special: bool = True,
+        offsets: bool = False,
+        kept_stops: tuple[str, ...] = (),
     ) -> None:
-        self._sampling, self._options = sampling, options
+        """Begin after a prompt.
+
+        Args:
+            codec: The tokenizer.
+            prompt: Tokens before the answer.
+            sampling: Settings of the sample.
+            skip_special: Leave special tokens out of the text.
+            offsets: Find the place of each token in the text.
+            kept_stops: Stop strings that belong to the text.
+        """
+        self._sampling, self._offsets = sampling, offsets
         self.text = AnswerText(
-            codec, prompt, sampling.stop_strings, kept=options.kept_stops, skip_special=options.skip_special
+            codec, prompt, sampling.stop_strings, kept=kept_stops, skip_special=skip_special
         )
         self._num_read = 0
         self.is_over = False
@@ -180,25 +185,16 @@ class GrowingAnswer:
             tokens=tokens,
             logprobs=rollout.logprobs[start:count],
             tops=rollout.top_logprobs[start:count],
-            offsets=self.text.offsets[offset:] if self._options.offsets else (),
+            offsets=self.text.offsets[offset:] if self._offsets else (),
             finish_reason=(rollout.finish_reason or "abort") if ends else None,
         )
 
     def _add(self, tokens: Sequence[int]) -> None:
-        if not (self._options.offsets or self._sampling.stop_strings):
+        if not (self._offsets or self._sampling.stop_strings):
             self.text.add(tokens)
             return
         for token in tokens:  # alone: its place is asked for, or a stop string may end in it
             self.text.add([token])
-
-
-def usage(num_prompt: int, num_new: int) -> dict[str, Any]:
-    """Return the object `usage`."""
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_new,
-        "total_tokens": num_prompt + num_new,
-    }
 
 
 def finite(logprob: float) -> float:

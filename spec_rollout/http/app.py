@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
+from pydantic import Field
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -13,10 +14,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from aedit.spec_rollout.http.chat import chat_completions, read_chat_prompt
+from aedit.spec_rollout.http.chat import ChatPrompt, chat_completions
 from aedit.spec_rollout.http.completions import completions
 from aedit.spec_rollout.http.errors import ApiError, bad_request
-from aedit.spec_rollout.http.fields import Fields
+from aedit.spec_rollout.http.fields import Body, ModelName, Text, Tokens, parsed
 from aedit.spec_rollout.http.generation import ClientGone
 from aedit.spec_rollout.http.service import HttpMetrics, HttpService, encode, in_thread, json_body
 from aedit.spec_rollout.http.token_generate import generate
@@ -188,24 +189,44 @@ class Measured:
                 self._metrics.seconds.labels(route).observe(time.monotonic() - began_s)
 
 
+class TokenizeChat(ChatPrompt):
+    """A request for the tokens of a chat."""
+
+    model: ModelName = None
+    return_token_strs: bool = False
+
+
+class TokenizeText(Body):
+    """A request for the tokens of a text."""
+
+    model: ModelName = None
+    prompt: Text | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class Detokenize(Body):
+    """A request for the text of tokens."""
+
+    model: ModelName = None
+    tokens: Tokens = Field(None, validate_default=True)
+
+
 async def tokenize(request: Request) -> Response:
     """Answer with the tokens of a text or of a chat."""
     service: HttpService = request.app.state.service
     async with json_body(request, service) as body:
-        fields = Fields(body)
-        service.check_model(fields)
-        if fields.any("messages") is not None:
-            tokens, _ = await read_chat_prompt(fields, service)
+        asked: TokenizeChat | TokenizeText
+        if isinstance(body, dict) and body.get("messages") is not None:
+            asked = parsed(TokenizeChat, body, service)
+            tokens = await asked.tokens(service)
         else:
-            text = fields.text("prompt", None)
-            if text is None:
-                raise fields.bad("prompt", "is missing: give a text, or messages")
-            special = fields.boolean("add_special_tokens", True)
-            tokens = await encode(service, text, special=special)
-        with_texts = fields.boolean("return_token_strs", False)
-        fields.finish()
+            asked = parsed(TokenizeText, body, service)
+            if asked.prompt is None:
+                raise bad_request("prompt", "is missing: give a text, or messages")
+            tokens = await encode(service, asked.prompt, special=asked.add_special_tokens)
     shown = {"count": len(tokens), "max_model_len": service.max_tokens, "tokens": tokens}
-    if with_texts:
+    if asked.return_token_strs:
         shown["token_strs"] = [service.codec.token_text(token) for token in tokens]
     return JSONResponse(shown)
 
@@ -214,10 +235,7 @@ async def detokenize(request: Request) -> Response:
     """Answer with the text of tokens."""
     service: HttpService = request.app.state.service
     async with json_body(request, service) as body:
-        fields = Fields(body)
-        service.check_model(fields)
-        tokens = fields.tokens("tokens", fields.any("tokens"))
-        fields.finish()
+        tokens = parsed(Detokenize, body, service).tokens
     most = service.engine.target.vocabulary
     if tokens and not 0 <= min(tokens) <= max(tokens) < most:
         raise bad_request("tokens", f"has a token outside the vocabulary of {most}")

@@ -3,141 +3,19 @@
 import secrets
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Self
 
+from pydantic import Field, PlainValidator, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from aedit.spec_rollout.http.answers import AnswerOptions, AnswerPart, GrowingAnswer, chat_logprobs, usage
-from aedit.spec_rollout.http.fields import (
-    BIGGEST,
-    Fields,
-    read_request_id,
-    read_sampling,
-    read_seed,
-    read_stream,
-    read_text_hints,
-)
-from aedit.spec_rollout.http.generation import Call, Generation, answered, event, noise_keys
+from aedit.spec_rollout.http.answers import AnswerPart, GrowingAnswer, chat_logprobs
+from aedit.spec_rollout.http.errors import bad_request
+from aedit.spec_rollout.http.fields import BIGGEST, Body, TextBody, between, broken, check_text, only
+from aedit.spec_rollout.http.generation import Call, Generation, RouteAnswer, answered, event, noise_keys
 from aedit.spec_rollout.http.service import HttpService, in_thread
 
 MAX_MESSAGES = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRequest:
-    """A request for answers to a chat."""
-
-    call: Call
-    logprobs: bool
-    return_token_ids: bool
-    options: AnswerOptions
-    include_usage: bool
-
-
-async def chat_completions(request: Request) -> Response:
-    """Answer a request."""
-    return await answered(request, read_chat, _Chat)
-
-
-async def read_chat(body: Any, service: HttpService, request: Request) -> ChatRequest:
-    """Return the request of a body.
-
-    Raises:
-        ApiError: A parameter is not valid.
-    """
-    fields, limits = Fields(body), service.limits
-    service.check_model(fields)
-    tokens, has_tools = await read_chat_prompt(fields, service)
-    one_call = _one_call(fields, service, has_tools)
-    n = fields.integer("n", 1, 1, limits.max_samples)
-    logprobs = fields.boolean("logprobs", False)
-    top = fields.integer("top_logprobs", 0, 0, limits.max_logprobs)
-    if top and not logprobs:
-        raise fields.bad("top_logprobs", "needs logprobs true")
-    room = max(1, service.max_tokens - len(tokens))
-    old_num_new = fields.integer("max_tokens", None, 1, BIGGEST)
-    num_new = fields.integer("max_completion_tokens", old_num_new, 1, BIGGEST)
-    if old_num_new not in (None, num_new):
-        raise fields.bad("max_tokens", f"must be max_completion_tokens {num_new}, got {old_num_new}")
-    sampling = read_sampling(
-        fields, limits, service.eos, max_new_tokens=room if num_new is None else num_new, top_logprobs=top
-    )
-    kept_stops = tuple(end for end in one_call if end not in sampling.stop_strings)
-    sampling = replace(sampling, stop_strings=(*sampling.stop_strings, *kept_stops))
-    seed, request_id = read_seed(fields), read_request_id(fields, request)
-    stream, include_usage = read_stream(fields)
-    options = AnswerOptions(skip_special=fields.boolean("skip_special_tokens", True), kept_stops=kept_stops)
-    return_token_ids = fields.boolean("return_token_ids", False)
-    read_text_hints(fields)
-    fields.allow("modalities", ["text"])
-    fields.finish()
-    keys = noise_keys([tokens], n, seed=seed, request_id=request_id)
-    call = Call(prompts=(tokens,), sampling=sampling, n=n, keys=keys, stream=stream, request_id=request_id)
-    return ChatRequest(
-        call=call, logprobs=logprobs, return_token_ids=return_token_ids, options=options,
-        include_usage=include_usage,
-    )  # fmt: skip
-
-
-async def read_chat_prompt(fields: Fields, service: HttpService) -> tuple[tuple[int, ...], bool]:
-    """Return the tokens of `messages` and `tools` in the model's chat template, and whether tools are there.
-
-    With `tool_choice` "none" the template does not get the tools.
-
-    Raises:
-        ApiError: A parameter is not valid, or the template does not fit.
-    """
-    messages, codec = _messages(fields), service.codec
-    settings: dict[str, Any] = {
-        "add_generation_prompt": fields.boolean("add_generation_prompt", True),
-        "continue_final_message": fields.boolean("continue_final_message", False),
-    }
-    if settings["add_generation_prompt"] and settings["continue_final_message"]:
-        raise fields.bad("continue_final_message", "needs add_generation_prompt false")
-    tools, variables = fields.any("tools"), fields.any("chat_template_kwargs")
-    fields.allow("tool_choice", "auto", "none")
-    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise fields.bad("tools", "must be a list of objects")
-    has_tools = bool(tools) and fields.any("tool_choice") != "none"
-    if has_tools:
-        if "tools" not in (codec.chat_template or ""):
-            raise fields.bad("tools", "are not part of this model's chat template: it would not see them")
-        settings["tools"] = tools
-    variables = {} if variables is None else variables
-    if not isinstance(variables, dict):
-        raise fields.bad("chat_template_kwargs", "must be an object with variables of the chat template")
-    if taken := sorted(codec.chat_arguments & variables.keys()):
-        raise fields.bad(
-            f"chat_template_kwargs.{taken[0]}",
-            "is no variable of the chat template for a client to set: leave it out",
-        )
-    tokens: tuple[int, ...] = await in_thread(codec.chat, messages, settings, variables)
-    return tokens, has_tools
-
-
-def _one_call(fields: Fields, service: HttpService, has_tools: bool) -> tuple[str, ...]:
-    """Return the text after which an answer ends because it has its one call of a tool; empty: none is set.
-
-    Raises:
-        ApiError: `parallel_tool_calls` is false, and cannot be observed.
-    """
-    if fields.boolean("parallel_tool_calls", True):
-        return ()
-    if not fields.any("tools"):
-        raise fields.bad("parallel_tool_calls", "needs tools")
-    if not has_tools:
-        return ()
-    template = service.codec.chat_template or ""
-    for begin, end in CALL_MARKS:
-        if begin in template and end in template:
-            return (end,)
-    raise fields.bad(
-        "parallel_tool_calls", "must be true: where a call ends in this model's answers is not known here"
-    )
-
-
 CALL_MARKS = (
     ("<tool_call>", "</tool_call>"),
     ("<|tool_call_begin|>", "<|tool_call_end|>"),
@@ -147,52 +25,181 @@ CALL_MARKS = (
 """Beginning and end of one call of a tool in the text of Qwen, GLM and Granite; Kimi; DeepSeek; MiniMax."""
 
 
-def _messages(fields: Fields) -> list[dict[str, Any]]:
+def _check_messages(value: Any) -> list[dict[str, Any]]:
     """Return the messages; the content of each is a text, or a list of texts, which are joined."""
-    found = fields.any("messages")
-    if not isinstance(found, list) or not found:
-        raise fields.bad("messages", "must be a list of messages, and not empty")
-    if len(found) > MAX_MESSAGES:
-        raise fields.bad("messages", f"must be at most {MAX_MESSAGES}, got {len(found)}")
+    if not isinstance(value, list) or not value:
+        raise broken("must be a list of messages, and not empty")
+    if len(value) > MAX_MESSAGES:
+        raise broken(f"must be at most {MAX_MESSAGES}, got {len(value)}")
     messages = []
-    for i, message in enumerate(found):
+    for i, message in enumerate(value):
         if not isinstance(message, dict):
-            raise fields.bad(f"messages[{i}]", "must be an object")
+            raise broken("must be an object", f"[{i}]")
         role, content = message.get("role"), message.get("content")
-        fields.check_text(f"messages[{i}].role", role)
+        check_text(role, f"[{i}].role")
         if isinstance(content, list):
-            content = "".join(_text_part(fields, f"messages[{i}].content", part) for part in content)
+            content = "".join(_text_part(f"[{i}].content", part) for part in content)
         if content is not None:
-            fields.check_text(f"messages[{i}].content", content)
+            check_text(content, f"[{i}].content")
         elif not message.get("tool_calls"):
-            raise fields.bad(f"messages[{i}].content", "is missing")
+            raise broken("is missing", f"[{i}].content")
         messages.append({**message, "content": content})
     return messages
 
 
-def _text_part(fields: Fields, name: str, part: Any) -> str:
+def _text_part(name: str, part: Any) -> str:
     if not isinstance(part, dict) or part.get("type") != "text":
-        raise fields.bad(name, 'must have parts of type "text" only: this server has text models')
-    return fields.check_text(name, part.get("text"))
+        raise broken('must have parts of type "text" only: this server has text models', name)
+    return check_text(part.get("text"), name)
 
 
-class _Chat:
+def _check_tools(value: Any) -> Any:
+    if value and not (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
+        raise broken("must be a list of objects")
+    return value
+
+
+def _check_variables(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise broken("must be an object with variables of the chat template")
+    return value
+
+
+class ChatPrompt(Body):
+    """Messages and tools for the model's chat template."""
+
+    messages: Annotated[Any, PlainValidator(_check_messages)] = Field(None, validate_default=True)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: Annotated[Any, PlainValidator(_check_tools)] = None
+    tool_choice: Annotated[Any, only("auto", "none")] = None
+    chat_template_kwargs: Annotated[dict[str, Any], PlainValidator(_check_variables)] = Field({})
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> Self:
+        if self.add_generation_prompt and self.continue_final_message:
+            raise broken("needs add_generation_prompt false", "continue_final_message")
+        return self
+
+    @property
+    def has_tools(self) -> bool:
+        """Return whether the template gets tools: not with `tool_choice` "none"."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    async def tokens(self, service: HttpService) -> tuple[int, ...]:
+        """Return the tokens of messages and tools in the model's chat template.
+
+        Raises:
+            ApiError: The template does not fit.
+        """
+        codec, variables = service.codec, self.chat_template_kwargs
+        settings: dict[str, Any] = {
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+        }
+        if self.has_tools:
+            if "tools" not in (codec.chat_template or ""):
+                raise bad_request(
+                    "tools", "are not part of this model's chat template: it would not see them"
+                )
+            settings["tools"] = self.tools
+        if taken := sorted(codec.chat_arguments & variables.keys()):
+            raise bad_request(
+                f"chat_template_kwargs.{taken[0]}",
+                "is no variable of the chat template for a client to set: leave it out",
+            )
+        tokens: tuple[int, ...] = await in_thread(codec.chat, self.messages, settings, variables)
+        return tokens
+
+
+class ChatBody(ChatPrompt, TextBody):
+    """A request for answers to a chat."""
+
+    parallel_tool_calls: bool = True
+    logprobs: bool = False
+    top_logprobs: Annotated[int, between(0, "max_logprobs")] = 0
+    max_tokens: Annotated[int, between(1, BIGGEST)] | None = None
+    max_completion_tokens: Annotated[int, between(1, BIGGEST)] | None = None
+    modalities: Annotated[Any, only(["text"])] = None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> Self:
+        if not self.parallel_tool_calls and not self.tools:
+            raise broken("needs tools", "parallel_tool_calls")
+        if self.top_logprobs and not self.logprobs:
+            raise broken("needs logprobs true", "top_logprobs")
+        num_new, old_num_new = self.max_completion_tokens, self.max_tokens
+        if num_new is not None and old_num_new not in (None, num_new):
+            raise broken(f"must be max_completion_tokens {num_new}, got {old_num_new}", "max_tokens")
+        return self
+
+
+async def chat_completions(request: Request) -> Response:
+    """Answer a request."""
+    return await answered(request, ChatBody, _call_of, _Chat)
+
+
+async def _call_of(asked: ChatBody, service: HttpService, request: Request) -> Call:
+    tokens = await asked.tokens(service)
+    one_call = _one_call(service) if asked.has_tools and not asked.parallel_tool_calls else ()
+    num_new = asked.max_completion_tokens or asked.max_tokens or max(1, service.max_tokens - len(tokens))
+    sampling = asked.sampling(
+        service.eos,
+        max_new_tokens=num_new,
+        top_logprobs=asked.top_logprobs,
+        stops=tuple(end for end in one_call if end not in asked.stop),
+    )
+    request_id = asked.id_of(request)
+    keys = noise_keys([tokens], asked.n, seed=asked.seed, request_id=request_id)
+    return Call(
+        prompts=(tokens,),
+        sampling=sampling,
+        n=asked.n,
+        keys=keys,
+        stream=asked.stream,
+        request_id=request_id,
+    )
+
+
+def _one_call(service: HttpService) -> tuple[str, ...]:
+    """Return the text after which an answer ends because it has its one call of a tool.
+
+    Raises:
+        ApiError: It is not known.
+    """
+    template = service.codec.chat_template or ""
+    for begin, end in CALL_MARKS:
+        if begin in template and end in template:
+            return (end,)
+    raise bad_request(
+        "parallel_tool_calls", "must be true: where a call ends in this model's answers is not known here"
+    )
+
+
+class _Chat(RouteAnswer[ChatBody]):
     """Answer of a request, whole or in parts."""
 
-    def __init__(self, service: HttpService, asked: ChatRequest, generation: Generation) -> None:
-        self._service, self._asked, self._generation = service, asked, generation
+    def __init__(self, service: HttpService, asked: ChatBody, generation: Generation) -> None:
+        super().__init__(service, asked, generation)
+        call = self._call
         self._head = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
-            "object": "chat.completion.chunk" if asked.call.stream else "chat.completion",
+            "object": "chat.completion.chunk" if call.stream else "chat.completion",
             "created": int(time.time()),
             "model": service.model,
         }
-        call = asked.call
         assert call.sampling is not None
+        kept = call.sampling.stop_strings[len(asked.stop) :]
         self._answers = [
-            GrowingAnswer(service.codec, call.prompts[0], call.sampling, asked.options) for _ in range(call.n)
+            GrowingAnswer(
+                service.codec,
+                call.prompts[0],
+                call.sampling,
+                skip_special=asked.skip_special_tokens,
+                kept_stops=kept,
+            )
+            for _ in range(call.n)
         ]
-        self._num_new = 0
 
     def whole(self) -> dict[str, Any]:
         """Return the answer when all samples are over."""
@@ -201,7 +208,7 @@ class _Chat:
             part = answer.read(self._generation.feed.samples[i])
             message = {"role": "assistant", "content": part.text, "refusal": None}
             choices.append({**self._choice(i, part), "message": message})
-        return {**self._head, "choices": choices, "usage": self._usage(), **self._prompt_ids()}
+        return {**self._head, "choices": choices, "usage": self.usage(), **self._prompt_ids()}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the answer in parts."""
@@ -219,7 +226,7 @@ class _Chat:
                     delta = {"content": part.text} if part.text else {}
                     yield self._event({**self._choice(i, part), "delta": delta})
         if self._asked.include_usage:
-            yield event({**self._head, "choices": [], "usage": self._usage()})
+            yield event({**self._head, "choices": [], "usage": self.usage()})
 
     def _event(self, choice: dict[str, Any], **more: Any) -> bytes:
         if self._asked.include_usage:
@@ -237,7 +244,4 @@ class _Chat:
         return choice
 
     def _prompt_ids(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self._asked.call.prompts[0]} if self._asked.return_token_ids else {}
-
-    def _usage(self) -> dict[str, Any]:
-        return usage(len(self._asked.call.prompts[0]), self._num_new)
+        return {"prompt_token_ids": self._call.prompts[0]} if self._asked.return_token_ids else {}

@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import PlainValidator
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from starlette.requests import Request
@@ -18,13 +19,33 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from aedit.spec_rollout.http.errors import ApiError, bad_request, host_error
-from aedit.spec_rollout.http.fields import Fields
+from aedit.spec_rollout.http.fields import Body, Text, between, check_texts, parsed
 from aedit.spec_rollout.http.service import HttpService, in_thread, json_body
 from aedit.system import check_folder, opened_below, read_index
 
 UPDATE_S = 600.0
 """Time for new weights to be read and taken over, and for running samples to end before a pause."""
 MODES = ("keep", "wait", "abort")
+
+
+class AbortBody(Body):
+    """Requests whose samples are to end; None: all."""
+
+    request_ids: Annotated[list[str], PlainValidator(check_texts)] | None = None
+
+
+class WeightsBody(Body):
+    """New weights."""
+
+    weight_dir: Text | None = None
+    version: Annotated[int, between(0, (1 << 63) - 1)] | None = None
+
+
+class ChecksumBody(Body):
+    """A request for checksums, or for a comparison with earlier ones."""
+
+    action: Text = "checksum"
+    baseline: Any = None
 
 
 def control_routes(root: Path | None) -> list[Route]:
@@ -59,7 +80,7 @@ class _Control:
         """
         service = _service(request)
         async with json_body(request, service, empty={}) as body:
-            Fields(body).finish()  # a mode in the body would have no effect
+            parsed(Body, body, service)  # a mode in the body would have no effect
         if unknown := sorted({*request.query_params} - {"mode", "timeout_s", "clear_cache"}):
             raise bad_request(unknown[0][:64], "is no parameter of /pause: give mode, timeout_s, clear_cache")
         host, mode = service.host, request.query_params.get("mode", "keep")
@@ -90,9 +111,7 @@ class _Control:
         """End samples with finish_reason "abort": those of the requests in request_ids, without it all."""
         service = _service(request)
         async with json_body(request, service, empty={}) as body:
-            fields = Fields(body)
-            names = fields.texts("request_ids")
-            fields.finish()
+            names = parsed(AbortBody, body, service).request_ids
         if names is None:
             service.host.abort_all(service.line)
             return JSONResponse({"status": "aborted"})
@@ -106,18 +125,15 @@ class _Control:
         """
         service = _service(request)
         async with json_body(request, service) as body:
-            fields = Fields(body)
-            folder = fields.text("weight_dir", None)
-            version = fields.integer("version", None, 0, (1 << 63) - 1)
-            fields.finish()
-        if folder is None:
+            asked = parsed(WeightsBody, body, service)
+        if asked.weight_dir is None:
             raise bad_request("weight_dir", "is missing: name a directory below --weights-root")
         async with self._update:
             engine = service.engine
-            number = engine.version + 1 if version is None else version
+            number = engine.version + 1 if asked.version is None else asked.version
             model = engine.target.model
             try:
-                weights = await in_thread(read_weights, folder, self._root, model)
+                weights = await in_thread(read_weights, asked.weight_dir, self._root, model)
                 done = service.host.swap(service.line, lambda: weights, number)
             except (ValueError, OSError) as error:
                 raise bad_request("weight_dir", str(error)) from error
@@ -142,9 +158,8 @@ class _Control:
         """
         service = _service(request)
         async with json_body(request, service) as body:
-            fields = Fields(body)
-            action, baseline = fields.text("action", "checksum"), fields.any("baseline")
-            fields.finish()
+            asked = parsed(ChecksumBody, body, service)
+            action, baseline = asked.action, asked.baseline
         if action not in ("checksum", "compare"):
             raise bad_request("action", f"must be checksum or compare, got {action[:64]!r}")
         if action == "compare" and not isinstance(baseline, dict):

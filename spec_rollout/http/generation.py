@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from starlette.requests import Request
@@ -24,17 +24,13 @@ from starlette.types import Receive, Scope, Send
 from aedit.spec_rollout.engine import Scoring
 from aedit.spec_rollout.http.errors import ApiError, bad_request, host_error
 from aedit.spec_rollout.http.feeds import Feed
+from aedit.spec_rollout.http.fields import RouteBody, parsed
 from aedit.spec_rollout.http.service import HttpService, json_body
 from aedit.spec_rollout.sampling import Prompt, Rollout, SampleKey, Sampling
 from aedit.spec_rollout.server import DeadlinePassed, HostTicket
 
 log = logging.getLogger(__name__)
-
-
 DONE = b"data: [DONE]\n\n"
-
-
-"""(rollout, sample) of a `Prompt`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +54,9 @@ class Call:
     def num_samples(self) -> int:
         """Return the number of samples that are generated."""
         return 0 if self.sampling is None else len(self.keys)
+
+
+A = TypeVar("A", bound=RouteBody)
 
 
 class ClientGone(Exception):
@@ -111,7 +110,7 @@ class Generation:
                 self._tickets.append(service.host.submit(service.line, prompt, receiver, deadline_s=limit_s))
 
     def cancel(self) -> None:
-        """Cancel what is not over; nobody waits for it any more."""
+        """Cancel what is not over, when no answer waits for it any more."""
         self._service.running.remove(self.call.request_id, self)
         for future in self._scorings:
             future.cancel()
@@ -322,46 +321,55 @@ class EventStream(Response):
         await asyncio.wait_for(send(message), self._service.limits.write_s)
 
 
-class RouteRequest(Protocol):
-    """A request that has been read."""
+class RouteAnswer(Generic[A]):
+    """The answer to a request, whole or in parts."""
 
-    @property
-    def call(self) -> Call:
-        """Return its work for the engine."""
-
-
-class RouteAnswer(Protocol):
-    """The answer to a request."""
+    def __init__(self, service: HttpService, asked: A, generation: Generation) -> None:
+        self._service, self._asked, self._generation = service, asked, generation
+        self._call = generation.call
+        self._num_new = 0
+        """New tokens that were shown."""
 
     def whole(self) -> Mapping[str, Any]:
         """Return it when everything is generated."""
+        raise NotImplementedError
 
     def events(self) -> AsyncGenerator[bytes, None]:
         """Yield it in parts while it is generated."""
+        raise NotImplementedError
 
-
-A = TypeVar("A", bound=RouteRequest)
+    def usage(self) -> dict[str, Any]:
+        """Return the object `usage`."""
+        num_prompt = sum(map(len, self._call.prompts))
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": self._num_new,
+            "total_tokens": num_prompt + self._num_new,
+        }
 
 
 async def answered(
     request: Request,
-    read: Callable[[Any, HttpService, Request], Awaitable[A]],
-    show: Callable[[HttpService, A, Generation], RouteAnswer],
+    kind: type[A],
+    call_of: Callable[[A, HttpService, Request], Awaitable[Call]],
+    show: type[RouteAnswer[A]],
 ) -> Response:
     """Return the answer to a request.
 
     Args:
         request: The request.
-        read: Returns the request of a JSON body. Raises ApiError if it is not valid.
-        show: Returns the answer of a generation that has started.
+        kind: Its fields.
+        call_of: Returns its work for the engine. Raises ApiError if a field is not valid.
+        show: Its answer.
     """
     service: HttpService = request.app.state.service
     async with json_body(request, service) as body:
-        asked = await read(body, service, request)
-    generation = Generation(service, asked.call)
+        asked = parsed(kind, body, service)
+        call = await call_of(asked, service, request)
+    generation = Generation(service, call)
     generation.start()
     shown = show(service, asked, generation)
-    if asked.call.stream:
+    if call.stream:
         return EventStream(service, generation, shown.events())
     await generation.finish(request.receive)
     return JSONResponse(shown.whole())

@@ -1,7 +1,7 @@
 """State that all routes share: the engine's host, tokenizer, limits, figures and running requests.
 
 Here are also the figures for Prometheus, and the reading of bodies (limited in size, time and in the memory
-of all of them) and of the parameter `prompt`.
+of all of them).
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -21,10 +21,12 @@ from starlette.requests import ClientDisconnect, Request
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.http.errors import ApiError, bad_request
 from aedit.spec_rollout.http.feeds import Bridge
-from aedit.spec_rollout.http.fields import Fields
 from aedit.spec_rollout.http.server import HttpLimits
 from aedit.spec_rollout.http.text_codec import TextCodec
 from aedit.spec_rollout.server import EngineHost
+
+if TYPE_CHECKING:
+    from aedit.spec_rollout.http.generation import Generation
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 BIG_BODY_BYTES = 1 << 18
@@ -90,25 +92,18 @@ class _HostFigures(Collector):
         yield from (version, running, kv_bytes)
 
 
-class Abortable(Protocol):
-    """A request whose samples can be ended."""
-
-    def abort(self) -> None:
-        """End its samples."""
-
-
 class Running:
     """The requests with an id. Used by the event loop only."""
 
     def __init__(self) -> None:
-        self._by_id: dict[str, set[Abortable]] = {}
+        self._by_id: dict[str, set[Generation]] = {}
 
-    def add(self, request_id: str, request: Abortable) -> None:
+    def add(self, request_id: str, request: "Generation") -> None:
         """Add a request; one without an id cannot be named, and is not kept."""
         if request_id:
             self._by_id.setdefault(request_id, set()).add(request)
 
-    def remove(self, request_id: str, request: Abortable) -> None:
+    def remove(self, request_id: str, request: "Generation") -> None:
         """Remove a request. Idempotent."""
         requests = self._by_id.get(request_id, set())
         requests.discard(request)
@@ -163,17 +158,6 @@ class HttpService:
     def next_group(self) -> int:
         """Return a number for samples with one prompt."""
         return next(self._groups)
-
-    def check_model(self, fields: Fields) -> None:
-        """Check the name of the model in a request, which may be absent.
-
-        Raises:
-            ApiError: There is no such model.
-        """
-        name = fields.text("model", self.model)
-        if name != self.model:
-            message = f"there is no model {name[:128]!r} here: use {self.model!r}, or see /v1/models"
-            raise ApiError(404, message, param="model", code="model_not_found")
 
 
 @asynccontextmanager
@@ -254,36 +238,6 @@ def parse_json(body: bytes) -> Any:
 
 def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
-
-
-async def read_prompts(
-    fields: Fields, service: HttpService
-) -> tuple[tuple[tuple[int, ...], ...], tuple[str | None, ...]]:
-    """Return the prompts of a request as token ids, and those that came as text as text.
-
-    Raises:
-        ApiError: The parameter is missing or not valid.
-    """
-    value, most = fields.any("prompt"), service.limits.max_prompts
-    special = fields.boolean("add_special_tokens", True)
-    if value is None:
-        raise fields.bad("prompt", "is missing: give a text or token ids")
-    if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
-        value = [value]
-    if not isinstance(value, list) or not value:
-        raise fields.bad("prompt", "must be a text, a list of texts, or token ids, and not empty")
-    if len(value) > most:
-        raise fields.bad("prompt", f"must be at most {most} prompts, got {len(value)}")
-    prompts: list[tuple[int, ...]] = []
-    texts: list[str | None] = []
-    for each in value:
-        text = fields.check_text("prompt", each) if isinstance(each, str) else None
-        texts.append(text)
-        if text is None:
-            prompts.append(fields.tokens("prompt", each))
-        else:
-            prompts.append(await encode(service, text, special=special))
-    return tuple(prompts), tuple(texts)
 
 
 async def encode(service: HttpService, text: str, *, special: bool) -> tuple[int, ...]:

@@ -1,107 +1,96 @@
 """POST /inference/v1/generate: tokens in, tokens out, with the policy version of each token."""
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Self
 
+from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
 from aedit.spec_rollout.engine import Scoring
-from aedit.spec_rollout.http.answers import finite, usage
+from aedit.spec_rollout.http.answers import finite
 from aedit.spec_rollout.http.completions import DEFAULT_TOKENS
 from aedit.spec_rollout.http.fields import (
     BIGGEST,
-    Fields,
-    read_request_id,
-    read_sampling,
-    read_seed,
-    read_stream,
+    Ignored,
+    RouteBody,
+    SamplingBody,
+    Tokens,
+    between,
+    broken,
 )
-from aedit.spec_rollout.http.generation import Call, Generation, answered, event, noise_keys
+from aedit.spec_rollout.http.generation import Call, Generation, RouteAnswer, answered, event, noise_keys
 from aedit.spec_rollout.http.service import HttpService
 from aedit.spec_rollout.sampling import Rollout
 
-IGNORED_SAMPLING_FIELDS = (
-    *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
-    *("detokenize", "output_kind"),
-)
-"""Fields of `sampling_params` about text, of which the answer has none."""
-IGNORED_FIELDS = ("cache_salt", "return_token_ids")
+
+class TokenSampling(SamplingBody):
+    """The object `sampling_params`. The last fields are about text, of which the answer has none."""
+
+    logprobs: Annotated[int, between(0, "max_logprobs")] | None = None
+    """Number of alternatives of each token; None: no log-probabilities."""
+    prompt_logprobs: Annotated[int, between(0, "max_logprobs")] | None = None
+    max_tokens: Annotated[int, between(1, BIGGEST)] = DEFAULT_TOKENS
+    skip_special_tokens: Ignored = None
+    spaces_between_special_tokens: Ignored = None
+    include_stop_str_in_output: Ignored = None
+    detokenize: Ignored = None
+    output_kind: Ignored = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenRequest:
+class TokenBody(RouteBody):
     """A request for the tokens that follow a prompt of tokens."""
 
-    call: Call
-    logprobs: int | None
-    """Number of alternatives of each token; None: no log-probabilities."""
-    include_usage: bool
+    token_ids: Tokens = Field(None, validate_default=True)
+    sampling_params: TokenSampling = TokenSampling.model_construct()
+    cache_salt: Ignored = None
+    return_token_ids: Ignored = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.stream and self.sampling_params.prompt_logprobs is not None:
+            rule = "needs stream false: events have new tokens only"
+            raise broken(rule, "sampling_params.prompt_logprobs")
+        return self
 
 
 async def generate(request: Request) -> Response:
     """Answer a request."""
-    return await answered(request, read_generate, _TokenAnswer)
+    return await answered(request, TokenBody, _call_of, _TokenAnswer)
 
 
-async def read_generate(body: Any, service: HttpService, request: Request) -> TokenRequest:
-    """Return the request of a body.
-
-    Raises:
-        ApiError: A parameter is not valid.
-    """
-    fields, limits = Fields(body), service.limits
-    service.check_model(fields)
-    found = fields.any("token_ids")
-    tokens = fields.tokens("token_ids", found)
-    stream, include_usage = read_stream(fields)
-    given = fields.any("sampling_params")
-    settings = Fields({} if given is None else given, "sampling_params")
-    n = settings.integer("n", 1, 1, limits.max_samples)
-    logprobs = settings.integer("logprobs", None, 0, limits.max_logprobs)
-    prompt_logprobs = settings.integer("prompt_logprobs", None, 0, limits.max_logprobs)
-    if stream and prompt_logprobs is not None:
-        raise settings.bad("prompt_logprobs", "needs stream false: events have new tokens only")
-    num_new = settings.integer("max_tokens", DEFAULT_TOKENS, 1, BIGGEST)
-    sampling = read_sampling(
-        settings, limits, service.eos, max_new_tokens=num_new, top_logprobs=logprobs or 0
-    )
-    seed, request_id = read_seed(settings), read_request_id(fields, request)
-    settings.ignore(*IGNORED_SAMPLING_FIELDS)
-    settings.finish()
-    fields.allow("priority", 0)
-    fields.ignore(*IGNORED_FIELDS)
-    fields.finish()
-    call = Call(
+async def _call_of(asked: TokenBody, service: HttpService, request: Request) -> Call:
+    settings, tokens, request_id = asked.sampling_params, asked.token_ids, asked.id_of(request)
+    return Call(
         prompts=(tokens,),
-        sampling=sampling,
-        n=n,
-        keys=noise_keys([tokens], n, seed=seed, request_id=request_id),
-        prompt_logprobs=prompt_logprobs,
-        stream=stream,
+        sampling=settings.sampling(
+            service.eos, max_new_tokens=settings.max_tokens, top_logprobs=settings.logprobs or 0
+        ),
+        n=settings.n,
+        keys=noise_keys([tokens], settings.n, seed=settings.seed, request_id=request_id),
+        prompt_logprobs=settings.prompt_logprobs,
+        stream=asked.stream,
         request_id=request_id,
     )
-    return TokenRequest(call=call, logprobs=logprobs, include_usage=include_usage)
 
 
-class _TokenAnswer:
+class _TokenAnswer(RouteAnswer[TokenBody]):
     """Answer of a request, whole or in parts."""
 
-    def __init__(self, service: HttpService, asked: TokenRequest, generation: Generation) -> None:
-        self._asked, self._generation = asked, generation
-        self._num_shown = [0] * asked.call.num_samples
-        self._head = {"request_id": asked.call.request_id}
+    def __init__(self, service: HttpService, asked: TokenBody, generation: Generation) -> None:
+        super().__init__(service, asked, generation)
+        self._num_shown = [0] * self._call.num_samples
+        self._head = {"request_id": self._call.request_id}
 
     def whole(self) -> dict[str, Any]:
         """Return the answer when all samples are over."""
         choices = []
-        for i in range(self._asked.call.num_samples):
+        for i in range(self._call.num_samples):
             rollout = self._generation.rollout(i)
             choices.append(self._choice(i, rollout, len(rollout.tokens), rollout.finish_reason))
         scores = self._generation.scores
         prompt_logprobs = _prompt_logprobs(scores[0]) if scores else None
-        return {**self._head, "choices": choices, "prompt_logprobs": prompt_logprobs, "usage": self._usage()}
+        return {**self._head, "choices": choices, "prompt_logprobs": prompt_logprobs, "usage": self.usage()}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the answer in parts, as vLLM does: each event has the new tokens of one sample."""
@@ -119,13 +108,14 @@ class _TokenAnswer:
                 if ends:
                     del open_samples[i]
         if self._asked.include_usage:
-            yield event({**self._head, "choices": [], "usage": self._usage()})
+            yield event({**self._head, "choices": [], "usage": self.usage()})
 
     def _choice(self, i: int, rollout: Rollout, end: int, finish_reason: str | None) -> dict[str, Any]:
         """Return the tokens of a sample that were not shown yet, as a choice."""
         start, self._num_shown[i] = self._num_shown[i], end
+        self._num_new += end - start
         shown = None
-        if self._asked.logprobs is not None:
+        if self._asked.sampling_params.logprobs is not None:
             shown = {"content": _logprobs(rollout, start, end)}
         return {
             "index": i,
@@ -134,9 +124,6 @@ class _TokenAnswer:
             "logprobs": shown,
             "weight_versions": weight_versions(rollout.versions[start:end], start),
         }
-
-    def _usage(self) -> dict[str, Any]:
-        return usage(len(self._asked.call.prompts[0]), sum(self._num_shown))
 
 
 def weight_versions(versions: Sequence[int], start: int = 0) -> list[dict[str, Any]]:
