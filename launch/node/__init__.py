@@ -1,11 +1,11 @@
 """One node of a run: composition, training loop, checkpoints.
 
-`__main__` is the process that `torchrun` starts; `build` (begin there), `build_hub` and `build_averaging`
-make the node of a world, of a hub, or of hivemind peers. `train` is the loop over `objective` (text) or
-`rl_objective` (rewards), with `budget`, `stop`, `checkpoint`, `world` and `model`. `rl_build` makes the
+`__main__` is the process that `torchrun` starts; `build` (begin there) makes the node and lets it join a
+world, a hub (`build_hub`) or hivemind peers (`build_averaging`). `train` is the loop over `objective` (text)
+or `rl_objective` (rewards), with `budget`, `stop`, `checkpoint`, `world` and `model`. `rl_build` makes the
 objective of RL from `rl_groups` (prompts to rewarded groups), `rl_policy` (advantages and loss),
-`rl_engine`, `rl_drafter`, `rl_audit` (of servers) and `rl_records`. `launch.processes` starts it; exports and
-serving use its model.
+`rl_engine`, `rl_drafter`, `rl_audit` (of servers) and `rl_records`. `launch.processes` starts it; exports
+and serving use its model.
 """
 
 from typing import TYPE_CHECKING

@@ -8,6 +8,7 @@ import contextlib
 import os
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,6 @@ from aedit.types import RunFailed, UserError
 
 if TYPE_CHECKING:
     from aedit.launch.node.train import TrainingNode
-    from aedit.launch.node.world import World
 
 
 def main() -> int:
@@ -71,34 +71,13 @@ def _join_and_train(config: RunConfig, options: NodeOptions, at_end: contextlib.
 
     ranks = options.ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     attempt = options.attempt + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    run_dir = Path(config.dir) / config.name
+    member = options.membership or (JoinOptions(hub="", name="") if config.swarm.on else None)
+    options = replace(options, attempt=attempt, membership=member)
     world = join_world(config.device, ranks, config.edit.timeout_s)
     at_end.callback(leave_world)
-    if options.membership is not None or config.swarm.on:
-        _train_as_member(config, world, run_dir, attempt, options)
-        return
-    _log_to(run_dir / "nodes" / str(world.node), attempt)
-    with build(config, world, run_dir, attempt, _slowdown(config, world.node, options)) as node:
-        _train(node)
-
-
-def _train_as_member(
-    config: RunConfig, world: "World", run_dir: Path, attempt: int, options: NodeOptions
-) -> None:
-    """Train as a node of a world of its own, whose index the hub assigns, or as one that averages."""
-    from aedit.launch.node.build_averaging import build_averaging
-    from aedit.launch.node.build_hub import NodeStartOptions, build_with_hub
-
-    membership = options.membership or JoinOptions(hub="", name="")
-    node_options = NodeStartOptions(
-        membership=membership,
-        run_dir=run_dir,
-        attempt=attempt,
-        log_to=_log_to,
-        slowdown=_slowdown(config, membership.prefers or 0, options),
-    )
-    built = {"parts": build_with_hub, "hivemind": build_averaging}
-    with built[config.swarm.exchange](config, world, node_options) as node:
+    if member is None:  # others log once they know their index
+        _log_to(Path(config.dir) / config.name / "nodes" / str(world.node), attempt)
+    with build(config, world, options, _log_to) as node:
         _train(node)
 
 
@@ -111,11 +90,6 @@ def _train(node: "TrainingNode") -> None:
         train_policy(node, node.objective)
     else:
         train(node)
-
-
-def _slowdown(config: RunConfig, node: int, options: NodeOptions) -> float:
-    known = options.local and node < len(config.local.slowdown)
-    return config.local.slowdown[node] if known else 1.0
 
 
 def _log_to(directory: Path, attempt: int) -> None:

@@ -1,4 +1,8 @@
-"""Build a node of a `torchrun` world from its configuration, with its data, objective and shared drafter."""
+"""Build a node from its configuration, with its data, objective and shared drafter.
+
+Begin at `build`. A node joins the others in one of three ways: `world_member` here, `hub_member` in
+`build_hub`, `averaging_peer` in `build_averaging`.
+"""
 
 import hashlib
 import os
@@ -13,8 +17,8 @@ import torch
 from torch import nn
 
 from aedit.async_sgd.rules import DRAFTER, make_outer
-from aedit.edit import Inner, LayerSync, MeanExchange, SharedModule, compare
-from aedit.launch.config import RunConfig, unit_rules
+from aedit.edit import Exchange, LayerSync, MeanExchange, RoundSchedule, SharedModule, compare
+from aedit.launch.config import JoinOptions, NodeOptions, RunConfig, unit_rules
 from aedit.launch.data import (
     Corpus,
     CorpusTokenizer,
@@ -26,7 +30,9 @@ from aedit.launch.data import (
     need_answer,
 )
 from aedit.launch.node.budget import WorldBudget
-from aedit.launch.node.checkpoint import NodeCheckpoints, Resumed, resume
+from aedit.launch.node.build_averaging import averaging_peer
+from aedit.launch.node.build_hub import hub_member
+from aedit.launch.node.checkpoint import NodeCheckpoints, resume
 from aedit.launch.node.model import make_model, num_parameters
 from aedit.launch.node.objective import NodeParts, Objective, TextObjective, make_inners
 from aedit.launch.node.rl_build import make_policy_objective
@@ -62,83 +68,170 @@ class TrainingData:
         return {"samples of the corpus": self.num_samples}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStart:
+    """A node with its model and data, before it joins the others."""
+
+    config: RunConfig
+    world: World
+    options: NodeOptions
+    log_to: Callable[[Path, int], None]
+    """Redirects stdout and stderr to the log of this attempt in a node's directory."""
+    tokenizer: CorpusTokenizer
+    data: TrainingData
+    model: nn.Module
+    facts: dict[str, Any]
+    """Properties that must be equal for all nodes and checkpoints of the run."""
+    shared: SharedModule | None
+    """The drafter as the nodes share it."""
+
+    @property
+    def member(self) -> JoinOptions:
+        """Return how a node outside a world joins the others."""
+        return self.options.membership or JoinOptions(hub="", name="")
+
+    @property
+    def run_dir(self) -> Path:
+        """Return the run directory."""
+        return Path(self.config.dir) / self.config.name
+
+    def directory(self, index: int) -> Path:
+        """Return the directory of the node with this index."""
+        return self.run_dir / "nodes" / str(index)
+
+    def sync(self, exchange: Exchange, schedule: RoundSchedule | None = None) -> LayerSync:
+        """Return the model as a node that exchanges by `exchange`.
+
+        Raises UserError if a setting does not fit the model.
+        """
+        inners = make_inners(self.model, self.config.train)
+        try:
+            return LayerSync.of(
+                self.model, inners, exchange=exchange, schedule=schedule, config=self.config.edit
+            )
+        except ValueError as error:
+            raise UserError(str(error)) from error
+
+    def checkpoints(self, directory: Path, sync: LayerSync) -> NodeCheckpoints:
+        """Return the checkpoints in the directory of a node."""
+        return NodeCheckpoints(
+            directory / "checkpoints", keep=self.config.checkpoint.keep, shards=sync.shards
+        )
+
+    def recorder(self, index: int, elapsed_s: float) -> Recorder:
+        """Return the records of the node, which continue `elapsed_s` seconds into the run."""
+        clock, directory = Clock(), self.directory(index)
+        clock.start(elapsed_s)
+        trackers = partial(open_trackers, self.config.log, self.config.name, index, directory)
+        return Recorder(directory, clock, writes=self.world.leads, trackers=trackers)
+
+
 @contextmanager
 def build(
-    config: RunConfig, world: World, run_dir: Path, attempt: int, slowdown: float = 1.0
+    config: RunConfig, world: World, options: NodeOptions, log_to: Callable[[Path, int], None]
 ) -> Iterator[TrainingNode]:
-    """Build a node, resume it if there is a checkpoint, and close it when the block ends.
+    """Build a node, let it join the others, resume it if it has a checkpoint; close it when the block ends.
 
-    All processes of the run together. slowdown: factor by which each step is slowed down.
+    All processes of a world together, or all ranks of a node with a hub. Raises UserError if the machine or
+    the other nodes refuse it.
+
+    log_to: see `NodeStart`.
     """
     check_fits(config, world)
     torch.manual_seed(config.seed + world.node)
     tokenizer = load_tokenizer(config.data)
-    data = load_data(config, tokenizer, run_dir / "data")
+    data = load_data(config, tokenizer, Path(config.dir) / config.name / "data")
     model = make_model(config, tokenizer, world)
-    inners = make_inners(model, config.train)
-    with closing(TorchTransport(world.mesh.get_group("sync"), timeout_s=config.edit.timeout_s)) as transport:
-        exchange = _exchange(config, transport)
-        shared = make_shared(config, model, world.device)
-        if shared is not None:
-            shared.attach(exchange)
-        sync = _sync(config, model, inners, exchange)
-        facts = facts_of(config, model, tokenizer, data)
-        _compare(sync, transport, facts)
-        clock, directory = Clock(), run_dir / "nodes" / str(world.node)
-        checkpoints = NodeCheckpoints(
-            directory / "checkpoints", keep=config.checkpoint.keep, shards=sync.shards
-        )
-        order = SampleOrder(data.num_samples, config.seed, world.node, world.nodes)
-        resumed = resume(sync, exchange, checkpoints, order, facts)
-        clock.start(resumed.elapsed_s if resumed else 0.0)
-        trackers = partial(open_trackers, config.log, config.name, world.node, directory)
-        recorder = Recorder(directory, clock, writes=world.leads, trackers=trackers)
-        stop = Stop(world.node, world.nodes, transport, sync.shards)
-        order = (resumed and resumed.order) or order
-        parts = NodeParts(
-            config=config,
-            world=world,
-            tokenizer=tokenizer,
-            sync=sync,
-            order=order,
-            stop=stop,
-            recorder=recorder,
-            shared=shared,
-        )
-        make = partial(
-            TrainingNode,
-            config=config,
-            world=world,
-            sync=sync,
-            budget=WorldBudget(config, world, sync, clock),
-            stop=stop,
-            checkpoints=checkpoints,
-            recorder=recorder,
-            facts=facts,
-            slowdown=slowdown,
-        )
-        with started(make, data, parts, resumed, attempt) as node:
+    start = NodeStart(
+        config=config,
+        world=world,
+        options=options,
+        log_to=log_to,
+        tokenizer=tokenizer,
+        data=data,
+        model=model,
+        facts=facts_of(config, model, tokenizer, data),
+        shared=make_shared(config, model, world.device),
+    )
+    joined = {"parts": hub_member, "hivemind": averaging_peer}[config.swarm.exchange]
+    with (joined if options.membership else world_member)(start) as parts:
+        index = world.node if options.membership is None else options.membership.prefers or 0
+        known = options.local and index < len(config.local.slowdown)
+        slowdown = config.local.slowdown[index] if known else 1.0
+        with started(parts, data, slowdown=slowdown, attempt=options.attempt) as node:
             yield node
 
 
 @contextmanager
+def world_member(start: NodeStart) -> Iterator[NodeParts]:
+    """Yield the parts of a node that meets the others in one `torchrun` world. All processes together."""
+    config, world, data = start.config, start.world, start.data
+    with closing(TorchTransport(world.mesh.get_group("sync"), timeout_s=config.edit.timeout_s)) as transport:
+        exchange = MeanExchange(
+            transport,
+            outer=make_outer(config.outer),
+            penalty=config.edit.penalty,
+            offload=config.edit.offload,
+            rules=unit_rules(config),
+        )
+        if start.shared is not None:
+            start.shared.attach(exchange)
+        sync = start.sync(exchange)
+        try:
+            sync.compare()
+            compare(transport, "facts", {name: str(value) for name, value in start.facts.items()})
+        except ValueError as error:
+            raise UserError(f"{error}, and use the same files and the same Python version") from None
+        checkpoints = start.checkpoints(start.directory(world.node), sync)
+        order = SampleOrder(data.num_samples, config.seed, world.node, world.nodes)
+        resumed = resume(sync, exchange, checkpoints, order, start.facts)
+        recorder = start.recorder(world.node, resumed.elapsed_s if resumed else 0.0)
+        yield NodeParts(
+            config=config,
+            world=world,
+            tokenizer=start.tokenizer,
+            sync=sync,
+            order=(resumed and resumed.order) or order,
+            budget=WorldBudget(config, world, sync, recorder.clock),
+            stop=Stop(world.node, world.nodes, transport, sync.shards),
+            checkpoints=checkpoints,
+            recorder=recorder,
+            facts=start.facts,
+            resumed=resumed,
+            shared=start.shared,
+        )
+
+
+@contextmanager
 def started(
-    make: Callable[..., TrainingNode],
-    data: TrainingData,
-    parts: NodeParts,
-    resumed: Resumed | None,
-    attempt: int,
+    parts: NodeParts, data: TrainingData, *, slowdown: float = 1.0, attempt: int = 1
 ) -> Iterator[TrainingNode]:
     """Make the objective and the node, restore and record it; close objective and records with the block.
 
-    make: returns the node of an objective, which is its keyword argument.
+    Args:
+        parts: Of the node.
+        data: Samples of the run.
+        slowdown: Factor by which each step is slowed down.
+        attempt: Number of this start of the run.
     """
     recorder = parts.recorder
     try:
         with closing(make_objective(data, parts)) as objective:
-            node = make(objective=objective)
-            if resumed:
-                node.restore(resumed)
+            node = TrainingNode(
+                config=parts.config,
+                world=parts.world,
+                objective=objective,
+                sync=parts.sync,
+                budget=parts.budget,
+                stop=parts.stop,
+                checkpoints=parts.checkpoints,
+                recorder=recorder,
+                facts=parts.facts,
+                slowdown=slowdown,
+                hub=parts.hub,
+            )
+            if parts.resumed:
+                node.restore(parts.resumed)
             recorder.event("start", **start_values(node, attempt))
             yield node
     except Exception as error:
@@ -163,23 +256,6 @@ def check_fits(config: RunConfig, world: World) -> None:
         raise UserError("edit.offload = true needs CUDA: on a CPU node anchors are in host memory already")
 
 
-def _exchange(config: RunConfig, transport: TorchTransport) -> MeanExchange:
-    return MeanExchange(
-        transport,
-        outer=make_outer(config.outer),
-        penalty=config.edit.penalty,
-        offload=config.edit.offload,
-        rules=unit_rules(config),
-    )
-
-
-def _sync(config: RunConfig, model: nn.Module, inners: Inner, exchange: MeanExchange) -> LayerSync:
-    try:
-        return LayerSync.of(model, inners, exchange=exchange, config=config.edit)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
 def facts_of(
     config: RunConfig, model: nn.Module, tokenizer: CorpusTokenizer, data: TrainingData
 ) -> dict[str, Any]:
@@ -194,15 +270,6 @@ def facts_of(
         "outer.kind": config.outer.kind,
         "train.optimizer": config.train.optimizer,
     }
-
-
-def _compare(sync: LayerSync, transport: TorchTransport, facts: dict[str, Any]) -> None:
-    """Raise UserError on all nodes, before the first step, if their settings or data differ."""
-    try:
-        sync.compare()
-        compare(transport, "facts", {name: str(value) for name, value in facts.items()})
-    except ValueError as error:
-        raise UserError(f"{error}, and use the same files and the same Python version") from None
 
 
 def start_values(node: TrainingNode, attempt: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Build a node that averages with other peers by hivemind; `build_hub.py` does so for a run with a hub."""
+"""Join peers that average by hivemind."""
 
 import hashlib
 import secrets
@@ -6,24 +6,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from aedit.async_sgd.rules import make_outer
 from aedit.edit import AtMultiples, AveragingExchange, LayerSync
 from aedit.launch.config import FIRST, RunConfig, method
-from aedit.launch.data import SampleOrder, load_tokenizer
-from aedit.launch.node.build import check_fits, facts_of, load_data, started
-from aedit.launch.node.build_hub import NodeStartOptions
-from aedit.launch.node.checkpoint import NodeCheckpoints, resume_alone
-from aedit.launch.node.model import make_model
-from aedit.launch.node.objective import NodeParts, make_inners
+from aedit.launch.data import SampleOrder
+from aedit.launch.node.checkpoint import resume_alone
+from aedit.launch.node.objective import NodeParts
 from aedit.launch.node.stop import StopAlone
-from aedit.launch.node.train import TrainingNode
-from aedit.launch.node.world import World
-from aedit.launch.records import Clock, Recorder, file_name, open_trackers
+from aedit.launch.records import file_name
 from aedit.proto.dht import (
     AVERAGING,
     INTRODUCTION,
@@ -35,71 +29,54 @@ from aedit.proto.dht import (
 )
 from aedit.types import UserError
 
+if TYPE_CHECKING:
+    from aedit.launch.node.build import NodeStart
+
 START_S = 60.0
 """Longest time that a peer waits for its averager before it begins to train."""
 
 
 @contextmanager
-def build_averaging(config: RunConfig, world: World, options: NodeStartOptions) -> Iterator[TrainingNode]:
-    """Build a peer, resume it if it has a checkpoint, and end its averager when the block ends."""
-    check_fits(config, world)
-    if world.ranks > 1:
+def averaging_peer(start: "NodeStart") -> Iterator[NodeParts]:
+    """Yield the parts of a peer; end its averager when the block ends."""
+    config, index = start.config, start.member.prefers or 0
+    if start.world.ranks > 1:
         raise UserError(
-            f'swarm.exchange = "hivemind" needs one process per node, not {world.ranks}: it averages whole'
-            ' models; set swarm.exchange = "parts", or show one GPU to this node'
+            f'swarm.exchange = "hivemind" needs one process per node, not {start.world.ranks}: it averages'
+            ' whole models; set swarm.exchange = "parts", or show one GPU to this node'
         )
-    torch.manual_seed(config.seed)
-    index = options.membership.prefers or 0
-    tokenizer = load_tokenizer(config.data)
-    data = load_data(config, tokenizer, options.run_dir / "data")
-    model = make_model(config, tokenizer, world)
-    facts = facts_of(config, model, tokenizer, data)
-    numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    directory = options.run_dir / "nodes" / str(index)
-    options.log_to(directory, options.attempt)
-    settings = averaging_settings(config, options, numel, prefix_of(config, facts))
-    with closing(HivemindAverager(settings)) as averager:
+    directory = start.directory(index)
+    start.log_to(directory, start.options.attempt)
+    with closing(HivemindAverager(averaging_settings(start))) as averager:
         exchange = AveragingExchange(averager, outer=make_outer(config.outer))
-        sync = _sync(config, model, exchange)
-        world = replace(world, node=index)
-        checkpoints = NodeCheckpoints(
-            directory / "checkpoints", keep=config.checkpoint.keep, shards=sync.shards
-        )
-        resumed = resume_alone(sync, checkpoints, facts)
+        sync = start.sync(exchange, AtMultiples(config.edit.every))
+        checkpoints = start.checkpoints(directory, sync)
+        resumed = resume_alone(sync, checkpoints, start.facts)
         if not resumed:
             torch.manual_seed(config.seed + 1 + index)  # a different dropout mask per node
         if not averager.wait_until_up(START_S):
             print(f"aedit: hivemind is not up after {START_S:g} s: this peer begins alone", flush=True)
-        clock, elapsed_s = Clock(), resumed.elapsed_s if resumed else 0.0
-        clock.start(elapsed_s)
+        elapsed_s = resumed.elapsed_s if resumed else 0.0
+        recorder = start.recorder(index, elapsed_s)
         exchange.began_s = time.time() - elapsed_s
-        trackers = partial(open_trackers, config.log, config.name, index, directory)
-        recorder = Recorder(directory, clock, writes=True, trackers=trackers)
         exchange.on_event = recorder.event
-        stop = StopAlone(sync.shards)
-        parts = NodeParts(
+        # No process leases samples to the peers. One of another machine does not know its number: it draws a
+        # seed.
+        own = secrets.randbits(31) if config.swarm.peers else index
+        order = SampleOrder(start.data.num_samples, hash((config.seed, own)) % 2**31)
+        yield NodeParts(
             config=config,
-            world=world,
-            tokenizer=tokenizer,
+            world=replace(start.world, node=index),
+            tokenizer=start.tokenizer,
             sync=sync,
-            order=(resumed and resumed.order) or _order(config, data.num_samples, index),
-            stop=stop,
-            recorder=recorder,
-        )
-        make = partial(
-            TrainingNode,
-            config=config,
-            world=world,
-            sync=sync,
+            order=(resumed and resumed.order) or order,
             budget=OwnBudget(config, sync, exchange, evaluates=index == 0),
-            stop=stop,
+            stop=StopAlone(sync.shards),
             checkpoints=checkpoints,
             recorder=recorder,
-            facts=facts,
-            slowdown=options.slowdown,
+            facts=start.facts,
+            resumed=resumed,
         )
-        with started(make, data, parts, resumed, options.attempt) as node:
-            yield node
 
 
 class OwnBudget:
@@ -149,21 +126,18 @@ class OwnBudget:
         return opened_now or self._elapsed_s() > seconds + every
 
 
-def averaging_settings(
-    config: RunConfig, options: NodeStartOptions, numel: int, prefix: str
-) -> AveragingSettings:
+def averaging_settings(start: "NodeStart") -> AveragingSettings:
     """Return the settings of the node's averager. Raises UserError for an address that is none."""
-    swarm, member = config.swarm, options.membership
+    swarm, member, averaging = start.config.swarm, start.member, start.run_dir / AVERAGING
     peers = checked_maddrs(tuple(filter(None, swarm.peers.split(","))))
-    first = options.run_dir / AVERAGING / FIRST
     port = int(swarm.listen.rpartition(":")[2] or 0)
     return AveragingSettings(
         name=member.name,
-        prefix=prefix,
-        numel=numel,
-        directory=options.run_dir / AVERAGING / file_name(member.name),
+        prefix=prefix_of(start.config, start.facts),
+        numel=sum(p.numel() for p in start.model.parameters() if p.requires_grad),
+        directory=averaging / file_name(member.name),
         initial_peers=peers,
-        introduction=None if peers or not member.prefers else first / INTRODUCTION,
+        introduction=None if peers or not member.prefers else averaging / FIRST / INTRODUCTION,
         listen=listening_maddr(swarm.listen, 0 if member.prefers else port),
         announce=announced_maddr(swarm.announce, port) if swarm.announce else "",
         client=not swarm.listen,
@@ -175,25 +149,3 @@ def prefix_of(config: RunConfig, facts: dict[str, Any]) -> str:
     """Return a name under which only peers with this run, method, model and data meet."""
     described = repr((config.name, sorted(method(config).items()), sorted(facts.items())))
     return hashlib.sha256(described.encode()).hexdigest()[:32]
-
-
-def _order(config: RunConfig, num_samples: int, index: int) -> SampleOrder:
-    """Return an order of this peer alone: no process leases samples to the peers.
-
-    A peer of another machine does not know its number, and draws a seed.
-    """
-    own = secrets.randbits(31) if config.swarm.peers else index
-    return SampleOrder(num_samples, hash((config.seed, own)) % 2**31)
-
-
-def _sync(config: RunConfig, model: torch.nn.Module, exchange: AveragingExchange) -> LayerSync:
-    try:
-        return LayerSync.of(
-            model,
-            make_inners(model, config.train),
-            exchange=exchange,
-            schedule=AtMultiples(config.edit.every),
-            config=config.edit,
-        )
-    except ValueError as error:
-        raise UserError(str(error)) from error

@@ -1,11 +1,10 @@
-"""Build a node of a run with a hub, which joins, leaves and rejoins alone."""
+"""Join the run of a hub: the node joins, leaves and rejoins alone."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,16 +14,14 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 import aedit
 from aedit.edit import HubExchange, LayerSync, SharedModule, find_units, flat_layout, make_pace, snapshot
 from aedit.launch.config import JoinOptions, RunConfig, method, samples_per_step, tokens_per_step
-from aedit.launch.data import LeasedOrder, load_tokenizer
+from aedit.launch.data import LeasedOrder
 from aedit.launch.node.budget import HubBudget
-from aedit.launch.node.build import check_fits, facts_of, load_data, make_shared, started
 from aedit.launch.node.checkpoint import NodeCheckpoints, Resumed, check_facts, resumed_alone, training_state
-from aedit.launch.node.model import make_model
-from aedit.launch.node.objective import HubMember, NodeParts, make_inners
+from aedit.launch.node.objective import NodeParts
 from aedit.launch.node.stop import LEAVE_HUB_WITHIN_S, StopAlone, Stopped
 from aedit.launch.node.train import TrainingNode
 from aedit.launch.node.world import World
-from aedit.launch.records import Clock, Recorder, file_name, open_trackers
+from aedit.launch.records import file_name
 from aedit.proto.agent import (
     AgentLink,
     AgentPlan,
@@ -38,89 +35,68 @@ from aedit.proto.agent import (
 from aedit.proto.rpc import SERVER, is_loopback
 from aedit.proto.transports import PeersMissing
 from aedit.system import write_atomically
-from aedit.types import Round, UserError
+from aedit.types import UserError
+
+if TYPE_CHECKING:
+    from aedit.launch.node.build import NodeStart
 
 NAME = "name"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeStartOptions:
-    """Options of a node beside the configuration: how it joins, and where it writes."""
-
-    membership: JoinOptions
-    run_dir: Path
-    attempt: int
-    log_to: Callable[[Path, int], None]
-    """Redirects stdout and stderr to the log of this attempt in a node's directory."""
-    slowdown: float = 1.0
-    """Factor by which each step is slowed down."""
-
-
 @contextmanager
-def build_with_hub(config: RunConfig, world: World, options: NodeStartOptions) -> Iterator[TrainingNode]:
-    """Build a node, join the run of its hub, and close the node when the block ends.
+def hub_member(start: "NodeStart") -> Iterator[NodeParts]:
+    """Join the run of a hub, or of the owners of a swarm's parts; yield the parts of the node.
 
     All ranks of the node together. Raises UserError if the hub refuses this node.
     """
-    check_fits(config, world)
-    torch.manual_seed(config.seed)
-    tokenizer = load_tokenizer(config.data)
-    data = load_data(config, tokenizer, options.run_dir / "data")
-    model = make_model(config, tokenizer, world)
-    facts = facts_of(config, model, tokenizer, data)
-    shared = make_shared(config, model, world.device)
-    plan = agent_plan(config, options.membership, model, facts, data.num_samples, shared)
-    link = _link(plan, world, options.run_dir)
+    config, member, num_samples = start.config, start.member, start.data.num_samples
+    plan = agent_plan(config, member, start.model, start.facts, num_samples, start.shared)
+    link = _link(plan, start.world, start.run_dir)
     try:
-        exchange = _exchange(config, link, shared)
-        sync = _sync(config, model, exchange, link)
-        known = known_directory(options.run_dir, options.membership.name)
-        resumed = rejoin(sync, _checkpoints(config, known, sync), facts) if known else None
+        exchange = HubExchange(
+            link,
+            max_steps_ahead=config.hub.max_steps_ahead,
+            tokens_per_step=tokens_per_step(config),
+            penalty=config.edit.penalty,
+            timeout_s=config.edit.timeout_s,
+        )
+        if start.shared is not None:
+            start.shared.attach(exchange)
+        sync = start.sync(exchange, make_pace(config.edit, link.news))
+        known = known_directory(start.run_dir, member.name)
+        resumed = rejoin(sync, start.checkpoints(known, sync), start.facts) if known else None
         sync.anchor()
-        world = replace(world, node=link.node)
-        directory = options.run_dir / "nodes" / str(world.node)
-        options.log_to(directory, options.attempt)
+        world = replace(start.world, node=link.node)
+        directory = start.directory(world.node)
+        start.log_to(directory, start.options.attempt)
         if world.leads:
-            remember(directory, options.membership.name)
+            directory.mkdir(parents=True, exist_ok=True)
+            write_atomically(directory / NAME, member.name)
         if not resumed:
             torch.manual_seed(config.seed + 1 + world.node)  # a different dropout mask per node
-        clock = Clock()
-        clock.start(max(link.news().elapsed_s, resumed.elapsed_s if resumed else 0.0))
-        trackers = partial(open_trackers, config.log, config.name, world.node, directory)
-        recorder = Recorder(directory, clock, writes=world.leads, trackers=trackers)
-        stop = StopAlone(sync.shards)
-        parts = NodeParts(
+        elapsed_s = max(link.news().elapsed_s, resumed.elapsed_s if resumed else 0.0)
+        yield NodeParts(
             config=config,
             world=world,
-            tokenizer=tokenizer,
+            tokenizer=start.tokenizer,
             sync=sync,
-            order=LeasedOrder(link, data.num_samples, config.seed, sync),
-            stop=stop,
-            recorder=recorder,
-            shared=shared,
-            hub=HubMember(options.membership, lambda: (link.node, link.session)),
-        )
-        make = partial(
-            TrainingNode,
-            config=config,
-            world=world,
-            sync=sync,
+            order=LeasedOrder(link, num_samples, config.seed, sync),
             budget=HubBudget(config, sync, link),
-            stop=stop,
-            checkpoints=_checkpoints(config, directory, sync),
-            recorder=recorder,
-            facts=facts,
-            slowdown=options.slowdown,
-            participation=HubParticipation(link=link, exchange=exchange),
+            stop=StopAlone(sync.shards),
+            checkpoints=start.checkpoints(directory, sync),
+            recorder=start.recorder(world.node, elapsed_s),
+            facts=start.facts,
+            resumed=resumed,
+            shared=start.shared,
+            hub=HubMembership(
+                options=member,
+                link=link,
+                exchange=exchange,
+                identity=lambda: (link.node, link.session),
+            ),
         )
-        with started(make, data, parts, resumed, options.attempt) as node:
-            yield node
     finally:
         link.stop()
-
-
-def _checkpoints(config: RunConfig, directory: Path, sync: LayerSync) -> NodeCheckpoints:
-    return NodeCheckpoints(directory / "checkpoints", keep=config.checkpoint.keep, shards=sync.shards)
 
 
 def agent_plan(
@@ -201,41 +177,18 @@ def _link(plan: AgentPlan, world: World, run_dir: Path) -> AgentLink:
     return link
 
 
-def _exchange(config: RunConfig, link: AgentLink, shared: SharedModule | None) -> HubExchange:
-    exchange = HubExchange(
-        link,
-        max_steps_ahead=config.hub.max_steps_ahead,
-        tokens_per_step=tokens_per_step(config),
-        penalty=config.edit.penalty,
-        timeout_s=config.edit.timeout_s,
-    )
-    if shared is not None:
-        shared.attach(exchange)
-    return exchange
-
-
-def _sync(config: RunConfig, model: nn.Module, exchange: HubExchange, link: AgentLink) -> LayerSync:
-    try:
-        return LayerSync.of(
-            model,
-            make_inners(model, config.train),
-            exchange=exchange,
-            schedule=make_pace(config.edit, link.news),
-            config=config.edit,
-        )
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HubParticipation:
-    """Participation that reports each step to the node's agent and leaves without waiting for other nodes.
+class HubMembership:
+    """Membership of a node in a run with a hub: reports each step to the agent, and leaves alone.
 
     `link` connects to the agent, and `exchange` is that of the node's `sync`.
     """
 
+    options: JoinOptions
     link: Link
     exchange: HubExchange
+    identity: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    """Returns index and session of the node; the session changes when the node joins again."""
     leave_within_s: float = LEAVE_HUB_WITHIN_S
     """Longest wait of a leaving node for a hub that does not answer."""
 
@@ -260,8 +213,8 @@ class HubParticipation:
             )
         )
 
-    def leave_early(self, node: TrainingNode) -> tuple[list[Round], str]:
-        """Push the pending updates and leave; return no rounds, and the reason.
+    def leave_early(self, node: TrainingNode) -> str:
+        """Push the pending updates and leave; return the reason for the record of the stop.
 
         If the hub does not answer within `leave_within_s`, the checkpoint counts the last steps, and the run
         does not.
@@ -272,20 +225,14 @@ class HubParticipation:
             node.sync.close()
         except (Stopped, PeersMissing, TimeoutError) as error:
             node.sync.abandon()
-            return [], f"signal; the hub did not take the last steps: {error}"
-        return [], "signal"
+            return f"signal; the hub did not take the last steps: {error}"
+        return "signal"
 
 
 def known_directory(run_dir: Path, name: str) -> Path | None:
     """Return the directory of the node with this name on this machine, None if it has none."""
     found = [path.parent for path in run_dir.glob(f"nodes/*/{NAME}") if path.read_text() == name]
     return found[0] if found else None
-
-
-def remember(directory: Path, name: str) -> None:
-    """Write the node's name into its directory."""
-    directory.mkdir(parents=True, exist_ok=True)
-    write_atomically(directory / NAME, name)
 
 
 def rejoin(sync: LayerSync, checkpoints: NodeCheckpoints, facts: dict[str, Any]) -> Resumed | None:

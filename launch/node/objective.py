@@ -2,48 +2,50 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from aedit.edit import LayerSync, SharedModule
-from aedit.launch.config import JoinOptions, RunConfig, TrainConfig
+from aedit.launch.config import RunConfig, TrainConfig
 from aedit.launch.data import Corpus, CorpusTokenizer, Order, batch
+from aedit.launch.node.budget import NodeBudget
+from aedit.launch.node.checkpoint import NodeCheckpoints, Resumed
 from aedit.launch.node.model import blocks, held_out_loss, loss
 from aedit.launch.node.stop import Stop
 from aedit.launch.node.world import World
 from aedit.launch.records import Recorder
 from aedit.types import UserError
 
+if TYPE_CHECKING:
+    from aedit.launch.node.build_hub import HubMembership
+
 AddLoss = Callable[[Tensor], None]
-
-
-@dataclass(frozen=True, slots=True)
-class HubMember:
-    """Membership of a node: the hub's addresses and keys, and what the hub knows the node by."""
-
-    options: JoinOptions
-    identity: Callable[[], tuple[int, int]]
-    """Returns index and session, which changes when the node joins again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeParts:
-    """Components of a node that an objective uses."""
+    """Components of a node that takes part in its run, of which an objective and `TrainingNode` are made."""
 
     config: RunConfig
     world: World
+    """With the index of the node in its run."""
     tokenizer: CorpusTokenizer
     sync: LayerSync
     order: Order
+    budget: NodeBudget
     stop: Stop
+    checkpoints: NodeCheckpoints
     recorder: Recorder
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Properties that must be equal for all nodes and checkpoints of the run."""
+    resumed: Resumed | None = None
     shared: SharedModule | None = None
     """The drafter as the nodes share it."""
-    hub: HubMember | None = None
+    hub: "HubMembership | None" = None
     """Membership of the node in a run with a hub."""
 
 

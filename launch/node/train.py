@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from aedit.launch.node.world import World
 from aedit.launch.records import Recorder, RLMetric
 from aedit.types import Round
 
+if TYPE_CHECKING:
+    from aedit.launch.node.build_hub import HubMembership
+
 
 def train(node: "TrainingNode") -> None:
     """Train until the end of the run's budget or a stop request; then save and leave with the other nodes."""
@@ -32,45 +35,6 @@ def train(node: "TrainingNode") -> None:
             node.record_step()
             node.evaluate_if_due()
             node.save_after_a_round()
-
-
-class Participation(Protocol):
-    """Operations of a node that depend on how it exchanges with other nodes."""
-
-    def begin(self, node: "TrainingNode") -> None:
-        """Prepare for the first step."""
-
-    def record_step(self, node: "TrainingNode") -> None:
-        """Report a finished step."""
-
-    def leave_early(self, node: "TrainingNode") -> tuple[list[Round], str]:
-        """Leave before the end of the run.
-
-        Returns the rounds that other nodes will not open, to be opened again after a resume, and the reason
-        for the record of the stop.
-        """
-
-
-class WorldParticipation:
-    """Participation of nodes that take part in each round together and leave together."""
-
-    def begin(self, node: "TrainingNode") -> None:
-        """Do nothing: the world was joined when the process group was made."""
-
-    def record_step(self, node: "TrainingNode") -> None:
-        """Do nothing: nodes exchange only in rounds."""
-
-    def leave_early(self, node: "TrainingNode") -> tuple[list[Round], str]:
-        """Land what all nodes have opened and abandon other rounds; return those and the reason.
-
-        No node is waited for in between, since others may wait for this node's part of a round that all have
-        opened.
-        """
-        try:
-            node.sync.finish()
-        except Stopped:
-            return node.sync.abandon(), "signal"
-        return [], "signal"
 
 
 @dataclass(slots=True)
@@ -144,7 +108,8 @@ class TrainingNode:
     recorder: Recorder
     facts: dict[str, Any]
     slowdown: float
-    participation: Participation = field(default_factory=WorldParticipation)
+    hub: "HubMembership | None" = None
+    """Membership in a run with a hub; None: nodes take part in each round, and leave, together."""
     resumed: bool = False
     owed: list[Round] = field(default_factory=list)
     tokens: int = 0
@@ -192,7 +157,8 @@ class TrainingNode:
         self.sync.on_round = self.record_round
         if not self.resumed:
             self.evaluate()
-        self.participation.begin(self)
+        if self.hub is not None:
+            self.hub.begin(self)
 
     def reopen_abandoned_rounds(self) -> None:
         """Open the rounds again that this node had opened and abandoned before the checkpoint."""
@@ -208,10 +174,23 @@ class TrainingNode:
         self.recorder.event("stop", reason="done", step=self.sync.steps, tokens=self.tokens)
 
     def leave_early(self) -> None:
-        """Finish before the end of the budget: leave the run as `participation` does, and save."""
+        """Finish before the end of the budget: leave the run, and save.
+
+        A node of a world lands the rounds that all nodes have opened, and abandons others, which are opened
+        again after a resume. It waits for no node in between, since others may wait for its part of a round
+        that all have opened.
+        """
         self.objective.undo_step()
         self.stop.announce(self.sync.position)
-        owed, reason = self.participation.leave_early(self)
+        owed: list[Round] = []
+        reason = "signal"
+        if self.hub is not None:
+            reason = self.hub.leave_early(self)
+        else:
+            try:
+                self.sync.finish()
+            except Stopped:
+                owed = self.sync.abandon()
         self.record_metrics()
         self.save(Mark(self.milestone, self._next_sub()), owed)
         self.recorder.event("stop", reason=reason, step=self.sync.steps, tokens=self.tokens)
@@ -248,7 +227,8 @@ class TrainingNode:
         self.recorder.clock.busy_s += self.meter.end_step(self.sync.waited_s)
         if self.sync.shards.decide([self.recorder.line_is_due()])[0]:
             self.record_metrics()
-        self.participation.record_step(self)
+        if self.hub is not None:
+            self.hub.record_step(self)
 
     # -- progress
 

@@ -11,6 +11,7 @@ from kit.rl_drafter import make_loud, train_at_once
 from kit.rl_nodes import config_of, handlers_put_back
 from torch.distributed.device_mesh import init_device_mesh
 
+from aedit.launch.config import NodeOptions
 from aedit.launch.node.build import build
 from aedit.launch.node.rl_objective import train_policy
 from aedit.launch.node.world import World
@@ -57,7 +58,7 @@ class _Windows:
 
 def _train(directory, keys, world, watch):
     config = config_of(directory, **keys)
-    with handlers_put_back(), build(config, world, Path(config.dir) / config.name, 1) as node:
+    with handlers_put_back(), build(config, world, NodeOptions(), lambda *_: None) as node:
         make_loud(node) if world.ranks == 1 else None
         watch(node)
         train_policy(node, node.objective)
@@ -105,7 +106,7 @@ def ranks_with_workers(rank, size, directory, keys):
     mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("sync", "shard"))
     world = World(0, 1, rank, size, torch.device("cpu"), mesh)
     config, found, trained = config_of(directory, **keys), [], []
-    with handlers_put_back(), build(config, world, Path(config.dir) / config.name, 1) as node:
+    with handlers_put_back(), build(config, world, NodeOptions(), lambda *_: None) as node:
         online, accumulate = node.objective.online, node.objective.gradient.accumulate
         model, before = node.sync.model, {}
 

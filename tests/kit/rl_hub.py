@@ -9,16 +9,16 @@ import torch
 from aedit.async_sgd.inprocess import InProcessHub
 from aedit.async_sgd.rules import HubConfig, HubPlan, OuterConfig, PenaltyConfig
 from aedit.edit import EditConfig, HubExchange, LayerSync, find_units, flat_layout
+from aedit.launch.config import JoinOptions
 from aedit.launch.data import LeasedOrder, load_tokenizer
 from aedit.launch.node import NodeCheckpoints, load_data, make_inner
 from aedit.launch.node.budget import HubBudget
 from aedit.launch.node.build import started
-from aedit.launch.node.build_hub import HubParticipation
+from aedit.launch.node.build_hub import HubMembership
 from aedit.launch.node.model import make_model
 from aedit.launch.node.objective import NodeParts
 from aedit.launch.node.rl_objective import train_policy
 from aedit.launch.node.stop import StopAlone
-from aedit.launch.node.train import TrainingNode
 from aedit.launch.node.world import World
 from aedit.launch.records import Clock, Recorder
 
@@ -68,26 +68,13 @@ def node_of(config, hub, name):
         tokenizer=tokenizer,
         sync=sync,
         order=LeasedOrder(link, data.num_samples, config.seed, sync),
+        budget=HubBudget(config, sync, link),
         stop=stop,
+        checkpoints=NodeCheckpoints(directory / "checkpoints", keep=2, shards=sync.shards),
         recorder=recorder,
+        hub=HubMembership(options=JoinOptions(hub="", name=name), link=link, exchange=exchange),
     )
-
-    def make(objective):
-        return TrainingNode(
-            config=config,
-            world=world,
-            objective=objective,
-            sync=sync,
-            budget=HubBudget(config, sync, link),
-            stop=stop,
-            checkpoints=NodeCheckpoints(directory / "checkpoints", keep=2, shards=sync.shards),
-            recorder=recorder,
-            facts={},
-            slowdown=1.0,
-            participation=HubParticipation(link=link, exchange=exchange),
-        )
-
-    with started(make, data, parts, None, 1) as node:
+    with started(parts, data) as node:
         yield node
 
 

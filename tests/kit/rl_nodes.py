@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from aedit.launch.config import parse
+from aedit.launch.config import NodeOptions, parse
 from aedit.launch.node.build import build
 from aedit.launch.node.rl_objective import train_policy
 from aedit.launch.node.world import World
@@ -90,7 +90,7 @@ def run(config, watch=lambda node: None, attempt=1):
     with (
         handlers_put_back(),
         alone() as world,
-        build(config, world, Path(config.dir) / config.name, attempt) as node,
+        build(config, world, NodeOptions(attempt=attempt), lambda *_: None) as node,
     ):
         watch(node)
         train_policy(node, node.objective)
