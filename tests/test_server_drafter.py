@@ -12,9 +12,8 @@ from kit.rl_drafter import train_at_once
 from kit.tiny_policies import policy
 
 from aedit.launch.config import DrafterConfig, RunConfig
-from aedit.launch.serve import server_drafter
-from aedit.launch.serve.served_run import LineEngines
-from aedit.launch.serve.server_drafter import ServerDrafter
+from aedit.launch.serve import served_run
+from aedit.launch.serve.served_run import ServerDrafter, served_line
 from aedit.spec_rollout import Engine, Prompt, Sampling, make_target
 from aedit.spec_rollout.choose import Fixed
 from aedit.spec_rollout.drafters import parse_arm
@@ -51,8 +50,7 @@ class Server:
         run = SimpleNamespace(config=config, tokenizer=None, target=self._target)
         self.host = EngineHost()
         self.host.idle = self.drafter.window
-        engines = LineEngines(run, self.drafter, "run")
-        self.lines = {name: engines.make(name) for name in LINES}
+        self.lines = {name: served_line(run, self.drafter, "run", name) for name in LINES}
         for name, line in self.lines.items():
             line.engine.chooser = Fixed(parse_arm("layer:3"))
             self.host.open(name, lambda line=line: line.engine, between_steps=line.between_steps)
@@ -109,7 +107,7 @@ def models():
 
 
 def test_without_requests_a_better_drafter_is_trained_and_all_lines_adopt_it(tmp_path, monkeypatch, models):
-    train_at_once(monkeypatch, server_drafter)
+    train_at_once(monkeypatch, served_run)
     asked, later = prompts(24), prompts(8, first=100)
     with server_of(tmp_path, train=True) as server:
         for line, model in models.items():
@@ -179,17 +177,17 @@ class RaisesAtExit:
 
 
 BREAKS = {
-    "start": lambda patch: patch.setattr(server_drafter.OnlineDrafter, "of", raising),
-    "policy": lambda patch: patch.setattr(server_drafter.OnlineDrafter, "after_update", raising),
-    "adoption": lambda patch: patch.setattr(server_drafter.OnlineDrafter, "adopt", raising),
-    "begin of a wait": lambda patch: patch.setattr(server_drafter.OnlineDrafter, "window", raising),
+    "start": lambda patch: patch.setattr(served_run.OnlineDrafter, "of", raising),
+    "policy": lambda patch: patch.setattr(served_run.OnlineDrafter, "after_update", raising),
+    "adoption": lambda patch: patch.setattr(served_run.OnlineDrafter, "adopt", raising),
+    "begin of a wait": lambda patch: patch.setattr(served_run.OnlineDrafter, "window", raising),
     "end of a wait": lambda patch: patch.setattr(
-        server_drafter.OnlineDrafter, "window", lambda *_: RaisesAtExit()
+        served_run.OnlineDrafter, "window", lambda *_: RaisesAtExit()
     ),
     "features": lambda patch: patch.setattr(RowFeatures, "update", raising),
     "close": lambda patch: (
-        patch.setattr(server_drafter.OnlineDrafter, "adopt", raising),
-        patch.setattr(server_drafter.OnlineDrafter, "close", raising),
+        patch.setattr(served_run.OnlineDrafter, "adopt", raising),
+        patch.setattr(served_run.OnlineDrafter, "close", raising),
     ),
 }
 

@@ -2,10 +2,9 @@
 
 The command line calls `serve_run` and `start_servers`; begin with `run_server.py`.
 
-- `run_server.py`: start and end of the process; `run_member.py`: the server as a member of a run.
-- `served_run.py`: configuration, model and engines; `server_drafter.py`: its learned drafter.
+- `run_server.py`: the process, its addresses and its folder; `run_member.py`: the server as member of a run.
+- `served_run.py`: configuration, model, engines and learned drafter of a run.
 - `run_line.py`: announcements, and the run's policy versions; `model_server.py`: HTTP.
-- `places.py`: addresses; `server_folder.py`: folder, name and key.
 """
 
 from typing import TYPE_CHECKING
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
         start_servers,
         wait_for_end,
     )
-    from aedit.launch.serve.places import HttpPlace, ServerPlaces
-    from aedit.launch.serve.run_server import ServeRequest, serve_run
+    from aedit.launch.serve.run_server import HttpPlace, ServeRequest, ServerPlaces, serve_run
 
 __all__ = [
     "SIGNALS",

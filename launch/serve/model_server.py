@@ -14,7 +14,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from aedit.launch.node import stop_tokens
-from aedit.launch.serve.places import HttpPlace
+from aedit.launch.serve.run_server import HttpPlace
 from aedit.launch.serve.served_run import ServedRun
 from aedit.spec_rollout.http import HttpServer, HttpService, TextCodec, control_routes, make_app
 from aedit.spec_rollout.server import EngineHost

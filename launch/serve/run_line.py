@@ -1,6 +1,6 @@
 """A server's two threads towards the hub: it announces the server, and follows the line `run`.
 
-The hub's directory is told every few seconds that this server is there, and lists the other servers. The hub
+The server announces itself to the hub's directory every few seconds, which lists the other servers. The hub
 says which version is the newest; any server or hub that has it sends its bytes.
 """
 
@@ -172,7 +172,7 @@ class Announcer:
         self._process = secrets.randbits(64) | 1
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="announce", daemon=True)
-        self._is_told = False
+        self._is_announced = False
         self.others: tuple[ServerCard, ...] = ()
         """The other servers of the run, as the hub last listed them."""
         self.over = threading.Event()
@@ -220,9 +220,9 @@ class Announcer:
         card = self._card()
         card.process = self._process
         reply = self._directory.announce(card, self._key.private)
-        if not self._is_told:
+        if not self._is_announced:
             self._event("announced", address=card.address)
-        self._is_told, self.error = True, ""
+        self._is_announced, self.error = True, ""
         if reply.banned:
             self._end(reply.reason or "no reason was given")
         elif reply.finished:
@@ -230,9 +230,9 @@ class Announcer:
             self.over.set()
 
     def _lost(self, reason: str) -> None:
-        if self._is_told:
+        if self._is_announced:
             self._event("hub_lost", reason=reason)
-        self._is_told, self.error = False, reason
+        self._is_announced, self.error = False, reason
 
     def _refused(self, error: HubRefused) -> None:
         """End for a reason that stays; a hub that does not lead now, or restarts, is asked again."""

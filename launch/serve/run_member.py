@@ -2,16 +2,15 @@
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from aedit.launch.config import RunConfig
 from aedit.launch.records import Clock, Recorder
 from aedit.launch.serve.model_server import RunHttp
-from aedit.launch.serve.places import ServerPlaces
 from aedit.launch.serve.run_line import RUN_LINE, Announcer, RunLine
-from aedit.launch.serve.served_run import LineEngines, ServedRun
-from aedit.launch.serve.server_drafter import ServerDrafter
-from aedit.launch.serve.server_folder import ServerFolder
+from aedit.launch.serve.run_server import ServerFolder, ServerPlaces
+from aedit.launch.serve.served_run import ServedRun, ServerDrafter, served_line
 from aedit.proto.rpc import ClientKeys, DirectoryClient, Server, ServerCard, ServerKeys
 from aedit.spec_rollout.server import (
     EngineHost,
@@ -66,8 +65,8 @@ class RunMember:
         self._versions = ServedVersions(
             run.layout, self._host, ring=serve.versions, max_lines=serve.lines + SPARE_LINES
         )
-        engines = LineEngines(run, self._drafter, RUN_LINE)
-        self._lines = TrainerLines(self._host, engines.make, self._versions, limits)
+        make = partial(served_line, run, self._drafter, RUN_LINE)
+        self._lines = TrainerLines(self._host, make, self._versions, limits)
         identity = ServerIdentity(config.name, folder.name, folder.key)
         self._service = RolloutService(identity, self._host, self._lines, limits, status=self._figures)
         versions = self._versions.serve(self._lines)

@@ -1,29 +1,115 @@
-"""`aedit serve HOST:PORT`: a rollout server of the run of a hub."""
+"""`aedit serve HOST:PORT`: a rollout server of the run of a hub, its addresses, and its folder and name.
 
+The folder is kept over restarts, and used by one process at a time.
+"""
+
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from aedit.child import StopSignals
 from aedit.launch.config import RunConfig, check_imports, of_this_machine, parse, with_flags
-from aedit.launch.serve.places import ServerPlaces
-from aedit.proto.rpc import HelloReply, HubRefused, HubUnreachable, ServerKeys, caller_keys, greet
+from aedit.launch.records import KEY_FILE, claimed, file_name
+from aedit.proto.rpc import (
+    SERVER,
+    HelloReply,
+    HubRefused,
+    HubUnreachable,
+    ServerKeys,
+    SigningKey,
+    caller_keys,
+    check_address,
+    check_exposure,
+    greet,
+    is_loopback,
+    name_of,
+    server_keys,
+)
 from aedit.system import keep_one_arena
 from aedit.types import UserError
 
-if TYPE_CHECKING:  # they load torch, which takes seconds: what the user can correct is said before
+if TYPE_CHECKING:
     from aedit.launch.serve.run_member import RunMember
 
 LEAVE_S = 20.0
 """Longest wait after a signal for trainers that take their samples back."""
 LOOK_S = 0.2
+MOST_HERE = 64
+"""Servers without a name in one run directory."""
+_EVERYWHERE = ("0.0.0.0", "::", "")
+
+
+@dataclass(frozen=True, slots=True)
+class HttpPlace:
+    """Address of HTTP, and the keys of its clients."""
+
+    host: str
+    port: int
+    key_file: Path | None
+    """Keys of clients; None: everybody is served."""
+
+    @classmethod
+    def of(cls, place: str, key_file: Path | None, *, insecure: bool) -> Self:
+        """Return the place HOST:PORT.
+
+        Raises UserError for a wrong address, and for one that everybody could use without a key.
+        """
+        host, _, port = place.rpartition(":")
+        if not (host and port.isdecimal() and int(port) < 2**16):
+            raise UserError(f"--http {place}: expected HOST:PORT, as in 127.0.0.1:8000")
+        if key_file is None and not insecure and not is_loopback(place):
+            raise UserError(
+                f"--http {place} can be reached from other machines, and anybody could use it: name a file of"
+                " keys with --api-key-file, or say --insecure if the network is closed"
+            )
+        return cls(host.strip("[]"), int(port), key_file)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPlaces:
+    """Addresses as the user has given them."""
+
+    listen: str = "127.0.0.1:0"
+    """HOST:PORT for trainers and other servers; port 0 takes a free one."""
+    announced: str = ""
+    """HOST:PORT at which they reach it; empty: where it listens."""
+    http: HttpPlace | None = None
+    """Address of HTTP; None: no HTTP."""
+
+    def server_keys(self, keys: Path | None, config: RunConfig, *, insecure: bool) -> ServerKeys:
+        """Return the TLS keys of the server.
+
+        Raises UserError for a wrong address, and if others could connect without TLS and not `insecure`.
+        """
+        host, _, port = self.listen.rpartition(":")
+        if not (host and port.isdecimal() and int(port) < 2**16):
+            raise UserError(f"--address {self.listen}: expected HOST:PORT, as in 10.0.0.1:7001")
+        if self.announced:
+            check_address(self.announced)
+        if keys is not None and not (keys / f"{SERVER}.key").exists():
+            raise UserError(
+                f"--keys {keys}: has no {SERVER}.key, with which trainers recognise this server; make a"
+                " folder for it with aedit keys"
+            )
+        mutual = config.hub.certificates
+        found = server_keys(keys, require_client_certificates=mutual) if keys is not None else None
+        check_exposure(self.listen, found, insecure)
+        return found or ServerKeys()
+
+    def reached_at(self, port: int) -> str:
+        """Return the address to announce, for a server that listens at `port`."""
+        if self.announced:
+            return self.announced
+        host = self.listen.rpartition(":")[0]
+        return f"{socket.gethostname() if host.strip('[]') in _EVERYWHERE else host}:{port}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeRequest:
-    """Words of the command line."""
+    """Arguments of the command line."""
 
     hub: str
     """HOST:PORT of the hub, or of several that split the units."""
@@ -63,11 +149,11 @@ def serve_run(request: ServeRequest) -> int:
 
 def run_config(reply: HelloReply, request: ServeRequest) -> RunConfig:
     """Return the run's configuration with the settings of this machine."""
-    told = parse(reply.config, f"the configuration of {request.hub}")
-    config = with_flags(of_this_machine(told), list(request.flags))
-    if config.name != told.name:
+    shared = parse(reply.config, f"the configuration of {request.hub}")
+    config = with_flags(of_this_machine(shared), list(request.flags))
+    if config.name != shared.name:
         raise UserError(
-            f"--name: the hub's run is named {told.name}, not {config.name};"
+            f"--name: the hub's run is named {shared.name}, not {config.name};"
             " use --as for the name of the server, --dir for its folder"
         )
     check_imports(config, node=True)
@@ -80,7 +166,6 @@ def _member(
     request: ServeRequest, config: RunConfig, reply: HelloReply, keys: ServerKeys
 ) -> Iterator["RunMember"]:
     from aedit.launch.serve.run_member import RunMember
-    from aedit.launch.serve.server_folder import server_folder
 
     with server_folder(Path(config.dir) / config.name, request.name, request.keys) as folder:
         member = RunMember(
@@ -98,3 +183,53 @@ def _member(
             raise UserError(str(error)) from None
         finally:
             member.close()
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFolder:
+    """Folder of one server in a run directory."""
+
+    path: Path
+    name: str
+    """Name of the server in the run."""
+    key: SigningKey
+
+
+@contextmanager
+def server_folder(run_dir: Path, name: str, keys: Path | None) -> Iterator[ServerFolder]:
+    """Lock a folder in `run_dir`/servers until the block ends, and yield it.
+
+    Args:
+        run_dir: Of the run.
+        name: Of the server. Empty: that of its certificate, or one made of the host name and its key. A
+            second process in the same directory then is another server.
+        keys: Folder of keys for TLS.
+
+    Raises:
+        UserError: A server of this name is running in this directory, or it cannot be written.
+    """
+    name = name or name_of(keys)
+    with ExitStack() as held:
+        path = _claimed(run_dir / "servers", name, held)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            key = SigningKey.kept(path / KEY_FILE)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written: {error.strerror}; choose another --dir") from None
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        yield ServerFolder(path, name or f"{socket.gethostname()}-{key.public.hex()[:6]}", key)
+
+
+def _claimed(servers: Path, name: str, held: ExitStack) -> Path:
+    if name:
+        held.enter_context(claimed(servers, name))
+        return servers / file_name(name)
+    for number in range(1, MOST_HERE):
+        try:
+            held.enter_context(claimed(servers, f"server-{number}"))
+        except UserError:
+            continue
+        return servers / f"server-{number}"
+    held.enter_context(claimed(servers, f"server-{MOST_HERE}"))  # its error says why
+    return servers / f"server-{MOST_HERE}"

@@ -146,7 +146,7 @@ class AuditVerdict:
     evidence: Mapping[str, Any] = field(default_factory=dict)
     """Key, place, token, margin and versions, as values that JSON can hold."""
     is_final: bool = True
-    """False: the sample cannot be judged, as weights of its versions are no longer here. It accuses nobody,
+    """False: the sample cannot be judged, as weights of its versions are no longer here. It is no accusation,
     is generated again elsewhere, and another one is selected."""
 
 

@@ -12,6 +12,8 @@ from aedit.proto.rpc import DirectoryClient, HubRefused, HubUnreachable, new_sec
 from aedit.proto.rpc import directory_pb2 as pb
 from aedit.spec_rollout.training import Restarts
 
+ABSENT_S = 30.0
+"""Time for which a server is kept that the hub does not list. A hub that has just started lists none yet."""
 CONNECT_PAUSES = Restarts(limit=10**9, pause_s=0.25, longest_pause_s=10.0)
 """Between two tries to connect to a server that is away."""
 
@@ -26,6 +28,8 @@ MAX_DOUBLINGS = 6
 
 MAX_VIOLATIONS = 3
 """After so many the server gets no more samples of this process."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -101,30 +105,11 @@ class Places:
         return [place for place in self.places.values() if place.may_open(now_s)]
 
 
-ABSENT_S = 30.0
-"""Time for which a server is kept that the hub does not list. A hub that has just started lists none yet."""
-
-log = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True, slots=True)
 class Listed:
     """Servers by address: name and public key."""
 
     servers: dict[str, tuple[str, bytes]]
-
-
-@dataclass(slots=True)
-class Absences:
-    """Keeps servers listed for a while after they were left out."""
-
-    _seen: dict[str, tuple[tuple[str, bytes], float]] = field(default_factory=dict)
-
-    def merged(self, found: dict[str, tuple[str, bytes]], now_s: float) -> dict[str, tuple[str, bytes]]:
-        """Return the servers that are listed now, or were within `ABSENT_S`."""
-        self._seen |= {address: (server, now_s) for address, server in found.items()}
-        self._seen = {a: each for a, each in self._seen.items() if now_s - each[1] <= ABSENT_S}
-        return {address: server for address, (server, _) in self._seen.items()}
 
 
 class ServerDiscovery:
@@ -138,7 +123,8 @@ class ServerDiscovery:
         clock: Callable[[], float],
     ) -> None:
         self._client, self._every_s, self._post, self._clock = client, every_s, post, clock
-        self._absences = Absences()
+        self._seen: dict[str, tuple[tuple[str, bytes], float]] = {}
+        """Servers by address, and when they were listed last."""
         self._closed = threading.Event()
         self._error = ""
         threading.Thread(target=self._work, name="directory", daemon=True).start()
@@ -162,8 +148,10 @@ class ServerDiscovery:
                 self._error = str(error)
             else:
                 self._error = ""
-                found = {card.address: (card.name, card.public_key) for card in cards}
-                self._post(Listed(self._absences.merged(found, self._clock())))
+                now_s = self._clock()
+                self._seen |= {card.address: ((card.name, card.public_key), now_s) for card in cards}
+                self._seen = {a: each for a, each in self._seen.items() if now_s - each[1] <= ABSENT_S}
+                self._post(Listed({address: server for address, (server, _) in self._seen.items()}))
             self._closed.wait(self._every_s)
 
     def _accuse(self, accusation: pb.Accusation) -> None:

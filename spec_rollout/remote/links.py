@@ -22,7 +22,6 @@ from aedit.spec_rollout.audit import Auditor, AuditVerdict, HeldRollout, Origin,
 from aedit.spec_rollout.remote.connection import PROTOCOL, Connection, ServerStream
 from aedit.spec_rollout.remote.discovery import Listed, Place, Places, ServerDiscovery
 from aedit.spec_rollout.remote.publisher import (
-    Author,
     VersionGiven,
     VersionSender,
     VersionSource,
@@ -331,7 +330,7 @@ class Links:
 
         stream = ServerStream(place.address, self._keys, place.secret, begin, post)
         client = VersionsClient(place.address, self._keys)
-        sender = VersionSender(client, self._store, Author(self._line, place.secret), post)
+        sender = VersionSender(client, self._store, self._line, place.secret, post)
         self.connections[number] = Connection(number, place, stream, sender, self._channel)
         place.is_open = True
 

@@ -146,14 +146,6 @@ class VersionSource:
             self._post(VersionStored(stored))
 
 
-@dataclass(frozen=True, slots=True)
-class Author:
-    """A line, and the secret by which one server knows its author."""
-
-    line: str
-    secret: str
-
-
 class VersionSender:
     """Gives one server the newest version again and again, in a thread of its own."""
 
@@ -161,13 +153,15 @@ class VersionSender:
         self,
         client: VersionsClient,
         store: VersionStore,
-        author: Author,
+        line: str,
+        secret: str,
         post: Callable[[VersionGiven], None],
     ) -> None:
+        """Start the thread. secret: by which this server knows the author of the line."""
         self.offered: set[int] = set()
         """Versions that the server was offered."""
         self._client = client
-        self._store, self._author, self._post = store, author, post
+        self._store, self._line, self._secret, self._post = store, line, secret, post
         self._wanted, self._closed = 0, False
         self._changed = threading.Condition()
         threading.Thread(target=self._work, name=f"versions {client.address}", daemon=True).start()
@@ -206,8 +200,8 @@ class VersionSender:
         began_s = time.monotonic()
         self.offered.add(version)
         try:
-            num_bytes = self._client.give(self._store, self._author.line, version, self._author.secret)
-        except LineUnknown:  # it took so long that the version is no longer kept; a newer one is wanted
+            num_bytes = self._client.give(self._store, self._line, version, self._secret)
+        except LineUnknown:  # a newer version has replaced it meanwhile
             return VersionGiven(version, 0, time.monotonic() - began_s, "it was replaced meanwhile")
         except HubUnreachable as error:
             return VersionGiven(version, 0, time.monotonic() - began_s, str(error))

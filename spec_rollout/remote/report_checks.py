@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from aedit.proto.rpc import rollouts_pb2 as pb
@@ -97,35 +98,17 @@ class GivenSample:
         """Return the number of tokens that the server has drawn."""
         return len(self.tokens) - self.start
 
-    def as_rollout(self) -> "GivenRollout":
-        """Return the whole answer, as it is signed."""
-        return GivenRollout(
-            GivenPrompt(*self.key, tuple(self.request.prompt)),
-            self.tokens,
-            self.logprobs,
-            self.versions,
-            self.finish_reason,
+    def as_rollout(self) -> Any:
+        """Return the whole answer, with what a statement reads of a `Rollout`."""
+        rollout, sample = self.key
+        prompt = SimpleNamespace(rollout=rollout, sample=sample, tokens=tuple(self.request.prompt))
+        return SimpleNamespace(
+            prompt=prompt,
+            tokens=self.tokens,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            finish_reason=self.finish_reason,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class GivenPrompt:
-    """Parts of a `Prompt` that a statement names."""
-
-    rollout: int
-    sample: int
-    tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class GivenRollout:
-    """Parts of a `Rollout` that a statement names."""
-
-    prompt: GivenPrompt
-    tokens: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    finish_reason: str
 
 
 class Violation(Exception):

@@ -175,7 +175,7 @@ class ServerTotals:
     handle: WorkerHandle | None = None
     """None while there is no connection."""
 
-    def lost(self, *, violation: bool) -> None:
+    def disconnected(self, *, violation: bool) -> None:
         """Add the figures of a connection that has ended."""
         self.before = self.figures()
         self.now, self.handle = {}, None
@@ -363,7 +363,7 @@ class LinkProcess:
             self._process.lanes.pop(number, None)
         self._waiting = [each for each in self._waiting if each.lane is not lane]
         totals = self._servers[name]
-        totals.lost(violation=found.get("violation", False))
+        totals.disconnected(violation=found.get("violation", False))
         kind = {key: found[key] for key in ("violation", "evidence") if found.get(key)}
         self._report("server_lost", {"server": name, "address": totals.address, "reason": reason, **kind})
 

@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.spec_rollout.audit import HeldRollout, Origin, is_signed, statement_of
@@ -279,7 +278,7 @@ class Session:
     def hold_unfinished(self) -> None:
         """Hold the unfinished samples of a server that has gone, as far as it has drawn them.
 
-        The rank takes them back when it is told of the end.
+        The rank takes them back at the message of the end.
         """
         self._is_gone = True
         for sample in list(self.given.values()):
@@ -325,7 +324,8 @@ class Session:
         if sample is None:
             return
         check_end(sample, found)
-        statement = self._statement(sample)
+        origin, request = self.facts.origin, sample.request
+        statement = statement_of(origin, sample.as_rollout(), request.sampling, given=sample.start)
         if not is_signed(statement, found.signature, self.facts.public_key):
             raise Violation("a signature that does not fit what it has sent")
         self.speed.advance(now_s, self.live)
@@ -431,10 +431,6 @@ class Session:
         if sample is None and (rollout, number) not in self._returning:
             raise Violation(f"a report on sample {rollout}/{number}, which it does not have")
         return sample
-
-    def _statement(self, sample: GivenSample) -> pb.RolloutStatement:
-        rollout: Any = sample.as_rollout()  # what a statement reads of a `Rollout`
-        return statement_of(self.facts.origin, rollout, sample.request.sampling, given=sample.start)
 
     def _rollout(self, sample: GivenSample, statement: bytes, signature: bytes) -> HeldRollout:
         return HeldRollout(

@@ -44,7 +44,7 @@ class SharedWeights:
         return self._slots.newest_number
 
     def described(self) -> dict[str, Any]:
-        """Return the layout and the file descriptor in words that JSON can hold."""
+        """Return the layout and the file descriptor as values that JSON can hold."""
         specs = [
             [spec.name, list(spec.shape), str(spec.dtype).removeprefix("torch.")]
             for spec in self.layout.specs
@@ -62,7 +62,7 @@ class SharedWeights:
 
         Raises:
             ValueError: A tensor does not fit, here or on another rank. Nothing is published.
-            RuntimeError: A rank was lost on the way. Nothing is published.
+            RuntimeError: A rank failed on the way. Nothing is published.
         """
         untied = _untied(weights)
         refusal = self._refusal(untied)

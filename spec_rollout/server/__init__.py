@@ -6,7 +6,7 @@
   weights; `tickets.py`: submitted samples, priorities, limits and queues.
 - `rollouts.py`: the gRPC service; `trainer_stream.py`: one stream of a trainer.
 - `worker.py`: process of a rollout worker; `worker_engine.py`: its engine; `channel.py`: its socket.
-- `trainer_lines.py`: a trainer's engines; `served_versions.py`: their policy versions.
+- `trainer_lines.py`: a trainer's engines and their policy versions.
 """
 
 from typing import TYPE_CHECKING
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from aedit.spec_rollout.server.channel import WORKER_LANE, Channel, Message
     from aedit.spec_rollout.server.host import EngineHost
     from aedit.spec_rollout.server.rollouts import RolloutService
-    from aedit.spec_rollout.server.served_versions import ServedVersions, version_tensors
     from aedit.spec_rollout.server.tickets import (
         DeadlinePassed,
         HostEnding,
@@ -27,7 +26,12 @@ if TYPE_CHECKING:
         Overloaded,
         PauseReplaced,
     )
-    from aedit.spec_rollout.server.trainer_lines import StreamLimits, TrainerLines
+    from aedit.spec_rollout.server.trainer_lines import (
+        ServedVersions,
+        StreamLimits,
+        TrainerLines,
+        version_tensors,
+    )
     from aedit.spec_rollout.server.trainer_stream import ServerIdentity
     from aedit.spec_rollout.server.worker_engine import EngineSpec, make_engine
 

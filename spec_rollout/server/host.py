@@ -126,7 +126,7 @@ class EngineHost:
         Args:
             line: Whose policy generates.
             prompt: The sample.
-            receiver: Is told what becomes of it.
+            receiver: Gets its tokens and its end.
             priority: Samples of priority RUN come first, and take the rows of public ones.
             min_version: Policy version that the sample waits for.
             deadline_s: Seconds from now after which it fails with `DeadlinePassed`.

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
@@ -265,7 +264,7 @@ class HostLine:
             self.tickets[rollout.prompt.key] = ticket
 
     def step(self, *, starts: bool = True) -> None:
-        """Run one step of the engine and tell the receivers.
+        """Run one step of the engine and call the receivers.
 
         A sample for which the engine has no next token or no memory fails; the others go on.
 
@@ -312,29 +311,30 @@ class HostLine:
         rollout = ticket.prompt.to_rollout() if ticket.rollout is None else self._drop(ticket)
         rollout.finish_reason = "abort"
         self._leave(ticket)
-        _tell(ticket, partial(ticket.receiver.ended, rollout))
+        _report_to(ticket, ticket.receiver.ended, rollout)
 
     def fail(self, ticket: HostTicket, error: Exception) -> None:
         """Let a sample fail that waits or is in the engine."""
         if ticket.rollout is not None:
             self._drop(ticket)
         self._leave(ticket)
-        _tell(ticket, partial(ticket.receiver.failed, error))
+        _report_to(ticket, ticket.receiver.failed, error)
 
     def _report(self, step: Step) -> None:
         finished = {rollout.prompt.key for rollout in step.finished}
         for rollout, count in zip(step.rollouts, step.counts, strict=True):
             key = rollout.prompt.key
             ticket = self.tickets[key]
-            is_told = _tell(ticket, partial(ticket.receiver.tokens, rollout, len(rollout.tokens) - count))
+            start = len(rollout.tokens) - count
+            is_received = _report_to(ticket, ticket.receiver.tokens, rollout, start)
             if key in finished:
                 self._forget(key)
-            elif not is_told:
+            elif not is_received:
                 self._drop(ticket)
-            if not is_told or key in finished:
+            if not is_received or key in finished:
                 self._leave(ticket)
-            if is_told and key in finished:
-                _tell(ticket, partial(ticket.receiver.ended, rollout))
+            if is_received and key in finished:
+                _report_to(ticket, ticket.receiver.ended, rollout)
 
     def _fail_rollouts(self, rollouts: Sequence[Rollout], error: Exception) -> None:
         if not rollouts:
@@ -372,10 +372,10 @@ class HostLine:
         self._over(ticket)
 
 
-def _tell(ticket: HostTicket, call: Callable[[], None]) -> bool:
+def _report_to(ticket: HostTicket, call: Callable[..., None], *arguments: Any) -> bool:
     """Call a receiver; return whether it did not raise."""
     try:
-        call()
+        call(*arguments)
     except Exception:
         log.exception("the receiver of sample %s raised: it gets nothing more", ticket.prompt.name)
         return False

@@ -125,7 +125,7 @@ class HostFigures:
 class RetryTimes:
     """Gives each refused sample a time, and counts it as one that will come back then. Not thread-safe.
 
-    Were all refused ones told when the samples of the queue are over, they would come back together: many
+    If all refused samples got the time at which the queue is empty, they would come back together: many
     clients would be refused again and again, and their requests would take the processor from the samples.
     """
 

@@ -175,9 +175,9 @@ class RolloutService:
         """Handle the messages of a stream until it ends."""
         try:
             with ExitStack() as used:
-                heard = call.heard(messages)
-                stream = self._open(call, next(heard, b""), used)
-                for message in heard:
+                received = call.received(messages)
+                stream = self._open(call, next(received, b""), used)
+                for message in received:
                     stream.handle(pb.ToServer.FromString(message))
             call.end()
         except grpc.RpcError:
@@ -232,7 +232,7 @@ class RolloutService:
     # --- the watching thread
 
     def _watch(self) -> None:
-        """End streams that are silent or do not read, and close lines that nobody uses."""
+        """End streams that are silent or do not read, and close unused lines."""
         while not self._is_closed.wait(WATCH_S):
             with self._lock:
                 calls = list(self._calls)
@@ -250,9 +250,9 @@ class RolloutService:
         call.stream.expire()
         if call.stream.is_full:
             call.cut(f"{limits.unsent_bytes} bytes wait to be sent: the trainer does not read")
-        elif call.unread_s > limits.stall_s:
+        elif call.unread_for_s > limits.stall_s:
             call.cut(f"the trainer has read nothing for {limits.stall_s:g} s")
-        elif call.unheard_s > limits.silent_s:
+        elif call.silent_for_s > limits.silent_s:
             text = f"nothing came from the trainer for {limits.silent_s:g} s: send beat every 2 s"
             call.end(Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, text))
 
@@ -299,13 +299,13 @@ class _Call:
     def messages(self, open_s: float) -> Iterator[bytes]:
         """Yield what is sent, until the end."""
         while not self._changed.wait(WATCH_S):
-            if self.unheard_s > open_s:
+            if self.silent_for_s > open_s:
                 self.end(Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, f"no open came within {open_s:g} s"))
         if self.stream is not None:
             yield self.stream.opened()
             yield from self.stream.messages()
 
-    def heard(self, messages: Iterator[bytes]) -> Iterator[bytes]:
+    def received(self, messages: Iterator[bytes]) -> Iterator[bytes]:
         """Yield the trainer's messages, and note since when the next one is waited for."""
         self._waiting_s = self._clock()
         for message in messages:
@@ -316,13 +316,13 @@ class _Call:
             self._waiting_s = self._clock()
 
     @property
-    def unheard_s(self) -> float:
+    def silent_for_s(self) -> float:
         """Return the seconds for which the reader has waited for a message."""
         since_s = self._waiting_s
         return 0.0 if since_s is None else self._clock() - since_s
 
     @property
-    def unread_s(self) -> float:
+    def unread_for_s(self) -> float:
         """Return the seconds for which the connection has not taken the message that is being sent."""
         since_s = None if self.stream is None else self.stream.handed_s
         return 0.0 if since_s is None else self._clock() - since_s

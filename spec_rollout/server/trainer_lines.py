@@ -1,21 +1,45 @@
-"""Lines of policy versions at a server: each has an engine of its own, and one author. Limits of streams."""
+"""Lines of policy versions at a server: each has an engine of its own, and one author.
 
+Versions are checked when they arrive, kept for others, and given to the engine of their line.
+"""
+
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import grpc
+import torch
+from torch import Tensor
 
-from aedit.proto.rpc import SECRET_CHARS, Refusal, is_author
+from aedit.proto.rpc import SECRET_CHARS, Caller, Limits, Refusal, Service, is_author
+from aedit.proto.versions import (
+    LineUnknown,
+    Manifest,
+    Patterns,
+    VersionLayout,
+    VersionsCore,
+    VersionStore,
+    versions_service,
+)
 from aedit.spec_rollout.engine import Engine, EngineSpeed, SpeedMeter
 from aedit.spec_rollout.server.host import EngineHost
 from aedit.spec_rollout.server.host_line import OnNewVersion
 from aedit.types import check
 
 CLOSE_S = 60.0
+_TORCH = {
+    "bf16": ("<i2", torch.bfloat16),
+    "fp32": ("<f4", torch.float32),
+    "fp64": ("<f8", torch.float64),
+}
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +57,9 @@ class StreamLimits:
     open_s: float = 10.0
     """Time until Open has come, and longest wait for another line that is being opened."""
     silent_s: float = 10.0
-    """A stream from which nothing has come for so long is ended. Trainers send Beat every 2 s."""
+    """Timeout of a stream from which nothing comes. Trainers send Beat every 2 s."""
     stall_s: float = 10.0
-    """A trainer that has taken no message for so long is cut off."""
+    """Timeout of a trainer that takes no message; it is cut off."""
     unsent_bytes: int = 16 << 20
     """Memory for what waits to be sent to one trainer. Beyond it the trainer is cut off."""
     figures_s: float = 0.5
@@ -43,7 +67,7 @@ class StreamLimits:
     version_s: float = 120.0
     """Longest wait of a sample for the policy version that it begins with."""
     line_idle_s: float = 120.0
-    """A line that no stream uses is closed after so long, or when another one needs its place."""
+    """Seconds until a line that no stream uses is closed, unless another one needs its place before."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -66,16 +90,6 @@ class LineEngine(Protocol):
 
     def close(self) -> None:
         """Take note that the line is closed and its engine is gone."""
-
-
-class LineVersions(Protocol):
-    """Policy versions of the lines."""
-
-    def open(self, line: str) -> None:
-        """Begin to keep versions of a line. Raises ValueError if it cannot."""
-
-    def close(self, line: str) -> None:
-        """Forget the versions of a line."""
 
 
 @dataclass(slots=True, eq=False)
@@ -134,6 +148,89 @@ class TrainerLine:
         }
 
 
+class ServedVersions:
+    """Versions of the lines of a server. Any thread may call. Call `serve` before anything else."""
+
+    def __init__(self, layout: VersionLayout, host: EngineHost, *, ring: int, max_lines: int) -> None:
+        """Make an empty store.
+
+        Args:
+            layout: Units and dtype of all versions.
+            host: Runs the engines.
+            ring: Newest versions of each line that are kept.
+            max_lines: Lines that may be open.
+        """
+        self.store = VersionStore(layout, ring=ring, max_lines=max_lines)
+        self.failed: Callable[[Manifest, BaseException], None] = _log_failure
+        """Called with a version that could not be given to its engine."""
+        self._host = host
+        self._core: VersionsCore | None = None
+        self._lines: TrainerLines | None = None
+
+    def serve(self, lines: "TrainerLines", limits: Limits | None = None) -> Service:
+        """Return the service `Versions`, in which only the author of a line may write. limits: per peer."""
+
+        def may_author(line: str, caller: Caller) -> bool:
+            lines.authored(line, caller.secret)  # its refusal has the reason
+            return True
+
+        self._lines = lines
+        self._core = VersionsCore(self.store, may_author, self.arrived)
+        return versions_service(self._core, limits)
+
+    def open(self, line: str) -> None:
+        """Begin to keep versions of a line. Raises ValueError for a wrong name or too many lines."""
+        self.store.open(line)
+
+    def close(self, line: str) -> None:
+        """Forget the versions of a line, also one that is being received."""
+        if self._core is None:
+            self.store.close(line)
+        else:
+            self._core.close_line(line)
+
+    def arrived(self, manifest: Manifest) -> None:
+        """Let the engine of its line generate with a version that is complete."""
+        assert self._lines is not None
+        try:
+            line = self._lines.named(manifest.line)
+            done = self._host.swap(
+                line.name, lambda: self._tensors(manifest), manifest.serial, line.on_new_version
+            )
+        except (LookupError, RuntimeError, ValueError) as error:
+            self.failed(manifest, error)
+            return
+        done.add_done_callback(lambda future: self._swapped(manifest, future))
+
+    def _tensors(self, manifest: Manifest) -> dict[str, Tensor]:
+        target = self._host.engine(manifest.line).target
+        with self.store.hold(manifest.line, manifest.serial) as units:
+            return version_tensors(self.store.layout, units, target.dtype, target.device)
+
+    def _swapped(self, manifest: Manifest, done: "Future[None]") -> None:
+        error = done.exception()
+        if error is not None and not isinstance(error, LineUnknown):
+            self.failed(manifest, error)
+
+
+def _log_failure(manifest: Manifest, error: BaseException) -> None:
+    log.error("version %d of line %s is not in use: %s", manifest.serial, manifest.line, error)
+
+
+def version_tensors(
+    layout: VersionLayout, units: Mapping[str, Patterns], dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """Return the parameters of a version by name, as copies in the engine's dtype on its device."""
+    number, stored = _TORCH[layout.dtype]
+    found = {}
+    for unit in layout.layout.units:
+        flat = torch.from_numpy(units[unit.name].view(number)).view(stored)
+        sizes = [tensor.numel for tensor in unit.tensors]
+        for tensor, part in zip(unit.tensors, torch.split(flat, sizes), strict=True):
+            found[tensor.name] = part.view(tensor.shape).to(device=device, dtype=dtype, copy=True)
+    return found
+
+
 class TrainerLines:
     """All lines of a server. Any thread may call."""
 
@@ -141,7 +238,7 @@ class TrainerLines:
         self,
         host: EngineHost,
         make: Callable[[str], LineEngine],
-        versions: LineVersions,
+        versions: ServedVersions,
         limits: StreamLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

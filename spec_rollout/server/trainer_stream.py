@@ -331,7 +331,7 @@ class TrainerStream:
     # --- the sender's thread
 
     def messages(self) -> Iterator[bytes]:
-        """Yield what is to be sent, until the stream is closed. A pause here means that nobody reads."""
+        """Yield what is to be sent, until the stream is closed. A pause here: the trainer does not read."""
         while not self._is_closed:
             for item in self._outbox.take(self._limits.figures_s):
                 for message in self._encoded(item):
