@@ -89,7 +89,7 @@ def test_an_earlier_segment_that_was_written_anew_with_valid_checksums_is_refuse
     file, data = File(path), bytearray(path.read_bytes())
     frame, body = next(pair for pair in frames.frames(file) if b'"facts":[["seed","0"]]' in pair[1])
     forged = body.replace(b'["seed","0"]', b'["seed","1"]')
-    start = frame.body.offset - frames.FRAME_BYTES
+    start = frame.offset - frames.FRAME_BYTES
     header = frames.frame_header(
         read_head(file).mark, frame.kind, len(forged), zlib.crc32(forged), frame.synced
     )

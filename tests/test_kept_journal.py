@@ -10,7 +10,6 @@ from test_journal import Book, config, same
 
 from aedit.async_sgd.journal import (
     Ledger,
-    Mark,
     Store,
     begin_after,
     segment_numbers,
@@ -164,7 +163,7 @@ def test_an_incomplete_end_is_cut_off_before_it_is_compared(book, tmp_path):
     book.push(0, 0)
     piece = book.ledger.journal.file.read(whole[1], 70)
     follower.mirror.take(pb.TailChunk(segment=1, offset=whole[1], data=piece, crc=zlib.crc32(piece)))
-    assert follower.mirror.mark().position == whole
+    assert follower.mirror.trim()[0] == whole
     follower.follow(book.ledger)
     assert follower.differed == 0
     same(follower.mirror.hub, book.hub)
@@ -183,7 +182,7 @@ def test_a_snapshot_alone_is_fetched_again_under_another_term(book, tmp_path):
         follower.mirror.take(chunk)
     head = chunk.data[:7]
     follower.mirror.take(pb.TailChunk(segment=chunk.segment, offset=0, data=head, crc=zlib.crc32(head)))
-    assert follower.mirror.mark() == Mark((chunk.segment, 0), b"")
+    assert follower.mirror.trim() == ((chunk.segment, 0), b"")
     saved = snapshot_path(tmp_path / "a", chunk.segment).stat().st_size
     follower.follow(book.ledger)
     assert follower.bytes == saved + book.ledger.journal.position[1]

@@ -275,7 +275,7 @@ def test_a_snapshot_is_of_the_moment_at_which_it_began(tmp_path):
 
 def test_a_snapshot_is_the_json_of_its_numbers():
     history = History(6)
-    numbers = history.world.hub.saved().numbers | {"long": [{"a": [1.5, None]}] * 200, "text": 'quo"te'}
+    numbers = history.world.hub.saved()[0] | {"long": [{"a": [1.5, None]}] * 200, "text": 'quo"te'}
     assert json.loads(snapshot_json(numbers)) == json.loads(json.dumps(numbers))
 
 

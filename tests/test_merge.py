@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aedit.async_sgd.rules import Part, Push, merge, norm
+from aedit.async_sgd.rules import MergePart, Push, merge, norm
 from aedit.async_sgd.rules.merge_rules import GRAIN, SLICE
 from aedit.types import TensorLayout, UnitLayout
 
@@ -49,7 +49,7 @@ def push(node, x, layout):
 def pairs(layout, xs, weights, scales=None):
     scales = scales or [1.0] * len(xs)
     return [
-        (push(i, x, layout), Part(i, 1, w, s))
+        (push(i, x, layout), MergePart(i, 1, w, s))
         for i, (x, w, s) in enumerate(zip(xs, weights, scales, strict=True))
     ]
 

@@ -12,9 +12,9 @@ from test_journal import Book, same
 from test_kept_journal import Follower
 
 from aedit.async_sgd.hub import save_state
-from aedit.async_sgd.journal import Damaged, segment_numbers, segment_path, snapshot_path
-from aedit.async_sgd.replication import journal_stream, mirror
-from aedit.async_sgd.replication.mirror import PartialSnapshot, Received
+from aedit.async_sgd.journal import Damaged, frames, segment_numbers, segment_path, snapshot_path
+from aedit.async_sgd.replication import journal_stream
+from aedit.async_sgd.replication.mirror import PartialSnapshot
 from aedit.async_sgd.rules import Led
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.proto.rpc.client import HubClient
@@ -49,7 +49,7 @@ class CutFollower(Follower):
 def book(tmp_path, monkeypatch):
     """A leader with the snapshots 3 and 4, each of which is many chunks."""
     monkeypatch.setattr(journal_stream, "_CHUNK_BYTES", CHUNK)
-    monkeypatch.setattr(mirror, "_PIECE_BYTES", 2000)
+    monkeypatch.setattr(frames, "PIECE_BYTES", 2000)
     (tmp_path / "a").mkdir()
     book = Book(tmp_path / "a").join("a")
     book.commit([Led(2)])
@@ -91,12 +91,12 @@ def snapshot_in(chunks):
 
 
 def test_a_part_is_described_by_its_number_its_length_and_its_hash(tmp_path, monkeypatch):
-    monkeypatch.setattr(mirror, "_PIECE_BYTES", 4)
+    monkeypatch.setattr(frames, "PIECE_BYTES", 4)
     part = PartialSnapshot(tmp_path)
     assert part.received() is None
     part.take(7, 0, b"0123456")
     part.take(7, 7, b"789")
-    expected = Received(7, 10, sha256(b"0123456789").digest())
+    expected = (7, 10, sha256(b"0123456789").digest())
     assert part.received() == expected
     assert PartialSnapshot(tmp_path).received() == expected, "after a restart of the process"
 
@@ -105,7 +105,7 @@ def test_a_hash_is_of_the_bytes_on_disk(tmp_path):
     part = PartialSnapshot(tmp_path)
     part.take(7, 0, b"0123")
     (tmp_path / "incoming_7").write_bytes(b"0120")
-    assert part.received() == Received(7, 4, sha256(b"0120").digest())
+    assert part.received() == (7, 4, sha256(b"0120").digest())
 
 
 @pytest.mark.parametrize("segment", [7, 8])
@@ -113,7 +113,7 @@ def test_the_first_byte_of_a_snapshot_begins_a_new_file(tmp_path, segment):
     part = PartialSnapshot(tmp_path)
     part.take(7, 0, b"0123")
     part.take(segment, 0, b"ab")
-    assert part.received() == Received(segment, 2, sha256(b"ab").digest())
+    assert part.received() == (segment, 2, sha256(b"ab").digest())
     assert incoming(tmp_path) == [f"incoming_{segment}"]
 
 
@@ -152,7 +152,7 @@ def test_a_dropped_part_is_gone_also_after_a_restart(tmp_path):
 def test_of_two_parts_that_a_failure_has_left_the_one_of_the_higher_number_is_kept(tmp_path):
     for number in (9, 10, 8):
         (tmp_path / f"incoming_{number}").write_bytes(b"%d" % number)
-    assert PartialSnapshot(tmp_path).received() == Received(10, 2, sha256(b"10").digest())
+    assert PartialSnapshot(tmp_path).received() == (10, 2, sha256(b"10").digest())
     assert incoming(tmp_path) == ["incoming_10"]
 
 
@@ -418,14 +418,13 @@ def test_a_snapshot_goes_on_over_a_new_connection(tmp_path, monkeypatch):
             client = hub.client()
             request = pb.TailRequest(term=1, segment=1)
             if received := part.received():
-                assert received.num_bytes == 3000
-                request.snapshot_segment, request.snapshot_bytes = number, received.num_bytes
-                request.snapshot_sha256 = received.sha256
+                assert received[:2] == (number, 3000)
+                request.snapshot_segment, request.snapshot_bytes, request.snapshot_sha256 = received
             chunks = (chunk for chunk in client.tail(request) if chunk.snapshot)
             for chunk in islice(chunks, num_chunks):
                 part.take(chunk.segment, chunk.offset, chunk.data)
             client.close()
-        assert part.received() == Received(number, 8000, sha256(whole[:8000]).digest())
+        assert part.received() == (number, 8000, sha256(whole[:8000]).digest())
 
 
 def test_a_snapshot_over_a_link_that_is_cut_every_250_kb_goes_on_after_each_cut(tmp_path):
@@ -443,8 +442,7 @@ def test_a_snapshot_over_a_link_that_is_cut_every_250_kb_goes_on_after_each_cut(
                 client = HubClient(address, call_timeout_s=10.0)
                 request = pb.TailRequest(term=1, segment=1)
                 if received := part.received():
-                    request.snapshot_segment, request.snapshot_bytes = number, received.num_bytes
-                    request.snapshot_sha256 = received.sha256
+                    request.snapshot_segment, request.snapshot_bytes, request.snapshot_sha256 = received
                 try:
                     for chunk in takewhile(
                         lambda chunk: chunk.snapshot or not chunk.segment, client.tail(request)
@@ -454,10 +452,10 @@ def test_a_snapshot_over_a_link_that_is_cut_every_250_kb_goes_on_after_each_cut(
                 except HubUnreachable as error:
                     errors.append(str(error))
                 client.close()
-                reached.append(part.received().num_bytes)
+                reached.append(part.received()[1])
                 assert reached[-1] >= reached[-2], "no call begins anew"
                 assert len(reached) < 40
-        assert part.received() == Received(number, len(whole), sha256(whole).digest())
+        assert part.received() == (number, len(whole), sha256(whole).digest())
         assert len(errors) >= 4
         assert any(re.search(r"asked to tail, after \d+ bytes: .*connection was cut", e) for e in errors)
         assert not any("TLS" in each for each in errors)

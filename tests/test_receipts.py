@@ -10,11 +10,11 @@ from kit.hub_processes import Client, HubProcess, HubRefused, HubUnreachable, en
 from kit.leading_hub import leading_hub
 from test_journal import Book, config, same
 
+from aedit.async_sgd.hub import Denied
 from aedit.async_sgd.journal import (
     Damaged,
     JournalBroken,
     Store,
-    Unproven,
     segment_numbers,
     segment_path,
     snapshot_path,
@@ -323,7 +323,7 @@ def test_whatever_happens_to_the_files_it_is_detected_or_nothing_acknowledged_is
         try:
             journal = Store(copy, fsync=False).recover(hub)
             found = Receipts(journal).lacks(receipt)
-        except (UserError, Unproven):
+        except (UserError, Denied):
             found = True
         if not found:
             recovered += 1

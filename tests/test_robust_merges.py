@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 
 from aedit.async_sgd.inprocess import make_push
-from aedit.async_sgd.rules import Part, merge
+from aedit.async_sgd.rules import MergePart, merge
 from aedit.async_sgd.rules.merge_rules import centered_clip, geometric_median, multi_krum
 from aedit.types import TensorLayout, UnitLayout
 
@@ -28,7 +28,9 @@ def merged(xs, rule, weights=None, scales=None, cut=1 / 3):
     parts = []
     for node, (x, weight, scale) in enumerate(zip(xs, weights, scales, strict=True)):
         facts = {"node": node, "unit": 0, "seq": 1, "base": 1, "steps": 4, "tokens": 40}
-        parts.append((make_push(x.astype(np.float32), layout(numel), **facts), Part(node, 1, weight, scale)))
+        parts.append(
+            (make_push(x.astype(np.float32), layout(numel), **facts), MergePart(node, 1, weight, scale))
+        )
     return merge(parts, layout(numel), rule, cut).astype(np.float64)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aedit.async_sgd.rules import Part, Push, PushFilterConfig, SizeHistory, directions
+from aedit.async_sgd.rules import MergePart, Push, PushFilterConfig, SizeHistory, directions
 from aedit.async_sgd.rules.push_filter import judge_push, log_size, outliers, shortening
 from aedit.launch.config import load
 from aedit.types import TensorLayout, UnitLayout
@@ -196,7 +196,7 @@ def merge_of(common, count, seed=0, numel=9000):
 def away(vectors, weights=None, config=SCREEN, unit=UNIT):
     weights = weights or [1.0] * len(vectors)
     pushes = [push(n, float(np.linalg.norm(x)), values=x) for n, x in enumerate(vectors)]
-    parts = [(one, Part(one.node, 1, w)) for one, w in zip(pushes, weights, strict=True)]
+    parts = [(one, MergePart(one.node, 1, w)) for one, w in zip(pushes, weights, strict=True)]
     return directions(parts, unit, config)
 
 

@@ -16,7 +16,7 @@ from aedit.async_sgd.rules import (
     HubConfig,
     HubPlan,
     Left,
-    Part,
+    MergePart,
     Push,
     PushFilterConfig,
     Record,
@@ -137,14 +137,14 @@ def _stale(push: Push, reason: str) -> Refused:
     return Refused(push.node, push.unit, push.seq, reason, False, False)
 
 
-def own_parts(pushes: Sequence[Push], unit: Unit, rule: UnitRule) -> tuple[Part, ...]:
+def own_parts(pushes: Sequence[Push], unit: Unit, rule: UnitRule) -> tuple[MergePart, ...]:
     """Return how much each push counts in the merge of a unit that is trained apart from the model.
 
     Size and staleness do not matter.
     """
     weights = merge_weights(pushes, rule.weights)
     return tuple(
-        Part(push.node, push.seq, weight, 1.0, unit.version - push.base if push.base else 0)
+        MergePart(push.node, push.seq, weight, 1.0, unit.version - push.base if push.base else 0)
         for push, weight in zip(pushes, weights, strict=True)
     )
 
@@ -160,7 +160,7 @@ def _of_usual_steps(push: Push, unit: Unit) -> Push:
     return replace(push, steps=min(push.steps, int(MOST_CLAIM * median(others))))
 
 
-def parts(pushes: Sequence[Push], unit: Unit, plan: HubPlan) -> tuple[Part, ...]:
+def parts(pushes: Sequence[Push], unit: Unit, plan: HubPlan) -> tuple[MergePart, ...]:
     """Return how much each push counts in the merge; 0 if it is far longer than the others.
 
     Staleness and excess length scale the push itself, so that they have an effect in a merge of one, too. No
@@ -181,7 +181,7 @@ def parts(pushes: Sequence[Push], unit: Unit, plan: HubPlan) -> tuple[Part, ...]
     if config.push_filter.clip is not None:
         scales = _limited_scales(pushes, shares, scales)
     return tuple(
-        Part(push.node, push.seq, weight, scale, s)
+        MergePart(push.node, push.seq, weight, scale, s)
         for push, weight, scale, s in zip(pushes, shares, scales, late, strict=True)
     )
 

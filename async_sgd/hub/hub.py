@@ -28,8 +28,8 @@ from aedit.async_sgd.rules import (
     Leased,
     Left,
     Merged,
+    MergePart,
     Mixed,
-    Part,
     Push,
     Record,
     RoundOpened,
@@ -328,7 +328,7 @@ class Hub:
     def _merge(self, index: int, unit: Unit, elapsed_s: float) -> Merged:
         pushes = list(unit.pending.values())
         if unit.anchor is None:
-            return Merged(index, 1, (Part(pushes[0].node, pushes[0].seq, 1.0),), elapsed_s)
+            return Merged(index, 1, (MergePart(pushes[0].node, pushes[0].seq, 1.0),), elapsed_s)
         own = self.plan.rules.get(self._name(index))
         if own or self.config.each_alone:
             pushes = pushes[:1]

@@ -8,9 +8,9 @@ import numpy as np
 
 from aedit.async_sgd.rules import (
     THIRD,
+    MergePart,
     OuterOptimizer,
     OuterState,
-    Part,
     Push,
     UnitRules,
     Values,
@@ -107,7 +107,7 @@ def founded(values: Values, layout: UnitLayout, rule: AdvanceRule) -> Computed:
 
 def merged(
     old: Anchor,
-    pushes: Sequence[tuple[Push, Part]],
+    pushes: Sequence[tuple[Push, MergePart]],
     layout: UnitLayout,
     rule: AdvanceRule,
     share: float | None = None,

@@ -38,15 +38,8 @@ class SavedUnit:
     """In the order of arrival."""
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """Everything that is journaled, at one moment."""
-
-    numbers: dict[str, Any]
-    """Fit for JSON."""
-    units: Iterable[SavedUnit]
-    """Those that the hub owns."""
-
+Saved = tuple[dict[str, Any], Iterable[SavedUnit]]
+"""Everything that is journaled, at one moment: numbers fit for JSON, and the units that the hub owns."""
 
 _PLAIN = ("num_samples", "founder", "term", "sessions", "round", "round_at_s", "elapsed_s", "steps", "tokens")
 _APART = ("refused", "received", "decisions", "earlier", "era")
@@ -89,15 +82,15 @@ def frozen(state: HubState) -> HubState:
 
 
 def save_state(state: HubState) -> Saved:
-    """Return the state as `Saved`. Copies no array and reads no payload."""
-    return Saved(save_numbers(state), tuple(save_unit(index, unit) for index, unit in state.units.items()))
+    """Return the state as numbers and units. Copies no array and reads no payload."""
+    return (save_numbers(state), tuple(save_unit(index, unit) for index, unit in state.units.items()))
 
 
 def save_numbers(state: HubState) -> dict[str, Any]:
     """Return everything but the units, fit for JSON."""
     pool = state.pool
     numbers = {name: getattr(state, name) for name in (*_PLAIN, "mean_steps")}
-    numbers["layout"] = _layout_out(state.layout)
+    numbers["layout"] = None if state.layout is None else layout_rows(state.layout)
     numbers["facts"] = dict(state.facts)
     numbers["members"] = [_member_out(member) for member in state.members]
     numbers["lost"] = [
@@ -120,10 +113,10 @@ def save_numbers(state: HubState) -> dict[str, Any]:
 
 def load_state(saved: Saved, state: HubState) -> None:
     """Load `saved` into the fresh state of a hub with the same plan. Takes ownership of the arrays."""
-    numbers, pool = saved.numbers, saved.numbers["pool"]
+    (numbers, saved_units), pool = saved, saved[0]["pool"]
     for name in (*_PLAIN, "mean_steps"):
         setattr(state, name, numbers[name])
-    state.layout = _layout_in(numbers["layout"])
+    state.layout = None if numbers["layout"] is None else layout_of(numbers["layout"])
     state.facts = dict(numbers["facts"])
     state.members = [_member_in(member) for member in numbers["members"]]
     gone = [member.node for member in state.members if member.name and not (member.live or member.excluded)]
@@ -137,24 +130,22 @@ def load_state(saved: Saved, state: HubState) -> None:
         state.pool.leases.setdefault(node, {})[start] = (used, end)
     state.banned = [Banned(*ban) for ban in numbers.get("banned", ())]
     state.configs = tuple(configured(config) for config in numbers.get("configs", ()))
-    units = {unit.index: _unit_in(unit) for unit in saved.units}
+    units = {unit.index: _unit_in(unit) for unit in saved_units}
     state.units = {index: units[index] for index in sorted(units)}
     state.index()
 
 
-def _layout_out(layout: Layout | None) -> Any:
-    if layout is None:
-        return None
+def layout_rows(layout: Layout) -> list[Any]:
+    """Return a layout as lists: name of each unit, with name and shape of each of its tensors."""
     return [[unit.name, [[t.name, list(t.shape)] for t in unit.tensors]] for unit in layout.units]
 
 
-def _layout_in(units: Any) -> Layout | None:
-    if units is None:
-        return None
+def layout_of(rows: Iterable[Any]) -> Layout:
+    """Return the layout that `layout_rows` was given."""
     return Layout(
         tuple(
             UnitLayout(name, tuple(TensorLayout(tensor, tuple(shape)) for tensor, shape in tensors))
-            for name, tensors in units
+            for name, tensors in rows
         )
     )
 

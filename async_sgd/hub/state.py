@@ -388,7 +388,7 @@ class HubState:
             missed[node] = missed.get(node, 0) + 1
         return bool(late)
 
-    def _decide_merged(self, member: Member, push: Push, part: records.Part, computed: Computed) -> None:
+    def _decide_merged(self, member: Member, push: Push, part: records.MergePart, computed: Computed) -> None:
         decision = LastDecision(part.seq, Verdict.MERGED)
         if part.weight == 0 and push.steps > 0:
             reason = f"{NORM}: far longer than the others of its merge"

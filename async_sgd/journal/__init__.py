@@ -12,23 +12,13 @@ if TYPE_CHECKING:
         RECORDS,
         Damaged,
         File,
-        Short,
         chain_of,
         frame_at,
         frames,
         read_head,
     )
-    from aedit.async_sgd.journal.journal import (
-        NOTE,
-        Journal,
-        JournalBroken,
-        Mark,
-        NoSpace,
-        Position,
-        segment_path,
-    )
+    from aedit.async_sgd.journal.journal import NOTE, Journal, JournalBroken, NoSpace, Position, segment_path
     from aedit.async_sgd.journal.ledger import Ledger, Unconfirmed
-    from aedit.async_sgd.journal.receipts import Unproven
     from aedit.async_sgd.journal.snapshot import read_snapshot
     from aedit.async_sgd.journal.store import (
         Store,
@@ -37,7 +27,6 @@ if TYPE_CHECKING:
         check_gapless,
         check_payloads,
         is_before,
-        locate,
         segment_numbers,
         snapshot_path,
     )
@@ -51,14 +40,11 @@ __all__ = [
     "Journal",
     "JournalBroken",
     "Ledger",
-    "Mark",
     "NoSpace",
     "Payload",
     "Position",
-    "Short",
     "Store",
     "Unconfirmed",
-    "Unproven",
     "batches",
     "begin_after",
     "chain_of",
@@ -68,7 +54,6 @@ __all__ = [
     "frame_at",
     "frames",
     "is_before",
-    "locate",
     "read_head",
     "read_snapshot",
     "segment_numbers",

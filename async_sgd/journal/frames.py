@@ -5,7 +5,7 @@ of the journal, and the chain of the segment before it. Then come frames: a head
 body. The mark begins every header, so that the sender of a payload cannot put something into it that looks
 like a frame.
 
-The seed is drawn when the journal is begun; its hash is the epoch, which everybody may know. The chain is the
+The seed is drawn when the journal is begun; its hash is the epoch, which is public. The chain is the
 SHA-256 of a segment's head and of all its RECORDS frames. As the head holds the chain of the segment before,
 it covers everything that was decided since the journal began (a payload through its CRC in the record).
 
@@ -18,6 +18,7 @@ import mmap
 import os
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,15 +36,11 @@ _FORMAT = b"aedit-2\n"
 _ANY_FORMAT = b"aedit-"
 SEED_BYTES, CHAIN_BYTES = 16, 32
 FILE_BYTES, FRAME_BYTES = _FILE.size, _FRAME.size
-_PIECE = 2**22
+PIECE_BYTES = 2**22
 
 
 class Damaged(Exception):
     """The content of a file is not what was written."""
-
-
-class Short(Damaged):
-    """A file has fewer bytes than were written, or than will have been."""
 
 
 class File:
@@ -63,11 +60,8 @@ class File:
         """Return the size of the file in bytes."""
         return os.fstat(self.fd).st_size
 
-    def lost(self, num_bytes: int) -> str:
-        """Return what has happened to the file behind this process's back; "" if it is in its place.
-
-        num_bytes: that it must have at least.
-        """
+    def fault(self, num_bytes: int) -> str:
+        """Return what another process did to the file; "" if it is in place with at least `num_bytes`."""
         own = os.fstat(self.fd)
         try:
             named = os.stat(self.path)
@@ -84,62 +78,58 @@ class File:
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill `view`. Raises Damaged if the file is too short."""
         while view:
-            count = os.preadv(self.fd, [view[:_PIECE]], offset)
+            count = os.preadv(self.fd, [view[:PIECE_BYTES]], offset)
             if not count:
                 raise Damaged(f"{self.path} ends early")
             view, offset = view[count:], offset + count
+
+    def pieces(self, num_bytes: int) -> Iterator[bytes]:
+        """Yield the first `num_bytes` bytes piece by piece; fewer if the file is shorter."""
+        for offset in range(0, num_bytes, PIECE_BYTES):
+            yield self.read(offset, min(PIECE_BYTES, num_bytes - offset))
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """Return a range of bytes without a copy in memory; valid as long as it is held."""
+        if not length:
+            return memoryview(b"")
+        before = offset % mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(self.fd, before + length, access=mmap.ACCESS_READ, offset=offset - before)
+        return memoryview(mapped)[before:]
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
         """Write all of `data` at `offset`."""
         view = memoryview(data).cast("B")
         while view:
-            count = os.pwrite(self.fd, view[:_PIECE], offset)
+            count = os.pwrite(self.fd, view[:PIECE_BYTES], offset)
             view, offset = view[count:], offset + count
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """A range of bytes in a file."""
+class Frame:
+    """One frame of a file. offset and length are those of its body."""
 
     file: File
-    offset: int
-    length: int
-
-    def view(self) -> memoryview:
-        """Return the bytes without a copy in memory; valid as long as it is held."""
-        if not self.length:
-            return memoryview(b"")
-        before = self.offset % mmap.ALLOCATIONGRANULARITY
-        mapped = mmap.mmap(
-            self.file.fd, before + self.length, access=mmap.ACCESS_READ, offset=self.offset - before
-        )
-        return memoryview(mapped)[before:]
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """One frame of a file."""
-
     kind: int
     crc: int
-    body: Stretch
+    offset: int
+    length: int
     synced: int
 
     @property
     def end(self) -> int:
         """Return the offset after the frame."""
-        return self.body.offset + self.body.length
+        return self.offset + self.length
 
     def read(self) -> bytes:
         """Return the body. Raises Damaged if it is not what was written."""
-        data = self.body.file.read(self.body.offset, self.body.length)
-        if len(data) != self.body.length or crc32(data) != self.crc:
-            raise Damaged(f"{self.body.file.path}: damaged at byte {self.body.offset}")
+        data = self.file.read(self.offset, self.length)
+        if len(data) != self.length or crc32(data) != self.crc:
+            raise Damaged(f"{self.file.path}: damaged at byte {self.offset}")
         return data
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class FileHead:
     """The head of a file."""
 
     mark: bytes
@@ -147,7 +137,7 @@ class Head:
     before_bytes: int
     """Length of the segment before it; 0 if there is none."""
     seed: bytes
-    """Random bytes of the journal, which only those know who can read it."""
+    """Random bytes of the journal, secret to peers that cannot read it."""
     chain: bytes
     """Chain of the segment before it; zeros if there is none."""
 
@@ -167,12 +157,12 @@ def epoch_of(seed: bytes) -> str:
     return hashlib.sha256(b"epoch" + seed).hexdigest()[:16]
 
 
-def new_head(seed: bytes, before_bytes: int = 0, chain: bytes = bytes(CHAIN_BYTES)) -> Head:
+def new_head(seed: bytes, before_bytes: int = 0, chain: bytes = bytes(CHAIN_BYTES)) -> FileHead:
     """Return the head of a new file. chain: of the segment before, which has `before_bytes`."""
-    return Head(os.urandom(4), before_bytes, seed, chain)
+    return FileHead(os.urandom(4), before_bytes, seed, chain)
 
 
-def read_head(file: File) -> Head:
+def read_head(file: File) -> FileHead:
     """Return the head of a file.
 
     Raises Damaged if it has none, UserError if another version of aedit has written it.
@@ -187,34 +177,18 @@ def read_head(file: File) -> Head:
     if len(head) < FILE_BYTES or crc32(head[:-4]) != struct.unpack("<I", head[-4:])[0]:
         raise Damaged(f"{file.path} has no head")
     _, mark, before_bytes, seed, chain, _ = _FILE.unpack(head)
-    return Head(mark, before_bytes, seed, chain)
+    return FileHead(mark, before_bytes, seed, chain)
 
 
-class Chain:
-    """Running hash of a segment: its head and its RECORDS frames, in order."""
-
-    def __init__(self, head: Head) -> None:
-        self._hash = hashlib.sha256(head.pack())
-
-    def add(self, frame: bytes) -> None:
-        """Add a RECORDS frame, header and body."""
-        self._hash.update(frame)
-
-    @property
-    def value(self) -> bytes:
-        """Return the hash of everything so far."""
-        return self._hash.digest()
-
-
-def chain_of(file: File, end: int | None = None) -> Chain:
-    """Return the chain of a segment up to the byte `end`, of all of it by default.
+def chain_of(file: File, end: int | None = None) -> "hashlib._Hash":
+    """Return the chain of a segment, as a hash to continue, up to the byte `end`; default: all of it.
 
     Raises Damaged if a frame before it is not whole.
     """
-    chain = Chain(read_head(file))
+    chain = hashlib.sha256(read_head(file).pack())
     for frame, body in frames(file, end=end):
         if frame.kind == RECORDS:
-            chain.add(file.read(frame.body.offset - FRAME_BYTES, FRAME_BYTES) + body)
+            chain.update(file.read(frame.offset - FRAME_BYTES, FRAME_BYTES) + body)
     return chain
 
 
@@ -224,22 +198,21 @@ def frame_header(mark: bytes, kind: int, length: int, crc: int, synced: int) -> 
     return first + struct.pack("<I", crc32(first))
 
 
-def frame_at(file: File, mark: bytes, offset: int) -> Frame:
-    """Return the frame that begins at `offset`; its body is not read.
+def frame_at(file: File, mark: bytes, offset: int) -> Frame | None:
+    """Return the frame that begins at `offset`, without its body; None if the file ends within it.
 
-    Raises Damaged if there is none, or no end.
+    Raises Damaged if there is none.
     """
     header = file.read(offset, FRAME_BYTES)
     if len(header) < FRAME_BYTES:
-        raise Short(f"{file.path}: ends within the frame at byte {offset}")
+        return None
     if crc32(header[:-4]) != struct.unpack("<I", header[-4:])[0]:
         raise Damaged(f"{file.path}: damaged at byte {offset}")
     found, kind, crc, length, synced, _ = _FRAME.unpack(header)
     if found != mark:
         raise Damaged(f"{file.path}: another file's frame at byte {offset}")
-    if offset + FRAME_BYTES + length > file.num_bytes:
-        raise Short(f"{file.path}: ends within the frame at byte {offset}")
-    return Frame(kind, crc, Stretch(file, offset + FRAME_BYTES, length), synced)
+    frame = Frame(file, kind, crc, offset + FRAME_BYTES, length, synced)
+    return frame if frame.end <= file.num_bytes else None
 
 
 def frames(file: File, offset: int = FILE_BYTES, end: int | None = None) -> Iterator[tuple[Frame, bytes]]:
@@ -250,22 +223,23 @@ def frames(file: File, offset: int = FILE_BYTES, end: int | None = None) -> Iter
     mark = read_head(file).mark
     while offset < (file.num_bytes if end is None else end):
         frame = frame_at(file, mark, offset)
+        if frame is None:
+            raise Damaged(f"{file.path}: ends within the frame at byte {offset}")
         yield frame, b"" if frame.kind in (PAYLOAD, ARRAY) else frame.read()
         offset = frame.end
 
 
 def is_vouched_for(file: File, offset: int) -> bool:
-    """Return whether something that was written later knew that the bytes at `offset` were on disk."""
+    """Return whether a later frame says that the bytes at `offset` were on disk."""
     mark = read_head(file).mark
     at, end = offset + 1, file.num_bytes
     while at < end:
-        data = file.read(at, _PIECE)
+        data = file.read(at, PIECE_BYTES)
         place = -1
         while (place := data.find(mark, place + 1)) >= 0:
-            try:
-                if frame_at(file, mark, at + place).synced > offset:
+            with suppress(Damaged):
+                frame = frame_at(file, mark, at + place)
+                if frame is not None and frame.synced > offset:
                     return True
-            except Damaged:
-                continue
         at += max(1, len(data) - len(mark) + 1)
     return False

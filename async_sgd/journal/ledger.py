@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from aedit.async_sgd.hub import Computed, Hub, Saved, SavedUnit, Unit, frozen, save_numbers, save_unit
+from aedit.async_sgd.hub import Computed, Hub, SavedUnit, Unit, frozen, save_numbers, save_unit
 from aedit.async_sgd.journal.encoding import Payload, encode_records
 from aedit.async_sgd.journal.journal import Journal, Position
 from aedit.async_sgd.journal.receipts import Receipts
@@ -52,7 +52,7 @@ class Ledger:
         self.versions_at: Position = journal.position
         """Before it are the records of all versions."""
         self._saving = threading.Lock()
-        self._handover = Handover({}, lambda: None)
+        self._unwritten = SnapshotUnits({}, lambda: None)
         # The whole segment counts: a hub that is killed again and again must come to a snapshot, too.
         self._snapshot_at: Position = (journal.position[0], 0)
         self._saved_bytes = store.saved_bytes()
@@ -77,23 +77,23 @@ class Ledger:
 
     def store_payload(self, codec: str, numel: int, crc: int, data: memoryview) -> Payload:
         """Write an encoded array to the journal's file; it counts once a record refers to it."""
-        return Payload(codec, numel, crc, self.journal.store(data))
+        return Payload(codec, numel, crc, *self.journal.store(data), data.nbytes)
 
     def is_current(self, payload: Payload) -> bool:
         """Return whether a record that is committed now may refer to it; the lock is held.
 
         If not, store it again.
         """
-        return payload.stretch.file is self.journal.file
+        return payload.file is self.journal.file
 
     def durable(self, position: Position) -> pb.Receipt:
         """Return a receipt when `position` is on disk here and at all replicas.
 
         Raises JournalBroken or Unconfirmed.
         """
-        mark = self.journal.sync(position)
-        self.confirmed(max(position, mark.position))
-        self.receipt = receipt = self.receipts.give(mark)
+        end = self.journal.sync(position)
+        self.confirmed(max(position, end[0]))
+        self.receipt = receipt = self.receipts.give(end)
         return receipt
 
     def snapshot_is_due(self, num_bytes: int) -> bool:
@@ -107,12 +107,12 @@ class Ledger:
 
         Not if a snapshot has it still to write: it is written soon, and would be in memory twice until then.
         """
-        return self._handover.may_advance(unit)
+        return self._unwritten.may_advance(unit)
 
     @property
     def held(self) -> frozenset[int]:
         """Return the units of which `may_advance` is still not true, among those that it was asked of."""
-        return self._handover.held
+        return self._unwritten.held
 
     def snapshot(self, written: Callable[[], None] = lambda: None) -> int:
         """Write a snapshot, so that the journal before it may be deleted, and return its bytes.
@@ -127,17 +127,17 @@ class Ledger:
                 number = self.journal.rotate()
                 self.grown.notify()
                 state = frozen(self.hub.state)
-                handover = self._handover = Handover(state.units, written)
+                unwritten = self._unwritten = SnapshotUnits(state.units, written)
             # Also if this fails: it is tried again after as many bytes.
             self._snapshot_at = self.journal.position
             try:
-                self._saved_bytes = self.store.save(Saved(save_numbers(state), handover), number)
+                self._saved_bytes = self.store.save((save_numbers(state), unwritten), number)
             finally:
-                handover.close()
+                unwritten.close()
             return self._saved_bytes
 
 
-class Handover:
+class SnapshotUnits:
     """The units of a snapshot that are still to be written. Any thread may ask; one iterates."""
 
     def __init__(self, units: dict[int, Unit], written: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Receipts: what a hub has acknowledged, in a form that a node can hold against it later.
+"""Receipts: what a hub has acknowledged, in a form that a node can show later.
 
 A receipt names a position of the journal before which everything is durable, and the chain up to there. The
 hub signs it with the journal's seed, so that a node cannot invent one. Nodes show their newest receipt; a hub
@@ -9,16 +9,13 @@ import hmac
 import secrets
 import struct
 
+from aedit.async_sgd.hub import Denied
 from aedit.async_sgd.journal.frames import Damaged, File, chain_of
-from aedit.async_sgd.journal.journal import Journal, Mark, Position, segment_path
+from aedit.async_sgd.journal.journal import DurableEnd, Journal, Position, segment_path
 from aedit.proto.rpc import hub_pb2 as pb
 
 _SIGNED = struct.Struct("<QQQ32s")
 _MOST_CHECKED = 4096
-
-
-class Unproven(Exception):
-    """A receipt that this journal's hub has not given; says what its holder is told."""
 
 
 class Receipts:
@@ -30,14 +27,15 @@ class Receipts:
         """Random number of this process. Its own receipts need no check: its journal has their records."""
         self._checked: set[bytes] = set()
 
-    def give(self, mark: Mark) -> pb.Receipt:
-        """Return the receipt for everything before `mark`, which must be durable."""
+    def give(self, end: DurableEnd) -> pb.Receipt:
+        """Return the receipt for everything before `end`."""
+        (segment, offset), chain = end
         receipt = pb.Receipt(
             epoch=self._journal.epoch,
             process=self._process,
-            segment=mark.position[0],
-            offset=mark.position[1],
-            chain=mark.chain,
+            segment=segment,
+            offset=offset,
+            chain=chain,
         )
         receipt.mac = self._mac(receipt)
         return receipt
@@ -45,20 +43,21 @@ class Receipts:
     def lacks(self, receipt: pb.Receipt) -> bool:
         """Return whether the journal has lost what the receipt is for.
 
-        Raises Unproven if the receipt is of another journal, or was not given by a hub of this one.
+        Raises Denied if the receipt is of another journal, or was not given by a hub of this one.
         """
         own = self._journal.epoch
         if not receipt.epoch or (receipt.epoch == own and receipt.process == self._process):
             return False
         if receipt.epoch != own:
-            raise Unproven(
+            raise Denied(
+                "different",
                 f"this node has trained with the journal {receipt.epoch[:16]!r}, and this hub has {own!r}:"
-                " start the node again to take this hub's anchors, or copy the journal back to the hub"
+                " start the node again to take this hub's anchors, or copy the journal back to the hub",
             )
         if receipt.mac in self._checked:
             return False
         if not hmac.compare_digest(receipt.mac, self._mac(receipt)):
-            raise Unproven("this node shows a receipt that no hub of this run has given")
+            raise Denied("different", "this node shows a receipt that no hub of this run has given")
         if not self.has((receipt.segment, receipt.offset), receipt.chain):
             return True
         if len(self._checked) >= _MOST_CHECKED:
@@ -74,9 +73,8 @@ class Receipts:
         if position > self._journal.position:
             return False
         try:
-            return (
-                chain_of(File(segment_path(self._journal.directory, position[0])), position[1]).value == chain
-            )
+            file = File(segment_path(self._journal.directory, position[0]))
+            return chain_of(file, position[1]).digest() == chain
         except FileNotFoundError:
             return True
         except Damaged:

@@ -14,7 +14,6 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from aedit.async_sgd.hub import Hub, HubState, Saved, load_state
 from aedit.async_sgd.journal.encoding import Payload, decode_records
@@ -23,8 +22,7 @@ from aedit.async_sgd.journal.frames import (
     RECORDS,
     Damaged,
     File,
-    Head,
-    Stretch,
+    FileHead,
     chain_of,
     frames,
     is_vouched_for,
@@ -32,7 +30,7 @@ from aedit.async_sgd.journal.frames import (
 )
 from aedit.async_sgd.journal.journal import NOTE, Journal, segment_path
 from aedit.async_sgd.journal.snapshot import read_snapshot, write_snapshot
-from aedit.async_sgd.rules import Accepted, Led, Record, Values
+from aedit.async_sgd.rules import Accepted, Led, Record
 from aedit.system import sync_directory
 from aedit.types import UserError
 
@@ -97,11 +95,8 @@ class Store:
 
     def saved_bytes(self) -> int:
         """Return the size of the newest snapshot; 0 if there is none."""
-        paths = [
-            snapshot_path(self.directory, number)
-            for number in segment_numbers(self.directory, "snapshot")[-1:]
-        ]
-        return sum(path.stat().st_size for path in paths)
+        newest = segment_numbers(self.directory, "snapshot")[-1:]
+        return sum(snapshot_path(self.directory, number).stat().st_size for number in newest)
 
     def _prune(self) -> None:
         snapshots = segment_numbers(self.directory, "snapshot")
@@ -145,25 +140,20 @@ class Store:
                     f"{error}, and it was whole before: restore its folder from a copy"
                 ) from error
             log.warning("%s: nothing from byte %d on counts, as nothing was acknowledged", error, good)
-            if mend:
-                self._cut(file, good)
-
-    def _cut(self, file: File, end: int) -> None:
-        if end:
-            os.ftruncate(file.fd, end)
-            os.fsync(file.fd)
-        else:  # not even its head was written
-            file.path.unlink()
-        sync_directory(self.directory)
+            if not mend:
+                return
+            if good:
+                os.ftruncate(file.fd, good)
+                os.fsync(file.fd)
+            else:  # not even its head was written
+                file.path.unlink()
+            sync_directory(self.directory)
 
 
 def batches(file: File, offset: int = FILE_BYTES) -> Iterator[tuple[list[Record], int]]:
     """Yield what was decided together (nothing, for a payload), and where it ends. Raises Damaged."""
     for frame, body in frames(file, offset):
-        yield (
-            decode_records(body, lambda plain: locate(file, plain)) if frame.kind == RECORDS else [],
-            frame.end,
-        )
+        yield decode_records(body, file) if frame.kind == RECORDS else [], frame.end
 
 
 def begin_after(directory: Path, term: int) -> tuple[tuple[int, int], bool]:
@@ -200,12 +190,13 @@ def check_gapless(directory: Path, first: int, segments: list[int]) -> None:
             head = read_head(file)
             if number == first:
                 before = snapshot_path(directory, number)
-                is_next = not before.exists() or _follows(read_head(File(before)), head)
+                saved = read_head(File(before)) if before.exists() else head
+                is_next = (saved.seed, saved.chain) == (head.seed, head.chain)
             else:
                 before = segment_path(directory, number - 1)
                 is_next = is_before(File(before), head)
         except Damaged:
-            continue  # seen to when it is read
+            continue  # reported when the segment is read
         if not is_next:
             raise UserError(
                 f"{before} is not what {file.path} was written after: one of them was cut off or replaced;"
@@ -213,15 +204,10 @@ def check_gapless(directory: Path, first: int, segments: list[int]) -> None:
             )
 
 
-def is_before(segment: File, head: Head) -> bool:
+def is_before(segment: File, head: FileHead) -> bool:
     """Return whether a segment with this head was begun at the end of `segment`."""
     is_whole = segment.num_bytes == head.before_bytes
-    return is_whole and head.chain == chain_of(segment).value
-
-
-def _follows(saved: Head, head: Head) -> bool:
-    """Return whether a snapshot and the segment with this head follow the same segment of one journal."""
-    return (saved.seed, saved.chain) == (head.seed, head.chain)
+    return is_whole and head.chain == chain_of(segment).digest()
 
 
 def check_noted(directory: Path) -> int:
@@ -247,19 +233,13 @@ def check_noted(directory: Path) -> int:
     try:
         found = read_head(File(path)).epoch if path.exists() else epoch
     except Damaged:
-        return number  # seen to when it is read
+        return number  # reported when the segment is read
     if found != epoch:
         raise UserError(
             f"{path} is of the journal {found}, and {note} says {epoch}: files of two runs were mixed;"
             " restore the folder from a copy"
         )
     return number
-
-
-def locate(file: File, plain: dict[str, Any]) -> Values:
-    """Return the payload that a record of the same file refers to."""
-    stretch = Stretch(file, plain["at"], plain["length"])
-    return Payload(plain["codec"], plain["numel"], plain["crc"], stretch)
 
 
 def check_payloads(batch: list[Record]) -> None:

@@ -16,7 +16,6 @@ from aedit.async_sgd.journal import (
     segment_path,
     snapshot_path,
 )
-from aedit.async_sgd.replication.mirror import pieces
 from aedit.proto.rpc import NoNews
 from aedit.proto.rpc import hub_pb2 as pb
 
@@ -98,7 +97,7 @@ def _has_first_bytes(file: File, request: pb.TailRequest) -> Generator[pb.TailCh
     if not 0 < request.snapshot_bytes <= file.num_bytes:
         return False
     digest = hashlib.sha256()
-    for piece in pieces(file, request.snapshot_bytes):
+    for piece in file.pieces(request.snapshot_bytes):
         digest.update(piece)
         yield pb.TailChunk()
     return digest.digest() == request.snapshot_sha256

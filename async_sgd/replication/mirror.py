@@ -4,8 +4,7 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 from zlib_ng.zlib_ng import crc32
@@ -19,15 +18,12 @@ from aedit.async_sgd.journal import (
     File,
     Journal,
     JournalBroken,
-    Mark,
     Position,
-    Short,
     Store,
     chain_of,
     decode_records,
     frame_at,
     is_before,
-    locate,
     read_head,
     read_snapshot,
     segment_numbers,
@@ -44,7 +40,7 @@ log = logging.getLogger(__name__)
 class Mirror:
     """The journal and state of a standby.
 
-    One thread calls `mark`, `cut` and `take`, one `sync`, one `apply`. Any may read `position` and `hub`, the
+    One thread calls `trim`, `cut` and `take`, one `sync`, one `apply`. Any may read `position` and `hub`, the
     hub under `lock`.
     """
 
@@ -63,7 +59,7 @@ class Mirror:
         """Held while records are applied."""
         self.partial = PartialSnapshot(self._directory)
         self._is_arriving = False
-        """A chunk of a snapshot has come since the last `mark`, and its segment has not begun."""
+        """A chunk of a snapshot has come since the last `trim`, and its segment has not begun."""
         self._load(*(recovered or self._recover()))
         if self.position == (1, FILE_BYTES):  # the first segment, which was begun here and not there
             self.clear()
@@ -93,7 +89,7 @@ class Mirror:
             self._remove(after=0)
             self.hub, self.position, self._applied = self._make(), (1, 0), (1, 0)
 
-    def mark(self) -> Mark:
+    def trim(self) -> tuple[Position, bytes]:
         """Cut off an incomplete end, and return the end of the rest and the chain up to there.
 
         The chain is empty if no segment has begun: after a snapshot, or in an empty folder.
@@ -103,8 +99,7 @@ class Mirror:
             segment, offset = self.position = self._end()
             if offset:
                 self._file = self._reading
-            chain = chain_of(self._reading, offset).value if offset else b""
-            return Mark((segment, offset), chain)
+            return (segment, offset), chain_of(self._reading, offset).digest() if offset else b""
 
     def cut(self, end: Position) -> bool:
         """Take back all records from `end` on, and return True; or False if that is not possible here.
@@ -155,9 +150,9 @@ class Mirror:
         """
         with self.lock:
             position, file = self.position, self._file
-            lost = file.lost(position[1]) if position[1] else ""
-        if lost:
-            raise JournalBroken(f"{file.path} {lost} while the standby was running")
+            fault = file.fault(position[1]) if position[1] else ""
+        if fault:
+            raise JournalBroken(f"{file.path} {fault} while the standby was running")
         os.fdatasync(file.fd)
         return position
 
@@ -181,12 +176,13 @@ class Mirror:
                 offset = FILE_BYTES
             if not self._is_whole(segment, offset):
                 return False
-            mark = read_head(self._reading).mark
             if offset == self._reading.num_bytes:
                 return self._turn_over(segment + 1)
-            frame = frame_at(self._reading, mark, offset)
+            frame = frame_at(self._reading, read_head(self._reading).mark, offset)
+            if frame is None:
+                raise Damaged(f"{self._reading.path}: ends within the frame at byte {offset}")
             if frame.kind == RECORDS:
-                for record in decode_records(frame.read(), lambda plain: locate(frame.body.file, plain)):
+                for record in decode_records(frame.read(), frame.file):
                     self.hub.apply(record)
             self._applied = segment, frame.end
             return True
@@ -228,11 +224,7 @@ class Mirror:
             return True
         if self.position[1] < FILE_BYTES:
             return False
-        try:
-            frame_at(self._reading, read_head(self._reading).mark, offset)
-        except Short:
-            return False
-        return True
+        return frame_at(self._reading, read_head(self._reading).mark, offset) is not None
 
     def _begin(self, segment: int) -> None:
         """Begin the next segment, or the first one after a snapshot or of a journal."""
@@ -281,16 +273,6 @@ class Mirror:
 
 _NAME = "incoming_"
 """The file is not named like a snapshot: nothing reads it as one before it is whole."""
-_PIECE_BYTES = 2**24
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    """The first bytes of the snapshot before segment `segment`."""
-
-    segment: int
-    num_bytes: int
-    sha256: bytes
 
 
 class PartialSnapshot:
@@ -305,14 +287,14 @@ class PartialSnapshot:
             self.drop()  # that of a lower number, whose deletion was not on disk when the machine failed
             self._segment, self._file = number, File(self._path(number))
 
-    def received(self) -> Received | None:
-        """Return what is on disk, with the hash of the bytes of the file; None without a file."""
+    def received(self) -> tuple[int, int, bytes] | None:
+        """Return the segment after the snapshot, the bytes on disk and their SHA-256; None without a file."""
         if self._file is None:
             return None
         num_bytes, digest = self._file.num_bytes, hashlib.sha256()
-        for piece in pieces(self._file, num_bytes):
+        for piece in self._file.pieces(num_bytes):
             digest.update(piece)
-        return Received(self._segment, num_bytes, digest.digest())
+        return self._segment, num_bytes, digest.digest()
 
     def take(self, segment: int, offset: int, data: bytes) -> None:
         """Write a chunk. The first byte of a snapshot, and another snapshot, begin a new file.
@@ -347,9 +329,3 @@ class PartialSnapshot:
 
     def _path(self, segment: int) -> Path:
         return self._directory / f"{_NAME}{segment}"
-
-
-def pieces(file: File, num_bytes: int) -> Iterator[bytes]:
-    """Yield the first `num_bytes` bytes of a file piece by piece; fewer if it is shorter."""
-    for offset in range(0, num_bytes, _PIECE_BYTES):
-        yield file.read(offset, min(_PIECE_BYTES, num_bytes - offset))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from aedit.async_sgd.rules.records import Array, Part, Push, Vector
+from aedit.async_sgd.rules.records import Array, MergePart, Push, Vector
 from aedit.types import TensorLayout, UnitLayout, imported
 
 SLICE = 2**16
@@ -26,7 +26,7 @@ AGREEMENT = 2.0
 NOTHING = 1e-30
 """A norm below which there is no direction."""
 
-Weighted = Sequence[tuple[Push, Part]]
+Weighted = Sequence[tuple[Push, MergePart]]
 
 
 def merge(parts: Weighted, layout: UnitLayout, rule: str, cut: float = THIRD) -> Vector:
@@ -76,7 +76,7 @@ def try_merge(path: str) -> None:
         vectors = [np.linspace(-node, 1, layout.numel, dtype=np.float32) for node in range(num)]
         facts = {"unit": 0, "seq": 1, "base": 1, "steps": 1, "tokens": 1, "norms": (1.0, 1.0)}
         pushes = [Push(node=node, values=_Given(x), **facts) for node, x in enumerate(vectors)]  # type: ignore[arg-type]
-        parts = [(push, Part(push.node, push.seq, weight=1 / num)) for push in pushes]
+        parts = [(push, MergePart(push.node, push.seq, weight=1 / num)) for push in pushes]
         first, second = merge(parts, layout, path), merge(parts, layout, path)
         if not np.isfinite(first).all():
             raise ValueError(f"{path} returned numbers that are not finite")

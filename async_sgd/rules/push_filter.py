@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from aedit.async_sgd.rules.config import PushFilterConfig
 from aedit.async_sgd.rules.merge_rules import GRAIN
 from aedit.async_sgd.rules.push_weights import push_norm
-from aedit.async_sgd.rules.records import Part, Push
+from aedit.async_sgd.rules.records import MergePart, Push
 from aedit.types import UnitLayout
 
 GROWTH = 0.75
@@ -161,7 +161,7 @@ def outliers(pushes: Sequence[Push], config: PushFilterConfig) -> tuple[bool, ..
 
 
 def directions(
-    parts: Sequence[tuple[Push, Part]], layout: UnitLayout, config: PushFilterConfig
+    parts: Sequence[tuple[Push, MergePart]], layout: UnitLayout, config: PushFilterConfig
 ) -> tuple[bool, ...]:
     """Return which pushes of one merge point away from every other one, or against most of them.
 

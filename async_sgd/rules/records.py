@@ -115,7 +115,7 @@ class Garbled:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MergePart:
     """One push in a merge."""
 
     node: int
@@ -135,7 +135,7 @@ class Merged:
 
     unit: int
     version: int
-    parts: tuple[Part, ...]
+    parts: tuple[MergePart, ...]
     at_s: float
     share: float | None = None
     """Share of a round that these pushes make up, in (0, 1]. None: they are a round, and the outer optimizer

@@ -11,7 +11,7 @@ from hashlib import sha256
 import grpc
 
 from aedit.async_sgd.hub import CERTIFIED, Denied, Joiner, Member
-from aedit.async_sgd.journal import JournalBroken, Ledger, NoSpace, Position, Unconfirmed, Unproven
+from aedit.async_sgd.journal import JournalBroken, Ledger, NoSpace, Position, Unconfirmed
 from aedit.async_sgd.replication import Leadership
 from aedit.async_sgd.rules import LimitConfig
 from aedit.async_sgd.service import messages, request_guard
@@ -179,11 +179,9 @@ class RequestGuard:
         A receipt of this journal proves that something is missing: then this hub leads no longer. One of
         another journal proves nothing to this hub, and only its node is refused.
         """
-        try:
+        with self.told():
             if not self.ledger.receipts.lacks(claim.receipt):
                 return
-        except Unproven as error:
-            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
         with self.ledger.lock:
             self.lacking = request_guard.describe_loss(self.ledger, claim, node)
         self.check_leads()

@@ -25,8 +25,8 @@ from aedit.async_sgd.rules import (
     Joined,
     LimitConfig,
     Merged,
+    MergePart,
     OuterConfig,
-    Part,
     PenaltyConfig,
     Push,
 )
@@ -162,7 +162,9 @@ class CrowdedHub:
                     push = self.push(node, unit)
                     version = hub.state.units[unit].version + 1
                     hub.apply(Accepted(push))
-                    hub.apply(Merged(unit, version, (Part(node, push.seq, 1.0),), float(turn), 0.5 / members))
+                    hub.apply(
+                        Merged(unit, version, (MergePart(node, push.seq, 1.0),), float(turn), 0.5 / members)
+                    )
         for node in range(members):
             self.beat(node)
 

@@ -99,7 +99,7 @@ def _gradients(numel: int, count: int) -> Iterator[codecs.Floats]:
 
 def _stored(journal: Journal, name: str, x: codecs.Floats) -> Payload:
     data = codec(name).encode(x)
-    return Payload(name, x.size, zlib.crc32(data), journal.store(data))
+    return Payload(name, x.size, zlib.crc32(data), *journal.store(data), len(data))
 
 
 class _Whole:
@@ -143,7 +143,7 @@ def _round(hub: Hub, kind: Kind, layout: UnitLayout, arrived: Sequence[Payload])
     version, how = hub.state.units[0].version, codec(kind.codec)
     for node, payload in enumerate(arrived):
         began = time.process_time()
-        data = payload.stretch.view()
+        data = payload.view()
         how.is_valid(data, layout.numel)
         lengths = tensor_norms(data, how, layout)
         check_s += time.process_time() - began

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import grpc
 
 from aedit.async_sgd.hub import Denied, hub_status
-from aedit.async_sgd.journal import Damaged, Mark, Position, begin_after
+from aedit.async_sgd.journal import Damaged, Position, begin_after
 from aedit.async_sgd.replication import Leadership, Mirror
 from aedit.async_sgd.rules import Led, Record
 from aedit.async_sgd.service import HelloResponder, check_part, fingerprint, messages
@@ -317,17 +317,16 @@ class Standby(_LeaderOnly):
 
         Returns False if that was not where these end: they are cut off, and it may be tried again.
         """
-        mark = self._mark(term)
+        (segment, offset), chain = self._trim(term)
         request = pb.TailRequest(
             term=term,
-            segment=mark.position[0],
-            offset=mark.position[1],
-            chain=mark.chain,
+            segment=segment,
+            offset=offset,
+            chain=chain,
             last_term=self._mirror.hub.state.term,
         )
         if part := self._mirror.partial.received():
-            request.snapshot_segment, request.snapshot_bytes = part.segment, part.num_bytes
-            request.snapshot_sha256 = part.sha256
+            request.snapshot_segment, request.snapshot_bytes, request.snapshot_sha256 = part
         for chunk in client.tail(request):
             if self._stopping.is_set():
                 return True
@@ -348,16 +347,16 @@ class Standby(_LeaderOnly):
         noted = read_line(self._endpoint.directory / folder.MIRROR)
         return int(json.loads(noted)["term"]) if noted else 0
 
-    def _mark(self, term: int) -> Mark:
+    def _trim(self, term: int) -> tuple[Position, bytes]:
         """Return where this journal ends. Delete a snapshot alone of another term: it cannot be compared."""
-        mark = self._mirror.mark()
+        end = self._mirror.trim()
         if self._noted_term() != term:
-            if not mark.chain:
+            if not end[1]:
                 self._leadership.forget((0, 0, 0))
                 self._mirror.clear()
-                mark = self._mirror.mark()
+                end = self._mirror.trim()
             write_atomically(self._endpoint.directory / folder.MIRROR, json.dumps({"term": term}))
-        return mark
+        return end
 
     def _take_back(self, end: Position | None) -> None:
         """Cut off what only this hub has: it was not acknowledged, as the leader was elected without it.

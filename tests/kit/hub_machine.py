@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from aedit.async_sgd.hub import Hub, Joiner, NodeReport, Saved
+from aedit.async_sgd.hub import Hub, Joiner, NodeReport
 from aedit.async_sgd.rules import (
     HubConfig,
     HubPlan,
@@ -151,14 +151,14 @@ def through_a_file(saved):
             numbers=json.loads(json.dumps(unit.numbers, allow_nan=False)),
             arrays={name: array.copy() for name, array in unit.arrays.items()},
         )
-        for unit in saved.units
+        for unit in saved[1]
     ]
-    return Saved(json.loads(json.dumps(saved.numbers, allow_nan=False)), units)
+    return json.loads(json.dumps(saved[0], allow_nan=False)), units
 
 
 def picture(hub):
     """Return the state that must be equal, to the bit, after a restart; comparable with ==."""
-    saved = hub.saved()
+    numbers, saved_units = hub.saved()
     units = [
         (
             unit.index,
@@ -166,9 +166,9 @@ def picture(hub):
             {name: array.tobytes() for name, array in unit.arrays.items()},
             [(push.node, push.seq) for push in unit.pending],
         )
-        for unit in saved.units
+        for unit in saved_units
     ]
-    return json.dumps(saved.numbers), units
+    return json.dumps(numbers), units
 
 
 def world(nodes=1, more=None, **settings):
