@@ -14,7 +14,17 @@ from threading import Condition, RLock
 import numpy as np
 
 from aedit.async_sgd.hub import Hub, Joiner, NodeReport, Quantiser, run_news
-from aedit.async_sgd.rules import Accepted, HubPlan, Leased, Merged, Push, Record, Refused, Vector
+from aedit.async_sgd.rules import (
+    Accepted,
+    ArrayValues,
+    HubPlan,
+    Leased,
+    Merged,
+    Push,
+    Record,
+    Refused,
+    Vector,
+)
 from aedit.proto.agent import Answer, Leases, Progress
 from aedit.types import Layout, News, UnitLayout, Verdict, checked
 
@@ -22,17 +32,6 @@ _SAMPLES = 1 << 40
 """Training samples of a corpus that the hub knows nothing of."""
 
 Tamper = Callable[[Push], Push]
-
-
-@dataclass(frozen=True, slots=True)
-class ArrayValues:
-    """`Values` of a push in memory."""
-
-    array: Vector
-
-    def read(self, start: int, stop: int) -> Vector:
-        """Return a copy of the elements start..stop."""
-        return self.array[start:stop].copy()
 
 
 def make_push(values: Vector, layout: UnitLayout, **facts: int) -> Push:
@@ -47,7 +46,7 @@ def make_push(values: Vector, layout: UnitLayout, **facts: int) -> Push:
 
 
 @dataclass(slots=True)
-class Tally:
+class HubDecisions:
     """Decisions of the hub, by node."""
 
     accepted: list[int] = field(default_factory=list)
@@ -77,7 +76,7 @@ class InProcessHub:
         simulations.
         """
         self.hub, self.layout, self.clock = Hub(plan, quantiser), layout, clock
-        self.tally = Tally()
+        self.tally = HubDecisions()
         self.lock = Condition(RLock())
         """Held for each call; notified when a unit has its first anchor."""
 

@@ -9,8 +9,7 @@ from benchmarks.bandwidth_parts.hub import HubRow, Way, long_way
 from benchmarks.bandwidth_parts.hub_node import HubSeen, Traffic
 from benchmarks.kit.netns import Place
 
-from aedit.async_sgd.inprocess import ArrayValues
-from aedit.async_sgd.rules import Push
+from aedit.async_sgd.rules import ArrayValues, Push
 from aedit.proto.codecs import codec
 
 

@@ -2,29 +2,20 @@
 
 import re
 import urllib.request
-from dataclasses import replace
 
 import pytest
 from kit.hub_machine import World, config, plan
 
-from aedit.async_sgd.hub import (
-    Card,
-    Complaint,
-    Denied,
-    Directory,
-    HubState,
-    hub_status,
-    load_state,
-    run_news,
-    save_state,
-)
+from aedit.async_sgd.hub import Denied, HubState, hub_status, load_state, run_news, save_state
 from aedit.async_sgd.journal.encoding import decode_records, encode_records
 from aedit.async_sgd.rules import Left
 from aedit.async_sgd.service import MetricsPage
+from aedit.async_sgd.service.server_directory import Directory
+from aedit.proto.rpc import directory_pb2 as pb
 
 LEASE_S = 10.0
 KEY, OTHER = bytes(range(32)), bytes(32)
-CARD = Card(name="alpha", address="10.0.0.1:7001", process=11, public_key=KEY)
+CARD = pb.ServerCard(name="alpha", address="10.0.0.1:7001", process=11, public_key=KEY, state="starting")
 
 
 def directory(state=None, most=8):
@@ -35,8 +26,16 @@ def names(found, now):
     return [card.name for card in found.live(now)]
 
 
+def replace(card, **changes):
+    """Return the card with other fields."""
+    fields = {field.name: value for field, value in card.ListFields()}
+    return pb.ServerCard(**(fields | changes))
+
+
 def complaint(node, server="alpha", key=KEY):
-    return Complaint(server=server, public_key=key, node=node, reason="margin", evidence={"place": 3})
+    """Return the arguments of an accusation."""
+    said = {"reason": "margin", "evidence": {"place": 3}}
+    return said | {"server": server, "public_key": key, "node": node}
 
 
 def test_a_server_is_listed_until_its_lease_ends_and_every_announcement_renews_it():
@@ -98,7 +97,7 @@ def test_no_more_servers_live_than_the_limit_and_those_that_are_gone_are_forgott
     for i, card in enumerate(cards):
         found.announce(card, 100.0 * (1 + i))
         assert len(found.status(100.0 * (1 + i))) <= 4
-    assert len(found._records) <= 8
+    assert len(found._accusations) <= 8
 
 
 @pytest.mark.parametrize(
@@ -159,13 +158,13 @@ def test_more_than_half_of_the_live_nodes_ban_a_server_by_name_and_by_key(nodes,
     found.announce(CARD, 0.0)
     for node in range(needed - 1):
         for _ in range(3):  # one node counts once, however often it accuses
-            assert found.accuse(complaint(node), 1.0) == []
+            assert found.accuse(**complaint(node), elapsed_s=1.0) == []
         assert names(found, 1.0) == ["alpha"]
-    (ban,) = world.do(found.accuse(complaint(needed - 1), 1.0))
+    (ban,) = world.do(found.accuse(**complaint(needed - 1), elapsed_s=1.0))
     assert (ban.server, ban.public_key) == ("alpha", KEY.hex())
     assert f"{needed} of {nodes} nodes" in ban.reason
     assert names(found, 1.0) == []
-    assert found.accuse(complaint(needed - 1), 2.0) == []  # written down once
+    assert found.accuse(**complaint(needed - 1), elapsed_s=2.0) == []  # written down once
     for card in (CARD, replace(CARD, public_key=OTHER), replace(CARD, name="beta")):
         assert found.announce(card, 50.0) == (False, ban)
         assert names(found, 50.0) == []
@@ -178,10 +177,10 @@ def test_accusations_of_nodes_that_have_left_do_not_count():
     for i in range(3):
         world.join(f"n{i}")
     found.announce(CARD, 0.0)
-    assert found.accuse(complaint(0), 1.0) == []
+    assert found.accuse(**complaint(0), elapsed_s=1.0) == []
     world.do(world.hub.leave(0))
-    assert found.accuse(complaint(1), 1.0) == []  # one of two
-    assert len(found.accuse(complaint(2), 1.0)) == 1
+    assert found.accuse(**complaint(1), elapsed_s=1.0) == []  # one of two
+    assert len(found.accuse(**complaint(2), elapsed_s=1.0)) == 1
 
 
 def test_only_a_server_that_was_announced_with_this_key_can_be_accused():
@@ -191,9 +190,9 @@ def test_only_a_server_that_was_announced_with_this_key_can_be_accused():
     found.announce(CARD, 0.0)
     for wrong in (complaint(0, server="beta"), complaint(0, key=OTHER)):
         with pytest.raises(Denied, match="no server"):
-            found.accuse(wrong, 1.0)
+            found.accuse(**wrong, elapsed_s=1.0)
     found.withdraw("alpha", 11)
-    assert len(found.accuse(complaint(0), 99.0)) == 1  # late audits still find it
+    assert len(found.accuse(**complaint(0), elapsed_s=99.0)) == 1  # late audits still find it
 
 
 def test_a_ban_survives_a_snapshot_and_the_journal():
@@ -201,7 +200,7 @@ def test_a_ban_survives_a_snapshot_and_the_journal():
     found = directory(world.hub.state)
     world.join("n")
     found.announce(CARD, 0.0)
-    decided = found.accuse(complaint(0), 7.5)
+    decided = found.accuse(**complaint(0), elapsed_s=7.5)
     assert decode_records(encode_records(decided), None) == decided
     world.do(decided)
     again = HubState()
@@ -224,12 +223,12 @@ def test_the_state_of_a_server_is_told_with_its_lag_and_accusations():
     assert world.hub.state.policy_version == 2
     found.announce(replace(CARD, serial=1, tokens_per_s=12.5, idle_s=4.0, idle_used_s=3.0), 0.0)
     world.join("m")
-    found.accuse(complaint(0), 1.0)
+    found.accuse(**complaint(0), elapsed_s=1.0)
     (told,) = found.status(2.0)
     assert (told["name"], told["role"], told["live"], told["state"]) == ("alpha", "rollout", True, "starting")
     assert (told["serial"], told["lag"], told["tokens_per_s"], told["silent_s"]) == (1, 1, 12.5, 2.0)
     assert (told["accused"], told["reason"], told["evidence"]) == ({"n": 1}, "margin", {"place": 3})
-    world.do(found.accuse(complaint(1), 1.0))
+    world.do(found.accuse(**complaint(1), elapsed_s=1.0))
     (told,) = found.status(2.0)
     assert (told["state"], told["live"]) == ("banned", False)
     assert "accused by 2 of 2 nodes (n, m): margin" in told["banned"]

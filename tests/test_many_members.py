@@ -128,7 +128,7 @@ class History:
         act()
         if rng.random() < 0.02:
             self.die()
-        world.hub._watching()  # also without a tick
+        world.hub._member_timeouts()  # also without a tick
         self.compare()
         left = [r.node for r in self.world.tick() if isinstance(r, Left)]
         for node in left:

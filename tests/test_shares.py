@@ -17,7 +17,7 @@ from aedit.async_sgd.rules import (
     PushFilterConfig,
     StalenessConfig,
     counted,
-    shares,
+    round_shares,
 )
 
 PENALTY = PenaltyConfig(step_weight=0.5)
@@ -33,14 +33,14 @@ def brought(version, interval=4.0, steps=10, tokens=100, norm=1.0):
 def test_by_steps_a_share_is_the_nodes_part_of_all_steps_per_version():
     there = {0: brought(10, 1.2, 6), 1: brought(9, 6.0, 6), 2: brought(8, 3.0, 12)}
     rate = np.array([6 / 1.2, 6 / 6.0, 12 / 3.0])
-    found = shares(there, 10, "steps", PENALTY)
+    found = round_shares(there, 10, "steps", PENALTY)
     np.testing.assert_allclose([found[n] for n in range(3)], rate / rate.sum(), rtol=1e-12)
 
 
 def test_by_tokens_a_share_is_tokens_squared_by_steps_per_version():
     there = {0: brought(10, 2.0, 10, 100), 1: brought(9, 2.0, 10, 200), 2: brought(9, 4.0, 20, 200)}
     rate = np.array([100**2 / 10 / 2, 200**2 / 10 / 2, 200**2 / 20 / 4])
-    found = shares(there, 10, "tokens", PENALTY)
+    found = round_shares(there, 10, "tokens", PENALTY)
     np.testing.assert_allclose([found[n] for n in range(3)], rate / rate.sum(), rtol=1e-12)
 
 
@@ -48,19 +48,19 @@ def test_by_the_penalty_a_share_is_edits_weight_over_the_last_push_of_each():
     there = {0: brought(10, 3.0, 30, norm=5.0), 1: brought(9, 3.0, 10, norm=10.0), 2: brought(8, 3.0, 20)}
     softmax = np.exp([0.0, -1.0, 0.8])  # norms 5, 10, 1 around their median 5
     expected = 0.5 * softmax / softmax.sum() + 0.5 * np.array([30, 10, 20]) / 60
-    found = shares(there, 10, "penalty", PENALTY)
+    found = round_shares(there, 10, "penalty", PENALTY)
     np.testing.assert_allclose([found[n] for n in range(3)], expected, rtol=1e-12)
 
 
 def test_whose_pushes_are_not_known_yet_counts_as_the_mean_of_the_others():
     there = {0: brought(10, 2.0, 30), 1: brought(9, 2.0, 10), 2: Contribution(9)}
-    found = shares(there, 10, "steps", PENALTY)
+    found = round_shares(there, 10, "steps", PENALTY)
     assert found == pytest.approx({0: 2 / 3 * 0.75, 1: 2 / 3 * 0.25, 2: 1 / 3})
 
 
 def test_a_node_that_is_silent_for_longer_than_usual_brings_less_and_then_nothing():
     there = {0: brought(100, 1.0), 1: brought(92, 4.0)}
-    found = shares(there, 100, "steps", PENALTY)
+    found = round_shares(there, 100, "steps", PENALTY)
     assert found[1] == pytest.approx((10 / 8) / (10 / 8 + 10))
     assert [n in counted(there, {0, 1}, 108) for n in (0, 1)] == [True, True]
     assert [n in counted(there, {0, 1}, 109) for n in (0, 1)] == [False, False]
@@ -73,8 +73,8 @@ def test_one_that_has_left_counts_until_it_would_have_pushed_again():
 
 @pytest.mark.parametrize("rule", ["uniform", "steps", "penalty", "tokens"])
 def test_a_node_alone_is_a_whole_round(rule):
-    assert shares({3: brought(7, 1.0, 4)}, 7, rule, PENALTY, 8) == {3: 1.0}
-    assert shares({}, 7, rule, PENALTY) == {}
+    assert round_shares({3: brought(7, 1.0, 4)}, 7, rule, PENALTY, 8) == {3: 1.0}
+    assert round_shares({}, 7, rule, PENALTY) == {}
 
 
 # --- in a run: what all shares together do
@@ -256,18 +256,18 @@ def test_a_restart_from_journal_or_snapshot_goes_on_with_the_same_shares(weights
 def test_a_claim_of_more_steps_than_the_pace_allows_brings_no_share(claim):
     honest = {n: brought(10 - n, 4.0, 8) for n in range(3)}
     there = honest | {3: brought(10, 4.0, claim)}
-    assert shares(there, 10, "steps", PENALTY, 8)[3] == pytest.approx(0.25)
+    assert round_shares(there, 10, "steps", PENALTY, 8)[3] == pytest.approx(0.25)
 
 
 def test_a_node_that_was_away_may_bring_the_steps_of_that_time():
     there = {0: brought(10, 1.5, 8), 1: brought(9, 3.0, 16)}
-    assert shares(there, 10, "steps", PENALTY, 8) == pytest.approx({0: 0.5, 1: 0.5})
+    assert round_shares(there, 10, "steps", PENALTY, 8) == pytest.approx({0: 0.5, 1: 0.5})
 
 
 @pytest.mark.parametrize("rule", ["steps", "tokens"])
 def test_whatever_a_node_claims_it_counts_as_eight_of_the_others_at_most(rule):
     there = {n: brought(10 - n, 4.0, 8) for n in range(3)} | {3: brought(10, 4.0, 10**6, 10**12)}
-    found = shares(there, 10, rule, PENALTY)
+    found = round_shares(there, 10, rule, PENALTY)
     assert found[3] == pytest.approx(MOST_CLAIM / (MOST_CLAIM + 3))
 
 

@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
-    from aedit.async_sgd.hub import decide_push, outer_step, parent_hub, state, step_bounds
-    from aedit.async_sgd.hub.decide_join import Joiner, check_first_anchor
+    from aedit.async_sgd.hub import outer_step, parent_hub, state, step_bounds
+    from aedit.async_sgd.hub.decide_join import LONGEST_NAME, Joiner, check_first_anchor
     from aedit.async_sgd.hub.decide_push import is_next, skips
-    from aedit.async_sgd.hub.directory import Card, Complaint, Directory
     from aedit.async_sgd.hub.hub import MOST_LEASES, Hub
     from aedit.async_sgd.hub.members import CERTIFIED, Clocks, Member, NodeReport
     from aedit.async_sgd.hub.outer_step import Computed, Quantiser
@@ -34,13 +33,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CERTIFIED",
+    "LONGEST_NAME",
     "MOST_LEASES",
-    "Card",
     "Clocks",
-    "Complaint",
     "Computed",
     "Denied",
-    "Directory",
     "Hub",
     "HubState",
     "Joiner",
@@ -51,7 +48,6 @@ __all__ = [
     "SavedUnit",
     "Unit",
     "check_first_anchor",
-    "decide_push",
     "frozen",
     "hub_status",
     "is_next",

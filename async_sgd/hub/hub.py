@@ -9,17 +9,17 @@ meanwhile. Times are those of any monotonic clock, in seconds.
 from collections.abc import Iterable, Set
 from dataclasses import replace
 
-from aedit.async_sgd.hub import decide_push, outer_step, step_bounds
+from aedit.async_sgd.hub import outer_step, step_bounds
 from aedit.async_sgd.hub.decide_join import Joiner, joining
-from aedit.async_sgd.hub.decide_merge import Moment, is_due, round_share
-from aedit.async_sgd.hub.member_timeouts import Watch, is_ready
+from aedit.async_sgd.hub.decide_merge import decide_merge, is_due
+from aedit.async_sgd.hub.decide_push import exclusion, judged
+from aedit.async_sgd.hub.member_timeouts import MemberTimeouts
 from aedit.async_sgd.hub.members import Clocks, Member, NodeReport
 from aedit.async_sgd.hub.outer_step import AdvanceRule, Anchor, Computed, Quantiser
 from aedit.async_sgd.hub.pool import Block
 from aedit.async_sgd.hub.recovery_anchors import RecoveryAnchors
 from aedit.async_sgd.hub.saved_state import Saved, load_state, save_state
 from aedit.async_sgd.hub.state import Denied, HubState, Unit
-from aedit.async_sgd.hub.step_bounds import bounds
 from aedit.async_sgd.rules import (
     Accepted,
     Garbled,
@@ -28,7 +28,6 @@ from aedit.async_sgd.rules import (
     Leased,
     Left,
     Merged,
-    MergePart,
     Mixed,
     Push,
     Record,
@@ -56,8 +55,8 @@ class Hub:
     """The state machine that owns the anchors of a run, or of its share of the units."""
 
     def __init__(self, plan: HubPlan, quantiser: Quantiser | None = None) -> None:
-        """Create a hub that nobody has joined. quantiser: of `hub.codec_down`; None for "fp32"."""
-        assert (quantiser is None) == (plan.hub.codec_down == "fp32"), "a codec that nobody uses, or none"
+        """Create a hub without members. quantiser: of `hub.codec_down`; None for "fp32"."""
+        assert (quantiser is None) == (plan.hub.codec_down == "fp32"), "a quantiser that is not used, or none"
         self.plan, self.config = plan, plan.hub
         outer, clip = make_outer(plan.outer), plan.penalty.clip
         self.rule = AdvanceRule(outer, plan.hub.merge, clip, quantiser, plan.hub.merge_cut)
@@ -65,7 +64,7 @@ class Hub:
         self.state = HubState(part=plan.part, has_parent=bool(plan.hub.parent), apart=frozenset(plan.rules))
         self.state.awaits_all = plan.hub.quorum == "all"
         self.clocks, self.recovery_anchors = Clocks(), RecoveryAnchors(lambda: self.state, plan.hub.expire_s)
-        self._watch: Watch | None = None
+        self._timeouts: MemberTimeouts | None = None
 
     # -- deciding
 
@@ -104,12 +103,11 @@ class Hub:
         is not this hub's.
         """
         self._must_be_live(push.node)
-        if push.unit not in self.state.units:  # not journaled: there is no end of such numbers
+        if push.unit not in self.state.units:  # not journaled: a client could send unboundedly many
             raise Denied("different", f"this hub has no unit {push.unit}")
         self.clocks.seen[push.node] = now
-        limits = bounds(self.state, push, self.plan, self.clocks, self.elapsed_s(now))
         founder = self.recovery_anchors.founder(push.unit, now)
-        decided = decide_push.judged(self.state, push, self.config, limits, founder)
+        decided = judged(self.state, push, self.plan, self.clocks, self.elapsed_s(now), founder)
         if any(isinstance(record, Accepted) for record in decided):
             self.clocks.came_s.setdefault((push.unit, push.node, push.seq), now)
         return decided
@@ -120,7 +118,7 @@ class Hub:
         Raises Denied if the node is not a live member.
         """
         member = self._must_be_live(node)
-        return [Garbled(node, unit, reason), *decide_push.exclusion(member, reason, self.config.push_filter)]
+        return [Garbled(node, unit, reason), *exclusion(member, reason, self.config.push_filter)]
 
     def tick(self, now: float, busy: Set[int] = frozenset()) -> list[Record]:
         """Return what is due at `now`: silent nodes leave, a round opens, units merge.
@@ -132,15 +130,15 @@ class Hub:
         decided: list[Record] = []
         if elapsed_s >= self.state.elapsed_s + _TICK_S:
             decided.append(Ticked(elapsed_s))
-        watch = self._watching()
-        left = watch.gone(now)
+        timeouts = self._member_timeouts()
+        left = timeouts.leaving(now)
         decided += left
         if self._round_is_due(elapsed_s):
             decided.append(RoundOpened(self.state.round + 1, self._round_at_s(elapsed_s)))
         leaving = {record.node for record in left}
         for index, unit in self.state.units.items():
             if unit.pending and index not in busy and self._is_due(index, unit, leaving, now):
-                decided.append(self._merge(index, unit, elapsed_s))
+                decided.append(decide_merge(self.state, self.clocks, self.plan, index, elapsed_s))
         return decided
 
     def lease(self, node: int, samples: int, now: float) -> list[Record]:
@@ -183,8 +181,8 @@ class Hub:
         self.clocks.seen[node] = now
         self.clocks.reports[node] = report
         step_bounds.note(self.state, self.clocks, node)
-        if self._watch is not None:
-            self._watch.heard(node)
+        if self._timeouts is not None:
+            self._timeouts.note_report(node)
 
     # -- applying
 
@@ -282,12 +280,8 @@ class Hub:
             self.clocks.began_s = -1.0 if self.state.layout is None else self.state.elapsed_s
         return self.clocks.offset_s
 
-    def _name(self, index: int) -> str:
-        assert self.state.layout is not None
-        return self.state.layout.units[index].name
-
     def _advance_rule(self, index: int) -> AdvanceRule:
-        return self.rules.get(self._name(index), self.rule)
+        return self.rules.get(self.state.unit_name(index), self.rule)
 
     def _must_be_live(self, node: int) -> Member:
         member = self.state.members[node]
@@ -297,11 +291,11 @@ class Hub:
             raise Denied("unknown", f"{member.name} is not counted on any more: {member.gone}")
         return member
 
-    def _watching(self) -> Watch:
+    def _member_timeouts(self) -> MemberTimeouts:
         """Return what this hub waits for; made anew where the volatile state is another one."""
-        if self._watch is None or self._watch.clocks is not self.clocks:
-            self._watch = Watch(self.state, self.clocks, self.config)
-        return self._watch
+        if self._timeouts is None or self._timeouts.clocks is not self.clocks:
+            self._timeouts = MemberTimeouts(self.state, self.clocks, self.config)
+        return self._timeouts
 
     def _round_is_due(self, elapsed_s: float) -> bool:
         if self.plan.pace != "seconds" or not self.state.is_founded:
@@ -319,26 +313,11 @@ class Hub:
     def _is_due(self, index: int, unit: Unit, leaving: Set[int], now: float) -> bool:
         if unit.anchor is None or unit.apart or self.config.each_alone:
             return True
-        expected = self._watching().expected(index, now)
+        awaited = self._member_timeouts().awaited(index, now)
         usual_s = unit.usual_s
         if usual_s is None:  # as long as the first one has taken
-            usual_s = expected.came_s.values[0] + self._start_clock(now) - unit.merged_at_s
-        return is_due(self.config, expected, leaving, max(0.0, usual_s), now)
-
-    def _merge(self, index: int, unit: Unit, elapsed_s: float) -> Merged:
-        pushes = list(unit.pending.values())
-        if unit.anchor is None:
-            return Merged(index, 1, (MergePart(pushes[0].node, pushes[0].seq, 1.0),), elapsed_s)
-        own = self.plan.rules.get(self._name(index))
-        if own or self.config.each_alone:
-            pushes = pushes[:1]
-        parts = (
-            decide_push.own_parts(pushes, unit, own) if own else decide_push.parts(pushes, unit, self.plan)
-        )
-        live = self.state.live
-        expected = {n for n in live if is_ready(self.clocks, n) and not live[n].is_distrusted(index)}
-        share = round_share(unit, pushes, Moment(elapsed_s, len(live)), expected, self.plan, own)
-        return Merged(index, unit.version + 1, parts, elapsed_s, share)
+            usual_s = awaited.came_s.values[0] + self._start_clock(now) - unit.merged_at_s
+        return is_due(self.config, awaited, leaving, max(0.0, usual_s), now)
 
     def _compute_merge(self, record: Merged) -> Computed:
         unit = self.state.units[record.unit]
@@ -363,7 +342,7 @@ class Hub:
         assert unit.up is not None
         rule = self._advance_rule(record.unit)
         computed = outer_step.mixed(unit.anchor, record.values, record.mix, rule)
-        # The parent has heard of what was sent, and of nothing since.
+        # The parent knows what was sent, and nothing newer.
         known = unit.up if unit.sent is None else unit.sent
         return replace(computed, up=outer_step.mixture(known, record.values, record.mix))
 
@@ -389,5 +368,5 @@ class Hub:
                 if version == 1:  # the speeds of the unit are measured from now on
                     for node in self.clocks.speeds.nodes:
                         step_bounds.note(self.state, self.clocks, node)
-        if self._watch is not None:
-            self._watch.keep_up(record)
+        if self._timeouts is not None:
+            self._timeouts.apply(record)

@@ -1,7 +1,7 @@
-"""The next word of every member, and the pushes of each unit, as far as a hub waits for them.
+"""Silent members of a hub, and the pushes that each unit still waits for.
 
-Members that have nothing new to say are not looked at: a look costs the same however many members there are.
-All of it follows from the state and the volatile state of the hub, and is made at the first look.
+Members that have nothing new to say are not looked at: a check takes constant time, however many members
+there are. All of it follows from the state and the volatile state of the hub, and is made at the first check.
 """
 
 from collections.abc import Set
@@ -12,45 +12,7 @@ from aedit.async_sgd.hub.state import AWAITED_MISSES, HubState
 from aedit.async_sgd.rules import Accepted, Garbled, HubConfig, Joined, Left, Merged, Record, Refused
 
 
-class Silence:
-    """Members by their last word.
-
-    The heap has one entry for each: a time at which it was heard, not always the last one.
-    """
-
-    def __init__(self, seen: dict[int, float]) -> None:
-        """Watch nobody. seen: last word of each node, which others keep up to date."""
-        self._seen = seen
-        self._heap: list[tuple[float, int]] = []
-        self._watched: set[int] = set()
-        self._new: list[int] = []
-
-    def watch(self, node: int) -> None:
-        """Watch a live member, from the next look on if nothing was heard of it."""
-        if node not in self._watched:
-            self._watched.add(node)
-            self._new.append(node)
-
-    def silent(self, live: Set[int], limit_s: float, now: float) -> list[int]:
-        """Return the live members that are silent for longer than `limit_s`."""
-        for node in self._new:
-            heappush(self._heap, (self._seen.setdefault(node, now) if node in live else now, node))
-        self._new.clear()
-        found = []
-        while self._heap and now - self._heap[0][0] > limit_s:
-            _, node = heappop(self._heap)
-            if node not in live:
-                self._watched.discard(node)
-            elif now - (last_s := self._seen.setdefault(node, now)) > limit_s:
-                found.append((last_s, node))
-            else:
-                heappush(self._heap, (last_s, node))
-        for entry in found:  # until its leaving is written down
-            heappush(self._heap, entry)
-        return [node for _, node in found]
-
-
-class Expected:
+class AwaitedPushes:
     """The pushes of one unit: those that are here, and the members that may still bring one."""
 
     def __init__(self) -> None:
@@ -86,42 +48,45 @@ class Expected:
         return len(self._missing) == sum(node in self._missing for node in but)
 
 
-class Watch:
-    """Members and pushes that a hub waits for. `keep_up` must be told every record that is applied."""
+class MemberTimeouts:
+    """Silent members and awaited pushes of a hub; `apply` must be called with every applied record."""
 
     def __init__(self, state: HubState, clocks: Clocks, config: HubConfig) -> None:
         self.clocks = clocks
         self._state, self._config = state, config
-        self._silence = Silence(clocks.seen)
-        self._guilty: set[int] = set()
+        self._heap: list[tuple[float, int]] = []
+        """One entry for each watched member: a time at which it called, not always the last one."""
+        self._watched: set[int] = set()
+        self._new: list[int] = []
+        """Watched members without an entry: they are watched from the next check on."""
+        self._offenders: set[int] = set()
         self._unready: set[int] = set()
-        self._units: dict[int, Expected] = {}
+        self._units: dict[int, AwaitedPushes] = {}
         for node in state.live:
-            self._silence.watch(node)
-            self._judge(node)
+            self._watch(node)
+            self._check_violations(node)
             if not is_ready(clocks, node):
                 self._unready.add(node)
 
-    def gone(self, now: float) -> list[Left]:
-        """Return Left for members that were silent for too long or were found out in a merge, by node.
+    def leaving(self, now: float) -> list[Left]:
+        """Return Left for members that were silent for too long or have too many violations, by node.
 
         A violation on arrival excludes at once and does not wait for this.
         """
         live, limit = self._state.live, self._config.push_filter.violations
-        self._guilty = {n for n in self._guilty if n in live and live[n].violations >= limit}
-        expire_s = self._config.expire_s
-        silent = self._silence.silent(live.keys(), expire_s, now)
-        found = {node: Left(node, f"silent for {expire_s:g} s") for node in silent}
-        for node in self._guilty:
+        self._offenders = {n for n in self._offenders if n in live and live[n].violations >= limit}
+        reason = f"silent for {self._config.expire_s:g} s"
+        found = {node: Left(node, reason) for node in self._silent(now)}
+        for node in self._offenders:
             reason = f"excluded after {live[node].violations} violations"
             found[node] = Left(node, reason, excluded=True)
         return [found[node] for node in sorted(found)]
 
-    def expected(self, index: int, now: float) -> Expected:
+    def awaited(self, index: int, now: float) -> AwaitedPushes:
         """Return the pushes of a unit that are here and those that are expected."""
         unit = self._units.get(index)
         if unit is None:
-            unit = self._units[index] = Expected()
+            unit = self._units[index] = AwaitedPushes()
             unit.undated += self._state.units[index].pending
             self._expect_all(index)
         for node, seq in unit.undated:
@@ -129,27 +94,27 @@ class Watch:
         unit.undated.clear()
         return unit
 
-    def heard(self, node: int) -> None:
+    def note_report(self, node: int) -> None:
         """Note the newest report of a member."""
         if (node in self._unready) == is_ready(self.clocks, node):
             (self._unready.discard if node in self._unready else self._unready.add)(node)
             self._expect(node)
 
-    def keep_up(self, record: Record) -> None:
+    def apply(self, record: Record) -> None:
         """Follow an applied record."""
         match record:
             case Joined(_, node):
-                self._silence.watch(node)
-                self._judge(node)
-                self.heard(node)
+                self._watch(node)
+                self._check_violations(node)
+                self.note_report(node)
                 self._expect(node)
             case Left(node):
                 self._unready.discard(node)
                 self._expect(node)
             case Garbled(node):
-                self._judge(node)
+                self._check_violations(node)
             case Refused(node, index):
-                self._judge(node)
+                self._check_violations(node)
                 self._expect(node, index)
             case Accepted(push):
                 if unit := self._units.get(push.unit):
@@ -157,26 +122,47 @@ class Watch:
                     self._expect(push.node, push.unit)
             case Merged(index, _, parts):
                 for part in parts:
-                    self._judge(part.node)
+                    self._check_violations(part.node)
                     if unit := self._units.get(index):
                         unit.merged(part.node)
                         self._expect(part.node, index)
                 if self._state.awaits_all and index in self._units:  # of those who missed it
                     self._expect_all(index)
 
-    def _judge(self, node: int) -> None:
+    def _watch(self, node: int) -> None:
+        if node not in self._watched:
+            self._watched.add(node)
+            self._new.append(node)
+
+    def _silent(self, now: float) -> list[int]:
+        """Return the live members that are silent for longer than `expire_s`."""
+        live, seen, limit_s = self._state.live, self.clocks.seen, self._config.expire_s
+        for node in self._new:
+            heappush(self._heap, (seen.setdefault(node, now) if node in live else now, node))
+        self._new.clear()
+        found = []
+        while self._heap and now - self._heap[0][0] > limit_s:
+            _, node = heappop(self._heap)
+            if node not in live:
+                self._watched.discard(node)
+            elif now - (last_s := seen.setdefault(node, now)) > limit_s:
+                found.append((last_s, node))
+            else:
+                heappush(self._heap, (last_s, node))
+        for entry in found:  # until its leaving is written down
+            heappush(self._heap, entry)
+        return [node for _, node in found]
+
+    def _check_violations(self, node: int) -> None:
         if self._state.members[node].violations >= self._config.push_filter.violations:
-            self._guilty.add(node)
+            self._offenders.add(node)
 
     def _expect_all(self, index: int) -> None:
         for node in self._state.live:
             self._expect(node, index)
 
     def _expect(self, node: int, index: int | None = None) -> None:
-        """Look whether a push of this node can be expected soon, of one unit or of all.
-
-        Not of a node that still fetches its first weights, nor of one whose trainer is stuck.
-        """
+        """Note whether a push of this node can be expected soon, of one unit or of all."""
         member = self._state.live.get(node)
         for i, expected in self._units.items() if index is None else [(index, self._units.get(index))]:
             if expected is not None:

@@ -167,17 +167,6 @@ def kind(reason: str) -> str:
     return reason.split(":")[0]
 
 
-def dylu(every: int, steps_per_s: float, fastest: float | None) -> int:
-    """Return H_w = max(1, floor(H v_w / v_max)) (DyLU, arXiv:2401.09135): steps of a node before its push.
-
-    steps_per_s: speed of the node. fastest: inner steps per second of the fastest node; None if no speed is
-    known. A node that has not reported its speed does `every` steps.
-    """
-    if not steps_per_s or fastest is None:
-        return every
-    return max(1, min(every, math.floor(every * steps_per_s / fastest)))
-
-
 class Roster:
     """Indexes of the live members, so that no call has to look at all of them."""
 

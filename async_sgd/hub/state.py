@@ -160,6 +160,11 @@ class HubState:
         """Return the tokens of all nodes; a token is in a push of every unit."""
         return self.tokens // self._num_counting
 
+    def unit_name(self, index: int) -> str:
+        """Return the name of a unit of the model."""
+        assert self.layout is not None
+        return self.layout.units[index].name
+
     def ban_of(self, server: str, public_key: bytes) -> records.Banned | None:
         """Return why the server of this name or key is banned; None if it is not."""
         key = public_key.hex()

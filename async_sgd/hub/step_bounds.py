@@ -1,14 +1,15 @@
-"""Bound the claims of a push: steps by the time that has passed, tokens by steps, and how soon it comes.
+"""Speed of each node as its pushes show it, the steps before its next push, and bounds on what a push claims.
 
-Claims above that are lowered, and the push is taken: an honest node may be faster than anybody has seen. Only
-what no node can do is refused. What is lowered is in the journal as it counts.
+Steps are bounded by the time that has passed, tokens by steps. A claim above that is lowered, and the push is
+accepted: an honest node may be faster than any seen so far. Only what no node can do is refused. The journal
+has what a push counts as.
 """
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
-from aedit.async_sgd.hub.members import Clocks, NodeReport, Ranking, dylu
+from aedit.async_sgd.hub.members import Clocks, NodeReport, Ranking
 from aedit.async_sgd.hub.state import HubState, Unit
 from aedit.async_sgd.rules import (
     MOST_CLAIM,
@@ -28,28 +29,34 @@ _LONGEST = 4
 _TOP_STEPS_PER_S = 1000.0
 """Largest speed of a node of which nothing else is known: an inner step of a millisecond."""
 
+_MOST_STEPS_PER_S = 1e9
+"""Largest speed that a node can report: products of a larger one would leave the range of numbers."""
+
+_FASTEST = 64.0
+"""Times the median speed: a node's own report cannot slow the others down further than this."""
+
+_ABOVE = 1.25
+"""Times the speed in accepted pushes that a node can report: times of pushes vary."""
+
 MOST_TOKENS = 2**40
 """Most tokens of one push. Sums of more would not fit into the 64 bits of the messages, and stop the run."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Limits of one push, by everything but its content."""
+def bounded_push(
+    state: HubState, push: Push, plan: HubPlan, clocks: Clocks, now_s: float
+) -> tuple[Push, float, str]:
+    """Return a push with the steps and tokens that it counts as: at most those that it claims.
 
-    most_steps: float
-    """Inner steps that no honest push exceeds: a push that claims more is refused."""
-    steps: int
-    """Inner steps that the push counts as: at most those that it claims."""
-    tokens: int
-    """Tokens that the push counts as: at most those that it claims."""
-    early: str = ""
-    """Reason why the push comes too soon; empty if it does not."""
+    Args:
+        state: Of the hub. The push is of a live member and of a unit of this hub.
+        push: As its node describes it.
+        plan: Of the hub.
+        clocks: Of the hub.
+        now_s: Age of the run at the arrival, without the time in which there was no hub: nodes train on then.
 
-
-def bounds(state: HubState, push: Push, plan: HubPlan, clocks: Clocks, now_s: float) -> Bounds:
-    """Return the limits of a push, of a live member and of a unit of this hub, that arrives at `now_s`.
-
-    now_s: age of the run. It does not hold the time in which there was no hub, and nodes train on then.
+    Returns:
+        The push, the steps that no honest push exceeds (one that claims more is refused), and why it comes
+        too soon; empty if it does not.
     """
     unit = state.units[push.unit]
     times = unit.times.get(push.node, PushTimes.began(now_s))
@@ -59,7 +66,9 @@ def bounds(state: HubState, push: Push, plan: HubPlan, clocks: Clocks, now_s: fl
         steps = most
     else:
         steps = min(most, _in_time(state, push, plan, clocks, now_s))
-    leased = 0 if lineage(state.term) else state.members[push.node].leased  # of before a founding is unknown
+    leased = (
+        0 if lineage(state.term) else state.members[push.node].leased
+    )  # unknown before the part was re-created
     if plan.leases and leased and not unit.apart:
         steps = min(steps, max(0, leased - times.total_steps))
     counted = min(push.steps, int(steps))
@@ -68,7 +77,11 @@ def bounds(state: HubState, push: Push, plan: HubPlan, clocks: Clocks, now_s: fl
         tokens = min(tokens, int(MOST_CLAIM) * plan.step_tokens * counted)
     least_s = 0.0 if unit.apart else least_gap(unit.gaps.low_median_without(push.node))
     since_s = now_s - clocks.pushed_s.get((push.unit, push.node), times.at_s)
-    return Bounds(most, counted, tokens, _early(times, since_s, least_s))
+    early = ""
+    if is_early(times, since_s, least_s):
+        usual = f"one every {least_s:.3g} s is possible: push later"
+        early = f"early: {since_s:.3g} s after the last push, and {usual}"
+    return replace(push, steps=counted, tokens=tokens), most, early
 
 
 def _most_steps(plan: HubPlan, times: PushTimes, now_s: float) -> float:
@@ -96,32 +109,14 @@ def _in_time(state: HubState, push: Push, plan: HubPlan, clocks: Clocks, now_s: 
 
 
 def _speed(unit: Unit, node: int, reports: Mapping[int, NodeReport], now_s: float) -> float:
-    """Return the speed in the node's pushes of the unit, or its own word before the third; 0 if unknown."""
+    """Return the speed in the node's pushes of the unit, or its own report before the third; 0 if unknown."""
     times = unit.times.get(node)
     shown = (times.speed(now_s) if times else None) or 0.0
     return shown if times and times.is_regular else reported(reports, node) or shown
 
 
-def _early(times: PushTimes, since_s: float, least_s: float) -> str:
-    if not is_early(times, since_s, least_s):
-        return ""
-    return (
-        f"early: {since_s:.3g} s after the last push, and one every {least_s:.3g} s is possible: push later"
-    )
-
-
-_MOST_STEPS_PER_S = 1e9
-"""Largest speed that a node can report: products of a larger one would leave the range of numbers."""
-
-_FASTEST = 64.0
-"""Times the median speed: no node's own word makes the others do less than this would."""
-
-_ABOVE = 1.25
-"""Times the speed in accepted pushes that a node can say of itself: times of pushes vary."""
-
-
 def reported(reports: Mapping[int, NodeReport], node: int) -> float:
-    """Return the speed that the node says it has; 0 if it said none."""
+    """Return the speed that the node reports; 0 without a report."""
     report = reports.get(node)
     speed = report.steps_per_s if report else 0.0
     return min(speed, _MOST_STEPS_PER_S) if math.isfinite(speed) and speed > 0 else 0.0
@@ -143,7 +138,7 @@ def speed(state: HubState, reports: Mapping[int, NodeReport], node: int) -> floa
 def note(state: HubState, clocks: Clocks, node: int) -> None:
     """Note the speed of a node that has reported, pushed, joined or left.
 
-    Only who has pushed counts as the fastest: until then its speed is its own word alone.
+    Only a node that has pushed counts as the fastest: before that its report is not checked.
     """
     is_shown = node in state.live and pushed(state, node) is not None
     clocks.speeds.put(node, (speed(state, clocks.reports, node) or None) if is_shown else None)
@@ -157,7 +152,7 @@ def fastest(speeds: Ranking) -> float | None:
 def pace_steps(state: HubState, clocks: Clocks, plan: HubPlan, nodes: Iterable[int]) -> dict[int, int]:
     """Return by node the steps that it should do before its next push; 0 with pace "seconds".
 
-    With `dylu` the fastest node decides for all. The speed of each is that at its last word.
+    With `dylu` the fastest node decides for all. The speed of each is that of its last report.
     """
     if plan.pace == "seconds":
         return dict.fromkeys(nodes, 0)
@@ -166,3 +161,14 @@ def pace_steps(state: HubState, clocks: Clocks, plan: HubPlan, nodes: Iterable[i
         return dict.fromkeys(nodes, every)
     most = fastest(clocks.speeds)
     return {node: dylu(every, speed(state, clocks.reports, node), most) for node in nodes}
+
+
+def dylu(every: int, steps_per_s: float, fastest: float | None) -> int:
+    """Return H_w = max(1, floor(H v_w / v_max)) (DyLU, arXiv:2401.09135): steps of a node before its push.
+
+    steps_per_s: speed of the node. fastest: inner steps per second of the fastest node; None if no speed is
+    known. A node that has not reported its speed does `every` steps.
+    """
+    if not steps_per_s or fastest is None:
+        return every
+    return max(1, min(every, math.floor(every * steps_per_s / fastest)))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         zeros_like,
     )
     from aedit.async_sgd.rules.push_filter import SizeHistory, directions, judge_push, outliers, shortening
-    from aedit.async_sgd.rules.push_shares import Contribution, counted, shares
+    from aedit.async_sgd.rules.push_shares import Contribution, counted, round_shares
     from aedit.async_sgd.rules.push_times import (
         PushTimes,
         always_possible,
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         Accepted,
         Agreed,
         Array,
+        ArrayValues,
         Banned,
         Configured,
         Founded,
@@ -83,6 +84,7 @@ __all__ = [
     "Accepted",
     "Agreed",
     "Array",
+    "ArrayValues",
     "Average",
     "Banned",
     "Codec",
@@ -141,7 +143,7 @@ __all__ = [
     "push_norm",
     "raw_weights",
     "records",
-    "shares",
+    "round_shares",
     "shortening",
     "staleness_factor",
     "try_merge",

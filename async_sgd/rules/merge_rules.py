@@ -6,12 +6,11 @@ same bits. A push of weight 0 is not read: `0 * nan` is `nan`.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aedit.async_sgd.rules.records import Array, MergePart, Push, Vector
+from aedit.async_sgd.rules.records import Array, ArrayValues, MergePart, Push, Vector
 from aedit.types import TensorLayout, UnitLayout, imported
 
 SLICE = 2**16
@@ -75,21 +74,13 @@ def try_merge(path: str) -> None:
     for num in (1, 3):
         vectors = [np.linspace(-node, 1, layout.numel, dtype=np.float32) for node in range(num)]
         facts = {"unit": 0, "seq": 1, "base": 1, "steps": 1, "tokens": 1, "norms": (1.0, 1.0)}
-        pushes = [Push(node=node, values=_Given(x), **facts) for node, x in enumerate(vectors)]  # type: ignore[arg-type]
+        pushes = [Push(node=node, values=ArrayValues(x), **facts) for node, x in enumerate(vectors)]  # type: ignore[arg-type]
         parts = [(push, MergePart(push.node, push.seq, weight=1 / num)) for push in pushes]
         first, second = merge(parts, layout, path), merge(parts, layout, path)
         if not np.isfinite(first).all():
             raise ValueError(f"{path} returned numbers that are not finite")
         if first.tobytes() != second.tobytes():
             raise ValueError(f"{path} returned other numbers for the same pushes")
-
-
-@dataclass(frozen=True, slots=True)
-class _Given:
-    array: Vector
-
-    def read(self, start: int, stop: int) -> Vector:
-        return self.array[start:stop].copy()
 
 
 def _count(num: int, cut: float) -> int:

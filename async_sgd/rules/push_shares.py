@@ -89,7 +89,7 @@ def counted(
     return {node: one for node, one in sorted(brought.items()) if counts(node, one)}
 
 
-def shares(
+def round_shares(
     there: Mapping[int, Contribution],
     version: int,
     rule: WeightRule,

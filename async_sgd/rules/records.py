@@ -29,6 +29,17 @@ class Values(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class ArrayValues:
+    """`Values` of a push in memory."""
+
+    array: Vector
+
+    def read(self, start: int, stop: int) -> Vector:
+        """Return a copy of the elements start..stop."""
+        return self.array[start:stop].copy()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
     """A pseudo-gradient of one unit from one node."""

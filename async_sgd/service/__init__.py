@@ -13,11 +13,10 @@ if TYPE_CHECKING:
     from aedit.async_sgd.service.metrics_page import MetricsPage
     from aedit.async_sgd.service.push_pull import Signer, tensor_norms
     from aedit.async_sgd.service.request_guard import RequestGuard, fingerprint
-    from aedit.async_sgd.service.server_directory import DirectorySwitch, ServerDirectory
+    from aedit.async_sgd.service.server_directory import ServerDirectory
 
 __all__ = [
     "CoreSwitch",
-    "DirectorySwitch",
     "Driver",
     "HelloResponder",
     "HubWorker",

@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import grpc
 
@@ -13,7 +14,7 @@ from aedit.async_sgd.service import messages
 from aedit.async_sgd.service.hello_responder import HelloResponder
 from aedit.async_sgd.service.push_pull import PushPull
 from aedit.async_sgd.service.request_guard import RequestGuard, fingerprint, known_by
-from aedit.proto.rpc import Caller, HubCore, NoNews, Refusal, answer_in, answer_out, proposal_in, proposal_out
+from aedit.proto.rpc import Caller, NoNews, Refusal, answer_in, answer_out, proposal_in, proposal_out
 from aedit.proto.rpc import hub_pb2 as pb
 
 _SESSION_BITS = 63
@@ -154,63 +155,16 @@ class Driver:
 
 
 class CoreSwitch:
-    """`HubCore` that passes every call to `core`, which may be replaced."""
+    """Passes every call to `core`, which may be replaced while gRPC holds the methods of this object."""
 
-    def __init__(self, core: HubCore) -> None:
-        self.core = core
+    def __init__(self, core: object | None, refusal: str = "") -> None:
+        """Pass calls to `core`. refusal: the text that callers get while it is None."""
+        self.core, self._refusal = core, refusal
 
-    def hello(self, request: pb.HelloRequest) -> pb.HelloReply:
-        """Call `core.hello`."""
-        return self.core.hello(request)
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            if self.core is None:
+                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, self._refusal)
+            return getattr(self.core, name)(*args)
 
-    def join(self, request: pb.JoinRequest, caller: Caller) -> pb.JoinReply:
-        """Call `core.join`."""
-        return self.core.join(request, caller)
-
-    def heartbeat(self, request: pb.HeartbeatRequest) -> pb.News:
-        """Call `core.heartbeat`."""
-        return self.core.heartbeat(request)
-
-    def lease(self, request: pb.LeaseRequest) -> pb.LeaseReply:
-        """Call `core.lease`."""
-        return self.core.lease(request)
-
-    def leave(self, request: pb.LeaveRequest) -> pb.LeaveReply:
-        """Call `core.leave`."""
-        return self.core.leave(request)
-
-    def take_over(self, request: pb.TakeOverRequest) -> pb.TakeOverReply:
-        """Call `core.take_over`."""
-        return self.core.take_over(request)
-
-    def max_push_bytes(self, head: pb.PushHead) -> int:
-        """Call `core.max_push_bytes`."""
-        return self.core.max_push_bytes(head)
-
-    def push(self, head: pb.PushHead, data: memoryview) -> pb.PushReply:
-        """Call `core.push`."""
-        return self.core.push(head, data)
-
-    def garbled(self, head: pb.PushHead, reason: str) -> None:
-        """Call `core.garbled`."""
-        self.core.garbled(head, reason)
-
-    def pull(self, request: pb.PullRequest) -> tuple[pb.PullHead, memoryview]:
-        """Call `core.pull`."""
-        return self.core.pull(request)
-
-    def status(self, request: pb.StatusRequest) -> pb.StatusReply:
-        """Call `core.status`."""
-        return self.core.status(request)
-
-    def tail(self, request: pb.TailRequest) -> Iterator[pb.TailChunk | NoNews]:
-        """Call `core.tail`."""
-        return self.core.tail(request)
-
-    def confirm(self, request: pb.ConfirmRequest) -> pb.ConfirmReply:
-        """Call `core.confirm`."""
-        return self.core.confirm(request)
-
-    def propose(self, request: pb.ProposeRequest) -> pb.Answer:
-        """Call `core.propose`."""
-        return self.core.propose(request)
+        return call

@@ -71,12 +71,12 @@ _RL_BY = (
 )
 
 
-class MetricsPage:
+class MetricsPage(Collector):
     """HTTP server that serves until `close`. overview: returns the hub's status at every request."""
 
     def __init__(self, overview: Callable[[], Mapping[str, Any]], host: str, port: int) -> None:
-        registry = CollectorRegistry()
-        registry.register(_Numbers(overview))
+        self._overview, registry = overview, CollectorRegistry()
+        registry.register(self)
         try:
             self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
@@ -93,12 +93,8 @@ class MetricsPage:
         self._server.server_close()
         self._thread.join(timeout=5)
 
-
-class _Numbers(Collector):
-    def __init__(self, overview: Callable[[], Mapping[str, Any]]) -> None:
-        self._overview = overview
-
     def collect(self) -> Iterator[Metric]:
+        """Yield the figures of the run, as `prometheus_client` asks for them at every request."""
         now = self._overview()
         for kind, key, name, meaning in _HUB:
             yield kind(name, meaning, value=now[key])

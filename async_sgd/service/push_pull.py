@@ -4,7 +4,7 @@ import hashlib
 import logging
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import sqrt
 from typing import Any
 
@@ -12,9 +12,9 @@ import grpc
 import numpy as np
 from zlib_ng.zlib_ng import crc32
 
-from aedit.async_sgd.hub import check_first_anchor, is_next, skips
+from aedit.async_sgd.hub import Member, check_first_anchor, is_next, skips
 from aedit.async_sgd.journal import Payload
-from aedit.async_sgd.rules import Accepted, Push, Vector
+from aedit.async_sgd.rules import Accepted, ArrayValues, Push
 from aedit.async_sgd.service import messages
 from aedit.async_sgd.service.request_guard import RequestGuard
 from aedit.proto.codecs import Codec, codec, slices
@@ -28,50 +28,15 @@ _KNOWN_VERSIONS = 16
 _INVALID, _LATER = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-@dataclass(frozen=True, slots=True)
-class _Transfer:
-    """One push, checked and measured."""
+_UNREAD = ArrayValues(np.empty(0, np.float32))
+"""Values of a push before the hub has decided on it: only an accepted push is read."""
 
-    head: pb.PushHead
-    data: memoryview
-    crc: int
-    numel: int
-    norms: tuple[float, ...]
+FREE_GAPS = 2
+"""Gaps of a member and unit between two of its accepted pushes that cost nothing.
 
-
-class _Unread:
-    """The values of a push that is only asked about."""
-
-    def read(self, start: int, stop: int) -> Vector:
-        raise AssertionError("a push is read after it is accepted")
-
-
-class KnownAnchors:
-    """SHA-256 of the latest anchors that were given whole, by unit and version: nodes may pass them on."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._digests: dict[int, OrderedDict[int, bytes]] = {}
-
-    def add(self, unit: int, version: int, digest: bytes) -> None:
-        """Note what was given; forget the oldest of too many."""
-        with self._lock:
-            of_unit = self._digests.setdefault(unit, OrderedDict())
-            of_unit[version] = digest
-            while len(of_unit) > _KNOWN_VERSIONS:
-                of_unit.popitem(last=False)
-
-    def newest(self, num_units: int) -> str:
-        """Return one digest of the newest anchors that were given; "" until all units were."""
-        with self._lock:
-            found = [(unit, *max(of_unit.items())) for unit, of_unit in sorted(self._digests.items())]
-        told = "".join(f"{unit} {version} {digest.hex()}\n" for unit, version, digest in found)
-        return hashlib.sha256(told.encode()).hexdigest() if len(found) >= max(1, num_units) else ""
-
-    def digest(self, unit: int, version: int) -> bytes:
-        """Return the SHA-256; empty if this anchor was not given whole of late."""
-        with self._lock:
-            return self._digests.get(unit, OrderedDict()).get(version, b"")
+The first push after a loss, and its repetition if the answer was lost: the answer makes the node join again,
+and the reply to the join has the right number.
+"""
 
 
 class PushPull:
@@ -81,8 +46,11 @@ class PushPull:
         self._guard, self._ledger, self._hub = guard, guard.ledger, guard.ledger.hub
         self._sums: dict[int, tuple[tuple[int, int], bytes]] = {}
         """Version and base of the last answer and its SHA-256, by unit."""
-        self._known = KnownAnchors()
-        self._gaps = SequenceGaps()
+        self._digests: dict[int, OrderedDict[int, bytes]] = {}
+        """SHA-256 of the latest anchors given whole, by unit and version: nodes may pass them on."""
+        self._digests_lock = threading.Lock()
+        self._gaps: dict[tuple[int, int], tuple[str, int]] = {}
+        """Name of the member and number of gaps, by node and unit. An index may go to another name later."""
         self.signer: Signer | None = None
         """Signs the anchors that are given, in a swarm."""
         self.bytes_in = 0
@@ -90,7 +58,11 @@ class PushPull:
 
     def status(self) -> dict[str, Any]:
         """Return for views the bytes of pushes and anchors, and a digest of the newest anchors given."""
-        digest = self._known.newest(len(self._hub.state.units))
+        with self._digests_lock:
+            given = [(unit, *max(of_unit.items())) for unit, of_unit in sorted(self._digests.items())]
+        text = "".join(f"{unit} {version} {digest.hex()}\n" for unit, version, digest in given)
+        are_all = len(given) >= max(1, len(self._hub.state.units))
+        digest = hashlib.sha256(text.encode()).hexdigest() if are_all else ""
         return {"bytes_in": self.bytes_in, "bytes_out": self.bytes_out, "digest": digest}
 
     def max_push_bytes(self, head: pb.PushHead) -> int:
@@ -105,19 +77,18 @@ class PushPull:
         with self._guard.deciding():
             member = self._guard.speaker(head.who)
             layout = self._layout(head.unit)
-            if skips(member, head.unit, head.seq) and self._gaps.add(member.node, member.name, head.unit):
-                reason = f"gap: push {head.seq} is one of more than {FREE} in a row that skip a number"
+            if skips(member, head.unit, head.seq) and self._count_gap(member, head.unit) > FREE_GAPS:
+                reason = f"gap: push {head.seq} is one of more than {FREE_GAPS} in a row that skip a number"
                 self._ledger.commit(self._hub.garbled(member.node, head.unit, reason))
             is_new = is_next(member, head.unit, head.seq)
         if is_new:
             self.bytes_in += len(data)
-            lengths = tensor_norms(data, self._checked(head, data, layout.numel), layout)
-            transfer = _Transfer(head, data, crc32(data), layout.numel, lengths)
-            payload: Payload | None = None
+            push, crc = self._measured(head, data, layout), crc32(data)
             # A snapshot may begin a new segment while the payload is on its way into the old one: then again.
-            while not self._offer(transfer, payload):
+            while not self._offer(head, push):
                 with self._guard.told():
-                    payload = self._ledger.store_payload(head.codec, layout.numel, transfer.crc, data)
+                    payload = self._ledger.store_payload(head.codec, layout.numel, crc, data)
+                push = replace(push, values=payload)
         data.release()  # it is in the file, and the disk may take a while to say so
         return self._decided(head)
 
@@ -133,7 +104,7 @@ class PushPull:
         A request without a session comes from a reader, such as `aedit export`, and not from a member.
         """
         unit = request.unit
-        known = self._known.digest(unit, request.version)
+        known = self._known_digest(unit, request.version)
         with self._guard.deciding():
             if request.who.session:
                 self._guard.speaker(request.who)
@@ -161,7 +132,7 @@ class PushPull:
         head = pb.PullHead(version=version, codec=name, chain=links, num_bytes=len(data))
         head.sha256 = self._sum(unit, (version, base), data)
         if chain is None:
-            self._known.add(unit, version, head.sha256)
+            self._note_digest(unit, version, head.sha256)
         if self.signer is not None:
             head.statement = self._statement(term, unit, version, self._digest(unit, version, whole))
         return head, data
@@ -172,17 +143,37 @@ class PushPull:
             return b""
         try:
             return self.signer.statement(self._ledger.journal.epoch, term, unit, version, digest)
-        except TwoValues as error:
+        except ValueError as error:
             self._guard.engine.fail(error)
             raise Refusal(grpc.StatusCode.UNAVAILABLE, str(error)) from error
 
     def _digest(self, unit: int, version: int, whole: memoryview) -> bytes:
         """Return the SHA-256 of an anchor as nodes have it, computed once for each version."""
-        known = self._known.digest(unit, version)
+        known = self._known_digest(unit, version)
         if not known:
             known = hashlib.sha256(whole).digest()
-            self._known.add(unit, version, known)
+            self._note_digest(unit, version, known)
         return known
+
+    def _known_digest(self, unit: int, version: int) -> bytes:
+        """Return the SHA-256; empty if this anchor was not given whole of late."""
+        with self._digests_lock:
+            return self._digests.get(unit, OrderedDict()).get(version, b"")
+
+    def _note_digest(self, unit: int, version: int, digest: bytes) -> None:
+        """Note an anchor that was given whole; drop the oldest of too many."""
+        with self._digests_lock:
+            of_unit = self._digests.setdefault(unit, OrderedDict())
+            of_unit[version] = digest
+            while len(of_unit) > _KNOWN_VERSIONS:
+                of_unit.popitem(last=False)
+
+    def _count_gap(self, member: Member, unit: int) -> int:
+        """Count a push that skips a number; return how many did since the last accepted one."""
+        name, count = self._gaps.get((member.node, unit), ("", 0))
+        count = count + 1 if name == member.name else 1
+        self._gaps[member.node, unit] = member.name, count
+        return count
 
     def _layout(self, unit: int) -> UnitLayout:
         layout = self._hub.state.layout
@@ -192,55 +183,59 @@ class PushPull:
             raise Refusal(_INVALID, f"this hub has no unit {unit}")
         return layout.units[unit]
 
-    def _checked(self, head: pb.PushHead, data: memoryview, numel: int) -> Codec:
-        """Return the codec of the payload. Raises Refusal if the payload does not match its header."""
+    def _measured(self, head: pb.PushHead, data: memoryview, layout: UnitLayout) -> Push:
+        """Return the push with its norms. Raises Refusal if the payload does not match its header."""
         wanted = self._hub.config.codec if head.base else "fp32"
         found = codec(wanted)
         try:
             if head.codec != wanted:
                 raise ValueError(f"codec {head.codec[:32]!r} where this run has {wanted!r}")
-            found.is_valid(data, numel)
+            found.is_valid(data, layout.numel)
             if not head.base and not self._hub.recovery_anchors.are_asked:
                 check_first_anchor(self._hub.config, head.unit, data)
         except ValueError as error:
             self.garbled(head, f"malformed: {error}")
             raise Refusal(_INVALID, str(error)) from error
-        return found
+        return Push(
+            node=head.who.node,
+            unit=head.unit,
+            seq=head.seq,
+            base=head.base,
+            steps=head.steps,
+            tokens=head.tokens,
+            values=_UNREAD,
+            norms=tensor_norms(data, found, layout),
+        )
 
-    def _offer(self, transfer: _Transfer, payload: Payload | None) -> bool:
+    def _offer(self, head: pb.PushHead, push: Push) -> bool:
         """Decide on the push.
 
         Returns False if it would be accepted but its payload is not in the journal's file.
         """
         with self._guard.deciding() as now:
-            self._guard.speaker(transfer.head.who)
-            decided = self._hub.offer(_push(transfer, payload), now)
-            accepts = any(isinstance(record, Accepted) for record in decided)
-            if accepts and (payload is None or not self._ledger.is_current(payload)):
+            self._guard.speaker(head.who)
+            decided = self._hub.offer(push, now)
+            accepts, values = any(isinstance(record, Accepted) for record in decided), push.values
+            if accepts and not (isinstance(values, Payload) and self._ledger.is_current(values)):
                 return False
             self._ledger.commit(decided)
             if accepts:
-                self._gaps.accepted(transfer.head.who.node, transfer.head.unit)
-            if accepts and not transfer.head.base and self._hub.recovery_anchors.are_asked:
-                self._tell_brought(transfer.head)
+                self._gaps.pop((push.node, push.unit), None)
+            if accepts and not push.base and self._hub.recovery_anchors.are_asked:
+                self._log_recovery(push.node, push.unit)
         self._guard.engine.wake()
         return True
 
-    def _tell_brought(self, head: pb.PushHead) -> None:
-        """Log whose anchor a unit of a part that was lost goes on from; the lock is held."""
-        version = version_of(self._hub.recovery_anchors.stamp(head.who.node, head.unit))
-        name = self._hub.state.members[head.who.node].name
-        members, recovery_anchors = self._hub.state.members, self._hub.recovery_anchors
-        lost = [
-            (members[node].name, num) for node, num in recovery_anchors.lost_after(head.who.node, head.unit)
-        ]
-        log.warning("unit %d goes on from version %d, which %s had", head.unit, version, name)
+    def _log_recovery(self, node: int, unit: int) -> None:
+        """Log which node's anchor restarts this unit. The caller holds the lock."""
+        members, anchors = self._hub.state.members, self._hub.recovery_anchors
+        version, name = version_of(anchors.stamp(node, unit)), members[node].name
+        lost = [(members[one].name, num) for one, num in anchors.lost_after(node, unit)]
+        log.warning("unit %d goes on from version %d, which %s had", unit, version, name)
         if lost:
             said = ", ".join(f"{one} of {num:,}" for one, num in lost)
-            log.warning("unit %d: nodes were told of later versions, which are lost: %s", head.unit, said)
-        self._guard.engine.event(
-            "goes_on_from", unit=head.unit, version=version, node=head.who.node, name=name, lost=lost
-        )
+            log.warning("unit %d: nodes were told of later versions, which are lost: %s", unit, said)
+        self._guard.engine.event("goes_on_from", unit=unit, version=version, node=node, name=name, lost=lost)
 
     def _decided(self, head: pb.PushHead) -> pb.PushReply:
         """Return the answer to a decided push, once the decision is on disk."""
@@ -261,60 +256,12 @@ class PushPull:
         return found
 
 
-def _push(transfer: _Transfer, payload: Payload | None) -> Push:
-    head = transfer.head
-    return Push(
-        node=head.who.node,
-        unit=head.unit,
-        seq=head.seq,
-        base=head.base,
-        steps=head.steps,
-        tokens=head.tokens,
-        values=payload or _Unread(),
-        norms=transfer.norms,
-    )
-
-
-FREE = 2
-"""Gaps of a member and unit between two of its accepted pushes that cost nothing.
-
-The first push after a loss, and its repetition if the answer was lost: the answer makes the node join again,
-which tells it the right number.
-"""
-
-
-class SequenceGaps:
-    """Counts gaps of each member by unit."""
-
-    def __init__(self) -> None:
-        self._counts: dict[int, tuple[str, dict[int, int]]] = {}
-        """Name of the member and its gaps by unit, by index. An index may go to another name later."""
-
-    def add(self, node: int, name: str, unit: int) -> bool:
-        """Count a gap and return whether it is a violation."""
-        known, counts = self._counts.get(node, (name, {}))
-        if known != name:
-            counts = {}
-        counts[unit] = counts.get(unit, 0) + 1
-        self._counts[node] = name, counts
-        return counts[unit] > FREE
-
-    def accepted(self, node: int, unit: int) -> None:
-        """Note that a push was accepted: gaps count from zero."""
-        if node in self._counts:
-            self._counts[node][1].pop(unit, None)
-
-
 _KEPT = 16
 """Newest statements of each unit that are kept."""
 
 
-class TwoValues(Exception):
-    """One version has two values in the memory of this hub, which cannot be trusted any more."""
-
-
 class Signer:
-    """Signs for one hub process. Any thread may call."""
+    """Signs statements of a part's owner about its anchors, once for each version. Any thread may call."""
 
     def __init__(self, key: SigningKey, run: str, part: int) -> None:
         self._key, self._run, self._part = key, run, part
@@ -326,7 +273,7 @@ class Signer:
         """Return the signed statement that a version has this SHA-256.
 
         Raises:
-            TwoValues: This process has signed another value of that version.
+            ValueError: This process has signed another value of that version.
         """
         place = Statement(
             run=self._run,
@@ -345,7 +292,7 @@ class Signer:
                     made.popitem(last=False)
             known, data = made[place]
         if known != digest:
-            raise TwoValues(f"{place.described()} has two values in the memory of this hub")
+            raise ValueError(f"{place.described()} has two values in the memory of this hub")
         return data
 
 

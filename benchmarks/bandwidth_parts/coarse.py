@@ -12,8 +12,8 @@ from typing import Literal
 
 import numpy as np
 
-from aedit.async_sgd.inprocess import ArrayValues, Tamper
-from aedit.async_sgd.rules import HubConfig, OuterConfig, PenaltyConfig, Push, Vector
+from aedit.async_sgd.inprocess import Tamper
+from aedit.async_sgd.rules import ArrayValues, HubConfig, OuterConfig, PenaltyConfig, Push, Vector
 from aedit.proto.codecs import Feedback, codec
 from benchmarks.kit.processes import in_parallel
 from benchmarks.kit.virtual_hub import Method, Setting, train_apart, warm_up

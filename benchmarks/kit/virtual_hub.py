@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from aedit.async_sgd.inprocess import InProcessHub, Tally, Tamper
+from aedit.async_sgd.inprocess import HubDecisions, InProcessHub, Tamper
 from aedit.async_sgd.rules import Average, HubConfig, HubPlan, Nesterov, OuterConfig, Vector
 from aedit.clock import VirtualClock
 from aedit.edit import EditConfig, HubExchange, HubPace, LayerSync, PenaltyConfig, make_pace
@@ -93,7 +93,7 @@ class Outcome:
     loss: float
     seconds: float
     rounds: int
-    tally: Tally
+    tally: HubDecisions
 
 
 def warm_up(setting: Setting) -> bytes:
@@ -150,7 +150,7 @@ def train_together(setting: Setting, start: bytes, outer: Nesterov) -> Outcome:
         anchor = anchor - move
     _adopt(nodes[0][0], anchor)
     loss = held_out_loss(nodes[0][0], setting.seq_len, setting.held_out)
-    return Outcome(loss, setting.steps * max(setting.step_s), rounds, Tally())
+    return Outcome(loss, setting.steps * max(setting.step_s), rounds, HubDecisions())
 
 
 def _flat(model: nn.Module) -> torch.Tensor:

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from aedit.async_sgd.inprocess import ArrayValues, make_push
-from aedit.async_sgd.rules import Push, Vector
+from aedit.async_sgd.inprocess import make_push
+from aedit.async_sgd.rules import ArrayValues, Push, Vector
 from aedit.types import UnitLayout
 
 Attack = Callable[[Push, UnitLayout], Push]

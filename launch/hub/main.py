@@ -20,7 +20,7 @@ from aedit.async_sgd.hub import Hub
 from aedit.async_sgd.journal import Journal, JournalBroken, Ledger, NoSpace, Store
 from aedit.async_sgd.replication import Leadership, Mirror
 from aedit.async_sgd.rules import Led, Record
-from aedit.async_sgd.service import CoreSwitch, DirectorySwitch, HelloResponder, Signer
+from aedit.async_sgd.service import CoreSwitch, HelloResponder, Signer
 from aedit.child import StopSignals, from_json, run_task
 from aedit.launch.config import RunConfig, difference, load, method, to_toml
 from aedit.launch.hub import folder
@@ -150,7 +150,7 @@ class _Process:
         self._standby: Standby | None = None
         self._switch: CoreSwitch | None = None
         first = next(iter(endpoint.config.hub.addresses), "the owner of part 0")
-        self._directory = DirectorySwitch(f"the directory is at the run's first hub, {first}")
+        self._directory = CoreSwitch(None, f"the directory is at the run's first hub, {first}")
         self._policy = PolicyService(endpoint.part[1])
         self._page: MetricsPage | None = None
 
