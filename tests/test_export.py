@@ -260,6 +260,6 @@ def test_the_anchors_of_a_hub_are_exported_from_its_address_its_folder_and_where
         with pytest.raises(UserError, match="no checkpoint yet"):
             export(joined, tmp_path / "third")
         assert "using the newest checkpoint here, as the hub cannot be asked" in capsys.readouterr().err
-        monkeypatch.setattr("aedit.launch.cli.anchors.replayed", half_of)
+        monkeypatch.setattr("aedit.launch.cli.export.replayed", half_of)
         with pytest.raises(UserError, match=r"no anchors of model\.layers\.0: the folders of all hubs"):
             export(tmp_path / "runs/it", tmp_path / "third")

@@ -9,7 +9,7 @@ import pytest
 from kit.leading_hub import keys_of
 from kit.swarm import key_of
 
-from aedit.launch.cli.keys import Others, make_keys
+from aedit.launch.cli.keys import make_keys
 from aedit.proto.rpc import CA, SERVER, Endorsement, HostCertificates, host_certificates, own_endorsement
 from aedit.types import UserError
 
@@ -38,7 +38,7 @@ def test_the_fingerprint_is_that_of_the_certificate_that_tls_shows(keys):
 
 
 def test_everything_else_is_refused_with_the_reason(keys, tmp_path):
-    make_keys(tmp_path / "other", (), others=Others(peers={"eve": ["127.0.0.1"]}))
+    make_keys(tmp_path / "other", (), peers={"eve": ["127.0.0.1"]})
     good = made(keys)
     cases = [
         (Endorsement(), {}, "has 0 bytes"),

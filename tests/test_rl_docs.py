@@ -12,7 +12,7 @@ import pytest
 
 from aedit.async_sgd.service import metrics_page as prometheus
 from aedit.launch.config import literal, load, rl
-from aedit.launch.config.serve import AuditConfig
+from aedit.launch.config.rl import AuditConfig
 from aedit.launch.data import ByteTokenizer, load_problems
 from aedit.launch.records import EvalEvent, RLMetric
 from aedit.launch.records.records import DrafterMetric

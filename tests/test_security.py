@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from aedit.launch.cli import keys as making
-from aedit.launch.cli.keys import Others, hosted_of, make_keys, revoke
+from aedit.launch.cli.keys import hosted_of, make_keys, revoke
 from aedit.launch.config import RunConfig
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.main import open_to_others
@@ -272,7 +272,7 @@ def test_a_rollout_server_is_believed_at_its_own_hosts_and_called_by_its_name(tm
         tmp_path,
         ["hub.example"],
         ["alpha"],
-        others=Others(servers={"spare": ["127.0.0.1"], "far": ["10.1.2.3"]}),
+        servers={"spare": ["127.0.0.1"], "far": ["10.1.2.3"]},
     )
     with served(server_keys(tmp_path / "spare", require_client_certificates=True)) as (server, port):
         for caller in ("alpha", "far", "hub"):
@@ -396,15 +396,15 @@ def test_keys_name_their_holder_unless_many_share_them(tmp_path, folder):
 def test_a_name_has_one_role_until_its_keys_are_revoked(tmp_path):
     make_keys(tmp_path, ["127.0.0.1"], ["alpha"])
     with pytest.raises(UserError, match="has keys of a node"):
-        make_keys(tmp_path, ["127.0.0.1"], others=Others(readers=["alpha"]))
+        make_keys(tmp_path, ["127.0.0.1"], readers=["alpha"])
     with pytest.raises(UserError, match="cannot be a node and a reader"):
-        make_keys(tmp_path, ["127.0.0.1"], ["beta"], others=Others(readers=["beta"]))
+        make_keys(tmp_path, ["127.0.0.1"], ["beta"], readers=["beta"])
     with pytest.raises(UserError, match="has no keys"):
         revoke(tmp_path, ["gamma"])
     with pytest.raises(UserError, match="in a new folder"):
         revoke(tmp_path, ["hub"])
     revoke(tmp_path, ["alpha"])
-    make_keys(tmp_path, ["127.0.0.1"], others=Others(readers=["alpha"]))
+    make_keys(tmp_path, ["127.0.0.1"], readers=["alpha"])
 
 
 @pytest.mark.parametrize("change", ["role", "name", "issued", "signature"])
@@ -500,18 +500,18 @@ def test_servers_are_named_with_their_hosts(tmp_path):
         "a": ["10.0.0.5", "gpu.example"],
         "b": ["::1"],
     }
-    said = make_keys(tmp_path, ["10.1.2.3"], others=Others(servers={"spare": ["10.0.0.5"]}))
+    said = make_keys(tmp_path, ["10.1.2.3"], servers={"spare": ["10.0.0.5"]})
     assert f"Copy {tmp_path / 'spare'} to server spare" in said
     assert f"Copy {tmp_path / 'nodes'} to every node" in said  # those that train still need keys
     for wrong in ("a", "a=", "=b"):
         with pytest.raises(UserError, match="is not NAME=HOST"):
             hosted_of("server", [wrong])
     with pytest.raises(UserError, match="--server spare: 'a:70'"):
-        make_keys(tmp_path, ["10.1.2.3"], others=Others(servers={"spare": ["a:70"]}))
+        make_keys(tmp_path, ["10.1.2.3"], servers={"spare": ["a:70"]})
     with pytest.raises(UserError, match="--server: 'hub'"):
-        make_keys(tmp_path, ["10.1.2.3"], others=Others(servers={"hub": ["10.0.0.5"]}))
+        make_keys(tmp_path, ["10.1.2.3"], servers={"hub": ["10.0.0.5"]})
     with pytest.raises(UserError, match=r"not for 10\.0\.0\.6: remove"):
-        make_keys(tmp_path, ["10.1.2.3"], others=Others(servers={"spare": ["10.0.0.6"]}))
+        make_keys(tmp_path, ["10.1.2.3"], servers={"spare": ["10.0.0.6"]})
 
 
 @pytest.mark.parametrize("name", ["..", "a/b", "hub", "nodes", "token", "ca.key", "", "-x", "a b"])

@@ -9,7 +9,7 @@ from kit.served_models import saved
 from kit.serving import ask, served
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from aedit.launch.cli.serve_options import is_model
+from aedit.launch.cli.service_options import is_model
 from aedit.types import UserError
 
 NUM_NEW = 20

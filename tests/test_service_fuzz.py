@@ -35,7 +35,7 @@ from kit.servers import Announcer
 from kit.waiting import until
 from test_security import expired, tls_of, token_of, with_token
 
-from aedit.launch.cli.keys import Others, make_keys
+from aedit.launch.cli.keys import make_keys
 from aedit.proto.rpc import DirectoryClient, Limits, channel, client_keys, server_keys
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.proto.versions import VersionsClient
@@ -101,7 +101,7 @@ def test_without_the_token_no_service_of_a_server_or_hub_answers_anything_else(t
     """Nor with a certificate that has expired, or one of another run."""
     keys, others = tmp_path / "keys", tmp_path / "others"
     for folder in (keys, others):
-        make_keys(folder, ["127.0.0.1"], ["alpha"], others=Others(servers={"spare": ["127.0.0.1"]}))
+        make_keys(folder, ["127.0.0.1"], ["alpha"], servers={"spare": ["127.0.0.1"]})
     old = expired(keys, tmp_path / "old", "node")
     hub = HubProcess(write_run(tmp_path, "certificates = true"), tmp_path / "hub", f"--keys={keys / 'hub'}")
     mutual = server_keys(keys / "spare", require_client_certificates=True)

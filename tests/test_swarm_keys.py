@@ -15,7 +15,7 @@ from kit.leading_hub import keys_of, leading_hub
 from kit.swarm import RUN, key_of
 from kit.waiting import until
 
-from aedit.launch.cli.keys import Others, make_keys, revoke
+from aedit.launch.cli.keys import make_keys, revoke
 from aedit.launch.config import Placement, RunConfig, check_hub_start, parse
 from aedit.launch.swarm import Peer as PeerProcess
 from aedit.launch.swarm import PeerOptions
@@ -64,7 +64,7 @@ def code(asked):
 
 
 def test_keys_of_peers_need_no_host_of_a_hub(tmp_path):
-    said = make_keys(tmp_path / "keys", (), others=Others(peers={"alice": ["10.0.0.7"], "bob": HERE}))
+    said = make_keys(tmp_path / "keys", (), peers={"alice": ["10.0.0.7"], "bob": HERE})
     assert sorted(path.name for path in (tmp_path / "keys").iterdir()) == ["alice", "bob", "ca.crt", "ca.key"]
     assert "to peer alice, valid until" in said
     assert "one token lets them all in" not in said
@@ -81,7 +81,7 @@ def test_keys_of_peers_need_no_host_of_a_hub(tmp_path):
 def test_a_hub_keeps_its_keys_when_peers_are_added(tmp_path):
     make_keys(tmp_path, HERE)
     before = (tmp_path / "hub" / "token").read_bytes()
-    make_keys(tmp_path, (), others=Others(peers={"alice": HERE}))
+    make_keys(tmp_path, (), peers={"alice": HERE})
     assert (tmp_path / "hub" / "token").read_bytes() == before
     assert client_keys(tmp_path / "alice").credentials
 
@@ -91,7 +91,7 @@ def test_a_folder_that_is_made_after_a_revocation_knows_it(tmp_path):
     keys = keys_of(tmp_path, hosts=(), peers={"alice": HERE, "bob": HERE})
     shutil.copytree(keys / "bob", tmp_path / "bob")
     revoke(keys, ["bob"])
-    make_keys(keys, (), others=Others(peers={"carol": HERE}))
+    make_keys(keys, (), peers={"carol": HERE})
     carol = Peer(1, server_keys=server_keys(keys / "carol"), client_keys=client_keys(keys / "carol"))
     with started(carol):
         assert code(lambda: call(carol.gossip.address, client_keys(tmp_path / "bob"))) == "UNAUTHENTICATED"

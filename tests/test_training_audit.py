@@ -12,8 +12,7 @@ from tests.kit.audited import generate, held
 
 from aedit.edit import Shards
 from aedit.launch.config import ModelConfig, PromptConfig, RLConfig, RunConfig, parse
-from aedit.launch.config.rl import RLSamplingConfig
-from aedit.launch.config.serve import AuditConfig
+from aedit.launch.config.rl import AuditConfig, RLSamplingConfig
 from aedit.launch.node.rl_audit import TrainingAudit, audit_options
 from aedit.launch.node.rl_objective import PolicyObjective
 from aedit.launch.node.rl_policy import PolicyGradient

@@ -1,11 +1,10 @@
 """Command line: `aedit`. Begin at `main`, which has all commands; each imports its module when it runs.
 
-arguments: the parser, and options of commands whose own modules import torch.
-hub_peer, serve_options: options of `aedit hub`, `aedit peer` and `aedit serve`.
-paths: the folder that an argument names.
-export, anchors: read a model from a run, a hub's folder or a hub; write it.
+arguments: the parser; options and checks of commands whose own modules import torch.
+service_options: options of `aedit hub`, `aedit peer` and `aedit serve`.
+export: read a model from a run, a hub's folder or a hub; write it.
 policy, generate, serve_model: load a policy; generate text with it; serve it over HTTP.
-audit, proof: check recorded rollouts of servers; check a proof against the owner of a part.
+audit: check recorded rollouts of servers.
 keys: certificates and tokens.
 init, doctor: write a configuration file; check this machine.
 

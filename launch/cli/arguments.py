@@ -1,6 +1,6 @@
-"""Parser of the command line, and options of commands whose own modules import torch, which takes seconds.
+"""Parser of the command line, and what is checked of a command before its own module imports torch.
 
-Errors have one line, with suggestions for misspelt commands, choices and options.
+That takes seconds. Errors have one line, with suggestions for misspelt commands, choices and options.
 """
 
 import argparse
@@ -8,7 +8,6 @@ import difflib
 import re
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 
@@ -23,7 +22,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError with argparse's message and a suggestion."""
-        raise UserError(f"{_short(message)}{self._suggestion(message)}; see {self.prog} --help")
+        # Without metavar and list of all commands.
+        short = re.sub(r"^argument COMMAND: invalid choice: '(.*?)' \(.*\)", r"unknown command '\1'", message)
+        raise UserError(f"{short}{self._suggestion(message)}; see {self.prog} --help")
 
     def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
         """Print the command's own options and, if it takes them, all configuration flags."""
@@ -36,19 +37,14 @@ class Parser(argparse.ArgumentParser):
     def _suggestion(self, message: str) -> str:
         """Return `; did you mean X?` for a misspelt command, choice or option, else ""."""
         if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
-            word, known = choice[1], re.findall(r"[\w.:-]+", choice[2])
+            given, known = choice[1], re.findall(r"[\w.:-]+", choice[2])
         elif unknown := re.search(r"unrecognized arguments: (--[\w-]+)", message):
-            word, known = unknown[1], sorted(set(_options(self)))
+            given, known = unknown[1], sorted(set(_options(self)))
         else:
             return ""
         # An option that another command has is known as it is: it is not what was meant here.
-        close = [] if word in known else difflib.get_close_matches(word, known, n=1)
+        close = [] if given in known else difflib.get_close_matches(given, known, n=1)
         return f"; did you mean {close[0]}?" if close else ""
-
-
-def _short(message: str) -> str:
-    """Return argparse's message without metavar and list of all commands."""
-    return re.sub(r"^argument COMMAND: invalid choice: '(.*?)' \(.*\)", r"unknown command '\1'", message)
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
@@ -121,21 +117,6 @@ def generate_request(options: Namespace) -> dict[str, Any]:
 AUDIT_DTYPES = ("fp32", "bf16", "fp64")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AuditRequest:
-    """Recorded rollouts, and the policies to check them with."""
-
-    file: Path
-    models: tuple[str, ...] = ()
-    """`PLACE` or `VERSION=PLACE`."""
-    dtype: str = ""
-    """Dtype of the engines that have generated; empty: that of the model."""
-    calibration: Path | None = None
-    trusted: tuple[str, ...] = ()
-    calibrate: Path | None = None
-    """File to write the calibrations of trusted servers to."""
-
-
 def add_audit_options(parser: Parser) -> None:
     """Add the arguments of `aedit audit` to its parser."""
     add = parser.add_argument
@@ -156,20 +137,12 @@ def add_audit_options(parser: Parser) -> None:
     add("--calibrate", metavar="OUT", type=Path, help="write the measured differences to this file")
 
 
-def audit_request(options: Namespace) -> AuditRequest:
-    """Return the options as a request. Raises UserError if one is missing."""
+def check_audit_options(options: Namespace) -> None:
+    """Raise UserError if an option of `aedit audit` or its file is missing."""
     if bool(options.trust) != bool(options.calibrate):
         raise UserError("--trust and --calibrate: give both, or none")
     if not options.file.is_file():
         raise UserError(f"{options.file}: no such file; a run with audit.record = true writes rollouts.jsonl")
-    return AuditRequest(
-        file=options.file,
-        models=tuple(options.model),
-        dtype=options.dtype,
-        calibration=options.calibration,
-        trusted=tuple(options.trust),
-        calibrate=options.calibrate,
-    )
 
 
 PATHS = ("CONFIG", "A", "B", "RUN", "OUT", "DIR", "FILE")
@@ -199,16 +172,46 @@ def _complete(parser: argparse.ArgumentParser) -> None:
             action.complete = shtab.FILE  # type: ignore[attr-defined]
     if parser.get_default("takes_flags"):
         for name, hint in hints().items():
-            _add_flag(parser, name, hint)
+            table, _, key = name.rpartition(".")
+            if hint is bool:
+                parser.add_argument(
+                    f"--{name}", f"--{table}.no_{key}" if table else f"--no_{key}", action="store_true"
+                )
+            elif name != "model.sizes":  # its keys are the model family's
+                choices = get_args(hint) if get_origin(hint) is Literal else None
+                parser.add_argument(f"--{name}", choices=choices)
 
 
-def _add_flag(parser: argparse.ArgumentParser, name: str, hint: Any) -> None:
-    if name == "model.sizes":  # its keys are the model family's
-        return
-    if hint is bool:
-        table, _, key = name.rpartition(".")
-        negated = f"--{table}.no_{key}" if table else f"--no_{key}"
-        parser.add_argument(f"--{name}", negated, action="store_true")
-    else:
-        choices = get_args(hint) if get_origin(hint) is Literal else None
-        parser.add_argument(f"--{name}", choices=choices)
+RUNS = Path("runs")
+
+
+def policy_folder(place: str) -> Path:
+    """Return the directory of the run or model that `place` names, here or in `runs`. Raises UserError."""
+    for path in (Path(place), RUNS / place):
+        if (path / "run.toml").is_file() or (path / "config.json").is_file():
+            return path
+    hint = "name one that has a run.toml or a config.json"
+    raise UserError(f"{place}: no run and no model directory, here or in {RUNS}; {hint}")
+
+
+def check_model_folder(place: str) -> None:
+    """Raise UserError unless `place` is a model directory."""
+    path = Path(place)
+    if (path / "run.toml").is_file():
+        raise UserError(f"{place}: a run, not a model directory: `aedit export {place} OUT`, then serve OUT")
+    if not (path / "config.json").is_file():
+        raise UserError(f"{place}: no model directory: it has no config.json")
+
+
+def check_source(place: str) -> None:
+    """Raise UserError unless `place` is a run directory, the folder of a hub, or HOST:PORT."""
+    from aedit.launch.records import require_run
+    from aedit.launch.views import is_hub
+
+    if not is_hub(place):
+        require_run(Path(place))
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,6 +1,7 @@
 """`aedit audit`: check recorded rollouts of servers against the policy that they claim."""
 
 import json
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from aedit.launch.cli.arguments import AuditRequest
+from aedit.launch.cli.arguments import first_line, policy_folder
 from aedit.launch.cli.export import load_run_model
-from aedit.launch.cli.paths import first_line, policy_folder
 from aedit.launch.cli.policy import read_model
 from aedit.spec_rollout.audit import (
     CONFIG,
@@ -58,29 +58,29 @@ class ServerResult:
     """Judged tokens, of a trusted server."""
 
 
-def audit(request: AuditRequest) -> int:
+def audit(options: Namespace) -> int:
     """Print a table of the servers; return 1 if one fails, else 0.
 
     Raises UserError if a file or model cannot be read, or nothing could be judged.
     """
     _logging.disable_progress_bar()
     try:
-        rollouts = list(read_recording(request.file))
-        table = read_calibrations(request.calibration) if request.calibration else {}
+        rollouts = list(read_recording(options.file))
+        table = read_calibrations(options.calibration) if options.calibration else {}
     except (OSError, ValueError) as error:
         raise UserError(first_line(error)) from None
     if not rollouts:
-        raise UserError(f"{request.file}: no rollout is in it")
-    policy = load_versions(request, versions_in(rollouts))
-    results = check_all(rollouts, policy, table, request.trusted)
+        raise UserError(f"{options.file}: no rollout is in it")
+    policy = load_versions(options, versions_in(rollouts))
+    results = check_all(rollouts, policy, table, options.trust)
     print_results(results, policy)
     if not any(each.record.num_tokens or each.parts or each.reasons for each in results.values()):
         raise UserError(
-            f"{request.file}: no token could be judged: give the weights of its versions with "
+            f"{options.file}: no token could be judged: give the weights of its versions with "
             f"--model VERSION=DIR ({', '.join(map(str, versions_in(rollouts)))})"
         )
-    if request.calibrate is not None:
-        _calibrate(request, results, policy.dtype)
+    if options.calibrate is not None:
+        _calibrate(options, results, policy.dtype)
     return int(any(each.reasons for each in results.values()))
 
 
@@ -89,18 +89,21 @@ def versions_in(rollouts: Sequence[HeldRollout]) -> list[int]:
     return sorted({version for each in rollouts for version in each.versions[each.start :]})
 
 
-def load_versions(request: AuditRequest, versions: Sequence[int]) -> PolicyVersions:
+def load_versions(options: Namespace, versions: Sequence[int]) -> PolicyVersions:
     """Return the policy versions that are needed and given.
 
     Raises UserError if a model cannot be read, or several models differ in shape, or none is given.
     """
     weights: dict[int, Mapping[str, Tensor]] = {}
     model: nn.Module | None = None
-    dtype = DTYPES.get(request.dtype)
-    for version, place in _places(request.models, versions).items():
-        model = _model(place).to(dtype=dtype)
+    dtype = DTYPES.get(options.dtype)
+    for version, place in _places(options.model, versions).items():
+        path = policy_folder(place)
+        is_run = (path / "run.toml").is_file()
+        loaded: nn.Module = load_run_model(path)[0] if is_run else read_model(place, path)
+        model = loaded.to(dtype=dtype)
         weights[version] = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    kept = weights_files(request.file.parent)
+    kept = weights_files(options.file.parent)
     for version in sorted({*kept} & {*versions} - {*weights}):
         try:
             weights[version] = load_file(kept[version])
@@ -108,10 +111,10 @@ def load_versions(request: AuditRequest, versions: Sequence[int]) -> PolicyVersi
             raise UserError(f"{kept[version]}: cannot be read ({first_line(error)})") from None
     if model is None and weights:
         dtype = dtype or next(iter(next(iter(weights.values())).values())).dtype
-        model = _beside(request.file.parent).to(dtype=dtype)
+        model = _beside(options.file.parent).to(dtype=dtype)
     if model is None:
         raise UserError(
-            f"{request.file}: the weights of versions {', '.join(map(str, versions))} are not beside it: "
+            f"{options.file}: the weights of versions {', '.join(map(str, versions))} are not beside it: "
             "give them with --model VERSION=DIR"
         )
     policy = PolicyVersions(model, kept=len(weights))
@@ -202,10 +205,9 @@ def _judge(result: ServerResult, scored: Scored, calibration: Calibration, name:
         )
 
 
-def _calibrate(request: AuditRequest, results: Mapping[str, ServerResult], dtype: torch.dtype) -> None:
-    assert request.calibrate is not None
+def _calibrate(options: Namespace, results: Mapping[str, ServerResult], dtype: torch.dtype) -> None:
     made = {}
-    for server in request.trusted:
+    for server in options.trust:
         parts = results[server].parts if server in results else []
         try:
             made[server] = calibrate(parts, dtype)
@@ -217,9 +219,9 @@ def _calibrate(request: AuditRequest, results: Mapping[str, ServerResult], dtype
             f"{made[server].largest_bias:.3g}, from {made[server].num_tokens} tokens"
         )
     try:
-        write_calibrations(request.calibrate, made)
+        write_calibrations(options.calibrate, made)
     except OSError as error:
-        raise UserError(f"{request.calibrate}: cannot be written: {error.strerror or error}") from None
+        raise UserError(f"{options.calibrate}: cannot be written: {error.strerror or error}") from None
 
 
 def _places(models: Sequence[str], versions: Sequence[int]) -> dict[int, str]:
@@ -235,12 +237,6 @@ def _places(models: Sequence[str], versions: Sequence[int]) -> dict[int, str]:
             known = ", ".join(map(str, versions))
             raise UserError(f"--model {text}: the file has versions {known}; say which: --model VERSION=DIR")
     return {version: place for version, place in found.items() if version in versions}
-
-
-def _model(place: str) -> nn.Module:
-    path = policy_folder(place)
-    model: nn.Module = load_run_model(path)[0] if (path / "run.toml").is_file() else read_model(place, path)
-    return model
 
 
 def _beside(directory: Path) -> nn.Module:

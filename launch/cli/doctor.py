@@ -5,7 +5,6 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -32,14 +31,8 @@ EXTRAS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """Result of one check."""
-
-    name: str
-    state: Literal["ok", "warn", "fail"]
-    found: str
-    advice: str = ""
+Check = tuple[str, Literal["ok", "warn", "fail"], str, str]
+"""Name, state, what was found, and advice."""
 
 
 def doctor(config_paths: Sequence[Path], console: Console | None = None) -> int:
@@ -48,12 +41,11 @@ def doctor(config_paths: Sequence[Path], console: Console | None = None) -> int:
     table = Table(box=None, pad_edge=False)
     for heading in ("check", "state", "found", "what to do"):
         table.add_column(heading, overflow="fold")
-    for check in checks:
-        colour = COLOURS[check.state]
-        found, advice = escape(check.found), escape(check.advice)  # `aedit[datasets]` is no markup
-        table.add_row(check.name, f"[{colour}]{check.state}[/]", found, advice)
+    for name, state, found, advice in checks:
+        # `aedit[datasets]` is no markup.
+        table.add_row(name, f"[{COLOURS[state]}]{state}[/]", escape(found), escape(advice))
     (console or Console()).print(table)
-    return 2 if any(check.state == "fail" for check in checks) else 0
+    return 2 if any(state == "fail" for _, state, _, _ in checks) else 0
 
 
 def _machine() -> Iterator[Check]:
@@ -101,9 +93,9 @@ def _configuration(paths: Sequence[Path]) -> Iterator[Check]:
     try:
         config = load(paths, []).config
     except UserError as error:
-        yield Check("configuration", "fail", names, str(error))
+        yield "configuration", "fail", names, str(error)
         return
-    yield Check("configuration", "ok", f"{names}: every key is known and every value fits")
+    yield "configuration", "ok", f"{names}: every key is known and every value fits", ""
     yield from _files(config)
     yield _buildable(config)
 
@@ -117,11 +109,11 @@ def _files(config: RunConfig) -> Iterator[Check]:
         else:
             check_data(config.data)
     except UserError as error:
-        yield Check("data", "fail", source, str(error))
+        yield "data", "fail", source, str(error)
     else:
         later = bool(config.prompts.source) or source.startswith("hf:")
         what = "read when the run starts" if later else "there, readable and enough"
-        yield Check("data", "ok", f"{source}: {what}")
+        yield "data", "ok", f"{source}: {what}", ""
     for extra in _needed(config):
         missing = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
         state = f"no {', '.join(missing)}" if missing else "installed"
@@ -149,16 +141,16 @@ def _buildable(config: RunConfig) -> Check:
         plan = measure(config, Placement())
         check_plan_fits(plan)
     except UserError as error:
-        return Check("model", "fail", config.model.pretrained or config.model.family, str(error))
-    return Check("model", "ok", f"{plan.num_params:,} parameters in {len(plan.units)} units, which fit here")
+        return "model", "fail", config.model.pretrained or config.model.family, str(error)
+    return "model", "ok", f"{plan.num_params:,} parameters in {len(plan.units)} units, which fit here", ""
 
 
 def _required(name: str, fine: bool, found: str, advice: str = "") -> Check:
-    return Check(name, "ok", found) if fine else Check(name, "fail", found, advice)
+    return (name, "ok", found, "") if fine else (name, "fail", found, advice)
 
 
 def _advised(name: str, fine: bool, found: str, advice: str) -> Check:
-    return Check(name, "ok", found) if fine else Check(name, "warn", found, advice)
+    return (name, "ok", found, "") if fine else (name, "warn", found, advice)
 
 
 def _yes(there: bool) -> str:

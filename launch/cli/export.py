@@ -1,36 +1,56 @@
-"""Export the newest anchors of a run as a Hugging Face model directory."""
+"""Load the newest anchors of a run into a model; export it, with its drafter, as a model directory."""
 
 import json
 import os
 import shutil
 import sys
 import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from aedit.edit import Shards
-from aedit.launch.cli.anchors import from_folders, from_network
-from aedit.launch.cli.paths import first_line
+from aedit.async_sgd.hub import Hub
+from aedit.edit import Shards, find_units, flat_layout
+from aedit.launch.cli.arguments import first_line
 from aedit.launch.config import RunConfig, load_run, parse
 from aedit.launch.data import CorpusTokenizer, load_tokenizer
-from aedit.launch.node import Mark, NodeCheckpoints, build_model
+from aedit.launch.hub import replayed
+from aedit.launch.node import Mark, NodeCheckpoints, build_model, facts_of, load_data, make_shared
 from aedit.launch.views import is_hub
-from aedit.proto.rpc import ClientKeys, HubRefused, HubUnreachable, caller_keys, greet
+from aedit.proto.rpc import (
+    ClientKeys,
+    HubClient,
+    HubRefused,
+    HubUnreachable,
+    PullRequest,
+    Who,
+    caller_keys,
+    greet,
+)
 from aedit.spec_rollout.drafters import DraftLayer
-from aedit.types import UserError
+from aedit.types import Layout, UserError, model_sha256
 
 _logging: Any = logging  # its functions carry no types
 
 ATTEMPTS = 5
 """A run that goes on removes old checkpoints, also while they are being read."""
+TIMEOUT_S = 10.0
+"""Timeout of a call to a hub."""
+IN_RUN = "nodes/*/drafter.safetensors"
+"""Written by each node next to its checkpoints."""
+FOLDER, CONFIG, WEIGHTS = "drafter", "config.json", "model.safetensors"
+"""Folder of the drafter in an exported model, and its files."""
 
 
 def export(place: str | Path, out: Path, keys: Path | None = None, *, insecure: bool = False) -> None:
@@ -40,7 +60,8 @@ def export(place: str | Path, out: Path, keys: Path | None = None, *, insecure: 
     one, is written to the folder `drafter` in `out`, which is written whole or not at all. Raises UserError
     if `out` is not empty, or if there is no run, checkpoint or hub.
     """
-    _check_empty(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"OUT: {out} exists already; choose another OUT, or remove it")
     _logging.disable_progress_bar()
     model, tokenizer, where = load_run_model(place, keys, insecure=insecure)
     drafter, drafter_path = _drafter(model, place)
@@ -88,13 +109,16 @@ def load_run_model(
         greeting = greet(str(place), trust)
         config = parse(greeting.config, f"the configuration of {place}")
         model, tokenizer = _model(config)
-        owners = ",".join(greeting.addresses) if config.swarm.on else str(place)
+        owners = greeting.addresses if config.swarm.on else str(place).split(",")
         where = _from_network(model, config, owners, trust)
     else:
         run_dir = Path(place)
-        config = load_run(_configuration(run_dir))
+        folders = _hub_folders(run_dir)
+        # The file of the node that joined last has the hub's address.
+        joined = [] if folders else sorted(run_dir.glob("join_*.toml"), key=_written_at)
+        config = load_run(joined[-1] if joined else run_dir / "run.toml")
         model, tokenizer = _model(config)
-        where = from_folders(model, config, _hub_folders(run_dir))
+        where = from_folders(model, config, folders)
         where = where or _of_joined(model, config, run_dir, keys, insecure) or _fill(model, run_dir)
     model.config.use_cache = True  # off for training only
     return model, tokenizer, where
@@ -106,13 +130,7 @@ def _model(config: RunConfig) -> tuple[PreTrainedModel, CorpusTokenizer]:
     return build_model(config.model, *sizes), tokenizer
 
 
-def _configuration(run_dir: Path) -> Path:
-    """Return the file of the node that joined last, which has the hub's address, or else the run's."""
-    joined = [] if _hub_folders(run_dir) else sorted(run_dir.glob("join_*.toml"), key=_age)
-    return joined[-1] if joined else run_dir / "run.toml"
-
-
-def _age(path: Path) -> float:
+def _written_at(path: Path) -> float:
     return path.stat().st_mtime
 
 
@@ -137,24 +155,12 @@ def _of_joined(
         return ""
     try:
         trust = caller_keys(config.hub.address, keys, insecure)
-        return _from_network(model, config, config.hub.address, trust)
+        return _from_network(model, config, config.hub.address.split(","), trust)
     except UserError as error:
         print(
             f"aedit: using the newest checkpoint here, as the hub cannot be asked: {error}", file=sys.stderr
         )
         return ""
-
-
-def _from_network(model: PreTrainedModel, config: RunConfig, addresses: str, keys: ClientKeys) -> str:
-    try:
-        return from_network(model, config, addresses.split(","), keys)
-    except (HubUnreachable, HubRefused) as error:
-        raise UserError(str(error)) from None
-
-
-def _check_empty(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"OUT: {out} exists already; choose another OUT, or remove it")
 
 
 def _fill(model: PreTrainedModel, run_dir: Path) -> str:
@@ -247,7 +253,11 @@ def write_model(
         model.save_pretrained(writing)
         tokenizer.save(writing)
         if drafter is not None:
-            write_drafter(drafter, writing / FOLDER)
+            folder = writing / FOLDER
+            folder.mkdir()
+            drafter.save(folder / WEIGHTS)
+            sizes = json.dumps(asdict(drafter.shape), indent=2)
+            (folder / CONFIG).write_text(f"{sizes}\n", encoding="utf-8")
         for path in writing.rglob("*.*"):  # safetensors makes files readable by the owner only
             path.chmod((writing / "config.json").stat().st_mode)
         os.rename(writing, out)
@@ -255,15 +265,10 @@ def write_model(
         shutil.rmtree(writing, ignore_errors=True)
 
 
-IN_RUN = "nodes/*/drafter.safetensors"
-"""Written by each node next to its checkpoints."""
-FOLDER, CONFIG, WEIGHTS = "drafter", "config.json", "model.safetensors"
-
-
 def drafter_of_run(run_dir: Path) -> Path | None:
     """Return the newest file of a drafter in a run directory, or None."""
     found = list(run_dir.glob(IN_RUN))
-    return max(found, key=lambda path: path.stat().st_mtime) if found else None
+    return max(found, key=_written_at) if found else None
 
 
 def drafter_beside(policy_dir: Path) -> Path | None:
@@ -273,7 +278,7 @@ def drafter_beside(policy_dir: Path) -> Path | None:
 
 
 def load_drafter(path: Path, model: PreTrainedModel) -> DraftLayer:
-    """Return the draft layer of a file, or of a folder that `write_drafter` wrote.
+    """Return the draft layer of a file, or of a folder that `write_model` wrote.
 
     Raises:
         OSError: A file cannot be read.
@@ -291,13 +296,6 @@ def load_drafter(path: Path, model: PreTrainedModel) -> DraftLayer:
     return layer
 
 
-def write_drafter(layer: DraftLayer, folder: Path) -> None:
-    """Write configuration and weights into a new folder. Raises OSError."""
-    folder.mkdir()
-    layer.save(folder / WEIGHTS)
-    (folder / CONFIG).write_text(json.dumps(asdict(layer.shape), indent=2) + "\n", encoding="utf-8")
-
-
 def read_for(source: str, path: Path, model: PreTrainedModel) -> DraftLayer:
     """Return the drafter that belongs to a policy, and say so on stderr.
 
@@ -313,3 +311,118 @@ def read_for(source: str, path: Path, model: PreTrainedModel) -> DraftLayer:
         ) from None
     print(f"aedit: {source}: drafts with {path}", file=sys.stderr)
     return layer
+
+
+def from_folders(model: PreTrainedModel, config: RunConfig, folders: Iterable[Path]) -> str:
+    """Load the anchors in these folders of hubs into `model`.
+
+    Of several replicas the one of the highest term and the newest versions is used. Returns a text with the
+    source, "" if there are no anchors yet. Raises UserError if a part of them is missing, or they belong to
+    another model.
+    """
+
+    def progress(hub: Hub) -> tuple[int, int]:
+        return hub.state.term, sum(unit.version for unit in hub.state.units.values())
+
+    newest: dict[int, tuple[Hub, Path]] = {}
+    for folder in folders:
+        hub = replayed(folder)
+        part, _ = json.loads((folder / "part.json").read_text())
+        if part not in newest or progress(hub) > progress(newest[part][0]):
+            newest[part] = hub, folder
+    layout, found = _layout(model, config), dict[int, NDArray[np.float32]]()
+    for hub, _ in newest.values():
+        for index, unit in hub.state.units.items() if hub.state.layout else ():
+            if unit.anchor is not None:
+                found[index] = hub.anchor(index)[1]
+    if not found:
+        return ""
+    if missing := sorted(set(range(len(layout.units))) - found.keys()):
+        names = ", ".join(layout.units[index].name for index in missing)
+        raise UserError(f"no anchors of {names}: the folders of all hubs that split the units must be here")
+    _copy(model, layout, (found[index] for index in range(len(layout.units))))
+    return f"anchors of {', '.join(str(folder) for _, folder in newest.values())}"
+
+
+def _from_network(
+    model: PreTrainedModel, config: RunConfig, addresses: Sequence[str], keys: ClientKeys
+) -> str:
+    """Load the newest anchors of the hubs at `addresses`, one for each part, into `model`.
+
+    Return a text with the source. Raises UserError if a hub cannot be asked, or they belong to another model.
+    """
+    layout = _layout(model, config)
+    clients = [HubClient(address, keys, call_timeout_s=TIMEOUT_S) for address in addresses]
+
+    def pulled() -> Iterator[NDArray[np.float32]]:
+        for index, unit in enumerate(layout.units):
+            values = np.empty(unit.numel, dtype=np.float32)
+            request = PullRequest(who=Who(run=config.name), unit=index)
+            head = clients[index % len(clients)].pull(request, values.data.cast("B"))
+            if head.codec != "fp32" or head.num_bytes != values.nbytes:
+                raise UserError(
+                    f"the hub's unit {unit.name} has another size than in run.toml:"
+                    " the hub serves another model"
+                )
+            yield values
+
+    try:
+        _copy(model, layout, pulled())
+    except (HubUnreachable, HubRefused) as error:
+        raise UserError(str(error)) from None
+    finally:
+        for client in clients:
+            client.close()
+    return f"anchors of the hub at {','.join(addresses)}"
+
+
+def _layout(model: PreTrainedModel, config: RunConfig) -> Layout:
+    try:
+        return flat_layout.layout(find_units(model, config.edit.units))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def _copy(model: PreTrainedModel, layout: Layout, anchors: Iterable[NDArray[np.float32]]) -> None:
+    """Copy each anchor into the parameters of its unit."""
+    own = dict(model.named_parameters())
+    for unit, anchor in zip(layout.units, anchors, strict=True):
+        if anchor.size != unit.numel:
+            raise UserError(
+                f"the hub's unit {unit.name} does not match the model of run.toml; restore an edited run.toml"
+            )
+        parts = torch.split(torch.from_numpy(np.asarray(anchor).copy()), [one.numel for one in unit.tensors])
+        for tensor, part in zip(unit.tensors, parts, strict=True):
+            with torch.no_grad():
+                own[tensor.name].copy_(part.view(tensor.shape))
+
+
+def model_digests(config: RunConfig) -> str:
+    """Return what `aedit config model` prints: the lines of `[hub]` that fix model and first anchors.
+
+    They are those that the first node would send.
+
+    Raises UserError if the model or the data cannot be read here.
+    """
+    tokenizer = load_tokenizer(config.data)
+    data = load_data(config, tokenizer, Path(config.dir) / config.name / "data")
+    model = build_model(
+        config.model, tokenizer.vocab_size, config.data.seq_len, config.seed, tokenizer.eos_id
+    )
+    units = find_units(model, config.edit.units)
+    shared = make_shared(config, model, torch.device("cpu"))
+    layout = flat_layout.layout([*units, *([shared.unit] if shared else [])])
+    facts = facts_of(config, model, tokenizer, data)
+    described = tuple((name, str(value)) for name, value in facts.items())
+
+    def digest(params: list[Tensor]) -> str:
+        found = sha256()
+        for values in params:
+            found.update(values.to(torch.float32).contiguous().cpu().numpy().data.cast("B"))
+        return found.hexdigest()
+
+    anchors = [digest([p.detach() for p in unit.params]) for unit in units]
+    lines = [f'  "{digest}",  # {unit.name}' for digest, unit in zip(anchors, units, strict=True)]
+    lines += [f'  "",  # {shared.unit.name}: any'] if shared else []
+    model_line = f'model_sha256 = "{model_sha256(layout, described, data.num_samples)}"'
+    return "\n".join(["[hub]", model_line, "anchors_sha256 = [", *lines, "]"])

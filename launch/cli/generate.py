@@ -11,9 +11,9 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 
+from aedit.launch.cli.arguments import first_line, policy_folder
 from aedit.launch.cli.export import drafter_beside, load_drafter, read_for
-from aedit.launch.cli.paths import first_line, policy_folder
-from aedit.launch.cli.policy import Decode, DirectoryModel, Loaded, Policy, load_policy
+from aedit.launch.cli.policy import Decode, Policy, load_policy
 from aedit.launch.config import LOAD_S, TRIAL_S, first_call, load_object
 from aedit.spec_rollout.choose import ArmChooser, Bandit, Fixed, Goodput
 from aedit.spec_rollout.drafters import (
@@ -42,17 +42,8 @@ MAX_ROWS = 32
 """Upper limit of samples that are decoded at the same time; further ones wait."""
 AUTO, BANDIT = "auto", "bandit"
 ARMS = (
-    "suffix:2",
-    "suffix:4",
-    "suffix:8",
-    "layer:1",
-    "layer:2",
-    "layer:4",
-    "layer:8",
-    "layer:4x2x8",
-    "custom:2",
-    "custom:4",
-    "custom:8",
+    *("suffix:2", "suffix:4", "suffix:8", "layer:1", "layer:2", "layer:4", "layer:8", "layer:4x2x8"),
+    *("custom:2", "custom:4", "custom:8"),
 )
 """Candidates of `auto` and `bandit` besides off, as far as their drafters are available."""
 NO_DRAFTER = Path("none")
@@ -85,7 +76,8 @@ class GenerateRequest:
     arms `custom:*`. None: the one that belongs to the policy, if there is one; `NO_DRAFTER`: none."""
 
     def __post_init__(self) -> None:
-        if not all(map(_is_unicode, self.prompts)):
+        # Lone surrogates stand for bytes of the command line that are not UTF-8.
+        if any("\ud800" <= character <= "\udfff" for text in self.prompts for character in text):
             raise UserError("--prompt: a prompt is not valid UTF-8")
         if self.samples < 1:
             raise UserError(f"--samples must be above 0, got {self.samples}")
@@ -127,14 +119,18 @@ def generate(model_or_run: str, request: GenerateRequest, *, compare: bool = Fal
     for name, rollout in zip(_names(request), rollouts, strict=True):
         for line in token_lines(rollout, policy.decode):
             print(f"{name}: {line}")
-    print(_speed_line(engine, seconds[0]))
-    return _compare(plain_target, made, seconds) if compare else 0
-
-
-def _compare(target: TargetModel, made: Sequence[Sequence[Rollout]], seconds: Sequence[float]) -> int:
-    """Print the comparison with the rollouts and seconds without speculation and return the exit code."""
-    per_s, plain_per_s = (_num_tokens(each) / s for each, s in zip(made, seconds, strict=True))
-    same, how = compare_tokens(target, *made)
+    done, took_s = engine.meters, seconds[0]
+    arms = ", ".join(f"{arm} {100 * n / done.num_steps:.0f} %" for arm, n in done.arms.most_common())
+    print(
+        f"{done.num_tokens} tokens in {took_s:.2f} s: {done.num_tokens / took_s:.0f} tokens/s, "
+        f"{done.num_tokens / done.num_passes:.2f} tokens per pass; arms: {arms}"
+    )
+    if not compare:
+        return 0
+    per_s, plain_per_s = (
+        sum(len(rollout.tokens) for rollout in each) / s for each, s in zip(made, seconds, strict=True)
+    )
+    same, how = compare_tokens(plain_target, *made)
     print(f"plain: {plain_per_s:.0f} tokens/s; speed-up {per_s / plain_per_s:.2f}; tokens equal: {how}")
     return 0 if same else 1
 
@@ -152,14 +148,6 @@ def _prompts(policy: Policy, request: GenerateRequest) -> list[Prompt]:
         for i, tokens in enumerate(texts)
         for sample in range(request.samples)
     ]
-
-
-def _is_unicode(text: str) -> bool:
-    """Return true if the text has no lone surrogates.
-
-    They stand for bytes of the command line that are not UTF-8.
-    """
-    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _sampling(policy: Policy, longest: int, request: GenerateRequest) -> Sampling:
@@ -182,7 +170,7 @@ def _sampling(policy: Policy, longest: int, request: GenerateRequest) -> Samplin
         raise UserError(f"--{name.replace('_', '-')} {rule}") from None
 
 
-def make_engine(policy: DirectoryModel, request: GenerateRequest, *, rows: int, max_tokens: int) -> Engine:
+def make_engine(policy: Policy, request: GenerateRequest, *, rows: int, max_tokens: int) -> Engine:
     """Return an engine for the arm and drafter of a request, with the policy's tokenizer.
 
     Raises:
@@ -192,7 +180,7 @@ def make_engine(policy: DirectoryModel, request: GenerateRequest, *, rows: int, 
     return _engine(_target(policy, (rows, max_tokens), layer), request, layer, policy.tokenizer)
 
 
-def _layer(policy: Loaded, request: GenerateRequest) -> DraftLayer | None:
+def _layer(policy: Policy, request: GenerateRequest) -> DraftLayer | None:
     """Return the requested draft layer, else the one that belongs to the policy if the arm may use it."""
     if is_import_path(str(request.drafter)) or request.drafter == NO_DRAFTER:
         return None
@@ -206,7 +194,7 @@ def _layer(policy: Loaded, request: GenerateRequest) -> DraftLayer | None:
         raise UserError(f"--drafter: {first_line(error)}") from None
 
 
-def _target(policy: Loaded, sizes: tuple[int, int], layer: DraftLayer | None) -> TargetModel:
+def _target(policy: Policy, sizes: tuple[int, int], layer: DraftLayer | None) -> TargetModel:
     """Return the target of a policy for so many rows and tokens."""
     rows, most = sizes
     model: nn.Module = policy.model
@@ -327,19 +315,6 @@ def _names(request: GenerateRequest) -> list[str]:
     return [f"prompt {i + 1}, sample {j + 1}" for i in range(len(request.prompts)) for j in samples]
 
 
-def _speed_line(engine: Engine, seconds: float) -> str:
-    done = engine.meters
-    arms = ", ".join(f"{arm} {100 * n / done.num_steps:.0f} %" for arm, n in done.arms.most_common())
-    return (
-        f"{done.num_tokens} tokens in {seconds:.2f} s: {done.num_tokens / seconds:.0f} tokens/s, "
-        f"{done.num_tokens / done.num_passes:.2f} tokens per pass; arms: {arms}"
-    )
-
-
-def _num_tokens(rollouts: Sequence[Rollout]) -> int:
-    return sum(len(rollout.tokens) for rollout in rollouts)
-
-
 REPLACEMENT_CHARACTER = "\ufffd"
 """Output of a decoder for bytes that are not a complete character (yet)."""
 
@@ -433,7 +408,10 @@ def compare_tokens(
     """
     ties = []
     for number, (first, second) in enumerate(zip(rollouts, plain_rollouts, strict=True), 1):
-        index = _first_difference(first.tokens, second.tokens)
+        both = zip(first.tokens, second.tokens, strict=False)
+        index = next((i for i, (x, y) in enumerate(both) if x != y), None)
+        if index is None and len(first.tokens) != len(second.tokens):
+            index = min(len(first.tokens), len(second.tokens))
         if index is not None:
             where = f"number {number} differs from its token {index + 1} on"
             if score_gap(target, first, second, index) > ROUNDING[target.dtype]:
@@ -472,10 +450,3 @@ def score_gap(target: TargetModel, first: Rollout, second: Rollout, index: int) 
         scores_V = scores_V + gumbel(prompt.rollout, prompt.sample, place, target.vocabulary)[0, 0]
     difference = (scores_V[first.tokens[index]] - scores_V[second.tokens[index]]).abs()
     return float(difference.nan_to_num(float("inf")))
-
-
-def _first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
-    if same is None and len(a) != len(b):
-        return min(len(a), len(b))
-    return same

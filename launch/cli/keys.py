@@ -10,7 +10,6 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     load_pem_private_key,
 )
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from aedit.proto.rpc import (
     CA,
@@ -52,65 +51,80 @@ _CLOCKS = timedelta(hours=1)
 """Largest difference of two clocks at which a new certificate is not refused as not yet valid."""
 
 
-@dataclass(frozen=True, slots=True)
+Hosted = Mapping[str, Sequence[str]]
+"""Names of holders, and for each the host names and IP addresses at which others reach it."""
+
+
 class Authority:
-    """Certificate of the run's authority, and the key with which it signs."""
+    """The run's authority in a folder: its certificate, and the key with which it signs."""
 
-    certificate: x509.Certificate
-    key: ec.EllipticCurvePrivateKey
+    def __init__(self, directory: Path, days: int) -> None:
+        """Read the authority of `directory`, or make it. days: validity of what it signs."""
+        if not (directory / CA_KEY).exists():
+            key = ec.generate_private_key(ec.SECP256R1())
+            name = _named(f"aedit {secrets.token_hex(4)}")
+            certificate = (
+                begun(name, name, key, _CA_DAYS)
+                .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+                .add_extension(_usage(signs=True), critical=True)
+                .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+                .sign(key, hashes.SHA256())
+            )
+            write(directory / CA, certificate.public_bytes(Encoding.PEM))
+            write(directory / CA_KEY, pem(key))
+        private = load_pem_private_key((directory / CA_KEY).read_bytes(), None)
+        if not isinstance(private, ec.EllipticCurvePrivateKey):
+            raise UserError(
+                f"{directory / CA_KEY} is not a key that `aedit keys` wrote: choose another folder"
+            )
+        self._certificate, self._key, self._days = certificate_in(directory / CA), private, days
 
+    def certify(self, path: Path, name: str, role: str, hosts: Iterable[str] = ()) -> None:
+        """Write a new private key and its certificate, PATH.key and PATH.crt, unless they exist.
 
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """Holder of a certificate, and its permitted uses."""
+        hosts: of a holder that others call; without any it only calls others.
+        """
+        if path.exists():
+            return
+        key = ec.generate_private_key(ec.SECP256R1())
+        names = list(map(general, hosts))
+        usage = ExtendedKeyUsageOID.SERVER_AUTH if names else ExtendedKeyUsageOID.CLIENT_AUTH
+        signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        builder = (
+            begun(_named(name, role), self._certificate.subject, key, self._days)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(signs=False), critical=True)
+            .add_extension(signer, critical=False)
+            .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+        )
+        if names:
+            builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+        certificate = builder.sign(self._key, hashes.SHA256())
+        write(path.with_suffix(".key"), pem(key))
+        write(path, certificate.public_bytes(Encoding.PEM))
 
-    name: str
-    role: str
-    usage: ObjectIdentifier
-    names: Sequence[x509.GeneralName] = ()
+    def serving(self, folder: Path, name: str, role: str, hosts: Sequence[str]) -> None:
+        """Write the certificate of a holder that others call, and the list of revoked keys that it reads."""
+        path, wanted = folder / f"{SERVER}.crt", dict.fromkeys(hosts)
+        self.certify(path, name, role, wanted)
+        if (revoked := folder.parent / REVOKED).exists() and not (folder / REVOKED).exists():
+            write_atomically(folder / REVOKED, revoked.read_text())
+        held = certificate_in(path).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        if missing := [host for host in wanted if general(host) not in list(held)]:
+            raise UserError(
+                f"{path} is not for {', '.join(missing)}: remove {folder} and run `aedit keys` again"
+            )
 
-
-def authority_in(directory: Path) -> Authority:
-    """Return the authority in `directory`, a new one if there is none."""
-    if not (directory / CA_KEY).exists():
-        _found(directory)
-    private = load_pem_private_key((directory / CA_KEY).read_bytes(), None)
-    if not isinstance(private, ec.EllipticCurvePrivateKey):
-        raise UserError(f"{directory / CA_KEY} is not a key that `aedit keys` wrote: choose another folder")
-    certificate = x509.load_pem_x509_certificate((directory / CA).read_bytes())
-    return Authority(certificate, private)
-
-
-def _found(directory: Path) -> None:
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = _named(f"aedit {secrets.token_hex(4)}")
-    certificate = (
-        begun(name, name, key, _CA_DAYS)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(signs=True), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    write(directory / CA, certificate.public_bytes(Encoding.PEM))
-    write(directory / CA_KEY, pem(key))
-
-
-def certify(path: Path, authority: Authority, holder: Holder, days: int) -> None:
-    """Write a new private key and its certificate, PATH.key and PATH.crt."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    issuer = authority.certificate
-    builder = (
-        begun(_named(holder.name, holder.role), issuer.subject, key, days)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(signs=False), critical=True)
-        .add_extension(_signer(authority), critical=False)
-        .add_extension(x509.ExtendedKeyUsage([holder.usage]), critical=False)
-    )
-    if holder.names:
-        builder = builder.add_extension(x509.SubjectAlternativeName(holder.names), critical=False)
-    certificate = builder.sign(authority.key, hashes.SHA256())
-    write(path.with_suffix(".key"), pem(key))
-    write(path, certificate.public_bytes(Encoding.PEM))
+    def share(self, folder: Path, role: str) -> Path:
+        """Write the authority's certificate and a token; return the folder."""
+        if not (folder / CA).exists():
+            write(folder / CA, self._certificate.public_bytes(Encoding.PEM))
+        if not (folder / TOKEN).exists():
+            holder = Identity(role, folder.name, time.time_ns() // 10**6)
+            statement = identity_statement(holder.role, holder.issued_ms, holder.name)
+            signed = self._key.sign(statement, ec.ECDSA(hashes.SHA256()))
+            write(folder / TOKEN, token_text(holder, signed).encode() + b"\n")
+        return folder
 
 
 def begun(
@@ -141,10 +155,6 @@ def _usage(*, signs: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
-
-
-def _signer(authority: Authority) -> x509.AuthorityKeyIdentifier:
-    return x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
 
 
 def _named(name: str, role: str = "") -> x509.Name:
@@ -183,20 +193,6 @@ def write(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Others:
-    """Holders of keys beside the hub and the nodes."""
-
-    servers: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Rollout servers: name, and host names and IP addresses at which trainers reach it."""
-    standbys: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Standbys: name, and host names and IP addresses at which nodes reach it."""
-    peers: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Peers of a swarm: name, and host names and IP addresses at which the other peers reach it."""
-    readers: Sequence[str] = ()
-    """Names of those who may look at the run and copy its model, and nothing else."""
-
-
 def keys(options: argparse.Namespace) -> str:
     """Make or revoke keys as the command line says; return the instructions. Raises UserError."""
     made = (options.host, options.node, options.server, options.standby, options.peer, options.reader)
@@ -204,13 +200,18 @@ def keys(options: argparse.Namespace) -> str:
         raise UserError("--revoke: stands alone; make new keys by a second command")
     if options.revoke:
         return revoke(options.out, options.revoke)
-    others = Others(
+    return make_keys(
+        options.out,
+        options.host,
+        options.node,
         servers=hosted_of("server", options.server),
         standbys=hosted_of("standby", options.standby),
         peers=hosted_of("peer", options.peer),
         readers=options.reader,
     )
-    return make_keys(options.out, options.host, options.node, others=others)
+
+
+_NONE: Hosted = {}
 
 
 def make_keys(
@@ -218,10 +219,13 @@ def make_keys(
     hosts: Sequence[str],
     nodes: Sequence[str] = (),
     *,
-    others: Others | None = None,
+    servers: Hosted = _NONE,
+    standbys: Hosted = _NONE,
+    peers: Hosted = _NONE,
+    readers: Sequence[str] = (),
     days: int = DAYS,
 ) -> str:
-    """Write `directory`/hub for the hub and one folder for each of `nodes` and `others`.
+    """Write `directory`/hub for the hub and one folder for each other name.
 
     Return the instructions for copying them.
 
@@ -235,36 +239,44 @@ def make_keys(
         directory: Folder for authority and keys.
         hosts: Host names and IP addresses at which nodes reach the hub.
         nodes: Names of the nodes.
-        others: Rollout servers, standbys, peers and readers. All but readers have a certificate for their
+        servers: Rollout servers, which trainers reach. They, standbys and peers have a certificate for their
             calls and one for their own services.
+        standbys: Standbys, which nodes reach.
+        peers: Peers of a swarm, which the other peers reach.
+        readers: Names of those who may look at the run and copy its model, and nothing else.
         days: Validity of the certificates.
     """
-    others = others or Others()
-    if hosts or not others.peers:
+    if hosts or not peers:
         _check_hosts(hosts, "--host", "the hub")
-    for flag, hosted in (("server", others.servers), ("standby", others.standbys), ("peer", others.peers)):
+    serving = (
+        ("server", identity.SERVER, servers),
+        ("standby", identity.STANDBY, standbys),
+        ("peer", identity.PEER, peers),
+    )
+    for flag, _, hosted in serving:
         for name, places in hosted.items():
             _check_hosts(places, f"--{flag} {name}", f"the {flag}")
         _check_names(hosted, f"--{flag}")
     _check_names(nodes, "--node")
-    _check_names(others.readers, "--reader")
-    _check_roles(directory, nodes, others)
+    _check_names(readers, "--reader")
+    named = ((identity.NODE, nodes), *((role, hosted) for _, role, hosted in serving), (READER, readers))
+    roles = _roles(directory, named)
     try:
-        authority = authority_in(directory)
-        own = (*hosts, *_LOCAL)  # the hub's own machine can always use loopback
-        hub = {HUB: HUB} if hosts else {}
-        for name in hub:
-            _serving(directory / name, authority, _Served("aedit hub", HUB, own), days)
-        held = {**hub, **_roles(nodes, others)}
-        folders = [_calling(directory / name, authority, role, days) for name, role in held.items()]
-        for name, places in others.servers.items():
-            _serving(directory / name, authority, _Served(name, identity.SERVER, places), days)
-        for role, hubs in ((identity.STANDBY, others.standbys), (identity.PEER, others.peers)):
-            for name, places in hubs.items():
-                served = _Served("aedit hub", role, (*places, *_LOCAL))
-                _serving(directory / name, authority, served, days)
+        authority = Authority(directory, days)
+        if hosts:
+            # The hub's own machine can always use loopback.
+            authority.serving(directory / HUB, "aedit hub", HUB, (*hosts, *_LOCAL))
+        folders = []
+        for name, role in (({HUB: HUB} if hosts else {}) | roles).items():
+            authority.certify(directory / name / f"{NODE}.crt", name, role)
+            folders.append(authority.share(directory / name, role))
+        for _, role, hosted in serving:
+            is_server = role == identity.SERVER
+            for name, places in hosted.items():
+                shown, reached = (name, places) if is_server else ("aedit hub", (*places, *_LOCAL))
+                authority.serving(directory / name, shown, role, reached)
         if hosts and not nodes:
-            folders.append(_shared(directory / ANY_NODE, authority, identity.NODE))
+            folders.append(authority.share(directory / ANY_NODE, identity.NODE))
     except OSError as error:
         raise UserError(f"cannot write {error.filename} ({error.strerror}): choose another folder") from error
     return _what_to_copy(directory, folders)
@@ -311,41 +323,29 @@ def hosted_of(flag: str, arguments: Sequence[str]) -> dict[str, list[str]]:
     flag: of the command line, for errors. Raises UserError for arguments of another form.
     """
     found: dict[str, list[str]] = {}
-    for word in arguments:
-        name, sign, hosts = word.partition("=")
+    for argument in arguments:
+        name, sign, hosts = argument.partition("=")
         if not (name and sign and hosts):
-            raise UserError(f"--{flag}: {word!r} is not NAME=HOST, as in spare-1=10.0.0.5,spare.example.org")
+            raise UserError(
+                f"--{flag}: {argument!r} is not NAME=HOST, as in spare-1=10.0.0.5,spare.example.org"
+            )
         found[name] = hosts.split(",")
     return found
 
 
-def _roles(nodes: Sequence[str], others: Others) -> dict[str, str]:
-    """Return the role of each named holder of keys. Raises UserError if a name has two."""
+def _roles(directory: Path, named: Iterable[tuple[str, Iterable[str]]]) -> dict[str, str]:
+    """Return the role of each named holder. Raises UserError if a name has two, or has keys for another."""
     found: dict[str, str] = {}
-    groups = (
-        (identity.NODE, nodes),
-        (identity.SERVER, others.servers),
-        (identity.STANDBY, others.standbys),
-        (identity.PEER, others.peers),
-        (READER, others.readers),
-    )
-    for role, names in groups:
-        for name in names:
-            if found.setdefault(name, role) != role:
-                raise UserError(
-                    f"{name!r} cannot be a {found[name]} and a {role}: give each a name of its own"
-                )
-    return found
-
-
-def _check_roles(directory: Path, nodes: Sequence[str], others: Others) -> None:
-    """Raise UserError if a name has keys for another role."""
-    for name, role in _roles(nodes, others).items():
+    for role, name in ((role, name) for role, names in named for name in names):
+        if found.setdefault(name, role) != role:
+            raise UserError(f"{name!r} cannot be a {found[name]} and a {role}: give each a name of its own")
+    for name, role in found.items():
         path = directory / name / TOKEN
         if path.exists():
             held, _ = identity.parse(path.read_text().strip())
             if held.role != role:
                 raise UserError(f"{name!r} has keys of a {held.role}: revoke them, or use another name")
+    return found
 
 
 def _check_hosts(hosts: Sequence[str], flag: str, whom: str) -> None:
@@ -362,52 +362,6 @@ def _check_names(names: Iterable[str], flag: str) -> None:
             raise UserError(
                 f"{flag}: {name!r} cannot be a folder of its own: use other letters, digits, '.', '_', '-'"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class _Served:
-    """Name, role and hosts of who is called: a hub, a standby, a peer or a rollout server."""
-
-    name: str
-    role: str
-    hosts: Sequence[str]
-
-
-def _serving(folder: Path, authority: Authority, served: _Served, days: int) -> Path:
-    wanted = dict.fromkeys(served.hosts)
-    names = [general(host) for host in wanted]
-    path = folder / f"{SERVER}.crt"
-    if not path.exists():
-        certify(
-            path, authority, Holder(served.name, served.role, ExtendedKeyUsageOID.SERVER_AUTH, names), days
-        )
-    if (revoked := folder.parent / REVOKED).exists() and not (folder / REVOKED).exists():
-        write_atomically(folder / REVOKED, revoked.read_text())
-    held = certificate_in(path).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    if missing := [host for host, name in zip(wanted, names, strict=True) if name not in list(held)]:
-        raise UserError(f"{path} is not for {', '.join(missing)}: remove {folder} and run `aedit keys` again")
-    return folder
-
-
-def _calling(folder: Path, authority: Authority, role: str, days: int) -> Path:
-    """Write certificate and token of a holder that calls others; return the folder."""
-    path = folder / f"{NODE}.crt"
-    if not path.exists():
-        certify(path, authority, Holder(folder.name, role, ExtendedKeyUsageOID.CLIENT_AUTH), days)
-    return _shared(folder, authority, role)
-
-
-def _shared(folder: Path, authority: Authority, role: str) -> Path:
-    """Write the authority's certificate and a token; return the folder."""
-    if not (folder / CA).exists():
-        write(folder / CA, authority.certificate.public_bytes(Encoding.PEM))
-    if not (folder / TOKEN).exists():
-        holder = Identity(role, folder.name, time.time_ns() // 10**6)
-        signed = authority.key.sign(
-            identity_statement(holder.role, holder.issued_ms, holder.name), ec.ECDSA(hashes.SHA256())
-        )
-        write(folder / TOKEN, token_text(holder, signed).encode() + b"\n")
-    return folder
 
 
 def _what_to_copy(directory: Path, folders: Sequence[Path]) -> str:

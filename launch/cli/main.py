@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import aedit
 from aedit.launch.cli.arguments import (
@@ -12,18 +13,26 @@ from aedit.launch.cli.arguments import (
     add_audit_options,
     add_generate_options,
     add_keys_options,
-    audit_request,
+    check_audit_options,
     generate_request,
 )
-from aedit.launch.cli.hub_peer import add_hub_options, add_peer_options, run_hub, run_peer
-from aedit.launch.cli.serve_options import add_serve_options, serve_request
+from aedit.launch.cli.service_options import (
+    add_hub_options,
+    add_peer_options,
+    add_serve_options,
+    run_hub,
+    run_peer,
+    serve_request,
+)
 from aedit.system import end_with_named_parent
-from aedit.types import RunFailed, UserError
+from aedit.types import RunFailed, UserError, printable
 
 USER_ERROR = 2
 INTERRUPTED = 130
 
 Options = argparse.Namespace
+Task = Callable[[Options], int | None]
+AddOptions = Callable[[Parser], None]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -54,47 +63,57 @@ def parser() -> Parser:
     top = Parser(prog="aedit", description="Asynchronous decentralized training.", allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"aedit {aedit.__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _add_run(commands)
-    hub = _command(commands, "hub", "run the hub of a training run, which nodes join at any time", run_hub)
-    _with_flags(hub)
-    _add_configs(hub)
-    add_hub_options(hub)
-    _add_trust(hub)
-    _add_join(commands)
+
+    def add(name: str, does: str, task: Task, *options: AddOptions, to: Any = commands) -> Parser:
+        """Add a command with these options, in the order of its help."""
+        described = f"{does[0].upper()}{does[1:]}."
+        command: Parser = to.add_parser(name, help=does, description=described, allow_abbrev=False)
+        command.set_defaults(task=task)
+        for each in options:
+            each(command)
+        return command
+
+    does = "train; the same command continues a stopped run"
+    add("run", does, _run, _with_flags, _add_configs, _add_run, _add_trust)
+    does = "run the hub of a training run, which nodes join at any time"
+    add("hub", does, run_hub, _with_flags, _add_configs, add_hub_options, _add_trust)
+    add("join", "join a run as a node", _join, _with_flags, _add_join, _add_trust)
     does = "keep replicas of parts of a swarm's model; aedit run and aedit join start it for each node"
-    peer = _command(commands, "peer", does, run_peer)
-    _with_flags(peer)
-    _add_configs(peer)
-    add_peer_options(peer)
-    _add_trust(peer)
-    _add_serve(commands)
-    _add_keys(commands)
+    add("peer", does, run_peer, _with_flags, _add_configs, add_peer_options, _add_trust)
+    does = "generate for a run, or serve a model over HTTP"
+    serve = add("serve", does, _serve, _with_flags, add_serve_options, _add_trust)
+    serve.set_defaults(command=serve)
+    does = "make certificates and tokens for a hub, its nodes and others, or revoke them"
+    add("keys", does, _keys, add_keys_options)
     for name, task, does in VIEWS:
-        view = _command(commands, name, does, task)
-        view.add_argument(
-            "run", metavar="RUN", help="run directory, such as runs/tiny, or HOST:PORT of a hub or a peer"
-        )
+        place = "run directory, such as runs/tiny, or HOST:PORT of a hub or a peer"
+        view = add(name, does, task)
+        view.add_argument("run", metavar="RUN", help=place)
         _add_trust(view)
-    export = _command(commands, "export", "write a Hugging Face model directory", _export)
-    export.add_argument(
-        "run", metavar="RUN", help="run directory, a hub's folder in one, or HOST:PORT of a hub"
-    )
+    export = add("export", "write a Hugging Face model directory", _export)
+    place = "run directory, a hub's folder in one, or HOST:PORT of a hub"
+    export.add_argument("run", metavar="RUN", help=place)
     export.add_argument("out", metavar="OUT", type=Path, help="directory to write")
     _add_trust(export)
-    _add_generate(commands)
-    _add_audit(commands)
-    _add_config(commands)
-    init = _command(commands, "init", "write a configuration file from a preset", _init)
+    does = "generate text with speculative decoding, and print the speed"
+    add("generate", does, _generate, add_generate_options)
+    add("audit", "check recorded rollouts of servers against the policy", _audit, add_audit_options)
+    config = commands.add_parser("config", help="print the configuration, or the differences of two files")
+    actions = config.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    does = "print all values and their origin"
+    add("show", does, _config_show, _with_flags, _add_configs, to=actions)
+    does = "print digests that fix the model and its first anchors at a hub"
+    add("model", does, _config_model, _with_flags, _add_configs, to=actions)
+    diff = add("diff", "print the differences of two files", _config_diff, to=actions)
+    diff.add_argument("a", metavar="A", type=Path)
+    diff.add_argument("b", metavar="B", type=Path)
+    init = add("init", "write a configuration file from a preset", _init)
     init.add_argument("name", metavar="NAME", nargs="?", default="run", help="writes NAME.toml (default run)")
-    init.add_argument(
-        "--preset",
-        metavar="PRESET",
-        default="",
-        help="source of the values (default: the preset NAME, or tiny)",
-    )
-    doctor = _command(commands, "doctor", "check this machine and a configuration", _doctor)
+    does = "source of the values (default: the preset NAME, or tiny)"
+    init.add_argument("--preset", metavar="PRESET", default="", help=does)
+    doctor = add("doctor", "check this machine and a configuration", _doctor)
     doctor.add_argument("config", metavar="CONFIG", type=Path, nargs="*", help="TOML files, as for run")
-    completion = _command(commands, "completion", "print a completion script for a shell", _completion)
+    completion = add("completion", "print a completion script for a shell", _completion)
     completion.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
     return top
 
@@ -106,21 +125,8 @@ def _dispatch(arguments: list[str]) -> int:
 
         arguments, flags = split_flags(arguments)
     options = parser().parse_args(arguments or ["--help"], Options(flags=flags))
-    task: Callable[[Options], int | None] = options.task
+    task: Task = options.task
     return task(options) or 0
-
-
-def _command(
-    commands: "argparse._SubParsersAction[Parser]",
-    name: str,
-    does: str,
-    task: Callable[[Options], int | None],
-) -> Parser:
-    command = commands.add_parser(
-        name, help=does, description=f"{does[0].upper()}{does[1:]}.", allow_abbrev=False
-    )
-    command.set_defaults(task=task)
-    return command
 
 
 def _with_flags(command: Parser) -> None:
@@ -133,77 +139,28 @@ def _add_configs(command: Parser) -> None:
     command.add_argument("config", metavar="CONFIG", type=Path, nargs="+", help=does)
 
 
-def _add_run(commands: "argparse._SubParsersAction[Parser]") -> None:
-    run = _command(commands, "run", "train; the same command continues a stopped run", _run)
-    _with_flags(run)
-    _add_configs(run)
+def _add_run(run: Parser) -> None:
     run.add_argument("--local", metavar="N", type=int, help="start all N nodes on this machine")
     run.add_argument("--dry-run", action="store_true", help="print the plan of the run and start nothing")
     run.add_argument("--nodes", metavar="N", type=int, default=1, help="machines in the run (default 1)")
     run.add_argument("--node", metavar="I", type=int, default=0, help="index of this machine, from 0")
-    run.add_argument(
-        "--master", metavar="HOST:PORT", default="", help="address of node 0, with several machines"
-    )
-    _add_trust(run)
+    does = "address of node 0, with several machines"
+    run.add_argument("--master", metavar="HOST:PORT", default="", help=does)
 
 
-def _add_join(commands: "argparse._SubParsersAction[Parser]") -> None:
-    join = _command(commands, "join", "join a run as a node", _join)
-    _with_flags(join)
-    join.add_argument(
-        "hub",
-        metavar="ADDRESS",
-        help="HOST:PORT of the hub (several, separated by commas, split the units) or of a peer of a swarm;"
-        " or a file of peers, or multiaddresses of a DHT",
+def _add_join(join: Parser) -> None:
+    does = (
+        "HOST:PORT of the hub (several, separated by commas, split the units) or of a peer of a swarm;"
+        " or a file of peers, or multiaddresses of a DHT"
     )
+    join.add_argument("hub", metavar="ADDRESS", help=does)
     join.add_argument("--as", dest="name", metavar="NAME", default="", help="name of this node in the run")
-    _add_trust(join)
-
-
-def _add_serve(commands: "argparse._SubParsersAction[Parser]") -> None:
-    serve = _command(commands, "serve", "generate for a run, or serve a model over HTTP", _serve)
-    serve.set_defaults(command=serve)
-    _with_flags(serve)
-    add_serve_options(serve)
-    _add_trust(serve)
 
 
 def _add_trust(command: Parser) -> None:
     command.add_argument("--keys", metavar="DIR", type=Path, help="folder of keys that aedit keys made")
-    command.add_argument(
-        "--insecure", action="store_true", help="connect without TLS over a network that others can read"
-    )
-
-
-def _add_keys(commands: "argparse._SubParsersAction[Parser]") -> None:
-    does = "make certificates and tokens for a hub, its nodes and others, or revoke them"
-    add_keys_options(_command(commands, "keys", does, _keys))
-
-
-def _add_generate(commands: "argparse._SubParsersAction[Parser]") -> None:
-    does = "generate text with speculative decoding, and print the speed"
-    generate = _command(commands, "generate", does, _generate)
-    add_generate_options(generate)
-
-
-def _add_audit(commands: "argparse._SubParsersAction[Parser]") -> None:
-    audit = _command(commands, "audit", "check recorded rollouts of servers against the policy", _audit)
-    add_audit_options(audit)
-
-
-def _add_config(commands: "argparse._SubParsersAction[Parser]") -> None:
-    config = commands.add_parser("config", help="print the configuration, or the differences of two files")
-    actions = config.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    show = _command(actions, "show", "print all values and their origin", _config_show)
-    _with_flags(show)
-    _add_configs(show)
-    does = "print digests that fix the model and its first anchors at a hub"
-    model = _command(actions, "model", does, _config_model)
-    _with_flags(model)
-    _add_configs(model)
-    diff = _command(actions, "diff", "print the differences of two files", _config_diff)
-    diff.add_argument("a", metavar="A", type=Path)
-    diff.add_argument("b", metavar="B", type=Path)
+    does = "connect without TLS over a network that others can read"
+    command.add_argument("--insecure", action="store_true", help=does)
 
 
 def _run(options: Options) -> int:
@@ -244,7 +201,7 @@ def _join(options: Options) -> int:
 
 
 def _serve(options: Options) -> int:
-    from aedit.launch.cli.serve_options import MODEL_OPTIONS, RUN_OPTIONS, is_model, refuse_options
+    from aedit.launch.cli.service_options import MODEL_OPTIONS, RUN_OPTIONS, is_model, refuse_options
 
     if is_model(options.place):
         refuse_options(options.command, options, RUN_OPTIONS, "MODEL_DIR")
@@ -257,8 +214,8 @@ def _serve(options: Options) -> int:
 
 
 def _serve_model(options: Options) -> int:
-    from aedit.launch.cli.paths import check_model_folder
-    from aedit.launch.cli.serve_options import check_model_options, device_flag
+    from aedit.launch.cli.arguments import check_model_folder
+    from aedit.launch.cli.service_options import check_model_options, device_flag
 
     options.device = device_flag(options.flags)
     check_model_options(options)
@@ -294,7 +251,7 @@ def _plot(options: Options) -> None:
 
 
 def _export(options: Options) -> None:
-    from aedit.launch.cli.paths import check_source
+    from aedit.launch.cli.arguments import check_source
 
     check_source(options.run)  # before torch is imported
     from aedit.launch.cli.export import export
@@ -303,7 +260,7 @@ def _export(options: Options) -> None:
 
 
 def _generate(options: Options) -> int:
-    from aedit.launch.cli.paths import policy_folder
+    from aedit.launch.cli.arguments import policy_folder
 
     policy_folder(options.place)  # before torch is imported
     from aedit.launch.cli.generate import GenerateRequest, generate
@@ -313,14 +270,35 @@ def _generate(options: Options) -> int:
 
 
 def _audit(options: Options) -> int:
-    request = audit_request(options)
-    if request.file.suffix == ".json":
-        from aedit.launch.cli.proof import audit_proof
-
-        return audit_proof(request.file)
+    check_audit_options(options)
+    if options.file.suffix == ".json":
+        return _audit_proof(options.file)
     from aedit.launch.cli.audit import audit
 
-    return audit(request)
+    return audit(options)
+
+
+def _audit_proof(path: Path) -> int:
+    """Print what a file proves: the owner of a part has given nodes different anchors.
+
+    Returns 1, as for a server that fails. Raises UserError if it proves nothing.
+    """
+    from aedit.proto.rpc import parsed
+    from aedit.proto.swarm import read_proof
+
+    try:
+        found = read_proof(path)
+    except (OSError, ValueError) as error:
+        raise UserError(str(error)) from None
+    place = found.statement
+    if place is None:
+        raise UserError(f"{path}: two cards of one peer, which two processes with one key cause as well")
+    print(f"PROVEN: the peer with the key {found.public_key.hex()}")
+    print(f"has signed two values of {place.described()} of run {printable(place.run)},")
+    print(f"journal {place.lineage}:")
+    for data in (found.one, found.other):
+        print(f"  SHA-256 {parsed(data).sha256.hex()}")
+    return 1
 
 
 def _config_show(options: Options) -> None:
@@ -332,7 +310,7 @@ def _config_show(options: Options) -> None:
 
 
 def _config_model(options: Options) -> None:
-    from aedit.launch.cli.anchors import model_digests
+    from aedit.launch.cli.export import model_digests
     from aedit.launch.config import load
 
     print(model_digests(load(options.config, options.flags, strict=True).config))

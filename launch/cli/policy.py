@@ -9,8 +9,8 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
+from aedit.launch.cli.arguments import first_line, policy_folder
 from aedit.launch.cli.export import load_run_model
-from aedit.launch.cli.paths import first_line, policy_folder
 from aedit.launch.node import stop_tokens
 from aedit.spec_rollout.sampling import TextTokens
 from aedit.system import check_folder
@@ -33,19 +33,8 @@ class Policy:
     encode: Callable[[str], list[int]]
     decode: Decode
     stop_tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DirectoryModel:
-    """The model of a directory that `save_pretrained` wrote, with its `transformers` tokenizer."""
-
-    source: str
-    model: PreTrainedModel
-    tokenizer: Any
-    stop_tokens: tuple[int, ...]
-
-
-Loaded = Policy | DirectoryModel
+    tokenizer: Any = None
+    """That of `transformers`, of a model directory."""
 
 
 def load_policy(source: str) -> Policy:
@@ -59,10 +48,8 @@ def load_policy(source: str) -> Policy:
     """
     _logging.disable_progress_bar()
     path = policy_folder(source)
-    return (_of_run if (path / "run.toml").is_file() else _of_directory)(source, path)
-
-
-def _of_run(source: str, path: Path) -> Policy:
+    if not (path / "run.toml").is_file():
+        return read_directory(source, path)
     model, tokenizer, _ = load_run_model(path)
 
     def encode(text: str) -> list[int]:
@@ -71,7 +58,7 @@ def _of_run(source: str, path: Path) -> Policy:
     return Policy(source, model, encode, tokenizer.decode, stop_tokens(model, tokenizer.eos_id))
 
 
-def read_directory(source: str, path: Path) -> DirectoryModel:
+def read_directory(source: str, path: Path) -> Policy:
     """Return the model of a directory that `save_pretrained` wrote; `source` is its name in messages.
 
     Raises:
@@ -83,13 +70,9 @@ def read_directory(source: str, path: Path) -> DirectoryModel:
         tokenizer = _tokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # the readers of tokenizer files raise plain Exception, too
         raise UserError(f"{source}: no tokenizer there ({first_line(error)})") from error
-    return DirectoryModel(source, model, tokenizer, stop_tokens(model, tokenizer.eos_token_id))
-
-
-def _of_directory(source: str, path: Path) -> Policy:
-    found = read_directory(source, path)
-    texts = TextTokens(found.tokenizer)
-    return Policy(source, found.model, texts.prompt, texts.decode, found.stop_tokens)
+    texts = TextTokens(tokenizer)
+    stops = stop_tokens(model, tokenizer.eos_token_id)
+    return Policy(source, model, texts.prompt, texts.decode, stops, tokenizer)
 
 
 def read_model(source: str, path: Path) -> Any:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from aedit.launch.cli.generate import AUTO, GenerateRequest, make_engine
-from aedit.launch.cli.policy import DirectoryModel, read_directory
-from aedit.launch.cli.serve_options import control_address
+from aedit.launch.cli.policy import Policy, read_directory
+from aedit.launch.cli.service_options import control_address
 from aedit.launch.serve import (
     SIGNALS,
     Addresses,
@@ -75,10 +75,6 @@ def _serve(service: HttpService, addresses: Addresses, ending: EndRequest, end_s
     return 0
 
 
-def _best_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def _addresses(options: Namespace) -> Addresses:
     control = control_address(options.control) if options.control else None
     public, private = options.api_key_file, options.control_key_file
@@ -92,9 +88,10 @@ def _addresses(options: Namespace) -> Addresses:
     )
 
 
-def _engine(policy: DirectoryModel, options: Namespace) -> Engine:
+def _engine(policy: Policy, options: Namespace) -> Engine:
     """Return the engine of the options."""
-    device = options.device if options.device not in ("", "auto") else _best_device()
+    device = options.device if options.device not in ("", "auto") else ""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     most = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
     limit = most if isinstance(most, int) else DEFAULT_MAX_TOKENS
     max_tokens = options.max_tokens or min(limit, DEFAULT_MAX_TOKENS)

@@ -5,210 +5,169 @@ Each such object is called once before anything starts.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from aedit.launch.config.config import RunConfig
-from aedit.launch.config.rl import PromptConfig
-from aedit.launch.config.serve import AuditConfig
+from aedit.launch.config.rl import AuditConfig, PromptConfig
 from aedit.system import call_within
 from aedit.types import UserError, imported, is_import_path
 
 
 @dataclass(frozen=True, slots=True)
 class EffectRule:
-    """While `holds`, the value of the key `cause` disables `keys`. A key that ends in a dot is a table."""
+    """While `holds`, the value of the key `cause` disables keys. A key that ends in a dot is a table."""
 
-    keys: tuple[str, ...]
+    disabled: str
+    """Keys, separated by spaces."""
     cause: str
-    holds: Callable[[RunConfig], bool]
+    holds: Callable[[Any, RunConfig], bool]
+    """Of the value of `cause` and the whole configuration."""
     remedy: str
     """Values of `cause` with which the keys have an effect."""
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Return the keys and tables without effect."""
+        return tuple(self.disabled.split())
 
-def _has_hub(config: RunConfig) -> bool:
-    return config.has_hub
+
+def _all_but(table: str, config: Any, name: str) -> str:
+    """Return the keys of a table but one."""
+    return " ".join(f"{table}.{each.name}" for each in fields(config) if each.name != name)
 
 
 def _is_generated(source: str) -> bool:
     return source.startswith("gym:") or (is_import_path(source) and not source.startswith("hf:"))
 
 
-RL_KEYS = (
-    *("prompts.options.", "reward.", "rl.", "audit."),
-    *("drafter.idle_training", "drafter.lr", "drafter.memory_bytes"),
-)
+RL_KEYS = "prompts.options. reward. rl. audit. drafter.idle_training drafter.lr drafter.memory_bytes"
 """Keys of reinforcement learning, besides those of `prompts`."""
 
 RULES = (
     EffectRule(
-        ("edit.landing", "edit.prefetch", "edit.fragments", "edit.offload", "edit.penalty.", "outer."),
+        "edit.landing edit.prefetch edit.fragments edit.offload edit.penalty. outer.",
         "edit.warmup_steps",
-        lambda c: c.edit.warmup_steps == "all",
+        lambda v, _: v == "all",
         "a number of steps",
     ),
-    EffectRule(("edit.prefetch",), "edit.landing", lambda c: c.edit.landing == "arrival", '"forward"'),
+    EffectRule("edit.prefetch", "edit.landing", lambda v, _: v == "arrival", '"forward"'),
     EffectRule(
-        ("hub.merge", "hub.merge_cut", "hub.grace_cap_s"),
+        "hub.merge hub.merge_cut hub.grace_cap_s",
         "hub.grace",
-        lambda c: _has_hub(c) and c.hub.each_alone,
+        lambda _, c: c.has_hub and c.hub.each_alone,
         "above 0, or hub.quorum of 2 or more",
     ),
     EffectRule(
-        ("hub.merge_cut",),
+        "hub.merge_cut",
         "hub.merge",
-        lambda c: _has_hub(c) and c.hub.merge not in ("trimmed", "multi-krum"),
+        lambda v, c: c.has_hub and v not in ("trimmed", "multi-krum"),
         '"trimmed" or "multi-krum"',
     ),
     EffectRule(
-        ("hub.grace", "hub.grace_cap_s"),
-        "hub.quorum",
-        lambda c: _has_hub(c) and c.hub.quorum == "all",
-        "a number of nodes",
+        "hub.grace hub.grace_cap_s", "hub.quorum", lambda v, c: c.has_hub and v == "all", "a number of nodes"
     ),
     EffectRule(
-        ("edit.penalty.weights", "edit.penalty.temperature", "edit.penalty.step_weight"),
+        "edit.penalty.weights edit.penalty.temperature edit.penalty.step_weight",
         "hub.weights",
-        lambda c: _has_hub(c) and c.hub.weights != "penalty",
+        lambda v, c: c.has_hub and v != "penalty",
         '"penalty"',
     ),
     EffectRule(
-        ("edit.penalty.temperature",),
+        "edit.penalty.temperature",
         "edit.penalty.weights",
-        lambda c: c.edit.penalty.weights == "uniform",
+        lambda v, _: v == "uniform",
         '"scale-free" or "paper"',
     ),
     EffectRule(
-        tuple(f"edit.penalty.{name}" for name in ("threshold", "warmup_rounds", "window", "ema", "patience")),
+        "edit.penalty.threshold edit.penalty.warmup_rounds edit.penalty.window edit.penalty.ema"
+        " edit.penalty.patience",
         "edit.penalty.detector",
-        lambda c: c.edit.penalty.detector == "off",
+        lambda v, _: v == "off",
         '"robust" or "ema"',
     ),
+    EffectRule("edit.penalty.ema", "edit.penalty.detector", lambda v, _: v == "robust", '"ema"'),
+    EffectRule("edit.penalty.window", "edit.penalty.detector", lambda v, _: v == "ema", '"robust"'),
+    EffectRule("outer.momentum", "outer.kind", lambda v, _: v == "average", '"nesterov"'),
     EffectRule(
-        ("edit.penalty.ema",), "edit.penalty.detector", lambda c: c.edit.penalty.detector == "robust", '"ema"'
-    ),
-    EffectRule(
-        ("edit.penalty.window",),
-        "edit.penalty.detector",
-        lambda c: c.edit.penalty.detector == "ema",
-        '"robust"',
-    ),
-    EffectRule(("outer.momentum",), "outer.kind", lambda c: c.outer.kind == "average", '"nesterov"'),
-    EffectRule(
-        ("outer.delay", "outer.activation"),
+        "outer.delay outer.activation",
         "outer.kind",
-        lambda c: c.outer.kind in ("average", "nesterov", "heloco"),
+        lambda v, _: v in ("average", "nesterov", "heloco"),
         '"delayed-nesterov"',
     ),
-    EffectRule(("outer.correction",), "outer.kind", lambda c: c.outer.kind != "heloco", '"heloco"'),
+    EffectRule("outer.correction", "outer.kind", lambda v, _: v != "heloco", '"heloco"'),
+    EffectRule("hub.staleness.power", "hub.staleness.rule", lambda v, _: v != "polynomial", '"polynomial"'),
+    EffectRule("hub.staleness.rate", "hub.staleness.rule", lambda v, _: v != "exponential", '"exponential"'),
+    EffectRule("serve.", "hub.address", lambda v, _: not v, "HOST:PORT"),
     EffectRule(
-        ("hub.staleness.power",),
-        "hub.staleness.rule",
-        lambda c: c.hub.staleness.rule != "polynomial",
-        '"polynomial"',
-    ),
-    EffectRule(
-        ("hub.staleness.rate",),
-        "hub.staleness.rule",
-        lambda c: c.hub.staleness.rule != "exponential",
-        '"exponential"',
-    ),
-    EffectRule(("serve.",), "hub.address", lambda c: not c.hub.address, "HOST:PORT"),
-    EffectRule(
-        ("swarm.parts", "swarm.copies", "swarm.lease_s", "swarm.lost_s", "swarm.allow", "edit.penalty."),
+        "swarm.parts swarm.copies swarm.lease_s swarm.lost_s swarm.allow edit.penalty.",
         "swarm.exchange",
-        lambda c: c.swarm.on and not c.swarm.has_parts,
+        lambda _, c: c.swarm.on and not c.swarm.has_parts,
         '"parts"',
     ),
-    EffectRule(("swarm.averaging_s",), "swarm.exchange", lambda c: c.swarm.has_parts, '"hivemind"'),
-    EffectRule(("swarm.",), "swarm.discovery", lambda c: not c.swarm.on, '"file" or "hivemind"'),
-    EffectRule(("hub.parent_every", "hub.parent_mix"), "hub.parent", lambda c: not c.hub.parent, "HOST:PORT"),
+    EffectRule("swarm.averaging_s", "swarm.exchange", lambda _, c: c.swarm.has_parts, '"hivemind"'),
+    EffectRule("swarm.", "swarm.discovery", lambda v, _: not v, '"file" or "hivemind"'),
+    EffectRule("hub.parent_every hub.parent_mix", "hub.parent", lambda v, _: not v, "HOST:PORT"),
+    EffectRule("model.family model.sizes.", "model.pretrained", lambda v, _: bool(v), '""'),
+    EffectRule("data.special_tokens", "data.tokenizer", lambda v, _: v == "byte", "a Hugging Face tokenizer"),
+    EffectRule("data.split", "data.source", lambda v, _: not v.startswith("hf:"), '"hf:NAME"'),
     EffectRule(
-        ("model.family", "model.sizes."), "model.pretrained", lambda c: bool(c.model.pretrained), '""'
-    ),
-    EffectRule(
-        ("data.special_tokens",),
-        "data.tokenizer",
-        lambda c: c.data.tokenizer == "byte",
-        "a Hugging Face tokenizer",
-    ),
-    EffectRule(("data.split",), "data.source", lambda c: not c.data.source.startswith("hf:"), '"hf:NAME"'),
-    EffectRule(
-        (*(f"prompts.{each.name}" for each in fields(PromptConfig) if each.name != "source"), *RL_KEYS),
+        f"{_all_but('prompts', PromptConfig, 'source')} {RL_KEYS}",
         "prompts.source",
-        lambda c: not c.prompts.source,
+        lambda v, _: not v,
         "a source of prompts",
     ),
     EffectRule(  # nodes with loops of their own share a drafter if their hub has drafter.kind = "layer"
-        ("drafter.kind", "drafter.share"),
+        "drafter.kind drafter.share",
         "prompts.source",
-        lambda c: not c.prompts.source and not c.hub.endless,
+        lambda v, c: not v and not c.hub.endless,
         "a source of prompts",
     ),
     EffectRule(
-        (
-            *(f"data.{name}" for name in ("source", "text_key", "split", "held_out")),
-            *(f"train.{name}" for name in ("accumulate", "eval_every", "eval_samples")),
-        ),
+        "data.source data.text_key data.split data.held_out train.accumulate train.eval_every"
+        " train.eval_samples",
         "prompts.source",
-        lambda c: bool(c.prompts.source),
+        lambda v, _: bool(v),
         '"" to train on text',
     ),
     EffectRule(
-        ("prompts.split",),
-        "prompts.source",
-        lambda c: bool(c.prompts.source) and not c.prompts.source.startswith("hf:"),
-        '"hf:NAME"',
+        "prompts.split", "prompts.source", lambda v, _: bool(v) and not v.startswith("hf:"), '"hf:NAME"'
     ),
     EffectRule(
-        ("prompts.size", "prompts.options."),
+        "prompts.size prompts.options.",
         "prompts.source",
-        lambda c: bool(c.prompts.source) and not _is_generated(c.prompts.source),
+        lambda v, _: bool(v) and not _is_generated(v),
         "gym:GENERATOR or a function as package.module:name",
     ),
     EffectRule(
-        ("rl.server_silent_s", "rl.server_stalled_s", "rl.on_new_version", "audit."),
+        "rl.server_silent_s rl.server_stalled_s rl.on_new_version audit.",
         "rl.servers",
-        lambda c: bool(c.prompts.source) and not c.rl.has_servers,
+        lambda _, c: bool(c.prompts.source) and not c.rl.has_servers,
         '"hub" or HOST:PORT',
     ),
     EffectRule(  # each batch has ended before the next version
-        ("rl.on_new_version",),
-        "rl.max_staleness",
-        lambda c: c.rl.has_servers and c.rl.max_staleness == 0,
-        "1 or more",
+        "rl.on_new_version", "rl.max_staleness", lambda v, c: c.rl.has_servers and v == 0, "1 or more"
     ),
-    EffectRule(("rl.clip_low",), "rl.loss", lambda c: c.rl.loss == "cispo", "another loss"),
+    EffectRule("rl.clip_low", "rl.loss", lambda v, _: v == "cispo", "another loss"),
+    EffectRule("rl.importance_cap", "rl.importance", lambda v, _: v == "off", '"token" or "sequence"'),
     EffectRule(
-        ("rl.importance_cap",),
-        "rl.importance",
-        lambda c: c.rl.importance == "off",
-        '"token" or "sequence"',
+        "rl.supervised_batch rl.supervised_lr", "rl.supervised_steps", lambda v, _: v == 0, "1 or more"
     ),
     EffectRule(
-        ("rl.supervised_batch", "rl.supervised_lr"),
-        "rl.supervised_steps",
-        lambda c: c.rl.supervised_steps == 0,
-        "1 or more",
-    ),
-    EffectRule(
-        ("drafter.idle_training", "drafter.share", "drafter.lr", "drafter.memory_bytes"),
+        "drafter.idle_training drafter.share drafter.lr drafter.memory_bytes",
         "drafter.kind",
-        lambda c: c.drafter.kind in ("off", "suffix"),
+        lambda v, _: v in ("off", "suffix"),
         '"layer" or "auto"',
     ),
+    EffectRule(_all_but("audit", AuditConfig, "on"), "audit.on", lambda v, _: not v, "true"),
     EffectRule(
-        tuple(f"audit.{each.name}" for each in fields(AuditConfig) if each.name != "on"),
-        "audit.on",
-        lambda c: not c.audit.on,
-        "true",
-    ),
-    EffectRule(
-        ("audit.record_bytes", "audit.record_versions"),
+        "audit.record_bytes audit.record_versions",
         "audit.record",
-        lambda c: c.audit.on and not c.audit.record,
+        lambda v, c: c.audit.on and not v,
         "true",
     ),
-    EffectRule(("drafter.lr",), "drafter.idle_training", lambda c: not c.drafter.idle_training, "true"),
+    EffectRule("drafter.lr", "drafter.idle_training", lambda v, _: not v, "true"),
 )
 
 
@@ -216,7 +175,8 @@ def without_effect(config: RunConfig, name: str) -> Iterator[EffectRule]:
     """Yield the rules by which the key `name` has no effect in `config`."""
     for rule in RULES:
         tables = tuple(key for key in rule.keys if key.endswith("."))
-        if (name in rule.keys or name.startswith(tables)) and rule.holds(config):
+        concerns = name in rule.keys or name.startswith(tables)
+        if concerns and rule.holds(attrgetter(rule.cause)(config), config):
             yield rule
 
 
@@ -233,23 +193,12 @@ def check_effects(config: RunConfig, layers: Mapping[str, int], origin: Mapping[
     for name, layer in layers.items():
         for rule in without_effect(config, name):
             if layer >= layers.get(rule.cause, 0):
-                table, _, key = rule.cause.rpartition(".")
-                value = getattr(_table(config, table), key)
+                value = attrgetter(rule.cause)(config)
+                shown = f'"{value}"' if isinstance(value, str) else str(value)
                 raise UserError(
-                    f"{origin[name]}: {name} has no effect with {rule.cause} = {_shown(value)}:"
+                    f"{origin[name]}: {name} has no effect with {rule.cause} = {shown}:"
                     f" remove {name}, or set {rule.cause} to {rule.remedy}"
                 )
-
-
-def _table(config: RunConfig, path: str) -> object:
-    found: object = config
-    for name in path.split("."):
-        found = getattr(found, name)
-    return found
-
-
-def _shown(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 _NUMPY = "NumPy arrays, which it gets in a hub"
@@ -273,20 +222,19 @@ def check_imports(config: RunConfig, *, node: bool = False) -> None:
     the hub, or in a peer of a swarm that others can reach.
     """
     hub, codec = config.hub, ("num_bytes", "encode_slice", "decode")
-    _check("hub.codec", hub.codec, codec, _NUMPY, lambda: _try_codec(hub.codec))
-    _check("hub.codec_down", hub.codec_down, codec, _NUMPY, lambda: _try_codec(hub.codec_down))
-    _check("rl.loss", config.rl.loss, (), _TORCH, lambda: _try_loss(config))
+    tried: list[tuple[str, str, tuple[str, ...], str, Callable[[RunConfig], None]]] = [
+        ("hub.codec", hub.codec, codec, _NUMPY, lambda c: _try_codec(c.hub.codec)),
+        ("hub.codec_down", hub.codec_down, codec, _NUMPY, lambda c: _try_codec(c.hub.codec_down)),
+        ("rl.loss", config.rl.loss, (), _TORCH, _try_loss),
+    ]
     if not node or (config.swarm.has_parts and config.swarm.listen):
         arrays = _NUMPY if config.has_hub else _TORCH
-        _check("outer.kind", config.outer.kind, ("init", "update"), arrays, lambda: _try_outer(config))
-        _check("hub.merge", hub.merge, (), _NUMPY, lambda: _try_merge(hub.merge))
-
-
-def _check(key: str, path: str, methods: tuple[str, ...], arrays: str, attempt: Callable[[], None]) -> None:
-    if not is_import_path(path):
-        return
-    load_object(key, path, methods)
-    first_call(key, path, arrays, attempt, limit_s=TRIAL_S)
+        tried.append(("outer.kind", config.outer.kind, ("init", "update"), arrays, _try_outer))
+        tried.append(("hub.merge", hub.merge, (), _NUMPY, _try_merge))
+    for key, path, methods, arrays, attempt in tried:
+        if is_import_path(path):
+            load_object(key, path, methods)
+            first_call(key, path, arrays, partial(attempt, config), limit_s=TRIAL_S)
 
 
 def load_object(key: str, path: str, methods: tuple[str, ...] = ()) -> Any:
@@ -343,7 +291,7 @@ def _try_outer(config: RunConfig) -> None:
         try_outer(outer, torch.from_numpy(anchor), look_ahead=look_ahead)
 
 
-def _try_merge(path: str) -> None:
+def _try_merge(config: RunConfig) -> None:
     from aedit.async_sgd.rules import try_merge
 
-    try_merge(path)
+    try_merge(config.hub.merge)

@@ -9,8 +9,14 @@ from typing import Annotated, Literal
 from aedit.async_sgd.rules import DRAFTER, HubConfig, OuterConfig, UnitRule, UnitRules
 from aedit.edit import EditConfig
 from aedit.launch.config.exchanges import PEER_EXCHANGES
-from aedit.launch.config.rl import DrafterConfig, PromptConfig, RewardConfig, RLConfig
-from aedit.launch.config.serve import AuditConfig, ServeConfig
+from aedit.launch.config.rl import (
+    AuditConfig,
+    DrafterConfig,
+    PromptConfig,
+    RewardConfig,
+    RLConfig,
+    ServeConfig,
+)
 from aedit.launch.config.swarm import SwarmConfig
 from aedit.system import is_plain_name
 from aedit.types import (

@@ -7,17 +7,17 @@ not know it. A changed default therefore needs a new `PROTOCOL`.
 """
 
 import json
-import types
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from math import isfinite
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tomli_w
 
 from aedit.launch.config.checks import without_effect
 from aedit.launch.config.config import RunConfig
-from aedit.types import WRONG, ImportPath, UserError, choices, describe, is_import_path, shown, suggest
+from aedit.types import WRONG, UserError, accepted, choices, describe, shown, suggest
 
 T = TypeVar("T")
 
@@ -93,15 +93,33 @@ def literal(value: object) -> str:
 
 
 def convert(value: object, hint: Any, name: str) -> Any:
-    """Return the value converted to the type `hint`.
+    """Return the value of a TOML file converted to the type `hint`.
 
     Raises UserError with key, expected type and value found.
     """
-    converted = _convert(value, hint)
+    if isinstance(value, float) and not isfinite(value) and accepted(0.0, hint) is not WRONG:
+        return value  # the constructor refuses it, and names the range too
+    converted = accepted(_plain(value, hint), hint)
     if converted is WRONG:
         near = suggest(value.lower(), choices(hint)) if isinstance(value, str) else ""
         raise UserError(f"{name}: expected {describe(hint)}, got {shown(value)}{near}")
     return converted
+
+
+def _plain(value: Any, hint: Any) -> Any:
+    """Return what TOML cannot say: None for `none`, a float for a whole number; WRONG for a wrong table."""
+    args = get_args(hint)
+    origins = {get_origin(each) or each for each in (hint, *args)}
+    if isinstance(value, str) and value.lower() == NONE and type(None) in origins:
+        return None
+    if tuple in origins and isinstance(value, list):
+        items = next((get_args(each) for each in (hint, *args) if get_origin(each) is tuple), ())
+        return [_plain(item, items[0]) for item in value]
+    if dict in origins and isinstance(value, dict):
+        # Each number keeps its type: `int | float` must not convert hidden_size = 64 to 64.0.
+        return value if all(type(item) in get_args(args[1]) for item in value.values()) else WRONG
+    is_whole = type(value) is int and int not in origins
+    return float(value) if is_whole and float in origins else value
 
 
 def _tree(config: Any, usual: Any) -> dict[str, Any]:
@@ -126,100 +144,21 @@ def _drop(tree: dict[str, Any], path: list[str]) -> None:
         tree.pop(first, None)
 
 
-def _convert(value: object, hint: Any) -> Any:
-    origin, args = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        answers = (_convert(value, a) for a in args)
-        return next((a for a in answers if a is not WRONG), WRONG)
-    if origin is Literal:
-        return value if value in args and isinstance(value, str) else WRONG
-    if origin is tuple:
-        return _convert_list(value, args)
-    if origin is dict:
-        return _convert_table(value, args[1])
-    return _convert_scalar(value, hint)
+_DECIDES = """
+seed model.family model.sizes. data.seq_len data.held_out train.optimizer train.lr train.lr_by_nodes
+train.lr_warmup train.lr_final train.weight_decay train.betas train.grad_clip edit.schedule edit.every
+edit.warmup_steps edit.units edit.landing edit.fragments edit.penalty. outer. hub.merge hub.merge_cut
+hub.weights hub.codec hub.codec_down reward.functions reward.weights reward.options. rl.group_size
+rl.loss rl.advantage rl.clip_low rl.clip_high rl.importance rl.importance_cap rl.kl rl.max_staleness
+rl.epochs rl.batches rl.dynamic_sampling rl.overlong rl.supervised_steps rl.supervised_lr rl.sampling.
+drafter.kind drafter.share
+"""
+"""Keys, and tables that end in a dot.
 
-
-def _convert_scalar(value: object, hint: type) -> Any:
-    if hint is type(None):
-        return None if isinstance(value, str) and value.lower() == NONE else WRONG
-    if hint is ImportPath:
-        return str(value) if isinstance(value, str) and is_import_path(value) else WRONG
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    return value if type(value) is hint else WRONG
-
-
-def _convert_list(value: object, args: tuple[Any, ...]) -> Any:
-    if not isinstance(value, list):
-        return WRONG
-    wanted = [args[0]] * len(value) if args[1:] == (...,) else list(args)
-    if len(wanted) != len(value):
-        return WRONG
-    converted = tuple(_convert(v, w) for v, w in zip(value, wanted, strict=True))
-    return WRONG if WRONG in converted else converted
-
-
-def _convert_table(value: object, hint: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return WRONG
-    # Keep the type of each number: `int | float` must not convert hidden_size = 64 to 64.0.
-    entries = {key: v if type(v) in get_args(hint) else WRONG for key, v in value.items()}
-    return WRONG if WRONG in entries.values() else entries
-
-
-_DECIDES = (
-    "seed",
-    "model.family",
-    "model.sizes.",
-    "data.seq_len",
-    "data.held_out",
-    "train.optimizer",
-    "train.lr",
-    "train.lr_by_nodes",
-    "train.lr_warmup",
-    "train.lr_final",
-    "train.weight_decay",
-    "train.betas",
-    "train.grad_clip",
-    "edit.schedule",
-    "edit.every",
-    "edit.warmup_steps",
-    "edit.units",
-    "edit.landing",
-    "edit.fragments",
-    "edit.penalty.",
-    "outer.",
-    "hub.merge",
-    "hub.merge_cut",
-    "hub.weights",
-    "hub.codec",
-    "hub.codec_down",
-    "reward.functions",
-    "reward.weights",
-    "reward.options.",
-    "rl.group_size",
-    "rl.loss",
-    "rl.advantage",
-    "rl.clip_low",
-    "rl.clip_high",
-    "rl.importance",
-    "rl.importance_cap",
-    "rl.kl",
-    "rl.max_staleness",
-    "rl.epochs",
-    "rl.batches",
-    "rl.dynamic_sampling",
-    "rl.overlong",
-    "rl.supervised_steps",
-    "rl.supervised_lr",
-    "rl.sampling.",
-    "drafter.kind",
-    "drafter.share",
-)
-"""Not here: what each machine chooses for itself (batch size, dtype, paths, time-outs), the problems, whose
+Not here: what each machine chooses for itself (batch size, dtype, paths, time-outs), the problems, whose
 digest is compared, and what the hub alone applies and an operator may change between two of its starts
-(quorum, grace, staleness, screen, budget)."""
+(quorum, grace, staleness, screen, budget).
+"""
 
 
 def method(config: RunConfig) -> dict[str, str]:
@@ -245,4 +184,5 @@ def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str,
 
 
 def _decides(name: str) -> bool:
-    return name.startswith(tuple(key for key in _DECIDES if key.endswith("."))) or name in _DECIDES
+    keys = _DECIDES.split()
+    return name in keys or name.startswith(tuple(key for key in keys if key.endswith(".")))

@@ -4,7 +4,7 @@ import contextlib
 import io
 import re
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, get_args, get_origin
 
 from aedit.launch.config.config import RunConfig
@@ -16,12 +16,10 @@ def split_flags(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Return the arguments of the command itself, and the configuration flags with their values."""
     rest: list[str] = []
     flags: list[str] = []
-    known = hints()
-    i = 0
-    while i < len(arguments):
-        width = _width(arguments[i:], known)
-        (flags if width else rest).extend(arguments[i : i + max(width, 1)])
-        i += max(width, 1)
+    while arguments:
+        width = _width(arguments)
+        (flags if width else rest).extend(arguments[: max(width, 1)])
+        arguments = arguments[max(width, 1) :]
     return rest, flags
 
 
@@ -32,7 +30,15 @@ def flags_help() -> str:
 
     def import_path(hint: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[str] | None:
         """Return how tyro shows an ImportPath, which it takes for a class without a constructor."""
-        return None if hint.type is not ImportPath else _import_path_spec(PrimitiveConstructorSpec)
+        if hint.type is not ImportPath:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="MODULE:NAME",
+            instance_from_str=lambda arguments: arguments[0],
+            is_instance=lambda value: isinstance(value, str) and is_import_path(value),
+            str_from_instance=lambda path: [path],
+        )
 
     registry = ConstructorRegistry()
     registry.primitive_rule(import_path)
@@ -40,16 +46,6 @@ def flags_help() -> str:
     with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
         tyro.cli(RunConfig, args=["--help"], prog="aedit run", use_underscores=True, registry=registry)
     return "\n".join(line for line in shown.getvalue().splitlines() if not line.startswith("usage:"))
-
-
-def _import_path_spec(spec: Any) -> Any:
-    return spec(
-        nargs=1,
-        metavar="MODULE:NAME",
-        instance_from_str=lambda arguments: arguments[0],
-        is_instance=lambda value: isinstance(value, str) and is_import_path(value),
-        str_from_instance=lambda path: [path],
-    )
 
 
 def with_flags(config: RunConfig, flags: list[str]) -> RunConfig:
@@ -66,39 +62,37 @@ def flag_tree(flags: list[str]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for key, arguments in _parted(flags):
         table, _, entry = key.rpartition(".")
-        if name := _negated(key, known):
+        if name := _negated(key):
             key, value = name, not _read(arguments or ["true"], bool, f"--{key}")
         elif key in known:
             value = _read(arguments or ["true"] * (known[key] is bool), known[key], f"--{key}")
-        elif _is_table(known.get(table)):
+        elif _is(dict, known.get(table)):
             if not any(arguments):
                 raise UserError(f"--{key}: needs a value")
             key, value = table, convert({entry: _scalar(" ".join(arguments))}, known[table], f"--{key}")
         else:
-            raise UserError(_unknown(key, known))
+            raise _unknown(key)
         *tables, leaf = key.split(".")
         inner = tree
         for name in tables:
             inner = inner.setdefault(name, {})
-        inner[leaf] = inner.get(leaf, {}) | value if _is_table(known[key]) else value
+        inner[leaf] = inner.get(leaf, {}) | value if _is(dict, known[key]) else value
     return tree
 
 
 def flag_keys(flags: list[str]) -> set[str]:
     """Return the dotted names of the values and tables that these flags set."""
-    known = hints()
-    return {_negated(key, known) or key for key, _ in _parted(flags)}
+    return {_negated(key) or key for key, _ in _parted(flags)}
 
 
 def _parted(flags: list[str]) -> list[tuple[str, list[str]]]:
     """Return key and arguments of the value of each flag, in order."""
     found: list[tuple[str, list[str]]] = []
-    for word in flags:
-        if word.startswith("--"):
-            _, is_joined, value = word.partition("=")
-            found.append((_key(word), [value] if is_joined else []))
+    for argument in flags:
+        if argument.startswith("--"):
+            found.append((_key(argument), argument.split("=", 1)[1:]))
         else:
-            found[-1][1].append(word)
+            found[-1][1].append(argument)
     return found
 
 
@@ -122,14 +116,14 @@ def _readings(arguments: list[str], hint: Any) -> Iterator[Any]:
     with contextlib.suppress(tomllib.TOMLDecodeError):
         if (found := tomllib.loads(f"value = {text}")).keys() == {"value"}:
             yield found["value"]
-    if _is_table(hint):
+    if _is(dict, hint):
         pairs = zip(arguments[::2], arguments[1::2], strict=False)
         yield {key: _scalar(value) for key, value in pairs} if arguments and len(arguments) % 2 == 0 else text
         return
     if arguments:
         yield _scalar(text)
         yield text
-    if _is_list(hint):
+    if _is(tuple, hint):
         yield list(map(_scalar, arguments))
         yield arguments
 
@@ -145,12 +139,9 @@ def _scalar(text: str) -> Any:
     return text
 
 
-def _is_table(hint: Any) -> bool:
-    return get_origin(hint) is dict
-
-
-def _is_list(hint: Any) -> bool:
-    return tuple in {get_origin(hint), *map(get_origin, get_args(hint))}
+def _is(container: type, hint: Any) -> bool:
+    """Return whether a type is, or can be, a list (`tuple`) or a table (`dict`)."""
+    return container in {get_origin(hint), *map(get_origin, get_args(hint))}
 
 
 def _key(flag: str) -> str:
@@ -158,30 +149,30 @@ def _key(flag: str) -> str:
     return flag.partition("=")[0].removeprefix("--").replace("-", "_")
 
 
-def _negated(key: str, known: Mapping[str, Any]) -> str:
+def _negated(key: str) -> str:
     """Return the key that `--no-KEY` or `--TABLE.no-KEY` sets to false; "" for other keys."""
     name = re.sub(r"(^|\.)no_(\w+)$", r"\1\2", key)
-    return name if key not in known and known.get(name) is bool else ""
+    return name if key not in hints() and hints().get(name) is bool else ""
 
 
-def _unknown(key: str, known: Collection[str]) -> str:
-    hint = suggest(key, known).replace("mean ", "mean --") or "; see aedit run --help"
-    return f"unknown flag --{key}{hint}"
+def _unknown(key: str) -> UserError:
+    hint = suggest(key, hints()).replace("mean ", "mean --") or "; see aedit run --help"
+    return UserError(f"unknown flag --{key}{hint}")
 
 
-def _width(arguments: list[str], known: Mapping[str, Any]) -> int:
+def _width(arguments: list[str]) -> int:
     """Return the number of arguments that the configuration flag at the start takes; 0 if it is none."""
-    word, key = arguments[0], _key(arguments[0])
-    if not word.startswith("--") or word == "--":
+    first, key = arguments[0], _key(arguments[0])
+    if not first.startswith("--") or first == "--":
         return 0
-    hint, is_entry = known.get(key), _is_table(known.get(key.rpartition(".")[0]))
-    if hint is None and not is_entry and not _negated(key, known):
+    hint, is_switch = hints().get(key), hints().get(key) is bool or bool(_negated(key))
+    if hint is None and not is_switch and not _is(dict, hints().get(key.rpartition(".")[0])):
         if "." in key:
-            raise UserError(_unknown(key, known))
+            raise _unknown(key)
         return 0
-    if "=" in word:
+    if "=" in first:
         return 1
     following = next((i for i, w in enumerate(arguments[1:]) if w.startswith("--")), len(arguments) - 1)
-    if hint is bool or _negated(key, known):
+    if is_switch:
         return 1 + (following > 0 and arguments[1].lower() in ("true", "false"))
-    return 1 + (following if _is_list(hint) or _is_table(hint) else min(1, following))
+    return 1 + (following if _is(tuple, hint) or _is(dict, hint) else min(1, following))

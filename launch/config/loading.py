@@ -16,6 +16,8 @@ from aedit.launch.config.fields import convert, hints, replaced, values
 from aedit.launch.config.flags import flag_keys, flag_tree
 from aedit.types import UserError, suggest
 
+_WITHOUT_SPECIAL_TOKENS = {"data": {"special_tokens": "none"}}
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
@@ -42,14 +44,13 @@ def load(files: Path | Sequence[Path] | None, flags: list[str], *, strict: bool 
     layers: dict[str, int] = {}
     for layer_number, path in enumerate(paths, start=1):
         text = read_config(path)
-        layer = _parse(text, path)
         with _blaming(f"{path}: "):
+            layer = tomllib.loads(text)
             tree = _over(tree, _converted(RunConfig, layer))
         numbers = _line_numbers(text)
         lines |= {key: f"{path}:{numbers[key]}" if key in numbers else str(path) for key in _keys(layer)}
         layers |= dict.fromkeys(_keys(layer), layer_number)
-    with _blaming(""):
-        flagged_tree = flag_tree(flags)
+    flagged_tree = flag_tree(flags)
     with _blaming(f"{', '.join(map(str, paths))}: " if paths else ""):
         config = replaced(RunConfig(), _with_hub_defaults(tree, _over(tree, flagged_tree)))
     origin = dict.fromkeys((key for key, _ in values(config)), "default") | lines
@@ -71,7 +72,7 @@ def load_run(path: Path) -> RunConfig:
     """
     loaded = load(path, [])
     is_older = loaded.origin["data.special_tokens"] == "default" and loaded.config.data.tokenizer != "byte"
-    return _with_special_tokens(loaded.config, "none") if is_older else loaded.config
+    return replaced(loaded.config, _WITHOUT_SPECIAL_TOKENS) if is_older else loaded.config
 
 
 def continued(config: RunConfig, run_toml: Path) -> RunConfig:
@@ -86,35 +87,21 @@ def continued(config: RunConfig, run_toml: Path) -> RunConfig:
         file=sys.stderr,
         flush=True,
     )
-    return _with_special_tokens(config, "none")
-
-
-def _with_special_tokens(config: RunConfig, value: str) -> RunConfig:
-    return replaced(config, {"data": {"special_tokens": value}})
+    return replaced(config, _WITHOUT_SPECIAL_TOKENS)
 
 
 def parse(text: str, where: str) -> RunConfig:
     """Return the configuration in TOML text from `where`, such as a hub. Raises UserError as `load` does."""
     with _blaming(f"{where}: "):
-        tree = _converted(RunConfig, _parse(text, where))
+        tree = _converted(RunConfig, tomllib.loads(text))
         return replaced(RunConfig(), _with_hub_defaults(tree, tree))
 
 
 def _with_hub_defaults(tree: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
     """Return `tree` with the landing that a hub needs, if `whole` has a hub and `tree` sets no landing."""
     edit = tree.get("edit", {})
-    named = (("hub", "address"), ("swarm", "discovery"))
-    has_hub = any(whole.get(table, {}).get(key) for table, key in named)
-    if not has_hub or "landing" in edit:
-        return tree
-    return tree | {"edit": edit | {"landing": "arrival"}}
-
-
-def _parse(text: str, path: Path | str | None) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path}: not valid TOML: {error}") from None
+    has_hub = whole.get("hub", {}).get("address") or whole.get("swarm", {}).get("discovery")
+    return tree | {"edit": {"landing": "arrival"} | edit} if has_hub else tree
 
 
 @contextlib.contextmanager
@@ -122,6 +109,8 @@ def _blaming(where: str) -> Iterator[None]:
     """Raise the ValueError of a configuration check as UserError that begins with `where`."""
     try:
         yield
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{where}not valid TOML: {error}") from None
     except (ValueError, UserError) as error:
         raise UserError(f"{where}{error}") from None
 

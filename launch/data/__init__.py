@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
-    from aedit.launch.data.corpus import Document, check_data, documents, is_held_out
+    from aedit.launch.data.corpus import check_data, documents, is_held_out
     from aedit.launch.data.curriculum import Curriculum, solved_of
     from aedit.launch.data.order import LeasedOrder, Order, SampleOrder, first_free
     from aedit.launch.data.prompt_rows import check_source
     from aedit.launch.data.prompts import AnswerTokens, ProblemSet, load_problems
+    from aedit.launch.data.readers import Document
     from aedit.launch.data.rewards import check_rewards, need_answer, reward_pool
     from aedit.launch.data.samples import Corpus, batch, evaluation_indices, load_corpus
     from aedit.launch.data.tokenizer import ByteTokenizer, CorpusTokenizer, load_tokenizer

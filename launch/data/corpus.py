@@ -26,8 +26,6 @@ from aedit.launch.data.readers import (
 )
 from aedit.types import UserError
 
-__all__ = ["Document", "documents", "is_held_out", "position", "source_files"]
-
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _NEAR_COPIES = {"encodings"}  # near-duplicate tables: a held-out one would be memorized from the others
 _TOPICS = "pydoc_data"
@@ -153,23 +151,19 @@ def _sizes(files: list[Path], text_key: str) -> Iterator[int]:
             case ".py":
                 yield path.stat().st_size + 1  # in any encoding
             case suffix if suffix in TEXT_SUFFIXES:
-                _check_utf8(path)
+                try:
+                    with path.open("rb") as file:
+                        codecs.getincrementaldecoder("utf-8")().decode(file.read(_PROBE_BYTES))
+                except UnicodeDecodeError as error:
+                    raise UserError(f"data.source: {path} is not UTF-8 text ({error})") from error
+                except OSError as error:
+                    raise UserError(f"data.source: cannot read {path}: {error.strerror}") from error
                 yield path.stat().st_size + 1
             case ".parquet":
                 _needs("pyarrow")
                 yield path.stat().st_size  # compressed, with other columns: an estimate, not a bound
             case _:
                 yield from (len(each.text.encode()) + 1 for each in file_documents([path], text_key))
-
-
-def _check_utf8(path: Path) -> None:
-    try:
-        with path.open("rb") as file:
-            codecs.getincrementaldecoder("utf-8")().decode(file.read(_PROBE_BYTES))
-    except UnicodeDecodeError as error:
-        raise UserError(f"data.source: {path} is not UTF-8 text ({error})") from error
-    except OSError as error:
-        raise UserError(f"data.source: cannot read {path}: {error.strerror}") from error
 
 
 def _needs(module: str) -> None:

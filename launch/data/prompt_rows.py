@@ -3,7 +3,7 @@
 import importlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,8 @@ from aedit.types import UserError, imported, is_import_path
 KEY = "prompts.source"
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One row; `name` names its place in messages."""
-
-    name: str
-    columns: Mapping[str, Any]
+Row = tuple[str, Mapping[str, Any]]
+"""The place of a row, for messages, and its columns."""
 
 
 def rows(config: PromptConfig, seed: int) -> Iterator[Row]:
@@ -33,11 +29,16 @@ def rows(config: PromptConfig, seed: int) -> Iterator[Row]:
     if source.startswith("hf:"):
         return _plain(source, load_dataset(source.removeprefix("hf:"), config.split, f"{KEY} = {source!r}"))
     if source.startswith("gym:"):
-        _needs("reasoning_gym", "gym")
+        try:
+            importlib.import_module("reasoning_gym")
+        except ImportError as error:
+            raise UserError(
+                f"{KEY} needs the package 'reasoning_gym': pip install 'aedit[gym]' ({error})"
+            ) from error
         return _plain(source, gym_rows(config, seed))
     if is_import_path(source):
         return _plain(source, _generated(config, seed))
-    return _json_lines(source)
+    return (row for path in _json_files(source) for row in _json_file(path))
 
 
 def check_source(source: str) -> None:
@@ -60,11 +61,6 @@ def _generated(config: PromptConfig, seed: int) -> Iterable[object]:
         raise UserError(f"{KEY} = {config.source!r}: {type(error).__name__}: {error}") from error
 
 
-def _json_lines(source: str) -> Iterator[Row]:
-    for path in _json_files(source):
-        yield from _json_file(path)
-
-
 def _json_files(source: str) -> list[Path]:
     paths = matching_files(source, KEY)
     for path in paths:
@@ -80,25 +76,25 @@ def _json_file(path: Path) -> Iterator[Row]:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield _row(f"{path}:{number}", _decoded(line, f"{path}:{number}"))
+                    name = f"{path}:{number}"
+                    try:
+                        value = json.loads(line)
+                    except ValueError as error:
+                        raise UserError(
+                            f"{KEY}: {name} is not JSON ({error}); expected one JSON object a line"
+                        ) from error
+                    yield name, _columns(name, value)
     except OSError as error:
         raise UserError(f"{KEY}: cannot read {path}: {error.strerror}") from error
-
-
-def _decoded(line: bytes, name: str) -> object:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{KEY}: {name} is not JSON ({error}); expected one JSON object a line") from error
 
 
 def _plain(source: str, values: Iterable[object]) -> Iterator[Row]:
     for number, value in enumerate(values):
         name = f"row {number} of {source}"
-        row = _row(name, value)
+        columns = _columns(name, value)
         try:
             # Rewards run in other processes, and the columns travel there as JSON.
-            yield Row(name, json.loads(json.dumps(row.columns, default=_as_json)))
+            yield name, json.loads(json.dumps(columns, default=_as_json))
         except TypeError as error:
             raise UserError(f"{KEY}: {name} {error}; leave that column out") from None
 
@@ -112,42 +108,26 @@ def _as_json(value: Any) -> Any:
     )
 
 
-def _row(name: str, value: object) -> Row:
+def _columns(name: str, value: object) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise UserError(f"{KEY}: {name} is {type(value).__name__}, expected an object with columns")
-    return Row(name, value)
+    return value
 
 
-def _needs(module: str, extra: str) -> None:
-    try:
-        importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(
-            f"{KEY} needs the package {module!r}: pip install 'aedit[{extra}]' ({error})"
-        ) from error
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A generator and its weight among the others."""
-
-    name: str
-    weight: float
-
-
-def shares(source: str) -> list[Share]:
-    """Return the generators that `gym:A*2+B` names, weights 2 and 1. Raises UserError for others."""
+def shares(source: str) -> list[tuple[str, float]]:
+    """Return the generators of `gym:A*2+B`, and their weights 2 and 1. Raises UserError for others."""
     found = []
     for part in source.removeprefix("gym:").split("+"):
         name, star, weight = part.strip().partition("*")
         try:
-            found.append(Share(name.strip(), float(weight) if star else 1.0))
+            found.append((name.strip(), float(weight) if star else 1.0))
         except ValueError:
             raise UserError(
                 f"prompts.source: {part!r} has no number as weight, expected NAME or NAME*2"
             ) from None
-    names = [share.name for share in found]
-    if "" in names or len(set(names)) < len(names) or not all(0 < s.weight < float("inf") for s in found):
+    names = [name for name, _ in found]
+    fits = all(0 < weight < float("inf") for _, weight in found)
+    if "" in names or len(set(names)) < len(names) or not fits:
         raise UserError(
             f"prompts.source = {source!r}: expected gym:NAME, or gym:A*2+B with different names, weights > 0"
         )
@@ -161,25 +141,21 @@ def gym_rows(config: PromptConfig, seed: int) -> Iterator[dict[str, Any]]:
     """
     parts = shares(config.source)
     counts = [0] * len(parts)
-    levels = [_levels(part.name) if config.curriculum else 0 for part in parts]
+    levels = [num_levels(name) if config.curriculum else 0 for name, _ in parts]
+    if config.curriculum and (flat := [name for (name, _), n in zip(parts, levels, strict=True) if n < 2]):
+        raise UserError(
+            f"prompts.curriculum = true: the generator {flat[0]!r} of reasoning-gym has no levels;"
+            " leave it out"
+        )
     for _ in range(config.size):
         # The generator that is furthest behind its share, the first of several: an even mixture.
-        turn = min(range(len(parts)), key=lambda i: ((counts[i] + 1) / parts[i].weight, i))
-        origin = Origin(parts[turn].name, seed, config.size, counts[turn], -1, dict(config.options))
+        turn = min(range(len(parts)), key=lambda i: ((counts[i] + 1) / parts[i][1], i))
+        origin = Origin(parts[turn][0], seed, config.size, counts[turn], -1, dict(config.options))
         if levels[turn]:
             index, level = divmod(counts[turn], levels[turn])
             origin = replace(origin, index=index, level=level)
         yield _gym_row(origin, config)
         counts[turn] += 1
-
-
-def _levels(name: str) -> int:
-    levels = num_levels(name)
-    if levels < 2:
-        raise UserError(
-            f"prompts.curriculum = true: the generator {name!r} of reasoning-gym has no levels; leave it out"
-        )
-    return levels
 
 
 def _gym_row(origin: Origin, config: PromptConfig) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aedit.launch.config import PromptConfig
-from aedit.launch.data.prompt_rows import KEY, Row, rows
+from aedit.launch.data.prompt_rows import KEY, rows
 from aedit.launch.data.tokenizer import CorpusTokenizer
 from aedit.spec_rollout.rl import Messages, Problem
 from aedit.types import UserError
@@ -54,48 +54,47 @@ def load_problems(
     columns = [(config.prompt_key, "prompts.prompt_key")]
     columns += [(config.answer_key, "prompts.answer_key")] if needs_answer else []
     problems = []
-    for index, row in enumerate(rows(config, seed)):
+    for index, (name, row) in enumerate(rows(config, seed)):
         for column, key in columns:
-            _check_column(column, key, row)
-        problems.append(_problem(config, tokenizer, index, row, longest))
+            if column not in row:
+                close = get_close_matches(column, list(row), n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else f"; its columns are {', '.join(row)}"
+                raise UserError(f"{key} = {column!r} is missing in {name}{hint}")
+        prompt = _prompt(config, name, row[config.prompt_key])
+        tokens = prompt_tokens(prompt, tokenizer, chat_template=config.chat_template, name=name)
+        if longest and len(tokens) > longest:
+            raise UserError(
+                f"{KEY}: the prompt of {name} has {len(tokens)} tokens, and data.seq_len -"
+                f" rl.sampling.max_new_tokens leaves {longest}; raise data.seq_len, lower"
+                " rl.sampling.max_new_tokens, or leave the row out"
+            )
+        others = {column: value for column, value in row.items() if column != config.prompt_key}
+        problems.append(Problem(index=index, prompt=prompt, tokens=tokens, columns=others))
     if not problems:
         raise UserError(
             f"{KEY} = {config.source!r} has no rows, expected at least 2 different prompts; add some"
         )
     places = {id(problem): place(problem.prompt) for problem in problems}
-    share = _enough(config, sorted(set(places.values())))
+    different = sorted(set(places.values()))
+    if len(different) < 2:
+        raise UserError(
+            f"{KEY} = {config.source!r} has one prompt only, expected at least 2 different ones, as some are"
+            " held out for evaluation; add some"
+        )
+    # The nearest share that leaves a prompt in either part.
+    share = min(max(config.held_out, different[1]), different[-1])
     held_out = tuple(problem for problem in problems if places[id(problem)] < share)
     train = tuple(problem for problem in problems if places[id(problem)] >= share)
-    return ProblemSet(train, held_out, _fingerprint(config, problems))
+    digest = sha256(_canonical([config.held_out, config.curriculum]))
+    for problem in problems:
+        digest.update(_canonical([problem.prompt, problem.tokens, dict(problem.columns)]))
+    return ProblemSet(train, held_out, digest.hexdigest()[:16])
 
 
 def place(prompt: str | Messages) -> float:
     """Return the hash of the prompt as a number in [0, 1). Problems below the held-out share are held out."""
     digest = blake2b(_canonical(prompt), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 11) / 2**53
-
-
-def _enough(config: PromptConfig, places: Sequence[float]) -> float:
-    """Return the held-out share, or the nearest one that leaves a prompt in either part."""
-    if len(places) < 2:
-        raise UserError(
-            f"{KEY} = {config.source!r} has one prompt only, expected at least 2 different ones, as some are"
-            " held out for evaluation; add some"
-        )
-    return min(max(config.held_out, places[1]), places[-1])
-
-
-def _problem(config: PromptConfig, tokenizer: CorpusTokenizer, index: int, row: Row, longest: int) -> Problem:
-    prompt = _prompt(config, row)
-    tokens = prompt_tokens(prompt, tokenizer, chat_template=config.chat_template, name=row.name)
-    if longest and len(tokens) > longest:
-        raise UserError(
-            f"{KEY}: the prompt of {row.name} has {len(tokens)} tokens, and data.seq_len -"
-            f" rl.sampling.max_new_tokens leaves {longest}; raise data.seq_len, lower"
-            " rl.sampling.max_new_tokens, or leave the row out"
-        )
-    columns = {name: value for name, value in row.columns.items() if name != config.prompt_key}
-    return Problem(index=index, prompt=prompt, tokens=tokens, columns=columns)
 
 
 def prompt_tokens(
@@ -143,14 +142,13 @@ def _messages(prompt: str | Messages) -> Messages:
     return ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
 
 
-def _prompt(config: PromptConfig, row: Row) -> str | Messages:
-    value = row.columns[config.prompt_key]
+def _prompt(config: PromptConfig, row: str, value: object) -> str | Messages:
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value and all(map(_is_message, value)):
         return tuple(value)
     raise UserError(
-        f"prompts.prompt_key: column {config.prompt_key!r} of {row.name} holds {json.dumps(value)[:60]},"
+        f"prompts.prompt_key: column {config.prompt_key!r} of {row} holds {json.dumps(value)[:60]},"
         " expected text or a list of messages with role and content"
     )
 
@@ -159,22 +157,8 @@ def _is_message(value: object) -> bool:
     return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
-def _check_column(column: str, key: str, row: Row) -> None:
-    if column not in row.columns:
-        close = get_close_matches(column, list(row.columns), n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else f"; its columns are {', '.join(row.columns)}"
-        raise UserError(f"{key} = {column!r} is missing in {row.name}{hint}")
-
-
 def _canonical(value: object) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _fingerprint(config: PromptConfig, problems: Sequence[Problem]) -> str:
-    digest = sha256(_canonical([config.held_out, config.curriculum]))
-    for problem in problems:
-        digest.update(_canonical([problem.prompt, problem.tokens, dict(problem.columns)]))
-    return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)

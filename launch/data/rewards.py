@@ -1,12 +1,12 @@
 """Reward functions of a run, as its configuration names them. Imports no torch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 
 from aedit.launch.config import PromptConfig, RewardConfig, RunConfig
 from aedit.launch.data.prompt_rows import rows
-from aedit.spec_rollout.rl import BUILT_IN, Group, Problem, RewardPool, RewardSpec, Scalar, answered
+from aedit.spec_rollout.rl import BUILT_IN, Problem, RewardPool, RewardSpec, Scalar, answered
 from aedit.types import UserError
 
 EXAMPLES = 4
@@ -67,7 +67,12 @@ def reward_pool(config: RunConfig, problems: Sequence[Problem], *, workers: int 
         on_error=reward.on_error,
     )
     try:
-        pool.check(_examples(config.prompts, problems))
+        # Groups of two equal answers: the right one, or the text of the prompt.
+        shown = [
+            (problem, [str(problem.columns.get(config.prompts.answer_key, problem.prompt))] * 2)
+            for problem in problems[:EXAMPLES]
+        ]
+        pool.check((answered(problem, answers), answers) for problem, answers in shown)
     except (ValueError, TimeoutError) as error:
         pool.close()
         raise UserError(str(error)) from None
@@ -89,18 +94,11 @@ def check_rewards(config: RunConfig) -> None:
         return
     few = replace(prompts, size=EXAMPLES) if prompts.source.startswith("gym:") else prompts
     problems = []
-    for index, row in enumerate(islice(rows(few, config.seed), EXAMPLES)):
-        columns = dict(row.columns)
+    for index, (_, row) in enumerate(islice(rows(few, config.seed), EXAMPLES)):
+        columns = dict(row)
         prompt = columns.pop(prompts.prompt_key, None)
         if prompt and isinstance(prompt, str | list):
             prompt = prompt if isinstance(prompt, str) else tuple(prompt)
             problems.append(Problem(index=index, prompt=prompt, tokens=(), columns=columns))
     if problems:
         reward_pool(config, problems, workers=1).close()
-
-
-def _examples(prompts: PromptConfig, problems: Sequence[Problem]) -> Iterable[tuple[Group, list[str]]]:
-    """Yield groups of two equal answers: the right one, or the text of the prompt."""
-    for problem in problems[:EXAMPLES]:
-        text = str(problem.columns.get(prompts.answer_key, problem.prompt))
-        yield answered(problem, [text, text]), [text, text]

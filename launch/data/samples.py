@@ -16,13 +16,10 @@ from numpy.typing import DTypeLike, NDArray
 
 from aedit.launch.config import DataConfig
 from aedit.launch.data.corpus import documents, is_held_out, position, source_files
-from aedit.launch.data.order import SampleOrder
 from aedit.launch.data.readers import LONG_CHARS, PIECE_CHARS
 from aedit.launch.data.tokenizer import CorpusTokenizer, token_dtype
 from aedit.system import atomic_file
 from aedit.types import UserError
-
-__all__ = ["Corpus", "SampleOrder", "batch", "evaluation_indices", "load_corpus"]
 
 _LAYOUT = 2
 """Version of the packing; a change invalidates caches."""
@@ -124,18 +121,16 @@ def _least_share(config: DataConfig, tokenizer: CorpusTokenizer) -> float:
 
 
 def _cache_name(config: DataConfig, tokenizer: CorpusTokenizer) -> str:
-    stats = [_file_state(path) for path in source_files(config)]
+    files: list[tuple[str, int, int]] = []
+    for path in source_files(config):
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise UserError(f"data.source: cannot read {path}: {error.strerror}") from error
+        files.append((str(path.absolute()), stat.st_size, stat.st_mtime_ns))
     # The fingerprint covers the vocabulary, but not the tokenizer's name, which is only a location.
     key = (_LAYOUT, config.source, config.text_key, config.split, config.seq_len, config.held_out)
-    return sha256(repr((key, tokenizer.fingerprint, stats)).encode()).hexdigest()[:24]
-
-
-def _file_state(path: Path) -> tuple[str, int, int]:
-    try:
-        stat = path.stat()
-    except OSError as error:
-        raise UserError(f"data.source: cannot read {path}: {error.strerror}") from error
-    return str(path.absolute()), stat.st_size, stat.st_mtime_ns
+    return sha256(repr((key, tokenizer.fingerprint, files)).encode()).hexdigest()[:24]
 
 
 @contextmanager

@@ -51,9 +51,9 @@ MAX_NODES = 8
 MAX_PANEL_INCHES = 2.4
 MAX_NAMES = 12
 NO_NUMBER = "0.85"
-MARK_STYLE: dict[str, Any] = {"color": "red", "linestyle": "", "markeredgewidth": 1.5}
+MARK_STYLE: dict[str, Any] = {"color": "red", "linestyle": ""}
 MARKS: dict[str, dict[str, Any]] = {
-    "distrusted": {"marker": "x", "markersize": 6},
+    "distrusted": {"marker": "x", "markersize": 6, "markeredgewidth": 1.5},
     "rolled back": {"marker": "s", "markersize": 8, "markerfacecolor": "none"},
 }
 """Marks of units in a round, by name in `RoundEvent`."""
@@ -268,7 +268,7 @@ def norms(run: Run) -> Figure | None:
         for name, mark in MARKS.items():
             judged = [(r.id, u) for r in node.rounds for u in getattr(r, name.replace(" ", "_"))]
             cells = [id for id, _ in judged], [unit for _, unit in judged]
-            axes.plot(*cells, **MARK_STYLE | mark)
+            axes.plot(*cells, **MARK_STYLE | mark | {"markeredgewidth": 1.5})
         axes.set_title(f"node {node.index}", fontsize=10)
         every = -(-len(units) // MAX_NAMES) or 1
         axes.set_yticks(range(0, len(units), every), units[::every], fontsize=8)

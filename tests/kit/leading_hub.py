@@ -4,7 +4,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from aedit.launch.cli.keys import Others, make_keys
+from aedit.launch.cli.keys import make_keys
 from aedit.launch.config import load
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.main import _Process
@@ -42,7 +42,7 @@ class LeadingHub:
 
 def keys_of(folder, nodes=(), hosts=("127.0.0.1",), **others):
     """Make keys for a hub on loopback, or without hosts for a swarm; return their folder."""
-    make_keys(folder / "keys", hosts, nodes, others=Others(**others))
+    make_keys(folder / "keys", hosts, nodes, **others)
     return folder / "keys"
 
 
