@@ -194,8 +194,7 @@ def test_compared_engines_take_turns_in_alternating_order_and_the_text_is_shown_
 def test_an_arm_without_the_suffix_drafter_has_none(saved):
     target = Engine.of(AutoModelForCausalLM.from_pretrained(saved), rows=1, max_tokens=16).target
     for arm, kinds in {"off": [], "suffix:4": ["suffix"], "auto": ["suffix"], "bandit": ["suffix"]}.items():
-        request = generating.GenerateRequest(prompts=("a",), arm=arm)
-        assert list(generating._engine(target, request, None).drafters) == kinds
+        assert list(generating._engine(target, arm, None, None).drafters) == kinds
 
 
 @pytest.mark.parametrize("taps", [0, 3])

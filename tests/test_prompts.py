@@ -279,14 +279,13 @@ def test_rows_of_the_warm_up_are_prompt_answer_and_end():
         Problem(index=i, prompt=text, tokens=tuple(text.encode()), columns={"answer": answer})
         for i, (text, answer) in enumerate([("1+2=", 3), ("10+20=", "30")])
     ]
-    batch = AnswerTokens(ByteTokenizer(), "answer", 9).batch(made)
-    assert batch.tokens_BT.tolist() == [[*b"1+2=3", *[256] * 4], [*b"10+20=30", 256]]
-    assert batch.mask_BT.tolist() == [
+    tokens_BT, mask_BT = AnswerTokens(ByteTokenizer(), "answer", 9).batch(made)
+    assert tokens_BT.tolist() == [[*b"1+2=3", *[256] * 4], [*b"10+20=30", 256]]
+    assert mask_BT.tolist() == [
         [False] * 4 + [True] * 2 + [False] * 3,
         [False] * 6 + [True] * 3,
     ]
-    assert batch.num_tokens == 5
-    assert batch.tokens_BT.dtype == torch.int64
+    assert tokens_BT.dtype == torch.int64
 
 
 def test_a_row_of_the_warm_up_that_does_not_fit_is_refused():

@@ -33,7 +33,7 @@ def test_a_run_is_read_back_as_its_nodes_wrote_it(tmp_path):
     assert (state.groups, state.rollout_tokens, state.rollout_s) == (200, 16000, 50)
     assert state.arms == {"off": 50, "layer:4": 150, "layer:6x2x12": 100, "suffix:8": 200}
     assert state.idle_s == {"hub": 15.0, "longest sample": 5.0, "rewards": 5.0}
-    assert (state.drafter.steps, state.drafter.accepted_length) == (250, 2.0)
+    assert (state.drafter["steps"], state.drafter["accepted_length"]) == (250, 2.0)
     assert [(e.step, e.solved, e.problems) for e in run.nodes[0].rl_evaluations] == [
         (1, 0.26, 64),
         (25, 0.5, 64),
@@ -49,14 +49,14 @@ def test_what_is_missing_or_no_number_is_unknown(tmp_path, bad):
     node.out.metrics(step=2, tokens=1, rl=bad)
     node.step(3, reward=math.nan, entropy=math.inf, arms={"off": None, "layer:4": 3}, drafter=None)
     first, torn, last = (metric.rl for metric in read_run(run_dir).nodes[2].metrics)
-    assert first.drafter is not None
+    assert first.drafter
     if torn is not None:
         assert all(math.isnan(value) for value in (torn.reward, torn.groups, torn.idle_used_s))
-        assert (torn.arms, torn.idle_s, torn.drafter) == ({}, {}, None)
+        assert (torn.arms, torn.idle_s, torn.drafter) == ({}, {}, {})
     assert math.isnan(last.reward)
     assert math.isnan(last.entropy)
     assert last.arms == {"layer:4": 3}
-    assert last.drafter is None
+    assert last.drafter == {}
 
 
 def test_a_run_on_text_has_no_reinforcement_learning(tmp_path):

@@ -9,7 +9,7 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
+from typing import TYPE_CHECKING, Literal, NoReturn, get_args, get_origin
 
 from aedit.types import UserError
 
@@ -106,12 +106,16 @@ def add_generate_options(parser: Parser) -> None:
     add("--compare", action="store_true", help=does)
 
 
-def generate_request(options: Namespace) -> dict[str, Any]:
-    """Return the options as fields of `GenerateRequest`."""
-    names = ("samples", "max_new_tokens", "seed", "arm", "drafter")
-    request = {name: getattr(options, name) for name in names}
-    sampling = {name: getattr(options, name) for name in SAMPLING}
-    return {"prompts": tuple(options.prompt), "sampling": sampling, **request}
+def check_generate_options(options: Namespace) -> None:
+    """Raise UserError if an option of `aedit generate` is wrong, or there is no such policy."""
+    policy_folder(options.place)
+    # Lone surrogates stand for bytes of the command line that are not UTF-8.
+    if any("\ud800" <= character <= "\udfff" for text in options.prompt for character in text):
+        raise UserError("--prompt: a prompt is not valid UTF-8")
+    if options.samples < 1:
+        raise UserError(f"--samples must be above 0, got {options.samples}")
+    if not 0 <= options.seed < 1 << 31:
+        raise UserError(f"--seed must be from 0 to {(1 << 31) - 1}, got {options.seed}")
 
 
 AUDIT_DTYPES = ("fp32", "bf16", "fp64")

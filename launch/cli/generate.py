@@ -3,6 +3,7 @@
 import sys
 import time
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 
-from aedit.launch.cli.arguments import first_line, policy_folder
+from aedit.launch.cli.arguments import SAMPLING, first_line, policy_folder
 from aedit.launch.cli.export import drafter_beside, load_drafter, read_for
 from aedit.launch.cli.policy import Decode, Policy, load_policy
 from aedit.launch.config import LOAD_S, TRIAL_S, first_call, load_object
@@ -56,67 +57,35 @@ STEPS_AT_ONCE = 8
 """Steps of an engine before it is the other one's turn in a comparison."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateRequest:
-    """One request of `aedit generate`: prompts, sampling and speculation."""
-
-    prompts: tuple[str, ...]
-    samples: int = 1
-    """Samples per prompt."""
-    max_new_tokens: int | None = None
-    """None: 256, or as many as the model has positions for."""
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `Sampling` other than `max_new_tokens` and `stop_tokens`."""
-    seed: int = 0
-    arm: str = AUTO
-    """`auto`, `bandit`, a text for `parse_arm`, or an `ArmChooser` by import path, which is called with the
-    arms."""
-    drafter: Path | None = None
-    """A saved `DraftLayer`, or a `Drafter` by import path, which is called with the target and serves the
-    arms `custom:*`. None: the one that belongs to the policy, if there is one; `NO_DRAFTER`: none."""
-
-    def __post_init__(self) -> None:
-        # Lone surrogates stand for bytes of the command line that are not UTF-8.
-        if any("\ud800" <= character <= "\udfff" for text in self.prompts for character in text):
-            raise UserError("--prompt: a prompt is not valid UTF-8")
-        if self.samples < 1:
-            raise UserError(f"--samples must be above 0, got {self.samples}")
-        if not 0 <= self.seed < 1 << 31:
-            raise UserError(f"--seed must be from 0 to {(1 << 31) - 1}, got {self.seed}")
-
-
-def generate(model_or_run: str, request: GenerateRequest, *, compare: bool = False) -> int:
+def generate(options: Namespace) -> int:
     """Write each sample to stdout as it grows, then a line with the speed.
 
-    Args:
-        model_or_run: Run directory, name of a run, or model directory.
-        request: What to generate.
-        compare: Generate again without speculation; print the speed-up and whether the tokens are equal.
-
-    Returns:
-        The exit code: 1 if tokens differ other than by ties of rounding.
-
-    Raises:
-        UserError: There is no model, a prompt is too long, or arm or drafter do not fit.
+    With `compare`, generate again without speculation; print the speed-up and whether the tokens are equal.
+    Returns the exit code: 1 if tokens differ other than by ties of rounding. Raises UserError if there is no
+    model, a prompt is too long, or arm or drafter do not fit.
     """
-    policy = load_policy(model_or_run)
+    policy = load_policy(options.place)
     model: nn.Module = policy.model
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    prompts, layer = _prompts(policy, request), _layer(policy, request)
+    prompts, layer = _prompts(policy, options), _layer(policy, options.arm, options.drafter)
     most = max(len(prompt.tokens) + prompt.sampling.max_new_tokens for prompt in prompts)
     sizes = min(len(prompts), MAX_ROWS), most
     target = _target(policy, sizes, layer)
-    engines = [_engine(target, request, layer)]
-    if compare:
+
+    def drafting() -> Engine:
+        return _engine(target, options.arm, options.drafter, layer)
+
+    engines = [drafting()]
+    if options.compare:
         # Each engine has its own rows, and one-time costs belong to neither measurement.
         plain_target = _target(policy, sizes, layer)
-        _run([_warm_up(_engine(target, request, layer), prompts), _warm_up(Engine(plain_target), prompts)])
+        _run([_warm_up(drafting(), prompts), _warm_up(Engine(plain_target), prompts)])
         engines.append(Engine(plain_target))
     made = [[engine.add(prompt) for prompt in prompts] for engine in engines]
     engine, rollouts = engines[0], made[0]
-    shown = TextStream(list(zip(rollouts, _names(request), strict=True)), policy.decode, sys.stdout)
+    shown = TextStream(list(zip(rollouts, _names(options), strict=True)), policy.decode, sys.stdout)
     seconds = _run(engines, shown.follow)
-    for name, rollout in zip(_names(request), rollouts, strict=True):
+    for name, rollout in zip(_names(options), rollouts, strict=True):
         for line in token_lines(rollout, policy.decode):
             print(f"{name}: {line}")
     done, took_s = engine.meters, seconds[0]
@@ -125,7 +94,7 @@ def generate(model_or_run: str, request: GenerateRequest, *, compare: bool = Fal
         f"{done.num_tokens} tokens in {took_s:.2f} s: {done.num_tokens / took_s:.0f} tokens/s, "
         f"{done.num_tokens / done.num_passes:.2f} tokens per pass; arms: {arms}"
     )
-    if not compare:
+    if not options.compare:
         return 0
     per_s, plain_per_s = (
         sum(len(rollout.tokens) for rollout in each) / s for each, s in zip(made, seconds, strict=True)
@@ -135,61 +104,66 @@ def generate(model_or_run: str, request: GenerateRequest, *, compare: bool = Fal
     return 0 if same else 1
 
 
-def _prompts(policy: Policy, request: GenerateRequest) -> list[Prompt]:
+def _prompts(policy: Policy, options: Namespace) -> list[Prompt]:
     """Return all samples of the first prompt, then of the next."""
-    texts = [tuple(policy.encode(text)) for text in request.prompts]
+    texts = [tuple(policy.encode(text)) for text in options.prompt]
     if () in texts:
         raise UserError(
             "--prompt: a prompt is empty, and the tokenizer puts no token (BOS) before it; give a character"
         )
-    sampling = _sampling(policy, max(map(len, texts)), request)
+    sampling = _sampling(policy, max(map(len, texts)), options)
     return [
-        Prompt(tokens=tokens, rollout=request.seed << 32 | i, sample=sample, group=i, sampling=sampling)
+        Prompt(tokens=tokens, rollout=options.seed << 32 | i, sample=sample, group=i, sampling=sampling)
         for i, tokens in enumerate(texts)
-        for sample in range(request.samples)
+        for sample in range(options.samples)
     ]
 
 
-def _sampling(policy: Policy, longest: int, request: GenerateRequest) -> Sampling:
+def _sampling(policy: Policy, longest: int, options: Namespace) -> Sampling:
     """Return the requested settings, limited to the model's positions after the longest prompt."""
     most = getattr(policy.model.config, "max_position_embeddings", None)
     room = most - longest if isinstance(most, int) else DEFAULT_NEW_TOKENS
     num_new = (
-        request.max_new_tokens
-        if request.max_new_tokens is not None
+        options.max_new_tokens
+        if options.max_new_tokens is not None
         else min(DEFAULT_NEW_TOKENS, max(room, 1))
     )
     if isinstance(most, int) and num_new > room:
         raise UserError(
             f"--prompt: its {longest} tokens and {num_new} new ones are more than the {most} of this model"
         )
+    chosen = {name: getattr(options, name) for name in SAMPLING}
     try:
-        return Sampling(**request.sampling, max_new_tokens=num_new, stop_tokens=policy.stop_tokens)
+        return Sampling(**chosen, max_new_tokens=num_new, stop_tokens=policy.stop_tokens)
     except ValueError as error:
         name, _, rule = str(error).removeprefix("Sampling: ").partition(" ")
         raise UserError(f"--{name.replace('_', '-')} {rule}") from None
 
 
-def make_engine(policy: Policy, request: GenerateRequest, *, rows: int, max_tokens: int) -> Engine:
-    """Return an engine for the arm and drafter of a request, with the policy's tokenizer.
+def make_engine(policy: Policy, arm: str, drafter: Path | None, *, rows: int, max_tokens: int) -> Engine:
+    """Return an engine for an arm and a drafter as `aedit generate` takes them, with the policy's tokenizer.
+
+    arm: `auto`, `bandit`, a text for `parse_arm`, or an `ArmChooser` by import path, which is called with the
+    arms. drafter: a saved `DraftLayer`, or a `Drafter` by import path, which is called with the target and
+    serves the arms `custom:*`. None: the one that belongs to the policy, if there is one; `NO_DRAFTER`: none.
 
     Raises:
         UserError: The model is not supported, or arm or drafter do not fit.
     """
-    layer = _layer(policy, request)
-    return _engine(_target(policy, (rows, max_tokens), layer), request, layer, policy.tokenizer)
+    layer = _layer(policy, arm, drafter)
+    return _engine(_target(policy, (rows, max_tokens), layer), arm, drafter, layer, policy.tokenizer)
 
 
-def _layer(policy: Policy, request: GenerateRequest) -> DraftLayer | None:
+def _layer(policy: Policy, arm: str, drafter: Path | None) -> DraftLayer | None:
     """Return the requested draft layer, else the one that belongs to the policy if the arm may use it."""
-    if is_import_path(str(request.drafter)) or request.drafter == NO_DRAFTER:
+    if is_import_path(str(drafter)) or drafter == NO_DRAFTER:
         return None
-    if request.drafter is None:
+    if drafter is None:
         path = drafter_beside(policy_folder(policy.source))
-        may_use = request.arm in (AUTO, BANDIT) or request.arm.startswith("layer")
+        may_use = arm in (AUTO, BANDIT) or arm.startswith("layer")
         return read_for(policy.source, path, policy.model) if path and may_use else None
     try:
-        return load_drafter(request.drafter, policy.model)
+        return load_drafter(drafter, policy.model)
     except (OSError, ValueError) as error:
         raise UserError(f"--drafter: {first_line(error)}") from None
 
@@ -212,17 +186,17 @@ def _target(policy: Policy, sizes: tuple[int, int], layer: DraftLayer | None) ->
 
 
 def _engine(
-    target: TargetModel, request: GenerateRequest, layer: DraftLayer | None, tokenizer: Any = None
+    target: TargetModel, arm: str, drafter: Path | None, layer: DraftLayer | None, tokenizer: Any = None
 ) -> Engine:
     """Return an engine with new drafters and a new chooser."""
     drafters: dict[DrafterKind, Drafter] = {}
-    if request.arm.partition(":")[0] not in ("off", "layer", "custom"):
+    if arm.partition(":")[0] not in ("off", "layer", "custom"):
         drafters["suffix"] = SuffixDrafter(device=str(target.device))
     if layer is not None:
         drafters["layer"] = LayerDrafter.of(layer, target)
-    if is_import_path(str(request.drafter)):
-        drafters["custom"] = _drafter(str(request.drafter), target)
-    chooser = _chooser(request.arm, drafters, target)
+    if is_import_path(str(drafter)):
+        drafters["custom"] = _drafter(str(drafter), target)
+    chooser = _chooser(arm, drafters, target)
     return Engine(target, drafters=drafters, chooser=chooser, tokenizer=tokenizer)
 
 
@@ -308,11 +282,11 @@ def _run(engines: Sequence[Engine], follow: Callable[[Step], None] | None = None
     return seconds
 
 
-def _names(request: GenerateRequest) -> list[str]:
-    samples = range(request.samples)
-    if request.samples == 1:
-        return [f"prompt {i + 1}" for i in range(len(request.prompts))]
-    return [f"prompt {i + 1}, sample {j + 1}" for i in range(len(request.prompts)) for j in samples]
+def _names(options: Namespace) -> list[str]:
+    samples = range(options.samples)
+    if options.samples == 1:
+        return [f"prompt {i + 1}" for i in range(len(options.prompt))]
+    return [f"prompt {i + 1}, sample {j + 1}" for i in range(len(options.prompt)) for j in samples]
 
 
 REPLACEMENT_CHARACTER = "\ufffd"

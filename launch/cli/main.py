@@ -14,7 +14,7 @@ from aedit.launch.cli.arguments import (
     add_generate_options,
     add_keys_options,
     check_audit_options,
-    generate_request,
+    check_generate_options,
 )
 from aedit.launch.cli.service_options import (
     add_hub_options,
@@ -260,13 +260,10 @@ def _export(options: Options) -> None:
 
 
 def _generate(options: Options) -> int:
-    from aedit.launch.cli.arguments import policy_folder
+    check_generate_options(options)  # before torch is imported
+    from aedit.launch.cli.generate import generate
 
-    policy_folder(options.place)  # before torch is imported
-    from aedit.launch.cli.generate import GenerateRequest, generate
-
-    request = GenerateRequest(**generate_request(options))
-    return generate(options.place, request, compare=options.compare)
+    return generate(options)
 
 
 def _audit(options: Options) -> int:

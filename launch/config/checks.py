@@ -4,7 +4,7 @@ Each such object is called once before anything starts.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -14,23 +14,9 @@ from aedit.launch.config.rl import AuditConfig, PromptConfig
 from aedit.system import call_within
 from aedit.types import UserError, imported, is_import_path
 
-
-@dataclass(frozen=True, slots=True)
-class EffectRule:
-    """While `holds`, the value of the key `cause` disables keys. A key that ends in a dot is a table."""
-
-    disabled: str
-    """Keys, separated by spaces."""
-    cause: str
-    holds: Callable[[Any, RunConfig], bool]
-    """Of the value of `cause` and the whole configuration."""
-    remedy: str
-    """Values of `cause` with which the keys have an effect."""
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Return the keys and tables without effect."""
-        return tuple(self.disabled.split())
+EffectRule = tuple[str, str, Callable[[Any, RunConfig], bool], str]
+"""Keys without effect, separated by spaces, where one that ends in a dot is a table; the key that disables
+them; whether its value does, given that and the configuration; values with which the keys have an effect."""
 
 
 def _all_but(table: str, config: Any, name: str) -> str:
@@ -45,139 +31,131 @@ def _is_generated(source: str) -> bool:
 RL_KEYS = "prompts.options. reward. rl. audit. drafter.idle_training drafter.lr drafter.memory_bytes"
 """Keys of reinforcement learning, besides those of `prompts`."""
 
-RULES = (
-    EffectRule(
+RULES: tuple[EffectRule, ...] = (
+    (
         "edit.landing edit.prefetch edit.fragments edit.offload edit.penalty. outer.",
         "edit.warmup_steps",
         lambda v, _: v == "all",
         "a number of steps",
     ),
-    EffectRule("edit.prefetch", "edit.landing", lambda v, _: v == "arrival", '"forward"'),
-    EffectRule(
+    ("edit.prefetch", "edit.landing", lambda v, _: v == "arrival", '"forward"'),
+    (
         "hub.merge hub.merge_cut hub.grace_cap_s",
         "hub.grace",
         lambda _, c: c.has_hub and c.hub.each_alone,
         "above 0, or hub.quorum of 2 or more",
     ),
-    EffectRule(
+    (
         "hub.merge_cut",
         "hub.merge",
         lambda v, c: c.has_hub and v not in ("trimmed", "multi-krum"),
         '"trimmed" or "multi-krum"',
     ),
-    EffectRule(
-        "hub.grace hub.grace_cap_s", "hub.quorum", lambda v, c: c.has_hub and v == "all", "a number of nodes"
-    ),
-    EffectRule(
+    ("hub.grace hub.grace_cap_s", "hub.quorum", lambda v, c: c.has_hub and v == "all", "a number of nodes"),
+    (
         "edit.penalty.weights edit.penalty.temperature edit.penalty.step_weight",
         "hub.weights",
         lambda v, c: c.has_hub and v != "penalty",
         '"penalty"',
     ),
-    EffectRule(
+    (
         "edit.penalty.temperature",
         "edit.penalty.weights",
         lambda v, _: v == "uniform",
         '"scale-free" or "paper"',
     ),
-    EffectRule(
+    (
         "edit.penalty.threshold edit.penalty.warmup_rounds edit.penalty.window edit.penalty.ema"
         " edit.penalty.patience",
         "edit.penalty.detector",
         lambda v, _: v == "off",
         '"robust" or "ema"',
     ),
-    EffectRule("edit.penalty.ema", "edit.penalty.detector", lambda v, _: v == "robust", '"ema"'),
-    EffectRule("edit.penalty.window", "edit.penalty.detector", lambda v, _: v == "ema", '"robust"'),
-    EffectRule("outer.momentum", "outer.kind", lambda v, _: v == "average", '"nesterov"'),
-    EffectRule(
+    ("edit.penalty.ema", "edit.penalty.detector", lambda v, _: v == "robust", '"ema"'),
+    ("edit.penalty.window", "edit.penalty.detector", lambda v, _: v == "ema", '"robust"'),
+    ("outer.momentum", "outer.kind", lambda v, _: v == "average", '"nesterov"'),
+    (
         "outer.delay outer.activation",
         "outer.kind",
         lambda v, _: v in ("average", "nesterov", "heloco"),
         '"delayed-nesterov"',
     ),
-    EffectRule("outer.correction", "outer.kind", lambda v, _: v != "heloco", '"heloco"'),
-    EffectRule("hub.staleness.power", "hub.staleness.rule", lambda v, _: v != "polynomial", '"polynomial"'),
-    EffectRule("hub.staleness.rate", "hub.staleness.rule", lambda v, _: v != "exponential", '"exponential"'),
-    EffectRule("serve.", "hub.address", lambda v, _: not v, "HOST:PORT"),
-    EffectRule(
+    ("outer.correction", "outer.kind", lambda v, _: v != "heloco", '"heloco"'),
+    ("hub.staleness.power", "hub.staleness.rule", lambda v, _: v != "polynomial", '"polynomial"'),
+    ("hub.staleness.rate", "hub.staleness.rule", lambda v, _: v != "exponential", '"exponential"'),
+    ("serve.", "hub.address", lambda v, _: not v, "HOST:PORT"),
+    (
         "swarm.parts swarm.copies swarm.lease_s swarm.lost_s swarm.allow edit.penalty.",
         "swarm.exchange",
         lambda _, c: c.swarm.on and not c.swarm.has_parts,
         '"parts"',
     ),
-    EffectRule("swarm.averaging_s", "swarm.exchange", lambda _, c: c.swarm.has_parts, '"hivemind"'),
-    EffectRule("swarm.", "swarm.discovery", lambda v, _: not v, '"file" or "hivemind"'),
-    EffectRule("hub.parent_every hub.parent_mix", "hub.parent", lambda v, _: not v, "HOST:PORT"),
-    EffectRule("model.family model.sizes.", "model.pretrained", lambda v, _: bool(v), '""'),
-    EffectRule("data.special_tokens", "data.tokenizer", lambda v, _: v == "byte", "a Hugging Face tokenizer"),
-    EffectRule("data.split", "data.source", lambda v, _: not v.startswith("hf:"), '"hf:NAME"'),
-    EffectRule(
+    ("swarm.averaging_s", "swarm.exchange", lambda _, c: c.swarm.has_parts, '"hivemind"'),
+    ("swarm.", "swarm.discovery", lambda v, _: not v, '"file" or "hivemind"'),
+    ("hub.parent_every hub.parent_mix", "hub.parent", lambda v, _: not v, "HOST:PORT"),
+    ("model.family model.sizes.", "model.pretrained", lambda v, _: bool(v), '""'),
+    ("data.special_tokens", "data.tokenizer", lambda v, _: v == "byte", "a Hugging Face tokenizer"),
+    ("data.split", "data.source", lambda v, _: not v.startswith("hf:"), '"hf:NAME"'),
+    (
         f"{_all_but('prompts', PromptConfig, 'source')} {RL_KEYS}",
         "prompts.source",
         lambda v, _: not v,
         "a source of prompts",
     ),
-    EffectRule(  # nodes with loops of their own share a drafter if their hub has drafter.kind = "layer"
+    (  # nodes with loops of their own share a drafter if their hub has drafter.kind = "layer"
         "drafter.kind drafter.share",
         "prompts.source",
         lambda v, c: not v and not c.hub.endless,
         "a source of prompts",
     ),
-    EffectRule(
+    (
         "data.source data.text_key data.split data.held_out train.accumulate train.eval_every"
         " train.eval_samples",
         "prompts.source",
         lambda v, _: bool(v),
         '"" to train on text',
     ),
-    EffectRule(
-        "prompts.split", "prompts.source", lambda v, _: bool(v) and not v.startswith("hf:"), '"hf:NAME"'
-    ),
-    EffectRule(
+    ("prompts.split", "prompts.source", lambda v, _: bool(v) and not v.startswith("hf:"), '"hf:NAME"'),
+    (
         "prompts.size prompts.options.",
         "prompts.source",
         lambda v, _: bool(v) and not _is_generated(v),
         "gym:GENERATOR or a function as package.module:name",
     ),
-    EffectRule(
+    (
         "rl.server_silent_s rl.server_stalled_s rl.on_new_version audit.",
         "rl.servers",
         lambda _, c: bool(c.prompts.source) and not c.rl.has_servers,
         '"hub" or HOST:PORT',
     ),
-    EffectRule(  # each batch has ended before the next version
-        "rl.on_new_version", "rl.max_staleness", lambda v, c: c.rl.has_servers and v == 0, "1 or more"
+    (  # each batch has ended before the next version
+        "rl.on_new_version",
+        "rl.max_staleness",
+        lambda v, c: c.rl.has_servers and v == 0,
+        "1 or more",
     ),
-    EffectRule("rl.clip_low", "rl.loss", lambda v, _: v == "cispo", "another loss"),
-    EffectRule("rl.importance_cap", "rl.importance", lambda v, _: v == "off", '"token" or "sequence"'),
-    EffectRule(
-        "rl.supervised_batch rl.supervised_lr", "rl.supervised_steps", lambda v, _: v == 0, "1 or more"
-    ),
-    EffectRule(
+    ("rl.clip_low", "rl.loss", lambda v, _: v == "cispo", "another loss"),
+    ("rl.importance_cap", "rl.importance", lambda v, _: v == "off", '"token" or "sequence"'),
+    ("rl.supervised_batch rl.supervised_lr", "rl.supervised_steps", lambda v, _: v == 0, "1 or more"),
+    (
         "drafter.idle_training drafter.share drafter.lr drafter.memory_bytes",
         "drafter.kind",
         lambda v, _: v in ("off", "suffix"),
         '"layer" or "auto"',
     ),
-    EffectRule(_all_but("audit", AuditConfig, "on"), "audit.on", lambda v, _: not v, "true"),
-    EffectRule(
-        "audit.record_bytes audit.record_versions",
-        "audit.record",
-        lambda v, c: c.audit.on and not v,
-        "true",
-    ),
-    EffectRule("drafter.lr", "drafter.idle_training", lambda v, _: not v, "true"),
+    (_all_but("audit", AuditConfig, "on"), "audit.on", lambda v, _: not v, "true"),
+    ("audit.record_bytes audit.record_versions", "audit.record", lambda v, c: c.audit.on and not v, "true"),
+    ("drafter.lr", "drafter.idle_training", lambda v, _: not v, "true"),
 )
 
 
-def without_effect(config: RunConfig, name: str) -> Iterator[EffectRule]:
-    """Yield the rules by which the key `name` has no effect in `config`."""
-    for rule in RULES:
-        tables = tuple(key for key in rule.keys if key.endswith("."))
-        concerns = name in rule.keys or name.startswith(tables)
-        if concerns and rule.holds(attrgetter(rule.cause)(config), config):
-            yield rule
+def without_effect(config: RunConfig, name: str) -> Iterator[tuple[str, str]]:
+    """Yield the keys that disable the key `name` in `config`, each with values that would not."""
+    for disabled, cause, holds, remedy in RULES:
+        keys = disabled.split()
+        concerns = name in keys or name.startswith(tuple(key for key in keys if key.endswith(".")))
+        if concerns and holds(attrgetter(cause)(config), config):
+            yield cause, remedy
 
 
 def check_effects(config: RunConfig, layers: Mapping[str, int], origin: Mapping[str, str]) -> None:
@@ -191,13 +169,13 @@ def check_effects(config: RunConfig, layers: Mapping[str, int], origin: Mapping[
         origin: Per key, the file and line or flag that set it.
     """
     for name, layer in layers.items():
-        for rule in without_effect(config, name):
-            if layer >= layers.get(rule.cause, 0):
-                value = attrgetter(rule.cause)(config)
+        for cause, remedy in without_effect(config, name):
+            if layer >= layers.get(cause, 0):
+                value = attrgetter(cause)(config)
                 shown = f'"{value}"' if isinstance(value, str) else str(value)
                 raise UserError(
-                    f"{origin[name]}: {name} has no effect with {rule.cause} = {shown}:"
-                    f" remove {name}, or set {rule.cause} to {rule.remedy}"
+                    f"{origin[name]}: {name} has no effect with {cause} = {shown}:"
+                    f" remove {name}, or set {cause} to {remedy}"
                 )
 
 

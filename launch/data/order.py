@@ -5,7 +5,6 @@ Without a hub they need no communication; a hub leases the stream in blocks.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,25 +12,6 @@ from numpy.typing import NDArray
 from aedit.edit import LeasedPositions, Waiter
 from aedit.proto.agent import Link
 from aedit.types import UserError
-
-
-class Order(Protocol):
-    """Order in which a node draws samples."""
-
-    def draw(self, k: int) -> NDArray[np.int64]:
-        """Return the next k positions of the run's stream. No two nodes of the run draw the same."""
-
-    def samples(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the sample indices at these positions of the stream."""
-
-    def take(self, k: int) -> NDArray[np.int64]:
-        """Return the sample indices at the next k positions."""
-
-    def state(self) -> dict[str, int]:
-        """Return plain numbers for a checkpoint."""
-
-    def resume(self, state: dict[str, int]) -> "Order":
-        """Return the order as it was when `state` was taken."""
 
 
 class SampleOrder:
@@ -82,7 +62,7 @@ class SampleOrder:
         return int(self._positions(1)[0]) / self.num_samples
 
     def draw(self, k: int) -> NDArray[np.int64]:
-        """Return the next k positions of the stream."""
+        """Return the next k positions of the run's stream. No two nodes of the run draw the same."""
         positions = self._positions(k)
         self._state["drawn"] += k
         return positions
@@ -181,3 +161,7 @@ class LeasedOrder:
         """Return the order as it was when `state` was taken in this attempt."""
         self._leased.go_back(state["drawn"])
         return self
+
+
+Order = SampleOrder | LeasedOrder
+"""Order in which a node draws samples: no two nodes of the run draw the same positions of its stream."""

@@ -162,21 +162,6 @@ def _canonical(value: object) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class SupervisedBatch:
-    """Rows of equal length, filled up at their ends with the end-of-text token."""
-
-    tokens_BT: Tensor
-    """int64, (rows, tokens), on CPU."""
-    mask_BT: Tensor
-    """bool, (rows, tokens): tokens to predict, each from those before it. False at the first place."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the number of tokens to predict."""
-        return int(self.mask_BT.sum())
-
-
-@dataclass(frozen=True, slots=True)
 class AnswerTokens:
     """Rows of prompt and answer for any problems of a source.
 
@@ -213,8 +198,12 @@ class AnswerTokens:
             )
         return tokens, len(problem.tokens)
 
-    def batch(self, problems: Sequence[Problem]) -> SupervisedBatch:
-        """Return one row per problem; raises what `row` raises."""
+    def batch(self, problems: Sequence[Problem]) -> tuple[Tensor, Tensor]:
+        """Return tokens and mask of one row per problem, on CPU; raises what `row` raises.
+
+        tokens_BT: int64, (rows, tokens), filled up at the ends with the end-of-text token. mask_BT: bool, the
+        tokens to predict, each from those before it; False at the first place.
+        """
         rows = [self.row(problem) for problem in problems]
         shape = len(rows), max(len(tokens) for tokens, _ in rows)
         tokens_BT = torch.full(shape, self.tokenizer.eos_id, dtype=torch.int64)
@@ -222,4 +211,4 @@ class AnswerTokens:
         for b, (tokens, prompt) in enumerate(rows):
             tokens_BT[b, : len(tokens)] = torch.tensor(tokens)
             mask_BT[b, prompt : len(tokens)] = True
-        return SupervisedBatch(tokens_BT, mask_BT)
+        return tokens_BT, mask_BT

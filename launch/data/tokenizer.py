@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,44 +21,7 @@ EOS = "<|endoftext|>"
 _PROBE = "def f(x):\n\treturn  x ** 2 # 3.14, 1000000 \u00e9\u4e2d\U0001f600\r\n"
 
 
-class CorpusTokenizer(Protocol):
-    """Interface of a tokenizer for corpora and checkpoints."""
-
-    vocab_size: int
-    """Ids are in [0, vocab_size)."""
-
-    eos_id: int
-    """Ends every document."""
-
-    fingerprint: str
-    """Digest of the behaviour: equal for tokenizers that give the same ids, independent of their files."""
-
-    def encode(self, text: str) -> NDArray[np.unsignedinteger]:
-        """Return the ids of `text` as a prompt: after those that the tokenizer puts before a text."""
-
-    def encode_document(self, text: str) -> NDArray[np.unsignedinteger]:
-        """Return the ids of `text` as `encode` does, and one end-of-document id."""
-
-    def encode_answer(self, prompt: str, text: str, *, is_chat: bool) -> NDArray[np.unsignedinteger]:
-        """Return the ids of `text` behind those of a prompt. is_chat: the prompt is a text of `render`."""
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> NDArray[np.unsignedinteger] | None:
-        """Return the ids of a dialogue, ready for an answer; None if there is no chat template."""
-
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return the text whose ids `encode_chat` returns; None if there is no chat template."""
-
-    def decode(self, ids: Iterable[int], *, raw: bool = False) -> str:
-        """Return the text of `ids`. The end-of-document id has no text; invalid UTF-8 becomes U+FFFD.
-
-        raw: with the text of special tokens, and all spaces, as stop strings are searched.
-        """
-
-    def save(self, directory: Path) -> None:
-        """Write files from which `AutoTokenizer` loads the same tokenizer."""
-
-
-def load_tokenizer(config: DataConfig) -> CorpusTokenizer:
+def load_tokenizer(config: DataConfig) -> "CorpusTokenizer":
     """Return the tokenizer `byte`, or the Hugging Face tokenizer of this directory or name.
 
     Never executes downloaded code.
@@ -133,7 +96,14 @@ class ByteTokenizer:
 
 
 class PretrainedTokenizer:
-    """Hugging Face tokenizer, fast or slow."""
+    """Hugging Face tokenizer, fast or slow.
+
+    Attributes:
+        vocab_size: Ids are in [0, vocab_size).
+        eos_id: Ends every document.
+        fingerprint: Digest of the behaviour: equal for tokenizers that give the same ids, independent of
+            their files.
+    """
 
     def __init__(self, loaded: Any, name: str) -> None:
         if loaded.eos_token_id is None:
@@ -174,7 +144,11 @@ class PretrainedTokenizer:
         return text
 
     def decode(self, ids: Iterable[int], *, raw: bool = False) -> str:
-        """Return the text of `ids`, by default without special tokens and with the tokenizer's clean-up."""
+        """Return the text of `ids`, by default without special tokens and with the tokenizer's clean-up.
+
+        The end-of-document id has no text. raw: with the text of special tokens, and all spaces, as stop
+        strings are searched.
+        """
         if raw:
             return self._texts.decode(ids, skip_special=False, clean_up_tokenization_spaces=False)
         return self._texts.decode(ids)
@@ -193,6 +167,10 @@ class PretrainedTokenizer:
 
     def _array(self, ids: Sequence[int]) -> NDArray[np.unsignedinteger]:
         return np.asarray(ids, dtype=token_dtype(self.vocab_size))
+
+
+CorpusTokenizer = ByteTokenizer | PretrainedTokenizer
+"""Tokenizer of corpora and checkpoints."""
 
 
 def _remove_special_tokens(loaded: Any, name: str) -> None:

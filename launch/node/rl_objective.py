@@ -49,18 +49,19 @@ class WarmUp:
 
         step: inner steps of this node so far. Its problems depend on it, the seed and the node alone.
         """
-        rows = self.answers.batch(self._problems(step))
+        tokens_BT, mask_BT = self.answers.batch(self._problems(step))
+        num_tokens = int(mask_BT.sum())
         mine = slice(self.world.rank, None, self.world.ranks)
-        tokens_BL = rows.tokens_BT[mine].to(self.world.device)
-        mask_BT = rows.mask_BT[mine, 1:].to(self.world.device)
+        tokens_BL = tokens_BT[mine].to(self.world.device)
+        mask_BT = mask_BT[mine, 1:].to(self.world.device)
         bf16 = self.config.model.dtype == "bf16"
         with torch.autocast(tokens_BL.device.type, dtype=torch.bfloat16, enabled=bf16):
             logits = self.model(input_ids=tokens_BL).logits[:, :-1]
         total = cross_entropy(logits[mask_BT].float(), tokens_BL[:, 1:][mask_BT], reduction="sum")
-        loss = total * self.world.ranks / rows.num_tokens
+        loss = total * self.world.ranks / num_tokens
         loss.backward()  # type: ignore[no-untyped-call]
         add_loss(loss.detach())
-        return rows.num_tokens
+        return num_tokens
 
     def _problems(self, step: int) -> Sequence[Problem]:
         key = np.random.SeedSequence((self.config.seed % 2**32, self.world.node, step, 0x5F7))

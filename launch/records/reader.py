@@ -19,7 +19,6 @@ from aedit.launch.records.hub_records import HubRecords, HubSample, SwarmSample
 from aedit.launch.records.records import (
     BAD_LINE,
     KEY_FILE,
-    CheckpointEvent,
     EvalEvent,
     Line,
     Metric,
@@ -44,7 +43,6 @@ class NodeRecords:
     metrics: tuple[Metric, ...]
     rounds: tuple[RoundEvent, ...]
     evaluations: tuple[EvalEvent, ...]
-    checkpoints: tuple[CheckpointEvent, ...]
     notices: tuple[Notice, ...]
     """Errors, failed checkpoints, repairs of anchors, errors in reward functions, rounds that failed."""
 
@@ -191,7 +189,6 @@ class NodeFollower:
         self._rounds: dict[int, RoundEvent] = {}
         self._evaluations: dict[tuple[int, float], EvalEvent] = {}
         self._rl_evaluations: dict[float, EvalEvent] = {}
-        self._checkpoints: dict[int, CheckpointEvent] = {}
         self._notices: list[Notice] = []
         self._latest: Notice | None = None
 
@@ -206,7 +203,6 @@ class NodeFollower:
             metrics=tuple(self._metrics),
             rounds=tuple(self._rounds[id] for id in sorted(self._rounds)),
             evaluations=tuple(self._evaluations.values()),
-            checkpoints=tuple(self._checkpoints.values()),
             notices=tuple(self._notices),
             latest=self._latest,
             quiet_s=max(0.0, time.time() - written_at) if written_at else 0.0,
@@ -227,9 +223,6 @@ class NodeFollower:
             case "rl_eval":
                 evaluation = decoded(EvalEvent, line)
                 self._rl_evaluations[evaluation.step] = evaluation
-            case "checkpoint":
-                checkpoint = decoded(CheckpointEvent, line)
-                self._checkpoints[checkpoint.round] = checkpoint
         self._latest = notice
         if notice.event in SHOWN:
             self._notices.append(notice)
@@ -241,7 +234,6 @@ class NodeFollower:
         self._rounds = {key: r for key, r in self._rounds.items() if r.step <= start.step}
         self._evaluations = {key: e for key, e in self._evaluations.items() if e.step <= start.step}
         self._rl_evaluations = {key: e for key, e in self._rl_evaluations.items() if e.step <= start.step}
-        self._checkpoints = {key: c for key, c in self._checkpoints.items() if c.step <= start.step}
 
     def _metric(self, line: Line) -> None:
         metric = decoded(Metric, line, rl=RLMetric.of(line.get("rl")))

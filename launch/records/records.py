@@ -20,6 +20,7 @@ BAD_LINE = (KeyError, TypeError, ValueError, OverflowError, AttributeError)
 """Exceptions of reading a line of another program."""
 KEY_FILE = "signing.key"
 """File with a server's key in its folder. Folders of nodes and hubs do not have it."""
+DRAFTER = ("steps", "published", "adopted", "refused", "accepted_length", "version")
 
 
 def text(value: object) -> str:
@@ -87,24 +88,6 @@ def decoded(cls: type[R], line: Line, **own: Any) -> R:
 def under(key: str, **default: Any) -> Any:
     """Return a field whose value has this key in a line."""
     return field(metadata={"key": key}, **default)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterMetric:
-    """State of a node's drafter. NaN where unknown."""
-
-    steps: float = nan
-    """Training steps so far."""
-
-    published: float = nan
-    adopted: float = nan
-    """Published drafters that the engine has taken."""
-
-    refused: float = nan
-    """Trained drafters that the gate has refused."""
-
-    accepted_length: float = nan
-    version: float = nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +170,11 @@ class RLMetric:
     idle_s: Mapping[str, float] = field(default_factory=dict)
     """Waiting by cause."""
 
-    drafter: DrafterMetric | None = None
+    drafter: Mapping[str, float] = field(default_factory=dict)
+    """State of the node's drafter by `DRAFTER`, NaN where unknown; empty if it has no trained one: training
+    steps so far, published drafters and those that the engine has taken, trained ones that the gate has
+    refused."""
+
     servers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Work of each rollout server for the node's first rank, since the node's process began: `tokens`,
     `samples` finished, samples `taken_back` and finished elsewhere, ended connections (`losses`), and those
@@ -204,7 +191,8 @@ class RLMetric:
         if not isinstance(value, Mapping):
             return None
         own = value.get("drafter")
-        drafter = decoded(DrafterMetric, own) if isinstance(own, Mapping) and own else None
+        known = own if isinstance(own, Mapping) else {}
+        drafter = {name: number(known.get(name)) for name in DRAFTER if known}
         return decoded(RLMetric, value, drafter=drafter)
 
     def report(self) -> dict[str, float]:
@@ -300,14 +288,6 @@ class EvalEvent:
     """Mean tokens per answer."""
 
     problems: float = nan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointEvent:
-    """A complete checkpoint on disk."""
-
-    step: int
-    round: int
 
 
 @dataclass(frozen=True, slots=True)

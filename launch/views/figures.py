@@ -16,61 +16,32 @@ GENERATING = ("rollouts", "longest sample")
 """Causes of waits that are parts of `rollout_s`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """Tokens and seconds of one node while its processes trained.
+def pace(node: NodeRecords) -> tuple[float, float, float]:
+    """Return the node's tokens per second, those without waiting, and the share of its time spent waiting.
 
     They count from the first to the last metrics line of each attempt: the time before a first line includes
-    start-up and compilation, and between two attempts no process of the node runs.
+    start-up and compilation, and between two attempts no process of the node runs. Evaluation and checkpoints
+    are left out too. NaN if no attempt has two lines.
     """
-
-    tokens: float
-    wall_s: float
-    """Training time: evaluation, checkpoints and the time between two attempts are left out."""
-
-    busy_s: float
-    wait_s: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Return the tokens per second, including waiting."""
-        return ratio(self.tokens, self.wall_s)
-
-    @property
-    def solo_tokens_per_s(self) -> float:
-        """Return the tokens per second without waiting."""
-        return ratio(self.tokens, self.busy_s)
-
-    @property
-    def waited(self) -> float:
-        """Return the share of the training time spent waiting for other nodes."""
-        return ratio(self.wait_s, self.wall_s)
-
-
-def pace(node: NodeRecords) -> Pace:
-    """Return the node's tokens and seconds over all its attempts; NaN if none has two lines."""
     starts_s = sorted(start.t for start in node.starts)
     attempts: dict[int, list[Metric]] = defaultdict(list)
     for metric in node.metrics:
         attempts[bisect_right(starts_s, metric.t)].append(metric)
     spans = [(lines[0], lines[-1]) for lines in attempts.values() if len(lines) > 1]
-    if not spans:
-        return Pace(nan, nan, nan, nan)
-    return Pace(
-        tokens=sum(last.tokens - first.tokens for first, last in spans),
-        wall_s=sum((last.t - first.t) - (last.other_s - first.other_s) for first, last in spans),
-        busy_s=sum(last.busy_s - first.busy_s for first, last in spans),
-        wait_s=sum(last.wait_s - first.wait_s for first, last in spans),
-    )
+    tokens = sum(last.tokens - first.tokens for first, last in spans)
+    wall_s = sum((last.t - first.t) - (last.other_s - first.other_s) for first, last in spans)
+    busy_s = sum(last.busy_s - first.busy_s for first, last in spans)
+    wait_s = sum(last.wait_s - first.wait_s for first, last in spans)
+    return ratio(tokens, wall_s), ratio(tokens, busy_s), ratio(wait_s, wall_s)
 
 
-def share_of_solo(paces: Iterable[Pace]) -> float:
+def share_of_solo(nodes: Iterable[NodeRecords]) -> float:
     """Return (sum over nodes of tokens / wall) / (sum over nodes of tokens / busy): 1 without any waiting.
 
-    Each node has its own wall time, see `Pace`. Nodes with fewer than two lines are left out of both sums.
+    Each node has its own wall time, see `pace`. Nodes with fewer than two lines are left out of both sums.
     """
-    known = [pace for pace in paces if isfinite(pace.tokens_per_s) and isfinite(pace.solo_tokens_per_s)]
-    return ratio(sum(p.tokens_per_s for p in known), sum(p.solo_tokens_per_s for p in known))
+    known = [(speed, solo) for speed, solo, _ in map(pace, nodes) if isfinite(speed) and isfinite(solo)]
+    return ratio(sum(speed for speed, _ in known), sum(solo for _, solo in known))
 
 
 def recent_tokens_per_s(metrics: Sequence[Metric], window_s: float = WINDOW_S) -> float:
@@ -214,14 +185,16 @@ def newest(node: NodeRecords) -> RLMetric | None:
 def rl_totals(states: Iterable[RLMetric | None]) -> RLTotals:
     """Return the totals over nodes, given the newest state of each."""
     there = [state for state in states if state is not None]
-    drafters = [state.drafter for state in there if state.drafter is not None]
     arms, idle_s = Counter[str](), Counter[str]()
     for state in there:
         arms.update(state.arms)
         idle_s.update(state.idle_s)
 
-    def total(name: str, of: Sequence[object] = there) -> float:
-        return total_known(getattr(state, name) for state in of)
+    def total(name: str) -> float:
+        return total_known(getattr(state, name) for state in there)
+
+    def of_drafters(name: str) -> float:
+        return total_known(state.drafter.get(name, nan) for state in there)
 
     speeds = [ratio(state.rollout_tokens, state.generation_s) for state in there]
     return RLTotals(
@@ -236,10 +209,10 @@ def rl_totals(states: Iterable[RLMetric | None]) -> RLTotals:
         arms={arm: steps / sum(arms.values()) for arm, steps in arms.most_common() if steps > 0},
         idle_s={cause: seconds for cause, seconds in idle_s.most_common() if seconds > 0},
         idle_used_s=total("idle_used_s"),
-        drafter_steps=total("steps", drafters),
-        published=total("published", drafters),
-        adopted=total("adopted", drafters),
-        refused=total("refused", drafters),
+        drafter_steps=of_drafters("steps"),
+        published=of_drafters("published"),
+        adopted=of_drafters("adopted"),
+        refused=of_drafters("refused"),
     )
 
 

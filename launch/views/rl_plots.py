@@ -171,9 +171,9 @@ def _drafted(node: NodeRecords) -> list[tuple[float, float]]:
     lines = _rl_lines(node)
     before = [0.0, *(steps_of_layer(rl) for _, rl in lines)]
     return [
-        (t, rl.drafter.accepted_length)
+        (t, rl.drafter["accepted_length"])
         for (t, rl), steps in zip(lines, before, strict=False)
-        if rl.drafter is not None and steps_of_layer(rl) != steps
+        if rl.drafter and steps_of_layer(rl) != steps
     ]
 
 

@@ -90,11 +90,10 @@ def _text_facts(run: Run) -> Facts:
         change += f" at step {step} of {last}; no evaluation ran at the end"
     yield "held-out loss", change
     yield "train loss", _change(mean_known(map(first_loss, run.nodes)), mean_known(map(last_loss, run.nodes)))
-    paces = list(map(pace, run.nodes))
-    speed = fmt.count(total_known(each.tokens_per_s for each in paces))
+    speed = fmt.count(total_known(pace(node)[0] for node in run.nodes))
     yield (
         "speed",
-        f"{speed} tokens/s, {fmt.percent(share_of_solo(paces))} of the sum of the nodes' solo speeds",
+        f"{speed} tokens/s, {fmt.percent(share_of_solo(run.nodes))} of the sum of the nodes' solo speeds",
     )
 
 
@@ -140,15 +139,16 @@ def _sync_facts(run: Run, hub: Totals | None) -> Facts:
 
 def _cells(node: NodeRecords) -> list[str]:
     """Return the cells of `COLUMNS`. Waiting in seconds is of the whole run, its share between two lines."""
-    own, last = pace(node), node.metrics[-1] if node.metrics else None
+    tokens_per_s, solo_tokens_per_s, waited = pace(node)
+    last = node.metrics[-1] if node.metrics else None
     return [
         str(node.index),
         fmt.count(last.step if last else 0),
         fmt.count(last.tokens if last else nan),
-        fmt.count(own.tokens_per_s),
-        fmt.count(own.solo_tokens_per_s),
+        fmt.count(tokens_per_s),
+        fmt.count(solo_tokens_per_s),
         fmt.seconds(last.wait_s if last else nan),
-        fmt.percent(own.waited),
+        fmt.percent(waited),
         fmt.seconds(last.idle_used_s if last else nan),
         fmt.nats(last_loss(node)),
     ]
@@ -243,7 +243,7 @@ def rl_facts(run: Run) -> Facts:
     )
     used = f"{fmt.seconds(totals.idle_used_s)} of {fmt.seconds(totals.waited_s)} used"
     yield "idle", "none" if totals.waited_s < 0.05 else f"{used}; {fmt.durations(totals.idle_s)}"
-    if any(rl.drafter is not None for rl in map(newest, run.nodes) if rl is not None):
+    if any(rl.drafter for rl in map(newest, run.nodes) if rl is not None):
         counts = (totals.drafter_steps, totals.published, totals.refused, totals.adopted)
         text = "{} steps of training, {} published, {} refused by the gate, {} taken"
         yield "drafter", text.format(*map(fmt.count, counts))

@@ -272,7 +272,7 @@ def rl_health(learner: Learner) -> list[str]:
         fmt.percent(totals.no_signal),
         fmt.seconds(totals.waited_s),
         fmt.percent(ratio(totals.idle_used_s, totals.waited_s)),
-        f"v{fmt.count(rl.drafter.version)}" if rl.drafter else fmt.UNKNOWN,
+        f"v{fmt.count(rl.drafter['version'])}" if rl.drafter else fmt.UNKNOWN,
     ]
 
 
