@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import aedit
 from aedit.launch.config import RunConfig, continued, literal, load_run, to_toml, values
@@ -59,6 +58,7 @@ MAY_CHANGE_AT_A_HUB = {
 """Further keys that may differ in a node that joins: its hub may have moved."""
 LIBRARIES = ("torch", "transformers", "tokenizers", "numpy")
 LOG_LINES = 15
+_ROOT = Path(aedit.__file__).parent
 FAILED = "the run cannot go on: "
 """Begins the message of a `RunFailed`, where its line is written for the launcher."""
 
@@ -74,12 +74,20 @@ def prepare(config: RunConfig, joins_as: str = "") -> Path:
     run_dir, remedy = Path(config.dir) / config.name, "--dir" if joins_as else "--name"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        _check_space(run_dir)
+        free_bytes = shutil.disk_usage(run_dir).free
+        if free_bytes < MIN_FREE_BYTES:
+            need, have = MIN_FREE_BYTES // 2**20, free_bytes // 2**20
+            raise UserError(
+                f"{run_dir}: {have} MiB free, a run needs {need}; make room or choose another --dir"
+            )
         run_toml = run_dir / "run.toml"
         if run_toml.exists():
             may_change = MAY_CHANGE | MAY_CHANGE_AT_A_HUB if joins_as else MAY_CHANGE
             config = config if joins_as else continued(config, run_toml)
-            listed = _changed(load_run(run_toml), config, may_change)
+            changed = differences(load_run(run_toml), config).items()
+            listed = ", ".join(
+                f"{name} ({was} -> {now})" for name, (was, now) in changed if name not in may_change
+            )
             if listed and not _forgotten(run_dir):
                 held = f"{run_dir}: holds a run with other values of {listed}"
                 raise UserError(f"{held}; restore them, or choose another {remedy}")
@@ -89,7 +97,11 @@ def prepare(config: RunConfig, joins_as: str = "") -> Path:
         if joins_as:
             run_toml = run_dir / f"join_{file_name(joins_as)}.toml"
             write_atomically(run_toml, to_toml(config))
-        _note_code(run_dir / "code.txt")
+        # The code that makes the run: one paragraph per version.
+        newest, code = provenance(), run_dir / "code.txt"
+        known = code.read_text(encoding="utf-8") if code.exists() else ""
+        if not known.endswith(newest):
+            write_atomically(code, f"{known}\n{newest}".lstrip("\n"))
     except OSError as error:
         message = f"{run_dir}: cannot be written: {error.strerror}; choose another --dir or --name"
         raise UserError(message) from None
@@ -123,16 +135,16 @@ def claimed(run_dir: Path, node: int | str) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(_in_use(run_dir, node)) from None
+            if isinstance(node, str):
+                raise UserError(
+                    f"{run_dir}: node {node} is running already; choose another name with --as"
+                ) from None
+            raise UserError(
+                f"{run_dir}: another aedit run is using it; stop that one or choose another --name"
+            ) from None
         except OSError:
             pass  # some network file systems have no locks: a second run is then not detected
         yield
-
-
-def _in_use(run_dir: Path, node: int | str) -> str:
-    if isinstance(node, str):
-        return f"{run_dir}: node {node} is running already; choose another name with --as"
-    return f"{run_dir}: another aedit run is using it; stop that one or choose another --name"
 
 
 def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[str, str]]:
@@ -140,19 +152,19 @@ def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[str, str]]:
     before, after = dict(values(old)), dict(values(new))
     names = [*before, *(name for name in after if name not in before)]
     changed = [n for n in names if n not in before or n not in after or before[n] != after[n]]
-    return {name: (_shown(before, name), _shown(after, name)) for name in changed}
-
-
-def _shown(entries: dict[str, object], name: str) -> str:
-    return literal(entries[name]) if name in entries else "-"
+    return {
+        name: (
+            literal(before[name]) if name in before else "-",
+            literal(after[name]) if name in after else "-",
+        )
+        for name in changed
+    }
 
 
 def _forgotten(run_dir: Path) -> bool:
     """Remove the files of a run that never took a step, so that its name can be used again.
 
-    Return whether it was one.
-
-    Nothing is removed while another process works in the directory.
+    Return whether it was one. Nothing is removed while another process works in the directory.
     """
     parts = [path for name in PARTS for path in run_dir.glob(name)]
     lines = (path for part in parts for path in part.rglob("*.jsonl"))
@@ -176,45 +188,28 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def _changed(old: RunConfig, new: RunConfig, may_change: set[str]) -> str:
-    """Return the differences in keys that may not change, as one text."""
-    changed = {name: pair for name, pair in differences(old, new).items() if name not in may_change}
-    return ", ".join(f"{name} ({was} -> {now})" for name, (was, now) in changed.items())
-
-
-def _check_space(run_dir: Path) -> None:
-    free_bytes = shutil.disk_usage(run_dir).free
-    if free_bytes < MIN_FREE_BYTES:
-        need, have = MIN_FREE_BYTES // 2**20, free_bytes // 2**20
-        raise UserError(f"{run_dir}: {have} MiB free, a run needs {need}; make room or choose another --dir")
-
-
-def _note_code(path: Path) -> None:
-    """Append the code version to the file if it differs from the last one; one paragraph per version."""
-    newest = provenance()
-    known = path.read_text(encoding="utf-8") if path.exists() else ""
-    if not known.endswith(newest):
-        write_atomically(path, f"{known}\n{newest}".lstrip("\n"))
-
-
 def resting_file(folder: Path) -> Path:
     """Return the file that makes the replica in this folder rest while it is there."""
     return folder / "resting"
 
 
 def provenance() -> str:
-    """Return versions, digest of the package's sources, and git commit if there is one, as `key.
-
-    Value` lines.
-    """
-    facts = {"aedit": aedit.__version__, "sources": source_digest(), "commit": _commit()}
-    facts |= {"python": platform.python_version()} | {name: _version(name) for name in LIBRARIES}
+    """Return versions, digest of the sources, and git commit if there is one, as `key: value` lines."""
+    facts = {"aedit": aedit.__version__, "sources": source_digest(), "commit": ""}
+    if _git("ls-files", "__init__.py"):  # not for a `.venv` inside another repository
+        facts["commit"] = _git("describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
+    facts["python"] = platform.python_version()
+    for name in LIBRARIES:
+        try:
+            facts[name] = version(name)
+        except PackageNotFoundError:
+            facts[name] = "not installed"
     return "".join(f"{name}: {value}\n" for name, value in facts.items() if value)
 
 
 def source_digest() -> str:
     """Return SHA-256 over the names and contents of the package's `.py` and `.proto` files, 16 hex digits."""
-    root = _root()
+    root = _ROOT
     digest = hashlib.sha256()
     # os.walk, as rglob does not follow the links of a checkout before Python 3.13.
     folders = os.walk(root, followlinks=True)
@@ -224,26 +219,8 @@ def source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def _root() -> Path:
-    return Path(aedit.__file__).parent
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _commit() -> str:
-    """Return the git commit if the package is a checkout; "" also for a `.venv` inside another repository."""
-    if not _git("ls-files", "__init__.py"):
-        return ""
-    return _git("describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
-
-
-def _git(*words: str) -> str:
-    command = ["git", "-C", str(_root()), *words]
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(_ROOT), *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -270,38 +247,36 @@ class Ending:
     def failure(self) -> str:
         """Return the node that failed, its exit code, and the end of its log."""
         found = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", self.output)
-        if not found:
-            return f"torchrun failed; {self._last_lines([])}"
-        code, rank = (int(number) for number in found[-1])
-        if not self.nodes:
-            return f"the node failed before it joined the run ({exit_text(code)})"
-        node = self.nodes[rank // self.ranks]
-        logs = [log for log in self._logs() if log.parent.name == str(node)]
-        return f"node {node} failed ({exit_text(code)}); {self._last_lines(logs)}"
+        source, failed = self.run_dir / "launch.log", "torchrun failed"
+        if found:
+            code, rank = (int(number) for number in found[-1])
+            if not self.nodes:
+                return f"the node failed before it joined the run ({exit_text(code)})"
+            node = self.nodes[rank // self.ranks]
+            failed = f"node {node} failed ({exit_text(code)})"
+            # The directory may also contain logs of earlier starts, and of other nodes.
+            logs = {attempt_of(log): log for log in self.run_dir.glob(f"nodes/{node}/attempt_*.log")}
+            if logs and max(logs) >= self.attempt:
+                source = logs[max(logs)]
+        lines: list[str] = []
+        if source.exists():
+            with source.open(encoding="utf-8", errors="replace") as file:
+                lines = list(deque((line.rstrip() for line in file if line.strip()), maxlen=LOG_LINES))
+        return "\n".join([f"{failed}; the end of {source}:", *lines])
 
     def trained(self) -> bool:
         """Return whether any node took a step in this start; False if the budget was used up before."""
         for node in self.nodes:
-            events = _events(self.run_dir / "nodes" / str(node) / "events.jsonl")
-            began = next((event["step"] for event in reversed(events) if event.get("event") == "start"), 0)
-            ended = next((event["step"] for event in reversed(events) if event.get("event") == "stop"), 0)
-            if ended > began:
+            path = self.run_dir / "nodes" / str(node) / "events.jsonl"
+            steps = {"start": 0, "stop": 0}
+            for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+                with suppress(ValueError):  # an incomplete line, left by a crash
+                    event = json.loads(line)
+                    if event.get("event") in steps:
+                        steps[event["event"]] = event.get("step", 0)
+            if steps["stop"] > steps["start"]:
                 return True
         return False
-
-    def _last_lines(self, logs: list[Path]) -> str:
-        source = logs[-1] if logs else self.run_dir / "launch.log"
-        lines = _tail(source, LOG_LINES) if source.exists() else []
-        return "\n".join([f"the end of {source}:", *lines])
-
-    def _logs(self) -> list[Path]:
-        """Return the attempt logs of this start, oldest first.
-
-        The directory may also contain those of other nodes.
-        """
-        found = [log for node in self.nodes for log in self.run_dir.glob(f"nodes/{node}/attempt_*.log")]
-        logs = [(attempt_of(log), log) for log in found]
-        return [log for number, log in sorted(logs) if number >= self.attempt]
 
 
 def refusal(output: str) -> str:
@@ -324,21 +299,7 @@ def indices_of(run_dir: Path, name: str) -> tuple[int, ...]:
     return tuple(int(index) for index in named if index.isdecimal())
 
 
-def _events(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines as values; an incomplete one, left by a crash, is skipped."""
-    events = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        with suppress(ValueError):
-            events.append(json.loads(line))
-    return events
-
-
 def attempt_of(log: Path) -> int:
     """Return K of `attempt_K.log`; 0 for any other file name."""
     number = log.stem.removeprefix("attempt_")
     return int(number) if number.isdecimal() else 0
-
-
-def _tail(path: Path, num_lines: int) -> list[str]:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return list(deque((line.rstrip() for line in file if line.strip()), maxlen=num_lines))

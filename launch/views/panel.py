@@ -32,7 +32,6 @@ from aedit.launch.views.tables import (
     held_out_line,
     hub_tables,
     rl_cells,
-    rl_health,
     rl_lines,
     swarm_tables,
 )
@@ -219,14 +218,17 @@ def _table(
     table = Table(box=style, pad_edge=False, padding=padding, header_style="bold")
     table.add_column("node", justify="right")
     table.add_column("state", min_width=10)
-    for name in RL_COLUMNS if run.is_rl else COLUMNS:
+    for name in RL_COLUMNS[1:] if run.is_rl else COLUMNS:
         table.add_column(name, justify="right")
     nodes = {node.index: node for node in run.nodes}
     rows = shown[: detail.max_rows]
     for index in rows:
         node = nodes.get(index)
         doing = _state(run, index, node, starting)
-        cells = rl_cells(node) if run.is_rl else _cells(node)
+        if run.is_rl:
+            _, *cells = rl_cells(RL_COLUMNS, index, newest(node) if node else None, node)
+        else:
+            cells = _cells(node)
         table.add_row(str(index), Text(doing, style=COLOURS.get(doing, "")), *cells)
     yield table
     if len(rows) < len(shown):
@@ -252,7 +254,8 @@ def _footer(run: Run, detail: Detail) -> Iterator[RenderableType]:
     if run.is_rl and run.nodes:
         learners: list[Learner] = [(node.index, newest(node)) for node in run.nodes]
         if detail.rl:
-            yield fmt.table(HEALTH, map(rl_health, learners[: detail.max_rows]))
+            shown = learners[: detail.max_rows]
+            yield fmt.table(HEALTH, (rl_cells(HEALTH, *each) for each in shown))
             if detail.spaced:
                 yield Text()
         yield held_out_line(run)

@@ -23,7 +23,6 @@ from aedit.launch.records import (
 from aedit.launch.views import formatting as fmt
 from aedit.launch.views.figures import (
     after_warm_up,
-    newest,
     ratio,
     recent_rollout_tokens_per_s,
     rl_held_out,
@@ -38,7 +37,16 @@ PEERS = ("peer", "address", "role", "owns", "follows", "steps/s", "model", "stat
 PARTS = ("part", "owner", "term", "sync", "versions", "digest", "pending", "in", "out")
 HEALTH = ("node", "staleness", "mismatch", "clipped", "no signal", "idle", "used", "drafter")
 LEARNERS = ("node", "reward", "solved", "rollout tokens/s", "speed-up", "accepted", "staleness")
-RL_COLUMNS = ("step", "round", "reward", "solved", "rollout\ntokens/s", "speed-up", "accepted\nlength")
+RL_COLUMNS = (
+    "node",
+    "step",
+    "round",
+    "reward",
+    "solved",
+    "rollout\ntokens/s",
+    "speed-up",
+    "accepted\nlength",
+)
 _TEXT = ("name", "state", "refused", "server", "address")
 """Columns of text in the tables of a hub."""
 _MAX_STATE = 22
@@ -92,7 +100,7 @@ def hub_table(now: HubSample, detail: Detail = FULL) -> Iterator[RenderableType]
                 yield Text()
     learners = [(node.node, node.rl) for node in nodes]
     if detail.rl and any(rl for _, rl in learners):
-        yield fmt.table(LEARNERS, map(_learner, learners))
+        yield fmt.table(LEARNERS, (rl_cells(LEARNERS, *each) for each in learners))
         if detail.spaced:
             yield Text()
             yield from rl_lines(learners)
@@ -224,60 +232,34 @@ def _part(number: int, part: PartSample) -> list[str]:
     return [str(number), part.owner, *cells, fmt.size(part.bytes_in), fmt.size(part.bytes_out)]
 
 
-def rl_cells(node: NodeRecords | None) -> list[str]:
-    """Return the cells of `RL_COLUMNS` for one node."""
-    rl = newest(node) if node else None
-    if node is None or rl is None:
-        return [fmt.UNKNOWN] * len(RL_COLUMNS)
-    totals = rl_totals([rl])
-    return [
-        fmt.count(node.metrics[-1].step),
-        str(node.metrics[-1].round),
-        fmt.decimals(rl.reward),
-        fmt.percent(rl.solved),
-        fmt.count(recent_rollout_tokens_per_s(node.metrics)),
-        fmt.times(totals.speed_up),
-        fmt.decimals(totals.accepted),
-    ]
-
-
-def _learner(learner: Learner) -> list[str]:
-    """Return the cells of `LEARNERS`: of a node whose files are not here."""
-    node, rl = learner
+def rl_cells(
+    columns: Sequence[str], index: int, rl: RLMetric | None, node: NodeRecords | None = None
+) -> list[str]:
+    """Return cells of a table of reinforcement learning. node: records of the node, if they are here."""
     if rl is None:
-        return [str(node), *[fmt.UNKNOWN] * 6]
+        return [str(index), *[fmt.UNKNOWN] * (len(columns) - 1)]
     totals = rl_totals([rl])
-    return [
-        str(node),
-        fmt.decimals(rl.reward),
-        fmt.percent(rl.solved),
-        fmt.count(totals.tokens_per_s),
-        fmt.times(totals.speed_up),
-        fmt.decimals(totals.accepted),
-        _staleness(rl),
-    ]
-
-
-def rl_health(learner: Learner) -> list[str]:
-    """Return the cells of `HEALTH`: whether samples fit the weights, and the use of idle time."""
-    node, rl = learner
-    if rl is None:
-        return [str(node), *[fmt.UNKNOWN] * 7]
-    totals = rl_totals([rl])
-    return [
-        str(node),
-        _staleness(rl),
-        fmt.tiny(rl.mismatch_kl),
-        fmt.percent(rl.clip_share),
-        fmt.percent(totals.no_signal),
-        fmt.seconds(totals.waited_s),
-        fmt.percent(ratio(totals.idle_used_s, totals.waited_s)),
-        f"v{fmt.count(rl.drafter['version'])}" if rl.drafter else fmt.UNKNOWN,
-    ]
-
-
-def _staleness(rl: RLMetric) -> str:
-    return f"{fmt.decimals(rl.staleness, 1)} (max {fmt.count(rl.staleness_max)})"
+    last = node.metrics[-1] if node else None
+    speed = recent_rollout_tokens_per_s(node.metrics) if node else totals.tokens_per_s
+    cells = {
+        "node": str(index),
+        "step": fmt.count(last.step) if last else fmt.UNKNOWN,
+        "round": str(last.round) if last else fmt.UNKNOWN,
+        "reward": fmt.decimals(rl.reward),
+        "solved": fmt.percent(rl.solved),
+        "rollout tokens/s": fmt.count(speed),
+        "speed-up": fmt.times(totals.speed_up),
+        "accepted": fmt.decimals(totals.accepted),
+        "accepted length": fmt.decimals(totals.accepted),
+        "staleness": f"{fmt.decimals(rl.staleness, 1)} (max {fmt.count(rl.staleness_max)})",
+        "mismatch": fmt.tiny(rl.mismatch_kl),
+        "clipped": fmt.percent(rl.clip_share),
+        "no signal": fmt.percent(totals.no_signal),
+        "idle": fmt.seconds(totals.waited_s),
+        "used": fmt.percent(ratio(totals.idle_used_s, totals.waited_s)),
+        "drafter": f"v{fmt.count(rl.drafter['version'])}" if rl.drafter else fmt.UNKNOWN,
+    }
+    return [cells[name.replace("\n", " ")] for name in columns]
 
 
 def rl_lines(learners: Sequence[Learner]) -> Iterator[RenderableType]:
