@@ -94,12 +94,15 @@ def generate(options: Namespace) -> int:
         f"{done.num_tokens} tokens in {took_s:.2f} s: {done.num_tokens / took_s:.0f} tokens/s, "
         f"{done.num_tokens / done.num_passes:.2f} tokens per pass; arms: {arms}"
     )
-    if not options.compare:
-        return 0
+    return _compare(plain_target, made, seconds) if options.compare else 0
+
+
+def _compare(target: TargetModel, made: Sequence[Sequence[Rollout]], seconds: Sequence[float]) -> int:
+    """Print the comparison with the rollouts and seconds without speculation and return the exit code."""
     per_s, plain_per_s = (
         sum(len(rollout.tokens) for rollout in each) / s for each, s in zip(made, seconds, strict=True)
     )
-    same, how = compare_tokens(plain_target, *made)
+    same, how = compare_tokens(target, *made)
     print(f"plain: {plain_per_s:.0f} tokens/s; speed-up {per_s / plain_per_s:.2f}; tokens equal: {how}")
     return 0 if same else 1
 
