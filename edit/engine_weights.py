@@ -10,8 +10,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from aedit.edit.shards import Shards, reshard
-from aedit.weight_gather import sharded, take_part
-from aedit.weight_watch import WeightWatch
+from aedit.weights import WeightWatch, sharded, take_part
 
 
 class PolicyEngine(Protocol):

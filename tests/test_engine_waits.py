@@ -16,7 +16,7 @@ from kit.rollouts import KINDS, samples, tiny_policy
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from aedit.spec_rollout.engine.verification import _to_host
-from aedit.weight_watch import WeightWatch
+from aedit.weights import WeightWatch
 
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero"}
 SENDING = "aedit.spec_rollout.model.model_support"

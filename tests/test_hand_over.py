@@ -9,9 +9,8 @@ from test_swarm_attacks import CONFIG, address, replica
 from aedit.async_sgd.journal import Unconfirmed
 from aedit.async_sgd.replication import Leadership, Replica
 from aedit.async_sgd.rules import Configured
-from aedit.launch.hub.endpoint import HubEndpoint
+from aedit.launch.hub.endpoint import HubEndpoint, OtherHubs
 from aedit.launch.hub.main import _Process
-from aedit.launch.hub.other_hubs import OtherHubs
 from aedit.proto.rpc import Proposal, Voter, VoterFile
 from aedit.proto.rpc import hub_pb2 as pb
 

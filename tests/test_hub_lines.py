@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from aedit.launch.hub.reports import MOST_LINE_BYTES, MetricBuffer
+from aedit.launch.hub.leading import MOST_LINE_BYTES, MetricBuffer
 from aedit.proto.rpc import MESSAGE_BYTES
 
 

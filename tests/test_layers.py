@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-WEIGHTS = ("weight_watch", "weight_gather")
+WEIGHTS = ("weights",)
 LIBRARY = ("edit", "spec_rollout", "async_sgd", "proto", "types", "system", "clock", "child")
 WIRE = ("proto.rpc", "proto.codecs")
 

@@ -9,7 +9,7 @@ from aedit.async_sgd.hub import CERTIFIED, Member, state
 from aedit.async_sgd.hub.decide_join import Denied
 from aedit.async_sgd.hub.status import MOST_GONE, MOST_SHOWN, hub_status
 from aedit.async_sgd.rules import Left
-from aedit.launch.hub.reports import Reports, metrics
+from aedit.launch.hub.leading import Reports, metrics
 from aedit.launch.records import HubSample
 from aedit.launch.views.tables import hub_table
 from aedit.proto.rpc import MESSAGE_BYTES

@@ -8,9 +8,10 @@ from kit.hub_processes import Client
 from kit.waiting import until
 from test_swarm_attacks import address, replica
 
+from aedit.launch.config import SwarmConfig
 from aedit.launch.records import resting_file
 from aedit.launch.swarm import hosted_part
-from aedit.launch.swarm.hosted_part import HostedPart, HostOptions
+from aedit.launch.swarm.hosted_part import HostedPart, PeerOptions
 from aedit.proto.rpc import ClientKeys, HubUnreachable
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.proto.swarm import PartPlaces
@@ -75,16 +76,11 @@ class Process:
     kill = terminate
 
 
-def host_options(directory):
-    return HostOptions(
-        run_toml=directory / "run.toml",
-        directory=directory,
-        host="h",
-        reached_at=str,
-        parts=2,
-        copies=3,
-        lease_s=6.0,
-    )
+SWARM = SwarmConfig(discovery="file", listen="h:1", parts=2, copies=3, lease_s=6.0)
+
+
+def hosted_by(options):
+    return HostedPart(1, SWARM, options, ClientKeys(), founds=False)
 
 
 def test_a_replica_that_does_not_answer_for_a_moment_stays_on_the_card_and_is_not_given_up(
@@ -92,7 +88,7 @@ def test_a_replica_that_does_not_answer_for_a_moment_stays_on_the_card_and_is_no
 ):
     """Found: on a busy machine its status came late, so others took its place."""
     monkeypatch.setattr(hosted_part, "Child", Process)
-    hosted = HostedPart(1, host_options(tmp_path), ClientKeys(), founds=False)
+    hosted = hosted_by(PeerOptions(directory=tmp_path, name="a"))
     now = [100.0]
     monkeypatch.setattr(hosted_part.time, "monotonic", lambda: now[0])
     status = {"term": 1, "follows": "h:1", "is_needed": False, "other_replicas": 3, "unconfirmed_s": 9.0}
@@ -121,8 +117,8 @@ def test_a_replica_has_rested_when_it_was_silent_for_longer_than_the_owner_count
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(hosted_part, "Child", Process)
-    options = host_options(tmp_path)
-    hosted = HostedPart(1, options, ClientKeys(), founds=False)
+    options = PeerOptions(directory=tmp_path, name="a")
+    hosted = hosted_by(options)
     resting, status = resting_file(options.folder(1)), {"term": 1, "follows": "h:1", "is_needed": False}
 
     def hears(silent_s):
@@ -144,7 +140,7 @@ def test_a_replica_has_rested_when_it_was_silent_for_longer_than_the_owner_count
     assert not resting.exists()
     monkeypatch.setattr(hosted_part, "_REST_S", 5.0)
     assert not hosted.rest(True), "it has rested before, and not now"
-    again = HostedPart(1, options, ClientKeys(), founds=False)
+    again = hosted_by(options)
     assert not resting.exists(), "what an earlier process of the peer was about to do is over"
     hosted.stop()
     again.stop()

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from aedit.launch.node import saved_layer
-from aedit.launch.node.rl_drafter import make_online
+from aedit.launch.node.rl_engine import make_online
 from aedit.spec_rollout import make_target
 from aedit.spec_rollout.choose import Fixed
 from aedit.spec_rollout.drafters import DraftLayer, parse_arm

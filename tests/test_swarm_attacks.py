@@ -11,9 +11,8 @@ from kit.swarm import key_of
 from kit.waiting import until
 
 from aedit.launch.config import parse
-from aedit.launch.hub.endpoint import HubEndpoint
+from aedit.launch.hub.endpoint import HubEndpoint, VoteRequests
 from aedit.launch.hub.main import _Process
-from aedit.launch.hub.other_hubs import VoteRequests
 from aedit.launch.swarm import peer_service
 from aedit.proto.rpc import (
     PROTOCOL,

@@ -3,7 +3,7 @@
 import pytest
 
 from aedit.launch.swarm import part_view
-from aedit.launch.swarm.roles import PartView, Role
+from aedit.launch.swarm.hosted_part import PartView, Role
 from aedit.launch.swarm.run_peer import RecentPeers
 from aedit.proto.swarm import PartPlaces, PartReplica, PeerCard, ReplicasFile
 

@@ -7,7 +7,7 @@ from itertools import combinations, permutations
 import pytest
 
 from aedit.async_sgd.replication import placed_replicas
-from aedit.launch.swarm.roles import PartView, Role
+from aedit.launch.swarm.hosted_part import PartView, Role
 from aedit.proto.swarm import PartReplica, ranking
 
 COPIES, LAG, HEARD = 3, 4, 2

@@ -15,7 +15,7 @@ from aedit.spec_rollout.choose import Fixed
 from aedit.spec_rollout.drafters import LayerDrafter
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.model import GraphCache, Target
-from aedit.weight_watch import WeightWatch
+from aedit.weights import WeightWatch
 
 ASKED = prompts_of(3, max_new_tokens=10, temperature=1.0)
 

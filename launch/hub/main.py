@@ -24,12 +24,10 @@ from aedit.async_sgd.service import CoreSwitch, HelloResponder, Signer
 from aedit.child import StopSignals, from_json, run_task
 from aedit.launch.config import RunConfig, difference, load, method, to_toml
 from aedit.launch.hub import folder
-from aedit.launch.hub.endpoint import HubEndpoint, HubOptions
+from aedit.launch.hub.endpoint import HubEndpoint, HubOptions, OtherHubs, VoteRequests
 from aedit.launch.hub.folder import make_hub
-from aedit.launch.hub.leading import LeadingHub
-from aedit.launch.hub.other_hubs import OtherHubs, VoteRequests
+from aedit.launch.hub.leading import LeadingHub, Reports
 from aedit.launch.hub.policy_versions import RECORD, PolicyService, PolicyVersions, policy_service
-from aedit.launch.hub.reports import Reports
 from aedit.launch.hub.standby import Standby
 from aedit.proto.rpc import (
     PROTOCOL,

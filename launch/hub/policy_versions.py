@@ -11,10 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import grpc
-import numpy as np
 
 from aedit.async_sgd.journal import Ledger
 from aedit.proto.rpc import CallHandlers, FairPool, Limits, Refusal, Service
@@ -86,7 +84,9 @@ class PolicyVersions:
             anchors = hub.state.policy_anchors if wanted else {}
             position = ledger.journal.position
         if not wanted:
-            self._forget()
+            if self._store is not None:
+                self._store.close(LINE)
+            self._made.clear()
         if not anchors or layout is None:
             return
         store = self._store or self._open(layout)
@@ -101,7 +101,7 @@ class PolicyVersions:
         for index, anchor in anchors.items():
             name = layout.units[index].name
             if name not in made or made[name][0] != anchor.version:
-                made[name] = anchor.version, self._cast(hub.as_held(index, anchor))
+                made[name] = anchor.version, patterns(hub.as_held(index, anchor), self._dtype)
         write_atomically(self._record, json.dumps({"serial": serial, "units": versions}))
         store.publish(LINE, serial, {name: values for name, (_, values) in made.items()}, versions)
 
@@ -115,9 +115,6 @@ class PolicyVersions:
             except Exception:  # servers then stay at their version; the run must not end for it
                 log.exception("no policy version")
                 pause_s = _FAILED_PAUSE_S
-
-    def _cast(self, values: np.ndarray[Any, Any]) -> Patterns:
-        return patterns(values, self._dtype)
 
     def _open(self, layout: Layout) -> VersionStore:
         apart = self._ledger.hub.state.apart
@@ -133,11 +130,6 @@ class PolicyVersions:
             return True
         said = json.loads(before)
         return bool(serial > said["serial"] or (serial == said["serial"] and said["units"] == dict(versions)))
-
-    def _forget(self) -> None:
-        if self._store is not None:
-            self._store.close(LINE)
-        self._made.clear()
 
 
 class PolicyService:

@@ -16,10 +16,8 @@ from aedit.async_sgd.replication import Leadership, Mirror
 from aedit.async_sgd.rules import Led, Record
 from aedit.async_sgd.service import HelloResponder, check_part, fingerprint, messages
 from aedit.launch.hub import folder
-from aedit.launch.hub.endpoint import HubEndpoint
-from aedit.launch.hub.leading import LeadingHub
-from aedit.launch.hub.other_hubs import OtherHubs
-from aedit.launch.hub.reports import Reports
+from aedit.launch.hub.endpoint import HubEndpoint, OtherHubs
+from aedit.launch.hub.leading import LeadingHub, Reports
 from aedit.launch.records import resting_file
 from aedit.proto.rpc import (
     Answer,
@@ -53,17 +51,7 @@ _APART_S = 1.0
 """Between the turns of two replicas that have lost their owner together."""
 
 
-class _LeaderOnly:
-    """The calls that only the leading hub answers: a follower refuses them."""
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        text = "this hub is a standby: call the leading hub"
-        raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, text)
-
-    join = heartbeat = lease = leave = max_push_bytes = push = garbled = pull = tail = confirm = _refuse
-
-
-class Standby(_LeaderOnly):
+class Standby:
     """`HubCore` of a hub that follows the leading one; `failure` is the reason if it had to stop."""
 
     def __init__(
@@ -120,6 +108,12 @@ class Standby(_LeaderOnly):
                 thread.join(timeout=10)
 
     # --- calls
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        text = "this hub is a standby: call the leading hub"
+        raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, text)
+
+    join = heartbeat = lease = leave = max_push_bytes = push = garbled = pull = tail = confirm = _refuse
 
     def hello(self, request: pb.HelloRequest) -> pb.HelloReply:
         """Return the answer to a node or another hub that asks for this run."""

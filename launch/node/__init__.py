@@ -4,8 +4,8 @@
 world, a hub (`build_hub`) or hivemind peers (`build_averaging`). `train` is the loop over `objective` (text)
 or `rl_objective` (rewards), with `budget`, `stop`, `checkpoint`, `world` and `model`. `rl_build` makes the
 objective of RL from `rl_groups` (prompts to rewarded groups), `rl_policy` (advantages and loss),
-`rl_engine`, `rl_drafter`, `rl_audit` (of servers) and `rl_records`. `launch.processes` starts it; exports
-and serving use its model.
+`rl_engine` (with the learned drafter), `rl_audit` (of servers) and `rl_records`. `launch.processes` starts
+it; exports and serving use its model.
 """
 
 from typing import TYPE_CHECKING
@@ -26,8 +26,17 @@ if TYPE_CHECKING:
         stop_tokens,
     )
     from aedit.launch.node.objective import lr_at, make_inner, make_inners, set_lr
-    from aedit.launch.node.rl_drafter import FILE, TrainerDeaths, online_config, save_drafter, saved_layer
-    from aedit.launch.node.rl_engine import DTYPES, MAX_DRAFTED_TOKENS, StopDecoder, choose_among
+    from aedit.launch.node.rl_engine import (
+        DTYPES,
+        FILE,
+        MAX_DRAFTED_TOKENS,
+        StopDecoder,
+        TrainerDeaths,
+        choose_among,
+        online_config,
+        save_drafter,
+        saved_layer,
+    )
     from aedit.launch.node.world import chosen_device
 
 __all__ = [

@@ -16,8 +16,14 @@ from aedit.launch.data import AnswerTokens, Curriculum, ProblemSet, reward_pool
 from aedit.launch.node.model import make_model, stop_tokens
 from aedit.launch.node.objective import NodeParts
 from aedit.launch.node.rl_audit import MAKE, TrainingAudit, audit_options
-from aedit.launch.node.rl_drafter import ForwardLearner, TrainerDeaths, make_learner
-from aedit.launch.node.rl_engine import ARMS, DTYPES, make_engine_source
+from aedit.launch.node.rl_engine import (
+    ARMS,
+    DTYPES,
+    ForwardLearner,
+    TrainerDeaths,
+    make_engine_source,
+    make_learner,
+)
 from aedit.launch.node.rl_groups import FIRST_KEY, GroupPipeline, GroupStream
 from aedit.launch.node.rl_objective import PolicyObjective, WarmUp
 from aedit.launch.node.rl_policy import PolicyGradient, without_dropout

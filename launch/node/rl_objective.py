@@ -19,7 +19,7 @@ from aedit.edit import LayerSync
 from aedit.launch.config import RunConfig
 from aedit.launch.data import AnswerTokens, Curriculum, solved_of
 from aedit.launch.node.objective import AddLoss, lr_at
-from aedit.launch.node.rl_drafter import TrainerDeaths, save_drafter
+from aedit.launch.node.rl_engine import TrainerDeaths, save_drafter
 from aedit.launch.node.rl_groups import GroupStream, solved_share
 from aedit.launch.node.rl_policy import PolicyGradient, with_advantages
 from aedit.launch.node.rl_records import RLRecords

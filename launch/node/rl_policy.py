@@ -17,7 +17,7 @@ from aedit.edit import Shards
 from aedit.launch.config import RLConfig, RunConfig
 from aedit.launch.node.objective import AddLoss
 from aedit.launch.node.rl_audit import TrainingAudit
-from aedit.launch.node.rl_drafter import ForwardLearner
+from aedit.launch.node.rl_engine import ForwardLearner
 from aedit.spec_rollout.rl import (
     MEANS,
     Group,

@@ -23,7 +23,7 @@ from aedit.launch.node import outline
 from aedit.launch.processes.run_local import nodes_here
 from aedit.proto.codecs import codec
 from aedit.types import UserError
-from aedit.weight_gather import gather_bytes
+from aedit.weights import gather_bytes
 
 WIRES_MBIT = (10, 100, 1000)
 

@@ -1,9 +1,8 @@
 """The peer process of a swarm: finds the other peers and hosts replicas of parts of the model.
 
-`run_peer` is the process and its loop (begin there); `initial_peers` finds the first peers, `roles` decides
-which parts a peer keeps, `hosted_part` runs the hub process of one part, `peer_service` answers Hello and
-Status, and `recreate_parts` votes on parts whose replicas are lost. The command line and
-`launch.processes` call it.
+`run_peer` is the process and its loop (begin there); `initial_peers` finds the first peers, `hosted_part`
+decides which parts a peer keeps and runs the hub process of each, `peer_service` answers Hello and Status,
+and `recreate_parts` votes on parts whose replicas are lost. The command line and `launch.processes` call it.
 """
 
 from typing import TYPE_CHECKING
@@ -11,10 +10,9 @@ from typing import TYPE_CHECKING
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
-    from aedit.launch.swarm.hosted_part import MARK
+    from aedit.launch.swarm.hosted_part import MARK, PeerOptions, part_view
     from aedit.launch.swarm.initial_peers import INTRODUCTION, introduced, is_maddrs
-    from aedit.launch.swarm.roles import part_view
-    from aedit.launch.swarm.run_peer import PEER_PROGRAM, Peer, PeerOptions, peer
+    from aedit.launch.swarm.run_peer import PEER_PROGRAM, Peer, peer
 
 __all__ = [
     "INTRODUCTION",

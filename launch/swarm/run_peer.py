@@ -5,17 +5,16 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from aedit.child import StopSignals, from_json, run_task
 from aedit.launch.config import RunConfig, load, to_toml
 from aedit.launch.records import claimed
-from aedit.launch.swarm.hosted_part import HostedPart, HostOptions, set_aside
+from aedit.launch.swarm.hosted_part import HostedPart, PartView, PeerOptions, Role, part_view, set_aside
 from aedit.launch.swarm.initial_peers import INTRODUCTION, make_discovery
 from aedit.launch.swarm.peer_service import OtherModels, Overview, PeerService, rows
 from aedit.launch.swarm.recreate_parts import Forcing, Foundings, check_forcing
-from aedit.launch.swarm.roles import PartView, Role, part_view
 from aedit.proto.rpc import (
     ClientKeys,
     Endorsement,
@@ -72,25 +71,6 @@ PEER_PROGRAM = "aedit.launch.swarm.run_peer"
 """This module as a child process; its arguments are the configuration file and `PeerOptions` as JSON."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerOptions:
-    """Options of a peer beside the configuration of the run."""
-
-    directory: Path
-    """Folder of its key, replicas and records."""
-    name: str
-    peers: str = ""
-    """In place of `swarm.peers`."""
-    founds: bool = False
-    """Begin the run: found every part. A peer that was in the run before goes on with what it has."""
-    forces: tuple[int, ...] = ()
-    """Parts that it founds without a vote, because too few peers are left; see `Forcing`."""
-    stays: bool = False
-    """Serve until a signal arrives, also after the run is over, for nodes that come late."""
-    keys: Path | None = None
-    insecure: bool = False
-
-
 def peer(config: RunConfig, options: PeerOptions) -> int:
     """Take part in the swarm until SIGINT or SIGTERM; return the exit code.
 
@@ -124,22 +104,13 @@ class Peer:
         """Listen, and read the key. Raises UserError."""
         swarm, directory = config.swarm, options.directory
         self._config, self._options = config, options
-        run_toml = directory / "run.toml"
-        write_atomically(run_toml, to_toml(config))
-        self._hosts = HostOptions(
-            run_toml=run_toml,
-            directory=directory,
-            host=swarm.listen.rpartition(":")[0],
-            reached_at=swarm.reached_at,
-            parts=swarm.parts,
-            copies=swarm.copies,
-            lease_s=swarm.lease_s,
-            keys=options.keys,
-            insecure=options.insecure,
-            stays=options.stays,
-        )
+        write_atomically(options.run_toml, to_toml(config))
         self._trust = client_keys(options.keys) if options.keys else ClientKeys()
-        self._key = _kept_key(directory / KEY)
+        key_path = directory / KEY
+        try:
+            self._key = SigningKey.kept(key_path)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{key_path}: {error}") from None
         self._known = KnownPeers(
             config.name, self._key.public, allow=frozenset(bytes.fromhex(key) for key in swarm.allow)
         )
@@ -162,7 +133,12 @@ class Peer:
         fingerprint = certified.own.fingerprint if certified else ""
         self._card = OwnCard(config, options.name, directory, self._key, self._known, fingerprint)
         self._service = PeerService(
-            config, self._replicas, self._trust, self._live_names, self._foundings.states
+            config,
+            self._replicas,
+            self._trust,
+            # Live peers for views, and those that are shut out.
+            lambda: rows(self._known.live(time.monotonic()), self._key.public, self._known.faults),
+            self._foundings.states,
         )
         self._discovery = make_discovery(swarm, options.peers, directory=directory, run=config.name)
         plan = GossipPlan(
@@ -183,13 +159,13 @@ class Peer:
 
     def start(self) -> None:
         """Host what is on the disk, or found the run; then exchange cards with others."""
-        directory, kept = self._options.directory, self._hosts.kept()
+        directory, kept = self._options.directory, self._options.kept(self._config.swarm.parts)
         for proof in self._proofs.load():
             self._known.shut_out(proof)
         marker = directory / "member"
         founds = self._options.founds and not kept and not marker.exists()
         marker.touch()
-        for part in range(self._hosts.parts) if founds else kept:
+        for part in range(self._config.swarm.parts) if founds else kept:
             self._host(part, founds=founds)
         self._gossip.start()
         write_atomically(directory / "address", self.address or "client")
@@ -199,7 +175,10 @@ class Peer:
 
         Raises UserError if a part is to be founded by force that has an owner.
         """
-        self._introduce()
+        introduction = self._discovery.introduction or self.address
+        if introduction != self._introduced:  # what others need to find this peer
+            write_atomically(self._options.directory / INTRODUCTION, introduction)
+            self._introduced = introduction
         for hosted in list(self._hosted.values()):
             hosted.look()
         if self._known.state != self._own_fault:
@@ -208,7 +187,7 @@ class Peer:
         live = self._known.live(time.monotonic())
         self._foundings.look(live)
         self._forcing.look(live)
-        for part in range(self._hosts.parts):
+        for part in range(self._config.swarm.parts):
             self._follow_founding(part)
         self._gossip.received(self._received.changed())
         self._other_models.name(self._known.live(time.monotonic()), self._key.public)
@@ -218,10 +197,10 @@ class Peer:
         shut_out = [key.hex() for key, found in faults.items() if found.statement is not None]
         num_peers = len(self._recent.within(_RECENT_LEASES * self._config.swarm.lease_s))
         may_begin = self._overview.is_enough(live, self._gossip.answers)
-        self._replicas.write([view.places(self._hosts.copies, num_peers) for view in views], shut_out)
+        self._replicas.write([view.places(self._config.swarm.copies, num_peers) for view in views], shut_out)
         for part, view in enumerate(views):
             own = self._hosted.get(part)
-            role = view.role(self._hosts.copies, own.others if own is not None else 0)
+            role = view.role(self._config.swarm.copies, own.others if own is not None else 0)
             has_rested = own is not None and own.rest(role is Role.RETIRE)
             if part not in self._hosted and may_begin and self._begins(part, role):
                 log.warning("part %d: keeping a replica", part)
@@ -263,8 +242,8 @@ class Peer:
                 del self._hosted[part]
             own.set_aside()
         if begins:
-            if self._hosts.folder(part).exists():
-                set_aside(self._hosts.folder(part))
+            if self._options.folder(part).exists():
+                set_aside(self._options.folder(part))
             self._host(part, founds=True, above=register.term_above)
 
     def _begins(self, part: int, role: Role) -> bool:
@@ -279,7 +258,7 @@ class Peer:
         return True
 
     def _host(self, part: int, *, founds: bool, above: int = 0) -> None:
-        hosted = HostedPart(part, self._hosts, self._trust, founds=founds, above=above)
+        hosted = HostedPart(part, self._config.swarm, self._options, self._trust, founds=founds, above=above)
         with self._hosting:
             self._hosted[part] = hosted
 
@@ -301,20 +280,13 @@ class Peer:
             host_certificates(keys), own_endorsement(keys, run, me) if listens else Endorsement()
         )
 
-    def _introduce(self) -> None:
-        """Write what others need to find this peer, once it is known."""
-        text = self._discovery.introduction or self.address
-        if text != self._introduced:
-            write_atomically(self._options.directory / INTRODUCTION, text)
-            self._introduced = text
-
     def _views(self) -> list[PartView]:
         live = self._known.live(time.monotonic())
         run, me = self._config.name, self._key.public
         lately = self._recent.within(self._config.swarm.lease_s)
         return [
             part_view(run, part, live, me, self._foundings.register(part).counts, lately)
-            for part in range(self._hosts.parts)
+            for part in range(self._config.swarm.parts)
         ]
 
     def _own_card(self) -> bytes:
@@ -322,17 +294,6 @@ class Peer:
             states = {part: hosted.state for part, hosted in self._hosted.items()}
         hosts = {part: state for part, state in states.items() if state is not None}
         return self._card.current(self.address, hosts, self._foundings.says(), self._node.current())
-
-    def _live_names(self) -> list[dict[str, object]]:
-        """Return the live peers for views, and those that are shut out."""
-        return rows(self._known.live(time.monotonic()), self._key.public, self._known.faults)
-
-
-def _kept_key(path: Path) -> SigningKey:
-    try:
-        return SigningKey.kept(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {error}") from None
 
 
 class OwnCard:

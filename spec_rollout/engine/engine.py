@@ -31,7 +31,7 @@ from aedit.spec_rollout.engine.verification import (
 from aedit.spec_rollout.model import TargetModel, make_target
 from aedit.spec_rollout.sampling import Prompt, Rollout, RowNoise, TokenDecoder
 from aedit.types import checked
-from aedit.weight_gather import take_part
+from aedit.weights import take_part
 
 
 class EngineOptions(TypedDict, total=False):

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from aedit.weight_gather import agree, gather, sharded
-from aedit.weight_watch import WeightWatch
+from aedit.weights import WeightWatch, agree, gather, sharded
 
 
 class _Kind(NamedTuple):

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from aedit.spec_rollout.training import SharedSlots, SlotLayout, TensorSpec
 from aedit.system import anonymous_memory
-from aedit.weight_gather import agree, gather, sharded
+from aedit.weights import agree, gather, sharded
 
 
 class SharedWeights:

@@ -30,7 +30,7 @@ from aedit.spec_rollout.remote.shared_weights import SharedWeights
 from aedit.spec_rollout.remote.workers import WorkerConfig, WorkerPool
 from aedit.spec_rollout.sampling import Prompt, Rollout, SampleKey, encode_sampling
 from aedit.types import checked
-from aedit.weight_gather import sharded, take_part
+from aedit.weights import sharded, take_part
 
 REBALANCE_S = 0.1
 """Interval of the plans of migrations."""

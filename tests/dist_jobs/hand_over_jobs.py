@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from aedit import weight_gather
 from aedit.edit import OwnPace
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.sampling import Prompt, Sampling
+from aedit.weights import agree, gather, gather_bytes
 
 
 class Slow(SharedLink):
@@ -168,9 +168,9 @@ def lose_a_rank(rank, size):
     dist.barrier(group)  # on a busy machine the ranks come late; from here on they are together
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=10), group)
     if rank == 1:
-        dtype = weight_gather.agree(weights, None, refused=False)
+        dtype = agree(weights, None, refused=False)
         first = dict(list(weights.items())[:3])
-        return weight_gather.gather(first, dtype, lambda tensor, whole: None)
+        return gather(first, dtype, lambda tensor, whole: None)
     engine, errors = Engine.of(llama(seed=1), rows=3, max_tokens=32), []
     for act in (lambda: engine.update_weights(weights, 1), engine.step, lambda: said(engine)):
         try:
@@ -218,4 +218,4 @@ def measure(rank, size, dtype):
     update(1, weights)
     peak, wasteful = peak_bytes(lambda: update(2, weights)), peak_bytes(lambda: update_by_copies(3))
     fp32_bytes = 4 * sum(p.numel() for p in model.parameters())
-    return peak, wasteful, weight_gather.gather_bytes(shapes, size, dtype), fp32_bytes
+    return peak, wasteful, gather_bytes(shapes, size, dtype), fp32_bytes

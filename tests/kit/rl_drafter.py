@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from aedit.launch.node import rl_drafter
+from aedit.launch.node import rl_engine
 from aedit.spec_rollout.training import IdleConfig, Publication
 from aedit.spec_rollout.training.windows import NoTraining
 from kit import trainers
@@ -13,7 +13,7 @@ from kit import trainers
 LOUDNESS = 10.0
 
 
-def train_at_once(monkeypatch, module=rl_drafter):
+def train_at_once(monkeypatch, module=rl_engine):
     """Let the trainers that `module` starts run on a busy machine too, and evaluate early."""
     original = module.online_config
 
