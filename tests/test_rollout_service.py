@@ -303,7 +303,7 @@ def no_samples(server):
 def test_a_trainer_that_does_not_read_is_cut_off_and_others_go_on():
     model = tiny_policy(1)
     prompts = prompts_of(300, max_new_tokens=100, top_logprobs=60)
-    limits = quiet_limits(stall_s=1.0, unsent_bytes=2**17, waiting=400)
+    limits = quiet_limits(stall_s=1.0, unsent_bytes=2**19, waiting=400)  # 64 steps of four samples
     with tiny_server(limits=limits) as server, TrainerEnd(server.address, "other") as other:
         other.wait(lambda: other.opened, "Opened")
         server.publish("other", model, 1)

@@ -8,6 +8,7 @@ import signal
 from contextlib import contextmanager
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 from kit.rollouts import decode_plainly, logprobs_of, next_logits, perturbed, prompts_of
@@ -112,6 +113,9 @@ def test_workers_generate_what_plain_decoding_does(source, models, causes):
     assert status["rollout_tokens"] == 4 * LENGTH
     assert status["rollout_tokens"] >= status["plain_tokens"] > 0
     assert status["passes"] == sum(rollout.passes for rollout in done.values())
+    for pid in status["pids"]:
+        sockets = psutil.Process(pid).net_connections("all")
+        assert {each.laddr for each in sockets} <= {""}, "no address at which others could reach a worker"
 
 
 @pytest.mark.slow  # what it disturbs must not have ended: a machine without other work
