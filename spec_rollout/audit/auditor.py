@@ -146,7 +146,8 @@ class SpotAuditor:
         wrong = form_error(held, sampling, self._policy.vocabulary, self._tokenizer)
         if wrong:
             evidence = {"key": list(held.key), "versions": sorted({*held.versions})}
-            return self._failed(server, f"sample {name}: {wrong}", evidence)
+            self.accuse(server)
+            return AuditVerdict(passed=False, reason=f"sample {name}: {wrong}", evidence=evidence)
         reason = not_auditable(sampling)
         missing = sorted({*held.versions[held.start :]} - {*self._policy.versions})
         if reason or missing:
@@ -155,7 +156,7 @@ class SpotAuditor:
         scored = score(self._policy, held, sampling, self._noise)
         table = self._settings.calibrations
         calibration = calibration_of(server, table, self._policy.dtype, self._noise)
-        record, judgement = self._of(server).judge(scored, calibration)
+        record, judgement = self._servers.get(server, ServerRecord()).judge(scored, calibration)
         self._servers[server] = record
         return self._verdict(held, judgement)
 
@@ -171,18 +172,11 @@ class SpotAuditor:
         if judgement.reason:
             evidence = {"key": list(held.key), "versions": spans_of(held.versions), **judgement.evidence}
             reason = f"sample {held.key[0]}/{held.key[1]}: {judgement.reason}"
-            self._rates[held.server] = self._rate(held.server).after_failure()
+            self.accuse(held.server)
             return AuditVerdict(passed=False, reason=reason, evidence=evidence)
         rate, rule = self._rate(held.server), self._settings.rule
         self._rates[held.server] = rate.after(rule, judgement.num_tokens, judgement.num_mismatches)
         return AuditVerdict(passed=True)
-
-    def _failed(self, server: str, reason: str, evidence: Mapping[str, Any]) -> AuditVerdict:
-        self._rates[server] = self._rate(server).after_failure()
-        return AuditVerdict(passed=False, reason=reason, evidence=evidence)
-
-    def _of(self, server: str) -> ServerRecord:
-        return self._servers.get(server, ServerRecord())
 
     def _rate(self, server: str) -> AuditRate:
         return self._rates.get(server, AuditRate(self._settings.rule.rate))

@@ -179,7 +179,7 @@ class ServerRecord:
             num_others=self.num_others + int((~(scored.margins.margins_T <= 0)).sum()),
             expected_others=self.expected_others + float(calibration.chances(scored.margins.gaps_T).nansum()),
             sum_of_differences=self.sum_of_differences + float(differences_T.nansum()),
-            largest_margin=max(self.largest_margin, _largest(scored.margins)),
+            largest_margin=max([self.largest_margin, *scored.margins.margins_T.tolist()]),
         )
         finding = _hard(scored, differences_T, calibration)
         tests = Tests()
@@ -187,7 +187,7 @@ class ServerRecord:
             tests = self.tests.after(SampleSums.of(scored, calibration), calibration)
             shown = tests.finding(after, calibration)
             if shown:
-                finding = shown, max(range(len(is_mismatch)), key=lambda i: _worst(scored, differences_T, i))
+                finding = shown, int(torch.maximum(scored.margins.margins_T, differences_T.abs()).argmax())
         if finding is None:
             passed = replace(after, tests=tests if is_mismatch else self.tests)
             return passed, Judgement("", {}, len(is_mismatch), sum(is_mismatch))
@@ -267,14 +267,6 @@ def _hard(scored: Scored, differences_T: torch.Tensor, calibration: Calibration)
     if median > calibration.logprob_median:
         return f"its log-probabilities differ by {median:.3g} in the median", furthest
     return None
-
-
-def _worst(scored: Scored, differences_T: torch.Tensor, i: int) -> float:
-    return max(float(scored.margins.margins_T[i]), float(differences_T[i].abs()))
-
-
-def _largest(margins: Margins) -> float:
-    return float(margins.margins_T.max()) if len(margins.margins_T) else 0.0
 
 
 def _evidence(scored: Scored, i: int, calibration: Calibration) -> dict[str, Any]:

@@ -86,9 +86,7 @@ class Samples:
     def unfinished(self, key: SampleKey) -> UnfinishedSample:
         """Return the sample as the plan of migrations sees it."""
         sample = self._samples[key]
-        prompt, emitted = sample.rollout.prompt, len(sample.rollout.tokens) + sample.unreported
-        most = prompt.sampling.max_new_tokens
-        return UnfinishedSample(key, len(prompt.tokens) + emitted, emitted, most, prompt.group)
+        return UnfinishedSample.of(sample.rollout, sample.unreported)
 
     def request(self, key: SampleKey, version: int) -> pb.Add:
         """Return the request that continues the sample with this policy version or a newer one."""
@@ -170,20 +168,6 @@ class Samples:
                 f"sample {worst.rollout.prompt.name}: {worst.deaths} rollout workers have ended or failed"
                 f" with it without a further token; the last one: {reason}"
             )
-
-
-def total(figures: Iterable[Mapping[str, float | Mapping[str, int]]]) -> dict[str, object]:
-    """Return the sums of the workers' figures, by name."""
-    sums: dict[str, float] = {}
-    arms: dict[str, int] = {}
-    for each in figures:
-        for name, value in each.items():
-            if isinstance(value, Mapping):
-                for arm, count in value.items():
-                    arms[arm] = arms.get(arm, 0) + count
-            else:
-                sums[name] = sums.get(name, 0) + value
-    return {**sums, "arms": arms}
 
 
 SMALLEST_PART = 0.25
@@ -378,14 +362,15 @@ class Dispatcher:
         self.finished.clear()
         self.moving.clear()
 
-    def take_finished(self) -> list[Rollout]:
-        """Return the samples that have finished since the last call."""
-        finished, self.finished = self.finished, []
-        return finished
-
-    def figures(self) -> Mapping[str, object]:
-        """Return the sums of the figures of all workers so far."""
-        return total([*self._past, *(worker.figures for worker in self.pool.workers.values())])
+    def figures(self) -> dict[str, Any]:
+        """Return the sums of the figures of all workers so far, by name."""
+        sums: dict[str, Any] = {}
+        arms = Counter[str]()
+        for each in [*self._past, *(worker.figures for worker in self.pool.workers.values())]:
+            arms.update(each.get("arms", {}))
+            for name in each.keys() - {"arms"}:
+                sums[name] = sums.get(name, 0) + each[name]
+        return {**sums, "arms": dict(arms)}
 
     def _handle(self, worker: WorkerHandle, message: pb.ToTrainer) -> None:
         kind = message.WhichOneof("message")

@@ -78,7 +78,7 @@ class LocalEngine:
             return None
         if self._kv:
             speed = replace(speed, prefill_s=0.0)  # a copy is part of `MigrationRule.overhead_s`
-        samples = tuple(map(_sample, [*self.engine.running, *self.engine.waiting]))
+        samples = tuple(map(UnfinishedSample.of, [*self.engine.running, *self.engine.waiting]))
         return EngineLoad(samples, self.engine.target.rows, speed)
 
     def remove(self, key: SampleKey) -> Prompt | None:
@@ -196,9 +196,3 @@ class Reallocator:
         except (OSError, ValueError):
             return False
         return True
-
-
-def _sample(rollout: Rollout) -> UnfinishedSample:
-    prompt, emitted = rollout.prompt, len(rollout.tokens)
-    most = prompt.sampling.max_new_tokens
-    return UnfinishedSample(prompt.key, len(prompt.tokens) + emitted, emitted, most, prompt.group)

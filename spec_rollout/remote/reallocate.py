@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from operator import add
 
 from aedit.spec_rollout.engine import EngineSpeed
-from aedit.spec_rollout.sampling import SampleKey
+from aedit.spec_rollout.sampling import Rollout, SampleKey
 
 PRIOR = 4.0
 """Weight, in samples, of the mean length of all samples in the mean length of a group."""
@@ -109,6 +109,13 @@ class UnfinishedSample:
     """Indices of engines that it has left. It returns there only if they are much faster."""
     scale: float = 1.0
     """Length of its group relative to all samples."""
+
+    @classmethod
+    def of(cls, rollout: Rollout, unreported: int = 0) -> "UnfinishedSample":
+        """Return a rollout that has drawn `unreported` tokens beside its own."""
+        prompt, emitted = rollout.prompt, len(rollout.tokens) + unreported
+        most = prompt.sampling.max_new_tokens
+        return cls(prompt.key, len(prompt.tokens) + emitted, emitted, most, prompt.group)
 
     def expected_remaining(self, lengths: LengthDistribution) -> float:
         """Return the expected number of further tokens."""

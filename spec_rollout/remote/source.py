@@ -202,7 +202,7 @@ class WorkerSource:
                     dispatcher.look()
         if time.monotonic() - self._rebalanced_s >= REBALANCE_S and len(self._pool.workers) > 1:
             self._rebalance()
-        finished = dispatcher.take_finished()
+        finished, dispatcher.finished = dispatcher.finished, []
         for rollout in finished:
             self._reallocator.record_finished(rollout)
         return finished
@@ -234,7 +234,7 @@ class WorkerSource:
         `worker_s` are the seconds in which a process has generated, mean over them.
         `retried` counts samples that were taken back from dead workers, `moved` those that changed workers.
         """
-        figures = dict(self._dispatcher.figures())
+        figures = self._dispatcher.figures()
         generated_s = figures.get("rollout_s")
         worker_s = generated_s / self._config.processes if isinstance(generated_s, float) else 0.0
         return {

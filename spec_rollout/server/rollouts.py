@@ -15,7 +15,7 @@ from aedit.proto.rpc import CallContext, CallHandlers, FairPool, Limits, Refusal
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.spec_rollout.server.host import EngineHost
 from aedit.spec_rollout.server.trainer_lines import StreamLimits, TrainerLines
-from aedit.spec_rollout.server.trainer_stream import PROTOCOL, ServerIdentity, TrainerStream, replaced
+from aedit.spec_rollout.server.trainer_stream import PROTOCOL, ServerIdentity, TrainerStream
 
 NAME = "aedit.v1.Rollouts"
 WATCH_S = 0.5
@@ -202,7 +202,12 @@ class RolloutService:
                 message.open.line,
                 secret_of(call.context.invocation_metadata()),
                 "finish" if message.open.on_new_version == "finish" else "recompute",
-                lambda: call.end(replaced()),
+                lambda: call.end(
+                    Refusal(
+                        grpc.StatusCode.FAILED_PRECONDITION,
+                        "a newer stream of this line has replaced this one",
+                    )
+                ),
             )
         )
         stream = TrainerStream(self._identity, self._host, line, self._limits, self._clock)

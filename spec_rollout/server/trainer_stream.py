@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-import grpc
-
 from aedit.proto.rpc import Refusal, SigningKey
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.spec_rollout.audit import Origin, signature_of, statement_of, versions_of
@@ -441,11 +439,6 @@ class TrainerStream:
         self._outbox.close()
         for ticket in tickets:
             self._host.cancel(ticket)
-
-
-def replaced() -> Refusal:
-    """Return the reason for which an older stream of a line ends."""
-    return Refusal(grpc.StatusCode.FAILED_PRECONDITION, "a newer stream of this line has replaced this one")
 
 
 def read_prompt(add: pb.Add, engine: Engine, *, is_limited: bool = True) -> Prompt:

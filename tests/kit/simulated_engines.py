@@ -4,8 +4,7 @@ from collections import deque
 
 from aedit.spec_rollout.engine import EngineSpeed
 from aedit.spec_rollout.remote import Reallocator
-from aedit.spec_rollout.remote.moving import _sample
-from aedit.spec_rollout.remote.reallocate import EngineLoad
+from aedit.spec_rollout.remote.reallocate import EngineLoad, UnfinishedSample
 from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
 
 PACE = EngineSpeed(fixed_s=0.010, row_s=0.001, prefill_s=0.0002)
@@ -36,7 +35,7 @@ class Simulated:
         return [*self.running, *self.waiting]
 
     def load(self):
-        told = tuple(map(_sample, self.samples))
+        told = tuple(map(UnfinishedSample.of, self.samples))
         return EngineLoad(told, self.rows, self.speed)
 
     def remove(self, key):
