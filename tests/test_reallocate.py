@@ -15,7 +15,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from aedit.spec_rollout.engine import Engine, EngineSpeed, SpeedMeter
 from aedit.spec_rollout.remote import LocalEngine, Reallocator
 from aedit.spec_rollout.remote.dispatcher import RemoteEngine
-from aedit.spec_rollout.remote.handle import WorkerHandle
 from aedit.spec_rollout.remote.moving import HISTORY_ROLLOUTS
 from aedit.spec_rollout.remote.reallocate import (
     EngineLoad,
@@ -26,6 +25,7 @@ from aedit.spec_rollout.remote.reallocate import (
     group_scales,
     plan,
 )
+from aedit.spec_rollout.remote.workers import WorkerHandle
 from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
 
 PROMPT_OF_NONE = Prompt(tokens=(1,))
@@ -334,7 +334,7 @@ def test_an_engine_here_tells_what_it_has_to_do():
 
 
 def test_a_server_that_refuses_samples_for_now_takes_no_part_though_it_still_has_some():
-    server = WorkerHandle(0, None, None, rows=4, room=0, is_ready=True, speed=PACE)
+    server = WorkerHandle(0, "server", None, rows=4, room=0, is_ready=True, speed=PACE)
     server.samples[1, 0] = None
     samples = SimpleNamespace(unfinished=lambda key: sample(*key))
     pool = SimpleNamespace(workers={0: server})

@@ -8,7 +8,7 @@ from kit.rollouts import Flips, tiny_policy
 
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.model import Target
-from aedit.spec_rollout.sampling.sample_text import HEADER_WORDS, receive_sample, send_sample
+from aedit.spec_rollout.remote.rank_transfer import HEADER_WORDS, receive_sample, send_sample
 
 
 def engine_of(rows=8, max_tokens=48):
