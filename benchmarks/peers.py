@@ -6,17 +6,316 @@ parts.
 """
 
 import argparse
+import json
+import random
+import select
+import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import IO, Any
 
+import psutil
+
+from aedit.proto.rpc import SigningKey
+from aedit.proto.swarm import REPLICAS, ReplicasFile, chosen
+from benchmarks.chaos_parts.swarm_peers import SWARM
 from benchmarks.kit import netns
-from benchmarks.kit.netns import Place
+from benchmarks.kit.cluster import TOML
+from benchmarks.kit.netns import Place, run_command
+from benchmarks.kit.paced_node import PacedNode
+from benchmarks.kit.processes import end, start, until
 from benchmarks.kit.tables import Bar, Report, main
-from benchmarks.peers_parts.crowd import NODE, NODE_PROCESSES, Crowd, Size, crowd
+from benchmarks.peers_parts.peers import PeersPlan
 from benchmarks.peers_parts.simulated import Balance, balance
+
+# -- many real peers and paced nodes: what they cost, and owners under churn
+
+
+RUN = "paced"
+SETTLES_S, ANSWERS_S, ENDS_S = 240.0, 240.0, 90.0
+LEASE_S, LEASE_PER_PEER_S, EXPIRE_S = 10.0, 1.0, 60.0
+"""Least lease of a card, and lease by the number of peers: what a peer hears of all others then costs the
+same, whatever their number."""
+NODE_PROCESSES, STEADY = 2, 2
+"""Processes that host the nodes, and peers that stay, whose files of replicas the nodes read."""
+NODE = PacedNode(
+    hub="",
+    name="",
+    ledger="",
+    units=8,
+    numel=4096,
+    step_s=0.3,
+    every=100,
+    heartbeat_s=10.0,
+    expire_s=EXPIRE_S,
+    join_s=200.0,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """Number of peers, and how long they are watched."""
+
+    peers: int
+    processes: int
+    """That host the peers."""
+    parts: int
+    copies: int
+    steady_s: float
+    changes: int
+    """One peer leaves, another comes."""
+    change_every_s: float
+
+
+@dataclass(slots=True)
+class Crowd:
+    """Results. Rates are means over the time without changes."""
+
+    peers: int
+    calls_per_s: float = 0.0
+    """Calls of gossip that one peer makes."""
+    gossip_bytes_per_s: float = 0.0
+    """Messages of one peer's calls and of their answers."""
+    other_bytes_per_s: float | None = None
+    """All else on the loopback device, per peer: pushes, anchors, heartbeats, journals, headers of gossip."""
+    peer_cpu: float = 0.0
+    """Share of a core that one peer process takes: gossip, placement and the state of its hubs."""
+    hub_cpu: float = 0.0
+    """Share of a core that the hubs take, per peer."""
+    node_cpu: float = 0.0
+    """Share of a core that one paced node takes."""
+    pushes_per_s: float = 0.0
+    changes: int = 0
+    owners_moved: int = 0
+    ideal_owners_moved: int = 0
+    replicas_begun: int = 0
+    ideal_replicas_begun: int = 0
+    settled_s: float = 0.0
+    """From the last change until every part had all copies, and the owner that it is to have."""
+    is_settled: bool = False
+    refused: int = 0
+    failed: int = 0
+    """Nodes that have ended too early."""
+
+
+class Line:
+    """A process that answers each line that it is sent with a line of JSON."""
+
+    def __init__(self, module: str, job: Any, place: Place | None, log: IO[str]) -> None:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+        self.process = start(f"benchmarks.peers_parts.{module}", json.dumps(job), place=place, **pipes)
+
+    def ask(self, text: str = "figures") -> dict[str, Any]:
+        """Send a line and return the answer. Raises TimeoutError."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{text}\n")
+        self.process.stdin.flush()
+        if not select.select([self.process.stdout], [], [], ANSWERS_S)[0]:
+            raise TimeoutError(f"no answer to {text!r} within {ANSWERS_S:g} s")
+        found: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return found
+
+    def finish(self) -> None:
+        """Let it end in good order."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(ENDS_S)
+
+
+@dataclass(slots=True)
+class Ground:
+    """All processes of one run."""
+
+    directory: Path
+    size: Size
+    place: Place | None
+    log: IO[str]
+    peers: list[Line] = field(default_factory=list)
+    nodes: list[Line] = field(default_factory=list)
+    there: dict[str, int] = field(default_factory=dict)
+    """Process of each peer by name."""
+    made: int = 0
+
+    def start(self) -> None:
+        """Start all peers, and all nodes once all parts have copies; these use the peers that stay."""
+        size, toml = self.size, self.directory / "run.toml"
+        facts = {"every": NODE.every, "expire_s": EXPIRE_S, "address": "", "lease_samples": 64}
+        lease_s = max(LEASE_S, LEASE_PER_PEER_S * size.peers)
+        swarm = SWARM.format(parts=size.parts, copies=size.copies, lease_s=lease_s)
+        toml.write_text(TOML.format(**facts, directory=self.directory, more="") + swarm)
+        introduction = ""
+        for _ in range(size.processes):
+            plan = PeersPlan(toml=str(toml), directory=str(self.directory), introduction=introduction)
+            self.peers.append(Line("peers", asdict(plan), self.place, self.log))
+            introduction = self.join(len(self.peers) - 1)
+        while self.made < size.peers:
+            self.join(self.made % size.processes)
+        until(self.has_copies, "copies of all parts", SETTLES_S)
+        for number in range(NODE_PROCESSES):
+            names = [f"peer-{n}" for n in range(number, size.peers, NODE_PROCESSES)]
+            self.nodes.append(Line("nodes", [self._node(name) for name in names], self.place, self.log))
+        for line in self.nodes:
+            line.ask()
+
+    def join(self, process: int) -> str:
+        """Start another peer; return the address of the first one of the process."""
+        name = f"peer-{self.made}"
+        self.made, self.there[name] = self.made + 1, process
+        return str(self.peers[process].ask(f"start {name}")["introduction"])
+
+    def leave(self, name: str) -> None:
+        """Let a peer hand over its parts and leave."""
+        self.peers[self.there.pop(name)].ask(f"leave {name}")
+
+    def parts(self) -> Any:
+        """Return the places of all parts, as the first peer knows them."""
+        return ReplicasFile(self.directory / "peer-0" / REPLICAS).parts()
+
+    def has_copies(self) -> bool:
+        """Return whether each part has an owner and as many replicas as are wanted, in sync or not."""
+        parts = self.parts()
+        return len(parts) == self.size.parts and all(
+            part.owner and len(part.replicas) >= self.size.copies for part in parts
+        )
+
+    def is_settled(self) -> bool:
+        """Return whether each part has all copies, and the owner that it is to have."""
+        wanted, parts = self.wanted(), self.parts()
+        return len(parts) == self.size.parts and all(
+            part.owner == part.first != "" and len(part.replicas) == len(wanted[k])
+            for k, part in enumerate(parts)
+        )
+
+    def wanted(self) -> list[tuple[bytes, ...]]:
+        """Return for each part the keys of the peers that are to keep it, the owner's first."""
+        keys = [SigningKey.kept(self.directory / name / "key").public for name in self.there]
+        return [chosen(RUN, part, keys, self.size.copies) for part in range(self.size.parts)]
+
+    def replicas(self) -> set[Path]:
+        """Return the folders of all replicas."""
+        return {mark.parent for mark in self.directory.glob("peer-*/part_*/part.json")}
+
+    def hub_cpu_s(self) -> float:
+        """Return the CPU time of all hubs that run."""
+        total = 0.0
+        for line in self.peers:
+            for child in psutil.Process(line.process.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    total += sum(child.cpu_times()[:2])
+        return total
+
+    def wire_bytes(self) -> int | None:
+        """Return the bytes that the loopback device of the namespace has moved; None without a namespace."""
+        if self.place is None:
+            return None
+        told = json.loads(run_command(f"ip -n {self.place.namespace} -s -j link show dev lo"))
+        return int(told[0]["stats64"]["rx"]["bytes"])
+
+    def end(self) -> None:
+        """Kill what is left."""
+        end(line.process for line in (*self.nodes, *self.peers))
+
+    def _node(self, name: str) -> dict[str, Any]:
+        steady = f"peer-{int(name.rpartition('-')[2]) % STEADY}"
+        replicas = str(self.directory / steady / REPLICAS)
+        return asdict(NODE) | {"name": name, "run": RUN, "replicas": replicas}
+
+
+def crowd(directory: Path, size: Size, place: Place | None, seed: int) -> Crowd:
+    """Run the peers; return what they cost, and what moved while some left and others came."""
+    found = Crowd(size.peers)
+    with (directory / "output.log").open("w") as log:
+        ground = Ground(directory, size, place, log)
+        try:
+            ground.start()
+            until(ground.is_settled, "all copies", SETTLES_S)
+            _steady(ground, found)
+            _churn(ground, found, random.Random(seed))
+            for line in (*ground.nodes, *ground.peers):
+                line.finish()
+        finally:
+            ground.end()
+    return found
+
+
+def _figures(ground: Ground) -> dict[str, float]:
+    peers, nodes = ([line.ask() for line in lines] for lines in (ground.peers, ground.nodes))
+    told = {f"peers_{name}": sum(one[name] for one in peers) for name in ("cpu_s", "calls", "bytes")}
+    told |= {name: sum(one[name] for one in nodes) for name in ("cpu_s", "merged", "refused", "failed")}
+    return told | {"hubs_s": ground.hub_cpu_s(), "wire": ground.wire_bytes() or 0, "t": time.monotonic()}
+
+
+def _steady(ground: Ground, found: Crowd) -> None:
+    before = _figures(ground)
+    time.sleep(ground.size.steady_s)
+    after = _figures(ground)
+    took = {name: after[name] - before[name] for name in after}
+    per_peer = 1 / took["t"] / ground.size.peers
+    found.calls_per_s = took["peers_calls"] * per_peer
+    found.gossip_bytes_per_s = took["peers_bytes"] * per_peer
+    if ground.place is not None:
+        found.other_bytes_per_s = (took["wire"] - took["peers_bytes"]) * per_peer
+    found.peer_cpu = took["peers_cpu_s"] * per_peer
+    found.hub_cpu = took["hubs_s"] * per_peer
+    found.node_cpu = took["cpu_s"] * per_peer
+    found.pushes_per_s = took["merged"] / took["t"]
+
+
+def _churn(ground: Ground, found: Crowd, chance: random.Random) -> None:
+    """Let peers leave and others come; count what moves, and what has to by the keys that are there."""
+    size, watch = ground.size, _Watch(ground)
+    for number in range(2 * size.changes):
+        before = ground.wanted()
+        if number % 2:
+            ground.join(number // 2 % size.processes)
+        else:
+            steady = {f"peer-{n}" for n in range(STEADY)}
+            ground.leave(chance.choice(sorted(ground.there.keys() - steady)))
+        for old, new in zip(before, ground.wanted(), strict=True):
+            found.ideal_owners_moved += old[0] != new[0]
+            found.ideal_replicas_begun += len(set(new) - set(old))
+        found.changes += 1
+        watch.until(lambda: False, size.change_every_s)
+    last_s = time.monotonic()
+    watch.until(ground.is_settled, SETTLES_S)
+    found.is_settled = ground.is_settled()
+    found.settled_s = time.monotonic() - last_s
+    found.owners_moved, found.replicas_begun = watch.owners_moved, len(watch.begun)
+    told = _figures(ground)
+    found.refused, found.failed = int(told["refused"]), int(told["failed"])
+
+
+class _Watch:
+    """Counts changes of owners, and replicas that begin."""
+
+    def __init__(self, ground: Ground) -> None:
+        self._ground = ground
+        self._before, self.begun = ground.replicas(), set[Path]()
+        self._owners: list[str] = [part.owner for part in ground.parts()]
+        self.owners_moved = 0
+
+    def until(self, is_so: Callable[[], object], limit_s: float) -> None:
+        """Count until `is_so()`, and at most for so long."""
+        deadline_s = time.monotonic() + limit_s
+        while time.monotonic() < deadline_s and not is_so():
+            self._look([part.owner for part in self._ground.parts()])
+            time.sleep(0.1)
+
+    def _look(self, owners: Sequence[str]) -> None:
+        for k, owner in enumerate(owners):
+            if owner and owner != self._owners[k]:
+                self.owners_moved += 1
+                self._owners[k] = owner
+        self.begun |= self._ground.replicas() - self._before
+
+
+# -- measurements, tables and bars
+
 
 PARTS, COPIES = 8, 3
 CROWDS = (32, 64)

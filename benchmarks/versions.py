@@ -19,14 +19,13 @@ from typing import Literal, get_args
 
 import torch
 
-from benchmarks.drift_parts.policy import reward as letters
+from benchmarks.drift import reward as letters
 from benchmarks.kit import tun_link
 from benchmarks.kit.statistics import percent
 from benchmarks.kit.tables import Bar, Report, main
 from benchmarks.policies import ROOT, Policy, new_model
 from benchmarks.policies import Size as PolicySize
-from benchmarks.rl_speed import FULL, QUICK
-from benchmarks.rl_speed_parts.dealing import Size, rewarded
+from benchmarks.rl_speed import FULL, QUICK, Size, rewarded
 from benchmarks.versions_parts import pauses, sizes, wire
 from benchmarks.versions_parts.pauses import Amount, Pauses
 from benchmarks.versions_parts.sizes import BEHIND, Sizes

@@ -21,7 +21,7 @@ from benchmarks.kit.paced import Pace, Walk
 from benchmarks.kit.small_llama import corpus, llama
 from benchmarks.kit.statistics import mean_and_half_width
 from benchmarks.overhead import Interval, bootstrap, cost
-from benchmarks.quality_parts.virtual import BAD_NODE, METHODS, NODES, Setting, held_out_loss, train
+from benchmarks.quality import BAD_NODE, METHODS, NODES, Setting, held_out_loss, train
 from kit.waiting import until
 
 from aedit.launch.data.order import permutation

@@ -5,12 +5,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchmarks.drift_parts import drafters as drift_drafters
-from benchmarks.drift_parts.drafters import Gate, oracle
-from benchmarks.drift_parts.judge import Checkpoint, Standing
-from benchmarks.drift_parts.policy import AHEAD, Mover, moved, paced, policy_gradient
-from benchmarks.drift_parts.report import depths, recovery, report
-from benchmarks.drift_parts.run import QUICK
+from benchmarks import drift as drift_drafters
+from benchmarks.drift import (
+    AHEAD,
+    QUICK,
+    Checkpoint,
+    Gate,
+    Mover,
+    Standing,
+    depths,
+    moved,
+    oracle,
+    paced,
+    policy_gradient,
+    recovery,
+    report,
+)
 from kit.tiny_policies import drafter, ends, policy, said
 from torch.distributions import Categorical, kl_divergence
 from transformers import LlamaConfig, LlamaForCausalLM

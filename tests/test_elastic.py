@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from benchmarks import elastic, joining, soak
-from benchmarks.elastic_parts.lease_audit import Audit
-from benchmarks.elastic_parts.quality import PHASES, Curve
+from benchmarks.elastic import PHASES, Audit, Curve
 from benchmarks.kit import tun_link
 from kit.hub_machine import AVERAGE, LAYOUT, Numbers, World, config, plan, values
 

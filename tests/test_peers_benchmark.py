@@ -1,8 +1,7 @@
 """Tests `python -m benchmarks.peers`: placement over simulated peers, and a small crowd of real ones."""
 
 import pytest
-from benchmarks.peers import QUICK
-from benchmarks.peers_parts.crowd import crowd
+from benchmarks.peers import QUICK, crowd
 from benchmarks.peers_parts.simulated import Swarm, balance
 
 

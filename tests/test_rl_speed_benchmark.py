@@ -8,9 +8,7 @@ from benchmarks import rl_speed
 from benchmarks.idle_parts.foreground import Ratio
 from benchmarks.idle_parts.windows import Harvest
 from benchmarks.policies import Policy
-from benchmarks.rl_speed_parts.dealing import NODES, Size, deal, node_of, rewarded
-from benchmarks.rl_speed_parts.steps import WAYS, Done, Spent, Step, World
-from benchmarks.rl_speed_parts.waits import Waited
+from benchmarks.rl_speed import NODES, WAYS, Done, Size, Spent, Step, Waited, World, deal, node_of, rewarded
 from benchmarks.rollout_parts.same import Same
 
 from aedit.launch.data import ByteTokenizer

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 from benchmarks import swarm
-from benchmarks.swarm_parts import traffic
+from benchmarks.swarm import AVERAGES, PARTS, Race, toml
 from benchmarks.swarm_parts.optimizer_peer import Counter, OuterStep, Story
 from benchmarks.swarm_parts.outcome import Outcome, PeerOutcome
-from benchmarks.swarm_parts.runs import AVERAGES, PARTS, Race, toml
 from kit.waiting import until
 
 from aedit.async_sgd.rules import OuterConfig
@@ -45,28 +44,28 @@ def peer(steps=10, waited_s=1.0, wall_s=100.0, losses=(), tokens=1000.0):
 
 
 def test_connections_are_read_with_the_process_and_what_it_has_sent():
-    first, second = traffic.parsed(SS)
-    assert first == traffic.Connection("127.0.0.1:40000", "127.0.0.1:50000", 7, 14752)
+    first, second = swarm.parsed(SS)
+    assert first == swarm.Connection("127.0.0.1:40000", "127.0.0.1:50000", 7, 14752)
     assert (second.pid, second.sent) == (9, 0)
 
 
 def test_only_bytes_between_different_peers_count(monkeypatch):
-    monkeypatch.setattr(traffic, "peer_of", {1: 0, 2: 1, 3: 0, 4: None}.get)
-    counted = traffic.Traffic()
-    counted.take([traffic.Connection("a:1", "b:1", 1, 10), traffic.Connection("b:1", "a:1", 2, 7)])
-    inside = [traffic.Connection("a:2", "a:3", 1, 100), traffic.Connection("a:3", "a:2", 3, 100)]
-    counted.take([*inside, traffic.Connection("a:4", "c:1", 1, 50), traffic.Connection("c:1", "a:4", 4, 50)])
-    counted.take([traffic.Connection("a:1", "b:1", 1, 25), traffic.Connection("b:1", "a:1", 2, 7)])
+    monkeypatch.setattr(swarm, "peer_of", {1: 0, 2: 1, 3: 0, 4: None}.get)
+    counted = swarm.Traffic()
+    counted.take([swarm.Connection("a:1", "b:1", 1, 10), swarm.Connection("b:1", "a:1", 2, 7)])
+    inside = [swarm.Connection("a:2", "a:3", 1, 100), swarm.Connection("a:3", "a:2", 3, 100)]
+    counted.take([*inside, swarm.Connection("a:4", "c:1", 1, 50), swarm.Connection("c:1", "a:4", 4, 50)])
+    counted.take([swarm.Connection("a:1", "b:1", 1, 25), swarm.Connection("b:1", "a:1", 2, 7)])
     assert counted.per_peer(2) == [25, 7]
 
 
-@pytest.mark.skipif(traffic.why_not() is not None, reason="needs ss")
+@pytest.mark.skipif(swarm.why_not() is not None, reason="needs ss")
 def test_bytes_between_real_processes_are_those_that_were_sent():
     words = [sys.executable, "-c", SENDER, "local-0"]
     sender = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     taker = subprocess.Popen([sys.executable, "-c", TAKER, "local-1", sender.stdout.readline().strip()])
     try:
-        with traffic.Traffic() as counted:
+        with swarm.Traffic() as counted:
             until(lambda: counted.per_peer(2)[0] == 1_000_000, "a megabyte")
             assert counted.per_peer(2)[1] == 0
     finally:
@@ -142,7 +141,7 @@ def test_the_configurations_of_the_race_are_valid(tmp_path, more):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(traffic.why_not() is not None, reason="needs ss")
+@pytest.mark.skipif(swarm.why_not() is not None, reason="needs ss")
 def test_the_race_runs_and_prints_a_row_for_each_way():
     report = swarm.measure(True)
     assert [row[0] for row in report.rows] == [

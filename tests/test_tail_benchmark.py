@@ -5,9 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from benchmarks.rollout_parts.same import Same
-from benchmarks.tail import WAYS, Batch, Plan, deal, measure, report
-from benchmarks.tail_parts.nodes import Node, PacedTarget, Way, World
-from benchmarks.tail_parts.times import Times
+from benchmarks.tail import WAYS, Batch, Node, PacedTarget, Plan, Times, Way, World, deal, measure, report
 from kit.rollouts import Stubborn, tiny_policy
 
 from aedit.spec_rollout.choose import Fixed

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 from benchmarks import versions
-from benchmarks.drift_parts.policy import reward as letters
+from benchmarks.drift import reward as letters
 from benchmarks.kit import tun_link
 from benchmarks.policies import Policy, new_model
-from benchmarks.rl_speed_parts.dealing import Size
+from benchmarks.rl_speed import Size
 from benchmarks.versions_parts import pauses, sizes, training, wire
 
 POLICY = Policy(size="quick", minutes=0.01)

@@ -9,10 +9,9 @@ import torch
 
 from aedit.proto.versions import Patterns, patterns
 from aedit.spec_rollout.sampling import Rollout
-from benchmarks.drift_parts.policy import Mover, policy_gradient
+from benchmarks.drift import Mover, policy_gradient
 from benchmarks.policies import load
-from benchmarks.rl_speed_parts.dealing import Size, deal, rewarded
-from benchmarks.rl_speed_parts.steps import Node, Spent
+from benchmarks.rl_speed import Node, Size, Spent, deal, rewarded
 
 Reward = Callable[[Rollout], float]
 MOST_BATCHES = 8

@@ -1,1 +1,0 @@
-"""Parts of `benchmarks.rl_speed`."""
