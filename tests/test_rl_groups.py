@@ -37,7 +37,7 @@ class Source:
 
 
 class Rewards:
-    """A `RewardSource` for which `has_signal(position)` says whether the rewards of a group differ."""
+    """A `RewardPool` for which `has_signal(position)` says whether the rewards of a group differ."""
 
     def __init__(self, has_signal):
         self._has_signal, self._made = has_signal, []
@@ -142,4 +142,4 @@ def test_answers_that_are_all_wrong_have_no_signal_whatever_the_penalty_of_their
 
     ((trained, counts),) = run_ranks(1, job)
     assert trained == ([3, 4] if replaces else [0, 1])
-    assert (counts.groups, counts.no_signal) == ((5, 3) if replaces else (2, 2))
+    assert (counts["groups"], counts["no_signal"]) == ((5, 3) if replaces else (2, 2))

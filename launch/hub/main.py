@@ -95,7 +95,10 @@ def _served(
             process.start(force=options.force_lead, above=options.term_above)
         print(process.welcome(), flush=True)
         if warning := process.warning():
-            _warn(warning)
+            from rich.console import Console  # here: few hubs warn, and all shall start fast
+            from rich.text import Text
+
+            Console(stderr=True).print(Text(warning, style="bold red"), soft_wrap=True)
         while not stop.asked.wait(0.2) and not process.is_over:
             pass
         if stop.by_hand:
@@ -105,14 +108,6 @@ def _served(
     finally:
         process.close(0.0 if process.may_follow and not stop.asked.is_set() else _GRACE_S)
     return process
-
-
-def _warn(text: str) -> None:
-    # Imported here: few hubs warn, and all shall start fast.
-    from rich.console import Console
-    from rich.text import Text
-
-    Console(stderr=True).print(Text(text, style="bold red"), soft_wrap=True)
 
 
 class _Process:
@@ -346,13 +341,15 @@ class _Process:
     def _follow(self, hub: Hub, journal: Journal) -> None:
         mirror = Mirror(self._store, self._make, (hub, journal))
         self._standby = Standby(
-            self._others, mirror, self._reports, self._responder, self._leadership, self._take_over
+            self._others,
+            mirror,
+            self._reports,
+            self._responder,
+            self._leadership,
+            lambda mirror, records: self._lead(mirror.hub, mirror.journal(), records),
         )
         self._serve(self._standby)
         self._standby.start()
-
-    def _take_over(self, mirror: Mirror, records: Sequence[Record]) -> LeadingHub:
-        return self._lead(mirror.hub, mirror.journal(), records)
 
     def _serve(self, core: HubCore) -> None:
         if self._switch is not None:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from aedit.edit import LayerSync, MeanExchange, Shards, snapshot
 from aedit.launch.data import SampleOrder, first_free
 from aedit.proto.transports import Rows, Transport
-from aedit.system import sync_directory
+from aedit.system import sync_directory, write_atomically
 from aedit.types import Round, UserError
 
 _NAME = re.compile(r"round_(\d{6,})(?:_(\d+))?$")
@@ -90,7 +90,9 @@ class NodeCheckpoints:
         """
         writing = self.directory / f".writing-{mark.name}"
         try:
-            self._lead(lambda: _make_empty(writing))
+            if self.shards.leads:
+                shutil.rmtree(writing, ignore_errors=True)
+            self._lead(lambda: writing.mkdir(parents=True))
             self._write(state, writing)
             self._lead(lambda: self._complete(mark, writing, meta))
         except dcp.CheckpointException as error:
@@ -149,15 +151,12 @@ class NodeCheckpoints:
             raise failure or OSError("the node's first rank could not write")
 
     def _complete(self, mark: Mark, writing: Path, meta: Mapping[str, Any]) -> None:
-        _write_whole(writing / "meta.json", json.dumps(meta, indent=1))
+        write_atomically(writing / "meta.json", json.dumps(meta, indent=1))
         shutil.rmtree(self.path(mark), ignore_errors=True)  # left from before a resume at an older checkpoint
         os.rename(writing, self.path(mark))
         sync_directory(self.directory)
-        self._prune()
-
-    def _prune(self) -> None:
-        for mark in self.marks()[: -self.keep]:
-            shutil.rmtree(self.path(mark), ignore_errors=True)
+        for old in self.marks()[: -self.keep]:
+            shutil.rmtree(self.path(old), ignore_errors=True)
         for left in self.directory.glob(".writing-*"):
             shutil.rmtree(left, ignore_errors=True)
 
@@ -171,18 +170,6 @@ def read_meta(path: Path) -> dict[str, Any]:
             f"{path}/meta.json cannot be read ({error}); remove {path} to resume from an older one"
         ) from error
     return meta
-
-
-def _make_empty(directory: Path) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
-
-
-def _write_whole(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _reason(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from aedit.spec_rollout.rl import (
     Group,
     Problem,
     RewardFailed,
+    RewardPool,
     RewardReport,
     RolloutSource,
     capacity,
@@ -41,40 +42,9 @@ WAIT_S = 0.05
 """Longest wait for a reward between two looks at the source."""
 Window = Callable[[str], AbstractContextManager[None]]
 """Called with the cause of a wait; its context lasts as long as the wait."""
+COUNTS = ("groups", "rollouts", "no_signal", "excluded")
 FIRST_KEY = 1 << 62
 """Problem i has the key FIRST_KEY + i, beyond all positions of the run's stream of prompts."""
-
-
-@dataclass(slots=True)
-class GroupCounts:
-    """Running totals of one rank."""
-
-    groups: int = 0
-    """Groups that were rewarded."""
-    rollouts: int = 0
-    no_signal: int = 0
-    """Groups whose rewards are all equal before the penalty of `rl.overlong`: equally right or wrong."""
-    excluded: int = 0
-    """Rollouts without a reward."""
-
-
-class RewardSource(Protocol):
-    """Computes the rewards of groups beside this process; see `RewardPool`."""
-
-    def submit(self, group: Group, text: Sequence[str]) -> object:
-        """Begin to compute the rewards of a finished group."""
-
-    def ready(self) -> list[tuple[Group, RewardReport]]:
-        """Return the groups whose rewards are complete."""
-
-    def wait(self, timeout_s: float) -> list[tuple[Group, RewardReport]]:
-        """Wait up to `timeout_s` until a group is ready; return all that are."""
-
-    def drop(self) -> None:
-        """Forget the groups whose rewards were not returned."""
-
-    def close(self) -> None:
-        """End the processes."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,7 +52,7 @@ class GroupPipeline:
     """Rollouts from `source`, rewards from `rewards`; `decode` returns the text of token ids."""
 
     source: RolloutSource
-    rewards: RewardSource
+    rewards: RewardPool
     decode: Callable[[Sequence[int]], str]
     window: Window
     report: Callable[[Group, RewardReport], None]
@@ -181,7 +151,9 @@ class GroupStream:
     sampling: Sampling
     check_stop: Callable[[], None]
     """Raises `Stopped` on all ranks if the run was asked to stop."""
-    counts: GroupCounts = field(default_factory=GroupCounts)
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
+    """Running totals of this rank: rewarded groups, their rollouts, groups whose rewards are all equal before
+    the penalty of `rl.overlong` (equally right or wrong), and rollouts without a reward."""
     batches: int = 0
     """Batches that `next_batch` has returned: AReaL's policy version v."""
     _drawn: dict[int, int] = field(default_factory=dict)
@@ -310,9 +282,12 @@ class GroupStream:
             if place in self._rewarded or position not in self.pipeline.done:
                 continue
             group = self.pipeline.take(position)
-            self._count(group)
+            without_signal = not has_signal(group.rewards)
+            excluded = sum(reward is None for reward in group.rewards)
+            for name, count in zip(COUNTS, (1, len(group.rollouts), without_signal, excluded), strict=True):
+                self.counts[name] += count
             replaces = self.config.dynamic_sampling and self._replaced < MOST_REPLACED * self.per_rank
-            if replaces and not has_signal(group.rewards):
+            if replaces and without_signal:
                 self._replaced, replaced = self._replaced + 1, True
                 del self._drawn[place]
             else:
@@ -323,13 +298,6 @@ class GroupStream:
         """Return whether the batch is known, and this rank's groups of it are finished."""
         mine = [place for place in front if place in self._drawn]
         return len(front) == self.config.groups and all(place in self._rewarded for place in mine)
-
-    def _count(self, group: Group) -> None:
-        counts = self.counts
-        counts.groups += 1
-        counts.rollouts += len(group.rollouts)
-        counts.excluded += sum(reward is None for reward in group.rewards)
-        counts.no_signal += not has_signal(group.rewards)
 
 
 def _share(shares: Sequence[int], rank: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":

@@ -6,7 +6,7 @@
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +213,7 @@ class PolicyObjective:
         """Return the table `rl`."""
         if self.deaths is not None:
             self.deaths.report()
-        self.records.counts = asdict(self.stream.counts)
+        self.records.counts = self.stream.counts
         return {"rl": self.records.line()}
 
     def order_state(self) -> dict[str, int]:
@@ -224,7 +224,7 @@ class PolicyObjective:
         """Return totals and progress for a checkpoint, and write the drafter beside it."""
         if self.online is not None and self.sync.shards.leads:
             save_drafter(self.online, self.directory)
-        self.records.counts = asdict(self.stream.counts)
+        self.records.counts = self.stream.counts
         return {
             "started": self.started,
             "evaluated_step": self._evaluated_step,

@@ -70,14 +70,11 @@ class Stop:
 
     def greatest(self, name: str, mine: int) -> int:
         """Return the greatest value of `mine` over the stopping nodes that answer within a minute."""
-        return self.shards.decide([max(self._values_of_all(name, mine))])[0]
-
-    def _values_of_all(self, name: str, mine: int) -> list[int]:
         self.notes.post(f"{name}/{self.node}", str(mine))
         deadline = time.monotonic() + LEAVE_WITHIN_S
         while len(known := self._known(name)) < self.nodes and time.monotonic() < deadline:
             time.sleep(0.02)
-        return list(known.values())
+        return self.shards.decide([max(known.values())])[0]
 
     def _known(self, name: str) -> dict[int, int]:
         noted = {node: self.notes.read(f"{name}/{node}") for node in range(self.nodes)}

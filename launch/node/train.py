@@ -192,7 +192,10 @@ class TrainingNode:
             except Stopped:
                 owed = self.sync.abandon()
         self.record_metrics()
-        self.save(Mark(self.milestone, self._next_sub()), owed)
+        here = [mark.sub for mark in self.checkpoints.marks() if mark.round == self.milestone]
+        # The next free number of this round's checkpoints, so that no node overwrites one.
+        sub = self.stop.greatest("sub", 1 + max(here, default=0))
+        self.save(Mark(self.milestone, sub), owed)
         self.recorder.event("stop", reason=reason, step=self.sync.steps, tokens=self.tokens)
 
     # -- one step
@@ -310,11 +313,6 @@ class TrainingNode:
             "cuda_rng": torch.cuda.get_rng_state().tolist() if self.world.device.type == "cuda" else [],
             "clock": seconds | {"waited_s": self.sync.waited_s, "idle_used_s": self.idle_used_s},
         }
-
-    def _next_sub(self) -> int:
-        """Return the next free sub-number of this round's checkpoints, so that no node overwrites one."""
-        here = [mark.sub for mark in self.checkpoints.marks() if mark.round == self.milestone]
-        return self.stop.greatest("sub", 1 + max(here, default=0))
 
     # -- records
 

@@ -73,10 +73,13 @@ class Cluster:
                 members = start(config, run_toml, placement, joins)
             else:
                 members = self._start_hubs(config, run_dir, placement.nodes)
+            # torchrun limits each process to one thread, but not if it starts a single one; without a limit
+            # each such node would use all cores.
+            threads = max(1, num_cores() // (placement.nodes * config.local.ranks))
             for i, member in enumerate(members):
                 command = torchrun_command(run_toml, config, placement, attempt, program, member)
                 log = run_dir / f"launch_{file_name(joins.name) if joins else i}.log"
-                self.nodes.append(Child(command, log, _shared(config, placement)))
+                self.nodes.append(Child(command, log, {"OMP_NUM_THREADS": str(threads)} | os.environ))
         except BaseException:
             self.kill()
             raise
@@ -165,7 +168,11 @@ class Cluster:
             self._end_nodes_without_hub()
         elif not self._is_over:
             self._is_over = True
-            self._end_hubs()
+            for hub in self._hubs:
+                hub.child.terminate()
+            deadline = time.monotonic() + HUB_LEAVE_LIMIT_S
+            while any(hub.child.running() for hub in self._hubs) and time.monotonic() < deadline:
+                time.sleep(POLL_S)
 
     def running(self) -> bool:
         """Return whether any node runs."""
@@ -228,23 +235,6 @@ class Cluster:
         if time.monotonic() > self._kill_at:
             for node in self.nodes:
                 node.kill()
-
-    def _end_hubs(self) -> None:
-        for hub in self._hubs:
-            hub.child.terminate()
-        deadline = time.monotonic() + HUB_LEAVE_LIMIT_S
-        while any(hub.child.running() for hub in self._hubs) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-
-
-def _shared(config: RunConfig, placement: Placement) -> dict[str, str]:
-    """Return the environment of nodes that share the cores of this machine.
-
-    torchrun limits each process to one thread, but not if it starts a single one; without a limit each such
-    node would use all cores.
-    """
-    threads = max(1, num_cores() // (placement.nodes * config.local.ranks))
-    return {"OMP_NUM_THREADS": str(threads)} | os.environ
 
 
 def torchrun_command(

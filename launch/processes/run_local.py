@@ -99,19 +99,16 @@ def _start(
     run_dir = run_toml.parent
     if config.swarm.on or (config.hub.address and membership is None):
         cluster = Cluster(config, placement, run_toml, attempt, program, membership)
-        here = "swarm" if config.swarm.on else f"hub at {cluster.address}"
-        _say(f"{here}; to add a node, {_how_to_join(config, placement, cluster.address)}")
+        here = f"hub at {cluster.address}"
+        how = f"in another terminal: aedit join {cluster.address}"
+        if config.swarm.on:
+            here = "swarm"
+            how = PEER_EXCHANGES[config.swarm.exchange].how_to_join(config, placement, cluster.address)
+        _say(f"{here}; to add a node, {how}")
         return cluster
     command = torchrun_command(run_toml, config, placement, attempt, program, membership)
     log = f"launch_{file_name(membership.name)}.log" if membership else "launch.log"
     return Child(command, run_dir / log)
-
-
-def _how_to_join(config: RunConfig, placement: Placement, address: str) -> str:
-    """Return where a further node is started, and its command."""
-    if config.swarm.on:
-        return PEER_EXCHANGES[config.swarm.exchange].how_to_join(config, placement, address)
-    return f"in another terminal: aedit join {address}"
 
 
 class Watcher:
@@ -202,17 +199,13 @@ def _is_itself(worker: psutil.Process) -> bool:
 
 def _watch(watch: Watch | None, run_dir: Path, nodes: int, alive: Callable[[], bool]) -> None:
     try:
-        (watch or _live_view())(run_dir, nodes, alive)
+        from aedit.launch import views  # here: it takes long
+
+        (watch or views.watch)(run_dir, nodes, alive)
     except Exception as error:
         _say(f"the live view failed ({error!r}); the run continues, see {run_dir}")
     while alive():
         time.sleep(POLL_S)
-
-
-def _live_view() -> Watch:
-    from aedit.launch.views import watch
-
-    return watch
 
 
 def _conclude(ending: Ending, code: int, watcher: Watcher, *, reports: bool) -> int:

@@ -30,8 +30,9 @@ T = TypeVar("T")
 USER_ERROR = 2
 """Exit code of a process that a restart does not mend."""
 END_S = 10.0
-LOOK_EVERY_S = 2.0
 """Longest wait for the end of a process that was killed."""
+LOOK_EVERY_S = 2.0
+"""Least time between two searches for descendants."""
 START_LIMIT_S = 60.0
 POLL_S = 0.05
 

@@ -5,7 +5,6 @@ Standard library only.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from threading import Condition
 
 from aedit.types import checked
@@ -36,15 +35,9 @@ class VirtualClock:
         self.now_s = max(self.now_s, now_s)
 
 
-@dataclass(slots=True)
-class _Waiting:
-    """ready: whether the thread could go on. at_s: the virtual time of the answer it waits for, if any."""
-
-    ready: Callable[[], bool]
-    at_s: Callable[[], float]
-
-
-_READY = _Waiting(lambda: True, lambda: 0.0)
+Waiting = tuple[Callable[[], bool], Callable[[], float]]
+"""Whether a thread could go on, and the virtual time of the answer that it waits for."""
+_READY: Waiting = (lambda: True, lambda: 0.0)
 
 
 class Turns:
@@ -76,7 +69,7 @@ class Turns:
 
     def wait(self, thread: int, key: str, ready: Callable[[], bool]) -> None:
         """Let others run until `ready()`; the clock moves to when the last part was brought to `key`."""
-        self._hand_over(thread, _Waiting(ready, lambda: self.given_at[key]))
+        self._hand_over(thread, (ready, lambda: self.given_at[key]))
         self.clocks[thread].advance_to(self.given_at[key])
 
     def leave(self, thread: int) -> None:
@@ -84,14 +77,16 @@ class Turns:
         with self._changed:
             self._next()
 
-    def _hand_over(self, thread: int, waiting: _Waiting) -> None:
+    def _hand_over(self, thread: int, waiting: Waiting) -> None:
         with self._changed:
             self._waiting[thread] = waiting
             self._next()
         self._until_turn(thread)
 
     def _next(self) -> None:
-        runnable = [(max(self.clocks[n].now_s, w.at_s()), n) for n, w in self._waiting.items() if w.ready()]
+        runnable = [
+            (max(self.clocks[n].now_s, at_s()), n) for n, (ready, at_s) in self._waiting.items() if ready()
+        ]
         self._turn = min(runnable)[1] if runnable else None
         self._changed.notify_all()
 
