@@ -59,7 +59,7 @@ def test_the_page_names_no_key_that_is_not_there():
 
 def test_the_page_explains_every_metric():
     text = section("Metrics")
-    named = set(re.findall(r"^\| ((?:`[a-z_]+`(?:, )?)+) \|", text, re.M))
+    named = set(re.findall(r"^- ((?:`[a-z_]+`(?:, )?)+): ", text, re.M))
     explained = {name for cell in named for name in re.findall(r"`([a-z_]+)`", cell)}
     known = {*DRAFTER, *(field.name for cls in (RLMetric, EvalEvent) for field in fields(cls))}
     assert known - explained <= {"drafter", "t", "step", "round", "loss"}
