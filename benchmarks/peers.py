@@ -21,7 +21,7 @@ from typing import IO, Any
 import psutil
 
 from aedit.proto.rpc import SigningKey
-from aedit.proto.swarm import REPLICAS, ReplicasFile, chosen
+from aedit.proto.swarm import REPLICAS, ReplicasFile, hosts_of
 from benchmarks.chaos_parts.swarm_peers import SWARM
 from benchmarks.kit import netns
 from benchmarks.kit.cluster import TOML
@@ -194,7 +194,7 @@ class Ground:
     def wanted(self) -> list[tuple[bytes, ...]]:
         """Return for each part the keys of the peers that are to keep it, the owner's first."""
         keys = [SigningKey.kept(self.directory / name / "key").public for name in self.there]
-        return [chosen(RUN, part, keys, self.size.copies) for part in range(self.size.parts)]
+        return [hosts_of(RUN, part, keys, self.size.copies) for part in range(self.size.parts)]
 
     def replicas(self) -> set[Path]:
         """Return the folders of all replicas."""

@@ -16,7 +16,7 @@ from aedit.edit.hub_report import HubSettings
 from aedit.edit.shards import Shards, control_device, shards_of
 from aedit.edit.shared_module import SharedModule, TrainedApart
 from aedit.edit.units import SyncUnit, find_units
-from aedit.proto.agent import AgentLink, AgentPlan, Link, attach, rejoin_secret, start_agent
+from aedit.proto.agent import AgentLink, AgentPlan, Link, attach_agent, rejoin_secret, start_agent
 from aedit.types import UnitLayout, UserError
 
 
@@ -73,7 +73,7 @@ def open_link(
     path, error = _on_first_rank(shards, start)
     if error:
         raise ValueError(error)
-    return link or attach(path, shards.rank), settings, plan.units
+    return link or attach_agent(path, shards.rank), settings, plan.units
 
 
 def check_units(units: Sequence[SyncUnit], link: Link, joined: tuple[UnitLayout, ...] | None) -> None:

@@ -10,7 +10,7 @@ import pytest
 from kit.agents import SHAPES, MemoryHub, exchange, node, order, plan
 from kit.waiting import until
 
-from aedit.proto.agent import AgentLost, Progress, attach
+from aedit.proto.agent import AgentLost, Progress, attach_agent
 from aedit.proto.codecs import codec
 from aedit.proto.rpc import HubClient
 from aedit.proto.rpc import hub_pb2 as pb
@@ -75,7 +75,7 @@ def test_a_node_waits_for_the_weights_of_the_one_that_founds_the_run(hub):
 
 def test_all_ranks_of_a_node_see_the_same_and_a_push_waits_for_the_slowest(hub):
     with node(plan([address(hub)]), ranks=2) as link:
-        other = attach(link.path, 1)
+        other = attach_agent(link.path, 1)
         link.join(10)
         assert other.join(10) == (1, 1)
         half = slice(2500, 5000)

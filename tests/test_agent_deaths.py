@@ -16,7 +16,7 @@ from kit.waiting import until
 
 from aedit.child import to_json
 from aedit.launch.cli.keys import make_keys
-from aedit.proto.agent import AgentLost, attach
+from aedit.proto.agent import AgentLost, attach_agent
 from aedit.types import UserError
 
 TRAINER = """
@@ -103,7 +103,7 @@ def test_signals_for_the_trainer_do_not_end_the_agent_it_leaves_through(hub):
 
 def test_a_trainer_whose_agent_was_killed_hears_of_it_on_every_rank(hub):
     with node(plan([hub.server.address]), ranks=2, mode="process") as link:
-        other = attach(link.path, 1)
+        other = attach_agent(link.path, 1)
         link.join(10)
         order(link, 0, 1, 1.0, 1)
         agent_of(os.getpid()).kill()

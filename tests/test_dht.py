@@ -21,7 +21,7 @@ from kit.waiting import until
 from aedit.proto.dht import DhtDiscovery, DhtSettings
 from aedit.proto.dht.dht import COMMAND, KeptNode
 from aedit.proto.dht.dht_process import MOST_RECORDS, CardsOnly, prune, record_key
-from aedit.proto.swarm import Gossip, GossipPlan, KnownPeers, encoded
+from aedit.proto.swarm import Gossip, GossipPlan, KnownPeers, encoded_card
 from aedit.types import UserError
 
 STRANGER = Path(__file__).parent / "kit" / "dht_stranger.py"
@@ -71,7 +71,7 @@ class TablePeer:
 
     def card(self):
         name, address = f"p{self.number}", self.gossip.address
-        return encoded(card_of(self.key, time.time_ns(), name=name, address=address), self.key.private)
+        return encoded_card(card_of(self.key, time.time_ns(), name=name, address=address), self.key.private)
 
 
 @pytest.mark.slow

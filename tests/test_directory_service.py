@@ -8,7 +8,7 @@ from kit.hub_processes import Client, HubProcess, HubRefused, ending, status, un
 from kit.servers import Announcer
 
 from aedit.launch.cli.keys import make_keys
-from aedit.proto.rpc import DirectoryClient, HubClient, accusation, client_keys
+from aedit.proto.rpc import DirectoryClient, HubClient, client_keys, make_accusation
 from aedit.proto.rpc import directory_pb2 as pb
 
 KEY = b"k" * 32
@@ -90,12 +90,12 @@ def test_an_accusation_fits_whatever_the_server_has_put_into_it():
     """A server that lies at length could otherwise not be banned."""
     speaker = {"node": 4, "session": 9}
     evidence = {"key": [3, 1], "place": 7, "versions": [2**63 + i for i in range(500)]}
-    made = accusation("alpha", KEY, "it said \x1b[2J\n" + "x" * 999, evidence, **speaker)
+    made = make_accusation("alpha", KEY, "it said \x1b[2J\n" + "x" * 999, evidence, **speaker)
     assert made.reason == "it said ?[2J?" + "x" * (256 - 13)
     assert json.loads(made.evidence) == {"key": [3, 1], "place": 7}
     assert (made.node, made.session, made.server, made.public_key) == (4, 9, "alpha", KEY)
-    assert accusation("alpha", KEY, "", {"all": "y" * 9000}, **speaker).evidence == b"{}"
-    assert accusation("alpha", KEY, "", {}, **speaker).reason
+    assert make_accusation("alpha", KEY, "", {"all": "y" * 9000}, **speaker).evidence == b"{}"
+    assert make_accusation("alpha", KEY, "", {}, **speaker).reason
 
 
 @pytest.mark.slow

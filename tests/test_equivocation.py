@@ -11,7 +11,7 @@ from kit.peers_in_process import peers_here
 from kit.waiting import until
 
 from aedit.launch.config import parse
-from aedit.proto.rpc import parsed
+from aedit.proto.rpc import parsed_statement
 from aedit.proto.rpc import statement as wire
 from aedit.proto.swarm import read_proof
 from aedit.types import Verdict
@@ -203,5 +203,7 @@ def terms_told(peer):
     """Return the terms of the statements that a peer has heard of and of its own node's."""
     kept = peer._gossip._exchanges._statements
     return {
-        parsed(each.data).term for one in (kept._own, *kept._heard.values()) for each in one.kept.values()
+        parsed_statement(each.data).term
+        for one in (kept._own, *kept._heard.values())
+        for each in one.kept.values()
     }

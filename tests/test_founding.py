@@ -7,7 +7,17 @@ from dataclasses import replace
 import pytest
 
 from aedit.proto.rpc import last_term_before, lineage
-from aedit.proto.swarm import MOST_FORCED, Founding, Register, accepted, begins, forced, mark, owned, voted
+from aedit.proto.swarm import (
+    MOST_FORCED,
+    Founding,
+    Register,
+    founds_now,
+    mark,
+    with_agreed,
+    with_force,
+    with_owner,
+    with_vote,
+)
 
 KEYS = [bytes([65 + n]) * 32 for n in range(7)]
 
@@ -38,14 +48,14 @@ class World:
         """Let a peer vote that sees those live that it has heard, in the order of its ranking."""
         says = self.says(key)
         ranked = [one for one in order if one in says]
-        self.registers[key] = voted(self.registers[key], key, ranked, says)
+        self.registers[key] = with_vote(self.registers[key], key, ranked, says)
 
     def accept(self, key):
-        self.registers[key] = register = accepted(self.registers[key], self.says(key), self.alive)
+        self.registers[key] = register = with_agreed(self.registers[key], self.says(key), self.alive)
         if register.accepted:
             other = self.founded.setdefault(register.accepted, register.founder)
             assert other == register.founder, f"two founders of generation {register.accepted}"
-        if begins(register, key):
+        if founds_now(register, key):
             self.registers[key] = replace(register, begun=register.accepted)
 
     def restart(self, key):
@@ -142,21 +152,21 @@ def test_a_founder_that_has_not_managed_it_is_not_the_next_one():
     failed = Register(
         members=frozenset(KEYS[:3]), generation=1, accepted=1, founder=mark(KEYS[0]), candidate=mark(KEYS[0])
     )
-    assert voted(failed, KEYS[0], KEYS[:3], says) == failed
-    after = voted(failed, KEYS[1], KEYS[:3], says)
+    assert with_vote(failed, KEYS[0], KEYS[:3], says) == failed
+    after = with_vote(failed, KEYS[1], KEYS[:3], says)
     assert (after.generation, after.candidate) == (2, mark(KEYS[1]))
 
 
 def test_a_minority_that_still_sees_a_replica_does_not_become_a_majority():
-    register = owned(Register(), KEYS[:7], KEYS[:7])
-    assert owned(register, KEYS[:3], KEYS[:3]).members == frozenset(KEYS[:7])
-    assert owned(register, KEYS[:4], KEYS[:4]).members == frozenset(KEYS[:4]), "most of them are here"
+    register = with_owner(Register(), KEYS[:7], KEYS[:7])
+    assert with_owner(register, KEYS[:3], KEYS[:3]).members == frozenset(KEYS[:7])
+    assert with_owner(register, KEYS[:4], KEYS[:4]).members == frozenset(KEYS[:4]), "most of them are here"
 
 
 def test_peers_that_are_cut_off_together_are_not_taken_out_one_by_one():
-    register = owned(Register(), KEYS[:6], KEYS[:6])
+    register = with_owner(Register(), KEYS[:6], KEYS[:6])
     for left in (5, 4, 3):  # their leases end one after the other
-        register = owned(register, KEYS[:left], KEYS[:6])
+        register = with_owner(register, KEYS[:left], KEYS[:6])
     assert len(register.members) == 6
 
 
@@ -165,19 +175,19 @@ def test_newcomers_do_not_outvote_a_minority_that_waits_for_the_others():
     new, old = KEYS[3:7], KEYS[:3]
     say = Founding(generation=1, candidate=mark(new[0]), members=7)
     says = dict.fromkeys(new, say) | dict.fromkeys(old, Founding(generation=0, candidate=b"", members=8))
-    assert accepted(Register(members=frozenset(KEYS)), says, KEYS).accepted == 0
+    assert with_agreed(Register(members=frozenset(KEYS)), says, KEYS).accepted == 0
 
 
 def test_a_peer_that_comes_later_believes_most_of_those_who_are_there():
     say = Founding(generation=2, candidate=mark(KEYS[1]), members=3)
-    assert accepted(Register(), dict.fromkeys(KEYS[:2], say), KEYS[:3]).accepted == 2
-    assert accepted(Register(), {KEYS[0]: say}, KEYS[:3]).accepted == 0, "one of three"
+    assert with_agreed(Register(), dict.fromkeys(KEYS[:2], say), KEYS[:3]).accepted == 2
+    assert with_agreed(Register(), {KEYS[0]: say}, KEYS[:3]).accepted == 0, "one of three"
 
 
 def test_a_false_generation_does_not_use_them_up():
     me = KEYS[0]
     says = {KEYS[1]: Founding(generation=2**20 - 1, candidate=mark(KEYS[2]), members=3)}
-    after = voted(Register(members=frozenset(KEYS[:3])), me, KEYS[:3], says)
+    after = with_vote(Register(members=frozenset(KEYS[:3])), me, KEYS[:3], says)
     assert after.generation < 100
 
 
@@ -207,16 +217,16 @@ class ForcedWorld(World):
         before, says = self.registers[key], self.says(key)
         if before.has_forced:
             return
-        self.registers[key] = forced(before, key, says, [*self.heard[key], key])
+        self.registers[key] = with_force(before, key, says, [*self.heard[key], key])
         assert self.registers[key].accepted > max(max(one.generation, one.forced) for one in says.values())
 
     def accept(self, key):
         before = self.registers[key]
-        after = self.registers[key] = accepted(before, self.says(key), [*self.heard[key], key])
+        after = self.registers[key] = with_agreed(before, self.says(key), [*self.heard[key], key])
         assert (after.accepted, after.founder) == (before.accepted, before.founder) or before.is_below(
             (after.accepted, after.founder)
         ), "a founding never goes back"
-        if begins(after, key):
+        if founds_now(after, key):
             self.registers[key] = replace(after, begun=after.accepted)
             self.begun = [*self.begun, (after.accepted, key)]
             assert len(set(self.begun)) == len(self.begun), "nobody founds a generation twice"
@@ -303,32 +313,32 @@ def test_who_was_away_follows_a_forced_founding_and_the_elected_one_after_it():
     )
     old = Register(members=frozenset(KEYS[:5]))
     says = {KEYS[0]: followed.say} | dict.fromkeys(KEYS[2:5], old.say)
-    after = accepted(old, says, KEYS[:5])
+    after = with_agreed(old, says, KEYS[:5])
     assert (after.accepted, after.founder) == (2, mark(KEYS[1]))
     assert after.say.forced == 2, "and tells others"
 
 
 def test_a_new_peer_forces_above_all_votes_that_it_hears():
     says = dict.fromkeys(KEYS[:2], Founding(generation=288, candidate=mark(KEYS[0]), members=5))
-    after = forced(Register(), KEYS[6], says, KEYS[:2])
+    after = with_force(Register(), KEYS[6], says, KEYS[:2])
     assert (after.accepted, after.founder) == (289, mark(KEYS[6]))
     assert after.members == {*KEYS[:2], KEYS[6]}
-    assert begins(after, KEYS[6])
+    assert founds_now(after, KEYS[6])
     voter = Register(members=frozenset(KEYS[:5]), generation=288, candidate=mark(KEYS[0]))
-    assert accepted(voter, says | {KEYS[6]: after.say}, KEYS[:2]).founder == mark(KEYS[6])
+    assert with_agreed(voter, says | {KEYS[6]: after.say}, KEYS[:2]).founder == mark(KEYS[6])
 
 
 def test_false_cards_with_forced_generations_leave_those_to_the_votes():
     false = Founding(generation=0, candidate=b"", members=0, forced=MOST_FORCED + 1, founder=mark(KEYS[2]))
     old = Register(members=frozenset(KEYS[:3]))
-    assert accepted(old, {KEYS[2]: false}, KEYS[:3]) == old
+    assert with_agreed(old, {KEYS[2]: false}, KEYS[:3]) == old
     highest = replace(false, forced=MOST_FORCED)
-    after = accepted(old, {KEYS[2]: highest}, KEYS[:3])
+    after = with_agreed(old, {KEYS[2]: highest}, KEYS[:3])
     assert after.accepted == MOST_FORCED
-    assert forced(after, KEYS[0], {KEYS[2]: highest}, KEYS[:3]) == after, "no more by force"
+    assert with_force(after, KEYS[0], {KEYS[2]: highest}, KEYS[:3]) == after, "no more by force"
     says = dict.fromkeys(KEYS[1:3], highest)
-    assert voted(after, KEYS[0], KEYS[:2], says).generation == MOST_FORCED + 1, "but by votes"
-    beyond = forced(
+    assert with_vote(after, KEYS[0], KEYS[:2], says).generation == MOST_FORCED + 1, "but by votes"
+    beyond = with_force(
         Register(), KEYS[0], {KEYS[2]: replace(false, forced=0, founder=b"", generation=2**20 - 1)}, []
     )
     assert beyond.accepted == 1

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.swarm import RUN, card_of, data_of, key_of, replica
 
-from aedit.proto.swarm import KnownPeers, Serials, encoded
+from aedit.proto.swarm import KnownPeers, Serials, encoded_card
 
 OWN, ALPHA, BETA = key_of(1), key_of(2), key_of(3)
 
@@ -231,7 +231,9 @@ def test_serials_grow_over_restarts_with_a_clock_that_is_wrong(tmp_path):
 
 KEYS = [key_of(number) for number in (30, 31, 32)]
 CARDS = {
-    (k, serial, name): encoded(card_of(KEYS[k], serial, name=name, address=f"10.0.0.{k}:1"), KEYS[k].private)
+    (k, serial, name): encoded_card(
+        card_of(KEYS[k], serial, name=name, address=f"10.0.0.{k}:1"), KEYS[k].private
+    )
     for k in range(3)
     for serial in (1, 2, 3)
     for name in ("same", "other")

@@ -7,7 +7,7 @@ import pytest
 from aedit.async_sgd.replication import Replica
 from aedit.async_sgd.replication.replica import END, is_quorum
 from aedit.async_sgd.rules import Agreed, Configured, Led
-from aedit.proto.rpc import Answer, Proposal, Voter
+from aedit.proto.rpc import Proposal, Voter, VoteReply
 
 A, B, C, X, Y, Z = 1, 2, 3, 11, 12, 13
 
@@ -27,7 +27,7 @@ def replica(me, configs=()):
 
 
 def yes(voter, proposal):
-    return Answer(voter, proposal.proposer, proposal.ballot, True, proposal.term)
+    return VoteReply(voter, proposal.proposer, proposal.ballot, True, proposal.term)
 
 
 @pytest.mark.parametrize("num_replicas", range(1, 6))
@@ -262,7 +262,7 @@ def test_a_leader_whose_voters_know_a_higher_term_is_elected_again():
     hub.resume(0.0)
     hub.placed((1, 9))
     hub.confirm(B, (1, 9), 0.0)
-    hub.count_acceptance(Answer(X, A, hub.asks.ballot, False, 4), 0.0)
+    hub.count_acceptance(VoteReply(X, A, hub.asks.ballot, False, 4), 0.0)
     assert hub.is_overtaken
     proposal = hub.stand((1, 1, 9))
     assert proposal.term == 5
@@ -282,7 +282,7 @@ def test_an_agreement_that_the_leader_could_not_write_down_is_found_by_the_answe
     assert hub.count_vote(yes(X, proposal), 0.0)[:2] == [Agreed(1, 2), Led(2)]
 
     proposal = lacking.stand((1, 1, 90))
-    told = Answer(X, B, proposal.ballot, True, 2, accepted=(1, 2))
+    told = VoteReply(X, B, proposal.ballot, True, 2, accepted=(1, 2))
     assert lacking.count_vote(told, 0.0)[:2] == [Agreed(1, 2), Led(2)]
 
 

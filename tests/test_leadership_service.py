@@ -8,9 +8,9 @@ from aedit.async_sgd.rules import Configured, Led
 from aedit.launch.config import RunConfig
 from aedit.launch.hub.folder import make_hub
 from aedit.proto.rpc import (
-    Answer,
     Proposal,
     Voter,
+    VoteReply,
     VoterFile,
     answer_in,
     answer_out,
@@ -60,7 +60,7 @@ def test_whoever_waits_for_the_disk_waits_for_the_standby_that_has_joined(tmp_pa
         made.wait(ledger.journal.position, limit_s=0.02)
     made.confirm(STANDBY, ledger.journal.position)
     ledger.durable(ledger.journal.position)
-    made.count(Answer(STANDBY, made.identity, made.asks().ballot, True, 1))
+    made.count(VoteReply(STANDBY, made.identity, made.asks().ballot, True, 1))
     assert made.in_sync() == (1, 1)
 
 
@@ -74,7 +74,7 @@ def test_a_part_goes_to_the_replica_of_the_best_place_only_once_that_has_been_in
     confirm()
     tick(made, ledger)
     confirm()
-    made.count(Answer(STANDBY, made.identity, made.asks().ballot, True, 1))
+    made.count(VoteReply(STANDBY, made.identity, made.asks().ballot, True, 1))
     tick(made, ledger)
     clock.now += 9.0
     confirm()
@@ -90,7 +90,7 @@ def test_an_owner_that_ends_hands_over_at_once(tmp_path):
     made.confirm(STANDBY, ledger.journal.position, "b:1")
     tick(made, ledger)
     made.confirm(STANDBY, ledger.journal.position, "b:1")
-    made.count(Answer(STANDBY, made.identity, made.asks().ballot, True, 1))
+    made.count(VoteReply(STANDBY, made.identity, made.asks().ballot, True, 1))
     assert made.hand_over()
 
 
@@ -99,7 +99,7 @@ def test_a_silent_standby_is_taken_out_when_the_nodes_agree(tmp_path):
     made.confirm(STANDBY, ledger.journal.position)
     tick(made, ledger)
     made.confirm(STANDBY, ledger.journal.position)
-    made.count(Answer(STANDBY, made.identity, made.asks().ballot, True, 1))
+    made.count(VoteReply(STANDBY, made.identity, made.asks().ballot, True, 1))
     position = ledger.commit([Led(1)])
     clock.now += 10.0
     assert not made.asks_elector(NODE)
@@ -108,7 +108,7 @@ def test_a_silent_standby_is_taken_out_when_the_nodes_agree(tmp_path):
     assert not made.asks_elector(NODE + 1)
     with pytest.raises(Unconfirmed):
         made.wait(position, limit_s=0.02)
-    made.count(Answer(NODE, made.identity, made.asks().ballot, True, 1))
+    made.count(VoteReply(NODE, made.identity, made.asks().ballot, True, 1))
     ledger.durable(position)
     assert made.in_sync() == (0, 1)
 
@@ -132,7 +132,7 @@ def test_a_promise_is_on_disk_before_the_answer(tmp_path):
 
 def test_votes_survive_the_wire_and_the_disk(tmp_path):
     proposal = Proposal(5, 2, 2**62, (4, 9), (4, 7, 2**40))
-    answer = Answer(2**61, 2**62, (5, 2), True, 5, 3, (4, 8))
+    answer = VoteReply(2**61, 2**62, (5, 2), True, 5, 3, (4, 8))
     assert proposal_in(pb.Proposal.FromString(proposal_out(proposal).SerializeToString())) == proposal
     assert answer_in(pb.Answer.FromString(answer_out(answer).SerializeToString())) == answer
     file, voter = VoterFile(tmp_path / "a" / "votes.json"), Voter(3, 4, 5, (6, 7), (8, 9, 10))

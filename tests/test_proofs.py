@@ -9,9 +9,9 @@ from kit.swarm import RUN, Network, Peer, card_of, data_of, key_of, replica
 from aedit.async_sgd.service import Signer
 from aedit.launch.cli.main import main
 from aedit.launch.swarm import part_view
-from aedit.proto.rpc import parsed
+from aedit.proto.rpc import parsed_statement
 from aedit.proto.rpc import swarm_pb2 as pb
-from aedit.proto.swarm import KnownPeers, PartPlaces, Proofs, ReplicasFile, encoded, read_proof
+from aedit.proto.swarm import KnownPeers, PartPlaces, Proofs, ReplicasFile, encoded_card, read_proof
 from aedit.proto.swarm.exchange import MOST_SENT, Violation
 from aedit.proto.swarm.proofs import contradiction, proof_text
 
@@ -173,7 +173,7 @@ def test_anybody_can_check_a_proof_with_a_command(tmp_path, capsys):
     assert main(["audit", str(path)]) == 1
     said = capsys.readouterr().out
     assert LIAR.public.hex() in said
-    assert all(parsed(data).sha256.hex() in said for data in (TRUE, FALSE))
+    assert all(parsed_statement(data).sha256.hex() in said for data in (TRUE, FALSE))
     path.write_text(path.read_text().replace(FALSE.hex(), TRUE.hex()))
     assert main(["audit", str(path)]) == 2
     assert "not two signed values of one version" in capsys.readouterr().err
@@ -181,7 +181,7 @@ def test_anybody_can_check_a_proof_with_a_command(tmp_path, capsys):
 
 def test_two_cards_in_a_file_are_no_proof_against_an_owner(tmp_path, capsys):
     path = tmp_path / "x.json"
-    cards = [encoded(card_of(LIAR, 1, name=name), LIAR.private).hex() for name in ("a", "b")]
+    cards = [encoded_card(card_of(LIAR, 1, name=name), LIAR.private).hex() for name in ("a", "b")]
     path.write_text(json.dumps({"one": cards[0], "other": cards[1]}))
     assert read_proof(path).statement is None
     assert main(["audit", str(path)]) == 2
@@ -228,12 +228,12 @@ def test_a_version_is_signed_once_and_never_with_another_value(monkeypatch):
     signer, digests = Signer(LIAR, RUN, 2), [bytes([n]) * 32 for n in range(2)]
     first = signer.statement("0" * 16, 1, 5, 7, digests[0])
     assert signer.statement("0" * 16, 1, 5, 7, digests[0]) is first
-    found = parsed(first)
+    found = parsed_statement(first)
     assert (found.run, found.part, found.term, found.unit, found.version) == (RUN, 2, 1, 5, 7)
     with pytest.raises(ValueError, match="version 7 of unit 5"):
         signer.statement("0" * 16, 1, 5, 7, digests[1])
     for place in (("1" * 16, 1, 5, 7), ("0" * 16, 2, 5, 7), ("0" * 16, 1, 6, 7), ("0" * 16, 1, 5, 8)):
-        assert parsed(signer.statement(*place, digests[1])).sha256 == digests[1]
+        assert parsed_statement(signer.statement(*place, digests[1])).sha256 == digests[1]
     for version in range(100, 200):
         signer.statement("0" * 16, 1, 5, version, digests[0])
     assert len(signer._made[5]) == 16

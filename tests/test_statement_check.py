@@ -13,7 +13,7 @@ from kit.swarm import key_of
 from kit.waiting import until
 
 from aedit.proto.agent import unit_transfers
-from aedit.proto.rpc import Download, frames, parsed
+from aedit.proto.rpc import Download, frames, parsed_statement
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.proto.swarm import STATEMENTS, PartPlaces, ReplicasFile
 
@@ -123,7 +123,7 @@ def test_the_peer_is_told_the_newest_statements_of_each_unit(file, tmp_path):
             if not (tmp_path / STATEMENTS).exists():
                 return []
             found = json.loads((tmp_path / STATEMENTS).read_text())["statements"]
-            return [(one.unit, one.version) for one in map(parsed, map(bytes.fromhex, found))]
+            return [(one.unit, one.version) for one in map(parsed_statement, map(bytes.fromhex, found))]
 
         until(lambda: told() == [(0, 4), (0, 5), (0, 6), (0, 7), (1, 2)], "the statements")
     hub.kill()

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from kit.statements import OWNER, statement, statement_of
 from kit.swarm import RUN, card_of, data_of, key_of
 
-from aedit.proto.rpc import contradict, parsed, place_of, signed
+from aedit.proto.rpc import contradict, parsed_statement, place_of, signed
 from aedit.proto.rpc import statement as wire
-from aedit.proto.rpc.statement import is_signed
+from aedit.proto.rpc.statement import is_signed_statement
 from aedit.proto.swarm import card, statements
 from aedit.proto.swarm.proofs import contradiction
 from aedit.proto.swarm.statements import Statements
@@ -22,8 +22,8 @@ OTHER = key_of(78)
 
 def test_a_statement_travels_and_its_signature_is_plain_ed25519_over_purpose_and_message():
     data = statement(4)
-    assert parsed(data) == statement_of(4)
-    assert is_signed(data)
+    assert parsed_statement(data) == statement_of(4)
+    assert is_signed_statement(data)
     Ed25519PublicKey.from_public_bytes(OWNER.public).verify(
         data[1:65], b"aedit statement of an anchor 1\n" + data[65:]
     )
@@ -53,7 +53,7 @@ def test_every_changed_byte_is_refused():
     for place in range(len(data)):
         changed = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
         try:
-            assert not is_signed(changed)
+            assert not is_signed_statement(changed)
         except ValueError:
             continue
 
@@ -82,18 +82,18 @@ def test_values_out_of_bounds_are_named(changes, named):
 )
 def test_what_is_no_statement_is_refused(data):
     with pytest.raises(ValueError, match=r"statement|expected|must"):
-        parsed(data)
+        parsed_statement(data)
 
 
 def test_a_signature_of_a_card_is_none_of_a_statement_and_the_other_way_round():
     assert card.VERSION != wire.VERSION
     body = statement()[65:]
     as_card = OWNER.private.sign(card.PURPOSE + body)
-    assert not is_signed(bytes([wire.VERSION]) + as_card + body)
+    assert not is_signed_statement(bytes([wire.VERSION]) + as_card + body)
     made = card_of(OWNER)
     as_statement = OWNER.private.sign(wire.PURPOSE + card._body(made))
     with pytest.raises(ValueError, match="not signed with its own key"):
-        card.decoded(bytes([card.VERSION]) + as_statement + card._body(made))
+        card.decoded_card(bytes([card.VERSION]) + as_statement + card._body(made))
 
 
 # -- proofs
@@ -166,9 +166,9 @@ def test_a_forged_statement_costs_one_look_at_a_signature(monkeypatch):
 
     def counted(data):
         looked.append(data)
-        return is_signed(data)
+        return is_signed_statement(data)
 
-    monkeypatch.setattr(statements, "is_signed", counted)
+    monkeypatch.setattr(statements, "is_signed_statement", counted)
     peer = Statements(RUN)
     many = [statement(1, version=v) for v in range(1, 100)]
     peer.received(many)

@@ -19,8 +19,8 @@ from aedit.proto.rpc import (
     ClientKeys,
     Proposal,
     SigningKey,
-    is_signed,
-    parsed,
+    is_signed_statement,
+    parsed_statement,
     proposal_out,
     sign_request,
 )
@@ -234,13 +234,13 @@ def test_the_owner_of_a_part_signs_with_the_key_in_the_folder_of_its_peer(tmp_pa
         path = file.path.parent / KEY
         for _ in range(2):
             head = node.hub.pull(pb.PullRequest(who=node.who, unit=0), memoryview(bytearray(20_000)))
-            found = parsed(head.statement)
+            found = parsed_statement(head.statement)
             assert found.public_key == SigningKey.kept(path).public
             assert path.stat().st_mode & 0o777 == 0o600
             told = (found.run, found.part, found.unit, found.version, found.sha256, found.term)
             assert told == ("run", 0, 0, 1, head.sha256, 1)
             assert found.lineage == owner._leading.ledger.journal.epoch
-            assert is_signed(head.statement)
+            assert is_signed_statement(head.statement)
 
 
 def test_an_owner_that_starts_again_in_its_term_signs_what_it_has_signed_before(tmp_path):
@@ -254,7 +254,7 @@ def test_an_owner_that_starts_again_in_its_term_signs_what_it_has_signed_before(
                 assert node.push(0, scale=0.5).accepted
             until(lambda: node.version(0) == 2, "the second version")  # noqa: B023
             head = node.hub.pull(pb.PullRequest(who=node.who, unit=0), memoryview(bytearray(20_000)))
-            found.append((parsed(head.statement).term, parsed(head.statement).version))
+            found.append((parsed_statement(head.statement).term, parsed_statement(head.statement).version))
             signed.append(head.statement)
     assert found == [(1, 2), (1, 2)]
     assert signed[0] == signed[1]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kit.swarm import card_of, data_of, key_of, replica
 
 from aedit.proto.rpc import swarm_pb2 as pb
-from aedit.proto.swarm import Founding, decoded, encoded
+from aedit.proto.swarm import Founding, decoded_card, encoded_card
 from aedit.proto.swarm.card import MOST_CARD_BYTES, MOST_PARTS, PURPOSE
 
 KEY = key_of(7)
@@ -50,11 +50,11 @@ def test_the_bytes_of_a_card_are_version_signature_and_message():
         + text(7, "0f" * 32) + text(8, "0123456789abcdef")
         + b"\x49" + struct.pack("<d", 2.5) + b"\x51" + struct.pack("<d", 12.0) + b"\x58\x01"
     )  # fmt: skip
-    data = encoded(FULL, KEY.private)
+    data = encoded_card(FULL, KEY.private)
     assert data[:1] == b"\x01"
     assert data[65:] == body
     KEY.private.public_key().verify(data[1:65], b"aedit peer card 1\n" + body)
-    assert decoded(data) == FULL
+    assert decoded_card(data) == FULL
 
 
 def test_a_small_card_is_these_bytes():
@@ -75,28 +75,28 @@ def test_a_small_card_is_these_bytes():
 def test_bytes_that_nobody_has_signed_are_refused_with_a_reason(garbage):
     for data in (garbage, b"\x01" + bytes(64) + garbage):
         with pytest.raises(ValueError, match=r"card|run|name|public_key|serial|lease_s"):
-            decoded(data)
+            decoded_card(data)
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 8 * 250 - 1))
 def test_a_card_with_one_bit_changed_is_refused(bit):
-    data = bytearray(encoded(FULL, KEY.private))
+    data = bytearray(encoded_card(FULL, KEY.private))
     data[bit // 8 % len(data)] ^= 1 << bit % 8
     with pytest.raises(ValueError) as refused:  # noqa: PT011 - any field may be the wrong one
-        decoded(bytes(data))
+        decoded_card(bytes(data))
     assert str(refused.value)
 
 
 def test_the_founding_of_a_part_has_these_bytes_and_those_of_a_forced_one_only_if_it_is():
     vote = {4: replace(VOTE, forced=0, founder=b"")}
     card = card_of(KEY, foundings=vote)
-    data, body = encoded(card, KEY.private), b"\x08\x04\x10\x03" + text(3, "c" * 8) + b"\x20\x05"
+    data, body = encoded_card(card, KEY.private), b"\x08\x04\x10\x03" + text(3, "c" * 8) + b"\x20\x05"
     assert data.endswith(text(12, body))
-    assert decoded(data).foundings == vote
-    data = encoded(replace(card, foundings={4: VOTE}), KEY.private)
+    assert decoded_card(data).foundings == vote
+    data = encoded_card(replace(card, foundings={4: VOTE}), KEY.private)
     assert data.endswith(text(12, body + b"\x28\x02" + text(6, "f" * 8)))
-    assert decoded(data).foundings == {4: VOTE}
+    assert decoded_card(data).foundings == {4: VOTE}
 
 
 NAN, INF = float("nan"), float("inf")
@@ -141,7 +141,7 @@ def test_a_value_that_cannot_be_true_is_refused_by_name_before_it_is_signed_and_
 ):
     card = replace(card_of(KEY), **changes)
     with pytest.raises(ValueError, match=named):
-        encoded(card, KEY.private)
+        encoded_card(card, KEY.private)
     parts = [
         pb.HostedPart(part=n, address=one.address, term=one.term) for n, one in sorted(card.parts.items())
     ]
@@ -160,31 +160,31 @@ def test_a_value_that_cannot_be_true_is_refused_by_name_before_it_is_signed_and_
         "run", "name", "public_key", "serial", "address", "fingerprint", "model", "steps_per_s", "lease_s",
     )}  # fmt: skip
     with pytest.raises(ValueError, match=named):
-        decoded(signed(pb.Card(**plain, parts=parts, foundings=foundings).SerializeToString()))
+        decoded_card(signed(pb.Card(**plain, parts=parts, foundings=foundings).SerializeToString()))
 
 
 def test_another_encoding_of_the_same_card_is_refused():
-    data = encoded(FULL, KEY.private)
+    data = encoded_card(FULL, KEY.private)
     body = data[65:]
-    assert decoded(signed(body)) == FULL
+    assert decoded_card(signed(body)) == FULL
     for other in (body + text(99, b"unknown"), body + text(1, "run-1"), text(2, "early") + body):
         with pytest.raises(ValueError, match="not in the form in which it is signed"):
-            decoded(signed(other))
+            decoded_card(signed(other))
 
 
 def test_a_signature_of_another_key_or_purpose_is_refused():
-    body = encoded(FULL, KEY.private)[65:]
+    body = encoded_card(FULL, KEY.private)[65:]
     for data in (
         signed(body, key_of(8)),
         signed(body, purpose=b""),
         signed(body, purpose=b"aedit server card"),
     ):
         with pytest.raises(ValueError, match="not signed with its own key"):
-            decoded(data)
+            decoded_card(data)
     with pytest.raises(ValueError, match="public_key is not that of the key"):
-        encoded(FULL, key_of(8).private)
+        encoded_card(FULL, key_of(8).private)
 
 
 def test_a_card_of_another_version_is_named():
     with pytest.raises(ValueError, match="version 2; this build reads 1"):
-        decoded(b"\x02" + encoded(FULL, KEY.private)[1:])
+        decoded_card(b"\x02" + encoded_card(FULL, KEY.private)[1:])

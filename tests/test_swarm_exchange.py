@@ -11,7 +11,7 @@ from kit.swarm import Network, Peer, card_of, data_of, key_of
 
 from aedit.proto.rpc import PROTOCOL, Refusal
 from aedit.proto.rpc import swarm_pb2 as pb
-from aedit.proto.swarm import encoded
+from aedit.proto.swarm import encoded_card
 from aedit.proto.swarm.dialing import DialList, Standing
 from aedit.proto.swarm.exchange import MOST_CARDS, MOST_KNOWN, Violation
 
@@ -240,7 +240,7 @@ def test_a_peer_that_leaves_is_not_called_any_more_until_it_comes_back():
     gone, rest = net.peers[3], [peer for peer in net.peers if peer.number != 3]
     gone.serial += 1
     leaving = card_of(gone.key, gone.serial, name="p3", address=gone.card_address, lease_s=10.0, leaving=True)
-    gone.known.renew(encoded(leaving, gone.key.private), net.now)
+    gone.known.renew(encoded_card(leaving, gone.key.private), net.now)
     for peer in rest:
         net.call(peer, gone.listens)
     net.down.add(gone)
@@ -267,7 +267,7 @@ def test_a_strangers_card_that_leaves_from_the_address_of_another_peer_changes_n
     net.now += 90
     liar = Peer(98)
     lie = card_of(liar.key, 1, name="p98", address=second.listens, leaving=True)
-    liar.known.renew(encoded(lie, liar.key.private), net.now)
+    liar.known.renew(encoded_card(lie, liar.key.private), net.now)
     request, reply = ask(first, liar, net.now)
     first.exchanges.take(liar.listens, request, reply, net.now)
     called = {address for n in range(90) for address in first.exchanges.targets(net.now + n, 3, 8)}
@@ -324,7 +324,7 @@ def test_a_peer_that_shows_two_cards_of_one_serial_is_shut_out_by_all():
     net.rounds_until(complete(net), 30)
     liar = net.peers[3]
     twin = card_of(liar.key, liar.serial, name="p3", address="10.6.6.6:1")
-    net.peers[0].exchanges.hint(encoded(twin, liar.key.private), net.now)
+    net.peers[0].exchanges.hint(encoded_card(twin, liar.key.private), net.now)
     liar.renew_every = 10**9
     rest = [peer for peer in net.peers if peer is not liar]
     assert net.rounds_until(complete(net, rest), 10) <= 8

@@ -31,7 +31,7 @@ from aedit.proto.rpc import (
 )
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.proto.rpc.identity import PEER
-from aedit.proto.rpc.identity import parse as parsed
+from aedit.proto.rpc.identity import parse_token as parsed
 from aedit.proto.swarm import Certified
 from aedit.proto.swarm.exchange import Violation
 from aedit.types import UserError

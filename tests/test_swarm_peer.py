@@ -14,7 +14,7 @@ from aedit.launch.swarm import run_peer as peer_module
 from aedit.launch.swarm.peer_service import OtherModels
 from aedit.proto.rpc import ClientKeys, HubClient, greet
 from aedit.proto.rpc import hub_pb2 as pb
-from aedit.proto.swarm import NODE, NodeState, PartReplica, ReplicasFile, decoded, write_node
+from aedit.proto.swarm import NODE, NodeState, PartReplica, ReplicasFile, decoded_card, write_node
 
 CONFIG = parse('name = "r"\n[swarm]\ndiscovery = "file"\nparts = 2\ncopies = 2\n', "here")
 LIMIT_S = 60.0
@@ -155,7 +155,7 @@ def test_a_card_is_made_anew_when_something_changes_and_else_a_few_times_in_a_le
     before = first._card.current("h:1", {}, {}, NodeState())
     assert first._card.current("h:1", {}, {}, NodeState("", 2.0)) == before, "the speed alone can wait"
     assert first._card.current("h:2", {}, {}, NodeState("", 2.0)) != before
-    again = decoded(first._card.current("h:1", {}, {}, NodeState("ab" * 32, 3.0)))
+    again = decoded_card(first._card.current("h:1", {}, {}, NodeState("ab" * 32, 3.0)))
     assert (again.model, again.steps_per_s) == ("ab" * 32, 3.0)
 
 

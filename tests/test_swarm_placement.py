@@ -8,8 +8,8 @@ import pytest
 from kit.swarm import card_of, key_of
 from scipy import stats
 
-from aedit.proto.swarm import candidates, chosen, ranking
-from aedit.proto.swarm.placement import score
+from aedit.proto.swarm import candidates, hosts_of, ranking
+from aedit.proto.swarm.placement import placement_score
 
 PEERS = 1000
 PARTS = 64
@@ -22,13 +22,13 @@ def keys_of(count, seed=0):
 
 
 def hosts(keys, parts=PARTS):
-    return {part: chosen("run", part, keys, COPIES) for part in range(parts)}
+    return {part: hosts_of("run", part, keys, COPIES) for part in range(parts)}
 
 
 def test_a_score_is_a_sha256_over_purpose_run_part_and_key():
     key = bytes(range(32))
     signed = b"aedit placement 1\n" + hashlib.sha256(b"run").digest() + b"\0\0\0\5" + key
-    assert score("run", 5, key) == hashlib.sha256(signed).digest()
+    assert placement_score("run", 5, key) == hashlib.sha256(signed).digest()
 
 
 def test_a_ranking_depends_on_run_and_part_and_not_on_the_order_of_the_keys():
@@ -36,9 +36,9 @@ def test_a_ranking_depends_on_run_and_part_and_not_on_the_order_of_the_keys():
     assert ranking("run", 1, keys) == ranking("run", 1, keys[::-1]) == ranking("run", 1, frozenset(keys))
     assert len({ranking("run", 1, keys), ranking("run", 2, keys), ranking("other", 1, keys)}) == 3
     assert sorted(ranking("run", 1, keys)) == sorted(keys)
-    assert chosen("run", 1, keys, 3) == ranking("run", 1, keys)[:3]
-    assert chosen("run", 1, keys[:2], 3) == ranking("run", 1, keys[:2])
-    assert chosen("run", 1, [], 3) == ()
+    assert hosts_of("run", 1, keys, 3) == ranking("run", 1, keys)[:3]
+    assert hosts_of("run", 1, keys[:2], 3) == ranking("run", 1, keys[:2])
+    assert hosts_of("run", 1, [], 3) == ()
 
 
 @pytest.mark.parametrize(("peers", "parts"), [(PEERS, 400), (20, PARTS * 30)])

@@ -16,10 +16,10 @@ SPECIAL = (0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, -1e-45, 
 
 
 def restored(values, base):
-    data, needs_base = patch.encode(values, base)
+    data, needs_base = patch.encode_transfer(values, base)
     assert len(data) <= patch.most_bytes(values.size, values.itemsize)
     out = np.zeros_like(values)
-    patch.decode(memoryview(data), base if needs_base else None, out)
+    patch.decode_transfer(memoryview(data), base if needs_base else None, out)
     return data, out
 
 
@@ -77,11 +77,13 @@ def test_the_shortest_encoding_is_taken_by_measured_size():
     assert size(1e-5) < 0.1
     assert size(1e-4) < 0.3
     whole = patterns(weights, "bf16")
-    dense = len(patch.encode(whole)[0])
+    dense = len(patch.encode_transfer(whole)[0])
     assert dense < 0.7 * whole.nbytes, "exponents take few bits"
     noise = drawn(rng, "bf16", 2**20)
-    assert len(patch.encode(noise)[0]) == noise.nbytes + 1, "what cannot be shortened is sent as it is"
-    assert patch.encode(noise, whole)[1] is False, "and needs no base"
+    assert len(patch.encode_transfer(noise)[0]) == noise.nbytes + 1, (
+        "what cannot be shortened is sent as it is"
+    )
+    assert patch.encode_transfer(noise, whole)[1] is False, "and needs no base"
 
 
 def test_the_bytes_of_the_format_are_fixed():
@@ -93,9 +95,9 @@ def test_the_bytes_of_the_format_are_fixed():
     values[299] += 300  # gap 295 -> A7 02, z = 300 -> 599 -> D7 04
     gaps, differences = bytes([2, 0, 0xA7, 2]), bytes([1, 0, 0xD7, 4])
     expected = bytes([2]) + struct.pack("<5I", 3, 4, 4, 4, 4) + gaps + differences
-    assert patch.encode(values, base) == (expected, True)
+    assert patch.encode_transfer(values, base) == (expected, True)
     out = np.zeros_like(values)
-    patch.decode(memoryview(expected), base, out)
+    patch.decode_transfer(memoryview(expected), base, out)
     np.testing.assert_array_equal(out, values)
     # The same numbers with zlib, and all values in planes and raw.
     squeezed = [zlib.compress(part) for part in (gaps, differences)]
@@ -105,9 +107,9 @@ def test_the_bytes_of_the_format_are_fixed():
     planes = bytes([1]) + struct.pack("<I", 300) + low + struct.pack("<I", len(packed)) + packed
     for data in (planes, bytes([0]) + values.tobytes()):
         out[:] = 0
-        patch.decode(memoryview(data), None, out)
+        patch.decode_transfer(memoryview(data), None, out)
         np.testing.assert_array_equal(out, values)
-    assert patch.encode(np.full(4, 0x1234, "<u2")) == (bytes([0]) + b"\x34\x12" * 4, False)
+    assert patch.encode_transfer(np.full(4, 0x1234, "<u2")) == (bytes([0]) + b"\x34\x12" * 4, False)
 
 
 def test_variable_length_numbers_are_leb128():
@@ -172,7 +174,7 @@ def test_what_no_encoder_writes_is_refused_before_memory_is_taken(data, reason):
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match=reason):
-            patch.decode(memoryview(data), base, out)
+            patch.decode_transfer(memoryview(data), base, out)
         assert tracemalloc.get_traced_memory()[1] < 200_000
     finally:
         tracemalloc.stop()
@@ -180,14 +182,14 @@ def test_what_no_encoder_writes_is_refused_before_memory_is_taken(data, reason):
 
 def test_a_patch_without_its_base_is_refused():
     with pytest.raises(ValueError, match="kind 2 without a base"):
-        patch.decode(memoryview(patch_of(1, b"\0", b"\0")), None, np.zeros(100, "<u2"))
+        patch.decode_transfer(memoryview(patch_of(1, b"\0", b"\0")), None, np.zeros(100, "<u2"))
 
 
 def test_random_and_damaged_bytes_give_values_or_a_value_error():
     rng = np.random.default_rng(2)
     base = drawn(rng, "bf16", 3000)
     values = np.where(rng.random(base.size) < 0.2, base + 1, base).astype("<u2")
-    good, _ = patch.encode(values, base)
+    good, _ = patch.encode_transfer(values, base)
     refused = 0
     for _ in range(1500):
         data = bytearray(good)
@@ -195,7 +197,7 @@ def test_random_and_damaged_bytes_give_values_or_a_value_error():
             data[place] = rng.integers(256)
         cut = int(rng.integers(len(data))) if rng.random() < 0.3 else len(data)
         try:
-            patch.decode(memoryview(data)[:cut], base, np.empty_like(base))
+            patch.decode_transfer(memoryview(data)[:cut], base, np.empty_like(base))
         except ValueError:
             refused += 1
     assert refused > 500

@@ -238,7 +238,7 @@ def test_equal_transfers_are_made_once_for_all_who_ask(monkeypatch):
     other = "line-2"
     for serial, units in enumerate(values, 1):
         source.publish(other, serial, units)
-    calls, encode = [], patch.encode
+    calls, encode = [], patch.encode_transfer
     started, go = threading.Event(), threading.Event()
 
     def slow(*arguments):

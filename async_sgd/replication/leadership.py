@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from aedit.async_sgd.journal import Ledger, Position, Unconfirmed
 from aedit.async_sgd.replication import Replica, placed_replicas
 from aedit.async_sgd.rules import Configured, Record
-from aedit.proto.rpc import Answer, Extent, Proposal, VoterFile
+from aedit.proto.rpc import Extent, Proposal, VoteReply, VoterFile
 
 SILENT_S = 2.0
 """A standby that is silent for so long is to be waited for no longer, if the voters agree."""
@@ -123,7 +123,7 @@ class Leadership:
 
     # --- votes
 
-    def answer(self, proposal: Proposal) -> Answer:
+    def answer(self, proposal: Proposal) -> VoteReply:
         """Return the answer to another hub that asks for a vote."""
         with self._deciding() as replica:
             return replica.answer(proposal, self._clock())
@@ -139,7 +139,7 @@ class Leadership:
         with self._change:
             return self.asks() is not None and any(voter in one.electors for one in self._replica.configs)
 
-    def count(self, answer: Answer, window_s: float = float("inf")) -> Sequence[Record]:
+    def count(self, answer: VoteReply, window_s: float = float("inf")) -> Sequence[Record]:
         """Count an answer; return the records with which this hub begins to lead, once it is elected."""
         with self._deciding() as replica:
             now, leads = self._clock(), replica.term > 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from aedit.async_sgd.rules import Agreed, Configured, Led
-from aedit.proto.rpc import Answer, Ballot, Extent, Proposal, Voter
+from aedit.proto.rpc import Ballot, Extent, Proposal, Voter, VoteReply
 
 Position = tuple[int, int]
 """Segment and byte of a journal."""
@@ -115,10 +115,10 @@ class Replica:
         """Note that the followed journal is fetched anew: this hub is no candidate before `confirmed`."""
         self.voter, self.configs, self._votes = self.voter.saw(confirmed), (), None
 
-    def answer(self, proposal: Proposal, now: float) -> Answer:
+    def answer(self, proposal: Proposal, now: float) -> VoteReply:
         """Return the answer to another hub."""
         if not proposal.number and self._supports_another(proposal.proposer, now):
-            return Answer(
+            return VoteReply(
                 self.voter.me, proposal.proposer, proposal.ballot, False, self.voter.term, self.term
             )
         self.voter, answer = self.voter.answer(proposal)
@@ -166,7 +166,7 @@ class Replica:
         """Ask for no votes any more, and count none that are on their way."""
         self._votes = None
 
-    def count_vote(self, answer: Answer, now: float, since_s: float = float("-inf")) -> Decided:
+    def count_vote(self, answer: VoteReply, now: float, since_s: float = float("-inf")) -> Decided:
         """Count a vote; return the records with which this hub begins to lead, once it is elected.
 
         since_s: votes given earlier do not count; their voters may have found the leader again.
@@ -332,7 +332,7 @@ class Replica:
         ready = all(self.confirmed(one) >= self._placed for one in others) and self._placed != END
         return self._agreement.proposal if ready else None
 
-    def count_acceptance(self, answer: Answer, now: float) -> Decided:
+    def count_acceptance(self, answer: VoteReply, now: float) -> Decided:
         """Count an answer about a configuration; return the records to write."""
         tally = self._agreement
         if tally is None or not tally.count(answer, now):
@@ -357,7 +357,7 @@ class Replica:
         self.voter, own = self.voter.answer(proposal)
         return self.count_acceptance(own, 0.0)
 
-    def _learn(self, answer: Answer) -> None:
+    def _learn(self, answer: VoteReply) -> None:
         if answer.proposer == self.voter.me and not answer.granted:
             self._known_term = max(self._known_term, answer.term)
             if answer.leads > self.term > 0:
@@ -393,7 +393,7 @@ class VoteCount:
     _granted: dict[int, float] = field(default_factory=dict)
     """Time of the answer, by voter."""
 
-    def count(self, answer: Answer, now: float) -> bool:
+    def count(self, answer: VoteReply, now: float) -> bool:
         """Note an answer; return False if it belongs to another proposal or does not grant this one."""
         ours = (answer.proposer, answer.ballot) == (self.proposal.proposer, self.proposal.ballot)
         if ours and answer.granted:

@@ -17,7 +17,7 @@ from aedit.async_sgd.rules import Vector
 from aedit.clock import VirtualClock
 from aedit.launch.config import load
 from aedit.proto.agent import Answer, Progress
-from aedit.proto.swarm import chosen
+from aedit.proto.swarm import hosts_of
 from aedit.types import News, Verdict
 from benchmarks.kit.processes import ROOT, in_parallel
 from benchmarks.kit.tables import Bar, Report
@@ -52,7 +52,7 @@ class Wires:
         self._sides, self.is_cut = sides, False
         self._home = []
         for part in range(PARTS):
-            count = Counter(sides[keys.index(key)] for key in chosen("loss", part, keys, COPIES))
+            count = Counter(sides[keys.index(key)] for key in hosts_of("loss", part, keys, COPIES))
             self._home.append(count.most_common(1)[0][0])
 
     def reaches(self, node: int, part: int) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 
 from aedit.launch.swarm import part_view
 from aedit.proto.rpc import SigningKey
-from aedit.proto.swarm import KnownPeers, PeerCard, encoded
+from aedit.proto.swarm import KnownPeers, PeerCard, encoded_card
 
 RUN = "simulated"
 LEASE_S = 10.0
@@ -98,7 +98,7 @@ class Swarm:
             lease_s=LEASE_S,
             leaving=leaving,
         )
-        return encoded(card, key.private)
+        return encoded_card(card, key.private)
 
 
 def balance(peers: int, parts: int, copies: int, changes: int, seed: int) -> Balance:

@@ -43,7 +43,7 @@ def measure(trained: Trained, most_pairs: int = 8) -> Sizes:
         if apart == BEHIND[0]:
             encode_s, decode_s = [each.encode_s for each in made], [each.decode_s for each in made]
     last = trained.versions[-1]
-    whole = len(patch.encode(last)[0]) / last.nbytes
+    whole = len(patch.encode_transfer(last)[0]) / last.nbytes
     return Sizes(trained.lr, changed, sent, whole, _median(encode_s), _median(decode_s))
 
 
@@ -57,10 +57,10 @@ class _Made:
 def _transfer(base: Patterns, head: Patterns) -> _Made:
     """Encode, decode and compare. Seconds are processor time for 100 million elements."""
     began_s = time.process_time()
-    data, needs_base = patch.encode(head, base)
+    data, needs_base = patch.encode_transfer(head, base)
     encoded_s = time.process_time()
     out = np.empty_like(head)
-    patch.decode(memoryview(data), base if needs_base else None, out)
+    patch.decode_transfer(memoryview(data), base if needs_base else None, out)
     decoded_s = time.process_time()
     if not np.array_equal(out, head):
         raise RuntimeError("a transfer has not restored its version")

@@ -342,7 +342,7 @@ def _roles(directory: Path, named: Iterable[tuple[str, Iterable[str]]]) -> dict[
     for name, role in found.items():
         path = directory / name / TOKEN
         if path.exists():
-            held, _ = identity.parse(path.read_text().strip())
+            held, _ = identity.parse_token(path.read_text().strip())
             if held.role != role:
                 raise UserError(f"{name!r} has keys of a {held.role}: revoke them, or use another name")
     return found
@@ -370,7 +370,7 @@ def _what_to_copy(directory: Path, folders: Sequence[Path]) -> str:
         certificates = [path for path in (folder / f"{SERVER}.crt", folder / f"{NODE}.crt") if path.exists()]
         days = [certificate_in(path).not_valid_after_utc for path in certificates]
         ends = f", valid until {min(days):%Y-%m-%d}" if days else ""
-        kind = identity.parse((folder / TOKEN).read_text().strip())[0].role
+        kind = identity.parse_token((folder / TOKEN).read_text().strip())[0].role
         whom = {HUB: "the hub's machine", ANY_NODE: "every node"}.get(folder.name, f"{kind} {folder.name}")
         lines.append(f"Copy {folder} to {whom}{ends}.")
     if directory / ANY_NODE in folders:

@@ -280,7 +280,7 @@ def _audit_proof(path: Path) -> int:
 
     Returns 1, as for a server that fails. Raises UserError if it proves nothing.
     """
-    from aedit.proto.rpc import parsed
+    from aedit.proto.rpc import parsed_statement
     from aedit.proto.swarm import read_proof
 
     try:
@@ -294,7 +294,7 @@ def _audit_proof(path: Path) -> int:
     print(f"has signed two values of {place.described()} of run {printable(place.run)},")
     print(f"journal {place.lineage}:")
     for data in (found.one, found.other):
-        print(f"  SHA-256 {parsed(data).sha256.hex()}")
+        print(f"  SHA-256 {parsed_statement(data).sha256.hex()}")
     return 1
 
 

@@ -19,7 +19,7 @@ from aedit.async_sgd.replication import Leadership
 from aedit.launch.config import RunConfig
 from aedit.launch.hub import folder
 from aedit.proto.rpc import (
-    Answer,
+    VoteReply,
     ClientKeys,
     HubClient,
     HubRefused,
@@ -48,7 +48,7 @@ _SEARCH_TIMEOUT_S = 1.0
 _ENDED_TIMEOUT_S = 0.5
 _TELL_TIMEOUT_S = 60.0
 Hello = pb.HelloReply | HubRefused | HubUnreachable
-"""Answer of a hub, or the error in its place."""
+"""VoteReply of a hub, or the error in its place."""
 _EVERY_S = 0.2
 _CALL_TIMEOUT_S = 1.0
 """Interval and time limit of requests for votes."""
@@ -431,7 +431,7 @@ class VoteRequests:
     """Threads that send what `leadership` proposes to the other hubs, and pass the answers to `count`."""
 
     def __init__(
-        self, endpoint: HubEndpoint, leadership: Leadership, count: Callable[[Answer], None]
+        self, endpoint: HubEndpoint, leadership: Leadership, count: Callable[[VoteReply], None]
     ) -> None:
         self._endpoint, self._leadership, self._count = endpoint, leadership, count
         self._stopping = threading.Event()

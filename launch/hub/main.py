@@ -31,10 +31,10 @@ from aedit.launch.hub.policy_versions import RECORD, PolicyService, PolicyVersio
 from aedit.launch.hub.standby import Standby
 from aedit.proto.rpc import (
     PROTOCOL,
-    Answer,
     HubCore,
     Limits,
     Server,
+    VoteReply,
     VoterFile,
     directory_service,
     is_loopback,
@@ -194,7 +194,7 @@ class _Process:
         term = max(hub.state.term, self._others.newest_term())
         return self._leadership.force(term, _FORCED_JUMP + secrets.randbelow(_FORCED_JUMP))
 
-    def _count(self, answer: Answer) -> None:
+    def _count(self, answer: VoteReply) -> None:
         """Take the answer of another hub to what this one asks."""
         if self._standby is not None:
             self._standby.count(answer)

@@ -20,11 +20,11 @@ from aedit.launch.hub.endpoint import HubEndpoint, OtherHubs
 from aedit.launch.hub.leading import LeadingHub, Reports
 from aedit.launch.records import resting_file
 from aedit.proto.rpc import (
-    Answer,
     HubClient,
     HubRefused,
     HubUnreachable,
     Refusal,
+    VoteReply,
     answer_in,
     answer_out,
     lineage,
@@ -157,7 +157,7 @@ class Standby:
                 reply.asks.CopyFrom(proposal_out(asks))
             return reply
 
-    def count(self, answer: Answer) -> None:
+    def count(self, answer: VoteReply) -> None:
         """Count the answer of another hub to what this one asks."""
         with self._deciding:
             if self.leading is not None:
@@ -214,7 +214,7 @@ class Standby:
             self._reports.start(state.elapsed_s, {node: name for name, node in state.names.items()})
         self._reports.event(event, **values)
 
-    def _count(self, answer: Answer) -> None:
+    def _count(self, answer: VoteReply) -> None:
         records = self._leadership.count(answer, self._window_s)
         if records:
             self.stop()

@@ -27,7 +27,7 @@ from aedit.proto.agent import (
     AgentPlan,
     Link,
     Progress,
-    attach,
+    attach_agent,
     rejoin_secret,
     replicas_of_parts,
     start_agent,
@@ -172,7 +172,7 @@ def _link(plan: AgentPlan, world: World, run_dir: Path) -> AgentLink:
         shared_path = [link.path if link else ""]
         group = world.mesh.get_group("shard")
         dist.broadcast_object_list(shared_path, group=group, group_src=0)
-        link = link or attach(shared_path[0], world.rank)
+        link = link or attach_agent(shared_path[0], world.rank)
     assert link is not None
     return link
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from aedit.launch.config import SwarmConfig
 from aedit.proto.dht import DhtDiscovery, DhtSettings, listening_maddr
-from aedit.proto.swarm import PeerFile, decoded
+from aedit.proto.swarm import PeerFile, decoded_card
 from aedit.system import write_atomically
 from aedit.types import UserError, address_fault
 
@@ -94,6 +94,6 @@ def _address(hint: str | bytes) -> str:
     if isinstance(hint, str):
         return hint
     try:
-        return decoded(hint).address
+        return decoded_card(hint).address
     except ValueError:
         return ""

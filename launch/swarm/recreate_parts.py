@@ -18,14 +18,14 @@ from aedit.proto.swarm import (
     Founding,
     PeerCard,
     Register,
-    accepted,
-    begins,
     candidates,
-    forced,
+    founds_now,
     mark,
-    owned,
     ranking,
-    voted,
+    with_agreed,
+    with_force,
+    with_owner,
+    with_vote,
 )
 from aedit.system import write_atomically
 from aedit.types import UserError, printable
@@ -120,7 +120,7 @@ class Foundings:
         hosts = candidates(live)
         with self._lock:
             registers = [one.register for one in self._parts]
-            registers[part] = forced(registers[part], self._me, _said(part, live, hosts), hosts)
+            registers[part] = with_force(registers[part], self._me, _said(part, live, hosts), hosts)
             self._save(registers)
             one = self._parts[part]
             one.register, one.seen_s, one.is_lost = registers[part], self._clock(), False
@@ -130,7 +130,7 @@ class Foundings:
         """Return whether this peer is to found the part now. Returns True once. Raises OSError."""
         with self._lock:
             registers = [one.register for one in self._parts]
-            if not begins(registers[part], self._me):
+            if not founds_now(registers[part], self._me):
                 return False
             registers[part] = replace(registers[part], begun=registers[part].accepted)
             self._save(registers)
@@ -142,7 +142,7 @@ class Foundings:
     ) -> Register:
         part = self._parts[number]
         says = _said(number, live, hosts) | {self._me: part.register.say}
-        register = accepted(part.register, {key: one for key, one in says.items() if key in hosts}, hosts)
+        register = with_agreed(part.register, {key: one for key, one in says.items() if key in hosts}, hosts)
         if (register.accepted, register.founder) != (part.register.accepted, part.register.founder):
             part.seen_s, part.is_lost = now, False
             founder = self._name(register.founder)
@@ -153,7 +153,7 @@ class Foundings:
         part.is_missed = not part.owner
         if not part.is_missed:
             part.seen_s, part.is_lost = now, False
-            return owned(register, hosts, self._live_s)
+            return with_owner(register, hosts, self._live_s)
         if not self._lost_s or now < part.seen_s + self._lost_s:
             return register
         if not part.is_lost:
@@ -163,7 +163,7 @@ class Foundings:
                 self._lost_s,
             )
             part.is_lost = True
-        after = voted(register, self._me, ranking(self._run, number, hosts), says)
+        after = with_vote(register, self._me, ranking(self._run, number, hosts), says)
         if after != register:
             part.seen_s = now
         return after

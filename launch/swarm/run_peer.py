@@ -45,7 +45,7 @@ from aedit.proto.swarm import (
     Serials,
     StatementsFile,
     candidates,
-    encoded,
+    encoded_card,
 )
 from aedit.system import write_atomically
 from aedit.types import UserError
@@ -347,7 +347,7 @@ class OwnCard:
         if card != self._last or now_s > self._made_s + self._lease_s / _RENEWALS:
             serial = self._serials.next(above=self._known.own_serial)
             full = replace(card, serial=serial, steps_per_s=node.steps_per_s)
-            self._data = encoded(full, self._key.private)
+            self._data = encoded_card(full, self._key.private)
             self._last, self._made_s = card, now_s
         return self._data
 

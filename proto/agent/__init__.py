@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
-    from aedit.proto.agent.agent_link import AgentLink, AgentLost, NodeRefused, attach, start_agent
+    from aedit.proto.agent.agent_link import AgentLink, AgentLost, NodeRefused, attach_agent, start_agent
     from aedit.proto.agent.leases import Leases
     from aedit.proto.agent.link import Answer, Link, Progress
     from aedit.proto.agent.plan import AgentPlan, rejoin_secret
@@ -30,7 +30,7 @@ __all__ = [
     "Link",
     "NodeRefused",
     "Progress",
-    "attach",
+    "attach_agent",
     "rejoin_secret",
     "replicas_of_parts",
     "start_agent",

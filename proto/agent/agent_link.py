@@ -52,7 +52,7 @@ class AgentLink:
 
     @property
     def path(self) -> str:
-        """Return the path that other ranks of this machine `attach` to."""
+        """Return the path that other ranks of this machine `attach_agent` to."""
         return self._box.path
 
     @property
@@ -186,7 +186,7 @@ def start_agent(plan: AgentPlan, *, ranks: int, mode: Literal["process", "thread
     return (_start_process if mode == "process" else _start_thread)(plan, box)
 
 
-def attach(path: str, rank: int) -> AgentLink:
+def attach_agent(path: str, rank: int) -> AgentLink:
     """Return the end of another rank of the same node. path: `AgentLink.path` of the first one."""
     try:
         box = mailbox.attach_mailbox(path)

@@ -53,7 +53,7 @@ class AgentState(IntEnum):
     """It has ended or failed; `error` says why."""
 
 
-class Head(IntEnum):
+class MailboxWord(IntEnum):
     """Words of the header."""
 
     MAGIC = 0
@@ -106,11 +106,11 @@ class Mailbox:
     def want(self, wants: Wants) -> None:
         """Request `wants` of the agent."""
         memory_fence()
-        self._head[Head.WANTS] = wants
+        self._head[MailboxWord.WANTS] = wants
 
     def wanted(self) -> Wants:
         """Return what the trainer has requested."""
-        wants = Wants(int(self._head[Head.WANTS]))
+        wants = Wants(int(self._head[MailboxWord.WANTS]))
         memory_fence()
         return wants
 
@@ -161,11 +161,11 @@ class Mailbox:
 
     def demand_samples(self, upto: int) -> None:
         """Ask for so many samples, from the first of this attempt on."""
-        self._head[Head.DEMAND] = upto
+        self._head[MailboxWord.DEMAND] = upto
 
     def demand(self) -> int:
         """Return the number of samples that the trainer has asked for."""
-        return int(self._head[Head.DEMAND])
+        return int(self._head[MailboxWord.DEMAND])
 
     def attach(self, rank: int) -> None:
         """Note that rank `rank` has the memory."""
@@ -204,7 +204,7 @@ class Mailbox:
 
     def add_blocks(self, blocks: Sequence[tuple[int, int]]) -> None:
         """Add leased blocks. Raises RuntimeError when the table is full."""
-        count = int(self._head[Head.BLOCKS])
+        count = int(self._head[MailboxWord.BLOCKS])
         if count + len(blocks) > MAX_BLOCKS:
             raise RuntimeError(
                 f"more than {MAX_BLOCKS} leases of data in one attempt: raise hub.lease_samples"
@@ -212,43 +212,43 @@ class Mailbox:
         for i, block in enumerate(blocks):
             self._blocks[count + i] = block
         memory_fence()
-        self._head[Head.BLOCKS] = count + len(blocks)
+        self._head[MailboxWord.BLOCKS] = count + len(blocks)
 
     def blocks(self, start: int) -> list[tuple[int, int]]:
         """Return the blocks from number `start` on."""
-        count = int(self._head[Head.BLOCKS])
+        count = int(self._head[MailboxWord.BLOCKS])
         memory_fence()
         return [(int(first), int(end)) for first, end in self._blocks[start:count]]
 
     def sent(self, num_bytes: int) -> None:
         """Publish the number of bytes sent."""
-        self._head[Head.SENT] = num_bytes
+        self._head[MailboxWord.SENT] = num_bytes
 
     @property
     def bytes_sent(self) -> int:
         """Return the number of bytes sent."""
-        return int(self._head[Head.SENT])
+        return int(self._head[MailboxWord.SENT])
 
     def admit(self, node: int, versions: Sequence[int]) -> None:
         """Publish that this node is a member and all anchors are there."""
         self._versions[:] = versions
-        self._head[Head.NODE] = node
+        self._head[MailboxWord.NODE] = node
         memory_fence()
-        self._head[Head.STATE] = AgentState.MEMBER
+        self._head[MailboxWord.STATE] = AgentState.MEMBER
 
     @property
     def node(self) -> int:
         """Return the index that the hub gave this node."""
-        return int(self._head[Head.NODE])
+        return int(self._head[MailboxWord.NODE])
 
     def speak_as(self, session: int) -> None:
         """Publish the session of this node with the first hub; a new one after every join."""
-        self._head[Head.SESSION] = session
+        self._head[MailboxWord.SESSION] = session
 
     @property
     def session(self) -> int:
         """Return the session of this node with the first hub; 0 before it has joined."""
-        return int(self._head[Head.SESSION])
+        return int(self._head[MailboxWord.SESSION])
 
     def versions(self) -> tuple[int, ...]:
         """Return the versions of the anchors at the join."""
@@ -262,11 +262,11 @@ class Mailbox:
         self._error[:] = 0
         self._error[: len(text)] = np.frombuffer(text, dtype=np.uint8)
         memory_fence()
-        self._head[Head.STATE] = state
+        self._head[MailboxWord.STATE] = state
 
     def state(self) -> AgentState:
         """Return the agent's state."""
-        state = AgentState(int(self._head[Head.STATE]))
+        state = AgentState(int(self._head[MailboxWord.STATE]))
         memory_fence()
         return state
 
@@ -316,21 +316,25 @@ def create(numels: Sequence[int], ranks: int, feedback: bool) -> Mailbox:
         fd, path = tempfile.mkstemp(prefix="aedit-mailbox-")
         os.ftruncate(fd, num_bytes)
     box = Mailbox(fd, path, numels, (len(numels), ranks, feedback))
-    box._head[[Head.UNITS, Head.RANKS, Head.FEEDBACK]] = (len(numels), ranks, feedback)
-    box._head[Head.NUMELS :][: len(numels)] = numels
+    box._head[[MailboxWord.UNITS, MailboxWord.RANKS, MailboxWord.FEEDBACK]] = (len(numels), ranks, feedback)
+    box._head[MailboxWord.NUMELS :][: len(numels)] = numels
     memory_fence()
-    box._head[Head.MAGIC] = MAGIC
+    box._head[MailboxWord.MAGIC] = MAGIC
     return box
 
 
 def attach_mailbox(path: str | int) -> Mailbox:
     """Return the mailbox of another process of this machine, by its path or by an inherited descriptor."""
     fd = path if isinstance(path, int) else os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    head = np.frombuffer(os.pread(fd, 8 * Head.NUMELS, 0), dtype=np.int64)
-    if len(head) < Head.NUMELS or head[Head.MAGIC] != MAGIC:
+    head = np.frombuffer(os.pread(fd, 8 * MailboxWord.NUMELS, 0), dtype=np.int64)
+    if len(head) < MailboxWord.NUMELS or head[MailboxWord.MAGIC] != MAGIC:
         raise ValueError(f"{path} is not the mailbox of a node")
-    units, ranks, feedback = int(head[Head.UNITS]), int(head[Head.RANKS]), bool(head[Head.FEEDBACK])
-    numels = np.frombuffer(os.pread(fd, 8 * units, 8 * Head.NUMELS), dtype=np.int64).tolist()
+    units, ranks, feedback = (
+        int(head[MailboxWord.UNITS]),
+        int(head[MailboxWord.RANKS]),
+        bool(head[MailboxWord.FEEDBACK]),
+    )
+    numels = np.frombuffer(os.pread(fd, 8 * units, 8 * MailboxWord.NUMELS), dtype=np.int64).tolist()
     return Mailbox(fd, str(path), numels, (units, ranks, feedback))
 
 
@@ -355,7 +359,7 @@ Places = dict[str, tuple[Any, tuple[int, ...]]]
 def _places(numels: Sequence[int], ranks: int, feedback: bool) -> Places:
     units, total = len(numels), sum(map(_padded, numels))
     return {
-        "head": (np.int64, (Head.NUMELS + units,)),
+        "head": (np.int64, (MailboxWord.NUMELS + units,)),
         "attached": (np.int64, (ranks,)),
         "written": (np.int64, (units, ranks)),
         "orders": (np.int64, (units, 4)),

@@ -24,7 +24,14 @@ from aedit.proto.agent.mailbox import Mailbox
 from aedit.proto.agent.membership import Membership
 from aedit.proto.agent.plan import AgentPlan
 from aedit.proto.codecs import Codec, Feedback, codec, slices
-from aedit.proto.rpc import HubRefused, HubUnreachable, Statement, is_signed, parsed, stamp
+from aedit.proto.rpc import (
+    HubRefused,
+    HubUnreachable,
+    Statement,
+    is_signed_statement,
+    parsed_statement,
+    stamp,
+)
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.proto.swarm import STATEMENTS, write_statements
 from aedit.types import Verdict
@@ -109,7 +116,7 @@ class StatementCheck:
             return
         place = f"unit {unit}, version {head.version} from {membership.address}"
         try:
-            found = parsed(head.statement)
+            found = parsed_statement(head.statement)
         except ValueError as error:
             raise Unsigned(f"{place}: the owner has not signed it: {error}") from None
         self._compare(place, found, (self._run, membership.part, unit, head.version))
@@ -120,7 +127,7 @@ class StatementCheck:
             raise Unsigned(
                 f"{place}: signed with the key {key}..., which no live peer has there that is not shut out"
             )
-        if not is_signed(head.statement):
+        if not is_signed_statement(head.statement):
             raise Unsigned(f"{place}: the signature is not of the key that it names")
         with self._lock:
             if head.statement not in self._kept[unit]:

@@ -289,13 +289,13 @@ class TopK(Codec):
     def encode_slice(self, x: Floats, out: memoryview, numel: int, start: int) -> None:
         """See `Codec.encode_slice`."""
         for first, x_CW in _chunks(x):
-            self._records(out, start + first, x_CW.shape)[:] = topk.encode(x_CW)
+            self._records(out, start + first, x_CW.shape)[:] = topk.encode_topk(x_CW)
 
     def decode(self, data: Payload, numel: int, start: int, stop: int, out: Floats | None = None) -> Floats:
         """See `Codec.decode`."""
         out = _room(out, stop - start)
         for first, out_CW in _chunks(out):
-            topk.decode(self._records(data, start + first, out_CW.shape), out_CW)
+            topk.decode_topk(self._records(data, start + first, out_CW.shape), out_CW)
         return out
 
     def _check(self, data: Payload, numel: int) -> None:
@@ -303,7 +303,7 @@ class TopK(Codec):
             whole = stop - (stop - start) % topk.WIDTH
             for first, last, width in ((start, whole, topk.WIDTH), (whole, stop, stop - whole)):
                 if first < last:
-                    topk.check(self._records(data, first, ((last - first) // width, width)), width)
+                    topk.check_topk(self._records(data, first, ((last - first) // width, width)), width)
 
     def _records(self, data: Payload, start: int, shape: tuple[int, ...]) -> Bytes:
         """Return the records of the chunks from element `start` on, [C, R], as a view. shape: (C, W)."""

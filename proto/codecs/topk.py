@@ -38,7 +38,7 @@ def record_bytes(width: int) -> int:
     return 4 + 2 * _up8(kept) + _up8(kept * _low_bits(width) + _upper_bits(width))
 
 
-def encode(x_CW: Floats) -> Bytes:
+def encode_topk(x_CW: Floats) -> Bytes:
     """Return the records of the numbers of largest magnitude, [C, R].
 
     NaN and infinities are above all and make their chunk's magnitudes NOT_FINITE.
@@ -60,7 +60,7 @@ def encode(x_CW: Floats) -> Bytes:
     return np.concatenate(parts, axis=1)
 
 
-def decode(record_CR: Bytes, out_CW: Floats) -> None:
+def decode_topk(record_CR: Bytes, out_CW: Floats) -> None:
     """Write the kept numbers, and 0 elsewhere."""
     width = out_CW.shape[1]
     levels_C2, high_Ck, negative_Ck, bits_Cn = _parts(record_CR, width)
@@ -71,7 +71,7 @@ def decode(record_CR: Bytes, out_CW: Floats) -> None:
     np.put_along_axis(out_CW, _places(bits_Cn, width), value_Ck, axis=1)
 
 
-def check(record_CR: Bytes, width: int) -> None:
+def check_topk(record_CR: Bytes, width: int) -> None:
     """Raise ValueError unless each record is one that can be decoded."""
     levels_C2, _, _, bits_Cn = _parts(record_CR, width)
     blocks.check_scales(levels_C2.reshape(-1), blocks.LARGEST_E3M0)

@@ -22,7 +22,7 @@ from time import monotonic
 from typing import Any
 
 from aedit.proto.dht.child import LineProcess, RestartedProcess
-from aedit.proto.swarm import decoded
+from aedit.proto.swarm import decoded_card
 from aedit.system import write_atomically
 from aedit.types import PositiveFloat, UserError, checked, printable
 
@@ -154,7 +154,7 @@ class DhtDiscovery:
         with self._lock:
             card = self._card
         if card and card != self._sent:
-            message = {"card": base64.b64encode(card).decode(), "lease_s": decoded(card).lease_s}
+            message = {"card": base64.b64encode(card).decode(), "lease_s": decoded_card(card).lease_s}
             if not process.send(message):
                 return "its process reads nothing"
             self._sent = card

@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import Any
 
 from aedit.proto.dht.child import Say, begin
-from aedit.proto.swarm import decoded
+from aedit.proto.swarm import decoded_card
 
 MOST_RECORDS = 512
 """Records that are kept of one run, and told in a round."""
@@ -83,7 +83,7 @@ class CardsOnly:
     def _read(self, value: bytes) -> list[tuple[bytes, bytes]]:
         """Return the keys and subkeys where this value may be; none if it is no card."""
         try:
-            card = decoded(self._loads(value))
+            card = decoded_card(self._loads(value))
         except Exception:
             return []
         if self._allow and card.public_key.hex() not in self._allow:
@@ -216,7 +216,7 @@ class Rounds:
     async def _store(self) -> None:
         data, expires = base64.b64decode(self._card["card"]), time.time() + self._card["lease_s"]
         keys = [record_key(self._run), record_key(ANY_RUN)]
-        subkeys = [decoded(data).public_key] * 2
+        subkeys = [decoded_card(data).public_key] * 2
         stored = self._node.store_many(keys, [data] * 2, expires, subkeys=subkeys)
         if not all((await asyncio.wait_for(stored, CALL_S)).values()):
             raise RuntimeError("no node of the table has stored our card")

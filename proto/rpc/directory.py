@@ -133,7 +133,7 @@ class DirectoryClient:
         raise failure
 
 
-def accusation(
+def make_accusation(
     server: str,
     public_key: bytes,
     reason: str,

@@ -162,7 +162,7 @@ def shown_identity(
     if list(auth.get("transport_security_type", ())) != [b"ssl"]:
         return None  # A token in plaintext was not checked.
     try:
-        token = parse(_shown([value for name, value in metadata if name == "authorization"]))[0]
+        token = parse_token(_shown([value for name, value in metadata if name == "authorization"]))[0]
     except ValueError:
         return None
     for pem in auth.get("x509_pem_cert", ()):
@@ -186,7 +186,7 @@ def token_text(identity: Identity, signature: bytes) -> str:
     return f"{identity.role}.{identity.issued_ms}.{identity.name}.{signed}"
 
 
-def parse(token: str) -> tuple[Identity, bytes]:
+def parse_token(token: str) -> tuple[Identity, bytes]:
     """Return holder and signature of a token, unchecked. Raises ValueError for another form."""
     role, issued, rest = [*token.split(".", 2), "", ""][:3]
     name, _, signed = rest.rpartition(".")
@@ -208,7 +208,7 @@ def _shown(found: Sequence[str | bytes]) -> str:
 
 
 def _verify(token: str, key: ec.EllipticCurvePublicKey) -> Identity:
-    identity, signature = parse(token)
+    identity, signature = parse_token(token)
     signed = identity_statement(identity.role, identity.issued_ms, identity.name)
     key.verify(signature, signed, ec.ECDSA(hashes.SHA256()))
     return identity

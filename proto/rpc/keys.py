@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from aedit.proto.rpc.identity import REVOKED, TokenReader, parse
+from aedit.proto.rpc.identity import REVOKED, TokenReader, parse_token
 from aedit.types import UserError
 
 KEY_BYTES = 32
@@ -301,7 +301,7 @@ def is_loopback(address: str) -> bool:
 
 def name_of(directory: Path | None) -> str:
     """Return the name that the keys in `directory` are for; "" without keys, or if many share them."""
-    return "" if directory is None else (parse(_token(directory))[0].own_name or "")
+    return "" if directory is None else (parse_token(_token(directory))[0].own_name or "")
 
 
 def _pair(directory: Path, name: str) -> tuple[bytes, bytes]:
@@ -322,7 +322,7 @@ def _pair(directory: Path, name: str) -> tuple[bytes, bytes]:
 def _token(directory: Path) -> str:
     token = _read(directory / TOKEN).decode("ascii", "replace").strip()
     try:
-        parse(token)
+        parse_token(token)
     except ValueError:
         raise UserError(
             f"{directory / TOKEN} holds no token: run `aedit keys` in a new folder, or copy the file again"

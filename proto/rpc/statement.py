@@ -74,7 +74,7 @@ def signed(statement: Statement, key: SigningKey) -> bytes:
     return bytes((VERSION,)) + key.private.sign(PURPOSE + body) + body
 
 
-def parsed(data: bytes) -> Statement:
+def parsed_statement(data: bytes) -> Statement:
     """Return the statement in `data`, with every value in bounds. Its signature is not looked at.
 
     Raises:
@@ -104,9 +104,9 @@ def parsed(data: bytes) -> Statement:
     return found
 
 
-def is_signed(data: bytes) -> bool:
-    """Return whether `data`, which `parsed` has taken, is signed with the key that it names."""
-    return is_signed_by(parsed(data).public_key, data[1:HEAD_BYTES], PURPOSE + data[HEAD_BYTES:])
+def is_signed_statement(data: bytes) -> bool:
+    """Return whether `data`, which `parsed_statement` has taken, is signed with the key that it names."""
+    return is_signed_by(parsed_statement(data).public_key, data[1:HEAD_BYTES], PURPOSE + data[HEAD_BYTES:])
 
 
 def place_of(data: bytes) -> bytes:
@@ -124,11 +124,11 @@ def contradict(one: bytes, other: bytes) -> Statement | None:
     differ. An owner that follows the protocol never signs such a pair.
     """
     try:
-        first, second = parsed(one), parsed(other)
+        first, second = parsed_statement(one), parsed_statement(other)
     except ValueError:
         return None
     differ = first.place == second.place and first.sha256 != second.sha256
-    return first if differ and is_signed(one) and is_signed(other) else None
+    return first if differ and is_signed_statement(one) and is_signed_statement(other) else None
 
 
 def _check(statement: Statement) -> None:

@@ -40,7 +40,7 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class VoteReply:
     """The answer of one voter to a proposal."""
 
     voter: int
@@ -69,12 +69,12 @@ class Voter:
     seen: Extent = (0, 0, 0)
     """Newest extent that it knows to be acknowledged."""
 
-    def answer(self, proposal: Proposal) -> "tuple[Voter, Answer]":
+    def answer(self, proposal: Proposal) -> "tuple[Voter, VoteReply]":
         """Return the next state and the answer. The state must be on disk before the answer is sent."""
         after = self._granting(proposal)
         known = max(self.term, proposal.term if after is not None else 0)
         accepted = (after or self).accepted
-        said = Answer(
+        said = VoteReply(
             self.me, proposal.proposer, proposal.ballot, after is not None, known, accepted=accepted
         )
         return after or self, said
@@ -144,7 +144,7 @@ def proposal_in(message: pb.Proposal) -> Proposal:
     )
 
 
-def answer_out(answer: Answer) -> pb.Answer:
+def answer_out(answer: VoteReply) -> pb.Answer:
     """Return the message for an answer."""
     return pb.Answer(
         voter=answer.voter,
@@ -157,11 +157,11 @@ def answer_out(answer: Answer) -> pb.Answer:
     )
 
 
-def answer_in(message: pb.Answer) -> Answer:
+def answer_in(message: pb.Answer) -> VoteReply:
     """Return the answer of a message."""
     ballot = message.ballot.term, message.ballot.number
     accepted = message.accepted.term, message.accepted.number
-    return Answer(
+    return VoteReply(
         message.voter, message.proposer, ballot, message.granted, message.term, message.leads, accepted
     )
 

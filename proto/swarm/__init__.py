@@ -14,11 +14,20 @@ from typing import TYPE_CHECKING
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
-    from aedit.proto.swarm.card import Founding, PartReplica, PeerCard, Serials, decoded, encoded
+    from aedit.proto.swarm.card import Founding, PartReplica, PeerCard, Serials, decoded_card, encoded_card
     from aedit.proto.swarm.dialing import PeerCalls
     from aedit.proto.swarm.discovery import Discovery, PeerFile
     from aedit.proto.swarm.exchange import Certified
-    from aedit.proto.swarm.founding import MOST_FORCED, Register, accepted, begins, forced, mark, owned, voted
+    from aedit.proto.swarm.founding import (
+        MOST_FORCED,
+        Register,
+        founds_now,
+        mark,
+        with_agreed,
+        with_force,
+        with_owner,
+        with_vote,
+    )
     from aedit.proto.swarm.gossip import Gossip, GossipPlan
     from aedit.proto.swarm.known_peers import KnownPeers
     from aedit.proto.swarm.local_files import (
@@ -35,7 +44,7 @@ if TYPE_CHECKING:
         write_node,
         write_statements,
     )
-    from aedit.proto.swarm.placement import candidates, chosen, ranking
+    from aedit.proto.swarm.placement import candidates, hosts_of, ranking
     from aedit.proto.swarm.proofs import Contradiction, Proofs, read_proof
 
 __all__ = [
@@ -64,18 +73,18 @@ __all__ = [
     "ReplicasFile",
     "Serials",
     "StatementsFile",
-    "accepted",
-    "begins",
     "candidates",
-    "chosen",
-    "decoded",
-    "encoded",
-    "forced",
+    "decoded_card",
+    "encoded_card",
+    "founds_now",
+    "hosts_of",
     "mark",
-    "owned",
     "ranking",
     "read_proof",
-    "voted",
+    "with_agreed",
+    "with_force",
+    "with_owner",
+    "with_vote",
     "write_node",
     "write_statements",
 ]

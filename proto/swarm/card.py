@@ -94,13 +94,13 @@ class PeerCard:
     """Its votes on parts that are lost or were founded again, by part."""
 
 
-def encoded(card: PeerCard, key: Ed25519PrivateKey) -> bytes:
+def encoded_card(card: PeerCard, key: Ed25519PrivateKey) -> bytes:
     """Return the card, signed; at most `MOST_CARD_BYTES`.
 
     Raises:
         ValueError: A value is out of bounds, or `key` is not that of the card.
     """
-    check_card(card)
+    check_peer_card(card)
     if key.public_key().public_bytes_raw() != card.public_key:
         raise ValueError("public_key is not that of the key that is to sign the card: give both of one peer")
     body = _body(card)
@@ -108,14 +108,14 @@ def encoded(card: PeerCard, key: Ed25519PrivateKey) -> bytes:
     return bytes((VERSION,)) + key.sign(PURPOSE + body) + body
 
 
-def decoded(data: bytes) -> PeerCard:
+def decoded_card(data: bytes) -> PeerCard:
     """Return the card in `data` if its own key has signed it and every value is in bounds.
 
     Raises:
         ValueError: Otherwise; the text names field, value and expectation.
     """
-    card = parsed(data)
-    check_card(card)
+    card = parsed_card(data)
+    check_peer_card(card)
     if _body(card) != data[CARD_HEAD_BYTES:]:
         raise ValueError("the card is not in the form in which it is signed: fields are unknown or repeated")
     if not is_signed_by(card.public_key, data[1:CARD_HEAD_BYTES], PURPOSE + data[CARD_HEAD_BYTES:]):
@@ -123,7 +123,7 @@ def decoded(data: bytes) -> PeerCard:
     return card
 
 
-def parsed(data: bytes) -> PeerCard:
+def parsed_card(data: bytes) -> PeerCard:
     """Return the card in `data`, unchecked.
 
     Raises:
@@ -162,7 +162,7 @@ def parsed(data: bytes) -> PeerCard:
     )
 
 
-def check_card(card: PeerCard) -> None:
+def check_peer_card(card: PeerCard) -> None:
     """Raise ValueError for the first value that cannot be true."""
     _check_text("run", card.run)
     _check_text("name", card.name)
@@ -174,7 +174,7 @@ def check_card(card: PeerCard) -> None:
         raise ValueError(fault)
     if not _FINGERPRINT.fullmatch(card.fingerprint):
         raise ValueError(f"fingerprint {card.fingerprint[:80]!r} is not 64 hexadecimal digits")
-    if not is_model(card.model):
+    if not is_model_digest(card.model):
         raise ValueError(f"model {card.model[:80]!r} is not 8 to 64 hexadecimal digits")
     _check_number("steps_per_s", card.steps_per_s, 0.0, MOST_STEPS_PER_S)
     _check_number("lease_s", card.lease_s, LEAST_LEASE_S, MOST_LEASE_S)
@@ -188,7 +188,7 @@ def check_card(card: PeerCard) -> None:
         _check_founding(part, founding)
 
 
-def is_model(text: str) -> bool:
+def is_model_digest(text: str) -> bool:
     """Return whether a card can have this digest of a model; "" is one."""
     return _MODEL.fullmatch(text) is not None
 

@@ -76,7 +76,7 @@ class Register:
         return replace(known, generation=generation, candidate=founder)
 
 
-def owned(register: Register, hosts: Collection[bytes], lately: Collection[bytes]) -> Register:
+def with_owner(register: Register, hosts: Collection[bytes], lately: Collection[bytes]) -> Register:
     """Return the register once the part was seen to have an owner.
 
     A member that has gone stays one for a while, so that peers that are cut off together are not taken out
@@ -93,7 +93,7 @@ def owned(register: Register, hosts: Collection[bytes], lately: Collection[bytes
     return replace(register, members=kept.union(hosts))
 
 
-def accepted(register: Register, says: Mapping[bytes, Founding], hosts: Collection[bytes]) -> Register:
+def with_agreed(register: Register, says: Mapping[bytes, Founding], hosts: Collection[bytes]) -> Register:
     """Return the register with the highest founding on which most members have agreed, or that was forced.
 
     Peers that follow a forced founding are the members from then on: the person has given up the others. Who
@@ -111,9 +111,9 @@ def accepted(register: Register, says: Mapping[bytes, Founding], hosts: Collecti
         choice = says[key].generation, says[key].candidate
         votes[choice] = votes.get(choice, 0) + 1
     agreed = {one for one, count in votes.items() if count >= needed}
-    forced = {(say.forced, say.founder) for say in says.values() if 0 < say.forced <= MOST_FORCED}
-    told = replace(register, is_forced=register.is_forced or bool(forced))
-    above = [one for one in agreed | forced if register.is_below(one)]
+    by_force = {(say.forced, say.founder) for say in says.values() if 0 < say.forced <= MOST_FORCED}
+    told = replace(register, is_forced=register.is_forced or bool(by_force))
+    above = [one for one in agreed | by_force if register.is_below(one)]
     if not above:
         return told
     newest = max(above, key=lambda one: _place(*one))
@@ -121,7 +121,9 @@ def accepted(register: Register, says: Mapping[bytes, Founding], hosts: Collecti
     return after if newest in agreed else replace(after, members=frozenset(hosts))
 
 
-def voted(register: Register, me: bytes, ranked: Sequence[bytes], says: Mapping[bytes, Founding]) -> Register:
+def with_vote(
+    register: Register, me: bytes, ranked: Sequence[bytes], says: Mapping[bytes, Founding]
+) -> Register:
     """Return the register of a peer that has missed the part for long enough: it may vote now.
 
     Args:
@@ -148,7 +150,7 @@ def voted(register: Register, me: bytes, ranked: Sequence[bytes], says: Mapping[
     return replace(register, generation=following, candidate=mark(me))
 
 
-def forced(
+def with_force(
     register: Register, me: bytes, says: Mapping[bytes, Founding], hosts: Collection[bytes]
 ) -> Register:
     """Return the register of a peer that a person lets found the part, without the votes of others.
@@ -170,7 +172,7 @@ def forced(
     return replace(after, members=frozenset(hosts) | {me})
 
 
-def begins(register: Register, me: bytes) -> bool:
+def founds_now(register: Register, me: bytes) -> bool:
     """Return whether this peer is to found the part now."""
     return register.founder == mark(me) and register.begun < register.accepted
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
 
-from aedit.proto.swarm.card import PeerCard, decoded, parsed
+from aedit.proto.swarm.card import PeerCard, decoded_card, parsed_card
 from aedit.proto.swarm.proofs import Contradiction, contradiction
 from aedit.types import printable
 
@@ -116,7 +116,7 @@ class KnownPeers:
         with self._lock:
             if self._own and data == self._own.data:
                 return
-        card = decoded(data)
+        card = decoded_card(data)
         if card.public_key != self._own_key or card.run != self._run:
             raise ValueError(f"own card: it is of run {card.run!r}, or of a key that is not this peer's")
         with self._lock:
@@ -131,7 +131,7 @@ class KnownPeers:
         try:
             if known := self._as_known(data):
                 return Offer("known", known)
-            card = decoded(data)
+            card = decoded_card(data)
         except ValueError as error:
             return Offer("refused", reason=str(error))
         if card.run != self._run:
@@ -235,7 +235,7 @@ class KnownPeers:
 
     def _as_known(self, data: bytes) -> PeerCard | None:
         """Return the known card of the same key if `data` is not newer, without a look at its signature."""
-        claimed = parsed(data)
+        claimed = parsed_card(data)
         with self._lock:
             entry = self._peers.get(claimed.public_key)
             is_old = entry and (data == entry.data or claimed.serial < entry.card.serial)

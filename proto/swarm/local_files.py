@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from aedit.proto.swarm.card import MOST_STEPS_PER_S, is_model
+from aedit.proto.swarm.card import MOST_STEPS_PER_S, is_model_digest
 from aedit.system import write_atomically
 
 NODE = "node.json"
@@ -56,7 +56,7 @@ class NodeFile:
                 return NodeState()
             told = json.loads(self._path.read_text(encoding="utf-8"))
             model, speed = str(told["model"]), float(told["steps_per_s"])
-            return NodeState(model if is_model(model) else "", speed if _is_speed(speed) else 0.0)
+            return NodeState(model if is_model_digest(model) else "", speed if _is_speed(speed) else 0.0)
         except (OSError, ValueError, KeyError, TypeError):
             return NodeState()
 

@@ -16,7 +16,7 @@ _KEPT = 256
 """Rankings that are remembered: more than a run has parts."""
 
 
-def score(run: str, part: int, key: bytes) -> bytes:
+def placement_score(run: str, part: int, key: bytes) -> bytes:
     """Return the score of a peer for a part: 32 bytes of SHA-256, compared as an unsigned number."""
     return _with_key(_of_part(run, part), key)
 
@@ -43,7 +43,7 @@ def _with_key(begun: "hashlib._Hash", key: bytes) -> bytes:
     return found.digest()
 
 
-def chosen(run: str, part: int, keys: Collection[bytes], copies: int) -> tuple[bytes, ...]:
+def hosts_of(run: str, part: int, keys: Collection[bytes], copies: int) -> tuple[bytes, ...]:
     """Return the keys of the peers that are to host the part, the one that is to own it first."""
     return ranking(run, part, keys)[:copies]
 

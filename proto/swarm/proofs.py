@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aedit.proto.rpc import VERSION, Statement, contradict
-from aedit.proto.swarm.card import decoded
+from aedit.proto.swarm.card import decoded_card
 from aedit.system import write_atomically
 
 
@@ -34,7 +34,7 @@ def contradiction(one: bytes, other: bytes) -> Contradiction | None:
         reason = f"it has signed two values of {place.described()}"
         return Contradiction(place.run, place.public_key, reason, one, other, place)
     try:
-        first, second = decoded(one), decoded(other)
+        first, second = decoded_card(one), decoded_card(other)
     except ValueError:
         return None
     same = (first.public_key, first.run, first.serial) == (second.public_key, second.run, second.serial)

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from aedit.proto.rpc import is_signed, parsed, place_of
+from aedit.proto.rpc import is_signed_statement, parsed_statement, place_of
 
 MOST_SENT = 128
 """Statements in one call: of more than that, the newest."""
@@ -96,7 +96,7 @@ class Statements:
         proofs: list[Pair] = []
         for data in statements:
             try:
-                found = parsed(data)
+                found = parsed_statement(data)
             except ValueError:
                 continue
             if found.run != self._run:
@@ -104,7 +104,7 @@ class Statements:
             place = place_of(data)
             others = self._others(place, found.sha256)
             # Signatures are looked at only where values differ. A sender of what nobody has signed is left.
-            if others and not is_signed(data):
+            if others and not is_signed_statement(data):
                 break
             proofs += [(data, other) for keeper, other in others if _is_true(keeper, place, other)]
             if place not in sender.kept:
@@ -120,7 +120,7 @@ class Statements:
 
 def _is_true(keeper: _Sender, place: bytes, data: bytes) -> bool:
     """Return whether a kept statement is signed; forget it if not."""
-    if is_signed(data):
+    if is_signed_statement(data):
         return True
     del keeper.kept[place]
     return False

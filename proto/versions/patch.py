@@ -150,7 +150,7 @@ def most_bytes(num_elements: int, itemsize: int) -> int:
     return num_elements * itemsize + -(-num_elements // SEGMENT) * (1 + _LENGTH.size * itemsize)
 
 
-def encode(values: Patterns, base: Patterns | None = None) -> tuple[bytes, bool]:
+def encode_transfer(values: Patterns, base: Patterns | None = None) -> tuple[bytes, bool]:
     """Return a transfer of `values`, and whether it needs `base`.
 
     Args:
@@ -168,11 +168,11 @@ def encode(values: Patterns, base: Patterns | None = None) -> tuple[bytes, bool]
     return b"".join(parts), needs_base
 
 
-def decode(transfer: memoryview, base: Patterns | None, out: Patterns) -> None:
+def decode_transfer(transfer: memoryview, base: Patterns | None, out: Patterns) -> None:
     """Write the unit that `transfer` makes from `base` to `out`, which may not be `base`.
 
-    No more memory is allocated than a segment of `out` warrants. Raises ValueError for anything that `encode`
-    does not write; `out` is then undefined.
+    No more memory is allocated than a segment of `out` warrants. Raises ValueError for anything that
+    `encode_transfer` does not write; `out` is then undefined.
     """
     data, at = transfer.cast("B"), 0
     for start in range(0, out.size, SEGMENT):

@@ -251,7 +251,7 @@ class Receiving:
         block = self._store.buffers.take(head.unit)
         base: Patterns | None = self._base[head.unit] if head.base else None
         try:
-            patch.decode(data, base, block.values)
+            patch.decode_transfer(data, base, block.values)
             if unit_hash(block.values) != self.manifest.unit(head.unit).sha256:
                 raise ValueError("its values have another hash than the manifest names")
         except ValueError as error:

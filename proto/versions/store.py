@@ -29,7 +29,7 @@ class Block:
 
 
 @dataclass(eq=False)
-class Buffers:
+class UnitBuffers:
     """Blocks for the units of one model. One spare block for each unit is kept."""
 
     layout: VersionLayout
@@ -139,7 +139,7 @@ class VersionStore:
         """
         for name, number in (("ring", ring), ("max_lines", max_lines)):
             check(number > 0, name, "must be above 0", number)
-        self.layout, self.buffers = layout, Buffers(layout)
+        self.layout, self.buffers = layout, UnitBuffers(layout)
         self._ring, self._max_lines, self._cache_bytes = ring, max_lines, cache_bytes
         self._lines: dict[str, list[_Version]] = {}
         self._changed = threading.Condition()
@@ -312,9 +312,9 @@ class VersionStore:
         with self.hold(line, serial) as values:
             if base:
                 with self.hold(line, base) as old:
-                    data, needs_base = patch.encode(values[unit], old[unit])
+                    data, needs_base = patch.encode_transfer(values[unit], old[unit])
             else:
-                data, needs_base = patch.encode(values[unit])
+                data, needs_base = patch.encode_transfer(values[unit])
         return _Made(data, needs_base, hashlib.sha256(data).digest())
 
     def _keep(self, key: tuple[bytes, bytes], made: _Made) -> None:

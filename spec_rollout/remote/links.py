@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from aedit.proto.rpc import DirectoryClient, accusation, client_keys
+from aedit.proto.rpc import DirectoryClient, client_keys, make_accusation
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.proto.versions import LineUnknown, VersionsClient, VersionStore
 from aedit.spec_rollout.audit import Auditor, AuditVerdict, HeldRollout, Origin, WeightReader, try_auditor
@@ -458,7 +458,7 @@ class Links:
             return
         facts, (node, session) = connection.session.facts, self._member
         self._discovery.accuse(
-            accusation(
+            make_accusation(
                 facts.name, facts.public_key, verdict.reason, verdict.evidence, node=node, session=session
             )
         )

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from aedit.edit import EditConfig, HubExchange, LayerSync, OwnPace, find_units, flat_layout
 from aedit.launch.data import LeasedOrder
-from aedit.proto.agent import AgentPlan, Progress, attach, start_agent
+from aedit.proto.agent import AgentPlan, Progress, attach_agent, start_agent
 
 NUM_SAMPLES = 10**6
 BATCH = 4
@@ -93,5 +93,5 @@ def _link(model, rank, place, addresses, settings):
     if ranks > 1:
         told = [link.path if link else ""]
         dist.broadcast_object_list(told, group=group, group_src=0)
-        link = link or attach(told[0], index)
+        link = link or attach_agent(told[0], index)
     return link

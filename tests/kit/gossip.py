@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from aedit.proto.rpc import PROTOCOL, Calls, ClientKeys
 from aedit.proto.rpc import swarm_pb2 as pb
-from aedit.proto.swarm import Gossip, GossipPlan, KnownPeers, encoded
+from aedit.proto.swarm import Gossip, GossipPlan, KnownPeers, encoded_card
 from kit.swarm import RUN, card_of, data_of, key_of
 
 EVERY_S = 0.05
@@ -47,7 +47,7 @@ class Peer:
         serial = time.time_ns()
         made = card_of(self.key, serial, name=self.name, address=self.gossip.address, lease_s=self.lease_s)
         made = replace(made, fingerprint=self.fingerprint)
-        return encoded(made, self.key.private)
+        return encoded_card(made, self.key.private)
 
     def sees(self):
         return {card.name for card in self.known.live(time.monotonic()).values()}

@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 
 from aedit.proto.rpc import Refusal, SigningKey
-from aedit.proto.swarm import KnownPeers, PartReplica, PeerCard, encoded
+from aedit.proto.swarm import KnownPeers, PartReplica, PeerCard, encoded_card
 from aedit.proto.swarm.exchange import Exchanges
 
 RUN = "run-1"
@@ -21,7 +21,7 @@ def card_of(key, serial=1, **changes):
 
 
 def data_of(key, serial=1, **changes):
-    return encoded(card_of(key, serial, **changes), key.private)
+    return encoded_card(card_of(key, serial, **changes), key.private)
 
 
 def replica(address="10.0.0.1:7100", term=3, leads=True, in_sync=True):
@@ -46,7 +46,7 @@ class Peer:
         card = card_of(
             self.key, self.serial, name=f"p{self.number}", address=self.card_address, lease_s=self.lease_s
         )
-        self.known.renew(encoded(card, self.key.private), now)
+        self.known.renew(encoded_card(card, self.key.private), now)
 
     def sees(self, now):
         return {card.name for card in self.known.live(now).values()}
