@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from aedit.proto.swarm.dialing import DialList, Standing
+from aedit.proto.swarm.dialing import DialList, Evidence
 
 PEER = "10.0.0.1:7000"
 
@@ -34,7 +34,7 @@ def test_a_peer_that_has_answered_before_is_called_every_few_seconds_for_a_minut
 
 def test_a_peer_that_never_answered_is_called_less_and_less_and_then_forgotten():
     dials = DialList(10, random.Random(0))
-    dials.add(PEER, Standing.HINT, 0.0)
+    dials.add(PEER, Evidence.HINT, 0.0)
     found = pauses(dials, 6)
     assert all(2.0**k / 2 <= pause <= 2.0**k + 0.1 for k, pause in enumerate(found))
     assert len(dials) == 1
@@ -44,7 +44,7 @@ def test_a_peer_that_never_answered_is_called_less_and_less_and_then_forgotten()
     assert len(dials) == 0
 
 
-@pytest.mark.parametrize(("before", "due"), [(Standing.ANSWERED, [PEER]), (Standing.CALLED, [])])
+@pytest.mark.parametrize(("before", "due"), [(Evidence.ANSWERED, [PEER]), (Evidence.CALLED, [])])
 def test_a_peer_that_calls_is_due_at_once_if_it_has_answered_before(before, due):
     """One that has not could name any address, and have it called as often as it calls."""
     dials = DialList(10, random.Random(0))
@@ -53,5 +53,5 @@ def test_a_peer_that_calls_is_due_at_once_if_it_has_answered_before(before, due)
         assert dials.due(now, 1) == [PEER]
         dials.failed(PEER)
     assert dials.due(20.1, 1) == []
-    dials.add(PEER, Standing.CALLED, 20.2)
+    dials.add(PEER, Evidence.CALLED, 20.2)
     assert dials.due(20.2, 1) == due

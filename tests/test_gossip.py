@@ -15,7 +15,7 @@ from kit.swarm import replica as part
 from kit.waiting import until
 
 from aedit.launch.cli.keys import make_keys
-from aedit.proto.rpc import PROTOCOL, ClientKeys, HubRefused, HubUnreachable, client_keys, server_keys
+from aedit.proto.rpc import PROTOCOL, HubRefused, HubUnreachable, client_keys, server_keys
 from aedit.proto.rpc import swarm_pb2 as pb
 from aedit.proto.swarm import PeerCalls
 from aedit.proto.swarm.gossip import _Pace
@@ -162,7 +162,7 @@ def test_addresses_that_hang_hold_up_nobody():
 def test_an_address_where_nobody_listens_costs_one_attempt():
     with silent_listener() as gone:
         pass
-    calls = PeerCalls(ClientKeys(), 30.0, 4)
+    calls = PeerCalls(None, 30.0, 4)
     began = time.monotonic()
     with pytest.raises(HubUnreachable):
         calls.call(gone, pb.ExchangeRequest())
@@ -195,7 +195,7 @@ def test_keys_of_the_run_are_asked_for_on_both_sides(tmp_path):
     with started(first, second, plain, foreign):
         until(all_see((first, second), {"p1", "p2"}), "two peers with the run's keys")
         assert call(address, node, card=second.card()).protocol == PROTOCOL
-        for strange in (ClientKeys(), client_keys(other / "alpha")):
+        for strange in (None, client_keys(other / "alpha")):
             with pytest.raises(Exception, match="asked to Exchange"):
                 call(address, strange, timeout_s=0.5)
         assert plain.sees() == {"p3"}

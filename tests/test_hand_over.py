@@ -11,7 +11,7 @@ from aedit.async_sgd.replication import Leadership, Replica
 from aedit.async_sgd.rules import Configured
 from aedit.launch.hub.endpoint import HubEndpoint, OtherHubs
 from aedit.launch.hub.main import _Process
-from aedit.proto.rpc import Proposal, Voter, VoterFile
+from aedit.proto.rpc import Proposal, Voter
 from aedit.proto.rpc import hub_pb2 as pb
 
 ME, OTHER, THIRD, STRANGER = 1, 2, 3, 9
@@ -82,7 +82,7 @@ def test_a_follower_of_a_leader_that_says_it_has_ended_votes_for_another_at_once
 
 def test_the_replica_at_an_address_is_told_to_stand_when_it_confirms_next_and_not_again_soon(tmp_path):
     now = [0.0]
-    leadership = Leadership(VoterFile(tmp_path / "votes.json"), 3, clock=lambda: now[0])
+    leadership = Leadership(tmp_path / "votes.json", 3, clock=lambda: now[0])
     leadership.begin(0, (), is_new=True)
     me = leadership.identity
     leadership._replica.configs = (Configured(1, 2, me, (me, OTHER, THIRD), ()),)
@@ -101,7 +101,7 @@ def test_the_replica_at_an_address_is_told_to_stand_when_it_confirms_next_and_no
 
 def test_an_owner_acknowledges_nothing_alone_while_other_peers_could_have_it(tmp_path):
     least = [2]
-    leadership = Leadership(VoterFile(tmp_path / "votes.json"), 3, least=lambda: least[0])
+    leadership = Leadership(tmp_path / "votes.json", 3, least=lambda: least[0])
     leadership.begin(0, (), is_new=True)
     me = leadership.identity
     leadership.wait((1, 10), 0.0)  # no node has joined: nothing can be lost

@@ -21,7 +21,7 @@ from aedit.async_sgd.replication import Leadership, Mirror, stream_journal
 from aedit.async_sgd.rules import Led
 from aedit.launch.hub.folder import make_hub
 from aedit.launch.hub.standby import Standby
-from aedit.proto.rpc import NoNews, VoterFile
+from aedit.proto.rpc import NoNews
 from aedit.proto.rpc import hub_pb2 as pb
 
 
@@ -32,7 +32,7 @@ class Follower:
         place.mkdir(exist_ok=True)
         self.mirror = Mirror(Store(place), lambda: make_hub(config(), (0, 1)))
         endpoint = SimpleNamespace(config=config(), directory=place, replicas=None, others=())
-        votes = Leadership(VoterFile(place / "votes.json"), 1)
+        votes = Leadership(place / "votes.json", 1)
         others = SimpleNamespace(endpoint=endpoint, check_leader=lambda leader, event: None)
         self.standby = Standby(others, self.mirror, SimpleNamespace(event=None), None, votes, None)
         self.bytes = self.differed = 0

@@ -11,7 +11,6 @@ from aedit.proto.rpc import (
     Proposal,
     Voter,
     VoteReply,
-    VoterFile,
     answer_in,
     answer_out,
     proposal_in,
@@ -37,7 +36,7 @@ def leading(tmp_path, num_others=1):
     hub, store = make_hub(RunConfig(), (0, 1)), Store(tmp_path)
     ledger = Ledger(hub, store.recover(hub), store)
     clock = Clock()
-    made = Leadership(VoterFile(tmp_path / "votes.json"), num_others, clock)
+    made = Leadership(tmp_path / "votes.json", num_others, clock)
     position = ledger.commit(made.begin(0, (), is_new=True) or [Led(1)])
     ledger.journal.sync(position)
     made.attach(ledger, position)
@@ -122,10 +121,10 @@ def test_a_hub_without_others_writes_no_configuration(tmp_path):
 
 
 def test_a_promise_is_on_disk_before_the_answer(tmp_path):
-    made = Leadership(VoterFile(tmp_path / "votes.json"), 1)
+    made = Leadership(tmp_path / "votes.json", 1)
     made.begin(0, (Configured(3, 1, 99, (99, made.identity), (NODE,)),), is_new=False)
     assert made.answer(Proposal(5, 0, 99, (3, 1))).granted
-    again = Leadership(VoterFile(tmp_path / "votes.json"), 1)
+    again = Leadership(tmp_path / "votes.json", 1)
     assert again.identity == made.identity
     assert not again.answer(Proposal(5, 0, 98, (3, 1))).granted
 
@@ -135,9 +134,9 @@ def test_votes_survive_the_wire_and_the_disk(tmp_path):
     answer = VoteReply(2**61, 2**62, (5, 2), True, 5, 3, (4, 8))
     assert proposal_in(pb.Proposal.FromString(proposal_out(proposal).SerializeToString())) == proposal
     assert answer_in(pb.Answer.FromString(answer_out(answer).SerializeToString())) == answer
-    file, voter = VoterFile(tmp_path / "a" / "votes.json"), Voter(3, 4, 5, (6, 7), (8, 9, 10))
-    file.save(voter)
-    assert file.load() == voter
+    file, voter = tmp_path / "a" / "votes.json", Voter(3, 4, 5, (6, 7), (8, 9, 10))
+    voter.save(file)
+    assert Voter.load(file) == voter
     (tmp_path / "a" / "votes.json").write_text("{}")
     with pytest.raises(UserError, match="register of a voter"):
-        file.load()
+        Voter.load(file)

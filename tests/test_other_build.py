@@ -33,7 +33,7 @@ from aedit.proto.rpc.keys import ClientKeys
 from test_own_hub_loop import node
 
 address = sys.argv[1]
-client = HubClient(address, ClientKeys(), call_timeout_s=30.0)
+client = HubClient(address, None, call_timeout_s=30.0)
 hello = HelloRequest(protocol=PROTOCOL, version=aedit.__version__)
 settings = method(parse(client.hello(hello).config, "the hub"))
 hello.method.CopyFrom(Method(settings=settings))  # as `aedit run` and `aedit join` do

@@ -12,7 +12,7 @@ from aedit.launch.swarm import part_view
 from aedit.proto.rpc import parsed_statement
 from aedit.proto.rpc import swarm_pb2 as pb
 from aedit.proto.swarm import KnownPeers, PartPlaces, Proofs, ReplicasFile, encoded_card, read_proof
-from aedit.proto.swarm.exchange import MOST_SENT, Violation
+from aedit.proto.swarm.exchange import MOST_SENT
 from aedit.proto.swarm.proofs import contradiction, proof_text
 
 LIAR = key_of(1)  # that of peer 0 of a network
@@ -84,7 +84,7 @@ def test_more_statements_than_one_call_may_have_are_refused():
     net = network(2)
     request = net.peers[0].exchanges.request(net.peers[1].listens)
     request.statements.extend([TRUE] * (MOST_SENT + 1))
-    with pytest.raises(Violation, match="statements has 129 entries; at most 128 are allowed"):
+    with pytest.raises(ValueError, match="statements has 129 entries; at most 128 are allowed"):
         net.peers[1].exchanges.answer(request, net.now)
 
 

@@ -12,7 +12,7 @@ from aedit.launch.config import SwarmConfig
 from aedit.launch.records import resting_file
 from aedit.launch.swarm import hosted_part
 from aedit.launch.swarm.hosted_part import HostedPart, PeerOptions
-from aedit.proto.rpc import ClientKeys, HubUnreachable
+from aedit.proto.rpc import HubUnreachable
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.proto.swarm import PartPlaces
 
@@ -80,7 +80,7 @@ SWARM = SwarmConfig(discovery="file", listen="h:1", parts=2, copies=3, lease_s=6
 
 
 def hosted_by(options):
-    return HostedPart(1, SWARM, options, ClientKeys(), founds=False)
+    return HostedPart(1, SWARM, options, None, founds=False)
 
 
 def test_a_replica_that_does_not_answer_for_a_moment_stays_on_the_card_and_is_not_given_up(

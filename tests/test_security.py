@@ -139,7 +139,7 @@ def token_of(folder):
 
 def test_the_right_keys_open_every_kind_of_call(folder):
     keys = client_keys(folder / "alpha")
-    with served(server_keys(folder / "hub")) as (hub, port), channel(keys.credentials, port) as made:
+    with served(server_keys(folder / "hub")) as (hub, port), channel(keys, port) as made:
         for call in calls(made).values():
             call()
         assert len(hub.reached) == 4
@@ -148,7 +148,7 @@ def test_the_right_keys_open_every_kind_of_call(folder):
 def test_a_hub_that_asks_for_certificates_learns_the_name_of_the_node(folder):
     keys = client_keys(folder / "alpha")
     asking = server_keys(folder / "hub", require_client_certificates=True)
-    with served(asking) as (hub, port), channel(keys.credentials, port) as made:
+    with served(asking) as (hub, port), channel(keys, port) as made:
         calls(made)["unary"]()
         assert hub.reached == ["alpha"]
 
@@ -157,7 +157,7 @@ def test_a_hub_may_call_another_one_that_asks_for_certificates(folder):
     """The caller is a standby, or the hub of a region."""
     keys = client_keys(folder / "hub")
     asking = server_keys(folder / "hub", require_client_certificates=True)
-    with served(asking) as (hub, port), channel(keys.credentials, port) as made:
+    with served(asking) as (hub, port), channel(keys, port) as made:
         calls(made)["unary"]()
         assert hub.reached == ["hub"]
 
@@ -186,7 +186,7 @@ def test_two_tokens_of_which_one_is_right_are_not_enough(folder):
 
 def test_a_node_of_another_run_does_not_show_its_token_to_this_hub(folder, strangers):
     with served(server_keys(folder / "hub")) as (hub, port):
-        error = unary_refusal(client_keys(strangers / "alpha").credentials, port)
+        error = unary_refusal(client_keys(strangers / "alpha"), port)
         assert error.code() == grpc.StatusCode.UNAVAILABLE
         assert "CERTIFICATE_VERIFY_FAILED" in error.details()
         assert hub.reached == []
@@ -196,11 +196,11 @@ def test_a_hub_under_another_name_than_its_certificate_has_is_not_believed(tmp_p
     make_keys(tmp_path, ["hub.example"])
     with served(server_keys(tmp_path / "hub")) as (hub, port):
         keys = client_keys(tmp_path / "nodes")
-        with channel(keys.credentials, port) as made:
+        with channel(keys, port) as made:
             calls(made)["unary"]()  # loopback is always in it
         target = f"127.0.0.1:{port}"
         named = lambda name: grpc.secure_channel(  # noqa: E731
-            target, keys.credentials, [("grpc.ssl_target_name_override", name)]
+            target, keys, [("grpc.ssl_target_name_override", name)]
         )
         with named("hub.example") as right:
             calls(right)["unary"]()
@@ -245,7 +245,7 @@ def test_a_node_cannot_pose_as_the_hub(folder):
     pair = (read(folder / "alpha" / "node.key"), read(folder / "alpha" / "node.crt"))
     posing = ServerKeys(grpc.ssl_server_credentials([pair]), ())
     with served(posing) as (hub, port):
-        error = unary_refusal(client_keys(folder / "alpha").credentials, port)
+        error = unary_refusal(client_keys(folder / "alpha"), port)
         assert "CERTIFICATE_VERIFY_FAILED" in error.details()
         assert hub.reached == []
 
@@ -254,7 +254,7 @@ def test_a_hubs_certificate_that_has_expired_is_not_believed(folder, tmp_path):
     hub_folder = expired(folder, tmp_path / "hub", "server")
     pair = (read(hub_folder / "server.key"), read(hub_folder / "server.crt"))
     with served(ServerKeys(grpc.ssl_server_credentials([pair]))) as (hub, port):
-        error = unary_refusal(client_keys(folder / "alpha").credentials, port)
+        error = unary_refusal(client_keys(folder / "alpha"), port)
         assert "certificate has expired" in error.details()
         assert hub.reached == []
 
@@ -276,15 +276,15 @@ def test_a_rollout_server_is_believed_at_its_own_hosts_and_called_by_its_name(tm
     )
     with served(server_keys(tmp_path / "spare", require_client_certificates=True)) as (server, port):
         for caller in ("alpha", "far", "hub"):
-            with channel(client_keys(tmp_path / caller).credentials, port) as made:
+            with channel(client_keys(tmp_path / caller), port) as made:
                 calls(made)["unary"]()
         assert server.reached == ["alpha", "far", "hub"]
     with served(server_keys(tmp_path / "far")) as (server, port):
-        error = unary_refusal(client_keys(tmp_path / "alpha").credentials, port)
+        error = unary_refusal(client_keys(tmp_path / "alpha"), port)
         assert "Hostname Verification" in error.details()
         target = f"127.0.0.1:{port}"
         posing = [("grpc.ssl_target_name_override", "hub.example")]
-        with grpc.secure_channel(target, client_keys(tmp_path / "alpha").credentials, posing) as made:
+        with grpc.secure_channel(target, client_keys(tmp_path / "alpha"), posing) as made:
             assert "Hostname Verification" in refusal(calls(made)["unary"]).details()
         assert server.reached == []
 
@@ -463,7 +463,7 @@ def test_a_second_call_adds_a_node_and_changes_no_file(tmp_path):
     assert str(tmp_path / "beta") in said
     with served(server_keys(tmp_path / "hub", require_client_certificates=True)) as (hub, port):
         for name in ("alpha", "beta"):
-            with channel(client_keys(tmp_path / name).credentials, port) as made:
+            with channel(client_keys(tmp_path / name), port) as made:
                 calls(made)["unary"]()
         assert hub.reached == ["alpha", "beta"]
 

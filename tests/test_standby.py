@@ -19,7 +19,7 @@ from aedit.launch.config import RunConfig
 from aedit.launch.hub import anchors_of
 from aedit.launch.hub.folder import make_hub, pushes_of
 from aedit.proto.agent.membership import Elector
-from aedit.proto.rpc import HubClient, VoterFile
+from aedit.proto.rpc import HubClient
 from aedit.proto.rpc import hub_pb2 as pb
 
 STANDBY = 'standby = "127.0.0.1:0"'
@@ -127,7 +127,7 @@ def test_six_invented_names_do_not_depose_a_healthy_hub(tmp_path):
             with pytest.raises(HubRefused):
                 invented.vote(standby.address)
         for _ in range(6):
-            nodes[2].elector = Elector(VoterFile(None))
+            nodes[2].elector = Elector(None)
             assert not nodes[2].vote(standby.address).leads
         assert nodes[0].merged(0).verdict == pb.MERGED
         assert nodes[0].heartbeat().term == 1

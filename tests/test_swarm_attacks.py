@@ -16,7 +16,6 @@ from aedit.launch.hub.main import _Process
 from aedit.launch.swarm import peer_service
 from aedit.proto.rpc import (
     PROTOCOL,
-    ClientKeys,
     Proposal,
     SigningKey,
     is_signed_statement,
@@ -125,7 +124,7 @@ def test_an_owner_that_answers_nonsense_does_not_spoil_the_view_of_the_run(tmp_p
             pass
 
     monkeypatch.setattr(peer_service, "HubClient", Lying)
-    service = peer_service.PeerService(CONFIG, file, ClientKeys(), list, list)
+    service = peer_service.PeerService(CONFIG, file, None, list, list)
     assert json.loads(service.status(pb.StatusRequest()).json)["parts"] == [None]
 
 

@@ -12,7 +12,7 @@ from aedit.launch.config import parse
 from aedit.launch.swarm import Peer, PeerOptions, peer_service
 from aedit.launch.swarm import run_peer as peer_module
 from aedit.launch.swarm.peer_service import OtherModels
-from aedit.proto.rpc import ClientKeys, HubClient, greet
+from aedit.proto.rpc import HubClient, greet
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.proto.swarm import NODE, NodeState, PartReplica, ReplicasFile, decoded_card, write_node
 
@@ -78,7 +78,7 @@ def until(holds, peers):
 
 
 def status(peer):
-    client = HubClient(peer.address, ClientKeys(), call_timeout_s=10.0)
+    client = HubClient(peer.address, None, call_timeout_s=10.0)
     try:
         return json.loads(client.status(pb.StatusRequest()).json)
     finally:
@@ -87,7 +87,7 @@ def status(peer):
 
 def test_a_peer_tells_a_joiner_the_configuration_of_the_run(peers):
     first = peers("first", founds=True)
-    assert parse(greet(first.address, ClientKeys()).config, "there").swarm == CONFIG.swarm
+    assert parse(greet(first.address, None).config, "there").swarm == CONFIG.swarm
 
 
 def test_the_first_peer_founds_every_part_once(peers, tmp_path):

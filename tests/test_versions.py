@@ -247,7 +247,7 @@ def test_equal_transfers_are_made_once_for_all_who_ask(monkeypatch):
         assert go.wait(60)
         return encode(*arguments)
 
-    monkeypatch.setattr(patch, "encode", slow)
+    monkeypatch.setattr(patch, "encode_transfer", slow)
     made = []
     threads = [
         threading.Thread(target=lambda line=line: made.append(source.transfer(line, "rest", 1, 2).data))

@@ -4,11 +4,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from aedit.async_sgd.journal import Ledger, Position, Unconfirmed
 from aedit.async_sgd.replication import Replica, placed_replicas
 from aedit.async_sgd.rules import Configured, Record
-from aedit.proto.rpc import Extent, Proposal, VoteReply, VoterFile
+from aedit.proto.rpc import Extent, Proposal, Voter, VoteReply
 
 SILENT_S = 2.0
 """A standby that is silent for so long is to be waited for no longer, if the voters agree."""
@@ -30,7 +31,7 @@ class Leadership:
 
     def __init__(
         self,
-        file: VoterFile,
+        file: Path | None,
         num_others: int,
         clock: Callable[[], float] = time.monotonic,
         *,
@@ -40,7 +41,7 @@ class Leadership:
         """Load the votes.
 
         Args:
-            file: File of the votes.
+            file: File of the votes; None keeps them in memory.
             num_others: Most hubs besides this one that may lead at a time.
             clock: Monotonic clock, in seconds.
             least: Returns how many replicas, this hub included, must have a record before it is acknowledged.
@@ -50,7 +51,7 @@ class Leadership:
         self._file, self._num_others, self._clock, self._least = file, num_others, clock, least
         self._place = place
         self._change = threading.Condition(threading.RLock())
-        self._replica = Replica(file.load(), promise_s=_PROMISE_S, lease_s=_LEASE_S)
+        self._replica = Replica(Voter.load(file), promise_s=_PROMISE_S, lease_s=_LEASE_S)
         self._ledger: Ledger | None = None
         self._writing = threading.Lock()
         self._owed: list[Record] = []
@@ -61,7 +62,7 @@ class Leadership:
         self._since_s: dict[int, float] = {}
         """Time since when each replica has been in the newest configuration of this leader."""
         if num_others:
-            file.save(self._replica.voter)
+            self._replica.voter.save(file)
 
     @contextmanager
     def _deciding(self) -> Iterator[Replica]:
@@ -70,7 +71,7 @@ class Leadership:
             before, self._replica.least = self._replica.voter, self._least()
             yield self._replica
             if self._replica.voter != before:
-                self._file.save(self._replica.voter)
+                self._replica.voter.save(self._file)
             self._change.notify_all()
 
     @property

@@ -39,7 +39,7 @@ from aedit.async_sgd.service import (
     fingerprint,
 )
 from aedit.launch.hub import overview
-from aedit.proto.rpc import PROTOCOL, VoterFile
+from aedit.proto.rpc import PROTOCOL
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.types import Layout, TensorLayout, UnitLayout
 
@@ -102,7 +102,7 @@ class CrowdedHub:
         journal, store = Journal(folder, 1, fsync=False), Store(folder, fsync=False)
         self.ledger = Ledger(Hub(plan), journal, store, clock=lambda: self.now)
         self.ledger.lock = self.lock = TimedLock()  # type: ignore[assignment]
-        self.leadership = Leadership(VoterFile(folder / "votes.json"), 0)
+        self.leadership = Leadership(folder / "votes.json", 0)
         self.engine = HubWorker(self.ledger, lambda *_, **__: None, snapshot_bytes=2**40)
         self.guard = RequestGuard(self.ledger, self.engine, RUN, self.leadership)
         self.directory = ServerDirectory(self.guard, lambda *_, **__: None)

@@ -48,7 +48,7 @@ _SEARCH_TIMEOUT_S = 1.0
 _ENDED_TIMEOUT_S = 0.5
 _TELL_TIMEOUT_S = 60.0
 Hello = pb.HelloReply | HubRefused | HubUnreachable
-"""VoteReply of a hub, or the error in its place."""
+"""Answer of a hub, or the error in its place."""
 _EVERY_S = 0.2
 _CALL_TIMEOUT_S = 1.0
 """Interval and time limit of requests for votes."""
@@ -277,7 +277,7 @@ class HubEndpoint:
 
     def client_keys(self) -> ClientKeys:
         """Return the TLS keys for calls to the other hubs."""
-        return client_keys(self.keys) if self.keys else ClientKeys()
+        return client_keys(self.keys) if self.keys else None
 
     @property
     def _standbys(self) -> tuple[str, ...]:

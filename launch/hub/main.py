@@ -35,7 +35,6 @@ from aedit.proto.rpc import (
     Limits,
     Server,
     VoteReply,
-    VoterFile,
     directory_service,
     is_loopback,
     raise_descriptor_limit,
@@ -131,7 +130,7 @@ class _Process:
             part=endpoint.part_asked,
         )
         self._leadership = Leadership(
-            VoterFile(endpoint.directory / "votes.json"),
+            endpoint.directory / "votes.json",
             endpoint.num_others,
             least=lambda: endpoint.least_replicas,
             place=endpoint.place_of if endpoint.replicas is not None else None,

@@ -16,7 +16,6 @@ from aedit.launch.swarm.initial_peers import INTRODUCTION, make_discovery
 from aedit.launch.swarm.peer_service import OtherModels, Overview, PeerService, rows
 from aedit.launch.swarm.recreate_parts import Forcing, Foundings, check_forcing
 from aedit.proto.rpc import (
-    ClientKeys,
     Endorsement,
     ServerKeys,
     SigningKey,
@@ -36,7 +35,6 @@ from aedit.proto.swarm import (
     Gossip,
     GossipPlan,
     KnownPeers,
-    NodeFile,
     NodeState,
     PartReplica,
     PeerCard,
@@ -46,6 +44,7 @@ from aedit.proto.swarm import (
     StatementsFile,
     candidates,
     encoded_card,
+    read_node,
 )
 from aedit.system import write_atomically
 from aedit.types import UserError
@@ -105,7 +104,7 @@ class Peer:
         swarm, directory = config.swarm, options.directory
         self._config, self._options = config, options
         write_atomically(options.run_toml, to_toml(config))
-        self._trust = client_keys(options.keys) if options.keys else ClientKeys()
+        self._trust = client_keys(options.keys) if options.keys else None
         key_path = directory / KEY
         try:
             self._key = SigningKey.kept(key_path)
@@ -124,7 +123,7 @@ class Peer:
         )
         self._forcing = Forcing(options.forces, self._foundings, swarm.lease_s)
         self._received, self._proofs = StatementsFile(directory / STATEMENTS), Proofs(directory / "proofs")
-        self._node = NodeFile(directory / NODE)
+        self._node_file = directory / NODE
         self._other_models = OtherModels()
         self._overview = Overview(swarm.lease_s)
         self._recent = RecentPeers(_RECENT_LEASES * swarm.lease_s)
@@ -293,7 +292,7 @@ class Peer:
         with self._hosting:
             states = {part: hosted.state for part, hosted in self._hosted.items()}
         hosts = {part: state for part, state in states.items() if state is not None}
-        return self._card.current(self.address, hosts, self._foundings.says(), self._node.current())
+        return self._card.current(self.address, hosts, self._foundings.says(), read_node(self._node_file))
 
 
 class OwnCard:

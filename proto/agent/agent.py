@@ -48,17 +48,6 @@ class NodeReport:
             log.warning("%s: %s; the peer does not know what this node trains", self._path, error)
 
 
-@dataclass(frozen=True, slots=True)
-class _Past:
-    """The state of the run when part 0 was founded again."""
-
-    round: int = 0
-    total_steps: int = 0
-    total_tokens: int = 0
-    elapsed_s: float = 0.0
-    progress: float = 0.0
-
-
 @dataclass(slots=True)
 class RunNews:
     """The run as a trainer is told of it. It never goes back, also if part 0 of a swarm begins anew."""
@@ -66,13 +55,13 @@ class RunNews:
     news: pb.News = field(default_factory=pb.News)
     """News of hub process 0."""
     _of_parts: dict[int, pb.News] = field(default_factory=dict)
-    _past: _Past = _Past()
+    _past: News = field(default_factory=News)
+    """The state of the run when part 0 was founded again last."""
 
     def heard(self, part: int, news: pb.News) -> None:
         """Take the news of a hub process."""
         if part == 0 and self.news.term and lineage(news.term) != lineage(self.news.term):
-            now = self.current()
-            self._past = _Past(now.round, now.total_steps, now.total_tokens, now.elapsed_s, now.progress)
+            self._past = self.current()
         self._of_parts[part] = news
         self.news = news if part == 0 else self.news
 
@@ -118,14 +107,6 @@ SOON_S = 0.002
 """The same while an exchange waits for a rank that is still writing."""
 
 
-@dataclass(slots=True)
-class _Seen:
-    """State that the agent derives from the trainer's progress."""
-
-    watchdog: Watchdog = field(default_factory=Watchdog)
-    speed: Speed = field(default_factory=Speed)
-
-
 class Agent:
     """A node agent. `run` is the body of a process or a thread.
 
@@ -143,7 +124,7 @@ class Agent:
         self._lease_lock = threading.Lock()
         self._leased_upto = self._demand = 0
         self._news, self._node_report = RunNews(), NodeReport(plan)
-        self._seen = _Seen()
+        self._watchdog, self._speed = Watchdog(), Speed()
         self._started = [0] * len(plan.units)
         self._is_alive: Callable[[], bool] = lambda: True
         self._memberships = [Membership(k, plan, connections.hub) for k in range(len(plan.addresses))]
@@ -259,7 +240,7 @@ class Agent:
         log.error("the agent gives up", exc_info=error)
         self._box.end(AgentState.LOST, f"{type(error).__name__}: {error}")
 
-    # --- what the memberships tell and ask (membership.Owner)
+    # --- called by the memberships, each in its own thread
 
     def joined(self, part: int, reply: pb.JoinReply) -> None:
         """Take the reply of hub process `part` to a join."""
@@ -297,16 +278,12 @@ class Agent:
     def report(self, part: int) -> pb.HeartbeatRequest:
         """Return the heartbeat for hub process `part`."""
         progress, now_s = self._box.progress(), time.monotonic()
-        seen = self._seen
         if part == 0:
-            seen.watchdog = seen.watchdog.see(progress.steps, now_s)
-            seen.speed = seen.speed.see(progress.steps, progress.busy_s)
+            self._watchdog = self._watchdog.see(progress.steps, now_s)
+            self._speed = self._speed.see(progress.steps, progress.busy_s)
         heartbeat = pb.HeartbeatRequest(steps=progress.steps, tokens=progress.tokens, loss=progress.loss)
-        heartbeat.steps_per_s, heartbeat.busy_s, heartbeat.wait_s = (
-            seen.speed.per_s,
-            progress.busy_s,
-            progress.wait_s,
-        )
+        heartbeat.steps_per_s = self._speed.per_s
+        heartbeat.busy_s, heartbeat.wait_s = progress.busy_s, progress.wait_s
         heartbeat.wire_s = self._traffic.wire_s
         heartbeat.bytes_up, heartbeat.bytes_down = self._traffic.bytes_up, self._traffic.bytes_down
         heartbeat.rl.update(progress.rl)
@@ -333,7 +310,7 @@ class Agent:
             return "leaving"
         if self._box.state() != AgentState.MEMBER:
             return "joining"
-        return "stalled" if self._seen.watchdog.is_stalled(now_s) else "training"
+        return "stalled" if self._watchdog.is_stalled(now_s) else "training"
 
     # --- data
 

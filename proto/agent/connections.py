@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from aedit.proto.agent.plan import AgentPlan
 from aedit.proto.rpc import (
-    ClientKeys,
     HubClient,
     Limits,
     Refusal,
@@ -84,7 +83,7 @@ class Connections:
 
     def __init__(self, plan: AgentPlan) -> None:
         self._plan = plan
-        self._keys = client_keys(Path(plan.keys)) if plan.keys else ClientKeys()
+        self._keys = client_keys(Path(plan.keys)) if plan.keys else None
         self._lock = threading.Lock()
         self._givers: dict[str, HubClient] = {}
         self._server: Server | None = None

@@ -3,7 +3,7 @@
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -85,7 +85,7 @@ class InitialSync:
         """
         # What proves to the hub who we are is no other node's business.
         request = pb.PullRequest(who=pb.Who(run=self._plan.run), unit=unit)
-        download = _Counted(request, self._box.anchors[unit].view(np.uint8).data)
+        download = Download(request, self._box.anchors[unit].view(np.uint8).data)
         donors = [donor for donor in donors if donor != membership.donor and donor not in self._silent]
         random.shuffle(donors)
         for donor in donors[:DONORS]:
@@ -100,7 +100,7 @@ class InitialSync:
     def _is_taken(
         self,
         unit: int,
-        download: "_Counted",
+        download: Download,
         client: HubClient,
         donor: str = "",
         *,
@@ -132,16 +132,3 @@ class InitialSync:
         with self._change:
             self._change.wait_for(lambda: self._ended or is_so(), timeout_s)
             return not self._ended
-
-
-class _Counted(Download):
-    """A download that counts what arrives, also what arrives twice."""
-
-    num_bytes = 0
-
-    def take(self, messages: Iterator[bytes], moved: Callable[[int], None]) -> pb.PullHead:
-        def count(num_bytes: int) -> None:
-            self.num_bytes += num_bytes
-            moved(num_bytes)
-
-        return super().take(messages, count)

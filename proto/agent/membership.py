@@ -6,9 +6,10 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -20,13 +21,16 @@ from aedit.proto.rpc import (
     HubRefused,
     HubUnreachable,
     PortClosed,
-    VoterFile,
+    Voter,
     answer_out,
     generation,
     lineage,
     proposal_in,
 )
 from aedit.proto.rpc import hub_pb2 as pb
+
+if TYPE_CHECKING:
+    from aedit.proto.agent.agent import Agent
 
 FATAL = frozenset(
     {
@@ -53,37 +57,6 @@ log = logging.getLogger(__name__)
 Connect = Callable[[str], HubClient]
 
 
-class Owner(Protocol):
-    """The owner of a membership. Its methods are called by the membership's own thread."""
-
-    def joined(self, part: int, reply: pb.JoinReply) -> None:
-        """Take the reply to a join."""
-
-    def refounded(self, part: int, generation: int) -> None:
-        """Begin anew with a part that was lost after this generation and founded again."""
-
-    def inherits(self) -> Sequence[int]:
-        """Return the stamps of the anchors from which parts that were founded again can go on."""
-
-    def told(self) -> Sequence[int]:
-        """Return the stamps of the newest anchors of such parts that this node was told of."""
-
-    def leased_upto(self) -> int:
-        """Return the end of the last positions of samples that this node was given."""
-
-    def heard(self, part: int, news: pb.News) -> None:
-        """Take the hub's news."""
-
-    def report(self, part: int) -> pb.HeartbeatRequest:
-        """Return the heartbeat, all but its sender."""
-
-    def beaten(self, part: int, heartbeat: pb.HeartbeatRequest) -> None:
-        """Note that the hub has that heartbeat. May call the hub."""
-
-    def refused(self, text: str) -> None:
-        """End: only a person can correct the error."""
-
-
 class Membership:
     """Membership of this node at hub process `part`. `run` is the body of a thread.
 
@@ -93,7 +66,7 @@ class Membership:
     def __init__(self, part: int, plan: AgentPlan, connect: Connect) -> None:
         self.part, self._plan, self._connect = part, plan, connect
         self._address, self._finder = plan.addresses[part], ReplicaFinder(plan, part)
-        self._ballots = Elector(VoterFile(plan.voter_file(part)))
+        self._ballots = Elector(plan.voter_file(part))
         self.client = connect(self._address)
         self.ranks = 1
         self._asked = part + 1 if plan.replicas else 0
@@ -214,7 +187,7 @@ class Membership:
 
     # --- the thread
 
-    def run(self, owner: Owner) -> None:
+    def run(self, owner: "Agent") -> None:
         """Stay a member until `stop`.
 
         Send heartbeats, join again when needed, follow the run to the standby.
@@ -226,7 +199,7 @@ class Membership:
             self.pause(min(SOON_S, self._plan.heartbeat_s))
             self._hurry.wait(self._plan.heartbeat_s * random.uniform(0.9, 1.1))
 
-    def _guarded_turn(self, owner: Owner) -> None:
+    def _guarded_turn(self, owner: "Agent") -> None:
         try:
             self._turn(owner)
         except HubUnreachable as error:
@@ -234,7 +207,7 @@ class Membership:
         except HubRefused as error:
             self._judge(error, owner)
 
-    def _turn(self, owner: Owner) -> None:
+    def _turn(self, owner: "Agent") -> None:
         if self._finder.is_shut_out(self._address):
             why = f"there is proof that the owner at {self._address} gives nodes different anchors"
             return self._lost(why, at_once=True)
@@ -259,7 +232,7 @@ class Membership:
     def _limit_s(self) -> float:
         return self.patience_s if self._here or not self._plan.replicas else next(self._limits_s)
 
-    def _join(self, owner: Owner) -> pb.JoinReply:
+    def _join(self, owner: "Agent") -> pb.JoinReply:
         plan = self._plan
         hello = self.client.hello(_hello(plan, self._asked), self._limit_s() if plan.replicas else None)
         request = pb.JoinRequest(who=self.who(), name=plan.name, num_samples=plan.num_samples)
@@ -284,7 +257,7 @@ class Membership:
         self.acknowledged(reply.news.receipt, reply.term)
         return reply
 
-    def _begin_anew(self, term: int, owner: Owner) -> None:
+    def _begin_anew(self, term: int, owner: "Agent") -> None:
         """Forget the receipt of a part that was founded again: its journal is another one."""
         with self._change:
             before, is_new = self._who, lineage(term) > self._lineage
@@ -309,7 +282,7 @@ class Membership:
                 self._who.term = term
         return True
 
-    def _judge(self, error: HubRefused, owner: Owner) -> None:
+    def _judge(self, error: HubRefused, owner: "Agent") -> None:
         if error.code in FATAL:
             owner.refused(str(error))
             self.stop()
@@ -323,7 +296,7 @@ class Membership:
         else:
             self._lost(str(error))
 
-    def _taken(self, error: HubRefused, owner: Owner) -> None:
+    def _taken(self, error: HubRefused, owner: "Agent") -> None:
         """Wait until the hub has given up another process of this name; end if that one goes on."""
         now_s = time.monotonic()
         if self._taken_s is None:
@@ -412,8 +385,9 @@ _QUESTIONS = 4
 class Elector:
     """Votes of one node. Its promises are in the file before they are sent."""
 
-    def __init__(self, file: VoterFile) -> None:
-        self._file, self._voter = file, file.load()
+    def __init__(self, file: Path | None) -> None:
+        """Continue with the promises in the file. Raises UserError if it is damaged."""
+        self._file, self._voter = file, Voter.load(file)
 
     @property
     def identity(self) -> int:
@@ -433,7 +407,7 @@ class Elector:
             asked = reply.asks
             voter, answer = self._voter.answer(proposal_in(asked))
             if voter != self._voter:
-                self._file.save(voter)
+                voter.save(self._file)
                 self._voter = voter
             request.answer.CopyFrom(answer_out(answer))
             reply = hub.take_over(request, timeout_s)

@@ -83,7 +83,7 @@ class Calls:
     def __init__(
         self,
         address: str,
-        keys: ClientKeys | None = None,
+        keys: ClientKeys = None,
         *,
         call_timeout_s: PositiveFloat = 30.0,
         channels: NonNegativeInt = 1,
@@ -95,7 +95,7 @@ class Calls:
         self._has_answered = False
         self._sleep: Callable[[float], object] = self._closed.wait
         self._watch = StallWatch(call_timeout_s)
-        self._encrypted = keys is not None and keys.credentials is not None
+        self._encrypted = keys is not None
         self._channels = [channel(address, keys, quick=i == 0) for i in range(1 + channels)]
         self._bulk = itertools.cycle(self._channels[1:])
 
@@ -212,15 +212,15 @@ class Calls:
         return f"{self.address}, asked to {what}"
 
 
-def channel(address: str, keys: ClientKeys | None, *, quick: bool = False) -> grpc.Channel:
+def channel(address: str, keys: ClientKeys, *, quick: bool = False) -> grpc.Channel:
     """Return a new connection to HOST:PORT, made when it is needed and again when it breaks.
 
     `quick`: for small calls only; a peer that is stopped or cut off is noticed within 8 s instead of 40.
     """
     options = _OPTIONS + (_QUICK if quick else _PATIENT)
-    if keys is None or keys.credentials is None:
+    if keys is None:
         return grpc.insecure_channel(address, options)
-    return grpc.secure_channel(address, keys.credentials, options)
+    return grpc.secure_channel(address, keys, options)
 
 
 class HubClient(Calls):
@@ -378,7 +378,7 @@ def caller_keys(addresses: str, keys: Path | None, insecure: bool) -> ClientKeys
             f"{open_to_others[0]} is another machine: name what `aedit keys` made for this node with --keys,"
             " or say --insecure if the network is closed"
         )
-    return ClientKeys()
+    return None
 
 
 def check_address(place: str) -> None:

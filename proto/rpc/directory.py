@@ -70,7 +70,7 @@ class DirectoryClient:
         self,
         hubs: Sequence[str],
         run: str,
-        keys: ClientKeys | None = None,
+        keys: ClientKeys = None,
         *,
         standby: str = "",
         call_timeout_s: float = 10.0,

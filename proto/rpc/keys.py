@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
+from typing import TypeAlias
 
 import grpc
 from cryptography import x509
@@ -199,12 +200,8 @@ class ServerKeys:
     """Reads the tokens of callers; None: they need none."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClientKeys:
-    """Credentials of a caller, and those by which it recognises its server."""
-
-    credentials: grpc.ChannelCredentials | None = None
-    """None: plaintext."""
+ClientKeys: TypeAlias = grpc.ChannelCredentials | None
+"""Credentials of a caller, and those by which it recognises its server; None: plaintext."""
 
 
 def server_keys(directory: Path, *, require_client_certificates: bool = False) -> ServerKeys:
@@ -234,7 +231,7 @@ def client_keys(directory: Path) -> ClientKeys:
     key, certificate = _pair(directory, NODE) if (directory / f"{NODE}.key").exists() else (None, None)
     tls = grpc.ssl_channel_credentials(_read(directory / CA), key, certificate)
     token = grpc.access_token_call_credentials(_token(directory))
-    return ClientKeys(grpc.composite_channel_credentials(tls, token))
+    return grpc.composite_channel_credentials(tls, token)
 
 
 def host_certificates(directory: Path) -> HostCertificates:

@@ -38,6 +38,8 @@ class Download:
         self._wrong = 0
         self.received = request.offset
         """Bytes from the start that are there and checked."""
+        self.num_bytes = 0
+        """Bytes that have arrived, also those that have arrived twice."""
 
     @property
     def room_bytes(self) -> int:
@@ -70,6 +72,7 @@ class Download:
                 assembly.add(chunk)
                 self._hash.update(chunk.data)
                 self.received = assembly.received
+                self.num_bytes += len(message)
                 moved(len(message))
             if assembly is None or assembly.received < assembly.num_bytes:
                 raise TransferBroken(f"the answer ended after {self.received} bytes")

@@ -19,6 +19,8 @@ Extent = tuple[int, int, int]
 """Term of the last leader in a journal, and segment and byte of the journal's end. A journal with a greater
 extent has every acknowledged record that one with a smaller extent has."""
 
+_BITS = 63
+
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
@@ -69,6 +71,30 @@ class Voter:
     seen: Extent = (0, 0, 0)
     """Newest extent that it knows to be acknowledged."""
 
+    @classmethod
+    def load(cls, path: Path | None) -> "Voter":
+        """Return the state in a file; a new voter without a file, or if it is gone: it has promised nothing.
+
+        Raises UserError if the file is damaged.
+        """
+        if path is None or not path.exists():
+            return cls(secrets.randbits(_BITS) | 1)
+        try:
+            fields = json.loads(path.read_text())
+            pairs = {name: tuple(fields[name]) for name in ("accepted", "seen")}
+            return cls(fields["me"], fields["term"], fields["voted_for"], **pairs)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path}: not the register of a voter ({error}); restore it, or delete it: this process is"
+                " then another voter"
+            ) from None
+
+    def save(self, path: Path | None) -> None:
+        """Write the state; it is on disk on return. None: it is kept in memory only. Raises OSError."""
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps(asdict(self)))
+
     def answer(self, proposal: Proposal) -> "tuple[Voter, VoteReply]":
         """Return the next state and the answer. The state must be on disk before the answer is sent."""
         after = self._granting(proposal)
@@ -118,9 +144,6 @@ def _signed_request(request: pb.ProposeRequest) -> bytes:
     return _VOTE_PURPOSE + copy.SerializeToString(deterministic=True)
 
 
-_BITS = 63
-
-
 def proposal_out(proposal: Proposal) -> pb.Proposal:
     """Return the message for a proposal."""
     term, segment, offset = proposal.extent
@@ -164,33 +187,3 @@ def answer_in(message: pb.Answer) -> VoteReply:
     return VoteReply(
         message.voter, message.proposer, ballot, message.granted, message.term, message.leads, accepted
     )
-
-
-class VoterFile:
-    """The register of a voter in a file, which is on disk when `save` returns; without a path, in memory.
-
-    A voter without a file, or whose file is gone, is another voter than before: it has promised nothing.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-
-    def load(self) -> Voter:
-        """Return the register; a new voter if there is none. Raises UserError if the file is damaged."""
-        if self._path is None or not self._path.exists():
-            return Voter(secrets.randbits(_BITS) | 1)
-        try:
-            fields = json.loads(self._path.read_text())
-            pairs = {name: tuple(fields[name]) for name in ("accepted", "seen")}
-            return Voter(fields["me"], fields["term"], fields["voted_for"], **pairs)
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{self._path}: not the register of a voter ({error}); restore it, or delete it: this process"
-                " is then another voter"
-            ) from None
-
-    def save(self, voter: Voter) -> None:
-        """Write the register. Raises OSError."""
-        if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path, json.dumps(asdict(voter)))

@@ -20,11 +20,11 @@ _MOST_FAILURES = 8
 """A hint that never led to a peer is dropped after so many calls."""
 
 
-class Standing(IntEnum):
-    """Grounds for calling an address. A better one is never displaced by a worse one."""
+class Evidence(IntEnum):
+    """Evidence that a peer is at an address. One with more is never displaced by one with less."""
 
     HINT = 0
-    """Somebody has named it."""
+    """A peer or discovery has named it."""
     CALLED = 1
     """A peer that has called here has it on its card."""
     ANSWERED = 2
@@ -33,7 +33,7 @@ class Standing(IntEnum):
 
 @dataclass(slots=True)
 class _Target:
-    standing: Standing
+    evidence: Evidence
     due_s: float
     failures: int = 0
 
@@ -49,19 +49,19 @@ class DialList:
         self._limit, self._chance = limit, chance
         self._targets: OrderedDict[str, _Target] = OrderedDict()
 
-    def add(self, address: str, standing: Standing, now: float) -> None:
-        """Remember an address, or improve its standing; ignore what is no address.
+    def add(self, address: str, evidence: Evidence, now: float) -> None:
+        """Remember an address, or improve its evidence; ignore what is no address.
 
         One that has answered before and calls here is there: it is due at once.
         """
         known = self._targets.get(address)
         if known is not None:
-            if standing > known.standing:
-                known.standing, known.due_s, known.failures = standing, now, 0
-            elif standing is Standing.CALLED and known.standing is Standing.ANSWERED and known.failures:
+            if evidence > known.evidence:
+                known.evidence, known.due_s, known.failures = evidence, now, 0
+            elif evidence is Evidence.CALLED and known.evidence is Evidence.ANSWERED and known.failures:
                 known.due_s = min(known.due_s, now)
-        elif not address_fault(address) and self._has_room(standing):
-            self._targets[address] = _Target(standing, now)
+        elif not address_fault(address) and self._has_room(evidence):
+            self._targets[address] = _Target(evidence, now)
 
     def due(self, now: float, count: int, skip: Collection[str] = ()) -> list[str]:
         """Return at most `count` addresses to call now, without those in `skip`. They are due again later."""
@@ -72,9 +72,9 @@ class DialList:
         ]
         self._chance.shuffle(waiting)
         # Half of the calls are for addresses that have answered, so that neither kind waits for the other.
-        waiting.sort(key=lambda each: (each[1].failures, -each[1].standing))
-        good = [address for address, target in waiting if target.standing is Standing.ANSWERED]
-        rest = [address for address, target in waiting if target.standing is not Standing.ANSWERED]
+        waiting.sort(key=lambda each: (each[1].failures, -each[1].evidence))
+        good = [address for address, target in waiting if target.evidence is Evidence.ANSWERED]
+        rest = [address for address, target in waiting if target.evidence is not Evidence.ANSWERED]
         num_good = max(count - count // 2, count - len(rest))
         found = (good[:num_good] + rest)[:count]
         for address in found:
@@ -83,7 +83,7 @@ class DialList:
 
     def answered(self, address: str, now: float) -> None:
         """Note that a peer with this address on its card has answered there."""
-        self.add(address, Standing.ANSWERED, now)
+        self.add(address, Evidence.ANSWERED, now)
         if address in self._targets:
             target = self._targets[address]
             target.failures, target.due_s = 0, now + _FIRST_PAUSE_S
@@ -91,7 +91,7 @@ class DialList:
     def failed(self, address: str) -> None:
         """Note that no peer of the run has answered there; `due` has put off the next call."""
         target = self._targets.get(address)
-        if target and target.standing is not Standing.ANSWERED and target.failures >= _MOST_FAILURES:
+        if target and target.evidence is not Evidence.ANSWERED and target.failures >= _MOST_FAILURES:
             del self._targets[address]
 
     def drop(self, address: str) -> None:
@@ -103,18 +103,18 @@ class DialList:
         return len(self._targets)
 
     def _put_off(self, target: _Target, now: float) -> None:
-        is_patient = target.standing is Standing.ANSWERED and target.failures < _PATIENT_CALLS
+        is_patient = target.evidence is Evidence.ANSWERED and target.failures < _PATIENT_CALLS
         most_s = _PATIENT_PAUSE_S if is_patient else _LONGEST_PAUSE_S
         longest_s = min(_FIRST_PAUSE_S * 2.0**target.failures, most_s)
         target.failures = min(target.failures + 1, _PATIENT_CALLS)
         target.due_s = now + longest_s * (0.5 + self._chance.random() / 2)
 
-    def _has_room(self, standing: Standing) -> bool:
-        """Return whether there is room; make some if an address of less standing can go."""
+    def _has_room(self, evidence: Evidence) -> bool:
+        """Return whether there is room; make some if an address with less evidence can go."""
         if len(self._targets) < self._limit:
             return True
-        worst = min(self._targets.items(), key=lambda item: (item[1].standing, -item[1].failures))
-        if worst[1].standing > standing or (worst[1].standing == standing and worst[1].failures == 0):
+        worst = min(self._targets.items(), key=lambda item: (item[1].evidence, -item[1].failures))
+        if worst[1].evidence > evidence or (worst[1].evidence == evidence and worst[1].failures == 0):
             return False
         del self._targets[worst[0]]
         return True

@@ -19,7 +19,7 @@ import grpc
 from aedit.proto.rpc import PROTOCOL, Endorsement, HostCertificates, Refusal, SigningKey, is_signed_by
 from aedit.proto.rpc import swarm_pb2 as pb
 from aedit.proto.swarm.card import PeerCard
-from aedit.proto.swarm.dialing import DialList, Standing
+from aedit.proto.swarm.dialing import DialList, Evidence
 from aedit.proto.swarm.known_peers import KnownPeers, Offer
 from aedit.proto.swarm.statements import MOST_SENT, Pair, Statements
 from aedit.types import printable
@@ -45,10 +45,6 @@ class Certified:
     """Checks those of others."""
     own: Endorsement = field(default_factory=Endorsement)
     """This peer's; an empty one for a client."""
-
-
-class Violation(ValueError):
-    """A peer has answered what it must not; the text names it."""
 
 
 class Exchanges:
@@ -86,11 +82,11 @@ class Exchanges:
         if isinstance(found, bytes):
             self._offer(found, now)
         else:
-            self._add(found, Standing.HINT, now)
+            self._add(found, Evidence.HINT, now)
 
     def remember(self, address: str, now: float) -> None:
         """Take an address of a peer that has answered in an earlier life of this process."""
-        self._add(address, Standing.ANSWERED, now)
+        self._add(address, Evidence.ANSWERED, now)
 
     def targets(self, now: float, fanout: int, dials: int) -> list[str]:
         """Return the addresses to call now: at most `fanout` of live peers and `dials` others.
@@ -130,14 +126,14 @@ class Exchanges:
         """Take the answer from `address` to `request`.
 
         Raises:
-            Violation: It is not an answer of a peer of this run that has the key of its card.
+            ValueError: It is not an answer of a peer of this run that has the key of its card.
         """
         _check_protocol(reply.protocol)
         card = self._answerer(request, reply, now)
         if len(reply.cards) > MOST_CARDS or len(reply.contradictions) > MOST_CONTRADICTIONS:
-            raise Violation(f"it sends {len(reply.cards)} cards; at most {MOST_CARDS} are allowed")
+            raise ValueError(f"it sends {len(reply.cards)} cards; at most {MOST_CARDS} are allowed")
         if len(reply.challenge) > NONCE_BYTES:
-            raise Violation(f"its challenge has {len(reply.challenge)} bytes; expected {NONCE_BYTES}")
+            raise ValueError(f"its challenge has {len(reply.challenge)} bytes; expected {NONCE_BYTES}")
         if card.public_key == self.known.own_key:
             with self._lock:
                 self._dials.drop(address)  # another name of this peer
@@ -171,13 +167,13 @@ class Exchanges:
             raise Refusal(grpc.StatusCode.UNAVAILABLE, "this peer is starting: ask again in a second")
         _check_protocol(request.protocol)
         if len(request.nonce) != NONCE_BYTES:
-            raise Violation(f"nonce has {len(request.nonce)} bytes; expected {NONCE_BYTES}")
+            raise ValueError(f"nonce has {len(request.nonce)} bytes; expected {NONCE_BYTES}")
         if len(request.known) > MOST_KNOWN:
-            raise Violation(f"known has {len(request.known)} entries; at most {MOST_KNOWN} are allowed")
+            raise ValueError(f"known has {len(request.known)} entries; at most {MOST_KNOWN} are allowed")
         if len(request.statements) > MOST_SENT:
             most = f"at most {MOST_SENT} are allowed"
-            raise Violation(f"statements has {len(request.statements)} entries; {most}")
-        offer = self._offer(request.card, now, Standing.CALLED)
+            raise ValueError(f"statements has {len(request.statements)} entries; {most}")
+        offer = self._offer(request.card, now, Evidence.CALLED)
         key = self._caller(request, offer, now)
         endorsed = self._certified.own if self._certified else Endorsement()
         return pb.ExchangeReply(
@@ -197,12 +193,12 @@ class Exchanges:
         """Return the newest card of the peer that has answered."""
         offer = self._offer(reply.card, now, None)
         if offer.card is None:
-            raise Violation(f"its card is refused: {offer.reason}")
+            raise ValueError(f"its card is refused: {offer.reason}")
         signed = _ANSWER + request.nonce + self.known.own_key + offer.card.public_key
         if not is_signed_by(offer.card.public_key, reply.signature, signed):
-            raise Violation(f"it has not signed our nonce with the key of {printable(offer.card.name)!r}")
+            raise ValueError(f"it has not signed our nonce with the key of {printable(offer.card.name)!r}")
         if not offer.card.address:
-            raise Violation(f"{printable(offer.card.name)!r} answers calls, and its card names no address")
+            raise ValueError(f"{printable(offer.card.name)!r} answers calls, and its card names no address")
         return offer.card
 
     def _confirm(self, card: PeerCard, reply: pb.ExchangeReply, now: float) -> None:
@@ -210,16 +206,18 @@ class Exchanges:
         made = Endorsement(reply.certificate, reply.endorsement) if self._certified else Endorsement()
         if self._certified:
             if card.fingerprint != made.fingerprint:
-                raise Violation(f"the card of {printable(card.name)!r} names another certificate than it has")
+                raise ValueError(
+                    f"the card of {printable(card.name)!r} names another certificate than it has"
+                )
             try:
                 self._certified.hosts.check(made, self.known.run, card.public_key, card.address)
             except ValueError as error:
-                raise Violation(f"{printable(card.name)!r}: {error}") from None
+                raise ValueError(f"{printable(card.name)!r}: {error}") from None
         if self.known.confirm(card.public_key, now, made.fingerprint):
             return
         if made.certificate and (twin := self.known.twin(card, made.fingerprint, now)):
             names = f"{printable(card.name)!r} and {printable(twin.name)!r} at {twin.address}"
-            raise Violation(f"{names} have one certificate: give each peer a folder of keys of its own")
+            raise ValueError(f"{names} have one certificate: give each peer a folder of keys of its own")
 
     def _note_answer(self, address: str, card: PeerCard, challenge: bytes, now: float) -> None:
         with self._lock:
@@ -228,7 +226,7 @@ class Exchanges:
             elif card.address == address:
                 self._dials.answered(address, now)
             else:  # another name of the same place, or somebody who passes calls on
-                self._dials.add(card.address, Standing.CALLED, now)
+                self._dials.add(card.address, Evidence.CALLED, now)
             self._challenges[address] = (challenge, card.public_key)
             self._challenges.move_to_end(address)
             while len(self._challenges) > MOST_HINTS:
@@ -271,7 +269,7 @@ class Exchanges:
             faults = self._chance.sample(faults, MOST_CONTRADICTIONS)
         return [pb.Contradiction(one=fault.one, other=fault.other) for fault in faults]
 
-    def _offer(self, data: bytes, now: float, standing: Standing | None = Standing.HINT) -> Offer:
+    def _offer(self, data: bytes, now: float, evidence: Evidence | None = Evidence.HINT) -> Offer:
         """Offer a card to those that are known, and remember its address if it may lead to a new peer.
 
         A peer that leaves is not called any more; it calls others when it comes back. Only a peer that counts
@@ -282,13 +280,13 @@ class Exchanges:
             if offer.kind == "newer":
                 with self._lock:
                     self._dials.drop(offer.card.address)
-        elif offer.card and offer.card.address and standing is not None and offer.kind in ("new", "known"):
-            self._add(offer.card.address, standing, now)
+        elif offer.card and offer.card.address and evidence is not None and offer.kind in ("new", "known"):
+            self._add(offer.card.address, evidence, now)
         return offer
 
-    def _add(self, address: str, standing: Standing, now: float) -> None:
+    def _add(self, address: str, evidence: Evidence, now: float) -> None:
         with self._lock:
-            self._dials.add(address, standing, now)
+            self._dials.add(address, evidence, now)
 
     def _own_address(self, now: float) -> str:
         own = self.known.live(now).get(self.known.own_key)
@@ -297,4 +295,4 @@ class Exchanges:
 
 def _check_protocol(theirs: int) -> None:
     if theirs != PROTOCOL:
-        raise Violation(f"protocol is {theirs}; this peer speaks {PROTOCOL}: run the same version of aedit")
+        raise ValueError(f"protocol is {theirs}; this peer speaks {PROTOCOL}: run the same version of aedit")

@@ -51,7 +51,7 @@ class GossipPlan:
     peers_file: Path | None = None
     """File with the addresses of peers that have answered, for the next start."""
     server_keys: ServerKeys = field(default_factory=ServerKeys)
-    client_keys: ClientKeys = field(default_factory=ClientKeys)
+    client_keys: ClientKeys = None
     certified: Certified | None = None
     """With keys: the certificates of this peer and of others."""
     every_s: float = 1.0
@@ -98,7 +98,9 @@ class Gossip:
         self._calls = PeerCalls(plan.client_keys, plan.call_timeout_s, most)
         self._closed = threading.Event()
         self._found: Sequence[str | bytes] = ()
-        self._pace = _Pace(plan.calls_every_s)
+        self._called_s = float("-inf")
+        self._called_with: PeerCard | None = None
+        """Time and own card of the last round that called live peers."""
         self.answers = 0
         """Answers of other peers that were taken; for information, threads may miss one."""
         self._troubles: dict[str, str] = {}
@@ -176,12 +178,19 @@ class Gossip:
         for hint in list(self._found)[:MOST_HINTS]:
             self._exchanges.hint(hint, now)
         room = self._calls.room
-        calls = self._pace.calls(now, self._known.live(now)[self._known.own_key])
-        fanout = min(self._plan.fanout if calls else 0, room)
+        fanout = min(self._plan.fanout if self._calls_live_peers(now) else 0, room)
         for address in self._exchanges.targets(now, fanout, min(self._plan.dials, room - fanout)):
             if self._calls.begin(address):
                 self._pool.submit(self._exchange, address)
         self._save(now)
+
+    def _calls_live_peers(self, now: float) -> bool:
+        """Return whether to call live peers in this round: the own card says something new, or it is time."""
+        own = replace(self._known.live(now)[self._known.own_key], serial=1, steps_per_s=0.0)
+        if own == self._called_with and now < self._called_s + self._plan.calls_every_s:
+            return False
+        self._called_with, self._called_s = own, now
+        return True
 
     def _discover(self) -> None:
         if card := self._known.own_card:
@@ -231,19 +240,3 @@ class Gossip:
         if path and live and live != before and now - saved_s >= _SAVED_EVERY_S:
             write_atomically(path, json.dumps({"peers": live}, indent=1) + "\n")
             self._saved = now, live
-
-
-class _Pace:
-    """Decides in which rounds live peers are called."""
-
-    def __init__(self, every_s: float) -> None:
-        self._every_s, self._called_s = every_s, float("-inf")
-        self._told: PeerCard | None = None
-
-    def calls(self, now: float, own: PeerCard) -> bool:
-        """Return whether to call some in this round. own: newest card of this peer."""
-        told = replace(own, serial=1, steps_per_s=0.0)
-        if told == self._told and now < self._called_s + self._every_s:
-            return False
-        self._told, self._called_s = told, now
-        return True

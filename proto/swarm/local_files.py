@@ -24,7 +24,7 @@ from aedit.system import write_atomically
 NODE = "node.json"
 WRITTEN_EVERY_S = 5.0
 _FORGOTTEN_S = 6 * WRITTEN_EVERY_S
-"""A node that has written nothing for so long is gone, or stopped."""
+"""Time without a write after which a node has ended, or is stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +42,20 @@ def write_node(path: Path, state: NodeState) -> None:
     write_atomically(path, json.dumps(asdict(state)), sync=False)  # heartbeats wait for it
 
 
-class NodeFile:
-    """The file as a peer reads it."""
+def read_node(path: Path, clock: Callable[[], float] = time.time) -> NodeState:
+    """Return the state of the node; an empty one without a file of the last half minute.
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        """Read `path`. clock: that of the file system, in seconds."""
-        self._path, self._clock = path, clock
-
-    def current(self) -> NodeState:
-        """Return the state of the node; an empty one without a file of the last half minute."""
-        try:
-            if self._clock() > self._path.stat().st_mtime + _FORGOTTEN_S:
-                return NodeState()
-            told = json.loads(self._path.read_text(encoding="utf-8"))
-            model, speed = str(told["model"]), float(told["steps_per_s"])
-            return NodeState(model if is_model_digest(model) else "", speed if _is_speed(speed) else 0.0)
-        except (OSError, ValueError, KeyError, TypeError):
+    clock: that of the file system, in seconds.
+    """
+    try:
+        if clock() > path.stat().st_mtime + _FORGOTTEN_S:
             return NodeState()
-
-
-def _is_speed(speed: float) -> bool:
-    return math.isfinite(speed) and 0.0 <= speed <= MOST_STEPS_PER_S
+        told = json.loads(path.read_text(encoding="utf-8"))
+        model, speed = str(told["model"]), float(told["steps_per_s"])
+        is_speed = math.isfinite(speed) and 0.0 <= speed <= MOST_STEPS_PER_S
+        return NodeState(model if is_model_digest(model) else "", speed if is_speed else 0.0)
+    except (OSError, ValueError, KeyError, TypeError):
+        return NodeState()
 
 
 STATEMENTS = "statements.json"

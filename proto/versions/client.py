@@ -18,7 +18,7 @@ from aedit.proto.rpc import (
 from aedit.proto.rpc import versions_pb2 as pb
 from aedit.proto.versions.manifest import Manifest
 from aedit.proto.versions.receiving import Receiving, TransferSuperseded, TransferWrong
-from aedit.proto.versions.store import Transfer, VersionStore
+from aedit.proto.versions.store import VersionStore
 
 _ANSWERS_WITHIN_S = 10.0
 """Beyond the time that `Newest` waits."""
@@ -121,9 +121,15 @@ class VersionsClient(Calls):
         reply = self.call("Versions/Offer", request, pb.OfferReply, metadata=author)
         return reply.missing
 
-    def _put(self, made: Transfer, wanted: pb.Missing, author: Metadata, patience: Patience) -> int:
-        offset = wanted.offset if wanted.transfer == made.head.sha256 else 0
-        head, data = made.head.SerializeToString(), memoryview(made.data)
+    def _put(
+        self,
+        made: tuple[pb.TransferHead, bytes],
+        wanted: pb.Missing,
+        author: Metadata,
+        patience: Patience,
+    ) -> int:
+        offset = wanted.offset if wanted.transfer == made[0].sha256 else 0
+        head, data = made[0].SerializeToString(), memoryview(made[1])
         with self.watched() as (stream, calls):
 
             def messages() -> Iterator[bytes]:

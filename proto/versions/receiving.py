@@ -38,24 +38,6 @@ class TransferSuperseded(ValueError):
     """Somebody else has begun to send the same unit since, or the version has been given up."""
 
 
-@dataclass(frozen=True, slots=True)
-class Missing:
-    """A unit that is not here yet."""
-
-    unit: str
-    base: int
-    """Serial of the version from which a transfer may be made; 0: it must hold all values."""
-    transfer: bytes
-    """SHA-256 of a transfer that broke off; empty: there is none."""
-    offset: int
-    """Bytes of it that are here."""
-
-    @property
-    def message(self) -> pb.Missing:
-        """Return it as a message."""
-        return pb.Missing(unit=self.unit, base=self.base, transfer=self.transfer, offset=self.offset)
-
-
 @dataclass(eq=False, slots=True)
 class _Partial:
     """A transfer of which a part is here."""
@@ -101,11 +83,18 @@ class Receiving:
         self._is_abandoned = self._is_finished = False
 
     @property
-    def missing(self) -> tuple[Missing, ...]:
-        """Return the units that are not here yet; empty: `finish` may be called."""
+    def missing(self) -> tuple[pb.Missing, ...]:
+        """Return the units that are not here yet; empty: `finish` may be called.
+
+        `base` is the serial of the version from which a transfer may be made; 0: it must hold all values.
+        `transfer` is the SHA-256 of a transfer that broke off, and `offset` how many bytes of it are here.
+        """
         return tuple(
-            Missing(
-                name, unit.base, partial.head.sha256 if partial else b"", partial.received if partial else 0
+            pb.Missing(
+                unit=name,
+                base=unit.base,
+                transfer=partial.head.sha256 if partial else b"",
+                offset=partial.received if partial else 0,
             )
             for name, unit in self._units.items()
             for partial in (unit.partial,)

@@ -9,7 +9,7 @@ import grpc
 from aedit.proto.rpc import Caller, CallHandlers, FairPool, Limits, Refusal, Service, frames
 from aedit.proto.rpc import versions_pb2 as pb
 from aedit.proto.versions.manifest import Manifest, check_line
-from aedit.proto.versions.receiving import Missing, Receiving, TransferSuperseded, TransferWrong
+from aedit.proto.versions.receiving import Receiving, TransferSuperseded, TransferWrong
 from aedit.proto.versions.store import LinesFull, LineUnknown, VersionStore
 
 MAX_WAIT_S = 30.0
@@ -59,9 +59,9 @@ class VersionsCore:
     def get(self, request: pb.GetRequest) -> tuple[bytes, memoryview, int]:
         """Return head and data of a transfer, and the byte from which on it is sent."""
         with _refusals():
-            made = self._store.transfer(request.line, request.unit, request.base, request.serial)
-        goes_on = request.transfer == made.head.sha256 and request.offset <= len(made.data)
-        return made.head.SerializeToString(), memoryview(made.data), request.offset if goes_on else 0
+            head, data = self._store.transfer(request.line, request.unit, request.base, request.serial)
+        goes_on = request.transfer == head.sha256 and request.offset <= len(data)
+        return head.SerializeToString(), memoryview(data), request.offset if goes_on else 0
 
     def offer(self, request: pb.OfferRequest, caller: Caller) -> pb.OfferReply:
         """Take a manifest from its author and return the units that are missing."""
@@ -69,7 +69,7 @@ class VersionsCore:
         self._check_author(manifest.line, caller)
         with _refusals():
             missing = self._begin(manifest)
-        return pb.OfferReply(missing=[each.message for each in missing])
+        return pb.OfferReply(missing=missing)
 
     def put(self, messages: Iterator[bytes], caller: Caller) -> pb.PutReply:
         """Take one unit of an offered version."""
@@ -102,7 +102,7 @@ class VersionsCore:
         if not self._may_author(line, caller):
             raise Refusal(_Code.PERMISSION_DENIED, f"{caller.name or 'you'} may not author line {line}")
 
-    def _begin(self, manifest: Manifest) -> tuple[Missing, ...]:
+    def _begin(self, manifest: Manifest) -> tuple[pb.Missing, ...]:
         """Return what is missing of a version; begin to receive it if it is a new one."""
         self._store.layout.check(manifest)
         with self._lock:

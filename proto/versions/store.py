@@ -50,7 +50,7 @@ class UnitBuffers:
         return block
 
     def adopt(self, unit: str, values: Patterns) -> Block:
-        """Return a block of values that somebody else has made."""
+        """Return a block of values that were made elsewhere."""
         with self._lock:
             self.num_bytes += values.nbytes
         return Block(unit, values, owned=False)
@@ -88,14 +88,6 @@ class LineUnknown(KeyError):
 
 class LinesFull(ValueError):
     """As many lines as allowed are open."""
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """Bytes that make one unit of a version."""
-
-    head: pb.TransferHead
-    data: bytes
 
 
 @dataclass(eq=False, slots=True)
@@ -258,8 +250,8 @@ class VersionStore:
             with self._changed:
                 self._release(version)
 
-    def transfer(self, line: str, unit: str, base: int, serial: int) -> Transfer:
-        """Return the bytes that make `unit` of version `serial` from that of version `base`.
+    def transfer(self, line: str, unit: str, base: int, serial: int) -> tuple[pb.TransferHead, bytes]:
+        """Return head and bytes of a transfer of `unit` of version `serial`, made from version `base`.
 
         All values if `base` is not here, or 0, or if that is shorter. Raises LineUnknown if the version is
         not here, ValueError if it has no such unit.
@@ -280,7 +272,7 @@ class VersionStore:
             num_bytes=len(made.data),
             sha256=made.sha256,
         )
-        return Transfer(head, made.data)
+        return head, made.data
 
     def shared(self, manifest: Manifest) -> dict[str, Block]:
         """Return the units of a new version that its line has already, each with one more user."""

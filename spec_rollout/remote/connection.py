@@ -36,14 +36,12 @@ Post = Callable[["pb.ToTrainer | str | Violation"], None]
 class ServerStream:
     """An open stream. `send` and `close` may be called by any thread."""
 
-    def __init__(
-        self, address: str, keys: ClientKeys | None, secret: str, begin: pb.Open, post: Post
-    ) -> None:
+    def __init__(self, address: str, keys: ClientKeys, secret: str, begin: pb.Open, post: Post) -> None:
         """Connect, and send `begin`. secret: of the author of the line."""
         self.address, self._post = address, post
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._channel = channel(address, keys, quick=True)
-        self._encrypted = keys is not None and keys.credentials is not None
+        self._encrypted = keys is not None
         self._closed = threading.Event()
         self.send(pb.ToServer(open=begin))
         opened: Any = self._channel.stream_stream(METHOD)

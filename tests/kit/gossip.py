@@ -4,7 +4,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 
-from aedit.proto.rpc import PROTOCOL, Calls, ClientKeys
+from aedit.proto.rpc import PROTOCOL, Calls
 from aedit.proto.rpc import swarm_pb2 as pb
 from aedit.proto.swarm import Gossip, GossipPlan, KnownPeers, encoded_card
 from kit.swarm import RUN, card_of, data_of, key_of
@@ -72,7 +72,7 @@ def call(address, keys=None, timeout_s=5.0, **changes):
     """Return the answer to a stranger's call."""
     request = pb.ExchangeRequest(protocol=PROTOCOL, nonce=bytes(32), card=data_of(key_of(50)))
     request.MergeFrom(pb.ExchangeRequest(**changes))
-    calls = Calls(address, keys or ClientKeys(), call_timeout_s=timeout_s, channels=0)
+    calls = Calls(address, keys, call_timeout_s=timeout_s, channels=0)
     try:
         return calls.call("Swarm/Exchange", request, pb.ExchangeReply)
     finally:

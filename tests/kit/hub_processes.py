@@ -14,7 +14,7 @@ import numpy as np
 
 from aedit.proto.agent.membership import Elector
 from aedit.proto.codecs import codec
-from aedit.proto.rpc import PROTOCOL, HubClient, HubRefused, HubUnreachable, VoterFile
+from aedit.proto.rpc import PROTOCOL, HubClient, HubRefused, HubUnreachable
 from aedit.proto.rpc import hub_pb2 as pb
 from kit.waiting import until
 
@@ -121,7 +121,7 @@ class Client:
     def __post_init__(self):
         self.hub = HubClient(self.address, call_timeout_s=5.0)
         self.who = pb.Who(run="run")
-        self.elector = Elector(VoterFile(None))
+        self.elector = Elector(None)
         self.versions, self.seqs = [], []
 
     def request(self, **others):
