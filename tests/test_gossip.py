@@ -18,7 +18,6 @@ from aedit.launch.cli.keys import make_keys
 from aedit.proto.rpc import PROTOCOL, HubRefused, HubUnreachable, client_keys, server_keys
 from aedit.proto.rpc import swarm_pb2 as pb
 from aedit.proto.swarm import PeerCalls
-from aedit.proto.swarm.gossip import _Pace
 from aedit.types import UserError
 
 
@@ -171,15 +170,18 @@ def test_an_address_where_nobody_listens_costs_one_attempt():
 
 
 def test_live_peers_are_called_at_the_given_pace_and_at_once_when_the_own_card_says_something_new():
-    key, pace = key_of(1), _Pace(3.0)
-    card = card_of(key)
-    assert pace.calls(0.0, card)
-    assert not pace.calls(2.9, replace(card, serial=2, steps_per_s=7.0)), "a card that is renewed is no news"
-    assert pace.calls(3.0, card)
-    assert pace.calls(3.5, replace(card, serial=3, parts={1: part()}))
-    assert not pace.calls(4.5, replace(card, serial=4, parts={1: part()}))
-    assert pace.calls(5.0, replace(card, serial=5, parts={1: part()}, leaving=True))
-    assert pace.calls(8.0, replace(card, serial=6, leaving=True))
+    gossip = Peer(1, calls_every_s=3.0).gossip
+    card = card_of(key_of(1))
+    assert gossip._calls_live_peers(0.0, card)
+    assert not gossip._calls_live_peers(2.9, replace(card, serial=2, steps_per_s=7.0)), (
+        "a card that is renewed is no news"
+    )
+    assert gossip._calls_live_peers(3.0, card)
+    assert gossip._calls_live_peers(3.5, replace(card, serial=3, parts={1: part()}))
+    assert not gossip._calls_live_peers(4.5, replace(card, serial=4, parts={1: part()}))
+    assert gossip._calls_live_peers(5.0, replace(card, serial=5, parts={1: part()}, leaving=True))
+    assert gossip._calls_live_peers(8.0, replace(card, serial=6, leaving=True))
+    gossip.close()
 
 
 def test_keys_of_the_run_are_asked_for_on_both_sides(tmp_path):

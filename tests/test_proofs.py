@@ -13,7 +13,7 @@ from aedit.proto.rpc import parsed_statement
 from aedit.proto.rpc import swarm_pb2 as pb
 from aedit.proto.swarm import KnownPeers, PartPlaces, Proofs, ReplicasFile, encoded_card, read_proof
 from aedit.proto.swarm.exchange import MOST_SENT
-from aedit.proto.swarm.proofs import contradiction, proof_text
+from aedit.proto.swarm.statements import contradiction, proof_text
 
 LIAR = key_of(1)  # that of peer 0 of a network
 TRUE, FALSE = statement(1, key=LIAR), statement(2, key=LIAR)

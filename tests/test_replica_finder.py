@@ -3,7 +3,7 @@
 import pytest
 
 from aedit.proto.agent import AgentPlan, replicas_of_parts
-from aedit.proto.agent.replica_finder import ReplicaFinder
+from aedit.proto.agent.membership import ReplicaFinder
 from aedit.proto.swarm import PartPlaces, ReplicasFile
 from aedit.types import UserError
 

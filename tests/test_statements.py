@@ -11,8 +11,7 @@ from aedit.proto.rpc import contradict, parsed_statement, place_of, signed
 from aedit.proto.rpc import statement as wire
 from aedit.proto.rpc.statement import is_signed_statement
 from aedit.proto.swarm import card, statements
-from aedit.proto.swarm.proofs import contradiction
-from aedit.proto.swarm.statements import Statements
+from aedit.proto.swarm.statements import Statements, contradiction
 
 OTHER = key_of(78)
 

@@ -3,7 +3,7 @@
 - `link`: the interface for trainers; begin here. `agent_link`: its implementation, which starts the agent
 - `plan`: the agent's configuration. `mailbox`: the memory that ranks and agent share, and the wakeups
 - `agent_main`, `agent`: the process, and its loop. `joining`: the first anchors
-- `membership`, `replica_finder`: join, heartbeats, failover, votes; where the hubs of a part are
+- `membership`: join, heartbeats, failover, votes; where the hubs of a part are
 - `unit_transfers`: push and pull of a unit. `leases`: leased samples, speed, watchdog
 - `connections`: clients, and the server that gives anchors to other nodes
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from aedit.proto.agent.agent_link import AgentLink, AgentLost, NodeRefused, attach_agent, start_agent
     from aedit.proto.agent.leases import Leases
     from aedit.proto.agent.link import Answer, Link, Progress
+    from aedit.proto.agent.membership import replicas_of_parts
     from aedit.proto.agent.plan import AgentPlan, rejoin_secret
-    from aedit.proto.agent.replica_finder import replicas_of_parts
 
 __all__ = [
     "AgentLink",

@@ -156,7 +156,9 @@ class Agent:
         self._begin()
         if not self._until(lambda: self._box.wanted() == Wants.LEAVE and not self._transfers.under_way):
             return False
-        self._leave()
+        for membership in self._memberships:
+            membership.leave(self._consumed() if membership.part == 0 else [])
+        self._box.end(AgentState.GONE)
         return True
 
     def _until(self, is_over: Callable[[], bool]) -> bool:
@@ -215,11 +217,6 @@ class Agent:
         thread = threading.Thread(target=guarded, name=name, daemon=True)
         thread.start()
         self._threads.append(thread)
-
-    def _leave(self) -> None:
-        for membership in self._memberships:
-            membership.leave(self._consumed() if membership.part == 0 else [])
-        self._box.end(AgentState.GONE)
 
     def _close(self) -> None:
         for membership in self._memberships:

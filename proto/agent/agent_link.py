@@ -206,7 +206,9 @@ def _start_process(plan: AgentPlan, box: Mailbox) -> AgentLink:
     os.close(reading)
     # An agent that died at once is reported by the reaper.
     with suppress(BrokenPipeError):
-        _write(writing, f"{to_json(plan)}\n".encode())
+        line = f"{to_json(plan)}\n".encode()
+        while line:
+            line = line[os.write(writing, line) :]
     threading.Thread(target=_reap, args=(process, box), name="agent-reaper", daemon=True).start()
 
     def end(timeout_s: float) -> bool:
@@ -219,11 +221,6 @@ def _start_process(plan: AgentPlan, box: Mailbox) -> AgentLink:
         return True
 
     return AgentLink(box, 0, WakeSender(writing), end)
-
-
-def _write(fd: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
 
 
 def _reap(process: "subprocess.Popen[bytes]", box: Mailbox) -> None:

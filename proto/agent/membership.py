@@ -6,7 +6,8 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING
 import grpc
 
 from aedit.proto.agent.plan import AgentPlan
-from aedit.proto.agent.replica_finder import ReplicaFinder
 from aedit.proto.rpc import (
     PROTOCOL,
     HubClient,
@@ -28,6 +28,8 @@ from aedit.proto.rpc import (
     proposal_in,
 )
 from aedit.proto.rpc import hub_pb2 as pb
+from aedit.proto.swarm import ReplicasFile
+from aedit.types import UserError
 
 if TYPE_CHECKING:
     from aedit.proto.agent.agent import Agent
@@ -194,18 +196,15 @@ class Membership:
         """
         while not self._ended:
             self._hurry.clear()
-            self._guarded_turn(owner)
-            # Nodes that lost one hub together shall not come back to it together.
+            try:
+                self._turn(owner)
+            except HubUnreachable as error:
+                self._lost(str(error), has_ended=isinstance(error, PortClosed))
+            except HubRefused as error:
+                self._judge(error, owner)
+            # Nodes whose hub was away must not all come back to it at one time.
             self.pause(min(SOON_S, self._plan.heartbeat_s))
             self._hurry.wait(self._plan.heartbeat_s * random.uniform(0.9, 1.1))
-
-    def _guarded_turn(self, owner: "Agent") -> None:
-        try:
-            self._turn(owner)
-        except HubUnreachable as error:
-            self._lost(str(error), has_ended=isinstance(error, PortClosed))
-        except HubRefused as error:
-            self._judge(error, owner)
 
     def _turn(self, owner: "Agent") -> None:
         if self._finder.is_shut_out(self._address):
@@ -234,9 +233,15 @@ class Membership:
 
     def _join(self, owner: "Agent") -> pb.JoinReply:
         plan = self._plan
-        hello = self.client.hello(_hello(plan, self._asked), self._limit_s() if plan.replicas else None)
+        method = None if plan.method is None else pb.Method(settings=dict(plan.method))
+        hello = self.client.hello(
+            pb.HelloRequest(protocol=PROTOCOL, version=plan.version, method=method, part=self._asked),
+            self._limit_s() if plan.replicas else None,
+        )
         request = pb.JoinRequest(who=self.who(), name=plan.name, num_samples=plan.num_samples)
-        request.layout.extend(_layout(plan))
+        for unit in plan.units:
+            tensors = [pb.Tensor(name=tensor.name, shape=tensor.shape) for tensor in unit.tensors]
+            request.layout.add(name=unit.name, tensors=tensors)
         request.facts.update(dict(plan.facts))
         request.donor, request.ranks = self.donor, self.ranks
         request.process, request.rejoin = self._process, bytes.fromhex(plan.rejoin)
@@ -366,18 +371,6 @@ class Membership:
             self._change.notify_all()
 
 
-def _hello(plan: AgentPlan, part: int) -> pb.HelloRequest:
-    method = None if plan.method is None else pb.Method(settings=dict(plan.method))
-    return pb.HelloRequest(protocol=PROTOCOL, version=plan.version, method=method, part=part)
-
-
-def _layout(plan: AgentPlan) -> list[pb.Unit]:
-    return [
-        pb.Unit(name=unit.name, tensors=[pb.Tensor(name=t.name, shape=t.shape) for t in unit.tensors])
-        for unit in plan.units
-    ]
-
-
 _QUESTIONS = 4
 """Most proposals that are answered in a row: a vote, and the first configurations of the new leader."""
 
@@ -412,3 +405,65 @@ class Elector:
             request.answer.CopyFrom(answer_out(answer))
             reply = hub.take_over(request, timeout_s)
         return reply
+
+
+_LOOK_S = 0.2
+
+
+def replicas_of_parts(path: Path, limit_s: float) -> Sequence[str]:
+    """Return the address of the owner of each part, or of a replica, as soon as one is known for each.
+
+    A part may have no owner because it needs the vote of this node. Raises UserError if no replica of a part
+    is known within `limit_s`.
+    """
+    file, deadline_s = ReplicasFile(path), time.monotonic() + limit_s
+    while True:
+        found = [part.owner or next(iter(part.replicas), "") for part in file.parts()]
+        if found and all(found):
+            return found
+        if time.monotonic() > deadline_s:
+            missing = ", ".join(str(k) for k, owner in enumerate(found) if not owner) or "any part"
+            raise UserError(
+                f"{path}: no replica of {missing} was found within {limit_s:g} s; see the peer's log"
+            )
+        time.sleep(_LOOK_S)
+
+
+class ReplicaFinder:
+    """The hubs of one part that may lead, besides the one that a node follows."""
+
+    def __init__(self, plan: AgentPlan, part: int) -> None:
+        self._part, self._standbys = part, deque(plan.standbys_of(part))
+        self._file = ReplicasFile(Path(plan.replicas)) if plan.replicas else None
+
+    def others(self, current: str) -> Sequence[str]:
+        """Return the hubs besides `current` to be asked now, in this order.
+
+        Those are the replicas in a swarm, the one that leads first, and else one standby, the next at each
+        call.
+        """
+        if self._file is not None:
+            places = self._file.part(self._part)
+            ordered = dict.fromkeys((places.owner, places.first, *places.replicas))
+            return [one for one in ordered if one and one != current]
+        self._standbys.rotate(-1)
+        return list(self._standbys)[-1:]
+
+    def adopt(self, new: str, old: str) -> None:
+        """Note that a node follows `new` from now on, and not `old`, which may come back as a standby."""
+        if self._file is None:
+            self._standbys.remove(new)
+            self._standbys.append(old)
+
+    def has_moved(self, current: str) -> bool:
+        """Return whether the peers know another owner than `current`."""
+        owner = self._file.part(self._part).owner if self._file is not None else ""
+        return bool(owner) and owner != current
+
+    def keys_of(self, address: str) -> Collection[str]:
+        """Return the keys, in hexadecimal, that may sign for a hub of a swarm; see `ReplicasFile.keys_of`."""
+        return self._file.keys_of(address) if self._file is not None else ()
+
+    def is_shut_out(self, address: str) -> bool:
+        """Return whether there is proof against the peer of a hub; see `ReplicasFile.is_shut_out`."""
+        return self._file is not None and self._file.is_shut_out(address)

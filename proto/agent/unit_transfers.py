@@ -27,7 +27,6 @@ from aedit.proto.codecs import Codec, Feedback, codec, slices
 from aedit.proto.rpc import (
     HubRefused,
     HubUnreachable,
-    Statement,
     is_signed_statement,
     parsed_statement,
     stamp,
@@ -119,7 +118,10 @@ class StatementCheck:
             found = parsed_statement(head.statement)
         except ValueError as error:
             raise Unsigned(f"{place}: the owner has not signed it: {error}") from None
-        self._compare(place, found, (self._run, membership.part, unit, head.version))
+        wanted = (self._run, membership.part, unit, head.version)
+        signed = (found.run, found.part, found.unit, found.version)
+        if signed != wanted:
+            raise Unsigned(f"{place}: the owner has signed (run, part, unit, version) {signed}, not {wanted}")
         if found.sha256 != digest:
             raise Unsigned(f"{place}: the owner has signed another value than it has given")
         if found.public_key.hex() not in membership.host_keys():
@@ -144,11 +146,6 @@ class StatementCheck:
             write_statements(self._path, kept)
         except OSError as error:
             log.warning("%s: %s; other nodes do not hear of these statements", self._path, error)
-
-    def _compare(self, place: str, found: Statement, wanted: tuple[str, int, int, int]) -> None:
-        told = (found.run, found.part, found.unit, found.version)
-        if told != wanted:
-            raise Unsigned(f"{place}: the owner has signed (run, part, unit, version) {told}, not {wanted}")
 
 
 PAUSE_S = 1.0

@@ -111,7 +111,10 @@ class HivemindRounds:
             allow_state_sharing=False,
         )
         self._averager.run_in_background(await_ready=True, timeout=START_S)
-        self._maddrs = [] if client else self._visible()
+        self._maddrs: list[str] = []
+        if not client:
+            found = self._dht.run_coroutine(_visible_maddrs, return_future=True).result(timeout=_CALL_S)
+            self._maddrs = [str(maddr) for maddr in found]
 
     def tell_up(self) -> None:
         """Tell the addresses by which others join."""
@@ -182,10 +185,6 @@ class HivemindRounds:
                         found[other] = distance(own, np.frombuffer(base64.b64decode(entry.value), "<f4"))
                 time.sleep(_LOOK_S)
         self._say(compared=number, members=len(members), distances=sorted(found.values()))
-
-    def _visible(self) -> list[str]:
-        maddrs = self._dht.run_coroutine(_visible_maddrs, return_future=True).result(timeout=_CALL_S)
-        return [str(maddr) for maddr in maddrs]
 
 
 async def _visible_maddrs(dht: Any, node: Any) -> Any:

@@ -177,14 +177,11 @@ class Calls:
                 raise HubRefused(refused.code, f"{self._asked(what)}: {refused.text}") from None
             except (grpc.RpcError, TransferBroken, DecodeError, ValueError) as error:
                 pause_s = patience.pause_s(random.random())
-                if self._is_over(error) or pause_s is None:
+                is_over = self._closed.is_set() or (is_port_closed(error) and not self._until_it_listens)
+                is_over = is_over or (isinstance(error, grpc.RpcError) and is_final(error))
+                if is_over or pause_s is None:
                     raise self.error(what, error, patience.num_bytes) from error
             self._sleep(pause_s)
-
-    def _is_over(self, error: Exception) -> bool:
-        if self._closed.is_set() or (is_port_closed(error) and not self._until_it_listens):
-            return True
-        return isinstance(error, grpc.RpcError) and is_final(error)
 
     def error(
         self, what: str, error: Exception, num_bytes: int = 0, *, answered: bool = False

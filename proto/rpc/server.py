@@ -296,7 +296,9 @@ def _threaded(
                 else:
                     await write(answer)
         finally:
-            _close(answers)
+            # One that a thread runs at this moment ends by itself, as its call is over.
+            with suppress(ValueError):
+                answers.close()
 
     return work
 
@@ -325,12 +327,6 @@ def _blocking(begun: list[bytes | None], messages: AsyncIterator[bytes]) -> Iter
 
 async def _next(messages: AsyncIterator[bytes]) -> bytes | None:
     return await anext(messages, None)
-
-
-def _close(answers: Any) -> None:
-    """End a generator. One that a thread runs at this moment ends by itself, as its call is over."""
-    with suppress(ValueError):
-        answers.close()
 
 
 _LOOK_S = 1.0

@@ -10,7 +10,7 @@ terms of different lineages as well.
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 
 from google.protobuf.message import DecodeError
@@ -61,6 +61,10 @@ class Statement:
         return f"version {self.version} of unit {self.unit} (part {self.part}, term {self.term})"
 
 
+_FIELDS = tuple(each.name for each in fields(Statement))
+"""Names of the fields, which are those of the message."""
+
+
 def signed(statement: Statement, key: SigningKey) -> bytes:
     """Return the statement, signed; at most `MOST_STATEMENT_BYTES`.
 
@@ -88,16 +92,7 @@ def parsed_statement(data: bytes) -> Statement:
         message = pb.Statement.FromString(data[HEAD_BYTES:])
     except DecodeError as error:
         raise ValueError(f"not a statement: {error}") from None
-    found = Statement(
-        run=message.run,
-        part=message.part,
-        public_key=message.public_key,
-        lineage=message.lineage,
-        term=message.term,
-        unit=message.unit,
-        version=message.version,
-        sha256=message.sha256,
-    )
+    found = Statement(**{name: getattr(message, name) for name in _FIELDS})
     _check(found)
     if _body(found) != data[HEAD_BYTES:]:
         raise ValueError("the statement is not as it is signed: fields are unknown or repeated")
@@ -150,16 +145,7 @@ def _check(statement: Statement) -> None:
 
 
 def _body(statement: Statement) -> bytes:
-    message = pb.Statement(
-        run=statement.run,
-        part=statement.part,
-        public_key=statement.public_key,
-        lineage=statement.lineage,
-        term=statement.term,
-        unit=statement.unit,
-        version=statement.version,
-        sha256=statement.sha256,
-    )
+    message = pb.Statement(**{name: getattr(statement, name) for name in _FIELDS})
     return message.SerializeToString(deterministic=True)
 
 

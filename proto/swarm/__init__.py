@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         write_statements,
     )
     from aedit.proto.swarm.placement import candidates, hosts_of, ranking
-    from aedit.proto.swarm.proofs import Contradiction, Proofs, read_proof
+    from aedit.proto.swarm.statements import Contradiction, Proofs, read_proof
 
 __all__ = [
     "KEY",

@@ -8,8 +8,9 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from google.protobuf.message import DecodeError
@@ -137,29 +138,19 @@ def parsed_card(data: bytes) -> PeerCard:
         message = pb.Card.FromString(data[CARD_HEAD_BYTES:])
     except DecodeError as error:
         raise ValueError(f"not a card: {error}") from None
-    return PeerCard(
-        run=message.run,
-        name=message.name,
-        public_key=message.public_key,
-        serial=message.serial,
-        address=message.address,
-        parts={part.part: _replica(part) for part in message.parts},
-        fingerprint=message.fingerprint,
-        model=message.model,
-        steps_per_s=message.steps_per_s,
-        lease_s=message.lease_s,
-        leaving=message.leaving,
-        foundings={
-            one.part: Founding(
-                generation=one.generation,
-                candidate=one.candidate,
-                members=one.members,
-                forced=one.forced,
-                founder=one.founder,
-            )
-            for one in message.foundings
-        },
-    )
+    parts = {one.part: PartReplica(**_values(one, PartReplica)) for one in message.parts}
+    foundings = {one.part: Founding(**_values(one, Founding)) for one in message.foundings}
+    return PeerCard(**_values(message, PeerCard) | {"parts": parts, "foundings": foundings})
+
+
+def _values(source: Any, kind: type) -> dict[str, Any]:
+    """Return the values of the fields of the dataclass `kind`, whose names are those of its message."""
+    return {name: getattr(source, name) for name in _NAMES[kind]}
+
+
+_NAMES: dict[type, tuple[str, ...]] = {
+    kind: tuple(each.name for each in fields(kind)) for kind in (PeerCard, PartReplica, Founding)
+}
 
 
 def check_peer_card(card: PeerCard) -> None:
@@ -237,40 +228,15 @@ def _check_size(num_bytes: int) -> None:
         )
 
 
-def _replica(part: pb.HostedPart) -> PartReplica:
-    return PartReplica(address=part.address, term=part.term, leads=part.leads, in_sync=part.in_sync)
-
-
 def _body(card: PeerCard) -> bytes:
     parts = [
-        pb.HostedPart(part=part, address=one.address, term=one.term, leads=one.leads, in_sync=one.in_sync)
-        for part, one in sorted(card.parts.items())
+        pb.HostedPart(part=part, **_values(one, PartReplica)) for part, one in sorted(card.parts.items())
     ]
-    message = pb.Card(
-        run=card.run,
-        name=card.name,
-        public_key=card.public_key,
-        serial=card.serial,
-        address=card.address,
-        parts=parts,
-        fingerprint=card.fingerprint,
-        model=card.model,
-        steps_per_s=card.steps_per_s,
-        lease_s=card.lease_s,
-        leaving=card.leaving,
-        foundings=[
-            pb.Founding(
-                part=part,
-                generation=one.generation,
-                candidate=one.candidate,
-                members=one.members,
-                forced=one.forced,
-                founder=one.founder,
-            )
-            for part, one in sorted(card.foundings.items())
-        ],
-    )
-    return message.SerializeToString(deterministic=True)
+    foundings = [
+        pb.Founding(part=part, **_values(one, Founding)) for part, one in sorted(card.foundings.items())
+    ]
+    values = _values(card, PeerCard) | {"parts": parts, "foundings": foundings}
+    return pb.Card(**values).SerializeToString(deterministic=True)
 
 
 _RESERVED = 4096

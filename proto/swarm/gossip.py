@@ -178,15 +178,16 @@ class Gossip:
         for hint in list(self._found)[:MOST_HINTS]:
             self._exchanges.hint(hint, now)
         room = self._calls.room
-        fanout = min(self._plan.fanout if self._calls_live_peers(now) else 0, room)
+        own = self._known.live(now)[self._known.own_key]
+        fanout = min(self._plan.fanout if self._calls_live_peers(now, own) else 0, room)
         for address in self._exchanges.targets(now, fanout, min(self._plan.dials, room - fanout)):
             if self._calls.begin(address):
                 self._pool.submit(self._exchange, address)
         self._save(now)
 
-    def _calls_live_peers(self, now: float) -> bool:
+    def _calls_live_peers(self, now: float, own: PeerCard) -> bool:
         """Return whether to call live peers in this round: the own card says something new, or it is time."""
-        own = replace(self._known.live(now)[self._known.own_key], serial=1, steps_per_s=0.0)
+        own = replace(own, serial=1, steps_per_s=0.0)
         if own == self._called_with and now < self._called_s + self._plan.calls_every_s:
             return False
         self._called_with, self._called_s = own, now

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Literal
 
 from aedit.proto.swarm.card import PeerCard, decoded_card, parsed_card
-from aedit.proto.swarm.proofs import Contradiction, contradiction
+from aedit.proto.swarm.statements import Contradiction, contradiction
 from aedit.types import printable
 
 KEY_PREFIX = 16

@@ -1,7 +1,7 @@
 """Transports of the barrier path: means of tensors among nodes, and notes that all of them see.
 
 - `transport`: the interface; begin here
-- `memory`: nodes as threads of one process. `virtual`: the same in virtual time
+- `memory`: nodes as threads of one process, in real or in virtual time
 - `c10d`: `torch.distributed`
 
 Called by `edit` and `launch`.
@@ -13,9 +13,8 @@ from aedit.lazy import exports
 
 if TYPE_CHECKING:
     from aedit.proto.transports.c10d import TorchTransport
-    from aedit.proto.transports.memory import MemoryWorld
+    from aedit.proto.transports.memory import MemoryWorld, VirtualTransport
     from aedit.proto.transports.transport import Mean, PeersMissing, Pending, Rows, Then, Transport
-    from aedit.proto.transports.virtual import VirtualTransport
 
 __all__ = [
     "Mean",

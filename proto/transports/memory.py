@@ -10,7 +10,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from aedit.proto.transports.transport import ChannelNames, Mean, Rows
+from aedit.clock import Turns
+from aedit.proto.transports.transport import ChannelNames, Mean, Pending, Rows
 from aedit.types import PositiveFloat, PositiveInt, checked
 
 T = TypeVar("T")
@@ -145,7 +146,7 @@ class MemoryTransport:
         self._channels.append(MemoryTransport(self.world, self.node, prefix))
         return self._channels[-1]
 
-    def gather(self, key: str, row: Tensor) -> _Answer[Rows]:
+    def gather(self, key: str, row: Tensor) -> Pending[Rows]:
         """See `Transport.gather`."""
 
         def rows(meeting: _Meeting) -> Rows:
@@ -155,7 +156,7 @@ class MemoryTransport:
 
         return self._give(key, row.detach().to("cpu", torch.float64, copy=True), 1.0, rows)
 
-    def weighted_mean(self, key: str, value: Tensor, weight: float | Tensor) -> _Answer[Mean]:
+    def weighted_mean(self, key: str, value: Tensor, weight: float | Tensor) -> Pending[Mean]:
         """See `Transport.weighted_mean`."""
 
         def mean(meeting: _Meeting) -> Mean:
@@ -170,7 +171,7 @@ class MemoryTransport:
         sent = value.detach().clone() if w > 0 else torch.zeros_like(value)
         return self._give(key, sent, w, mean)
 
-    def _give(self, key: str, value: Tensor, weight: float, read: Callable[[_Meeting], T]) -> _Answer[T]:
+    def _give(self, key: str, value: Tensor, weight: float, read: Callable[[_Meeting], T]) -> Pending[T]:
         self._bytes_sent += value.numel() * value.element_size()
         return _Answer(self.world, self.world.give(self.node, self.prefix + key, value, weight), read)
 
@@ -186,3 +187,36 @@ class MemoryTransport:
         """See `Transport.close`. A channel closes with the transport that it was made of."""
         if not self.prefix:
             self.world.leave(self.node)
+
+
+@checked()
+class VirtualTransport(MemoryTransport):
+    """A memory transport in virtual time: a thread that waits lets those run that are behind."""
+
+    def __init__(self, transport: MemoryTransport, turns: Turns) -> None:
+        super().__init__(transport.world, transport.node, transport.prefix)
+        self.turns = turns
+
+    def channel(self, name: str | None = None) -> "VirtualTransport":
+        """See `Transport.channel`."""
+        made = VirtualTransport(super().channel(name), self.turns)
+        self._channels[-1] = made
+        return made
+
+    def _give(self, key: str, value: Tensor, weight: float, read: Callable[[_Meeting], T]) -> Pending[T]:
+        pending = super()._give(key, value, weight, read)
+        self.turns.give(self.node, self.prefix + key)
+        return _Turned(self, self.prefix + key, pending)
+
+
+class _Turned(Generic[T]):
+    def __init__(self, transport: VirtualTransport, key: str, pending: Pending[T]) -> None:
+        self._transport, self._key, self._pending = transport, key, pending
+
+    def done(self) -> bool:
+        return self._pending.done()
+
+    def result(self) -> T:
+        if not self._pending.done():
+            self._transport.turns.wait(self._transport.node, self._key, self._pending.done)
+        return self._pending.result()

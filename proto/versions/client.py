@@ -1,6 +1,6 @@
 """Client of `Versions`: follows a line, fetches versions, and gives versions to servers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -107,7 +107,8 @@ class VersionsClient(Calls):
 
     def _give(self, store: VersionStore, manifest: Manifest, author: Metadata, patience: Patience) -> int:
         num_missing, num_bytes = len(manifest.units) + 1, 0
-        while missing := self._offer(manifest, author):
+        request = pb.OfferRequest(manifest=manifest.message)
+        while missing := self.call("Versions/Offer", request, pb.OfferReply, metadata=author).missing:
             if len(missing) >= num_missing:
                 raise TransferBroken(f"{len(missing)} units are missing, although they were sent")
             num_missing = len(missing)
@@ -115,11 +116,6 @@ class VersionsClient(Calls):
                 made = store.transfer(manifest.line, each.unit, each.base, manifest.serial)
                 num_bytes += self._put(made, each, author, patience)
         return num_bytes
-
-    def _offer(self, manifest: Manifest, author: Metadata) -> Sequence[pb.Missing]:
-        request = pb.OfferRequest(manifest=manifest.message)
-        reply = self.call("Versions/Offer", request, pb.OfferReply, metadata=author)
-        return reply.missing
 
     def _put(
         self,

@@ -120,16 +120,12 @@ def decode_numbers(data: Bytes, count: int, bits: int) -> Numbers:
         if not at.size:
             break
         part = (data[first[at] + place] & 127).astype(np.uint64)
-        _check_bits(part, bits - 7 * place)
+        left = bits - 7 * place
+        if left < 7 and int(part.max()) >> left:
+            raise ValueError("a number is too large")
         numbers[at] |= part << np.uint64(7 * place)
         at = at[sizes[at] > place + 1]
     return numbers
-
-
-def _check_bits(part: Numbers, left: int) -> None:
-    """Raise ValueError if seven bits of a number reach beyond the `left` ones that it may still have."""
-    if left < 7 and int(part.max()) >> left:
-        raise ValueError("a number is too large")
 
 
 SEGMENT = 2**20

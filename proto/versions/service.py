@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 
 import grpc
 
@@ -81,7 +82,7 @@ class VersionsCore:
         if receiving is None:
             raise Refusal(_Code.FAILED_PRECONDITION, "no version of this line is being received: offer it")
         with _refusals():
-            receiving.take(_with(first, messages))
+            receiving.take(chain([first], messages))
             if not receiving.missing:
                 self._finish(receiving)
         return pb.PutReply()
@@ -152,11 +153,6 @@ def versions_service(core: VersionsCore, limits: Limits | None = None, threads: 
         "Put": handlers.upload(core.put, puts),
     }
     return Service("aedit.v1.Versions", calls, (newest, offers, gets, puts))
-
-
-def _with(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
-    yield first
-    yield from rest
 
 
 @contextmanager
