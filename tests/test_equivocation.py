@@ -204,6 +204,6 @@ def terms_told(peer):
     kept = peer._gossip._exchanges._statements
     return {
         parsed_statement(each.data).term
-        for one in (kept._own, *kept._heard.values())
+        for one in (kept._own, *kept._of_peers.values())
         for each in one.kept.values()
     }

@@ -134,8 +134,11 @@ def test_two_honest_statements_or_a_forged_one_prove_nothing(other):
 def test_what_the_own_node_received_is_compared_with_what_others_have():
     peer = Statements(RUN)
     assert peer.received([statement(1)]) == []
-    assert peer.hear(b"b", [statement(1), statement(2, version=8)]) == []
-    assert peer.hear(b"c", [statement(2)]) == [(statement(2), statement(1)), (statement(2), statement(1))]
+    assert peer.received_from(b"b", [statement(1), statement(2, version=8)]) == []
+    assert peer.received_from(b"c", [statement(2)]) == [
+        (statement(2), statement(1)),
+        (statement(2), statement(1)),
+    ]
     assert peer.received([statement(3, version=8)]) == [(statement(3, version=8), statement(2, version=8))]
 
 
@@ -147,17 +150,17 @@ def test_statements_of_another_run_and_what_is_none_are_ignored():
     peer = Statements(RUN)
     peer.received([statement(1), statement(1, run="x"), b"garbage"])
     assert peer.unsent("h:1") == [statement(1)]
-    assert peer.hear(b"b", [statement(2, run="x"), b"", bytes(5000)]) == []
+    assert peer.received_from(b"b", [statement(2, run="x"), b"", bytes(5000)]) == []
 
 
 def test_a_forged_statement_accuses_nobody_and_hides_nothing():
     peer, forged = Statements(RUN), statement(2)[:1] + bytes(64) + statement(2)[65:]
     peer.received([statement(1)])
-    assert peer.hear(b"liar", [forged]) == []
+    assert peer.received_from(b"liar", [forged]) == []
     early = Statements(RUN)
-    assert early.hear(b"liar", [forged]) == []
+    assert early.received_from(b"liar", [forged]) == []
     assert early.received([statement(1)]) == []
-    assert early.hear(b"c", [statement(2)]) == [(statement(2), statement(1))]
+    assert early.received_from(b"c", [statement(2)]) == [(statement(2), statement(1))]
 
 
 def test_a_forged_statement_costs_one_look_at_a_signature(monkeypatch):
@@ -171,9 +174,9 @@ def test_a_forged_statement_costs_one_look_at_a_signature(monkeypatch):
     peer = Statements(RUN)
     many = [statement(1, version=v) for v in range(1, 100)]
     peer.received(many)
-    peer.hear(b"b", many)
+    peer.received_from(b"b", many)
     assert looked == []
-    peer.hear(b"liar", [data[:1] + bytes(64) + statement(2, version=1)[65:] for data in many])
+    peer.received_from(b"liar", [data[:1] + bytes(64) + statement(2, version=1)[65:] for data in many])
     assert len(looked) == 1
 
 
@@ -182,14 +185,14 @@ def test_a_sender_displaces_only_what_it_has_sent_and_memory_is_bounded(monkeypa
     monkeypatch.setattr(statements, "MOST_SENDERS", 3)
     peer = Statements(RUN)
     peer.received([statement(1)])
-    peer.hear(b"b", [statement(1, version=8)])
-    peer.hear(b"liar", [statement(0, version=v, key=OTHER) for v in range(1, 50)])
-    assert peer.hear(b"c", [statement(2)]) != []
-    assert peer.hear(b"b", [statement(2, version=8)]) != []
+    peer.received_from(b"b", [statement(1, version=8)])
+    peer.received_from(b"liar", [statement(0, version=v, key=OTHER) for v in range(1, 50)])
+    assert peer.received_from(b"c", [statement(2)]) != []
+    assert peer.received_from(b"b", [statement(2, version=8)]) != []
     for number in range(20):
-        peer.hear(bytes([number]), [statement(1)])
-    assert len(peer._heard) == 3
-    assert all(len(one.kept) <= 8 for one in (peer._own, *peer._heard.values()))
+        peer.received_from(bytes([number]), [statement(1)])
+    assert len(peer._of_peers) == 3
+    assert all(len(one.kept) <= 8 for one in (peer._own, *peer._of_peers.values()))
 
 
 def test_a_peer_is_sent_each_statement_once_and_of_many_the_newest(monkeypatch):
@@ -231,5 +234,7 @@ def test_an_honest_history_never_yields_a_proof(data):
         place = {"key": owner, "term": term, "version": version, "lineage": f"{lineage:016x}"}
         shown.append(statement(values[version], **place))
     peer = Statements(RUN)
-    found = peer.received(shown[::2]) + peer.hear(b"b", shown[1::2]) + peer.hear(b"c", shown)
+    found = (
+        peer.received(shown[::2]) + peer.received_from(b"b", shown[1::2]) + peer.received_from(b"c", shown)
+    )
     assert found == []

@@ -61,7 +61,7 @@ def reader(line="run", **options):
 
 
 def messages(made, offset=0, chunk_bytes=frames.CHUNK_BYTES):
-    head, data = made.head.SerializeToString(), memoryview(made.data)
+    head, data = made[0].SerializeToString(), memoryview(made[1])
     return [frames.pack_chunk(c) for c in frames.chunks(head, data, offset=offset, chunk_bytes=chunk_bytes)]
 
 
@@ -161,8 +161,8 @@ def test_every_version_of_the_ring_is_a_base_and_any_other_one_gives_all_values(
         catch_up(store, source, 6) if base < 6 else None
         assert equal(store, 6, values[5])
         made = source.transfer("run", "rest", base, 6)
-        assert made.head.base == (base if base > 2 else 0), "1 and 2 have left the ring"
-        assert (len(made.data) < 0.1 * 2 * SIZES["rest"]) == (base > 2)
+        assert made[0].base == (base if base > 2 else 0), "1 and 2 have left the ring"
+        assert (len(made[1]) < 0.1 * 2 * SIZES["rest"]) == (base > 2)
     with pytest.raises(LineUnknown, match="version 1 of line run is not here"):
         source.transfer("run", "rest", 0, 1)
     with pytest.raises(ValueError, match="no unit 'embed'"):
@@ -250,7 +250,7 @@ def test_equal_transfers_are_made_once_for_all_who_ask(monkeypatch):
     monkeypatch.setattr(patch, "encode_transfer", slow)
     made = []
     threads = [
-        threading.Thread(target=lambda line=line: made.append(source.transfer(line, "rest", 1, 2).data))
+        threading.Thread(target=lambda line=line: made.append(source.transfer(line, "rest", 1, 2)[1]))
         for line in ("run", "run", other)
     ]
     for thread in threads:
@@ -294,7 +294,7 @@ def test_a_broken_transfer_is_continued_by_anybody_who_has_the_same_one():
     missing = receiving.missing[-1]
     assert (missing.unit, missing.offset) == ("rest", 3 * 2**14)
     made = twin.transfer("run", "rest", 0, 2)
-    assert made.head.sha256 == missing.transfer
+    assert made[0].sha256 == missing.transfer
     receiving.take(iter(messages(made, offset=missing.offset)))
     # A transfer of other bytes, such as by another version of zlib, begins again.
     first = messages(source.transfer("run", "block.0", 0, 2), chunk_bytes=2**15)
@@ -333,10 +333,10 @@ def test_a_damaged_chunk_is_noticed_and_what_was_right_is_kept():
 
 def lie(made, **fields):
     head = pb.TransferHead()
-    head.CopyFrom(made.head)
+    head.CopyFrom(made[0])
     for name, value in fields.items():
         setattr(head, name, value)
-    return [frames.pack_chunk(c) for c in frames.chunks(head.SerializeToString(), memoryview(made.data))]
+    return [frames.pack_chunk(c) for c in frames.chunks(head.SerializeToString(), memoryview(made[1]))]
 
 
 def test_lies_about_a_transfer_are_refused_before_memory_is_taken(traced):
@@ -355,8 +355,8 @@ def test_lies_about_a_transfer_are_refused_before_memory_is_taken(traced):
         ({"base": 2}, "where version 1 is here"),
         ({"encoding": "pickle"}, "expected 'segments'"),
         ({"num_bytes": 2**62}, "at most"),
-        ({"num_bytes": len(made.data) - 1}, "a chunk of"),
-        ({"num_bytes": len(made.data) + 1}, "ended after"),
+        ({"num_bytes": len(made[1]) - 1}, "a chunk of"),
+        ({"num_bytes": len(made[1]) + 1}, "ended after"),
         ({"sha256": bytes(32)}, "not what its SHA-256 says"),
     ):
         with pytest.raises(ValueError, match=reason):

@@ -50,7 +50,7 @@ class NodeReport:
 
 @dataclass(slots=True)
 class RunNews:
-    """The run as a trainer is told of it. It never goes back, also if part 0 of a swarm begins anew."""
+    """The run as reported to the trainer. It never goes back, also if part 0 of a swarm begins anew."""
 
     news: pb.News = field(default_factory=pb.News)
     """News of hub process 0."""
@@ -70,19 +70,19 @@ class RunNews:
 
         A part that was founded again counts from zero: then the past here and the other parts tell more.
         """
-        told = _news(self.news)
+        newest = _news(self.news)
         if not lineage(self.news.term):
-            return told
+            return newest
         past, others = self._past, list(self._of_parts.values())
-        progress = max(min(1.0, past.progress + told.progress), *(one.progress for one in others))
+        progress = max(min(1.0, past.progress + newest.progress), *(one.progress for one in others))
         return replace(
-            told,
-            round=past.round + told.round,
-            total_steps=max(past.total_steps + told.total_steps, *(one.total_steps for one in others)),
-            total_tokens=max(past.total_tokens + told.total_tokens, *(one.total_tokens for one in others)),
-            elapsed_s=max(past.elapsed_s + told.elapsed_s, *(one.elapsed_s for one in others)),
+            newest,
+            round=past.round + newest.round,
+            total_steps=max(past.total_steps + newest.total_steps, *(one.total_steps for one in others)),
+            total_tokens=max(past.total_tokens + newest.total_tokens, *(one.total_tokens for one in others)),
+            elapsed_s=max(past.elapsed_s + newest.elapsed_s, *(one.elapsed_s for one in others)),
             progress=progress,
-            finished=progress >= 1.0 or told.finished,
+            finished=progress >= 1.0 or newest.finished,
         )
 
 
@@ -138,7 +138,7 @@ class Agent:
     def run(self, is_alive: Callable[[], bool] = lambda: True) -> bool:
         """Serve until the trainer has left (True), has ended, or nothing more can be done (False).
 
-        is_alive: whether the trainer lives, as far as can be told without the wakeups.
+        is_alive: whether the trainer lives, as far as is known without the wakeups.
         """
         self._is_alive = is_alive
         try:
@@ -255,9 +255,9 @@ class Agent:
         """Return the stamps of the anchors from which parts that were founded again can go on."""
         return self._transfers.inherits
 
-    def told(self) -> Sequence[int]:
-        """Return the stamps of the newest anchors of such parts that this node was told of."""
-        return self._transfers.told
+    def reported(self) -> Sequence[int]:
+        """Return the stamps of the newest anchors of such parts that hubs have reported."""
+        return self._transfers.reported
 
     def leased_upto(self) -> int:
         """Return the end of the last positions of samples that this node was given."""

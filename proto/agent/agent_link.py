@@ -21,7 +21,7 @@ from aedit.types import News, UserError
 
 POLL_S = 0.005
 STOP_S = 5.0
-"""Until an agent that was told to end is ended."""
+"""Time in which an agent must end by itself before it is killed."""
 log = logging.getLogger(__name__)
 
 

@@ -18,12 +18,12 @@ from aedit.proto.agent.plan import AgentPlan
 from aedit.types import UserError
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run the agent; return its exit code."""
-    parent, fd, bound = (int(word) for word in words)
+    parent, fd, bound = (int(argument) for argument in arguments)
     # Ctrl-C and the SIGTERM of a launcher are for the trainer, which leaves through this process.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    begin_child(words, bound=bool(bound))
+    begin_child(arguments, bound=bool(bound))
     logging.basicConfig(level=logging.WARNING, format="node agent: %(message)s")
     plan = from_json(AgentPlan, _first_line())
     box = mailbox.attach_mailbox(fd)
@@ -48,5 +48,5 @@ def _first_line() -> str:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stderr.flush()
-    # Threads of calls that nobody waits for any more shall not hold us up.
+    # Do not wait for threads of calls whose results are no longer needed.
     os._exit(code)

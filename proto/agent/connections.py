@@ -75,7 +75,7 @@ GIVEN_AT_A_TIME = 2
 BULK = 2
 """Connections per hub for arrays: on a wire that loses packets, each loss holds up one of them."""
 DONOR_TIMEOUT_S = 4.0
-"""Without a byte from a donor for so long, another one is asked: that is sooner than a hub is given up."""
+"""Silence of a donor after which another one is asked: shorter than that after which a hub is given up."""
 
 
 class Connections:
@@ -91,7 +91,7 @@ class Connections:
     def hub(self, address: str) -> HubClient:
         """Return a new client for `address`; the caller closes it.
 
-        In a swarm another replica leads soon if nobody listens there; a hub alone is waited for.
+        In a swarm another replica leads soon if no program listens there; a hub alone is waited for.
         """
         return HubClient(
             address,

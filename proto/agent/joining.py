@@ -70,7 +70,7 @@ class InitialSync:
                 return self._take(unit, membership, giver, list(reply.donors))
             if reply.founder:
                 return self._transfers.found(unit)
-            # Somebody else founds this run. A new Join tells when it has, and that it never will.
+            # Another node founds this run. A new Join says when it has, or that it never will.
             self._wait(lambda: self._replies[membership.part] is not reply, ASK_AGAIN_S)  # noqa: B023
             if self._replies[membership.part] is reply:
                 membership.join_again()

@@ -1,7 +1,7 @@
 """Memory shared by the ranks of a node and its agent: vectors, and control words read without locks.
 
-Every word has one writer. Words that belong together are published by one 8-byte word, written last; the
-reader looks at that word first. In between, on both sides, there is a `memory_fence`.
+Every value has one writer. Values that belong together are published by one of 8 bytes, written last; the
+reader looks at that one first. In between, on both sides, there is a `memory_fence`.
 
 On Linux the memory has no name in the file system (memfd): when the last process that holds it ends, nothing
 is left. Elsewhere it is a file in the temporary folder, removed once all ranks have it.
@@ -31,7 +31,7 @@ from aedit.types import RL_REPORT, News, Verdict
 
 MAGIC = 0x41454449_54000002
 MAX_BLOCKS = 2**20
-"""Leases of one attempt; pages that nobody writes take no memory."""
+"""Leases of one attempt; pages that are never written take no memory."""
 MAX_ERROR_BYTES = 4096
 ALIGN = 4096 // 4
 """Elements: every unit begins on a page."""
@@ -54,7 +54,7 @@ class AgentState(IntEnum):
 
 
 class MailboxWord(IntEnum):
-    """Words of the header."""
+    """Places of the values in the header."""
 
     MAGIC = 0
     UNITS = 1
@@ -279,7 +279,7 @@ class _Published:
     """A row of numbers that changes as a whole.
 
     The reader copies one of two slots while the writer fills the other, and copies again if it was overtaken.
-    A writer that dies in the middle blocks nobody.
+    A writer that dies in the middle blocks no reader.
     """
 
     def __init__(self, count: Ints, slots: NDArray[np.float64]) -> None:

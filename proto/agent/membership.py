@@ -51,7 +51,7 @@ _OWN_HUB_S = 0.5
 _OTHER_HUB_S = 1.0
 """How long a replica of a swarm may take to say whether it leads: another one may."""
 _SILENT_S = 2.0
-"""An owner in a swarm that is silent for so long may have been replaced: all its replicas are asked."""
+"""Silence after which an owner in a swarm may have been replaced: all its replicas are asked."""
 _TAKEN = 2.0
 """Times hub.expire_s: a process that has ended is given up sooner."""
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Membership:
         self.donor = ""
         """HOST:PORT at which this node gives anchors to others; empty if it gives none."""
         self.known: Callable[[], pb.Claim] = pb.Claim
-        """Returns the pushes and versions that this node saw acknowledged, for a hub that has lost some."""
+        """Returns the pushes and versions that this node saw acknowledged, for a hub that has fewer."""
         self._receipt = pb.Receipt()
         self._lineage = 0
         """Lineage of the journal that gave `_receipt`; see `lineage`."""
@@ -252,7 +252,7 @@ class Membership:
         self._begin_anew(hello.term, owner)
         request.claim.CopyFrom(self._claim())
         request.inherits.extend(owner.inherits())
-        request.told.extend(owner.told())
+        request.told.extend(owner.reported())
         request.leased_upto = owner.leased_upto() if self.part == 0 else 0
         reply = self.client.join(request)
         with self._change:
@@ -315,9 +315,9 @@ class Membership:
         """Look for the hub that leads now.
 
         Args:
-            why: For people.
+            why: For the log.
             at_once: The hub itself has said that it leads no more.
-            has_ended: Nobody listens at its address.
+            has_ended: No program listens at its address.
         """
         if self._here:
             log.warning("no hub: %s", why)

@@ -202,8 +202,8 @@ class UnitTransfers:
         self._pools = [ThreadPoolExecutor(plan.streams, f"hub-{k}") for k in range(len(memberships))]
         self.inherits = [0] * len(plan.units)
         """Stamps of the anchors that are of an earlier generation of their part."""
-        self.told = [0] * len(plan.units)
-        """Stamps of the newest anchors of an earlier generation that a hub has told of, here or not."""
+        self.reported = [0] * len(plan.units)
+        """Stamps of the newest anchors of an earlier generation that a hub has reported, here or not."""
         self._outdated: set[int] = set()
         """Units whose last answer to the trainer was of an earlier generation of their part."""
         self._brought: set[int] = set()
@@ -254,7 +254,9 @@ class UnitTransfers:
                 self.versions[unit] = 0
                 with self._lock:
                     newest = self._news[unit].version if unit in self._news else 0
-                    self.told[unit] = max(self.told[unit], self.inherits[unit], stamp(generation, newest))
+                    self.reported[unit] = max(
+                        self.reported[unit], self.inherits[unit], stamp(generation, newest)
+                    )
                     self._outdated.add(unit)
                     self._brought.discard(unit)
                     self._accepted[unit] = 0
@@ -359,7 +361,7 @@ class UnitTransfers:
     def _is_there(self, transfer: Transfer) -> bool:
         """Return whether the hub said at a join that it has this push.
 
-        Numbers the push if it has no number yet, or if the hub has lost count.
+        Numbers the push if it has no number yet, or if the hub counts anew.
         """
         with self._lock:
             last = self._accepted[transfer.unit]

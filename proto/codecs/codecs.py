@@ -47,7 +47,7 @@ class Codec(ABC):
 
     name: str
     feedback = False
-    """So coarse that what was lost must travel with the next push (see `Feedback`)."""
+    """So coarse that its error must travel with the next push (see `Feedback`)."""
 
     @abstractmethod
     def num_bytes(self, numel: int) -> int:
@@ -112,7 +112,8 @@ def codec(name: str) -> Codec:
 def try_codec(path: str) -> None:
     """Encode and decode two grains and a rest with the codec `path`, before a run relies on it.
 
-    Raises ValueError if lengths, shapes or dtypes are wrong, or if a NaN is lost. Errors of its own pass.
+    Raises ValueError if lengths, shapes or dtypes are wrong, or if a NaN decodes to a
+    number. Errors of its own pass.
     """
     made, numel = codec(path), 2 * GRAIN + 5
     x = np.linspace(-1, 1, numel, dtype=np.float32)

@@ -60,7 +60,7 @@ def _hashes(size: int) -> tuple[NDArray[np.int16], NDArray[np.float32]]:
 START_S = 40.0
 _CALL_S = 5.0
 _COMPARE_S = 8.0
-"""Time in which the members of a round tell what they have received."""
+"""Time in which the members of a round report what they have received."""
 _LOOK_S = 0.3
 _NOVICE = 1e-6
 """Factor of the weight of a peer that has not averaged before: it takes the average of the others."""
@@ -117,11 +117,11 @@ class HivemindRounds:
             self._maddrs = [str(maddr) for maddr in found]
 
     def tell_up(self) -> None:
-        """Tell the addresses by which others join."""
+        """Report the addresses by which others join."""
         self._say(maddrs=self._maddrs)
 
     def round(self, request: dict[str, Any]) -> bool:
-        """Make a round and tell its outcome; return whether this process is as good as new afterwards."""
+        """Make a round and report its outcome; return whether this process is as good as new afterwards."""
         began_s, number, rounds = time.monotonic(), int(request["round"]), int(request["rounds"])
         mine = {
             "name": self._name,
@@ -163,7 +163,7 @@ class HivemindRounds:
         return True
 
     def _compare(self, number: int, members: list[dict[str, Any]], nonce: str) -> None:
-        """Store a sketch of what was received, and tell how far those of the others are from it.
+        """Store a sketch of what was received, and report how far those of the others are from it.
 
         Ends early if the next request is there.
         """

@@ -55,7 +55,7 @@ def begin() -> Say:
 
 
 def bind_children(say: Say) -> None:
-    """Let processes that hivemind forks, and p2pd, end with their parents; tell p2pd's id and its socket."""
+    """Let processes that hivemind forks, and p2pd, end with their parents; report p2pd's id and socket."""
     parents = [os.getpid()]
     os.register_at_fork(
         before=lambda: parents.append(os.getpid()),
@@ -63,10 +63,10 @@ def bind_children(say: Say) -> None:
     )
     start = asyncio.subprocess.create_subprocess_exec
 
-    async def started(*words: Any, **options: Any) -> Any:
+    async def started(*arguments: Any, **options: Any) -> Any:
         ends = partial(end_with_parent, os.getpid(), signal.SIGKILL)
-        process = await start(*words, **options, preexec_fn=ends)
-        listens = [str(word) for word in words if str(word).startswith(_LISTENS)]
+        process = await start(*arguments, **options, preexec_fn=ends)
+        listens = [each for each in map(str, arguments) if each.startswith(_LISTENS)]
         say(p2pd=process.pid, socket=listens[0].removeprefix(_LISTENS) if listens else "")
         return process
 

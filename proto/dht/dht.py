@@ -48,7 +48,7 @@ class DhtSettings:
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
     """Addresses where the node listens."""
     announce: tuple[str, ...] = ()
-    """Addresses that others are told, where they differ from those of this machine."""
+    """Addresses that others get, where they differ from those of this machine."""
     identity: Path | None = None
     """File of the node's key, made if there is none, so that its address stays; None draws one. What else
     the next start needs is kept beside it."""
@@ -244,13 +244,13 @@ class KeptNode:
         """Write what is kept beside the file of the node's key."""
         try:
             if identity:
-                told = {"port": self.port, "nodes": self.nodes}
-                write_atomically(_file(identity), json.dumps(told, indent=1) + "\n", sync=False)
+                content = {"port": self.port, "nodes": self.nodes}
+                write_atomically(_file(identity), json.dumps(content, indent=1) + "\n", sync=False)
         except OSError as error:
             log.warning("the hash table's last nodes cannot be kept: %s", error)
 
     def renewed(self, maddrs: Sequence[str], nodes: Sequence[str]) -> "KeptNode":
-        """Return this with what a node tells now; the former nodes stay while there are no others."""
+        """Return this with what a node reports now; the former nodes stay while there are no others."""
         port = _PORT.search(maddrs[0]) if maddrs else None
         return KeptNode(int(port[1]) if port else self.port, tuple(sorted(nodes)) or self.nodes)
 

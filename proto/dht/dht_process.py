@@ -23,7 +23,7 @@ from aedit.proto.dht.child import Say, begin
 from aedit.proto.swarm import decoded_card
 
 MOST_RECORDS = 512
-"""Records that are kept of one run, and told in a round."""
+"""Records that are kept of one run, and reported in a round."""
 START_S = 40.0
 CALL_S = 8.0
 _PING_S = 3.0
@@ -47,7 +47,7 @@ def record_key(run: str) -> str:
 class CardsOnly:
     """Validator of a DHT node: it stores signed cards under the keys of their run and of all runs only.
 
-    Without it anybody could store anything under any key, of any size, for ten years.
+    Without it any peer could store anything under any key, of any size, for ten years.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class CardsOnly:
         Args:
             key_of: Returns the identifier in the table of a run's key.
             loads: Reads a value of the table.
-            allow: Public keys in hexadecimal of the peers whose cards are stored; empty: everybody's.
+            allow: Public keys in hexadecimal of the peers whose cards are stored; empty: those of all.
         """
         self._key_of, self._loads, self._allow = key_of, loads, frozenset(allow)
         self._places: Callable[[bytes], list[tuple[bytes, bytes]]] = lru_cache(4 * MOST_RECORDS)(self._read)
@@ -69,7 +69,7 @@ class CardsOnly:
             return False
         try:
             return (record.key, self._loads(record.subkey)) in self._places(record.value)
-        except Exception:  # of the reader of a stranger's bytes
+        except Exception:  # of the reader of untrusted bytes
             return False
 
     def sign_value(self, record: Any) -> bytes:
@@ -111,14 +111,14 @@ async def create(settings: dict[str, Any]) -> Any:
         check_if_identity_free=False,
         startup_timeout=START_S / 2,
         wait_timeout=_PING_S,
-        # A wrong clock is told by `skew`, whoever's it is, instead of ending the start.
+        # A wrong clock, here or there, is reported by `skew_s` instead of ending the start.
         strict=False,
         record_validator=CardsOnly(key_of, MSGPackSerializer.loads, settings["allow"]),
     )
 
 
 async def skew_s(node: Any) -> float | None:
-    """Return how far the clocks of other peers are ahead of ours (median); None if nobody answers."""
+    """Return how far the clocks of other peers are ahead of ours (median); None if no peer answers."""
     from hivemind.proto import dht_pb2
 
     async def ask(peer: Any) -> float:
@@ -137,7 +137,7 @@ async def skew_s(node: Any) -> float | None:
 
 
 def prune(node: Any) -> None:
-    """Drop surplus records of each run: anybody may make keys, and hivemind keeps every record."""
+    """Drop surplus records of each run: any peer may make keys, and hivemind keeps every record."""
     for storage in (node.protocol.storage, node.protocol.cache):
         for _, held in list(storage.items()):
             surplus = len(held.value) - MOST_RECORDS

@@ -27,7 +27,7 @@ class Limits:
     """Bounds of one server. The defaults are those of `HubConfig.limits`."""
 
     nodes: int = 256
-    """Members at a time, which is also how many kinds of callers are told apart per host."""
+    """Members at a time, which is also how many callers are counted separately per host."""
     calls_per_s: float = 200.0
     """Calls of one node, with bursts of as many."""
     in_flight_bytes: int = 2**30

@@ -57,7 +57,7 @@ class Statement:
         return replace(self, sha256=b"")
 
     def described(self) -> str:
-        """Return what the statement is about, for people."""
+        """Return what the statement is about, as text."""
         return f"version {self.version} of unit {self.unit} (part {self.part}, term {self.term})"
 
 
@@ -173,7 +173,7 @@ def last_term_before(generation: int, founder: bytes) -> int:
 
 
 def term_text(term: int) -> str:
-    """Return the term for people: `3`, or `2:3` for the third one of generation 2."""
+    """Return the term as text: `3`, or `2:3` for the third one of generation 2."""
     count = term & ((1 << _COUNT_BITS) - 1)
     return f"{generation(term)}:{count}" if generation(term) else str(term)
 

@@ -57,7 +57,7 @@ class Download:
         return wanted
 
     def take(self, messages: Iterator[bytes], moved: Callable[[int], None]) -> hub_pb2.PullHead:
-        """Take one sender's answer to `request`, up to its end; `moved` is told how many bytes arrived.
+        """Take one sender's answer to `request`, up to its end; `moved` is called with bytes that arrived.
 
         Raises TransferBroken if it ends early or is damaged, and keeps what was right; HubRefused if it
         can never succeed.

@@ -55,7 +55,7 @@ class PartReplica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Founding:
-    """The say of a peer about a part that is lost, or was founded again."""
+    """The vote of a peer on a part that is lost, or was founded again."""
 
     generation: int
     """0: it has voted for no founding."""

@@ -41,8 +41,8 @@ class _Target:
 class DialList:
     """At most `limit` addresses, with growing pauses between calls that fail. For one thread at a time.
 
-    Strangers can fill it with hints that lead nowhere. These cost the calls that `due` allows, and displace
-    nobody that has answered before; among hints, those that were never tried come first, in random order.
+    Any caller can fill it with hints that lead nowhere. These cost the calls that `due` allows, and displace
+    no address that has answered before; among hints, those that were never tried come first, in random order.
     """
 
     def __init__(self, limit: int, chance: random.Random) -> None:

@@ -26,7 +26,7 @@ class Discovery(Protocol):
 
     @property
     def state(self) -> str:
-        """Return for people what is wrong, and since when; "" if nothing is."""
+        """Return as text what is wrong, and since when; "" if nothing is."""
 
     def close(self) -> None:
         """End everything that was started. May be called more than once."""
@@ -40,7 +40,7 @@ class PeerFile:
     """Finds the peers that a file lists: one HOST:PORT per line, comments begin with `#`.
 
     The file is read again when it changes. It may be missing for a while. A wrong line is named in `state`,
-    and the others count. `announce` does nothing: whoever writes the file adds this peer to it.
+    and the others count. `announce` does nothing: the author of the file adds this peer to it.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,8 +1,8 @@
 """Both sides of Swarm/Exchange: what a peer asks, answers and believes. No clock, no thread, no socket.
 
 A peer counts once it has answered at the address on its card, with a signature over our nonce; a client,
-which has no address, once it has signed our challenge. Nobody's word counts for another peer, but a card that
-is signed by a peer that counts is as good from anybody.
+which has no address, once it has signed our challenge. No peer can vouch for another one, but a signed card
+of a peer that counts is valid from any sender.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ MOST_KNOWN = 2048
 MOST_CONTRADICTIONS = 8
 MOST_HINTS = 1024
 _CHALLENGE_S = 300.0
-"""A challenge may be signed for so long, and for as long again."""
+"""A challenge is valid for this time at least, and for twice as long at most."""
 _ANSWER = b"aedit peer answer 1\n"
 _PROOF = b"aedit peer proof 1\n"
 
@@ -59,7 +59,7 @@ class Exchanges:
         chance: random.Random | None = None,
         draw: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
-        """Know nobody but those in `known`. certified: None without keys. chance, draw: for tests."""
+        """Start with the peers in `known`. certified: None without keys. chance, draw: for tests."""
         self.known, self._key, self._certified = known, key, certified
         self._statements = Statements(known.run)
         self._chance, self._draw = chance or random.Random(), draw
@@ -85,7 +85,7 @@ class Exchanges:
             self._add(found, Evidence.HINT, now)
 
     def remember(self, address: str, now: float) -> None:
-        """Take an address of a peer that has answered in an earlier life of this process."""
+        """Take an address of a peer that has answered to an earlier process of this peer."""
         self._add(address, Evidence.ANSWERED, now)
 
     def targets(self, now: float, fanout: int, dials: int) -> list[str]:
@@ -225,7 +225,7 @@ class Exchanges:
                 self._dials.drop(address)
             elif card.address == address:
                 self._dials.answered(address, now)
-            else:  # another name of the same place, or somebody who passes calls on
+            else:  # another name of the same place, or a peer that passes calls on
                 self._dials.add(card.address, Evidence.CALLED, now)
             self._challenges[address] = (challenge, card.public_key)
             self._challenges.move_to_end(address)
@@ -242,7 +242,7 @@ class Exchanges:
         if (is_client or request.statements) and request.proof and self._is_proof(key, request.proof, now):
             if is_client:
                 self.known.confirm(key, now)
-            self._blame(self._statements.hear(key, request.statements), now)
+            self._blame(self._statements.received_from(key, request.statements), now)
         return key
 
     def _blame(self, pairs: Iterable[Pair], now: float) -> None:
@@ -273,7 +273,7 @@ class Exchanges:
         """Offer a card to those that are known, and remember its address if it may lead to a new peer.
 
         A peer that leaves is not called any more; it calls others when it comes back. Only a peer that counts
-        at its address is believed that it leaves: anybody can sign a card with another's address.
+        at its address is believed that it leaves: any key can sign a card with another's address.
         """
         offer = self.known.offer(data, now)
         if offer.card and offer.card.leaving:

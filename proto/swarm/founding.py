@@ -1,8 +1,8 @@
 """Founding a part anew that has no owner and elects none: who may do it. No clock, socket or file.
 
-Peers say in their signed cards whom they let found a part. Who is let by more than half of the peers that
-were there when the part last had an owner has founded it, and everybody can count that. Where too few are
-left, a person lets one peer found it: then the others take its word, and of several the highest one counts.
+A peer re-creates a lost part once more than half of the peers that were present under its last owner have
+voted for it, in their signed cards; every peer can verify the count. Where too few are left, an operator lets
+one peer found it: such a forced founding is valid without votes, and of several the highest one counts.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -14,7 +14,7 @@ from aedit.proto.swarm.card import FOUNDER_BYTES, Founding
 _MOST_AHEAD = 16
 """Generations that others may claim beyond those that are known here: a false card does not use them up."""
 MOST_FORCED = MOST_GENERATIONS // 2
-"""Highest generation that counts on the word of one peer: a false card leaves the others to the votes."""
+"""Highest generation of a forced founding: a false card leaves the others to the votes."""
 
 
 def mark(key: bytes) -> bytes:
@@ -39,8 +39,8 @@ class Register:
     begun: int = 0
     """Generation that this peer has founded itself: it does so once."""
     is_forced: bool = False
-    """Whether it knows of any forced founding: whoever hears of the founding that counts here takes its word
-    then, as most of that one's members need not have agreed."""
+    """Whether it knows of any forced founding. Then its card names the founding that counts here, which is
+    valid without a majority."""
     has_forced: bool = False
     """Whether this peer has founded the part by force, which it does once."""
 
@@ -80,7 +80,7 @@ def with_owner(register: Register, hosts: Collection[bytes], lately: Collection[
     """Return the register once the part was seen to have an owner.
 
     A member that has gone stays one for a while, so that peers that are cut off together are not taken out
-    one by one; and a minority takes nobody out.
+    one by one; and a minority takes no member out.
 
     Args:
         register: Its present one.
@@ -112,12 +112,12 @@ def with_agreed(register: Register, says: Mapping[bytes, Founding], hosts: Colle
         votes[choice] = votes.get(choice, 0) + 1
     agreed = {one for one, count in votes.items() if count >= needed}
     by_force = {(say.forced, say.founder) for say in says.values() if 0 < say.forced <= MOST_FORCED}
-    told = replace(register, is_forced=register.is_forced or bool(by_force))
+    known = replace(register, is_forced=register.is_forced or bool(by_force))
     above = [one for one in agreed | by_force if register.is_below(one)]
     if not above:
-        return told
+        return known
     newest = max(above, key=lambda one: _place(*one))
-    after = told.followed(*newest)
+    after = known.followed(*newest)
     return after if newest in agreed else replace(after, members=frozenset(hosts))
 
 
@@ -136,8 +136,8 @@ def with_vote(
     able.sort(key=lambda key: mark(key) == register.founder)  # who has not managed it comes last
     if me not in able:
         return register
-    heard = {key: says[key].generation for key in able if key in says and says[key].candidate == mark(key)}
-    stand = {key: at for key, at in heard.items() if at > register.generation}
+    claimed = {key: says[key].generation for key in able if key in says and says[key].candidate == mark(key)}
+    stand = {key: at for key, at in claimed.items() if at > register.generation}
     if stand:
         candidate = max(stand, key=lambda key: (stand[key], -able.index(key)))
         return replace(register, generation=stand[candidate], candidate=mark(candidate))
@@ -163,8 +163,8 @@ def with_force(
         says: What live peers say that can host the part, by key.
         hosts: All live peers that can: the members from now on.
     """
-    heard = [generation for say in says.values() for generation in (say.generation, say.forced)]
-    known = (one for one in heard if one < MOST_FORCED)
+    claimed = [generation for say in says.values() for generation in (say.generation, say.forced)]
+    known = (one for one in claimed if one < MOST_FORCED)
     following = max(register.generation, register.accepted, *known) + 1
     if following > MOST_FORCED:
         return register

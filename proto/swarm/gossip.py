@@ -119,11 +119,11 @@ class Gossip:
 
     @property
     def state(self) -> str:
-        """Return for people what is wrong; "" if nothing is."""
+        """Return as text what is wrong; "" if nothing is."""
         troubles = list(self._troubles.values())
         shut_out = [f"peer shut out: {fault.reason}" for fault in self._known.faults.values()]
-        told = (self._discovery.state, self._known.state, *troubles, *shut_out)
-        return "; ".join(one for one in told if one)
+        faults = (self._discovery.state, self._known.state, *troubles, *shut_out)
+        return "; ".join(one for one in faults if one)
 
     def start(self) -> None:
         """Begin to call other peers."""
@@ -161,7 +161,7 @@ class Gossip:
         return Server([service, *self._plan.services], self._plan.listen, keys=self._plan.server_keys)
 
     def _guarded(self, body: Callable[[], None], name: str) -> None:
-        """Call `body` in every round; an error in it is told, and does not end the thread."""
+        """Call `body` in every round; an error in it is logged, and does not end the thread."""
         while not self._closed.is_set():
             try:
                 body()
@@ -228,14 +228,14 @@ class Gossip:
         if path is None or not path.exists():
             return []
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
-            return [str(address) for address in told["peers"]][:MOST_HINTS]
+            content = json.loads(path.read_text(encoding="utf-8"))
+            return [str(address) for address in content["peers"]][:MOST_HINTS]
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("cannot read the last known peers in %s: %s", path, error)
             return []
 
     def _save(self, now: float) -> None:
-        """Keep the addresses of the live peers; those of the last time while nobody is there."""
+        """Keep the addresses of the live peers; those of the last time while there is no other."""
         saved_s, before = self._saved
         path, live = self._plan.peers_file, self._live_addresses()
         if path and live and live != before and now - saved_s >= _SAVED_EVERY_S:

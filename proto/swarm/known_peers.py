@@ -1,8 +1,8 @@
 """The peers that are known: the newest valid card of each key, and which of them count.
 
 A peer counts once `confirm` was called for its key, until its lease has passed. A lease begins when its
-serial is first seen here, on the caller's monotonic clock, so that nobody else's clock matters and a replayed
-card keeps nobody alive. After the lease the key has to be confirmed again.
+serial is first seen here, on the caller's monotonic clock, so that no other clock matters and a replayed
+card keeps no peer alive. After the lease the key has to be confirmed again.
 """
 
 import threading
@@ -49,12 +49,12 @@ class KnownPeers:
     """
 
     def __init__(self, run: str, own_key: bytes, *, allow: Collection[bytes] = (), limit: int = 1024) -> None:
-        """Know nobody.
+        """Start empty.
 
         Args:
             run: Name of the run; cards of other runs are refused.
             own_key: Public key of this peer.
-            allow: Public keys of the peers that may take part; empty: everybody's.
+            allow: Public keys of the peers that may take part; empty: those of all.
             limit: Most peers that count at a time. Twice as many cards are remembered.
         """
         self._run, self._own_key = run, own_key
@@ -98,7 +98,7 @@ class KnownPeers:
 
     @property
     def state(self) -> str:
-        """Return for people what is wrong with this peer's own key; "" if nothing is."""
+        """Return as text what is wrong with this peer's own key; "" if nothing is."""
         with self._lock:
             return self._own_fault
 
@@ -127,7 +127,7 @@ class KnownPeers:
             self._own = _Entry(data, card, self._at(now), confirmed=True)
 
     def offer(self, data: bytes, now: float) -> Offer:
-        """Take a card of anybody, from anybody, and return what it was."""
+        """Take a card of any peer, from any sender, and return what it was."""
         try:
             if known := self._as_known(data):
                 return Offer("known", known)
@@ -140,7 +140,7 @@ class KnownPeers:
             return self._taken(card, data, self._at(now))
 
     def contradict(self, one: bytes, other: bytes, now: float) -> bool:
-        """Take what somebody shows as proof against a key; return whether it proves it.
+        """Take what a peer shows as proof against a key; return whether it proves it.
 
         A proof against a key that is not known here is ignored.
         """

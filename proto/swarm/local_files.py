@@ -29,7 +29,7 @@ _FORGOTTEN_S = 6 * WRITTEN_EVERY_S
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
-    """State of the node on the machine of a peer, as others are told."""
+    """State of the node on the machine of a peer, as others are content."""
 
     model: str = ""
     """SHA-256 of everything that must be equal for nodes to train one model; "" without a node."""
@@ -50,8 +50,8 @@ def read_node(path: Path, clock: Callable[[], float] = time.time) -> NodeState:
     try:
         if clock() > path.stat().st_mtime + _FORGOTTEN_S:
             return NodeState()
-        told = json.loads(path.read_text(encoding="utf-8"))
-        model, speed = str(told["model"]), float(told["steps_per_s"])
+        content = json.loads(path.read_text(encoding="utf-8"))
+        model, speed = str(content["model"]), float(content["steps_per_s"])
         is_speed = math.isfinite(speed) and 0.0 <= speed <= MOST_STEPS_PER_S
         return NodeState(model if is_model_digest(model) else "", speed if is_speed else 0.0)
     except (OSError, ValueError, KeyError, TypeError):
@@ -81,9 +81,9 @@ class StatementsFile:
             mark = (found.st_mtime_ns, found.st_size, found.st_ino)
             if mark == self._mark:
                 return ()
-            told = json.loads(self._path.read_text(encoding="utf-8"))["statements"]
+            content = json.loads(self._path.read_text(encoding="utf-8"))["statements"]
             self._mark = mark
-            return [bytes.fromhex(text) for text in told]
+            return [bytes.fromhex(text) for text in content]
         except FileNotFoundError:
             return ()
 
@@ -127,8 +127,8 @@ class ReplicasFile:
         """Write the places of each part, and keys that are shut out, if they have changed. Raises OSError."""
         with self._lock:
             if (tuple(parts), tuple(shut_out)) != (self._parts, self._shut_out):
-                told = {"parts": [asdict(part) for part in parts], "shut_out": list(shut_out)}
-                write_atomically(self.path, json.dumps(told))
+                content = {"parts": [asdict(part) for part in parts], "shut_out": list(shut_out)}
+                write_atomically(self.path, json.dumps(content))
                 self._parts, self._shut_out, self._mark = tuple(parts), tuple(shut_out), None
 
     def parts(self) -> tuple[PartPlaces, ...]:
@@ -165,8 +165,8 @@ class ReplicasFile:
                 found = self.path.stat()
                 mark = (found.st_mtime_ns, found.st_size, found.st_ino)
                 if mark != self._mark:
-                    told = json.loads(self.path.read_text(encoding="utf-8"))
-                    self._parts, self._shut_out = _parts(told["parts"]), tuple(told["shut_out"])
+                    content = json.loads(self.path.read_text(encoding="utf-8"))
+                    self._parts, self._shut_out = _parts(content["parts"]), tuple(content["shut_out"])
                     self._mark = mark
                     self._note_keys()
             except FileNotFoundError:
@@ -187,8 +187,8 @@ class ReplicasFile:
             self._keys.popitem(last=False)
 
 
-def _parts(told: Sequence[dict[str, Any]]) -> tuple[PartPlaces, ...]:
+def _parts(content: Sequence[dict[str, Any]]) -> tuple[PartPlaces, ...]:
     return tuple(
         PartPlaces(tuple(part["replicas"]), part["owner"], part["first"], part["least"], tuple(part["keys"]))
-        for part in told
+        for part in content
     )

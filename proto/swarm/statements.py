@@ -1,7 +1,7 @@
 """Statements of owners that nodes have received, and the search for two that contradict each other.
 
-Each peer tells the others what its own node has received, and compares. What it hears is kept by sender, so
-that a peer that sends much displaces only what it has sent itself.
+Each peer tells the others what its own node has received, and compares. What it receives is kept by sender,
+so that a peer that sends much displaces only what it has sent itself.
 """
 
 import json
@@ -53,12 +53,12 @@ class Statements:
     """Statements that this peer's node and others have received. Any thread may call."""
 
     def __init__(self, run: str) -> None:
-        """Know none. run: name of the run; statements about others are ignored."""
+        """Start empty. run: name of the run; statements about others are ignored."""
         self._run = run
         self._lock = threading.Lock()
         self._own = _Sender()
-        self._heard: OrderedDict[bytes, _Sender] = OrderedDict()
-        """Senders by key; the one that was heard least recently is first."""
+        self._of_peers: OrderedDict[bytes, _Sender] = OrderedDict()
+        """Senders by key; the one that has sent least recently is first."""
         self._sent: OrderedDict[str, int] = OrderedDict()
         """Number of the last own statement that a peer has, by its address."""
 
@@ -67,18 +67,18 @@ class Statements:
         with self._lock:
             return self._taken(self._own, statements)
 
-    def hear(self, sender: bytes, statements: Iterable[bytes]) -> list[Pair]:
+    def received_from(self, sender: bytes, statements: Iterable[bytes]) -> list[Pair]:
         """Take what another peer's node has received; return the pairs that are proofs.
 
         Args:
             sender: Key of that peer, which has shown that it has it.
-            statements: What it has sent; only its word says that the statements are signed.
+            statements: What it has sent; it has not been checked that the statements are signed.
         """
         with self._lock:
-            found = self._heard.setdefault(sender, _Sender())
-            self._heard.move_to_end(sender)
-            while len(self._heard) > MOST_SENDERS:
-                self._heard.popitem(last=False)
+            found = self._of_peers.setdefault(sender, _Sender())
+            self._of_peers.move_to_end(sender)
+            while len(self._of_peers) > MOST_SENDERS:
+                self._of_peers.popitem(last=False)
             return self._taken(found, statements)
 
     def unsent(self, address: str) -> list[bytes]:
@@ -108,7 +108,7 @@ class Statements:
                 continue
             place = place_of(data)
             others = self._others(place, found.sha256)
-            # Signatures are looked at only where values differ. A sender of what nobody has signed is left.
+            # Signatures are checked only where values differ. What follows an unsigned one is ignored.
             if others and not is_signed_statement(data):
                 break
             proofs += [(data, other) for keeper, other in others if _is_true(keeper, place, other)]
@@ -117,8 +117,8 @@ class Statements:
         return proofs
 
     def _others(self, place: bytes, sha256: bytes) -> list[tuple[_Sender, bytes]]:
-        """Return the statements that give a version another value, with who keeps them."""
-        keepers = (self._own, *self._heard.values())
+        """Return the statements that give a version another value, with their keepers."""
+        keepers = (self._own, *self._of_peers.values())
         found = ((keeper, keeper.kept.get(place)) for keeper in keepers)
         return [(keeper, one.data) for keeper, one in found if one and one.sha256 != sha256]
 
@@ -138,7 +138,7 @@ class Contradiction:
     run: str
     public_key: bytes
     reason: str
-    """Description of the fault for people, without the name of the peer."""
+    """Description of the fault, without the name of the peer."""
     one: bytes
     other: bytes
     statement: Statement | None = None
@@ -205,12 +205,12 @@ class Proofs:
 
 def proof_text(found: Contradiction) -> str:
     """Return the content of a file with the proof."""
-    told = {"reason": found.reason, "key": found.public_key.hex()}
-    return json.dumps(told | {"one": found.one.hex(), "other": found.other.hex()}, indent=1) + "\n"
+    content = {"reason": found.reason, "key": found.public_key.hex()}
+    return json.dumps(content | {"one": found.one.hex(), "other": found.other.hex()}, indent=1) + "\n"
 
 
 def read_proof(path: Path) -> Contradiction:
-    """Return what a file proves. `reason` in the file is for people and not believed.
+    """Return what a file proves. `reason` in the file is ignored.
 
     Raises:
         ValueError: It proves nothing.
@@ -218,8 +218,8 @@ def read_proof(path: Path) -> Contradiction:
     """
     try:
         with path.open("rb") as file:
-            told = json.loads(file.read(_MOST_BYTES))
-        one, other = bytes.fromhex(told["one"]), bytes.fromhex(told["other"])
+            content = json.loads(file.read(_MOST_BYTES))
+        one, other = bytes.fromhex(content["one"]), bytes.fromhex(content["other"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{path}: not a proof ({error}); expected JSON with `one` and `other` in hex"

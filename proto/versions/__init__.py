@@ -6,7 +6,7 @@ A line is a sequence of versions with one author. The author publishes:
     store = VersionStore(layout, ring=8)
     store.publish("run", serial=1, units={"rest": patterns(fp32_values, "bf16")})
 
-and either serves the store (whoever follows the line asks with `newest`, which waits, and `fetch`)
+and either serves the store (followers of the line ask with `newest`, which waits, and `fetch`)
 
     core = VersionsCore(store, may_author=lambda line, caller: False)
     server = Server([versions_service(core)], "127.0.0.1:0")

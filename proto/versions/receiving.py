@@ -26,7 +26,7 @@ from aedit.proto.versions.store import Block, VersionStore
 class TransferWrong(ValueError):
     """A transfer that arrived as it was sent does not make the unit that the manifest names.
 
-    final: It held all values, so that its author, or whoever sent it, is wrong.
+    final: It held all values, so that its author or its sender is wrong.
     """
 
     def __init__(self, text: str, *, final: bool) -> None:
@@ -35,7 +35,7 @@ class TransferWrong(ValueError):
 
 
 class TransferSuperseded(ValueError):
-    """Somebody else has begun to send the same unit since, or the version has been given up."""
+    """Another sender has begun to send the same unit since, or the version has been given up."""
 
 
 @dataclass(eq=False, slots=True)

@@ -280,7 +280,7 @@ class VersionStore:
         return {name: block for name, block in found.items() if block is not None}
 
     def _transfer(self, key: tuple[bytes, bytes], line: str, unit: str, base: int, serial: int) -> _Made:
-        """Return a kept transfer, or make it; whoever asks for the same one meanwhile waits for it."""
+        """Return a kept transfer, or make it; other callers for the same one meanwhile wait for it."""
         with self._changed:
             making = self._making.setdefault(key, _Making())
             making.users += 1
