@@ -93,7 +93,7 @@ class Scene:
 
     def turn(self):
         """Do what the thread of a membership does once."""
-        self.node._guarded_turn(Owner())
+        self.node.turn(Owner())
 
 
 @pytest.fixture

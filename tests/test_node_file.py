@@ -7,7 +7,7 @@ import pytest
 from kit.agents import MemoryHub, node, plan
 from kit.waiting import until
 
-from aedit.proto.agent.agent import NodeReport
+from aedit.proto.agent.agent import NodeStateFile
 from aedit.proto.swarm import NODE, NodeState, read_node, write_node
 from aedit.types import Layout, model_sha256
 
@@ -50,7 +50,7 @@ def test_a_model_that_no_card_can_have_is_unknown(tmp_path, model):
 def test_a_node_writes_its_speed_at_most_every_five_seconds(tmp_path):
     now = [0.0]
     made = plan(["h:1"], replicas=str(tmp_path / "replicas.json"), facts=(("seed", "0"),))
-    report = NodeReport(made, clock=lambda: now[0])
+    report = NodeStateFile(made, clock=lambda: now[0])
     wanted = model_sha256(Layout(made.units), made.facts, made.num_samples)
     for at_s, speed, shown in [(0.0, 1.0, 1.0), (4.9, 2.0, 1.0), (5.1, 3.0, 3.0)]:
         now[0] = at_s
@@ -59,7 +59,7 @@ def test_a_node_writes_its_speed_at_most_every_five_seconds(tmp_path):
 
 
 def test_a_folder_that_cannot_be_written_ends_no_node(tmp_path, caplog):
-    NodeReport(plan(["h:1"], replicas=str(tmp_path / "gone" / "replicas.json"))).tell(1.0)
+    NodeStateFile(plan(["h:1"], replicas=str(tmp_path / "gone" / "replicas.json"))).tell(1.0)
     assert "the peer does not know what this node trains" in caplog.text
 
 

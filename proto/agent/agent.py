@@ -27,7 +27,7 @@ from aedit.types import Layout, News, UserError, model_sha256
 log = logging.getLogger(__name__)
 
 
-class NodeReport:
+class NodeStateFile:
     """Writes `node.json` beside `replicas.json`. Outside a swarm it writes nothing."""
 
     def __init__(self, plan: AgentPlan, clock: Callable[[], float] = time.monotonic) -> None:
@@ -123,7 +123,7 @@ class Agent:
         )
         self._lease_lock = threading.Lock()
         self._leased_upto = self._demand = 0
-        self._news, self._node_report = RunNews(), NodeReport(plan)
+        self._news, self._node_report = RunNews(), NodeStateFile(plan)
         self._watchdog, self._speed = Watchdog(), Speed()
         self._started = [0] * len(plan.units)
         self._is_alive: Callable[[], bool] = lambda: True
@@ -203,7 +203,7 @@ class Agent:
         self._thread(self._enter, "initial_sync")
 
     def _enter(self) -> None:
-        versions = self._initial_sync.enter(self._memberships, self._connections.giver)
+        versions = self._initial_sync.enter(self._memberships, self._connections.donors.get)
         if versions is not None:
             self._box.admit(self._memberships[0].node, versions)
 

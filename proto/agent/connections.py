@@ -1,7 +1,6 @@
 """Connections of a node: to hubs, to donors of anchors, and from nodes that fetch its own anchors."""
 
 import hashlib
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 
 from aedit.proto.agent.plan import AgentPlan
 from aedit.proto.rpc import (
+    ClientPool,
     HubClient,
     Limits,
     Refusal,
@@ -84,8 +84,9 @@ class Connections:
     def __init__(self, plan: AgentPlan) -> None:
         self._plan = plan
         self._keys = client_keys(Path(plan.keys)) if plan.keys else None
-        self._lock = threading.Lock()
-        self._givers: dict[str, HubClient] = {}
+        timeout_s = min(DONOR_TIMEOUT_S, plan.call_timeout_s)
+        self.donors = ClientPool(lambda address: HubClient(address, self._keys, call_timeout_s=timeout_s))
+        """Clients for pulls from other nodes."""
         self._server: Server | None = None
 
     def hub(self, address: str) -> HubClient:
@@ -101,14 +102,6 @@ class Connections:
             until_it_listens=not self._plan.replicas,
         )
 
-    def giver(self, address: str) -> HubClient:
-        """Return the client for pulls from another node; one per address, shared."""
-        with self._lock:
-            if address not in self._givers:
-                timeout_s = min(DONOR_TIMEOUT_S, self._plan.call_timeout_s)
-                self._givers[address] = HubClient(address, self._keys, call_timeout_s=timeout_s)
-            return self._givers[address]
-
     def open(self, donor: Donor, address: str) -> str:
         """Serve `donor` at HOST:PORT; return the address with the port that was taken. Raises UserError."""
         keys = server_keys(Path(self._plan.keys)) if self._plan.keys else None
@@ -120,7 +113,4 @@ class Connections:
         """Stop serving and close all shared clients."""
         if self._server:
             self._server.stop(0)
-        with self._lock:
-            for client in self._givers.values():
-                client.close()
-            self._givers.clear()
+        self.donors.close()

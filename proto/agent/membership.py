@@ -196,15 +196,19 @@ class Membership:
         """
         while not self._ended:
             self._hurry.clear()
-            try:
-                self._turn(owner)
-            except HubUnreachable as error:
-                self._lost(str(error), has_ended=isinstance(error, PortClosed))
-            except HubRefused as error:
-                self._judge(error, owner)
+            self.turn(owner)
             # Nodes whose hub was away must not all come back to it at one time.
             self.pause(min(SOON_S, self._plan.heartbeat_s))
             self._hurry.wait(self._plan.heartbeat_s * random.uniform(0.9, 1.1))
+
+    def turn(self, owner: "Agent") -> None:
+        """Join or send a heartbeat, once; look for another hub if this one does not answer."""
+        try:
+            self._turn(owner)
+        except HubUnreachable as error:
+            self._lost(str(error), has_ended=isinstance(error, PortClosed))
+        except HubRefused as error:
+            self._judge(error, owner)
 
     def _turn(self, owner: "Agent") -> None:
         if self._finder.is_shut_out(self._address):

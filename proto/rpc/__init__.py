@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from aedit.proto.rpc.client import (
         PROTOCOL,
         Calls,
+        ClientPool,
         HubClient,
         Metadata,
         caller_keys,
@@ -175,6 +176,7 @@ __all__ = [
     "Caller",
     "Calls",
     "ClientKeys",
+    "ClientPool",
     "DirectoryClient",
     "DirectoryCore",
     "Download",

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -35,6 +35,7 @@ from aedit.types import NonNegativeInt, PositiveFloat, UserError, checked
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
+C = TypeVar("C", bound="Calls")
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 MIB = 2**20
@@ -345,6 +346,41 @@ class HubClient(Calls):
                     yield hub_pb2.TailChunk.FromString(message)
         except (grpc.RpcError, TransferBroken, DecodeError) as error:
             raise self.error("tail", error, num_bytes, answered=True) from error
+
+
+class ClientPool(Generic[C]):
+    """Clients by address, each made when it is first used. Any thread may call.
+
+    connect: makes the client of an address.
+    """
+
+    def __init__(self, connect: Callable[[str], C]) -> None:
+        self._connect = connect
+        self._lock = threading.Lock()
+        self._open: dict[str, C] = {}
+
+    def __len__(self) -> int:
+        """Return the number of clients."""
+        return len(self._open)
+
+    def get(self, address: str) -> C:
+        """Return the client of an address."""
+        with self._lock:
+            if address not in self._open:
+                self._open[address] = self._connect(address)
+            return self._open[address]
+
+    def drop(self, address: str) -> None:
+        """Close the client of an address, if there is one."""
+        with self._lock:
+            client = self._open.pop(address, None)
+        if client is not None:
+            client.close()
+
+    def close(self) -> None:
+        """Close all clients."""
+        for address in list(self._open):
+            self.drop(address)
 
 
 PROTOCOL = 5

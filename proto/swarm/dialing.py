@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum
 
-from aedit.proto.rpc import Calls, ClientKeys, Rates
+from aedit.proto.rpc import Calls, ClientKeys, ClientPool, Rates
 from aedit.proto.rpc import swarm_pb2 as pb
 from aedit.types import address_fault
 
@@ -131,9 +131,17 @@ class PeerCalls:
     """At most `most` calls at a time, one per address, each with a deadline. Any thread may call."""
 
     def __init__(self, keys: ClientKeys, timeout_s: float, most: int) -> None:
-        self._keys, self._timeout_s, self._most = keys, timeout_s, most
+        self._most = most
         self._lock = threading.Lock()
-        self._open: dict[str, Calls] = {}
+        self._pool = ClientPool(
+            lambda address: Calls(
+                address,
+                keys,
+                call_timeout_s=timeout_s,
+                channels=0,
+                until_it_listens=False,  # the next round calls it again
+            )
+        )
         self._busy: set[str] = set()
         self._is_closed = False
         self._lines = Rates(_LINES_PER_S)
@@ -154,27 +162,14 @@ class PeerCalls:
 
     def call(self, address: str, request: pb.ExchangeRequest) -> pb.ExchangeReply:
         """Return the answer of an address that is reserved. Raises HubUnreachable and HubRefused."""
-        with self._lock:
-            calls = self._open.get(address)
-            if calls is None:
-                calls = Calls(
-                    address,
-                    self._keys,
-                    call_timeout_s=self._timeout_s,
-                    channels=0,
-                    until_it_listens=False,  # the next round calls it again
-                )
-                self._open[address] = calls
-        return calls.call("Swarm/Exchange", request, pb.ExchangeReply)
+        return self._pool.get(address).call("Swarm/Exchange", request, pb.ExchangeReply)
 
     def end(self, address: str, *, keep: bool) -> None:
         """Give a reserved address back; without `keep`, and if too many are open, end its connection."""
+        if not keep or self._is_closed or len(self._pool) > _MOST_OPEN:
+            self._pool.drop(address)
         with self._lock:
             self._busy.discard(address)
-            is_kept = keep and len(self._open) <= _MOST_OPEN and not self._is_closed
-            ended = None if is_kept else self._open.pop(address, None)
-        if ended:
-            ended.close()
 
     def say(self, text: str) -> None:
         """Log what a peer has done wrong, at a bounded rate."""
@@ -185,7 +180,4 @@ class PeerCalls:
         """End all calls and connections; no call begins any more."""
         with self._lock:
             self._is_closed = True
-            ended = list(self._open.values())
-            self._open.clear()
-        for calls in ended:
-            calls.close()
+        self._pool.close()

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -106,12 +107,6 @@ class _Made:
     sha256: bytes
 
 
-@dataclass(eq=False, slots=True)
-class _Making:
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    users: int = 0
-
-
 class VersionStore:
     """Keeps the last `ring` versions of each line. Any thread may call.
 
@@ -137,7 +132,8 @@ class VersionStore:
         self._changed = threading.Condition()
         self._cache: OrderedDict[tuple[bytes, bytes], _Made] = OrderedDict()
         self._cached_bytes = 0
-        self._making: dict[tuple[bytes, bytes], _Making] = {}
+        self._making: WeakValueDictionary[tuple[bytes, bytes], threading.Lock] = WeakValueDictionary()
+        """Locks of the transfers that are being made, for as long as a caller holds them."""
 
     @property
     def num_bytes(self) -> int:
@@ -282,23 +278,16 @@ class VersionStore:
     def _transfer(self, key: tuple[bytes, bytes], line: str, unit: str, base: int, serial: int) -> _Made:
         """Return a kept transfer, or make it; other callers for the same one meanwhile wait for it."""
         with self._changed:
-            making = self._making.setdefault(key, _Making())
-            making.users += 1
-        try:
-            with making.lock:
-                with self._changed:
-                    found = self._cache.get(key)
-                    if found is not None:
-                        self._cache.move_to_end(key)
-                        return found
-                made = self._make(line, unit, base, serial)
-                self._keep(key, made)
-                return made
-        finally:
+            making = self._making.setdefault(key, threading.Lock())
+        with making:
             with self._changed:
-                making.users -= 1
-                if not making.users:
-                    self._making.pop(key, None)
+                found = self._cache.get(key)
+                if found is not None:
+                    self._cache.move_to_end(key)
+                    return found
+            made = self._make(line, unit, base, serial)
+            self._keep(key, made)
+            return made
 
     def _make(self, line: str, unit: str, base: int, serial: int) -> _Made:
         with self.hold(line, serial) as values:
