@@ -59,7 +59,7 @@ class Owner:
     def inherits(self):
         return ()
 
-    told = inherits
+    reported = inherits
 
     def leased_upto(self):
         return 0

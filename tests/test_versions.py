@@ -25,7 +25,7 @@ from aedit.proto.versions import (
 )
 from aedit.proto.versions.manifest import UnitVersion
 from aedit.proto.versions.patch import unit_hash
-from aedit.proto.versions.receiving import TransferSuperseded, TransferWrong
+from aedit.proto.versions.receiving import TransferRefused
 from aedit.proto.versions.store import LinesFull
 from aedit.types import Layout, TensorLayout, UnitLayout
 
@@ -383,18 +383,18 @@ def test_values_of_another_version_or_base_are_recognised_by_the_hash_of_the_uni
     store = reader()
     catch_up(store, source, 1)
     receiving = Receiving(store, source.manifest("run", 3))
-    with pytest.raises(TransferWrong, match="another hash") as error:
+    with pytest.raises(TransferRefused, match="another hash") as error:
         receiving.take(iter(messages(liar.transfer("run", "rest", 1, 3))))
-    assert not error.value.final
+    assert error.value.code is grpc.StatusCode.DATA_LOSS
     assert receiving.missing[-1].base == 0, "next time all values"
     with pytest.raises(ValueError, match="from version 1, where version 0"):
         receiving.take(iter(messages(source.transfer("run", "rest", 1, 3))))
-    with pytest.raises(TransferWrong) as error:
+    with pytest.raises(TransferRefused) as error:
         receiving.take(iter(messages(liar.transfer("run", "rest", 0, 3))))
-    assert error.value.final
+    assert error.value.code is grpc.StatusCode.INVALID_ARGUMENT
     # A patch for another base that claims to be for this one.
     mixed = lie(source.transfer("run", "block.0", 2, 3), base=1)
-    with pytest.raises(TransferWrong):
+    with pytest.raises(TransferRefused):
         receiving.take(iter(mixed))
     assert store.newest("run").serial == 1
     take_all(receiving, source)
@@ -427,7 +427,7 @@ def test_a_sender_that_hangs_does_not_hold_up_the_next_one():
     take_all(receiving, source)
     go.set()
     thread.join(60)
-    assert [type(error) for error in errors] == [TransferSuperseded]
+    assert [error.code for error in errors] == [grpc.StatusCode.ABORTED]
     receiving.finish()
     assert equal(store, 1, values[0])
 
@@ -445,7 +445,7 @@ def test_a_version_that_is_given_up_frees_its_memory():
     assert store.num_bytes > before + 2**20
     receiving.abandon()
     assert store.num_bytes <= before + 2 * SIZES["block.0"], "one spare buffer"
-    with pytest.raises(TransferSuperseded, match="given up"):
+    with pytest.raises(TransferRefused, match="given up"):
         receiving.take(iter(half))
     with pytest.raises(ValueError, match="given up"):
         receiving.finish()

@@ -28,7 +28,7 @@ from aedit.proto.rpc.limits import ByteBudget
 from aedit.proto.rpc.retry import HubRefused, HubUnreachable, Patience, PortClosed, TransferBroken
 from aedit.proto.rpc.server import serve
 from aedit.proto.rpc.service import Refusal
-from aedit.proto.rpc.transfer import KEPT_S, Download, PartialPushes, Upload
+from aedit.proto.rpc.transfer import KEPT_S, Download, PartialPushes, PrefixHash
 
 MIB = 2**20
 NOBODY = "127.0.0.1:9"
@@ -720,14 +720,16 @@ def test_a_push_does_not_go_on_beyond_what_is_here(pushes):
 
 
 def test_a_sender_whose_data_differ_or_whose_hub_lies_starts_anew():
-    data = noise(100)
+    data = memoryview(noise(100))
     right = hub_pb2.PartialPush(num_bytes=40, sha256=hashlib.sha256(data[:40]).digest())
-    upload = Upload(memoryview(data))
-    assert upload.start(right) == 40
-    assert upload.start(hub_pb2.PartialPush(num_bytes=50, sha256=right.sha256)) == 0
-    assert upload.start(right) == 40, "a hub that has gone back is no liar"
-    assert Upload(memoryview(noise(100, seed=1))).start(right) == 0
-    assert upload.start(hub_pb2.PartialPush(num_bytes=101, sha256=hashlib.sha256(data).digest())) == 0
+    prefix = PrefixHash()
+    assert prefix.resume_at(data, right) == 40
+    assert prefix.resume_at(data, hub_pb2.PartialPush(num_bytes=50, sha256=right.sha256)) == 0
+    assert prefix.resume_at(data, right) == 40, "a hub that has gone back is no liar"
+    assert PrefixHash().resume_at(memoryview(noise(100, seed=1)), right) == 0
+    assert (
+        prefix.resume_at(data, hub_pb2.PartialPush(num_bytes=101, sha256=hashlib.sha256(data).digest())) == 0
+    )
 
 
 def test_a_call_that_hangs_adds_nothing_once_another_has_asked(pushes):

@@ -30,7 +30,7 @@ from aedit.proto.rpc.retry import (
     is_port_closed,
     why,
 )
-from aedit.proto.rpc.transfer import Download, Upload
+from aedit.proto.rpc.transfer import Download, PrefixHash
 from aedit.types import NonNegativeInt, PositiveFloat, UserError, checked
 
 T = TypeVar("T")
@@ -270,11 +270,11 @@ class HubClient(Calls):
         When the connection breaks, the next try starts after the last whole chunk that the hub has.
         continues: whether an earlier call may have sent a part of the same push.
         """
-        first, upload = head.SerializeToString(), Upload(data)
+        first, prefix = head.SerializeToString(), PrefixHash()
 
         def once(patience: Patience) -> hub_pb2.PushReply:
             nonlocal continues
-            offset = upload.start(self._resumed(head, patience)) if continues else 0
+            offset = prefix.resume_at(data, self._resumed(head, patience)) if continues else 0
             continues = True
 
             def messages() -> Iterator[bytes]:

@@ -147,18 +147,11 @@ class PrefixHash:
             self._num_bytes = num_bytes
             return self._hash.digest()
 
-
-class Upload:
-    """Data that a client sends, from where an earlier try has broken off."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data, self._prefix = data, PrefixHash()
-
-    def start(self, there: hub_pb2.PartialPush) -> int:
+    def resume_at(self, data: memoryview, there: hub_pb2.PartialPush) -> int:
         """Return the byte to send from: 0 unless what the hub has is the beginning of the data."""
-        if not 0 < there.num_bytes <= self._data.nbytes:
+        if not 0 < there.num_bytes <= data.nbytes:
             return 0
-        return there.num_bytes * (self._prefix.digest(self._data, there.num_bytes) == there.sha256)
+        return there.num_bytes * (self.digest(data, there.num_bytes) == there.sha256)
 
 
 class Arrival(frames.Assembly):

@@ -1,6 +1,6 @@
 """Peers of a run without a central hub: which peers there are, and which of them host what.
 
-- `card`, `statements`, `proofs`: what a peer signs about itself and its anchors, and proofs that a key lied
+- `card`, `statements`: what a peer signs about itself and its anchors, and proofs that a key lied
 - `gossip`, `exchange`, `dialing`, `known_peers`: peers exchange cards; begin with `gossip`
 - `discovery`: how peers find addresses: the interface, and the list in a file
 - `placement`, `founding`: which peers host a part, and votes that re-create one

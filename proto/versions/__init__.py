@@ -1,30 +1,13 @@
-"""Policy versions: manifests, patches, the memory of several versions, and the service `Versions`. No torch.
+"""Policy versions: the weights of a policy as a sequence with one author, called a line. No torch.
 
-A line is a sequence of versions with one author. The author publishes:
+- `store`: the last versions of several lines; begin here. `manifest`: the hashes of a version's units
+- `patch`: bit patterns of a unit, and transfers that make them from those of another version
+- `client`, `service`: a reader asks with `newest`, which waits, and `fetch`; an author `give`s to a server
+- `receiving`: a version that arrives, from one sender after another: `store.open(line)`, then
+  `Receiving(store, manifest)`, `client.fetch(receiving)` and `receiving.finish()`
 
-    layout = VersionLayout(Layout((UnitLayout("rest", (TensorLayout("w", (2, 3)),)),)), "bf16")
-    store = VersionStore(layout, ring=8)
-    store.publish("run", serial=1, units={"rest": patterns(fp32_values, "bf16")})
-
-and either serves the store (followers of the line ask with `newest`, which waits, and `fetch`)
-
-    core = VersionsCore(store, may_author=lambda line, caller: False)
-    server = Server([versions_service(core)], "127.0.0.1:0")
-
-    client = VersionsClient(server.address)
-    manifest = client.newest("run", after=have, wait_s=20.0)
-    receiving = Receiving(their_store, manifest)    # their_store.open("run") was called
-    client.fetch(receiving)                         # or another client: it goes on where this one ended
-    receiving.finish()                              # from now on it is in their_store, which may serve it
-
-or gives its versions to a server, whose `may_author` admits it and whose `arrived` is then called:
-
-    client.give(store, "my-line", 1, secret)       # the secret of proto/rpc/identity.py
-
-The values of a version, as bit patterns by unit:
-
-    with their_store.hold("run", 1) as units:
-        units["rest"]                               # numpy, uint16 for bf16
+`store.hold(line, serial)` gives the values, NumPy arrays of bit patterns by unit. Called by `spec_rollout`
+and `launch`.
 """
 
 from typing import TYPE_CHECKING

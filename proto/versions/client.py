@@ -17,7 +17,7 @@ from aedit.proto.rpc import (
 )
 from aedit.proto.rpc import versions_pb2 as pb
 from aedit.proto.versions.manifest import Manifest
-from aedit.proto.versions.receiving import Receiving, TransferSuperseded, TransferWrong
+from aedit.proto.versions.receiving import Receiving, TransferRefused
 from aedit.proto.versions.store import VersionStore
 
 _ANSWERS_WITHIN_S = 10.0
@@ -96,11 +96,11 @@ class VersionsClient(Calls):
             calls.append(asked(request.SerializeToString(), timeout=patience.left_s))
             try:
                 receiving.take(calls[0], moved, unit=unit)
-            except TransferWrong as error:
-                if error.final:
+            except TransferRefused as error:
+                if error.code is grpc.StatusCode.INVALID_ARGUMENT:
                     raise HubRefused(grpc.StatusCode.DATA_LOSS, str(error)) from error
                 raise TransferBroken(str(error)) from error
-            except (frames.ChunkDamaged, frames.ArrayIncomplete, TransferSuperseded) as error:
+            except (frames.ChunkDamaged, frames.ArrayIncomplete) as error:
                 raise TransferBroken(str(error)) from error
             except ValueError as error:
                 raise HubRefused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import numpy as np
 from google.protobuf.message import DecodeError
 
@@ -22,20 +23,20 @@ from aedit.proto.versions.manifest import Manifest
 from aedit.proto.versions.patch import Patterns, unit_hash
 from aedit.proto.versions.store import Block, VersionStore
 
+_ABORTED = grpc.StatusCode.ABORTED
 
-class TransferWrong(ValueError):
-    """A transfer that arrived as it was sent does not make the unit that the manifest names.
 
-    final: It held all values, so that its author or its sender is wrong.
+class TransferRefused(ValueError):
+    """A transfer that arrived as it was sent is not taken.
+
+    code: INVALID_ARGUMENT: it held all values and does not make the unit, so that its author or its sender is
+    wrong; DATA_LOSS: as a patch it does not make the unit; ABORTED: another sender has begun to send the same
+    unit since, or the version has been given up.
     """
 
-    def __init__(self, text: str, *, final: bool) -> None:
+    def __init__(self, code: grpc.StatusCode, text: str) -> None:
         super().__init__(text)
-        self.final = final
-
-
-class TransferSuperseded(ValueError):
-    """Another sender has begun to send the same unit since, or the version has been given up."""
+        self.code = code
 
 
 @dataclass(eq=False, slots=True)
@@ -117,8 +118,8 @@ class Receiving:
 
         Raises:
             frames.ChunkDamaged, frames.ArrayIncomplete: It broke off; what was right is kept.
-            TransferSuperseded: Another sender has taken over.
-            TransferWrong: It does not make the unit. The next one must hold all values.
+            TransferRefused: Another sender has taken over; or it does not make the unit, and the next one
+                must hold all values.
             ValueError: It is no transfer that was asked for.
         """
         first = frames.unpack_chunk(next(messages, b""))
@@ -195,7 +196,7 @@ class Receiving:
             if unit.block is not None:
                 return
             if self._is_abandoned:
-                raise TransferSuperseded(f"version {self.manifest.serial} has been given up")
+                raise TransferRefused(_ABORTED, f"version {self.manifest.serial} has been given up")
             unit.turn += 1
             turn, partial = unit.turn, self._partial(unit, head, first.offset)
         assembly = frames.Assembly(
@@ -245,14 +246,15 @@ class Receiving:
                 raise ValueError("its values have another hash than the manifest names")
         except ValueError as error:
             self._store.buffers.drop(block)
-            is_final, unit.base = not head.base, 0
-            raise TransferWrong(f"the transfer of unit {head.unit}: {error}", final=is_final) from error
+            unit.base = 0
+            code = grpc.StatusCode.DATA_LOSS if head.base else grpc.StatusCode.INVALID_ARGUMENT
+            raise TransferRefused(code, f"the transfer of unit {head.unit}: {error}") from error
         unit.block = block
 
 
 def _check_turn(unit: _Unit, turn: int) -> None:
     if unit.turn != turn:
-        raise TransferSuperseded("another sender has begun to send this unit since")
+        raise TransferRefused(_ABORTED, "another sender has begun to send this unit since")
 
 
 def _parsed(head: bytes) -> pb.TransferHead:

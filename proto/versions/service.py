@@ -10,7 +10,7 @@ import grpc
 from aedit.proto.rpc import Caller, CallHandlers, FairPool, Limits, Refusal, Service, frames
 from aedit.proto.rpc import versions_pb2 as pb
 from aedit.proto.versions.manifest import Manifest, check_line
-from aedit.proto.versions.receiving import Receiving, TransferSuperseded, TransferWrong
+from aedit.proto.versions.receiving import Receiving, TransferRefused
 from aedit.proto.versions.store import LinesFull, LineUnknown, VersionStore
 
 MAX_WAIT_S = 30.0
@@ -164,10 +164,7 @@ def _refusals() -> Iterator[None]:
         raise Refusal(_Code.NOT_FOUND, str(error)) from None
     except LinesFull as error:
         raise Refusal(_Code.RESOURCE_EXHAUSTED, str(error)) from None
-    except TransferSuperseded as error:
-        raise Refusal(_Code.ABORTED, str(error)) from None
-    except TransferWrong as error:
-        code = _Code.INVALID_ARGUMENT if error.final else _Code.DATA_LOSS
-        raise Refusal(code, str(error)) from None
+    except TransferRefused as error:
+        raise Refusal(error.code, str(error)) from None
     except frames.ArrayIncomplete as error:
         raise Refusal(_Code.DATA_LOSS, str(error)) from None
