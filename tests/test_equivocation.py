@@ -60,7 +60,7 @@ def lie_to(peers, number, victim):
             values = np.frombuffer(data, dtype=np.float32) + np.float32(0.5)
             data = memoryview(values.tobytes())
             head.sha256 = hashlib.sha256(data).digest()
-            told = wire.parsed(head.statement)
+            told = wire.parsed_statement(head.statement)
             head.statement = wire.signed(wire.replace(told, sha256=head.sha256), key)
         return head, data
 

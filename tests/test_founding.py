@@ -70,7 +70,7 @@ class World:
 def steps_of(world):
     """Return every single step that can happen next."""
     pairs = itertools.permutations(world.alive, 2)
-    steps = [lambda w, a=a, b=b: w.received_from(a, b) for a, b in pairs]
+    steps = [lambda w, a=a, b=b: w.hear(a, b) for a, b in pairs]
     for key in world.alive:
         for order in (KEYS, KEYS[::-1]):  # peers that see others rank otherwise
             steps.append(lambda w, key=key, order=order: w.vote(key, order))
@@ -118,11 +118,11 @@ def test_half_of_the_peers_or_less_never_found(count, dead):
 def test_the_first_peer_stands_and_the_others_follow():
     world = World(5, dead=2)
     for one, other in itertools.permutations(world.alive, 2):
-        world.received_from(one, other)
+        world.hear(one, other)
     for key in world.alive:  # each votes once for as long as the part must be missed
         world.vote(key, KEYS)
         for one, other in itertools.permutations(world.alive, 2):
-            world.received_from(one, other)
+            world.hear(one, other)
     for key in world.alive:
         world.accept(key)
     assert {(r.accepted, r.founder) for r in world.registers.values()} == {(1, mark(KEYS[0]))}
@@ -134,11 +134,11 @@ def test_after_a_split_vote_the_next_generation_is_tried():
     for key, order in zip(world.alive, [KEYS, KEYS, KEYS[::-1], KEYS[::-1]], strict=True):
         for other in world.alive:
             if (other in KEYS[:2]) == (key in KEYS[:2]):
-                world.received_from(key, other)
+                world.hear(key, other)
         world.vote(key, order)
     for _ in range(3):
         for one, other in itertools.permutations(world.alive, 2):
-            world.received_from(one, other)
+            world.hear(one, other)
         for key in world.alive:
             world.accept(key)
             world.vote(key, KEYS)
@@ -235,7 +235,7 @@ class ForcedWorld(World):
         """Let all hear each other until nothing changes; return the foundings that count then."""
         for _ in range(4):
             for one, other in itertools.permutations(self.alive, 2):
-                self.received_from(one, other)
+                self.hear(one, other)
             for key in self.alive:
                 self.accept(key)
         return {(one.accepted, one.founder) for one in self.registers.values()}
@@ -301,7 +301,7 @@ def test_half_of_the_peers_follow_one_that_forces_and_are_all_members_then():
     assert [key for key, one in world.registers.items() if one.begun] == [a]
     assert {one.members for one in world.registers.values()} == {frozenset((a, b))}
     world.vote(b, [b, a])  # lost again, with both there: they vote as ever
-    world.received_from(a, b)
+    world.hear(a, b)
     world.vote(a, [b, a])
     assert world.meet() == {(2, mark(b))}
 

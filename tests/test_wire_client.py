@@ -23,7 +23,7 @@ from aedit.launch.cli.keys import make_keys
 from aedit.proto.rpc import frames, hub_pb2
 from aedit.proto.rpc import server as server_module
 from aedit.proto.rpc.client import HubClient, channel
-from aedit.proto.rpc.keys import ClientKeys, client_keys, server_keys
+from aedit.proto.rpc.keys import client_keys, server_keys
 from aedit.proto.rpc.limits import ByteBudget
 from aedit.proto.rpc.retry import HubRefused, HubUnreachable, Patience, PortClosed, TransferBroken
 from aedit.proto.rpc.server import serve
@@ -538,9 +538,7 @@ def test_who_calls_with_the_wrong_keys_is_told_why(
     server = start(MemoryCore(), credentials=keys)
     ours = {
         "": lambda: None,
-        "without": lambda: ClientKeys(
-            grpc.ssl_channel_credentials((folder / "ours/alpha/ca.crt").read_bytes())
-        ),
+        "without": lambda: grpc.ssl_channel_credentials((folder / "ours/alpha/ca.crt").read_bytes()),
     }.get(called, lambda: client_keys(folder / called))()
     with pytest.raises((HubRefused, HubUnreachable), match=told) as failed:
         connect(server.address, timeout_s=0.5, keys=ours).hello(hub_pb2.HelloRequest())
