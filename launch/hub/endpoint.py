@@ -19,7 +19,6 @@ from aedit.async_sgd.replication import Leadership
 from aedit.launch.config import RunConfig
 from aedit.launch.hub import folder
 from aedit.proto.rpc import (
-    VoteReply,
     ClientKeys,
     HubClient,
     HubRefused,
@@ -29,6 +28,7 @@ from aedit.proto.rpc import (
     Refusal,
     ServerKeys,
     SigningKey,
+    VoteReply,
     answer_in,
     client_keys,
     listener_keys,
