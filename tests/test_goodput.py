@@ -1,5 +1,6 @@
 """Tests the chooser of the arm with the best goodput, on a simulated engine with its own clock."""
 
+import math
 import random
 from collections import Counter
 from dataclasses import replace
@@ -238,6 +239,51 @@ def test_the_arm_in_use_has_the_most_tokens_per_true_second(rows, agree):
     assert true_rate(chosen) >= 0.9 * best, (chosen, true_rate(chosen), best)
     if best == true_rate(OFF):
         assert chosen == OFF
+
+
+def test_the_bound_is_the_gain_of_perfect_acceptance_at_the_rows_that_occur():
+    """The oracle is the table of the simulated engine; drafts are never accepted here."""
+    chooser, here = Goodput(ARMS[4:]), world(USELESS, noise=0.0)
+    assert chooser.bounds() == {"suffix": math.inf}, "nothing is measured"
+    here.run(chooser, 16, 2000)
+    found = chooser.bounds()["suffix"]
+
+    def perfect(arm):
+        seconds = verify_s(16, arm.nodes, 16 * 256) + draft_s(arm, 16, 0)
+        return (1 + arm.depth) * verify_s(16, 0, 16 * 256) / seconds
+
+    assert found == pytest.approx(max(map(perfect, ARMS[4:])), rel=0.15) or found == math.inf
+
+
+def test_where_perfect_acceptance_gains_nothing_the_bound_says_so():
+    chooser, view = Goodput.of("suffix:2", "suffix:4"), EngineView(64, 64 * 100, {"suffix": 0})
+    for arm, seconds in (("off", 1e-3), ("suffix:2", 3e-3), ("suffix:4", 5e-3)):
+        played = parse_arm(arm)
+        for _ in range(20):
+            chooser.learn(StepObservation(view, played, 64, seconds, 0.0, played.nodes))
+    assert chooser.bounds()["suffix"] <= 1.02
+    assert chooser.busiest_rows == 64
+
+
+def test_choosing_is_limited_to_a_share_of_the_time_where_steps_are_short():
+    """Each call of `learn` is said to take a fifth of a step; then most steps must not be learned from."""
+
+    class Slow(Listening):
+        def learn(self, observed):
+            self.learned = len(counted)
+            super().learn(replace(observed, learning_s=0.2 * observed.total_s * (self.last > 0)))
+            self.last = len(counted) - self.learned
+
+    chooser, here, counted = Slow(Goodput(ARMS)), world(GOOD), []
+    chooser.last = 0
+    for name in ("_learn_draft", "_learn_time", "_compare"):
+        call = getattr(chooser.chooser, name)
+        setattr(chooser.chooser, name, lambda *given, call=call: (counted.append(1), call(*given))[1])
+    here.run(chooser, 4, 200)
+    counted.clear()
+    here.run(chooser, 4, 600)
+    assert len(counted) <= 0.35 * 600
+    assert Counter(chooser.arms[-200:])[OFF] <= 40, "the choice is still good"
 
 
 def test_arms_without_one_to_choose_are_refused():

@@ -261,3 +261,32 @@ def test_a_trainer_in_windows_publishes_and_its_death_stops_nothing(tmp_path):
         assert online.state()["layer.gain"].equal(adopted["layer.gain"])
         assert online.status()["idle_by_cause_s"].keys() == {"rollouts", "round"}
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_an_untrained_drafter_is_never_tried_and_one_that_passed_a_gate_is(better):
+    model = policy()
+    online, engine = online_of(model)
+    engine.chooser = Fixed(parse_arm("layer:3"))
+    list(engine.generate(prompts(32)))
+    assert set(engine.meters.arms) == {"off"}
+    assert (online.is_trained, online.shared_steps) == (False, 0)
+    online.load_state({**online.state(), **{f"layer.{name}": t for name, t in online.tensors().items()}})
+    assert not online.is_trained, "a resumed attempt has not trained it either"
+    online.take_shared(better)
+    assert online.adopt()
+    list(engine.generate(prompts(32)))
+    assert engine.meters.arms["layer:3"] > 0
+
+
+def test_while_drafts_can_gain_nothing_no_features_are_collected_and_windows_do_not_train():
+    model = policy()
+    online, engine = online_of(model)
+    online.can_gain = False
+    list(engine.generate(prompts(4)))
+    online.after_update()
+    with online.window("round"):
+        assert online._trainer.status().get("paused", True)
+    assert online.sink.status()["samples"] == 0
+    online.can_gain = True
+    list(engine.generate(prompts(4)))
+    assert online.sink.status()["samples"] > 0

@@ -51,7 +51,8 @@ def test_a_run_records_its_drafter_and_ends_its_trainer(first):
     assert last["drafter"].keys() == {
         "steps", "published", "adopted", "refused", "accepted_length", "version",
     }  # fmt: skip
-    assert last["drafter"]["accepted_length"] >= 1
+    accepted = last["drafter"]["accepted_length"]
+    assert accepted is None or accepted >= 1, "an untrained drafter is not tried"
     assert node.sync.idle is None
     unit = node.sync.units[-1]
     assert unit.name == "drafter"

@@ -28,6 +28,7 @@ def test_a_batch_with_plain_steps_at_many_rows_and_drafts_at_few_has_the_speed_u
     figures = meter.figures()
     assert figures["compared_s"] == pytest.approx(total_s)
     assert figures["as_plain_s"] == pytest.approx(as_plain_s)
+    assert figures["as_plain_error_s"] == pytest.approx(0.0, abs=1e-6 * total_s), "all pairs are equal"
     assert ratio(figures) > 1.2
 
 
@@ -38,12 +39,61 @@ def test_plain_steps_alone_are_as_fast_as_plain_steps():
     assert ratio(meter.figures()) == pytest.approx(1)
 
 
+def test_choosing_and_collecting_make_an_engine_that_never_drafts_slower_than_one_without_drafters():
+    meter = SpeedUp()
+    for _ in range(10):
+        meter.add(4, 4, 0.011, plain=True, overhead_s=0.001)
+    assert ratio(meter.figures()) == pytest.approx(10 / 11)
+
+
 def test_steps_without_a_plain_time_at_as_many_rows_are_left_out():
     meter = SpeedUp()
     meter.add(1, 4, 0.02, plain=False)
-    assert meter.figures() == {"compared_s": 0, "as_plain_s": 0}
+    assert meter.figures() == {"compared_s": 0, "as_plain_s": 0, "as_plain_error_s": 0}
     meter.add(64, 64, 0.5, plain=True)
     meter.add(0, 0, 9.0, plain=True)
-    assert meter.figures() == {"compared_s": 0.5, "as_plain_s": 0.5}
+    assert meter.figures() == {"compared_s": 0.5, "as_plain_s": 0.5, "as_plain_error_s": 0}
     meter.add(1, 1, 0.01, plain=True)
-    assert meter.figures() == {"compared_s": pytest.approx(0.53), "as_plain_s": pytest.approx(0.55)}
+    figures = meter.figures()
+    assert figures["compared_s"] == pytest.approx(0.53)
+    assert figures["as_plain_s"] == pytest.approx(0.55)
+
+
+def test_stretches_are_compared_with_their_neighbours_as_the_machine_becomes_slower():
+    """Each stretch is twice as fast as plain decoding then; a mean over all plain steps would differ."""
+    meter = SpeedUp()
+    for slow in (1, 2, 4, 8):
+        for _ in range(4):
+            meter.add(1, 1, 0.01 * slow, plain=True)
+        for _ in range(20 // slow):
+            meter.add(1, 4, 0.02 * slow, plain=False)
+        for _ in range(4):
+            meter.add(1, 1, 0.01 * slow, plain=True)
+        meter.add(1, 4, 0.02 * slow, plain=False)
+        for _ in range(100):  # the next stretch must not look back so far
+            meter.add(1, 1, 0.01 * slow, plain=True)
+    drafted_s = sum(0.02 * slow * (20 // slow + 1) for slow in (1, 2, 4, 8))
+    plain_steps_s = sum(0.01 * slow * 108 for slow in (1, 2, 4, 8))
+    figures = meter.figures()
+    assert figures["compared_s"] == pytest.approx(drafted_s + plain_steps_s)
+    assert figures["as_plain_s"] == pytest.approx(2 * drafted_s + plain_steps_s, rel=0.06)
+
+
+def test_the_standard_error_is_that_of_many_runs():
+    """The oracle is the spread of the figure over independent runs of the same engine."""
+
+    def run(seed):
+        draw, meter = random.Random(seed), SpeedUp()
+        for _ in range(30):
+            for _ in range(6):
+                meter.add(1, 1, draw.uniform(0.008, 0.012), plain=True)
+            speed = draw.uniform(1.0, 2.0)
+            for _ in range(6):
+                meter.add(1, 2, 0.02 / speed, plain=False)
+        figures = meter.figures()
+        return ratio(figures), figures["as_plain_error_s"] / figures["compared_s"]
+
+    ratios, errors = zip(*map(run, range(300)), strict=True)
+    mean = sum(ratios) / len(ratios)
+    spread = (sum((each - mean) ** 2 for each in ratios) / len(ratios)) ** 0.5
+    assert sum(errors) / len(errors) == pytest.approx(spread, rel=0.25)

@@ -27,6 +27,7 @@ SECONDS = (
     "plain_s",
     "compared_s",
     "as_plain_s",
+    "as_plain_error_s",
     "idle_used_s",
 )
 """Totals of which the mean over the ranks is taken."""

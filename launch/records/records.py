@@ -153,10 +153,13 @@ class RLMetric:
     train_s: float = nan
     supervised_steps: float = nan
     compared_s: float = nan
-    """Seconds of steps of the engine at numbers of rows for which steps without drafts were timed."""
+    """Cost in seconds of steps of the engine at numbers of rows for which steps without drafts were timed."""
 
     as_plain_s: float = nan
     """Seconds in which steps without drafts make their tokens."""
+
+    as_plain_error_s: float = nan
+    """Standard error of `as_plain_s`, over pairs of stretches of steps with and without drafts."""
 
     passes: float = nan
     """Passes of one sample through the policy."""

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import isfinite, nan
+from math import hypot, isfinite, nan
 from statistics import fmean
 
 from aedit.launch.records import EvalEvent, Metric, NodeRecords, RLMetric, RoundEvent, Run
@@ -154,6 +154,9 @@ class RLTotals:
     """Tokens of rollouts per second of generation."""
 
     speed_up: float
+    speed_up_error: float
+    """Standard error of `speed_up`; NaN if it is unknown."""
+
     """Speed-up of decoding over steps without drafts at as many rows; NaN where no such step was timed."""
 
     accepted: float
@@ -196,6 +199,7 @@ def rl_totals(states: Iterable[RLMetric | None]) -> RLTotals:
     def of_drafters(name: str) -> float:
         return total_known(state.drafter.get(name, nan) for state in there)
 
+    errors_s = [or_zero(state.as_plain_error_s) for state in there]
     speeds = [ratio(state.rollout_tokens, state.generation_s) for state in there]
     return RLTotals(
         groups=total("groups"),
@@ -205,6 +209,7 @@ def rl_totals(states: Iterable[RLMetric | None]) -> RLTotals:
         excluded=total("excluded"),
         tokens_per_s=total_known(speeds) if any(map(isfinite, speeds)) else nan,
         speed_up=ratio(total("as_plain_s"), total("compared_s")),
+        speed_up_error=ratio(hypot(*errors_s) if any(errors_s) else nan, total("compared_s")),
         accepted=ratio(total("rollout_tokens"), total("passes")),
         arms={arm: steps / sum(arms.values()) for arm, steps in arms.most_common() if steps > 0},
         idle_s={cause: seconds for cause, seconds in idle_s.most_common() if seconds > 0},

@@ -222,7 +222,11 @@ def rl_facts(run: Run) -> Facts:
     yield "reward", f"{reward}, {solved} solved"
     speed_up = "no plain step was timed"
     if isfinite(totals.speed_up):
-        speed_up = f"decoding {fmt.times(totals.speed_up)} as fast as without drafts"
+        speed_up = f"decoding {fmt.times(totals.speed_up)}"
+        if isfinite(totals.speed_up_error):
+            half = 1.96 * totals.speed_up_error
+            speed_up += f" ({fmt.times(totals.speed_up - half)} to {fmt.times(totals.speed_up + half)})"
+        speed_up += " as fast as without drafts"
     accepted = f"accepted length {fmt.decimals(totals.accepted)}"
     facts = [speed_up, accepted] if isfinite(totals.speed_up) else [accepted, speed_up]
     yield "rollouts", "; ".join([f"{fmt.count(totals.tokens_per_s)} tokens/s while generating", *facts])

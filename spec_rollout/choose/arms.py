@@ -52,7 +52,9 @@ class EngineView:
     context: int
     """Number of cached tokens of all running rows together, which attention reads."""
     versions: Mapping[str, int] = field(default_factory=dict)
-    """Available drafters, by `Arm.drafter`, with the version of their weights (0 if they have none)."""
+    """Available drafters, by `Arm.drafter`, with the version of their weights (0 if they have none).
+
+    A learned drafter that has never passed its gate is not available."""
 
     def has(self, arm: Arm) -> bool:
         """Return true if the arm is off or its drafter is available."""

@@ -22,10 +22,19 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 from statistics import median
 
 from aedit.spec_rollout.choose.arms import BUCKETS, EngineView, StepObservation, bucket, num_real_nodes
-from aedit.spec_rollout.choose.table import MIN_S, WINDOW, Acceptance, Bins, StepCost, score_bins
+from aedit.spec_rollout.choose.table import (
+    MIN_S,
+    WINDOW,
+    Acceptance,
+    Bins,
+    StepCost,
+    rounded_rows,
+    score_bins,
+)
 from aedit.spec_rollout.drafters import OFF, Arm, Draft, parse_arm
 from aedit.types import check, checked
 
@@ -58,8 +67,8 @@ SPARSE_FACTOR = 8
 """In a long run of plain steps with a full window of times, only each so many-th step is timed, and
 comparisons are as much rarer: where nothing is gained, choosing must cost nothing."""
 LEARNING_SHARE = 0.01
-"""Share of all time that timing and comparing may take while decoding is plain: where steps are short, both
-are rarer."""
+"""Share of all time that this chooser may take outside of trials: where steps are short, it times, counts,
+trims and compares more rarely."""
 SETTLING_STEPS = 8
 """Plain steps of one row after other ones that are not timed: they took up to a third longer than later ones
 on two CPU cores and needed ten steps to settle. The cause is unknown (perhaps a lower clock after wide
@@ -128,13 +137,13 @@ class Goodput:
         self._was_trial = False
         """The last step belonged to a trial."""
         self._learning_budget_s = 0.0
-        """Seconds that timing plain steps and comparing may still take."""
-        self._has_learned = self._has_compared = False
-        """The last step was timed or compared before; the arms have been compared since the last step."""
+        """Seconds that this chooser may still take."""
         self._stats: dict[tuple[int, Arm], ArmStats] = {}
         self._sizes: dict[tuple[int, Arm], tuple[list[int], list[float]]] = {}
         self._bins: tuple[Draft, Bins] | None = None
         """Scores of the last draft that was trimmed."""
+        self._spent: dict[int, tuple[float, int]] = {}
+        """Cost of the steps and newest context by rounded rows."""
         self._steps = 0
         self._num_plain_steps = 0
         self._compared: EngineView | None = None
@@ -157,8 +166,8 @@ class Goodput:
             return OFF
         last, trial = self._compared, self._trial
         same = last is not None and last.rows == view.rows and last.versions == view.versions
-        waits = self._steps < self._next_compare or (self.arm.is_off and self._learning_budget_s < 0)
-        if same and trial is None and waits:
+        is_due = self._steps >= self._next_compare or (self._may_learn and not same)
+        if trial is None and not is_due and view.has(self.arm):
             return self.arm
         for kind, version in view.versions.items():
             if kind in self.drafters:
@@ -172,13 +181,13 @@ class Goodput:
         if self._is_timed_enough(view.rows):
             interval *= SPARSE_FACTOR
         self._next_compare = self._steps + interval
-        self._has_compared = True
         return self.arm if self._trial is None else self._trial.arm
 
     def trim(self, view: EngineView, arm: Arm, draft: Draft) -> int:
         """Return the number of drafted nodes that pay for their verification."""
         self._bins = None
-        if draft.logq_BNV is not None or draft.scores_BN.is_cuda or self._trial is not None:
+        never = draft.logq_BNV is not None or draft.scores_BN.is_cuda
+        if never or self._trial is not None or not self._may_learn:
             return num_real_nodes(draft)
         bins = score_bins(draft)
         self._bins = draft, bins
@@ -215,18 +224,21 @@ class Goodput:
         self._steps += 1
         self._num_plain_steps = self._num_plain_steps + 1 if arm.is_off else 0
         stats.num_played += 1
+        rows = rounded_rows(view.rows)
+        self._spent[rows] = self._spent.get(rows, (0.0, 0))[0] + observed.total_s, view.context
         self._learning_budget_s += LEARNING_SHARE * observed.total_s
-        if self._has_learned:
+        if not self._was_trial:  # the budget of trials pays for theirs
             self._learning_budget_s -= observed.learning_s
-        is_timed = self._is_timed(view.rows)
-        self._has_learned = is_timed or self._has_compared
-        self._has_compared = False
-        if is_timed:
+        if self._steps == PLAIN_STEPS:
+            self._learning_budget_s = INITIAL_BUDGET_STEPS * observed.total_s
+        if self._is_timed(view.rows):
             self._learn_time(observed, stats)
         for each in self.drafters.values():
             each.missing_tokens += observed.emitted
         if not arm.is_off:
-            self._learn_draft(observed, stats)
+            self.drafters[arm.drafter].missing_tokens = 0
+            if self._may_learn or self._trial is not None:
+                self._learn_draft(observed, stats)
         self._update_budget(observed)
 
     def _learn_time(self, observed: StepObservation, stats: ArmStats) -> None:
@@ -247,7 +259,7 @@ class Goodput:
     def _learn_draft(self, observed: StepObservation, stats: ArmStats) -> None:
         """Count the accepted tokens of a draft."""
         acceptance, draft = self.drafters[observed.arm.drafter], observed.draft
-        acceptance.missing_tokens, acceptance.last_used = 0, self._steps
+        acceptance.last_used = self._steps
         if draft is None or draft.tokens_BN.shape[1] == 0:
             return
         steps = LEARN_STEPS if acceptance.num_rows > KNOWN_ROWS and self._trial is None else 1
@@ -264,8 +276,13 @@ class Goodput:
         run = self._num_plain_steps
         if self._is_timed_enough(rows):
             return run % SPARSE_FACTOR == 0
-        if run <= PLAIN_STEPS:
-            return not 0 < run <= _settling_steps(rows)
+        if run <= PLAIN_STEPS and 0 < run <= _settling_steps(rows):
+            return False
+        return self._may_learn or self._trial is not None or self._steps < PLAIN_STEPS
+
+    @property
+    def _may_learn(self) -> bool:
+        """Return true if this chooser has time left."""
         return self._learning_budget_s >= 0
 
     def _is_timed_enough(self, rows: int) -> bool:
@@ -286,6 +303,36 @@ class Goodput:
         seconds += self.cost.draft_s(arm, view.rows) + self._catching_up_s(view, arm) / CATCH_UP_STEPS
         tokens = view.rows * self.drafters[arm.drafter].expected(arm)
         return tokens * stats.token_factor, seconds * stats.cost_factor
+
+    def bounds(self) -> dict[str, float]:
+        """Return by drafter the speed-up over plain decoding if each draft of its best arm were accepted.
+
+        It is a mean over the numbers of rows at which time was spent lately, and infinite where no pass with
+        drafts has been measured. Spent time counts half after each call.
+        """
+        found: dict[str, float] = {}
+        for kind in self.drafters:
+            arms = [arm for arm in self.arms if arm.drafter == kind]
+            perfect_s = sum(
+                spent_s / max(self._bound(rows, context, arm) for arm in arms)
+                for rows, (spent_s, context) in self._spent.items()
+            )
+            total_s = sum(spent_s for spent_s, _ in self._spent.values())
+            found[kind] = total_s / perfect_s if perfect_s > 0 else inf
+        self._spent = {rows: (s / 2, context) for rows, (s, context) in self._spent.items()}
+        return found
+
+    @property
+    def busiest_rows(self) -> int:
+        """Return the number of rows at which most time was spent lately, rounded."""
+        return max(self._spent, key=lambda rows: self._spent[rows][0], default=0)
+
+    def _bound(self, rows: int, context: int, arm: Arm) -> float:
+        """Return the speed-up of the arm over plain decoding if all its drafts were accepted."""
+        if not (self.cost.is_measured(rows, 0) and self.cost.is_measured(rows, arm.nodes)):
+            return inf
+        seconds = self.cost.verify_s(rows, arm.nodes, context) + self.cost.draft_s(arm, rows)
+        return (1 + arm.depth) * self.cost.verify_s(rows, 0, context) / seconds
 
     def missing_tokens(self, view: EngineView, arm: Arm) -> int:
         """Return the tokens that the arm's drafter has to compute first, beyond those of the last step."""

@@ -78,7 +78,7 @@ class Engine:
         """Clock of what a step costs on a CPU; on CUDA it is the device's time. The arm is chosen by it, and
         other processes of a busy machine must not decide."""
         self.meters = Meters()
-        self._choosing_s = self._learning_s = 0.0
+        self._choosing_s = self._learning_s = self._following_s = self._after_s = 0.0
         dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
         noise = RowNoise(target.rows, target.vocabulary, device=target.device, dtype=dtype)
         self._keys = SampleKeys()
@@ -304,7 +304,9 @@ class Engine:
         drafting.stop()
         draft = None
         if proposal is not None:
+            trimming_s = self.cost_clock()
             num_nodes = min(self.chooser.trim(view, arm, proposal), self.target.nodes)
+            self._choosing_s += self.cost_clock() - trimming_s
             draft = truncate_draft(proposal, num_nodes)
         verification, is_whole = verify_within_memory(rows, draft, arm.depth, self.mode)
         if not is_whole:
@@ -313,6 +315,10 @@ class Engine:
         verification.check_finite(rollouts, self.target.version)
         counts, ended = self._append_tokens(verification)
         whole.stop()
+        pass_s, after_s, overhead_s = whole.seconds(), 0.0, 0.0
+        if self.target.device.type == "cpu":  # on CUDA the host's work is hidden behind the device's
+            after_s = self._after_s
+            overhead_s = after_s + self._choosing_s + self._following_s
         step = Step(
             rollouts=rollouts,
             counts=counts,
@@ -321,10 +327,11 @@ class Engine:
             nodes=0 if draft is None else draft.tokens_BN.shape[1],
             accepted=verification.accepted,
             total_s=self.clock() - began_s,
-            cost_s=whole.seconds(),
+            cost_s=pass_s + after_s,
+            overhead_s=overhead_s,
             draft_s=0.0 if proposal is None else drafting.seconds(),
         )
-        self._observe(view, step, proposal, verification.path)
+        self._observe(view, step, pass_s, proposal, verification.path)
         rows.renew_budget()
         rows.end(ended, finished=True)
         self._keys.release(rollout.prompt for rollout in step.finished)
@@ -373,7 +380,7 @@ class Engine:
         self, kept: list[list[int]], counts: tuple[int, ...], verification: Verification
     ) -> None:
         """Pass the appended tokens and their features to drafters and sink."""
-        rows = self._rows
+        rows, began_s = self._rows, self.cost_clock()
         if not rows.drafters and rows.sink is None:
             return
         update = StepUpdate(kept, verification.features(counts if rows.needs_features else [0] * len(counts)))
@@ -382,9 +389,15 @@ class Engine:
             drafter.update(update)
         if rows.sink is not None:
             rows.sink.update(update, self.target.version)
+        self._following_s = self.cost_clock() - began_s
 
     def _observe(
-        self, view: EngineView, step: Step, proposal: Draft | None, path: list[list[int]] | None
+        self,
+        view: EngineView,
+        step: Step,
+        cost_s: float,
+        proposal: Draft | None,
+        path: list[list[int]] | None,
     ) -> None:
         self.meters.add(step)
         learning_s, began_s = self._learning_s, self.cost_clock()
@@ -393,7 +406,7 @@ class Engine:
                 view=view,
                 arm=step.arm,
                 emitted=sum(step.counts),
-                total_s=step.cost_s,
+                total_s=cost_s,
                 draft_s=step.draft_s,
                 learning_s=learning_s,
                 nodes=step.nodes,
@@ -402,7 +415,9 @@ class Engine:
                 path_Bm=path,
             )
         )
-        self._learning_s = self.cost_clock() - began_s + self._choosing_s
+        self._after_s = self.cost_clock() - began_s
+        self._learning_s = self._after_s + self._choosing_s
+        self.meters.choosing_s += self._learning_s
 
 
 class SampleKeys:

@@ -1,10 +1,13 @@
 """An engine of this process as the source of rollouts of a training loop."""
 
+import sys
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from aedit.spec_rollout.choose import Goodput
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.sampling import Prompt, Rollout
 
@@ -18,6 +21,15 @@ class OnlineDrafting(Protocol):
     def adopt(self) -> bool:
         """Use the newest drafter that is better."""
 
+    can_gain: bool
+    """Whether drafts could gain anything: training and collection of features are off while it is false."""
+
+
+BOUND_STEPS = 256
+"""Steps of the engine after which the bound of what drafts can gain is looked at again."""
+LEAST_GAIN = 1.02
+"""Speed-up with every draft accepted that drafting, and training for it, must promise."""
+
 
 class EngineSource:
     """`RolloutSource` of an engine, which generates while `step` is called."""
@@ -30,6 +42,10 @@ class EngineSource:
             online: Its learned drafter: follows the policy, and is replaced between two steps.
         """
         self.engine, self.online = engine, online
+        self.bound = inf
+        """Speed-up over plain decoding if every draft of any arm were accepted, at the numbers of rows that
+        occur; infinite before it is measured."""
+        self._num_steps = 0
         self._plain_s = 0.0
         self._plain_tokens = 0
         self._drafted_tokens = self._drafted_passes = 0.0
@@ -65,6 +81,9 @@ class EngineSource:
         if self.online is not None:
             self.online.adopt()
         step = self.engine.step()
+        self._num_steps += 1
+        if self._num_steps % BOUND_STEPS == 0 and isinstance(self.engine.chooser, Goodput):
+            self._check_bound(self.engine.chooser)
         if step.arm.is_off:
             self._plain_s += step.total_s
             self._plain_tokens += sum(step.counts)
@@ -72,6 +91,23 @@ class EngineSource:
             self._drafted_tokens += sum(step.counts)
             self._drafted_passes += len(step.counts)
         return list(step.finished)
+
+    def _check_bound(self, chooser: Goodput) -> None:
+        """Measure what drafts can gain, and let the learned drafter train only where that is enough."""
+        before, bounds = self.bound, chooser.bounds()
+        self.bound = max(bounds.values())
+        if self.online is not None:
+            self.online.can_gain = bounds.get("layer", inf) > LEAST_GAIN
+        if (self.bound > LEAST_GAIN) == (before > LEAST_GAIN):
+            return
+        is_off = self.bound <= LEAST_GAIN
+        print(
+            f"aedit: drafting is {'off' if is_off else 'on again'}: with every draft accepted, decoding at "
+            f"about {chooser.busiest_rows} rows would be {self.bound:.2f} times as fast as without drafts"
+            f"{'; looked at again when rows or lengths change' if is_off else ''}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def pending(self) -> list[Prompt]:
         """Return the samples that are not finished, as prompts that continue them."""
@@ -85,7 +121,8 @@ class EngineSource:
     def status(self) -> Mapping[str, Any]:
         """Return totals since the start.
 
-        `as_plain_s / compared_s` is the speed-up over plain decoding, see `SpeedUp`.
+        `drafting_bound` is the speed-up over plain decoding if every draft were accepted, None before it is
+        measured. `as_plain_s / compared_s` is the speed-up over plain decoding, see `SpeedUp`.
         `rollout_tokens`, `passes` (samples times steps), `arms` (steps by arm), and `plain_s` and
         `plain_tokens` of the steps without speculation. `drafted_length` are tokens per pass in steps that
         the learned drafter drafted; with each policy version older ones weigh half. None without such steps.
@@ -93,6 +130,7 @@ class EngineSource:
         meters = self.engine.meters
         return {
             **meters.speed_up.figures(),
+            "drafting_bound": self.bound if self.bound < inf else None,
             "rollout_tokens": meters.num_tokens,
             "passes": meters.num_passes,
             "arms": dict(meters.arms),

@@ -29,59 +29,104 @@ class Step:
     total_s: float = 0.0
     """Wall time."""
     cost_s: float = 0.0
-    """Processor time on a CPU, device time on CUDA."""
+    """Processor time on a CPU, device time on CUDA. It includes what the chooser took after the last step."""
+    overhead_s: float = 0.0
+    """The part of `cost_s` for choosing, and for drafters and sinks that follow the samples; 0 on CUDA."""
     draft_s: float = 0.0
     """The part of `cost_s` that drafting took."""
 
 
 @dataclass(slots=True)
-class _Steps:
-    """Steps at about as many rows."""
+class _Stretch:
+    """Consecutive steps at about as many rows."""
 
-    total_s: float = 0.0
-    plain_steps: float = 0.0
-    """Steps that plain decoding takes for their tokens: tokens per row."""
-    timed_s: float = 0.0
-    """Time of those that had no drafts."""
-    num_timed: int = 0
-
-    @property
-    def as_plain_s(self) -> float:
-        """Return the time that plain decoding takes for these steps' tokens."""
-        return self.plain_steps * self.timed_s / self.num_timed
+    cost_s: float = 0.0
+    steps: float = 0.0
+    """Plain steps for the same tokens: tokens per row."""
 
 
 @dataclass(slots=True)
-class SpeedUp:
-    """Comparison of all steps with those that had no drafts, at as many rows (`bucket`).
+class _Rows:
+    """Stretches at about as many rows: plain, drafted, plain."""
 
-    A batch has many rows at first and few at its end, and the chooser of the arm decodes plainly rather with
-    many: tokens per second of all plain steps would be another workload's.
+    before: _Stretch = field(default_factory=_Stretch)
+    drafted: _Stretch = field(default_factory=_Stretch)
+    after: _Stretch = field(default_factory=_Stretch)
+    compared_s: float = 0.0
+    """Cost of all plain steps, with choosing and collecting."""
+    plain_s: float = 0.0
+    """The same without."""
+
+    def pair(self) -> tuple[float, float] | None:
+        """Return the cost of the drafted stretch, and that of its tokens in plain steps beside it."""
+        steps = self.before.steps + self.after.steps
+        if not steps or not self.drafted.steps:
+            return None
+        plain_s = (self.before.cost_s + self.after.cost_s) / steps
+        return self.drafted.cost_s, self.drafted.steps * plain_s
+
+
+class SpeedUp:
+    """Speed-up of all steps over decoding without a drafter, chooser or collection of features.
+
+    Each stretch of drafted steps is compared with the plain steps before and after it at as many rows
+    (`bucket`): texts grow, and machines change their speed. Costs of plain steps for choosing and collecting
+    are taken off the reference, and count for the engine.
     """
 
-    _by_rows: defaultdict[int, _Steps] = field(default_factory=lambda: defaultdict(_Steps))
+    def __init__(self) -> None:
+        self._by_rows: defaultdict[int, _Rows] = defaultdict(_Rows)
+        self._pairs = [0.0] * 6  # number of pairs (x, y), and sums of x, y, x^2, x y, y^2
 
-    def add(self, rows: int, tokens: int, total_s: float, *, plain: bool) -> None:
-        """Count a step of so many rows that has made these tokens."""
+    def add(self, rows: int, tokens: int, cost_s: float, *, plain: bool, overhead_s: float = 0.0) -> None:
+        """Count a step.
+
+        Args:
+            rows: Running rows.
+            tokens: Tokens that it has made.
+            cost_s: Its cost with everything.
+            plain: Nothing was drafted.
+            overhead_s: The part of the cost that an engine without drafters does not have.
+        """
         if not rows:
             return
-        steps = self._by_rows[bucket(rows)]
-        steps.total_s += total_s
-        steps.plain_steps += tokens / rows
+        at = self._by_rows[bucket(rows)]
         if plain:
-            steps.timed_s += total_s
-            steps.num_timed += 1
+            at.after.cost_s += cost_s - overhead_s
+            at.after.steps += tokens / rows
+            at.compared_s += cost_s
+            at.plain_s += cost_s - overhead_s
+            return
+        if at.after.steps:
+            if (pair := at.pair()) is not None:
+                self._pairs = _with_pair(self._pairs, pair)
+            at.before, at.drafted, at.after = at.after, _Stretch(), _Stretch()
+        at.drafted.cost_s += cost_s
+        at.drafted.steps += tokens / rows
 
     def figures(self) -> Mapping[str, float]:
-        """Return `compared_s`, the time of steps at numbers of rows for which a plain step was timed.
+        """Return `compared_s`, the cost of steps at numbers of rows for which a plain step was timed.
 
-        And `as_plain_s`, the time that plain decoding takes for their tokens. Both are 0 before a plain step.
+        And `as_plain_s`, the cost of plain decoding for their tokens, and `as_plain_error_s`, its standard
+        error over the pairs of stretches. All are 0 before a plain step.
         """
-        known = [steps for steps in self._by_rows.values() if steps.num_timed]
+        sums = self._pairs
+        for at in self._by_rows.values():
+            if (pair := at.pair()) is not None:
+                sums = _with_pair(sums, pair)
+        count, x, y, xx, xy, yy = sums
+        ratio = y / x if x else 0.0
+        squares = max(yy - 2 * ratio * xy + ratio**2 * xx, 0.0)
         return {
-            "compared_s": sum(steps.total_s for steps in known),
-            "as_plain_s": sum(steps.as_plain_s for steps in known),
+            "compared_s": x + sum(at.compared_s for at in self._by_rows.values()),
+            "as_plain_s": y + sum(at.plain_s for at in self._by_rows.values()),
+            "as_plain_error_s": (squares * count / (count - 1)) ** 0.5 if count > 1 else 0.0,
         }
+
+
+def _with_pair(sums: list[float], pair: tuple[float, float]) -> list[float]:
+    x, y = pair
+    return [old + new for old, new in zip(sums, (1.0, x, y, x * x, x * y, y * y), strict=True)]
 
 
 @dataclass(slots=True)
@@ -94,6 +139,8 @@ class Meters:
     num_finished: int = 0
     total_s: float = 0.0
     cost_s: float = 0.0
+    choosing_s: float = 0.0
+    """The part of the cost that the chooser took."""
     draft_s: float = 0.0
     plain_s: float = 0.0
     plain_tokens: int = 0
@@ -119,7 +166,13 @@ class Meters:
             self.plain_s += step.total_s
             self.plain_tokens += sum(step.counts)
         self.arms[str(step.arm)] += 1
-        self.speed_up.add(len(step.counts), sum(step.counts), step.cost_s, plain=step.arm.is_off)
+        self.speed_up.add(
+            len(step.counts),
+            sum(step.counts),
+            step.cost_s,
+            plain=step.arm.is_off,
+            overhead_s=step.overhead_s,
+        )
         if step.nodes:
             self._add_draft(min(step.nodes, step.arm.depth), step.accepted)
 

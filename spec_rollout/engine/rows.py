@@ -119,9 +119,10 @@ class RowScheduler:
 
     def view(self) -> EngineView:
         """Return the state of the running samples for an arm chooser."""
-        # A drafter without weights has no version.
-        versions: dict[str, int] = {by: getattr(x, "version", 0) for by, x in self.drafters.items()}
-        return EngineView(len(self.running), sum(sample.length for sample in self.running), versions)
+        # A drafter without weights has no version; one that was never trained has a negative one.
+        versions = {str(by): int(getattr(x, "version", 0)) for by, x in self.drafters.items()}
+        context = sum([sample.length for sample in self.running])
+        return EngineView(len(self.running), context, {by: v for by, v in versions.items() if v >= 0})
 
     def start_waiting(self) -> None:
         """Start waiting samples in free rows, as far as memory and the limit of computed tokens allow."""

@@ -93,7 +93,9 @@ class WorkerSource:
         self._drafter, self._drafter_version = None, 0
         if drafter is not None:
             self._drafter = SharedWeights("aedit-drafter", drafter.state_dict(), drafter.gain.dtype)
-            self._drafter.publish(drafter.state_dict(), 0)
+            # Of a negative version: untrained, and not tried.
+            is_trained = getattr(self._online, "is_trained", True)
+            self._drafter.publish(drafter.state_dict(), 0 if is_trained else -1)
         self._samples = Samples()
         report = report or (lambda event, fields: None)
         tokenizer = str(config.tokenizer or "")

@@ -194,7 +194,8 @@ def make_engine(spec: EngineSpec) -> Engine:
     if "suffix" in kinds:
         drafters["suffix"] = SuffixDrafter(device=str(target.device))
     if "layer" in kinds:
-        drafters["layer"] = LayerDrafter.of(DraftLayer.of(model, taps=spec.taps), target)
+        layer = drafters["layer"] = LayerDrafter.of(DraftLayer.of(model, taps=spec.taps), target)
+        layer.version = -1  # random until one comes from the trainer
     fitting = [arm for arm in arms if arm.is_chain or target.supports_trees]
     chooser: ArmChooser = Goodput(fitting) if len(fitting) > 1 else Fixed(*fitting)
     return Engine(target, drafters=drafters, chooser=chooser, tokenizer=tokenizer)

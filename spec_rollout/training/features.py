@@ -43,7 +43,8 @@ class RowFeatures:
         self.collects = True
         """False: samples that begin from now on are left out, at no cost."""
         self._flush_steps = flush_steps
-        self._num_steps = 0
+        self._steps: list[Tensor] = []
+        """Copied features of the steps since the last flush; (B, m, F) each."""
         self._rows: dict[int, _Row] = {}
 
     def begin(self, rows: Sequence[RowStart], version: int) -> None:
@@ -78,8 +79,8 @@ class RowFeatures:
                 )
             if row.sample is not None:
                 row.add(tokens, features_BMF, index)
-        self._num_steps += 1
-        if self._num_steps % self._flush_steps == 0:
+        self._steps.append(features_BMF)
+        if len(self._steps) >= self._flush_steps:
             self.flush()
 
     def move(self, source: int, target: int) -> None:
@@ -100,7 +101,19 @@ class RowFeatures:
 
     def flush(self) -> None:
         """Write the collected features. On a GPU this synchronizes with the steps that computed them."""
+        steps, self._steps = self._steps, []
+        num_rows = min((len(step) for step in steps), default=0)
+        stacked_SBF = None
         for row in self._rows.values():
+            count = len(row.features)
+            if row.sample is not None and 0 < count == len(row.tokens) and count <= len(steps):
+                first, index, _ = row.features[0]
+                # One token in each step, all in the same row: plain decoding. One slice instead of many.
+                if first is steps[-count] and index == row.features[-1][1] < num_rows:
+                    if stacked_SBF is None:
+                        stacked_SBF = torch.stack([step[:num_rows, 0] for step in steps])
+                    self._append(row, stacked_SBF[-count:, index])
+                    continue
             self._write(row)
 
     def _copy(self, features: Tensor) -> Tensor:
@@ -111,7 +124,11 @@ class RowFeatures:
         if row.sample is None or not row.tokens:
             return
         parts = [features_BMF[index, :count] for features_BMF, index, count in row.features]
-        kept = self.ring.append(row.sample, torch.tensor(row.tokens), torch.cat(parts).cpu())
+        self._append(row, torch.cat(parts))
+
+    def _append(self, row: _Row, features_MF: Tensor) -> None:
+        assert row.sample is not None
+        kept = self.ring.append(row.sample, torch.tensor(row.tokens), features_MF.cpu())
         row.tokens, row.features = [], []
         if not kept:
             row.sample = None

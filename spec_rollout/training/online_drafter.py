@@ -58,6 +58,12 @@ class Trainer(Protocol):
     def newest(self, after: int = 1) -> Publication | None:
         """Return the newest published drafter if its number is above `after`."""
 
+    def pause(self) -> None:
+        """Let no window start the training until `unpause`."""
+
+    def unpause(self) -> None:
+        """End `pause`."""
+
     def update_policy(self, policy: Mapping[str, Tensor], version: int, kl_nats: float = math.nan) -> None:
         """Train for this embedding and head from now on."""
 
@@ -135,12 +141,24 @@ class OnlineDrafter:
     """
 
     def __init__(
-        self, policy: PolicySource, layer: DraftLayer, trainer: Trainer, sink: RowFeatures, gate: LocalGate
+        self,
+        policy: PolicySource,
+        layer: DraftLayer,
+        trainer: Trainer,
+        sink: RowFeatures,
+        gate: LocalGate,
+        *,
+        is_trained: bool = True,
     ) -> None:
         self.layer = layer
         """The drafter in use. Its tensors change with `adopt`."""
         self.drafter = LayerDrafter.of(layer, policy) if _is_target(policy) else None
-        """Drafter for the engine of this target; None for a policy without an engine."""
+        """Drafter for the engine of this target; None for a policy without an engine. Its version is negative
+        until a drafter has passed the gate: the engine does not try an untrained one."""
+        self.is_trained = is_trained
+        """The drafter in use has passed the gate of a node, or was given."""
+        if self.drafter is not None and not is_trained:
+            self.drafter.version = -1
         self.sink = sink
         """Receiver of the policy's features, for `engine.sink`."""
         self._policy, self._trainer, self._gate = policy, trainer, gate
@@ -151,6 +169,7 @@ class OnlineDrafter:
         self._adopted = self._refused = 0
         self._shared_steps = 0
         self._use_of_features = UseOfFeatures()
+        self._can_gain = True
 
     @classmethod
     def of(
@@ -176,10 +195,11 @@ class OnlineDrafter:
             ValueError: There is no draft layer for this type of model, or `layer` expects other features.
         """
         config = config or OnlineConfig()
-        if layer is None:
-            generator = torch.Generator(policy.device).manual_seed(seed)
-            taps = policy.feature_size // policy.embedding.shape[1] - 1
-            layer = DraftLayer.of(policy.model, taps=taps, generator=generator)
+        generator = torch.Generator(policy.device).manual_seed(seed)
+        taps = policy.feature_size // policy.embedding.shape[1] - 1
+        new = DraftLayer.of(policy.model, taps=taps, generator=generator)
+        layer = layer or new
+        is_trained = not _are_equal(layer.state_dict(), new.state_dict())
         layer.requires_grad_(False)
         sizes = layer.shape.feature_size, policy.feature_size
         check(sizes[0] == sizes[1], "features of this draft layer", f"must be {sizes[1]} wide", sizes[0])
@@ -188,7 +208,7 @@ class OnlineDrafter:
         trainer, memory = _start(policy, layer, ring, replace(config, idle=idle))
         sink = RowFeatures(FeatureRing(memory, ring))
         gate = LocalGate(memory, config.learning.evaluation_depth)
-        return cls(policy, layer, trainer, sink, gate)
+        return cls(policy, layer, trainer, sink, gate, is_trained=is_trained)
 
     # -- idle work
 
@@ -204,6 +224,25 @@ class OnlineDrafter:
     def used_s(self) -> float:
         """Return the processor time of the trainer so far, in seconds. It never decreases."""
         return self._trainer.used_s
+
+    @property
+    def can_gain(self) -> bool:
+        """Return true if drafts could make the engine faster, were all of them accepted.
+
+        Setting it to false ends training and the collection of features; true begins them again with the
+        next samples and windows.
+        """
+        return self._can_gain
+
+    @can_gain.setter
+    def can_gain(self, can_gain: bool) -> None:
+        if can_gain == self._can_gain:
+            return
+        self._can_gain = self.sink.collects = can_gain
+        if can_gain:
+            self._trainer.unpause()
+        else:
+            self._trainer.pause()
 
     # -- what the rollout loop calls
 
@@ -221,7 +260,7 @@ class OnlineDrafter:
         status = self._trainer.status()
         idle_s = 0.0 if status["state"] == "off" else status["idle_s"]
         is_used = self._use_of_features.next_version(idle_s, time.monotonic())
-        self.sink.collects = is_used or self._shared is not None
+        self.sink.collects = self._can_gain and (is_used or self._shared is not None)
         if not self.sink.collects:
             return
         embeddings = embeddings_of(self._policy)
@@ -267,7 +306,7 @@ class OnlineDrafter:
             return
         if all_finite(candidate.state_dict()):
             self._shared = candidate
-            self.sink.collects = True
+            self.sink.collects = self._can_gain
         else:
             self._refused += 1
 
@@ -290,7 +329,8 @@ class OnlineDrafter:
         own = {name.removeprefix(_LAYER): t for name, t in state.items() if name.startswith(_LAYER)}
         if not all_finite(own):
             raise ValueError("state of a drafter: its values must be finite")
-        self._use(own)
+        if self.is_trained or not _are_equal(own, self.tensors()):
+            self._use(own)
         self._number = self._trainer.offer(self.tensors())
         self._shared, self._before = None, _Counts(*counts.tolist())
         self._adopted = self._refused = 0
@@ -342,8 +382,9 @@ class OnlineDrafter:
     def _use(self, tensors: Mapping[str, Tensor]) -> None:
         self.layer.load_state_dict(tensors)
         self._adopted += 1
+        self.is_trained = True
         if self.drafter is not None:
-            self.drafter.replace(self.layer, self.drafter.version + 1)
+            self.drafter.replace(self.layer, max(self.drafter.version, 0) + 1)
 
     def _adopt_shared(self) -> bool:
         if self._shared is None:
@@ -359,6 +400,13 @@ class OnlineDrafter:
         self._use(candidate.state_dict())
         self._number = self._trainer.offer(self.tensors())
         return True
+
+
+def _are_equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    """Return true if both have the same names and values."""
+    return a.keys() == b.keys() and all(
+        a[name].shape == value.shape and torch.equal(a[name].to(value), value) for name, value in b.items()
+    )
 
 
 def _is_target(policy: PolicySource) -> TypeGuard[TargetModel]:

@@ -129,6 +129,12 @@ class NoTraining:
         """Return None."""
         return None
 
+    def pause(self) -> None:
+        """Do nothing."""
+
+    def unpause(self) -> None:
+        """Do nothing."""
+
     def update_policy(self, policy: Mapping[str, Tensor], version: int, kl_nats: float = math.nan) -> None:
         """Do nothing."""
 

@@ -1,0 +1,329 @@
+"""The learned drafter of a server: trained while no request is there, used by the engines of all lines.
+
+It learns from one line at a time, as its trainer follows one policy: from a trainer's line if there is one.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from aedit.launch.config import RunConfig
+from aedit.launch.node import FILE, TrainerDeaths, online_config, save_drafter, saved_layer
+from aedit.spec_rollout.drafters import DraftLayer, FeatureSink, LayerDrafter, RowStart, StepUpdate
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.model import TargetModel
+from aedit.spec_rollout.training import OnlineDrafter
+from aedit.types import UserError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class LayerCopy:
+    """The drafter of one engine: a copy of the server's layer."""
+
+    drafter: LayerDrafter
+    number: int
+    """Number of replacements of the server's layer up to this copy."""
+
+
+class LearningLine(Protocol):
+    """A line from which the drafter can learn."""
+
+    @property
+    def engine(self) -> Engine:
+        """Return the engine."""
+
+    @property
+    def layer(self) -> LayerCopy | None:
+        """Return its drafter."""
+
+    @property
+    def is_trainers(self) -> bool:
+        """Return whether its requests come from a trainer."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Return whether the line is closed."""
+
+
+class ServerDrafter:
+    """Draft layer of a server with its training. `before_step` is called by the engines' thread only."""
+
+    def __init__(self, config: RunConfig, directory: Path, event: Callable[..., None]) -> None:
+        """Make it; nothing starts before the first step of an engine. event: records an event by name."""
+        self._config, self._directory, self._event = config, directory, event
+        self._layer: DraftLayer | None = None
+        self._is_trained = False
+        """The layer is of an earlier attempt."""
+        self._number = 0
+        self._online: OnlineDrafter | None = None
+        self._deaths: TrainerDeaths | None = None
+        self._source: LearningLine | None = None
+        self._version = 0
+        self._error = ""
+        self._lock = threading.Lock()
+        self._used_before_s = 0.0
+        self.idle = IdleTime()
+
+    def copy_for(self, target: TargetModel) -> LayerCopy | None:
+        """Return a drafter for a new engine; None if the run has none, or this model can have none.
+
+        Raises UserError if the configuration asks for a layer that is impossible.
+        """
+        kind = self._config.drafter.kind
+        if kind not in ("layer", "auto"):
+            return None
+        with self._lock:
+            try:
+                if self._layer is None:
+                    saved = saved_layer(self._directory / FILE, target)
+                    self._is_trained, self._layer = saved is not None, saved or self._new(target)
+                drafter = LayerDrafter.of(_copied(self._layer), target)
+                if not self._is_trained and not self._number:
+                    drafter.version = -1  # engines do not try it before it has passed the gate
+                return LayerCopy(drafter, self._number)
+            except ValueError as error:
+                if kind == "auto":
+                    return None
+                raise UserError(f'drafter.kind = "layer": {error}; use "suffix" or "auto"') from None
+
+    def before_step(self, line: LearningLine) -> None:
+        """Adopt a newer drafter, and choose the line to learn from. An error ends the training only."""
+        if line.layer is None or self._layer is None:
+            return
+        try:
+            self._before_step(line, line.layer, self._layer)
+        except Exception as error:
+            self._fail(error)
+
+    def _before_step(self, line: LearningLine, copy: LayerCopy, layer: DraftLayer) -> None:
+        if not self._error and self._is_better_source(line):
+            self._learn_from(line)
+        if self._online is not None:
+            self._follow(self._online)
+        if copy.number != self._number:
+            with self._lock:
+                copy.drafter.replace(_copied(layer), self._number)
+            copy.number = self._number
+
+    @contextmanager
+    def window(self, cause: str) -> Iterator[None]:
+        """Train inside the context; `EngineHost.idle`."""
+        training = ExitStack()
+        with self.idle.measured(cause):
+            if (online := self._online) is not None:
+                self._try(lambda: training.enter_context(online.window(cause)))
+            try:
+                yield
+            finally:
+                self._try(training.close)
+
+    @property
+    def used_s(self) -> float:
+        """Return the processor time of the training so far."""
+        with self._lock:
+            return self._used_before_s + (0.0 if self._online is None else self._online.used_s)
+
+    def status(self) -> dict[str, Any]:
+        """Return the state by name; empty before it has begun."""
+        if self._error:
+            return {"state": "failed", "error": self._error}
+        online = self._online
+        return {} if online is None else online.status()
+
+    def report_deaths(self) -> None:
+        """Record an event if the trainer's process has died since the last call."""
+        deaths = self._deaths
+        if deaths is not None:
+            deaths.report()
+
+    def close(self) -> None:
+        """Save the layer and end the trainer. Call it after the host has ended."""
+        if self._online is not None:
+            save_drafter(self._online, self._directory)
+            self._end_training()
+
+    def _new(self, target: TargetModel) -> DraftLayer:
+        taps = target.feature_size // target.embedding.shape[1] - 1
+        generator = torch.Generator(target.device).manual_seed(self._config.seed)
+        return DraftLayer.of(target.model, taps=taps, generator=generator)
+
+    def _is_better_source(self, line: LearningLine) -> bool:
+        """Return whether to learn from `line` from now on, whose rows are free and which has weights."""
+        engine, source = line.engine, self._source
+        if source is line or engine.running or not engine.version:
+            return False
+        if source is None or source.is_closed:
+            return True
+        return line.is_trainers and not source.is_trainers and not source.engine.running
+
+    def _learn_from(self, line: LearningLine) -> None:
+        """Start the trainer anew, for another policy."""
+        if self._source is not None and not self._source.is_closed:
+            self._source.engine.sink = None
+        self._end_training()
+        self._source = line
+        directory = self._directory
+        online = OnlineDrafter.of(
+            _Policy(line.engine.target),
+            layer=self._layer,
+            config=online_config(self._config.drafter, directory / "drafter.log"),
+            checkpoint=directory / "drafter.training",
+            seed=self._config.seed,
+        )
+        line.engine.sink = GuardedSink(online.sink, self._fail)
+        self._version = 0
+        self._deaths = TrainerDeaths(online, self._event)
+        self._online = online
+
+    def _end_training(self) -> None:
+        with self._lock:
+            online, self._online, self._deaths = self._online, None, None
+            self._used_before_s += 0.0 if online is None else online.used_s
+        if online is not None:
+            online.sink.collects = False
+            online.close()
+
+    def _try(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """End the training for good; the drafter in use stays."""
+        log.error("the drafter of this server is trained no longer", exc_info=error)
+        first, self._error = not self._error, self._error or f"{type(error).__name__}: {error}"
+        if first:
+            self._event("drafter_failed", reason=self._error)
+            self._try(self._end_training)
+
+    def _follow(self, online: OnlineDrafter) -> None:
+        source = self._source
+        if source is not None and not source.is_closed and source.engine.version != self._version:
+            self._version = source.engine.version
+            online.after_update()
+        with self._lock:
+            self._number += online.adopt()
+
+
+@dataclass(slots=True)
+class IdleTime:
+    """Seconds without a request."""
+
+    seconds: float = 0.0
+    clock: Callable[[], float] = monotonic
+    _began_s: float | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def measured(self, cause: str) -> Iterator[None]:
+        """Count the time inside the context if there is no request."""
+        counts = cause == "no requests"
+        with self._lock:
+            self._began_s = self.clock() if counts else None
+        try:
+            yield
+        finally:
+            with self._lock:
+                if self._began_s is not None:
+                    self.seconds += self.clock() - self._began_s
+                self._began_s = None
+
+    @property
+    def so_far_s(self) -> float:
+        """Return the seconds, with those of a time that has not ended."""
+        with self._lock:
+            return self.seconds + (0.0 if self._began_s is None else self.clock() - self._began_s)
+
+    @property
+    def is_now(self) -> bool:
+        """Return whether there is no request now."""
+        return self._began_s is not None
+
+
+class _Policy:
+    """A target as the policy of a drafter that another object drafts with."""
+
+    def __init__(self, target: TargetModel) -> None:
+        self._target = target
+
+    @property
+    def model(self) -> Any:
+        return self._target.model
+
+    @property
+    def version(self) -> int:
+        return self._target.version
+
+    @property
+    def embedding(self) -> Tensor:
+        return self._target.embedding
+
+    @property
+    def head(self) -> Tensor:
+        return self._target.head
+
+    @property
+    def feature_size(self) -> int:
+        return self._target.feature_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._target.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._target.device
+
+
+def _copied(layer: DraftLayer) -> DraftLayer:
+    copy = DraftLayer(layer.shape).to(layer.gain)
+    copy.load_state_dict(layer.state_dict())
+    return copy.requires_grad_(False)
+
+
+class GuardedSink:
+    """A `FeatureSink` that passes everything to another one until that raises, and nothing afterwards."""
+
+    def __init__(self, sink: FeatureSink, failed: Callable[[Exception], None]) -> None:
+        """Pass to `sink`; failed: takes its error."""
+        self._sink, self._failed, self._is_over = sink, failed, False
+
+    def begin(self, rows: Sequence[RowStart], version: int) -> None:
+        """Add samples that start in these rows."""
+        self._try(lambda: self._sink.begin(rows, version))
+
+    def update(self, update: StepUpdate, version: int) -> None:
+        """Receive the tokens and features of one step."""
+        self._try(lambda: self._sink.update(update, version))
+
+    def move(self, source: int, target: int) -> None:
+        """Rename row `source` to `target`, whose sample has ended."""
+        self._try(lambda: self._sink.move(source, target))
+
+    def end(self, row: int, finished: bool) -> None:
+        """Remove the sample of `row`."""
+        self._try(lambda: self._sink.end(row, finished))
+
+    def status(self) -> dict[str, object]:
+        """Return contents and memory use."""
+        return self._sink.status()
+
+    def _try(self, call: Callable[[], None]) -> None:
+        if self._is_over:
+            return
+        try:
+            call()
+        except Exception as error:
+            self._is_over = True
+            self._failed(error)
