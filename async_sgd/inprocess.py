@@ -213,10 +213,10 @@ class InProcessLink:
             self.hub.tick()
             if self._asked.get(unit) == seq:
                 return Answer(seq, self._fetch(unit), Verdict.NONE)
-            told = self.hub.hub.state.members[self.node].decisions.get(unit)
-            if told is None or told.seq != seq + self._before.get(unit, 0) or told.verdict == Verdict.NONE:
+            last = self.hub.hub.state.members[self.node].decisions.get(unit)
+            if last is None or last.seq != seq + self._before.get(unit, 0) or last.verdict == Verdict.NONE:
                 return None
-            return Answer(seq, self._fetch(unit), told.verdict)
+            return Answer(seq, self._fetch(unit), last.verdict)
 
     def news(self) -> News:
         """Return what the hub says now."""

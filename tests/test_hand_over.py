@@ -74,7 +74,7 @@ def test_a_successor_that_lacks_what_was_acknowledged_gets_no_vote():
 def test_a_follower_of_a_leader_that_says_it_has_ended_votes_for_another_at_once():
     follower = Replica(Voter(ME), promise_s=4.0, lease_s=2.0)
     follower.configs = (Configured(1, 2, THIRD, (ME, OTHER, THIRD), ()),)
-    follower.heard_leader(0.0)
+    follower.note_leader(0.0)
     assert not follower.answer(vote_for(OTHER), 1.0).granted
     follower.leader_ended()
     assert follower.answer(vote_for(OTHER), 1.0).granted

@@ -182,9 +182,9 @@ def test_a_leader_whose_replica_has_promised_a_higher_term_is_elected_again():
     """The other candidate is gone, and the replica confirms nothing to a leader of a lower term."""
     hub = replica(A, [config((A, B, C), (X,))])
     hub.resume(0.0)
-    hub.heard_promise(1)
+    hub.note_promise(1)
     assert not hub.is_overtaken
-    hub.heard_promise(4)
+    hub.note_promise(4)
     assert hub.is_overtaken
     assert hub.stand((1, 1, 9)).term == 5
 
@@ -238,7 +238,7 @@ def test_a_hub_that_lacks_something_says_so(configs, voter, reason):
 
 def test_a_follower_supports_the_leader_that_it_hears():
     hub = replica(B, [config((A, B, C))])
-    hub.heard_leader(10.0)
+    hub.note_leader(10.0)
     assert not hub.answer(Proposal(2, 0, C, (1, 1)), 12.0).granted
     assert hub.answer(Proposal(2, 0, A, (1, 1)), 12.0).granted, "its leader is elected again"
     assert not hub.answer(Proposal(3, 0, C, (1, 1)), 13.5).granted, "A uses the vote"

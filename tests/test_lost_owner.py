@@ -149,7 +149,7 @@ def test_a_node_that_asks_all_replicas_makes_none_of_them_ask_for_votes(part):
     """Found: each of them asked at once, and one that followed an owner by then deposed it a little later."""
     owner, a, b, _ = part
     for one in (a, b):
-        one.process._leadership.lost_leader()  # it had no leader a moment ago
+        one.process._leadership.drop_leader()  # it had no leader a moment ago
         reply = owner.node.vote(one.address)
         assert not reply.HasField("asks")
         assert one.process._leadership.asks() is None

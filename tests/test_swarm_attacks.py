@@ -217,7 +217,7 @@ def test_an_owner_waits_for_no_replica_whose_key_is_shut_out(tmp_path):
 
         def confirms(number):
             hub.confirm(pb.ConfirmRequest(term=1, segment=1, offset=0, replica=number, address="10.0.0.9:1"))
-            return votes.was_heard(number, 0.0)
+            return votes.has_confirmed(number, 0.0)
 
         file.write([PartPlaces(("10.0.0.9:1",), "", keys=(LIAR,)), PartPlaces()])
         assert confirms(77)

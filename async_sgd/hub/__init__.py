@@ -1,4 +1,14 @@
-"""The hub as a state machine: records in, records out, no clock and no I/O."""
+"""The hub of an asynchronous run as a state machine: records in, records out, no clock and no I/O.
+
+- `hub`: the machine; begin here. `state`: what is journaled and how a record changes it; `saved_state`: the
+  same as numbers and arrays, for snapshots. `members`, `pool`: nodes and their leases of samples.
+- `decide_join`, `decide_push`, `decide_merge`: each decision, with `step_bounds` on claims and speeds, and
+  `member_timeouts` of silent members and awaited pushes.
+- `outer_step`: from one anchor to the next. `parent_hub`: two levels. `recovery_anchors`: a re-created
+  part of a swarm. `status`: reports for members and views.
+
+`journal.Ledger` writes its records down and applies them; `inprocess` runs it without files.
+"""
 
 from typing import TYPE_CHECKING
 

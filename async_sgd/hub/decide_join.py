@@ -28,9 +28,9 @@ class Joiner:
     """Fingerprint of the session of this very process, if it was a member before; else 0."""
     process: int = 0
     """Fingerprint of a number drawn by the node's process at its start: who joins again because a reply was
-    lost is the same. 0: not told."""
+    lost is the same. 0: unknown."""
     prefers: int | None = None
-    """The index it would like to have, if it is new and nobody has that."""
+    """The index it would like to have, if it is new and the index is free."""
     voter: int = 0
     """Identity under which it votes in a failover; 0: it does not vote."""
     new_session: int = 0
@@ -74,21 +74,9 @@ def joining(state: HubState, joiner: Joiner, config: HubConfig, elapsed_s: float
         decided.append(Left(node, "another process of this node has joined"))
     if member and not member.live and same:
         decided += [Leased(node, start, end) for start, end in _still_free(state, node)]
-    return [*decided, _joined(state, joiner, node, elapsed_s)]
-
-
-def _joined(state: HubState, joiner: Joiner, node: int, elapsed_s: float) -> Joined:
-    return Joined(
-        joiner.name,
-        node,
-        joiner.new_session or state.sessions + 1,
-        joiner.donor,
-        elapsed_s,
-        joiner.process,
-        joiner.proof,
-        joiner.origin,
-        joiner.voter,
-    )
+    session = joiner.new_session or state.sessions + 1
+    proofs = (joiner.process, joiner.proof, joiner.origin, joiner.voter)
+    return [*decided, Joined(joiner.name, node, session, joiner.donor, elapsed_s, *proofs)]
 
 
 def _check_proof(member: Member, joiner: Joiner, same: bool, config: HubConfig) -> None:
@@ -107,7 +95,7 @@ def _check_proof(member: Member, joiner: Joiner, same: bool, config: HubConfig) 
 
 
 def _check_origin(state: HubState, joiner: Joiner) -> None:
-    """Raise Denied if whoever brings this new name was excluded under another one, or has enough names."""
+    """Raise Denied if the origin of a new name was excluded under another one, or has enough names."""
     known = [member for member in state.members if member.name and member.origin == joiner.origin]
     if not joiner.origin:
         return
@@ -128,8 +116,8 @@ def _check_origin(state: HubState, joiner: Joiner) -> None:
 
 def _is_same(member: Member, joiner: Joiner) -> bool:
     """Return whether it is the process that was a member before."""
-    told = joiner.process != 0 and member.process == joiner.process
-    return told or (joiner.session != 0 and member.session == joiner.session)
+    is_known = joiner.process != 0 and member.process == joiner.process
+    return is_known or (joiner.session != 0 and member.session == joiner.session)
 
 
 def _new_index(state: HubState, prefers: int | None, config: HubConfig) -> int:

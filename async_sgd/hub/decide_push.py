@@ -109,7 +109,7 @@ def _refused(
 
 
 def _violation(member: Member, push: Push, reason: str) -> Refused:
-    """Return Refused for a push that is not believed.
+    """Return Refused with a violation, for a push that is distrusted.
 
     One bad round is one violation, however many units it has.
     """

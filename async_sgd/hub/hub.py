@@ -331,8 +331,8 @@ class Hub:
                 unit.anchor, pushes, layout, self._advance_rule(record.unit), record.share
             )
         away = directions(pushes, layout, self.config.push_filter)
-        believed = [pair for pair, is_away in zip(pushes, away, strict=True) if not is_away]
-        computed = outer_step.merged(unit.anchor, believed, layout, self.rule, record.share)
+        trusted = [pair for pair, is_away in zip(pushes, away, strict=True) if not is_away]
+        computed = outer_step.merged(unit.anchor, trusted, layout, self.rule, record.share)
         ignored = [part for (_, part), is_away in zip(pushes, away, strict=True) if is_away]
         return replace(computed, ignored=tuple((part.node, part.seq) for part in ignored))
 

@@ -1,4 +1,4 @@
-"""Members of the run: what each was told last, and how many steps each should do."""
+"""Members of the run: decisions, reports and volatile state of each, and tables of the live ones."""
 
 import math
 from bisect import bisect_left, bisect_right, insort
@@ -11,7 +11,7 @@ from aedit.types import Verdict
 _FORGIVEN_AFTER = 16
 """Accepted pushes that make one violation forgotten."""
 NORM = "norm"
-"""Kind of reason for what is too long to be believed: the part of a reason before its first colon."""
+"""Kind of reason for what is too long to be trusted: the part of a reason before its first colon."""
 
 
 CERTIFIED = "certified"
@@ -148,7 +148,7 @@ class Member:
         return last.verdict in (Verdict.REFUSED, Verdict.DISTRUSTED) and last.seq == self.received.get(unit)
 
     def is_distrusted(self, unit: int) -> bool:
-        """Return whether its last push of the unit was not believed."""
+        """Return whether its last push of the unit was distrusted."""
         last = self.decision(unit)
         return last.verdict == Verdict.DISTRUSTED and last.seq == self.received.get(unit)
 
@@ -295,4 +295,4 @@ class Clocks:
         """Age of the run at the last accepted push, by unit and node. The journal has it to a second."""
         self.reports: dict[int, NodeReport] = {}
         self.speeds = Ranking()
-        """Inner steps per second of the live nodes that have pushed, each as of its last word."""
+        """Inner steps per second of the live nodes that have pushed, each as of its last report."""

@@ -100,7 +100,9 @@ def own_rules(rules: UnitRules, quantiser: Quantiser | None) -> dict[str, Advanc
 
 def founded(values: Values, layout: UnitLayout, rule: AdvanceRule) -> Computed:
     """Return version 1: the values that the founding node has brought."""
-    first = _read(values, layout.numel)
+    first = np.empty(layout.numel, np.float32)
+    for start, stop in unit_slices(layout.numel):
+        first[start:stop] = values.read(start, stop)
     apart = rule.quantiser is not None and rule.quantiser.feedback
     return Computed(_frozen(Anchor(1, first, rule.outer.init(first), first if apart else None)))
 
@@ -204,10 +206,3 @@ def _frozen(anchor: Anchor) -> Anchor:
         if array is not None:
             array.flags.writeable = False
     return anchor
-
-
-def _read(values: Values, numel: int) -> Vector:
-    whole = np.empty(numel, np.float32)
-    for start, stop in unit_slices(numel):
-        whole[start:stop] = values.read(start, stop)
-    return whole

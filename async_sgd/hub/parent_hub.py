@@ -11,7 +11,7 @@ from aedit.async_sgd.rules import Mixed, SentUp, Values, Vector
 
 
 def due(hub: Hub) -> list[int]:
-    """Return the units with enough progress since the parent last heard of them."""
+    """Return the units with enough progress since they were last sent to the parent."""
     far = hub.config.parent_every
     return [
         index
@@ -37,7 +37,7 @@ def owed(hub: Hub, index: int) -> Vector:
 
 
 def withdraw(index: int) -> SentUp:
-    """Return the record that the parent has not believed the push: the progress is still owed."""
+    """Return the record that the parent has refused the push: the progress is still owed."""
     return SentUp(index, 0)
 
 

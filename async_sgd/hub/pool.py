@@ -14,7 +14,7 @@ class Pool:
     """Leases blocks and takes them back. Positions below the watermark are used, leased or returned."""
 
     watermark: int = 0
-    """First position that nobody has ever had."""
+    """First position that was never leased."""
     returned: list[Block] = field(default_factory=list)
     """Given back unused; sorted, none touches another. Handed out before anything new."""
     leases: dict[int, dict[int, Block]] = field(default_factory=dict)

@@ -1,6 +1,5 @@
 """State of a hub as plain numbers and arrays, unit by unit, for snapshots."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from operator import attrgetter
@@ -92,7 +91,15 @@ def save_numbers(state: HubState) -> dict[str, Any]:
     numbers = {name: getattr(state, name) for name in (*_PLAIN, "mean_steps")}
     numbers["layout"] = None if state.layout is None else layout_rows(state.layout)
     numbers["facts"] = dict(state.facts)
-    numbers["members"] = [_member_out(member) for member in state.members]
+    numbers["members"] = [
+        {name: getattr(member, name) for name in _MEMBER}
+        | {
+            "refused": dict(member.refused),
+            "received": [[unit, seq] for unit, seq in member.received.items()],
+            "told": [[unit, one.seq, int(one.verdict), one.reason] for unit, one in member.decisions.items()],
+        }
+        for member in state.members
+    ]
     numbers["lost"] = [
         [node, [list(block) for block in blocks]] for node, blocks in sorted(state.lost.items())
     ]
@@ -118,7 +125,13 @@ def load_state(saved: Saved, state: HubState) -> None:
         setattr(state, name, numbers[name])
     state.layout = None if numbers["layout"] is None else layout_of(numbers["layout"])
     state.facts = dict(numbers["facts"])
-    state.members = [_member_in(member) for member in numbers["members"]]
+    state.members = []
+    for saved_member in numbers["members"]:
+        member = Member(**{name: saved_member[name] for name in _MEMBER if name in saved_member})
+        member.refused, member.received = dict(saved_member["refused"]), dict(saved_member["received"])
+        for unit, seq, verdict, reason in saved_member["told"]:
+            member.decisions[unit] = LastDecision(seq, Verdict(verdict), reason)
+        state.members.append(member)
     gone = [member.node for member in state.members if member.name and not (member.live or member.excluded)]
     state.departed = dict.fromkeys(numbers.get("departed", gone))
     out = [member.node for member in state.members if member.excluded and member.proof != CERTIFIED]
@@ -150,42 +163,10 @@ def layout_of(rows: Iterable[Any]) -> Layout:
     )
 
 
-def _member_out(member: Member) -> dict[str, Any]:
-    numbers = {name: getattr(member, name) for name in _MEMBER}
-    numbers["refused"] = dict(member.refused)
-    numbers["received"] = [[unit, seq] for unit, seq in member.received.items()]
-    numbers["told"] = [
-        [unit, one.seq, int(one.verdict), one.reason] for unit, one in member.decisions.items()
-    ]
-    return numbers
-
-
-def _member_in(numbers: dict[str, Any]) -> Member:
-    member = Member(**{name: numbers[name] for name in _MEMBER if name in numbers})
-    member.refused = dict(numbers["refused"])
-    member.received = dict(numbers["received"])
-    member.decisions = {
-        unit: LastDecision(seq, Verdict(verdict), reason) for unit, seq, verdict, reason in numbers["told"]
-    }
-    return member
-
-
-def _history_out(history: SizeHistory) -> dict[str, Any]:
-    first = history.anchor_norm if math.isfinite(history.anchor_norm) else None
-    sizes = [list(size) for size in history.sizes]
-    return {"sizes": sizes, "anchor_norm": first, "doubted": list(history.doubted)}
-
-
-def _history_in(numbers: dict[str, Any]) -> SizeHistory:
-    first = math.inf if numbers["anchor_norm"] is None else numbers["anchor_norm"]
-    sizes = tuple((node, size) for node, size in numbers["sizes"])
-    return SizeHistory(sizes, first, tuple(numbers["doubted"]))
-
-
 def save_unit(index: int, unit: Unit) -> SavedUnit:
     """Return the state of a unit. Copies no array and reads no payload."""
     numbers: dict[str, Any] = {name: getattr(unit, name) for name in _UNIT}
-    numbers["history"] = _history_out(unit.history)
+    numbers["history"] = unit.history.numbers()
     numbers["version"] = unit.version
     numbers["missed"] = [[node, count] for node, count in sorted(unit.missed.items())]
     numbers["brought"] = [[node, *_contribution(one)] for node, one in sorted(unit.brought.items())]
@@ -206,7 +187,7 @@ def save_unit(index: int, unit: Unit) -> SavedUnit:
 
 def _unit_in(saved: SavedUnit) -> Unit:
     numbers, arrays = saved.numbers, saved.arrays
-    unit = Unit(history=_history_in(numbers["history"]))
+    unit = Unit(history=SizeHistory.of(numbers["history"]))
     for name in _UNIT:
         setattr(unit, name, numbers[name])
     unit.missed = dict(numbers.get("missed", ()))

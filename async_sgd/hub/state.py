@@ -25,7 +25,7 @@ AWAITED_MISSES = 2
 
 
 class Denied(Exception):
-    """A request that the hub refuses; says what the peer is told."""
+    """A request that the hub refuses, with the reason for the peer."""
 
     def __init__(
         self,
@@ -34,8 +34,8 @@ class Denied(Exception):
     ) -> None:
         """Create a refusal.
 
-        kind: join again; end; end; come again later; can never succeed; somebody else has it until later; it
-        belongs to somebody else.
+        kind: join again; end; end; come again later; can never succeed; held by another peer until later; it
+        belongs to another peer.
         """
         super().__init__(reason)
         self.kind, self.reason = kind, reason
@@ -60,7 +60,7 @@ class Unit:
     sent: Vector | None = None
     """Two levels: what is on its way to the parent."""
     sent_at: int = 0
-    """Newest version that the parent was told or gave."""
+    """Newest version that was sent to the parent or came from it."""
     norm: float = 0.0
     """Norm of the last merged pseudo-gradient; for views, not kept over a restart."""
     brought: dict[int, Contribution] = field(default_factory=dict)
@@ -192,25 +192,34 @@ class HubState:
     def apply(self, record: records.Record, computed: Computed | None = None) -> None:
         """Apply one record. `computed` belongs to Merged and Mixed."""
         match record:
-            case records.Founded():
-                self._found(record)
+            case records.Founded(layout, facts, num_samples):
+                self.layout, self.facts, self.num_samples = layout, dict(facts), num_samples
+                names, (mine, of) = [unit.name for unit in layout.units], self.part
+                self.units = {i: Unit(apart=names[i] in self.apart) for i in range(mine, len(names), of)}
             case records.Joined():
                 self._join(record)
             case records.Left():
                 self._leave(record)
             case records.Accepted(push):
                 self._accept(push)
-            case records.Refused():
-                self._refuse(record)
+            case records.Refused(node, index, _, reason):
+                self.changing(node).refuse(record)
+                unit = self.units.get(index)
+                if unit and kind(reason) == NORM:
+                    unit.history = unit.history.with_refusal(node)
             case records.Garbled(node, _, reason):
                 self.changing(node).count(reason)
                 self.changing(node).violations += 1
             case records.Merged():
                 self._merge(record, _there(computed))
-            case records.Mixed():
-                self._mix(record, _there(computed))
-            case records.SentUp(index, version):
-                self._send_up(self.units[index], version)
+            case records.Mixed(index, version):
+                unit = self.units[index]
+                self._advance(unit, version, _there(computed))
+                unit.up, unit.sent, unit.sent_at = _there(computed).up, None, version
+            case records.SentUp(index, version):  # version 0 takes it back: the parent has refused it
+                unit = self.units[index]
+                assert version in (0, unit.version), f"version {version} is not at hand any more"
+                unit.sent = unit.anchor.values if unit.anchor and version else None
             case records.RoundOpened(number, at_s):
                 self.round, self.round_at_s = number, at_s
                 self._pass(at_s)
@@ -255,12 +264,6 @@ class HubState:
 
     def _pass(self, elapsed_s: float) -> None:
         self.elapsed_s = max(self.elapsed_s, elapsed_s)
-
-    def _found(self, record: records.Founded) -> None:
-        mine, of = self.part
-        self.layout, self.facts, self.num_samples = record.layout, dict(record.facts), record.num_samples
-        names = [unit.name for unit in record.layout.units]
-        self.units = {i: Unit(apart=names[i] in self.apart) for i in range(mine, len(names), of)}
 
     def _join(self, record: records.Joined) -> None:
         while len(self.members) <= record.node:  # an index in between is left out: a member without a name
@@ -344,12 +347,6 @@ class HubState:
             self.mean_steps += push.steps / self._num_counting / max(1, len(self.live))
         unit.history = unit.history.with_push(push)
 
-    def _refuse(self, record: records.Refused) -> None:
-        self.changing(record.node).refuse(record)
-        unit = self.units.get(record.unit)
-        if unit and kind(record.reason) == NORM:
-            unit.history = unit.history.with_refusal(record.node)
-
     def _merge(self, record: records.Merged, computed: Computed) -> None:
         unit = self.units[record.unit]
         if record.version == 1:  # who has joined before can push only from now on
@@ -405,16 +402,6 @@ class HubState:
         if decision.reason:
             member.count(decision.reason)
         member.decide(push.unit, decision)
-
-    def _mix(self, record: records.Mixed, computed: Computed) -> None:
-        unit = self.units[record.unit]
-        self._advance(unit, record.version, computed)
-        unit.up, unit.sent, unit.sent_at = computed.up, None, record.version
-
-    def _send_up(self, unit: Unit, version: int) -> None:
-        """Note what the parent was sent. Version 0 takes it back: the parent has not believed it."""
-        assert version in (0, unit.version), f"version {version} is not at hand any more"
-        unit.sent = unit.anchor.values if unit.anchor and version else None
 
     def _advance(self, unit: Unit, version: int, computed: Computed) -> None:
         assert computed.anchor.version == version == unit.version + 1, "versions count up, one by one"

@@ -1,4 +1,12 @@
-"""The journal of a hub: what it decides is written down before it happens; snapshots and recovery."""
+"""The journal of a hub: what it decides is written down before it is applied; snapshots and recovery.
+
+- `ledger`: state machine and journal behind one lock; begin here.
+- `journal`: segments, appended and flushed. `frames`: their format, with checksums and the chain of hashes.
+- `encoding`: records as JSON, payloads of pushes in the file. `snapshot`: the whole state in one file.
+- `store`: the folder: recovery, pruning. `receipts`: proofs of what was acknowledged.
+
+`service` commits through the ledger; `replication` copies journals to standbys.
+"""
 
 from typing import TYPE_CHECKING
 

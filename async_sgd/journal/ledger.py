@@ -22,8 +22,11 @@ class Ledger:
     """State machine and journal behind one lock.
 
     Deciding and `commit` happen under `lock`, one at a time; waiting for the disk does not. Call `durable`
-    before anything is told to a peer: then a hub that restarts after a crash knows everything that any peer
-    knows of it.
+    before any reply to a peer: then a hub that restarts after a crash knows everything that any peer knows of
+    it.
+
+    A snapshot is of one moment. A unit that is merged before it is written is in memory twice. So its merge
+    begins once it is written, and the units for which merges wait are written first.
     """
 
     def __init__(
@@ -31,17 +34,15 @@ class Ledger:
         hub: Hub,
         journal: Journal,
         store: Store,
-        told: Callable[[Record], None] = lambda record: None,
+        applied: Callable[[Record], None] = lambda record: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Join a hub and its journal. told.
-
-        Called with every record, once it has happened, under the lock.
-        """
-        self.hub, self.journal, self.store, self._told, self.clock = hub, journal, store, told, clock
+        """Join a hub and its journal. applied: called with every applied record, under the lock."""
+        self.hub, self.journal, self.store, self.clock = hub, journal, store, clock
+        self._applied = applied
         self.lock = threading.RLock()
         self.grown = Notifier()
-        """Notifies when the journal has grown, or its hub leads no more."""
+        """Notifies when the journal has grown, or its hub leads no longer."""
         self.receipts = Receipts(journal)
         self.receipt = pb.Receipt()
         """Newest receipt, for the next replies to nodes; empty before anything was acknowledged."""
@@ -52,7 +53,12 @@ class Ledger:
         self.versions_at: Position = journal.position
         """Before it are the records of all versions."""
         self._saving = threading.Lock()
-        self._unwritten = SnapshotUnits({}, lambda: None)
+        self._units_lock = threading.Lock()
+        self._unwritten: dict[int, Unit] = {}
+        """Units of the snapshot that is being written, of a frozen state."""
+        self._wanted: dict[int, None] = {}
+        """Units for which merges wait."""
+        self._writing: int | None = None
         # The whole segment counts: a hub that is killed again and again must come to a snapshot, too.
         self._snapshot_at: Position = (journal.position[0], 0)
         self._saved_bytes = store.saved_bytes()
@@ -62,14 +68,14 @@ class Ledger:
     def commit(self, records: Sequence[Record], computed: Computed | None = None) -> Position:
         """Write records down and apply them; the lock is held. Returns the journal's position after them.
 
-        computed: the result of the one heavy record. Raises NoSpace or Broken, and nothing has happened.
+        computed: the result of the one heavy record. After NoSpace or JournalBroken nothing has happened.
         """
         if not records:
             return self.journal.position
         position = self.journal.append(encode_records(records))
         for record in records:
             self.hub.apply(record, computed if isinstance(record, Merged | Mixed) else None)
-            self._told(record)
+            self._applied(record)
         if any(isinstance(record, Merged | Mixed) for record in records):
             self.versions_at = position
         self.grown.notify()
@@ -107,17 +113,22 @@ class Ledger:
 
         Not if a snapshot has it still to write: it is written soon, and would be in memory twice until then.
         """
-        return self._unwritten.may_advance(unit)
+        with self._units_lock:
+            if unit not in self._unwritten and unit != self._writing:
+                return True
+            self._wanted.setdefault(unit)
+            return False
 
     @property
     def held(self) -> frozenset[int]:
         """Return the units of which `may_advance` is still not true, among those that it was asked of."""
-        return self._unwritten.held
+        with self._units_lock:
+            return frozenset(self._wanted)
 
     def snapshot(self, written: Callable[[], None] = lambda: None) -> int:
         """Write a snapshot, so that the journal before it may be deleted, and return its bytes.
 
-        The hub goes on meanwhile. Raises NoSpace, Broken or OSError, and the journal stays.
+        The hub goes on meanwhile. Raises NoSpace, JournalBroken or OSError, and the journal stays.
 
         written: called whenever another unit is written, which may then have new versions.
         """
@@ -127,66 +138,34 @@ class Ledger:
                 number = self.journal.rotate()
                 self.grown.notify()
                 state = frozen(self.hub.state)
-                unwritten = self._unwritten = SnapshotUnits(state.units, written)
+                with self._units_lock:
+                    self._unwritten = state.units
             # Also if this fails: it is tried again after as many bytes.
             self._snapshot_at = self.journal.position
             try:
-                self._saved_bytes = self.store.save((save_numbers(state), unwritten), number)
-            finally:
-                unwritten.close()
+                self._saved_bytes = self.store.save((save_numbers(state), self._units(written)), number)
+            finally:  # the units are written, or will not be
+                with self._units_lock:
+                    self._unwritten.clear()
+                    self._wanted.clear()
+                    self._writing = None
+                written()
             return self._saved_bytes
 
-
-class SnapshotUnits:
-    """The units of a snapshot that are still to be written. Any thread may ask; one iterates."""
-
-    def __init__(self, units: dict[int, Unit], written: Callable[[], None]) -> None:
-        """Take the units of a frozen state. written: called whenever another unit is written."""
-        self._units, self._written = units, written
-        self._lock = threading.Lock()
-        self._wanted: dict[int, None] = {}
-        self._writing: int | None = None
-
-    def may_advance(self, index: int) -> bool:
-        """Return whether a unit may have a new version now; if not, it is written soon."""
-        with self._lock:
-            if index not in self._units and index != self._writing:
-                return True
-            self._wanted.setdefault(index)
-            return False
-
-    @property
-    def held(self) -> frozenset[int]:
-        """Return the units that were asked for and must not have a new version yet."""
-        with self._lock:
-            return frozenset(self._wanted)
-
-    def __iter__(self) -> Iterator[SavedUnit]:
-        """Yield every unit once; it counts as written when the next one is asked for."""
-        while (unit := self._next()) is not None:
-            yield unit
+    def _units(self, written: Callable[[], None]) -> Iterator[SavedUnit]:
+        """Yield every unit of the snapshot once; it counts as written when the next one is asked for."""
+        while True:
+            with self._units_lock:
+                wanted = (unit for unit in self._wanted if unit in self._unwritten)
+                index = next(wanted, next(iter(self._unwritten), None))
+                if index is None:
+                    return
+                self._writing, unit = index, self._unwritten.pop(index)
+            saved = save_unit(index, unit)
             del unit
-            self._finish()
-
-    def close(self) -> None:
-        """Let all units have new versions: they are written, or will not be."""
-        with self._lock:
-            self._units.clear()
-            self._wanted.clear()
-            self._writing = None
-        self._written()
-
-    def _next(self) -> SavedUnit | None:
-        with self._lock:
-            index = next((i for i in self._wanted if i in self._units), next(iter(self._units), None))
-            if index is None:
-                return None
-            self._writing, unit = index, self._units.pop(index)
-        return save_unit(index, unit)
-
-    def _finish(self) -> None:
-        with self._lock:
-            if self._writing is not None:
-                self._wanted.pop(self._writing, None)
-            self._writing = None
-        self._written()
+            yield saved
+            del saved  # what has been written need not be kept alive
+            with self._units_lock:
+                self._wanted.pop(index, None)
+                self._writing = None
+            written()

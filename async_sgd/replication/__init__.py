@@ -1,4 +1,12 @@
-"""Leadership of a run: elections, configurations, what may be acknowledged. No clock, socket or file."""
+"""Leadership of a run and copies of its journal: elections, configurations, what may be acknowledged.
+
+- `replica`: the rules as a state machine without clock, socket or file; begin here, with "Failover" in
+  `docs/protocol.md`.
+- `leadership`: one hub process: the rules with a clock, votes on disk and records in the journal.
+- `journal_stream`: the leader streams its journal. `mirror`: the follower's copy, byte for byte.
+
+`launch.hub` runs leaders and standbys; swarms use the same classes for each part.
+"""
 
 from typing import TYPE_CHECKING
 

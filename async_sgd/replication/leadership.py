@@ -12,7 +12,7 @@ from aedit.async_sgd.rules import Configured, Record
 from aedit.proto.rpc import Extent, Proposal, Voter, VoteReply
 
 SILENT_S = 2.0
-"""A standby that is silent for so long is to be waited for no longer, if the voters agree."""
+"""Timeout after which a silent standby is no longer waited for, if the voters agree."""
 _LEASE_S, _PROMISE_S = 2.0, 4.0
 NEAR_BYTES = 8 * 2**20
 """A standby that lags no further than this is to be waited for."""
@@ -101,7 +101,7 @@ class Leadership:
     ) -> Sequence[Record] | None:
         """Return the records with which this hub begins to lead; None if it must follow or be elected.
 
-        is_new: nobody else can have a record of the run, or may have taken part in it.
+        is_new: no other hub can have a record of the run, or may have taken part in it.
         """
         with self._deciding() as replica:
             replica.configs = configs
@@ -156,17 +156,17 @@ class Leadership:
 
     # --- following
 
-    def heard_leader(self, configs: tuple[Configured, ...]) -> None:
-        """Note a word from the leader, whose journal has these configurations."""
+    def note_leader(self, configs: tuple[Configured, ...]) -> None:
+        """Note a message from the leader, whose journal has these configurations."""
         with self._change:
             if not self._replica.term:
                 self._replica.configs = configs
-            self._replica.heard_leader(self._clock())
+            self._replica.note_leader(self._clock())
 
-    def lost_leader(self) -> None:
+    def drop_leader(self) -> None:
         """Note that the leader cannot be followed any more: this hub may stand for election at once."""
         with self._change:
-            self._replica.lost_leader()
+            self._replica.drop_leader()
 
     def leader_ended(self) -> None:
         """Note that the leader says itself that it leads no more: this hub may vote for another at once."""
@@ -245,7 +245,7 @@ class Leadership:
                 is_meant = one != self.identity and address in ("", self._addresses.get(one))
                 if address and now - self._since_s.get(one, float("-inf")) < _SETTLED_S:
                     continue
-                if is_meant and replica.was_heard(one, now - SILENT_S) and now >= self._yield_again_s:
+                if is_meant and replica.has_confirmed(one, now - SILENT_S) and now >= self._yield_again_s:
                     self._yield_again_s = now + _YIELD_EVERY_S
                     return replica.yield_to(one, now + _YIELD_S)
             return False
@@ -295,13 +295,13 @@ class Leadership:
             self._since_s = {one: self._since_s.get(one, now) for one in newest}
         self._write()
 
-    def heard_promise(self, term: int) -> None:
-        """Note that another hub has promised this term; see `Replica.heard_promise`."""
+    def note_promise(self, term: int) -> None:
+        """Note that another hub has promised this term; see `Replica.note_promise`."""
         with self._change:
-            self._replica.heard_promise(term)
+            self._replica.note_promise(term)
 
     def holds_lease(self) -> bool:
-        """Return whether every standby that is waited for was heard lately; true without standbys."""
+        """Return whether every standby that is waited for has confirmed lately; true without standbys."""
         with self._change:
             return not self.has_others or self._replica.holds_lease(self._clock())
 
@@ -314,11 +314,11 @@ class Leadership:
             return len(configs[0].replicas) - 1, len(configs[0].electors)
 
     def _wanted(self, replica: Replica, complete: Position, now: float) -> set[int]:
-        old, heard = set(replica.configs[-1].replicas), replica.followers(now - SILENT_S)
-        near, kept = (
-            {n for n in heard if _is_near(replica.confirmed(n), complete)},
-            old - replica.silent(now, SILENT_S),
-        )
+        old, recent = set(replica.configs[-1].replicas), replica.followers(now - SILENT_S)
+        ends = {one: replica.confirmed(one) for one in recent}
+        segment, end = complete
+        near = {one for one, at in ends.items() if at[0] == segment and end - at[1] <= NEAR_BYTES}
+        kept = old - replica.silent(now, SILENT_S)
         if (place := self._place) is None or not replica.is_agreed:
             return kept | set(sorted(near - old)[: max(0, self._num_others + 1 - len(kept))])
         me = self.identity
@@ -347,7 +347,3 @@ class Leadership:
                 configs = [record for record in owed if isinstance(record, Configured)]
                 if configs and configs[-1] == replica.configs[-1]:
                     replica.placed(position)
-
-
-def _is_near(confirmed: Position, complete: Position) -> bool:
-    return confirmed[0] == complete[0] and complete[1] - confirmed[1] <= NEAR_BYTES

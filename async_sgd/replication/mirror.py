@@ -129,7 +129,9 @@ class Mirror:
             raise Damaged("the journal was damaged on its way")
         at = chunk.segment, chunk.offset
         if chunk.snapshot:
-            self._take_snapshot(chunk)
+            with self.lock:
+                self.partial.take(chunk.segment, chunk.offset, chunk.data)
+                self._is_arriving = True
         elif not chunk.data:
             return
         else:
@@ -237,11 +239,6 @@ class Mirror:
             self._file = File(segment_path(self._directory, segment), create=True)
             sync_directory(self._directory)
             self.position = segment, 0
-
-    def _take_snapshot(self, chunk: pb.TailChunk) -> None:
-        with self.lock:
-            self.partial.take(chunk.segment, chunk.offset, chunk.data)
-            self._is_arriving = True
 
     def _adopt(self, segment: int) -> None:
         """Replace everything by a snapshot that has arrived whole."""

@@ -22,7 +22,7 @@ class Replica:
     """The leadership of one hub. Its `voter` must be on disk before what a method returns is used."""
 
     def __init__(self, voter: Voter, *, promise_s: float, lease_s: float) -> None:
-        """Create a follower. promise_s: how long it supports a leader after the last word from it.
+        """Create a follower. promise_s: how long it supports a leader after its last message.
 
         lease_s: a leader whose replicas were silent for longer gives way to a candidate; below promise_s.
         """
@@ -43,7 +43,7 @@ class Replica:
         """Highest term that any voter has named."""
         self.is_overtaken = False
         """True if a voter refuses this leader's configuration for a higher term: it must be elected again."""
-        self._leader_heard_s = self._yielded_s = self._yields_until_s = float("-inf")
+        self._leader_at_s = self._yielded_s = self._yields_until_s = float("-inf")
         self._follows_since_s = float("-inf")
         self._successor = self._followed = 0
         self._supported = 0
@@ -58,7 +58,7 @@ class Replica:
     # --- beginning
 
     def found(self, journal_term: int) -> Decided:
-        """Lead a run of which nobody else can have a record; return the records to write."""
+        """Lead a run of which no other hub can have a record; return the records to write."""
         return self._begin(journal_term + 1)
 
     def may_resume(self, journal_term: int) -> bool:
@@ -73,7 +73,7 @@ class Replica:
     def resume(self, now: float) -> Decided:
         """Lead on after a restart, see `may_resume`; return the records to write.
 
-        Its replicas count as heard: they had no chance to be.
+        Its replicas count as recent: they had no chance to confirm.
         """
         self.term = self.configs[-1].term
         self._confirmed = dict.fromkeys(self._needed(), ((0, 0), now))
@@ -92,20 +92,20 @@ class Replica:
 
     # --- voting
 
-    def heard_leader(self, now: float) -> None:
-        """Note a word from the leader whose journal is followed. A new one is given time."""
+    def note_leader(self, now: float) -> None:
+        """Note a message from the leader whose journal is followed. A new one is given time."""
         newest = self.configs[-1] if self.configs else Configured(0, 0, 0, ())
-        self._leader_heard_s, self._supported = now, newest.leader
+        self._leader_at_s, self._supported = now, newest.leader
         if newest.term > self._followed:
             self._followed, self._follows_since_s = newest.term, now
 
-    def lost_leader(self) -> None:
+    def drop_leader(self) -> None:
         """Note that the leader cannot be followed any more: it is given no more time."""
         self._follows_since_s = float("-inf")
 
     def leader_ended(self) -> None:
         """Note that the leader has said that it leads no more: it needs no support against others."""
-        self._leader_heard_s = float("-inf")
+        self._leader_at_s = float("-inf")
 
     def may_confirm(self, term: int) -> bool:
         """Return whether records of the leader of `term` may be confirmed to it."""
@@ -125,13 +125,13 @@ class Replica:
         if answer.granted and self.term and proposal.term > self.term:
             self.step_down()
         if answer.granted and not proposal.number:
-            self._leader_heard_s, self._supported, self._yielded_s = now, proposal.proposer, now
+            self._leader_at_s, self._supported, self._yielded_s = now, proposal.proposer, now
         return replace(answer, leads=self.term)
 
     def _supports_another(self, proposer: int, now: float) -> bool:
         if self.term:
             return self.holds_lease(now) and not self.yields_to(proposer, now)
-        return proposer != self._supported and now - self._leader_heard_s < self._promise_s
+        return proposer != self._supported and now - self._leader_at_s < self._promise_s
 
     # --- becoming the leader
 
@@ -214,11 +214,11 @@ class Replica:
         return [Led(term), self.configs[-1], *self._ask_for_agreement()]
 
     def _decidable(self, replicas: Iterable[int], electors: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the replicas in order, or this one alone if nobody could decide between two halves."""
+        """Return the replicas in order, or this one alone if no elector could decide between two halves."""
         ordered = tuple(sorted(set(replicas)))
         return ordered if len(ordered) % 2 or electors else (self.voter.me,)
 
-    def heard_promise(self, term: int) -> None:
+    def note_promise(self, term: int) -> None:
         """Note that a replica has promised a term. It confirms nothing to a leader of a lower one.
 
         Such a leader must be elected again, unless another hub is.
@@ -234,23 +234,23 @@ class Replica:
         return bool(self.term) and self._agreement is None
 
     def holds_lease(self, now: float) -> bool:
-        """Return whether every replica that must confirm was heard within the lease."""
+        """Return whether every replica that must confirm did so within the lease."""
         return bool(self.term) and not self.silent(now, self._lease_s)
 
     def silent(self, now: float, for_s: float) -> set[int]:
-        """Return the replicas that must confirm and were not heard for so long."""
-        return {one for one in self._needed() if not self.was_heard(one, now - for_s)}
+        """Return the replicas that must confirm and did not for `for_s`."""
+        return {one for one in self._needed() if not self.has_confirmed(one, now - for_s)}
 
-    def was_heard(self, replica: int, since_s: float) -> bool:
+    def has_confirmed(self, replica: int, since_s: float) -> bool:
         """Return whether a replica has confirmed something since then."""
-        return self._heard_s(replica) >= since_s
+        return self._confirmed_s(replica) >= since_s
 
-    def _heard_s(self, replica: int) -> float:
+    def _confirmed_s(self, replica: int) -> float:
         return self._confirmed[replica][1] if replica in self._confirmed else float("-inf")
 
     def followers(self, since_s: float) -> set[int]:
         """Return the hubs that have confirmed something since then."""
-        return {one for one in self._confirmed if self.was_heard(one, since_s)}
+        return {one for one in self._confirmed if self.has_confirmed(one, since_s)}
 
     def step_down(self) -> None:
         """Lead no more: another hub leads under a higher term."""
@@ -288,8 +288,8 @@ class Replica:
         return min((self.confirmed(one) for one in self._needed()), default=END)
 
     def _enough(self, wanted: set[int], replicas: Iterable[int]) -> set[int]:
-        """Return what is wanted, with those of the replicas up to `least` that were heard last."""
-        others = sorted(set(replicas) - wanted, key=lambda one: -self._heard_s(one))
+        """Return what is wanted, with those of the replicas up to `least` that confirmed last."""
+        others = sorted(set(replicas) - wanted, key=lambda one: -self._confirmed_s(one))
         return wanted | set(others[: max(0, self.least - len(wanted))])
 
     def propose(self, replicas: Iterable[int], electors: Iterable[int]) -> Decided:
@@ -362,11 +362,6 @@ class Replica:
             self._known_term = max(self._known_term, answer.term)
             if answer.leads > self.term > 0:
                 self.step_down()
-
-
-def ballot_of(configs: tuple[Configured, ...]) -> Ballot:
-    """Return the ballot of the newest configuration; (0, 0) without one."""
-    return configs[-1].ballot if configs else (0, 0)
 
 
 def is_quorum(config: Configured, voters: Container[int]) -> bool:

@@ -1,4 +1,12 @@
-"""Rules of the outer step as pure functions: outer optimizers, merging, penalty, staleness, filtering."""
+"""Rules of asynchronous local SGD as pure functions and frozen values. Imports no torch.
+
+- `config`: `[outer]`, `[hub]` and what a hub must know of a run. `records`: everything that happens to a hub.
+- `outer`: outer optimizers. `merge_rules`: many pseudo-gradients into one.
+- `push_weights`: weights by claims, EDiT's penalty and staleness. `push_shares`: the share of a round.
+- `push_filter`, `push_times`: which pushes are trusted, by size, direction, steps and time.
+
+`hub` decides with them; `edit` uses the outer optimizers and the penalty. Begin with `records`.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Decide which pushes are believed, by size and direction.
+"""Decide which pushes are trusted, by size and direction.
 
 Sizes are logarithms of norm / steps^0.75: a pseudo-gradient grows like its steps while gradients agree and
 like their square root where they do not. Sizes are judged one-sided, against all nodes alike: each node
@@ -110,7 +110,7 @@ def log_size(push: Push) -> float:
 
 
 def judge_push(push: Push, history: SizeHistory, config: PushFilterConfig) -> str | None:
-    """Return why a push is not believed (its norm, and what it was compared with), or None if it is.
+    """Return why a push is distrusted (its norm, and what it was compared with), or None.
 
     Uses only what is known when the push arrives.
     """
@@ -118,14 +118,14 @@ def judge_push(push: Push, history: SizeHistory, config: PushFilterConfig) -> st
     if not math.isfinite(length):
         return "not finite"
     nodes = history.by_node().keys()
-    strangers = len(nodes) < 2 and push.node not in nodes  # one other node is too few to say what is usual
-    if strangers and length > FIRST_RATIO * history.anchor_norm:
+    is_unknown = len(nodes) < 2 and push.node not in nodes  # one other node is too few to say what is usual
+    if is_unknown and length > FIRST_RATIO * history.anchor_norm:
         return f"{length:.3g}, and the anchor's is {history.anchor_norm:.3g}"
     if not nodes:
         return None
     usual, spread, rounds = _usual(history)
     excess = log_size(push) - usual
-    if excess <= config.threshold * spread * _slack(len(nodes), rounds) * (2 if strangers else 1):
+    if excess <= config.threshold * spread * _slack(len(nodes), rounds) * (2 if is_unknown else 1):
         return None
     times = math.exp(min(excess, 100.0))
     return f"{length:.3g}, {times:.3g} times what is usual for {push.steps} steps"
@@ -193,18 +193,16 @@ def _cosines(pushes: Sequence[Push], numel: int) -> tuple[NDArray[np.float64], i
     """
     num_blocks = -(-numel // GRAIN)
     blocks = np.unique(np.linspace(0, num_blocks - 1, min(num_blocks, SAMPLE_BLOCKS)).astype(int))
+    lengths_N1 = np.array([[max(push_norm(push), 1e-300)] for push in pushes])
     products_NN, seen = np.zeros((len(pushes), len(pushes))), 0
     for block in blocks.tolist():
         start, stop = block * GRAIN, min((block + 1) * GRAIN, numel)
-        units_NE = np.stack([_direction(push, start, stop) for push in pushes])
+        pieces_NE = np.stack([push.values.read(start, stop).astype(np.float64) for push in pushes])
+        units_NE = pieces_NE / lengths_N1
         products_NN += units_NE @ units_NE.T
         seen += stop - start
     length_N = np.sqrt(np.maximum(np.diag(products_NN), 1e-300))
     return np.round(products_NN / length_N / length_N[:, None], 6), seen
-
-
-def _direction(push: Push, start: int, stop: int) -> NDArray[np.float64]:
-    return push.values.read(start, stop).astype(np.float64) / max(push_norm(push), 1e-300)
 
 
 def _slack(num_nodes: int, rounds: int) -> float:

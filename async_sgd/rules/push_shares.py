@@ -2,7 +2,7 @@
 
 Merged at full weight one by one, the pushes of N nodes add up instead of averaging. So each counts as its
 node's share of a round. The shares of all nodes add up to 1: in any stretch of time the anchor moves by the
-weighted mean of the nodes' progress, as it would in rounds of everybody, whatever the cadence of each node.
+weighted mean of the nodes' progress, as it would in rounds of all nodes, whatever the cadence of each node.
 
 Intervals are counted in versions of the unit, so that the same records give the same shares. Who is silent
 for too long is also decided by the age of the run as the journal has it: versions are made by those who push,
@@ -29,7 +29,7 @@ SMOOTHING = 0.25
 """Weight of the newest interval in a node's usual one."""
 
 PATIENCE = 4
-"""Usual intervals, or rounds of everybody, for which a node may be silent before it counts no more."""
+"""Usual intervals, or rounds of all nodes, for which a node may be silent before it no longer counts."""
 
 
 @dataclass(frozen=True, slots=True)

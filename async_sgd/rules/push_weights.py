@@ -107,7 +107,7 @@ def push_norm(push: Push) -> float:
 
 
 def penalty_weights(G_NL: Array, g_NL: Array, config: PenaltyConfig) -> Array:
-    """Return w_NL: weights that sum to 1 over nodes, or are all 0 for a unit that nobody trusts.
+    """Return w_NL: weights that sum to 1 over nodes, or are all 0 for a unit without a trusted node.
 
     A node that took no step since the unit's last round weighs 0.
     """
@@ -127,13 +127,10 @@ def _score(G_NL: Array, trusted_NL: NDArray[np.bool_], config: PenaltyConfig) ->
         case "paper":  # eq. 3: softmax(-G); one node takes all when norms are in the tens
             return np.negative(G_NL) / config.temperature
         case "scale-free":
-            median_L = np.array([_median(G, at) for G, at in zip(G_NL.T, trusted_NL.T, strict=True)])
+            columns = zip(G_NL.T, trusted_NL.T, strict=True)
+            median_L = np.array([np.median(G_N[at_N]) if at_N.any() else 1.0 for G_N, at_N in columns])
             score_NL: Array = (1 - G_NL / np.maximum(median_L, 1e-30)) / config.temperature
             return score_NL
-
-
-def _median(G_N: Array, trusted_N: NDArray[np.bool_]) -> float:
-    return float(np.median(G_N[trusted_N])) if trusted_N.any() else 1.0
 
 
 def _softmax(score_NL: Array) -> Array:

@@ -76,7 +76,7 @@ class Joined:
     name: str
     node: int
     session: int
-    """Fingerprint of its session: whoever reads the journal cannot speak for the node."""
+    """Fingerprint of its session: a reader of the journal cannot act as the node."""
     donor: str
     at_s: float
     process: int = 0
@@ -105,7 +105,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A push was not believed, or arrived too late."""
+    """A push was distrusted, or arrived too late."""
 
     node: int
     unit: int

@@ -1,4 +1,12 @@
-"""The gRPC services of a hub around its state machine and journal."""
+"""The gRPC services of a leading hub around its state machine and journal.
+
+- `driver`: the calls of nodes and other hubs; begin here. `push_pull`: pseudo-gradients in, anchors out.
+- `request_guard`: checks of callers, terms and leadership before a call is answered.
+- `hub_worker`: time, merges, snapshots and the end of the run. `hello_responder`: the first call of a peer.
+- `server_directory`: rollout servers. `messages`: conversion to protocol buffers. `metrics_page`: Prometheus.
+
+`launch.hub.leading` puts them together; `proto.rpc` calls them.
+"""
 
 from typing import TYPE_CHECKING
 

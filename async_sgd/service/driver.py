@@ -73,13 +73,13 @@ class Driver:
             self._hub.heartbeat(member.node, report, now)
             used = self._used(member, request.consumed)
             position, versions_at = self._ledger.commit(used), self._ledger.versions_at
-            told = messages.tell(self._hub, member.node, now)
+            news = messages.member_news(self._hub, member.node, now)
         if used:  # else there is nothing in it that a crash could make untrue
             self._guard.durable(position)
         self._guard.shown(versions_at)
-        told.receipt.CopyFrom(self._ledger.receipt)
-        told.asks = self._guard.leadership.asks_elector(member.voter)
-        return told
+        news.receipt.CopyFrom(self._ledger.receipt)
+        news.asks = self._guard.leadership.asks_elector(member.voter)
+        return news
 
     def lease(self, request: pb.LeaseRequest) -> pb.LeaseReply:
         """Return blocks of sample positions: of a lease whose reply was lost, else new ones."""

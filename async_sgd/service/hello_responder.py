@@ -9,12 +9,12 @@ from aedit.proto.rpc import Refusal
 from aedit.proto.rpc import hub_pb2 as pb
 
 _SHOWN = 64
-"""Characters of a text from a stranger that go into an answer."""
+"""Characters of a text from an unknown peer that go into an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HelloResponder:
-    """The content of HelloReply, which anybody may know who asks; the term is the hub's own."""
+    """The content of HelloReply, which is public; the term is the hub's own."""
 
     protocol: int
     method: Mapping[str, str]
@@ -27,7 +27,7 @@ class HelloResponder:
     """The run's TOML."""
     addresses: Callable[[], tuple[str, ...]]
     standby: Callable[[], str]
-    """Empty: nobody else could lead."""
+    """Empty: no other hub could lead."""
     part: int = 0
     """In a swarm the part that this hub keeps, counted from 1; 0: there is nothing to confuse."""
 

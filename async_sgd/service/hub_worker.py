@@ -17,7 +17,7 @@ TICK_S = 0.05
 _FULL_PAUSE_S = 1.0
 """Before what found no room on the disk is decided anew."""
 _ENDED_S = 3.0
-"""A finished run without members has ended when nobody has come back for so long."""
+"""A finished run without members has ended after this time without a returning member."""
 
 Event = Callable[..., None]
 
@@ -111,7 +111,8 @@ class HubWorker:
                 self._tick(now)
             except NoSpace as error:
                 self.is_full(error)
-        if ledger.snapshot_is_due(self._snapshot_bytes) and not self._is_saving():
+        is_saving = self._snapshots is not None and self._snapshots.is_alive()
+        if ledger.snapshot_is_due(self._snapshot_bytes) and not is_saving:
             self._snapshots = threading.Thread(target=self._snapshot, name="snapshot", daemon=True)
             self._snapshots.start()
         self._look_for_the_end(now)
@@ -170,10 +171,6 @@ class HubWorker:
                 self._merging.discard(record.unit)
             self.wake()
 
-    def _is_saving(self) -> bool:
-        """Return whether a snapshot is being written; one is written at a time."""
-        return self._snapshots is not None and self._snapshots.is_alive()
-
     def _snapshot(self) -> None:
         try:
             self.event("snapshot", bytes=self.ledger.snapshot(self.wake))
@@ -188,7 +185,7 @@ class HubWorker:
             hub = self.ledger.hub
             ended = bool(hub.state.members) and not hub.state.live and hub.progress(now) >= 1.0
             position = self.ledger.journal.position
-        # A hub that acknowledges nothing has answered nobody: nodes may be waiting to come back.
+        # A hub that acknowledges nothing has not replied: nodes may be waiting to come back.
         if not (ended and self._ends_with_run and self.ledger.is_confirmed(position)):
             self._empty_since_s = None
         elif self._empty_since_s is None:

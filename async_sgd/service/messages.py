@@ -29,7 +29,7 @@ MOST_DONORS = 16
 
 
 def refusal(denied: Denied) -> Refusal:
-    """Return what the peer is told."""
+    """Return the refusal that the peer gets."""
     return Refusal(_CODES[denied.kind], denied.reason)
 
 
@@ -99,7 +99,7 @@ def join_reply(hub: Hub, member: Member, session: int, now: float) -> pb.JoinRep
     state = hub.state
     assert state.layout is not None
     indices = range(len(state.layout.units))
-    told = tell(hub, member.node, now)
+    news = member_news(hub, member.node, now)
     return pb.JoinReply(
         term=state.term,
         node=member.node,
@@ -107,27 +107,27 @@ def join_reply(hub: Hub, member: Member, session: int, now: float) -> pb.JoinRep
         founder=state.founder == member.node and not (state.is_founded or hub.recovery_anchors.are_asked),
         versions=[state.units[i].version if i in state.units else 0 for i in indices],
         seqs=[member.received.get(i, 0) for i in indices],
-        donors=told.donors,
-        news=told,
+        donors=news.donors,
+        news=news,
     )
 
 
-def tell(hub: Hub, node: int, now: float) -> pb.News:
+def member_news(hub: Hub, node: int, now: float) -> pb.News:
     """Return the state of the run for a member."""
-    told = run_news(hub, node, now)
+    found = run_news(hub, node, now)
     return pb.News(
         term=hub.state.term,
         units=[unit_news(hub, node, unit) for unit in hub.state.units],
-        round=told.round,
-        pace_steps=told.pace_steps,
-        nodes=told.nodes,
-        total_steps=told.total_steps,
-        total_tokens=told.total_tokens,
-        elapsed_s=told.elapsed_s,
-        finished=told.finished,
-        evaluates=told.evaluates,
+        round=found.round,
+        pace_steps=found.pace_steps,
+        nodes=found.nodes,
+        total_steps=found.total_steps,
+        total_tokens=found.total_tokens,
+        elapsed_s=found.elapsed_s,
+        finished=found.finished,
+        evaluates=found.evaluates,
         donors=hub.state.roster.donors(node, MOST_DONORS),
-        progress=told.progress,
+        progress=found.progress,
         brings=hub.recovery_anchors.brings(node, now),
     )
 

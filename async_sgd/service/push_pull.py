@@ -86,7 +86,7 @@ class PushPull:
             push, crc = self._measured(head, data, layout), crc32(data)
             # A snapshot may begin a new segment while the payload is on its way into the old one: then again.
             while not self._offer(head, push):
-                with self._guard.told():
+                with self._guard.refusing():
                     payload = self._ledger.store_payload(head.codec, layout.numel, crc, data)
                 push = replace(push, values=payload)
         data.release()  # it is in the file, and the disk may take a while to say so

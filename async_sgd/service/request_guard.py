@@ -38,7 +38,7 @@ class RequestGuard:
         self.ledger, self.engine, self.run, self.leadership = ledger, engine, run, leadership
         self._part = part
         self.replaced = threading.Event()
-        """Another hub leads under a higher term: this one has nothing to say any more."""
+        """Another hub leads under a higher term: this hub refuses all further calls."""
         self.lacking = ""
         """Acknowledged records that this hub has lost, as text; it does not lead unless this is empty."""
         self._believes_hubs = False
@@ -56,7 +56,7 @@ class RequestGuard:
         shut_out: Callable[[str], bool] = lambda address: False,
         candidate: Callable[[pb.ProposeRequest], None] = lambda request: None,
     ) -> None:
-        """Set whose word counts.
+        """Set which callers are trusted.
 
         Args:
             hubs: Whether callers of `Tail` and `Confirm` have shown keys of a hub.
@@ -72,12 +72,12 @@ class RequestGuard:
     @contextmanager
     def deciding(self) -> Iterator[float]:
         """Hold the lock and yield the time; errors inside become refusals."""
-        with self.told(), self.ledger.lock:
+        with self.refusing(), self.ledger.lock:
             self.check_leads()
             yield self.ledger.clock()
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def refusing(self) -> Iterator[None]:
         """Turn errors inside the block into refusals."""
         try:
             yield
@@ -116,7 +116,7 @@ class RequestGuard:
         """Raise Refusal for a higher term than this hub's.
 
         A hub that has shown its keys is believed, and this one has been replaced. Another caller only
-        makes this hub ask the other one. Without another hub nobody can know of a higher term.
+        makes this hub ask the other one. Without another hub there is no higher term.
 
         Args:
             term: That the caller speaks of.
@@ -136,7 +136,7 @@ class RequestGuard:
         raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, text)
 
     def end_term(self) -> None:
-        """Note that another hub leads under a higher term; followers are told so at once."""
+        """Note that another hub leads under a higher term; followers learn it at once."""
         self.replaced.set()
         self.ledger.grown.notify()
 
@@ -153,7 +153,7 @@ class RequestGuard:
                 if leads > self.ledger.hub.state.term:
                     self.end_term()
                 else:
-                    self.leadership.heard_promise(promised)
+                    self.leadership.note_promise(promised)
             finally:
                 self._asking.release()
 
@@ -179,7 +179,7 @@ class RequestGuard:
         A receipt of this journal proves that something is missing: then this hub leads no longer. One of
         another journal proves nothing to this hub, and only its node is refused.
         """
-        with self.told():
+        with self.refusing():
             if not self.ledger.receipts.lacks(claim.receipt):
                 return
         with self.ledger.lock:
@@ -187,8 +187,8 @@ class RequestGuard:
         self.check_leads()
 
     def durable(self, position: Position) -> pb.Receipt:
-        """Return a receipt when a crash cannot take `position` back; only then may a peer be told."""
-        with self.told():
+        """Return a receipt when a crash cannot take `position` back; only then may a peer get a reply."""
+        with self.refusing():
             receipt = self.ledger.durable(position)
         self.check_leads()
         return receipt
@@ -212,7 +212,7 @@ class RequestGuard:
 
         A reply shows versions: they must not go back when that hub leads.
         """
-        with self.told():
+        with self.refusing():
             self.leadership.wait(position, SHOWN_LIMIT_S)
         self.check_leads()
 
@@ -259,7 +259,7 @@ _FINGERPRINT_BYTES = 16
 
 
 def fingerprint(secret: int) -> int:
-    """Return what the journal has of a number that proves who somebody is; 0 for 0, which proves nothing."""
+    """Return the fingerprint under which the journal has a secret number; 0 for 0, which proves nothing."""
     return _digest(secret.to_bytes(8, "little")) if secret else 0
 
 
@@ -292,7 +292,7 @@ def check_name(name: str, certified: str | None, role: str) -> None:
 
 
 def origin_of(host: str) -> str:
-    """Return the host as an origin: an IPv6 network counts as one, since anybody there has 2^64 addresses."""
+    """Return the host as an origin: an IPv6 network counts as one, since a host there has 2^64 addresses."""
     try:
         address = ipaddress.ip_address(_address(host))
     except ValueError:

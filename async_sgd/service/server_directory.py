@@ -45,7 +45,7 @@ _FIGURE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./ -]*")
 _MOST_SHOWN = 64
 """Accused servers whose evidence `status` shows, the latest ones: it must fit into one message."""
 _EVENTS_PER_S = 5.0
-"""Limit of recorded events of servers that come and go: nobody can fill the disk with them."""
+"""Limit of recorded events of servers that come and go, so that they cannot fill the disk."""
 
 Event = Callable[..., None]
 
@@ -99,7 +99,10 @@ class Directory:
         if lives and before is not None and before.card.public_key != card.public_key and not certified:
             left_s = before.until_s - now
             raise Denied("taken", f"another server is named {card.name!r}; its lease ends in {left_s:.0f} s")
-        self._check_key(card, now)
+        for name, entry in self._entries.items():
+            if name != card.name and entry.card.public_key == card.public_key and entry.lives(now):
+                text = f"the server {name!r} has this public key: each server needs its own"
+                raise Denied("taken", text)
         if not lives and len(self.live(now)) >= self._most:
             raise Denied("full", f"this hub lists {self._most} servers (hub.limits.servers)")
         is_new = not lives or before is None or before.card.process != card.process
@@ -195,11 +198,6 @@ class Directory:
             "banned": ban.reason if ban else "",
         }
 
-    def _check_key(self, card: pb.ServerCard, now: float) -> None:
-        for name, entry in self._entries.items():
-            if name != card.name and entry.card.public_key == card.public_key and entry.lives(now):
-                raise Denied("taken", f"the server {name!r} has this public key: each server needs its own")
-
     def _forget(self, now: float) -> None:
         """Drop the oldest departed servers and accusations beyond `limits.servers`."""
         gone = [name for name, entry in self._entries.items() if not entry.lives(now)]
@@ -240,7 +238,12 @@ class ServerDirectory:
             is_new, ban = self._directory.announce(card, now, certified=certified is not None)
             if is_new:
                 self._happened("server", name=card.name, address=card.address)
-            return self._reply(ban, now)
+            return pb.AnnounceReply(
+                lease_s=self._directory.lease_s,
+                banned=ban is not None,
+                reason=ban.reason if ban else "",
+                finished=self._ledger.hub.progress(now) >= 1.0,
+            )
 
     def withdraw(self, request: pb.WithdrawRequest, certified: str | None) -> pb.WithdrawReply:
         """Take out a server that ends."""
@@ -298,14 +301,6 @@ class ServerDirectory:
     def _check_run(self, run: str) -> None:
         if run != self._guard.run:
             raise _wrong(f"this hub leads the run {self._guard.run!r}, not {run[:64]!r}")
-
-    def _reply(self, ban: Banned | None, now: float) -> pb.AnnounceReply:
-        return pb.AnnounceReply(
-            lease_s=self._directory.lease_s,
-            banned=ban is not None,
-            reason=ban.reason if ban else "",
-            finished=self._ledger.hub.progress(now) >= 1.0,
-        )
 
     def _listed(self, card: pb.ServerCard) -> pb.ServerCard:
         """Return a card as others see it. The number of a process is secret: it could withdraw its server."""

@@ -237,7 +237,7 @@ class Standby:
         while not self._stopping.is_set():
             lost = self._follow_until_lost()
             if lost:
-                self._leadership.lost_leader()
+                self._leadership.drop_leader()
                 self._turn.lost_owner(self._endpoint.place_without(lost))
             elif self._endpoint.replicas is not None and self._turn.take():
                 self._stand_or_end()
@@ -331,7 +331,7 @@ class Standby:
             self._mirror.take(chunk)
             if not self._leader:
                 self._leadership.withdraw()
-            self._leadership.heard_leader(self._mirror.hub.state.configs)
+            self._leadership.note_leader(self._mirror.hub.state.configs)
             self._term, self._leader, self._heard_s = term, leader, time.monotonic()
             self._arrivals.note()
         return True

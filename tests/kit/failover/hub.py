@@ -246,7 +246,7 @@ class SimHub:
     def on_chunk(self, sender, term, asked, entries):
         if asked != tuple(self.disk.log) or not self._follows(term):
             return
-        self.machine.heard_leader(self.world.now)
+        self.machine.note_leader(self.world.now)
         self.leader = sender
         for entry in entries:
             self.disk.log.append(entry)
@@ -259,7 +259,7 @@ class SimHub:
 
     def on_leads(self, sender, term, promised):
         if self._leads(term):
-            self.machine.heard_promise(promised)
+            self.machine.note_promise(promised)
 
     def _leads(self, term):
         """Return whether this hub leads; it gives up when somebody knows a higher term."""
