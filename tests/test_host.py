@@ -368,7 +368,7 @@ def test_a_line_that_is_closed_while_weights_are_prepared_fails_its_swaps(closin
 
 def prepared(host):
     """Wait until the next weights of line a have been prepared."""
-    until(lambda: host._loop.lines["a"].weights.is_prepared, "the preparation of weights")
+    until(lambda: host._lines["a"].weights.is_prepared, "the preparation of weights")
 
 
 def test_a_sample_waits_for_the_version_it_asks_for(closing):

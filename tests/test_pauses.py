@@ -90,7 +90,7 @@ def test_a_wait_fails_when_the_host_is_closed():
     ended = host.pause_after_running()
     closer = threading.Thread(target=host.close)
     closer.start()
-    until(lambda: host._loop.is_closing, "the order to close")
+    until(lambda: host._is_closing, "the order to close")
     steps.open()
     closer.join(LIMIT_S)
     with pytest.raises(RuntimeError, match="the server is ending"):
@@ -176,7 +176,7 @@ def test_the_route_says_when_samples_run_on_after_its_deadline(place):
         assert answer["error"]["message"].startswith("samples that still run after 0.05 s: 1. They go on")
     assert service.host.is_paused
     waiting = do("/pause?mode=wait")
-    until(lambda: len(service.host._loop._pausing) == 3, "the third request")
+    until(lambda: len(service.host._pausing) == 3, "the third request")
     assert do("/resume").result(LIMIT_S)[0] == 200
     status, _, answer = waiting.result(LIMIT_S)
     assert (status, answer["error"]["code"]) == (409, "pause_replaced")

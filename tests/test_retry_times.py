@@ -2,8 +2,8 @@
 
 import heapq
 
-from aedit.spec_rollout.server import host_loop
-from aedit.spec_rollout.server.host_loop import MAX_RETRY_S, MIN_RETRY_S, RetryTimes
+from aedit.spec_rollout.server import host_figures
+from aedit.spec_rollout.server.host_figures import MAX_RETRY_S, MIN_RETRY_S, RetryTimes
 
 
 def simulate(num_clients, over_per_s, places=16, seconds=120.0):
@@ -46,7 +46,7 @@ def test_the_first_ones_are_told_when_the_queue_is_over_and_later_ones_later():
     told = [times.refuse(8, 2.0) for _ in range(100)]
     assert told[0] == 4.0
     assert told == sorted(told)
-    assert told[-1] == 4.0 + 99 / host_loop.RETURNS_PER_ROW / 2.0
+    assert told[-1] == 4.0 + 99 / host_figures.RETURNS_PER_ROW / 2.0
     assert times.refuse(10_000, 2.0) == MAX_RETRY_S
 
 
@@ -59,7 +59,7 @@ def test_those_whose_time_is_over_no_longer_count():
 
 
 def test_without_a_measured_speed_the_time_is_the_shortest_and_a_flood_takes_no_memory(monkeypatch):
-    monkeypatch.setattr(host_loop, "MOST_RETURNS", 5)
+    monkeypatch.setattr(host_figures, "MOST_RETURNS", 5)
     times = RetryTimes(lambda: 0.0)
     assert [times.refuse(8, 0.0) for _ in range(50)] == [MIN_RETRY_S] * 50
-    assert times.refuse(8, 2.0) == 4.0 + 5 / host_loop.RETURNS_PER_ROW / 2.0
+    assert times.refuse(8, 2.0) == 4.0 + 5 / host_figures.RETURNS_PER_ROW / 2.0

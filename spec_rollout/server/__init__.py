@@ -2,8 +2,8 @@
 
 `aedit serve` builds it and HTTP submits to it; begin with `EngineHost` in `host.py`, then `rollouts.py`.
 
-- `host.py`: the host's interface; `host_loop.py`: its thread and figures; `host_line.py`: one engine and its
-  weights; `tickets.py`: submitted samples, priorities, limits and queues.
+- `host.py`: the host and its thread; `host_line.py`: one engine and its weights; `host_figures.py`: figures
+  and times of retries; `tickets.py`: submitted samples, priorities, limits and queues.
 - `rollouts.py`: the gRPC service; `trainer_stream.py`: one stream of a trainer.
 - `worker.py`: process of a rollout worker; `worker_engine.py`: its engine; `channel.py`: its socket.
 - `trainer_lines.py`: a trainer's engines and their policy versions.
