@@ -155,7 +155,7 @@ class Trainer:
         hub, consumed = self.run.world.hub, self.stock.leases.consumed(self.used)
         self.run.world.do(hub.use(self.node, consumed))
         self.stock.settle(sum(upto - start for start, upto in consumed))
-        self.stock.heard(now_s)
+        self.stock.hub_answered(now_s)
         if missing := self.stock.missing():
             self.stock.more(self.run.world.lease(self.node, missing))
         self.give()

@@ -54,7 +54,7 @@ class Owner:
     def joined(self, part, reply):
         pass
 
-    heard = beaten = refounded = joined
+    take_news = beaten = refounded = joined
 
     def inherits(self):
         return ()

@@ -98,18 +98,18 @@ def news(**values):
 
 def test_what_a_trainer_is_told_does_not_go_back_when_part_0_begins_anew():
     told = RunNews()
-    told.heard(0, news(round=7, total_steps=700, elapsed_s=90.0, progress=0.5))
-    told.heard(1, news(total_steps=710, elapsed_s=91.0, progress=0.51))
+    told.take_news(0, news(round=7, total_steps=700, elapsed_s=90.0, progress=0.5))
+    told.take_news(1, news(total_steps=710, elapsed_s=91.0, progress=0.51))
     before = told.current()
-    told.heard(0, news(term=AGAIN, round=0))
+    told.take_news(0, news(term=AGAIN, round=0))
     after = told.current()
     assert (after.round, after.total_steps, after.elapsed_s) == (7, 710, 91.0)
     assert after.progress == 0.51 > before.progress == 0.5
-    told.heard(0, news(term=AGAIN, round=2, total_steps=40, elapsed_s=5.0, progress=0.1))
+    told.take_news(0, news(term=AGAIN, round=2, total_steps=40, elapsed_s=5.0, progress=0.1))
     assert (told.current().round, told.current().total_steps) == (9, 740)
     assert told.current().progress == pytest.approx(0.6)
     assert not told.current().finished
-    told.heard(1, news(progress=1.0))
+    told.take_news(1, news(progress=1.0))
     assert told.current().finished
 
 

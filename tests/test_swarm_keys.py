@@ -19,6 +19,7 @@ from aedit.launch.cli.keys import make_keys, revoke
 from aedit.launch.config import Placement, RunConfig, check_hub_start, parse
 from aedit.launch.swarm import Peer as PeerProcess
 from aedit.launch.swarm import PeerOptions
+from aedit.launch.swarm.peer_service import rows
 from aedit.proto.rpc import (
     HubClient,
     Proposal,
@@ -307,6 +308,11 @@ def test_a_client_starts_with_the_keys_of_a_node_and_without_any(tmp_path, keys)
         client.close()
 
 
+def live_rows(peer):
+    """Return the rows of views about the peers that count for `peer`."""
+    return rows(peer._known.live(time.monotonic()), peer._key.public, peer._known.faults)
+
+
 def test_the_processes_of_two_peers_count_with_the_certificates_of_their_folders(tmp_path, keys):
     alice = process(tmp_path / "a", "", keys=keys / "alice")
     bob = process(tmp_path / "b", "", keys=keys / "bob", peers=alice.address)
@@ -315,8 +321,8 @@ def test_the_processes_of_two_peers_count_with_the_certificates_of_their_folders
     try:
         for one in everybody:
             one._gossip.start()
-        until(lambda: all(len(one._live_names()) == 3 for one in everybody), "three peers")
-        told = {row["certificate"] for row in client._live_names()}
+        until(lambda: all(len(live_rows(one)) == 3 for one in everybody), "three peers")
+        told = {row["certificate"] for row in live_rows(client)}
         made = [own_endorsement(keys / name, "r", b"").fingerprint for name in ("alice", "bob")]
         assert told == {*made, ""}
     finally:

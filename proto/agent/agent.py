@@ -58,7 +58,7 @@ class RunNews:
     _past: News = field(default_factory=News)
     """The state of the run when part 0 was founded again last."""
 
-    def heard(self, part: int, news: pb.News) -> None:
+    def take_news(self, part: int, news: pb.News) -> None:
         """Take the news of a hub process."""
         if part == 0 and self.news.term and lineage(news.term) != lineage(self.news.term):
             self._past = self.current()
@@ -245,7 +245,7 @@ class Agent:
         self._initial_sync.joined(part, reply)
         if part == 0:
             self._box.speak_as(reply.session)
-        self.heard(part, reply.news)
+        self.take_news(part, reply.news)
 
     def refounded(self, part: int, generation: int) -> None:
         """Begin anew with a part that was lost after this generation and founded again."""
@@ -263,10 +263,10 @@ class Agent:
         """Return the end of the last positions of samples that this node was given."""
         return self._leased_upto
 
-    def heard(self, part: int, news: pb.News) -> None:
+    def take_news(self, part: int, news: pb.News) -> None:
         """Take the news of hub process `part`."""
-        self._transfers.heard(news.units)
-        self._news.heard(part, news)
+        self._transfers.take_news(news.units)
+        self._news.take_news(part, news)
         if news.brings and (units := self._transfers.asked_for(news.brings)):
             self._thread(partial(self._transfers.bring, units), f"bring-{part}")
         if part == 0:
@@ -295,7 +295,7 @@ class Agent:
             self._node_report.tell(heartbeat.steps_per_s)
             with self._lease_lock:
                 self._stock.settle(sum(c.upto - c.start for c in heartbeat.consumed))
-                self._stock.heard(time.monotonic())
+                self._stock.hub_answered(time.monotonic())
             self._lease()
 
     def refused(self, text: str) -> None:

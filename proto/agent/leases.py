@@ -103,7 +103,7 @@ class Stock:
         self._heard_s: float | None = None
         self._away_s, self._until_s = 0.0, 0.0
 
-    def heard(self, now_s: float) -> None:
+    def hub_answered(self, now_s: float) -> None:
         """Note that the hub answers, on any monotonic clock."""
         away_s = 0.0 if self._heard_s is None else now_s - self._heard_s
         if away_s >= self._away_s or now_s > self._until_s:

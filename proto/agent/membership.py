@@ -225,7 +225,7 @@ class Membership:
             if not self._is_of_now(news.term):
                 return self._lost(f"{self._address} speaks for term {news.term}, which is over")
             self.acknowledged(news.receipt, news.term)
-            owner.heard(self.part, news)
+            owner.take_news(self.part, news)
             owner.beaten(self.part, heartbeat)
             if news.asks:
                 self._offer(self.client, min(self.patience_s, _OWN_HUB_S))

@@ -289,7 +289,7 @@ class UnitTransfers:
         with self._lock:
             return pb.Claim(seqs=self._accepted, versions=self.versions)
 
-    def heard(self, news: Sequence[pb.UnitNews]) -> None:
+    def take_news(self, news: Sequence[pb.UnitNews]) -> None:
         """Take the hub's decisions."""
         for item in news:
             with self._lock:
