@@ -2,7 +2,7 @@
 
 Begin at `config.RunConfig` and `loading.load`.
 
-config, rl, serve, swarm: the tables of a configuration file. exchanges: the values of `swarm.exchange`.
+config, rl, swarm: the tables of a configuration file.
 loading: from TOML files, presets and flags to one value, with the origin of each key.
 fields: keys by dotted name, as types and as TOML text; which of them decide the result.
 flags: keys as flags of the command line, and their help.
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
         tokens_per_step,
         unit_rules,
     )
-    from aedit.launch.config.exchanges import PEER_EXCHANGES
     from aedit.launch.config.fields import difference, hints, literal, method, to_toml, values
     from aedit.launch.config.flags import flag_keys, flags_help, split_flags, with_flags
     from aedit.launch.config.loading import (
@@ -66,7 +65,7 @@ if TYPE_CHECKING:
         warnings,
     )
     from aedit.launch.config.rl import DrafterConfig, PromptConfig, RewardConfig, RLConfig
-    from aedit.launch.config.swarm import SwarmConfig
+    from aedit.launch.config.swarm import PEER_EXCHANGES, SwarmConfig
 
 __all__ = [
     "FIRST",

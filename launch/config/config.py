@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 
 from aedit.async_sgd.rules import DRAFTER, HubConfig, OuterConfig, UnitRule, UnitRules
 from aedit.edit import EditConfig
-from aedit.launch.config.exchanges import PEER_EXCHANGES
 from aedit.launch.config.rl import (
     AuditConfig,
     DrafterConfig,
@@ -17,7 +16,7 @@ from aedit.launch.config.rl import (
     RLConfig,
     ServeConfig,
 )
-from aedit.launch.config.swarm import SwarmConfig
+from aedit.launch.config.swarm import PEER_EXCHANGES, SwarmConfig
 from aedit.system import is_plain_name
 from aedit.types import (
     NonNegativeFloat,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aedit.launch.config.config import RunConfig
-from aedit.launch.config.exchanges import PEER_EXCHANGES
+from aedit.launch.config.swarm import PEER_EXCHANGES
 from aedit.proto.rpc import is_loopback
 from aedit.types import UserError
 
