@@ -20,7 +20,7 @@ from aedit.launch.config import (
     TrainConfig,
     hints,
     load,
-    parse,
+    parse_config,
     preset_names,
     split_flags,
     to_toml,
@@ -264,7 +264,7 @@ def test_an_error_names_a_key_that_a_file_can_have(value):
         text = f"[{table}]\n{leaf} = {value}" if table else f"{leaf} = {value}"
         error = ""
         try:
-            parse(text, "here")
+            parse_config(text, "here")
         except UserError as refusal:
             error = str(refusal)
         said = re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", error.removeprefix("here: "))

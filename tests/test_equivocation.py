@@ -10,13 +10,13 @@ from kit.hub_processes import status
 from kit.peers_in_process import peers_here
 from kit.waiting import until
 
-from aedit.launch.config import parse
+from aedit.launch.config import parse_config
 from aedit.proto.rpc import parsed_statement
 from aedit.proto.rpc import statement as wire
 from aedit.proto.swarm import read_proof
 from aedit.types import Verdict
 
-CONFIG = parse(
+CONFIG = parse_config(
     """
 name = "test"
 [train]

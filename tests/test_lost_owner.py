@@ -10,14 +10,14 @@ from kit.hub_processes import Client
 from kit.waiting import until
 
 from aedit.async_sgd.replication import leadership
-from aedit.launch.config import parse
+from aedit.launch.config import parse_config
 from aedit.launch.hub import standby as standby_module
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.main import _Process
 from aedit.proto.rpc import HubUnreachable
 from aedit.proto.swarm import PartPlaces, ReplicasFile
 
-CONFIG = parse(
+CONFIG = parse_config(
     'name = "run"\n[swarm]\ndiscovery = "file"\nparts = 1\ncopies = 3\n'
     '[hub]\ncodec = "fp32"\nexpire_s = 1000.0\n',
     "here",

@@ -3,7 +3,7 @@
 import hashlib
 import json
 
-from aedit.launch.config import RunConfig, difference, method, parse, to_toml, with_flags
+from aedit.launch.config import RunConfig, difference, method, parse_config, to_toml, with_flags
 from aedit.launch.config.fields import defaults
 from aedit.proto.rpc import PROTOCOL
 
@@ -43,5 +43,5 @@ def test_a_hub_sends_only_what_is_not_at_its_default():
         RunConfig(), ["--edit.every", "64", "--edit.penalty.clip", "none", "--model.sizes.n", "3"]
     )
     text = to_toml(config, defaults=False)
-    assert parse(text, "hub") == config
+    assert parse_config(text, "hub") == config
     assert text == '[model.sizes]\nn = 3\n\n[edit]\nevery = 64.0\n\n[edit.penalty]\nclip = "none"\n'

@@ -9,7 +9,7 @@ from kit.served_models import saved
 from kit.serving import ask, served
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from aedit.launch.cli.service_options import is_model
+from aedit.launch.cli.service_options import is_model_folder
 from aedit.types import UserError
 
 NUM_NEW = 20
@@ -88,7 +88,7 @@ def check_chat(address, policy, tokenizer):
 
 
 def test_a_directory_that_is_not_there_is_told_as_such(tmp_path):
-    assert is_model(str(tmp_path))
-    assert not is_model("hub.example:7000")
+    assert is_model_folder(str(tmp_path))
+    assert not is_model_folder("hub.example:7000")
     with pytest.raises(UserError, match="no such directory, and no HOST:PORT"):
-        is_model(str(tmp_path / "modle"))
+        is_model_folder(str(tmp_path / "modle"))

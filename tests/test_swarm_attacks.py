@@ -10,7 +10,7 @@ from kit.hub_processes import Client, HubRefused
 from kit.swarm import key_of
 from kit.waiting import until
 
-from aedit.launch.config import parse
+from aedit.launch.config import parse_config
 from aedit.launch.hub.endpoint import HubEndpoint, VoteRequests
 from aedit.launch.hub.main import _Process
 from aedit.launch.swarm import peer_service
@@ -26,7 +26,7 @@ from aedit.proto.rpc import (
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.proto.swarm import KEY, PartPlaces, ReplicasFile
 
-CONFIG = parse(
+CONFIG = parse_config(
     'name = "run"\n[swarm]\ndiscovery = "file"\nparts = 2\ncopies = 3\n[hub]\ncodec = "fp32"\n', "here"
 )
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from aedit.launch.cli import main
-from aedit.launch.config import Placement, RunConfig, SwarmConfig, load, of_this_machine, parse
+from aedit.launch.config import Placement, RunConfig, SwarmConfig, load, of_this_machine, parse_config
 from aedit.launch.processes.join_run import joined_to
 from aedit.launch.processes.run_local import _how_to_join
 from aedit.launch.swarm import PeerOptions, initial_peers, introduced, peer
@@ -19,7 +19,7 @@ SWARM = '[swarm]\ndiscovery = "file"\n'
 
 
 def test_a_swarm_is_a_run_in_which_nodes_push_and_land_on_arrival():
-    config = parse(SWARM, "here")
+    config = parse_config(SWARM, "here")
     assert config.has_hub
     assert config.edit.landing == "arrival"
     assert not RunConfig().has_hub
@@ -43,7 +43,7 @@ def test_a_swarm_is_a_run_in_which_nodes_push_and_land_on_arrival():
 )
 def test_what_cannot_be_in_a_swarm_is_named(text, said):
     with pytest.raises(UserError, match=said):
-        parse(text, "here")
+        parse_config(text, "here")
 
 
 AVERAGES = '[swarm]\ndiscovery = "hivemind"\nexchange = "hivemind"\n'
@@ -51,12 +51,12 @@ TIMED = '[edit]\nschedule = "seconds"\nevery = 10\n'
 
 
 def test_a_swarm_that_averages_owns_nothing_and_lands_on_arrival():
-    config = parse(AVERAGES + TIMED, "here")
+    config = parse_config(AVERAGES + TIMED, "here")
     assert config.swarm.on
     assert not config.has_hub
     assert not config.swarm.has_parts
     assert config.edit.landing == "arrival"
-    assert parse(AVERAGES + TIMED + 'landing = "forward"', "here").edit.landing == "forward"
+    assert parse_config(AVERAGES + TIMED + 'landing = "forward"', "here").edit.landing == "forward"
     assert not RunConfig().swarm.on
 
 
@@ -80,7 +80,7 @@ def test_a_swarm_that_averages_owns_nothing_and_lands_on_arrival():
 )
 def test_what_cannot_be_averaged_by_hivemind_is_named(text, said):
     with pytest.raises(UserError, match=said):
-        parse(text, "here")
+        parse_config(text, "here")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_start_that_cannot_begin_a_swarm_is_one_line_and_exit_code_2(
     ],
 )
 def test_a_run_names_the_whole_command_that_adds_a_node(listen, address, words, said):
-    config = parse(SWARM + f'listen = "{listen}"\n', "here")
+    config = parse_config(SWARM + f'listen = "{listen}"\n', "here")
     assert _how_to_join(config, Placement(**words), address) == said
 
 
@@ -158,7 +158,7 @@ def test_averaging_without_the_extra_is_one_line(tmp_path, capsys, monkeypatch):
 
 
 def test_a_peer_that_averages_keeps_no_parts(tmp_path):
-    config = parse(AVERAGES + TIMED, "here")
+    config = parse_config(AVERAGES + TIMED, "here")
     with pytest.raises(UserError, match="has no parts to keep: a peer is a node"):
         peer(config, PeerOptions(directory=tmp_path, name="a"))
 
@@ -194,7 +194,9 @@ def test_a_key_of_a_swarm_without_one_has_no_effect(tmp_path):
 
 
 def test_where_a_peer_listens_and_whom_it_knows_belong_to_its_machine():
-    told = parse(SWARM + 'listen = "0.0.0.0:7000"\nannounce = "first"\npeers = "a:1"\nparts = 2', "here")
+    told = parse_config(
+        SWARM + 'listen = "0.0.0.0:7000"\nannounce = "first"\npeers = "a:1"\nparts = 2', "here"
+    )
     own = of_this_machine(told).swarm
     assert (own.listen, own.announce, own.peers, own.parts) == (SwarmConfig().listen, "", "", 2)
 

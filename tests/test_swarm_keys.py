@@ -16,7 +16,7 @@ from kit.swarm import RUN, key_of
 from kit.waiting import until
 
 from aedit.launch.cli.keys import make_keys, revoke
-from aedit.launch.config import Placement, RunConfig, check_hub_start, parse
+from aedit.launch.config import Placement, RunConfig, check_hub_start, parse_config
 from aedit.launch.swarm import Peer as PeerProcess
 from aedit.launch.swarm import PeerOptions
 from aedit.launch.swarm.peer_service import rows
@@ -97,14 +97,14 @@ def test_a_folder_that_is_made_after_a_revocation_knows_it(tmp_path):
 
 
 def test_the_keys_of_one_peer_are_not_for_several_nodes(keys):
-    swarm = parse('name = "r"\n[swarm]\ndiscovery = "file"\n', "here")
+    swarm = parse_config('name = "r"\n[swarm]\ndiscovery = "file"\n', "here")
     with pytest.raises(UserError, match="are for one peer"):
         check_hub_start(swarm, Placement(nodes=3, local=True, keys=keys / "alice"))
     check_hub_start(swarm, Placement(nodes=1, local=True, keys=keys / "alice"))
 
 
 def test_a_client_cannot_begin_a_run():
-    client = parse('name = "r"\n[swarm]\ndiscovery = "file"\nlisten = ""\n', "here")
+    client = parse_config('name = "r"\n[swarm]\ndiscovery = "file"\nlisten = ""\n', "here")
     with pytest.raises(UserError, match="keeps no part and cannot begin a run"):
         check_hub_start(client, Placement(local=True))
 
@@ -296,7 +296,7 @@ def test_without_a_token_no_call_is_answered(tmp_path, keys):
 
 def process(folder, text, **options):
     folder.mkdir(exist_ok=True)
-    config: RunConfig = parse(f'name = "r"\n[swarm]\ndiscovery = "file"\n{text}', "here")
+    config: RunConfig = parse_config(f'name = "r"\n[swarm]\ndiscovery = "file"\n{text}', "here")
     return PeerProcess(config, PeerOptions(directory=folder, name="n", **options))
 
 

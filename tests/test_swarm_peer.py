@@ -8,7 +8,7 @@ import pytest
 from kit.statements import statement
 from kit.swarm import card_of, key_of
 
-from aedit.launch.config import parse
+from aedit.launch.config import parse_config
 from aedit.launch.swarm import Peer, PeerOptions, peer_service
 from aedit.launch.swarm import run_peer as peer_module
 from aedit.launch.swarm.peer_service import OtherModels
@@ -16,7 +16,7 @@ from aedit.proto.rpc import HubClient, greet
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.proto.swarm import NODE, NodeState, PartReplica, ReplicasFile, decoded_card, write_node
 
-CONFIG = parse('name = "r"\n[swarm]\ndiscovery = "file"\nparts = 2\ncopies = 2\n', "here")
+CONFIG = parse_config('name = "r"\n[swarm]\ndiscovery = "file"\nparts = 2\ncopies = 2\n', "here")
 LIMIT_S = 60.0
 
 
@@ -87,7 +87,7 @@ def status(peer):
 
 def test_a_peer_tells_a_joiner_the_configuration_of_the_run(peers):
     first = peers("first", founds=True)
-    assert parse(greet(first.address, None).config, "there").swarm == CONFIG.swarm
+    assert parse_config(greet(first.address, None).config, "there").swarm == CONFIG.swarm
 
 
 def test_the_first_peer_founds_every_part_once(peers, tmp_path):

@@ -11,7 +11,7 @@ from tests.kit import tiny_policies
 from tests.kit.audited import generate, held
 
 from aedit.edit import Shards
-from aedit.launch.config import ModelConfig, PromptConfig, RLConfig, RunConfig, parse
+from aedit.launch.config import ModelConfig, PromptConfig, RLConfig, RunConfig, parse_config
 from aedit.launch.config.rl import AuditConfig, RLSamplingConfig
 from aedit.launch.node.rl_audit import TrainingAudit, audit_options
 from aedit.launch.node.rl_objective import PolicyObjective
@@ -271,7 +271,7 @@ def test_without_a_version_nothing_is_judged():
 
 def test_the_keys_of_the_configuration_turn_it_off_and_choose_the_limits():
     def of(text):
-        return TrainingAudit.of(parse(text, "test"), print)
+        return TrainingAudit.of(parse_config(text, "test"), print)
 
     assert of("[audit]\ntraining = false") is None
     assert of("[audit]\non = false") is None
@@ -292,7 +292,7 @@ record_versions = 1
 """
     model = policy()
     options = json.loads(
-        json.dumps(audit_options(parse(text, "t"), model, torch.device("cpu"), str(tmp_path / "r")))
+        json.dumps(audit_options(parse_config(text, "t"), model, torch.device("cpu"), str(tmp_path / "r")))
     )
     made = make_auditor(SimpleNamespace(tokenizer="", audit_options=options))
     arrays = {name: value.numpy() for name, value in model.state_dict().items()}

@@ -207,7 +207,7 @@ def check_model_folder(place: str) -> None:
         raise UserError(f"{place}: no model directory: it has no config.json")
 
 
-def check_source(place: str) -> None:
+def check_run_place(place: str) -> None:
     """Raise UserError unless `place` is a run directory, the folder of a hub, or HOST:PORT."""
     from aedit.launch.records import require_run
     from aedit.launch.views import is_hub

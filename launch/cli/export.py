@@ -23,7 +23,7 @@ from transformers.utils import logging
 from aedit.async_sgd.hub import Hub
 from aedit.edit import Shards, find_units, flat_layout
 from aedit.launch.cli.arguments import first_line
-from aedit.launch.config import RunConfig, load_run, parse
+from aedit.launch.config import RunConfig, load_run, parse_config
 from aedit.launch.data import CorpusTokenizer, load_tokenizer
 from aedit.launch.hub import replayed
 from aedit.launch.node import Mark, NodeCheckpoints, build_model, facts_of, load_data, make_shared
@@ -107,7 +107,7 @@ def load_run_model(
     if is_hub(place):
         trust = caller_keys(str(place), keys, insecure)
         greeting = greet(str(place), trust)
-        config = parse(greeting.config, f"the configuration of {place}")
+        config = parse_config(greeting.config, f"the configuration of {place}")
         model, tokenizer = _model(config)
         owners = greeting.addresses if config.swarm.on else str(place).split(",")
         where = _from_network(model, config, owners, trust)

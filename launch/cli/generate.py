@@ -143,7 +143,7 @@ def _sampling(policy: Policy, longest: int, options: Namespace) -> Sampling:
         raise UserError(f"--{name.replace('_', '-')} {rule}") from None
 
 
-def make_engine(policy: Policy, arm: str, drafter: Path | None, *, rows: int, max_tokens: int) -> Engine:
+def drafting_engine(policy: Policy, arm: str, drafter: Path | None, *, rows: int, max_tokens: int) -> Engine:
     """Return an engine for an arm and a drafter as `aedit generate` takes them, with the policy's tokenizer.
 
     arm: `auto`, `bandit`, a text for `parse_arm`, or an `ArmChooser` by import path, which is called with the

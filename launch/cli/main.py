@@ -201,9 +201,9 @@ def _join(options: Options) -> int:
 
 
 def _serve(options: Options) -> int:
-    from aedit.launch.cli.service_options import MODEL_OPTIONS, RUN_OPTIONS, is_model, refuse_options
+    from aedit.launch.cli.service_options import MODEL_OPTIONS, RUN_OPTIONS, is_model_folder, refuse_options
 
-    if is_model(options.place):
+    if is_model_folder(options.place):
         refuse_options(options.command, options, RUN_OPTIONS, "MODEL_DIR")
         return _serve_model(options)
     others = tuple(name for name in MODEL_OPTIONS if not (options.http and name == "api_key_file"))
@@ -251,9 +251,9 @@ def _plot(options: Options) -> None:
 
 
 def _export(options: Options) -> None:
-    from aedit.launch.cli.arguments import check_source
+    from aedit.launch.cli.arguments import check_run_place
 
-    check_source(options.run)  # before torch is imported
+    check_run_place(options.run)  # before torch is imported
     from aedit.launch.cli.export import export
 
     export(options.run, options.out, options.keys, insecure=options.insecure)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from aedit.launch.cli.generate import AUTO, make_engine
+from aedit.launch.cli.generate import AUTO, drafting_engine
 from aedit.launch.cli.policy import Policy, read_directory
 from aedit.launch.cli.service_options import control_address
 from aedit.launch.serve import (
@@ -105,4 +105,4 @@ def _engine(policy: Policy, options: Namespace) -> Engine:
         raise UserError(f"--device {device}: cannot be used: {first}") from None
     arm = options.arm or AUTO
     drafter = None if options.drafter is None else Path(options.drafter)
-    return make_engine(policy, arm, drafter, rows=options.rows, max_tokens=max_tokens)
+    return drafting_engine(policy, arm, drafter, rows=options.rows, max_tokens=max_tokens)

@@ -226,7 +226,7 @@ def device_flag(flags: Sequence[str]) -> str:
     return ""
 
 
-def is_model(place: str) -> bool:
+def is_model_folder(place: str) -> bool:
     """Return true if the argument of `aedit serve` is a directory, false for HOST:PORT.
 
     Raises:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         continued,
         load,
         load_run,
-        parse,
+        parse_config,
         preset_names,
         preset_text,
     )
@@ -104,7 +104,7 @@ __all__ = [
     "machine_bytes",
     "method",
     "of_this_machine",
-    "parse",
+    "parse_config",
     "preset_names",
     "preset_text",
     "ranks_per_node",

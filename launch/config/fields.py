@@ -54,7 +54,7 @@ def values(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def replaced(config: T, changes: Mapping[str, Any]) -> T:
+def with_values(config: T, changes: Mapping[str, Any]) -> T:
     """Return the configuration with these values by table, tables such as `model.sizes` key by key.
 
     Its checks run once, when all values are set.
@@ -62,7 +62,7 @@ def replaced(config: T, changes: Mapping[str, Any]) -> T:
     found: dict[str, Any] = {}
     for key, value in changes.items():
         before = getattr(config, key)
-        found[key] = replaced(before, value) if is_dataclass(before) else value
+        found[key] = with_values(before, value) if is_dataclass(before) else value
         if isinstance(before, dict):
             found[key] = before | value
     return replace(config, **found)  # type: ignore[type-var]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, get_args, get_origin
 
 from aedit.launch.config.config import RunConfig
-from aedit.launch.config.fields import convert, hints, replaced
+from aedit.launch.config.fields import convert, hints, with_values
 from aedit.types import ImportPath, UserError, is_import_path, suggest
 
 
@@ -50,7 +50,7 @@ def flags_help() -> str:
 
 def with_flags(config: RunConfig, flags: list[str]) -> RunConfig:
     """Return the configuration with the values of these flags. Raises UserError if a flag cannot be read."""
-    return replaced(config, flag_tree(flags))
+    return with_values(config, flag_tree(flags))
 
 
 def flag_tree(flags: list[str]) -> dict[str, Any]:

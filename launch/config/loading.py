@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 from aedit.launch.config.checks import check_effects, check_imports
 from aedit.launch.config.config import RunConfig
-from aedit.launch.config.fields import convert, hints, replaced, values
+from aedit.launch.config.fields import convert, hints, values, with_values
 from aedit.launch.config.flags import flag_keys, flag_tree
 from aedit.types import UserError, suggest
 
@@ -52,10 +52,10 @@ def load(files: Path | Sequence[Path] | None, flags: list[str], *, strict: bool 
         layers |= dict.fromkeys(_keys(layer), layer_number)
     flagged_tree = flag_tree(flags)
     with _blaming(f"{', '.join(map(str, paths))}: " if paths else ""):
-        config = replaced(RunConfig(), _with_hub_defaults(tree, _over(tree, flagged_tree)))
+        config = with_values(RunConfig(), _with_hub_defaults(tree, _over(tree, flagged_tree)))
     origin = dict.fromkeys((key for key, _ in values(config)), "default") | lines
     with _blaming(""):
-        config = replaced(config, flagged_tree)
+        config = with_values(config, flagged_tree)
     named = flag_keys(flags)  # of a table such as `prompts.options` too, which is one flag
     flagged = [key for key, _ in values(config) if {key, key.rpartition(".")[0]} & named]
     origin |= dict.fromkeys(flagged, "flag")
@@ -72,7 +72,7 @@ def load_run(path: Path) -> RunConfig:
     """
     loaded = load(path, [])
     is_older = loaded.origin["data.special_tokens"] == "default" and loaded.config.data.tokenizer != "byte"
-    return replaced(loaded.config, _WITHOUT_SPECIAL_TOKENS) if is_older else loaded.config
+    return with_values(loaded.config, _WITHOUT_SPECIAL_TOKENS) if is_older else loaded.config
 
 
 def continued(config: RunConfig, run_toml: Path) -> RunConfig:
@@ -87,14 +87,14 @@ def continued(config: RunConfig, run_toml: Path) -> RunConfig:
         file=sys.stderr,
         flush=True,
     )
-    return replaced(config, _WITHOUT_SPECIAL_TOKENS)
+    return with_values(config, _WITHOUT_SPECIAL_TOKENS)
 
 
-def parse(text: str, where: str) -> RunConfig:
+def parse_config(text: str, where: str) -> RunConfig:
     """Return the configuration in TOML text from `where`, such as a hub. Raises UserError as `load` does."""
     with _blaming(f"{where}: "):
         tree = _converted(RunConfig, tomllib.loads(text))
-        return replaced(RunConfig(), _with_hub_defaults(tree, tree))
+        return with_values(RunConfig(), _with_hub_defaults(tree, tree))
 
 
 def _with_hub_defaults(tree: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ Row = tuple[str, Mapping[str, Any]]
 """The place of a row, for messages, and its columns."""
 
 
-def rows(config: PromptConfig, seed: int) -> Iterator[Row]:
+def source_rows(config: PromptConfig, seed: int) -> Iterator[Row]:
     """Yield the rows of `config.source` in an order that is equal on all machines.
 
     seed: of generators; files and datasets do not depend on it. Raises UserError for a source that is
@@ -114,7 +114,7 @@ def _columns(name: str, value: object) -> Mapping[str, Any]:
     return value
 
 
-def shares(source: str) -> list[tuple[str, float]]:
+def generator_weights(source: str) -> list[tuple[str, float]]:
     """Return the generators of `gym:A*2+B`, and their weights 2 and 1. Raises UserError for others."""
     found = []
     for part in source.removeprefix("gym:").split("+"):
@@ -139,7 +139,7 @@ def gym_rows(config: PromptConfig, seed: int) -> Iterator[dict[str, Any]]:
 
     With `config.curriculum` each generator's levels take turns as well; the column `level` counts from 1.
     """
-    parts = shares(config.source)
+    parts = generator_weights(config.source)
     counts = [0] * len(parts)
     levels = [num_levels(name) if config.curriculum else 0 for name, _ in parts]
     if config.curriculum and (flat := [name for (name, _), n in zip(parts, levels, strict=True) if n < 2]):

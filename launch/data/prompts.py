@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aedit.launch.config import PromptConfig
-from aedit.launch.data.prompt_rows import KEY, rows
+from aedit.launch.data.prompt_rows import KEY, source_rows
 from aedit.launch.data.tokenizer import CorpusTokenizer
 from aedit.spec_rollout.rl import Messages, Problem
 from aedit.types import UserError
@@ -54,7 +54,7 @@ def load_problems(
     columns = [(config.prompt_key, "prompts.prompt_key")]
     columns += [(config.answer_key, "prompts.answer_key")] if needs_answer else []
     problems = []
-    for index, (name, row) in enumerate(rows(config, seed)):
+    for index, (name, row) in enumerate(source_rows(config, seed)):
         for column, key in columns:
             if column not in row:
                 close = get_close_matches(column, list(row), n=1)
@@ -74,7 +74,7 @@ def load_problems(
         raise UserError(
             f"{KEY} = {config.source!r} has no rows, expected at least 2 different prompts; add some"
         )
-    places = {id(problem): place(problem.prompt) for problem in problems}
+    places = {id(problem): prompt_position(problem.prompt) for problem in problems}
     different = sorted(set(places.values()))
     if len(different) < 2:
         raise UserError(
@@ -91,7 +91,7 @@ def load_problems(
     return ProblemSet(train, held_out, digest.hexdigest()[:16])
 
 
-def place(prompt: str | Messages) -> float:
+def prompt_position(prompt: str | Messages) -> float:
     """Return the hash of the prompt as a number in [0, 1). Problems below the held-out share are held out."""
     digest = blake2b(_canonical(prompt), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 11) / 2**53

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import islice
 
 from aedit.launch.config import PromptConfig, RewardConfig, RunConfig
-from aedit.launch.data.prompt_rows import rows
+from aedit.launch.data.prompt_rows import source_rows
 from aedit.spec_rollout.rl import BUILT_IN, Problem, RewardPool, RewardSpec, Scalar, answered
 from aedit.types import UserError
 
@@ -94,7 +94,7 @@ def check_rewards(config: RunConfig) -> None:
         return
     few = replace(prompts, size=EXAMPLES) if prompts.source.startswith("gym:") else prompts
     problems = []
-    for index, (_, row) in enumerate(islice(rows(few, config.seed), EXAMPLES)):
+    for index, (_, row) in enumerate(islice(source_rows(few, config.seed), EXAMPLES)):
         columns = dict(row)
         prompt = columns.pop(prompts.prompt_key, None)
         if prompt and isinstance(prompt, str | list):

@@ -17,7 +17,7 @@ import aedit
 from aedit.async_sgd.hub import parent_hub
 from aedit.async_sgd.rules import Vector
 from aedit.async_sgd.service import HubWorker
-from aedit.launch.config import parse
+from aedit.launch.config import parse_config
 from aedit.proto.agent import AgentLink, AgentLost, AgentPlan, Answer, Progress, start_agent
 from aedit.proto.rpc import (
     PROTOCOL,
@@ -132,7 +132,7 @@ class Uplink:
             client.close()
 
     def _plan(self, layout: Layout, parent: HelloReply) -> AgentPlan:
-        theirs = parse(parent.config, f"the configuration of {self._config.parent}").hub
+        theirs = parse_config(parent.config, f"the configuration of {self._config.parent}").hub
         state = self._hub.state
         return AgentPlan(
             addresses=tuple(self._config.parent.split(",")),

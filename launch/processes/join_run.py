@@ -17,7 +17,7 @@ from aedit.launch.config import (
     check_imports,
     flag_keys,
     of_this_machine,
-    parse,
+    parse_config,
     with_flags,
 )
 from aedit.launch.processes.run_local import preflight, run
@@ -95,7 +95,7 @@ def joined_to(place: str, greet: Callable[[str], T]) -> tuple[str, T]:
 
 def _greet(addresses: str, keys: Path | None, insecure: bool) -> RunConfig:
     reply = greet(addresses, caller_keys(addresses, keys, insecure))
-    return parse(reply.config, f"the configuration of {addresses}")
+    return parse_config(reply.config, f"the configuration of {addresses}")
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from aedit.launch.records import (
     indices_of,
     next_attempt,
     prepare,
-    refusal,
+    refusal_in,
 )
 
 Watch = Callable[[Path, int, Callable[[], bool]], None]
@@ -135,7 +135,7 @@ class Watcher:
             return False
         if self.signals:
             self._end_new_workers(self.child)
-        elif not self._refused and refusal(self.child.output()):
+        elif not self._refused and refusal_in(self.child.output()):
             self._refused = True
             self._deadline = time.monotonic() + REFUSED_LIMIT_S
             self.child.terminate()
@@ -222,7 +222,7 @@ def _conclude(ending: Ending, code: int, watcher: Watcher, *, reports: bool) -> 
         if not ending.trained():
             _say("the run was already complete; raise train.steps or train.seconds, or choose another --name")
         return 0
-    if message := refusal(ending.output):
+    if message := refusal_in(ending.output):
         raise error_of(message)
     _say(ending.failure())
     return 1

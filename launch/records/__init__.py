@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         Metric,
         RLMetric,
         RoundEvent,
-        number,
+        float_or_nan,
     )
     from aedit.launch.records.run_directory import (
         FAILED,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
         indices_of,
         next_attempt,
         prepare,
-        refusal,
+        refusal_in,
         resting_file,
     )
     from aedit.launch.records.server_records import (
@@ -87,16 +87,16 @@ __all__ = [
     "differences",
     "error_of",
     "file_name",
+    "float_or_nan",
     "gained",
     "indices_of",
     "is_server_folder",
     "next_attempt",
-    "number",
     "open_trackers",
     "prepare",
     "read_run",
     "read_server",
-    "refusal",
+    "refusal_in",
     "require_run",
     "resting_file",
     "totals",

@@ -11,7 +11,7 @@ from itertools import zip_longest
 from math import nan
 from typing import Any
 
-from aedit.launch.records.records import Line, Notice, RLMetric, decoded, number, text
+from aedit.launch.records.records import Line, Notice, RLMetric, float_or_nan, record_of, text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class NodeSample:
     def of(line: Line) -> "NodeSample":
         """Return the state in one entry of `nodes` of a hub's line."""
         name = text(line.get("name") or line["node"])
-        return decoded(NodeSample, line, name=name, rl=RLMetric.of(line.get("rl")))
+        return record_of(NodeSample, line, name=name, rl=RLMetric.of(line.get("rl")))
 
     @property
     def reports(self) -> bool:
@@ -140,16 +140,16 @@ class HubSample:
         """Return the state in a line of a hub's metrics, or in the reply to `status`."""
         units, journal = line.get("units") or (), line.get("journal") or {}
         own_bytes = journal.get("bytes", 0) + journal.get("past_bytes", 0)
-        return decoded(
+        return record_of(
             HubSample,
             line,
             t=float(line["elapsed_s"] if "elapsed_s" in line else line["t"]),
             nodes=tuple(map(NodeSample.of, line.get("nodes") or ())),
             versions=tuple(map(int, line.get("versions") or [unit["version"] for unit in units])),
             pending=int(line.get("pending") or sum(unit["pending"] for unit in units)),
-            journal_bytes=number(line.get("journal_bytes", own_bytes)),
+            journal_bytes=float_or_nan(line.get("journal_bytes", own_bytes)),
             founder=None if line.get("founder") is None else int(line["founder"]),
-            servers=tuple(decoded(ServerSample, server) for server in line.get("servers") or ()),
+            servers=tuple(record_of(ServerSample, server) for server in line.get("servers") or ()),
         )
 
 
@@ -322,8 +322,8 @@ class SwarmSample:
             own = line or {}
             known = {**(own.get("traffic") or {}), "owner": own.get("owner"), "in_sync": own.get("in_sync")}
             hub = None if line is None else HubSample.of(line)
-            parts.append(decoded(PartSample, known, hub=hub, trouble=text(trouble)))
-        return SwarmSample(tuple(decoded(PeerSample, peer) for peer in status["peers"]), tuple(parts))
+            parts.append(record_of(PartSample, known, hub=hub, trouble=text(trouble)))
+        return SwarmSample(tuple(record_of(PeerSample, peer) for peer in status["peers"]), tuple(parts))
 
     @property
     def hub(self) -> HubSample | None:

@@ -26,7 +26,7 @@ from aedit.launch.records.records import (
     RLMetric,
     RoundEvent,
     StartEvent,
-    decoded,
+    record_of,
 )
 from aedit.types import UserError
 
@@ -213,15 +213,15 @@ class NodeFollower:
         notice = Notice.of(line)
         match notice.event:
             case "start":
-                self._start(decoded(StartEvent, line))
+                self._start(record_of(StartEvent, line))
             case "round" | "round_refused":
-                landed = decoded(RoundEvent, line)
+                landed = record_of(RoundEvent, line)
                 self._rounds[landed.id] = landed
             case "eval":
-                evaluation = decoded(EvalEvent, line)
+                evaluation = record_of(EvalEvent, line)
                 self._evaluations[evaluation.round, evaluation.step] = evaluation
             case "rl_eval":
-                evaluation = decoded(EvalEvent, line)
+                evaluation = record_of(EvalEvent, line)
                 self._rl_evaluations[evaluation.step] = evaluation
         self._latest = notice
         if notice.event in SHOWN:
@@ -236,7 +236,7 @@ class NodeFollower:
         self._rl_evaluations = {key: e for key, e in self._rl_evaluations.items() if e.step <= start.step}
 
     def _metric(self, line: Line) -> None:
-        metric = decoded(Metric, line, rl=RLMetric.of(line.get("rl")))
+        metric = record_of(Metric, line, rl=RLMetric.of(line.get("rl")))
         if any(_undone(metric, start) for start in self._starts):
             return
         while self._metrics and self._metrics[-1].step >= metric.step:

@@ -1,7 +1,7 @@
 """Lines of metrics and events as frozen values, and how any such line becomes a record.
 
-`decoded` reads a field by its type. A field without a default is needed: `decoded` raises one of `BAD_LINE`
-if its value is missing or unusable. Any other value that is missing, null or no number gives the default.
+`record_of` reads a field by its type. A field without a default is needed: one of `BAD_LINE` is raised if its
+value is missing or unusable. Any other value that is missing, null or no number gives the default.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ def text(value: object) -> str:
     return "" if value is None else printable(str(value))
 
 
-def number(value: object) -> float:
+def float_or_nan(value: object) -> float:
     """Return the value as a float; NaN for null, text and any other value that is not a number."""
     return float(value) if isinstance(value, int | float) else nan
 
@@ -40,13 +40,13 @@ def _counts(value: object) -> dict[str, float]:
 
 
 _READ: dict[Any, Callable[[Any], Any]] = {
-    float: number,
+    float: float_or_nan,
     int: lambda value: int(value or 0),
     str: text,
     bool: bool,
     tuple[int, ...]: lambda values: tuple(map(int, values or ())),
     tuple[str, ...]: lambda values: tuple(map(text, values or ())),
-    tuple[float, ...]: lambda values: tuple(map(number, values)) if isinstance(values, list) else (),
+    tuple[float, ...]: lambda values: tuple(map(float_or_nan, values)) if isinstance(values, list) else (),
     Mapping[str, float]: _counts,
     Mapping[str, int]: lambda values: {text(name): int(each) for name, each in (values or {}).items()},
     Mapping[str, Any]: lambda values: values if isinstance(values, Mapping) else {},
@@ -54,12 +54,12 @@ _READ: dict[Any, Callable[[Any], Any]] = {
         {text(name): _counts(each) for name, each in values.items()} if isinstance(values, Mapping) else {}
     ),
 }
-"""Reader of a value by the type of its field; other fields are given to `decoded`."""
+"""Reader of a value by the type of its field; other fields are given to `record_of`."""
 
 
 @cache
 def _readers(cls: type) -> tuple[tuple[str, str, bool, Callable[[Any], Any]], ...]:
-    """Return name, key, need and reader of each field that `decoded` reads."""
+    """Return name, key, need and reader of each field that `record_of` reads."""
     found = []
     hints = get_type_hints(cls)
     for each in fields(cls):
@@ -71,7 +71,7 @@ def _readers(cls: type) -> tuple[tuple[str, str, bool, Callable[[Any], Any]], ..
     return tuple(found)
 
 
-def decoded(cls: type[R], line: Line, **own: Any) -> R:
+def record_of(cls: type[R], line: Line, **own: Any) -> R:
     """Return a record of `cls` from a parsed line. own: fields that are not read from it by their type."""
     hashable: Any = cls
     for name, key, needed, read in _readers(hashable):
@@ -195,8 +195,8 @@ class RLMetric:
             return None
         own = value.get("drafter")
         known = own if isinstance(own, Mapping) else {}
-        drafter = {name: number(known.get(name)) for name in DRAFTER if known}
-        return decoded(RLMetric, value, drafter=drafter)
+        drafter = {name: float_or_nan(known.get(name)) for name in DRAFTER if known}
+        return record_of(RLMetric, value, drafter=drafter)
 
     def report(self) -> dict[str, float]:
         """Return the finite values that a node reports to its hub, by names of `RL_REPORT`."""

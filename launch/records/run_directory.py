@@ -279,14 +279,14 @@ class Ending:
         return False
 
 
-def refusal(output: str) -> str:
+def refusal_in(output: str) -> str:
     """Return the message of the first UserError or RunFailed of a node in the output of torchrun, or ""."""
     found = re.search(r"^aedit: (.+)\n", output, re.MULTILINE)
     return found[1] if found else ""
 
 
 def error_of(message: str) -> Exception:
-    """Return the error whose line has this message; see `refusal`."""
+    """Return the error whose line has this message; see `refusal_in`."""
     return RunFailed(message) if message.startswith(FAILED) else UserError(message)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from aedit.launch.records.reader import Tail
-from aedit.launch.records.records import KEY_FILE, Line, Notice, decoded, text
+from aedit.launch.records.records import KEY_FILE, Line, Notice, record_of, text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def read_server(folder: Path) -> ServingRecords:
 
     def take_metrics(line: Line) -> None:
         """Keep the last sample of each process: where time or tokens fall, the next one has begun."""
-        sample = decoded(ServingSample, line)
+        sample = record_of(ServingSample, line)
         if last_samples and sample.t >= last_samples[-1].t and not sample.tokens < last_samples[-1].tokens:
             last_samples.pop()
         last_samples.append(sample)

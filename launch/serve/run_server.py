@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from aedit.child import StopSignals
-from aedit.launch.config import RunConfig, check_imports, of_this_machine, parse, with_flags
+from aedit.launch.config import RunConfig, check_imports, of_this_machine, parse_config, with_flags
 from aedit.launch.records import KEY_FILE, claimed, file_name
 from aedit.proto.rpc import (
     SERVER,
@@ -149,7 +149,7 @@ def serve_run(request: ServeRequest) -> int:
 
 def run_config(reply: HelloReply, request: ServeRequest) -> RunConfig:
     """Return the run's configuration with the settings of this machine."""
-    shared = parse(reply.config, f"the configuration of {request.hub}")
+    shared = parse_config(reply.config, f"the configuration of {request.hub}")
     config = with_flags(of_this_machine(shared), list(request.flags))
     if config.name != shared.name:
         raise UserError(

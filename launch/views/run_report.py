@@ -31,7 +31,7 @@ from aedit.launch.views.figures import (
     total_known,
 )
 from aedit.launch.views.plot import draw
-from aedit.launch.views.tables import accusation
+from aedit.launch.views.tables import accusation_text
 from aedit.types import UserError
 
 WIDTH = 120
@@ -169,7 +169,7 @@ def server_facts(run: Run) -> Facts:
         used = fmt.percent(ratio(sum(server.idle_used_s for server in last), idle_s))
         yield "their idle time", f"{fmt.seconds(idle_s)} without a request, {used} of it trained the drafter"
         for server in last:
-            if accused := accusation(server):
+            if accused := accusation_text(server):
                 yield "accused", f"{server.name}: {accused}"
             if server.banned:
                 yield "banned", f"{server.name}: {server.banned}"

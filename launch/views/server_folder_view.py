@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from aedit.launch.records import ServingRecords, number
+from aedit.launch.records import ServingRecords, float_or_nan
 from aedit.launch.views import formatting as fmt
 from aedit.launch.views.figures import ratio, total_known
 
@@ -57,14 +57,14 @@ def serving_facts(records: ServingRecords) -> Iterator[tuple[str, str]]:
         used = fmt.percent(ratio(total("idle_used_s"), total("idle_s")))
         yield "idle", f"{fmt.clock(total('idle_s'))} without a request, {used} of it trained the drafter"
     if taken := records.versions:
-        size = fmt.size(median(number(each.get("bytes")) for each in taken))
-        took = fmt.seconds(median(number(each.get("seconds")) for each in taken))
+        size = fmt.size(median(float_or_nan(each.get("bytes")) for each in taken))
+        took = fmt.seconds(median(float_or_nan(each.get("seconds")) for each in taken))
         newest = f"newest {taken[-1]['version']}; median {size} in {took}"
         yield "versions", f"{len(taken):,} of the line run, {newest}"
     if last is not None and last.drafter:
         facts = [str(last.drafter.get("state") or "")]
         for name in ("steps", "published", "adopted", "refused", "deaths"):
-            value = number(last.drafter.get(name))
+            value = float_or_nan(last.drafter.get(name))
             if isfinite(value) and (value or name == "steps"):
                 facts.append(f"{value:,.0f} {name}")
         yield "drafter", ", ".join(filter(None, facts))[:_LONGEST]

@@ -173,7 +173,7 @@ def _server_table(servers: Sequence[ServerSample], detail: Detail) -> Iterator[R
     if detail.max_rows is not None and len(servers) > detail.max_rows:
         yield Text(fmt.more(len(servers) - detail.max_rows, "server"), style="dim")
     for server in servers:
-        if accused := accusation(server):
+        if accused := accusation_text(server):
             yield Text(f"server {server.name} is {accused}", style="yellow")
         if server.banned:
             yield Text(f"server {server.name} is banned: {server.banned}"[:_MAX_ACCUSATION], style="red")
@@ -192,7 +192,7 @@ def _server(server: ServerSample) -> list[str]:
     return [server.name, server.address, server.state, *(known if server.live else [fmt.UNKNOWN] * 5)]
 
 
-def accusation(server: ServerSample) -> str:
+def accusation_text(server: ServerSample) -> str:
     """Return who accuses the server, and of what; "" without accusations."""
     if not server.accused:
         return ""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from aedit.launch.config import NodeOptions, parse
+from aedit.launch.config import NodeOptions, parse_config
 from aedit.launch.node.build import build
 from aedit.launch.node.rl_objective import train_policy
 from aedit.launch.node.world import World
@@ -52,7 +52,7 @@ every = 1
 
 def config_of(directory, **keys):
     """Return the configuration with dotted keys replaced, such as rl__groups=2."""
-    config = replace(parse(CONFIG, "test"), dir=str(directory))
+    config = replace(parse_config(CONFIG, "test"), dir=str(directory))
     for name, value in keys.items():
         config = _with(config, name.split("__"), value)
     return config
