@@ -85,9 +85,10 @@ def parser() -> Parser:
     serve.set_defaults(command=serve)
     does = "make certificates and tokens for a hub, its nodes and others, or revoke them"
     add("keys", does, _keys, add_keys_options)
-    for name, task, does in VIEWS:
+    for name, does in VIEWS.items():
         place = "run directory, such as runs/tiny, or HOST:PORT of a hub or a peer"
-        view = add(name, does, task)
+        view = add(name, does, _view)
+        view.set_defaults(view=name)
         view.add_argument("run", metavar="RUN", help=place)
         _add_trust(view)
     export = add("export", "write a Hugging Face model directory", _export)
@@ -231,22 +232,11 @@ def _keys(options: Options) -> None:
     print(keys(options))
 
 
-def _status(options: Options) -> None:
-    from aedit.launch.views import status_command as status
+def _view(options: Options) -> None:
+    from aedit.launch import views  # only the module of this command is imported
 
-    status(options.run, options.keys, insecure=options.insecure)
-
-
-def _top(options: Options) -> None:
-    from aedit.launch.views import top_command as top
-
-    top(options.run, options.keys, insecure=options.insecure)
-
-
-def _plot(options: Options) -> None:
-    from aedit.launch.views import plot_command as plot
-
-    for path in plot(options.run, options.keys, insecure=options.insecure):
+    command = getattr(views, f"{options.view}_command")
+    for path in command(options.run, options.keys, insecure=options.insecure) or ():
         print(path)
 
 
@@ -350,11 +340,11 @@ SETS_VALUES = (["config", "show"], ["config", "model"])
 
 SHELLS = ("bash", "zsh", "tcsh", "fish", "powershell")
 
-VIEWS = (
-    ("status", _status, "print the state of a run"),
-    ("top", _top, "follow a run"),
-    ("plot", _plot, "plot a run: loss, time, norms, bytes, staleness"),
-)
+VIEWS = {
+    "status": "print the state of a run",
+    "top": "follow a run",
+    "plot": "plot a run: loss, time, norms, bytes, staleness",
+}
 
 
 if __name__ == "__main__":

@@ -125,7 +125,10 @@ def _converted(cls: Any, tree: Mapping[str, Any], prefix: str = "") -> dict[str,
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if key not in types:
-            raise UserError(f"unknown key {name}{suggest(name, _names(prefix))}")
+            known = [*hints(), *sorted({each.rpartition(".")[0] for each in hints() if "." in each})]
+            # Those next to the misspelt one first.
+            known.sort(key=lambda each: not each.startswith(prefix))
+            raise UserError(f"unknown key {name}{suggest(name, known)}")
         if is_dataclass(types[key]):
             if not isinstance(value, dict):
                 raise UserError(f"{name}: expected a table [{name}], got {value!r}")
@@ -142,13 +145,6 @@ def _over(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
         both_tables = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = _over(merged[key], value) if both_tables else value
     return merged
-
-
-def _names(prefix: str) -> list[str]:
-    """Return each key, those next to the misspelt one first, and each table."""
-    known = list(hints())
-    tables = sorted({key.rpartition(".")[0] for key in known if "." in key})
-    return sorted([*known, *tables], key=lambda key: not key.startswith(prefix))
 
 
 def _keys(tree: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -122,7 +122,12 @@ def check_data(config: DataConfig) -> None:
     if config.source == "stdlib":
         return
     if config.source.startswith("hf:"):
-        return _check_dataset(config)
+        _needs("datasets")
+        name = config.source.removeprefix("hf:").partition(":")[0]
+        if name in _LOADERS and not Path(name).exists():
+            hint = "name the files themselves, as in data.source = 'texts/*.jsonl'"
+            raise UserError(f"data.source = {config.source!r} names a file format, not a dataset; {hint}")
+        return
     need, found = 2 * (config.seq_len + 1), 0
     for num_bytes in _sizes(matching_files(config.source), config.text_key):
         found += num_bytes
@@ -132,14 +137,6 @@ def check_data(config: DataConfig) -> None:
         f"data.source = {config.source!r} has too little text: at most {found:,} tokens, and training and"
         f" evaluation need data.seq_len + 1 = {config.seq_len + 1} each; add text, or lower data.seq_len"
     )
-
-
-def _check_dataset(config: DataConfig) -> None:
-    _needs("datasets")
-    name = config.source.removeprefix("hf:").partition(":")[0]
-    if name in _LOADERS and not Path(name).exists():
-        hint = "name the files themselves, as in data.source = 'texts/*.jsonl'"
-        raise UserError(f"data.source = {config.source!r} names a file format, not a dataset; {hint}")
 
 
 def _sizes(files: list[Path], text_key: str) -> Iterator[int]:

@@ -113,11 +113,6 @@ def last_loss(node: NodeRecords) -> float:
     return mean_known(metric.loss for metric in node.metrics[-LAST_LINES:])
 
 
-def units_of(run: Run) -> tuple[str, ...]:
-    """Return the names of the units, from the first node that has started."""
-    return next((node.starts[-1].units for node in run.nodes if node.starts), ())
-
-
 def mean_known(values: Iterable[float]) -> float:
     """Return the mean of the finite values; NaN if there is none."""
     known = [value for value in values if isfinite(value)]

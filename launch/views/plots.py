@@ -34,7 +34,7 @@ from aedit.launch.records import (
     totals,
 )
 from aedit.launch.views import formatting as fmt
-from aedit.launch.views.figures import held_out, or_zero, rounds, seconds_by_use, units_of
+from aedit.launch.views.figures import held_out, or_zero, rounds, seconds_by_use
 
 WAYS = (("compute", "tab:green"), ("waiting", "tab:orange"), ("waiting, used", "tab:blue"), ("other", "0.7"))
 USES: Mapping[str, tuple[str, str]] = {
@@ -249,7 +249,8 @@ def norms(run: Run) -> Figure | None:
         return None
     shown = nodes[:MAX_NODES]
     most_units = max((len(landed.norms) for node in shown for landed in node.rounds), default=0)
-    units = units_of(run) or tuple(str(i) for i in range(most_units))
+    named = next((node.starts[-1].units for node in run.nodes if node.starts), ())
+    units = named or tuple(str(i) for i in range(most_units))
     ids = range(min(n.rounds[0].id for n in shown), max(n.rounds[-1].id for n in shown) + 1)
     grids = [_grid(node, ids, max(len(units), most_units)) for node in shown]
     known = np.concatenate([grid[grid > 0] for grid in grids])
