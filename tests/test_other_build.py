@@ -23,7 +23,7 @@ NODE = """
 import json, sys
 import aedit
 from aedit.edit.config import EditConfig
-from aedit.launch.config.loading import parse
+from aedit.launch.config.loading import parse_config
 from aedit.launch.config.fields import method
 from aedit.launch.records.run_directory import source_digest
 from aedit.proto.rpc.client import HubClient
@@ -35,7 +35,7 @@ from test_own_hub_loop import node
 address = sys.argv[1]
 client = HubClient(address, None, call_timeout_s=30.0)
 hello = HelloRequest(protocol=PROTOCOL, version=aedit.__version__)
-settings = method(parse(client.hello(hello).config, "the hub"))
+settings = method(parse_config(client.hello(hello).config, "the hub"))
 hello.method.CopyFrom(Method(settings=settings))  # as `aedit run` and `aedit join` do
 run = client.hello(hello).run
 client.close()
