@@ -12,7 +12,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 unexport PYTHONDONTWRITEBYTECODE
 # Test processes side by side. WORKERS=0 runs all tests in one process.
 WORKERS := 2
-BENCHMARKS := overhead run_cost straggler quality async_quality bandwidth hub agent swarm chaos poison elastic joining soak peers rollout decode drift idle tail off_policy rl_nodes rl_speed rl_servers versions audit serve \
+BENCHMARKS := overhead run_cost straggler quality async_quality bandwidth hub agent swarm chaos poison elastic joining soak peers rollout choice decode drift idle tail off_policy rl_nodes rl_speed rl_servers versions audit serve \
 	offload_gpu rollout_gpu
 
 .PHONY: help install run run-rl proto lint types check test suite test-slow bench docs clean

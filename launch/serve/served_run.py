@@ -257,6 +257,8 @@ class ServerDrafter:
         """Make it; nothing starts before the first step of an engine. event: records an event by name."""
         self._config, self._directory, self._event = config, directory, event
         self._layer: DraftLayer | None = None
+        self._is_trained = False
+        """The layer is of an earlier attempt."""
         self._number = 0
         self._online: OnlineDrafter | None = None
         self._deaths: TrainerDeaths | None = None
@@ -278,8 +280,12 @@ class ServerDrafter:
         with self._lock:
             try:
                 if self._layer is None:
-                    self._layer = saved_layer(self._directory / FILE, target) or self._new(target)
-                return LayerCopy(LayerDrafter.of(_copied(self._layer), target), self._number)
+                    saved = saved_layer(self._directory / FILE, target)
+                    self._is_trained, self._layer = saved is not None, saved or self._new(target)
+                drafter = LayerDrafter.of(_copied(self._layer), target)
+                if not self._is_trained and not self._number:
+                    drafter.version = -1  # engines do not try it before it has passed the gate
+                return LayerCopy(drafter, self._number)
             except ValueError as error:
                 if kind == "auto":
                     return None
