@@ -424,5 +424,5 @@ def model_digests(config: RunConfig) -> str:
     anchors = [digest([p.detach() for p in unit.params]) for unit in units]
     lines = [f'  "{digest}",  # {unit.name}' for digest, unit in zip(anchors, units, strict=True)]
     lines += [f'  "",  # {shared.unit.name}: any'] if shared else []
-    model_line = f'model_sha256 = "{model_sha256(layout, described, data.num_samples)}"'
+    model_line = f'model_sha256 = "{model_sha256(layout, described, len(data.train))}"'
     return "\n".join(["[hub]", model_line, "anchors_sha256 = [", *lines, "]"])

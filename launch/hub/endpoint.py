@@ -346,7 +346,7 @@ class OtherHubs:
         return isinstance(self._hello(address, _ENDED_TIMEOUT_S), PortClosed)
 
     def tell(self, term: int) -> None:
-        """Tell the other hubs that this one leads under `term`: a former leader that is alive must stop."""
+        """Send the others the term under which this one leads: a former leader that is alive must stop."""
         for address in self.endpoint.others:
             client = HubClient(address, self.endpoint.client_keys(), call_timeout_s=_TELL_TIMEOUT_S)
             try:

@@ -213,7 +213,7 @@ class _Process:
         return welcome(self._endpoint, self._server.address)
 
     def warning(self) -> str:
-        """Return what this hub allows to everybody on the network; "" if that is nothing."""
+        """Return what this hub allows to all callers on the network; "" if that is nothing."""
         assert self._server is not None
         return open_to_others(self._endpoint, self._server.address)
 

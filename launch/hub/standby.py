@@ -78,8 +78,7 @@ class Standby:
         self._hindered = ""
         """Why this hub could not be elected when it was last asked."""
         self._stopping, self._deciding = threading.Event(), threading.Lock()
-        self._arrivals = Arrivals()
-        self._confirmer = Confirmer(mirror, leadership, endpoint, self._arrivals)
+        self._confirmer = Confirmer(mirror, leadership, endpoint)
         self._client: HubClient | None = None
         self._term = 0
         """Term of the hub whose journal is mirrored; 0 while that is unknown."""
@@ -100,7 +99,7 @@ class Standby:
     def stop(self) -> None:
         """Stop following."""
         self._stopping.set()
-        self._arrivals.note()
+        self._confirmer.note_arrival()
         if self._client is not None:
             self._client.close()
         for thread in self._threads:
@@ -333,7 +332,7 @@ class Standby:
                 self._leadership.withdraw()
             self._leadership.note_leader(self._mirror.hub.state.configs)
             self._term, self._leader, self._heard_s = term, leader, time.monotonic()
-            self._arrivals.note()
+            self._confirmer.note_arrival()
         return True
 
     def _noted_term(self) -> int:
@@ -381,31 +380,13 @@ class Standby:
 
     def _apply(self) -> None:
         while not self._stopping.is_set():
-            seen, moved = self._arrivals.num, False
+            seen, moved = self._confirmer.num_arrived, False
             try:
                 moved = self._mirror.apply()
             except Damaged as error:
                 self._fetch_anew(error)
             if not moved:
-                self._arrivals.wait(seen)
-
-
-class Arrivals:
-    """Signals that another chunk of the journal has come."""
-
-    def __init__(self) -> None:
-        self._arrived, self.num = threading.Condition(), 0
-
-    def note(self) -> None:
-        """Note another one."""
-        with self._arrived:
-            self.num += 1
-            self._arrived.notify_all()
-
-    def wait(self, seen: int) -> None:
-        """Return when more than `seen` have come, or at the time of the next confirmation."""
-        with self._arrived:
-            self._arrived.wait_for(lambda: self.num != seen, _CONFIRM_S)
+                self._confirmer.wait_for_more(seen)
 
 
 class Confirmer:
@@ -415,12 +396,23 @@ class Confirmer:
     from then on. Once the journal counts on it all the same, it confirms again.
     """
 
-    def __init__(
-        self, mirror: Mirror, leadership: Leadership, endpoint: HubEndpoint, arrivals: Arrivals
-    ) -> None:
+    def __init__(self, mirror: Mirror, leadership: Leadership, endpoint: HubEndpoint) -> None:
         """Confirm nothing yet."""
         self._mirror, self._leadership, self._endpoint = mirror, leadership, endpoint
-        self._arrivals, self._last_s = arrivals, time.monotonic()
+        self._last_s = time.monotonic()
+        self._arrived, self.num_arrived = threading.Condition(), 0
+        """Number of chunks of the journal that have come."""
+
+    def note_arrival(self) -> None:
+        """Note that another chunk of the journal has come, or that waits must end."""
+        with self._arrived:
+            self.num_arrived += 1
+            self._arrived.notify_all()
+
+    def wait_for_more(self, seen: int) -> None:
+        """Return when more than `seen` chunks have come, or at the time of the next confirmation."""
+        with self._arrived:
+            self._arrived.wait_for(lambda: self.num_arrived != seen, _CONFIRM_S)
 
     @property
     def silent_s(self) -> float:
@@ -449,9 +441,9 @@ class Confirmer:
         """
         confirmed = (0, 0)
         while not stopping.is_set():
-            seen, term = self._arrivals.num, following()[0]
+            seen, term = self.num_arrived, following()[0]
             if self._mirror.position == confirmed or not term:
-                self._arrivals.wait(seen)
+                self.wait_for_more(seen)
             term, client = following()
             if not term or client is None or not self._leadership.may_confirm(term) or self._rests():
                 stopping.wait(_SOON_S)

@@ -44,28 +44,8 @@ from aedit.proto.transports import TorchTransport
 from aedit.spec_rollout.drafters import DraftLayer, DraftShape
 from aedit.types import UserError
 
-
-@dataclass(frozen=True, slots=True)
-class TrainingData:
-    """Samples of a run; one of the two."""
-
-    corpus: Corpus | None = None
-    problems: ProblemSet | None = None
-
-    @property
-    def num_samples(self) -> int:
-        """Return the number of samples in an epoch: texts, or prompts."""
-        if self.problems is not None:
-            return len(self.problems.train)
-        assert self.corpus is not None
-        return len(self.corpus.train)
-
-    @property
-    def facts(self) -> dict[str, object]:
-        """Return the properties that must be equal for nodes and checkpoints of one run."""
-        if self.problems is not None:
-            return {"problems": self.problems.fingerprint}
-        return {"samples of the corpus": self.num_samples}
+TrainingData = Corpus | ProblemSet
+"""Samples of a run: texts, or problems whose answers are rewarded. `train` has those of an epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +163,7 @@ def world_member(start: NodeStart) -> Iterator[NodeParts]:
         except ValueError as error:
             raise UserError(f"{error}, and use the same files and the same Python version") from None
         checkpoints = start.checkpoints(start.directory(world.node), sync)
-        order = SampleOrder(data.num_samples, config.seed, world.node, world.nodes)
+        order = SampleOrder(len(data.train), config.seed, world.node, world.nodes)
         resumed = resume(sync, exchange, checkpoints, order, start.facts)
         recorder = start.recorder(world.node, resumed.elapsed_s if resumed else 0.0)
         yield NodeParts(
@@ -265,7 +245,11 @@ def facts_of(
         "parameters": num_parameters(model),
         "layout of the model": hashlib.sha256(repr(layout).encode()).hexdigest()[:16],
         "tokenizer": tokenizer.fingerprint,
-        **data.facts,
+        **(
+            {"problems": data.fingerprint}
+            if isinstance(data, ProblemSet)
+            else {"samples of the corpus": len(data.train)}
+        ),
         "seed": config.seed,
         "outer.kind": config.outer.kind,
         "train.optimizer": config.train.optimizer,
@@ -296,24 +280,22 @@ def load_data(config: RunConfig, tokenizer: CorpusTokenizer, directory: Path) ->
     Raises UserError for an unusable source.
     """
     if not config.prompts.source:
-        return TrainingData(corpus=load_corpus(config.data, tokenizer, directory))
-    problems = load_problems(
+        return load_corpus(config.data, tokenizer, directory)
+    return load_problems(
         config.prompts,
         tokenizer,
         seed=config.seed,
         longest=config.data.seq_len - config.rl.sampling.max_new_tokens,
         needs_answer=need_answer(config.reward) or config.rl.supervised_steps > 0,
     )
-    return TrainingData(problems=problems)
 
 
 def make_objective(data: TrainingData, parts: NodeParts) -> Objective:
     """Return the objective of a node. Raises UserError if the model or the rewards cannot be used."""
-    if data.problems is not None:
-        return make_policy_objective(data.problems, parts)
-    assert data.corpus is not None
+    if isinstance(data, ProblemSet):
+        return make_policy_objective(data, parts)
     return TextObjective(
-        config=parts.config, world=parts.world, corpus=data.corpus, order=parts.order, sync=parts.sync
+        config=parts.config, world=parts.world, corpus=data, order=parts.order, sync=parts.sync
     )
 
 

@@ -63,7 +63,7 @@ def averaging_peer(start: "NodeStart") -> Iterator[NodeParts]:
         # No process leases samples to the peers. One of another machine does not know its number: it draws a
         # seed.
         own = secrets.randbits(31) if config.swarm.peers else index
-        order = SampleOrder(start.data.num_samples, hash((config.seed, own)) % 2**31)
+        order = SampleOrder(len(start.data.train), hash((config.seed, own)) % 2**31)
         yield NodeParts(
             config=config,
             world=replace(start.world, node=index),

@@ -49,7 +49,7 @@ def hub_member(start: "NodeStart") -> Iterator[NodeParts]:
 
     All ranks of the node together. Raises UserError if the hub refuses this node.
     """
-    config, member, num_samples = start.config, start.member, start.data.num_samples
+    config, member, num_samples = start.config, start.member, len(start.data.train)
     plan = agent_plan(config, member, start.model, start.facts, num_samples, start.shared)
     link = _link(plan, start.world, start.run_dir)
     try:

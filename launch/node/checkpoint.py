@@ -221,7 +221,7 @@ def resume(
         sync: Of this node.
         exchange: That of `sync`.
         checkpoints: Of this node.
-        order: A new one; it tells the index of this node.
+        order: A new one, which has the index of this node.
         facts: Properties that the checkpoint must have, see `facts_of`.
     """
     transport = exchange.transport

@@ -59,7 +59,7 @@ class Objective(Protocol):
         """Run the forward and backward passes of one inner step, and report the loss of each."""
 
     def lr(self, progress: float, nodes: int) -> float:
-        """Return the learning rate after this share of the run's budget, with so many live nodes."""
+        """Return the learning rate after this share of the run's budget, with this number of live nodes."""
 
     def end_step(self) -> int:
         """Return the tokens of the inner step that was taken with the gradients."""

@@ -33,7 +33,7 @@ from aedit.spec_rollout.sampling import Rollout, SampleKey
 
 MAKE = "aedit.spec_rollout.audit.auditor:make_auditor"
 Accuse = Callable[[str, str, Mapping[str, Any]], None]
-"""Takes the name of a server, a reason in words, and the evidence."""
+"""Takes the name of a server, a reason as text, and the evidence."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -169,7 +169,7 @@ def _score(rollout: Rollout, logits_TV: Tensor, places: range) -> Scored:
 
 
 def audit_options(config: RunConfig, model: Any, device: torch.device, rank_directory: str) -> dict[str, Any]:
-    """Return the options of `make_auditor` in words that JSON can hold.
+    """Return the options of `make_auditor` as JSON values.
 
     Args:
         config: Configuration of the run.

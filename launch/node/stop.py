@@ -61,7 +61,7 @@ class Stop:
             raise Stopped
 
     def announce(self, position: int) -> None:
-        """Tell the other nodes that this one goes no further than `position`.
+        """Announce that this node goes no further than `position`.
 
         From now on its waits for them have a deadline: a dead node must not keep the others from saving.
         """

@@ -79,7 +79,7 @@ def joined_to(place: str, greet: Callable[[str], T]) -> tuple[str, T]:
         greet: Asks one address. Raises UserError.
 
     Raises:
-        UserError: Nobody answers.
+        UserError: None of them answers.
     """
     if not (Path(place).is_file() or place.startswith("/")):
         return place, greet(place)

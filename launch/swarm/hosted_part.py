@@ -98,7 +98,7 @@ class PartView:
 
     @property
     def owner(self) -> bytes | None:
-        """Return the key of the peer that owns the part, as far as cards tell; None if none is known.
+        """Return the key of the peer that owns the part, according to the cards; None if none is known.
 
         A card may lie. So of several that say so, it is the one that the own replica follows or is, then the
         one that most replicas in sync follow, then the one of the highest term.
@@ -261,8 +261,8 @@ class HostedPart:
     def rest(self, rests: bool) -> bool:
         """Let the replica confirm nothing to its owner, or confirm again.
 
-        Returns whether it has rested, and confirmed nothing, for so long that the owner cannot count on it
-        any more: a confirmation may be on its way when the rest begins.
+        Returns whether it has rested, and confirmed nothing, for longer than the owner counts on it: a
+        confirmation may be on its way when the rest begins.
         """
         if not rests:
             self._rests_since_s = None

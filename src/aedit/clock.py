@@ -1,4 +1,4 @@
-"""Virtual time: a clock that moves when it is told to, and turns for threads that each have such a clock.
+"""Virtual time: a clock that moves on request, and turns for threads that each have such a clock.
 
 Tests, benchmarks and the simulator run the production code on it: results do not depend on the machine.
 Standard library only.
@@ -15,7 +15,7 @@ TURN_WITHIN_S = 300.0
 
 @checked()
 class VirtualClock:
-    """A clock in seconds that moves only when it is told to. Call it like `time.monotonic`."""
+    """A clock in seconds that moves only on request. Call it like `time.monotonic`."""
 
     def __init__(self, now_s: float = 0.0) -> None:
         self.now_s = now_s

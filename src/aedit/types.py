@@ -249,7 +249,7 @@ _WORDS: dict[Any, str] = {
 
 
 def describe(hint: Any) -> str:
-    """Return a type in words."""
+    """Return a type as text."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return f"{describe(args[0])} {' '.join(map(str, args[1:]))}"

@@ -67,7 +67,7 @@ def node_of(config, hub, name):
         world=world,
         tokenizer=tokenizer,
         sync=sync,
-        order=LeasedOrder(link, data.num_samples, config.seed, sync),
+        order=LeasedOrder(link, len(data.train), config.seed, sync),
         budget=HubBudget(config, sync, link),
         stop=stop,
         checkpoints=NodeCheckpoints(directory / "checkpoints", keep=2, shards=sync.shards),
