@@ -10,7 +10,7 @@ from transformers import MistralConfig, MistralForCausalLM
 from aedit.spec_rollout.model import KVMemory, Target
 from aedit.spec_rollout.model import cache as cache_module
 from aedit.spec_rollout.model.cache import KVCache
-from aedit.spec_rollout.model.kv_extent import KVSizes, kv_extents
+from aedit.spec_rollout.model.kv_storage import KVSizes, kv_extents
 from aedit.spec_rollout.model.layers import AttentionSpec, LayerShape
 from aedit.spec_rollout.model.prefill import Piece, PrefillAttention
 

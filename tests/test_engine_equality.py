@@ -25,7 +25,7 @@ from kit.rollouts import (
 )
 
 from aedit.spec_rollout.model import cache
-from aedit.spec_rollout.model.kv_blocks import KVBlocks
+from aedit.spec_rollout.model.kv_storage import KVBlocks
 from aedit.spec_rollout.sampling import noise
 
 ARMS = ["off", "layer:1", "layer:2", "layer:4", "layer:8", "layer:3x2x6", "layer:4x3x12"]

@@ -17,9 +17,7 @@ from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.engine.rows import EngineLimits
 from aedit.spec_rollout.model import KVMemory, KVMemoryError, Target, make_target
 from aedit.spec_rollout.model import cache as cache_module
-from aedit.spec_rollout.model.kv_blocks import KVBlocks
-from aedit.spec_rollout.model.kv_extent import KVSizes
-from aedit.spec_rollout.model.kv_rows import KVRows
+from aedit.spec_rollout.model.kv_storage import KVBlocks, KVRows, KVSizes
 from aedit.spec_rollout.sampling import Prompt, Sampling
 
 CPU = torch.device("cpu")

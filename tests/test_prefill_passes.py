@@ -8,7 +8,7 @@ from kit.rollouts import prefilled
 from test_target import FAMILIES, close, drawn, made, own
 
 from aedit.spec_rollout.model import Target, prefill
-from aedit.spec_rollout.model.prefill import PassLimits, Segment, plan_passes
+from aedit.spec_rollout.model.prefill import Segment, plan_passes
 
 COUNTS = [5, 33, 6, 1, 60, 5, 31]
 
@@ -65,7 +65,7 @@ def test_no_tokens_have_no_features():
 @pytest.mark.parametrize("masks_first", [False, True])
 def test_passes_cover_each_token_once_in_order_and_within_the_limits(seed, masks_first):
     rng = random.Random(seed)
-    limits = PassLimits(rng.randint(16, 60), rng.randint(300, 3000), masks_first)
+    limits = rng.randint(16, 60), rng.randint(300, 3000), masks_first
     segments = [
         Segment(i, rng.choice([0, 0, rng.randint(1, 90)]), range(rng.randint(0, 150))) for i in range(12)
     ]
@@ -83,8 +83,8 @@ def test_passes_cover_each_token_once_in_order_and_within_the_limits(seed, masks
 
 def test_a_pass_is_as_large_as_memory_allows():
     segments = [Segment(i, 0, range(16)) for i in range(64)]
-    assert len(list(plan_passes(segments, PassLimits(1024, 1000, False)))) == 1
-    assert len(list(plan_passes(segments, PassLimits(160, 1000, False)))) == 7
+    assert len(list(plan_passes(segments, 1024, 1000, False))) == 1
+    assert len(list(plan_passes(segments, 160, 1000, False))) == 7
 
 
 def test_prefill_of_new_tokens_does_not_touch_other_rows():

@@ -9,8 +9,6 @@ Shapes: P pairs, B rows, F nodes of each row that are computed together, d hidde
 slots that are read. A row's slots hold its pairs by position of the feature, then drafted pairs.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,16 +16,8 @@ from torch import Tensor
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer, rotations
 from aedit.spec_rollout.model import PagedTensor, linear
 
-
-class CachedPairs(NamedTuple):
-    """Pairs whose keys and values are in the cache, with their layer inputs and queries."""
-
-    fused_Pd: Tensor
-    queries_Pq: Tensor
-
-    def at(self, index: Tensor) -> "CachedPairs":
-        """Return the pairs at these indices."""
-        return CachedPairs(self.fused_Pd.index_select(0, index), self.queries_Pq.index_select(0, index))
+Pairs = tuple[Tensor, Tensor]
+"""Layer inputs (P, d) and queries (P, q) of pairs whose keys and values are in the cache."""
 
 
 class DraftRunner:
@@ -84,7 +74,7 @@ class DraftRunner:
 
     def write_pairs(
         self, tokens_P: Tensor, features_Pw: Tensor, slots_P: Tensor, positions_P: Tensor
-    ) -> CachedPairs:
+    ) -> Pairs:
         """Compute the layer inputs of pairs and write their keys and values to the cache.
 
         Args:
@@ -109,7 +99,7 @@ class DraftRunner:
             pairs = torch.view_as_complex(heads.float().view(*heads.shape[:2], -1, 2)) * rotation
             heads.copy_(torch.view_as_real(pairs).flatten(-2))
         self.cache.index_copy_(0, slots_P, qkv[:, q:])
-        return CachedPairs(fused, qkv[:, :q])
+        return fused, qkv[:, :q]
 
     def row_offsets(self, rows: int) -> Tensor:
         """Return the first flat slot of each of the rows 0 .. rows - 1."""
@@ -121,7 +111,7 @@ class DraftRunner:
         keys, values = self.cache.view(sizes)[:rows, :context].permute(2, 0, 3, 1, 4).unbind(0)
         return keys, values
 
-    def predict(self, pairs: CachedPairs, keys: Tensor, values: Tensor, mask_BFC: Tensor | None) -> Tensor:
+    def predict(self, pairs: Pairs, keys: Tensor, values: Tensor, mask_BFC: Tensor | None) -> Tensor:
         """Return the predicted features, (P, d), P = B * F.
 
         Args:
@@ -130,9 +120,10 @@ class DraftRunner:
             values: Result of `kv_views`.
             mask_BFC: 0 where a node attends, -inf elsewhere; None if it attends to all slots.
         """
-        weights, rows, num_pairs = self._weights, keys.shape[0], pairs.fused_Pd.shape[0]
-        mixed = self._attend(pairs.queries_Pq, num_pairs // rows, (keys, values), mask_BFC)
-        x = torch.addmm(pairs.fused_Pd, mixed.reshape(num_pairs, -1), weights["attended"])
+        fused_Pd, queries_Pq = pairs
+        weights, rows, num_pairs = self._weights, keys.shape[0], fused_Pd.shape[0]
+        mixed = self._attend(queries_Pq, num_pairs // rows, (keys, values), mask_BFC)
+        x = torch.addmm(fused_Pd, mixed.reshape(num_pairs, -1), weights["attended"])
         gate, up = linear(self._normed(x), weights["gate_up"]).chunk(2, -1)
         x = torch.addmm(x, F.silu(gate).mul_(up), weights["down"])
         return self._normed(x).mul_(weights["final_norm"])

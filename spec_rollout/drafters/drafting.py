@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from aedit.spec_rollout.drafters import tree
-from aedit.spec_rollout.drafters.draft_pass import CachedPairs, DraftRunner
+from aedit.spec_rollout.drafters.draft_pass import DraftRunner
 from aedit.spec_rollout.drafters.drafts import Arm
 
 
@@ -64,27 +64,13 @@ class DraftContext:
         return hidden.masked_fill_(~seen, -torch.inf)
 
 
-class Chain(NamedTuple):
-    """Drafted chain of each row."""
+def draft_chain(context: DraftContext, inputs: DraftInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a chain of `arm.depth` tokens for every row.
 
-    tokens_Bk: Tensor
-    scores_Bk: Tensor
-    """float32, log-probability of the path to each token."""
-    logq_BkV: Tensor
-    """log softmax(logits / T); T is 1 where it is 0."""
-
-
-class Tree(NamedTuple):
-    """Drafted tree of each row."""
-
-    tokens_BN: Tensor
-    parents_BN: Tensor
-    scores_BN: Tensor
-    """float32, log-probability of the path to each node."""
-
-
-def draft_chain(context: DraftContext, inputs: DraftInputs) -> Chain:
-    """Return a chain of `arm.depth` tokens for every row."""
+    Returns:
+        Tokens (B, k); log-probabilities of the paths to them, float32, (B, k); log softmax(logits / T),
+        (B, k, V), where T is 1 if it is 0.
+    """
     runner, depth, rows = context.runner, context.arm.depth, inputs.last_B.shape[0]
     positions_kB = inputs.last_B + torch.arange(depth, device=inputs.last_B.device)[:, None]
     positions, slots = positions_kB.unbind(0), (positions_kB + runner.row_offsets(rows)).unbind(0)
@@ -94,7 +80,7 @@ def draft_chain(context: DraftContext, inputs: DraftInputs) -> Chain:
         if context.is_single_row
         else context.history_mask(positions_kB, inputs.firsts_B).unsqueeze(2).unbind(0)
     )
-    pairs = CachedPairs(inputs.fused_Bd, inputs.queries_Bq)
+    pairs = inputs.fused_Bd, inputs.queries_Bq
     drawn: list[Tensor] = []
     logits: list[Tensor] = []
     for j, noise_BV in enumerate(inputs.noise_BkV.unbind(1)):
@@ -110,14 +96,18 @@ def draft_chain(context: DraftContext, inputs: DraftInputs) -> Chain:
     tokens_Bk = torch.stack(drawn, 1)
     logq_BkV = torch.log_softmax(torch.stack(logits, 1) * inputs.inverse_B1.unsqueeze(-1), -1)
     scores_Bk = logq_BkV.gather(-1, tokens_Bk.unsqueeze(-1)).squeeze(-1).cumsum(-1)
-    return Chain(tokens_Bk, scores_Bk.float(), logq_BkV)
+    return tokens_Bk, scores_Bk.float(), logq_BkV
 
 
-def draft_tree(context: DraftContext, inputs: DraftInputs) -> Tree:
-    """Return the best `arm.nodes` nodes of a tree whose levels grow from their `arm.width` best nodes."""
+def draft_tree(context: DraftContext, inputs: DraftInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the best `arm.nodes` nodes of a tree whose levels grow from their `arm.width` best nodes.
+
+    Returns:
+        Tokens; log-probabilities of the paths to them, float32; parents: (B, N) each.
+    """
     runner, rows, inverse_B11 = context.runner, inputs.last_B.shape[0], inputs.inverse_B1.unsqueeze(-1)
     builder, (keys, values) = _TreeBuilder(context, inputs), context.kv_views(rows)
-    pairs = CachedPairs(inputs.fused_Bd, inputs.queries_Bq)
+    pairs = inputs.fused_Bd, inputs.queries_Bq
     for level, noise_BV in enumerate(inputs.noise_BkV.unbind(1)):
         guessed = runner.predict(pairs, keys, values, builder.mask())
         logits_BFV = runner.logits(guessed).view(rows, -1, runner.head.shape[0]) * inverse_B11
@@ -190,8 +180,8 @@ class _TreeBuilder:
         """Return the slots of the frontier in its rows, (B, F)."""
         return self._own_Bn[:, self._num_looked_at - self._frontier_BF.shape[1] : self._num_looked_at]
 
-    def best(self, nodes: int) -> Tree:
-        """Return the best `nodes` nodes of all."""
+    def best(self, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens, scores and parents of the best `nodes` nodes of all."""
         tokens, scores, parents = (torch.cat(x, 1) for x in (self._tokens, self._scores, self._parents))
         picked, parents_BN = tree.best(scores, parents, nodes)
-        return Tree(tokens.gather(1, picked), parents_BN, scores.gather(1, picked).float())
+        return tokens.gather(1, picked), scores.gather(1, picked).float(), parents_BN

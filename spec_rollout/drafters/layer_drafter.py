@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
+from math import prod
 from typing import Literal, Self
 
 import torch
@@ -15,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer, DraftShape
-from aedit.spec_rollout.drafters.draft_pass import CachedPairs, DraftRunner
-from aedit.spec_rollout.drafters.drafting import DraftContext, DraftInputs, Tree, draft_chain, draft_tree
+from aedit.spec_rollout.drafters.draft_pass import DraftRunner, Pairs
+from aedit.spec_rollout.drafters.drafting import DraftContext, DraftInputs, draft_chain, draft_tree
 from aedit.spec_rollout.drafters.drafts import Arm, Draft, Noise, RowStart, StepUpdate
 from aedit.spec_rollout.model import GraphCache, TargetModel, batch_bucket, context_bucket, to_device
 from aedit.types import PositiveInt, check, checked
@@ -28,18 +29,9 @@ _CHUNK = 2048
 """Number of missed pairs that are computed at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class MissingPairs:
-    """Pairs of some rows that must be computed: at least one per row, in order."""
-
-    tokens: list[int]
-    features_Pw: Tensor
-    rows: list[int]
-    """Row of each pair."""
-    positions: list[int]
-    """Position of each pair's feature."""
-    last: list[int]
-    """Index of each row's last pair."""
+MissingPairs = tuple[list[int], Tensor, list[int], list[int], list[int]]
+"""Pairs of some rows that must be computed, at least one per row, in order: tokens, features (P, w), row of
+each pair, position of each pair's feature, and the index of each row's last pair."""
 
 
 @dataclass(slots=True, eq=False)
@@ -203,8 +195,8 @@ class LayerDrafter:
         # A row without a pair uses its placeholder.
         last_B = self._ints(max(row.length - 1, 0) for row in backlogs)
         start = DraftInputs(
-            fused_Bd=pairs.fused_Pd,
-            queries_Bq=pairs.queries_Pq,
+            fused_Bd=pairs[0],
+            queries_Bq=pairs[1],
             last_B=last_B,
             firsts_B=self._ints(row.first for row in backlogs),
             noise_BkV=noise_BkV * is_warm_B1.unsqueeze(-1),
@@ -260,7 +252,7 @@ class LayerDrafter:
         drafted = (arm.depth - 1) * arm.width
         check(drafted <= _EXTRA_SLOTS, "arm", f"must not expand more than {_EXTRA_SLOTS} nodes", arm)
 
-    def _write_step(self, update: StepUpdate, starts: list[int]) -> CachedPairs:
+    def _write_step(self, update: StepUpdate, starts: list[int]) -> Pairs:
         """Compute the pairs of one step as one block with padding.
 
         The padding is overwritten later or never attended to.
@@ -279,15 +271,15 @@ class LayerDrafter:
         pairs = self._runner.write_pairs(tokens, update.features.flatten(0, 1), slots, positions.flatten())
         if longest == 1:
             return pairs
-        return pairs.at(self._ints(b * longest + n - 1 for b, n in enumerate(counts)))
+        last = self._ints(b * longest + n - 1 for b, n in enumerate(counts))
+        return pairs[0].index_select(0, last), pairs[1].index_select(0, last)
 
-    def _write_missing(self, missing: MissingPairs) -> CachedPairs:
-        tokens, rows, positions = (self._ints(x) for x in (missing.tokens, missing.rows, missing.positions))
-        slots, features = self._runner.row_offsets(self._runner.rows)[rows] + positions, missing.features_Pw
-        for i in range(0, len(missing.tokens), _CHUNK):
+    def _write_missing(self, missing: MissingPairs) -> Pairs:
+        tokens, rows, positions, last = (self._ints(missing[i]) for i in (0, 2, 3, 4))
+        slots, features = self._runner.row_offsets(self._runner.rows)[rows] + positions, missing[1]
+        for i in range(0, len(missing[0]), _CHUNK):
             part = slice(i, i + _CHUNK)
             self._runner.write_pairs(tokens[part], features[part], slots[part], positions[part])
-        last = self._ints(missing.last)
         return self._runner.write_pairs(tokens[last], features[last], slots[last], positions[last])
 
     def _ints(self, values: Iterable[int]) -> Tensor:
@@ -296,28 +288,14 @@ class LayerDrafter:
 
 def _draft(context: DraftContext, start: DraftInputs, mode: VerifyMode) -> tuple[Tensor, ...]:
     """Return the tensors of a draft; log q, which is as large as the logits, only in rejection mode."""
-    made = draft_chain(context, start) if context.arm.is_chain else draft_tree(context, start)
-    if isinstance(made, Tree):
-        return made.tokens_BN, made.scores_BN, made.parents_BN
-    rest = () if mode == "coupled" else (made.logq_BkV,)
-    return made.tokens_Bk, made.scores_Bk, *rest
+    if not context.arm.is_chain:
+        return draft_tree(context, start)
+    tokens_Bk, scores_Bk, logq_BkV = draft_chain(context, start)
+    return (tokens_Bk, scores_Bk) if mode == "coupled" else (tokens_Bk, scores_Bk, logq_BkV)
 
 
 def _three(made: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor | None]:
     return made[0], made[1], made[2] if len(made) > 2 else None
-
-
-@dataclass(frozen=True, slots=True)
-class PendingStep:
-    """Update of one step of the engine, with the samples of its rows."""
-
-    update: StepUpdate
-    rows: list[RowBacklog]
-
-    @property
-    def num_pairs(self) -> int:
-        """Return the number of pairs, with padding."""
-        return self.update.features.shape[0] * self.update.features.shape[1]
 
 
 class Backlog:
@@ -326,7 +304,8 @@ class Backlog:
     def __init__(self, rows: int, window: int) -> None:
         self.window = window
         self.rows: list[RowBacklog | None] = [None] * rows
-        self._steps: deque[PendingStep] = deque()
+        self._steps: deque[tuple[StepUpdate, list[RowBacklog]]] = deque()
+        """Updates of the engine's steps, with the samples of their rows."""
         self._num_pairs = 0
 
     @property
@@ -353,16 +332,16 @@ class Backlog:
 
     def update(self, update: StepUpdate) -> None:
         """Queue the tokens and features of one step."""
-        step = PendingStep(update, self.running_rows(len(update.tokens)))
-        for backlog, tokens in zip(step.rows, update.tokens, strict=True):
+        rows = self.running_rows(len(update.tokens))
+        for backlog, tokens in zip(rows, update.tokens, strict=True):
             backlog.length += len(tokens)
             backlog.last = tokens[-1]
-        self._steps.append(step)
-        self._num_pairs += step.num_pairs
+        self._steps.append((update, rows))
+        self._num_pairs += prod(update.features.shape[:2])
         while self._num_pairs > len(self.rows) * self.window and len(self._steps) > 1:
-            dropped = self._steps.popleft()
-            self._num_pairs -= dropped.num_pairs
-            for backlog, tokens in zip(dropped.rows, dropped.update.tokens, strict=True):
+            dropped, rows = self._steps.popleft()
+            self._num_pairs -= prod(dropped.features.shape[:2])
+            for backlog, tokens in zip(rows, dropped.tokens, strict=True):
                 backlog.skip(len(tokens))
 
     def take_single_step(self, backlogs: list[RowBacklog]) -> StepUpdate | None:
@@ -370,11 +349,11 @@ class Backlog:
 
         Returns None if more than one step is queued.
         """
-        if len(self._steps) != 1 or self._steps[0].rows != backlogs:
+        if len(self._steps) != 1 or self._steps[0][1] != backlogs:
             return None
         if any(backlog.features_Tw is not None for backlog in backlogs):
             return None
-        update = self._steps[0].update
+        update, _ = self._steps[0]
         self._clear(backlogs)
         return update
 
@@ -390,11 +369,11 @@ class Backlog:
         for backlog, row_pairs in pairs_of_row.items():
             if backlog.features_Tw is not None:
                 row_pairs.append((backlog.tokens, backlog.features_Tw))
-        for step in self._steps:
-            for b, backlog in enumerate(step.rows):
+        for update, rows in self._steps:
+            for b, backlog in enumerate(rows):
                 if backlog in pairs_of_row:
-                    tokens = step.update.tokens[b]
-                    pairs_of_row[backlog].append((tokens, step.update.features[b, : len(tokens)]))
+                    tokens = update.tokens[b]
+                    pairs_of_row[backlog].append((tokens, update.features[b, : len(tokens)]))
         missing = _join_pairs(backlogs, pairs_of_row)
         self._clear(backlogs)
         return missing
@@ -431,4 +410,4 @@ def _join_pairs(
         rows += [row] * count
         positions += range(backlog.num_computed, backlog.num_computed + count)
         last.append(len(tokens) - 1)
-    return MissingPairs(tokens, torch.cat(features), rows, positions, last)
+    return tokens, torch.cat(features), rows, positions, last

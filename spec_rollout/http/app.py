@@ -33,7 +33,7 @@ def make_app(service: HttpService, keys: Sequence[str] = (), more_routes: Sequen
 
     Args:
         service: What it serves.
-        keys: Accepted bearer tokens; empty: everybody is served.
+        keys: Accepted bearer tokens; empty: no key is needed.
         more_routes: Further routes.
     """
     routes = [*_routes(), *more_routes]
@@ -46,8 +46,8 @@ def make_app(service: HttpService, keys: Sequence[str] = (), more_routes: Sequen
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.state.service = service
     app.router.redirect_slashes = False
-    guarded = BearerAuth(app, keys) if keys else app
-    return Measured(guarded, service.metrics, frozenset(route.path for route in routes))
+    guarded = _with_keys(app, keys) if keys else app
+    return _measured(guarded, service.metrics, frozenset(route.path for route in routes))
 
 
 def _routes() -> list[Route]:
@@ -139,40 +139,35 @@ def _failure(request: Request, error: Exception) -> Response:
     return ApiError(500, "the server has failed; its log has the reason", code="failed").response()
 
 
-class BearerAuth:
-    """Refuses requests without one of the keys before their body is read."""
+def _with_keys(app: ASGIApp, keys: Sequence[str]) -> ASGIApp:
+    """Return an application that refuses requests without one of the keys before their body is read."""
+    accepted = [key.encode() for key in keys]
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app, self._keys = app, [key.encode() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or refuse it."""
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._is_known(scope):
-            message = "a known API key is needed: send the header Authorization: Bearer KEY"
-            await ApiError(401, message, code="invalid_api_key").response()(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _is_known(self, scope: Scope) -> bool:
+    def is_known(scope: Scope) -> bool:
         found = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, key = (found[0] if len(found) == 1 else b"").partition(b" ")
         # All keys are compared, in constant time.
-        known = [hmac.compare_digest(key.strip(), each) for each in self._keys]
+        known = [hmac.compare_digest(key.strip(), each) for each in accepted]
         return scheme.lower() == b"bearer" and any(known)
 
-
-class Measured:
-    """Counts requests by route and status."""
-
-    def __init__(self, app: ASGIApp, metrics: HttpMetrics, paths: frozenset[str]) -> None:
-        self._app, self._metrics, self._paths = app, metrics, paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on and count its answer."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not is_known(scope):
+            message = "a known API key is needed: send the header Authorization: Bearer KEY"
+            await ApiError(401, message, code="invalid_api_key").response()(scope, receive, send)
             return
-        route = scope["path"] if scope["path"] in self._paths else "other"
+        await app(scope, receive, send)
+
+    return guarded
+
+
+def _measured(app: ASGIApp, metrics: HttpMetrics, paths: frozenset[str]) -> ASGIApp:
+    """Return an application that counts requests by route and status."""
+
+    async def measured(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        route = scope["path"] if scope["path"] in paths else "other"
         began_s, status = time.monotonic(), "none"
 
         async def counted(message: Message) -> None:
@@ -182,11 +177,13 @@ class Measured:
             await send(message)
 
         try:
-            await self._app(scope, receive, counted)
+            await app(scope, receive, counted)
         finally:
-            self._metrics.requests.labels(route, status).inc()
+            metrics.requests.labels(route, status).inc()
             if route in TEXT_ROUTES:
-                self._metrics.seconds.labels(route).observe(time.monotonic() - began_s)
+                metrics.seconds.labels(route).observe(time.monotonic() - began_s)
+
+    return measured
 
 
 class TokenizeChat(ChatPrompt):

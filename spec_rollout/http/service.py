@@ -172,10 +172,15 @@ async def json_body(request: Request, service: HttpService, empty: Any = None) -
     Raises:
         ApiError: It is too large, too slow, or no JSON.
     """
-    counted = _Counted(service)
+    num_counted = 0
     try:
         try:
-            body = await asyncio.wait_for(_read(request, counted), service.limits.body_s)
+            async with asyncio.timeout(service.limits.body_s):
+                parts = []
+                async for part in _parts(request, service):
+                    num_counted += len(part)
+                    parts.append(part)
+                body = b"".join(parts)
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {service.limits.body_s:g} s") from None
         if not body and empty is not None:
@@ -185,42 +190,28 @@ async def json_body(request: Request, service: HttpService, empty: Any = None) -
         else:
             yield parse_json(body)
     finally:
-        counted.release()
+        service.num_buffered_bytes -= num_counted
 
 
-class _Counted:
-    """Bytes of one body, counted in the sum of all."""
-
-    def __init__(self, service: HttpService) -> None:
-        self._service, self.num_bytes = service, 0
-
-    def add(self, num_bytes: int) -> None:
-        limits = self._service.limits
-        if self.num_bytes + num_bytes > limits.max_body_bytes:
-            raise ApiError(413, f"the body exceeds {limits.max_body_bytes} bytes: send a smaller request")
-        if self._service.num_buffered_bytes + num_bytes > limits.max_buffered_bytes:
-            message = "the server is busy with other large requests: try again in 1 s"
-            raise ApiError(429, message, code="overloaded", retry_after_s=1.0)
-        self.num_bytes += num_bytes
-        self._service.num_buffered_bytes += num_bytes
-
-    def release(self) -> None:
-        self._service.num_buffered_bytes -= self.num_bytes
-        self.num_bytes = 0
-
-
-async def _read(request: Request, counted: _Counted) -> bytes:
+async def _parts(request: Request, service: HttpService) -> AsyncIterator[bytes]:
+    """Yield the parts of a body, each counted as buffered."""
+    limits, num_bytes = service.limits, 0
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared[:20]) > counted._service.limits.max_body_bytes:
-        counted.add(counted._service.limits.max_body_bytes + 1)
-    parts = []
+    too_large = f"the body exceeds {limits.max_body_bytes} bytes: send a smaller request"
+    if declared.isdigit() and int(declared[:20]) > limits.max_body_bytes:
+        raise ApiError(413, too_large)
     try:
         async for part in request.stream():
-            counted.add(len(part))
-            parts.append(part)
+            num_bytes += len(part)
+            if num_bytes > limits.max_body_bytes:
+                raise ApiError(413, too_large)
+            if service.num_buffered_bytes + len(part) > limits.max_buffered_bytes:
+                message = "the server is busy with other large requests: try again in 1 s"
+                raise ApiError(429, message, code="overloaded", retry_after_s=1.0)
+            service.num_buffered_bytes += len(part)
+            yield part
     except ClientDisconnect:
         raise ApiError(400, "the client went away") from None
-    return b"".join(parts)
 
 
 def parse_json(body: bytes) -> Any:

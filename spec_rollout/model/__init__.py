@@ -3,7 +3,7 @@
 Begin with `target_model` (interface, and which class serves a model). `target` is the fast path: `families`
 reads a known model's parameters, `layers` computes with them, `prefill` computes prompts, `graphs` captures
 CUDA graphs. `generic` runs any `transformers` model: `model_forward`, `row_passes`, `slot_store`. KV cache:
-`cache` over `kv_rows` or `kv_blocks`, with `kv_extent`; `attention_mask` has the masks of both paths.
+`cache` over `kv_storage`; `attention_mask` has the masks of both paths.
 `weight_update` changes weights between two steps. `model_support` has what both paths check. Called by
 `engine`, and by drafters for their shapes.
 """
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from aedit.spec_rollout.model.attention_mask import ancestors
     from aedit.spec_rollout.model.cache import KVMemory
     from aedit.spec_rollout.model.graphs import GraphCache, batch_bucket, context_bucket
-    from aedit.spec_rollout.model.kv_extent import KVMemoryError
-    from aedit.spec_rollout.model.kv_rows import PagedTensor
+    from aedit.spec_rollout.model.kv_storage import KVMemoryError, PagedTensor
     from aedit.spec_rollout.model.layers import linear
     from aedit.spec_rollout.model.model_forward import HiddenStates
     from aedit.spec_rollout.model.model_support import to_device, unwrapped, whole

@@ -7,15 +7,13 @@ of equal depth have different slots and the same position.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from aedit.spec_rollout.model.attention_mask import attention_mask
-from aedit.spec_rollout.model.kv_blocks import KVBlocks
-from aedit.spec_rollout.model.kv_extent import KVExtent, KVSizes, Span
-from aedit.spec_rollout.model.kv_rows import KVRows
+from aedit.spec_rollout.model.kv_storage import KVBlocks, KVExtent, KVReader, KVRows, KVSizes, Span
 from aedit.spec_rollout.model.layers import AttentionSpec, LayerShape
 from aedit.types import PositiveInt, checked
 
@@ -115,8 +113,8 @@ class KVCache:
         return StepAttention(self, (num_rows, q), slots_BqK, views)
 
     def _view(self, extent: KVExtent, lengths_B: Tensor, q: int, ancestors_Bqq: Tensor | None) -> "KVView":
-        reader = self.storage.reader(extent.first_row, extent.num_rows, extent.context)
-        context, masks = reader.context, {}
+        context, reader = self.storage.reader(extent.first_row, extent.num_rows, extent.context)
+        masks = {}
         for window in self._windows:
             masks[window] = self._seen
             is_cut = context > extent.context or (window is not None and window < context)
@@ -177,17 +175,6 @@ class KVCache:
         self.storage.write(row, start, kv)
 
 
-class KVReader(Protocol):
-    """Keys and values of consecutive rows."""
-
-    @property
-    def context(self) -> int:
-        """Return the number of slots C."""
-
-    def at(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a layer, each (B * K, C, h)."""
-
-
 @dataclass(frozen=True, slots=True)
 class KVView:
     """Keys and values of a few consecutive rows, with the masks of their new tokens."""
@@ -199,7 +186,7 @@ class KVView:
 
     def attend(self, layer: int, queries: Tensor, spec: AttentionSpec) -> Tensor:
         """Return the attention output of `queries`, (B * K, q * G, h), in the same shape."""
-        mask, (keys, values) = self.masks[spec.window], self.reader.at(layer)
+        mask, (keys, values) = self.masks[spec.window], self.reader(layer)
         if spec.softcap is None:
             scores = _products(mask, queries, keys, spec.scale)
         else:

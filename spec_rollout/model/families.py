@@ -27,17 +27,14 @@ from aedit.spec_rollout.model.layers import (
     FusedGatedMLP,
     FusedQKV,
     GatedMLP,
-    HeadNormQKV,
     Layer,
     LayerNorm,
     LayerShape,
     Linear,
-    OffsetRMSNorm,
     PlainMLP,
     RMSNorm,
     Rotary,
     SeparateQKV,
-    TransposedLinear,
     linear,
 )
 
@@ -74,7 +71,7 @@ GEMMA_NORMS = Norms(
     after_attention="post_attention_layernorm",
     before_mlp="pre_feedforward_layernorm",
     after_mlp="post_feedforward_layernorm",
-    kind=OffsetRMSNorm.of,
+    kind=partial(RMSNorm.of, adds_one=True),
     eps="eps",
 )
 OLMO_NORMS = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
@@ -274,8 +271,7 @@ class ModelReader:
         if not hasattr(module, "q_norm"):
             return SeparateQKV(*projections, head_dim)
         norms = self.family.norms.read(module.q_norm), self.family.norms.read(module.k_norm)
-        kind = SeparateQKV if self.family.has_whole_qk_norm else HeadNormQKV
-        return kind(*projections, head_dim, *norms)
+        return SeparateQKV(*projections, head_dim, *norms, norms_heads=not self.family.has_whole_qk_norm)
 
     def _mlp(self, module: Any) -> Function:
         if hasattr(module, "experts"):
@@ -301,8 +297,8 @@ def _gpt2(model: Any, activation: Function) -> ModelWeights:
     def norm(module: nn.LayerNorm) -> LayerNorm:
         return LayerNorm(module.weight, module.bias, module.eps)
 
-    def linear(module: Any) -> TransposedLinear:
-        return TransposedLinear(module.weight, module.bias)
+    def linear(module: Any) -> Linear:
+        return Linear(module.weight, module.bias, is_transposed=True)
 
     def layer(module: Any) -> Layer:
         qkv = FusedQKV(linear(module.attn.c_attn), shape.head_dim, (2 * config.n_head, config.n_head))

@@ -5,7 +5,6 @@ Shapes: B running rows, q new tokens per row, T tokens of one row, V vocabulary,
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,10 +56,13 @@ class GenericTarget:
             )
         forward = ModelForward(self.model, taps)
         self._num_layers = forward.num_layers
-        self._chosen = Probe(forward, self.dtype, self._limit).choose()
+        probe = Probe(forward, self.dtype, self._limit)
+        make = probe.choose()
+        self._vocabulary, self._feature_size = probe.logits[0].shape[-1], probe.feature_size
+        self._refused = tuple(probe.refused)
         self._check_forward_changes_nothing()
         # A draft that starts at a row's last token needs slots, too.
-        self._passes = self._chosen.make(rows, max_tokens + nodes + 1)
+        self._passes = make(rows, max_tokens + nodes + 1)
         # The cache gets its shapes from a token.
         self.prefill([Segment(0, 0, [0])])
         self.release_row(0)
@@ -78,7 +80,7 @@ class GenericTarget:
     @property
     def refused_passes(self) -> tuple[str, ...]:
         """Return why faster ways to compute rows are not used."""
-        return self._chosen.refused
+        return self._refused
 
     @property
     def supports_trees(self) -> bool:
@@ -103,12 +105,12 @@ class GenericTarget:
     @property
     def feature_size(self) -> int:
         """Return the feature size f."""
-        return self._chosen.feature_size
+        return self._feature_size
 
     @property
     def vocabulary(self) -> int:
         """Return the number of logits V."""
-        return self._chosen.vocabulary
+        return self._vocabulary
 
     @property
     def num_layers(self) -> int:
@@ -283,17 +285,6 @@ Make = Callable[[int, int], RowPasses]
 """(rows, slots) -> passes with an empty store."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """Result of the choice."""
-
-    make: Make
-    vocabulary: int
-    feature_size: int
-    refused: tuple[str, ...]
-    """Why the ways before this one were not chosen."""
-
-
 class Probe:
     """Comparison of one model's passes with its logits of whole texts."""
 
@@ -312,7 +303,14 @@ class Probe:
         self._texts = ids[:count], ids[count : count + max(count - 3, 1)], ids[count : 2 * count]
         self._nodes = ids[2 * count :]
         self.logits = [self._whole(text) for text in self._texts]
+        self.refused: list[str] = []
+        """Why ways before the chosen one were not chosen."""
         self._check_causal()
+
+    @property
+    def feature_size(self) -> int:
+        """Return the size of a feature."""
+        return self._forward(torch.tensor([[0]], device=self._device), last=0, use_cache=False)[1].shape[-1]
 
     def _whole(self, text: Sequence[int]) -> Tensor:
         tokens = torch.tensor([text], device=self._device)
@@ -334,13 +332,12 @@ class Probe:
         a, b = (x.double() - x.double().mean(-1, keepdim=True) for x in (found, expected))
         return bool((a - b).norm() <= TOLERANCE[self._dtype] * b.norm())
 
-    def choose(self) -> Chosen:
-        """Return the most general passes whose logits are right.
+    def choose(self) -> Make:
+        """Return what makes the most general passes whose logits are right.
 
         Raises:
             ValueError: There are none.
         """
-        refused: list[str] = []
         for make, check in self._candidates():
             passes = make(len(self._texts), 2 * TEXT_TOKENS)
             try:
@@ -348,11 +345,12 @@ class Probe:
             except Exception as error:  # a model fails in its own way where it does not accept an argument
                 reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             if not reason:
-                features = self._forward(torch.tensor([[0]], device=self._device), last=0, use_cache=False)[1]
-                return Chosen(make, self.logits[0].shape[-1], features.shape[-1], tuple(refused))
-            refused.append(f"{passes.name}: {reason}")
+                return make
+            self.refused.append(f"{passes.name}: {reason}")
         name = type(self._forward.model).__name__
-        raise ValueError(f"{name}: no way to decode gives the logits of its forward ({'; '.join(refused)})")
+        raise ValueError(
+            f"{name}: no way to decode gives the logits of its forward ({'; '.join(self.refused)})"
+        )
 
     def _candidates(self) -> Iterator[tuple[Make, Callable[[RowPasses], str]]]:
         forward, limit = self._forward, self._max_positions

@@ -9,7 +9,7 @@ supplies attention: `attend` receives queries, keys and values and returns the a
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,32 +49,15 @@ class AttentionSpec:
     """Limit c of the scores s, c * tanh(s / c), as in Gemma 2 (arXiv:2408.00118); None for none."""
 
 
-class Rope(NamedTuple):
-    """Rotary position embedding of T tokens: cosines and sines, (T, 1, r), r <= h."""
-
-    cos: Tensor
-    sin: Tensor
-    """The first half of the rotated dimensions is negated, as `apply_rope` expects it."""
+Rope = tuple[Tensor, Tensor]
+"""Rotary position embedding of T tokens: cosines and sines, (T, 1, r), r <= h. The first half of the rotated
+dimensions of the sines is negated, as `apply_rope` expects it."""
 
 
-@dataclass(frozen=True, slots=True)
-class RopeTable:
-    """Rotary position embedding of all positions."""
-
-    both: Tensor
-    """Cosines and sines together, so that one call reads them: (positions, 2, 1, r)."""
-
-    @classmethod
-    def of(cls, cos: Tensor, sin: Tensor) -> "RopeTable":
-        """Return the table for `cos` and `sin` of a `transformers` rotary module, each (positions, r)."""
-        half = sin.shape[-1] // 2
-        sin = torch.cat((-sin[:, :half], sin[:, half:]), -1)
-        return cls(torch.stack((cos, sin), 1).unsqueeze(2))
-
-    def at(self, positions_T: Tensor) -> Rope:
-        """Return the rotations of these positions."""
-        cos, sin = self.both.index_select(0, positions_T).unbind(1)
-        return Rope(cos, sin)
+def rope_at(table: Tensor, positions_T: Tensor) -> Rope:
+    """Return the rotations of these positions from a table of `read_ropes`."""
+    cos, sin = table.index_select(0, positions_T).unbind(1)
+    return cos, sin
 
 
 Rotate = Callable[[Tensor, Rope], Tensor]
@@ -83,12 +66,13 @@ Rotate = Callable[[Tensor, Rope], Tensor]
 
 def apply_rope(x_TJh: Tensor, rope: Rope) -> Tensor:
     """Return x_TJh with RoPE applied (arXiv:2104.09864; halves are paired as in `transformers`)."""
-    return torch.addcmul(x_TJh * rope.cos, x_TJh.roll(x_TJh.shape[-1] // 2, -1), rope.sin)
+    cos, sin = rope
+    return torch.addcmul(x_TJh * cos, x_TJh.roll(x_TJh.shape[-1] // 2, -1), sin)
 
 
 def apply_partial_rope(x_TJh: Tensor, rope: Rope) -> Tensor:
     """Return x_TJh with RoPE applied to as many of the first head dimensions as `rope` has."""
-    rotated, rest = x_TJh.tensor_split([rope.cos.shape[-1]], -1)
+    rotated, rest = x_TJh.tensor_split([rope[0].shape[-1]], -1)
     return torch.cat((apply_rope(rotated, rope), rest), -1)
 
 
@@ -99,58 +83,33 @@ def apply_float_rope(x_TJh: Tensor, rope: Rope) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm:
-    """x / sqrt(mean(x^2) + eps) * weight."""
+    """x / sqrt(mean(x^2) + eps) * weight, or * (1 + weight) in fp32 or better, the norm of Gemma."""
 
     weight: Tensor
     eps: float
     eps_1: Tensor | None
     """`eps` as a one-element tensor, for the CPU path. None where the fused kernel is used."""
+    adds_one: bool = False
 
     @classmethod
-    def of(cls, weight: Tensor, eps: float) -> "RMSNorm":
+    def of(cls, weight: Tensor, eps: float, *, adds_one: bool = False) -> "RMSNorm":
         """Return the norm with this weight."""
-        return cls(weight, eps, _lean_eps(weight, eps))
+        is_fused = weight.device.type != "cpu" or weight.dtype == torch.bfloat16
+        return cls(weight, eps, None if is_fused else torch.tensor([eps], dtype=weight.dtype), adds_one)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x normalized over the last dimension."""
-        if self.eps_1 is None:
+        if self.eps_1 is not None:
+            # Takes half the time of F.rms_norm, which on the CPU runs eight kernels instead of a fused one.
+            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            normed = x * torch.addcmul(self.eps_1, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+            return torch.addcmul(normed, normed, self.weight) if self.adds_one else normed * self.weight
+        if not self.adds_one:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return _normalized(x, self.eps_1) * self.weight
-
-
-@dataclass(frozen=True, slots=True)
-class OffsetRMSNorm:
-    """x / sqrt(mean(x^2) + eps) * (1 + weight), in fp32 or better: the norm of Gemma."""
-
-    weight: Tensor
-    eps: float
-    eps_1: Tensor | None
-
-    @classmethod
-    def of(cls, weight: Tensor, eps: float) -> "OffsetRMSNorm":
-        """Return the norm with this weight."""
-        return cls(weight, eps, _lean_eps(weight, eps))
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return x normalized over the last dimension."""
-        if self.eps_1 is None:
-            # 1 + weight in bf16 would round small weights away.
-            exact = torch.promote_types(x.dtype, torch.float32)
-            normed = F.rms_norm(x.to(exact), self.weight.shape, None, self.eps)
-            return torch.addcmul(normed, normed, self.weight).to(x.dtype)
-        normed = _normalized(x, self.eps_1)
-        return torch.addcmul(normed, normed, self.weight)
-
-
-def _lean_eps(like: Tensor, eps: float) -> Tensor | None:
-    is_fused = like.device.type != "cpu" or like.dtype == torch.bfloat16
-    return None if is_fused else torch.tensor([eps], dtype=like.dtype)
-
-
-def _normalized(x: Tensor, eps_1: Tensor) -> Tensor:
-    # Takes half the time of F.rms_norm, which on the CPU runs eight kernels instead of a fused one.
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x * torch.addcmul(eps_1, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+        # 1 + weight in bf16 would round small weights away.
+        exact = torch.promote_types(x.dtype, torch.float32)
+        normed = F.rms_norm(x.to(exact), self.weight.shape, None, self.eps)
+        return torch.addcmul(normed, normed, self.weight).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,26 +127,15 @@ class LayerNorm:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """Product with a weight (out, in), as in `nn.Linear`."""
+    """Product with a weight (out, in), as in `nn.Linear`, or (in, out), as in GPT-2's `Conv1D`."""
 
     weight: Tensor
     bias: Tensor | None
+    is_transposed: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return x @ weight.T + bias."""
-        return linear(x, self.weight, self.bias)
-
-
-@dataclass(frozen=True, slots=True)
-class TransposedLinear:
-    """Product with a weight (in, out), as in GPT-2's `Conv1D`."""
-
-    weight: Tensor
-    bias: Tensor
-
-    def __call__(self, x_Td: Tensor) -> Tensor:
-        """Return x_Td @ weight + bias."""
-        return linear(x_Td, self.weight.t(), self.bias)
+        """Return x @ weight.T + bias, or x @ weight + bias."""
+        return linear(x, self.weight.t() if self.is_transposed else self.weight, self.bias)
 
 
 def _heads(x_Td: Tensor, head_dim: int) -> Tensor:
@@ -198,7 +146,7 @@ def _heads(x_Td: Tensor, head_dim: int) -> Tensor:
 class SeparateQKV:
     """Projections to queries, keys and values with a weight each.
 
-    Norms of queries and keys are over all heads together, as in OLMo 2.
+    Norms of queries and keys are over all heads together, as in OLMo 2, or over each head for itself.
     """
 
     q: Function
@@ -207,31 +155,18 @@ class SeparateQKV:
     head_dim: int
     q_norm: Function | None = None
     k_norm: Function | None = None
+    norms_heads: bool = False
 
     def __call__(self, x_Td: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries and keys, (T, J, h), and values, (T, K, h). RoPE rotates both together."""
-        q_Td, k_Td = self.q(x_Td), self.k(x_Td)
+        q, k = self.q(x_Td), self.k(x_Td)
+        if self.norms_heads:
+            q, k = _heads(q, self.head_dim), _heads(k, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
-            q_Td, k_Td = self.q_norm(q_Td), self.k_norm(k_Td)
-        return _heads(torch.cat((q_Td, k_Td), -1), self.head_dim), _heads(self.v(x_Td), self.head_dim)
-
-
-@dataclass(frozen=True, slots=True)
-class HeadNormQKV:
-    """Projections to queries, keys and values; each head of queries and keys is normalized for itself."""
-
-    q: Function
-    k: Function
-    v: Function
-    head_dim: int
-    q_norm: Function
-    k_norm: Function
-
-    def __call__(self, x_Td: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries and keys, (T, J, h), and values, (T, K, h)."""
-        q_THh = self.q_norm(_heads(self.q(x_Td), self.head_dim))
-        k_TKh = self.k_norm(_heads(self.k(x_Td), self.head_dim))
-        return torch.cat((q_THh, k_TKh), -2), _heads(self.v(x_Td), self.head_dim)
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.norms_heads:
+            return torch.cat((q, k), -2), _heads(self.v(x_Td), self.head_dim)
+        return _heads(torch.cat((q, k), -1), self.head_dim), _heads(self.v(x_Td), self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -492,9 +427,18 @@ class Rotary:
             default=None,
         )
 
-    def tables(self, num_positions: int) -> tuple[RopeTable, ...]:
-        """Return the rotations of the positions 0 .. num_positions - 1, for each type of layers."""
-        return tuple(RopeTable.of(*self._table(kind, num_positions)) for kind in self.layer_types)
+    def tables(self, num_positions: int) -> tuple[Tensor, ...]:
+        """Return the rotations of the positions 0 .. num_positions - 1, for each type of layers.
+
+        Cosines and sines are together, so that one call reads them: (positions, 2, 1, r).
+        """
+        found = []
+        for kind in self.layer_types:
+            cos, sin = self._table(kind, num_positions)
+            half = sin.shape[-1] // 2
+            sin = torch.cat((-sin[:, :half], sin[:, half:]), -1)
+            found.append(torch.stack((cos, sin), 1).unsqueeze(2))
+        return tuple(found)
 
     def of_layer(self, layer_type: str | None, head_dim: int) -> tuple[Rotate, int]:
         """Return how a layer of this type rotates, and the index of its table."""
@@ -514,7 +458,7 @@ class Rotary:
         return cos[0].to(exact), sin[0].to(exact)
 
 
-def read_ropes(model: nn.Module, num_positions: int) -> tuple[RopeTable, ...]:
+def read_ropes(model: nn.Module, num_positions: int) -> tuple[Tensor, ...]:
     """Return the tables to which `Attention.rope` refers; none for a model without rotary positions.
 
     Positions that the model does not have rotate as its last one. Only drafted tokens after the last token of
@@ -525,4 +469,4 @@ def read_ropes(model: nn.Module, num_positions: int) -> tuple[RopeTable, ...]:
         return ()
     count = min(num_positions, rotary.max_positions or num_positions)
     rows = torch.arange(num_positions, device=rotary.like.device).clamp_(max=count - 1)
-    return tuple(RopeTable(table.both[rows]) for table in rotary.tables(count))
+    return tuple(table[rows] for table in rotary.tables(count))

@@ -58,54 +58,49 @@ class Piece:
         return self.start + self.count
 
 
-@dataclass(frozen=True, slots=True)
-class PassLimits:
-    """Upper limits of the work of one pass."""
-
-    max_tokens: int
-    max_scores: int
-    """Upper limit of new tokens times tokens they attend to, for a piece that needs a mask."""
-    masks_first: bool
-    """True if a piece at the start of its row needs a mask, too: a layer has a window or a softcap."""
-
-    @classmethod
-    def of(cls, cache: KVCache, widest: int) -> "PassLimits":
-        """Return the limits for a model whose widest activation has `widest` numbers per token."""
-        num_bytes = cache.dtype.itemsize
-        has_softcap = any(spec.softcap is not None for spec in cache.specs)
-        has_window = any(spec.window is not None for spec in cache.specs)
-        per_score = num_bytes * (cache.shape.num_heads if has_softcap else 1)
-        return cls(
-            max(16, ACTIVATION_BYTES // (widest * num_bytes)),
-            MASK_BYTES // per_score,
-            has_softcap or has_window,
-        )
-
-    def most(self, start: int) -> int:
-        """Return how many tokens after the first `start` of a row may be one piece."""
-        if start == 0 and not self.masks_first:
-            return self.max_tokens
-        # T (start + T) <= max_scores
-        return min(self.max_tokens, max(16, int((start * start / 4 + self.max_scores) ** 0.5 - start / 2)))
+def pass_limits(cache: KVCache, widest: int) -> tuple[int, int, bool]:
+    """Return the limits of `plan_passes` for a model whose widest activation has `widest` numbers a token."""
+    num_bytes = cache.dtype.itemsize
+    has_softcap = any(spec.softcap is not None for spec in cache.specs)
+    has_window = any(spec.window is not None for spec in cache.specs)
+    per_score = num_bytes * (cache.shape.num_heads if has_softcap else 1)
+    max_tokens = max(16, ACTIVATION_BYTES // (widest * num_bytes))
+    return max_tokens, MASK_BYTES // per_score, has_softcap or has_window
 
 
-def plan_passes(segments: Sequence[Segment], limits: PassLimits) -> Iterator[list[Piece]]:
+def plan_passes(
+    segments: Sequence[Segment], max_tokens: int, max_scores: int, masks_first: bool
+) -> Iterator[list[Piece]]:
     """Yield the pieces of each pass; pieces of similar length at the start of their row are neighbours.
 
     A segment is split only if it is longer than a piece may be.
+
+    Args:
+        segments: Tokens to compute.
+        max_tokens: Upper limit of the tokens of a pass.
+        max_scores: Upper limit of new tokens times tokens they attend to, for a piece that needs a mask.
+        masks_first: A piece at the start of its row needs a mask, too: a layer has a window or a softcap.
     """
+
+    def most(start: int) -> int:
+        """Return how many tokens after the first `start` of a row may be one piece."""
+        if start == 0 and not masks_first:
+            return max_tokens
+        # T (start + T) <= max_scores
+        return min(max_tokens, max(16, int((start * start / 4 + max_scores) ** 0.5 - start / 2)))
+
     order = sorted(range(len(segments)), key=lambda i: (segments[i].start > 0, len(segments[i].tokens)))
     taken: list[Piece] = []
-    room = limits.max_tokens
+    room = max_tokens
     for i in order:
         segment = segments[i]
         at, end = segment.start, segment.start + len(segment.tokens)
         while at < end:
-            count = min(end - at, limits.most(at))
+            count = min(end - at, most(at))
             # A row's next piece reads the keys of the one before, so it belongs to a later pass.
             if taken and (count > room or taken[-1].segment == i):
                 yield taken
-                taken, room = [], limits.max_tokens
+                taken, room = [], max_tokens
             taken.append(Piece(i, segment.row, at, segment.tokens[at - segment.start :][:count]))
             at, room = at + count, room - count
     if taken:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from aedit.spec_rollout.model.attention_mask import MaskFormat, Visibility, ancestors
 from aedit.spec_rollout.model.model_forward import ModelForward
-from aedit.spec_rollout.model.slot_store import SlotStore, StepCache, StepSlots, TextStore
+from aedit.spec_rollout.model.slot_store import SlotStore, StepSlots, TextStore, step_cache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,7 +80,7 @@ class MaskedPasses:
         slots_Bq = (starts_B[:, None] + torch.arange(q, device=device)).clamp(max=self.store.slots - 1)
         step = StepSlots(_rows(new.rows), torch.tensor(new.rows, device=device), slots_Bq, context)
         self.store.mark_used(new.rows, [start + q for start in new.starts])
-        cache = StepCache(self.store, step)
+        cache = step_cache(self.store, step)
         return self._forward(
             new.tokens_Bq, last=q if logits else 0, past_key_values=cache, use_cache=True, **arguments
         )
@@ -119,7 +119,7 @@ class EqualPasses:
         return self._forward(
             tokens_Bq,
             last=count if logits else 0,
-            past_key_values=StepCache(self.store, step),
+            past_key_values=step_cache(self.store, step),
             use_cache=True,
         )
 

@@ -1,7 +1,7 @@
 """Keys and values of rows for layers of any shapes, behind the cache interface of `transformers`.
 
 A model's own forward calls `update` of each layer with its new keys and values and attends to what the call
-returns. `StepCache` writes them to the slots of this step's rows and returns these rows' slots.
+returns. `step_cache` writes them to the slots of this step's rows and returns these rows' slots.
 
 Shapes: B rows of a step, q new tokens per row, K key/value heads, h head size, C slots that are read.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from aedit.spec_rollout.model.kv_rows import PagedTensor, padded_to_pages
+from aedit.spec_rollout.model.kv_storage import PagedTensor, padded_to_pages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,15 +170,8 @@ class SlotStore:
         return [x for index in sorted(self._layers) for x in self._layers[index]]
 
 
-class StepCache(Cache):
-    """Cache that a model's forward is called with: the slots of one step in a store."""
-
-    def __init__(self, store: SlotStore, step: StepSlots) -> None:
-        super().__init__(layers=[_StepLayer(store, index, step) for index in range(store.num_layers)])
-
-
 class _StepLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One layer of a `StepCache`."""
+    """One layer of the cache of a step."""
 
     is_sliding = False
 
@@ -208,6 +201,11 @@ class _StepLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._store.slots
 
     get_max_cache_shape = get_max_length
+
+
+def step_cache(store: SlotStore, step: StepSlots) -> Cache:
+    """Return the cache that a model's forward is called with: the slots of one step in a store."""
+    return Cache(layers=[_StepLayer(store, index, step) for index in range(store.num_layers)])
 
 
 class TextStore:

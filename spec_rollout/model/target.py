@@ -17,10 +17,10 @@ from aedit.spec_rollout.model.attention_mask import ancestors, relative_position
 from aedit.spec_rollout.model.cache import KVCache, KVMemory
 from aedit.spec_rollout.model.families import read_weights
 from aedit.spec_rollout.model.graphs import GraphCache, batch_bucket, context_bucket
-from aedit.spec_rollout.model.kv_extent import KVExtent, KVSizes, kv_extents
-from aedit.spec_rollout.model.layers import LayerAttend, read_ropes, run_layer
+from aedit.spec_rollout.model.kv_storage import KVExtent, KVSizes, kv_extents
+from aedit.spec_rollout.model.layers import LayerAttend, read_ropes, rope_at, run_layer
 from aedit.spec_rollout.model.model_support import check_sizes, check_taps, to_device
-from aedit.spec_rollout.model.prefill import PassLimits, PrefillAttention, plan_passes
+from aedit.spec_rollout.model.prefill import PrefillAttention, pass_limits, plan_passes
 from aedit.spec_rollout.model.prefill import Segment as Segment
 from aedit.spec_rollout.model.weight_update import PolicyWeights
 from aedit.types import NonNegativeInt, PositiveInt, checked
@@ -178,9 +178,8 @@ class Target:
             raise ValueError(f"segments must be of different rows in 0 .. {self.rows - 1}, got {rows}")
         for segment in segments:
             self._check_capacity(segment.start + len(segment.tokens))
-        limits = PassLimits.of(self.cache, 4 * self.hidden_size)
         parts: list[list[Tensor]] = [[] for _ in segments]
-        for pieces in plan_passes(segments, limits):
+        for pieces in plan_passes(segments, *pass_limits(self.cache, 4 * self.hidden_size)):
             self.cache.reserve([(piece.row, piece.start, piece.end) for piece in pieces])
             attention = PrefillAttention(self.cache, pieces)
             tokens = list(chain.from_iterable(piece.tokens for piece in pieces))
@@ -330,7 +329,7 @@ class Target:
     def _layers(self, tokens_T: Tensor, positions_T: Tensor, attend: LayerAttend) -> Tensor:
         """Return hidden states after the final norm, followed by those of the taps, (T, f)."""
         x = self.weights.embed(tokens_T, positions_T)
-        ropes = tuple(rope.at(positions_T) for rope in self.ropes)
+        ropes = tuple(rope_at(table, positions_T) for table in self.ropes)
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self.weights.layers):
             x = run_layer(x, layer, ropes, partial(attend, index))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from aedit.spec_rollout.model.generic import GenericTarget
-from aedit.spec_rollout.model.kv_extent import KVMemoryError
+from aedit.spec_rollout.model.kv_storage import KVMemoryError
 from aedit.spec_rollout.model.model_support import unwrapped
 from aedit.spec_rollout.model.target import Segment, Target
 

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Mapping
 from functools import reduce
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from aedit.weights import WeightWatch, agree, gather, sharded
 
-
-class _Kind(NamedTuple):
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
+_Kind = tuple[torch.Size, torch.dtype, torch.device]
 
 
 class PolicyWeights:
@@ -87,7 +82,7 @@ class PolicyWeights:
             refusal = error
         dtype = None
         if weights and sharded(weights):
-            dtypes = [kind.dtype for kind in self._kinds.values() if kind.dtype.is_floating_point]
+            dtypes = [dtype for _, dtype, _ in self._kinds.values() if dtype.is_floating_point]
             dtype = agree(weights, reduce(torch.promote_types, dtypes), refused=refusal is not None)
         if refusal is not None:
             raise refusal
@@ -117,9 +112,9 @@ class PolicyWeights:
                     "its own and pass it the sharded weights"
                 )
             if tensor is None or _kind(tensor) != kind:
-                found = "missing" if tensor is None else _said(_kind(tensor))
+                found = "missing" if tensor is None else _described(_kind(tensor))
                 raise ValueError(
-                    f"{name} of the engine's model is {found} and was {_said(kind)}: make a new engine"
+                    f"{name} of the engine's model is {found} and was {_described(kind)}: make a new engine"
                 )
 
     def _unchanged_by(self, own: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None) -> bool:
@@ -188,11 +183,12 @@ def _same_storage(a: Tensor, b: Tensor) -> bool:
 
 
 def _kind(tensor: Tensor) -> _Kind:
-    return _Kind(tensor.shape, tensor.dtype, tensor.device)
+    return tensor.shape, tensor.dtype, tensor.device
 
 
-def _said(kind: _Kind) -> str:
-    return f"{tuple(kind.shape)} in {kind.dtype} on {kind.device}"
+def _described(kind: _Kind) -> str:
+    shape, dtype, device = kind
+    return f"{tuple(shape)} in {dtype} on {device}"
 
 
 class SpareWeights:

@@ -46,13 +46,6 @@ END_S = 10.0
 PIECE_BYTES = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """A group whose rewards are being computed."""
-
-    position: int
-
-
 @dataclass(slots=True, eq=False)
 class _Task:
     """A group, and the values of the functions that have answered."""
@@ -257,7 +250,7 @@ class RewardPool:
         finally:
             self._stop = stop
 
-    def submit(self, group: Group, text: Completions) -> Ticket:
+    def submit(self, group: Group, text: Completions) -> None:
         """Start to compute the rewards of `group`, whose rollouts read `text`, and return at once.
 
         Raises ValueError if a group of this position is already there, the number of texts is not that of
@@ -270,7 +263,6 @@ class RewardPool:
         numbers = range(len(self._specs))
         self._waiting.extend(_Call(task, function, next(self._numbers)) for function in numbers)
         self._look(0)
-        return Ticket(group.position)
 
     def ready(self) -> list[tuple[Group, RewardReport]]:
         """Return the groups that are finished, with their rewards, in the order in which they were submitted.

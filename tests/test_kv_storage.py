@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from aedit.spec_rollout.model.kv_extent import KVExtent, kv_extents
+from aedit.spec_rollout.model.kv_storage import KVExtent, kv_extents
 
 
 def slots_read(found):
