@@ -1,6 +1,6 @@
 """`AveragingExchange`: peers that meet average their parameters, and each takes the outer step by itself.
 
-Nobody owns the anchors. A peer sends its values x = anchor - D, receives the mean x' of those who took part,
+No peer owns the anchors. A peer sends its values x = anchor - D, receives the mean x' of those who took part,
 and steps by anchor - x', which is their mean pseudo-gradient while all have the same anchors. Anchors that
 differ come closer in every round, since all peers step towards the same point. A peer whose round fails goes
 on alone, and its progress is part of the next round.

@@ -274,7 +274,7 @@ class HubExchange:
 
     def _report_used(self) -> None:
         if self.report:
-            self.report.tell(self.used_samples)
+            self.report.report(self.used_samples)
 
     def average(self, name: str, value: Tensor, weight: Tensor) -> Pending[Tensor]:
         """Raise ValueError: nodes of a hub do not average values at every step."""

@@ -65,19 +65,19 @@ def test_no_tokens_have_no_features():
 @pytest.mark.parametrize("masks_first", [False, True])
 def test_passes_cover_each_token_once_in_order_and_within_the_limits(seed, masks_first):
     rng = random.Random(seed)
-    limits = rng.randint(16, 60), rng.randint(300, 3000), masks_first
+    max_tokens, max_scores = rng.randint(16, 60), rng.randint(300, 3000)
     segments = [
         Segment(i, rng.choice([0, 0, rng.randint(1, 90)]), range(rng.randint(0, 150))) for i in range(12)
     ]
     covered = {i: [] for i in range(12)}
-    for pieces in plan_passes(segments, limits):
-        assert sum(piece.count for piece in pieces) <= limits.max_tokens
+    for pieces in plan_passes(segments, max_tokens, max_scores, masks_first):
+        assert sum(piece.count for piece in pieces) <= max_tokens
         assert len({piece.row for piece in pieces}) == len(pieces), "a piece reads what a pass before wrote"
         for piece in pieces:
             covered[piece.segment] += piece.tokens
             assert piece.start == segments[piece.segment].start + piece.tokens[0]
             if piece.start or masks_first:
-                assert piece.count <= 16 or piece.count * piece.end <= limits.max_scores
+                assert piece.count <= 16 or piece.count * piece.end <= max_scores
     assert [covered[i] for i in range(12)] == [list(segment.tokens) for segment in segments]
 
 

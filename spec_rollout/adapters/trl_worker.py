@@ -11,7 +11,6 @@ import inspect
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -76,15 +75,6 @@ class TrlSample:
     enqueued_at: float | None = None
 
 
-@dataclass(slots=True, eq=False)
-class _Group:
-    row: Mapping[str, Any]
-    position: int
-    rollouts: list[Rollout]
-    left: int
-    """Rollouts that have not finished."""
-
-
 @checked()
 class TrlWorker:
     """Rollout worker and weight transfer of an `AsyncGRPOTrainer`.
@@ -124,8 +114,8 @@ class TrlWorker:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._alive_at = time.monotonic()
-        self._groups: deque[_Group] = deque()
-        self._by_position: dict[int, _Group] = {}
+        self._groups: dict[int, tuple[Mapping[str, Any], list[Rollout]]] = {}
+        """Row and rollouts of each group that was started and has not reached the trainer, by position."""
         self._positions = count()
         self._loop = EventLoop()
 
@@ -153,7 +143,7 @@ class TrlWorker:
                 self._next, self._sent = (self._sent, model_version), None
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise RuntimeError if the worker has failed, or has made no step for so long."""
+        """Raise RuntimeError if the worker has failed, or has made no step for `stale_after_s`."""
         if self._error is not None:
             raise RuntimeError("the rollout worker has failed") from self._error
         silent_s = time.monotonic() - self._alive_at
@@ -193,10 +183,9 @@ class TrlWorker:
                 self._alive_at = time.monotonic()
                 self._take_weights()
                 self._admit()
-                if self._by_position:
-                    for rollout in self._engine.step().finished:
-                        self._by_position[rollout.prompt.rollout].left -= 1
-                    self._hand_over()
+                if self._groups:
+                    self._engine.step()
+                    self._queue_finished()
                 else:
                     self._stopping.wait(POLL_S)
         except BaseException as error:  # reported by check_health, in the trainer's thread
@@ -215,41 +204,44 @@ class TrlWorker:
         while self.rollout_buffer.qsize() + size * (len(self._groups) + 1) <= self._config.max_ahead:
             position = next(self._positions)
             row = self._rows[position % len(self._rows)]
-            tokens, sampling = self._encoded(row["prompt"]), self._config.sampling
+            prompt, sampling = row["prompt"], self._config.sampling
+            is_text = isinstance(prompt, str)
+            tokens = tuple(
+                self._texts.prompt(prompt)
+                if is_text
+                else self._texts.chat(prompt, add_generation_prompt=True)
+            )
             rollouts = [
                 self._engine.add(
                     Prompt(tokens=tokens, rollout=position, sample=i, group=position, sampling=sampling)
                 )
                 for i in range(size)
             ]
-            self._groups.append(_Group(row, position, rollouts, size))
-            self._by_position[position] = self._groups[-1]
+            self._groups[position] = row, rollouts
 
-    def _encoded(self, prompt: Any) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            return tuple(self._texts.prompt(prompt))
-        return tuple(self._texts.chat(prompt, add_generation_prompt=True))
-
-    def _hand_over(self) -> None:
+    def _queue_finished(self) -> None:
         """Reward finished groups and queue their samples, the oldest group first."""
-        while self._groups and not self._groups[0].left:
-            group = self._groups.popleft()
-            del self._by_position[group.position]
-            for sample in self._samples(group):
+        for position, (row, rollouts) in list(self._groups.items()):
+            if not all(rollout.finish_reason for rollout in rollouts):
+                break
+            del self._groups[position]
+            for sample in self._samples(position, row, rollouts):
                 self.rollout_buffer.put(sample)
 
-    def _samples(self, group: _Group) -> Iterator[TrlSample]:
-        prompt = group.row["prompt"]
-        texts = [self._texts.decode(rollout.tokens) for rollout in group.rollouts]
+    def _samples(
+        self, position: int, row: Mapping[str, Any], rollouts: Sequence[Rollout]
+    ) -> Iterator[TrlSample]:
+        prompt = row["prompt"]
+        texts = [self._texts.decode(rollout.tokens) for rollout in rollouts]
         is_chat = not isinstance(prompt, str)
         completions = [[{"role": "assistant", "content": text}] if is_chat else text for text in texts]
-        totals = self._rewarded(group, completions)
+        totals = self._rewarded(row, rollouts, completions)
         known = np.array([total for total in totals if total is not None])
         (A,) = advantages([totals], self._config.advantage)
         for i, total in enumerate(totals):
             if total is None:
                 continue
-            rollout = group.rollouts[i]
+            rollout = rollouts[i]
             asked, answered = len(rollout.prompt.tokens), len(rollout.tokens)
             yield TrlSample(
                 prompt=prompt,
@@ -259,16 +251,18 @@ class TrlWorker:
                 old_log_probs=np.array([0.0] * asked + rollout.logprobs, np.float32),
                 advantage=A[i],
                 model_version=min(rollout.versions),
-                group_id=group.position,
+                group_id=position,
                 metrics={"reward": total, "reward_std": float(known.std())},
                 enqueued_at=time.time(),
             )
 
-    def _rewarded(self, group: _Group, completions: list[Any]) -> list[float | None]:
+    def _rewarded(
+        self, row: Mapping[str, Any], rollouts: Sequence[Rollout], completions: list[Any]
+    ) -> list[float | None]:
         """Return the sum of the rewards of each rollout, None where all are None."""
-        columns = {name: [value] * len(completions) for name, value in group.row.items() if name != "prompt"}
-        prompts = [group.row["prompt"]] * len(completions)
-        ids = [rollout.tokens for rollout in group.rollouts]
+        columns = {name: [value] * len(completions) for name, value in row.items() if name != "prompt"}
+        prompts = [row["prompt"]] * len(completions)
+        ids = [rollout.tokens for rollout in rollouts]
         found = []
         for reward in self._rewards:
             values = reward(prompts=prompts, completions=completions, completion_ids=ids, **columns)

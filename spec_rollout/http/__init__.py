@@ -4,8 +4,8 @@
 
 - `app.py`: the public application, its errors, authentication and figures; the tokenizer's routes.
 - `completions.py`, `chat.py`, `token_generate.py`: the routes that generate; `control.py`: pause and weights.
-- `fields.py`: typed fields of a request; `service.py`: shared state, bodies and prompts.
-- `generation.py`: a request from submission to its answer; `feeds.py`: from the engine's thread to the loop.
+- `fields.py`: requests as pydantic models; `service.py`: shared state, bodies, and feeds from the engine.
+- `generation.py`: a request from submission to its answer.
 - `answers.py`: growing text and log-probabilities; `text_codec.py`: the tokenizer.
 - `server.py`: the server's thread, its limits and connections; `errors.py`: errors in OpenAI's form.
 """

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aedit.spec_rollout.http.feeds import SampleFeed
+from aedit.spec_rollout.http.service import SampleFeed
 from aedit.spec_rollout.http.text_codec import TextCodec
 from aedit.spec_rollout.sampling import (
     MAX_INCOMPLETE_TOKENS,

@@ -141,7 +141,8 @@ class _Completion(RouteAnswer[CompletionBody]):
                 for i, answer in enumerate(self._answers):
                     if not answer.is_over:
                         choice = self._choice(i, answer.read(self._generation.feed.samples[i]))
-                        if choice["text"] or choice["finish_reason"] or self._shows_tokens(choice):
+                        shown = choice["text"] or choice["finish_reason"] or choice.get("token_ids")
+                        if shown or (choice["logprobs"] and choice["logprobs"]["tokens"]):
                             yield self._event([choice])
         if self._asked.include_usage:
             yield event({**self._head, "choices": [], "usage": self.usage()})
@@ -149,9 +150,6 @@ class _Completion(RouteAnswer[CompletionBody]):
     def _event(self, choices: Sequence[Any]) -> bytes:
         more = {"usage": None} if self._asked.include_usage else {}
         return event({**self._head, "choices": choices, **more})
-
-    def _shows_tokens(self, choice: dict[str, Any]) -> bool:
-        return bool(choice.get("token_ids")) or bool(choice["logprobs"] and choice["logprobs"]["tokens"])
 
     def _choice(self, i: int, part: AnswerPart) -> dict[str, Any]:
         """Return the news of one sample as a choice."""

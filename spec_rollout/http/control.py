@@ -104,7 +104,7 @@ class _Control:
         return JSONResponse({"status": "resumed"})
 
     async def is_paused(self, request: Request) -> Response:
-        """Tell whether generation is paused."""
+        """Show whether generation is paused."""
         return JSONResponse({"is_paused": _service(request).host.is_paused})
 
     async def abort_requests(self, request: Request) -> Response:

@@ -23,7 +23,6 @@ from starlette.types import Receive, Scope, Send
 
 from aedit.spec_rollout.engine import Scoring
 from aedit.spec_rollout.http.errors import ApiError, bad_request, host_error
-from aedit.spec_rollout.http.feeds import Feed
 from aedit.spec_rollout.http.fields import RouteBody, parsed
 from aedit.spec_rollout.http.service import HttpService, json_body
 from aedit.spec_rollout.sampling import Prompt, Rollout, SampleKey, Sampling
@@ -69,7 +68,7 @@ class Generation:
     def __init__(self, service: HttpService, call: Call) -> None:
         self.call = call
         self._service = service
-        self.feed = Feed(service.bridge(), call.num_samples, is_stream=call.stream)
+        self.feed = service.feed(call.num_samples, is_stream=call.stream)
         self.scores: list[Scoring] = []
         """Scores of the prompts, after `wait_scores`."""
         self._tickets: list[HostTicket] = []

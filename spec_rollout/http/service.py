@@ -2,12 +2,16 @@
 
 Here are also the figures for Prometheus, and the reading of bodies (limited in size, time and in the memory
 of all of them).
+
+A `Feed` carries what becomes of a request's samples from the engine's thread to the event loop. It keeps the
+newest state of each sample and no queue: however slowly a client reads, nothing grows but the samples.
 """
 
 import asyncio
 import json
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -20,9 +24,9 @@ from starlette.requests import ClientDisconnect, Request
 
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.http.errors import ApiError, bad_request
-from aedit.spec_rollout.http.feeds import Bridge
 from aedit.spec_rollout.http.server import HttpLimits
 from aedit.spec_rollout.http.text_codec import TextCodec
+from aedit.spec_rollout.sampling import Rollout
 from aedit.spec_rollout.server import EngineHost
 
 if TYPE_CHECKING:
@@ -118,6 +122,61 @@ class Running:
         return len(found)
 
 
+class SampleFeed:
+    """Newest state of one sample: `SampleReceiver` in the engine's thread, read in the event loop."""
+
+    def __init__(self, feed: "Feed") -> None:
+        self._feed = feed
+        self.state: tuple[Rollout | None, int] = (None, 0)
+        """The rollout, and how many of its tokens may be read."""
+        self.is_over = False
+        self.error: Exception | None = None
+
+    def tokens(self, rollout: Rollout, start: int) -> None:
+        """See `SampleReceiver`."""
+        self.state = rollout, len(rollout.tokens)
+        if self._feed.is_stream:
+            self._feed.wake()
+
+    def ended(self, rollout: Rollout) -> None:
+        """See `SampleReceiver`."""
+        self.state, self.is_over = (rollout, len(rollout.tokens)), True
+        self._feed.wake()
+
+    def failed(self, error: Exception) -> None:
+        """See `SampleReceiver`."""
+        self.error, self.is_over = error, True
+        self._feed.wake()
+
+
+class Feed:
+    """The samples of one request."""
+
+    def __init__(self, wake: "Callable[[Feed], None]", num_samples: int, *, is_stream: bool) -> None:
+        """Make a feed; a stream is woken by tokens, others by the ends of samples only.
+
+        wake: Sets `news` soon, from any thread.
+        """
+        self._wake, self.is_stream = wake, is_stream
+        self.news = asyncio.Event()
+        self.samples: Sequence[SampleFeed] = [SampleFeed(self) for _ in range(num_samples)]
+
+    def wake(self) -> None:
+        """Wake the reader of this feed. May be called from any thread."""
+        self._wake(self)
+
+    @property
+    def is_over(self) -> bool:
+        """Return true if all samples are over."""
+        return all(sample.is_over for sample in self.samples)
+
+    def check(self) -> None:
+        """Raise the error of the first sample that has failed."""
+        for sample in self.samples:
+            if sample.error is not None:
+                raise sample.error
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class HttpService:
     """One policy, served over HTTP."""
@@ -137,7 +196,10 @@ class HttpService:
     """Bytes of bodies that are being read and parsed."""
     running: Running = field(default_factory=Running)
     _groups: "count[int]" = field(default_factory=lambda: count(1 << 62))
-    _bridge: Bridge | None = None
+    _loop: asyncio.AbstractEventLoop | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _woken: set[Feed] = field(default_factory=set)
+    """Feeds that are woken next."""
 
     @property
     def engine(self) -> Engine:
@@ -149,11 +211,27 @@ class HttpService:
         """Return the upper limit of prompt and answer in tokens."""
         return self.engine.target.max_tokens
 
-    def bridge(self) -> Bridge:
-        """Return the bridge of the running event loop."""
-        if self._bridge is None:
-            self._bridge = Bridge(asyncio.get_running_loop())
-        return self._bridge
+    def feed(self, num_samples: int, *, is_stream: bool) -> Feed:
+        """Return a feed of the running event loop. All feeds that have news wake the loop with one call."""
+        self._loop = asyncio.get_running_loop()
+        return Feed(self._wake, num_samples, is_stream=is_stream)
+
+    def _wake(self, feed: Feed) -> None:
+        """Wake a feed soon. May be called from any thread."""
+        with self._lock:
+            is_first = not self._woken
+            self._woken.add(feed)
+        if is_first and self._loop is not None:
+            try:
+                self._loop.call_soon_threadsafe(self._wake_all)
+            except RuntimeError:  # the loop is closed, and nothing waits
+                self._woken.clear()
+
+    def _wake_all(self) -> None:
+        with self._lock:
+            woken, self._woken = self._woken, set()
+        for feed in woken:
+            feed.news.set()
 
     def next_group(self) -> int:
         """Return a number for samples with one prompt."""

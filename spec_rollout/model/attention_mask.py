@@ -137,14 +137,12 @@ class MaskFormat:
 
     def masks(self, visibility: Visibility) -> Any:
         """Return the `attention_mask` of the model's forward."""
-        masks = {kind: self._form(visibility.mask(kind, self.config)) for kind in self.kinds}
+        masks = {kind: visibility.mask(kind, self.config) for kind in self.kinds}
+        if self.additive is not None:
+            zero = torch.zeros((), dtype=self.additive, device=visibility.causal_BqC.device)
+            hidden = torch.finfo(self.additive).min
+            masks = {kind: torch.where(visible, zero, hidden) for kind, visible in masks.items()}
         return masks if self.by_kind else masks[self.kinds[0]]
-
-    def _form(self, visible: Tensor) -> Tensor:
-        if self.additive is None:
-            return visible
-        zero = torch.zeros((), dtype=self.additive, device=visible.device)
-        return torch.where(visible, zero, torch.finfo(self.additive).min)
 
 
 def mask_formats(config: Any, attention: str, dtype: torch.dtype) -> list[MaskFormat]:

@@ -376,15 +376,12 @@ class Experts:
         for expert, count in enumerate(counts):
             if count:
                 part = slice(start, start + count)
-                outputs[part] = self._run(expert, tokens[part])
+                gate, up = linear(tokens[part], self.gate_up[expert]).chunk(2, -1)
+                outputs[part] = linear(self.activation(gate) * up, self.down[expert])
                 start += count
         outputs = torch.empty_like(outputs).index_copy_(0, order, outputs)
         weighted = outputs.view(len(x_Td), self.top_k, -1) * weights_Tk[:, :, None]
         return weighted.sum(1).to(x_Td.dtype)
-
-    def _run(self, expert: int, x: Tensor) -> Tensor:
-        gate, up = linear(x, self.gate_up[expert]).chunk(2, -1)
-        return linear(self.activation(gate) * up, self.down[expert])
 
 
 ROPES = ("default", "linear", "llama3", "yarn", "longrope")

@@ -74,15 +74,11 @@ def position_limit(model: nn.Module) -> int:
         kinds = getattr(module, "rope_type", None)
         kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
         if kinds & set(LENGTH_DEPENDENT_ROPES):
-            limits.append(_rope_limit(source.config.get_text_config()))
+            config, key = source.config.get_text_config(), "original_max_position_embeddings"
+            parameters = getattr(config, "rope_parameters", None)
+            original = parameters.get(key) if isinstance(parameters, dict) else None
+            limits.append(int(original or getattr(config, key, None) or config.max_position_embeddings))
     return min(limits)
-
-
-def _rope_limit(config: Any) -> int:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    original = parameters.get("original_max_position_embeddings") if isinstance(parameters, dict) else None
-    original = original or getattr(config, "original_max_position_embeddings", None)
-    return int(original or config.max_position_embeddings)
 
 
 def whole(parameter: Tensor) -> Tensor:

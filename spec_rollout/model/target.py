@@ -31,7 +31,7 @@ class Target:
     """A `transformers` model in the form that the engine needs.
 
     It computes with the model's own parameters: changes in place take effect at the next call. After any
-    change, call `update_weights`; `check_weights` tells whether that was forgotten. The tokens of a row have
+    change, call `update_weights`; `check_weights` raises if that was forgotten. The tokens of a row have
     the cache slots 0, 1, ...; the caller passes the length of each row with every call.
     """
 

@@ -232,6 +232,6 @@ class SpareWeights:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Exchange the two sets. The caller tells the targets of both models with `update_weights`."""
+        """Exchange the two sets. The caller then calls `update_weights` of both models' targets."""
         for first, second in self._pairs:
             first.data, second.data = second.data, first.data

@@ -44,14 +44,20 @@ class LogitAdjustments:
     ) -> "LogitAdjustments | None":
         """Return the adjustments of rows 0 .. B - 1; None if no row asks for any."""
         settings = [rollout.prompt.sampling for rollout in rollouts]
-        has_bias, has_penalties = (any(map(test, settings)) for test in (_has_bias, _has_penalties))
+        neutral = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+        has_bias = any(s.logit_bias for s in settings)
+        has_penalties = any(getattr(s, name) != value for s in settings for name, value in neutral.items())
         has_constraints = any(each.constraint is not None for each in settings)
         if not (has_bias or has_penalties or has_constraints):
             return None
         where, shape = torch.device(device), (len(rollouts), vocabulary if has_penalties else 0)
+        bias_B1V = torch.zeros(len(rollouts), 1, vocabulary if has_bias else 0, dtype=torch.float64)
+        for row, each in enumerate(settings):
+            for token, value in each.logit_bias.items():
+                bias_B1V[row, 0, token] = value
         made = cls(
             rollouts,
-            _bias(rollouts, vocabulary).to(where) if has_bias else None,
+            bias_B1V.to(where) if has_bias else None,
             None,
             torch.zeros(shape, dtype=torch.bool, device=where),
             torch.zeros(shape, device=where),
@@ -134,23 +140,6 @@ class LogitAdjustments:
             for index, allowed_V in allowed_after(rollout, guesses, above, x_BqV.shape[-1]).items():
                 torch.logical_not(allowed_V, out=forbidden_BqV[row, index])
         return forbidden_BqV.to(x_BqV.device)
-
-
-def _has_bias(sampling: object) -> bool:
-    return bool(getattr(sampling, "logit_bias", None))
-
-
-def _has_penalties(sampling: object) -> bool:
-    names = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
-    return any(getattr(sampling, name) != neutral for name, neutral in names.items())
-
-
-def _bias(rollouts: Sequence[Rollout], vocabulary: int) -> Tensor:
-    bias_B1V = torch.zeros(len(rollouts), 1, vocabulary, dtype=torch.float64)
-    for row, rollout in enumerate(rollouts):
-        for token, value in rollout.prompt.sampling.logit_bias.items():
-            bias_B1V[row, 0, token] = value
-    return bias_B1V
 
 
 def allowed_after(

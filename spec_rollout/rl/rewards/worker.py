@@ -42,7 +42,7 @@ def main(fd: int) -> None:
 
 
 def _found(requests: IO[bytes], end: socket.socket) -> list[Callable[..., Any]]:
-    """Import the functions that the first message names, and tell the pool whether that worked."""
+    """Import the functions that the first message names, and report to the pool whether that worked."""
     hello = json.loads(requests.readline())
     sys.path[:] = hello["path"]
     problem, rewards = "", []
@@ -157,7 +157,7 @@ class EventLoop:
             try:
                 loop.run_forever()  # returns if a function stops it
             except (SystemExit, KeyboardInterrupt):
-                continue  # of a task that a function has started; who awaits the task gets it too
+                continue  # of a task that a function has started; whatever awaits the task gets it too
             except BaseException:
                 traceback.print_exc()
                 os._exit(BROKEN_LOOP)
