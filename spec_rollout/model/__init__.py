@@ -1,11 +1,11 @@
 """Forward pass of the policy for the engine: layers, KV cache, attention masks, CUDA graphs.
 
-Begin with `target_model` (interface, and which class serves a model). `target` is the fast path: `families`
-reads a known model's parameters, `layers` computes with them, `prefill` computes prompts, `graphs` captures
-CUDA graphs. `generic` runs any `transformers` model: `model_forward`, `row_passes`, `slot_store`. KV cache:
-`cache` over `kv_storage`; `attention_mask` has the masks of both paths.
-`weight_update` changes weights between two steps. `model_support` has what both paths check. Called by
-`engine`, and by drafters for their shapes.
+Begin with `target_model`, the interface. `target` is the fast path: `families` reads a known model's
+parameters, `layers` computes with them, `prefill` computes prompts, `graphs` captures CUDA graphs. `generic`
+runs any `transformers` model, and chooses between the two: `model_forward`, `row_passes`, `slot_store`. KV
+cache: `cache` over `kv_storage`; `attention_mask` has the masks of both paths. `weight_update` changes
+weights between two steps. `model_support` has what both paths check. Called by `engine`, and by drafters for
+their shapes.
 """
 
 from typing import TYPE_CHECKING
@@ -15,13 +15,15 @@ from aedit.lazy import exports
 if TYPE_CHECKING:
     from aedit.spec_rollout.model.attention_mask import ancestors
     from aedit.spec_rollout.model.cache import KVMemory
+    from aedit.spec_rollout.model.generic import Path, make_target
     from aedit.spec_rollout.model.graphs import GraphCache, batch_bucket, context_bucket
     from aedit.spec_rollout.model.kv_storage import KVMemoryError, PagedTensor
     from aedit.spec_rollout.model.layers import linear
     from aedit.spec_rollout.model.model_forward import HiddenStates
     from aedit.spec_rollout.model.model_support import to_device, unwrapped, whole
-    from aedit.spec_rollout.model.target import Segment, Target
-    from aedit.spec_rollout.model.target_model import Path, TargetModel, make_target
+    from aedit.spec_rollout.model.prefill import Segment
+    from aedit.spec_rollout.model.target import Target
+    from aedit.spec_rollout.model.target_model import TargetModel
     from aedit.spec_rollout.model.weight_update import SpareWeights
 
 __all__ = [

@@ -4,18 +4,28 @@ Shapes: B running rows, q new tokens per row, T tokens of one row, V vocabulary,
 (d, and d more for each tapped layer).
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from aedit.spec_rollout.model.attention_mask import mask_formats
+from aedit.spec_rollout.model.kv_storage import KVMemoryError
 from aedit.spec_rollout.model.model_forward import ModelForward
-from aedit.spec_rollout.model.model_support import causal_model, check_sizes, position_limit, to_device
+from aedit.spec_rollout.model.model_support import (
+    causal_model,
+    check_sizes,
+    position_limit,
+    to_device,
+    unwrapped,
+)
 from aedit.spec_rollout.model.prefill import Segment
 from aedit.spec_rollout.model.row_passes import EqualPasses, MaskedPasses, RowPasses, RowTokens, WholePasses
 from aedit.spec_rollout.model.slot_store import SlotStore, TextStore
+from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.model.target_model import TargetModel
 from aedit.spec_rollout.model.weight_update import PolicyWeights
 
 PREFILL_TOKENS = 1024
@@ -24,7 +34,7 @@ PREFILL_PAIRS = 4 << 20
 """Upper limit of (token, slot) pairs of one row in one forward pass of a prefill."""
 
 
-class GenericTarget:
+class GenericTarget(TargetModel):
     """Policy of an engine that runs the forward of the user's model.
 
     Hooks, adapters, biases, soft caps and attention of any kind take effect. A probe of a few tokens finds
@@ -60,17 +70,16 @@ class GenericTarget:
         make = probe.choose()
         self._vocabulary, self._feature_size = probe.logits[0].shape[-1], probe.feature_size
         self._refused = tuple(probe.refused)
-        self._check_forward_changes_nothing()
+        try:
+            self._policy.check(thorough=True)
+        except RuntimeError as error:
+            name = type(self.model).__name__
+            raise ValueError(f"the forward of {name} changes its own weights: {error}") from None
         # A draft that starts at a row's last token needs slots, too.
         self._passes = make(rows, max_tokens + nodes + 1)
         # The cache gets its shapes from a token.
         self.prefill([Segment(0, 0, [0])])
         self.release_row(0)
-
-    @property
-    def version(self) -> int:
-        """Return the version of the policy that the weights are, 0 until `update_weights`."""
-        return self._policy.version
 
     @property
     def path(self) -> str:
@@ -98,11 +107,6 @@ class GenericTarget:
         return _weight(self.model.get_output_embeddings())  # type: ignore[operator]
 
     @property
-    def hidden_size(self) -> int:
-        """Return the hidden size d."""
-        return self.embedding.shape[1]
-
-    @property
     def feature_size(self) -> int:
         """Return the feature size f."""
         return self._feature_size
@@ -116,16 +120,6 @@ class GenericTarget:
     def num_layers(self) -> int:
         """Return the number of decoder layers."""
         return self._num_layers
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of the embedding, which features have, too."""
-        return self.embedding.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device of the embedding."""
-        return self.embedding.device
 
     @property
     def kv_bytes(self) -> int:
@@ -183,20 +177,14 @@ class GenericTarget:
     def step(
         self, tokens_Bq: Tensor, lengths_B: Sequence[int] | Tensor, parents_BN: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Compute q new tokens of each of the rows 0 .. B - 1; see `Target.step`.
+        """Compute q new tokens of each of the rows 0 .. B - 1; see `TargetModel.step`.
 
         Raises:
             ValueError: The numbers of rows differ, a row would exceed `max_tokens`, or trees are not
                 supported.
         """
-        lengths = lengths_B.tolist() if isinstance(lengths_B, Tensor) else list(lengths_B)
+        lengths = self._step_lengths(tokens_Bq, lengths_B)
         q = tokens_Bq.shape[1]
-        if not 1 <= len(lengths) <= self.rows or tokens_Bq.shape[0] != len(lengths):
-            raise ValueError(
-                f"{tokens_Bq.shape[0]} rows of tokens and {len(lengths)} lengths: must be equally many, "
-                f"at most {self.rows}"
-            )
-        self._check_capacity(max(lengths) + q)
         if parents_BN is not None and not self.supports_trees:
             raise ValueError(f"{type(self.model).__name__} cannot verify trees: use chains")
         # What follows from the last position on is never emitted.
@@ -216,11 +204,6 @@ class GenericTarget:
         """Copy the first `length` tokens of row `source` to row `target`."""
         self._passes.store.copy_row(source, target, length)
 
-    def move_row(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of row `source` to row `target`, and release `source`."""
-        self.copy_row(source, target, length)
-        self.release_row(source)
-
     def release_row(self, row: int) -> None:
         """Declare that the keys and values of a row are not needed any more."""
         self._passes.store.release_row(row)
@@ -239,10 +222,6 @@ class GenericTarget:
         """
         self._passes.store.write_kv(row, kv, start)
 
-    def check_weights(self, *, thorough: bool = False) -> None:
-        """Raise RuntimeError if the weights have changed without notice; see `PolicyWeights.check`."""
-        self._policy.check(thorough=thorough)
-
     def update_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
         """Make `weights` the policy's weights, all or none, and set the version; see `PolicyWeights.update`.
 
@@ -252,21 +231,6 @@ class GenericTarget:
         self._policy.update(weights, version)
         if version != before:
             self._passes.store.clear()
-
-    def _check_forward_changes_nothing(self) -> None:
-        try:
-            self._policy.check(thorough=True)
-        except RuntimeError as error:
-            name = type(self.model).__name__
-            raise ValueError(f"the forward of {name} changes its own weights: {error}") from None
-
-    def _check_capacity(self, end: int) -> None:
-        slots = self.max_tokens + self.nodes + 1
-        if end > slots:
-            raise ValueError(
-                f"{end} tokens in a row exceed max_tokens {self.max_tokens} and a draft: make the target "
-                "with a larger max_tokens"
-            )
 
 
 def _weight(module: Any) -> Tensor:
@@ -441,3 +405,54 @@ def has_own_masks(forward: ModelForward) -> str | None:
         if is_window and isinstance(value, int) and value > 1:
             return str(name)
     return None
+
+
+Path = Literal["auto", "fast", "generic"]
+"""Forward pass of a target: `fast` is this package's own, `generic` is the model's, `auto` is `fast` where it
+supports the model, else `generic`."""
+
+
+def make_target(
+    model: nn.Module,
+    *,
+    rows: int,
+    max_tokens: int,
+    nodes: int = 16,
+    taps: Sequence[int] = (),
+    path: Path = "auto",
+) -> TargetModel:
+    """Return a target for `rows` samples at a time.
+
+    Args:
+        model: `transformers` causal language model. Of `DistributedDataParallel` and `torch.compile` the
+            model inside is used.
+        rows: Number of samples that are decoded at the same time.
+        max_tokens: Upper limit of prompt and answer of one sample, in tokens.
+        nodes: Upper limit of drafted tokens of one row in one step.
+        taps: Layers whose outputs are appended to the last hidden state in the features.
+        path: Forward pass. With "auto", a model that the fast path does not support takes the generic path,
+            and a warning gives the reason.
+
+    Raises:
+        ValueError: A size is too small, a tap does not exist, or the model is not supported.
+    """
+    model = unwrapped(model)
+    if path not in get_args(Path):
+        raise ValueError(f"path must be one of {', '.join(get_args(Path))}, got {path!r}")
+    sizes: Any = {"rows": rows, "max_tokens": max_tokens, "nodes": nodes, "taps": taps}
+    if path == "generic":
+        return GenericTarget.of(model, **sizes)
+    try:
+        return Target.of(model, **sizes)
+    except KVMemoryError:
+        raise
+    except ValueError as error:
+        if path == "fast":
+            raise
+        reason = str(error)
+    target = GenericTarget.of(model, **sizes)
+    # Attributed to the caller of `Engine.of`, which calls this function.
+    warnings.warn(
+        f"{type(model).__name__} takes the {target.path} path, not the fast one: {reason}", stacklevel=3
+    )
+    return target

@@ -22,12 +22,13 @@ from aedit.spec_rollout.model.layers import LayerAttend, read_ropes, rope_at, ru
 from aedit.spec_rollout.model.model_support import check_sizes, check_taps, to_device
 from aedit.spec_rollout.model.prefill import PrefillAttention, pass_limits, plan_passes
 from aedit.spec_rollout.model.prefill import Segment as Segment
+from aedit.spec_rollout.model.target_model import TargetModel
 from aedit.spec_rollout.model.weight_update import PolicyWeights
 from aedit.types import NonNegativeInt, PositiveInt, checked
 
 
 @checked()
-class Target:
+class Target(TargetModel):
     """A `transformers` model in the form that the engine needs.
 
     It computes with the model's own parameters: changes in place take effect at the next call. After any
@@ -100,11 +101,6 @@ class Target:
         return "fast"
 
     @property
-    def version(self) -> int:
-        """Return the version of the policy that the weights are, 0 until `update_weights`."""
-        return self._policy.version
-
-    @property
     def supports_trees(self) -> bool:
         """Return true: `step` accepts trees."""
         return True
@@ -118,11 +114,6 @@ class Target:
     def head(self) -> Tensor:
         """Return the model's output head parameter itself, (V, d)."""
         return self.weights.head
-
-    @property
-    def hidden_size(self) -> int:
-        """Return the hidden size d."""
-        return self.embedding.shape[1]
 
     @property
     def feature_size(self) -> int:
@@ -140,16 +131,6 @@ class Target:
         return len(self.weights.layers)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of the parameters."""
-        return self.embedding.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device of the parameters."""
-        return self.embedding.device
-
-    @property
     def kv_bytes(self) -> int:
         """Return the bytes that keys and values take now."""
         return self.cache.storage.kv_bytes
@@ -161,18 +142,7 @@ class Target:
 
     @torch.inference_mode()
     def prefill(self, segments: Sequence[Segment]) -> list[Tensor]:
-        """Compute tokens of several rows, each after the tokens that are cached in its row.
-
-        Args:
-            segments: Tokens, each of another row.
-
-        Returns:
-            For each segment, hidden states after the final norm, with tapped layers, (T, f). Pass them to
-            `logits` where logits are needed.
-
-        Raises:
-            ValueError: A row does not exist or occurs twice, or would exceed `max_tokens`.
-        """
+        """Compute tokens of several rows; see `TargetModel.prefill`. `logits` takes the result."""
         rows = [segment.row for segment in segments]
         if len(set(rows)) != len(rows) or not all(0 <= row < self.rows for row in rows):
             raise ValueError(f"segments must be of different rows in 0 .. {self.rows - 1}, got {rows}")
@@ -201,34 +171,8 @@ class Target:
     def step(
         self, tokens_Bq: Tensor, lengths_B: Sequence[int] | Tensor, parents_BN: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Compute q new tokens of each of the rows 0 .. B - 1.
-
-        The first token of a row is the root, at position lengths_B. In a chain each token follows the one
-        before. In a tree a node attends to the cached tokens, the root and its own ancestors, and its
-        position is its depth after the root. Keys and values are written to the slots lengths_B .. lengths_B
-        + q - 1; after a tree, call `keep_path`.
-
-        Args:
-            tokens_Bq: int64, the new tokens.
-            lengths_B: Number of cached tokens of each row. Pass numbers: a GPU tensor forces a
-                synchronization.
-            parents_BN: int64, parent of each node of a tree (N = q - 1; -1 is the root); None for a chain.
-
-        Returns:
-            Logits (B, q, V) and hidden states after the final norm (B, q, f). On CUDA the logits are valid
-            until the next step.
-
-        Raises:
-            ValueError: The numbers of rows differ, or a row would exceed `max_tokens`.
-        """
-        lengths = lengths_B.tolist() if isinstance(lengths_B, Tensor) else list(lengths_B)
-        q = tokens_Bq.shape[1]
-        if not 1 <= len(lengths) <= self.rows or tokens_Bq.shape[0] != len(lengths):
-            raise ValueError(
-                f"{tokens_Bq.shape[0]} rows of tokens and {len(lengths)} lengths: must be equally many, "
-                f"at most {self.rows}"
-            )
-        self._check_capacity(max(lengths) + q)
+        """Compute q new tokens of each row; see `TargetModel.step`."""
+        lengths, q = self._step_lengths(tokens_Bq, lengths_B), tokens_Bq.shape[1]
         self.cache.reserve([(row, length, length + q) for row, length in enumerate(lengths)])
         if self.graphs is not None:
             return self._captured_step(tokens_Bq, lengths, parents_BN)
@@ -237,15 +181,7 @@ class Target:
 
     @torch.inference_mode()
     def keep_path(self, lengths_B: Sequence[int] | Tensor, path_Bm: Tensor, counts_B: Tensor) -> None:
-        """Move keys and values of the accepted nodes of a tree to consecutive slots.
-
-        Call it after `step` over a tree. The nodes of a chain are in order already.
-
-        Args:
-            lengths_B: Lengths of the rows before that step.
-            path_Bm: int64, indices of accepted tokens among the q tokens, the root (0) first.
-            counts_B: Number of accepted tokens of each row after the root.
-        """
+        """Move the accepted nodes of a tree to consecutive slots; see `TargetModel.keep_path`."""
         lengths = (
             lengths_B.to(self.device) if isinstance(lengths_B, Tensor) else self._lengths_tensor(lengths_B)
         )
@@ -255,12 +191,6 @@ class Target:
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of row `source` to row `target`."""
         self.cache.storage.copy(source, target, length)
-
-    def move_row(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of row `source` to row `target`, and release `source`."""
-        if source != target:
-            self.copy_row(source, target, length)
-            self.release_row(source)
 
     def release_row(self, row: int) -> None:
         """Give back the memory of a row, whose keys and values are not needed any more."""
@@ -283,28 +213,8 @@ class Target:
         """
         self.cache.write_kv(row, kv, start)
 
-    def check_weights(self, *, thorough: bool = False) -> None:
-        """Raise RuntimeError if the weights have changed since they became `version`.
-
-        Args:
-            thorough: Look closer, which takes longer; see `WeightWatch.changed`.
-        """
-        self._policy.check(thorough=thorough)
-
     def update_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
-        """Make `weights` the policy's weights, all or none, and set the policy version.
-
-        The cache still holds keys and values of the old weights; a caller that needs those of the new weights
-        must prefill again.
-
-        Args:
-            weights: See `PolicyWeights.update`.
-            version: Version of the policy that these weights are.
-
-        Raises:
-            ValueError: A tensor does not fit, or the version is that of other weights; nothing has changed.
-            RuntimeError: A rank was lost while tensors were gathered.
-        """
+        """Make `weights` the policy's weights, all or none; see `TargetModel.update_weights`."""
         moved = self._policy.update(weights, version)
         self.weights = read_weights(self.model)
         if moved and self.graphs is not None:
@@ -361,13 +271,6 @@ class Target:
 
         logits, hidden = self.graphs.run(key, run, *inputs)
         return logits[:num_rows], hidden[:num_rows].clone()
-
-    def _check_capacity(self, end: int) -> None:
-        if end > self.cache.slots:
-            raise ValueError(
-                f"{end} tokens in a row exceed max_tokens {self.max_tokens} and a draft: make the target "
-                "with a larger max_tokens"
-            )
 
     def _lengths_tensor(self, numbers: Sequence[int]) -> Tensor:
         """Return the numbers as a tensor on the device, without a synchronization."""

@@ -1,24 +1,17 @@
-"""Interface of the policy of an engine, and the choice of the class that implements it.
+"""Interface of the policy of an engine, and the parts that its implementations share.
 
 Shapes: B running rows, q new tokens per row, T tokens of one row, V vocabulary, d hidden size, f feature
 size.
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from aedit.spec_rollout.model.generic import GenericTarget
-from aedit.spec_rollout.model.kv_storage import KVMemoryError
-from aedit.spec_rollout.model.model_support import unwrapped
-from aedit.spec_rollout.model.target import Segment, Target
-
-Path = Literal["auto", "fast", "generic"]
-"""Forward pass of a target: `fast` is this package's own, `generic` is the model's, `auto` is `fast` where it
-supports the model, else `generic`."""
+from aedit.spec_rollout.model.prefill import Segment
+from aedit.spec_rollout.model.weight_update import PolicyWeights
 
 
 class TargetModel(Protocol):
@@ -35,10 +28,7 @@ class TargetModel(Protocol):
     """Upper limit of prompt and answer of one sample, in tokens."""
     nodes: int
     """Upper limit of drafted tokens of one row in one step."""
-
-    @property
-    def version(self) -> int:
-        """Return the version of the policy that the weights are; see `PolicyWeights`."""
+    _policy: PolicyWeights
 
     @property
     def path(self) -> str:
@@ -57,10 +47,6 @@ class TargetModel(Protocol):
         """Return the parameter of the output head itself, (V, d)."""
 
     @property
-    def hidden_size(self) -> int:
-        """Return the hidden size d."""
-
-    @property
     def feature_size(self) -> int:
         """Return the feature size f: d, and d more for each tapped layer."""
 
@@ -73,14 +59,6 @@ class TargetModel(Protocol):
         """Return the number of decoder layers."""
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of features and logits."""
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device of tokens, features and logits."""
-
-    @property
     def kv_bytes(self) -> int:
         """Return the bytes that keys and values take now."""
 
@@ -89,25 +67,56 @@ class TargetModel(Protocol):
         """Return the upper limit of `kv_bytes`."""
 
     def prefill(self, segments: Sequence[Segment]) -> list[Tensor]:
-        """Compute tokens of several rows; return the features (T, f) of each segment."""
+        """Compute tokens of several rows, each after the tokens that are cached in its row.
+
+        Args:
+            segments: Tokens, each of another row.
+
+        Returns:
+            For each segment, hidden states after the final norm, with tapped layers, (T, f).
+
+        Raises:
+            ValueError: A row does not exist or occurs twice, or would exceed `max_tokens`.
+        """
 
     def step(
         self, tokens_Bq: Tensor, lengths_B: Sequence[int] | Tensor, parents_BN: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Compute q new tokens of each row 0 .. B - 1.
+        """Compute q new tokens of each of the rows 0 .. B - 1.
+
+        The first token of a row is the root, at position lengths_B. In a chain each token follows the one
+        before. In a tree a node attends to the cached tokens, the root and its own ancestors, and its
+        position is its depth after the root. Keys and values are written to the slots lengths_B .. lengths_B
+        + q - 1; after a tree, call `keep_path`.
+
+        Args:
+            tokens_Bq: int64, the new tokens.
+            lengths_B: Number of cached tokens of each row. Pass numbers: a GPU tensor forces a
+                synchronization.
+            parents_BN: int64, parent of each node of a tree (N = q - 1; -1 is the root); None for a chain.
 
         Returns:
-            Logits (B, q, V) and features (B, q, f). See `Target.step`.
+            Logits (B, q, V) and hidden states after the final norm (B, q, f). On CUDA the logits are valid
+            until the next step.
+
+        Raises:
+            ValueError: The numbers of rows differ, a row would exceed `max_tokens`, or trees are not
+                supported.
         """
 
     def keep_path(self, lengths_B: Sequence[int] | Tensor, path_Bm: Tensor, counts_B: Tensor) -> None:
-        """Move the accepted nodes of a tree to consecutive slots. See `Target.keep_path`."""
+        """Move keys and values of the accepted nodes of a tree to consecutive slots.
+
+        Call it after `step` over a tree. The nodes of a chain are in order already.
+
+        Args:
+            lengths_B: Lengths of the rows before that step.
+            path_Bm: int64, indices of accepted tokens among the q tokens, the root (0) first.
+            counts_B: Number of accepted tokens of each row after the root.
+        """
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of row `source` to row `target`."""
-
-    def move_row(self, source: int, target: int, length: int) -> None:
-        """Move the first `length` tokens of row `source` to row `target`."""
 
     def release_row(self, row: int) -> None:
         """Free the memory of a row whose sample has ended."""
@@ -122,60 +131,70 @@ class TargetModel(Protocol):
             ValueError: It is of another model, or too long.
         """
 
+    def update_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
+        """Make `weights` the policy's weights, all or none, and set the policy version.
+
+        The cache still holds keys and values of the old weights; a caller that needs those of the new weights
+        must prefill again.
+
+        Args:
+            weights: See `PolicyWeights.update`.
+            version: Version of the policy that these weights are.
+
+        Raises:
+            ValueError: A tensor does not fit, or the version is that of other weights; nothing has changed.
+            RuntimeError: A rank was lost while tensors were gathered.
+        """
+
+    @property
+    def version(self) -> int:
+        """Return the version of the policy that the weights are, 0 until `update_weights`."""
+        return self._policy.version
+
+    @property
+    def hidden_size(self) -> int:
+        """Return the hidden size d."""
+        return self.embedding.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the embedding, which features have, too."""
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the embedding."""
+        return self.embedding.device
+
+    def move_row(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` tokens of row `source` to row `target`, and release `source`."""
+        if source != target:
+            self.copy_row(source, target, length)
+            self.release_row(source)
+
     def check_weights(self, *, thorough: bool = False) -> None:
         """Raise RuntimeError if the weights have changed since they became `version`.
 
-        See `PolicyWeights.check`.
+        Args:
+            thorough: Look closer, which takes longer; see `WeightWatch.changed`.
         """
+        self._policy.check(thorough=thorough)
 
-    def update_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
-        """Make `weights` the policy's weights, all or none, and set the version.
+    def _check_capacity(self, end: int) -> None:
+        # A draft that starts at a row's last token needs slots, too.
+        if end > self.max_tokens + self.nodes + 1:
+            raise ValueError(
+                f"{end} tokens in a row exceed max_tokens {self.max_tokens} and a draft: make the target "
+                "with a larger max_tokens"
+            )
 
-        See `PolicyWeights.update`. Drop what was made of the old weights.
-        """
-
-
-def make_target(
-    model: nn.Module,
-    *,
-    rows: int,
-    max_tokens: int,
-    nodes: int = 16,
-    taps: Sequence[int] = (),
-    path: Path = "auto",
-) -> TargetModel:
-    """Return a target for `rows` samples at a time.
-
-    Args:
-        model: `transformers` causal language model. Of `DistributedDataParallel` and `torch.compile` the
-            model inside is used.
-        rows: Number of samples that are decoded at the same time.
-        max_tokens: Upper limit of prompt and answer of one sample, in tokens.
-        nodes: Upper limit of drafted tokens of one row in one step.
-        taps: Layers whose outputs are appended to the last hidden state in the features.
-        path: Forward pass. With "auto", a model that the fast path does not support takes the generic path,
-            and a warning gives the reason.
-
-    Raises:
-        ValueError: A size is too small, a tap does not exist, or the model is not supported.
-    """
-    model = unwrapped(model)
-    if path not in get_args(Path):
-        raise ValueError(f"path must be one of {', '.join(get_args(Path))}, got {path!r}")
-    sizes: Any = {"rows": rows, "max_tokens": max_tokens, "nodes": nodes, "taps": taps}
-    if path == "generic":
-        return GenericTarget.of(model, **sizes)
-    try:
-        return Target.of(model, **sizes)
-    except KVMemoryError:
-        raise
-    except ValueError as error:
-        if path == "fast":
-            raise
-        reason = str(error)
-    target = GenericTarget.of(model, **sizes)
-    # Attributed to the caller of `Engine.of`, which calls this function.
-    warnings.warn(
-        f"{type(model).__name__} takes the {target.path} path, not the fast one: {reason}", stacklevel=3
-    )
-    return target
+    def _step_lengths(self, tokens_Bq: Tensor, lengths_B: Sequence[int] | Tensor) -> list[int]:
+        """Return the lengths of the rows of a step, checked."""
+        lengths = lengths_B.tolist() if isinstance(lengths_B, Tensor) else list(lengths_B)
+        if not 1 <= len(lengths) <= self.rows or tokens_Bq.shape[0] != len(lengths):
+            raise ValueError(
+                f"{tokens_Bq.shape[0]} rows of tokens and {len(lengths)} lengths: must be equally many, "
+                f"at most {self.rows}"
+            )
+        self._check_capacity(max(lengths) + tokens_Bq.shape[1])
+        return lengths
