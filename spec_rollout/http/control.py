@@ -50,150 +50,157 @@ class ChecksumBody(Body):
 
 def control_routes(root: Path | None) -> list[Route]:
     """Return the control routes; weights are read from directories below `root` only, None: from none."""
-    control = _Control(root)
+    lock = asyncio.Lock()
+
+    async def update_weights(request: Request) -> Response:
+        return await _update_weights(request, root, lock)
+
     return [
-        Route("/pause", control.pause, methods=["POST"]),
-        Route("/resume", control.resume, methods=["POST"]),
-        Route("/is_paused", control.is_paused),
-        Route("/abort_requests", control.abort_requests, methods=["POST"]),
-        Route("/update_weights", control.update_weights, methods=["POST"]),
-        Route("/weight_info", control.weight_info),
-        Route("/weight_checker", control.weight_checker, methods=["POST"]),
-        Route("/reset_prefix_cache", control.reset_prefix_cache, methods=["POST"]),
-        Route("/liveness", control.liveness),
-        Route("/get_world_size", control.world_size),
-        Route("/status", control.status),
+        Route("/pause", pause, methods=["POST"]),
+        Route("/resume", resume, methods=["POST"]),
+        Route("/is_paused", is_paused),
+        Route("/abort_requests", abort_requests, methods=["POST"]),
+        Route("/update_weights", update_weights, methods=["POST"]),
+        Route("/weight_info", weight_info),
+        Route("/weight_checker", weight_checker, methods=["POST"]),
+        Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
+        Route("/liveness", liveness),
+        Route("/get_world_size", world_size),
+        Route("/status", status),
     ]
 
 
-class _Control:
-    def __init__(self, root: Path | None) -> None:
-        self._root = root
-        self._update = asyncio.Lock()
+async def pause(request: Request) -> Response:
+    """Stop generating.
 
-    async def pause(self, request: Request) -> Response:
-        """Stop generating.
+    mode: "keep" (default) lets samples wait where they are, "wait" lets those that run end and answers
+    then, "abort" ends all that are here. Requests that come meanwhile are queued. timeout_s: longest wait
+    for the samples that run.
+    """
+    service = _service(request)
+    async with json_body(request, service, empty={}) as body:
+        parsed(Body, body, service)  # a mode in the body would have no effect
+    if unknown := sorted({*request.query_params} - {"mode", "timeout_s", "clear_cache"}):
+        raise bad_request(unknown[0][:64], "is no parameter of /pause: give mode, timeout_s, clear_cache")
+    host, mode = service.host, request.query_params.get("mode", "keep")
+    if mode not in MODES:
+        raise bad_request("mode", f"must be one of {', '.join(MODES)}, got {mode[:64]!r}")
+    clear = request.query_params.get("clear_cache", "false").lower()
+    if clear not in ("true", "1", "false", "0"):
+        raise bad_request("clear_cache", f"must be true or false, got {clear[:64]!r}")
+    limit_s = _timeout_s(request, mode)
+    if mode == "keep":
+        host.pause()
+    else:
+        await _no_sample_runs(service, limit_s, abort=mode == "abort")
+    if clear in ("true", "1"):
+        await _finished(host.call(service.line, _clear_prefix_cache))
+    return JSONResponse({"status": "paused", "mode": mode})
 
-        mode: "keep" (default) lets samples wait where they are, "wait" lets those that run end and answers
-        then, "abort" ends all that are here. Requests that come meanwhile are queued. timeout_s: longest wait
-        for the samples that run.
-        """
-        service = _service(request)
-        async with json_body(request, service, empty={}) as body:
-            parsed(Body, body, service)  # a mode in the body would have no effect
-        if unknown := sorted({*request.query_params} - {"mode", "timeout_s", "clear_cache"}):
-            raise bad_request(unknown[0][:64], "is no parameter of /pause: give mode, timeout_s, clear_cache")
-        host, mode = service.host, request.query_params.get("mode", "keep")
-        if mode not in MODES:
-            raise bad_request("mode", f"must be one of {', '.join(MODES)}, got {mode[:64]!r}")
-        clear = request.query_params.get("clear_cache", "false").lower()
-        if clear not in ("true", "1", "false", "0"):
-            raise bad_request("clear_cache", f"must be true or false, got {clear[:64]!r}")
-        limit_s = _timeout_s(request, mode)
-        if mode == "keep":
-            host.pause()
-        else:
-            await _no_sample_runs(service, limit_s, abort=mode == "abort")
-        if clear in ("true", "1"):
-            await _finished(host.call(service.line, _clear_prefix_cache))
-        return JSONResponse({"status": "paused", "mode": mode})
 
-    async def resume(self, request: Request) -> Response:
-        """Go on generating."""
-        _service(request).host.resume()
-        return JSONResponse({"status": "resumed"})
+async def resume(request: Request) -> Response:
+    """Go on generating."""
+    _service(request).host.resume()
+    return JSONResponse({"status": "resumed"})
 
-    async def is_paused(self, request: Request) -> Response:
-        """Show whether generation is paused."""
-        return JSONResponse({"is_paused": _service(request).host.is_paused})
 
-    async def abort_requests(self, request: Request) -> Response:
-        """End samples with finish_reason "abort": those of the requests in request_ids, without it all."""
-        service = _service(request)
-        async with json_body(request, service, empty={}) as body:
-            names = parsed(AbortBody, body, service).request_ids
-        if names is None:
-            service.host.abort_all(service.line)
-            return JSONResponse({"status": "aborted"})
-        return JSONResponse({"status": "aborted", "requests": service.running.abort(names)})
+async def is_paused(request: Request) -> Response:
+    """Show whether generation is paused."""
+    return JSONResponse({"is_paused": _service(request).host.is_paused})
 
-    async def update_weights(self, request: Request) -> Response:
-        """Read weights from a directory and generate with them from the next step on.
 
-        Names and shapes are checked before anything changes. Body: weight_dir, and version (default: the next
-        one).
-        """
-        service = _service(request)
-        async with json_body(request, service) as body:
-            asked = parsed(WeightsBody, body, service)
-        if asked.weight_dir is None:
-            raise bad_request("weight_dir", "is missing: name a directory below --weights-root")
-        async with self._update:
-            engine = service.engine
-            number = engine.version + 1 if asked.version is None else asked.version
-            model = engine.target.model
-            try:
-                weights = await in_thread(read_weights, asked.weight_dir, self._root, model)
-                done = service.host.swap(service.line, lambda: weights, number)
-            except (ValueError, OSError) as error:
-                raise bad_request("weight_dir", str(error)) from error
-            except Exception as error:
-                raise host_error(error) from error
-            try:
-                await asyncio.wait_for(asyncio.wrap_future(done), UPDATE_S)
-            except ValueError as error:
-                raise bad_request("weight_dir", str(error)) from error
-            except TimeoutError:
-                raise ApiError(504, f"no step has ended within {UPDATE_S:g} s", code="timeout") from None
-        return JSONResponse({"status": "ok", "weight_version": str(number)})
+async def abort_requests(request: Request) -> Response:
+    """End samples with finish_reason "abort": those of the requests in request_ids, without it all."""
+    service = _service(request)
+    async with json_body(request, service, empty={}) as body:
+        names = parsed(AbortBody, body, service).request_ids
+    if names is None:
+        service.host.abort_all(service.line)
+        return JSONResponse({"status": "aborted"})
+    return JSONResponse({"status": "aborted", "requests": service.running.abort(names)})
 
-    async def weight_info(self, request: Request) -> Response:
-        """Show the policy version."""
-        return JSONResponse({"weight_version": str(_service(request).engine.version)})
 
-    async def weight_checker(self, request: Request) -> Response:
-        """Return checksums of all weights, or compare them with given ones.
+async def _update_weights(request: Request, root: Path | None, lock: asyncio.Lock) -> Response:
+    """Read weights from a directory and generate with them from the next step on.
 
-        Body: action ("checksum" or "compare"), baseline (for compare: what checksum returned).
-        """
-        service = _service(request)
-        async with json_body(request, service) as body:
-            asked = parsed(ChecksumBody, body, service)
-            action, baseline = asked.action, asked.baseline
-        if action not in ("checksum", "compare"):
-            raise bad_request("action", f"must be checksum or compare, got {action[:64]!r}")
-        if action == "compare" and not isinstance(baseline, dict):
-            raise bad_request("baseline", "must be the object `checksums` of an earlier answer")
-        found = await _finished(
-            service.host.call(service.line, lambda engine: checksums(engine.target.model))
-        )
-        shown: dict[str, Any] = {"weight_version": str(service.engine.version)}
-        if action == "checksum":
-            return JSONResponse({**shown, "checksums": found})
-        names = sorted({*found, *baseline})
-        different = [name[:256] for name in names if found.get(name) != baseline.get(name)]
-        return JSONResponse({**shown, "equal": not different, "different": different})
+    Names and shapes are checked before anything changes. Body: weight_dir, and version (default: the next
+    one).
+    """
+    service = _service(request)
+    async with json_body(request, service) as body:
+        asked = parsed(WeightsBody, body, service)
+    if asked.weight_dir is None:
+        raise bad_request("weight_dir", "is missing: name a directory below --weights-root")
+    async with lock:
+        engine = service.engine
+        number = engine.version + 1 if asked.version is None else asked.version
+        model = engine.target.model
+        try:
+            weights = await in_thread(read_weights, asked.weight_dir, root, model)
+            done = service.host.swap(service.line, lambda: weights, number)
+        except (ValueError, OSError) as error:
+            raise bad_request("weight_dir", str(error)) from error
+        except Exception as error:
+            raise host_error(error) from error
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(done), UPDATE_S)
+        except ValueError as error:
+            raise bad_request("weight_dir", str(error)) from error
+        except TimeoutError:
+            raise ApiError(504, f"no step has ended within {UPDATE_S:g} s", code="timeout") from None
+    return JSONResponse({"status": "ok", "weight_version": str(number)})
 
-    async def reset_prefix_cache(self, request: Request) -> Response:
-        """Drop keys and values that are kept for later requests."""
-        service = _service(request)
-        await _finished(service.host.call(service.line, _clear_prefix_cache))
-        return JSONResponse({"status": "ok"})
 
-    async def liveness(self, request: Request) -> Response:
-        """Answer 200 while the engine's thread runs, also while it is paused or ends."""
-        error = _service(request).host.error
-        if error is not None:
-            raise ApiError(500, "the engine's thread has died: start the server again", code="failed")
-        return JSONResponse({"status": "alive"})
+async def weight_info(request: Request) -> Response:
+    """Show the policy version."""
+    return JSONResponse({"weight_version": str(_service(request).engine.version)})
 
-    async def world_size(self, request: Request) -> Response:
-        """Return 1: the number of processes that have a part of the model."""
-        return JSONResponse({"world_size": 1})
 
-    async def status(self, request: Request) -> Response:
-        """Show the figures of the engine's host."""
-        return JSONResponse(_service(request).host.status())
+async def weight_checker(request: Request) -> Response:
+    """Return checksums of all weights, or compare them with given ones.
+
+    Body: action ("checksum" or "compare"), baseline (for compare: what checksum returned).
+    """
+    service = _service(request)
+    async with json_body(request, service) as body:
+        asked = parsed(ChecksumBody, body, service)
+        action, baseline = asked.action, asked.baseline
+    if action not in ("checksum", "compare"):
+        raise bad_request("action", f"must be checksum or compare, got {action[:64]!r}")
+    if action == "compare" and not isinstance(baseline, dict):
+        raise bad_request("baseline", "must be the object `checksums` of an earlier answer")
+    found = await _finished(service.host.call(service.line, lambda engine: checksums(engine.target.model)))
+    shown: dict[str, Any] = {"weight_version": str(service.engine.version)}
+    if action == "checksum":
+        return JSONResponse({**shown, "checksums": found})
+    names = sorted({*found, *baseline})
+    different = [name[:256] for name in names if found.get(name) != baseline.get(name)]
+    return JSONResponse({**shown, "equal": not different, "different": different})
+
+
+async def reset_prefix_cache(request: Request) -> Response:
+    """Drop keys and values that are kept for later requests."""
+    service = _service(request)
+    await _finished(service.host.call(service.line, _clear_prefix_cache))
+    return JSONResponse({"status": "ok"})
+
+
+async def liveness(request: Request) -> Response:
+    """Answer 200 while the engine's thread runs, also while it is paused or ends."""
+    error = _service(request).host.error
+    if error is not None:
+        raise ApiError(500, "the engine's thread has died: start the server again", code="failed")
+    return JSONResponse({"status": "alive"})
+
+
+async def world_size(request: Request) -> Response:
+    """Return 1: the number of processes that have a part of the model."""
+    return JSONResponse({"world_size": 1})
+
+
+async def status(request: Request) -> Response:
+    """Show the figures of the engine's host."""
+    return JSONResponse(_service(request).host.status())
 
 
 def _service(request: Request) -> HttpService:

@@ -10,7 +10,7 @@ Shapes: B rows, q new tokens per row, V vocabulary, f feature size.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,25 +35,6 @@ class RowTokens:
     """Parents of the nodes of a tree; None for chains."""
 
 
-class RowPasses(Protocol):
-    """Forward passes over the rows of a store."""
-
-    name: str
-    supports_trees: bool
-
-    @property
-    def store(self) -> SlotStore | TextStore:
-        """Return what is kept of the rows' tokens."""
-
-    def run(self, new: RowTokens, *, logits: bool) -> tuple[Tensor, Tensor]:
-        """Compute new tokens.
-
-        Returns:
-            Logits (B, q, V), or (B, 0, V) unless `logits`, and features (B, q, f). Those of entries beyond
-            `counts` are arbitrary.
-        """
-
-
 class MaskedPasses:
     """One pass for all rows, with masks and positions of this package."""
 
@@ -66,7 +47,12 @@ class MaskedPasses:
         self._forward, self._masks, self._max_positions = forward, masks, max_positions
 
     def run(self, new: RowTokens, *, logits: bool) -> tuple[Tensor, Tensor]:
-        """Compute new tokens; see `RowPasses.run`."""
+        """Compute new tokens.
+
+        Returns:
+            Logits (B, q, V), or (B, 0, V) unless `logits`, and features (B, q, f). Those of entries beyond
+            `counts` are arbitrary.
+        """
         q, past, device = new.tokens_Bq.shape[1], max(new.starts), new.tokens_Bq.device
         context = min(past + q, self.store.slots)
         starts_B = torch.tensor(new.starts, device=device)
@@ -97,7 +83,7 @@ class EqualPasses:
         self._forward, self._alone = forward, alone
 
     def run(self, new: RowTokens, *, logits: bool) -> tuple[Tensor, Tensor]:
-        """Compute new tokens; see `RowPasses.run`."""
+        """Compute new tokens; see `MaskedPasses.run`."""
         groups = defaultdict(list)
         for i, key in enumerate(zip(new.starts, new.counts, strict=True)):
             groups[*key, i if self._alone else 0].append(i)
@@ -135,7 +121,7 @@ class WholePasses:
         self._forward, self._alone = forward, alone
 
     def run(self, new: RowTokens, *, logits: bool) -> tuple[Tensor, Tensor]:
-        """Compute new tokens; see `RowPasses.run`."""
+        """Compute new tokens; see `MaskedPasses.run`."""
         tokens = new.tokens_Bq.tolist()
         texts = [
             self.store.extend(row, start, tokens[i][:count])
@@ -161,6 +147,10 @@ class WholePasses:
         index = (starts_B1 + torch.arange(q, device=device)).clamp(max=longest - 1)
         picked = _tokens_at(found, index - first) if logits else found
         return picked, _tokens_at(features, index)
+
+
+RowPasses = MaskedPasses | EqualPasses | WholePasses
+"""Forward passes over the rows of a store."""
 
 
 def _tokens_at(x_BTD: Tensor, index_Bq: Tensor) -> Tensor:
