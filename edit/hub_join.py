@@ -1,23 +1,230 @@
-"""Connection of a training loop to a hub: read the settings of the run, then start the node's agent."""
+"""Connection of a training loop to a hub: settings that it sends, positions that it leases, reports to it.
 
+`open_link` reads the settings of the run, then starts the node's agent.
+"""
+
+import time
+import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
-from typing import Literal
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import nn
 
 import aedit
-from aedit.async_sgd.rules import DRAFTER
+from aedit.async_sgd.rules import DRAFTER, HubConfig
 from aedit.edit import flat_layout
-from aedit.edit.hub_report import HubSettings
+from aedit.edit.config import EditConfig
+from aedit.edit.exchange import Polled
+from aedit.edit.schedule import RoundSchedule, make_pace
 from aedit.edit.shards import Shards, control_device, shards_of
 from aedit.edit.shared_module import SharedModule, TrainedApart
 from aedit.edit.units import SyncUnit, find_units
-from aedit.proto.agent import AgentLink, AgentPlan, Link, attach_agent, rejoin_secret, start_agent
+from aedit.edit.waiting import Waiter
+from aedit.proto.agent import AgentLink, AgentPlan, Link, Progress, attach_agent, rejoin_secret, start_agent
+from aedit.proto.rpc import HelloReply
 from aedit.types import UnitLayout, UserError
+
+Positions = NDArray[np.int64]
+T = TypeVar("T")
+
+_NONE = "none"
+"""The text that stands for None in a configuration file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubSettings:
+    """Settings of a run, as its hub reports them."""
+
+    run: str
+    """Name of the run."""
+    edit: EditConfig
+    """Units, fragments, interval and deadline, with `landing` set to "arrival"."""
+    hub: HubConfig
+    """Codecs and timings; `address` and `standby` say where this node reaches the hub."""
+    shares_drafter: bool = False
+    """The run has a sync unit for a drafter that is trained apart from the model."""
+
+    @classmethod
+    def of(cls, reply: HelloReply, addresses: str) -> "HubSettings":
+        """Return the settings in a hub's reply to Hello.
+
+        Keys that this version does not know are ignored, so that a newer hub can be joined.
+
+        Args:
+            reply: The hub's answer.
+            addresses: HOST:PORT under which this node has reached the hub, or several that split the units.
+                One address of a run with several hubs is enough: the reply lists the others.
+
+        Raises:
+            ValueError: The reply holds no configuration, or values of the wrong type.
+        """
+        try:
+            tables = tomllib.loads(reply.config)
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{addresses}: its configuration is not valid TOML: {error}") from None
+        hub = _made(HubConfig, tables.get("hub", {}))
+        given = addresses.split(",")
+        known = given if len(given) >= len(reply.addresses) else list(reply.addresses)
+        return cls(
+            run=reply.run,
+            edit=replace(_made(EditConfig, tables.get("edit", {})), landing="arrival"),
+            hub=replace(hub, address=",".join(known), standby=reply.standby or hub.standby),
+            shares_drafter=_shares_drafter(tables),
+        )
+
+    def schedule(self, link: Link) -> RoundSchedule:
+        """Return a new schedule that follows the hub's pace."""
+        return make_pace(self.edit, link.news)
+
+
+def _shares_drafter(tables: dict[str, Any]) -> bool:
+    """Return whether a hub with this configuration, of which defaults are left out, expects a drafter."""
+    drafter = tables.get("drafter", {})
+    kinds = ("layer", "auto") if tables.get("prompts", {}).get("source") else ("layer",)
+    return drafter.get("kind", "auto") in kinds and bool(drafter.get("share", True))
+
+
+def _made(kind: type[T], table: dict[str, Any]) -> T:
+    """Return the dataclass `kind` with the values of a TOML table."""
+    types = get_type_hints(kind)
+    known = {name: _value(types[name], value) for name, value in table.items() if name in types}
+    return kind(**known)
+
+
+def _value(hint: Any, value: Any) -> Any:
+    if is_dataclass(hint) and isinstance(hint, type):
+        return _made(hint, value)
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else ()
+    if value == _NONE and type(None) in options:
+        return None
+    return tuple(value) if isinstance(value, list) else value
+
+
+class LeasedPositions:
+    """The hub's endless stream of positions 0, 1, 2, ..., as far as it is leased to this node.
+
+    No position is leased to two nodes at a time, and what a dead node has not used goes to others.
+    """
+
+    def __init__(self, link: Link, waiter: Waiter) -> None:
+        """Read leases from `link`; `waiter` waits when the hub was away longer than its leases last."""
+        self.link, self.waiter = link, waiter
+        self.drawn = 0
+        """Samples drawn so far, in this attempt."""
+        self._block = 0  # the next draw is from this block of the leases,
+        self._before = 0  # which begins after so many draws
+
+    @property
+    def next(self) -> int:
+        """Position of the next draw; the end of the last lease if all are drawn, 0 if there was none."""
+        blocks = self.link.leases()
+        if not blocks:
+            return 0
+        block, before = self._find(blocks)
+        if block == len(blocks):
+            return blocks[-1][1]
+        return blocks[block][0] + self.drawn - before
+
+    def take(self, k: int, *, or_end: bool = False) -> Positions:
+        """Draw the next k positions. All ranks of the node call it together and get the same.
+
+        Args:
+            k: Number of samples.
+            or_end: Return none instead of waiting when the hub has said that the run is finished.
+
+        Raises:
+            PeersMissing: The hub leased no more of them within the waiter's deadline.
+        """
+
+        def poll() -> Positions | None:
+            positions = self.peek(k)
+            is_over = positions is None and or_end and self.link.news().finished
+            return np.zeros(0, np.int64) if is_over else positions
+
+        positions = self.waiter.wait_together(Polled(poll), f"a lease of {k} samples from the hub")
+        if or_end and not self.waiter.shards.all([len(positions) == k])[0]:
+            return np.zeros(0, np.int64)
+        self.drawn += k
+        return positions
+
+    def go_back(self, drawn: int) -> None:
+        """Draw again what was drawn after the first `drawn` samples of this attempt."""
+        self.drawn = drawn
+        self._block = self._before = 0
+
+    def peek(self, k: int) -> Positions | None:
+        """Return the next k positions without drawing them; None while the leases have fewer."""
+        blocks = self.link.leases(self.drawn + k)
+        self._block, self._before = self._find(blocks)
+        found: list[Positions] = []
+        missing, skip = k, self.drawn - self._before
+        for start, end in blocks[self._block :]:
+            part = np.arange(start + skip, min(start + skip + missing, end), dtype=np.int64)
+            found.append(part)
+            missing, skip = missing - len(part), 0
+            if not missing:
+                return np.concatenate(found)
+        return None if missing else np.zeros(0, np.int64)
+
+    def _find(self, blocks: Sequence[tuple[int, int]]) -> tuple[int, int]:
+        """Return the block of the next draw, and how many draws come before it."""
+        block, before = self._block, self._before
+        while block < len(blocks) and before + blocks[block][1] - blocks[block][0] <= self.drawn:
+            before += blocks[block][1] - blocks[block][0]
+            block += 1
+        return block, before
+
+
+class StepReport:
+    """Steps, speed, loss and samples of one node, for its hub."""
+
+    def __init__(self, link: Link, settings: HubSettings, *, tokens_per_step: int, leases_data: bool) -> None:
+        """Report to the agent behind `link`."""
+        self.link, self.settings = link, settings
+        self.tokens_per_step, self.leases_data = tokens_per_step, leases_data
+        self.loss = float("nan")
+        self._waiter = Waiter(Shards(), settings.edit.timeout_s)
+        self._leased = LeasedPositions(link, self._waiter)
+        self._progress = Progress()
+        self._member = False
+        self._began_s = time.monotonic()
+
+    @property
+    def drawn(self) -> int:
+        """Samples drawn in this attempt."""
+        return self._leased.drawn
+
+    def begin(self, shards: Shards) -> None:
+        """Start the clock: the node is a member from now on."""
+        self._waiter.shards, self._member = shards, True
+        self._began_s = time.monotonic()
+
+    def draw(self, n: int) -> Positions:
+        """Return the next `n` positions, or none once the run is finished; see `HubExchange.lease`."""
+        if not self.leases_data:
+            raise ValueError("no data is leased to this node: call HubExchange.join(..., num_samples=...)")
+        if not self._member:
+            raise ValueError("the hub leases data to members only: call lease() inside `with sync:`")
+        return self._leased.take(n, or_end=True)
+
+    def step(self, steps: int, waited_s: float, used: int) -> None:
+        """Report an inner step: steps so far, seconds spent waiting, samples used."""
+        waited_s += self._waiter.waited_s
+        busy_s = max(0.0, time.monotonic() - self._began_s - waited_s)
+        self._progress = Progress(steps, steps * self.tokens_per_step, busy_s, waited_s)
+        self.report(used)
+
+    def report(self, used: int) -> None:
+        """Report once more, with the samples used by now."""
+        if self._waiter.shards.leads:
+            self.link.tell(replace(self._progress, loss=self.loss, used=used, drawn=self.drawn))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
