@@ -404,7 +404,7 @@ class HubExchange:
 
     def _report_used(self) -> None:
         if self.report:
-            self.report.report(self.used_samples)
+            self.report.send(self.used_samples)
 
     def average(self, name: str, value: Tensor, weight: Tensor) -> Pending[Tensor]:
         """Raise ValueError: nodes of a hub do not average values at every step."""

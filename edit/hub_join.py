@@ -219,9 +219,9 @@ class StepReport:
         waited_s += self._waiter.waited_s
         busy_s = max(0.0, time.monotonic() - self._began_s - waited_s)
         self._progress = Progress(steps, steps * self.tokens_per_step, busy_s, waited_s)
-        self.report(used)
+        self.send(used)
 
-    def report(self, used: int) -> None:
+    def send(self, used: int) -> None:
         """Report once more, with the samples used by now."""
         if self._waiter.shards.leads:
             self.link.tell(replace(self._progress, loss=self.loss, used=used, drawn=self.drawn))

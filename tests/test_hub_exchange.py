@@ -366,7 +366,7 @@ def test_only_steps_that_every_unit_has_brought_home_count_as_used():
     assert sync.exchange.used_steps == 8
 
 
-class Told:
+class SentReports:
     """Report of an exchange that was made by `join`; it keeps the samples that were told to be used."""
 
     drawn, loss = 30, float("nan")
@@ -380,7 +380,7 @@ class Told:
     def step(self, steps, waited_s, used):
         pass
 
-    def tell(self, used):
+    def send(self, used):
         self.used.append(used)
 
 
@@ -388,7 +388,7 @@ class Told:
 def test_a_node_that_ends_by_an_error_counts_no_samples_of_a_refused_push_as_used(refused, used):
     judge = lambda push: Verdict.REFUSED if push.unit in refused else Verdict.MERGED  # noqa: E731
     hub, link, sync, _ = one_node(hub=Hub(judge=judge), every=3)
-    sync.exchange.report = report = Told()
+    sync.exchange.report = report = SentReports()
 
     def fail():
         with sync:
