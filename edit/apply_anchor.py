@@ -25,7 +25,9 @@ def values_only(act: Act) -> Act:
     return torch.inference_mode(False)(torch.no_grad()(act))
 
 
-def take(unit: SyncUnit, anchor: Tensor, optimizers: InnerOptimizers, shards: Shards, *, adopt: bool) -> None:
+def land_unit(
+    unit: SyncUnit, anchor: Tensor, optimizers: InnerOptimizers, shards: Shards, *, adopt: bool
+) -> None:
     """Land `anchor`: write it to the parameters of `unit`, or move them by its distance from the snapshot.
 
     Args:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from aedit.async_sgd.rules import Nesterov, OuterOptimizer
 from aedit.edit.anchor_store import DeviceStore, kept_state, named_store
-from aedit.edit.exchange import Immediate, LocalNotes, Polled, RoundOutcome, check_new, take
+from aedit.edit.exchange import Immediate, LocalNotes, Polled, RoundOutcome, check_new, mark_taken
 from aedit.edit.schedule import Notes
 from aedit.edit.shards import Shards
 from aedit.edit.units import SyncUnit
@@ -80,7 +80,7 @@ class AveragingExchange:
         ends = torch.tensor([unit.numel for unit in units]).cumsum(0).tolist()
         self._slices = [slice(end - unit.numel, end) for end, unit in zip(ends, units, strict=True)]
         self.allocate()
-        take(self.averager)
+        mark_taken(self.averager)
 
     def compare(self, settings: Mapping[str, str]) -> None:
         """Do nothing: peers with other settings have another prefix, and do not meet."""

@@ -47,7 +47,7 @@ class BufferLayout(NamedTuple):
     persistent: bool
 
 
-class Buffers:
+class ModelBuffers:
     """Exchange the buffers of `model` with `peers`; vectors travel from `device`.
 
     A model may make buffers while it runs. Each round carries whether a node has the same ones as before; if
@@ -138,7 +138,7 @@ class Buffers:
 class OpenBuffers:
     """The buffers of one node in a round under way."""
 
-    of: Buffers
+    of: ModelBuffers
     key: str
     layout: dict[str, BufferLayout]
     values: dict[str, Tensor]

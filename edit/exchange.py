@@ -143,7 +143,7 @@ def check_new(made: object, remedy: str) -> None:
         raise ValueError(f"this {kind} has served another LayerSync, whose state it has: {remedy}")
 
 
-def take(*made: object) -> None:
+def mark_taken(*made: object) -> None:
     """Note that `made` serve a `LayerSync` from now on."""
     for each in made:
         with suppress(AttributeError):  # a class with slots

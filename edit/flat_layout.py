@@ -26,7 +26,7 @@ def layout(units: Sequence[SyncUnit]) -> Layout:
     return Layout(tuple(found))
 
 
-def owned(unit: SyncUnit, shards: Shards) -> list[slice]:
+def owned_slices(unit: SyncUnit, shards: Shards) -> list[slice]:
     """Return the slices of the canonical vector that this rank holds, in the order of `SyncUnit.flat`.
 
     Adjacent slices are joined: a node of one rank has one per unit. Raises ValueError if a parameter is

@@ -36,7 +36,7 @@ class NoHook:
         """Ignore the forward pass."""
 
 
-def attach(
+def attach_hooks(
     model: nn.Module,
     before: Sequence[tuple[Sequence[nn.Module], Callable[[], None]]],
     after: Callable[[], None],

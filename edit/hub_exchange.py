@@ -21,9 +21,9 @@ from aedit.edit import flat_layout
 from aedit.edit.anchor_store import history, named_history
 from aedit.edit.config import EditConfig
 from aedit.edit.detector import NormHistory, judge, learned_only
-from aedit.edit.exchange import Immediate, LocalNotes, RoundOutcome, check_new, take
+from aedit.edit.exchange import Immediate, LocalNotes, RoundOutcome, check_new, mark_taken
 from aedit.edit.flat_layout import SharedVector
-from aedit.edit.hub_join import NodeOptions, Positions, StepReport, check_units, open_link, shared_drafter
+from aedit.edit.hub_join import HubNodeOptions, Positions, StepReport, check_units, open_link, shared_drafter
 from aedit.edit.schedule import Notes, RoundSchedule
 from aedit.edit.shards import Shards, local, shards_of
 from aedit.edit.shared_module import TrainedApart
@@ -253,14 +253,14 @@ class HubExchange:
             ValueError: No hub answers within 10 seconds, it refuses this node, the keys cannot be read, or
                 the model does not have the units that the run names.
         """
-        options = NodeOptions(
+        options = HubNodeOptions(
             name=name, keys=keys, num_samples=num_samples, directory=directory, drafter=drafter
         )
         return cls.of(address, model, options, tokens_per_step)
 
     @classmethod
     def of(
-        cls, address: str, model: nn.Module, options: NodeOptions, tokens_per_step: int = 0
+        cls, address: str, model: nn.Module, options: HubNodeOptions, tokens_per_step: int = 0
     ) -> "HubExchange":
         """Return what `join` returns, with all options of the node."""
         shared = shared_drafter(model, options)
@@ -340,12 +340,12 @@ class HubExchange:
         if device.type == "cuda":
             flat_layout.pin([*self.link.anchors, *self.link.outbox])
         for i, unit in enumerate(units):
-            slices = flat_layout.owned(unit, shards)
+            slices = flat_layout.owned_slices(unit, shards)
             anchors, outbox = (
                 SharedVector(v[i], slices, device) for v in (self.link.anchors, self.link.outbox)
             )
             self._places.append(UnitProgress(anchors, outbox))
-        take(self.link)
+        mark_taken(self.link)
 
     def compare(self, settings: Mapping[str, str]) -> None:
         """Raise ValueError if this node has left. The hub compares layout and method when the node joins."""

@@ -228,7 +228,7 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeOptions:
+class HubNodeOptions:
     """The options that each node sets for itself."""
 
     name: str
@@ -248,7 +248,7 @@ class NodeOptions:
 
 
 def open_link(
-    address: str, model: nn.Module, options: NodeOptions, shared: SharedModule | None = None
+    address: str, model: nn.Module, options: HubNodeOptions, shared: SharedModule | None = None
 ) -> tuple[AgentLink, HubSettings, tuple[UnitLayout, ...]]:
     """Read the settings of the run from the hub and start this node's agent; the node is not a member yet.
 
@@ -302,7 +302,7 @@ def check_units(units: Sequence[SyncUnit], link: Link, joined: tuple[UnitLayout,
             raise ValueError(f"unit {here.name} is {here}, and the exchange was made for {there}: {remedy}")
 
 
-def shared_drafter(model: nn.Module, options: NodeOptions) -> SharedModule | None:
+def shared_drafter(model: nn.Module, options: HubNodeOptions) -> SharedModule | None:
     """Return the unit of the drafter that this node brings, not yet attached to an exchange; None: none."""
     if options.drafter is None:
         return None
@@ -320,7 +320,7 @@ def _about_drafter(settings: HubSettings) -> str:
 
 
 def node_plan(
-    model: nn.Module, settings: HubSettings, options: NodeOptions, shared: SharedModule | None = None
+    model: nn.Module, settings: HubSettings, options: HubNodeOptions, shared: SharedModule | None = None
 ) -> AgentPlan:
     """Return the plan of this node's agent."""
     hub = settings.hub
@@ -348,7 +348,7 @@ def node_plan(
     )
 
 
-def _responder(address: str, options: NodeOptions) -> str:
+def _responder(address: str, options: HubNodeOptions) -> str:
     """Return the hub's reply as text, which can be sent to the other ranks."""
     # Only now: a trainer whose agent is a process needs gRPC for this one call.
     from aedit.proto.rpc import caller_keys, check_address, greet, is_loopback

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
-from aedit.edit.apply_anchor import OwnValues, recorded, take, values_only
-from aedit.edit.buffers import Buffers, OpenBuffers
+from aedit.edit.apply_anchor import OwnValues, land_unit, recorded, values_only
+from aedit.edit.buffers import ModelBuffers, OpenBuffers
 from aedit.edit.exchange import RoundOutcome
 from aedit.proto.transports import Pending
 from aedit.types import Round
@@ -66,7 +66,7 @@ class OpenRound:
 class OpenRounds:
     """Open, send, await and land the rounds of `node`."""
 
-    def __init__(self, node: "LayerSync", buffers: Buffers) -> None:
+    def __init__(self, node: "LayerSync", buffers: ModelBuffers) -> None:
         self._node, self._buffers = node, buffers
         self._free = node.exchange.asynchronous
         self._forward = node.config.landing == "forward"
@@ -336,7 +336,7 @@ class OpenRounds:
         if self._forward:
             node.optimizers.check_modes(opened.modes, opened.round.id)
         self.own_values.landing(i)
-        take(node.units[i], anchor, node.optimizers, node.shards, adopt=i in outcome.distrusted)
+        land_unit(node.units[i], anchor, node.optimizers, node.shards, adopt=i in outcome.distrusted)
         self.own_values.landed(i)
         opened.ready.pop(i, None)
         self._conclude(opened)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
-from aedit.edit.exchange import check_new, take
+from aedit.edit.exchange import check_new, mark_taken
 from aedit.edit.shards import Shards
 from aedit.edit.units import SyncUnit
 
@@ -67,7 +67,7 @@ class SharedModule:
         check_new(self, "make a new one for each exchange")
         exchange.apart = [*exchange.apart, self.unit]
         exchange.unit_steps.register(self.unit.name, lambda: self._total)
-        take(self)
+        mark_taken(self)
 
     def connect(self, user: TrainedApart, shards: Shards) -> None:
         """Exchange the module of `user` from now on. All ranks of the node, before the first step."""

@@ -21,11 +21,11 @@ from torch.utils.hooks import RemovableHandle
 
 from aedit.edit import snapshot
 from aedit.edit.agreement import described_loop, equalize
-from aedit.edit.buffers import Buffers
+from aedit.edit.buffers import ModelBuffers
 from aedit.edit.config import EditConfig
 from aedit.edit.engine_weights import EngineWeights, PolicyEngine
-from aedit.edit.exchange import Exchange, RoundOutcome, check_new, take
-from aedit.edit.hooks import attach
+from aedit.edit.exchange import Exchange, RoundOutcome, check_new, mark_taken
+from aedit.edit.hooks import attach_hooks
 from aedit.edit.optimizers import Inner, InnerOptimizers
 from aedit.edit.rounds import OpenRound, OpenRounds
 from aedit.edit.schedule import RoundSchedule, make_schedule
@@ -103,12 +103,12 @@ class LayerSync(Waiter):
         self.anchored = False
         """True once the first local phase has begun."""
         self._gradients = GradientMean(of_model, self.shards, exchange, self)
-        self._buffers = Buffers(model, exchange, self.shards, local(self.units[0].params[0]).device)
+        self._buffers = ModelBuffers(model, exchange, self.shards, local(self.units[0].params[0]).device)
         self._rounds = OpenRounds(self, self._buffers)
         self._engine_weights = EngineWeights(model, self.shards)
         exchange.bind(self.units, self.shards)
         schedule.listen(exchange.notes)
-        take(exchange, schedule)
+        mark_taken(exchange, schedule)
 
     @classmethod
     def of(
@@ -144,7 +144,7 @@ class LayerSync(Waiter):
                     loss(model, batch).backward(); inner.step(); inner.zero_grad()
                     sync.step()
         """
-        schedule, config = chosen(exchange, schedule, config)
+        schedule, config = chosen_settings(exchange, schedule, config)
         return cls(model, inner, exchange, schedule, config, weight_states)
 
     @property
@@ -203,7 +203,7 @@ class LayerSync(Waiter):
         ]
         before.append((self._rounds.hooked, partial(self._rounds.before_buffers)))
         before.append(([self.model], partial(self._rounds.begin_pass)))  # last, as hooks are prepended
-        self._hooks = attach(self.model, before, self._rounds.after_forward)
+        self._hooks = attach_hooks(self.model, before, self._rounds.after_forward)
         self._rounds.note_parameters()
         self.optimizers.watch(self._rounds.own_values.look, self._rounds.own_values.take)
         _ACTIVE.append((threading.get_ident(), weakref.ref(self)))
@@ -441,7 +441,7 @@ class LayerSync(Waiter):
         return fragment(round_id, self.config.fragments, len(self.units))
 
 
-def chosen(
+def chosen_settings(
     exchange: Exchange, schedule: RoundSchedule | None, config: EditConfig | None
 ) -> tuple[RoundSchedule, EditConfig]:
     """Return schedule and configuration of a node: its own, else the exchange's, else the default ones.

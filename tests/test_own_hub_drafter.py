@@ -7,7 +7,7 @@ from kit.waiting import until
 
 from aedit import HubExchange, LayerSync
 from aedit import spec_rollout as rl
-from aedit.edit.hub_join import NodeOptions
+from aedit.edit.hub_join import HubNodeOptions
 from aedit.spec_rollout.choose import Fixed
 from aedit.spec_rollout.drafters import DraftLayer, parse_arm
 from aedit.spec_rollout.training import DraftTrainer, DraftTrainingConfig, Publication
@@ -62,7 +62,7 @@ class Node:
         drafters = {"layer": self.online.drafter}
         self.engine = rl.Engine(target, drafters=drafters, chooser=Fixed(parse_arm("layer:3")))
         self.engine.sink = self.online.sink
-        options = NodeOptions(name=name, agent="thread", drafter=self.online)
+        options = HubNodeOptions(name=name, agent="thread", drafter=self.online)
         inner = torch.optim.SGD(self.model.parameters(), lr=0.0)
         self.sync = LayerSync.of(self.model, inner, exchange=HubExchange.of(address, self.model, options))
 

@@ -13,7 +13,7 @@ from kit.waiting import until
 from torch import nn
 
 from aedit.edit import HubExchange, LayerSync, OwnPace
-from aedit.edit.hub_join import NodeOptions
+from aedit.edit.hub_join import HubNodeOptions
 from aedit.launch.cli import main
 from aedit.launch.hub import anchors_of
 from aedit.proto.rpc import HubClient, StatusRequest
@@ -61,7 +61,7 @@ class Net(nn.Module):
 
 
 def join(address, model, name="a", **options):
-    made = NodeOptions(name=name, agent="thread", **options)
+    made = HubNodeOptions(name=name, agent="thread", **options)
     return HubExchange.of(address, model, made, 7)
 
 
@@ -255,7 +255,7 @@ def test_what_a_run_weighs_by_tokens_needs_them(tmp_path):
     config = HUB.replace('"uniform"', '"tokens"')
     wanted = pytest.raises(ValueError, match="tokens_per_step must be above 0")
     with real_hub(tmp_path, config) as hub, wanted:
-        HubExchange.of(hub.address, Net(), NodeOptions(name="a", agent="thread"))
+        HubExchange.of(hub.address, Net(), HubNodeOptions(name="a", agent="thread"))
 
 
 def test_units_of_another_kind_than_the_runs_are_refused_before_anything_is_sent(tmp_path):

@@ -9,7 +9,7 @@ from typing import Any
 
 from aedit.launch.config import PromptConfig
 from aedit.launch.data.readers import load_dataset, matching_files
-from aedit.spec_rollout.rl import Origin, num_levels, source_of
+from aedit.spec_rollout.rl import ProblemOrigin, num_levels, source_of
 from aedit.types import UserError, imported, is_import_path
 
 KEY = "prompts.source"
@@ -150,7 +150,7 @@ def gym_rows(config: PromptConfig, seed: int) -> Iterator[dict[str, Any]]:
     for _ in range(config.size):
         # The generator that is furthest behind its share, the first of several: an even mixture.
         turn = min(range(len(parts)), key=lambda i: ((counts[i] + 1) / parts[i][1], i))
-        origin = Origin(parts[turn][0], seed, config.size, counts[turn], -1, dict(config.options))
+        origin = ProblemOrigin(parts[turn][0], seed, config.size, counts[turn], -1, dict(config.options))
         if levels[turn]:
             index, level = divmod(counts[turn], levels[turn])
             origin = replace(origin, index=index, level=level)
@@ -158,7 +158,7 @@ def gym_rows(config: PromptConfig, seed: int) -> Iterator[dict[str, Any]]:
         counts[turn] += 1
 
 
-def _gym_row(origin: Origin, config: PromptConfig) -> dict[str, Any]:
+def _gym_row(origin: ProblemOrigin, config: PromptConfig) -> dict[str, Any]:
     try:
         entry = source_of(origin)[origin.index]
     except Exception as error:  # each generator checks its options in its own way

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from aedit.spec_rollout.http.chat import ChatPrompt, chat_completions
 from aedit.spec_rollout.http.completions import completions
 from aedit.spec_rollout.http.errors import ApiError, bad_request
-from aedit.spec_rollout.http.fields import Body, ModelName, Text, Tokens, parsed
+from aedit.spec_rollout.http.fields import Body, ModelName, Text, Tokens, parse_body
 from aedit.spec_rollout.http.generation import ClientGone
 from aedit.spec_rollout.http.service import HttpMetrics, HttpService, encode, in_thread, json_body
 from aedit.spec_rollout.http.token_generate import generate
@@ -215,10 +215,10 @@ async def tokenize(request: Request) -> Response:
     async with json_body(request, service) as body:
         asked: TokenizeChat | TokenizeText
         if isinstance(body, dict) and body.get("messages") is not None:
-            asked = parsed(TokenizeChat, body, service)
+            asked = parse_body(TokenizeChat, body, service)
             tokens = await asked.tokens(service)
         else:
-            asked = parsed(TokenizeText, body, service)
+            asked = parse_body(TokenizeText, body, service)
             if asked.prompt is None:
                 raise bad_request("prompt", "is missing: give a text, or messages")
             tokens = await encode(service, asked.prompt, special=asked.add_special_tokens)
@@ -232,7 +232,7 @@ async def detokenize(request: Request) -> Response:
     """Answer with the text of tokens."""
     service: HttpService = request.app.state.service
     async with json_body(request, service) as body:
-        tokens = parsed(Detokenize, body, service).tokens
+        tokens = parse_body(Detokenize, body, service).tokens
     most = service.engine.target.vocabulary
     if tokens and not 0 <= min(tokens) <= max(tokens) < most:
         raise bad_request("tokens", f"has a token outside the vocabulary of {most}")

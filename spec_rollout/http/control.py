@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from aedit.spec_rollout.http.errors import ApiError, bad_request, host_error
-from aedit.spec_rollout.http.fields import Body, Text, between, check_texts, parsed
+from aedit.spec_rollout.http.fields import Body, Text, between, check_texts, parse_body
 from aedit.spec_rollout.http.service import HttpService, in_thread, json_body
 from aedit.system import check_folder, opened_below, read_index
 
@@ -79,7 +79,7 @@ async def pause(request: Request) -> Response:
     """
     service = _service(request)
     async with json_body(request, service, empty={}) as body:
-        parsed(Body, body, service)  # a mode in the body would have no effect
+        parse_body(Body, body, service)  # a mode in the body would have no effect
     if unknown := sorted({*request.query_params} - {"mode", "timeout_s", "clear_cache"}):
         raise bad_request(unknown[0][:64], "is no parameter of /pause: give mode, timeout_s, clear_cache")
     host, mode = service.host, request.query_params.get("mode", "keep")
@@ -113,7 +113,7 @@ async def abort_requests(request: Request) -> Response:
     """End samples with finish_reason "abort": those of the requests in request_ids, without it all."""
     service = _service(request)
     async with json_body(request, service, empty={}) as body:
-        names = parsed(AbortBody, body, service).request_ids
+        names = parse_body(AbortBody, body, service).request_ids
     if names is None:
         service.host.abort_all(service.line)
         return JSONResponse({"status": "aborted"})
@@ -128,7 +128,7 @@ async def _update_weights(request: Request, root: Path | None, lock: asyncio.Loc
     """
     service = _service(request)
     async with json_body(request, service) as body:
-        asked = parsed(WeightsBody, body, service)
+        asked = parse_body(WeightsBody, body, service)
     if asked.weight_dir is None:
         raise bad_request("weight_dir", "is missing: name a directory below --weights-root")
     async with lock:
@@ -136,7 +136,7 @@ async def _update_weights(request: Request, root: Path | None, lock: asyncio.Loc
         number = engine.version + 1 if asked.version is None else asked.version
         model = engine.target.model
         try:
-            weights = await in_thread(read_weights, asked.weight_dir, root, model)
+            weights = await in_thread(load_weights, asked.weight_dir, root, model)
             done = service.host.swap(service.line, lambda: weights, number)
         except (ValueError, OSError) as error:
             raise bad_request("weight_dir", str(error)) from error
@@ -163,7 +163,7 @@ async def weight_checker(request: Request) -> Response:
     """
     service = _service(request)
     async with json_body(request, service) as body:
-        asked = parsed(ChecksumBody, body, service)
+        asked = parse_body(ChecksumBody, body, service)
         action, baseline = asked.action, asked.baseline
     if action not in ("checksum", "compare"):
         raise bad_request("action", f"must be checksum or compare, got {action[:64]!r}")
@@ -264,7 +264,7 @@ async def _finished(done: "Future[Any]") -> Any:
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def read_weights(folder: str, root: Path | None, model: PreTrainedModel) -> Mapping[str, Tensor]:
+def load_weights(folder: str, root: Path | None, model: PreTrainedModel) -> Mapping[str, Tensor]:
     """Return the weights of a directory that `save_pretrained` wrote, by the names of the model's state_dict.
 
     Nothing is unpickled: files in PyTorch's own format are not read.

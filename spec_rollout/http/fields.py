@@ -1,7 +1,7 @@
 """Requests as pydantic models: fields that several routes have in common, and errors in OpenAI's form.
 
 A field with the value null counts as absent, and an unknown one is an error. The limits of the server are the
-context of a validation: `parsed` passes the service.
+context of a validation: `parse_body` passes the service.
 """
 
 from collections.abc import Mapping
@@ -327,7 +327,7 @@ class TextBody(SamplingBody, RouteBody):
     response_format: Annotated[Any, PlainValidator(_check_format)] = None
 
 
-def parsed(kind: type[B], body: Any, service: "HttpService") -> B:
+def parse_body(kind: type[B], body: Any, service: "HttpService") -> B:
     """Return the request that a JSON value is.
 
     Raises:

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from aedit.spec_rollout.engine import Scoring
 from aedit.spec_rollout.http.errors import ApiError, bad_request, host_error
-from aedit.spec_rollout.http.fields import RouteBody, parsed
+from aedit.spec_rollout.http.fields import RouteBody, parse_body
 from aedit.spec_rollout.http.service import HttpService, json_body
 from aedit.spec_rollout.sampling import Prompt, Rollout, SampleKey, Sampling
 from aedit.spec_rollout.server import DeadlinePassed, HostTicket
@@ -363,7 +363,7 @@ async def answered(
     """
     service: HttpService = request.app.state.service
     async with json_body(request, service) as body:
-        asked = parsed(kind, body, service)
+        asked = parse_body(kind, body, service)
         call = await call_of(asked, service, request)
     generation = Generation(service, call)
     generation.start()

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
         Scalar,
     )
     from aedit.spec_rollout.rl.rewards.worker import BadReturn, EventLoop, values_of
-    from aedit.spec_rollout.rl.tasks import Origin, num_levels, source_of
+    from aedit.spec_rollout.rl.tasks import ProblemOrigin, num_levels, source_of
 
 __all__ = [
     "BUILT_IN",
@@ -59,9 +59,9 @@ __all__ = [
     "LossOutput",
     "LossSettings",
     "Messages",
-    "Origin",
     "PolicyLoss",
     "Problem",
+    "ProblemOrigin",
     "Reward",
     "RewardFailed",
     "RewardPool",

@@ -103,10 +103,10 @@ def final_number(text: str) -> Fraction | None:
         text = boxed
     text = _FRACTION.sub(r" \1/\2 ", text)
     found = [match.group() for match in _NUMBER.finditer(text)]
-    return number(found[-1]) if found else None
+    return exact_number(found[-1]) if found else None
 
 
-def number(text: str) -> Fraction | None:
+def exact_number(text: str) -> Fraction | None:
     """Return the number that `text` writes, exactly, or None if it is none or too long."""
     plain = re.sub(r"[,$\s]", "", text)
     exponent = re.search(r"[eE][-+]?(\d+)", plain)

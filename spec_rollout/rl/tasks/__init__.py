@@ -12,7 +12,7 @@ MAX_LEVELS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class ProblemOrigin:
     """A problem's place in a data set: all that is needed to generate it again."""
 
     name: str
@@ -30,7 +30,7 @@ def entry_and_source(origin: Mapping[str, Any]) -> tuple[Any, Any]:
     return source[origin["index"]], source
 
 
-def source_of(origin: Origin) -> Any:
+def source_of(origin: ProblemOrigin) -> Any:
     """Return the data set of an origin. Raises what the generator raises for its options."""
     return _source(json.dumps({**asdict(origin), "index": 0}, sort_keys=True))
 
@@ -46,7 +46,7 @@ def num_levels(name: str) -> int:
 
 @lru_cache(maxsize=256)
 def _source(described: str) -> Any:
-    origin = Origin(**json.loads(described))
+    origin = ProblemOrigin(**json.loads(described))
     factory, given = _factory(), {"seed": origin.seed, "size": origin.size, **origin.options}
     if origin.level >= 0:
         curriculum = factory.create_curriculum(origin.name)
