@@ -11,7 +11,7 @@ MAX_DIGITS = 12
 OPTIONS = ("digits", "levels", "work")
 
 
-def arithmetic_rows(size: int, seed: int, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+def rows(size: int, seed: int, options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return `size` problems such as {"prompt": "47+85=", "answer": "7+5+0=12,4+8+1=13:132", "level": 2}.
 
     The answer works from the last digit to the first, with the carry as third summand, and ends with the sum:
