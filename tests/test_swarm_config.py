@@ -7,9 +7,16 @@ from types import SimpleNamespace
 import pytest
 
 from aedit.launch.cli import main
-from aedit.launch.config import Placement, RunConfig, SwarmConfig, load, of_this_machine, parse_config
+from aedit.launch.config import (
+    PEER_EXCHANGES,
+    Placement,
+    RunConfig,
+    SwarmConfig,
+    load,
+    of_this_machine,
+    parse_config,
+)
 from aedit.launch.processes.join_run import joined_to
-from aedit.launch.processes.run_local import _how_to_join
 from aedit.launch.swarm import PeerOptions, initial_peers, introduced, peer
 from aedit.launch.swarm.initial_peers import make_discovery
 from aedit.proto.swarm import PeerFile
@@ -146,7 +153,8 @@ def test_a_start_that_cannot_begin_a_swarm_is_one_line_and_exit_code_2(
 )
 def test_a_run_names_the_whole_command_that_adds_a_node(listen, address, words, said):
     config = parse_config(SWARM + f'listen = "{listen}"\n', "here")
-    assert _how_to_join(config, Placement(**words), address) == said
+    exchange = PEER_EXCHANGES[config.swarm.exchange]
+    assert exchange.how_to_join(config, Placement(**words), address) == said
 
 
 def test_averaging_without_the_extra_is_one_line(tmp_path, capsys, monkeypatch):
