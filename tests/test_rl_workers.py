@@ -1,5 +1,6 @@
 """Tests a node whose rollouts come from worker processes: the bits of its own engine, and its pace."""
 
+import json
 import os
 import signal
 from contextlib import contextmanager
@@ -58,13 +59,13 @@ def text_of(batches):
 
 
 def follow_drafts(node):
-    """Return a list that gets (pid, number of the drafter in use) of each report of a worker with tokens."""
+    """Return a list that gets (pid, number of the drafter in use) of the figures of a worker with tokens."""
     dispatcher, found = node.objective.stream.pipeline.source._dispatcher, []
     handle = dispatcher._handle
 
     def follow(worker, message):
-        if message["kind"] == "report" and message["tokens"]:
-            found.append((worker.pid, message["drafter"]))
+        if message.HasField("figures") and json.loads(message.figures.json)["rollout_tokens"]:
+            found.append((worker.pid, message.figures.drafter))
         handle(worker, message)
 
     dispatcher._handle = follow
