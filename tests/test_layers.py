@@ -78,6 +78,7 @@ MAY_IMPORT = {
     "spec_rollout.server": (
         *(f"spec_rollout.{part}" for part in ("audit", "training", "engine", "rl")),
         *(f"spec_rollout.{part}" for part in ("choose", "sampling", "drafters", "model")),
+        "child",
         "proto.versions",
         *WIRE,
         "types",
@@ -87,6 +88,7 @@ MAY_IMPORT = {
     "spec_rollout.remote": (
         *(f"spec_rollout.{part}" for part in ("server", "audit", "engine", "training", "rl")),
         *(f"spec_rollout.{part}" for part in ("choose", "sampling", "drafters", "model")),
+        "child",
         "proto.versions",
         *WIRE,
         "types",

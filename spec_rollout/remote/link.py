@@ -9,16 +9,15 @@ import json
 import logging
 import os
 import queue
-import signal
 import socket
 import sys
 import time
 import traceback
 from contextlib import suppress
 
+from aedit.child import begin_child
 from aedit.spec_rollout.remote.links import Event, Links, LinkSettings
 from aedit.spec_rollout.server import Channel
-from aedit.system import end_with_parent
 
 TICK_S = 0.1
 """Longest wait of the loop."""
@@ -54,9 +53,7 @@ class Inbox:
 
 def main(arguments: list[str]) -> int:
     """Connect until the rank has ended or closed the connection; return the exit code."""
-    parent, fd = int(arguments[0]), int(arguments[1])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent(parent, signal.SIGKILL)
+    fd = int(begin_child(arguments)[0])
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
     channel = Channel(socket.socket(fileno=fd))
     try:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from aedit.child import end_group, start_module
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.spec_rollout.drafters import parse_arm
 from aedit.spec_rollout.engine import EngineSpeed
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 MAKE_ENGINE = ImportPath("aedit.spec_rollout.server.worker_engine:make_engine")
 MODULE = "aedit.spec_rollout.server.worker"
-END_S = 10.0
 CODE_S = 1.0
 
 
@@ -117,7 +117,7 @@ class ChildProcess:
 
         Args:
             what: Name in messages.
-            module: Run with the process id of this process and the file descriptor of its socket.
+            module: Started with `start_module` and the file descriptor of its socket.
             begin: Fields of its first message.
             fds: File descriptors that it inherits besides.
             log: File of its output, whose directory is made; None discards the output.
@@ -130,13 +130,9 @@ class ChildProcess:
         here, there = socket.socketpair()
         with there, open(log or os.devnull, "ab") as output:
             try:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", module, str(os.getpid()), str(there.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=(there.fileno(), *fds),
-                    start_new_session=True,  # Ctrl-C in the terminal must not reach it
+                fd = there.fileno()
+                process = start_module(
+                    module, [str(fd)], fds=(fd, *fds), stdout=output, stderr=subprocess.STDOUT
                 )
             except OSError:
                 here.close()
@@ -189,8 +185,7 @@ class ChildProcess:
             subprocess.TimeoutExpired: It is still there after 10 s.
         """
         self.channel.close()
-        self.process.kill()
-        self.process.wait(timeout=END_S)
+        end_group(self.process)
 
 
 @dataclass(slots=True)

@@ -6,20 +6,18 @@ memory that it shares with its rank. It ends with its rank.
 
 import json
 import os
-import signal
 import socket
 import sys
 import traceback
 
+from aedit.child import begin_child
 from aedit.spec_rollout.server.channel import Channel, Message
-from aedit.system import end_with_parent, no_collections
+from aedit.system import no_collections
 
 
 def main(arguments: list[str]) -> int:
     """Generate until the rank has ended or closed the connection; return the exit code."""
-    parent, fd = int(arguments[0]), int(arguments[1])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent(parent, signal.SIGKILL)
+    fd = int(begin_child(arguments)[0])
     channel = Channel(socket.socket(fileno=fd))
     try:
         (_, begin), *more = channel.first_frames()
