@@ -123,7 +123,7 @@ def load_state(saved: Saved, state: HubState) -> None:
     (numbers, saved_units), pool = saved, saved[0]["pool"]
     for name in (*_PLAIN, "mean_steps"):
         setattr(state, name, numbers[name])
-    state.layout = None if numbers["layout"] is None else layout_of(numbers["layout"])
+    state.layout = None if numbers["layout"] is None else layout_from_rows(numbers["layout"])
     state.facts = dict(numbers["facts"])
     state.members = []
     for saved_member in numbers["members"]:
@@ -153,7 +153,7 @@ def layout_rows(layout: Layout) -> list[Any]:
     return [[unit.name, [[t.name, list(t.shape)] for t in unit.tensors]] for unit in layout.units]
 
 
-def layout_of(rows: Iterable[Any]) -> Layout:
+def layout_from_rows(rows: Iterable[Any]) -> Layout:
     """Return the layout that `layout_rows` was given."""
     return Layout(
         tuple(

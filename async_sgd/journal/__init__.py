@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         File,
         chain_of,
         frame_at,
-        frames,
         read_head,
     )
     from aedit.async_sgd.journal.journal import NOTE, Journal, JournalBroken, NoSpace, Position, segment_path
@@ -60,7 +59,6 @@ __all__ = [
     "check_payloads",
     "decode_records",
     "frame_at",
-    "frames",
     "is_before",
     "read_head",
     "read_snapshot",

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from zlib_ng.zlib_ng import crc32
 
-from aedit.async_sgd.hub import layout_of, layout_rows
+from aedit.async_sgd.hub import layout_from_rows, layout_rows
 from aedit.async_sgd.journal.frames import Damaged, File
 from aedit.async_sgd.rules import MergePart, Push, Record, Values, Vector, records
 from aedit.proto.codecs import codec
@@ -100,7 +100,7 @@ def _in(plain: dict[str, Any], file: File) -> Record:
     match kind:
         case "Founded":
             facts = tuple((name, value) for name, value in plain["facts"])
-            return records.Founded(layout_of(plain["layout"]), facts, plain["samples"])
+            return records.Founded(layout_from_rows(plain["layout"]), facts, plain["samples"])
         case "Accepted":
             return records.Accepted(push_in(plain, _payload(plain["values"], file)))
         case "Merged":

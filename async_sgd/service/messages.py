@@ -28,7 +28,7 @@ MOST_DONORS = 16
 """Addresses of other nodes in one reply; each node gets other ones."""
 
 
-def refusal(denied: Denied) -> Refusal:
+def refusal_of(denied: Denied) -> Refusal:
     """Return the refusal that the peer gets."""
     return Refusal(_CODES[denied.kind], denied.reason)
 
@@ -41,7 +41,7 @@ def joiner(request: pb.JoinRequest) -> Joiner:
             raise _wrong(f"facts: a name has {most}")
     return Joiner(
         name=request.name,
-        layout=layout_of(request),
+        layout=_layout_of(request),
         facts=tuple(sorted(request.facts.items())),
         num_samples=request.num_samples,
         donor=request.donor,
@@ -50,7 +50,7 @@ def joiner(request: pb.JoinRequest) -> Joiner:
     )
 
 
-def layout_of(request: pb.JoinRequest) -> Layout:
+def _layout_of(request: pb.JoinRequest) -> Layout:
     """Return the layout of the node's model. Raises Refusal for names that views cannot show."""
     for unit in request.layout:
         for name in (unit.name, *(tensor.name for tensor in unit.tensors)):

@@ -82,7 +82,7 @@ class RequestGuard:
         try:
             yield
         except Denied as denied:
-            raise messages.refusal(denied) from denied
+            raise messages.refusal_of(denied) from denied
         except NoSpace as error:
             self.engine.is_full(error)
             raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from error

@@ -180,7 +180,7 @@ class Standby:
             try:
                 self._mirror.hub.member(request.who.node, fingerprint(request.who.session))
             except Denied as denied:
-                raise messages.refusal(denied) from denied
+                raise messages.refusal_of(denied) from denied
 
     def _still_stands(self) -> bool:
         """Return whether this hub can be elected now.
