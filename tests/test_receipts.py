@@ -211,7 +211,7 @@ class _Owner:
     def refounded(self, part, generation):
         self.begun = part, generation
 
-    def told(self):
+    def reported(self):
         return []
 
     def inherits(self):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
-    from aedit.async_sgd.hub import outer_step, parent_hub, state, step_bounds
+    from aedit.async_sgd.hub import parent_hub
     from aedit.async_sgd.hub.decide_join import LONGEST_NAME, Joiner, check_first_anchor
     from aedit.async_sgd.hub.decide_push import is_next, skips
     from aedit.async_sgd.hub.hub import MOST_LEASES, Hub
@@ -65,17 +65,14 @@ __all__ = [
     "layout_rows",
     "listed_members",
     "load_state",
-    "outer_step",
     "parent_hub",
     "run_news",
     "save_numbers",
     "save_state",
     "save_unit",
     "skips",
-    "state",
     "status_of_nodes",
     "status_of_run",
-    "step_bounds",
 ]
 
 if not TYPE_CHECKING:  # so that type checkers know which names there are

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
-    from aedit.async_sgd.journal import snapshot
     from aedit.async_sgd.journal.encoding import Payload, decode_records
     from aedit.async_sgd.journal.frames import (
         FILE_BYTES,
@@ -64,7 +63,6 @@ __all__ = [
     "read_snapshot",
     "segment_numbers",
     "segment_path",
-    "snapshot",
     "snapshot_path",
 ]
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
-    from aedit.async_sgd.replication import journal_stream, leadership
     from aedit.async_sgd.replication.journal_stream import stream_journal
     from aedit.async_sgd.replication.leadership import Leadership
     from aedit.async_sgd.replication.mirror import Mirror
@@ -23,8 +22,6 @@ __all__ = [
     "Leadership",
     "Mirror",
     "Replica",
-    "journal_stream",
-    "leadership",
     "placed_replicas",
     "stream_journal",
 ]

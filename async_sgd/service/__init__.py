@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
-    from aedit.async_sgd.service import messages, metrics_page, request_guard
+    from aedit.async_sgd.service import messages
     from aedit.async_sgd.service.driver import CoreSwitch, Driver
     from aedit.async_sgd.service.hello_responder import HelloResponder, check_part
     from aedit.async_sgd.service.hub_worker import HubWorker
@@ -36,8 +36,6 @@ __all__ = [
     "fingerprint",
     "json_line",
     "messages",
-    "metrics_page",
-    "request_guard",
     "tensor_norms",
 ]
 

@@ -38,7 +38,7 @@ def joiner(request: pb.JoinRequest) -> Joiner:
     for name, value in request.facts.items():
         if len(name) > _LONGEST_TEXT or len(value) > _LONGEST_FACT or not (name + value).isprintable():
             most = f"at most {_LONGEST_TEXT} printable characters, a value {_LONGEST_FACT}"
-            raise _wrong(f"facts: a name has {most}")
+            raise invalid(f"facts: a name has {most}")
     return Joiner(
         name=request.name,
         layout=_layout_of(request),
@@ -55,7 +55,7 @@ def _layout_of(request: pb.JoinRequest) -> Layout:
     for unit in request.layout:
         for name in (unit.name, *(tensor.name for tensor in unit.tensors)):
             if not name or len(name) > _LONGEST_TEXT or not name.isprintable():
-                raise _wrong(f"layout: a unit or parameter has 1 to {_LONGEST_TEXT} printable characters")
+                raise invalid(f"layout: a unit or parameter has 1 to {_LONGEST_TEXT} printable characters")
     return Layout(
         tuple(
             UnitLayout(unit.name, tuple(TensorLayout(t.name, tuple(t.shape)) for t in unit.tensors))
@@ -68,10 +68,11 @@ def check_blocks(blocks: Sequence[object]) -> None:
     """Raise Refusal if a message lists more blocks of positions than a node can have."""
     if len(blocks) > MOST_LEASES:
         text = f"{len(blocks)} blocks in one message: a node has at most {MOST_LEASES} leases"
-        raise _wrong(text)
+        raise invalid(text)
 
 
-def _wrong(text: str) -> Refusal:
+def invalid(text: str) -> Refusal:
+    """Return the refusal of a message that cannot be valid."""
     return Refusal(grpc.StatusCode.INVALID_ARGUMENT, text)
 
 

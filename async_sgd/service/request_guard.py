@@ -14,7 +14,7 @@ from aedit.async_sgd.hub import CERTIFIED, Denied, Joiner, Member
 from aedit.async_sgd.journal import JournalBroken, Ledger, NoSpace, Position, Unconfirmed
 from aedit.async_sgd.replication import Leadership
 from aedit.async_sgd.rules import LimitConfig
-from aedit.async_sgd.service import messages, request_guard
+from aedit.async_sgd.service import messages
 from aedit.async_sgd.service.hello_responder import check_part
 from aedit.async_sgd.service.hub_worker import HubWorker
 from aedit.proto.rpc import HUB, Caller, Refusal, lineage
@@ -108,7 +108,7 @@ class RequestGuard:
         """Raise Refusal unless the call is about this run and under this hub's term."""
         if who.run and who.run != self.run:
             text = f"this hub leads the run {self.run!r}, not {who.run[:64]!r}"
-            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, text)
+            raise messages.invalid(text)
         check_part(who.part, self._part)
         self.check_term(who.term)
 
@@ -183,7 +183,7 @@ class RequestGuard:
             if not self.ledger.receipts.lacks(claim.receipt):
                 return
         with self.ledger.lock:
-            self.lacking = request_guard.describe_loss(self.ledger, claim, node)
+            self.lacking = describe_loss(self.ledger, claim, node)
         self.check_leads()
 
     def durable(self, position: Position) -> pb.Receipt:
@@ -272,7 +272,7 @@ def known_by(joiner: Joiner, request: pb.JoinRequest, caller: Caller, limits: Li
     if named:
         check_name(request.name, caller.name, "node")
     if len(request.rejoin) > MOST_PROOF_BYTES:
-        raise _wrong(f"rejoin has {len(request.rejoin)} bytes; at most {MOST_PROOF_BYTES} are kept")
+        raise messages.invalid(f"rejoin has {len(request.rejoin)} bytes; at most {MOST_PROOF_BYTES} are kept")
     _check_donor(request.donor, caller.host)
     return replace(
         joiner,
@@ -322,16 +322,12 @@ def _check_donor(donor: str, host: str) -> None:
     try:
         there = ipaddress.ip_address(place.strip("[]"))
     except ValueError:
-        raise _wrong("donor: expected HOST:PORT with an IP address") from None
+        raise messages.invalid("donor: expected HOST:PORT with an IP address") from None
     if not (port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
-        raise _wrong("donor: expected HOST:PORT with a port from 1 to 65535")
+        raise messages.invalid("donor: expected HOST:PORT with a port from 1 to 65535")
     if not (there.is_loopback and is_local(host)) and str(there) != _address(host):
-        raise _wrong(f"donor: {there} is not where this node calls from")
+        raise messages.invalid(f"donor: {there} is not where this node calls from")
 
 
 def _digest(data: bytes) -> int:
     return int.from_bytes(sha256(b"aedit session" + data).digest()[:_FINGERPRINT_BYTES], "little")
-
-
-def _wrong(text: str) -> Refusal:
-    return Refusal(grpc.StatusCode.INVALID_ARGUMENT, text)

@@ -15,17 +15,14 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-import grpc
-
 from aedit.async_sgd.hub import LONGEST_NAME, Denied, HubState
 from aedit.async_sgd.rules import Banned
-from aedit.async_sgd.service.messages import json_line
+from aedit.async_sgd.service import messages
 from aedit.async_sgd.service.request_guard import RequestGuard, check_name
 from aedit.proto.rpc import (
     LONGEST_REASON,
     MOST_EVIDENCE_BYTES,
     Rates,
-    Refusal,
     hub_pb2,
     is_signed_card,
 )
@@ -231,7 +228,7 @@ class ServerDirectory:
         """Register a server, or renew its lease. Raises Refusal with the reason."""
         check_name(card.name, certified, "server")
         if not is_signed_card(card):
-            raise _wrong("signature: the card is not signed with the key that it names")
+            raise messages.invalid("signature: the card is not signed with the key that it names")
         with self._guard.deciding() as now:
             self._check_run(card.run)
             self._expire(now)
@@ -300,7 +297,7 @@ class ServerDirectory:
 
     def _check_run(self, run: str) -> None:
         if run != self._guard.run:
-            raise _wrong(f"this hub leads the run {self._guard.run!r}, not {run[:64]!r}")
+            raise messages.invalid(f"this hub leads the run {self._guard.run!r}, not {run[:64]!r}")
 
     def _listed(self, card: pb.ServerCard) -> pb.ServerCard:
         """Return a card as others see it. The number of a process is secret: it could withdraw its server."""
@@ -369,9 +366,9 @@ def _state(entry: Entry, ban: Banned | None, now: float) -> str:
 
 def _check_complaint(reason: str, evidence: bytes) -> None:
     if not reason or len(reason) > LONGEST_REASON or not reason.isprintable():
-        raise _wrong(f"an accusation's reason has 1 to {LONGEST_REASON} printable characters")
+        raise messages.invalid(f"an accusation's reason has 1 to {LONGEST_REASON} printable characters")
     if len(evidence) > MOST_EVIDENCE_BYTES:
-        raise _wrong(f"evidence has {len(evidence)} bytes; at most {MOST_EVIDENCE_BYTES} are kept")
+        raise messages.invalid(f"evidence has {len(evidence)} bytes; at most {MOST_EVIDENCE_BYTES} are kept")
 
 
 def _evidence(data: bytes) -> dict[str, Any]:
@@ -379,16 +376,12 @@ def _evidence(data: bytes) -> dict[str, Any]:
     try:
         found = json.loads(data.decode()) if data else {}
     except (ValueError, RecursionError) as error:
-        raise _wrong(f"evidence is not JSON: {error}") from error
+        raise messages.invalid(f"evidence is not JSON: {error}") from error
     if not isinstance(found, Mapping):
-        raise _wrong("evidence is not a JSON object")
-    plain: dict[str, Any] = json.loads(json_line(found))  # without NaN
+        raise messages.invalid("evidence is not a JSON object")
+    plain: dict[str, Any] = json.loads(messages.json_line(found))  # without NaN
     return plain
 
 
 def _untrue(reason: str) -> Denied:
     return Denied("different", reason)
-
-
-def _wrong(text: str) -> Refusal:
-    return Refusal(grpc.StatusCode.INVALID_ARGUMENT, text)
