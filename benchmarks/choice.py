@@ -69,7 +69,9 @@ class Plan:
     """Tokens of all rows in a turn, at least, and a tenth of those before."""
 
 
-QUICK = Plan(policies=("0.3m", "1m"), rows=(1, 8, 64), repeats=15, turn_tokens=32, warm_tokens=384)
+QUICK = Plan(
+    policies=("0.3m", "1m"), rows=(1, 8), repeats=8, turn_tokens=24, warm_tokens=128, least_tokens=48
+)
 
 
 @dataclass(slots=True)
