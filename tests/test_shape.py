@@ -1,8 +1,10 @@
 """Tests that docstrings state something, and that nothing in the project depends on one machine."""
 
 import ast
+import io
 import re
 import subprocess
+import tokenize
 from pathlib import Path
 
 from kit.tests_of import importers
@@ -44,6 +46,60 @@ def test_docstrings_of_the_library_state_something():
         if isinstance(node, kinds) and RIDDLE.match(ast.get_docstring(node) or "")
     ]
     assert found == []
+
+
+VAGUE = re.compile(
+    r"\b(?:nobody|somebody|everybody|whoever|told|heard|for so long)\b|\b(?:for|as) people\b", re.IGNORECASE
+)
+UNCLEAR_NAMES = {"Crowded", "Expected", "Heirs", "Here", "Life", "Moment", "Quiet", "Short", "Silence"} | {
+    "Standing",
+    "Stranger",
+    "Stretch",
+    "Tally",
+    "Told",
+}
+
+
+def prose(text):
+    """Return the comments of a source and the strings that stand alone: its docstrings, by line."""
+    found = []
+    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    skipped = (tokenize.NL, tokenize.COMMENT, tokenize.INDENT, tokenize.DEDENT)
+    before = tokenize.NEWLINE
+    for token in tokens:
+        if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and before == tokenize.NEWLINE):
+            found.append((token.start[0], token.string))
+        if token.type not in skipped:
+            before = token.type
+    return found
+
+
+def test_comments_and_docstrings_use_the_terms_of_the_field():
+    """Members, peers, nodes, callers: one word per concept, and it is the actor's."""
+    parts = [file for file in sources() if file.relative_to(ROOT).parts[0] in PARTS]
+    found = [
+        f"{file.relative_to(ROOT)}:{line}: {VAGUE.search(text).group()}"
+        for file in parts
+        for line, text in prose(file.read_text())
+        if VAGUE.search(re.sub(r"`[^`]*`|^ *\w+: ", "", text, flags=re.MULTILINE))
+    ]
+    assert found == []
+
+
+def test_classes_have_names_that_say_what_they_are():
+    parts = [file for file in sources() if file.relative_to(ROOT).parts[0] in PARTS]
+    classes = [
+        (file, node.name)
+        for file in parts
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert [f"{file}: {name}" for file, name in classes if name.strip("_") in UNCLEAR_NAMES] == []
+
+
+def test_vague_words_are_found_in_prose_alone():
+    text = '"""Tell nobody."""\ntold = "heard"  # whoever asks\n'
+    assert [line for line, part in prose(text) if VAGUE.search(part)] == [1, 2]
 
 
 def test_nothing_names_a_place_that_only_one_machine_has():

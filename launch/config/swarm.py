@@ -60,7 +60,7 @@ class SwarmConfig:
     """Longest time of a round with hivemind, after which the peer goes on alone."""
 
     allow: tuple[str, ...] = ()
-    """Public keys, in hexadecimal digits, of the peers that may take part; empty: everybody with the run's
+    """Public keys, in hexadecimal digits, of the peers that may take part; empty: all with the run's
     keys."""
 
     @property

@@ -30,7 +30,7 @@ class Addresses:
     host: str = "127.0.0.1"
     port: int = 8000
     keys: tuple[str, ...] = ()
-    """Accepted by the public address; empty: everybody is served."""
+    """Accepted by the public address; empty: all are served."""
     control: tuple[str, int] | None = None
     control_keys: tuple[str, ...] = ()
     weights_root: Path | None = None

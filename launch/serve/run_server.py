@@ -49,13 +49,13 @@ class HttpPlace:
     host: str
     port: int
     key_file: Path | None
-    """Keys of clients; None: everybody is served."""
+    """Keys of clients; None: all are served."""
 
     @classmethod
     def of(cls, place: str, key_file: Path | None, *, insecure: bool) -> Self:
         """Return the place HOST:PORT.
 
-        Raises UserError for a wrong address, and for one that everybody could use without a key.
+        Raises UserError for a wrong address, and for one that any host could use without a key.
         """
         host, _, port = place.rpartition(":")
         if not (host and port.isdecimal() and int(port) < 2**16):

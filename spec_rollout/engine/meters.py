@@ -37,7 +37,7 @@ class Step:
 
 
 @dataclass(slots=True)
-class _Stretch:
+class _StepCosts:
     """Consecutive steps at about as many rows."""
 
     cost_s: float = 0.0
@@ -49,9 +49,9 @@ class _Stretch:
 class _Rows:
     """Stretches at about as many rows: plain, drafted, plain."""
 
-    before: _Stretch = field(default_factory=_Stretch)
-    drafted: _Stretch = field(default_factory=_Stretch)
-    after: _Stretch = field(default_factory=_Stretch)
+    before: _StepCosts = field(default_factory=_StepCosts)
+    drafted: _StepCosts = field(default_factory=_StepCosts)
+    after: _StepCosts = field(default_factory=_StepCosts)
     compared_s: float = 0.0
     """Cost of all plain steps, with choosing and collecting."""
     plain_s: float = 0.0
@@ -100,7 +100,7 @@ class SpeedUp:
         if at.after.steps:
             if (pair := at.pair()) is not None:
                 self._pairs = _with_pair(self._pairs, pair)
-            at.before, at.drafted, at.after = at.after, _Stretch(), _Stretch()
+            at.before, at.drafted, at.after = at.after, _StepCosts(), _StepCosts()
         at.drafted.cost_s += cost_s
         at.drafted.steps += tokens / rows
 

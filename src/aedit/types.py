@@ -426,7 +426,7 @@ class RunFailed(Exception):
 
 
 def printable(text: str, most: int | None = None) -> str:
-    """Return text of somebody else for a terminal: `?` for control characters, at most `most` characters."""
+    """Return foreign text for a terminal: `?` for control characters, at most `most` characters."""
     return "".join(one if one.isprintable() else "?" for one in text[:most])
 
 
