@@ -14,7 +14,7 @@ from aedit.types import News, TensorLayout, UnitLayout, Verdict
 
 @pytest.fixture
 def box():
-    return mailbox.create([5, 5000], ranks=2, feedback=True)
+    return mailbox.create_mailbox([5, 5000], ranks=2, feedback=True)
 
 
 def test_another_end_of_the_mailbox_sees_the_same_memory(box):
@@ -105,7 +105,7 @@ def test_a_mailbox_in_a_file_is_removed_once(tmp_path, monkeypatch):
     monkeypatch.setattr(
         mailbox.tempfile, "mkstemp", lambda prefix: (os.open(path, os.O_RDWR | os.O_CREAT), str(path))
     )
-    box = mailbox.create([5], 1, False)
+    box = mailbox.create_mailbox([5], 1, False)
     other = mailbox.attach_mailbox(str(path))
     mailbox.remove(box)
     mailbox.remove(box)

@@ -11,7 +11,7 @@ from kit.hub_processes import Client, HubProcess, HubRefused, ending, until, wri
 from kit.servers import Announcer
 
 from aedit.async_sgd.rules import UnitRule
-from aedit.launch.hub.policy_versions import RECORD, PolicyVersions
+from aedit.launch.hub.policy_versions import RECORD, PolicyPublisher
 from aedit.proto.rpc import Refusal
 from aedit.proto.rpc import versions_pb2 as pb
 from aedit.proto.versions import Manifest, Receiving, VersionLayout, VersionsClient, VersionStore
@@ -108,7 +108,7 @@ def refusal(call):
 
 
 class Author:
-    """`PolicyVersions` over a hub on its own clock, without its thread."""
+    """`PolicyPublisher` over a hub on its own clock, without its thread."""
 
     def __init__(self, world, record, ring=4):
         self.world, self.servers, self.synced = world, 1, []
@@ -116,7 +116,7 @@ class Author:
             lock=Lock(), hub=world.hub, clock=lambda: world.now, durable=self.synced.append
         )
         ledger.journal = SimpleNamespace(position=(1, 2))
-        self.versions = PolicyVersions(
+        self.versions = PolicyPublisher(
             ledger, lambda now: self.servers, dtype="bf16", ring=ring, record=record
         )
 

@@ -140,7 +140,7 @@ def test_a_report_to_the_hub_counts_steps_by_drafter_and_leaves_out_what_is_unkn
 
 def test_a_report_passes_the_mailbox_of_the_agent():
     told = Progress(steps=3, tokens=9, rl=report_after(10))
-    box = mailbox.create([5], ranks=1, feedback=False)
+    box = mailbox.create_mailbox([5], ranks=1, feedback=False)
     other = mailbox.attach_mailbox(box.path)
     box.tell(told)
     assert other.progress().rl == told.rl

@@ -5,6 +5,7 @@ import io
 import re
 import subprocess
 import tokenize
+from collections import defaultdict
 from pathlib import Path
 
 from kit.tests_of import importers
@@ -95,6 +96,18 @@ def test_classes_have_names_that_say_what_they_are():
         if isinstance(node, ast.ClassDef)
     ]
     assert [f"{file}: {name}" for file, name in classes if name.strip("_") in UNCLEAR_NAMES] == []
+
+
+def test_a_public_name_stands_in_one_file():
+    """One word per concept. `main` is the entry of a program."""
+    places = defaultdict(set)
+    for file in sources():
+        if file.relative_to(ROOT).parts[0] in PARTS:
+            for node in ast.parse(file.read_text()).body:
+                if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                    places[node.name].add(str(file.relative_to(ROOT)))
+    public = {name: files for name, files in places.items() if not name.startswith("_") and name != "main"}
+    assert {name: files for name, files in public.items() if len(files) > 1} == {}
 
 
 def test_vague_words_are_found_in_prose_alone():

@@ -19,7 +19,7 @@ from aedit.launch.cli.keys import make_keys, revoke
 from aedit.launch.config import Placement, RunConfig, check_hub_start, parse_config
 from aedit.launch.swarm import Peer as PeerProcess
 from aedit.launch.swarm import PeerOptions
-from aedit.launch.swarm.peer_service import rows
+from aedit.launch.swarm.peer_service import peer_rows
 from aedit.proto.rpc import (
     HubClient,
     Proposal,
@@ -310,7 +310,7 @@ def test_a_client_starts_with_the_keys_of_a_node_and_without_any(tmp_path, keys)
 
 def live_rows(peer):
     """Return the rows of views about the peers that count for `peer`."""
-    return rows(peer._known.live(time.monotonic()), peer._key.public, peer._known.faults)
+    return peer_rows(peer._known.live(time.monotonic()), peer._key.public, peer._known.faults)
 
 
 def test_the_processes_of_two_peers_count_with_the_certificates_of_their_folders(tmp_path, keys):

@@ -27,7 +27,7 @@ from aedit.launch.hub import folder
 from aedit.launch.hub.endpoint import HubEndpoint, HubOptions, OtherHubs, VoteRequests
 from aedit.launch.hub.folder import make_hub
 from aedit.launch.hub.leading import LeadingHub, Reports
-from aedit.launch.hub.policy_versions import RECORD, PolicyService, PolicyVersions, policy_service
+from aedit.launch.hub.policy_versions import RECORD, PolicyPublisher, PolicyService, policy_service
 from aedit.launch.hub.standby import Standby
 from aedit.proto.rpc import (
     PROTOCOL,
@@ -316,8 +316,8 @@ class _Process:
         self._serve(leading.driver)
         return leading
 
-    def _author(self, leading: LeadingHub) -> PolicyVersions:
-        versions = PolicyVersions(
+    def _author(self, leading: LeadingHub) -> PolicyPublisher:
+        versions = PolicyPublisher(
             leading.ledger,
             leading.directory.num_live,
             dtype=self._config.rl.version_dtype,

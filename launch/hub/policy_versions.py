@@ -33,7 +33,7 @@ _WAITERS = 68
 _TRANSFERS = 8
 
 
-class PolicyVersions:
+class PolicyPublisher:
     """Author of the line `run`, from `start` to `stop`.
 
     Nothing is kept in memory while no server is there.
@@ -138,7 +138,7 @@ class PolicyService:
     def __init__(self, num_parts: int) -> None:
         """Create the answers of a hub process. num_parts: hub processes that split the units."""
         self._num_parts = num_parts
-        self.versions: PolicyVersions | None = None
+        self.versions: PolicyPublisher | None = None
 
     def newest(self, request: pb.NewestRequest) -> pb.Manifest:
         """Return the newest manifest of the line."""

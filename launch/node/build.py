@@ -32,7 +32,7 @@ from aedit.launch.data import (
 from aedit.launch.node.budget import WorldBudget
 from aedit.launch.node.build_averaging import averaging_peer
 from aedit.launch.node.build_hub import hub_member
-from aedit.launch.node.checkpoint import NodeCheckpoints, resume
+from aedit.launch.node.checkpoint import NodeCheckpoints, resume_training
 from aedit.launch.node.model import make_model, num_parameters
 from aedit.launch.node.objective import NodeParts, Objective, TextObjective, make_inners
 from aedit.launch.node.rl_build import make_policy_objective
@@ -164,7 +164,7 @@ def world_member(start: NodeStart) -> Iterator[NodeParts]:
             raise UserError(f"{error}, and use the same files and the same Python version") from None
         checkpoints = start.checkpoints(start.directory(world.node), sync)
         order = SampleOrder(len(data.train), config.seed, world.node, world.nodes)
-        resumed = resume(sync, exchange, checkpoints, order, start.facts)
+        resumed = resume_training(sync, exchange, checkpoints, order, start.facts)
         recorder = start.recorder(world.node, resumed.elapsed_s if resumed else 0.0)
         yield NodeParts(
             config=config,

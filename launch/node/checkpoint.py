@@ -206,7 +206,7 @@ def training_state(sync: LayerSync) -> dict[str, Any]:
     return {"model": model, "inner": inner, "sync": snapshot.tensors(sync), "rng": torch.get_rng_state()}
 
 
-def resume(
+def resume_training(
     sync: LayerSync,
     exchange: MeanExchange,
     checkpoints: NodeCheckpoints,

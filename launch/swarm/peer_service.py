@@ -150,7 +150,7 @@ class Overview:
         return len(self._vanished_s) * _MANY >= len(self._live) + len(self._vanished_s)
 
 
-def rows(
+def peer_rows(
     live: Mapping[bytes, PeerCard], me: bytes, shut_out: Mapping[bytes, Contradiction]
 ) -> list[dict[str, object]]:
     """Return a row for each live peer, by name, and one for each that is shut out, as JSON values.

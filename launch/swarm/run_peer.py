@@ -13,7 +13,7 @@ from aedit.launch.config import RunConfig, load, to_toml
 from aedit.launch.records import claimed
 from aedit.launch.swarm.hosted_part import HostedPart, PartView, PeerOptions, Role, part_view, set_aside
 from aedit.launch.swarm.initial_peers import INTRODUCTION, make_discovery
-from aedit.launch.swarm.peer_service import OtherModels, Overview, PeerService, rows
+from aedit.launch.swarm.peer_service import OtherModels, Overview, PeerService, peer_rows
 from aedit.launch.swarm.recreate_parts import Forcing, Foundings, check_forcing
 from aedit.proto.rpc import (
     Endorsement,
@@ -136,7 +136,7 @@ class Peer:
             self._replicas,
             self._trust,
             # Live peers for views, and those that are shut out.
-            lambda: rows(self._known.live(time.monotonic()), self._key.public, self._known.faults),
+            lambda: peer_rows(self._known.live(time.monotonic()), self._key.public, self._known.faults),
             self._foundings.states,
         )
         self._discovery = make_discovery(swarm, options.peers, directory=directory, run=config.name)

@@ -182,7 +182,7 @@ def start_agent(plan: AgentPlan, *, ranks: int, mode: Literal["process", "thread
     the trainer's steps are a little shorter (`python -m benchmarks.agent`). As threads it needs no 60 MB of
     its own and starts at once, which suits tests and small machines.
     """
-    box = mailbox.create(plan.numels, ranks, plan.has_feedback)
+    box = mailbox.create_mailbox(plan.numels, ranks, plan.has_feedback)
     return (_start_process if mode == "process" else _start_thread)(plan, box)
 
 

@@ -305,7 +305,7 @@ class _Published:
                 return tuple(numbers.tolist())
 
 
-def create(numels: Sequence[int], ranks: int, feedback: bool) -> Mailbox:
+def create_mailbox(numels: Sequence[int], ranks: int, feedback: bool) -> Mailbox:
     """Return a new mailbox, all zeros. feedback: whether there are residuals."""
     num_bytes = _size(_places(numels, ranks, feedback))
     if sys.platform == "linux":

@@ -91,7 +91,7 @@ class CardsOnly:
         return [(self._key_of(run), card.public_key) for run in (card.run, ANY_RUN)]
 
 
-async def create(settings: dict[str, Any]) -> Any:
+async def start_node(settings: dict[str, Any]) -> Any:
     """Return a started node. Raises whatever hivemind raises."""
     from hivemind.dht.node import DHTNode
     from hivemind.dht.routing import DHTID
@@ -246,7 +246,7 @@ async def _lines() -> AsyncIterator[dict[str, Any]]:
 async def _serve(say: Say) -> None:
     messages = _lines()
     settings = await anext(messages)
-    node = await asyncio.wait_for(create(settings), START_S)
+    node = await asyncio.wait_for(start_node(settings), START_S)
     rounds = Rounds(node, settings, say)
 
     async def listen() -> None:

@@ -20,7 +20,7 @@ from aedit.spec_rollout.http.errors import ApiError, bad_request
 from aedit.spec_rollout.http.fields import Body, ModelName, Text, Tokens, parse_body
 from aedit.spec_rollout.http.generation import ClientGone
 from aedit.spec_rollout.http.service import HttpMetrics, HttpService, encode, in_thread, json_body
-from aedit.spec_rollout.http.token_generate import generate
+from aedit.spec_rollout.http.token_generate import generate_tokens
 
 OPEN_PATHS = ("/health", "/health/", "/ping")
 """Routes that need no key: signs of life for load balancers."""
@@ -56,14 +56,14 @@ def _routes() -> list[Route]:
         Route("/v1/models/{name:path}", model),
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-        Route("/inference/v1/generate", generate, methods=["POST"]),
+        Route("/inference/v1/generate", generate_tokens, methods=["POST"]),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
         Route("/tokenizer_info", tokenizer_info),
         Route("/health", health),
         Route("/health/", health),
         Route("/ping", health, methods=["GET", "POST"]),
-        Route("/metrics", metrics),
+        Route("/metrics", show_metrics),
         Route("/version", show_version),
     ]
 
@@ -103,7 +103,7 @@ async def health(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-async def metrics(request: Request) -> Response:
+async def show_metrics(request: Request) -> Response:
     """Show figures for Prometheus."""
     service: HttpService = request.app.state.service
     return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4")

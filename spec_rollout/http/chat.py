@@ -12,7 +12,7 @@ from starlette.responses import Response
 from aedit.spec_rollout.http.answers import AnswerPart, GrowingAnswer, chat_logprobs
 from aedit.spec_rollout.http.errors import bad_request
 from aedit.spec_rollout.http.fields import BIGGEST, Body, TextBody, between, broken, check_text, only
-from aedit.spec_rollout.http.generation import Call, Generation, RouteAnswer, answered, event, noise_keys
+from aedit.spec_rollout.http.generation import Call, Generation, RouteAnswer, event, noise_keys, respond
 from aedit.spec_rollout.http.service import HttpService, in_thread
 
 MAX_MESSAGES = 4096
@@ -136,7 +136,7 @@ class ChatBody(ChatPrompt, TextBody):
 
 async def chat_completions(request: Request) -> Response:
     """Answer a request."""
-    return await answered(request, ChatBody, _call_of, _Chat)
+    return await respond(request, ChatBody, _call_of, _Chat)
 
 
 async def _call_of(asked: ChatBody, service: HttpService, request: Request) -> Call:

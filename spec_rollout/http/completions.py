@@ -22,7 +22,7 @@ from aedit.spec_rollout.http.fields import (
     only,
     short,
 )
-from aedit.spec_rollout.http.generation import Call, Generation, RouteAnswer, answered, event, noise_keys
+from aedit.spec_rollout.http.generation import Call, Generation, RouteAnswer, event, noise_keys, respond
 from aedit.spec_rollout.http.service import HttpService, encode
 
 DEFAULT_TOKENS = 16
@@ -69,7 +69,7 @@ class CompletionBody(TextBody):
 
 async def completions(request: Request) -> Response:
     """Answer a request."""
-    return await answered(request, CompletionBody, _call_of, _Completion)
+    return await respond(request, CompletionBody, _call_of, _Completion)
 
 
 async def _call_of(asked: CompletionBody, service: HttpService, request: Request) -> Call:

@@ -1,6 +1,6 @@
 """The course of a request for text: its samples from submission to the end or to the client's departure.
 
-`answered` reads a request, generates, and answers whole or with server-sent events. `noise_keys` names the
+`respond` reads a request, generates, and answers whole or with server-sent events. `noise_keys` names the
 noise of the samples, so that a repeated request gets the same tokens.
 """
 
@@ -347,7 +347,7 @@ class RouteAnswer(Generic[A]):
         }
 
 
-async def answered(
+async def respond(
     request: Request,
     kind: type[A],
     call_of: Callable[[A, HttpService, Request], Awaitable[Call]],

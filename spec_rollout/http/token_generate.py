@@ -19,7 +19,7 @@ from aedit.spec_rollout.http.fields import (
     between,
     broken,
 )
-from aedit.spec_rollout.http.generation import Call, Generation, RouteAnswer, answered, event, noise_keys
+from aedit.spec_rollout.http.generation import Call, Generation, RouteAnswer, event, noise_keys, respond
 from aedit.spec_rollout.http.service import HttpService
 from aedit.spec_rollout.sampling import Rollout
 
@@ -54,9 +54,9 @@ class TokenBody(RouteBody):
         return self
 
 
-async def generate(request: Request) -> Response:
+async def generate_tokens(request: Request) -> Response:
     """Answer a request."""
-    return await answered(request, TokenBody, _call_of, _TokenAnswer)
+    return await respond(request, TokenBody, _call_of, _TokenAnswer)
 
 
 async def _call_of(asked: TokenBody, service: HttpService, request: Request) -> Call:

@@ -195,7 +195,7 @@ def box_of(model, rank, size):
     """Return the memory that the ranks of a node share, for `SharedLink`."""
     path = [None]
     if rank == 0:
-        box = mailbox.create([unit.numel for unit in find_units(model)], size, False)
+        box = mailbox.create_mailbox([unit.numel for unit in find_units(model)], size, False)
         path = [box.path]
     dist.broadcast_object_list(path)
     box = box if rank == 0 else mailbox.attach_mailbox(path[0])

@@ -22,7 +22,7 @@ from typing import Any, Literal, Self
 from aedit.child import end_group, start_module
 from aedit.spec_rollout.rl.groups import Group
 from aedit.spec_rollout.rl.rewards.reward import RewardFailed, RewardFault, RewardReport, RewardSpec
-from aedit.spec_rollout.rl.rewards.worker import json_line
+from aedit.spec_rollout.rl.rewards.worker import encode_line
 from aedit.types import NonNegativeInt, PositiveFloat, PositiveInt, check, checked
 
 START_LIMIT_S = 120.0
@@ -503,7 +503,7 @@ class JsonLines:
 
     def put(self, message: Any) -> None:
         """Send `message` as far as the other side reads it now, and the rest in later calls of `flush`."""
-        self._outgoing += json_line(message)
+        self._outgoing += encode_line(message)
         self.flush()
 
     def flush(self) -> None:

@@ -55,7 +55,7 @@ def _found(requests: IO[bytes], end: socket.socket) -> list[Callable[..., Any]]:
         problem = str(error)
     except BaseException as error:  # the module of a user may raise anything
         problem = f"reward.functions cannot be imported: {_described(error)}"
-    end.sendall(json_line({"problem": problem, "awaits": [is_async(reward) for reward in rewards]}))
+    end.sendall(encode_line({"problem": problem, "awaits": [is_async(reward) for reward in rewards]}))
     return rewards
 
 
@@ -79,7 +79,7 @@ class _Worker:
             os._exit(0)  # a function has forked, and this is the copy
         with self._sending:
             try:
-                self._end.sendall(json_line(answer | {"call": request["call"]}))
+                self._end.sendall(encode_line(answer | {"call": request["call"]}))
             except OSError:  # the pool has ended, or a function has closed the connection
                 os._exit(1)
 
@@ -105,7 +105,7 @@ class _Worker:
             return {"error": _described(error), "line": line, "sample": sample}
 
 
-def json_line(message: Any) -> bytes:
+def encode_line(message: Any) -> bytes:
     """Return `message` as a line of JSON."""
     return json.dumps(message).encode() + b"\n"
 
