@@ -12,8 +12,7 @@ from test_journal import Book, same
 from test_kept_journal import Follower
 
 from aedit.async_sgd.hub import save_state
-from aedit.async_sgd.journal import Damaged, segment_numbers, segment_path, snapshot_path
-from aedit.async_sgd.journal.frames import frames
+from aedit.async_sgd.journal import Damaged, frames, segment_numbers, segment_path, snapshot_path
 from aedit.async_sgd.replication import journal_stream
 from aedit.async_sgd.replication.mirror import PartialSnapshot
 from aedit.async_sgd.rules import Led
