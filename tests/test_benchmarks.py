@@ -134,11 +134,11 @@ def test_the_overhead_benchmark_runs_plain_and_sharded(run):
     assert [row[0] for row in rows] == ["plain module"] * 6 + ["FSDP2, one rank"] * 6
 
 
-def test_the_quality_benchmark_compares_all_methods(run, monkeypatch):
+def test_the_quality_benchmark_compares_all_methods(monkeypatch):
     """All runs in this process, which has torch already, and with one round each."""
     monkeypatch.setattr(quality, "in_parallel", lambda call, jobs: [call(*job) for job in jobs])
     monkeypatch.setattr(quality, "QUICK", replace(quality.QUICK, steps=4, held_out=4))
-    rows = printed_rows(run("quality", "--quick"))
+    rows = quality.measure(True).rows
     assert [row[0] for row in rows] == list(METHODS)
     assert rows[0][2] == "+0.00 +- 0.00 %"
 

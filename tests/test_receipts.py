@@ -220,7 +220,7 @@ class _Owner:
     def leased_upto(self):
         return 0
 
-    def heard(self, part, news):
+    def take_news(self, part, news):
         pass
 
     def report(self, part):

@@ -1,7 +1,5 @@
 """Jobs of tests/test_rl_ranks.py and tests/test_rl_step.py: a node whose ranks are processes."""
 
-from pathlib import Path
-
 import torch
 from kit.plain_grpo import Recording
 from kit.rl_drafter import ScriptedTrainer
@@ -9,6 +7,7 @@ from kit.rl_nodes import config_of, handlers_put_back
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from aedit.launch.config import NodeOptions
 from aedit.launch.node.build import build
 from aedit.launch.node.rl_groups import GroupStream
 from aedit.launch.node.rl_objective import train_policy
@@ -32,7 +31,7 @@ def train(rank, size, directory, keys, scripts=()):
 
     GroupStream.trained = follow
     try:
-        with handlers_put_back(), build(config, world, Path(config.dir) / config.name, 1) as node:
+        with handlers_put_back(), build(config, world, NodeOptions(), lambda *_: None) as node:
             drafters = follow_drafter(node, scripts[rank]) if scripts else None
             train_policy(node, node.objective)
             full = {name: _whole(p) for name, p in node.sync.model.named_parameters()}
@@ -71,7 +70,7 @@ def recorded(rank, size, directory, keys):
     mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("sync", "shard"))
     world = World(0, 1, rank, size, torch.device("cpu"), mesh)
     config, recording = config_of(directory, **keys), Recording()
-    with handlers_put_back(), build(config, world, Path(config.dir) / config.name, 1) as node:
+    with handlers_put_back(), build(config, world, NodeOptions(), lambda *_: None) as node:
         recording.watch(node)
         train_policy(node, node.objective)
     return recording
