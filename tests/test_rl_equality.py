@@ -85,8 +85,9 @@ def test_a_run_whose_drafter_is_trained_and_used_is_that_without_it_bit_for_bit(
     )
     (online,) = found
     assert online.status()["adopted"] == 2
-    by_version = [[each for each in counts if each[0] == version] for version in range(3)]
-    assert min(map(len, by_version)) >= 5, "each drafter is used"
+    by_version = [[each for each in counts if each[0] == version] for version in (-1, 1, 2)]
+    assert min(map(len, by_version)) >= 5, "steps with each drafter"
+    assert all(rows == tokens for _, rows, tokens in by_version[0]), "an untrained drafter is not used"
     for part in by_version[1:]:
         length = sum(tokens for _, _, tokens in part) / sum(rows for _, rows, _ in part)
         assert 1.1 < length < 4, "some drafted tokens are accepted, some refused"
