@@ -19,12 +19,12 @@ from aedit.async_sgd.journal import (
     Payload,
     Store,
     batches,
+    frames,
     segment_numbers,
     segment_path,
     snapshot_path,
 )
 from aedit.async_sgd.journal.encoding import decode_records, encode_records
-from aedit.async_sgd.journal.frames import frames
 from aedit.async_sgd.journal.snapshot import read_snapshot
 from aedit.async_sgd.rules import HubConfig, MergePart, OuterConfig, Push, records
 from aedit.edit import EditConfig

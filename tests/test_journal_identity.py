@@ -11,8 +11,8 @@ from kit.leading_hub import leading_hub
 from kit.waiting import until
 from test_journal import Book, reopened, same
 
-from aedit.async_sgd.journal import File, JournalBroken, segment_numbers, segment_path, snapshot_path
-from aedit.async_sgd.journal.frames import frames, read_head
+from aedit.async_sgd.journal import File, JournalBroken, frames, segment_numbers, segment_path, snapshot_path
+from aedit.async_sgd.journal.frames import read_head
 from aedit.async_sgd.journal.journal import NOTE
 from aedit.launch.hub import folder, leading
 from aedit.types import UserError

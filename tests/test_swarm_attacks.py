@@ -202,11 +202,11 @@ def test_a_follower_leaves_an_owner_whose_key_is_shut_out_and_gives_it_no_more_t
         assert standby._leader == at, (
             "a liar that names the address of an honest owner does not take it along"
         )
-        assert votes._leader_heard_s > 0
+        assert votes._leader_at_s > 0
 
         seen.write([PartPlaces(), PartPlaces()], [LIAR, HONEST])
         until(lambda: not standby._leader, "the end of the journal")
-        assert votes._leader_heard_s == float("-inf"), "it may vote for another one at once"
+        assert votes._leader_at_s == float("-inf"), "it may vote for another one at once"
         events = (follower._endpoint.directory / "events.jsonl").read_text().splitlines()
         assert [one["owner"] for one in map(json.loads, events) if one["event"] == "owner_shut_out"] == [at]
 
