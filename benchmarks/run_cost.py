@@ -36,7 +36,7 @@ ROLES = {
     "torch.distributed.run": "torchrun",
     "agent_main": "agent",
     "aedit.launch.node": "node",
-    "aedit.launch.cli": "hub",
+    "aedit.launch.hub": "hub",
 }
 """Part of a command line, the first that fits: torchrun's holds that of the node."""
 
