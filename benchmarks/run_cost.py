@@ -15,6 +15,7 @@ import threading
 import time
 import tomllib
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -122,12 +123,13 @@ def _spent(process: "subprocess.Popen[str]") -> Spent:
 
     def watch() -> None:
         while not over.wait(POLL_S):
-            try:
-                for one in (top, *top.children(recursive=True)):
+            below = []
+            with suppress(psutil.Error):
+                below = top.children(recursive=True)
+            for one in (top, *below):
+                with suppress(psutil.Error):  # one that has ended hides none of the others
                     times = one.cpu_times()
                     seen[one] = (_role(one, top), times.user + times.system)
-            except psutil.Error:
-                pass
 
     watcher = threading.Thread(target=watch, name="cpu times")
     watcher.start()
