@@ -9,24 +9,585 @@ must not.
 
 import argparse
 import copy
+import hashlib
+import importlib
+import importlib.util
+import math
+import random
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from aedit.spec_rollout.audit import Calibration, OwnNoise, PolicyVersions
-from aedit.spec_rollout.sampling import Sampling
-from benchmarks.audit_parts import claims, rivals
-from benchmarks.audit_parts.claims import END, VERSION, Lie, Way
-from benchmarks.audit_parts.trials import LIMITS, Judged, alarms, calibration, detection, judge, tally
-from benchmarks.kit.small_llama import llama
-from benchmarks.kit.statistics import percent
+from aedit.spec_rollout.audit import (
+    Calibration,
+    HeldRollout,
+    OwnNoise,
+    PolicyVersions,
+    RewardRecord,
+    Scored,
+    ServerRecord,
+    calibrate,
+    form_error,
+    score,
+)
+from aedit.spec_rollout.choose import Fixed
+from aedit.spec_rollout.drafters import OFF, SuffixDrafter, parse_arm
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.model import Path as AttentionPath
+from aedit.spec_rollout.model import make_target
+from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling, decode_sampling, encode_sampling, gumbel
+from benchmarks.kit.small_llama import corpus, llama
+from benchmarks.kit.statistics import percent, quantile
 from benchmarks.kit.tables import Bar, Report, main
 from benchmarks.policies import Policy, load
+
+# -- answers of honest and of lying servers
+
+
+PROMPT_BYTES = 32
+VERSION = 1
+END = 256
+OTHER_KEYS = 1 << 20
+"""Samples of a server that draws with keys of its own begin here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Shapes and code paths of an engine."""
+
+    name: str
+    rows: int
+    arm: str = "off"
+    path: AttentionPath = "auto"
+    threads: int = 1
+
+
+def prompts(count: int, sampling: Sampling, first: int = 0) -> list[Prompt]:
+    """Return `count` prompts of Python text, keyed by their number."""
+    texts = corpus(256).train
+    return [
+        Prompt(
+            tokens=tuple(int(x) for x in texts[(first + i) % len(texts)][:PROMPT_BYTES]),
+            rollout=first + i,
+            sample=0,
+            sampling=sampling,
+        )
+        for i in range(count)
+    ]
+
+
+def generate(model: nn.Module, asked: Sequence[Prompt], way: Way) -> Iterator[Rollout]:
+    """Yield the answers of an engine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(way.threads)
+    try:
+        most = max(len(each.tokens) + each.sampling.max_new_tokens for each in asked)
+        target = make_target(model, rows=way.rows, max_tokens=most, nodes=16, path=way.path)
+        arm = parse_arm(way.arm)
+        drafters = {} if arm.is_off else {arm.drafter: SuffixDrafter(device="cpu")}
+        engine = Engine(target, drafters=drafters, chooser=Fixed(OFF if arm.is_off else arm))
+        engine.update_weights(None, VERSION)
+        yield from engine.generate(asked)
+    finally:
+        torch.set_num_threads(before)
+
+
+def claimed(rollout: Rollout, prompt: Prompt | None = None) -> HeldRollout:
+    """Return an answer as a server claims it, for its own prompt or another one."""
+    asked = prompt or rollout.prompt
+    return HeldRollout(
+        server="server",
+        public_key=b"",
+        key=asked.key,
+        prompt=asked.tokens,
+        sampling=encode_sampling(asked.sampling),
+        tokens=tuple(rollout.tokens),
+        logprobs=tuple(rollout.logprobs),
+        versions=tuple(rollout.versions),
+        start=0,
+        finish_reason=rollout.finish_reason,
+    )
+
+
+WAY = Way("32 rows", 32)
+Lie = Callable[[nn.Module, Sequence[Prompt]], list[HeldRollout]]
+"""Returns the claims of a server that should generate these prompts with this policy."""
+
+
+def honest(model: nn.Module, asked: Sequence[Prompt]) -> list[HeldRollout]:
+    """Return true claims."""
+    return [claimed(each) for each in generate(model, asked, WAY)]
+
+
+def by(change: Callable[[nn.Module], nn.Module]) -> Lie:
+    """Return the lie of a server that generates with another model."""
+    return lambda model, asked: honest(change(model), asked)
+
+
+def with_sampling(**settings: float) -> Lie:
+    """Return the lie of a server that draws with other settings."""
+
+    def lie(model: nn.Module, asked: Sequence[Prompt]) -> list[HeldRollout]:
+        known = {each.key: each for each in asked}
+        others = [replace(each, sampling=replace(each.sampling, **settings)) for each in asked]  # type: ignore[arg-type]
+        return [claimed(each, known[each.prompt.key]) for each in generate(model, others, WAY)]
+
+    return lie
+
+
+def other_seed(model: nn.Module, asked: Sequence[Prompt]) -> list[HeldRollout]:
+    """Return claims that were drawn with other keys."""
+    return picked(1)(model, asked)
+
+
+def picked(count: int) -> Lie:
+    """Return the lie of a server that draws `count` answers and claims the most likely one."""
+
+    def lie(model: nn.Module, asked: Sequence[Prompt]) -> list[HeldRollout]:
+        tried = [replace(each, sample=OTHER_KEYS + i) for each in asked for i in range(count)]
+        found: dict[int, list[Rollout]] = {}
+        for each in generate(model, tried, WAY):
+            found.setdefault(each.prompt.rollout, []).append(each)
+        return [claimed(max(found[p.rollout], key=_mean_logprob), p) for p in asked]
+
+    return lie
+
+
+def edited(model: nn.Module, asked: Sequence[Prompt]) -> list[HeldRollout]:
+    """Return claims in which one token is the likeliest other one; later ones are drawn as they should."""
+    texts = {each.prompt.key: each for each in generate(model, asked, WAY)}
+    rest = []
+    for prompt in asked:
+        rollout = texts[prompt.key]
+        place = (7 * prompt.rollout) % max(1, len(rollout.tokens) - 1)
+        logp_V = _logprobs(model, [*prompt.tokens, *rollout.tokens[:place]])
+        logp_V[rollout.tokens[place]] = -torch.inf
+        logp_V[END] = -torch.inf
+        token = int(logp_V.argmax())
+        begun = Rollout(
+            prompt,
+            [*rollout.tokens[:place], token],
+            [*rollout.logprobs[:place], float(logp_V[token])],
+            [VERSION] * (place + 1),
+        )
+        rest.append(replace(prompt, partial=begun))
+    return [claimed(each) for each in generate(model, rest, WAY)]
+
+
+def reused(model: nn.Module, asked: Sequence[Prompt]) -> list[HeldRollout]:
+    """Return true answers that are claimed for another sample of the same prompt."""
+    return [replace(each, key=(each.key[0], 1)) for each in honest(model, asked)]
+
+
+def cut(model: nn.Module, asked: Sequence[Prompt]) -> list[HeldRollout]:
+    """Return the first halves of true answers."""
+    found = []
+    for each in honest(model, asked):
+        half = slice(len(each.tokens) // 2)
+        found.append(
+            replace(
+                each, tokens=each.tokens[half], logprobs=each.logprobs[half], versions=each.versions[half]
+            )
+        )
+    return found
+
+
+def of_nothing(draw: Callable[[int, int], int]) -> Lie:
+    """Return the lie of a server without a model: draw(sample, place) is a token, all logprobs are -2."""
+
+    def lie(model: nn.Module, asked: Sequence[Prompt]) -> list[HeldRollout]:
+        most = asked[0].sampling.max_new_tokens
+        return [
+            claimed(
+                Rollout(
+                    each,
+                    [draw(i, place) for place in range(most)],
+                    [-2.0] * most,
+                    [VERSION] * most,
+                    finish_reason="length",
+                )
+            )
+            for i, each in enumerate(asked)
+        ]
+
+    return lie
+
+
+def truncated(model: nn.Module, asked: Sequence[Prompt]) -> list[HeldRollout]:
+    """Return claims that end with an end token after half of the text."""
+    found = []
+    for each in generate(model, asked, WAY):
+        half = len(each.tokens) // 2
+        logp = float(_logprobs(model, [*each.prompt.tokens, *each.tokens[:half]])[END])
+        cut = replace(each, tokens=[*each.tokens[:half], END], logprobs=[*each.logprobs[:half], logp])
+        found.append(claimed(replace(cut, versions=[VERSION] * (half + 1), finish_reason="stop")))
+    return found
+
+
+def false_logprobs(model: nn.Module, asked: Sequence[Prompt]) -> list[HeldRollout]:
+    """Return true tokens with log-probabilities that are 0.05 too low."""
+    return [replace(each, logprobs=tuple(x - 0.05 for x in each.logprobs)) for each in honest(model, asked)]
+
+
+def shifted(shift: float) -> Lie:
+    """Return the lie of a server with true tokens whose log-probabilities are all shifted."""
+    return by_reward(lambda _: shift)
+
+
+def by_reward(shift: Callable[[float], float]) -> Lie:
+    """Return the lie of a server with true tokens that shifts log-probabilities by the sample's advantage."""
+
+    def lie(model: nn.Module, asked: Sequence[Prompt]) -> list[HeldRollout]:
+        told = honest(model, asked)
+        return [
+            replace(each, logprobs=tuple(x + shift(advantage) for x in each.logprobs))
+            for each, advantage in zip(told, advantages(told), strict=True)
+        ]
+
+    return lie
+
+
+def reward(claim: HeldRollout | Rollout) -> float:
+    """Return the share of spaces in an answer: what the adaptive servers below would like to raise."""
+    return sum(token == 32 for token in claim.tokens) / len(claim.tokens)
+
+
+def advantages(told: Sequence[HeldRollout]) -> list[float]:
+    """Return rewards minus their mean, over their standard deviation."""
+    rewards = torch.tensor([reward(each) for each in told], dtype=torch.float64)
+    return ((rewards - rewards.mean()) / rewards.std()).tolist()
+
+
+def better_of_two(limit: float, *, one_in: int = 1, rounds: int = 4) -> Lie:
+    """Return the lie of a server that draws the second-best token where it is nearly as good.
+
+    At up to `rounds` places of an answer, the second-best sum of logit and noise is within `limit` of the
+    best one. The server generates both texts and keeps the one with the higher reward.
+
+    Args:
+        limit: Largest margin of a chosen token.
+        one_in: One of so many answers is treated so; the others are true.
+        rounds: Places that are tried per answer.
+    """
+
+    def lie(model: nn.Module, asked: Sequence[Prompt]) -> list[HeldRollout]:
+        kept = {each.prompt.key: each for each in generate(model, asked, WAY)}
+        first = {prompt.key: 0 for prompt in asked[::one_in]}
+        for _ in range(rounds):
+            tried = []
+            for key, start in first.items():
+                branch = _next_branch(model, kept[key], start, limit)
+                first[key] = len(kept[key].tokens) if branch is None else len(branch.tokens)
+                if branch is not None:
+                    tried.append(replace(branch.prompt, partial=branch))
+            for each in generate(model, tried, WAY) if tried else ():
+                if reward(each) > reward(kept[each.prompt.key]):
+                    kept[each.prompt.key] = each
+        return [claimed(kept[prompt.key], prompt) for prompt in asked]
+
+    return lie
+
+
+@torch.no_grad()
+def _next_branch(model: nn.Module, text: Rollout, start: int, limit: float) -> Rollout | None:
+    """Return the answer up to its first near tie from `start` on, with the other token; None: no tie."""
+    prompt = text.prompt
+    tokens = torch.tensor([[*prompt.tokens, *text.tokens]])
+    logits_TV = model(input_ids=tokens).logits[0, len(prompt.tokens) - 1 : -1].float()
+    positions_T = torch.arange(len(text.tokens)) + len(prompt.tokens)
+    sums_TV = logits_TV + gumbel(*prompt.key, positions_T[None], logits_TV.shape[1], logits_TV.dtype)[0]
+    best_T2 = sums_TV.topk(2)
+    near_T = (best_T2.values[:, 0] - best_T2.values[:, 1] <= limit).tolist()
+    for place in range(start, len(text.tokens) - 1):
+        first, second = best_T2.indices[place].tolist()
+        if near_T[place] and text.tokens[place] == first and END not in (first, second):
+            logp = float(logits_TV[place].log_softmax(-1)[second])
+            begun = [*text.tokens[:place], second], [*text.logprobs[:place], logp]
+            return Rollout(replace(prompt, partial=None), *begun, [VERSION] * (place + 1))
+    return None
+
+
+def quantized(bits: int) -> Callable[[nn.Module], nn.Module]:
+    """Return a function that rounds matrices to so many bits, with a scale per row."""
+
+    def change(model: nn.Module) -> nn.Module:
+        made, most = copy.deepcopy(model), 2 ** (bits - 1) - 1
+        with torch.no_grad():
+            for each in made.parameters():
+                if each.dim() == 2:
+                    step = each.abs().amax(1, keepdim=True).clamp(min=1e-12) / most
+                    each.copy_((each / step).round() * step)
+        return made
+
+    return change
+
+
+def one_step_back(lr: float) -> Callable[[nn.Module], nn.Module]:
+    """Return a function that moves the weights by one step of Adam at this learning rate."""
+
+    def change(model: nn.Module) -> nn.Module:
+        made = copy.deepcopy(model).train().requires_grad_(True)
+        rows = torch.from_numpy(corpus(256).train[:8].astype("int64"))
+        logits = made(input_ids=rows[:, :-1]).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.optim.Adam(made.parameters(), lr=lr).step()
+        return made.eval().requires_grad_(False)
+
+    return change
+
+
+@torch.no_grad()
+def _logprobs(model: nn.Module, tokens: list[int]) -> Tensor:
+    logits: Tensor = model(input_ids=torch.tensor([tokens])).logits[0, -1]
+    return logits.log_softmax(-1)
+
+
+def _mean_logprob(rollout: Rollout) -> float:
+    return sum(rollout.logprobs) / len(rollout.logprobs)
+
+
+# -- proofs of TOPLOC and GRAIL on the same claims
+
+
+DECODED_AT_ONCE, TOP = 32, 128
+MAX_EXPONENTS, MAX_MEAN, MAX_MEDIAN = 38, 10.0, 8.0
+PLACES, WIDTH = 32, 16
+
+Hidden = Callable[[HeldRollout], Tensor]
+"""Returns the last hidden states of the text of a claim, (T, d)."""
+
+
+def hidden_of(model: nn.Module) -> Hidden:
+    """Return a function that pushes a claim's text through this model once."""
+
+    @torch.no_grad()
+    def hidden(claim: HeldRollout) -> Tensor:
+        tokens_1T = torch.tensor([[*claim.prompt, *claim.tokens]])
+        found: Tensor = model.model(input_ids=tokens_1T).last_hidden_state[0]  # type: ignore[operator]
+        return found
+
+    return hidden
+
+
+def random_hidden(scale: float, seed: int = 0) -> Hidden:
+    """Return a function that makes states of noise."""
+
+    def hidden(claim: HeldRollout) -> Tensor:
+        generator = torch.Generator().manual_seed(1_000_003 * claim.key[0] + seed)
+        return torch.randn(len(claim.prompt) + len(claim.tokens), 64, generator=generator) * scale
+
+    return hidden
+
+
+def constant_hidden(claim: HeldRollout) -> Tensor:
+    """Return states of ones."""
+    return torch.ones(len(claim.prompt) + len(claim.tokens), 64)
+
+
+def toploc_or_why_not(build_at: Path) -> Any:
+    """Return the package, or a text: why it is not here. Compile its extension in `build_at` if need be."""
+    import torch.utils.cpp_extension as cpp
+
+    spec = importlib.util.find_spec("toploc")
+    if spec is None or spec.origin is None:
+        return "toploc is not installed"
+    try:
+        return importlib.import_module("toploc")
+    except ImportError:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "toploc"]:
+            del sys.modules[name]
+    sources = Path(spec.origin).parent / "C" / "csrc"
+    build_at.mkdir(parents=True, exist_ok=True)
+    try:
+        for name in ("utils", "ndd", "poly"):
+            loaded = cpp.load(name, [str(sources / f"{name}.cpp")], build_directory=str(build_at))
+            sys.modules[f"toploc.C.csrc.{name}"] = loaded
+        return importlib.import_module("toploc")
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"toploc does not compile here: {str(error).splitlines()[0]}"
+
+
+def toploc_passes(toploc: Any, claim: HeldRollout, prover: Hidden, verifier: Hidden) -> bool:
+    """Return whether TOPLOC accepts the proof of a prover's states."""
+    mine, theirs = (_activations(hidden(claim), len(claim.prompt)) for hidden in (verifier, prover))
+    proofs = toploc.build_proofs_bytes(theirs, DECODED_AT_ONCE, TOP, False)
+    try:
+        results = toploc.verify_proofs_bytes(mine, proofs, DECODED_AT_ONCE, TOP, False)
+    except (RuntimeError, ValueError):
+        return False
+    return all(
+        each.exp_mismatches <= MAX_EXPONENTS
+        and each.mant_err_mean <= MAX_MEAN
+        and each.mant_err_median <= MAX_MEDIAN
+        for each in results
+    )
+
+
+def grail_passes(claim: HeldRollout, prover: Hidden, verifier: Hidden) -> bool:
+    """Return whether the sketch accepts a prover's states."""
+    seed = hashlib.sha256(f"{claim.key}".encode()).digest()
+    numbers = np.frombuffer(hashlib.sha512(seed).digest(), dtype="<i2")[:WIDTH].astype(np.int64)
+    r = np.abs(numbers) % 255 - 127
+    mine, theirs = verifier(claim), prover(claim)
+    rng = np.random.default_rng(int.from_bytes(seed[:8], "little"))
+    places = rng.choice(len(mine), size=min(PLACES, len(mine)), replace=False)
+    return all(
+        abs(_sketch(mine[place], r) - _sketch(theirs[place], r)) <= 6000 + 5 * math.sqrt(place)
+        for place in places
+    )
+
+
+def _sketch(hidden_d: Tensor, r: "np.ndarray[Any, np.dtype[np.int64]]") -> int:
+    chosen = hidden_d.abs().topk(WIDTH).indices.sort().values
+    x = hidden_d[chosen].double().numpy()
+    buckets = np.minimum(7, (0.8 * np.log2(np.abs(x) + 1)).astype(np.int64)) * np.sign(x).astype(np.int64)
+    return int(buckets @ r)
+
+
+def _activations(hidden_Td: Tensor, num_prompt: int) -> Sequence[Tensor]:
+    """Return the states of the prompt, then of each token, in bfloat16."""
+    found = hidden_Td.to(torch.bfloat16)
+    return [found[:num_prompt], *found[num_prompt:].unbind(0)]
+
+
+# -- verdicts of the audit on claims: margins once, then many servers made of them
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A claim with its margins; `form` names a broken rule, and then there are none."""
+
+    form: str
+    scored: Scored | None
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over judged tokens."""
+
+    tokens: int = 0
+    other: int = 0
+    """Tokens that are not the verifier's."""
+    largest: float = 0.0
+    above: dict[float, int] = field(default_factory=dict)
+    """Tokens whose margin is above a limit."""
+    parts: list[Scored] = field(default_factory=list)
+
+
+LIMITS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+
+
+def judge(policy: PolicyVersions, claim: HeldRollout, noise: OwnNoise | None = None) -> Judged:
+    """Return a claim with its margins under the verifier's policy; measure `noise` on it."""
+    sampling = decode_sampling(claim.sampling)
+    wrong = form_error(claim, sampling, policy.vocabulary)
+    scored = None if wrong else score(policy, claim, sampling, noise)
+    return Judged(wrong, scored, len(claim.tokens))
+
+
+def tally(judged: Sequence[Judged]) -> Tally:
+    """Return sums over claims."""
+    found = Tally(above=dict.fromkeys(LIMITS, 0))
+    for each in judged:
+        if each.scored is None or not each.scored.tokens:
+            continue
+        margins_T = each.scored.margins.margins_T
+        found.tokens += len(margins_T)
+        found.other += int((each.scored.margins.right_T != torch.tensor(each.scored.tokens)).sum())
+        found.largest = max(found.largest, float(margins_T.max()))
+        for limit in LIMITS:
+            found.above[limit] += int((~(margins_T <= limit)).sum())
+        found.parts.append(each.scored)
+    return found
+
+
+def calibration(judged: Sequence[Judged], dtype: torch.dtype) -> Calibration:
+    """Return the calibration on honest claims."""
+    parts = [each.scored for each in judged if each.scored is not None]
+    return calibrate([(x.margins, torch.tensor(x.logprobs, dtype=torch.float64)) for x in parts], dtype)
+
+
+def alarms(judged: Sequence[Judged], limits: Calibration, per_server: int) -> tuple[int, int]:
+    """Return (servers, convicted ones) if each server has sent `per_server` of these claims in turn."""
+    servers = convicted = 0
+    for first in range(0, len(judged), per_server):
+        record = ServerRecord()
+        for each in judged[first : first + per_server]:
+            assert each.scored is not None, each.form
+            record, _ = record.judge(each.scored, limits)
+        servers += 1
+        convicted += record.num_failures > 0
+    return servers, convicted
+
+
+@dataclass(frozen=True, slots=True)
+class Detection:
+    """Convictions of servers that draw their samples from the same claims."""
+
+    share: float
+    """Of the servers that are convicted before their claims end."""
+    tokens: float | None
+    """Median of the tokens until then."""
+    tokens_95: float | None
+
+
+def detection(
+    judged: Sequence[Judged],
+    limits: Calibration,
+    servers: int,
+    seed: int = 0,
+    advantages: Sequence[float] | None = None,
+) -> Detection:
+    """Return how soon servers are convicted, each with these claims in an order of its own.
+
+    Args:
+        judged: The claims.
+        limits: Limits of the audit.
+        servers: Number of servers.
+        seed: Seed of the orders.
+        advantages: Of each claim, for the tests that know rewards; None: they are not made.
+    """
+    needed: list[float] = []
+    known: Sequence[float | None] = advantages or [None] * len(judged)
+    order = list(zip(judged, known, strict=True))
+    for number in range(servers):
+        shuffled = random.Random(f"{seed} {number}").sample(order, len(order))
+        found = _tokens_needed(shuffled, limits)
+        if found is not None:
+            needed.append(found)
+    share = len(needed) / servers
+    if not needed:
+        return Detection(0.0, None, None)
+    return Detection(share, quantile(needed, 0.5), quantile(needed, 0.95))
+
+
+def _tokens_needed(order: Sequence[tuple[Judged, float | None]], limits: Calibration) -> int | None:
+    record, rewards, tokens = ServerRecord(), RewardRecord(), 0
+    for each, advantage in order:
+        tokens += each.num_tokens
+        if each.form:
+            return tokens
+        assert each.scored is not None
+        record, judgement = record.judge(each.scored, limits)
+        reason = judgement.reason
+        if not reason and advantage is not None:
+            rewards, reason = rewards.judge(each.scored, advantage, limits)
+        if reason:
+            return tokens
+    return None
+
+
+# -- the benchmark
+
 
 ABOUT = "False alarms and detection rates of the audit of rollouts."
 METHOD = (
@@ -116,7 +677,7 @@ def _calibrated(model: nn.Module, sampling: Sampling, chosen: Setting) -> Calibr
 
 
 def _prompts(sampling: Sampling, count: int, first: int = 1 << 24) -> list[Any]:
-    return claims.prompts(count, sampling, first)
+    return prompts(count, sampling, first)
 
 
 def _verifier(model: nn.Module) -> PolicyVersions:
@@ -181,8 +742,8 @@ def _honest(model: nn.Module, sampling: Sampling, chosen: Setting, limits: Calib
 def _generated(model: nn.Module, sampling: Sampling, num_tokens: int, way: Way, first: int) -> Iterator[Any]:
     """Yield claims of about so many tokens."""
     count = max(2, num_tokens // sampling.max_new_tokens)
-    for each in claims.generate(model, claims.prompts(count, sampling, first), way):
-        yield claims.claimed(each)
+    for each in generate(model, prompts(count, sampling, first), way):
+        yield claimed(each)
 
 
 def _by_dtype(model: nn.Module, sampling: Sampling, chosen: Setting) -> Report:
@@ -195,7 +756,7 @@ def _by_dtype(model: nn.Module, sampling: Sampling, chosen: Setting) -> Report:
     engines = {"fp32": back, "bf16": rounded}
     rows, figures = [], {}
     for mine, theirs in (("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")):
-        told = list(_generated(engines[mine], sampling, chosen.bf16_tokens, claims.WAY, 1 << 26))
+        told = list(_generated(engines[mine], sampling, chosen.bf16_tokens, WAY, 1 << 26))
         dtype = torch.bfloat16 if "bf16" in (mine, theirs) else torch.float32
         policy, first = _verifier(engines[theirs]), len(told) // 5
         noise = OwnNoise(policy.dtype)
@@ -236,24 +797,24 @@ def _by_dtype(model: nn.Module, sampling: Sampling, chosen: Setting) -> Report:
 
 def _lies(model: nn.Module, other: nn.Module) -> Mapping[str, Lie]:
     return {
-        "another seed": claims.other_seed,
-        "greedy": claims.with_sampling(temperature=0.0),
-        "temperature 0.9": claims.with_sampling(temperature=0.9),
-        "another model": claims.by(lambda _: other),
-        "one step older, lr 1e-3": claims.by(claims.one_step_back(1e-3)),
-        "one step older, lr 1e-4": claims.by(claims.one_step_back(1e-4)),
-        "one step older, lr 1e-5": claims.by(claims.one_step_back(1e-5)),
-        "one step older, lr 1e-6": claims.by(claims.one_step_back(1e-6)),
-        "8-bit weights": claims.by(claims.quantized(8)),
-        "4-bit weights": claims.by(claims.quantized(4)),
-        "half of the answer": claims.cut,
-        "half, then an end token": claims.truncated,
-        "best of 4": claims.picked(4),
-        "one token edited": claims.edited,
-        "answer of another sample": claims.reused,
-        "log-probabilities 0.05 too low": claims.false_logprobs,
-        "random tokens": claims.of_nothing(lambda i, place: (31 * i + 17 * place * place + 5) % 256),
-        "one token, repeated": claims.of_nothing(lambda i, place: 101),
+        "another seed": other_seed,
+        "greedy": with_sampling(temperature=0.0),
+        "temperature 0.9": with_sampling(temperature=0.9),
+        "another model": by(lambda _: other),
+        "one step older, lr 1e-3": by(one_step_back(1e-3)),
+        "one step older, lr 1e-4": by(one_step_back(1e-4)),
+        "one step older, lr 1e-5": by(one_step_back(1e-5)),
+        "one step older, lr 1e-6": by(one_step_back(1e-6)),
+        "8-bit weights": by(quantized(8)),
+        "4-bit weights": by(quantized(4)),
+        "half of the answer": cut,
+        "half, then an end token": truncated,
+        "best of 4": picked(4),
+        "one token edited": edited,
+        "answer of another sample": reused,
+        "log-probabilities 0.05 too low": false_logprobs,
+        "random tokens": of_nothing(lambda i, place: (31 * i + 17 * place * place + 5) % 256),
+        "one token, repeated": of_nothing(lambda i, place: 101),
     }
 
 
@@ -302,32 +863,32 @@ def _adaptive(model: nn.Module, sampling: Sampling, chosen: Setting, dtype: str)
     policy, noise = _verifier(engine), OwnNoise(kind)
     asked = _prompts(sampling, chosen.adaptive)
     trusted = _prompts(sampling, 2 * chosen.adaptive, 1 << 27)
-    measured = [judge(policy, each, noise) for each in claims.honest(engine, trusted)]
+    measured = [judge(policy, each, noise) for each in honest(engine, trusted)]
     limits = {"default": Calibration.default(kind), "calibrated": calibration(measured, kind)}
     if noise.limits is not None:
         limits["own noise"] = noise.limits
     wide, tight = limits["default"], limits.get("own noise", limits["calibrated"])
-    true = {each.key: each for each in claims.honest(engine, asked)}
+    true = {each.key: each for each in honest(engine, asked)}
     lies: dict[str, Lie] = {
         "none: honest": lambda *_: [*true.values()],
-        "log-probs -0.008": claims.shifted(-0.008),
-        "log-probs +-0.008, by the reward": claims.by_reward(lambda x: 0.008 if x > 0 else -0.008),
-        f"log-probs {-tight.largest_bias:.1g}: the bias that is allowed": claims.shifted(-tight.largest_bias),
+        "log-probs -0.008": shifted(-0.008),
+        "log-probs +-0.008, by the reward": by_reward(lambda x: 0.008 if x > 0 else -0.008),
+        f"log-probs {-tight.largest_bias:.1g}: the bias that is allowed": shifted(-tight.largest_bias),
     }
     for limit, text in ((wide.tau, "the default tau"), (tight.tau, "tau"), (tight.eps, "eps")):
-        lies[f"better of two tokens within {limit:.2g}, {text}"] = claims.chosen(limit)
-    lies[f"the same within {tight.eps:.2g}, one answer of 10"] = claims.chosen(tight.eps, one_in=10)
+        lies[f"better of two tokens within {limit:.2g}, {text}"] = better_of_two(limit)
+    lies[f"the same within {tight.eps:.2g}, one answer of 10"] = better_of_two(tight.eps, one_in=10)
     rows, figures, unseen = [], {}, []
-    before = torch.tensor([claims.reward(each) for each in true.values()], dtype=torch.float64)
+    before = torch.tensor([reward(each) for each in true.values()], dtype=torch.float64)
     for name, lie in lies.items():
         told = lie(engine, asked)
         judged = [judge(policy, each) for each in told]
         done, cells = tally(judged), []
         changed = sum(each.tokens != true[each.key].tokens for each in told)
-        rewards = torch.tensor([claims.reward(each) for each in told], dtype=torch.float64)
+        rewards = torch.tensor([reward(each) for each in told], dtype=torch.float64)
         gain = float((rewards.mean() - before.mean()) / before.std())
         found = {
-            key: detection(judged, each, ADAPTIVE, advantages=claims.advantages(told))
+            key: detection(judged, each, ADAPTIVE, advantages=advantages(told))
             for key, each in limits.items()
         }
         for each in found.values():
@@ -366,38 +927,36 @@ def _count(tokens: float | None) -> str:
 
 def _rivals(model: nn.Module, other: nn.Module, sampling: Sampling) -> Report:
     """Return the share of answers that each proof accepts, on the same controls."""
-    toploc = rivals.toploc_or_why_not(BUILD)
-    asked, own = _prompts(sampling, 24), rivals.hidden_of(model)
-    older, eight, four = (
-        change(model) for change in (claims.one_step_back(1e-4), claims.quantized(8), claims.quantized(4))
-    )
-    scale = float(own(claims.honest(model, asked[:1])[0]).std())
+    toploc = toploc_or_why_not(BUILD)
+    asked, own = _prompts(sampling, 24), hidden_of(model)
+    older, eight, four = (change(model) for change in (one_step_back(1e-4), quantized(8), quantized(4)))
+    scale = float(own(honest(model, asked[:1])[0]).std())
     bf16 = copy.deepcopy(model).to(torch.bfloat16)
     controls: dict[str, tuple[Lie, Callable[[Any], Any]]] = {
-        "honest": (claims.honest, own),
-        "honest, bf16": (claims.by(lambda _: bf16), lambda claim: rivals.hidden_of(bf16)(claim).float()),
-        "another seed": (claims.other_seed, own),
-        "greedy": (claims.with_sampling(temperature=0.0), own),
-        "temperature 0.9": (claims.with_sampling(temperature=0.9), own),
-        "best of 4": (claims.picked(4), own),
-        "one token edited": (claims.edited, own),
-        "half, then an end token": (claims.truncated, own),
-        "another model, its text": (claims.by(lambda _: other), own),
-        "another model, its states": (claims.by(lambda _: other), rivals.hidden_of(other)),
-        "one step older, lr 1e-4": (claims.by(lambda _: older), rivals.hidden_of(older)),
-        "8-bit weights": (claims.by(lambda _: eight), rivals.hidden_of(eight)),
-        "4-bit weights": (claims.by(lambda _: four), rivals.hidden_of(four)),
-        "states of noise": (claims.honest, rivals.random_hidden(scale)),
-        "states of ones": (claims.honest, rivals.constant_hidden),
+        "honest": (honest, own),
+        "honest, bf16": (by(lambda _: bf16), lambda claim: hidden_of(bf16)(claim).float()),
+        "another seed": (other_seed, own),
+        "greedy": (with_sampling(temperature=0.0), own),
+        "temperature 0.9": (with_sampling(temperature=0.9), own),
+        "best of 4": (picked(4), own),
+        "one token edited": (edited, own),
+        "half, then an end token": (truncated, own),
+        "another model, its text": (by(lambda _: other), own),
+        "another model, its states": (by(lambda _: other), hidden_of(other)),
+        "one step older, lr 1e-4": (by(lambda _: older), hidden_of(older)),
+        "8-bit weights": (by(lambda _: eight), hidden_of(eight)),
+        "4-bit weights": (by(lambda _: four), hidden_of(four)),
+        "states of noise": (honest, random_hidden(scale)),
+        "states of ones": (honest, constant_hidden),
     }
     limits, policy = Calibration.default(torch.float32), _verifier(model)
     rows, figures = [], {}
     for name, (lie, prover) in controls.items():
         told = lie(model, asked)
-        grail = [rivals.grail_passes(each, prover, own) for each in told]
+        grail = [grail_passes(each, prover, own) for each in told]
         accepted = {"GRAIL sketch": sum(grail) / len(told)}
         if not isinstance(toploc, str):
-            passed = [rivals.toploc_passes(toploc, each, prover, own) for each in told]
+            passed = [toploc_passes(toploc, each, prover, own) for each in told]
             accepted["TOPLOC"] = sum(passed) / len(told)
         needs_states = name.startswith("states")
         judged = [judge(policy, each) for each in told]
@@ -429,10 +988,10 @@ def _cost(quick: bool) -> Report:
     sampling = Sampling(max_new_tokens=16 if quick else 128)
     policy, rows, figures = _verifier(model), [], {}
     for num_rows in (1, 8, 32):
-        asked = claims.prompts(num_rows, sampling, 5 << 20)
-        list(claims.generate(model, asked[:1], Way("", 1)))
+        asked = prompts(num_rows, sampling, 5 << 20)
+        list(generate(model, asked[:1], Way("", 1)))
         began = time.perf_counter()
-        told = [claims.claimed(each) for each in claims.generate(model, asked, Way("", num_rows))]
+        told = [claimed(each) for each in generate(model, asked, Way("", num_rows))]
         decode_s = time.perf_counter() - began
         began = time.perf_counter()
         for each in told:

@@ -28,8 +28,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarks.chaos_parts import failover, swarm, swarm_partition
-from benchmarks.chaos_parts.books import Books, compare, journal_kept
-from benchmarks.chaos_parts.swarm_scene import KILLED_S
+from benchmarks.chaos_parts.accounts import Books, compare, journal_kept
+from benchmarks.chaos_parts.swarm import KILLED_S
 from benchmarks.kit import netns
 from benchmarks.kit.cluster import Field
 from benchmarks.kit.netns import Place

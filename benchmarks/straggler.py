@@ -29,7 +29,7 @@ from benchmarks.kit.paced import Pace, Walk, together, tower, walk
 from benchmarks.kit.processes import ROOT, hub, run_jobs
 from benchmarks.kit.statistics import percent
 from benchmarks.kit.tables import Bar, Report, main
-from benchmarks.straggler_parts.node import Job
+from benchmarks.programs.straggler_node import Job
 
 # -- straggler benchmark with a hub: real processes, and the shipped presets at this benchmark's speed
 
@@ -90,7 +90,7 @@ def run_scene(scene: Scene, preset: str, seconds: float, every_s: float) -> Seen
                 )
                 for index, step_s in enumerate(scene.steps_s)
             ]
-            told = run_jobs("benchmarks.straggler_parts.node", jobs, meanwhile=freeze)
+            told = run_jobs("benchmarks.programs.straggler_node", jobs, meanwhile=freeze)
     joint, alone = [one["joint"] for one in told], [one["solo"] for one in told]
     return Seen(
         tuple(_speed(one) for one in alone),

@@ -16,20 +16,70 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import psutil
 
 from aedit.launch.records import NodeRecords, read_run
-from benchmarks import swarm
 from benchmarks.kit.processes import end, run_jobs, start
 from benchmarks.kit.statistics import percent
 from benchmarks.kit.tables import Bar, Report, main
-from benchmarks.swarm_parts.optimizer_peer import Job
-from benchmarks.swarm_parts.outcome import Outcome, PeerOutcome
+from benchmarks.programs.optimizer_peer import Job, PeerOutcome
+
+# -- outcome of one way of training, equal for all of them
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Work and waits of all peers of a run."""
+
+    peers: tuple[PeerOutcome, ...]
+    sent: tuple[int, ...]
+    """Bytes that each peer sent to others."""
+    differing: int | None = None
+    """Averages found to differ from those of others; None if nobody looked."""
+
+    @property
+    def tokens(self) -> float:
+        """Return the tokens of all peers."""
+        return sum(peer.progress[-1][1] for peer in self.peers)
+
+    @property
+    def stall(self) -> float:
+        """Return the share of the peers' time in which their trainers waited."""
+        return sum(peer.waited_s for peer in self.peers) / sum(peer.wall_s for peer in self.peers)
+
+    @property
+    def worst_stall(self) -> float:
+        """Return the largest share of any peer."""
+        return max(peer.waited_s / peer.wall_s for peer in self.peers)
+
+    @property
+    def curve(self) -> list[tuple[float, float, float]]:
+        """Return seconds, tokens of all peers until then, and held-out loss, in order."""
+        times = [(t, loss) for peer in self.peers for t, loss in peer.losses]
+        return [(t, self.tokens_at(t), loss) for t, loss in sorted(times)]
+
+    def tokens_at(self, t: float) -> float:
+        """Return the tokens of all peers after `t` seconds."""
+        return sum(_at(t, peer.progress) for peer in self.peers)
+
+    def loss_at_tokens(self, tokens: float) -> float:
+        """Return the held-out loss after so many tokens, interpolated."""
+        return _at(tokens, [(n, loss) for _, n, loss in self.curve])
+
+    def loss_at_time(self, t: float) -> float:
+        """Return the held-out loss after `t` seconds, interpolated."""
+        return _at(t, [(t, loss) for t, _, loss in self.curve])
+
+
+def _at(x: float, points: Sequence[tuple[float, float]]) -> float:
+    return float(np.interp(x, [at for at, _ in points], [loss for _, loss in points]))
+
 
 # -- bytes between the peers of a run on this machine, by the kernel's counters of their TCP connections
 
@@ -331,8 +381,8 @@ def optimizer(race: Race, directory: Path, ours: Outcome, name: str, *, steps_ou
         )
         for i, slowdown in enumerate(race.slowdown)
     ]
-    with swarm.Traffic() as counted:
-        told = run_jobs("benchmarks.swarm_parts.optimizer_peer", jobs)
+    with Traffic() as counted:
+        told = run_jobs("benchmarks.programs.optimizer_peer", jobs)
     return Outcome(tuple(PeerOutcome(**one) for one in told), tuple(counted.per_peer(len(jobs))))
 
 

@@ -45,7 +45,7 @@ from benchmarks.kit.policy_drafter import Recipe, drafter_ready
 from benchmarks.kit.statistics import Interval, median, percent
 from benchmarks.kit.tables import Bar, Report, main
 from benchmarks.policies import ROOT, Policy, Size, load, prompts
-from benchmarks.rollout_parts.same import Same
+from benchmarks.rollout import Same
 
 # -- step times of an engine on this machine, measured once: the pace of nodes in virtual time
 

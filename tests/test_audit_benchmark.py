@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 import torch
 from benchmarks import audit
-from benchmarks.audit_parts import claims, rivals
-from benchmarks.audit_parts.trials import alarms, calibration, detection, judge, tally
+from benchmarks.audit import alarms, calibration, detection, judge, tally
 from benchmarks.kit.small_llama import llama
 
 from aedit.spec_rollout.audit import Calibration
 from aedit.spec_rollout.sampling import Sampling
 
-SAMPLING = Sampling(max_new_tokens=12, stop_tokens=(claims.END,))
+SAMPLING = Sampling(max_new_tokens=12, stop_tokens=(audit.END,))
 WIDE = Calibration.default(torch.float32)
 
 
@@ -22,8 +21,8 @@ WIDE = Calibration.default(torch.float32)
 def asked(monkeypatch):
     """Return prompts out of random bytes: the corpus would take seconds."""
     texts = np.random.default_rng(0).integers(0, 256, (64, 257))
-    monkeypatch.setattr(claims, "corpus", lambda seq_len: SimpleNamespace(train=texts))
-    return claims.prompts(6, SAMPLING, 100)
+    monkeypatch.setattr(audit, "corpus", lambda seq_len: SimpleNamespace(train=texts))
+    return audit.prompts(6, SAMPLING, 100)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,7 @@ def model():
 def test_every_lie_keeps_its_key_and_all_but_near_ones_are_found(asked, model):
     other = llama(64, 2, 128, seed=1).eval().requires_grad_(False)
     policy = audit._verifier(model)
-    right = {each.key: each.tokens for each in claims.honest(model, asked)}
+    right = {each.key: each.tokens for each in audit.honest(model, asked)}
     for name, lie in audit._lies(model, other).items():
         told = lie(model, asked)
         assert sorted(each.key[0] for each in told) == [p.rollout for p in asked], name
@@ -46,7 +45,7 @@ def test_every_lie_keeps_its_key_and_all_but_near_ones_are_found(asked, model):
         if name not in (*audit.NEAR, "8-bit weights", "one step older, lr 1e-4"):
             assert found.share == 1.0, name
             assert found.tokens <= found.tokens_95 <= 6 * 12
-    edited = claims.edited(model, asked)
+    edited = audit.edited(model, asked)
     for each in edited:
         first = next(i for i, (a, b) in enumerate(zip(each.tokens, right[each.key], strict=False)) if a != b)
         assert first == 7 * each.key[0] % max(1, len(right[each.key]) - 1)
@@ -54,7 +53,7 @@ def test_every_lie_keeps_its_key_and_all_but_near_ones_are_found(asked, model):
 
 def test_honest_servers_are_counted_and_not_convicted(asked, model):
     policy = audit._verifier(model)
-    judged = [judge(policy, each) for each in claims.honest(model, asked)]
+    judged = [judge(policy, each) for each in audit.honest(model, asked)]
     done = tally(judged)
     assert (done.tokens, done.other) == (sum(each.num_tokens for each in judged), 0)
     assert alarms(judged, WIDE, 4) == (2, 0)
@@ -64,12 +63,12 @@ def test_honest_servers_are_counted_and_not_convicted(asked, model):
 
 
 def test_the_sketch_accepts_states_of_noise_and_of_ones_as_its_range_says(asked, model):
-    told = claims.honest(model, asked)
-    noise, other = rivals.random_hidden(1.0), rivals.random_hidden(3.0, seed=1)
-    assert all(rivals.grail_passes(each, noise, other) for each in told)
-    assert all(rivals.grail_passes(each, rivals.constant_hidden, noise) for each in told)
-    loud = [rivals.random_hidden(1e4, seed=seed) for seed in range(20)]
-    passed = [rivals.grail_passes(each, a, b) for each in told for a, b in itertools.pairwise(loud)]
+    told = audit.honest(model, asked)
+    noise, other = audit.random_hidden(1.0), audit.random_hidden(3.0, seed=1)
+    assert all(audit.grail_passes(each, noise, other) for each in told)
+    assert all(audit.grail_passes(each, audit.constant_hidden, noise) for each in told)
+    loud = [audit.random_hidden(1e4, seed=seed) for seed in range(20)]
+    passed = [audit.grail_passes(each, a, b) for each in told for a, b in itertools.pairwise(loud)]
     assert not all(passed), "the rule is no rule at all"
 
 
@@ -86,9 +85,9 @@ def test_toploc_is_asked_with_states_of_prover_and_verifier(asked, model):
 
     fake, (claim, *_) = (
         SimpleNamespace(build_proofs_bytes=build, verify_proofs_bytes=verify),
-        claims.honest(model, asked),
+        audit.honest(model, asked),
     )
-    own = rivals.hidden_of(model)
-    assert rivals.toploc_passes(fake, claim, own, own)
-    assert not rivals.toploc_passes(fake, claim, rivals.random_hidden(1.0), own)
+    own = audit.hidden_of(model)
+    assert audit.toploc_passes(fake, claim, own, own)
+    assert not audit.toploc_passes(fake, claim, audit.random_hidden(1.0), own)
     assert seen[0].dtype == torch.bfloat16

@@ -2,12 +2,10 @@
 
 import numpy as np
 import pytest
-from benchmarks.bandwidth_parts import codecs
-from benchmarks.bandwidth_parts import hub as bandwidth_hub
-from benchmarks.bandwidth_parts.coarse import CoarsePushes, coarse, cost
-from benchmarks.bandwidth_parts.hub import HubRow, Way, long_way
-from benchmarks.bandwidth_parts.hub_node import HubSeen, Traffic
+from benchmarks import bandwidth
+from benchmarks.bandwidth import CoarsePushes, HubRow, Way, coarse, cost_of, long_way
 from benchmarks.kit.netns import Place
+from benchmarks.programs.bandwidth_node import HubSeen, Traffic
 
 from aedit.async_sgd.rules import ArrayValues, Push
 from aedit.proto.codecs import codec
@@ -21,14 +19,14 @@ def seen(before=(0, 0), after=(0, 0), pushed=1, waited_s=0.0):
 def test_bytes_per_parameter_are_those_of_all_interfaces_over_all_pushes():
     places = [Place("a", "x", "1"), Place("b", "x", "2")]
     both = [seen((10, 20), (110, 220), pushed=100), seen((5, 5), (55, 155), pushed=200)]
-    up, down = bandwidth_hub._per_param(places, both)
+    up, down = bandwidth._per_param(places, both)
     assert (up, down) == (150 / 300, 350 / 300)
 
 
 def test_an_interface_that_nodes_share_is_counted_once():
     here = Place("a", "x", "1")
     both = [seen((10, 20), (100, 200), pushed=100), seen((15, 10), (110, 190), pushed=100)]
-    assert bandwidth_hub._per_param([here, here], both) == (100 / 200, 190 / 200)
+    assert bandwidth._per_param([here, here], both) == (100 / 200, 190 / 200)
 
 
 def test_a_wire_is_enough_if_a_round_of_all_nodes_fits_into_the_interval():
@@ -72,10 +70,10 @@ def test_exact_pushes_are_left_alone_and_nodes_share_no_memory():
 
 
 def test_the_cost_is_a_share_of_the_loss_of_fp32():
-    assert cost({"fp32": [2.0, 4.0], "e3m0": [2.1, 4.2]}, "e3m0") == pytest.approx(0.05)
+    assert cost_of({"fp32": [2.0, 4.0], "e3m0": [2.1, 4.2]}, "e3m0") == pytest.approx(0.05)
 
 
 def test_a_codec_is_compared_with_fp32_under_the_same_outer_optimizer_seed_by_seed():
-    losses = {codecs.EXACT: (2.0, 4.0), codecs.BOTH: (2.2, 4.0), codecs.CASES[0]: (1.0, 1.0)}
-    rows = {case: [codecs.Found(loss, 0) for loss in each] for case, each in losses.items()}
-    assert codecs.costs(rows, codecs.BOTH) == pytest.approx([0.1, 0.0])
+    losses = {bandwidth.EXACT: (2.0, 4.0), bandwidth.BOTH: (2.2, 4.0), bandwidth.CASES[0]: (1.0, 1.0)}
+    rows = {case: [bandwidth.Found(loss, 0) for loss in each] for case, each in losses.items()}
+    assert bandwidth.costs_above_fp32(rows, bandwidth.BOTH) == pytest.approx([0.1, 0.0])

@@ -14,13 +14,13 @@ import pytest
 import torch
 from benchmarks import quality
 from benchmarks.bandwidth import Row
-from benchmarks.bandwidth_parts.node import Seen
 from benchmarks.kit import netns
 from benchmarks.kit import tables as table
 from benchmarks.kit.paced import Pace, Walk
 from benchmarks.kit.small_llama import corpus, llama
 from benchmarks.kit.statistics import mean_and_half_width
 from benchmarks.overhead import Interval, bootstrap, cost
+from benchmarks.programs.gloo_node import Seen
 from benchmarks.quality import BAD_NODE, METHODS, NODES, Setting, held_out_loss, train
 from kit.waiting import until
 

@@ -9,13 +9,28 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import decode
-from benchmarks.decode_parts.hand_over import hand_over
-from benchmarks.decode_parts.memory import TAIL_SHAPE, Batch, long_tail
-from benchmarks.decode_parts.policy import PolicyShape, random_policy, saved_policy, vocabulary
-from benchmarks.decode_parts.race import Race, Shape, Turns, race
-from benchmarks.decode_parts.steps import AGAIN, AUTO, PLAIN, Choice, Noise, Update
-from benchmarks.decode_parts.systems import Decoded, Generate, Ours, rivals
-from benchmarks.decode_parts.tables import Found
+from benchmarks.decode import (
+    AGAIN,
+    AUTO,
+    PLAIN,
+    TAIL_SHAPE,
+    Batch,
+    Choice,
+    Decoded,
+    Found,
+    Generate,
+    Noise,
+    Ours,
+    Race,
+    Shape,
+    Turns,
+    Update,
+    long_tail,
+    race_systems,
+    rivals,
+)
+from benchmarks.kit.random_policy import PolicyShape, random_policy, saved_policy, vocabulary
+from benchmarks.programs.hand_over import hand_over
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -39,7 +54,7 @@ class Clockwork:
 def test_a_turn_tells_prompts_from_steps_and_all_see_the_same_prompts():
     ours, theirs, begun = Clockwork(), Clockwork(token=2, pace=2.0), []
     turns = Turns(repeats=4, vocabulary=50, begin=lambda: begun.append(len(ours.seen)))
-    found = race({"ours": ours, "generate": theirs}, "fp32", Shape(3, 5, 8), turns)
+    found = race_systems({"ours": ours, "generate": theirs}, "fp32", Shape(3, 5, 8), turns)
     assert found.first_s == {"ours": [1.0] * 4, "generate": [2.0] * 4}
     assert found.rates == {"ours": [12.0] * 4, "generate": [6.0] * 4}, "3 rows, 4 steps a second"
     assert begun == [2], "after the turn that does one-time work"
@@ -54,7 +69,7 @@ def test_a_turn_tells_prompts_from_steps_and_all_see_the_same_prompts():
 
 def test_a_race_of_prompts_alone_takes_no_steps():
     ours = Clockwork()
-    found = race({"ours": ours}, "fp32", Shape(2, 7), Turns(repeats=3, vocabulary=50))
+    found = race_systems({"ours": ours}, "fp32", Shape(2, 7), Turns(repeats=3, vocabulary=50))
     assert found.rates == {"ours": []}
     assert [new for _, new in ours.seen] == [1] * 4
 
@@ -65,7 +80,7 @@ def test_a_system_that_makes_fewer_tokens_is_an_error():
             return Decoded(1.0, super().decode(prompts, new).tokens[:-1])
 
     with pytest.raises(RuntimeError, match="another number of tokens"):
-        race(
+        race_systems(
             {"ours": Clockwork(), "generate": Short()},
             "fp32",
             Shape(2, 3, 2),
@@ -75,7 +90,7 @@ def test_a_system_that_makes_fewer_tokens_is_an_error():
 
 def test_a_slow_race_ends_early_but_not_before_the_second_repeat():
     turns = Turns(repeats=9, vocabulary=50, limit_s=0.0)
-    assert race({"ours": Clockwork()}, "fp32", Shape(2, 7), turns).first_s == {"ours": [1.0] * 2}
+    assert race_systems({"ours": Clockwork()}, "fp32", Shape(2, 7), turns).first_s == {"ours": [1.0] * 2}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -123,7 +138,7 @@ def test_a_rival_answers_from_its_own_process_and_another_is_skipped_with_its_re
         assert reasons == ["fp32: vllm: ImportError: built for another machine"]
         said = found["ctranslate2"].decode([[3, 4], [5, 6]], 3)
         assert said.tokens == [[4] * 3, [6] * 3]
-        process = found["ctranslate2"].process
+        process = found["ctranslate2"].dialogue.process
     assert process.returncode is not None
 
 

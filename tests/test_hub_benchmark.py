@@ -4,27 +4,24 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from benchmarks.hub_parts import merge as hub_merge
-from benchmarks.hub_parts import push as hub_push
-from benchmarks.hub_parts import shards
-from benchmarks.hub_parts.crowd import ASYNC, Size, crowd, memory
-from benchmarks.hub_parts.many import CrowdedHub
-from benchmarks.hub_parts.parallel import Load, merging
+from benchmarks import hub as hub_benchmark
+from benchmarks.hub import ASYNC, CrowdedHub, Load, Size, crowd, memory, merging
+from benchmarks.programs import push_rates as hub_push
 
 from aedit.async_sgd.journal import Journal
 from aedit.async_sgd.rules import Merged
 
 
 def test_every_timed_round_takes_all_pushes_into_one_version(tmp_path):
-    kind = hub_merge.Kind(text="", codec="e3m0", quorum=4, codec_down="e3m0")
-    layout, journal = hub_merge._layout(20_000), Journal(tmp_path, 1, fsync=False)
-    pushes = list(hub_merge._gradients(20_000, 4))
-    arrived = [hub_merge._stored(journal, "e3m0", x) for x in pushes]
-    hub = hub_merge._founded(kind, layout)
+    kind = hub_benchmark.Kind(text="", codec="e3m0", quorum=4, codec_down="e3m0")
+    layout, journal = hub_benchmark._layout(20_000), Journal(tmp_path, 1, fsync=False)
+    pushes = list(hub_benchmark._gradients(20_000, 4))
+    arrived = [hub_benchmark._stored(journal, "e3m0", x) for x in pushes]
+    hub = hub_benchmark._founded(kind, layout)
     merged = []
     apply = hub.apply
     hub.apply = lambda record, computed: (merged.append((record, computed)), apply(record, computed))
-    hub_merge._round(hub, kind, layout, arrived)
+    hub_benchmark._round(hub, kind, layout, arrived)
     ((record, computed),) = [pair for pair in merged if isinstance(pair[0], Merged)]
     assert [part.node for part in record.parts] == [0, 1, 2, 3]
     assert not computed.ignored
@@ -71,16 +68,17 @@ def test_merges_are_counted_with_and_without_snapshots_beside_them():
 
 
 def test_the_calculated_hubs_own_a_model_of_70_b_parameters_and_share_its_work():
-    sizes = shards.unit_sizes()
+    sizes = hub_benchmark.unit_sizes()
     assert 70.5e9 < sum(sizes) < 70.6e9  # of Llama 3 70B
-    rates = shards.Rates(path_gb_s=0.5, wire_gb_s=2.0)
-    one, many = shards.largest(1, 8, rates), shards.largest(81, 8, rates)
+    rates = hub_benchmark.Rates(path_gb_s=0.5, wire_gb_s=2.0)
+    one, many = hub_benchmark.largest(1, 8, rates), hub_benchmark.largest(81, 8, rates)
     assert one.params == sum(sizes)
     assert many.params == max(sizes)
     params_gb = 1e-9 * sum(sizes)
     wanted = (8 * 2 * params_gb / 2.0, 8 * 4 * params_gb / 0.5, 8 * 4 * params_gb / 2.0)
     assert (one.push_s, one.merge_s, one.pull_s) == pytest.approx(wanted)
     assert one.core_s == pytest.approx(sum(wanted))
-    enough = shards.hubs_for(600.0, 8, rates)
-    assert shards.largest(enough, 8, rates).core_s <= 600.0 < shards.largest(enough - 1, 8, rates).core_s
-    assert shards.hubs_for(1.0, 8, rates) is None
+    enough = hub_benchmark.hubs_for(600.0, 8, rates)
+    fits, fits_not = (hub_benchmark.largest(hubs, 8, rates).core_s for hubs in (enough, enough - 1))
+    assert fits <= 600.0 < fits_not
+    assert hub_benchmark.hubs_for(1.0, 8, rates) is None

@@ -8,10 +8,8 @@ from functools import partial
 import pytest
 import torch
 from benchmarks import idle
-from benchmarks.idle_parts.faults import Node, Suffered
-from benchmarks.idle_parts.foreground import OFF, Arm, Pair, Race, Ratio
-from benchmarks.idle_parts.trainees import FAULTS
-from benchmarks.idle_parts.windows import Harvest, Leaving, Messenger
+from benchmarks.idle import OFF, Arm, Harvest, Leaving, Messenger, Node, Pair, Race, Ratio, Suffered
+from benchmarks.programs.trainees import FAULTS
 
 from aedit.spec_rollout.training import Publication
 
@@ -109,7 +107,7 @@ def test_arms_of_a_turn_wait_as_long_and_step_on_the_same_samples_in_a_random_or
         yield
         told.append(f"{name} ends")
 
-    monkeypatch.setattr("benchmarks.idle_parts.foreground.time.sleep", waits.append)
+    monkeypatch.setattr("benchmarks.idle.time.sleep", waits.append)
     race = Race(Foreground(), (1.0, 2.0))
     arms = {"off": OFF, "on": Arm(partial(window, "on")), "goes on": Arm(partial(window, "all"), True)}
     orders = set()

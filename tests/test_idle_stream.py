@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from benchmarks.idle_parts import trainees
+from benchmarks.programs import trainees
 from kit import trainers
 
 from aedit.spec_rollout.training.idle_stream import StreamTraining

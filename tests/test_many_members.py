@@ -11,7 +11,7 @@ import threading
 
 import numpy as np
 import pytest
-from benchmarks.hub_parts.many import CrowdedHub
+from benchmarks.hub import CrowdedHub
 from kit.hub_machine import World, config, kinds, picture, plan, poison, through_a_file
 
 from aedit.async_sgd.hub import Denied, Hub, frozen, save_state

@@ -1,8 +1,7 @@
 """Tests `python -m benchmarks.peers`: placement over simulated peers, and a small crowd of real ones."""
 
 import pytest
-from benchmarks.peers import QUICK, crowd
-from benchmarks.peers_parts.simulated import Swarm, balance
+from benchmarks.peers import QUICK, Swarm, balance, crowd
 
 
 def test_simulated_peers_move_no_replica_without_need_and_as_many_as_independent_draws_let_expect():

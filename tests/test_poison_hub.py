@@ -9,8 +9,7 @@ import grpc
 import numpy as np
 import psutil
 import pytest
-from benchmarks.poison_parts.attacks import attacks
-from benchmarks.poison_parts.collusion import LIES, Collusion
+from benchmarks.poison import LIES, Collusion, attacks
 from kit.hub_processes import Client, HubProcess, HubRefused, ending, numbers, write_run
 
 from aedit.async_sgd.hub import NodeReport

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from benchmarks import rl_servers
-from benchmarks.rl_servers_parts import faults, paced
-from benchmarks.rl_servers_parts.ledger import Difference, Ledger, difference
-from benchmarks.rl_servers_parts.training import Plan, Trainer, deal, make_policy, reward, step
+from benchmarks.programs import rollout_server
+from benchmarks.programs.rollout_server import make_policy
+from benchmarks.rl_servers import Difference, Ledger, Plan, Trainer, deal, difference, reward, step
 
 from aedit.spec_rollout import Engine
 from aedit.spec_rollout.engine import EngineSource
@@ -30,7 +30,7 @@ class FakeTime:
 
 def spec(**options):
     fields = rl_servers.engine_of(PLAN) | {"options": options}
-    return paced.EngineSpec(**fields | {"arms": tuple(fields["arms"])})
+    return rollout_server.EngineSpec(**fields | {"arms": tuple(fields["arms"])})
 
 
 def generated(engine, prompts):
@@ -40,9 +40,9 @@ def generated(engine, prompts):
 
 def test_a_paced_engine_draws_the_tokens_of_a_plain_one_and_each_step_lasts_as_long(monkeypatch):
     clock, prompts = FakeTime(), deal(PLAN, 0)
-    monkeypatch.setattr(paced, "time", clock)
+    monkeypatch.setattr(rollout_server, "time", clock)
     plain = generated(Engine.of(make_policy(), rows=4, max_tokens=PLAN.max_tokens), prompts)
-    engine = paced.make_paced(spec(step_s=0.25))
+    engine = rollout_server.make_paced(spec(step_s=0.25))
     found = generated(engine, prompts)
     assert [found[key].tokens for key in plain] == [each.tokens for each in plain.values()]
     assert clock.now_s - 100.0 == pytest.approx(0.25 * engine.meters.num_steps)
@@ -105,7 +105,7 @@ MISTAKES = {
 
 def test_the_same_run_on_another_engine_has_the_same_books_and_weights_bit_for_bit(undisturbed):
     other = trained(rows=5)
-    assert rl_servers.Checked("x", other, undisturbed, faults.Done()).is_same
+    assert rl_servers.Checked("x", other, undisturbed, rl_servers.Done()).is_same
     assert other.ledger.asked.total() == PLAN.batches * PLAN.groups * PLAN.group_size
     start = dict(make_policy().named_parameters())
     assert not any(torch.equal(start[name], value) for name, value in other.weights.items())
@@ -120,7 +120,7 @@ def test_one_sample_that_is_lost_repeated_or_other_is_found(undisturbed, mistake
         ledger.add(came, [0.0] * len(came))
         assert (ledger.num_lost, ledger.num_repeated) == (mistake == "lost", mistake == "repeated")
         return
-    run = rl_servers.Checked("x", trained(MISTAKES[mistake]), undisturbed, faults.Done())
+    run = rl_servers.Checked("x", trained(MISTAKES[mistake]), undisturbed, rl_servers.Done())
     assert run.differences[mistake] >= 1
     assert not run.is_same
     assert rl_servers._sameness(run).passed is False

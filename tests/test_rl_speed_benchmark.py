@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from benchmarks import rl_speed
-from benchmarks.idle_parts.foreground import Ratio
-from benchmarks.idle_parts.windows import Harvest
+from benchmarks.idle import Harvest, Ratio
 from benchmarks.policies import Policy
 from benchmarks.rl_speed import NODES, WAYS, Done, Size, Spent, Step, Waited, World, deal, node_of, rewarded
-from benchmarks.rollout_parts.same import Same
+from benchmarks.rollout import Same
 
 from aedit.launch.data import ByteTokenizer
 from aedit.spec_rollout.sampling import Rollout

@@ -11,25 +11,34 @@ import pytest
 import torch
 from benchmarks import rollout
 from benchmarks.policies import Policy, new_model
-from benchmarks.rollout_parts.bars import bars
-from benchmarks.rollout_parts.cells import OFF, Cell, Spoken
-from benchmarks.rollout_parts.drain import drains, tail
-from benchmarks.rollout_parts.same import Same, gap
-from benchmarks.rollout_parts.stream import (
+from benchmarks.rollout import (
     ADAPTIVE,
     AGAIN,
     FIXED,
+    OURS,
     PLAIN,
     RANDOM,
+    THEIRS,
     Cast,
+    Cell,
     Contestant,
+    Foretold,
+    Same,
+    Scores,
+    Spoken,
+    Theirs,
+    Watched,
+    bars,
     contestants,
+    drains,
+    gap,
     race,
     random_layer,
     stream,
+    tail,
+    without_stop,
 )
-from benchmarks.rollout_parts.theirs import OURS, THEIRS, Theirs, without_stop
-from benchmarks.rollout_parts.watch import Foretold, Scores, Watched
+from benchmarks.rollout import NO_DRAFT as OFF
 from transformers import LlamaForCausalLM
 
 from aedit.spec_rollout.choose import EngineView, Goodput, StepObservation, score_bins
@@ -248,7 +257,7 @@ def test_a_calibration_error_is_the_mean_over_bins():
 
 
 def test_a_drain_ends_with_the_same_tokens(cast, monkeypatch):
-    monkeypatch.setattr("benchmarks.rollout_parts.drain.MAX_TOKENS", 150)
+    monkeypatch.setattr("benchmarks.rollout.DRAIN_TOKENS", 150)
     found = drains(cast, 3, 2, 1.0)
     assert [len(drain.lengths) for drain in found] == [3, 3]
     assert found[0].lengths != found[1].lengths

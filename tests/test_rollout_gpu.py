@@ -7,11 +7,10 @@ import torch
 from benchmarks import rollout_gpu
 from benchmarks.kit.policy_drafter import Recipe
 from benchmarks.policies import Policy
-from benchmarks.rollout_parts import gpu_decode as decoding
-from benchmarks.rollout_parts.cells import Size
+from benchmarks.rollout import Size
 
 CPU = torch.device("cpu")
-TINY = decoding.QWEN3_600M | {
+TINY = rollout_gpu.QWEN3_600M | {
     "vocab_size": 257,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -20,7 +19,7 @@ TINY = decoding.QWEN3_600M | {
     "num_key_value_heads": 1,
     "head_dim": 16,
 }
-SHORT = decoding.Length(prompt=8, new=6, repeats=2, copied_bytes=1 << 20)
+SHORT = rollout_gpu.Length(prompt=8, new=6, repeats=2, copied_bytes=1 << 20)
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
@@ -31,7 +30,7 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def decoded():
-    return decoding.decode(decoding.random_model(TINY, CPU), SHORT)
+    return rollout_gpu.decode(rollout_gpu.random_model(TINY, CPU), SHORT)
 
 
 def test_every_contestant_decodes_and_the_bound_is_all_bytes_over_the_copy_speed(decoded):
@@ -51,7 +50,7 @@ def test_every_contestant_decodes_and_the_bound_is_all_bytes_over_the_copy_speed
 @pytest.mark.parametrize(("share", "passed"), [(0.61, True), (0.59, False)])
 def test_the_bar_is_three_fifths_of_the_bound(decoded, share, passed):
     rates = dict.fromkeys(decoded.rates, (share * decoded.most,) * 3)
-    bar, steady = decoding.report(replace(decoded, rates=rates), quick=False).bars
+    bar, steady = rollout_gpu.report(replace(decoded, rates=rates), quick=False).bars
     assert (bar.passed, steady.passed) == (passed, True)
     assert bar.text == f"captured graphs: {100 * share:.1f} % of the bandwidth bound, bar 60 %"
 

@@ -7,12 +7,9 @@ from dataclasses import replace
 
 import pytest
 from benchmarks import serve
-from benchmarks.serve_parts import tables
-from benchmarks.serve_parts.attackers import KINDS, Attack, Attacker
-from benchmarks.serve_parts.load import Clients, Load, Seen, prompt_of
-from benchmarks.serve_parts.phases import Attacked, Memory, Overload
-from benchmarks.serve_parts.race import Turns
-from benchmarks.serve_parts.servers import OURS, TRANSFORMERS
+from benchmarks.programs.serve_attackers import KINDS, Attack, Attacker
+from benchmarks.programs.serve_load import Clients, Load, Seen, prompt_of
+from benchmarks.serve import OURS, TRANSFORMERS, Attacked, Memory, Overload, Turns
 
 LOAD = Load(
     url="", model="m", clients=2, seconds=60.0, vocabulary=50, prompt=(2, 4), max_tokens=3, most_requests=4
@@ -174,8 +171,8 @@ def verdicts(report):
 def test_an_overload_passes_if_all_refusals_tell_a_wait_and_the_goodput_stays(during, after, expected):
     busy = replace(FAST, **{"refused": 2, "waits_s": [1.0, 1.0], **during})
     seen = Overload(FAST, busy, replace(FAST, **after))
-    assert verdicts(tables.overload_report(seen, (), False)) == expected
-    quick = verdicts(tables.overload_report(seen, (), True))
+    assert verdicts(serve.overload_report(seen, (), False)) == expected
+    quick = verdicts(serve.overload_report(seen, (), True))
     assert quick == [*expected[:2], None, None]
 
 
@@ -183,9 +180,9 @@ def test_memory_grows_by_what_a_line_through_the_second_half_says():
     at = tuple(range(0, 1001, 100))
     grows = Memory(1000, 0, (), at, tuple(10**7 + 2000 * n for n in at))
     assert grows.slope_bytes() == pytest.approx(2000)
-    assert verdicts(tables.memory_report(grows, (), False)) == [True, False]
+    assert verdicts(serve.memory_report(grows, (), False)) == [True, False]
     settles = Memory(1000, 0, (), at, tuple(10**7 + 2000 * min(n, 300) for n in at))
-    assert verdicts(tables.memory_report(settles, (), False)) == [True, True]
+    assert verdicts(serve.memory_report(settles, (), False)) == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -201,7 +198,7 @@ def test_memory_grows_by_what_a_line_through_the_second_half_says():
 )
 def test_attackers_are_borne_if_answers_are_equal_and_not_late(attacked, statuses, expected):
     result = Attacked([FAST], [replace(FAST, **attacked)], statuses, 3)
-    assert verdicts(tables.attacks_report({"slow": result}, (), False)) == expected
+    assert verdicts(serve.attacks_report({"slow": result}, (), False)) == expected
 
 
 def test_a_race_passes_against_transformers_by_the_median_of_the_ratios_of_turns():
@@ -210,11 +207,11 @@ def test_a_race_passes_against_transformers_by_the_median_of_the_ratios_of_turns
         (OURS, 8): Turns([FAST, FAST, slow]),
         (TRANSFORMERS, 8): Turns([slow, slow, replace(slow, tokens=800)]),
     }
-    report = tables.race_report(found, {OURS: (8, 8), TRANSFORMERS: (7, 8)}, (), False)
+    report = serve.race_report(found, {OURS: (8, 8), TRANSFORMERS: (7, 8)}, (), False)
     assert verdicts(report) == [True, None, True, True]
     assert report.rows[1][3].startswith("2.50 ")
     assert report.rows[0][4:8] == ("100", "100", "10", "10")
-    assert verdicts(tables.race_report(found, {OURS: (7, 8)}, (), True)) == [False, True, None]
+    assert verdicts(serve.race_report(found, {OURS: (7, 8)}, (), True)) == [False, True, None]
 
 
 @pytest.mark.slow

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 from benchmarks import swarm
-from benchmarks.swarm import AVERAGES, PARTS, Race, toml
-from benchmarks.swarm_parts.optimizer_peer import Counter, OuterStep, Story
-from benchmarks.swarm_parts.outcome import Outcome, PeerOutcome
+from benchmarks.programs.optimizer_peer import Counter, OuterStep, PeerOutcome, Story
+from benchmarks.swarm import AVERAGES, PARTS, Outcome, Race, toml
 from kit.waiting import until
 
 from aedit.async_sgd.rules import OuterConfig

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from benchmarks.rollout_parts.same import Same
+from benchmarks.rollout import Same
 from benchmarks.tail import WAYS, Batch, Node, PacedTarget, Plan, Times, Way, World, deal, measure, report
 from kit.rollouts import Stubborn, tiny_policy
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from benchmarks.idle_parts import trainees
+from benchmarks.programs import trainees
 from kit import trainers
 
 from aedit.spec_rollout.training import Restarts

@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from benchmarks.idle_parts import trainees
+from benchmarks.programs import trainees
 
 from aedit.spec_rollout.training import SlotLayout, TrainerMemory
 from aedit.spec_rollout.training.trainer_loop import AsyncCheckpoint, TrainerLoop

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from benchmarks.idle_parts import trainees
+from benchmarks.programs import trainees
 from kit import trainers
 from kit.deferred import node
 from kit.nodes import in_threads, tower

@@ -2,6 +2,7 @@
 
 import json
 import os
+import selectors
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from benchmarks.kit.netns import Place
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
-STARTS_WITHIN_S, ENDS_WITHIN_S = 120.0, 300.0
+STARTS_WITHIN_S, ENDS_WITHIN_S, ANSWERS_WITHIN_S = 120.0, 300.0, 600.0
 
 
 def until(is_so: Callable[[], object], what: str, limit_s: float = 60.0) -> None:
@@ -61,6 +62,53 @@ def end(processes: "Iterable[subprocess.Popen[str]]") -> None:
         process.wait(10)
 
 
+class Dialogue:
+    """A program that answers lines with lines."""
+
+    def __init__(self, process: "subprocess.Popen[str]", name: str) -> None:
+        """Set up a dialogue with a process whose input and output are pipes; name: of it, in messages."""
+        self.process, self.name = process, name
+
+    @classmethod
+    def start(cls, module: str, *words: str, place: Place | None = None, **options: Any) -> "Dialogue":
+        """Start `python -m module words`, as `start` does."""
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        return cls(start(module, *words, place=place, **pipes, **options), module)
+
+    def say(self, line: str = "") -> None:
+        """Send a line."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+
+    def read(self, limit_s: float = ANSWERS_WITHIN_S) -> str:
+        """Return its next line. Raises TimeoutError after `limit_s`, and RuntimeError if it has ended."""
+        assert self.process.stdout is not None
+        with selectors.DefaultSelector() as ready:
+            ready.register(self.process.stdout, selectors.EVENT_READ)
+            if not ready.select(limit_s):
+                raise TimeoutError(f"{self.name}: no answer within {limit_s:g} s")
+        if not (line := self.process.stdout.readline()):
+            raise RuntimeError(f"{self.name} has ended: its error is above")
+        return line.rstrip("\n")
+
+    def ask(self, line: str, limit_s: float = ANSWERS_WITHIN_S) -> Any:
+        """Send a line and return the answer, which is JSON."""
+        self.say(line)
+        return json.loads(self.read(limit_s))
+
+    def finish(self, limit_s: float) -> None:
+        """Close its input and wait for its end."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(limit_s)
+
+    def await_ready(self, limit_s: float = ANSWERS_WITHIN_S) -> None:
+        """Wait for the line "ready". Raises RuntimeError if another one comes."""
+        if (line := self.read(limit_s)) != "ready":
+            raise RuntimeError(f"{self.name} did not become ready: {line!r}")
+
+
 def start_hub(
     toml: Path, log: IO[Any], place: Place | None = None
 ) -> "tuple[subprocess.Popen[str], str, float]":
@@ -90,6 +138,12 @@ class HubProcess:
     pid: int
 
 
+def last_line(log: Path) -> str:
+    """Return the last line of a log, for messages."""
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1].strip()[:300] if lines else "its log is empty"
+
+
 @contextmanager
 def hub(directory: Path, toml: str, place: Place | None = None) -> Iterator[HubProcess]:
     """Run `aedit hub` with the configuration `toml`; it is gone afterwards."""
@@ -116,19 +170,16 @@ def run_jobs(
     together. meanwhile: called when they have begun. No process is left, whatever happens.
     """
     at = places or [None] * len(jobs)
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    dialogues: list[Dialogue] = []
     processes: list[subprocess.Popen[str]] = []
     try:
         for job, place in zip(jobs, at, strict=True):
-            processes.append(start(module, json.dumps(asdict(job)), place=place, **pipes))
-        for process in processes:
-            assert process.stdout is not None
-            if process.stdout.readline() != "ready\n":
-                raise RuntimeError(f"{module} did not become ready: its error is above")
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.write("\n")
-            process.stdin.flush()
+            dialogues.append(Dialogue.start(module, json.dumps(asdict(job)), place=place))
+            processes.append(dialogues[-1].process)
+        for dialogue in dialogues:
+            dialogue.await_ready()
+        for dialogue in dialogues:
+            dialogue.say()
         meanwhile(processes)
         told = []
         for process in processes:

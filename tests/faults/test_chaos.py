@@ -13,12 +13,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from benchmarks.chaos import Plan, tell
-from benchmarks.chaos_parts import failover, swarm, swarm_tables
-from benchmarks.chaos_parts.books import attempts, expected, owed
-from benchmarks.chaos_parts.history import history_of, keep, leaders, read
-from benchmarks.chaos_parts.swarm_faults import _kill_tables, fault_plan
-from benchmarks.chaos_parts.swarm_peers import SwarmPeer
-from benchmarks.chaos_parts.swarm_tables import Tables, machines_with_tables
+from benchmarks.chaos_parts import failover, swarm
+from benchmarks.chaos_parts.accounts import attempts, expected, history_of, keep, leaders, owed, read
+from benchmarks.chaos_parts.swarm import SwarmPeer, Tables, _kill_tables, fault_plan, machines_with_tables
 from benchmarks.kit import netns
 from benchmarks.kit.paced_node import PacedNode
 from test_journal import Book
@@ -123,7 +120,7 @@ def machine(tmp_path, name, pid=7):
 
 def test_a_table_is_back_once_its_machine_says_so_and_has_its_processes(tmp_path, monkeypatch):
     running = []
-    monkeypatch.setattr(swarm_tables, "table_processes", lambda peer: running)
+    monkeypatch.setattr(swarm, "table_processes", lambda peer: running)
     peer, other = machine(tmp_path, "1"), machine(tmp_path, "2", pid=8)
     tables, both = Tables(), [peer, other]
     peer.log.write_text("the hash table is back after 2.0 s")
@@ -148,12 +145,12 @@ def test_a_table_that_was_away_while_a_machine_failed_says_nothing_about_the_tim
 ):
     peer, other = machine(tmp_path, "1"), machine(tmp_path, "2")
     tables = Tables()
-    monkeypatch.setattr(swarm_tables, "table_processes", lambda peer: [])
+    monkeypatch.setattr(swarm, "table_processes", lambda peer: [])
     tables.kill([peer])
     other.is_away = True
     tables.look([peer, other])
     other.is_away = False
-    monkeypatch.setattr(swarm_tables, "table_processes", lambda peer: [None])
+    monkeypatch.setattr(swarm, "table_processes", lambda peer: [None])
     peer.log.write_text("the hash table is back after 40.0 s")
     tables.look([peer, other])
     assert tables.open() == tables.lasted_s == []

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from benchmarks.chaos_parts import answers, swarm_partition
-from benchmarks.chaos_parts.partition_loss import PartsLink, Wires
+from benchmarks.chaos_parts import accounts, swarm_partition
 from benchmarks.chaos_parts.swarm import mistakes
+from benchmarks.chaos_parts.swarm_partition import PartsLink, Wires
 from benchmarks.kit import netns
 from kit.hub_machine import AVERAGE, config, plan
 
@@ -19,11 +19,11 @@ def seen(unit, version, sha256):
 
 def test_two_answers_under_one_version_are_found_and_one_that_the_history_has_not():
     told = {(0, 2): "a", (0, 3): "b"}
-    assert answers.conflicts(answers.received([[seen(0, 2, "a")], [seen(0, 3, "b")]], range(1)), told) == 0
-    twice = answers.received([[seen(0, 2, "a"), seen(1, 9, "z")], [seen(0, 2, "c")]], range(1))
+    assert accounts.conflicts(accounts.received([[seen(0, 2, "a")], [seen(0, 3, "b")]], range(1)), told) == 0
+    twice = accounts.received([[seen(0, 2, "a"), seen(1, 9, "z")], [seen(0, 2, "c")]], range(1))
     assert twice == {(0, 2): {"a", "c"}}
-    assert answers.conflicts(twice, told) == 1
-    assert answers.conflicts(answers.received([[seen(0, 4, "d")]], range(1)), told) == 1
+    assert accounts.conflicts(twice, told) == 1
+    assert accounts.conflicts(accounts.received([[seen(0, 4, "d")]], range(1)), told) == 1
 
 
 LAYOUT = Layout(tuple(UnitLayout(f"u{i}", (TensorLayout("w", (4,)),)) for i in range(3)))

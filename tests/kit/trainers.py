@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from benchmarks.idle_parts import trainees
+from benchmarks.programs import trainees
 
 from aedit.spec_rollout.training import DrafterTraining, IdleConfig, Restarts
 
