@@ -22,7 +22,7 @@ from aedit.edit.schedule import Notes
 from aedit.edit.shards import Shards
 from aedit.edit.units import SyncUnit
 from aedit.proto.dht import AveragedRound, Averager
-from aedit.proto.transports import Pending, Rows, Then
+from aedit.proto.transports import Pending, Rows, then
 from aedit.types import Round
 
 LEAVE_S = 8.0
@@ -135,7 +135,7 @@ class AveragingExchange:
         """Return the next anchor of unit `i`, there once the round has ended."""
         if not self._asks:
             return Immediate(lambda: self.store.read(i)[0])
-        return Then(Polled(partial(self.averager.outcome, self._round)), lambda end: self._next(i, end))
+        return then(Polled(partial(self.averager.outcome, self._round)), lambda end: self._next(i, end))
 
     @torch.no_grad()
     def _next(self, i: int, end: AveragedRound) -> Tensor:

@@ -36,7 +36,7 @@ from aedit.edit.schedule import Notes
 from aedit.edit.shards import Shards
 from aedit.edit.tensors import digest, halves
 from aedit.edit.units import SyncUnit, UnitSteps
-from aedit.proto.transports import Mean, Pending, Rows, Then, Transport
+from aedit.proto.transports import Mean, Pending, Rows, Transport, then
 from aedit.types import Round, checked
 
 
@@ -159,7 +159,7 @@ class MeanExchange:
 
     def average(self, name: str, value: Tensor, weight: Tensor) -> Pending[Tensor]:
         """Return the weighted mean over nodes of an fp32 vector."""
-        return Then(self.channel.weighted_mean(name, value, weight), lambda mean: mean.value)
+        return then(self.channel.weighted_mean(name, value, weight), lambda mean: mean.value)
 
     def rows(self, key: str, row: Tensor) -> Pending[Rows]:
         """Return one small float64 row per node."""
@@ -188,7 +188,7 @@ class MeanExchange:
         self.history = learned_only(history, self.history, [i for i in at if i not in apart])
         head = [self.own_steps, leaving, *self._digest(units)]
         row = torch.cat([torch.tensor(head, dtype=torch.float64), believed_L[at], self.steps_L[at]])
-        return Then(self.channel.gather(f"{round.id}/open", row), self._weigh)
+        return then(self.channel.gather(f"{round.id}/open", row), self._weigh)
 
     def _weigh(self, rows: Rows) -> RoundOutcome:
         assert self._open is not None
@@ -252,7 +252,7 @@ class MeanExchange:
         mean = self.channel.weighted_mean(f"{outcome.round.id}/{self.units[i].name}", value, weight)
         # The last round takes the mean as it is: no inner step follows to correct an overshoot.
         outer = Average() if outcome.all_leaving else self._outer_of(i)
-        return Then(mean, lambda mean: self._step(i, mean, outer))
+        return then(mean, lambda mean: self._step(i, mean, outer))
 
     @torch.no_grad()
     def _step(self, i: int, mean: Mean, outer: OuterOptimizer) -> Tensor:

@@ -14,7 +14,7 @@ from aedit.lazy import exports
 if TYPE_CHECKING:
     from aedit.proto.transports.c10d import TorchTransport
     from aedit.proto.transports.memory import MemoryWorld, VirtualTransport
-    from aedit.proto.transports.transport import Mean, PeersMissing, Pending, Rows, Then, Transport
+    from aedit.proto.transports.transport import Mean, PeersMissing, Pending, Rows, Transport, then
 
 __all__ = [
     "Mean",
@@ -22,10 +22,10 @@ __all__ = [
     "PeersMissing",
     "Pending",
     "Rows",
-    "Then",
     "TorchTransport",
     "Transport",
     "VirtualTransport",
+    "then",
 ]
 
 if not TYPE_CHECKING:  # so that type checkers know which names there are

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from aedit.proto.transports.transport import ChannelNames, Mean, PeersMissing, Rows
+from aedit.proto.transports.transport import ChannelNames, Mean, Once, PeersMissing, Rows
 from aedit.types import PositiveFloat, checked
 
 T = TypeVar("T")
@@ -27,27 +27,6 @@ T = TypeVar("T")
 LIMIT_S = 1800.0
 """Least time that a collective may be under way. A node that lands on arrival sends long before it waits, so
 that `timeout_s` of a wait may be less."""
-
-
-class _Collective(Generic[T]):
-    def __init__(self, key: str, work: dist.Work, timeout_s: float, read: Callable[[], T]) -> None:
-        self._key, self._work, self._timeout_s, self._read = key, work, timeout_s, read
-        self._answer: list[T] = []
-
-    def done(self) -> bool:
-        return self._work.is_completed()
-
-    def result(self) -> T:
-        if not self._answer:
-            try:
-                self._work.wait(timedelta(seconds=self._timeout_s))
-            except RuntimeError as error:  # what c10d raises for a dead peer as well as for a passed deadline
-                reason = str(error).splitlines()[0]
-                raise PeersMissing(
-                    f"{self._key}: waited up to {self._timeout_s:g} s for the other nodes: {reason}"
-                ) from error
-            self._answer.append(self._read())
-        return self._answer[0]
 
 
 @checked()
@@ -138,18 +117,24 @@ class TorchTransport:
         """See `Transport.bytes_sent`."""
         return self._bytes_sent + sum(channel.bytes_sent for channel in self._channels)
 
-    def gather(self, key: str, row: Tensor) -> _Collective[Rows]:
+    def gather(self, key: str, row: Tensor) -> Once[Rows]:
         """See `Transport.gather`."""
         mine = row.detach().to(self._device, torch.float64, copy=True)
         rows = mine.new_empty(self._size, mine.numel())
         work = self._group(mine).allgather([list(rows)], [mine])
         return self._under_way(key, work, mine, lambda: Rows(rows.cpu(), self._rank))
 
-    def weighted_mean(self, key: str, value: Tensor, weight: float | Tensor) -> _Collective[Mean]:
+    def weighted_mean(self, key: str, value: Tensor, weight: float | Tensor) -> Once[Mean]:
         """See `Transport.weighted_mean`."""
         # The weight rides behind its value: one collective, not two.
         packed = value.new_empty(value.numel() + 1)
-        _weigh(value.detach().reshape(-1), weight, out=packed[:-1])
+        flat, weighted = value.detach().reshape(-1), packed[:-1]
+        if isinstance(weight, Tensor):  # on its device: nothing is waited for
+            weighted.copy_(torch.where(weight > 0, flat * weight, 0.0))
+        elif weight > 0:
+            torch.mul(flat, weight, out=weighted)
+        else:  # not 0 * nan, which would be nan
+            weighted.zero_()
         packed[-1] = weight
         work = self._group(packed).allreduce([packed])
 
@@ -172,9 +157,20 @@ class TorchTransport:
         if not self._groups:
             raise ValueError("this TorchTransport is closed: close it after the last `with sync:` block")
 
-    def _under_way(self, key: str, work: dist.Work, sent: Tensor, read: Callable[[], T]) -> _Collective[T]:
+    def _under_way(self, key: str, work: dist.Work, sent: Tensor, read: Callable[[], T]) -> Once[T]:
         self._bytes_sent += sent.numel() * sent.element_size()
-        return _Collective(self._prefix + key, work, self.timeout_s, read)
+
+        def answer() -> T:
+            try:
+                work.wait(timedelta(seconds=self.timeout_s))
+            except RuntimeError as error:  # what c10d raises for a dead peer as well as for a passed deadline
+                reason = str(error).splitlines()[0]
+                raise PeersMissing(
+                    f"{self._prefix}{key}: waited up to {self.timeout_s:g} s for the other nodes: {reason}"
+                ) from error
+            return read()
+
+        return Once(work.is_completed, answer)
 
     def post(self, key: str, text: str) -> None:
         """See `Transport.post`."""
@@ -211,16 +207,6 @@ def _backends(group: dist.ProcessGroup | None) -> dict[str, str]:
             'group made by torch.distributed.new_group(backend="gloo")'
         )
     return used
-
-
-def _weigh(value: Tensor, weight: float | Tensor, out: Tensor) -> None:
-    """Write weight * value, but zeros for weight 0, where 0 * nan would be nan."""
-    if isinstance(weight, Tensor):  # on its device: nothing is waited for
-        out.copy_(torch.where(weight > 0, value * weight, 0.0))
-    elif weight > 0:
-        torch.mul(value, weight, out=out)
-    else:
-        out.zero_()
 
 
 _WAIT = timedelta(hours=1)

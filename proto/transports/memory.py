@@ -5,13 +5,13 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Condition
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from aedit.clock import Turns
-from aedit.proto.transports.transport import ChannelNames, Mean, Pending, Rows
+from aedit.proto.transports.transport import ChannelNames, Mean, Once, Pending, Rows
 from aedit.types import PositiveFloat, PositiveInt, checked
 
 T = TypeVar("T")
@@ -53,7 +53,10 @@ class MemoryWorld:
             if meeting.closed:
                 meeting.late.add(node)
             else:
-                _check_shape(key, value, meeting.given)
+                for other, (theirs, _) in meeting.given.items():
+                    if theirs.shape != value.shape:
+                        shapes = f"{tuple(value.shape)}, where node {other} has brought {tuple(theirs.shape)}"
+                        raise ValueError(f"{key}: shape {shapes}")
                 meeting.given[node] = (value, weight)
             self._close_complete()
             return meeting
@@ -100,29 +103,6 @@ class MemoryWorld:
             if meeting.closed and self._members <= meeting.given.keys() | meeting.late:
                 del self._meetings[key]
         self._changed.notify_all()
-
-
-def _check_shape(key: str, value: Tensor, given: dict[int, tuple[Tensor, float]]) -> None:
-    for node, (other, _) in given.items():
-        if other.shape != value.shape:
-            theirs, ours = tuple(other.shape), tuple(value.shape)
-            raise ValueError(f"{key}: shape {ours}, where node {node} has brought {theirs}")
-
-
-class _Answer(Generic[T]):
-    def __init__(self, world: MemoryWorld, meeting: _Meeting, read: Callable[[_Meeting], T]) -> None:
-        self._world, self._meeting, self._read = world, meeting, read
-        self._deadline = time.monotonic() + world.timeout_s
-        self._answer: list[T] = []
-
-    def done(self) -> bool:
-        return self._meeting.closed
-
-    def result(self) -> T:
-        if not self._answer:
-            self._world.wait(self._meeting, self._deadline)
-            self._answer.append(self._read(self._meeting))
-        return self._answer[0]
 
 
 class MemoryTransport:
@@ -173,7 +153,14 @@ class MemoryTransport:
 
     def _give(self, key: str, value: Tensor, weight: float, read: Callable[[_Meeting], T]) -> Pending[T]:
         self._bytes_sent += value.numel() * value.element_size()
-        return _Answer(self.world, self.world.give(self.node, self.prefix + key, value, weight), read)
+        meeting = self.world.give(self.node, self.prefix + key, value, weight)
+        deadline = time.monotonic() + self.world.timeout_s
+
+        def answer() -> T:
+            self.world.wait(meeting, deadline)
+            return read(meeting)
+
+        return Once(lambda: meeting.closed, answer)
 
     def post(self, key: str, text: str) -> None:
         """See `Transport.post`."""
@@ -206,17 +193,10 @@ class VirtualTransport(MemoryTransport):
     def _give(self, key: str, value: Tensor, weight: float, read: Callable[[_Meeting], T]) -> Pending[T]:
         pending = super()._give(key, value, weight, read)
         self.turns.give(self.node, self.prefix + key)
-        return _Turned(self, self.prefix + key, pending)
 
+        def answer() -> T:
+            if not pending.done():
+                self.turns.wait(self.node, self.prefix + key, pending.done)
+            return pending.result()
 
-class _Turned(Generic[T]):
-    def __init__(self, transport: VirtualTransport, key: str, pending: Pending[T]) -> None:
-        self._transport, self._key, self._pending = transport, key, pending
-
-    def done(self) -> bool:
-        return self._pending.done()
-
-    def result(self) -> T:
-        if not self._pending.done():
-            self._transport.turns.wait(self._transport.node, self._key, self._pending.done)
-        return self._pending.result()
+        return Once(pending.done, answer)

@@ -31,23 +31,28 @@ class Pending(Protocol[T_co]):
         """Wait for the answer and return it. Raises `PeersMissing` at the deadline. May be called again."""
 
 
-class Then(Generic[S, T]):
-    """`Pending` whose answer is computed once, by the thread that asks, from that of another one."""
+class Once(Generic[T]):
+    """`Pending` whose answer is computed once, by the thread that asks first."""
 
-    def __init__(self, pending: Pending[S], convert: Callable[[S], T]) -> None:
-        self._pending = pending
-        self._convert = convert
+    def __init__(self, is_done: Callable[[], bool], compute: Callable[[], T]) -> None:
+        """Create it. compute: waits and returns the answer; without a wait once `is_done` is true."""
+        self._is_done, self._compute = is_done, compute
         self._answer: list[T] = []
 
     def done(self) -> bool:
         """See `Pending.done`."""
-        return bool(self._answer) or self._pending.done()
+        return bool(self._answer) or self._is_done()
 
     def result(self) -> T:
         """See `Pending.result`."""
         if not self._answer:
-            self._answer.append(self._convert(self._pending.result()))
+            self._answer.append(self._compute())
         return self._answer[0]
+
+
+def then(pending: Pending[S], convert: Callable[[S], T]) -> Once[T]:
+    """Return a `Pending` whose answer is computed from that of another one."""
+    return Once(pending.done, lambda: convert(pending.result()))
 
 
 @checked()
