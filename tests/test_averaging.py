@@ -111,7 +111,7 @@ def test_peers_that_were_known_before_are_asked_in_every_second_attempt(tmp_path
     first = MADDR.replace("/7/", "/8/")
     with closing(played(tmp_path, "ask()", initial_peers=(first,))) as averager:
         assert averager._initial_peers() == [first, MADDR]
-        averager._process.failures = 1
+        averager.failures = 1
         assert averager._initial_peers() == [first]
 
 

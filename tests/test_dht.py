@@ -272,7 +272,7 @@ def test_nodes_that_are_not_there_are_named_and_asked_again():
     with closing(dht(dead)) as discovery:
         until(lambda: "Daemon failed to start" in discovery.state, "the reason", limit_s=START_S)
         before = discovery.state.partition(":")[0]
-        until(lambda: discovery._process.failures > 1, "another try", limit_s=START_S)
+        until(lambda: discovery.failures > 1, "another try", limit_s=START_S)
         assert discovery.state.startswith(before)  # since when has not changed
 
 
@@ -311,7 +311,7 @@ def test_whatever_the_process_does_the_caller_is_told_and_not_held_up(program, n
         discovery.announce(data_of(key_of(1)))
         assert discovery.found() in ((), (b"a",))
         before = discovery.state[:45]
-        until(lambda: discovery._process.failures >= 1, "the end of the try")
+        until(lambda: discovery.failures >= 1, "the end of the try")
         assert discovery.state[:45] == before
 
 

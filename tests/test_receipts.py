@@ -240,7 +240,7 @@ def test_a_node_shows_the_newest_receipt_and_its_numbers():
     membership = Membership(0, plan, lambda address: hub)
     membership.known = lambda: pb.Claim(seqs=[4], versions=[2])
     for _ in range(4):
-        membership._turn(_Owner())
+        membership.turn(_Owner())
     assert [(claim.receipt.segment, claim.receipt.offset) for claim in hub.shown] == [
         (0, 0),
         (1, 9),
@@ -256,7 +256,7 @@ def test_a_node_that_has_left_sends_no_heartbeat_that_would_join_it_again():
     hub = _FakeHub([pb.Receipt()])
     plan = AgentPlan(addresses=("127.0.0.1:1",), name="a", run="r", version="0", units=(), num_samples=1)
     membership = Membership(0, plan, lambda address: hub)
-    membership._turn(_Owner())
+    membership.turn(_Owner())
     membership.leave([])
     membership.run(_Owner())  # the thread's next round; the hub has no answer for it
     assert hub.left == [membership.who()]
@@ -266,7 +266,7 @@ def test_a_call_that_was_made_before_the_node_joined_again_does_not_make_it_join
     hub = _FakeHub([pb.Receipt()])
     plan = AgentPlan(addresses=("127.0.0.1:1",), name="a", run="r", version="0", units=(), num_samples=1)
     membership = Membership(0, plan, lambda address: hub)
-    membership._turn(_Owner())
+    membership.turn(_Owner())
     late = HubRefused(grpc.StatusCode.NOT_FOUND, "a has joined again since")
     membership.refused(late, membership.who().session + 1)
     assert membership.wait(0.0)

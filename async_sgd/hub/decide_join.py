@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from aedit.async_sgd.hub.members import CERTIFIED, Member
-from aedit.async_sgd.hub.pool import Block
 from aedit.async_sgd.hub.state import Denied, HubState
 from aedit.async_sgd.rules import Founded, HubConfig, Joined, Leased, Left, Record
 from aedit.types import Layout, model_sha256
@@ -65,7 +64,10 @@ def joining(state: HubState, joiner: Joiner, config: HubConfig, elapsed_s: float
         raise Denied("excluded", f"{joiner.name} was excluded: {member.gone}")
     if len(state.live) - (node in state.live) >= config.limits.nodes:
         raise Denied("full", f"this hub takes {config.limits.nodes} nodes (hub.limits.nodes)")
-    same = member is not None and _is_same(member, joiner)
+    same = member is not None and (  # the process that was a member before
+        (joiner.process != 0 and member.process == joiner.process)
+        or (joiner.session != 0 and member.session == joiner.session)
+    )
     if member is None:
         _check_origin(state, joiner)
     else:
@@ -73,7 +75,12 @@ def joining(state: HubState, joiner: Joiner, config: HubConfig, elapsed_s: float
     if member and member.live and not same:
         decided.append(Left(node, "another process of this node has joined"))
     if member and not member.live and same:
-        decided += [Leased(node, start, end) for start, end in _still_free(state, node)]
+        decided += [
+            Leased(node, max(start, first), min(end, last))
+            for start, end in state.lost.get(node, [])
+            for first, last in state.pool.returned  # what is still free of it
+            if max(start, first) < min(end, last)
+        ]
     session = joiner.new_session or state.sessions + 1
     proofs = (joiner.process, joiner.proof, joiner.origin, joiner.voter)
     return [*decided, Joined(joiner.name, node, session, joiner.donor, elapsed_s, *proofs)]
@@ -112,12 +119,6 @@ def _check_origin(state: HubState, joiner: Joiner) -> None:
             f"{joiner.origin} has taken {len(known)} names in this run (hub.limits.names): give each node"
             " keys of its own, or come back under one of these names",
         )
-
-
-def _is_same(member: Member, joiner: Joiner) -> bool:
-    """Return whether it is the process that was a member before."""
-    is_known = joiner.process != 0 and member.process == joiner.process
-    return is_known or (joiner.session != 0 and member.session == joiner.session)
 
 
 def _new_index(state: HubState, prefers: int | None, config: HubConfig) -> int:
@@ -159,15 +160,6 @@ def _difference(here: Layout, there: Layout) -> str:
         if len(ours.tensors) != len(theirs.tensors):
             return f"{len(theirs.tensors)} parameters in {ours.name}, {len(ours.tensors)} in this run"
     return f"{len(there.units)} units, {len(here.units)} in this run"
-
-
-def _still_free(state: HubState, node: int) -> list[Block]:
-    blocks = []
-    for start, end in state.lost.get(node, []):
-        for first, last in state.pool.returned:
-            if max(start, first) < min(end, last):
-                blocks.append((max(start, first), min(end, last)))
-    return blocks
 
 
 def check_model(state: HubState, described: Founded, config: HubConfig) -> Founded:

@@ -60,7 +60,11 @@ class Hub:
         self.plan, self.config = plan, plan.hub
         outer, clip = make_outer(plan.outer), plan.penalty.clip
         self.rule = AdvanceRule(outer, plan.hub.merge, clip, quantiser, plan.hub.merge_cut)
-        self.rules = outer_step.own_rules(plan.rules, quantiser)
+        self.rules = {
+            name: AdvanceRule(make_outer(rule.outer), "mean", None, quantiser)
+            for name, rule in plan.rules.items()
+        }
+        """Rules of units that are trained apart from the model, by name."""
         self.state = HubState(part=plan.part, has_parent=bool(plan.hub.parent), apart=frozenset(plan.rules))
         self.state.awaits_all = plan.hub.quorum == "all"
         self.clocks, self.recovery_anchors = Clocks(), RecoveryAnchors(lambda: self.state, plan.hub.expire_s)
@@ -133,8 +137,10 @@ class Hub:
         timeouts = self._member_timeouts()
         left = timeouts.leaving(now)
         decided += left
-        if self._round_is_due(elapsed_s):
-            decided.append(RoundOpened(self.state.round + 1, self._round_at_s(elapsed_s)))
+        due_s = self.state.round_at_s + self.plan.every  # on a fixed grid, so that rounds do not drift
+        if self.plan.pace == "seconds" and self.state.is_founded and elapsed_s >= due_s:
+            at_s = due_s if elapsed_s < due_s + self.plan.every else elapsed_s  # anew after a pause
+            decided.append(RoundOpened(self.state.round + 1, at_s))
         leaving = {record.node for record in left}
         for index, unit in self.state.units.items():
             if unit.pending and index not in busy and self._is_due(index, unit, leaving, now):
@@ -256,8 +262,9 @@ class Hub:
         """Return the values of an anchor as nodes hold it. Needs no lock: anchors never change."""
         if anchor.handed is not None:
             return anchor.handed
-        ahead = self.plan.outer.look_ahead
-        return outer_step.look_ahead(anchor, self._advance_rule(index)) if ahead else anchor.values
+        if not self.plan.outer.look_ahead:
+            return anchor.values
+        return self._advance_rule(index).outer.look_ahead(anchor.values, anchor.outer)
 
     def chain(self, index: int, base: int) -> tuple[tuple[int, bytes], ...] | None:
         """Return (version, encoded delta) after `base` up to the newest.
@@ -297,19 +304,6 @@ class Hub:
             self._timeouts = MemberTimeouts(self.state, self.clocks, self.config)
         return self._timeouts
 
-    def _round_is_due(self, elapsed_s: float) -> bool:
-        if self.plan.pace != "seconds" or not self.state.is_founded:
-            return False
-        return elapsed_s >= self.state.round_at_s + self.plan.every
-
-    def _round_at_s(self, elapsed_s: float) -> float:
-        """Return the time of the current round on a fixed grid, so that rounds do not drift.
-
-        Restarts after a pause.
-        """
-        on_time_s = self.state.round_at_s + self.plan.every
-        return on_time_s if elapsed_s < on_time_s + self.plan.every else elapsed_s
-
     def _is_due(self, index: int, unit: Unit, leaving: Set[int], now: float) -> bool:
         if unit.anchor is None or unit.apart or self.config.each_alone:
             return True
@@ -327,9 +321,8 @@ class Hub:
         if unit.anchor is None:
             return outer_step.founded(pushes[0][0].values, layout, self._advance_rule(record.unit))
         if unit.apart:
-            return outer_step.merged(
-                unit.anchor, pushes, layout, self._advance_rule(record.unit), record.share
-            )
+            rule = self._advance_rule(record.unit)
+            return outer_step.merged(unit.anchor, pushes, layout, rule, record.share)
         away = directions(pushes, layout, self.config.push_filter)
         trusted = [pair for pair, is_away in zip(pushes, away, strict=True) if not is_away]
         computed = outer_step.merged(unit.anchor, trusted, layout, self.rule, record.share)
@@ -341,7 +334,9 @@ class Hub:
         assert unit.anchor is not None
         assert unit.up is not None
         rule = self._advance_rule(record.unit)
-        computed = outer_step.mixed(unit.anchor, record.values, record.mix, rule)
+        # x <- (1 - a) x + a global (HALoS, arXiv:2506.04531); the momentum stays as it is.
+        new = outer_step.mixture(unit.anchor.values, record.values, record.mix)
+        computed = outer_step.handed_out(unit.anchor, new, unit.anchor.outer, rule)
         # The parent knows what was sent, and nothing newer.
         known = unit.up if unit.sent is None else unit.sent
         return replace(computed, up=outer_step.mixture(known, record.values, record.mix))

@@ -12,10 +12,8 @@ from aedit.async_sgd.rules import (
     OuterOptimizer,
     OuterState,
     Push,
-    UnitRules,
     Values,
     Vector,
-    make_outer,
     merge,
     norm,
     unit_slices,
@@ -91,13 +89,6 @@ class AdvanceRule:
         return changed
 
 
-def own_rules(rules: UnitRules, quantiser: Quantiser | None) -> dict[str, AdvanceRule]:
-    """Return the rules of units that are trained apart from the model, by name."""
-    return {
-        name: AdvanceRule(make_outer(rule.outer), "mean", None, quantiser) for name, rule in rules.items()
-    }
-
-
 def founded(values: Values, layout: UnitLayout, rule: AdvanceRule) -> Computed:
     """Return version 1: the values that the founding node has brought."""
     first = np.empty(layout.numel, np.float32)
@@ -151,13 +142,7 @@ def merged(
         return _unchanged(old)
     arrays = (a if whole is None else whole for a, whole in zip(old.outer.arrays, wholes, strict=True))
     state = replace(old.outer.with_arrays(*arrays), count=count)
-    return replace(_handed_out(old, new, state, rule), norm=length)
-
-
-def mixed(old: Anchor, values: Values, mix: float, rule: AdvanceRule) -> Computed:
-    """Return x <- (1 - a) x + a global (HALoS, arXiv:2506.04531); the momentum stays as it is."""
-    new = mixture(old.values, values, mix)
-    return _handed_out(old, new, old.outer, rule)
+    return replace(handed_out(old, new, state, rule), norm=length)
 
 
 def mixture(x: Vector, values: Values, mix: float) -> Vector:
@@ -171,13 +156,7 @@ def mixture(x: Vector, values: Values, mix: float) -> Vector:
     return new
 
 
-def look_ahead(anchor: Anchor, rule: AdvanceRule) -> Vector:
-    """Return where the momentum will carry the anchor next."""
-    ahead: Vector = rule.outer.look_ahead(anchor.values, anchor.outer)
-    return ahead
-
-
-def _handed_out(old: Anchor, new: Vector, state: OuterState[Vector], rule: AdvanceRule) -> Computed:
+def handed_out(old: Anchor, new: Vector, state: OuterState[Vector], rule: AdvanceRule) -> Computed:
     """Return the new version as nodes will hold it.
 
     With a quantiser, nodes and hub take the same coarse step. The remainder is kept in `values`, so that the

@@ -88,10 +88,14 @@ def _node_status(hub: Hub, member: Member, pace_steps: int, now: float) -> dict[
     report = hub.clocks.reports.get(member.node, NodeReport(state=""))
     seen_s = hub.clocks.seen.get(member.node)
     leases = hub.state.pool.outstanding(member.node)
+    if member.excluded:
+        state = f"excluded: {member.gone}"
+    else:
+        state = report.state or "joining" if member.live else f"gone: {member.gone}"
     return {
         "node": member.node,
         "name": member.name,
-        "state": _state(member, report),
+        "state": state,
         "live": member.live,
         "silent_s": None if seen_s is None else now - seen_s,
         "steps": report.steps,
@@ -121,9 +125,3 @@ def _nested(values: Mapping[str, float]) -> dict[str, Any] | None:
         group, _, inner = name.rpartition("/")
         (found.setdefault(group, {}) if group else found)[inner] = value
     return found or None
-
-
-def _state(member: Member, report: NodeReport) -> str:
-    if member.excluded:
-        return f"excluded: {member.gone}"
-    return report.state or "joining" if member.live else f"gone: {member.gone}"

@@ -45,7 +45,7 @@ class PushPull:
     def __init__(self, guard: RequestGuard) -> None:
         self._guard, self._ledger, self._hub = guard, guard.ledger, guard.ledger.hub
         self._sums: dict[int, tuple[tuple[int, int], bytes]] = {}
-        """Version and base of the last answer and its SHA-256, by unit."""
+        """Version and base of the last changes given and their SHA-256, by unit."""
         self._digests: dict[int, OrderedDict[int, bytes]] = {}
         """SHA-256 of the latest anchors given whole, by unit and version: nodes may pass them on."""
         self._digests_lock = threading.Lock()
@@ -130,9 +130,10 @@ class PushPull:
         self.bytes_out += len(data)
         links = [pb.Link(version=v, num_bytes=len(delta)) for v, delta in chain or ()]
         head = pb.PullHead(version=version, codec=name, chain=links, num_bytes=len(data))
-        head.sha256 = self._sum(unit, (version, base), data)
         if chain is None:
-            self._note_digest(unit, version, head.sha256)
+            head.sha256 = self._digest(unit, version, whole)
+        else:
+            head.sha256 = self._sum(unit, (version, base), data)
         if self.signer is not None:
             head.statement = self._statement(term, unit, version, self._digest(unit, version, whole))
         return head, data
@@ -149,24 +150,20 @@ class PushPull:
 
     def _digest(self, unit: int, version: int, whole: memoryview) -> bytes:
         """Return the SHA-256 of an anchor as nodes have it, computed once for each version."""
-        known = self._known_digest(unit, version)
-        if not known:
-            known = hashlib.sha256(whole).digest()
-            self._note_digest(unit, version, known)
+        if known := self._known_digest(unit, version):
+            return known
+        known = hashlib.sha256(whole).digest()
+        with self._digests_lock:
+            of_unit = self._digests.setdefault(unit, OrderedDict())
+            of_unit[version] = known
+            while len(of_unit) > _KNOWN_VERSIONS:
+                of_unit.popitem(last=False)
         return known
 
     def _known_digest(self, unit: int, version: int) -> bytes:
         """Return the SHA-256; empty if this anchor was not given whole of late."""
         with self._digests_lock:
             return self._digests.get(unit, OrderedDict()).get(version, b"")
-
-    def _note_digest(self, unit: int, version: int, digest: bytes) -> None:
-        """Note an anchor that was given whole; drop the oldest of too many."""
-        with self._digests_lock:
-            of_unit = self._digests.setdefault(unit, OrderedDict())
-            of_unit[version] = digest
-            while len(of_unit) > _KNOWN_VERSIONS:
-                of_unit.popitem(last=False)
 
     def _count_gap(self, member: Member, unit: int) -> int:
         """Count a push that skips a number; return how many did since the last accepted one."""

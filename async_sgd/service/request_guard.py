@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from hashlib import sha256
 
 import grpc
@@ -258,6 +259,7 @@ MOST_PROOF_BYTES = 64
 _FINGERPRINT_BYTES = 16
 
 
+@lru_cache(4096)
 def fingerprint(secret: int) -> int:
     """Return the fingerprint under which the journal has a secret number; 0 for 0, which proves nothing."""
     return _digest(secret.to_bytes(8, "little")) if secret else 0

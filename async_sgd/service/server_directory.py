@@ -22,6 +22,7 @@ from aedit.async_sgd.service.request_guard import RequestGuard, check_name
 from aedit.proto.rpc import (
     LONGEST_REASON,
     MOST_EVIDENCE_BYTES,
+    Caller,
     Rates,
     hub_pb2,
     is_signed_card,
@@ -224,15 +225,15 @@ class ServerDirectory:
 
     # --- calls
 
-    def announce(self, card: pb.ServerCard, certified: str | None) -> pb.AnnounceReply:
+    def announce(self, card: pb.ServerCard, caller: Caller) -> pb.AnnounceReply:
         """Register a server, or renew its lease. Raises Refusal with the reason."""
-        check_name(card.name, certified, "server")
+        check_name(card.name, caller.name, "server")
         if not is_signed_card(card):
             raise messages.invalid("signature: the card is not signed with the key that it names")
         with self._guard.deciding() as now:
             self._check_run(card.run)
             self._expire(now)
-            is_new, ban = self._directory.announce(card, now, certified=certified is not None)
+            is_new, ban = self._directory.announce(card, now, certified=caller.name is not None)
             if is_new:
                 self._happened("server", name=card.name, address=card.address)
             return pb.AnnounceReply(
@@ -242,23 +243,23 @@ class ServerDirectory:
                 finished=self._ledger.hub.progress(now) >= 1.0,
             )
 
-    def withdraw(self, request: pb.WithdrawRequest, certified: str | None) -> pb.WithdrawReply:
+    def withdraw(self, request: pb.WithdrawRequest, caller: Caller) -> pb.WithdrawReply:
         """Take out a server that ends."""
-        check_name(request.name, certified, "server")
+        check_name(request.name, caller.name, "server")
         with self._guard.deciding():
             self._check_run(request.run)
             if self._directory.withdraw(request.name, request.process):
                 self._happened("server_gone", name=request.name, reason="left")
         return pb.WithdrawReply()
 
-    def servers(self, request: pb.ServersRequest, certified: str | None) -> pb.ServersReply:
+    def servers(self, request: pb.ServersRequest, caller: Caller) -> pb.ServersReply:
         """Return the live servers of the run."""
         with self._guard.deciding() as now:
             self._check_run(request.run)
             cards = self._directory.live(now)
         return pb.ServersReply(servers=[self._listed(card) for card in cards])
 
-    def accuse(self, accusation: pb.Accusation, certified: str | None) -> pb.AccuseReply:
+    def accuse(self, accusation: pb.Accusation, caller: Caller) -> pb.AccuseReply:
         """Count what a live member says of a server; ban it once more than half of them say so."""
         who = hub_pb2.Who(run=accusation.run, node=accusation.node, session=accusation.session)
         with self._guard.deciding() as now:

@@ -4,7 +4,6 @@ It merges the news of all hub processes, and writes for the peer of a swarm what
 """
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -142,24 +141,21 @@ class Agent:
         """
         self._is_alive = is_alive
         try:
-            return self._serve()
+            if not self._until(lambda: self._box.wanted() != Wants.NOTHING):
+                return False
+            self._begin()
+            if not self._until(lambda: self._box.wanted() == Wants.LEAVE and not self._transfers.under_way):
+                return False
+            for membership in self._memberships:
+                membership.leave(self._consumed() if membership.part == 0 else [])
+            self._box.end(AgentState.GONE)
+            return True
         except Exception as error:
             self._fail(error)
             return False
         finally:
             self._box.end(AgentState.LOST, "the trainer has let it go")
             self._close()
-
-    def _serve(self) -> bool:
-        if not self._until(lambda: self._box.wanted() != Wants.NOTHING):
-            return False
-        self._begin()
-        if not self._until(lambda: self._box.wanted() == Wants.LEAVE and not self._transfers.under_way):
-            return False
-        for membership in self._memberships:
-            membership.leave(self._consumed() if membership.part == 0 else [])
-        self._box.end(AgentState.GONE)
-        return True
 
     def _until(self, is_over: Callable[[], bool]) -> bool:
         """Start ordered exchanges until `is_over` and return True.
@@ -200,12 +196,13 @@ class Agent:
         for membership in self._memberships:
             membership.ranks, membership.donor = self._box.ranks, address
             self._thread(partial(membership.run, self), f"heartbeats-{membership.part}")
-        self._thread(self._enter, "initial_sync")
 
-    def _enter(self) -> None:
-        versions = self._initial_sync.enter(self._memberships, self._connections.donors.get)
-        if versions is not None:
-            self._box.admit(self._memberships[0].node, versions)
+        def enter() -> None:
+            versions = self._initial_sync.enter(self._memberships, self._connections.donors.get)
+            if versions is not None:
+                self._box.admit(self._memberships[0].node, versions)
+
+        self._thread(enter, "initial_sync")
 
     def _thread(self, body: Callable[[], None], name: str) -> None:
         def guarded() -> None:
@@ -350,8 +347,3 @@ class Agent:
         if self._stock.is_short and demand != self._demand:
             self._demand = demand
             self._memberships[0].ask_soon()
-
-
-def parent_lives(pid: int) -> Callable[[], bool]:
-    """Return a function that tells whether this process is still the child of `pid`."""
-    return lambda: os.getppid() == pid

@@ -209,7 +209,13 @@ def _start_process(plan: AgentPlan, box: Mailbox) -> AgentLink:
         line = f"{to_json(plan)}\n".encode()
         while line:
             line = line[os.write(writing, line) :]
-    threading.Thread(target=_reap, args=(process, box), name="agent-reaper", daemon=True).start()
+
+    def reap() -> None:
+        """Tell all ranks when the agent process has died."""
+        code = process.wait()
+        box.end(AgentState.LOST, f"process {process.pid} ended with {code}; its log is this node's")
+
+    threading.Thread(target=reap, name="agent-reaper", daemon=True).start()
 
     def end(timeout_s: float) -> bool:
         try:
@@ -221,12 +227,6 @@ def _start_process(plan: AgentPlan, box: Mailbox) -> AgentLink:
         return True
 
     return AgentLink(box, 0, WakeSender(writing), end)
-
-
-def _reap(process: "subprocess.Popen[bytes]", box: Mailbox) -> None:
-    """Tell all ranks when the agent process has died."""
-    code = process.wait()
-    box.end(AgentState.LOST, f"process {process.pid} ended with {code}; its log is this node's")
 
 
 def _start_thread(plan: AgentPlan, box: Mailbox) -> AgentLink:

@@ -11,7 +11,7 @@ import sys
 
 from aedit.child import begin_child, from_json
 from aedit.proto.agent import mailbox
-from aedit.proto.agent.agent import Agent, parent_lives
+from aedit.proto.agent.agent import Agent
 from aedit.proto.agent.connections import Connections
 from aedit.proto.agent.mailbox import AgentState, WakeReceiver
 from aedit.proto.agent.plan import AgentPlan
@@ -25,24 +25,18 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     begin_child(arguments, bound=bool(bound))
     logging.basicConfig(level=logging.WARNING, format="node agent: %(message)s")
-    plan = from_json(AgentPlan, _first_line())
+    line = bytearray()  # and not a byte more: what follows belongs to the wakeups
+    while (byte := os.read(sys.stdin.fileno(), 1)) not in (b"\n", b""):
+        line += byte
+    plan = from_json(AgentPlan, line.decode())
     box = mailbox.attach_mailbox(fd)
     try:
         connections = Connections(plan)
     except UserError as error:
         box.end(AgentState.REFUSED, str(error))
         return 2
-    return (
-        0 if Agent(plan, box, WakeReceiver(sys.stdin.fileno()), connections).run(parent_lives(parent)) else 1
-    )
-
-
-def _first_line() -> str:
-    """Read one line, and not a byte more: what follows belongs to the wakeups."""
-    line = bytearray()
-    while (byte := os.read(sys.stdin.fileno(), 1)) not in (b"\n", b""):
-        line += byte
-    return line.decode()
+    agent = Agent(plan, box, WakeReceiver(sys.stdin.fileno()), connections)
+    return 0 if agent.run(lambda: os.getppid() == parent) else 1
 
 
 if __name__ == "__main__":

@@ -203,34 +203,31 @@ class Membership:
 
     def turn(self, owner: "Agent") -> None:
         """Join or send a heartbeat, once; look for another hub if this one does not answer."""
+        if self._finder.is_shut_out(self._address):
+            why = f"there is proof that the owner at {self._address} gives nodes different anchors"
+            return self._lost(why, at_once=True)
         try:
-            self._turn(owner)
+            if not self._member:
+                owner.joined(self.part, self._join(owner))
+                self._hurry.set()
+            else:
+                heartbeat = owner.report(self.part)
+                heartbeat.who.CopyFrom(self.who())
+                heartbeat.claim.CopyFrom(self._claim())
+                news = self.client.heartbeat(heartbeat, timeout_s=self._limit_s())
+                if not self._is_of_now(news.term):
+                    return self._lost(f"{self._address} speaks for term {news.term}, which is over")
+                self.acknowledged(news.receipt, news.term)
+                owner.take_news(self.part, news)
+                owner.beaten(self.part, heartbeat)
+                if news.asks:
+                    self._offer(self.client, min(self.patience_s, _OWN_HUB_S))
+            self._heard_s = time.monotonic()
+            self._set(here=True, member=True)
         except HubUnreachable as error:
             self._lost(str(error), has_ended=isinstance(error, PortClosed))
         except HubRefused as error:
             self._judge(error, owner)
-
-    def _turn(self, owner: "Agent") -> None:
-        if self._finder.is_shut_out(self._address):
-            why = f"there is proof that the owner at {self._address} gives nodes different anchors"
-            return self._lost(why, at_once=True)
-        if not self._member:
-            owner.joined(self.part, self._join(owner))
-            self._hurry.set()
-        else:
-            heartbeat = owner.report(self.part)
-            heartbeat.who.CopyFrom(self.who())
-            heartbeat.claim.CopyFrom(self._claim())
-            news = self.client.heartbeat(heartbeat, timeout_s=self._limit_s())
-            if not self._is_of_now(news.term):
-                return self._lost(f"{self._address} speaks for term {news.term}, which is over")
-            self.acknowledged(news.receipt, news.term)
-            owner.take_news(self.part, news)
-            owner.beaten(self.part, heartbeat)
-            if news.asks:
-                self._offer(self.client, min(self.patience_s, _OWN_HUB_S))
-        self._heard_s = time.monotonic()
-        self._set(here=True, member=True)
 
     def _limit_s(self) -> float:
         return self.patience_s if self._here or not self._plan.replicas else next(self._limits_s)
@@ -299,21 +296,18 @@ class Membership:
             self._set(member=False)
             self._hurry.set()
         elif error.code == grpc.StatusCode.ALREADY_EXISTS:
-            self._taken(error, owner)
+            # The hub gives up another process of this name soon, unless that one goes on.
+            now_s = time.monotonic()
+            if self._taken_s is None:
+                self._taken_s = now_s
+                log.warning("%s", error)
+            elif now_s - self._taken_s > _TAKEN * self._plan.expire_s:
+                owner.refused(str(error))
+                self.stop()
         elif error.code == grpc.StatusCode.FAILED_PRECONDITION:
             self._lost(str(error), at_once=True)
         else:
             self._lost(str(error))
-
-    def _taken(self, error: HubRefused, owner: "Agent") -> None:
-        """Wait until the hub has given up another process of this name; end if that one goes on."""
-        now_s = time.monotonic()
-        if self._taken_s is None:
-            self._taken_s = now_s
-            log.warning("%s", error)
-        elif now_s - self._taken_s > _TAKEN * self._plan.expire_s:
-            owner.refused(str(error))
-            self.stop()
 
     def _lost(self, why: str, *, at_once: bool = False, has_ended: bool = False) -> None:
         """Look for the hub that leads now.

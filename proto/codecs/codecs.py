@@ -218,8 +218,16 @@ class _Blocks(Codec):
         num_scales = _up(numel, BLOCK)
         return np.frombuffer(data, np.uint16, num_scales), np.frombuffer(data, np.uint8)[2 * num_scales :]
 
+    def _check(self, data: Payload, numel: int) -> None:
+        scales, codes = self._parts(data, numel)
+        blocks.check_scales(scales, self.largest)
+        self._check_codes(codes, numel)
+
     @abstractmethod
     def _code_bytes(self, numel: int) -> int: ...
+
+    @abstractmethod
+    def _check_codes(self, codes: Bytes, numel: int) -> None: ...
 
     @abstractmethod
     def _pack(self, x_BK: Floats, scales_B: blocks.Scales) -> Bytes: ...
@@ -245,9 +253,7 @@ class Int8(_Blocks):
     def _unpack(self, packed: Bytes, scales_B: blocks.Scales, out_BK: Floats) -> None:
         blocks.decode_int8(packed.view(np.int8).reshape(out_BK.shape), scales_B, out_BK)
 
-    def _check(self, data: Payload, numel: int) -> None:
-        scales, codes = self._parts(data, numel)
-        blocks.check_scales(scales, self.largest)
+    def _check_codes(self, codes: Bytes, numel: int) -> None:
         blocks.check_int8(codes.view(np.int8))
 
 
@@ -269,9 +275,7 @@ class E3M0(_Blocks):
     def _unpack(self, packed: Bytes, scales_B: blocks.Scales, out_BK: Floats) -> None:
         blocks.decode_e3m0(packed, scales_B, out_BK)
 
-    def _check(self, data: Payload, numel: int) -> None:
-        scales, codes = self._parts(data, numel)
-        blocks.check_scales(scales, self.largest)
+    def _check_codes(self, codes: Bytes, numel: int) -> None:
         if numel % 2 and codes[-1] >> 4:
             raise ValueError("something stands after the last number")
 

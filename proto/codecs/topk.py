@@ -73,7 +73,7 @@ def decode_topk(record_CR: Bytes, out_CW: Floats) -> None:
 
 def check_topk(record_CR: Bytes, width: int) -> None:
     """Raise ValueError unless each record is one that can be decoded."""
-    levels_C2, _, _, bits_Cn = _parts(record_CR, width)
+    levels_C2, high_Ck, negative_Ck, bits_Cn = _parts(record_CR, width)
     blocks.check_scales(levels_C2.reshape(-1), blocks.LARGEST_E3M0)
     broken_C2 = levels_C2 == blocks.NOT_FINITE
     if (levels_C2[:, 0] > levels_C2[:, 1]).any() or (broken_C2[:, 0] != broken_C2[:, 1]).any():
@@ -86,7 +86,8 @@ def check_topk(record_CR: Bytes, width: int) -> None:
         raise ValueError(f"a place is beyond the {width} of its chunk")
     if (place_Ck[:, 1:] <= place_Ck[:, :-1]).any():
         raise ValueError("places of a chunk do not go up")
-    if (_unused(record_CR, width) != 0).any():
+    groups = zip(_groups(record_CR, width), (high_Ck, negative_Ck, bits_Cn), strict=True)
+    if any(_bits(group, 8 * group.shape[1])[:, bits.shape[1] :].any() for group, bits in groups):
         raise ValueError("unused bits of a record are not 0")
 
 
@@ -152,20 +153,16 @@ def _places(bits_Cn: Bytes, width: int) -> Places:
 def _parts(record_CR: Bytes, width: int) -> tuple[Scales, Bytes, Bytes, Bytes]:
     """Return levels_C2, high_Ck, negative_Ck and the bits of the places."""
     kept = num_kept(width)
-    step = _up8(kept)
     levels_C2 = np.ascontiguousarray(record_CR[:, :4]).view(np.uint16)
-    high, negative, places = np.split(record_CR[:, 4:], [step, 2 * step], axis=1)
+    high, negative, places = _groups(record_CR, width)
     count = kept * _low_bits(width) + _upper_bits(width)
     return levels_C2, _bits(high, kept), _bits(negative, kept), _bits(places, count)
 
 
-def _unused(record_CR: Bytes, width: int) -> Bytes:
-    """Return the bits of the records that hold nothing."""
-    kept = num_kept(width)
-    step, count = _up8(kept), kept * _low_bits(width) + _upper_bits(width)
-    high, negative, places = np.split(record_CR[:, 4:], [step, 2 * step], axis=1)
-    rests = [(high, kept), (negative, kept), (places, count)]
-    return np.concatenate([_bits(part, 8 * part.shape[1])[:, used:] for part, used in rests], axis=1)
+def _groups(record_CR: Bytes, width: int) -> list[Bytes]:
+    """Return the groups of bits of the records: which are high, which are negative, and the places."""
+    step = _up8(num_kept(width))
+    return np.split(record_CR[:, 4:], [step, 2 * step], axis=1)
 
 
 def _packed(bits_Cn: NDArray[np.generic]) -> Bytes:

@@ -4,7 +4,6 @@ If that process fails, the round under way fails, and the process is started aga
 deadline.
 """
 
-import importlib.util
 import json
 import os
 import sys
@@ -20,9 +19,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from aedit.proto.dht.child import LineProcess, RestartedProcess
+from aedit.proto.dht.child import HivemindProcess, LineProcess
 from aedit.system import anonymous_memory, write_atomically
-from aedit.types import UserError, printable
+from aedit.types import printable
 
 COMMAND = (sys.executable, "-m", "aedit.proto.dht.averaging_process")
 AVERAGING = "averaging"
@@ -127,7 +126,7 @@ class Averager(Protocol):
         """End. Wait up to `wait_s` for the comparison of the last round."""
 
 
-class HivemindAverager:
+class HivemindAverager(HivemindProcess):
     """`Averager` by a process with hivemind's `DecentralizedAverager`. Any thread may call."""
 
     def __init__(self, settings: AveragingSettings, *, command: Sequence[str] = COMMAND) -> None:
@@ -140,8 +139,8 @@ class HivemindAverager:
         Raises:
             UserError: hivemind is not installed.
         """
-        if importlib.util.find_spec("hivemind") is None:
-            raise UserError("swarm.exchange = \"hivemind\" needs hivemind: pip install 'aedit[swarm]'")
+        use = 'swarm.exchange = "hivemind"'
+        super().__init__(command, use=use, name="averaging", first_pause_s=_FIRST_PAUSE_S, look_s=_LOOK_S)
         self._settings = settings
         settings.directory.mkdir(parents=True, exist_ok=True)
         self._memory = anonymous_memory("aedit-average", 8 * settings.numel)
@@ -160,17 +159,7 @@ class HivemindAverager:
         self._uncompared = -1
         self._rounds = 0
         self._up = False
-        self._process = RestartedProcess(
-            command,
-            name="averaging",
-            first_pause_s=_FIRST_PAUSE_S,
-            look_s=_LOOK_S,
-            settings=self._message,
-            take=self._take,
-            turn=self._turn,
-            ended=self._ended,
-        )
-        self._process.start()
+        self._start()
 
     def wait_until_up(self, limit_s: float) -> bool:
         """Wait until the process is up, for at most `limit_s`, and return whether it is."""
@@ -205,7 +194,7 @@ class HivemindAverager:
         deadline_s = monotonic() + wait_s
         while self._uncompared >= 0 and self._up and monotonic() < deadline_s:
             time.sleep(_LOOK_S)
-        self._process.close()
+        super().close()
 
     def _turn(self, process: LineProcess) -> str:
         """Request the round under way; return why the process must end."""
@@ -218,7 +207,7 @@ class HivemindAverager:
             return "its process reads nothing"
         if overdue:
             return f"no answer within {self._settings.total_s:g} s"
-        if not self._up and now_s > self._process.started_s + _START_S:
+        if not self._up and now_s > self._started_s + _START_S:
             return f"hivemind was not up within {_START_S:g} s"
         return ""
 
@@ -228,7 +217,7 @@ class HivemindAverager:
             self._uncompared = -1
             self._fail(reason)
 
-    def _message(self) -> dict[str, Any]:
+    def _first_message(self) -> dict[str, Any]:
         """Return the settings for the process."""
         mine = self._settings
         return {
@@ -253,17 +242,17 @@ class HivemindAverager:
         Those that were known before may all be gone: every second attempt does without them.
         """
         mine, known = self._settings, []
-        if self._process.failures % 2 == 0:
+        if self.failures % 2 == 0:
             with suppress(OSError, ValueError):
                 known = [str(maddr) for maddr in json.loads(self._known_file.read_text())]
         found = [*mine.initial_peers, *known]
         deadline_s = monotonic() + _INTRODUCTION_S
-        while mine.introduction and not (found or self._process.closed.is_set()):
+        while mine.introduction and not (found or self._closed.is_set()):
             with suppress(OSError):
                 found = mine.introduction.read_text().split(",")
             if monotonic() > deadline_s:
                 raise TimeoutError(f"{mine.introduction}: the first peer has not written its address")
-            self._process.closed.wait(_LOOK_S)
+            self._closed.wait(_LOOK_S)
         return list(dict.fromkeys(found))
 
     def _take(self, message: dict[str, Any]) -> None:
@@ -274,8 +263,7 @@ class HivemindAverager:
             if "maddrs" in message:
                 text = ",".join(map(str, message["maddrs"]))
                 write_atomically(self._settings.directory / INTRODUCTION, text)
-                self._up = True
-                self._process.succeeded()
+                self._up, self.failures = True, 0
             elif "compared" in message:
                 distances = tuple(float(one) for one in message["distances"])
                 number, members = int(message["compared"]), int(message["members"])

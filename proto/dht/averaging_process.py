@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import select
-import sys
 import time
 from contextlib import suppress
 from functools import lru_cache
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aedit.proto.dht.child import Say, begin
+from aedit.proto.dht.child import Say, run_child
 
 WIDTH = 256
 _SEED = 20160412
@@ -111,14 +110,11 @@ class HivemindRounds:
             allow_state_sharing=False,
         )
         self._averager.run_in_background(await_ready=True, timeout=START_S)
-        self._maddrs: list[str] = []
+        self.maddrs: list[str] = []
+        """Addresses by which others join."""
         if not client:
             found = self._dht.run_coroutine(_visible_maddrs, return_future=True).result(timeout=_CALL_S)
-            self._maddrs = [str(maddr) for maddr in found]
-
-    def tell_up(self) -> None:
-        """Report the addresses by which others join."""
-        self._say(maddrs=self._maddrs)
+            self.maddrs = [str(maddr) for maddr in found]
 
     def round(self, request: dict[str, Any]) -> bool:
         """Make a round and report its outcome; return whether this process is as good as new afterwards."""
@@ -128,7 +124,7 @@ class HivemindRounds:
             "rounds": rounds,
             "began_s": float(request["began_s"]),
             "nonce": secrets.token_hex(8),
-            "maddrs": self._maddrs[:_MOST_MADDRS],
+            "maddrs": self.maddrs[:_MOST_MADDRS],
         }
         with self._averager.get_tensors() as tensors:
             tensors[0].numpy()[:] = self._vectors[0]
@@ -211,23 +207,11 @@ def _serve(say: Say) -> None:
     shape = (2, int(settings["numel"]))
     vectors = np.memmap(settings["memory"], dtype=np.float32, mode="r+", shape=shape)
     averager = HivemindRounds(settings, vectors, say)
-    averager.tell_up()
+    say(maddrs=averager.maddrs)
     for request in requests:
         if not averager.round(request):
             return
 
 
-def main(arguments: list[str]) -> int:
-    """Serve until standard input is closed; return the exit code."""
-    say = begin()
-    try:
-        _serve(say)
-    except BaseException as error:
-        say(error=f"{type(error).__name__}: {error}")
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    os._exit(code)  # hivemind leaves threads behind
+    run_child(_serve)

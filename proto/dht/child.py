@@ -1,10 +1,11 @@
-"""Processes that run hivemind: the parent's side, and the end of all that hivemind starts.
+"""Processes that run hivemind: the parent's side, the child's frame, and the end of all that hivemind starts.
 
-The child is isolated: a crash, a hang or output of it does not affect the parent. `RestartedProcess` starts
-it again whenever it ends.
+The child is isolated: a crash, a hang or output of it does not affect the parent. `HivemindProcess` starts it
+again whenever it ends.
 """
 
 import asyncio
+import importlib.util
 import json
 import logging
 import os
@@ -14,16 +15,17 @@ import signal
 import subprocess
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, NoReturn
 
 from aedit.child import begin_child, end_group, start_module
-from aedit.system import end_with_parent
-from aedit.types import printable
+from aedit.system import end_with_parent, growing_pause_s
+from aedit.types import UserError, printable
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +39,11 @@ _LONGEST_PAUSE_S = 30.0
 _END_S = 15.0
 
 
-def begin() -> Say:
-    """Bind this process and those that it starts to its parent; return the function that writes.
+def run_child(serve: Callable[[Say], None]) -> NoReturn:
+    """Run `serve` in this process, which ends with its parent, report an error, and end the process.
 
-    The function writes its keyword arguments as a JSON line to standard output, between which nothing comes
-    that hivemind prints.
+    `serve` gets a function that writes its keyword arguments as a JSON line to standard output, between which
+    nothing comes that hivemind prints.
     """
     begin_child(sys.argv[1:])
     out = os.fdopen(os.dup(1), "w", buffering=1)
@@ -50,8 +52,14 @@ def begin() -> Say:
     def say(**message: Any) -> None:
         out.write(json.dumps(message) + "\n")
 
-    bind_children(say)
-    return say
+    code = 0
+    try:
+        bind_children(say)
+        serve(say)
+    except BaseException as error:
+        say(error=f"{type(error).__name__}: {error}")
+        code = 1
+    os._exit(code)  # hivemind leaves threads behind
 
 
 def bind_children(say: Say) -> None:
@@ -134,60 +142,66 @@ class LineProcess:
         self._output.close()
 
 
-class RestartedProcess:
+class HivemindProcess(ABC):
     """A `LineProcess` that is started again whenever it ends, after growing pauses, until `close`.
 
-    All callbacks are called by the thread that starts it: the kernel ends the child with that thread.
-
-    Args:
-        command: Program of the child; the id of this process is added to it.
-        name: Name of the thread.
-        first_pause_s: Pause after the first failure; each further one doubles it, up to 30 s.
-        look_s: Longest time between two calls of `turn`.
-        settings: Returns the first message to the child.
-        take: Takes a message of the child. Call `succeeded` when the child works.
-        turn: Sends what is to be sent; returns why the child must end, "" if it must not.
-        ended: Called with the reason when the child has ended.
+    A subclass calls `_start` at the end of its constructor. Its other methods here are called by the thread
+    that starts the child: the kernel ends the child with that thread.
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        name: str,
-        first_pause_s: float,
-        look_s: float,
-        settings: Callable[[], Mapping[str, Any]],
-        take: Callable[[dict[str, Any]], None],
-        turn: Callable[[LineProcess], str],
-        ended: Callable[[str], None],
+        self, command: Sequence[str], *, use: str, name: str, first_pause_s: float, look_s: float
     ) -> None:
+        """Create it without a child.
+
+        Args:
+            command: Program of the child; the id of this process is added to it.
+            use: What needs hivemind, for the error message.
+            name: Name of the thread.
+            first_pause_s: Pause after the first failure; each further one doubles it, up to 30 s.
+            look_s: Longest time between two calls of `_turn`.
+
+        Raises:
+            UserError: hivemind is not installed.
+        """
+        if importlib.util.find_spec("hivemind") is None:
+            raise UserError(f"{use} needs hivemind: pip install 'aedit[swarm]'")
         self._command, self._first_pause_s, self._look_s = command, first_pause_s, look_s
-        self._settings, self._take, self._turn, self._ended = settings, take, turn, ended
         self.failures = 0
-        """Ends of the child since it worked last."""
+        """Ends of the child since it worked last; a subclass sets it to 0 when the child works."""
         self.pids: tuple[int, ...] = ()
         """Ids of the child and of its p2pd, while they run."""
-        self.started_s = self.spoke_s = 0.0
+        self._started_s = self._spoke_s = 0.0
         """When the child was started, and when its last message arrived."""
-        self.closed = threading.Event()
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+    @abstractmethod
+    def _first_message(self) -> Mapping[str, Any]:
+        """Return the settings for the child."""
 
-    def succeeded(self) -> None:
-        """Note that the child works: the next pause is short."""
-        self.failures = 0
+    @abstractmethod
+    def _take(self, message: dict[str, Any]) -> None:
+        """Take a message of the child."""
+
+    @abstractmethod
+    def _turn(self, process: LineProcess) -> str:
+        """Send what is to be sent; return why the child must end, "" if it must not."""
+
+    @abstractmethod
+    def _ended(self, reason: str) -> None:
+        """Note that the child has ended."""
+
+    def _start(self) -> None:
+        self._thread.start()
 
     def close(self) -> None:
         """End the child. May be called more than once."""
-        self.closed.set()
+        self._closed.set()
         self._thread.join(_END_S)
 
     def _run(self) -> None:
-        while not self.closed.is_set():
+        while not self._closed.is_set():
             try:
                 reason = self._attempt()
             except Exception as error:  # whatever it is, the caller goes on without the child
@@ -195,25 +209,25 @@ class RestartedProcess:
                 reason = str(error)
             self.pids = ()
             self._ended(reason)
-            pause_s = min(self._first_pause_s * 2.0**self.failures, _LONGEST_PAUSE_S)
+            pause_s = growing_pause_s(self.failures, self._first_pause_s, _LONGEST_PAUSE_S)
             self.failures += 1
-            self.closed.wait(pause_s)
+            self._closed.wait(pause_s)
 
     def _attempt(self) -> str:
         """Run the child until it ends, hangs, or `close` is called; return why it has ended."""
-        settings, reason = self._settings(), "its process has ended"
+        settings, reason = self._first_message(), "its process has ended"
         process = LineProcess(self._command)
         self.pids, sockets = (process.pid,), []
-        self.started_s = self.spoke_s = monotonic()
+        self._started_s = self._spoke_s = monotonic()
         try:
             if not process.send(settings):
                 return reason
-            while not self.closed.is_set():
+            while not self._closed.is_set():
                 messages = process.read(self._look_s)
                 if messages is None:
                     return reason
                 for message in messages:
-                    self.spoke_s = monotonic()
+                    self._spoke_s = monotonic()
                     if "p2pd" in message:
                         self.pids = (*self.pids, int(message["p2pd"]))
                         sockets.append(str(message.get("socket", "")))

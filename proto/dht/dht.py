@@ -6,7 +6,6 @@ and calls the nodes that it knew last.
 """
 
 import base64
-import importlib.util
 import ipaddress
 import json
 import logging
@@ -21,7 +20,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from aedit.proto.dht.child import LineProcess, RestartedProcess
+from aedit.proto.dht.child import HivemindProcess, LineProcess
 from aedit.proto.swarm import decoded_card
 from aedit.system import write_atomically
 from aedit.types import PositiveFloat, UserError, checked, printable
@@ -63,7 +62,7 @@ class DhtSettings:
 
 
 @checked()
-class DhtDiscovery:
+class DhtDiscovery(HivemindProcess):
     """Finds peers by records of a distributed hash table. Any thread may call; no method blocks."""
 
     def __init__(self, settings: DhtSettings, *, command: Sequence[str] = COMMAND) -> None:
@@ -76,8 +75,9 @@ class DhtDiscovery:
         Raises:
             UserError: hivemind is not installed, or an address of `initial_peers` is none.
         """
-        if importlib.util.find_spec("hivemind") is None:
-            raise UserError("discovery by a DHT needs hivemind: pip install 'aedit[swarm]'")
+        super().__init__(
+            command, use="discovery by a DHT", name="dht", first_pause_s=_FIRST_PAUSE_S, look_s=_LOOK_S
+        )
         checked_maddrs(settings.initial_peers)
         self._settings = settings
         self._lock = threading.Lock()
@@ -89,17 +89,7 @@ class DhtDiscovery:
         """What is wrong, "" if nothing is, and since when by the wall clock."""
         self._skew_s = 0.0
         self._was_up = False
-        self._process = RestartedProcess(
-            command,
-            name="dht",
-            first_pause_s=_FIRST_PAUSE_S,
-            look_s=_LOOK_S,
-            settings=self._message,
-            take=self._take,
-            turn=self._turn,
-            ended=self._note,
-        )
-        self._process.start()
+        self._start()
 
     def announce(self, card: bytes) -> None:
         """Announce this card while the table is up, until another one is given."""
@@ -138,18 +128,9 @@ class DhtDiscovery:
         """Return what a further peer passes to `aedit join`; "" until the table is up, and for a client."""
         return ",".join(self.maddrs)
 
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """Return the ids of the process and of p2pd, while they run."""
-        return self._process.pids
-
-    def close(self) -> None:
-        """End the processes. May be called more than once."""
-        self._process.close()
-
     def _turn(self, process: LineProcess) -> str:
         """Send the card if it has changed; return why the process must end."""
-        if monotonic() - self._process.spoke_s > self._settings.silent_s:
+        if monotonic() - self._spoke_s > self._settings.silent_s:
             return f"its process has said nothing for {self._settings.silent_s:g} s"
         with self._lock:
             card = self._card
@@ -160,13 +141,13 @@ class DhtDiscovery:
             self._sent = card
         return ""
 
-    def _message(self) -> dict[str, Any]:
+    def _first_message(self) -> dict[str, Any]:
         """Return the settings for the process. Nodes that were there before are as good to begin with.
 
         p2pd does not start if it reaches none of them, and all may have ended. So a node that was in the
         table before begins alone in every second try, and calls them from there.
         """
-        mine, kept, failures = self._settings, self._kept, self._process.failures
+        mine, kept, failures = self._settings, self._kept, self.failures
         self._sent = b""
         known = [*dict.fromkeys((*mine.initial_peers, *kept.nodes))]
         was_there = self._was_up or kept.port > 0
@@ -186,31 +167,27 @@ class DhtDiscovery:
     def _take(self, message: dict[str, Any]) -> None:
         """Take a message of the process."""
         if "error" in message:
-            self._note(printable(str(message["error"]), 256))
+            self._ended(printable(str(message["error"]), 256))
         if "found" not in message:
             return
         with self._lock:
-            self._take_found(message)
+            self._found = tuple(base64.b64decode(card) for card in message["found"])
+            self._maddrs = tuple(map(str, message["maddrs"]))
+            self._skew_s = float(message["skew_s"] or 0.0)
+            if self._trouble not in ("", _NOT_UP):
+                log.warning("the hash table is back after %.1f s", time.time() - self._trouble_since_s)
+            self._trouble, self._was_up, self.failures = "", True, 0
+            nodes = list(filter(is_maddr, map(str, message["neighbours"])))
+            # An announced port may be that of a router.
+            kept = self._kept.renewed(() if self._settings.announce else self._maddrs, nodes)
+            if kept != self._kept:
+                self._kept = kept
+                kept.save(self._settings.identity)
 
-    def _take_found(self, message: dict[str, Any]) -> None:
-        self._found = tuple(base64.b64decode(card) for card in message["found"])
-        self._maddrs = tuple(map(str, message["maddrs"]))
-        self._skew_s = float(message["skew_s"] or 0.0)
-        if self._trouble not in ("", _NOT_UP):
-            log.warning("the hash table is back after %.1f s", time.time() - self._trouble_since_s)
-        self._trouble, self._was_up = "", True
-        self._process.succeeded()
-        nodes = list(filter(is_maddr, map(str, message["neighbours"])))
-        # An announced port may be that of a router.
-        kept = self._kept.renewed(() if self._settings.announce else self._maddrs, nodes)
-        if kept != self._kept:
-            self._kept = kept
-            kept.save(self._settings.identity)
-
-    def _note(self, reason: str) -> None:
+    def _ended(self, reason: str) -> None:
         """Note what is wrong. The time since when stays while anything is wrong."""
         with self._lock:
-            if self._trouble in ("", _NOT_UP) and not self._process.closed.is_set():
+            if self._trouble in ("", _NOT_UP) and not self._closed.is_set():
                 log.warning("no hash table: %s; peers that know each other go on", reason)
             self._trouble_since_s = self._trouble_since_s if self._trouble else time.time()
             self._trouble = reason

@@ -9,7 +9,6 @@ the parent takes it as hints.
 import asyncio
 import base64
 import json
-import os
 import random
 import statistics
 import sys
@@ -19,7 +18,7 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
-from aedit.proto.dht.child import Say, begin
+from aedit.proto.dht.child import Say, run_child
 from aedit.proto.swarm import decoded_card
 
 MOST_RECORDS = 512
@@ -259,17 +258,5 @@ async def _serve(say: Say) -> None:
         await asyncio.wait_for(node.shutdown(), 2.0)
 
 
-def main(arguments: list[str]) -> int:
-    """Serve until standard input is closed; return the exit code."""
-    say = begin()
-    try:
-        asyncio.run(_serve(say))
-    except BaseException as error:
-        say(error=f"{type(error).__name__}: {error}")
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    os._exit(code)  # hivemind leaves threads behind
+    run_child(lambda say: asyncio.run(_serve(say)))

@@ -163,26 +163,23 @@ class Calls:
     def retried(self, what: str, once: Callable[[Patience], T], patience: Patience) -> T:
         """Return what `once` returns, called again while its errors may pass. `what`: for error messages."""
         try:
-            return self._tried(what, once, patience)
+            while True:
+                try:
+                    answer = once(patience)
+                    self._has_answered = True
+                    return answer
+                except HubRefused as refused:
+                    raise HubRefused(refused.code, f"{self._asked(what)}: {refused.text}") from None
+                except (grpc.RpcError, TransferBroken, DecodeError, ValueError) as error:
+                    pause_s = patience.pause_s(random.random())
+                    is_over = self._closed.is_set() or (is_port_closed(error) and not self._until_it_listens)
+                    is_over = is_over or (isinstance(error, grpc.RpcError) and is_final(error))
+                    if is_over or pause_s is None:
+                        raise self.error(what, error, patience.num_bytes) from error
+                self._sleep(pause_s)
         finally:
             if patience.left_s < -_LATE_S:
                 log.warning("%s ended %.1f s past its deadline", self._asked(what), -patience.left_s)
-
-    def _tried(self, what: str, once: Callable[[Patience], T], patience: Patience) -> T:
-        while True:
-            try:
-                answer = once(patience)
-                self._has_answered = True
-                return answer
-            except HubRefused as refused:
-                raise HubRefused(refused.code, f"{self._asked(what)}: {refused.text}") from None
-            except (grpc.RpcError, TransferBroken, DecodeError, ValueError) as error:
-                pause_s = patience.pause_s(random.random())
-                is_over = self._closed.is_set() or (is_port_closed(error) and not self._until_it_listens)
-                is_over = is_over or (isinstance(error, grpc.RpcError) and is_final(error))
-                if is_over or pause_s is None:
-                    raise self.error(what, error, patience.num_bytes) from error
-            self._sleep(pause_s)
 
     def error(
         self, what: str, error: Exception, num_bytes: int = 0, *, answered: bool = False

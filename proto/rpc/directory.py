@@ -13,7 +13,7 @@ from aedit.proto.rpc.client import HubClient
 from aedit.proto.rpc.keys import ClientKeys, is_signed_by
 from aedit.proto.rpc.limits import FairPool, Limits
 from aedit.proto.rpc.retry import HubRefused, HubUnreachable
-from aedit.proto.rpc.service import CallHandlers, Service
+from aedit.proto.rpc.service import Caller, CallHandlers, Service
 from aedit.types import printable
 
 NAME = "aedit.v1.Directory"
@@ -28,20 +28,19 @@ M = TypeVar("M", bound=Message)
 class DirectoryCore(Protocol):
     """The interface of a directory for gRPC.
 
-    Called by many threads at once; every method may raise `Refusal`. certified: the name in the caller's
-    certificate; None where the hub asks for none.
+    Called by many threads at once; every method may raise `Refusal`.
     """
 
-    def announce(self, card: pb.ServerCard, certified: str | None) -> pb.AnnounceReply:
+    def announce(self, card: pb.ServerCard, caller: Caller) -> pb.AnnounceReply:
         """Register a server, or renew its lease."""
 
-    def withdraw(self, request: pb.WithdrawRequest, certified: str | None) -> pb.WithdrawReply:
+    def withdraw(self, request: pb.WithdrawRequest, caller: Caller) -> pb.WithdrawReply:
         """Take out a server that ends."""
 
-    def servers(self, request: pb.ServersRequest, certified: str | None) -> pb.ServersReply:
+    def servers(self, request: pb.ServersRequest, caller: Caller) -> pb.ServersReply:
         """Return the servers of the run."""
 
-    def accuse(self, accusation: pb.Accusation, certified: str | None) -> pb.AccuseReply:
+    def accuse(self, accusation: pb.Accusation, caller: Caller) -> pb.AccuseReply:
         """Count an accusation of a server."""
 
 
@@ -49,10 +48,10 @@ def directory_service(core: DirectoryCore, limits: Limits) -> Service:
     """Return the service over `core`, with threads of its own."""
     handlers, pool = CallHandlers(limits), FairPool(_THREADS, "directory")
     calls = {
-        "Announce": handlers.named_call(pb.ServerCard, core.announce, pool),
-        "Withdraw": handlers.named_call(pb.WithdrawRequest, core.withdraw, pool),
-        "Servers": handlers.named_call(pb.ServersRequest, core.servers, pool),
-        "Accuse": handlers.named_call(pb.Accusation, core.accuse, pool),
+        "Announce": handlers.call_as(pb.ServerCard, core.announce, pool),
+        "Withdraw": handlers.call_as(pb.WithdrawRequest, core.withdraw, pool),
+        "Servers": handlers.call_as(pb.ServersRequest, core.servers, pool),
+        "Accuse": handlers.call_as(pb.Accusation, core.accuse, pool),
     }
     return Service(NAME, calls, (pool,))
 

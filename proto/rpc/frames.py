@@ -21,7 +21,7 @@ MESSAGE_BYTES = 2 * CHUNK_BYTES
 """No message of any kind is larger."""
 
 # Tags: field number * 8 + wire type.
-_OFFSET, _CRC, _DATA, _HEAD = 0x08, 0x15, 0x1A, 0x22
+_OFFSET, _CRC, _DATA, _HEAD = 0x08, 0x15, 0x1A, 0x22  # each fits into one byte
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES = 10
 _MOST_FIELDS = 64
@@ -73,12 +73,12 @@ def pack_chunk(chunk: Chunk) -> bytes:
     """Return `chunk` as a protobuf message, the same bytes that the generated class writes."""
     parts: list[bytes | memoryview] = []
     if chunk.offset:
-        parts.append(_varint(_OFFSET) + _varint(chunk.offset))
+        parts.append(bytes((_OFFSET,)) + _varint(chunk.offset))
     if chunk.crc:
-        parts.append(_varint(_CRC) + chunk.crc.to_bytes(4, "little"))
+        parts.append(bytes((_CRC,)) + chunk.crc.to_bytes(4, "little"))
     for tag, value in ((_DATA, chunk.data), (_HEAD, chunk.head)):
         if len(value):
-            parts += (_varint(tag) + _varint(len(value)), value)
+            parts += (bytes((tag,)) + _varint(len(value)), value)
     return b"".join(parts)
 
 

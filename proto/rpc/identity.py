@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from aedit.proto.rpc.retry import Refusal
+from aedit.system import file_mark
 
 HUB, STANDBY, PEER, NODE, SERVER, READER = ROLES = ("hub", "standby", "peer", "node", "server", "reader")
 SHARED = "nodes"
@@ -106,9 +107,15 @@ class TokenReader:
         key = x509.load_pem_x509_certificate(authority).public_key()
         if not isinstance(key, ec.EllipticCurvePublicKey):
             raise ValueError("the authority's key is not an elliptic-curve key")
-        self._verified: Callable[[str], Identity] = lru_cache(_KNOWN_TOKENS)(
-            lambda token: _verify(token, key)
-        )
+
+        @lru_cache(_KNOWN_TOKENS)
+        def verified(token: str) -> Identity:
+            identity, signature = parse_token(token)
+            statement = identity_statement(identity.role, identity.issued_ms, identity.name)
+            key.verify(signature, statement, ec.ECDSA(hashes.SHA256()))
+            return identity
+
+        self._verified: Callable[[str], Identity] = verified
         self._path, self._lock = revoked, threading.Lock()
         self._mark: tuple[int, int, int] | None = None
         self._revoked_until_ms: dict[str, int] = {}
@@ -137,8 +144,7 @@ class TokenReader:
 
     def _is_revoked(self, identity: Identity) -> bool:
         try:
-            found = self._path.stat()
-            mark = found.st_mtime_ns, found.st_size, found.st_ino
+            mark = file_mark(self._path)
         except OSError:
             mark = None
         with self._lock:
@@ -205,13 +211,6 @@ def _shown(found: Sequence[str | bytes]) -> str:
     if not text.startswith("Bearer ") or len(text) > 512:
         raise ValueError("not one token")
     return text.removeprefix("Bearer ")
-
-
-def _verify(token: str, key: ec.EllipticCurvePublicKey) -> Identity:
-    identity, signature = parse_token(token)
-    signed = identity_statement(identity.role, identity.issued_ms, identity.name)
-    key.verify(signature, signed, ec.ECDSA(hashes.SHA256()))
-    return identity
 
 
 @lru_cache(_KNOWN_TOKENS)

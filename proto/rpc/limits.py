@@ -6,12 +6,12 @@ shows only that the peer's kernel runs. So `StallWatch` ends streams that stall.
 
 import asyncio
 import threading
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from time import monotonic
 from typing import TypeVar
 
 import grpc
@@ -60,7 +60,9 @@ class Limits:
 class Rates:
     """A token bucket per key: `per_s` a second, bursts of as many. Remembers the `keys` latest."""
 
-    def __init__(self, per_s: float, *, keys: int = 4096, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self, per_s: float, *, keys: int = 4096, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._per_s = per_s
         self._burst = max(1.0, per_s)
         self._keys = keys
@@ -207,7 +209,7 @@ class ReadPermits:
     be in memory before one is refused.
     """
 
-    def __init__(self, most: int, hold_s: float = 1.0, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(self, most: int, hold_s: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._hold_s, self._clock = hold_s, clock
         self._turns = FairTurns(most)
         self._held: list[ReadPermit] = []
@@ -300,40 +302,39 @@ class Stream:
 class StallWatch:
     """Cancels a stream in which nothing has passed for `stall_s`, or less than `bytes_per_s` on average.
 
-    `clock` is for tests; a thread runs only while there are streams.
+    A thread looks whenever a stream may be due, and ends if there is none left. It need not be woken for a
+    new stream, which is due later than those that are there. `clock` is for tests.
     """
 
     def __init__(
-        self, stall_s: float, bytes_per_s: float = 1024.0, clock: Callable[[], float] = monotonic
+        self, stall_s: float, bytes_per_s: float = 1024.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._stall_s = stall_s
         self._bytes_per_s = bytes_per_s
         self._clock = clock
         self._streams: set[Stream] = set()
-        self._wake = threading.Condition()
+        self._lock = threading.Lock()
         self._runs = False
 
     @contextmanager
-    def over(self, cancel: Callable[[], object], stall_s: float | None = None) -> Iterator[Stream]:
+    def over(self, cancel: Callable[[], object]) -> Iterator[Stream]:
         """Watch the stream that `cancel` ends for as long as the context lasts."""
-        stream = Stream(cancel, self._stall_s if stall_s is None else stall_s, self._clock)
-        with self._wake:
+        stream = Stream(cancel, self._stall_s, self._clock)
+        with self._lock:
             self._streams.add(stream)
             if not self._runs:
                 self._runs = True
                 threading.Thread(target=self._run, name="watch", daemon=True).start()
-            self._wake.notify()
         try:
             yield stream
         finally:
-            with self._wake:
+            with self._lock:
                 self._streams.discard(stream)
-                self._wake.notify()
 
     def end_stalled(self) -> float:
         """Cancel what is due; return the seconds until the next one may be."""
         now_s = self._clock()
-        with self._wake:
+        with self._lock:
             due = {stream: stream.due_s(self._bytes_per_s) for stream in self._streams}
             late = [stream for stream, due_s in due.items() if due_s <= now_s]
             self._streams.difference_update(late)
@@ -345,8 +346,8 @@ class StallWatch:
     def _run(self) -> None:
         while True:
             wait_s = self.end_stalled()
-            with self._wake:
+            with self._lock:
                 if not self._streams:
                     self._runs = False
                     return
-                self._wake.wait(wait_s)
+            time.sleep(wait_s)

@@ -6,6 +6,8 @@ from typing import TypeVar
 
 import grpc
 
+from aedit.system import growing_pause_s
+
 T = TypeVar("T")
 
 _AGAIN = frozenset(
@@ -98,7 +100,7 @@ class Patience:
 
         None to give up.
         """
-        longest_s = min(_FIRST_PAUSE_S * 2 ** min(self._tries, 8), _LONGEST_PAUSE_S)
+        longest_s = growing_pause_s(self._tries, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         self._tries += 1
         after_s = self._clock() + random * longest_s
         enough = after_s >= min(self._end_s, self._moved_s + self._still_s)

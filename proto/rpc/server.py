@@ -157,77 +157,6 @@ _GATHER_S = 0.005
 """Pause before a handler that had nothing to send is asked again: what follows shortly is sent together."""
 
 
-class AsyncCalls:
-    """Makes the handlers of one server. `pool`: of handlers that name none of their own.
-
-    A handler that streams both ways is called at once, and bounds its silent calls by itself.
-
-    `connections` notes every peer that sends a message.
-    """
-
-    def __init__(self, pool: FairPool, limits: Limits, connections: ConnectionLimit) -> None:
-        self._pool, self._connections = pool, connections
-        self._waiting = WaitingCalls(limits.silent_calls)
-        self._uploads = ReadPermits(limits.unread_uploads)
-
-    def handler(self, plain: Handler) -> Handler:
-        """Return `plain` for an asynchronous server. Its bytes on the wire are the same."""
-        behaviour: Any = plain.unary_unary or plain.unary_stream or plain.stream_unary or plain.stream_stream
-        pool = getattr(behaviour, "experimental_thread_pool", self._pool)
-        if inspect.iscoroutinefunction(behaviour):
-            work = _native(behaviour)
-        else:
-            work = _threaded(behaviour, pool, bool(plain.request_streaming), bool(plain.response_streaming))
-
-        async def run(messages: AsyncIterator[bytes], context: "aio.ServicerContext[Any, Any]") -> Any:
-            return await self._run(
-                work,
-                context,
-                reads_more=bool(plain.request_streaming),
-                replies_once=not plain.response_streaming,
-            )
-
-        # Both kinds read by themselves: gRPC would wait for a single request out of our sight.
-        kind = (
-            grpc.stream_stream_rpc_method_handler
-            if plain.response_streaming
-            else grpc.stream_unary_rpc_method_handler
-        )
-        return kind(run)
-
-    async def _run(
-        self, work: _Work, context: "aio.ServicerContext[Any, Any]", *, reads_more: bool, replies_once: bool
-    ) -> Any:
-        task = asyncio.current_task()
-        assert task is not None
-        seen = CallContext(context, task)
-        peer, refusal = seen.peer(), None
-        end = partial(seen.end, _LATER, _SILENT)
-        messages = _Messages(context, partial(self._connections.received, peer))
-        try:
-            if not reads_more:
-                self._waiting.enter(peer, seen, end)
-                messages.on_first = partial(self._waiting.leave, peer, seen)
-            elif replies_once:
-                permit = await self._uploads.enter(peer, end)
-                messages.on_first = partial(setattr, permit, "has_sent", True)
-                messages.after_first = partial(self._uploads.leave, permit)
-            return await work(messages, seen, context.write)
-        except (Refusal, asyncio.CancelledError) as error:
-            refusal = error if isinstance(error, Refusal) else seen.ended
-            _forget(error)
-            if refusal is None:  # the peer has ended the call
-                raise
-        finally:
-            messages.on_first()
-            messages.after_first()
-            seen.finish()
-        # Not `context.abort`: its exception and the call would hold each other, and what has not been read.
-        context.set_code(refusal.code)
-        context.set_details(refusal.text)
-        return b"" if replies_once else None
-
-
 class _Messages:
     """The messages of a call as they arrive. None of them is held here.
 
@@ -261,18 +190,11 @@ def _nothing() -> None:
     pass
 
 
-def _forget(error: BaseException | None) -> None:
+def _clear_frames(error: BaseException | None) -> None:
     """Clear the frames of an error and of those that led to it: they hold what has arrived."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
-
-
-def _native(behaviour: Callable[..., Coroutine[Any, Any, Any]]) -> _Work:
-    async def work(messages: AsyncIterator[bytes], context: CallContext, write: _Write) -> Any:
-        return await behaviour(messages, context)
-
-    return work
 
 
 def _threaded(
@@ -379,43 +301,100 @@ class Server:
         self._pools = [pool, *(p for service in services for p in service.pools)]
         limits = limits or Limits()
         self.connections = ConnectionLimit(limits.connections)
+        self._waiting = WaitingCalls(limits.silent_calls)
+        self._uploads = ReadPermits(limits.unread_uploads)
         finish(self._start(services, address, keys, limits))
         self.address = f"{address.rpartition(':')[0]}:{self.port}"
 
     def stop(self, grace_s: float) -> None:
         """Take no more calls; those under way have `grace_s` to end, and end then. Returns when they have."""
-        finish(self._stop(grace_s), grace_s + 5)
+
+        async def stop() -> None:
+            self._counting.cancel()
+            await self._health.enter_graceful_shutdown()
+            await self._server.stop(grace_s)
+
+        finish(stop(), grace_s + 5)
         for pool in self._pools:
             pool.shutdown()
+
+    def handler(self, plain: Handler) -> Handler:
+        """Return `plain` for an asynchronous server. Its bytes on the wire are the same.
+
+        A handler that streams both ways is called at once, and bounds its silent calls by itself.
+        """
+        behaviour: Any = plain.unary_unary or plain.unary_stream or plain.stream_unary or plain.stream_stream
+        pool = getattr(behaviour, "experimental_thread_pool", self._pools[0])
+        reads_more, replies_once = bool(plain.request_streaming), not plain.response_streaming
+        if inspect.iscoroutinefunction(behaviour):
+            work: _Work = lambda messages, context, write: behaviour(messages, context)  # noqa: E731
+        else:
+            work = _threaded(behaviour, pool, reads_more, not replies_once)
+
+        # Its first argument is gRPC's own iterator, which holds each message for too long; see `_Messages`.
+        async def run(_: AsyncIterator[bytes], context: "aio.ServicerContext[Any, Any]") -> Any:
+            task = asyncio.current_task()
+            assert task is not None
+            seen = CallContext(context, task)
+            peer, refusal = seen.peer(), None
+            end = partial(seen.end, _LATER, _SILENT)
+            messages = _Messages(context, partial(self.connections.received, peer))
+            try:
+                if not reads_more:
+                    self._waiting.enter(peer, seen, end)
+                    messages.on_first = partial(self._waiting.leave, peer, seen)
+                elif replies_once:
+                    permit = await self._uploads.enter(peer, end)
+                    messages.on_first = partial(setattr, permit, "has_sent", True)
+                    messages.after_first = partial(self._uploads.leave, permit)
+                return await work(messages, seen, context.write)
+            except (Refusal, asyncio.CancelledError) as error:
+                refusal = error if isinstance(error, Refusal) else seen.ended
+                _clear_frames(error)
+                if refusal is None:  # the peer has ended the call
+                    raise
+            finally:
+                messages.on_first()
+                messages.after_first()
+                seen.finish()
+            # Not `context.abort`: its exception and the call would hold each other, and what was not read.
+            context.set_code(refusal.code)
+            context.set_details(refusal.text)
+            return b"" if replies_once else None
+
+        # Both kinds read by themselves: gRPC would wait for a single request out of our sight.
+        kind = grpc.stream_unary_rpc_method_handler if replies_once else grpc.stream_stream_rpc_method_handler
+        return kind(run)
 
     async def _start(
         self, services: Sequence[Service], address: str, keys: ServerKeys, limits: Limits
     ) -> None:
-        calls = AsyncCalls(self._pools[0], limits, self.connections)
-        checks = [TokenCheck(keys.tokens, calls)] if keys.tokens else []
+        checks = [TokenCheck(keys.tokens, self)] if keys.tokens else []
         most = ("grpc.max_allowed_incoming_connections", most_connections())
         window = ("grpc.http2.lookahead_bytes", limits.window_bytes)
         self._server = aio.server(interceptors=checks, options=(*_OPTIONS, most, window))
         for service in services:
-            handlers = {name: calls.handler(plain) for name, plain in service.handlers.items()}
+            handlers = {name: self.handler(plain) for name, plain in service.handlers.items()}
             self._server.add_generic_rpc_handlers(
                 (grpc.method_handlers_generic_handler(service.name, handlers),)
             )
-        self._health = await _add_health(self._server, [service.name for service in services])
+        names = [service.name for service in services]
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        for name in (*names, ""):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        others = (health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection((*names, *others), self._server)
         self.port = self._listen(address, keys)
         await self._server.start()
-        self._counting = asyncio.create_task(self._count_connections())
 
-    async def _count_connections(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            await loop.run_in_executor(None, self.connections.cut, self.port)
+        async def count_connections() -> None:
+            loop = asyncio.get_running_loop()
+            while True:
+                await asyncio.sleep(_LOOK_S)
+                await loop.run_in_executor(None, self.connections.cut, self.port)
 
-    async def _stop(self, grace_s: float) -> None:
-        self._counting.cancel()
-        await self._health.enter_graceful_shutdown()
-        await self._server.stop(grace_s)
+        self._counting = asyncio.create_task(count_connections())
 
     def _listen(self, address: str, keys: ServerKeys) -> int:
         try:
@@ -434,8 +413,8 @@ class Server:
 class TokenCheck(aio.ServerInterceptor):
     """Refuses a caller without a valid token whose role may make the call, before a handler is reached."""
 
-    def __init__(self, tokens: TokenReader, calls: AsyncCalls) -> None:
-        self._tokens, self._calls = tokens, calls
+    def __init__(self, tokens: TokenReader, server: Server) -> None:
+        self._tokens, self._server = tokens, server
 
     async def intercept_service(
         self,
@@ -449,7 +428,7 @@ class TokenCheck(aio.ServerInterceptor):
                 raise refusal
 
             # Of all kinds of calls this one reads nothing by itself, so it serves for the others as well.
-            return self._calls.handler(grpc.stream_stream_rpc_method_handler(refuse))
+            return self._server.handler(grpc.stream_stream_rpc_method_handler(refuse))
         found = await continuation(handler_call_details)
         stream: Any = None if found is None else found.stream_stream
         # Health and reflection are not coroutines: they tell nothing of the run.
@@ -500,12 +479,3 @@ def serve(
     """
     services = (*hub_services(core, limits or Limits(), threads), *others)
     return Server(services, address, keys=credentials, limits=limits)
-
-
-async def _add_health(server: aio.Server, names: list[str]) -> "health.aio.HealthServicer":
-    servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    for name in (*names, ""):
-        await servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-    reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    return servicer

@@ -20,7 +20,7 @@ from grpc import aio
 
 from aedit.proto.rpc import frames, hub_pb2
 from aedit.proto.rpc.identity import secret_of, shown_identity
-from aedit.proto.rpc.limits import ByteBudget, FairPool, Limits, Rates, StallWatch, Stream
+from aedit.proto.rpc.limits import ByteBudget, FairPool, Limits, Rates, StallWatch
 from aedit.proto.rpc.retry import Refusal
 from aedit.proto.rpc.transfer import KEPT_S, Arrival, PartialPushes
 
@@ -296,24 +296,19 @@ class CallHandlers:
 
         return grpc.unary_unary_rpc_method_handler(_in(pool, behaviour))
 
-    def named_call(
-        self, kind: type[M], answer: Callable[[M, str | None], Message], pool: FairPool
-    ) -> Handler:
-        """Return a handler like `call`; `answer` also gets the name in the caller's certificate, if any."""
-
-        def named(request: M, who: Caller) -> Message:
-            return answer(request, who.name)
-
-        named.__name__ = answer.__name__
-        return self.call_as(kind, named, pool)
-
     def upload(self, take: Callable[[Iterator[bytes], Caller], Message], pool: FairPool) -> Handler:
         """Return a handler for a stream of chunks in, which `take` reads; one that stands still is ended."""
 
         def behaviour(messages: Iterator[bytes], context: CallContext) -> bytes:
             with self._answering(context, take.__name__), self._watch.over(context.cancel) as stream:
                 self._admit(None, context)
-                return take(_counted(messages, stream), caller(context)).SerializeToString()
+
+                def counted() -> Iterator[bytes]:
+                    for message in messages:
+                        stream.moved(len(message))
+                        yield message
+
+                return take(counted(), caller(context)).SerializeToString()
 
         return grpc.stream_unary_rpc_method_handler(_in(pool, behaviour))
 
@@ -461,12 +456,6 @@ def _name(core: HubCore, heads: list[hub_pb2.PushHead], error: ValueError) -> No
     kind, claimed = ("damaged", error.head) if isinstance(error, frames.ChunkDamaged) else ("malformed", b"")
     with suppress(DecodeError, Refusal):
         core.garbled(heads[0] if heads else hub_pb2.PushHead.FromString(claimed), f"{kind}: {error}")
-
-
-def _counted(messages: Iterator[bytes], stream: Stream) -> Iterator[bytes]:
-    for message in messages:
-        stream.moved(len(message))
-        yield message
 
 
 def caller(context: CallContext) -> Caller:

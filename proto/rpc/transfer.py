@@ -79,8 +79,14 @@ class Download:
         except (ValueError, DecodeError) as error:
             raise TransferBroken(str(error)) from error
         assert self._head is not None
-        self._check_hash(self._head)
-        return self._head
+        if self._hash.digest() == self._head.sha256:
+            return self._head
+        text = f"version {self._head.version} is not what its SHA-256 says"
+        self._restart()
+        self._wrong += 1
+        if self._wrong == _MAX_WRONG:
+            raise HubRefused(grpc.StatusCode.DATA_LOSS, text)
+        raise TransferBroken(text)
 
     def _begin(self, head: hub_pb2.PullHead, offset: int) -> frames.Assembly:
         room = self.room_bytes
@@ -88,7 +94,9 @@ class Download:
             raise HubRefused(
                 grpc.StatusCode.DATA_LOSS, f"an answer of {head.num_bytes} bytes, where {room} have room"
             )
-        if offset and (offset != self.received or not self._goes_on(head)):
+        known = self._head
+        goes_on = head.version == self._asked.version if known is None else _content(head) == _content(known)
+        if offset and (offset != self.received or not goes_on):
             self._restart()
             raise TransferBroken(f"the answer starts at byte {offset} of something else")
         if offset == 0 or self._head is None:
@@ -96,24 +104,8 @@ class Download:
         self._head, self.received = head, offset
         return frames.Assembly(head.num_bytes, limit_bytes=room, into=self._into, offset=offset)
 
-    def _goes_on(self, head: hub_pb2.PullHead) -> bool:
-        """Return whether `head` belongs to the answer that is partly here."""
-        if self._head is None:
-            return head.version == self._asked.version
-        return _content(head) == _content(self._head)
-
     def _restart(self) -> None:
         self._head, self.received = None, 0
-
-    def _check_hash(self, head: hub_pb2.PullHead) -> None:
-        if self._hash.digest() == head.sha256:
-            return
-        self._restart()
-        self._wrong += 1
-        text = f"version {head.version} is not what its SHA-256 says"
-        if self._wrong == _MAX_WRONG:
-            raise HubRefused(grpc.StatusCode.DATA_LOSS, text)
-        raise TransferBroken(text)
 
 
 def _content(head: hub_pb2.PullHead) -> hub_pb2.PullHead:

@@ -10,6 +10,7 @@ from enum import IntEnum
 
 from aedit.proto.rpc import Calls, ClientKeys, ClientPool, Rates
 from aedit.proto.rpc import swarm_pb2 as pb
+from aedit.system import growing_pause_s
 from aedit.types import address_fault
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
@@ -78,7 +79,12 @@ class DialList:
         num_good = max(count - count // 2, count - len(rest))
         found = (good[:num_good] + rest)[:count]
         for address in found:
-            self._put_off(self._targets[address], now)
+            target = self._targets[address]
+            is_patient = target.evidence is Evidence.ANSWERED and target.failures < _PATIENT_CALLS
+            most_s = _PATIENT_PAUSE_S if is_patient else _LONGEST_PAUSE_S
+            longest_s = growing_pause_s(target.failures, _FIRST_PAUSE_S, most_s)
+            target.failures = min(target.failures + 1, _PATIENT_CALLS)
+            target.due_s = now + longest_s * (0.5 + self._chance.random() / 2)
         return found
 
     def answered(self, address: str, now: float) -> None:
@@ -101,13 +107,6 @@ class DialList:
     def __len__(self) -> int:
         """Return the number of addresses."""
         return len(self._targets)
-
-    def _put_off(self, target: _Target, now: float) -> None:
-        is_patient = target.evidence is Evidence.ANSWERED and target.failures < _PATIENT_CALLS
-        most_s = _PATIENT_PAUSE_S if is_patient else _LONGEST_PAUSE_S
-        longest_s = min(_FIRST_PAUSE_S * 2.0**target.failures, most_s)
-        target.failures = min(target.failures + 1, _PATIENT_CALLS)
-        target.due_s = now + longest_s * (0.5 + self._chance.random() / 2)
 
     def _has_room(self, evidence: Evidence) -> bool:
         """Return whether there is room; make some if an address with less evidence can go."""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from aedit.system import file_mark
 from aedit.types import address_fault, checked
 
 
@@ -55,9 +56,7 @@ class PeerFile:
     def found(self) -> Sequence[str]:
         """Return the addresses in the file, each once. If it cannot be read, those that were read last."""
         try:
-            stat = self._path.stat()
-            mark = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
-            if mark != self._mark:
+            if (mark := file_mark(self._path)) != self._mark:
                 self._found, self._state = _read(self._path)
                 self._mark = mark
         except (OSError, ValueError) as error:

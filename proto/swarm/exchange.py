@@ -93,9 +93,10 @@ class Exchanges:
 
         Every live peer has its turn before one has its second.
         """
-        cards = [card for card in self.known.live(now).values() if card.address]
+        known = self.known.live(now)
+        cards = [card for card in known.values() if card.address]
         live, leaving = {card.address for card in cards}, {card.address for card in cards if card.leaving}
-        mine = self._own_address(now)
+        mine = known[self.known.own_key].address if self.known.own_key in known else ""
         with self._lock:
             others = live - leaving - {mine}
             self._deck = [address for address in self._deck if address in others]
@@ -176,13 +177,15 @@ class Exchanges:
         offer = self._offer(request.card, now, Evidence.CALLED)
         key = self._caller(request, offer, now)
         endorsed = self._certified.own if self._certified else Endorsement()
+        # Without our own card, which the reply has anyway.
+        news = self.known.newer({one.key: one.serial for one in request.known}, key, now)
         return pb.ExchangeReply(
             protocol=PROTOCOL,
             card=own,
             certificate=endorsed.certificate,
             endorsement=endorsed.signature,
             signature=self._key.private.sign(_ANSWER + request.nonce + key + self._key.public),
-            cards=self._news(request, key, now),
+            cards=news if len(news) <= MOST_CARDS else self._chance.sample(news, MOST_CARDS),
             challenge=self._challenge(key, now),
             contradictions=self._contradictions(),
         )
@@ -238,11 +241,13 @@ class Exchanges:
             raise Refusal(grpc.StatusCode.PERMISSION_DENIED, f"your card is refused: {offer.reason}")
         key = offer.card.public_key
         is_client = not offer.card.address
-        # A proof that is too old, or for the process that was here before, is followed by a new one.
-        if (is_client or request.statements) and request.proof and self._is_proof(key, request.proof, now):
-            if is_client:
-                self.known.confirm(key, now)
-            self._blame(self._statements.received_from(key, request.statements), now)
+        if (is_client or request.statements) and request.proof:
+            signed = [_PROOF + self._challenge(key, now, ago) + self._key.public + key for ago in (0, 1)]
+            # A proof that is too old, or for the process that was here before, is followed by a new one.
+            if any(is_signed_by(key, request.proof, one) for one in signed):
+                if is_client:
+                    self.known.confirm(key, now)
+                self._blame(self._statements.received_from(key, request.statements), now)
         return key
 
     def _blame(self, pairs: Iterable[Pair], now: float) -> None:
@@ -252,16 +257,6 @@ class Exchanges:
     def _challenge(self, key: bytes, now: float, ago: int = 0) -> bytes:
         window = int(now // _CHALLENGE_S) - ago
         return hmac.digest(self._secret, key + str(window).encode(), hashlib.sha256)
-
-    def _is_proof(self, key: bytes, proof: bytes, now: float) -> bool:
-        signed = [_PROOF + self._challenge(key, now, ago) + self._key.public + key for ago in (0, 1)]
-        return any(is_signed_by(key, proof, one) for one in signed)
-
-    def _news(self, request: pb.ExchangeRequest, caller: bytes, now: float) -> list[bytes]:
-        """Return the cards that the caller does not know, without our own one, which the reply has anyway."""
-        serials = {one.key: one.serial for one in request.known}
-        newer = self.known.newer(serials, caller, now)
-        return newer if len(newer) <= MOST_CARDS else self._chance.sample(newer, MOST_CARDS)
 
     def _contradictions(self) -> Sequence[pb.Contradiction]:
         faults = list(self.known.faults.values())
@@ -287,10 +282,6 @@ class Exchanges:
     def _add(self, address: str, evidence: Evidence, now: float) -> None:
         with self._lock:
             self._dials.add(address, evidence, now)
-
-    def _own_address(self, now: float) -> str:
-        own = self.known.live(now).get(self.known.own_key)
-        return own.address if own else ""
 
 
 def _check_protocol(theirs: int) -> None:

@@ -251,13 +251,11 @@ class KnownPeers:
         if self._allow and key not in self._allow:
             return Offer("refused", reason=f"key {key.hex()} of {card.name!r} is not in swarm.allow")
         entry = self._peers.get(key)
-        if entry and card.serial < entry.card.serial:
-            return Offer("known", entry.card)
         if entry and card.serial == entry.card.serial and data != entry.data:
             found = contradiction(entry.data, data)
             assert found is not None, "two valid cards of one key and serial that differ are a proof"
             return Offer("refused", reason=self._shut_out(found))
-        if entry and card.serial == entry.card.serial:
+        if entry and card.serial <= entry.card.serial:
             return Offer("known", entry.card)
         # At another address, or with another certificate, it has to answer again.
         is_same = entry is not None and _place(entry.card) == _place(card) and not _is_over(entry, now_s)
@@ -265,7 +263,11 @@ class KnownPeers:
         certificate = entry.certificate if entry is not None and confirmed else ""
         self._peers[key] = _Entry(data, card, now_s, confirmed, certificate)
         self._peers.move_to_end(key)
-        self._forget()
+        surplus = len(self._peers) - 2 * self._limit
+        if surplus > 0:  # the oldest of those that are not confirmed
+            waiting = (other for other, one in self._peers.items() if not one.confirmed)
+            for other in list(islice(waiting, surplus)):
+                del self._peers[other]
         return Offer("newer" if confirmed else "new", card)
 
     def _taken_own(self, card: PeerCard, data: bytes) -> Offer:
@@ -292,14 +294,6 @@ class KnownPeers:
         for entry in self._peers.values():
             if entry.confirmed and _is_over(entry, now_s):
                 entry.confirmed = False
-
-    def _forget(self) -> None:
-        """Drop the oldest of the cards that are not confirmed, if there are too many."""
-        surplus = len(self._peers) - 2 * self._limit
-        if surplus > 0:
-            waiting = (key for key, entry in self._peers.items() if not entry.confirmed)
-            for key in list(islice(waiting, surplus)):
-                del self._peers[key]
 
 
 def _is_over(entry: _Entry, now_s: float) -> bool:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from aedit.proto.swarm.card import MOST_STEPS_PER_S, is_model_digest
-from aedit.system import write_atomically
+from aedit.system import file_mark, write_atomically
 
 NODE = "node.json"
 WRITTEN_EVERY_S = 5.0
@@ -77,9 +77,7 @@ class StatementsFile:
     def changed(self) -> Sequence[bytes]:
         """Return the statements if the file has changed since the last call, else ()."""
         try:
-            found = self._path.stat()
-            mark = (found.st_mtime_ns, found.st_size, found.st_ino)
-            if mark == self._mark:
+            if (mark := file_mark(self._path)) == self._mark:
                 return ()
             content = json.loads(self._path.read_text(encoding="utf-8"))["statements"]
             self._mark = mark
@@ -162,13 +160,16 @@ class ReplicasFile:
     def _read(self) -> tuple[tuple[PartPlaces, ...], tuple[str, ...]]:
         with self._lock:
             try:
-                found = self.path.stat()
-                mark = (found.st_mtime_ns, found.st_size, found.st_ino)
-                if mark != self._mark:
+                if (mark := file_mark(self.path)) != self._mark:
                     content = json.loads(self.path.read_text(encoding="utf-8"))
                     self._parts, self._shut_out = _parts(content["parts"]), tuple(content["shut_out"])
                     self._mark = mark
-                    self._note_keys()
+                    for part in self._parts:
+                        for address, key in zip(part.replicas, part.keys, strict=False):
+                            self._keys.setdefault(address, set()).add(key)
+                            self._keys.move_to_end(address)
+                    while len(self._keys) > _MOST_ADDRESSES:
+                        self._keys.popitem(last=False)
             except FileNotFoundError:
                 self._parts, self._shut_out, self._mark = (), (), None
             return self._parts, self._shut_out
@@ -177,14 +178,6 @@ class ReplicasFile:
         """Return the places of one part; without any while they are not known."""
         parts = self.parts()
         return parts[number] if number < len(parts) else PartPlaces()
-
-    def _note_keys(self) -> None:
-        for part in self._parts:
-            for address, key in zip(part.replicas, part.keys, strict=False):
-                self._keys.setdefault(address, set()).add(key)
-                self._keys.move_to_end(address)
-        while len(self._keys) > _MOST_ADDRESSES:
-            self._keys.popitem(last=False)
 
 
 def _parts(content: Sequence[dict[str, Any]]) -> tuple[PartPlaces, ...]:

@@ -107,7 +107,8 @@ class Statements:
             if found.run != self._run:
                 continue
             place = place_of(data)
-            others = self._others(place, found.sha256)
+            keepers = ((keeper, keeper.kept.get(place)) for keeper in (self._own, *self._of_peers.values()))
+            others = [(keeper, one.data) for keeper, one in keepers if one and one.sha256 != found.sha256]
             # Signatures are checked only where values differ. What follows an unsigned one is ignored.
             if others and not is_signed_statement(data):
                 break
@@ -115,12 +116,6 @@ class Statements:
             if place not in sender.kept:
                 sender.keep(data, found.sha256)
         return proofs
-
-    def _others(self, place: bytes, sha256: bytes) -> list[tuple[_Sender, bytes]]:
-        """Return the statements that give a version another value, with their keepers."""
-        keepers = (self._own, *self._of_peers.values())
-        found = ((keeper, keeper.kept.get(place)) for keeper in keepers)
-        return [(keeper, one.data) for keeper, one in found if one and one.sha256 != sha256]
 
 
 def _is_true(keeper: _Sender, place: bytes, data: bytes) -> bool:

@@ -126,7 +126,10 @@ class Receiving:
         if not first.head:
             raise frames.ArrayIncomplete("the transfer ended before its first chunk")
         first.check()
-        head = _parsed(bytes(first.head))
+        try:
+            head = pb.TransferHead.FromString(bytes(first.head))
+        except DecodeError as error:
+            raise ValueError(f"not a TransferHead: {error}") from error
         wanted = self._wanted(head, unit)
         self._collect(wanted, head, first, messages, moved)
         return head.unit
@@ -151,16 +154,13 @@ class Receiving:
                 return
             self._is_abandoned = True
         for unit in self._units.values():
-            self._free(unit)
+            with unit.lock:
+                unit.turn += 1
+                self._forget(unit)
+                if unit.block is not None:
+                    self._store.buffers.drop(unit.block)
+                    unit.block = None
         self._held.close()
-
-    def _free(self, unit: _Unit) -> None:
-        with unit.lock:
-            unit.turn += 1
-            self._forget(unit)
-            if unit.block is not None:
-                self._store.buffers.drop(unit.block)
-                unit.block = None
 
     def _forget(self, unit: _Unit) -> None:
         if unit.partial is not None:
@@ -255,10 +255,3 @@ class Receiving:
 def _check_turn(unit: _Unit, turn: int) -> None:
     if unit.turn != turn:
         raise TransferRefused(_ABORTED, "another sender has begun to send this unit since")
-
-
-def _parsed(head: bytes) -> pb.TransferHead:
-    try:
-        return pb.TransferHead.FromString(head)
-    except DecodeError as error:
-        raise ValueError(f"not a TransferHead: {error}") from error

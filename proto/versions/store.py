@@ -4,7 +4,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
@@ -206,8 +206,12 @@ class VersionStore:
         with self._changed:
             try:
                 self.layout.check(manifest)
-                self._check_newer(manifest)
-                line = self._lines[manifest.line]
+                line, newest = self._line(manifest.line), self._newest(manifest.line)
+                if manifest.serial <= newest:
+                    raise ValueError(
+                        f"version {manifest.serial} of line {manifest.line} is not above {newest}, which is"
+                        " here"
+                    )
             except (ValueError, LineUnknown):
                 self._release(version)
                 raise
@@ -285,28 +289,19 @@ class VersionStore:
                 if found is not None:
                     self._cache.move_to_end(key)
                     return found
-            made = self._make(line, unit, base, serial)
-            self._keep(key, made)
+            with ExitStack() as held:
+                values = held.enter_context(self.hold(line, serial))[unit]
+                old = held.enter_context(self.hold(line, base))[unit] if base else None
+                data, needs_base = patch.encode_transfer(values, old)
+            made = _Made(data, needs_base, hashlib.sha256(data).digest())
+            with self._changed:
+                if len(data) <= self._cache_bytes:
+                    self._cache[key] = made
+                    self._cached_bytes += len(data)
+                while self._cached_bytes > self._cache_bytes:
+                    _, oldest = self._cache.popitem(last=False)
+                    self._cached_bytes -= len(oldest.data)
             return made
-
-    def _make(self, line: str, unit: str, base: int, serial: int) -> _Made:
-        with self.hold(line, serial) as values:
-            if base:
-                with self.hold(line, base) as old:
-                    data, needs_base = patch.encode_transfer(values[unit], old[unit])
-            else:
-                data, needs_base = patch.encode_transfer(values[unit])
-        return _Made(data, needs_base, hashlib.sha256(data).digest())
-
-    def _keep(self, key: tuple[bytes, bytes], made: _Made) -> None:
-        with self._changed:
-            if len(made.data) > self._cache_bytes:
-                return
-            self._cache[key] = made
-            self._cached_bytes += len(made.data)
-            while self._cached_bytes > self._cache_bytes:
-                _, oldest = self._cache.popitem(last=False)
-                self._cached_bytes -= len(oldest.data)
 
     def _shared(self, line: str, unit: str, sha256: bytes) -> Block | None:
         with self._changed:
@@ -315,14 +310,6 @@ class VersionStore:
                 if block.sha256 == sha256:
                     return self.buffers.use(block)
         return None
-
-    def _check_newer(self, manifest: Manifest) -> None:
-        newest = self._newest(manifest.line)
-        self._line(manifest.line)
-        if manifest.serial <= newest:
-            raise ValueError(
-                f"version {manifest.serial} of line {manifest.line} is not above {newest}, which is here"
-            )
 
     def _newest(self, line: str) -> int:
         found = self._lines.get(line)

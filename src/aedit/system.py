@@ -73,6 +73,12 @@ def read_line(path: Path) -> str:
     return ""
 
 
+def file_mark(path: Path) -> tuple[int, int, int]:
+    """Return a mark that changes when a file is written or replaced. Raises OSError."""
+    found = path.stat()
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
 def is_plain_name(name: str) -> bool:
     """Return whether a text is the name of one file or directory, wherever it came from."""
     if not name.isprintable() or name in ("", ".", "..") or "/" in name or "\\" in name:
@@ -236,6 +242,11 @@ def call_within(limit_s: float, body: Callable[[], T]) -> T:
     if not results:
         raise TimeoutError(f"did not return within {limit_s:g} s")
     return results[0]
+
+
+def growing_pause_s(failures: int, first_s: float, longest_s: float) -> float:
+    """Return the pause after so many failures in a row: each doubles it, up to `longest_s`."""
+    return min(first_s * 2.0 ** min(failures, 64), longest_s)
 
 
 @contextmanager

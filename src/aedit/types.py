@@ -285,28 +285,28 @@ class Round:
 
 
 @checked()
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorLayout:
     """Name and whole (unsharded) shape of one parameter of a sync unit."""
 
     name: str
     shape: tuple[NonNegativeInt, ...]
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """Return the number of elements."""
         return prod(self.shape)
 
 
 @checked()
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class UnitLayout:
     """Canonical form of a sync unit: its parameters in registration order, whole, row-major, as fp32."""
 
     name: str
     tensors: tuple[TensorLayout, ...]
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """Return the number of elements of all parameters."""
         return sum(tensor.numel for tensor in self.tensors)
