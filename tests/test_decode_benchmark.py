@@ -10,12 +10,8 @@ import pytest
 import torch
 from benchmarks import decode
 from benchmarks.decode import (
-    AGAIN,
-    AUTO,
-    PLAIN,
     TAIL_SHAPE,
     Batch,
-    Choice,
     Decoded,
     Found,
     Generate,
@@ -52,12 +48,11 @@ class Clockwork:
 
 
 def test_a_turn_tells_prompts_from_steps_and_all_see_the_same_prompts():
-    ours, theirs, begun = Clockwork(), Clockwork(token=2, pace=2.0), []
-    turns = Turns(repeats=4, vocabulary=50, begin=lambda: begun.append(len(ours.seen)))
+    ours, theirs = Clockwork(), Clockwork(token=2, pace=2.0)
+    turns = Turns(repeats=4, vocabulary=50)
     found = race_systems({"ours": ours, "generate": theirs}, "fp32", Shape(3, 5, 8), turns)
     assert found.first_s == {"ours": [1.0] * 4, "generate": [2.0] * 4}
     assert found.rates == {"ours": [12.0] * 4, "generate": [6.0] * 4}, "3 rows, 4 steps a second"
-    assert begun == [2], "after the turn that does one-time work"
     assert ours.seen == theirs.seen
     texts = [text for prompts, _ in ours.seen for text in prompts]
     assert len(set(texts)) == len(texts) == 5 * 2 * 3, "no cache of a prefix helps"
@@ -142,14 +137,6 @@ def test_a_rival_answers_from_its_own_process_and_another_is_skipped_with_its_re
     assert process.returncode is not None
 
 
-def test_an_earlier_version_decodes_the_same_tokens(tmp_path, monkeypatch):
-    model, prompts = random_policy(decode.TINY, "fp32"), [[5, 9, 2, 40], [1, 1, 3, 8]]
-    saved = saved_policy(model, tmp_path / "policy")
-    with rivals({"earlier": Path(sys.executable)}, saved, "fp32", 32, 4) as (found, reasons):
-        assert reasons == []
-        assert found["earlier"].decode(prompts, 6).tokens == Ours(model).decode(prompts, 6).tokens
-
-
 def test_a_rival_without_the_dtype_or_without_a_python_is_skipped(tmp_path, monkeypatch):
     (tmp_path / "ctranslate2.py").write_text(ECHO)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -175,19 +162,16 @@ def test_decoding_has_a_bar_beside_vllm(rows, share, passed):
     assert bar.text.startswith(f"bf16, batch {rows}: {share:.2f} [")
 
 
-def test_noise_the_choice_and_updates_are_ratios_within_a_turn():
+def test_noise_and_updates_are_ratios_within_a_turn():
     noise = Noise("fp32", 16, [1.0, 2.0, 4.0], [1.1, 2.2, 4.4])
-    choice = Choice("fp32", 4, {PLAIN: [1.0, 2.0], AGAIN: [1.0, 2.0], AUTO: [0.9, 1.8]})
     update = Update("fp32", 16, 260, [2.0, 4.0], [1.0, 2.0])
     assert noise.extra.middle == pytest.approx(0.1)
-    assert choice.over_plain(AUTO).middle == pytest.approx(0.9)
     assert update.in_steps.middle == 2.0
-    (report,) = Found(noises=[noise], choices=[choice], updates=[update]).reports(False)
-    assert [bar.passed for bar in report.bars] == [False, False]
+    (report,) = Found(noises=[noise], updates=[update]).reports(False)
+    assert [bar.passed for bar in report.bars] == [False]
     assert [row[1] for row in report.rows] == [
         "2.00 [2.00, 2.00] plain steps",
         "+10.0 [10.0, 10.0] % of a step",
-        "0.90 [0.90, 0.90]; plain / plain 1.00 [1.00, 1.00]",
     ]
 
 

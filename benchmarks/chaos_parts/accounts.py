@@ -114,7 +114,9 @@ def _keep(directory: Path, whole: Path) -> None:
                 os.link(path, other)
     for name in ("run.toml", "part.json"):
         with suppress(FileNotFoundError):
-            shutil.copyfile(directory / name, whole / name)
+            copy = whole / f"{name}.{threading.get_ident()}"  # never seen half-written by the other thread
+            shutil.copyfile(directory / name, copy)
+            copy.replace(whole / name)
 
 
 def by_share(records: Iterable[Record]) -> tuple[Shares, int]:

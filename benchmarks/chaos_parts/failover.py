@@ -158,6 +158,7 @@ def addresses_of(number: int, places: Sequence[Place]) -> list[str]:
 
 NODES = tuple(f"node-{i}" for i in range(6))
 RATE_MBIT = 100
+"""Slow enough that a kill finds a push of the large unit half-way."""
 NODE = PacedNode(
     hub="", name="", ledger="", numel=1024, every=25, large_numel=270_000, large_every=250, call_timeout_s=3.0
 )
@@ -245,12 +246,10 @@ def measure(minutes: float | None, standbys: int, seed: int, *, quick: bool) -> 
     story = tell(seconds, standbys, seed)
     assert calm.accounts is not None
     assert story.accounts is not None
-    why = netns.why_not()
-    wires = "each in a network namespace" if why is None else f"on one network ({why}), so no wire is cut"
     faults = ", ".join(f"{number} x {kind}" for kind, number in sorted(story.faults.items()))
     return Report(
         "chaos with standbys",
-        (f"One hub, {standbys} standby(s) and {len(NODES)} nodes of a fixed pace, {wires};"
+        (f"One hub, {standbys} standby(s) and {len(NODES)} nodes of a fixed pace, {netns.wires()};"
          f" {seconds:g} s of faults, seed {seed}.",
          "A supervisor starts a hub that ended with its plain command. Steps are those in accepted pushes.",
          f"Faults: {faults or 'none'}."),
@@ -289,7 +288,7 @@ Act = Callable[[Ground], Callable[[], None] | None]
 
 def tell(seconds: float, standbys: int, seed: int, *, calm: bool = False) -> Story:
     """Apply faults for so long to a run with `standbys`, or none with `calm`; compare the accounts."""
-    with tempfile.TemporaryDirectory() as name, _places(1 + standbys) as places:
+    with tempfile.TemporaryDirectory() as name, network_of(1 + standbys) as places:
         story = Story()
         with _ground(Path(name), standbys, places, random.Random(seed), story) as ground:
             began = time.monotonic()
@@ -306,7 +305,8 @@ def tell(seconds: float, standbys: int, seed: int, *, calm: bool = False) -> Sto
 
 
 @contextmanager
-def _places(hubs: int) -> Iterator[list[Place]]:
+def network_of(hubs: int) -> Iterator[list[Place]]:
+    """Yield a place for each of so many hubs and for each node; none where there are no namespaces."""
     if netns.why_not() is not None:
         yield []
         return

@@ -694,13 +694,11 @@ def measure(
     seconds, shape = 60 * (minutes or (1 if quick else 10)), SwarmShape(copies=copies)
     calm = tell(min(CALM_S, seconds), seed, calm=True, shape=shape)
     story = tell(seconds, seed, shape=shape, back_within_s=back_within_s)
-    why = netns.why_not()
-    wires = "each in a network namespace" if why is None else f"on one network ({why}), so no wire is cut"
     faults = ", ".join(f"{number} x {kind}" for kind, number in sorted(story.faults.items()))
     absent = story.absent_s / seconds / shape.peers
     return Report(
         "chaos in a swarm",
-        (f"{shape.peers} machines, {wires}: a peer, its hubs and a node of a fixed pace in each."
+        (f"{shape.peers} machines, {netns.wires()}: a peer, its hubs and a node of a fixed pace in each."
          f" {shape.parts} parts, {shape.copies} copies of each.",
          _tables_line(),
          f"{seconds:g} s of faults, seed {seed}. A machine is killed with all its processes,"

