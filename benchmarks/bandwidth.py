@@ -24,8 +24,8 @@ from aedit.async_sgd.inprocess import Tamper
 from aedit.async_sgd.rules import ArrayValues, Codec, HubConfig, OuterConfig, PenaltyConfig, Push, Vector
 from aedit.proto.codecs import Feedback, codec
 from benchmarks.kit import netns, tun_link
-from benchmarks.kit.hubs import layout_of
 from benchmarks.kit.netns import Place
+from benchmarks.kit.paced import layout_of
 from benchmarks.kit.processes import hub, in_parallel, run_jobs
 from benchmarks.kit.small_llama import llama
 from benchmarks.kit.statistics import percent

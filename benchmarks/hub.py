@@ -63,9 +63,8 @@ from benchmarks.kit import tun_link
 from benchmarks.kit.processes import HubProcess, hub, run_jobs
 from benchmarks.kit.statistics import median, percent
 from benchmarks.kit.tables import Bar, Report, main
-from benchmarks.programs import thin_wire
 from benchmarks.programs.hub_members import RUN, Crew, Seen
-from benchmarks.programs.push_rates import PushTimes, Way, push_times
+from benchmarks.programs.push_rates import PushTimes, Way, filled, push_times
 
 # -- the hub that `benchmarks.hub` measures
 
@@ -917,7 +916,7 @@ def measure_pushes(quick: bool) -> Report:
     sizes = QUICK if quick else Sizes()
     pushed = push_times(sizes.push_bytes, sizes.repeats)
     rates = () if tun_link.why_not() else sizes.thin_mbit
-    thin = {rate: thin_wire.filled(rate, sizes.thin_bytes) for rate in rates}
+    thin = {rate: filled(rate, sizes.thin_bytes) for rate in rates}
     bars = (_push_bar(pushed), *(_thin_bar(rate, share) for rate, share in thin.items()))
     return Report(
         "hub: pushes",

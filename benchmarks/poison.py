@@ -30,7 +30,7 @@ from aedit.async_sgd.rules import (
     Vector,
 )
 from aedit.types import Layout, UnitLayout
-from benchmarks.kit.hubs import layout_of
+from benchmarks.kit.paced import layout_of
 from benchmarks.kit.processes import in_parallel
 from benchmarks.kit.small_llama import llama
 from benchmarks.kit.statistics import percent

@@ -25,7 +25,7 @@ from aedit.edit import EditConfig, HubExchange, LayerSync, PenaltyConfig, make_p
 from aedit.launch.config import RunConfig, TrainConfig, load
 from aedit.launch.node import lr_at, make_inner, set_lr
 from aedit.spec_rollout import LossSettings, find_loss
-from benchmarks.kit.hubs import layout_of
+from benchmarks.kit.paced import layout_of
 from benchmarks.kit.processes import in_parallel
 from benchmarks.kit.statistics import mean_and_half_width
 from benchmarks.kit.tables import Bar, Report, main

@@ -4,7 +4,7 @@ from copy import deepcopy
 
 import numpy as np
 import pytest
-from benchmarks.kit.hubs import layout_of
+from benchmarks.kit.paced import layout_of
 from kit.nodes import UNITS, follow_script, in_threads, tower
 
 from aedit.async_sgd.hub import NodeReport

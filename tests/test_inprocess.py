@@ -10,7 +10,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from benchmarks.kit.hubs import layout_of
+from benchmarks.kit.paced import layout_of
 from kit.nodes import batches, furthest, parameters, plain_training, tower, train
 
 from aedit.async_sgd.hub import Denied

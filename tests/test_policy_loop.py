@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.kit.hubs import layout_of
+from benchmarks.kit.paced import layout_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aedit.async_sgd.inprocess import InProcessHub

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from aedit.edit import LayerSync
+from aedit.edit import LayerSync, find_units, layout
+from aedit.types import Layout
 
 LATE_S = 0.002
 
@@ -60,6 +61,11 @@ class Walk:
 def tower(width: int = 32, num_layers: int = 4) -> nn.Module:
     """Return a model of layers that are exchanged one by one, with little to compute."""
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(num_layers)))
+
+
+def layout_of(model: nn.Module) -> Layout:
+    """Return what a hub must know of `model`, one unit per layer."""
+    return layout(find_units(model, "auto"))
 
 
 def walk(

@@ -22,7 +22,7 @@ from aedit.launch.node import lr_at, make_inners, set_lr
 from aedit.proto.agent import Link
 from aedit.proto.codecs import codec
 from aedit.types import Round
-from benchmarks.kit.hubs import layout_of
+from benchmarks.kit.paced import layout_of
 from benchmarks.kit.small_llama import inner_step, llama
 from benchmarks.kit.two_domains import Shard, held_out_loss
 

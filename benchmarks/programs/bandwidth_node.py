@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import aedit
-from aedit.edit import EditConfig, HubExchange, LayerSync, OwnPace, RoundOutcome, find_units, flat_layout
+from aedit.edit import EditConfig, HubExchange, LayerSync, OwnPace, RoundOutcome
 from aedit.proto.agent import AgentPlan, start_agent
-from benchmarks.kit.paced import tower, walk
+from benchmarks.kit.paced import layout_of, tower, walk
 
 RUN = "bandwidth"
 TIMEOUT_S = 120.0
@@ -79,13 +79,12 @@ def run(job: HubJob) -> HubSeen:
 
 def agent_plan(job: HubJob, model: nn.Module) -> AgentPlan:
     """Return the plan of an agent whose node has no data of its own."""
-    layout = flat_layout.layout(find_units(model, "auto"))
     return AgentPlan(
         addresses=(job.hub,),
         name=job.name,
         run=RUN,
         version=aedit.__version__,
-        units=layout.units,
+        units=layout_of(model).units,
         num_samples=1_000_000,
         codec=job.codec,
         codec_down=job.codec,

@@ -3,18 +3,23 @@
 One process sends 1 MiB chunks to another, by turns: over gRPC as nodes push (protobuf, a CRC at both ends,
 limits, deadlines), over gRPC without any of that, over a plain TCP connection that gRPC opens, with a CRC,
 and over a bare TCP socket with an 8-byte length before each chunk and one byte back.
+
+As a program, the hub's end of a thin wire: `python -m benchmarks.programs.push_rates ADDRESS BYTES`, or a
+node's with the repetitions as a third argument.
 """
 
 import multiprocessing
 import secrets
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from subprocess import PIPE
 from typing import Any, cast
 
 import grpc
@@ -36,8 +41,12 @@ from aedit.proto.rpc import (
 )
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.system import give_back_what_is_freed
+from benchmarks.kit import tun_link
+from benchmarks.kit.processes import Dialogue, end, start
+from benchmarks.kit.statistics import median
+from benchmarks.kit.tun_link import Wire
 
-# -- Plain TCP connection for pushes, for comparison with gRPC. Part of `benchmarks.hub`.
+# -- a plain TCP connection for pushes, for comparison with gRPC
 
 
 _HEAD = struct.Struct("<QI")
@@ -90,8 +99,8 @@ def push_over_channel(client: HubClient, connection: socket.socket, data: memory
     """Ask for a token, push `data` and wait until it has arrived."""
     reply = client.call("Channel/Open", pb.PushHead(seq=1, num_bytes=data.nbytes), pb.PushReply)
     connection.sendall(reply.receipt.mac)
-    for start in range(0, data.nbytes, CHUNK_BYTES):
-        chunk = data[start : start + CHUNK_BYTES]
+    for at in range(0, data.nbytes, CHUNK_BYTES):
+        chunk = data[at : at + CHUNK_BYTES]
         connection.sendall(_HEAD.pack(chunk.nbytes, crc32(chunk)))
         connection.sendall(chunk)
     if connection.recv(1) != b"!":
@@ -178,8 +187,8 @@ def _send_unchecked(line: grpc.Channel, data: memoryview) -> None:
 
 
 def _send(bare: socket.socket, data: memoryview) -> None:
-    for start in range(0, data.nbytes, CHUNK_BYTES):
-        chunk = data[start : start + CHUNK_BYTES]
+    for at in range(0, data.nbytes, CHUNK_BYTES):
+        chunk = data[at : at + CHUNK_BYTES]
         bare.sendall(chunk.nbytes.to_bytes(8, "little"))
         bare.sendall(chunk)
     if bare.recv(1) != b"!":
@@ -272,3 +281,52 @@ def _receive_bare(bare: socket.socket, num_bytes: int) -> None:
             while received < end:
                 received += bare.recv_into(buffer[received:end])
         bare.sendall(b"!")
+
+
+# -- share of a thin wire that one push fills, which needs root for network namespaces
+
+
+DELAY_S, PORT, REPEATS = 0.04, 7100, 3
+
+
+def filled(rate_mbit: float, num_bytes: int) -> float:
+    """Return how fast pushes of `num_bytes` are as a share of the wire's rate, headers not counted.
+
+    One push at a time; a round trip takes 80 ms. The first push, which makes the connection, does not count.
+    """
+    with tun_link.link(Wire(delay_s=DELAY_S, rate_mbit=rate_mbit)) as (here, there):
+        words = (f"{there.address}:{PORT}", str(num_bytes))
+        hub = Dialogue.start(__name__, *words, place=there)
+        try:
+            hub.await_ready()
+            node = start(__name__, *words, str(REPEATS), place=here, stdout=PIPE)
+            said, _ = node.communicate(timeout=MOVES_WITHIN_S)
+        finally:
+            end([hub.process])
+    return 8e-6 * num_bytes / rate_mbit / median([float(line) for line in said.split()])
+
+
+# -- the two ends of the thin wire
+
+
+def _serve(address: str, num_bytes: int) -> None:
+    pool, limits = FairPool(4, "push"), Limits()
+    push = CallHandlers(limits).push(cast(HubCore, Sink(num_bytes)), pool)
+    Server([Service("aedit.v1.Exchange", {"Push": push}, (pool,))], address, limits=limits)
+    print("ready", flush=True)
+    sys.stdin.read()
+
+
+def _push(address: str, num_bytes: int, repeats: int) -> None:
+    data = memoryview(np.random.default_rng(0).bytes(num_bytes))
+    client = HubClient(address, call_timeout_s=MOVES_WITHIN_S)
+    for number in range(1 + repeats):
+        began = time.perf_counter()
+        push_over_grpc(client, data)
+        if number:
+            print(time.perf_counter() - began, flush=True)
+    client.close()
+
+
+if __name__ == "__main__":
+    (_push if len(sys.argv) > 3 else _serve)(sys.argv[1], *map(int, sys.argv[2:]))

@@ -36,7 +36,7 @@ from aedit.spec_rollout.server import (
     make_engine,
 )
 from aedit.types import Layout
-from benchmarks.kit.hubs import layout_of
+from benchmarks.kit.paced import layout_of
 
 RUN = "rl-servers"
 RING = 4
