@@ -3,7 +3,8 @@
 Nodes with any number of ranks agree on it, and each rank knows which slices of it are its own.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -89,11 +90,23 @@ class SharedVector:
             for part, values in zip(self._parts, torch.split(flat, sizes), strict=True):
                 part.copy_(values, non_blocking=True)
             flat.record_stream(self._stream)
-            self._copied = self._stream.record_event()
+            self._copied = self._stream.record_event(torch.cuda.Event(blocking=True))
 
     def written(self) -> bool:
         """Return whether the last `write` is complete. Never blocks."""
         return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
+
+    def when_written(self, call: Callable[[], None]) -> None:
+        """Call `call` when the last `write` is complete: now, or in a thread while a GPU still copies."""
+        copied = self._copied
+        if copied is None or self.written():
+            return call()
+
+        def wait_and_call() -> None:
+            copied.synchronize()  # type: ignore[no-untyped-call]
+            call()
+
+        threading.Thread(target=wait_and_call, name="outbox", daemon=True).start()
 
 
 def pin(arrays: Sequence[NDArray[np.float32]]) -> None:

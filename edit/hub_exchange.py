@@ -62,32 +62,27 @@ class UnitProgress:
 
 
 class PendingPush(Pending[Tensor]):
-    """Push of one unit, `Pending` until the hub has decided; it is sent once the outbox is written.
+    """Push of one unit, `Pending` until the hub has decided; it is sent as soon as the outbox is written.
 
     Without steps it is a question for the newest anchor.
     """
 
     def __init__(self, sender: "HubExchange", i: int, unit: SyncUnit, place: UnitProgress) -> None:
         self._sender, self._i, self._unit, self._place, self._seq = sender, i, unit, place, place.seq
-        self._sent = False
-        self.done()
+        place.outbox.when_written(self._send)
+
+    def _send(self) -> None:
+        place, link, steps = self._place, self._sender.link, self._place.sent_steps
+        link.written(self._i, self._seq)
+        if self._sender.shards.leads:
+            tokens = steps * self._sender.tokens_per_step
+            link.send(self._i, self._seq, base=place.version, steps=steps, tokens=tokens)
 
     def done(self) -> bool:
-        """Send the push if the outbox has been written, and return whether the answer is there.
-
-        Never waits.
-        """
-        place, link = self._place, self._sender.link
-        if not self._sent and place.outbox.written():
-            link.written(self._i, self._seq)
-            if self._sender.shards.leads:
-                steps = place.sent_steps
-                tokens = steps * self._sender.tokens_per_step
-                link.send(self._i, self._seq, base=place.version, steps=steps, tokens=tokens)
-            self._sent = True
-        if self._sent and place.answer is None:
-            place.answer = link.answer(self._i, self._seq)
-        return place.answer is not None
+        """Return whether the answer is there. Never waits."""
+        if self._place.answer is None:
+            self._place.answer = self._sender.link.answer(self._i, self._seq)
+        return self._place.answer is not None
 
     def verdict(self) -> Verdict:
         """Wait for the answer and return the hub's decision.

@@ -127,16 +127,11 @@ def _parts(pushes: Sequence[Push], unit: Unit, plan: HubPlan) -> tuple[MergePart
         * shortening(_of_usual_steps(push, unit), unit.history, config.push_filter)
         for push, s in zip(pushes, late, strict=True)
     ]
-    if config.push_filter.clip is not None:
-        scales = _limited_scales(pushes, shares, scales)
+    if config.push_filter.clip is not None:  # lower that of the push that moves the anchor most
+        way_N = np.array([w * s * push_norm(push) for w, s, push in zip(shares, scales, pushes, strict=True)])
+        kept_N = np.where(way_N > 0, limited(way_N) / np.where(way_N > 0, way_N, 1.0), 1.0)
+        scales = [scale * float(kept) for scale, kept in zip(scales, kept_N, strict=True)]
     return tuple(
         MergePart(push.node, push.seq, weight, scale, s)
         for push, weight, scale, s in zip(pushes, shares, scales, late, strict=True)
     )
-
-
-def _limited_scales(pushes: Sequence[Push], shares: Sequence[float], scales: Sequence[float]) -> list[float]:
-    """Return the scales, that of the push that moves the anchor most lowered to `MOST_SHARE` of the way."""
-    way_N = np.array([w * s * push_norm(push) for w, s, push in zip(shares, scales, pushes, strict=True)])
-    kept_N = np.where(way_N > 0, limited(way_N) / np.where(way_N > 0, way_N, 1.0), 1.0)
-    return [scale * float(kept) for scale, kept in zip(scales, kept_N, strict=True)]

@@ -60,15 +60,18 @@ def bounded_push(
     """
     unit = state.units[push.unit]
     times = unit.times.get(push.node, PushTimes.began(now_s))
-    most = _most_steps(plan, times, now_s)
+    # More than an outage and refused pushes can bring together.
+    if plan.pace == "seconds":
+        most = _LONGEST * plan.hub.max_steps_ahead + _TOP_STEPS_PER_S * max(0.0, now_s - times.before_s)
+    else:
+        most = _LONGEST * max(plan.hub.max_steps_ahead, plan.every)
     every = None if plan.pace == "seconds" else plan.every
     if unit.apart or push.steps <= always_possible(every):  # the speeds of all others need no look
         steps = most
     else:
         steps = min(most, _in_time(state, push, plan, clocks, now_s))
-    leased = (
-        0 if lineage(state.term) else state.members[push.node].leased
-    )  # unknown before the part was re-created
+    # What was leased before the part was re-created is not known.
+    leased = 0 if lineage(state.term) else state.members[push.node].leased
     if plan.leases and leased and not unit.apart:
         steps = min(steps, max(0, leased - times.total_steps))
     counted = min(push.steps, int(steps))
@@ -82,13 +85,6 @@ def bounded_push(
         usual = f"one every {least_s:.3g} s is possible: push later"
         early = f"early: {since_s:.3g} s after the last push, and {usual}"
     return replace(push, steps=counted, tokens=tokens), most, early
-
-
-def _most_steps(plan: HubPlan, times: PushTimes, now_s: float) -> float:
-    """Return more steps than an outage and refused pushes can bring together."""
-    if plan.pace == "seconds":
-        return _LONGEST * plan.hub.max_steps_ahead + _TOP_STEPS_PER_S * max(0.0, now_s - times.before_s)
-    return _LONGEST * max(plan.hub.max_steps_ahead, plan.every)
 
 
 def _in_time(state: HubState, push: Push, plan: HubPlan, clocks: Clocks, now_s: float) -> float:

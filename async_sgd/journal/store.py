@@ -90,23 +90,18 @@ class Store:
         """
         after = read_head(File(segment_path(self.directory, number)))
         num_bytes = write_snapshot(snapshot_path(self.directory, number), state, after, fsync=self._fsync)
-        self._prune()
+        snapshots = segment_numbers(self.directory, "snapshot")
+        oldest = snapshots[-2] if len(snapshots) > 1 else 0
+        for kind, path in (("snapshot", snapshot_path), ("journal", segment_path)):
+            for each in segment_numbers(self.directory, kind):
+                if each < oldest:
+                    path(self.directory, each).unlink()
         return num_bytes
 
     def saved_bytes(self) -> int:
         """Return the size of the newest snapshot; 0 if there is none."""
         newest = segment_numbers(self.directory, "snapshot")[-1:]
         return sum(snapshot_path(self.directory, number).stat().st_size for number in newest)
-
-    def _prune(self) -> None:
-        snapshots = segment_numbers(self.directory, "snapshot")
-        oldest = snapshots[-2] if len(snapshots) > 1 else 0
-        for path, number in [
-            *((snapshot_path(self.directory, n), n) for n in snapshots),
-            *((segment_path(self.directory, n), n) for n in segment_numbers(self.directory, "journal")),
-        ]:
-            if number < oldest:
-                path.unlink()
 
     def _load_newest(self, hub: Hub) -> int:
         """Load the newest snapshot that is whole; return the number of the first segment to replay."""

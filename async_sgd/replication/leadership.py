@@ -289,8 +289,11 @@ class Leadership:
             if replica.is_overtaken and replica.may_stand(now):
                 replica.stand(extent)
             if not self._owed:
+                # Those that break ties do so on; then others, in the order given.
+                voters, electors = [voter for voter in live if voter], replica.configs[-1].electors
+                voters.sort(key=lambda voter: voter not in electors)
                 wanted = self._wanted(replica, complete, now)
-                self._owed += replica.propose(wanted, self._electors(live))
+                self._owed += replica.propose(wanted, voters[:MOST_ELECTORS])
             newest = replica.configs[-1].replicas
             self._since_s = {one: self._since_s.get(one, now) for one in newest}
         self._write()
@@ -324,12 +327,6 @@ class Leadership:
         me = self.identity
         places = {one: place(None if one == me else self._addresses.get(one, "")) for one in kept | near}
         return placed_replicas(kept, near - old, me, places.__getitem__, self._num_others)
-
-    def _electors(self, live: Iterable[int]) -> Sequence[int]:
-        """Return the nodes that break ties: those that do already, then others, in the order given."""
-        voters = [voter for voter in live if voter]
-        old = [voter for voter in voters if voter in self._replica.configs[-1].electors]
-        return [*old, *(voter for voter in voters if voter not in old)][:MOST_ELECTORS]
 
     def _write(self) -> None:
         """Write what was decided to the journal, and then let it be proposed."""

@@ -265,9 +265,11 @@ class ServerDirectory:
         with self._guard.deciding() as now:
             self._check_run(accusation.run)
             member = self._guard.speaker(who)
-            _check_complaint(accusation.reason, accusation.evidence)
-            evidence = _evidence(accusation.evidence)
             server, reason = accusation.server, accusation.reason
+            if not reason or len(reason) > LONGEST_REASON or not reason.isprintable():
+                most = f"1 to {LONGEST_REASON} printable characters"
+                raise messages.invalid(f"an accusation's reason has {most}")
+            evidence = _evidence(accusation.evidence)
             decided = self._directory.accuse(
                 server=server,
                 public_key=accusation.public_key,
@@ -325,9 +327,7 @@ def _check_card(card: pb.ServerCard, newest: int) -> None:
     if fault := address_fault(card.address):
         raise _untrue(fault)
     if len(card.public_key) != KEY_BYTES:
-        raise Denied(
-            "different", f"public_key has {len(card.public_key)} bytes; an Ed25519 key has {KEY_BYTES}"
-        )
+        raise _untrue(f"public_key has {len(card.public_key)} bytes; an Ed25519 key has {KEY_BYTES}")
     if card.process == 0:
         raise _untrue("process is 0: a server's process draws a random number at its start")
     if len(card.state) > _LONGEST_STATE or not card.state.isprintable():
@@ -341,18 +341,11 @@ def _check_card(card: pb.ServerCard, newest: int) -> None:
             raise _untrue(f"{name} is {value:g}; it must be in [0, {most:g}]")
     if card.serial > newest:
         raise _untrue(f"serial is {card.serial}; the newest version of this run is {newest}")
-    _check_figures(card.figures)
-
-
-def _check_figures(figures: Mapping[str, float]) -> None:
-    if len(figures) > _MOST_FIGURES:
-        raise _untrue(f"there are {len(figures)} figures; at most {_MOST_FIGURES} are taken")
-    for name, value in figures.items():
+    if len(card.figures) > _MOST_FIGURES:
+        raise _untrue(f"there are {len(card.figures)} figures; at most {_MOST_FIGURES} are taken")
+    for name, value in card.figures.items():
         if len(name) > _LONGEST_FIGURE or not _FIGURE.fullmatch(name):
-            raise Denied(
-                "different",
-                f"figure {name[:64]!r}: a name has 1 to {_LONGEST_FIGURE} letters, digits or _./-",
-            )
+            raise _untrue(f"figure {name[:64]!r}: a name has 1 to {_LONGEST_FIGURE} letters, digits or _./-")
         if not abs(value) <= _MOST_FIGURE:  # also false for NaN
             raise _untrue(f"figure {name} is {value:g}; it must be within {_MOST_FIGURE:g} of 0")
 
@@ -365,15 +358,10 @@ def _state(entry: Entry, ban: Banned | None, now: float) -> str:
     return entry.card.state if entry.lives(now) else "gone: silent"
 
 
-def _check_complaint(reason: str, evidence: bytes) -> None:
-    if not reason or len(reason) > LONGEST_REASON or not reason.isprintable():
-        raise messages.invalid(f"an accusation's reason has 1 to {LONGEST_REASON} printable characters")
-    if len(evidence) > MOST_EVIDENCE_BYTES:
-        raise messages.invalid(f"evidence has {len(evidence)} bytes; at most {MOST_EVIDENCE_BYTES} are kept")
-
-
 def _evidence(data: bytes) -> dict[str, Any]:
-    """Return the evidence. Raises Refusal unless it is a JSON object or empty."""
+    """Return the evidence. Raises Refusal if it is too long, or neither a JSON object nor empty."""
+    if len(data) > MOST_EVIDENCE_BYTES:
+        raise messages.invalid(f"evidence has {len(data)} bytes; at most {MOST_EVIDENCE_BYTES} are kept")
     try:
         found = json.loads(data.decode()) if data else {}
     except (ValueError, RecursionError) as error:

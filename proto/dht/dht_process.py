@@ -189,11 +189,16 @@ class Rounds:
             self._skew_s, self._asked_s = await asyncio.wait_for(skew_s(self._node), CALL_S), now
         prune(self._node)
         chosen = random.sample(cards, min(MOST_RECORDS, len(cards)))
+        maddrs: list[str] = []
+        with suppress(ValueError):  # a client has none
+            maddrs = [str(maddr) for maddr in await self._node.get_visible_maddrs(latest=True)]
+        peers = await asyncio.wait_for(self._node.p2p.list_peers(), CALL_S)
+        others = [f"{maddr}/p2p/{peer.peer_id.to_base58()}" for peer in peers for maddr in peer.addrs]
         self._say(
             found=[base64.b64encode(card).decode() for card in chosen],
             skew_s=self._skew_s,
-            maddrs=await self._maddrs(),
-            neighbours=await self._neighbours(),
+            maddrs=maddrs,
+            neighbours=random.sample(others, min(_MOST_NEIGHBOURS, len(others))),  # for the next start
         )
 
     async def _join(self) -> None:
@@ -219,17 +224,6 @@ class Rounds:
         stored = self._node.store_many(keys, [data] * 2, expires, subkeys=subkeys)
         if not all((await asyncio.wait_for(stored, CALL_S)).values()):
             raise RuntimeError("no node of the table has stored our card")
-
-    async def _maddrs(self) -> list[str]:
-        with suppress(ValueError):  # a client has none
-            return [str(maddr) for maddr in await self._node.get_visible_maddrs(latest=True)]
-        return []
-
-    async def _neighbours(self) -> list[str]:
-        """Return addresses of other nodes, for the next start."""
-        peers = await asyncio.wait_for(self._node.p2p.list_peers(), CALL_S)
-        found = [f"{maddr}/p2p/{peer.peer_id.to_base58()}" for peer in peers for maddr in peer.addrs]
-        return random.sample(found, min(_MOST_NEIGHBOURS, len(found)))
 
 
 async def _lines() -> AsyncIterator[dict[str, Any]]:
