@@ -90,7 +90,8 @@ class SharedVector:
             for part, values in zip(self._parts, torch.split(flat, sizes), strict=True):
                 part.copy_(values, non_blocking=True)
             flat.record_stream(self._stream)
-            self._copied = self._stream.record_event(torch.cuda.Event(blocking=True))
+            copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._copied = self._stream.record_event(copied)
 
     def written(self) -> bool:
         """Return whether the last `write` is complete. Never blocks."""
@@ -103,7 +104,7 @@ class SharedVector:
             return call()
 
         def wait_and_call() -> None:
-            copied.synchronize()  # type: ignore[no-untyped-call]
+            copied.synchronize()
             call()
 
         threading.Thread(target=wait_and_call, name="outbox", daemon=True).start()

@@ -70,6 +70,7 @@ class PendingPush(Pending[Tensor]):
     def __init__(self, sender: "HubExchange", i: int, unit: SyncUnit, place: UnitProgress) -> None:
         self._sender, self._i, self._unit, self._place, self._seq = sender, i, unit, place, place.seq
         place.outbox.when_written(self._send)
+        self.done()  # a hub in this process has decided by now
 
     def _send(self) -> None:
         place, link, steps = self._place, self._sender.link, self._place.sent_steps

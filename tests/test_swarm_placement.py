@@ -9,7 +9,6 @@ from kit.swarm import card_of, key_of
 from scipy import stats
 
 from aedit.proto.swarm import candidates, hosts_of, ranking
-from aedit.proto.swarm.placement import placement_score
 
 PEERS = 1000
 PARTS = 64
@@ -26,9 +25,9 @@ def hosts(keys, parts=PARTS):
 
 
 def test_a_score_is_a_sha256_over_purpose_run_part_and_key():
-    key = bytes(range(32))
-    signed = b"aedit placement 1\n" + hashlib.sha256(b"run").digest() + b"\0\0\0\5" + key
-    assert placement_score("run", 5, key) == hashlib.sha256(signed).digest()
+    signed = b"aedit placement 1\n" + hashlib.sha256(b"run").digest() + b"\0\0\0\5"
+    scores = {hashlib.sha256(signed + key).digest(): key for key in keys_of(50)}
+    assert ranking("run", 5, keys_of(50)) == tuple(scores[score] for score in sorted(scores, reverse=True))
 
 
 def test_a_ranking_depends_on_run_and_part_and_not_on_the_order_of_the_keys():

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from aedit.proto.rpc import hub_pb2
-from aedit.proto.rpc.frames import Assembly, Chunk, chunks, pack_chunk, receive, unpack_chunk
+from aedit.proto.rpc.frames import Assembly, Chunk, Receiver, chunks, pack_chunk, unpack_chunk
 
 UINT64 = st.integers(0, 2**64 - 1)
 UINT32 = st.integers(0, 2**32 - 1)
@@ -103,6 +103,14 @@ def test_an_array_comes_out_as_it_went_in(data, chunk_bytes, offset):
 
     assert receive(map(pack_chunk, pieces), begin) == data
     assert bytes(into) == data + bytes(3)
+
+
+def receive(messages, begin):
+    """Return the array assembled from all messages."""
+    receiver = Receiver(begin)
+    for message in messages:
+        receiver.add(message)
+    return receiver.data
 
 
 DATA = np.random.default_rng(0).bytes(1000)

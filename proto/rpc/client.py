@@ -100,11 +100,6 @@ class Calls:
         self._channels = [channel(address, keys, quick=i == 0) for i in range(1 + channels)]
         self._bulk = itertools.cycle(self._channels[1:])
 
-    @property
-    def bulk(self) -> grpc.Channel:
-        """Return the next connection for an array."""
-        return next(self._bulk)
-
     def close(self) -> None:
         """Close all connections. Calls of other threads end with HubUnreachable."""
         self._closed.set()
@@ -143,8 +138,53 @@ class Calls:
         """Return the limits on retries of an array of this size."""
         return Patience(self._timeout_s, self._timeout_s * max(1.0, num_bytes / MIB))
 
+    def send_array(
+        self,
+        method: str,
+        head: bytes,
+        data: memoryview,
+        patience: Patience,
+        *,
+        offset: int = 0,
+        metadata: Metadata = (),
+    ) -> bytes:
+        """Send `data` from a byte on in chunks, once, and return the reply. For `retried`.
+
+        Raises RpcError, or TransferBroken if nothing moved for the timeout.
+        """
+        with self._watched() as (stream, calls):
+
+            def messages() -> Iterator[bytes]:
+                for chunk in frames.chunks(head, data, offset=offset):
+                    yield frames.pack_chunk(chunk)
+                    stream.moved(len(chunk.data))
+                    patience.moved(len(chunk.data))
+
+            call: Any = next(self._bulk).stream_unary(f"/aedit.v1.{method}")
+            calls.append(call.future(messages(), timeout=patience.left_s, metadata=metadata))
+            reply: bytes = calls[0].result()
+            return reply
+
     @contextmanager
-    def watched(self) -> Iterator[tuple[Stream, list[Any]]]:
+    def receive_array(
+        self, method: str, request: Message, patience: Patience
+    ) -> Iterator[tuple[Iterator[bytes], Callable[[int], None]]]:
+        """Yield the chunks of an array, and what is to be called with the bytes that arrived. For `retried`.
+
+        Raises what `send_array` raises, in the block.
+        """
+        with self._watched() as (stream, calls):
+
+            def moved(num_bytes: int) -> None:
+                stream.moved(num_bytes)
+                patience.moved(num_bytes)
+
+            call: Any = next(self._bulk).unary_stream(f"/aedit.v1.{method}")
+            calls.append(call(request.SerializeToString(), timeout=patience.left_s))
+            yield calls[0], moved
+
+    @contextmanager
+    def _watched(self) -> Iterator[tuple[Stream, list[Any]]]:
         """Yield a stream that is ended when it stands still, and the list for its call."""
         calls: list[Any] = []
         with self._watch.over(lambda: [call.cancel() for call in calls]) as stream:
@@ -273,17 +313,8 @@ class HubClient(Calls):
             nonlocal continues
             offset = prefix.resume_at(data, self._resumed(head, patience)) if continues else 0
             continues = True
-
-            def messages() -> Iterator[bytes]:
-                for chunk in frames.chunks(first, data, offset=offset):
-                    yield frames.pack_chunk(chunk)
-                    stream.moved(len(chunk.data))
-                    patience.moved(len(chunk.data))
-
-            with self.watched() as (stream, calls):
-                pushed: Any = self.bulk.stream_unary("/aedit.v1.Exchange/Push")
-                calls.append(pushed.future(messages(), timeout=patience.left_s))
-                return hub_pb2.PushReply.FromString(calls[0].result())
+            reply = self.send_array("Exchange/Push", first, data, patience, offset=offset)
+            return hub_pb2.PushReply.FromString(reply)
 
         return self.retried(f"push unit {head.unit}", once, self.patience(data.nbytes))
 
@@ -312,14 +343,8 @@ class HubClient(Calls):
         """
 
         def once(patience: Patience) -> hub_pb2.PullHead:
-            def moved(num_bytes: int) -> None:
-                stream.moved(num_bytes)
-                patience.moved(num_bytes)
-
-            with self.watched() as (stream, calls):
-                asked: Any = self.bulk.unary_stream("/aedit.v1.Exchange/Pull")
-                calls.append(asked(download.request.SerializeToString(), timeout=patience.left_s))
-                return download.take(calls[0], moved)
+            with self.receive_array("Exchange/Pull", download.request, patience) as (messages, moved):
+                return download.take(messages, moved)
 
         patience = self.patience(download.room_bytes)
         if not again:
@@ -334,8 +359,8 @@ class HubClient(Calls):
         """
         num_bytes = 0
         try:
-            with self.watched() as (stream, calls):
-                asked: Any = self.bulk.unary_stream("/aedit.v1.State/Tail")
+            with self._watched() as (stream, calls):
+                asked: Any = next(self._bulk).unary_stream("/aedit.v1.State/Tail")
                 calls.append(asked(request.SerializeToString()))
                 for message in calls[0]:
                     stream.moved(MIB)

@@ -160,17 +160,6 @@ class Assembly:
         return self._buffer
 
 
-def receive(messages: Iterator[bytes], begin: Callable[[bytes, int], Assembly]) -> memoryview:
-    """Return the array assembled from all `messages`; `begin` gets the head and the byte that it starts at.
-
-    Raises ValueError for anything that is not as declared, and what `messages` raises.
-    """
-    receiver = Receiver(begin)
-    for message in messages:
-        receiver.add(message)
-    return receiver.data
-
-
 class Receiver:
     """An array that is assembled from messages; `begin` gets the head and the byte that it starts at."""
 

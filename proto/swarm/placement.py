@@ -16,31 +16,25 @@ _KEPT = 256
 """Rankings that are remembered: more than a run has parts."""
 
 
-def placement_score(run: str, part: int, key: bytes) -> bytes:
-    """Return the score of a peer for a part: 32 bytes of SHA-256, compared as an unsigned number."""
-    return _with_key(_of_part(run, part), key)
-
-
 def ranking(run: str, part: int, keys: Collection[bytes]) -> tuple[bytes, ...]:
-    """Return the keys, the one with the highest score for the part first. Their order does not matter."""
+    """Return the keys, the one with the highest score for the part first. Their order does not matter.
+
+    A score is 32 bytes of SHA-256, compared as an unsigned number.
+    """
     return _ranked(run, part, frozenset(keys))
 
 
 @lru_cache(_KEPT)
 def _ranked(run: str, part: int, keys: frozenset[bytes]) -> tuple[bytes, ...]:
     """Return the ranking. A peer looks twice a second, and the keys change seldom."""
-    begun = _of_part(run, part)
-    return tuple(sorted(keys, key=lambda key: (_with_key(begun, key), key), reverse=True))
+    begun = hashlib.sha256(_PURPOSE + hashlib.sha256(run.encode()).digest() + part.to_bytes(4, "big"))
 
+    def score(key: bytes) -> tuple[bytes, bytes]:
+        found = begun.copy()
+        found.update(key)
+        return found.digest(), key
 
-def _of_part(run: str, part: int) -> "hashlib._Hash":
-    return hashlib.sha256(_PURPOSE + hashlib.sha256(run.encode()).digest() + part.to_bytes(4, "big"))
-
-
-def _with_key(begun: "hashlib._Hash", key: bytes) -> bytes:
-    found = begun.copy()
-    found.update(key)
-    return found.digest()
+    return tuple(sorted(keys, key=score, reverse=True))
 
 
 def hosts_of(run: str, part: int, keys: Collection[bytes], copies: int) -> tuple[bytes, ...]:

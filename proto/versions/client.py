@@ -1,15 +1,12 @@
 """Client of `Versions`: follows a line, fetches versions, and gives versions to servers."""
 
-from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import grpc
 
 from aedit.proto.rpc import (
     Calls,
     HubRefused,
-    Metadata,
     Patience,
     TransferBroken,
     author_metadata,
@@ -67,12 +64,25 @@ class VersionsClient(Calls):
         Raises LineUnknown if the store does not have the version any more.
         """
         manifest = store.manifest(line, serial)
+        request = pb.OfferRequest(manifest=manifest.message)
+        author = author_metadata(secret) if secret else ()
+
+        def once(patience: Patience) -> int:
+            num_missing, num_bytes = len(manifest.units) + 1, 0
+            while missing := self.call("Versions/Offer", request, pb.OfferReply, metadata=author).missing:
+                if len(missing) >= num_missing:
+                    raise TransferBroken(f"{len(missing)} units are missing, although they were sent")
+                num_missing = len(missing)
+                for each in missing:
+                    head, data = store.transfer(line, each.unit, each.base, serial)
+                    offset = each.offset if each.transfer == head.sha256 else 0
+                    first, view = head.SerializeToString(), memoryview(data)
+                    self.send_array("Versions/Put", first, view, patience, offset=offset, metadata=author)
+                    num_bytes += len(data) - offset
+            return num_bytes
+
         what = f"take version {serial} of line {line}"
-        return self.retried(
-            what,
-            partial(self._give, store, manifest, author_metadata(secret) if secret else ()),
-            self.patience(manifest.num_bytes),
-        )
+        return self.retried(what, once, self.patience(manifest.num_bytes))
 
     def _get(self, receiving: Receiving, unit: str, patience: Patience) -> None:
         wanted = next((each for each in receiving.missing if each.unit == unit), None)
@@ -86,16 +96,9 @@ class VersionsClient(Calls):
             offset=wanted.offset,
             transfer=wanted.transfer,
         )
-        with self.watched() as (stream, calls):
-
-            def moved(num_bytes: int) -> None:
-                stream.moved(num_bytes)
-                patience.moved(num_bytes)
-
-            asked: Any = self.bulk.unary_stream("/aedit.v1.Versions/Get")
-            calls.append(asked(request.SerializeToString(), timeout=patience.left_s))
+        with self.receive_array("Versions/Get", request, patience) as (messages, moved):
             try:
-                receiving.take(calls[0], moved, unit=unit)
+                receiving.take(messages, moved, unit=unit)
             except TransferRefused as error:
                 if error.code is grpc.StatusCode.INVALID_ARGUMENT:
                     raise HubRefused(grpc.StatusCode.DATA_LOSS, str(error)) from error
@@ -104,37 +107,3 @@ class VersionsClient(Calls):
                 raise TransferBroken(str(error)) from error
             except ValueError as error:
                 raise HubRefused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
-
-    def _give(self, store: VersionStore, manifest: Manifest, author: Metadata, patience: Patience) -> int:
-        num_missing, num_bytes = len(manifest.units) + 1, 0
-        request = pb.OfferRequest(manifest=manifest.message)
-        while missing := self.call("Versions/Offer", request, pb.OfferReply, metadata=author).missing:
-            if len(missing) >= num_missing:
-                raise TransferBroken(f"{len(missing)} units are missing, although they were sent")
-            num_missing = len(missing)
-            for each in missing:
-                made = store.transfer(manifest.line, each.unit, each.base, manifest.serial)
-                num_bytes += self._put(made, each, author, patience)
-        return num_bytes
-
-    def _put(
-        self,
-        made: tuple[pb.TransferHead, bytes],
-        wanted: pb.Missing,
-        author: Metadata,
-        patience: Patience,
-    ) -> int:
-        offset = wanted.offset if wanted.transfer == made[0].sha256 else 0
-        head, data = made[0].SerializeToString(), memoryview(made[1])
-        with self.watched() as (stream, calls):
-
-            def messages() -> Iterator[bytes]:
-                for chunk in frames.chunks(head, data, offset=offset):
-                    yield frames.pack_chunk(chunk)
-                    stream.moved(len(chunk.data))
-                    patience.moved(len(chunk.data))
-
-            put: Any = self.bulk.stream_unary("/aedit.v1.Versions/Put")
-            calls.append(put.future(messages(), timeout=patience.left_s, metadata=author))
-            calls[0].result()
-        return len(data) - offset
