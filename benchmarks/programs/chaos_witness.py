@@ -17,7 +17,9 @@ def main(words: list[str]) -> int:
     ledger = Ledger(Path(paced_node.of_json(words[0]).ledger))
     push, fetch = HubClient.push, HubClient.fetch
 
-    def witnessed(client: HubClient, head: PushHead, data: memoryview) -> PushReply:
+    def witnessed(
+        client: HubClient, head: PushHead, data: memoryview, *, continues: bool = False
+    ) -> PushReply:
         facts = {
             "node": head.who.node,
             "unit": head.unit,
@@ -30,7 +32,7 @@ def main(words: list[str]) -> int:
         founds = head.base == 0
         if not founds:
             ledger.note("offered", **facts)
-        reply = push(client, head, data)
+        reply = push(client, head, data, continues=continues)
         if reply.accepted and not founds:
             ledger.note("acknowledged", **facts)
         return reply

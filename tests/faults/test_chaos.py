@@ -3,6 +3,7 @@
 Processes are killed, and the accounts still agree.
 """
 
+import inspect
 import json
 import random
 from collections import Counter
@@ -16,11 +17,13 @@ from benchmarks.chaos import Plan, tell
 from benchmarks.chaos_parts import failover, swarm
 from benchmarks.chaos_parts.accounts import attempts, expected, history_of, keep, leaders, owed, read
 from benchmarks.chaos_parts.swarm import SwarmPeer, Tables, _kill_tables, fault_plan, machines_with_tables
-from benchmarks.kit import netns
+from benchmarks.kit import netns, paced_node
 from benchmarks.kit.paced_node import PacedNode
+from benchmarks.programs import chaos_witness
 from test_journal import Book
 
 from aedit.async_sgd.rules import Configured, Led
+from aedit.proto.rpc import HubClient
 
 PLAN = Plan(seconds=24, calm_s=0, kill_every_s=5, hub_kills=2, cuts=2, cut_s=6)
 
@@ -40,6 +43,21 @@ def test_nodes_and_hub_are_killed_and_wires_cut_and_no_accepted_push_is_lost_or_
     assert books.late_calls == 0
     assert story.died == 0, "a node ended because of the hub"
     assert story.left_behind == 0
+
+
+def test_the_witness_takes_what_the_calls_take_that_it_stands_in_for(monkeypatch, tmp_path):
+    def parameters():
+        calls = inspect.signature(HubClient.push), inspect.signature(HubClient.fetch)
+        return [[(p.name, p.kind, p.default) for p in call.parameters.values()][1:] for call in calls]
+
+    def node(words):
+        seen.append((HubClient.push.__module__, parameters()))
+        return 0
+
+    wanted, seen = parameters(), []
+    monkeypatch.setattr(paced_node, "main", node)
+    assert chaos_witness.main([json.dumps({"hub": "", "name": "", "ledger": str(tmp_path / "ledger")})]) == 0
+    assert seen == [(chaos_witness.__name__, wanted)]
 
 
 def test_a_push_that_is_in_an_anchor_in_half_shows():
