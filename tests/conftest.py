@@ -1,5 +1,6 @@
 """Fixtures shared by all tests: workers for torch.distributed, and a check that no process is left behind."""
 
+import gc
 import os
 import uuid
 from contextlib import suppress
@@ -25,6 +26,17 @@ def world():
 
 def pytest_configure():
     os.environ[MARK] = uuid.uuid4().hex
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collect no garbage during imports, nor later among the millions of objects that they leave."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_sessionfinish(session):

@@ -6,7 +6,6 @@ import json
 import os
 import threading
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -81,6 +80,8 @@ def test_a_text_file_alone_is_cut_into_documents(tmp_path, text):
 
 
 def test_jsonl_parquet_and_hugging_face_hold_the_same_documents(tmp_path, jsonl, monkeypatch):
+    import datasets  # here, as it takes long: only by the process that runs this test
+
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "set").mkdir()
     pq.write_table(pa.table({"other": range(200), "text": TEXTS}), tmp_path / "set/train.parquet")

@@ -7,14 +7,10 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import openai
 import pytest
 import torch
 from kit.hosts import LIMIT_S
 from kit.serving import ask, byte_tokenizer, served, text_policy
-from openai.types import completion_create_params as completion_params
-from openai.types.chat import completion_create_params as chat_params
-from renderers.client import generate
 from tokenizers.processors import TemplateProcessing
 
 from aedit.spec_rollout.http.chat import ChatBody
@@ -22,6 +18,16 @@ from aedit.spec_rollout.http.completions import CompletionBody
 from aedit.spec_rollout.http.token_generate import TokenBody
 
 KEY = "sk-test"
+
+
+@pytest.fixture(scope="module")
+def openai():
+    """Return the client library: imported by the one process that needs it, as that takes a second."""
+    import openai
+    import openai.types.chat.completion_create_params
+    import openai.types.completion_create_params
+
+    return openai
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +47,7 @@ def server(model, tokenizer):
 
 
 @pytest.fixture(scope="module")
-def client(server):
+def client(openai, server):
     return openai.OpenAI(base_url=f"http://{server[1]}/v1", api_key=KEY, timeout=LIMIT_S)
 
 
@@ -74,7 +80,7 @@ def test_openai_gets_the_tokens_and_logprobs_of_transformers(model, tokenizer, c
     assert last.usage.completion_tokens == 10
 
 
-def test_openai_chats_in_async_streams_next_to_each_other(model, tokenizer, server):
+def test_openai_chats_in_async_streams_next_to_each_other(openai, model, tokenizer, server):
     async def chat(client, text):
         stream = await client.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": text}], max_tokens=9, temperature=0,
@@ -93,7 +99,7 @@ def test_openai_chats_in_async_streams_next_to_each_other(model, tokenizer, serv
     assert asyncio.run(all_of(texts)) == expected
 
 
-def test_openai_names_what_is_wrong(client, server):
+def test_openai_names_what_is_wrong(openai, client):
     ask = client.completions.create
     with pytest.raises(openai.BadRequestError) as bad:
         ask(model="tiny", prompt="a", max_tokens=1000)
@@ -163,7 +169,9 @@ class TextRenderer:
         return Parsed
 
 
-def test_renderers_client_gets_tokens_and_logprobs(model, tokenizer, server):
+def test_renderers_client_gets_tokens_and_logprobs(openai, model, tokenizer, server):
+    from renderers.client import generate
+
     tokens = tokenizer("<user>five\n<assistant>")["input_ids"]
 
     async def ask():
@@ -292,11 +300,6 @@ REFUSED_TEXT = {
     "truncate_prompt_tokens": 3,
     "stream_options": {"include_obfuscation": True},
 }
-OPENAIS = {
-    "/v1/chat/completions": chat_params.CompletionCreateParamsBase,
-    "/v1/completions": completion_params.CompletionCreateParamsBase,
-    "/inference/v1/generate": None,
-}
 
 
 @pytest.fixture(scope="module")
@@ -332,7 +335,9 @@ def merged(request, change):
 
 
 @pytest.mark.parametrize("path", EFFECTS)
-def test_every_field_that_is_accepted_has_an_effect_is_refused_or_is_listed_as_ignored(open_place, path):
+def test_every_field_that_is_accepted_has_an_effect_is_refused_or_is_listed_as_ignored(
+    openai, open_place, path
+):
     address, tokenizer = open_place
     request, effects, refused, ignored = EFFECTS[path]
     refused = refused | ({} if path == "/inference/v1/generate" else REFUSED_TEXT)
@@ -366,6 +371,10 @@ def test_every_field_that_is_accepted_has_an_effect_is_refused_or_is_listed_as_i
         assert answer(merged(request, {name: "x"})) == answer(request), name
         assert f"`{name.rpartition('.')[2]}`" in page, f"{name} is not listed as ignored"
     assert read == {*effects, *refused, *ignored}
-    for name in {*getattr(OPENAIS[path], "__annotations__", ())} - read:
+    theirs = {
+        "/v1/chat/completions": openai.types.chat.completion_create_params.CompletionCreateParamsBase,
+        "/v1/completions": openai.types.completion_create_params.CompletionCreateParamsBase,
+    }
+    for name in {*getattr(theirs.get(path), "__annotations__", ())} - read:
         status, found = answer({**request, name: "x"})
         assert (status, found["error"]["param"]) == (400, name)

@@ -72,8 +72,8 @@ def test_a_repeated_prompt_and_the_second_turn_of_a_dialogue_recompute_less_than
     status = engine.status()["prefix_cache"]
     assert (status["lookups"], status["hits"]) == (4, 3)
     assert status["hit_tokens"] == 2 * 384 + num_known // BLOCK_TOKENS * BLOCK_TOKENS
-    plain = decode_plainly(policy, [prompt, again[0].prompt, again[1].prompt, turn])
-    assert [each.tokens for each in (first, *again, second)] == plain
+    for rollout in (first, *again, second):
+        assert rollout.tokens == best_tokens({0: policy}, rollout)
 
 
 def test_the_dialogue_of_the_documentation_runs(policy, capsys):
@@ -245,8 +245,7 @@ def key(prompt):
     return prompt.rollout, prompt.sample
 
 
-@pytest.mark.parametrize("num_blocks", [0, 5, 1000])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "num_blocks"), [(0, 0), (1, 5), (2, 5), (2, 1000)])
 def test_dialogues_get_the_same_tokens_and_features_with_and_without_it(policy, seed, num_blocks):
     """Turns of dialogues in groups, evictions, moves and new versions, drafters and a sink, in any order."""
     draw = random.Random(seed)

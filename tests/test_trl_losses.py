@@ -10,8 +10,6 @@ from kit.policy_losses import case
 
 from aedit.spec_rollout import LossSettings, advantages, find_loss, loss_metrics, mean_metrics
 
-GRPOTrainer = pytest.importorskip("trl", reason="trl is not installed").GRPOTrainer
-
 TRL = {"grpo": "grpo", "dapo": "dapo", "dr-grpo": "dr_grpo", "gspo": "grpo", "cispo": "cispo"}
 """trl has no loss of the name gspo: it is `grpo` with ratios of sequences. It has no dppo-tv."""
 GSPO_KL = ("gspo", 0.2)
@@ -21,6 +19,8 @@ GSPO_KL = ("gspo", 0.2)
 def trl_loss(name, c, s, weights_BT=None):
     """Return trl's loss, its gradient with respect to the log-probabilities, and its metrics."""
     logp = torch.tensor(c.logp, requires_grad=True)
+    # Imported here, as it takes long: only by the process that runs these tests.
+    GRPOTrainer = pytest.importorskip("trl", reason="trl is not installed").GRPOTrainer
     trainer = object.__new__(GRPOTrainer)
     accelerator = SimpleNamespace(
         num_processes=1,

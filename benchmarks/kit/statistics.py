@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
 
 
 def median(values: Sequence[float]) -> float:
@@ -36,6 +35,8 @@ class Interval:
         middle = median(values)
         if len(values) < 2:
             return cls(middle, middle, middle)
+        from scipy import stats  # here, as it takes half a second, and most only format figures
+
         drawn = stats.bootstrap(
             (values,), np.median, n_resamples=draws, method="percentile", rng=np.random.default_rng(0)
         )
@@ -50,6 +51,8 @@ def mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:
     """Return the mean and half of its 95 % interval by Student's t; 0 for one value."""
     if len(values) < 2:
         return float(np.mean(values)), 0.0
+    from scipy import stats
+
     return float(np.mean(values)), float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
 
 
