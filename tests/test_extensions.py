@@ -264,6 +264,17 @@ def test_a_peer_that_leads_parts_of_a_swarm_checks_what_it_leads_with(my_rules):
     check_imports(replace(config, swarm=SwarmConfig(discovery="file", listen="")), node=True)
 
 
+COMMANDS = """
+import contextlib, io, json, sys
+from aedit.launch.cli import main
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        code = main(words)
+    print(json.dumps([code, said.getvalue()]))
+"""
+"""Runs command lines in one process, which imports torch once; prints the code and the errors of each."""
+
+
 def test_the_command_ends_with_2_before_anything_starts(tmp_path):
     """The fault as it was found: an outer optimizer for torch, and a hub with NumPy arrays."""
     (tmp_path / "mine.py").write_text(
@@ -275,19 +286,22 @@ def test_the_command_ends_with_2_before_anything_starts(tmp_path):
     (tmp_path / "run.toml").write_text(
         'dir = "out"\n[outer]\nkind = "mine:Heavy"\n[hub]\naddress = "127.0.0.1:0"\n'
     )
-    for words in (("run", "run.toml", "--local", "2"), ("hub", "run.toml"), ("run", "run.toml")):
-        done = subprocess.run(
-            [sys.executable, "-m", "aedit", *words],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 2, done.stderr
-        (line,) = done.stderr.strip().splitlines()
+    commands = [["run", "run.toml", "--local", "2"], ["hub", "run.toml"], ["run", "run.toml"]]
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS, json.dumps(commands)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    ended = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [code for code, _ in ended] == [2, 2, 2], ended
+    for _, said in ended:
+        (line,) = said.strip().splitlines()
         assert "outer.kind: mine:Heavy, called with NumPy arrays, which it gets in a hub: TypeError" in line
-        assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_generate_drafts_with_a_drafter_and_a_chooser_by_import_path(my_rules, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import functools
 import json
 import shutil
 import subprocess
@@ -354,12 +355,17 @@ def test_every_field_that_is_accepted_has_an_effect_is_refused_or_is_listed_as_i
         tokens = [token for each in choices for token in each.get("token_ids", ())]
         return status, ("".join(texts), tokens, parts[-1].get("usage"))
 
+    @functools.cache
+    def usual(more):
+        first, again = (answer(merged(request, json.loads(more))) for _ in range(2))
+        assert first == again, more  # only the field changes the answer
+        return first
+
     for name, (value, more) in effects.items():
         prefix = name.rpartition(".")[0]
         more = {f"{prefix}.{key}" if prefix else key: each for key, each in more.items()}
-        before, after = (answer(merged(request, each)) for each in (more, more | {name: value}))
+        before, after = usual(json.dumps(more)), answer(merged(request, more | {name: value}))
         assert (before[0], after[0]) == (200, 200), (name, before, after)
-        assert before[1] == answer(merged(request, more))[1], name  # only the field changes the answer
         assert before[1] != after[1], f"{name} has no effect"
     for name, value in refused.items():
         more = {"stream": True} if name == "stream_options" else {}
@@ -368,7 +374,7 @@ def test_every_field_that_is_accepted_has_an_effect_is_refused_or_is_listed_as_i
         assert found["error"]["param"].split(".")[0] == name
     page = (Path(__file__).parent.parent / "docs" / "serving.md").read_text()
     for name in ignored:
-        assert answer(merged(request, {name: "x"})) == answer(request), name
+        assert answer(merged(request, {name: "x"})) == usual("{}"), name
         assert f"`{name.rpartition('.')[2]}`" in page, f"{name} is not listed as ignored"
     assert read == {*effects, *refused, *ignored}
     theirs = {

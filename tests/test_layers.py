@@ -1,6 +1,7 @@
 """Tests that imports point down only, that checkout folders are no packages, and torch-free configuration."""
 
 import ast
+import functools
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -164,15 +165,22 @@ MAY_IMPORT = {
 PARTS = ("launch", "edit", "spec_rollout", "async_sgd", "proto")
 
 
+@functools.cache
+def import_statements(source):
+    """Return all import statements of a source, once for all tests: parsing takes most of their time."""
+    nodes = ast.walk(ast.parse(source))
+    return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imported(source):
     """Return every module that `source` may import: of `from a import b`, `a.b`.
 
     Relative ones keep their dots.
     """
-    for node in ast.walk(ast.parse(source)):
+    for node in import_statements(source):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = "." * node.level + (node.module or "")
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
@@ -190,6 +198,7 @@ def wrong_arrows(source, place):
             yield name
 
 
+@functools.cache
 def exported(place):
     """Return the names that the `__init__` file of a package imports for type checkers and exports lazily."""
     path = ROOT / place.replace(".", "/") / "__init__.py"
@@ -213,7 +222,7 @@ def place_of(module):
 
 def past_the_package(source, place):
     """Return the imports that reach into a module of another sub-package instead of what it exports."""
-    for node in ast.walk(ast.parse(source)):
+    for node in import_statements(source):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("aedit."):
             module = node.module.removeprefix("aedit.")
             there = place_of(module)

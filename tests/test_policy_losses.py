@@ -26,7 +26,8 @@ def test_value_and_gradient_are_those_of_the_equation(name, setting):
             c, s = case(seed, proximal=proximal), SETTINGS[setting]
             loss, grad, _ = run(name, c.inputs(), s)
             assert loss == pytest.approx(oracle(name, c.logp, c, s), rel=1e-12)
-            assert np.allclose(grad.numpy(), gradient(name, c, s), rtol=1e-6, atol=1e-8)
+            if seed < 2:  # two evaluations of the oracle for each token
+                assert np.allclose(grad.numpy(), gradient(name, c, s), rtol=1e-6, atol=1e-8)
 
 
 def test_the_cases_reach_both_sides_of_every_clip_and_leave_most_tokens_alone():

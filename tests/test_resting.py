@@ -62,16 +62,16 @@ def test_a_follower_without_an_owner_does_not_know_whether_it_is_needed(tmp_path
 
 
 class Process:
-    """A hub that runs and does nothing."""
+    """A hub that runs and does nothing, until it is told to end."""
 
     def __init__(self, *args, **options):
-        pass
+        self.has_ended = False
 
     def running(self):
-        return True
+        return not self.has_ended
 
     def terminate(self):
-        pass
+        self.has_ended = True
 
     kill = terminate
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from aedit.launch.swarm import run_peer as peer_module
 from aedit.launch.swarm.peer_service import OtherModels
 from aedit.proto.rpc import HubClient, greet
 from aedit.proto.rpc import hub_pb2 as pb
-from aedit.proto.swarm import NODE, NodeState, PartReplica, ReplicasFile, decoded_card, write_node
+from aedit.proto.swarm import NODE, GossipPlan, NodeState, PartReplica, ReplicasFile, decoded_card, write_node
 
 CONFIG = parse_config('name = "r"\n[swarm]\ndiscovery = "file"\nparts = 2\ncopies = 2\n', "here")
 LIMIT_S = 60.0
@@ -50,6 +51,7 @@ class Hosted:
 def peers(tmp_path, monkeypatch):
     """Return a function that starts a peer of the run; all end with the test."""
     monkeypatch.setattr(peer_module, "HostedPart", Hosted)
+    monkeypatch.setattr(peer_module, "GossipPlan", partial(GossipPlan, every_s=0.05))
     monkeypatch.setattr(peer_service, "_LEAST_S", 0.3)
     monkeypatch.setattr(peer_service, "_STEADY_S", 0.2)
     made = []

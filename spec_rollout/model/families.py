@@ -383,9 +383,20 @@ def unsupported_reason(model: nn.Module) -> str:
 
 
 def _as_configured(family: type[nn.Module], config: Any) -> nn.Module:
-    """Return the model that `transformers` builds from the configuration, without memory."""
-    with torch.device("meta"), torch.random.fork_rng(devices=()):
-        return family(copy.deepcopy(config))
+    """Return the model that `transformers` builds from the configuration, without memory; not to be changed.
+
+    The last one is kept: engines are often made of one configuration, and building takes 20 ms and more.
+    """
+    key = family, repr({**config.to_dict(), "attention": getattr(config, "_attn_implementation", None)})
+    if key not in _newest_reference:
+        with torch.device("meta"), torch.random.fork_rng(devices=()):
+            built = family(copy.deepcopy(config))
+        _newest_reference.clear()
+        _newest_reference[key] = built
+    return _newest_reference[key]
+
+
+_newest_reference: dict[tuple[type[nn.Module], str], nn.Module] = {}
 
 
 def _difference(module: nn.Module, expected: nn.Module) -> str:

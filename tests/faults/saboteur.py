@@ -9,6 +9,7 @@ the first attempt of a start. Steps count from 0, over all attempts.
 """
 
 import faulthandler
+import gc
 import json
 import os
 import resource
@@ -140,6 +141,7 @@ def serve():
     import aedit.launch.node.build  # noqa: F401
 
     torch.set_num_threads(1)
+    gc.freeze()  # no fork looks through what all have imported, nor copies its pages for that
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         request = json.loads(line)

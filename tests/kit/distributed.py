@@ -10,6 +10,7 @@ comes back as a list by rank.
 
 import contextlib
 import faulthandler
+import gc
 import importlib.util
 import multiprocessing
 import multiprocessing.connection as mpc
@@ -230,6 +231,7 @@ def _readable(error, note, failed_at_s):
 
 def serve(pipe, log):
     """Perform one job after the other until the pipe closes."""
+    gc.freeze()  # do not look through what the fork server has imported: its pages would be copied
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)

@@ -16,6 +16,7 @@ from aedit.launch.hub import records_of, replayed
 
 LIMIT_S = 150.0
 LEASE = 16
+STEPS = 120
 
 TABLES = """
 [train]
@@ -55,9 +56,10 @@ def trained(directory):
 
 
 @pytest.mark.slow  # starts a hub twice and two nodes with torchrun
+@pytest.mark.timeout(3 * LIMIT_S)  # each of its three waits has a deadline
 def test_a_killed_hub_costs_no_group_and_trains_none_twice(tmp_path):
     toml = tmp_path / "run.toml"
-    tables = TABLES.format(steps=200, lease=LEASE)
+    tables = TABLES.format(steps=STEPS, lease=LEASE)
     toml.write_text(rl_toml(tmp_path, groups=2, prompts="size = 100", tables=tables))
     words = [sys.executable, str(SABOTEUR), "--aedit", "run", str(toml), "--local=2"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -80,7 +82,7 @@ def test_a_killed_hub_costs_no_group_and_trains_none_twice(tmp_path):
         for process in processes(tmp_path):
             process.kill()
     positions, folder = trained(tmp_path), tmp_path / "x" / "hub"
-    assert len(positions) >= 2 * 2 * 200
+    assert len(positions) >= 2 * 2 * STEPS
     # Each node had leased prompts ahead: what it has not used goes to others.
     pool = replayed(folder).state.pool
     check_leases(records_of(folder), pool, positions)
