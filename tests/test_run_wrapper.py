@@ -82,7 +82,7 @@ print(json.dumps({"event": "start", "t": 0, "attempt": attempt, "node": node, "n
     "pid": os.getpid(), "device": "cpu", "params": 1, "units": ["rest"], "params_per_unit": [1],
     "resumed_round": None, "step": 0}), file=events)
 (home / f"pid_{rank}").write_text(str(os.getpid()))
-if mode not in ("good", "crash once"):
+if mode != "crash once":
     time.sleep(600)
 """
 
@@ -154,19 +154,17 @@ def gone(run_dir):
 
 
 def test_a_good_run_leaves_its_configuration_and_code_and_a_killed_node_is_started_again(start, tmp_path):
-    process = start("good", "--train.steps", "7")
+    process = start("crash once", "--train.steps", "7")
     out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, err
     assert "steps = 7" in (tmp_path / "x/run.toml").read_text()
     assert re.search(r"^sources: [0-9a-f]{16}$", (tmp_path / "x/code.txt").read_text(), re.M)
     assert "Traceback" not in out + err
     # As the node of a run writes it, for the views.
-    assert json.loads((tmp_path / "x/nodes/0/events.jsonl").read_text())["event"] == "start"
-    again = start("crash once", "--train.steps", "9")
-    _, err = again.communicate(timeout=LIMIT_S)
-    assert again.returncode == 0, err
+    first = (tmp_path / "x/nodes/0/events.jsonl").read_text().splitlines()[0]
+    assert json.loads(first)["event"] == "start"
     logs = sorted(path.name for path in (tmp_path / "x/nodes/1").glob("attempt_*.log"))
-    assert logs == ["attempt_1.log", "attempt_2.log", "attempt_3.log"], "a killed node is started again"
+    assert logs == ["attempt_1.log", "attempt_2.log"], "a killed node is started again"
 
 
 @pytest.mark.parametrize(
@@ -174,6 +172,7 @@ def test_a_good_run_leaves_its_configuration_and_code_and_a_killed_node_is_start
     [
         ("refuse first", "50", "aedit: data.source: no file matches nothing.txt"),
         ("refuse behind", "50", "aedit: data.source: no file matches nothing.txt"),
+        ("refuse behind", "0", "aedit: data.source: no file matches nothing.txt"),
         ("refuse early", "50", "aedit: run.toml is of another make"),
     ],
 )
