@@ -392,7 +392,7 @@ class Field:
         world = World(nodes)
         if not moves:
             return world.run(None)
-        reallocator = Reallocator(nodes, clock=lambda: world.now_s)
+        reallocator = Reallocator(dict(enumerate(nodes)), clock=lambda: world.now_s)
         for rollout in self.past:
             reallocator.record_finished(rollout)
         return world.run(reallocator)

@@ -262,7 +262,7 @@ def test_an_engine_that_has_always_been_full_has_a_pace_too():
 
 def test_lengths_of_long_ago_are_forgotten():
     """A long run keeps no more lengths than the estimate uses."""
-    there = Reallocator([], MigrationRule())
+    there = Reallocator({}, MigrationRule())
     for length in [10] * 5000 + [500] * HISTORY_ROLLOUTS:
         rollout = Rollout(PROMPT_OF_NONE, [0] * length, finish_reason="stop")
         there.record_finished(rollout)
@@ -295,7 +295,9 @@ def test_samples_that_move_between_engines_get_the_same_tokens():
     engines = [LocalEngine(Engine.of(model, rows=4, max_tokens=96)) for _ in range(2)]
     for prompt in asked():
         engines[0].add(prompt)
-    there = Reallocator(engines, MigrationRule(overhead_s=0.0, margin=0.0), clock=iter(range(10**6)).__next__)
+    there = Reallocator(
+        dict(enumerate(engines)), MigrationRule(overhead_s=0.0, margin=0.0), clock=iter(range(10**6)).__next__
+    )
     # The pace is given, not measured: a timing must not decide what moves.
     for engine in engines:
         engine._meter.add(1, 0.011)
@@ -336,7 +338,7 @@ def test_an_engine_here_tells_what_it_has_to_do():
 def test_a_server_that_refuses_samples_for_now_takes_no_part_though_it_still_has_some():
     server = WorkerHandle(0, "server", None, rows=4, room=0, is_ready=True, speed=PACE)
     server.samples[1, 0] = None
-    samples = SimpleNamespace(unfinished=lambda key: sample(*key))
+    samples = {(1, 0): SimpleNamespace(unfinished=lambda: sample(1))}
     pool = SimpleNamespace(workers={0: server})
     engine = RemoteEngine(SimpleNamespace(pool=pool, samples=samples, version=0, moving={}), 0)
     assert engine.load() is None

@@ -22,7 +22,7 @@ from aedit.spec_rollout import Prompt, Sampling, WorkerConfig, WorkerSource
 from aedit.spec_rollout.audit import Origin
 from aedit.spec_rollout.remote import Servers, workers
 from aedit.spec_rollout.remote.discovery import Place
-from aedit.spec_rollout.remote.dispatcher import Samples
+from aedit.spec_rollout.remote.dispatcher import RequestedSample
 from aedit.spec_rollout.remote.servers import layout_of
 from aedit.spec_rollout.remote.session import ServerFacts, Session
 from aedit.spec_rollout.sampling import encode_sampling
@@ -380,9 +380,7 @@ def session():
 
 def added(session, *prompts):
     for prompt in prompts:
-        samples = Samples()
-        samples.add([(prompt, encode_sampling(prompt.sampling))])
-        session.add(samples.request(prompt.key, 1))
+        session.add(RequestedSample(prompt.to_rollout(), encode_sampling(prompt.sampling)).request(1))
 
 
 def remove(session, key, *, drop=False):

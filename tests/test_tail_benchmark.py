@@ -69,7 +69,9 @@ def test_moving_ends_sooner_with_the_same_tokens_the_same_each_time(targets):
     ways = []
     for _ in range(2):
         world = world_of(targets, dealt)
-        ways.append(world.run(Reallocator(world.nodes, clock=lambda world=world: world.now_s)))
+        ways.append(
+            world.run(Reallocator(dict(enumerate(world.nodes)), clock=lambda world=world: world.now_s))
+        )
     for way in ways:
         assert way.seconds == ways[0].seconds < 0.8 * alone.seconds
         assert way.moves == ways[0].moves

@@ -11,7 +11,7 @@ from kit.waiting import until
 
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.remote.dispatcher import Samples
+from aedit.spec_rollout.remote.dispatcher import RequestedSample
 from aedit.spec_rollout.sampling import encode_sampling
 from aedit.spec_rollout.server import EngineHost, HostLimits, StreamLimits
 from aedit.spec_rollout.server.trainer_lines import TrainerLine
@@ -43,9 +43,8 @@ def worker():
 
 def add(stream, *prompts):
     for prompt in prompts:
-        samples = Samples()
-        samples.add([(prompt, encode_sampling(prompt.sampling))])
-        stream.handle(pb.ToServer(add=samples.request(prompt.key, 1)))
+        sample = RequestedSample(prompt.to_rollout(), encode_sampling(prompt.sampling))
+        stream.handle(pb.ToServer(add=sample.request(1)))
 
 
 def remove(stream, key):

@@ -6,15 +6,15 @@
 
 import json
 import math
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.spec_rollout.audit import spans_of
 from aedit.spec_rollout.engine import EngineSpeed
-from aedit.spec_rollout.remote.moving import HISTORY_ROLLOUTS
+from aedit.spec_rollout.remote.moving import MigratableEngine, Reallocator
 from aedit.spec_rollout.remote.reallocate import EngineLoad, LengthDistribution, UnfinishedSample
 from aedit.spec_rollout.remote.workers import WorkerConfig, WorkerHandle, WorkerPool
 from aedit.spec_rollout.sampling import Prompt, Rollout, SampleKey
@@ -27,8 +27,8 @@ class RequestedSample:
     rollout: Rollout
     sampling: bytes
     """Its settings as text."""
-    worker: int | None = None
-    """Index of the worker that has it; None: it waits for one."""
+    is_given: bool = False
+    """A worker has it; otherwise it waits for one."""
     unreported: int = 0
     """Tokens that its worker has drawn and not reported yet, as far as is known."""
     passes_before: int = 0
@@ -38,83 +38,35 @@ class RequestedSample:
     left: set[int] = field(default_factory=set)
     """Indices of servers that did not advance it in time: it is not given to them again."""
 
-
-class Samples:
-    """Unfinished samples by key, in the order of their requests."""
-
-    def __init__(self) -> None:
-        self._samples: dict[SampleKey, RequestedSample] = {}
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __contains__(self, key: SampleKey) -> bool:
-        return key in self._samples
-
-    def __getitem__(self, key: SampleKey) -> RequestedSample:
-        return self._samples[key]
-
-    def add(self, prompts: Iterable[tuple[Prompt, bytes]]) -> None:
-        """Add samples without a worker, with their settings as text."""
-        for prompt, sampling in prompts:
-            self._samples[prompt.key] = RequestedSample(prompt.to_rollout(), sampling)
-
-    def clear(self) -> None:
-        """Forget all samples."""
-        self._samples.clear()
-
-    def waiting(self) -> list[SampleKey]:
-        """Return the keys of samples that no worker has."""
-        return [key for key, sample in self._samples.items() if sample.worker is None]
-
-    def prompt(self, key: SampleKey) -> Prompt:
+    def prompt(self) -> Prompt:
         """Return a prompt that continues the sample after its tokens so far. It shares nothing with it."""
-        rollout = self._samples[key].rollout
+        rollout = self.rollout
         if not rollout.tokens:
             return rollout.prompt
         return replace(rollout.prompt, partial=rollout.to_prompt().to_rollout())
 
-    def prompts(self) -> list[Prompt]:
-        """Return prompts that continue all samples."""
-        return [self.prompt(key) for key in self._samples]
-
-    def lengths(self) -> list[int]:
-        """Return the lengths of the samples that have tokens."""
-        found = (len(each.rollout.tokens) + each.unreported for each in self._samples.values())
-        return [length for length in found if length]
-
-    def unfinished(self, key: SampleKey) -> UnfinishedSample:
+    def unfinished(self) -> UnfinishedSample:
         """Return the sample as the plan of migrations sees it."""
-        sample = self._samples[key]
-        return UnfinishedSample.of(sample.rollout, sample.unreported)
+        return UnfinishedSample.of(self.rollout, self.unreported)
 
-    def request(self, key: SampleKey, version: int) -> pb.Add:
+    def request(self, version: int) -> pb.Add:
         """Return the request that continues the sample with this policy version or a newer one."""
-        sample = self._samples[key]
-        prompt, text = sample.rollout.prompt, sample.rollout
+        prompt, text = self.rollout.prompt, self.rollout
         return pb.Add(
             rollout=prompt.rollout,
             sample=prompt.sample,
             group=prompt.group,
             prompt=prompt.tokens,
-            sampling=sample.sampling,
+            sampling=self.sampling,
             min_version=version,
             tokens=text.tokens,
             logprobs=text.logprobs,
             spans=[pb.Span(version=v, start=start, end=end) for v, start, end in spans_of(text.versions)],
         )
 
-    def of(self, worker: int, key: SampleKey) -> RequestedSample | None:
-        """Return a sample if it is the worker's; otherwise another one continues it."""
-        sample = self._samples.get(key)
-        return sample if sample is not None and sample.worker == worker else None
-
-    def extend(self, worker: int, found: pb.Tokens, server: str = "") -> None:
-        """Append the tokens that `worker` reports. server: name of a worker that is one."""
-        sample = self.of(worker, (found.rollout, found.sample))
-        if sample is None:
-            return
-        text, versions = sample.rollout, list(found.versions)
+    def extend(self, found: pb.Tokens, server: str) -> None:
+        """Append the tokens that its worker reports. server: name of a worker that is one, else empty."""
+        text, versions = self.rollout, list(found.versions)
         text.note_server(server)
         text.tokens.extend(found.tokens)
         text.logprobs.extend(found.logprobs)
@@ -123,51 +75,12 @@ class Samples:
             top = json.loads(found.top_logprobs)
             text.top_logprobs += [tuple((token, value) for token, value in place) for place in top]
         if found.passes:
-            text.passes = sample.passes_before + found.passes
-        sample.deaths = sample.unreported = 0
+            text.passes = self.passes_before + found.passes
+        self.deaths = self.unreported = 0
 
-    def end(self, worker: int, found: pb.Ended) -> Rollout | None:
-        """Return a sample that `worker` has finished."""
-        key = found.rollout, found.sample
-        sample = self.of(worker, key)
-        if sample is None:
-            return None
-        del self._samples[key]
-        sample.rollout.finish_reason = found.finish_reason  # type: ignore[assignment]
-        sample.rollout.passes = sample.passes_before + found.passes
-        return sample.rollout
-
-    def note_progress(self, worker: int, progress: Iterable[tuple[int, int, int]]) -> None:
-        """Note (rollout, sample, tokens) that `worker` has drawn and will report later."""
-        for rollout, number, tokens in progress:
-            if (sample := self.of(worker, (rollout, number))) is not None:
-                sample.unreported = tokens
-
-    def release(self, key: SampleKey) -> None:
+    def release(self) -> None:
         """Note that no worker has the sample."""
-        self._samples[key].worker, self._samples[key].unreported = None, 0
-
-    def take_back(self, keys: Sequence[SampleKey], reason: str, limit: int | None) -> None:
-        """Take samples back from a worker that has died, or failed with them.
-
-        Args:
-            keys: Samples of the worker.
-            reason: Of its death.
-            limit: Workers that may die or fail with a sample, without a token in between. None: this one
-                had not begun with them.
-
-        Raises:
-            RuntimeError: More than `limit` have.
-        """
-        for key in keys:
-            self.release(key)
-            self._samples[key].deaths += limit is not None
-        worst = max((self._samples[key] for key in keys), key=lambda each: each.deaths, default=None)
-        if worst is not None and limit is not None and worst.deaths > limit:
-            raise RuntimeError(
-                f"sample {worst.rollout.prompt.name}: {worst.deaths} rollout workers have ended or failed"
-                f" with it without a further token; the last one: {reason}"
-            )
+        self.is_given, self.unreported = False, 0
 
 
 SMALLEST_PART = 0.25
@@ -234,7 +147,16 @@ def place(
     known = next((each.speed for each in workers.values() if each.speed is not None), GUESS)
     rate = {i: each.rows / each.token_s(known) for i, each in workers.items()}
     work = {i: each.tokens for i, each in workers.items()}
-    parts = [part for group in _groups(samples) for part in _parts(group, _largest(len(samples), rate))]
+    # A part has at most the share of the slowest worker, which must not be tiny.
+    count, slowest = len(samples), min(rate.values()) / sum(rate.values())
+    largest = math.ceil(max(SMALLEST_PART * count / len(rate), count * slowest - 1e-6))
+    groups: dict[tuple[int, ...], list[UnfinishedSample]] = {}
+    for sample in samples:
+        groups.setdefault((sample.group,) if sample.group >= 0 else sample.key, []).append(sample)
+    parts = []
+    for group in groups.values():
+        num_parts = math.ceil(len(group) / largest)
+        parts += [group[i::num_parts] for i in range(num_parts)]
 
     def expected(part: Sequence[UnfinishedSample]) -> float:
         return sum(sample.expected_remaining(lengths) for sample in part)
@@ -255,34 +177,17 @@ def place(
     return placed
 
 
-def _largest(count: int, rate: Mapping[int, float]) -> int:
-    """Return the most samples of one part: the share of the slowest worker, which must not be tiny."""
-    equal = count / len(rate)
-    return math.ceil(max(SMALLEST_PART * equal, count * min(rate.values()) / sum(rate.values()) - 1e-6))
-
-
-def _groups(samples: Sequence[UnfinishedSample]) -> list[list[UnfinishedSample]]:
-    groups: dict[tuple[int, ...], list[UnfinishedSample]] = {}
-    for sample in samples:
-        groups.setdefault((sample.group,) if sample.group >= 0 else sample.key, []).append(sample)
-    return list(groups.values())
-
-
-def _parts(group: list[UnfinishedSample], largest: int) -> list[list[UnfinishedSample]]:
-    """Return a group in equal parts of at most `largest` samples."""
-    count = math.ceil(len(group) / largest)
-    return [group[i::count] for i in range(count)]
-
-
 Report = Callable[[str, Mapping[str, Any]], None]
 """Takes an event and its fields."""
 
 
 class Dispatcher:
-    """Gives samples to workers, reads their reports, and takes samples back from dead workers."""
+    """Gives samples to workers, reads their reports, moves samples, and takes them back from dead workers."""
 
-    def __init__(self, pool: WorkerPool, samples: Samples, config: WorkerConfig, report: Report) -> None:
-        self.pool, self.samples = pool, samples
+    def __init__(self, pool: WorkerPool, config: WorkerConfig, report: Report) -> None:
+        self.pool = pool
+        self.samples: dict[SampleKey, RequestedSample] = {}
+        """Unfinished samples, in the order of their requests."""
         self.finished: list[Rollout] = []
         self.version = 0
         """Policy version that samples need at least."""
@@ -291,7 +196,8 @@ class Dispatcher:
         or have ended, the samples are theirs."""
         self.num_finished = self.num_retried = self.num_moved = 0
         self._config, self._report = config, report
-        self._stopped, self._cut = deque[int](maxlen=HISTORY_ROLLOUTS), deque[int](maxlen=HISTORY_ROLLOUTS)
+        self._engines: dict[int, MigratableEngine] = {}
+        self._reallocator = Reallocator(self._engines)
         self._past: list[Mapping[str, Any]] = []
 
     def look(self) -> None:
@@ -325,20 +231,29 @@ class Dispatcher:
         Those of a worker that is expected to have the newest policy soon wait here until it has.
         """
         waiting = defaultdict(list)
-        for key in self.samples.waiting():
-            waiting[frozenset(self.samples[key].left)].append(self.samples.unfinished(key))
+        for sample in self.samples.values():
+            if not sample.is_given:
+                waiting[frozenset(sample.left)].append(sample.unfinished())
         if not waiting:
             return
-        lengths = LengthDistribution.of(self._stopped, [*self._cut, *self.samples.lengths()])
+        growing = (len(each.rollout.tokens) + each.unreported for each in self.samples.values())
+        lengths = self._reallocator.lengths(growing)
         for left, samples in waiting.items():
             workers = {index: each for index, each in self.pool.workers.items() if index not in left}
             loads = {index: self._load(worker, lengths) for index, worker in workers.items()}
-            for index, sample in place(samples, loads, lengths):
+            for index, placed in place(samples, loads, lengths):
                 if workers[index].has(self.version):
-                    self.give(index, sample.key)
+                    self.give(workers[index], placed.key)
+
+    def rebalance(self) -> None:
+        """Move samples between workers, also those that were connected to since the last time."""
+        for index in self.pool.workers:
+            if index not in self._engines:
+                self._engines[index] = RemoteEngine(self, index)
+        self._reallocator.rebalance()
 
     def _load(self, worker: WorkerHandle, lengths: LengthDistribution) -> WorkerLoad:
-        samples = map(self.samples.unfinished, worker.samples)
+        samples = (self.samples[key].unfinished() for key in worker.samples)
         return WorkerLoad(
             tokens=sum(sample.expected_remaining(lengths) for sample in samples),
             rows=worker.rows,
@@ -347,12 +262,12 @@ class Dispatcher:
             room=None if worker.room is None else worker.room - len(worker.samples),
         )
 
-    def give(self, index: int, key: SampleKey) -> None:
+    def give(self, worker: WorkerHandle, key: SampleKey) -> None:
         """Give a sample to a worker."""
-        worker, sample = self.pool.workers[index], self.samples[key]
-        worker.lane.send(pb.ToServer(add=self.samples.request(key, self.version)))
+        sample = self.samples[key]
+        worker.lane.send(pb.ToServer(add=sample.request(self.version)))
         worker.samples[key] = None
-        sample.worker, sample.passes_before = index, sample.rollout.passes
+        sample.is_given, sample.passes_before = True, sample.rollout.passes
 
     def cancel(self) -> None:
         """Forget all samples, also those that have finished and were not taken, and tell the workers."""
@@ -373,9 +288,12 @@ class Dispatcher:
         return {**sums, "arms": dict(arms)}
 
     def _handle(self, worker: WorkerHandle, message: pb.ToTrainer) -> None:
+        """Handle a message; what it says about a sample that another worker continues is ignored."""
         kind = message.WhichOneof("message")
         if kind == "figures":
-            self.samples.note_progress(worker.index, worker.read_figures(message.figures))
+            for rollout, number, tokens in worker.read_figures(message.figures):
+                if (rollout, number) in worker.samples:
+                    self.samples[rollout, number].unreported = tokens
             return
         if kind == "opened":
             worker.is_ready = True
@@ -385,53 +303,68 @@ class Dispatcher:
         if key in worker.cancelled:
             # Older than the cancellation, which `removed` confirms.
             worker.cancelled -= Counter([key] if kind == "removed" else [])
+        elif key not in worker.samples:
+            return
         elif kind == "tokens":
-            self.samples.extend(worker.index, found, "" if worker.is_local else worker.name)
+            self.samples[key].extend(found, "" if worker.is_local else worker.name)
         elif kind == "ended":
-            if (rollout := self.samples.end(worker.index, found)) is not None:
-                del worker.samples[key]
-                worker.finished += 1
-                self._record(rollout)
-        elif kind == "removed" and found.found:
-            self._returned(worker, key)
+            self._end(worker, key, found)
         elif kind == "rejected" and worker.is_local:
-            if worker.samples.pop(key, key) is None:
-                self._take_back(worker, [key], f"{worker.name}: {found.reason}")
-        elif kind == "rejected":
-            self._returned(worker, key, is_final=found.final)
+            del worker.samples[key]
+            self._take_back(worker, [key], f"{worker.name}: {found.reason}")
+        elif kind == "rejected" or found.found:
+            self._returned(worker, key, is_final=kind == "rejected" and found.final)
 
-    def _returned(self, worker: WorkerHandle, key: SampleKey, *, is_final: bool = False) -> None:
+    def _end(self, worker: WorkerHandle, key: SampleKey, found: pb.Ended) -> None:
+        """Take a sample that a worker has finished."""
+        del worker.samples[key]
+        self.moving.pop(key, None)
+        sample = self.samples.pop(key)
+        sample.rollout.finish_reason = found.finish_reason  # type: ignore[assignment]
+        sample.rollout.passes = sample.passes_before + found.passes
+        self.finished.append(sample.rollout)
+        self._reallocator.record_finished(sample.rollout)
+        self.num_finished += 1
+        worker.finished += 1
+
+    def _returned(self, worker: WorkerHandle, key: SampleKey, *, is_final: bool) -> None:
         """Note that a worker has returned a sample, and give it to the one for which it was asked back.
 
         is_final: the worker did not advance it in time, and does not get it again.
         """
-        if worker.samples.pop(key, key) is not None:
-            return
-        self.samples.release(key)
+        del worker.samples[key]
+        sample = self.samples[key]
+        sample.release()
         if is_final:
-            self.samples[key].left.add(worker.index)
+            sample.left.add(worker.index)
         target = self.moving.pop(key, None)
         other = None if target is None else self.pool.workers.get(target)
-        if other is not None and other.has(self.version) and other.index not in self.samples[key].left:
-            self.give(other.index, key)
+        if other is not None and other.has(self.version) and other.index not in sample.left:
+            self.give(other, key)
             self.num_moved += 1
 
-    def _record(self, rollout: Rollout) -> None:
-        self.moving.pop(rollout.prompt.key, None)
-        self.finished.append(rollout)
-        self.num_finished += 1
-        (self._stopped if rollout.finish_reason == "stop" else self._cut).append(len(rollout.tokens))
-
     def _take_back(self, worker: WorkerHandle, keys: Sequence[SampleKey], reason: str) -> None:
-        """Take samples back from a worker that has died or failed with them, so that others continue them."""
+        """Take samples back from a worker that has died or failed with them, so that others continue them.
+
+        Raises:
+            RuntimeError: More workers than `WorkerConfig.restarts` allows have done so with one of them,
+                without a token in between. Those that had not begun, and servers, do not count.
+        """
+        counts = worker.is_ready and worker.is_local
         for key in keys:
             self.moving.pop(key, None)
+            self.samples[key].release()
+            self.samples[key].deaths += counts
         self.num_retried += len(keys)
         where = {"worker": worker.index, "pid": worker.pid} if worker.is_local else {"server": worker.name}
         if worker.is_local or keys:
             self._report("rollout_retried", {**where, "samples": len(keys), "reason": reason})
-        limit = self._config.restarts.limit if worker.is_ready and worker.is_local else None
-        self.samples.take_back(keys, reason, limit)
+        worst = max((self.samples[key] for key in keys), key=lambda each: each.deaths, default=None)
+        if worst is not None and counts and worst.deaths > self._config.restarts.limit:
+            raise RuntimeError(
+                f"sample {worst.rollout.prompt.name}: {worst.deaths} rollout workers have ended or failed"
+                f" with it without a further token; the last one: {reason}"
+            )
 
 
 class RemoteEngine:
@@ -458,7 +391,7 @@ class RemoteEngine:
             return None
         keys = [key for key in worker.samples if key not in moving]
         keys += [key for key, target in moving.items() if target == self._index]
-        samples = map(self._dispatcher.samples.unfinished, keys)
+        samples = (self._dispatcher.samples[key].unfinished() for key in keys)
         running_first = sorted(samples, key=lambda sample: not sample.emitted)
         rows = worker.rows if worker.room is None else min(worker.rows, worker.room)
         return EngineLoad(tuple(running_first), rows, known[0]) if rows else None
@@ -474,7 +407,7 @@ class RemoteEngine:
             return None
         worker.remove(key)
         dispatcher.moving[key] = self._index  # it returns, unless `add` is called for another worker
-        return dispatcher.samples.prompt(key)
+        return dispatcher.samples[key].prompt()
 
     def add(self, prompt: Prompt) -> None:
         """Let this worker continue a sample that another one was asked for.

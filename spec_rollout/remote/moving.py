@@ -8,7 +8,7 @@ one that stays. For ranks of a process group see `rank_transfer`.
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -102,7 +102,7 @@ class Reallocator:
 
     def __init__(
         self,
-        engines: Sequence[MigratableEngine],
+        engines: Mapping[int, MigratableEngine],
         rule: MigrationRule | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -110,7 +110,7 @@ class Reallocator:
         """Make a reallocator.
 
         Args:
-            engines: Engines; their indices must not change.
+            engines: Engines by index; more may be added.
             rule: When a migration pays.
             clock: Monotonic seconds.
         """
@@ -134,6 +134,11 @@ class Reallocator:
         lengths.append((rollout.prompt.group, len(rollout.tokens)))
         self._visited.pop(rollout.prompt.key, None)
 
+    def lengths(self, growing: Iterable[int]) -> LengthDistribution:
+        """Return the distribution of lengths, of finished rollouts and of unfinished ones, so far."""
+        cut = (length for _, length in self._cut)
+        return LengthDistribution.of((length for _, length in self._completed), [*growing, *cut])
+
     def rebalance(self) -> list[Migration]:
         """Move the samples whose migration pays now and return the migrations.
 
@@ -142,14 +147,14 @@ class Reallocator:
         """
         began = self._clock()
         self._place_unplaced()
-        loads = {i: load for i, engine in enumerate(self._engines) if (load := self._load(i, engine))}
+        loads = {i: load for i, engine in self._engines.items() if (load := self._load(i, engine))}
         growing = [(sample.group, sample.emitted) for load in loads.values() for sample in load.samples]
-        growing += self._cut
-        lengths = LengthDistribution.of((n for _, n in self._completed), (n for _, n in growing))
-        scales = {group: x for group, x in group_scales(self._completed, growing).items() if group >= 0}
+        lengths = self.lengths(emitted for _, emitted in growing)
+        relative = group_scales(self._completed, [*growing, *self._cut])
+        scales = {group: scale for group, scale in relative.items() if group >= 0}
         scaled: dict[int, EngineLoad] = {}
         for i, load in loads.items():
-            samples = (replace(sample, scale=scales.get(sample.group, 1.0)) for sample in load.samples)
+            samples = (replace(each, scale=scales.get(each.group, 1.0)) for each in load.samples)
             scaled[i] = replace(load, samples=tuple(samples))
         done = [move for move in plan(scaled, lengths, self._rule) if self._move(move)]
         self.overhead_s += self._clock() - began
@@ -187,7 +192,7 @@ class Reallocator:
         """Add samples that no engine has accepted so far to an engine that accepts them."""
         unplaced, self._unplaced = self._unplaced, []
         for prompt in unplaced:
-            if not any(self._add(i, prompt) for i in range(len(self._engines))):
+            if not any(self._add(i, prompt) for i in self._engines):
                 self._unplaced.append(prompt)
 
     def _add(self, i: int, prompt: Prompt) -> bool:

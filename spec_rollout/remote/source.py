@@ -23,8 +23,7 @@ from torch import Tensor
 
 from aedit.spec_rollout.engine import check_prompt
 from aedit.spec_rollout.model import unwrapped
-from aedit.spec_rollout.remote.dispatcher import Dispatcher, RemoteEngine, Report, Samples
-from aedit.spec_rollout.remote.moving import Reallocator
+from aedit.spec_rollout.remote.dispatcher import Dispatcher, Report, RequestedSample
 from aedit.spec_rollout.remote.servers import Servers
 from aedit.spec_rollout.remote.shared_weights import SharedWeights
 from aedit.spec_rollout.remote.workers import WorkerConfig, WorkerPool
@@ -96,7 +95,6 @@ class WorkerSource:
             # Of a negative version: untrained, and not tried.
             is_trained = getattr(self._online, "is_trained", True)
             self._drafter.publish(drafter.state_dict(), 0 if is_trained else -1)
-        self._samples = Samples()
         report = report or (lambda event, fields: None)
         tokenizer = str(config.tokenizer or "")
         link = servers.start(self._weights, self._vocabulary, tokenizer, report) if servers else None
@@ -119,10 +117,8 @@ class WorkerSource:
         }
         fds = tuple(each.fd for each in (self._weights, self._drafter) if each is not None)
         self._pool = WorkerPool(begin, fds, config, link)
-        self._dispatcher = Dispatcher(self._pool, self._samples, config, report)
-        self._engines = {i: RemoteEngine(self._dispatcher, i) for i in range(config.processes)}
-        self._placed = list(self._engines.values())
-        self._reallocator, self._rebalanced_s = Reallocator(self._placed), 0.0
+        self._dispatcher = Dispatcher(self._pool, config, report)
+        self._rebalanced_s = 0.0
         self._pool.start_due()
 
     @property
@@ -133,7 +129,7 @@ class WorkerSource:
     @property
     def running(self) -> int:
         """Return the number of samples that were added and have not been returned."""
-        return len(self._samples) + len(self._dispatcher.finished)
+        return len(self._dispatcher.samples) + len(self._dispatcher.finished)
 
     def update_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
         """Publish weights. Each worker takes them over between two decode steps, without an answer.
@@ -175,15 +171,16 @@ class WorkerSource:
         """
         if not self._version:
             raise ValueError("the workers have no weights yet: call update_weights first")
-        new: dict[SampleKey, tuple[Prompt, bytes]] = {}
+        samples = self._dispatcher.samples
+        new: dict[SampleKey, RequestedSample] = {}
         for prompt in prompts:
             has_tokenizer = self._config.tokenizer is not None
             check_prompt(prompt, self._vocabulary, self._config.max_tokens, has_tokenizer)
             sampling = encode_sampling(prompt.sampling, f"sample {prompt.name}")
-            if not prompt.has_key or prompt.key in self._samples or prompt.key in new:
+            if not prompt.has_key or prompt.key in samples or prompt.key in new:
                 raise ValueError(f"prompt {prompt.name}: give it ids (rollout, sample) that no other one has")
-            new[prompt.key] = prompt, sampling
-        self._samples.add(new.values())
+            new[prompt.key] = RequestedSample(prompt.to_rollout(), sampling)
+        samples.update(new)
         self._dispatcher.place_waiting()
 
     def step(self) -> list[Rollout]:
@@ -194,19 +191,19 @@ class WorkerSource:
         """
         if self._online is not None and self._online.adopt():
             self.update_drafter(self._online.layer, self._drafter_version + 1)
-        dispatcher = self._dispatcher
+        dispatcher, workers = self._dispatcher, self._pool.workers
         dispatcher.look()
         deadline = time.monotonic() + self._config.wait_s
-        if self._samples and not dispatcher.finished:
-            with self._window(self._cause()):
+        if dispatcher.samples and not dispatcher.finished:
+            is_last = len(dispatcher.samples) <= max(1, len(workers))  # of each worker, at most
+            with self._window("longest sample" if is_last else "rollouts"):
                 while not dispatcher.finished and (left_s := deadline - time.monotonic()) > 0:
                     self._pool.wait(left_s)
                     dispatcher.look()
-        if time.monotonic() - self._rebalanced_s >= REBALANCE_S and len(self._pool.workers) > 1:
-            self._rebalance()
+        if time.monotonic() - self._rebalanced_s >= REBALANCE_S and len(workers) > 1:
+            dispatcher.rebalance()
+            self._rebalanced_s = time.monotonic()
         finished, dispatcher.finished = dispatcher.finished, []
-        for rollout in finished:
-            self._reallocator.record_finished(rollout)
         return finished
 
     def accuse(self, server: str, reason: str, evidence: Mapping[str, Any]) -> None:
@@ -224,7 +221,7 @@ class WorkerSource:
 
     def pending(self) -> list[Prompt]:
         """Return the unfinished samples, as prompts that continue them after the tokens reported so far."""
-        return self._samples.prompts()
+        return [sample.prompt() for sample in self._dispatcher.samples.values()]
 
     def cancel(self) -> None:
         """End all samples that were added and have not been returned; their keys may be added again."""
@@ -261,16 +258,3 @@ class WorkerSource:
         for shared in (self._weights, self._drafter):
             if shared is not None:
                 shared.close()
-
-    def _rebalance(self) -> None:
-        """Move samples between workers, also those that were connected to since the last time."""
-        for index in self._pool.workers:
-            if index not in self._engines:
-                self._engines[index] = RemoteEngine(self._dispatcher, index)
-                self._placed.append(self._engines[index])
-        self._reallocator.rebalance()
-        self._rebalanced_s = time.monotonic()
-
-    def _cause(self) -> str:
-        """Return why `step` waits: for the last sample of each worker at most, or for many."""
-        return "longest sample" if len(self._samples) <= max(1, len(self._pool.workers)) else "rollouts"

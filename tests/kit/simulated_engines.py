@@ -80,7 +80,9 @@ class World:
             for prompt, length in mine.items():
                 self.lengths[prompt.rollout, prompt.sample] = length
                 engine.add(prompt)
-        self.reallocator = Reallocator(engines, rule, clock=lambda: self.now) if rule else None
+        self.reallocator = (
+            Reallocator(dict(enumerate(engines)), rule, clock=lambda: self.now) if rule else None
+        )
 
     def length_of(self, rollout):
         return self.lengths[rollout.prompt.rollout, rollout.prompt.sample]
