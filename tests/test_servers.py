@@ -23,7 +23,7 @@ from aedit.spec_rollout.audit import Origin
 from aedit.spec_rollout.remote import Servers, workers
 from aedit.spec_rollout.remote.discovery import Place
 from aedit.spec_rollout.remote.dispatcher import RequestedSample
-from aedit.spec_rollout.remote.servers import layout_of
+from aedit.spec_rollout.remote.links import layout_of
 from aedit.spec_rollout.remote.session import ServerFacts, Session
 from aedit.spec_rollout.sampling import encode_sampling
 

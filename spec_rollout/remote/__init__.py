@@ -4,8 +4,8 @@ A training loop makes a `WorkerSource`; begin with `source.py`, then `dispatcher
 
 - `source.py`: the source; `dispatcher.py`: requested samples and which worker has each.
 - `workers.py`: processes that are started again, and the rank's side of each worker.
-- `servers.py`: rollout servers, and the process that connects a rank with them: `link.py`, with
-  `links.py`, `connection.py`, `session.py`, `report_checks.py`, `discovery.py` and `publisher.py`.
+- `links.py`: `Servers`, the settings, and all connections; their process is `link.py`, with `connection.py`,
+  `session.py`, `report_checks.py`, `discovery.py` and `publisher.py`; `servers.py`: the rank's side of it.
 - `shared_weights.py`: the policy in shared memory.
 - `reallocate.py`, `moving.py`: which samples migrate between engines; `rank_transfer.py`: between ranks.
 """
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
+    from aedit.spec_rollout.remote.links import Servers
     from aedit.spec_rollout.remote.moving import LocalEngine, Reallocator
-    from aedit.spec_rollout.remote.servers import Servers
     from aedit.spec_rollout.remote.source import WorkerSource
     from aedit.spec_rollout.remote.workers import WorkerConfig
 

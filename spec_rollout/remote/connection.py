@@ -111,6 +111,12 @@ class Connection:
         self.wanted = 0
         """Newest version that it is to have."""
         self.num_version_bytes = 0
+        self.is_audited = False
+        """The auditor was asked about its samples, and has not answered."""
+        self.asked: tuple[int, bool] | None = None
+        """That question: the number of held samples, and whether one must be judged."""
+        self.held_since_s = 0.0
+        """Time since which the oldest sample is held."""
         self._channel = channel
         self._wanted_s, self._took_s = 0.0, 0.0
         self._refuses_until_s = -math.inf

@@ -5,7 +5,7 @@ A thread asks for the list every few seconds.
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from aedit.proto.rpc import DirectoryClient, HubRefused, HubUnreachable, new_secret
@@ -83,46 +83,18 @@ class Place:
             self.violations += 1
 
 
-@dataclass(slots=True)
-class Places:
-    """The addresses that were ever listed."""
-
-    places: dict[str, Place] = field(default_factory=dict)
-
-    def list(self, found: Iterable[str] | Mapping[str, tuple[str, bytes]]) -> None:
-        """Replace the list of servers: addresses, or names and public keys by address."""
-        for place in self.places.values():
-            place.is_listed = False
-        known = found if isinstance(found, Mapping) else dict.fromkeys(found, ("", b""))
-        for address, (name, public_key) in known.items():
-            place = self.places.setdefault(address, Place(address))
-            place.is_listed = True
-            if name:
-                place.name, place.public_key = name, public_key
-
-    def due(self, now_s: float) -> Iterable[Place]:
-        """Return the places to which a connection may be tried now."""
-        return [place for place in self.places.values() if place.may_open(now_s)]
-
-
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """Servers by address: name and public key."""
-
-    servers: dict[str, tuple[str, bytes]]
-
-
 class ServerDiscovery:
-    """Asks a directory for the servers, and posts the answers."""
+    """Asks a directory for the servers again and again."""
 
     def __init__(
         self,
         client: DirectoryClient,
         every_s: float,
-        post: Callable[[Listed], None],
+        listed: Callable[[Mapping[str, tuple[str, bytes]]], None],
         clock: Callable[[], float],
     ) -> None:
-        self._client, self._every_s, self._post, self._clock = client, every_s, post, clock
+        """Start to ask every `every_s`. listed: called with names and public keys by address."""
+        self._client, self._every_s, self._listed, self._clock = client, every_s, listed, clock
         self._seen: dict[str, tuple[tuple[str, bytes], float]] = {}
         """Servers by address, and when they were listed last."""
         self._closed = threading.Event()
@@ -151,7 +123,7 @@ class ServerDiscovery:
                 now_s = self._clock()
                 self._seen |= {card.address: ((card.name, card.public_key), now_s) for card in cards}
                 self._seen = {a: each for a, each in self._seen.items() if now_s - each[1] <= ABSENT_S}
-                self._post(Listed({address: server for address, (server, _) in self._seen.items()}))
+                self._listed({address: server for address, (server, _) in self._seen.items()})
             self._closed.wait(self._every_s)
 
     def _accuse(self, accusation: pb.Accusation) -> None:

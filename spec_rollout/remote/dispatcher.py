@@ -206,7 +206,8 @@ class Dispatcher:
         Raises:
             RuntimeError: The workers die again and again, or one sample ends each worker that has it.
         """
-        self.pool.add_servers()
+        if self.pool.link is not None:
+            self.pool.link.look(self.pool.workers)
         # Deaths first: what a worker sent before it died is then read before its samples are taken back.
         dead = self.pool.find_dead()
         for worker in list(self.pool.workers.values()):

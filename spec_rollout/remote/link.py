@@ -13,10 +13,11 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 
-from aedit.child import begin_child
-from aedit.spec_rollout.remote.links import Event, Links, LinkSettings
+from aedit.child import begin_child, from_json
+from aedit.spec_rollout.remote.links import Links, LinkSettings
 from aedit.spec_rollout.server import Channel
 
 TICK_S = 0.1
@@ -26,29 +27,26 @@ MAX_EVENTS = 4096
 
 
 class Inbox:
-    """Events of other threads for the loop, which they wake."""
+    """Calls that other threads want the loop to make, which they wake."""
 
     def __init__(self) -> None:
-        self._events: queue.Queue[Event] = queue.Queue(MAX_EVENTS)
+        self._calls: queue.Queue[Callable[[], None]] = queue.Queue(MAX_EVENTS)
         self.socket, self._wake = socket.socketpair()
         self.socket.setblocking(False)
         self._wake.setblocking(False)
 
-    def post(self, event: Event) -> None:
-        """Add an event; wait while there are too many."""
-        self._events.put(event)
+    def post(self, call: Callable[[], None]) -> None:
+        """Add a call; wait while there are too many."""
+        self._calls.put(call)
         with suppress(BlockingIOError):  # it is awake
             self._wake.send(b"\0")
 
-    def take(self) -> list[Event]:
-        """Return the events so far."""
+    def run(self) -> None:
+        """Make the calls so far."""
         with suppress(BlockingIOError):
             self.socket.recv(MAX_EVENTS)
-        found: list[Event] = []
-        with suppress(queue.Empty):
-            while len(found) < MAX_EVENTS:
-                found.append(self._events.get_nowait())
-        return found
+        for _ in range(min(self._calls.qsize(), MAX_EVENTS)):  # the loop alone takes calls
+            self._calls.get_nowait()()
 
 
 def main(arguments: list[str]) -> int:
@@ -71,7 +69,7 @@ def _serve(channel: Channel) -> None:
     sys.path[:] = begin["path"]
     inbox = Inbox()
     try:
-        links = Links(LinkSettings.of(begin["settings"]), channel, inbox.post, time.monotonic())
+        links = Links(from_json(LinkSettings, begin["settings"]), channel, inbox.post)
     except ValueError as error:  # of settings or their auditor: another start would not help
         channel.send("refused", message=str(error))
         raise
@@ -83,8 +81,7 @@ def _serve(channel: Channel) -> None:
         Channel.wait([channel], TICK_S, [inbox.socket])
         for frame in channel.receive():
             links.handle(*frame)
-        for event in inbox.take():
-            links.take(event, time.monotonic())
+        inbox.run()
         now_s = time.monotonic()
         links.advance(now_s, now_s - seen_s)
         seen_s = now_s

@@ -1,40 +1,51 @@
-"""All connections of a rank to rollout servers: opened, watched, ended, opened again. One thread uses it.
+"""All connections of a rank to rollout servers: opened, watched, ended, opened again; and their settings.
 
-`Audits` releases held samples: at once, or after an audit in a thread of its own. Imports no torch.
+One thread uses it. Held samples are released at once, or after an audit in a thread of its own. Imports no
+torch.
 """
 
 import json
 import logging
 import queue
+import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
 from aedit.proto.rpc import DirectoryClient, client_keys, make_accusation
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.proto.versions import LineUnknown, VersionsClient, VersionStore
-from aedit.spec_rollout.audit import Auditor, AuditVerdict, HeldRollout, Origin, WeightReader, try_auditor
+from aedit.spec_rollout.audit import Auditor, AuditVerdict, HeldRollout, Origin, try_auditor
 from aedit.spec_rollout.remote.connection import PROTOCOL, Connection, ServerStream
-from aedit.spec_rollout.remote.discovery import Listed, Place, Places, ServerDiscovery
+from aedit.spec_rollout.remote.discovery import Place, ServerDiscovery
 from aedit.spec_rollout.remote.publisher import (
     VersionGiven,
     VersionSender,
     VersionSource,
-    VersionStored,
     tensors_of,
     version_layout,
 )
 from aedit.spec_rollout.remote.report_checks import Violation
-from aedit.spec_rollout.remote.session import Held, Session
+from aedit.spec_rollout.remote.session import Held
 from aedit.spec_rollout.sampling import TokenDecoder
 from aedit.spec_rollout.server import Channel, Message
 from aedit.spec_rollout.training import ArrayReader
-from aedit.types import Layout, TensorLayout, UnitLayout, imported
+from aedit.types import (
+    Layout,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    TensorLayout,
+    UnitLayout,
+    check,
+    checked,
+    imported,
+)
 
 REPORT_S = 0.1
 """Interval of reports on a server whose figures have changed."""
@@ -48,207 +59,177 @@ HOLD_S = 2.0
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkSettings:
-    """Settings of a connection process, as values that JSON can hold."""
+def _no_member() -> tuple[int, int]:
+    """Return index and session of a node without a hub."""
+    return 0, 0
 
-    addresses: tuple[str, ...]
-    """Servers that are always tried, HOST:PORT."""
-    hubs: tuple[str, ...]
-    """Hubs whose directory is asked for servers."""
-    standby: str
-    run: str
-    trainer: str
-    rank: int
-    keys: str
-    """Folder of the node's keys; empty: plaintext."""
-    layout: Layout
-    """Sync units of the model."""
+
+@checked()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Servers:
+    """Rollout servers of one rank; see `WorkerSource`."""
+
+    addresses: tuple[str, ...] = ()
+    """HOST:PORT of servers that are always tried."""
+    hubs: tuple[str, ...] = ()
+    """HOST:PORT of hubs; the first one lists the servers of the run."""
+    standby: str = ""
+    """Address of the first hub's standby."""
+    run: str = ""
+    """Name of the run, equal on the servers."""
+    trainer: str = ""
+    """Name of this node in logs."""
+    rank: NonNegativeInt = 0
+    keys: Path | None = None
+    """Folder of the node's keys; None: plaintext."""
+    layout: Layout | None = None
+    """Sync units of the model, equal on the servers; None: one unit per transformer block, and `rest`."""
+    dtype: str = ""
+    """Dtype of the versions that servers are given, equal on them: bf16, fp32 or fp64; empty: that of the
+    workers."""
+    on_new_version: Literal["recompute", "finish"] = "recompute"
+    """Samples that are running at a server when a new version comes continue with it, or end with theirs."""
+    silent_s: PositiveFloat = 5.0
+    """Seconds without a sign of life after which a server is given up and its samples continue elsewhere."""
+    stalled_s: PositiveFloat = 60.0
+    """Seconds without a token of a sample after which this sample continues elsewhere, and time in which a
+    server must answer the request to return one."""
+    connect_s: PositiveFloat = 10.0
+    """Limit of the time until a server answers."""
+    poll_s: PositiveFloat = 3.0
+    """Interval of the questions for the list of servers."""
+    ring: PositiveInt = 8
+    """Policy versions that are kept, to send others only what has changed since."""
+    auditor: str = ""
+    """Function as `package.module:name` that is called with `LinkSettings` and returns an `Auditor`; empty:
+    what has the right form is delivered at once."""
+    audit_options: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the audit, which JSON can hold."""
+    member: Callable[[], tuple[int, int]] = _no_member
+    """Returns index and session of this node at the hub, which takes accusations of servers from members."""
+    logs: Path | None = None
+    """Directory of the process's output; None discards it."""
+
+    def __post_init__(self) -> None:
+        known = ("", "bf16", "fp32", "fp64")
+        check(self.dtype in known, "Servers: dtype", f"must be one of {', '.join(known[1:])}", self.dtype)
+        check(bool(self.addresses or self.hubs), "addresses", "must name a server, or hubs one", "none")
+        check(len(set(self.addresses)) == len(self.addresses), "addresses", "must differ", self.addresses)
+        for address in (*self.addresses, *self.hubs):
+            host, _, port = address.rpartition(":")
+            fits = bool(host) and port.isdigit() and 0 < int(port) < 1 << 16
+            check(fits, "addresses", "must be HOST:PORT", repr(address))
+
+    @classmethod
+    def at(cls, *addresses: str, **settings: Any) -> "Servers":
+        """Return servers at these addresses, HOST:PORT each; no hub is needed."""
+        return cls(addresses=addresses, **settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSettings(Servers):
+    """`Servers` and the policy, for the process that connects; `member` stays with the rank."""
+
     specs: tuple[tuple[str, tuple[int, ...], str], ...]
     """Name, shape and dtype of each tensor in the shared memory."""
-    dtype: str
-    """Dtype of the policy versions; empty: that of the shared memory."""
     fd: int
     """Number of the file descriptor of the shared memory."""
     vocabulary: int
+    """Number of token ids."""
     tokenizer: str
-    on_new_version: str
-    silent_s: float
-    stalled_s: float
-    connect_s: float
-    poll_s: float
-    ring: int
-    auditor: str
-    """Function that returns an `Auditor`, as `package.module:name`; empty: no audit."""
-    audit_options: Mapping[str, Any] = field(default_factory=dict)
-
-    def described(self) -> dict[str, Any]:
-        """Return them for JSON."""
-        return asdict(self)
+    """Directory of a saved tokenizer; empty: none."""
 
     @classmethod
-    def of(cls, found: Mapping[str, Any]) -> "LinkSettings":
-        """Return the settings that `described` has written."""
-        units = (
-            UnitLayout(
-                unit["name"],
-                tuple(TensorLayout(each["name"], tuple(each["shape"])) for each in unit["tensors"]),
-            )
-            for unit in found["layout"]["units"]
-        )
-        return cls(
-            **{
-                **found,
-                "addresses": tuple(found["addresses"]),
-                "hubs": tuple(found["hubs"]),
-                "layout": Layout(tuple(units)),
-                "specs": tuple((name, tuple(shape), dtype) for name, shape, dtype in found["specs"]),
-            }
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class AuditDone:
-    """Result of one audit for one server."""
-
-    session: Hashable
-    held: tuple[Held, ...]
-    """The samples that were held when it began and can be judged."""
-    verdict: AuditVerdict | None
-    """None: no sample was selected."""
-    unjudged: tuple[Held, ...] = ()
-    """Samples whose policy versions the auditor has not any more."""
-    error: str = ""
-    """The auditor itself has failed."""
-
-
-@dataclass(slots=True)
-class _Asked:
-    """State of the questions about one server."""
-
-    is_busy: bool = False
-    held: int = 0
-    draining: bool = False
-    since_s: float = 0.0
-    """Time since which the oldest sample is held."""
-
-
-class Audits:
-    """Asks an auditor about the held samples of servers, one question per server at a time."""
-
-    def __init__(self, auditor: Auditor | None, post: Callable[[AuditDone], None]) -> None:
-        """Begin.
+    def of(cls, servers: Servers, weights: Mapping[str, Any], vocabulary: int, tokenizer: str) -> Self:
+        """Return the settings of a process.
 
         Args:
-            auditor: None: everything is released at once.
-            post: Takes results, from another thread; `done` then belongs to the caller's thread.
+            servers: The servers.
+            weights: The shared memory, as `SharedWeights.described` gives it.
+            vocabulary: Number of token ids.
+            tokenizer: Directory of a saved tokenizer; empty: none.
+
+        Raises:
+            ValueError: The policy has not the units or the dtype that servers expect.
         """
-        self._auditor, self._post = auditor, post
-        self._asked: dict[Hashable, _Asked] = {}
-        self._jobs: queue.SimpleQueue[Callable[[Auditor], None] | None] = queue.SimpleQueue()
-        if auditor is not None:
-            threading.Thread(target=self._work, args=(auditor,), name="audit", daemon=True).start()
+        specs = tuple((name, tuple(shape), dtype) for name, shape, dtype in weights["specs"])
+        made = cls(
+            **{each.name: getattr(servers, each.name) for each in fields(servers)},
+            specs=specs,
+            fd=weights["fd"],
+            vocabulary=vocabulary,
+            tokenizer=tokenizer,
+        )
+        found = made.layout or layout_of([(name, shape) for name, shape, _ in specs])
+        version_layout(specs, found, made.dtype)
+        return replace(made, layout=found, trainer=made.trainer or secrets.token_hex(4))
 
-    def publish(self, version: int, read: WeightReader) -> None:
-        """Tell the auditor of a new policy version."""
-        if self._auditor is not None:
-            self._jobs.put(lambda auditor: auditor.publish(version, read))
-
-    def accuse(self, server: str) -> None:
-        """Tell the auditor that a server was found to lie elsewhere."""
-        if self._auditor is not None:
-            self._jobs.put(lambda auditor: auditor.accuse(server))
-
-    def consider(self, name: Hashable, session: Session, now_s: float) -> None:
-        """Release what is held, or ask the auditor if there is a new question. name: of the session."""
-        if self._auditor is None:
-            session.release(session.held)
-            return
-        asked = self._asked.setdefault(name, _Asked())
-        if not session.held:
-            asked.held, asked.since_s = 0, now_s
-            return
-        draining = session.draining or now_s - asked.since_s > HOLD_S
-        if asked.is_busy or (len(session.held), draining) == (asked.held, asked.draining):
-            return
-        asked.is_busy, asked.held, asked.draining = True, len(session.held), draining
-        held, server = tuple(session.held), session.facts.name
-        self._jobs.put(lambda auditor: self._post(_audit(auditor, name, server, held, draining)))
-
-    def done(self, name: Hashable, now_s: float) -> None:
-        """Note that the result of the last question has been used."""
-        asked = self._asked.get(name)
-        if asked is not None:
-            asked.is_busy, asked.held, asked.since_s = False, 0, now_s
-
-    def forget(self, name: Hashable) -> None:
-        """Forget a session that has ended."""
-        self._asked.pop(name, None)
-
-    def _work(self, auditor: Auditor) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job(auditor)
-            except Exception as error:
-                log.exception("the audit has failed")
-                self._post(
-                    AuditDone(None, (), None, error=f"the audit has failed: {type(error).__name__}: {error}")
-                )
-                return
+    def to_json(self) -> str:
+        """Return them as text, from which `from_json` makes them again."""
+        found = asdict(replace(self, member=_no_member))
+        del found["member"]
+        return json.dumps(found, default=str)
 
 
-def _audit(
-    auditor: Auditor, name: Hashable, server: str, held: tuple[Held, ...], draining: bool
-) -> AuditDone:
-    """Return the first decision about one of the samples; not final if there is none about any of them."""
-    unjudged = tuple(each for each in held if not auditor.can_judge(each.rollout))
-    held = tuple(each for each in held if each not in unjudged)
-    rollouts: list[HeldRollout] = [each.rollout for each in held]
-    verdict = None
-    while rollouts:
-        place = auditor.select(server, rollouts, draining=draining)
-        if place is None:
-            break
-        verdict = auditor.check(rollouts.pop(place))
-        if verdict.is_final:
-            break
-    return AuditDone(name, held, verdict, unjudged)
+BLOCK = re.compile(r"(.*?\.\d+)\.")
+"""Name of a transformer block at the start of a tensor's name."""
 
 
-@dataclass(frozen=True, slots=True)
-class FromServer:
-    """A message of a connection, the end of its stream, or of a transfer to it."""
+def layout_of(tensors: list[tuple[str, tuple[int, ...]]]) -> Layout:
+    """Return one unit per transformer block, after the unit `rest`, as `LayerSync` divides such models.
 
-    number: int
-    what: pb.ToTrainer | str | Violation | VersionGiven
-
-
-Event = FromServer | VersionStored | AuditDone | Listed
+    tensors: name and shape of each tensor.
+    """
+    units: dict[str, list[TensorLayout]] = {"rest": []}
+    for name, shape in tensors:
+        found = BLOCK.match(name)
+        units.setdefault(found[1] if found else "rest", []).append(TensorLayout(name, shape))
+    return Layout(tuple(UnitLayout(name, tuple(parts)) for name, parts in units.items() if parts))
 
 
 class Links:
     """Connections by number; numbers are not used again."""
 
     def __init__(
-        self, settings: LinkSettings, channel: Channel, post: Callable[[Event], None], now_s: float
+        self, settings: LinkSettings, channel: Channel, post: Callable[[Callable[[], None]], None]
     ) -> None:
-        self.settings = settings
+        """Begin to connect.
+
+        Args:
+            settings: The servers, and the policy.
+            channel: To the rank.
+            post: Takes what other threads want this one to call, in order; may block.
+        """
+        self.settings, self._channel, self._post = settings, channel, post
         self.connections: dict[int, Connection] = {}
-        self.places = Places()
-        self.places.list(settings.addresses)
-        self._channel, self._post = channel, post
-        self._keys = client_keys(Path(settings.keys)) if settings.keys else None
+        self._places: dict[str, Place] = {}
+        """The addresses that were ever listed."""
+        self._list({})
+        self._keys = client_keys(settings.keys) if settings.keys else None
         self._line = f"rank-{secrets.token_hex(8)}"
+        assert settings.layout is not None
         layout = version_layout(settings.specs, settings.layout, settings.dtype)
         self._store = VersionStore(layout, ring=settings.ring)
-        self._reader = ArrayReader(settings.specs, settings.fd)
-        self._source = VersionSource(self._reader, self._store, self._line, post)
-        self._audits = Audits(_auditor(settings), post)
-        self._discovery = self._discover(settings, post)
+        reader = ArrayReader(settings.specs, settings.fd)
+        self._source = VersionSource(
+            reader, self._store, self._line, self._soon(self._stored), self._soon(self._fail)
+        )
+        self._auditor = _auditor(settings)
+        self._audits: queue.SimpleQueue[Callable[[Auditor], None]] = queue.SimpleQueue()
+        """Calls of the auditor, for its thread."""
+        if self._auditor is not None:
+            threading.Thread(
+                target=self._run_audits, args=(self._auditor,), name="audit", daemon=True
+            ).start()
+        self._discovery = None
+        if settings.hubs:
+            client = DirectoryClient(settings.hubs, settings.run, self._keys, standby=settings.standby)
+            listed = self._soon(self._list)
+            self._discovery = ServerDiscovery(client, settings.poll_s, listed, time.monotonic)
         self._decoder: TokenDecoder | None = None
         self._member = (0, 0)
         """Index and session of the node at the hub."""
-        self._version, self._last_number, self._beat_s, self._now_s = 0, 0, now_s, now_s
+        self._version, self._last_number, self._beat_s = 0, 0, time.monotonic()
 
     def handle(self, lane: int, data: bytes) -> None:
         """Do what the rank asks for. Messages to connections that have ended are left out."""
@@ -264,47 +245,22 @@ class Links:
         elif message.HasField("remove"):
             connection.session.remove(message.remove)
 
-    def _command(self, message: Message) -> None:
-        """Publish a version; or act on a failure that the rank has found in what was released."""
-        self._member = message["member"]
-        if message["kind"] == "publish":
-            self._source.publish(message["version"])
-            return
-        verdict = AuditVerdict(passed=False, reason=message["reason"], evidence=message["evidence"])
-        self._audits.accuse(message["server"])
-        for connection in list(self.connections.values()):
-            session = connection.session
-            if session is not None and session.facts.name == message["server"]:
-                self._convict(connection, verdict)
-
-    def take(self, event: Event, now_s: float) -> None:
-        """Take the news of another thread."""
-        self._now_s = now_s
-        if isinstance(event, Listed):
-            self.places.list(event.servers)
-        elif isinstance(event, VersionStored):
-            if event.error:
-                raise RuntimeError(event.error)
-            self._version = event.version
-            self._audits.publish(event.version, partial(self._arrays, event.version))
-            for connection in self.connections.values():
-                connection.want(event.version, now_s)
-        elif isinstance(event, AuditDone):
-            self._audited(event)
-        elif event.number in self.connections:
-            self._from_server(self.connections[event.number], event.what)
-
     def advance(self, now_s: float, passed_s: float) -> None:
         """Note the time: connect, notice silence, release what may be released, report."""
-        self._now_s = now_s
         for connection in list(self.connections.values()):
             connection.advance(now_s, min(passed_s, LONGEST_TICK_S), self.settings.stalled_s)
-            self._look_after(connection)
-        for place in self.places.due(now_s):
-            self._connect(place)
+            self._look_after(connection, now_s)
+        for place in list(self._places.values()):
+            if place.may_open(now_s):
+                self._connect(place)
         if now_s - self._beat_s >= BEAT_S:
             self._beat_s = now_s
-            self._channel.send("beat", places=self._described())
+            away = [  # addresses that there is no connection to, with the reasons
+                {"address": place.address, "error": place.error, "banned": place.is_banned}
+                for place in self._places.values()
+                if place.is_listed and not place.is_open and place.error
+            ]
+            self._channel.send("beat", places=away)
 
     def close(self) -> None:
         """End all connections."""
@@ -312,6 +268,79 @@ class Links:
             connection.close()
         if self._discovery is not None:
             self._discovery.close()
+
+    def _command(self, message: Message) -> None:
+        """Publish a version; or act on a failure that the rank has found in what was released."""
+        self._member = message["member"]
+        if message["kind"] == "publish":
+            self._source.publish(message["version"])
+            return
+        verdict = AuditVerdict(passed=False, reason=message["reason"], evidence=message["evidence"])
+        self._tell_auditor(lambda auditor: auditor.accuse(message["server"]))
+        for connection in list(self.connections.values()):
+            session = connection.session
+            if session is not None and session.facts.name == message["server"]:
+                self._convict(connection, verdict)
+
+    # --- what other threads have to say
+
+    def _soon(self, function: Callable[..., None]) -> Callable[..., None]:
+        """Return a function for other threads, which lets this one call `function`."""
+        return lambda *arguments: self._post(partial(function, *arguments))
+
+    def _fail(self, error: str) -> None:
+        """End this process for a reason that another thread has found."""
+        raise RuntimeError(error)
+
+    def _list(self, found: Mapping[str, tuple[str, bytes]]) -> None:
+        """Replace the servers that the hub lists: names and public keys by address."""
+        known = {**dict.fromkeys(self.settings.addresses, ("", b"")), **found}
+        for address, place in self._places.items():
+            place.is_listed = address in known
+        for address, (name, public_key) in known.items():
+            place = self._places.setdefault(address, Place(address))
+            if name:
+                place.name, place.public_key = name, public_key
+
+    def _stored(self, version: int) -> None:
+        """Give all servers a version that is in the store."""
+        self._version = version
+        self._tell_auditor(lambda auditor: auditor.publish(version, partial(self._arrays, version)))
+        for connection in self.connections.values():
+            connection.want(version, time.monotonic())
+
+    def _given(self, number: int, done: VersionGiven) -> None:
+        """Note that a server has a version, or why not."""
+        connection = self.connections.get(number)
+        if connection is None or connection.closing:
+            return
+        if done.is_final:
+            self._lose(connection, f"it refuses version {done.version} of the policy: {done.error}")
+            return
+        if done.error:
+            log.warning("version %d for %s: %s", done.version, connection.place.address, done.error)
+        connection.given(done, time.monotonic())
+
+    def _from_server(self, number: int, what: pb.ToTrainer | str | Violation) -> None:
+        """Take a message of a server, or the end of its stream."""
+        connection = self.connections.get(number)
+        if connection is None or connection.closing:
+            return
+        try:
+            if isinstance(what, Violation):
+                raise what
+            if isinstance(what, str):
+                self._lose(connection, what)
+            elif connection.session is None:
+                self._opened(connection, what)
+            else:
+                connection.take(what, time.monotonic())
+        except Violation as violation:
+            self._convict(connection, AuditVerdict(passed=False, reason=str(violation)))
+            return
+        self._audit(connection)
+
+    # --- connections
 
     def _connect(self, place: Place) -> None:
         self._last_number += 1
@@ -324,57 +353,25 @@ class Links:
             rank=settings.rank,
             on_new_version=settings.on_new_version,
         )
-
-        def post(what: pb.ToTrainer | str | Violation | VersionGiven) -> None:
-            self._post(FromServer(number, what))
-
+        post = partial(self._soon(self._from_server), number)
         stream = ServerStream(place.address, self._keys, place.secret, begin, post)
         client = VersionsClient(place.address, self._keys)
-        sender = VersionSender(client, self._store, self._line, place.secret, post)
+        given = partial(self._soon(self._given), number)
+        sender = VersionSender(client, self._store, self._line, place.secret, given)
         self.connections[number] = Connection(number, place, stream, sender, self._channel)
         place.is_open = True
-
-    def _from_server(
-        self, connection: Connection, what: pb.ToTrainer | str | Violation | VersionGiven
-    ) -> None:
-        if connection.closing:
-            return
-        try:
-            if isinstance(what, Violation):
-                raise what
-            if isinstance(what, str):
-                self._lose(connection, what)
-            elif isinstance(what, VersionGiven):
-                self._given(connection, what)
-            elif connection.session is None:
-                self._opened(connection, what)
-            else:
-                connection.take(what, self._now_s)
-        except Violation as violation:
-            self._convict(connection, AuditVerdict(passed=False, reason=str(violation)))
-            return
-        if connection.session is not None and connection.session.held:
-            self._audits.consider(connection.number, connection.session, self._now_s)
 
     def _opened(self, connection: Connection, found: pb.ToTrainer) -> None:
         if found.WhichOneof("message") != "opened":
             raise Violation("its first message is not `opened`")
-        origin = Origin(self.settings.run, self._line, found.opened.server)
-        connection.advance(self._now_s, 0.0, self.settings.stalled_s)
+        origin, now_s = Origin(self.settings.run, self._line, found.opened.server), time.monotonic()
+        connection.advance(now_s, 0.0, self.settings.stalled_s)
         connection.quiet_s = 0.0
         connection.open(found.opened, origin, vocabulary=self.settings.vocabulary, decoder=self._tokenizer)
         if self._version:
-            connection.want(self._version, self._now_s)
+            connection.want(self._version, now_s)
 
-    def _given(self, connection: Connection, done: VersionGiven) -> None:
-        if done.is_final:
-            self._lose(connection, f"it refuses version {done.version} of the policy: {done.error}")
-            return
-        if done.error:
-            log.warning("version %d for %s: %s", done.version, connection.place.address, done.error)
-        connection.given(done, self._now_s)
-
-    def _look_after(self, connection: Connection) -> None:
+    def _look_after(self, connection: Connection, now_s: float) -> None:
         """Notice silence, ask for releases, report; forget a connection of which nothing is left."""
         session, settings = connection.session, self.settings
         if connection.closing:
@@ -389,15 +386,14 @@ class Links:
             (rollout, sample), passed_s = late
             what = f"the request to return sample {rollout}/{sample}"
             self._lose(connection, f"no answer for {passed_s:.1f} s to {what}")
-            connection.place.stalled(self._now_s, settings.stalled_s)
+            connection.place.stalled(now_s, settings.stalled_s)
         elif session is not None and session.ending:
             self._lose(connection, "it is about to leave")
         elif not connection.place.is_listed:
             self._lose(connection, "the hub no longer lists it")
-        if session is not None:
-            self._audits.consider(connection.number, session, self._now_s)
-            if connection.due(self._now_s, REPORT_S, BEAT_S):
-                connection.report(self._now_s)
+        self._audit(connection)
+        if connection.due(now_s, REPORT_S, BEAT_S):
+            connection.report(now_s)
 
     def _lose(self, connection: Connection, reason: str) -> None:
         """End a connection; the tokens of its unfinished samples are released first."""
@@ -407,26 +403,35 @@ class Links:
             connection.session.hold_unfinished()
 
     def _convict(self, connection: Connection, verdict: AuditVerdict) -> None:
-        """End the connection to a server that has lied; nothing that was not released is used."""
+        """End the connection to a server that has lied, and report it to the hub.
+
+        Nothing that was not released is used. What has not the right form is no evidence, as it is not
+        signed.
+        """
         connection.close()
-        session = connection.session
+        session, evidence = connection.session, verdict.evidence
         discarded = 0 if session is None else session.discard()
-        reason = f"it has sent {verdict.reason}" if not verdict.evidence else verdict.reason
+        reason = verdict.reason if evidence else f"it has sent {verdict.reason}"
         log.warning("%s: %s; %d samples discarded", connection.place.address, reason, discarded)
-        self._accuse(connection, verdict)
+        if self._discovery is not None and session is not None and evidence:
+            facts, (node, of_node) = session.facts, self._member
+            self._discovery.accuse(
+                make_accusation(
+                    facts.name, facts.public_key, verdict.reason, evidence, node=node, session=of_node
+                )
+            )
         connection.closing = reason
-        self._forget(connection, violation=True, evidence=verdict.evidence)
+        self._forget(connection, violation=True, evidence=evidence)
 
     def _forget(
         self, connection: Connection, *, violation: bool = False, evidence: Mapping[str, Any] | None = None
     ) -> None:
         del self.connections[connection.number]
-        self._audits.forget(connection.number)
-        session = connection.session
+        session, now_s = connection.session, time.monotonic()
         worked = session is not None and session.num_samples > 0
-        connection.place.closed(self._now_s, connection.closing, worked=worked, violation=violation)
+        connection.place.closed(now_s, connection.closing, worked=worked, violation=violation)
         if session is not None:
-            connection.report(self._now_s)
+            connection.report(now_s)
             self._channel.send(
                 "lost",
                 lane=connection.number,
@@ -434,50 +439,6 @@ class Links:
                 violation=violation,
                 evidence=dict(evidence or {}),
             )
-
-    def _audited(self, done: AuditDone) -> None:
-        if done.error:
-            raise RuntimeError(done.error)
-        self._audits.done(done.session, self._now_s)
-        connection = self.connections.get(done.session) if isinstance(done.session, int) else None
-        if connection is None or connection.session is None:
-            return
-        connection.session.return_held(done.unjudged)
-        if done.verdict is None:
-            return
-        if not done.verdict.is_final:
-            connection.session.return_held(done.held)
-        elif done.verdict.passed:
-            connection.session.release(done.held)
-        else:
-            self._convict(connection, done.verdict)
-
-    def _accuse(self, connection: Connection, verdict: AuditVerdict) -> None:
-        """Report a server to the hub; what has not the right form is no evidence, as it is not signed."""
-        if self._discovery is None or connection.session is None or not verdict.evidence:
-            return
-        facts, (node, session) = connection.session.facts, self._member
-        self._discovery.accuse(
-            make_accusation(
-                facts.name, facts.public_key, verdict.reason, verdict.evidence, node=node, session=session
-            )
-        )
-
-    def _arrays(self, version: int) -> dict[str, Any] | None:
-        """Return copies of the tensors of a version as bit patterns; None if it is no longer here."""
-        try:
-            with self._store.hold(self._line, version) as units:
-                return tensors_of(self._store.layout.layout, units)
-        except LineUnknown:
-            return None
-
-    def _described(self) -> list[dict[str, Any]]:
-        """Return the addresses that there is no connection to, with the reasons."""
-        return [
-            {"address": place.address, "error": place.error, "banned": place.is_banned}
-            for place in self.places.places.values()
-            if place.is_listed and not place.is_open and place.error
-        ]
 
     def _tokenizer(self) -> TokenDecoder | None:
         """Return the tokenizer of stop strings, which is loaded when the first sample needs it."""
@@ -488,11 +449,91 @@ class Links:
             self._decoder = made.from_pretrained(self.settings.tokenizer, trust_remote_code=False)
         return self._decoder
 
-    def _discover(self, settings: LinkSettings, post: Callable[[Event], None]) -> ServerDiscovery | None:
-        if not settings.hubs:
+    # --- audits
+
+    def _audit(self, connection: Connection) -> None:
+        """Release what is held, or ask the auditor if there is a new question; one at a time."""
+        session, now_s = connection.session, time.monotonic()
+        if session is None:
+            return
+        if self._auditor is None:
+            session.release(session.held)
+            return
+        if not session.held:
+            connection.asked, connection.held_since_s = None, now_s
+            return
+        draining = session.draining or now_s - connection.held_since_s > HOLD_S
+        question = len(session.held), draining
+        if connection.is_audited or question == connection.asked:
+            return
+        connection.is_audited, connection.asked = True, question
+        server, held = session.facts.name, tuple(session.held)
+        done = partial(self._soon(self._audited), connection)
+        self._audits.put(lambda auditor: done(*_judged(auditor, server, held, draining=draining)))
+
+    def _audited(
+        self,
+        connection: Connection,
+        judged: tuple[Held, ...],
+        unjudged: tuple[Held, ...],
+        verdict: AuditVerdict | None,
+    ) -> None:
+        """Act on the answer of the auditor about samples that were held when it was asked."""
+        connection.is_audited, connection.asked = False, None
+        connection.held_since_s = time.monotonic()
+        if connection.number not in self.connections or connection.session is None:
+            return
+        connection.session.return_held(unjudged)
+        if verdict is None:
+            return
+        if not verdict.is_final:
+            connection.session.return_held(judged)
+        elif verdict.passed:
+            connection.session.release(judged)
+        else:
+            self._convict(connection, verdict)
+
+    def _tell_auditor(self, job: Callable[[Auditor], None]) -> None:
+        if self._auditor is not None:
+            self._audits.put(job)
+
+    def _run_audits(self, auditor: Auditor) -> None:
+        """Call the auditor; runs in a thread of its own."""
+        try:
+            while True:
+                self._audits.get()(auditor)
+        except Exception as error:
+            log.exception("the audit has failed")
+            self._soon(self._fail)(f"the audit has failed: {type(error).__name__}: {error}")
+
+    def _arrays(self, version: int) -> dict[str, Any] | None:
+        """Return copies of the tensors of a version as bit patterns; None if it is no longer here."""
+        try:
+            with self._store.hold(self._line, version) as units:
+                return tensors_of(self._store.layout.layout, units)
+        except LineUnknown:
             return None
-        client = DirectoryClient(settings.hubs, settings.run, self._keys, standby=settings.standby)
-        return ServerDiscovery(client, settings.poll_s, post, time.monotonic)
+
+
+def _judged(
+    auditor: Auditor, server: str, held: tuple[Held, ...], *, draining: bool
+) -> tuple[tuple[Held, ...], tuple[Held, ...], AuditVerdict | None]:
+    """Return the samples that can be judged, the others, and the first decision about one of the former.
+
+    It is not final if there is none about any of them; None: no sample was selected.
+    """
+    judged = tuple(each for each in held if auditor.can_judge(each.rollout))
+    unjudged = tuple(each for each in held if each not in judged)
+    rollouts: list[HeldRollout] = [each.rollout for each in judged]
+    verdict = None
+    while rollouts:
+        place = auditor.select(server, rollouts, draining=draining)
+        if place is None:
+            break
+        verdict = auditor.check(rollouts.pop(place))
+        if verdict.is_final:
+            break
+    return judged, unjudged, verdict
 
 
 def _auditor(settings: LinkSettings) -> Auditor | None:

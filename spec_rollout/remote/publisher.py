@@ -23,14 +23,6 @@ TORN_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
-class VersionStored:
-    """A version is in the store, or cannot be put there."""
-
-    version: int
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class VersionGiven:
     """A server has a version, or could not be given it."""
 
@@ -105,9 +97,24 @@ class VersionSource:
     """Moves publications from the shared memory to the store, in a thread of its own."""
 
     def __init__(
-        self, reader: ArrayReader, store: VersionStore, line: str, post: Callable[[VersionStored], None]
+        self,
+        reader: ArrayReader,
+        store: VersionStore,
+        line: str,
+        stored: Callable[[int], None],
+        failed: Callable[[str], None],
     ) -> None:
-        self._reader, self._store, self._line, self._post = reader, store, line, post
+        """Start the thread.
+
+        Args:
+            reader: Of the shared memory.
+            store: For the versions.
+            line: Their line.
+            stored: Called with a version that is in the store.
+            failed: Called with the error for which no version follows.
+        """
+        self._reader, self._store, self._line = reader, store, line
+        self._stored, self._failed = stored, failed
         self._wanted = 0
         self._changed = threading.Condition()
         store.open(line)
@@ -123,7 +130,7 @@ class VersionSource:
         try:
             self._store_all()
         except Exception as error:
-            self._post(VersionStored(0, f"{type(error).__name__}: {error}"))
+            self._failed(f"{type(error).__name__}: {error}")
 
     def _store_all(self) -> None:
         stored = 0
@@ -143,7 +150,7 @@ class VersionSource:
             }
             self._store.publish(self._line, found.version, units)
             stored = found.version
-            self._post(VersionStored(stored))
+            self._stored(stored)
 
 
 class VersionSender:

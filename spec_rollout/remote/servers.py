@@ -1,34 +1,16 @@
-"""Rollout servers that a rank uses beside its own workers, and the process that connects it with them.
-
-Servers are known by their addresses, or by the hub that lists them.
-"""
+"""The rank's side of the process that connects it with rollout servers, and the figures of each server."""
 
 import json
-import re
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from subprocess import TimeoutExpired
-from typing import Any, Literal
+from typing import Any
 
 from aedit.spec_rollout.remote.links import LinkSettings
-from aedit.spec_rollout.remote.publisher import version_layout
-from aedit.spec_rollout.remote.shared_weights import SharedWeights
 from aedit.spec_rollout.remote.workers import ChildProcess, Lane, WorkerHandle
 from aedit.spec_rollout.server import Channel, Message
 from aedit.spec_rollout.training import Restarts
-from aedit.types import (
-    Layout,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    TensorLayout,
-    UnitLayout,
-    check,
-    checked,
-)
 
 MODULE = "aedit.spec_rollout.remote.link"
 FIRST_INDEX = 1 << 16
@@ -38,128 +20,6 @@ SILENT_S = 60.0
 PAUSES = Restarts(limit=10**9, pause_s=0.25, longest_pause_s=30.0)
 """There is no limit: the rank's own workers go on without servers."""
 TOTALS = ("tokens", "samples", "moved", "taken_back", "version_bytes")
-BLOCK = re.compile(r"(.*?\.\d+)\.")
-"""Name of a transformer block at the start of a tensor's name."""
-
-
-@checked()
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Servers:
-    """Rollout servers of one rank; see `WorkerSource`."""
-
-    addresses: tuple[str, ...] = ()
-    """HOST:PORT of servers that are always tried."""
-    hubs: tuple[str, ...] = ()
-    """HOST:PORT of hubs; the first one lists the servers of the run."""
-    standby: str = ""
-    """Address of the first hub's standby."""
-    run: str = ""
-    """Name of the run, equal on the servers."""
-    trainer: str = ""
-    """Name of this node in logs."""
-    rank: NonNegativeInt = 0
-    keys: Path | None = None
-    """Folder of the node's keys; None: plaintext."""
-    layout: Layout | None = None
-    """Sync units of the model, equal on the servers; None: one unit per transformer block, and `rest`."""
-    dtype: str = ""
-    """Dtype of the versions that servers are given, equal on them: bf16, fp32 or fp64; empty: that of the
-    workers."""
-    on_new_version: Literal["recompute", "finish"] = "recompute"
-    """Samples that are running at a server when a new version comes continue with it, or end with theirs."""
-    silent_s: PositiveFloat = 5.0
-    """Seconds without a sign of life after which a server is given up and its samples continue elsewhere."""
-    stalled_s: PositiveFloat = 60.0
-    """Seconds without a token of a sample after which this sample continues elsewhere, and time in which a
-    server must answer the request to return one."""
-    connect_s: PositiveFloat = 10.0
-    """Limit of the time until a server answers."""
-    poll_s: PositiveFloat = 3.0
-    """Interval of the questions for the list of servers."""
-    ring: PositiveInt = 8
-    """Policy versions that are kept, to send others only what has changed since."""
-    auditor: str = ""
-    """Function as `package.module:name` that is called with `LinkSettings` and returns an `Auditor`; empty:
-    what has the right form is delivered at once."""
-    audit_options: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the audit, which JSON can hold."""
-    member: Callable[[], tuple[int, int]] = lambda: (0, 0)
-    """Returns index and session of this node at the hub, which takes accusations of servers from members."""
-    logs: Path | None = None
-    """Directory of the process's output; None discards it."""
-
-    def __post_init__(self) -> None:
-        known = ("", "bf16", "fp32", "fp64")
-        check(self.dtype in known, "Servers: dtype", f"must be one of {', '.join(known[1:])}", self.dtype)
-        check(bool(self.addresses or self.hubs), "addresses", "must name a server, or hubs one", "none")
-        check(len(set(self.addresses)) == len(self.addresses), "addresses", "must differ", self.addresses)
-        for address in (*self.addresses, *self.hubs):
-            host, _, port = address.rpartition(":")
-            fits = bool(host) and port.isdigit() and 0 < int(port) < 1 << 16
-            check(fits, "addresses", "must be HOST:PORT", repr(address))
-
-    @classmethod
-    def at(cls, *addresses: str, **settings: Any) -> "Servers":
-        """Return servers at these addresses, HOST:PORT each; no hub is needed."""
-        return cls(addresses=addresses, **settings)
-
-    def start(
-        self,
-        weights: SharedWeights,
-        vocabulary: int,
-        tokenizer: str,
-        report: Callable[[str, Mapping[str, Any]], None],
-    ) -> "LinkProcess":
-        """Start the process that connects to the servers, and return at once.
-
-        Args:
-            weights: Shared memory with the policy.
-            vocabulary: Number of token ids.
-            tokenizer: Directory of a saved tokenizer; empty: none.
-            report: Takes an event and its fields.
-
-        Raises:
-            ValueError: The policy has not the units or the dtype that servers expect.
-        """
-        specs = tuple((name, tuple(shape), dtype) for name, shape, dtype in weights.described()["specs"])
-        layout = self.layout or layout_of([(name, shape) for name, shape, _ in specs])
-        version_layout(specs, layout, self.dtype)
-        settings = LinkSettings(
-            addresses=self.addresses,
-            hubs=self.hubs,
-            standby=self.standby,
-            run=self.run,
-            trainer=self.trainer or secrets.token_hex(4),
-            rank=self.rank,
-            keys=str(self.keys or ""),
-            layout=layout,
-            specs=specs,
-            dtype=self.dtype,
-            fd=weights.fd,
-            vocabulary=vocabulary,
-            tokenizer=tokenizer,
-            on_new_version=self.on_new_version,
-            silent_s=self.silent_s,
-            stalled_s=self.stalled_s,
-            connect_s=self.connect_s,
-            poll_s=self.poll_s,
-            ring=self.ring,
-            auditor=self.auditor,
-            audit_options=dict(self.audit_options),
-        )
-        return LinkProcess(settings, report, member=self.member, logs=self.logs)
-
-
-def layout_of(tensors: list[tuple[str, tuple[int, ...]]]) -> Layout:
-    """Return one unit per transformer block, after the unit `rest`, as `LayerSync` divides such models.
-
-    tensors: name and shape of each tensor.
-    """
-    units: dict[str, list[TensorLayout]] = {"rest": []}
-    for name, shape in tensors:
-        found = BLOCK.match(name)
-        units.setdefault(found[1] if found else "rest", []).append(TensorLayout(name, shape))
-    return Layout(tuple(UnitLayout(name, tuple(parts)) for name, parts in units.items() if parts))
 
 
 @dataclass(slots=True)
@@ -210,47 +70,35 @@ class LinkProcess:
         self,
         settings: LinkSettings,
         report: Callable[[str, Mapping[str, Any]], None],
-        *,
-        member: Callable[[], tuple[int, int]] = lambda: (0, 0),
-        logs: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start the process.
 
         Args:
-            settings: Settings of the process.
+            settings: The servers, and the policy.
             report: Takes an event and its fields.
-            member: Returns index and session of the node, by which the hub knows who accuses a server.
-            logs: Directory of its output.
             clock: Monotonic seconds.
         """
-        self._settings, self._report, self._logs, self._clock = settings, report, logs, clock
-        self._member = member
+        self._settings, self._report, self._clock = settings, report, clock
         self._process: ChildProcess | None = None
         self._lanes: dict[int, tuple[str, Lane]] = {}
         self._waiting: list[WorkerHandle] = []
+        """Servers that were connected to and that the rank does not know yet."""
         self._servers: dict[str, ServerTotals] = {}
-        self._indices: set[int] = set()
-        """Indices of the workers that the rank has."""
         self._restarts, self._quiet_s, self._version = PAUSES, 0.0, 0
         self._error = ""
         self._away: Sequence[Mapping[str, Any]] = ()
         self._start()
 
-    def look(self) -> Sequence[WorkerHandle]:
-        """Read what has arrived; return the servers that were connected to, whose forerunner is gone."""
+    def look(self, workers: dict[int, WorkerHandle]) -> None:
+        """Read what has arrived; add the servers that were connected to, whose forerunner is gone."""
         if self._process is not None:
             self._read(self._process)
         elif self._restarts.may_start(self._clock()):
             self._start()
-        ready = [each for each in self._waiting if each.index not in self._indices]
-        self._waiting = [each for each in self._waiting if each.index in self._indices]
-        self._indices |= {each.index for each in ready}
-        return ready
-
-    def forget(self, worker: WorkerHandle) -> None:
-        """Note that the rank has forgotten a server whose connection has ended."""
-        self._indices.discard(worker.index)
+        for each in self._waiting:
+            workers.setdefault(each.index, each)
+        self._waiting = [each for each in self._waiting if workers[each.index] is not each]
 
     def channels(self) -> Sequence[Channel]:
         """Return the channel of the process."""
@@ -269,7 +117,7 @@ class LinkProcess:
         """Leave a server whose tokens were found to be wrong, and report it to the hub."""
         if self._process is not None:
             fields = {"server": server, "reason": reason, "evidence": dict(evidence)}
-            self._process.channel.send("accuse", member=self._member(), **fields)
+            self._process.channel.send("accuse", member=self._settings.member(), **fields)
 
     def status(self) -> Mapping[str, Any]:
         """Return the figures of each server by name, and their sums."""
@@ -290,13 +138,14 @@ class LinkProcess:
         self._end("closed")
 
     def _start(self) -> None:
+        logs = self._settings.logs
         try:
             self._process = ChildProcess.start(
                 "the connection to rollout servers",
                 MODULE,
-                {"settings": self._settings.described()},
+                {"settings": self._settings.to_json()},
                 (self._settings.fd,),
-                self._logs and self._logs / "servers.log",
+                logs and logs / "servers.log",
             )
         except OSError as error:
             self._died(f"the connection to rollout servers could not be started: {error}")
@@ -306,7 +155,7 @@ class LinkProcess:
 
     def _send_version(self) -> None:
         if self._process is not None and self._version:
-            self._process.channel.send("publish", member=self._member(), version=self._version)
+            self._process.channel.send("publish", member=self._settings.member(), version=self._version)
 
     def _read(self, process: ChildProcess) -> None:
         messages, any_came = process.receive()

@@ -24,7 +24,8 @@ from torch import Tensor
 from aedit.spec_rollout.engine import check_prompt
 from aedit.spec_rollout.model import unwrapped
 from aedit.spec_rollout.remote.dispatcher import Dispatcher, Report, RequestedSample
-from aedit.spec_rollout.remote.servers import Servers
+from aedit.spec_rollout.remote.links import LinkSettings, Servers
+from aedit.spec_rollout.remote.servers import LinkProcess
 from aedit.spec_rollout.remote.shared_weights import SharedWeights
 from aedit.spec_rollout.remote.workers import WorkerConfig, WorkerPool
 from aedit.spec_rollout.sampling import Prompt, Rollout, SampleKey, encode_sampling
@@ -97,7 +98,11 @@ class WorkerSource:
             self._drafter.publish(drafter.state_dict(), 0 if is_trained else -1)
         report = report or (lambda event, fields: None)
         tokenizer = str(config.tokenizer or "")
-        link = servers.start(self._weights, self._vocabulary, tokenizer, report) if servers else None
+        link = None
+        if servers is not None:
+            described = self._weights.described()
+            settings = LinkSettings.of(servers, described, self._vocabulary, tokenizer)
+            link = LinkProcess(settings, report)
         begin = {
             "make": config.make,
             "engine": {

@@ -339,11 +339,6 @@ class WorkerPool:
         """Return the workers that have died or have been silent for too long."""
         return [worker for worker in self.workers.values() if worker.is_dead or self._is_silent(worker)]
 
-    def add_servers(self) -> None:
-        """Add the servers that were connected to."""
-        for worker in self.link.look() if self.link is not None else ():
-            self.workers[worker.index] = worker
-
     def bury(self, dead: list[WorkerHandle]) -> list[tuple[WorkerHandle, str]]:
         """Remove these workers, which `find_dead` has returned, and return them with the reasons.
 
@@ -390,8 +385,6 @@ class WorkerPool:
 
     def _end(self, worker: WorkerHandle) -> None:
         if worker.process is None:
-            assert self.link is not None
-            self.link.forget(worker)
             return
         try:
             worker.process.end()
