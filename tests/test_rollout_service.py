@@ -347,7 +347,7 @@ def test_a_trainer_that_says_nothing_is_ended_with_its_samples_and_its_line_is_c
             no_samples(server)
         until(lambda: server.made["line"].closed, "the closed line")
         assert server.host.lines() == []
-        assert server.versions.store.lines == ()
+        assert server.lines.store.lines == ()
         going.set()
 
 

@@ -29,7 +29,6 @@ from aedit.spec_rollout.server import (
     EngineSpec,
     HostLimits,
     RolloutService,
-    ServedVersions,
     ServerIdentity,
     StreamLimits,
     TrainerLines,
@@ -141,13 +140,18 @@ def serve(plan: ServerPlan, address: str, ending: threading.Event) -> None:
     spec = EngineSpec(**{**plan.engine, "arms": tuple(plan.engine["arms"])})
     limits = StreamLimits()
     host = EngineHost(HostLimits(max_lines=limits.lines + 1))
-    versions = ServedVersions(
-        VersionLayout(policy_layout(), "fp64"), host, ring=RING, max_lines=limits.lines + 1
+    layout = VersionLayout(policy_layout(), "fp64")
+    lines = TrainerLines(
+        host,
+        lambda name: PacedLine(make_paced(spec)),
+        layout,
+        limits,
+        ring=RING,
+        max_lines=limits.lines + 1,
     )
-    lines = TrainerLines(host, lambda name: PacedLine(make_paced(spec)), versions, limits)
     identity = ServerIdentity(RUN, plan.name, SigningKey())
     service = RolloutService(identity, host, lines, limits)
-    server = Server([service.service(), versions.serve(lines)], address)
+    server = Server([service.service(), lines.service()], address)
     print(server.address, flush=True)
     ending.wait()
     service.close()

@@ -16,7 +16,7 @@ import grpc
 
 from aedit.proto.rpc import ClientKeys, DirectoryClient, HubRefused, HubUnreachable, ServerCard, SigningKey
 from aedit.proto.versions import Manifest, Receiving, VersionsClient
-from aedit.spec_rollout.server import ServedVersions
+from aedit.spec_rollout.server import TrainerLines
 
 RUN_LINE = "run"
 WAIT_S = 10.0
@@ -40,7 +40,7 @@ class RunLine:
         self,
         hubs: Sequence[str],
         keys: ClientKeys,
-        versions: ServedVersions,
+        lines: TrainerLines,
         others: Callable[[], Iterable[ServerCard]],
         event: Callable[..., None],
     ) -> None:
@@ -49,12 +49,12 @@ class RunLine:
         Args:
             hubs: HOST:PORT of the hub, and of its standby if there is one.
             keys: Shown to hub and servers.
-            versions: Takes what has arrived. The line is open there.
+            lines: Takes what has arrived. The line is open there.
             others: Returns the cards of the other servers of the run.
             event: Records an event by name.
         """
         self._hubs = [VersionsClient(place, keys, call_timeout_s=HUB_TIMEOUT_S) for place in hubs]
-        self._keys, self._versions, self._others, self._event = keys, versions, others, event
+        self._keys, self._lines, self._others, self._event = keys, lines, others, event
         self._avoided: dict[str, float] = {}
         self._servers: dict[str, VersionsClient] = {}
         self._receiving: Receiving | None = None
@@ -118,7 +118,7 @@ class RunLine:
             return
         receiving.finish()
         self._receiving, self.serial, self.error = None, manifest.serial, ""
-        self._versions.arrived(manifest)
+        self._lines.arrived(manifest)
         seconds = round(monotonic() - began_s, 3)
         self._event("version", version=manifest.serial, bytes=manifest.num_bytes, seconds=seconds)
 
@@ -127,7 +127,7 @@ class RunLine:
         if self._receiving is None or self._receiving.manifest != manifest:
             if self._receiving is not None:
                 self._receiving.abandon()
-            self._receiving = Receiving(self._versions.store, manifest)
+            self._receiving = Receiving(self._lines.store, manifest)
         return self._receiving
 
     def _sources(self, serial: int) -> list[VersionsClient]:

@@ -16,7 +16,6 @@ from aedit.spec_rollout.server import (
     EngineHost,
     HostLimits,
     RolloutService,
-    ServedVersions,
     ServerIdentity,
     StreamLimits,
     TrainerLines,
@@ -62,24 +61,27 @@ class RunMember:
         num_waiting = (serve.rows + serve.waiting) * (serve.lines + 1)
         self._host = EngineHost(HostLimits(max_waiting_run=num_waiting, max_lines=serve.lines + SPARE_LINES))
         self._host.idle = self._drafter.window
-        self._versions = ServedVersions(
-            run.layout, self._host, ring=serve.versions, max_lines=serve.lines + SPARE_LINES
+        self._lines = TrainerLines(
+            self._host,
+            partial(served_line, run, self._drafter, RUN_LINE),
+            run.layout,
+            limits,
+            ring=serve.versions,
+            max_lines=serve.lines + SPARE_LINES,
         )
-        make = partial(served_line, run, self._drafter, RUN_LINE)
-        self._lines = TrainerLines(self._host, make, self._versions, limits)
+        self._lines.failed = self._version_failed
         identity = ServerIdentity(config.name, folder.name, folder.key)
         self._service = RolloutService(identity, self._host, self._lines, limits, status=self._figures)
-        versions = self._versions.serve(self._lines)
-        self._versions.failed = self._version_failed
         self._lines.open_own(RUN_LINE)
         self._http = RunHttp(self._host, run, RUN_LINE, places.http, folder.path / "tokenizer")
-        self._server = Server([self._service.service(), versions], places.listen, keys=server_keys)
+        services = [self._service.service(), self._lines.service()]
+        self._server = Server(services, places.listen, keys=server_keys)
         directory = DirectoryClient(
             config.hub.addresses, config.name, client_keys, standby=hubs[1] if len(hubs) > 1 else ""
         )
         event = self._recorder.event
         self._announcer = Announcer(directory, folder.key, self.card, event)
-        self._run_line = RunLine(hubs, client_keys, self._versions, lambda: self._announcer.others, event)
+        self._run_line = RunLine(hubs, client_keys, self._lines, lambda: self._announcer.others, event)
         self._state = "starting"
 
     @property
@@ -182,7 +184,7 @@ class RunMember:
         return {
             **self._service.status(),
             "hub": self._announcer.error or self._run_line.error,
-            "version_bytes": self._versions.store.num_bytes,
+            "version_bytes": self._lines.store.num_bytes,
             "drafter": {
                 name: value
                 for name, value in self._drafter.status().items()

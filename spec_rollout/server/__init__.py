@@ -27,7 +27,6 @@ if TYPE_CHECKING:
         PauseReplaced,
     )
     from aedit.spec_rollout.server.trainer_lines import (
-        ServedVersions,
         StreamLimits,
         TrainerLines,
         version_tensors,
@@ -49,7 +48,6 @@ __all__ = [
     "Overloaded",
     "PauseReplaced",
     "RolloutService",
-    "ServedVersions",
     "ServerIdentity",
     "StreamLimits",
     "TrainerLines",

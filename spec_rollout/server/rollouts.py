@@ -127,20 +127,21 @@ class RolloutService:
         if refusal is None:
             try:
                 if context.add_callback(call.end):
-                    self._start_reader(call, messages)
+                    read = threading.Thread(
+                        target=self._read, args=(call, messages), name="read stream", daemon=True
+                    )
+                    read.start()
                     yield from call.messages(self._limits.open_s)
             except Exception:
                 log.exception("a stream failed")
                 call.end(Refusal(grpc.StatusCode.INTERNAL, _FAILED))
             finally:
                 call.end()
-                self._leave(call)
+                with self._lock:
+                    self._calls.discard(call)
             refusal = call.reason
         if refusal is not None:
             context.abort(refusal.code, refusal.text)
-
-    def _start_reader(self, call: "_Call", messages: Iterator[bytes]) -> None:
-        threading.Thread(target=self._read, args=(call, messages), name="read stream", daemon=True).start()
 
     def _admit(self, call: "_Call") -> Refusal | None:
         """Count a new call. In place of one too many, the oldest one that has not sent Open ends."""
@@ -164,10 +165,6 @@ class RolloutService:
             text = "another stream has taken the place of this one, which had not sent open"
             oldest.end(Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, text))
         return None
-
-    def _leave(self, call: "_Call") -> None:
-        with self._lock:
-            self._calls.discard(call)
 
     # --- the reader's thread of each stream
 
@@ -238,28 +235,24 @@ class RolloutService:
 
     def _watch(self) -> None:
         """End streams that are silent or do not read, and close unused lines."""
+        limits = self._limits
         while not self._is_closed.wait(WATCH_S):
             with self._lock:
-                calls = list(self._calls)
+                calls = [call for call in self._calls if call.stream is not None]
             for call in calls:
-                self._look_at(call)
+                assert call.stream is not None
+                call.stream.expire()
+                if call.stream.outbox.is_full:
+                    call.cut(f"{limits.unsent_bytes} bytes wait to be sent: the trainer does not read")
+                elif call.unread_for_s > limits.stall_s:
+                    call.cut(f"the trainer has read nothing for {limits.stall_s:g} s")
+                elif call.silent_for_s > limits.silent_s:
+                    text = f"nothing came from the trainer for {limits.silent_s:g} s: send beat every 2 s"
+                    call.end(Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, text))
             try:
                 self._lines.close_idle()
             except Exception:
                 log.exception("an unused line could not be closed")
-
-    def _look_at(self, call: "_Call") -> None:
-        limits = self._limits
-        if call.stream is None:
-            return
-        call.stream.expire()
-        if call.stream.is_full:
-            call.cut(f"{limits.unsent_bytes} bytes wait to be sent: the trainer does not read")
-        elif call.unread_for_s > limits.stall_s:
-            call.cut(f"the trainer has read nothing for {limits.stall_s:g} s")
-        elif call.silent_for_s > limits.silent_s:
-            text = f"nothing came from the trainer for {limits.silent_s:g} s: send beat every 2 s"
-            call.end(Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, text))
 
 
 class _Call:

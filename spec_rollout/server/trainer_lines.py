@@ -148,73 +148,12 @@ class TrainerLine:
         }
 
 
-class ServedVersions:
-    """Versions of the lines of a server. Any thread may call. Call `serve` before anything else."""
-
-    def __init__(self, layout: VersionLayout, host: EngineHost, *, ring: int, max_lines: int) -> None:
-        """Make an empty store.
-
-        Args:
-            layout: Units and dtype of all versions.
-            host: Runs the engines.
-            ring: Newest versions of each line that are kept.
-            max_lines: Lines that may be open.
-        """
-        self.store = VersionStore(layout, ring=ring, max_lines=max_lines)
-        self.failed: Callable[[Manifest, BaseException], None] = _log_failure
-        """Called with a version that could not be given to its engine."""
-        self._host = host
-        self._core: VersionsCore | None = None
-        self._lines: TrainerLines | None = None
-
-    def serve(self, lines: "TrainerLines", limits: Limits | None = None) -> Service:
-        """Return the service `Versions`, in which only the author of a line may write. limits: per peer."""
-
-        def may_author(line: str, caller: Caller) -> bool:
-            lines.authored(line, caller.secret)  # its refusal has the reason
-            return True
-
-        self._lines = lines
-        self._core = VersionsCore(self.store, may_author, self.arrived)
-        return versions_service(self._core, limits)
-
-    def open(self, line: str) -> None:
-        """Begin to keep versions of a line. Raises ValueError for a wrong name or too many lines."""
-        self.store.open(line)
-
-    def close(self, line: str) -> None:
-        """Forget the versions of a line, also one that is being received."""
-        if self._core is None:
-            self.store.close(line)
-        else:
-            self._core.close_line(line)
-
-    def arrived(self, manifest: Manifest) -> None:
-        """Let the engine of its line generate with a version that is complete."""
-        assert self._lines is not None
-        try:
-            line = self._lines.named(manifest.line)
-            done = self._host.swap(
-                line.name, lambda: self._tensors(manifest), manifest.serial, line.on_new_version
-            )
-        except (LookupError, RuntimeError, ValueError) as error:
-            self.failed(manifest, error)
-            return
-        done.add_done_callback(lambda future: self._swapped(manifest, future))
-
-    def _tensors(self, manifest: Manifest) -> dict[str, Tensor]:
-        target = self._host.engine(manifest.line).target
-        with self.store.hold(manifest.line, manifest.serial) as units:
-            return version_tensors(self.store.layout, units, target.dtype, target.device)
-
-    def _swapped(self, manifest: Manifest, done: "Future[None]") -> None:
-        error = done.exception()
-        if error is not None and not isinstance(error, LineUnknown):
-            self.failed(manifest, error)
-
-
 def _log_failure(manifest: Manifest, error: BaseException) -> None:
     log.error("version %d of line %s is not in use: %s", manifest.serial, manifest.line, error)
+
+
+def _of_another(name: str) -> Refusal:
+    return Refusal(grpc.StatusCode.PERMISSION_DENIED, f"line {name[:64]!r} belongs to another trainer")
 
 
 def version_tensors(
@@ -232,14 +171,17 @@ def version_tensors(
 
 
 class TrainerLines:
-    """All lines of a server. Any thread may call."""
+    """All lines of a server, and their policy versions. Any thread may call."""
 
     def __init__(
         self,
         host: EngineHost,
         make: Callable[[str], LineEngine],
-        versions: ServedVersions,
+        layout: VersionLayout,
         limits: StreamLimits,
+        *,
+        ring: int,
+        max_lines: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Make the table.
@@ -247,16 +189,38 @@ class TrainerLines:
         Args:
             host: Runs the engines.
             make: Returns a new engine for the line of this name. Its weights may be any.
-            versions: Policy versions of the lines.
-            limits: Number of lines, and how long an unused one is kept.
+            layout: Units and dtype of all versions.
+            limits: Number of lines of trainers, and how long an unused one is kept.
+            ring: Newest versions of each line that are kept.
+            max_lines: Lines that may be open in all.
             clock: Monotonic seconds.
         """
-        self._host, self._make, self._versions = host, make, versions
-        self._limits, self._clock = limits, clock
+        self.store = VersionStore(layout, ring=ring, max_lines=max_lines)
+        self.failed: Callable[[Manifest, BaseException], None] = _log_failure
+        """Called with a version that could not be given to its engine."""
+        self._versions = VersionsCore(self.store, self._may_author, self.arrived)
+        self._host, self._make, self._limits, self._clock = host, make, limits, clock
         self._changing = threading.Lock()
         """Held while a line is opened or closed, which may take seconds."""
         self._lock = threading.Lock()
         self._lines: dict[str, TrainerLine] = {}
+
+    def service(self, limits: Limits | None = None) -> Service:
+        """Return the service `Versions`, in which only the author of a line may write. limits: per peer."""
+        return versions_service(self._versions, limits)
+
+    def arrived(self, manifest: Manifest) -> None:
+        """Let the engine of its line generate with a version that is complete."""
+        try:
+            with self._lock:
+                line = self._lines[manifest.line]
+            done = self._host.swap(
+                line.name, lambda: self._tensors(manifest), manifest.serial, line.on_new_version
+            )
+        except (LookupError, RuntimeError, ValueError) as error:
+            self.failed(manifest, error)
+            return
+        done.add_done_callback(lambda future: self._swapped(manifest, future))
 
     def open_own(self, name: str) -> TrainerLine:
         """Open a line whose versions this server fetches by itself. It stays open."""
@@ -300,27 +264,6 @@ class TrainerLines:
                 if line.replace is replace:
                     line.replace = None
 
-    def authored(self, name: str, secret: str) -> TrainerLine:
-        """Return a line for its author.
-
-        Raises:
-            Refusal: The line is not open, or belongs to another author.
-        """
-        with self._lock:
-            line = self._lines.get(name)
-        if line is None:
-            raise Refusal(
-                grpc.StatusCode.NOT_FOUND, f"line {name[:64]!r} is not open here: open a stream for it first"
-            )
-        if not is_author(line.secret, secret):
-            raise Refusal(grpc.StatusCode.PERMISSION_DENIED, f"line {name[:64]!r} belongs to another trainer")
-        return line
-
-    def named(self, name: str) -> TrainerLine:
-        """Return an open line. Raises LookupError if there is none of this name."""
-        with self._lock:
-            return self._lines[name]
-
     def all(self) -> list[TrainerLine]:
         """Return the open lines."""
         with self._lock:
@@ -338,14 +281,38 @@ class TrainerLines:
         finally:
             self._changing.release()
 
+    def _tensors(self, manifest: Manifest) -> dict[str, Tensor]:
+        target = self._host.engine(manifest.line).target
+        with self.store.hold(manifest.line, manifest.serial) as units:
+            return version_tensors(self.store.layout, units, target.dtype, target.device)
+
+    def _swapped(self, manifest: Manifest, done: "Future[None]") -> None:
+        error = done.exception()
+        if error is not None and not isinstance(error, LineUnknown):
+            self.failed(manifest, error)
+
+    def _may_author(self, name: str, caller: Caller) -> bool:
+        """Return true for the author of a line.
+
+        Raises:
+            Refusal: The line is not open, or belongs to another author.
+        """
+        with self._lock:
+            line = self._lines.get(name)
+        if line is None:
+            raise Refusal(
+                grpc.StatusCode.NOT_FOUND, f"line {name[:64]!r} is not open here: open a stream for it first"
+            )
+        if not is_author(line.secret, caller.secret):
+            raise _of_another(name)
+        return True
+
     def _found_or_opened(self, name: str, secret: str) -> TrainerLine:
         with self._lock:
             line = self._lines.get(name)
         if line is not None:
             if line.secret and not is_author(line.secret, secret):
-                raise Refusal(
-                    grpc.StatusCode.PERMISSION_DENIED, f"line {name[:64]!r} belongs to another trainer"
-                )
+                raise _of_another(name)
             return line
         if len(secret) != SECRET_CHARS:
             raise Refusal(
@@ -375,15 +342,15 @@ class TrainerLines:
 
     def _open(self, name: str, secret: str) -> TrainerLine:
         try:
-            self._versions.open(name)
+            self.store.open(name)
             made = self._make(name)
             line = TrainerLine(name, made, secret, used_s=self._clock())
             self._host.open(name, lambda: made.engine, between_steps=line.before_step)
         except ValueError as error:
-            self._versions.close(name)
+            self._versions.close_line(name)
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
         except BaseException:
-            self._versions.close(name)
+            self._versions.close_line(name)
             raise
         with self._lock:
             self._lines[name] = line
@@ -396,5 +363,5 @@ class TrainerLines:
         deadline_s = time.monotonic() + CLOSE_S
         while line.name in self._host.lines() and time.monotonic() < deadline_s:  # until its step has ended
             time.sleep(0.01)
-        self._versions.close(line.name)
+        self._versions.close_line(line.name)
         line.made.close()

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from aedit.proto.rpc import Refusal, SigningKey
+from aedit.proto.rpc import SigningKey
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.spec_rollout.audit import Origin, signature_of, statement_of, versions_of
 from aedit.spec_rollout.engine import Engine, check_prompt
@@ -165,8 +165,8 @@ class StreamSample:
     """Why it was given up before its first token."""
 
     def tokens(self, rollout: Rollout, start: int) -> None:
-        """Pass on new tokens."""
-        self.stream.take_tokens(self, rollout, start)
+        """Queue new tokens."""
+        self.stream.outbox.add_tokens(self.key, rollout, start)
 
     def ended(self, rollout: Rollout) -> None:
         """Pass on the end."""
@@ -192,7 +192,7 @@ class TrainerStream:
         self.line, self.identity = line, identity
         self._host, self._limits, self._clock = host, limits, clock
         self._most = line.engine.target.rows + limits.waiting
-        self._outbox = Outbox(limits.unsent_bytes, clock)
+        self.outbox = Outbox(limits.unsent_bytes, clock)
         self._lock = threading.Lock()
         self._samples: dict[SampleKey, StreamSample] = {}
         self._is_closed = False
@@ -201,18 +201,11 @@ class TrainerStream:
         """The server is about to leave: Figures say so."""
         self.handed_s: float | None = None
         """Since when a message has not been taken by the connection; None: none is under way."""
-        self.end_reason: Refusal | None = None
-        """Why the server has ended the stream."""
 
     @property
     def num_samples(self) -> int:
         """Return the number of samples that run or wait."""
         return len(self._samples)
-
-    @property
-    def is_full(self) -> bool:
-        """Return whether more waits to be sent than the limit allows."""
-        return self._outbox.is_full
 
     def opened(self) -> bytes:
         """Return the answer to Open."""
@@ -252,7 +245,14 @@ class TrainerStream:
             return
         wanted = max(1, add.min_version)
         sample = StreamSample(self, key, add.sampling, len(add.tokens), wanted, self._clock())
-        refusal = self._register(sample)
+        with self._lock:
+            same, refusal = self._samples.get(key), ""
+            if same is not None and not same.num_removals:
+                refusal = f"sample {key[0]}/{key[1]}: another sample of this stream has these ids"
+            elif len(self._samples) >= self._most:
+                refusal = f"this stream has {len(self._samples)} samples, which is the limit"
+            else:
+                self._samples[key] = sample
         if refusal:
             self._reject(key, refusal, retry_after_s=RETRY_S)
             return
@@ -269,18 +269,6 @@ class TrainerStream:
         if self._is_closed:
             self._host.cancel(sample.ticket)
 
-    def _register(self, sample: StreamSample) -> str:
-        """Note a new sample; return the reason if it is refused."""
-        rollout, number = sample.key
-        with self._lock:
-            same = self._samples.get(sample.key)
-            if same is not None and not same.num_removals:
-                return f"sample {rollout}/{number}: another sample of this stream has these ids"
-            if len(self._samples) >= self._most:
-                return f"this stream has {len(self._samples)} samples, which is the limit"
-            self._samples[sample.key] = sample
-        return ""
-
     def _remove(self, key: SampleKey) -> None:
         with self._lock:
             sample = self._samples.get(key)
@@ -293,10 +281,6 @@ class TrainerStream:
 
     # --- the engine's thread
 
-    def take_tokens(self, sample: StreamSample, rollout: Rollout, start: int) -> None:
-        """Queue the tokens of a sample from `start` on."""
-        self._outbox.add_tokens(sample.key, rollout, start)
-
     def take_end(self, sample: StreamSample, rollout: Rollout) -> None:
         """Queue the end of a sample, or that it was removed."""
         is_aborted = rollout.finish_reason == "abort"
@@ -304,8 +288,8 @@ class TrainerStream:
             self._leave(sample)
             if not is_aborted:
                 if self.identity is None:
-                    self._outbox.add(sample.key, self._figures)
-                self._outbox.add(sample.key, lambda: self._ended(sample, rollout))
+                    self.outbox.add(sample.key, self._figures)
+                self.outbox.add(sample.key, lambda: self._ended(sample, rollout))
             elif sample.late or not sample.num_removals:
                 reason = sample.late or "the sample was aborted at this server"
                 self._reject(sample.key, reason, retry_after_s=RETRY_S)
@@ -331,7 +315,7 @@ class TrainerStream:
     def messages(self) -> Iterator[bytes]:
         """Yield what is to be sent, until the stream is closed. A pause here: the trainer does not read."""
         while not self._is_closed:
-            for item in self._outbox.take(self._limits.figures_s):
+            for item in self.outbox.take(self._limits.figures_s):
                 for message in self._encoded(item):
                     if self._is_closed:
                         return
@@ -400,13 +384,13 @@ class TrainerStream:
             rollout=key[0], sample=key[1], reason=reason, final=final, retry_after_s=retry_after_s
         )
         data = pb.ToTrainer(rejected=message).SerializeToString()
-        self._outbox.add(key, lambda: data)
+        self.outbox.add(key, lambda: data)
 
     def _say_removed(self, key: SampleKey, *, found: bool = False) -> None:
         data = pb.ToTrainer(
             removed=pb.Removed(rollout=key[0], sample=key[1], found=found)
         ).SerializeToString()
-        self._outbox.add(key, lambda: data)
+        self.outbox.add(key, lambda: data)
 
     # --- the watching thread
 
@@ -428,15 +412,15 @@ class TrainerStream:
             if sample.ticket is not None:
                 self._host.cancel(sample.ticket)
 
-    def close(self, reason: Refusal | None = None) -> None:
-        """End the stream and cancel its samples. `reason`: why the server ends it. Idempotent."""
+    def close(self) -> None:
+        """End the stream and cancel its samples. Idempotent."""
         with self._lock:
             if self._is_closed:
                 return
-            self._is_closed, self.end_reason = True, reason
+            self._is_closed = True
             tickets = [each.ticket for each in self._samples.values() if each.ticket is not None]
             self._samples.clear()
-        self._outbox.close()
+        self.outbox.close()
         for ticket in tickets:
             self._host.cancel(ticket)
 

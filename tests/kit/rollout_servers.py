@@ -19,7 +19,6 @@ from aedit.spec_rollout.server import (
     EngineHost,
     HostLimits,
     RolloutService,
-    ServedVersions,
     ServerIdentity,
     StreamLimits,
     TrainerLines,
@@ -78,10 +77,9 @@ class TinyServer:
         self.identity = ServerIdentity(RUN, name, SigningKey())
         num_lines = self.limits.lines + 1
         layout = layout_of(tiny_policy(seed))
-        self.versions = ServedVersions(layout, self.host, ring=2, max_lines=num_lines)
-        self.lines = TrainerLines(self.host, self._make, self.versions, self.limits)
+        self.lines = TrainerLines(self.host, self._make, layout, self.limits, ring=2, max_lines=num_lines)
         self.service = RolloutService(self.identity, self.host, self.lines, self.limits)
-        services = [self.service.service(), self.versions.serve(self.lines, wire_limits)]
+        services = [self.service.service(), self.lines.service(wire_limits)]
         self.server = Server(services, "127.0.0.1:0", keys=keys)
         self.address = self.server.address
 
