@@ -1,24 +1,16 @@
 """`aedit serve MODEL_DIR`: a Hugging Face model directory over HTTP, no run needed."""
 
-import signal
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from aedit.child import StopSignals
 from aedit.launch.cli.generate import AUTO, drafting_engine
 from aedit.launch.cli.policy import Policy, read_directory
 from aedit.launch.cli.service_options import control_address
-from aedit.launch.serve import (
-    SIGNALS,
-    Addresses,
-    EndRequest,
-    close_servers,
-    read_keys,
-    start_servers,
-    wait_for_end,
-)
+from aedit.launch.serve import Addresses, close_servers, read_keys, start_servers
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.http import HttpService, TextCodec
 from aedit.spec_rollout.server import EngineHost, HostLimits
@@ -27,6 +19,7 @@ from aedit.types import UserError
 
 DEFAULT_MAX_TOKENS = 4096
 LINE = "model"
+LOOK_S = 0.5
 
 
 def serve_model(options: Namespace) -> int:
@@ -37,39 +30,32 @@ def serve_model(options: Namespace) -> int:
     """
     keep_one_arena()
     addresses = _addresses(options)
-    ending = EndRequest()
-    previous = {number: signal.signal(number, ending.ask) for number in SIGNALS}
-    try:
-        policy = read_directory(options.place, Path(options.place))
-        engine = _engine(policy, options)
-        host = EngineHost(HostLimits(max_waiting_public=options.max_waiting))
-        host.open(LINE, lambda: engine)
-        service = HttpService(
-            host=host,
-            line=LINE,
-            codec=TextCodec(policy.tokenizer),
-            model=options.served_name or Path(options.place).resolve().name,
-            eos=policy.stop_tokens,
-        )
-        service.metrics.follow(host.status)
-        return _serve(service, addresses, ending, options.end_s)
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _serve(service: HttpService, addresses: Addresses, ending: EndRequest, end_s: float) -> int:
+    stop = StopSignals()
+    policy = read_directory(options.place, Path(options.place))
+    engine = _engine(policy, options)
+    host = EngineHost(HostLimits(max_waiting_public=options.max_waiting))
+    host.open(LINE, lambda: engine)
+    service = HttpService(
+        host=host,
+        line=LINE,
+        codec=TextCodec(policy.tokenizer),
+        model=options.served_name or Path(options.place).resolve().name,
+        eos=policy.stop_tokens,
+    )
+    service.metrics.follow(host.status)
     servers = start_servers(service, addresses)
     at = ", ".join(f"http://{server.address}" for server in servers[:1])
     control = f", control at http://{servers[1].address}" if len(servers) > 1 else ""
     print(f"serving {service.model} at {at}{control}", flush=True)
-    error = wait_for_end(ending, service)
+    while not stop.asked.wait(LOOK_S) and host.error is None:
+        pass
     # Answers that are not finished in time are ended; new requests get 503 meanwhile.
-    if error is None and not service.host.drain(end_s):
-        service.host.abort_all()
-        service.host.drain(end_s)
+    error, end_s = host.error, options.end_s
+    if error is None and not host.drain(end_s):
+        host.abort_all()
+        host.drain(end_s)
     close_servers(servers)
-    service.host.close()
+    host.close()
     if error is not None:
         raise RuntimeError("the engine's thread has died") from error
     return 0

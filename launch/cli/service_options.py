@@ -151,12 +151,12 @@ def add_serve_options(command: Parser) -> None:
 
 def serve_request(options: argparse.Namespace) -> "ServeRequest":
     """Return what the options ask for."""
-    from aedit.launch.serve import HttpPlace, ServeRequest, ServerPlaces
+    from aedit.launch.serve import Addresses, ServeRequest, ServerPlaces
 
     keys: Path | None = options.keys
-    http = (
-        HttpPlace.of(options.http, options.api_key_file, insecure=options.insecure) if options.http else None
-    )
+    http = None
+    if options.http:
+        http = Addresses.of_run(options.http, options.api_key_file, insecure=options.insecure)
     return ServeRequest(
         hub=options.place,
         flags=options.flags,

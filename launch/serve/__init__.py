@@ -12,29 +12,23 @@ from typing import TYPE_CHECKING
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
-    from aedit.launch.serve.model_server import (
-        SIGNALS,
+    from aedit.launch.serve.model_server import close_servers, start_servers
+    from aedit.launch.serve.run_server import (
         Addresses,
-        EndRequest,
-        close_servers,
+        ServeRequest,
+        ServerPlaces,
         read_keys,
-        start_servers,
-        wait_for_end,
+        serve_run,
     )
-    from aedit.launch.serve.run_server import HttpPlace, ServeRequest, ServerPlaces, serve_run
 
 __all__ = [
-    "SIGNALS",
     "Addresses",
-    "EndRequest",
-    "HttpPlace",
     "ServeRequest",
     "ServerPlaces",
     "close_servers",
     "read_keys",
     "serve_run",
     "start_servers",
-    "wait_for_end",
 ]
 
 if not TYPE_CHECKING:  # so that type checkers know which names there are

@@ -42,20 +42,24 @@ MOST_HERE = 64
 _EVERYWHERE = ("0.0.0.0", "::", "")
 
 
-@dataclass(frozen=True, slots=True)
-class HttpPlace:
-    """Address of HTTP, and the keys of its clients."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addresses:
+    """Addresses of a served policy, and the keys that each accepts."""
 
-    host: str
-    port: int
-    key_file: Path | None
-    """Keys of clients; None: all are served."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys: tuple[str, ...] = ()
+    """Accepted by the public address; empty: all are served."""
+    control: tuple[str, int] | None = None
+    control_keys: tuple[str, ...] = ()
+    weights_root: Path | None = None
+    """Weights are read from directories below it only."""
 
     @classmethod
-    def of(cls, place: str, key_file: Path | None, *, insecure: bool) -> Self:
-        """Return the place HOST:PORT.
+    def of_run(cls, place: str, key_file: Path | None, *, insecure: bool) -> Self:
+        """Return the address HOST:PORT of a run's policy. key_file: keys of clients; None: all are served.
 
-        Raises UserError for a wrong address, and for one that any host could use without a key.
+        Raises UserError for a wrong address or file, and for an address that others could use without a key.
         """
         host, _, port = place.rpartition(":")
         if not (host and port.isdecimal() and int(port) < 2**16):
@@ -65,7 +69,24 @@ class HttpPlace:
                 f"--http {place} can be reached from other machines, and anybody could use it: name a file of"
                 " keys with --api-key-file, or say --insecure if the network is closed"
             )
-        return cls(host.strip("[]"), int(port), key_file)
+        keys = () if key_file is None else read_keys(key_file, "--api-key-file")
+        return cls(host=host.strip("[]"), port=int(port), keys=keys)
+
+
+def read_keys(path: Path, option: str) -> tuple[str, ...]:
+    """Return the keys of a file: one a line, empty lines and lines that begin with # left out.
+
+    Raises:
+        UserError: It cannot be read, or has no key.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{option} {path}: cannot be read: {error}") from None
+    keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+    if not keys or not all(key.isascii() and key.isprintable() and " " not in key for key in keys):
+        raise UserError(f"{option} {path}: must have one key a line, of letters, digits and signs")
+    return keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +97,8 @@ class ServerPlaces:
     """HOST:PORT for trainers and other servers; port 0 takes a free one."""
     announced: str = ""
     """HOST:PORT at which they reach it; empty: where it listens."""
-    http: HttpPlace | None = None
-    """Address of HTTP; None: no HTTP."""
+    http: Addresses | None = None
+    """None: no HTTP."""
 
     def server_keys(self, keys: Path | None, config: RunConfig, *, insecure: bool) -> ServerKeys:
         """Return the TLS keys of the server.

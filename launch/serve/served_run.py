@@ -103,15 +103,6 @@ class ServedRun:
             raise UserError(f"the rollout engine does not support this model: {error}") from None
 
 
-@dataclass(slots=True)
-class LayerCopy:
-    """The drafter of one engine: a copy of the server's layer."""
-
-    drafter: LayerDrafter
-    number: int
-    """Number of replacements of the server's layer up to this copy."""
-
-
 @dataclass(slots=True, eq=False)
 class ServedLine:
     """Engine of one line; a `LineEngine`."""
@@ -119,14 +110,15 @@ class ServedLine:
     engine: Engine
     is_trainers: bool
     """Its requests come from a trainer."""
-    layer: LayerCopy | None
+    layer: LayerDrafter | None
+    """A copy of the server's layer; its version is the number of replacements up to this copy."""
     drafter: "ServerDrafter"
     is_closed: bool = False
 
     @property
     def drafter_version(self) -> int:
         """Return the number of the learned drafter in use; 0 before the first trained one."""
-        return 0 if self.layer is None else self.layer.number
+        return 0 if self.layer is None else max(0, self.layer.version)
 
     def between_steps(self) -> None:
         """Let the drafter learn from this line, and adopt the newest one."""
@@ -269,7 +261,7 @@ class ServerDrafter:
         self._used_before_s = 0.0
         self.idle = IdleTime()
 
-    def copy_for(self, target: TargetModel) -> LayerCopy | None:
+    def copy_for(self, target: TargetModel) -> LayerDrafter | None:
         """Return a drafter for a new engine; None if the run has none, or this model can have none.
 
         Raises UserError if the configuration asks for a layer that is impossible.
@@ -283,9 +275,9 @@ class ServerDrafter:
                     saved = saved_layer(self._directory / FILE, target)
                     self._is_trained, self._layer = saved is not None, saved or self._new(target)
                 drafter = LayerDrafter.of(_copied(self._layer), target)
-                if not self._is_trained and not self._number:
-                    drafter.version = -1  # engines do not try it before it has passed the gate
-                return LayerCopy(drafter, self._number)
+                # Engines do not try one of a negative version: it has not passed the gate.
+                drafter.version = self._number if self._is_trained or self._number else -1
+                return drafter
             except ValueError as error:
                 if kind == "auto":
                     return None
@@ -293,22 +285,19 @@ class ServerDrafter:
 
     def before_step(self, line: ServedLine) -> None:
         """Adopt a newer drafter, and choose the line to learn from. An error ends the training only."""
-        if line.layer is None or self._layer is None:
+        layer = self._layer
+        if line.layer is None or layer is None:
             return
         try:
-            self._before_step(line, line.layer, self._layer)
+            if not self._error and self._is_better_source(line):
+                self._learn_from(line)
+            if self._online is not None:
+                self._follow(self._online)
+            if line.drafter_version != self._number:
+                with self._lock:
+                    line.layer.replace(_copied(layer), self._number)
         except Exception as error:
             self._fail(error)
-
-    def _before_step(self, line: ServedLine, copy: LayerCopy, layer: DraftLayer) -> None:
-        if not self._error and self._is_better_source(line):
-            self._learn_from(line)
-        if self._online is not None:
-            self._follow(self._online)
-        if copy.number != self._number:
-            with self._lock:
-                copy.drafter.replace(_copied(layer), self._number)
-            copy.number = self._number
 
     @contextmanager
     def window(self, cause: str) -> Iterator[None]:
@@ -417,7 +406,7 @@ def served_line(run: ServedRun, drafter: ServerDrafter, own_line: str, line: str
     drafters: dict[DrafterKind, Drafter] = {}
     layer = drafter.copy_for(target)
     if layer is not None:
-        drafters["layer"] = layer.drafter
+        drafters["layer"] = layer
     if run.config.drafter.kind in ("suffix", "auto"):
         drafters["suffix"] = SuffixDrafter(device=str(target.device))
     engine = Engine(
