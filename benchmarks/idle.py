@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from aedit.child import Restarts
 from aedit.launch.data import batch
 from aedit.spec_rollout.drafters import DraftLayer
 from aedit.spec_rollout.training import (
@@ -37,7 +38,6 @@ from aedit.spec_rollout.training import (
     LearningConfig,
     PolicyEmbeddings,
     Publication,
-    Restarts,
     RingShape,
     train_when_idle,
 )

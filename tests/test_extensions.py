@@ -21,6 +21,7 @@ from kit.waiting import until
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aedit.async_sgd.rules import OuterConfig, make_outer
+from aedit.child import Restarts
 from aedit.edit import EditConfig
 from aedit.launch.cli import generate, main
 from aedit.launch.config import RLConfig, RunConfig, SwarmConfig, check_imports, checks, load
@@ -38,7 +39,6 @@ from aedit.spec_rollout import (
 )
 from aedit.spec_rollout.drafters import OFF
 from aedit.spec_rollout.model import make_target
-from aedit.spec_rollout.training import Restarts
 from aedit.types import UserError
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit import trainers
 
-from aedit.spec_rollout.training import IdleConfig, Restarts, trainer_supervisor
+from aedit.child import Restarts
+from aedit.spec_rollout.training import IdleConfig, trainer_supervisor
 from aedit.spec_rollout.training.windows import Windows
 
 

@@ -6,6 +6,8 @@ The servers and the rank's own worker draw tokens made of keys, so that every sa
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -372,7 +374,7 @@ def session():
     """Return a session, and the messages to the rank and to the server."""
     to_rank, to_server = [], []
     origin = Origin("run", "line", "fake")
-    facts = ServerFacts(name="fake", address="", rows=2, room=8, public_key=b"", origin=origin)
+    facts = ServerFacts(name="fake", rows=2, room=8, public_key=b"", origin=origin)
     made = Session(facts, to_rank.append, to_server.append, vocabulary=48)
     made.versions = {1}
     return made, to_rank, to_server
@@ -455,6 +457,12 @@ def test_a_sample_that_is_to_move_waits_a_second_for_its_last_tokens_and_is_retu
     assert told(to_rank) == [("tokens", prompt.key), ("removed", prompt.key, True)]
     assert to_rank[0].tokens.tokens == ([5] if is_late else [5, 6])
     assert one.overdue is None
+
+
+def test_the_connection_process_loads_no_torch():
+    """Each rank has one beside its workers; torch would cost it 180 MiB."""
+    code = "import sys, aedit.spec_rollout.remote.link; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S, check=False).returncode == 0
 
 
 def test_a_server_that_stalls_again_gets_no_samples_for_twice_as_long_until_it_finishes_one():

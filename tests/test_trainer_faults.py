@@ -10,7 +10,7 @@ import torch
 from benchmarks.programs import trainees
 from kit import trainers
 
-from aedit.spec_rollout.training import Restarts
+from aedit.child import Restarts
 from aedit.spec_rollout.training.trainer_loop import AsyncCheckpoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and states are Linux's")

@@ -15,10 +15,10 @@ from kit.fake_worker import token
 from kit.tiny_policies import policy
 from kit.waiting import until
 
+from aedit.child import Restarts
 from aedit.spec_rollout import Prompt, Sampling, WorkerConfig, WorkerSource
 from aedit.spec_rollout.remote import workers
 from aedit.spec_rollout.server import Channel
-from aedit.spec_rollout.training import Restarts
 
 SOON = Restarts(pause_s=0.01, limit=2)
 

@@ -15,8 +15,8 @@ from kit.rollouts import decode_plainly, logprobs_of, next_logits, perturbed, pr
 from kit.tiny_policies import SIZES, policy
 from kit.waiting import until
 
+from aedit.child import Restarts
 from aedit.spec_rollout import Engine, RolloutSource, WorkerConfig, WorkerSource
-from aedit.spec_rollout.training import Restarts
 
 LENGTH = 48
 LIMIT_S = 120.0

@@ -8,9 +8,9 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from aedit.child import Restarts
 from aedit.proto.rpc import DirectoryClient, HubRefused, HubUnreachable, new_secret
 from aedit.proto.rpc import directory_pb2 as pb
-from aedit.spec_rollout.training import Restarts
 
 ABSENT_S = 30.0
 """Time for which a server is kept that the hub does not list. A hub that has just started lists none yet."""

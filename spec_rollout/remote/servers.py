@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from subprocess import TimeoutExpired
 from typing import Any
 
+from aedit.child import Restarts
 from aedit.spec_rollout.remote.links import LinkSettings
 from aedit.spec_rollout.remote.workers import ChildProcess, Lane, WorkerHandle
 from aedit.spec_rollout.server import Channel, Message
-from aedit.spec_rollout.training import Restarts
 
 MODULE = "aedit.spec_rollout.remote.link"
 FIRST_INDEX = 1 << 16

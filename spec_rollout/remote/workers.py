@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aedit.child import end_group, start_module
+from aedit.child import Restarts, end_group, start_module
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.spec_rollout.drafters import parse_arm
 from aedit.spec_rollout.engine import EngineSpeed
 from aedit.spec_rollout.sampling import SampleKey
 from aedit.spec_rollout.server import WORKER_LANE, Channel, Message
-from aedit.spec_rollout.training import Restarts
 from aedit.types import ImportPath, PositiveFloat, PositiveInt, check, checked
 
 if TYPE_CHECKING:

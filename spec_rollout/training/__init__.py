@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
+    from aedit.child import Restarts
     from aedit.spec_rollout.training.batches import HELD_OUT_EVERY, pack_samples
     from aedit.spec_rollout.training.feature_ring import FeatureReader, FeatureRing, FeatureSample, RingShape
     from aedit.spec_rollout.training.features import ForwardFeatures, RowFeatures, TrainedText
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from aedit.spec_rollout.training.publishing import Publication, SharedSlots, SlotLayout, TensorSpec
     from aedit.spec_rollout.training.slot_memory import CHECKSUM, NEWEST, NUMBER, ArrayReader
     from aedit.spec_rollout.training.trainer_memory import TrainerMemory
-    from aedit.spec_rollout.training.trainer_supervisor import DrafterTraining, IdleConfig, Restarts
+    from aedit.spec_rollout.training.trainer_supervisor import DrafterTraining, IdleConfig
 
 __all__ = [
     "CAUSES",

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType, NoneType, TracebackType
@@ -24,7 +24,7 @@ from typing import IO, Any, TypeVar, get_args, get_origin, get_type_hints
 import psutil
 
 from aedit.system import PARENT, end_with_named_parent, end_with_parent, exit_text, read_line
-from aedit.types import RunFailed, UserError
+from aedit.types import NonNegativeFloat, NonNegativeInt, RunFailed, UserError, checked
 
 T = TypeVar("T")
 USER_ERROR = 2
@@ -145,6 +145,42 @@ def run_task(task: Callable[[Path, str], int]) -> int:
     except (UserError, RunFailed) as error:
         print(f"aedit: {error}", file=sys.stderr)
         return USER_ERROR if isinstance(error, UserError) else 1
+
+
+@checked()
+@dataclass(frozen=True, slots=True)
+class Restarts:
+    """Number of deaths so far, and when the next start is allowed.
+
+    Each death doubles the pause before the next start. A process that has worked for a while resets the
+    count.
+    """
+
+    limit: NonNegativeInt = 5
+    """Number of deaths in a row after which there are no more starts."""
+    pause_s: NonNegativeFloat = 1.0
+    """Pause after the first death."""
+    longest_pause_s: float = 60.0
+    in_row: int = 0
+    total: int = 0
+    died_at_s: float = 0.0
+
+    def died(self, now_s: float, *, worked: bool) -> "Restarts":
+        """Return the rule after a death; `worked` resets the count of deaths in a row."""
+        in_row = 1 if worked else self.in_row + 1
+        return replace(self, in_row=in_row, total=self.total + 1, died_at_s=now_s)
+
+    @property
+    def given_up(self) -> bool:
+        """Return true if there are no more starts."""
+        return self.in_row > self.limit
+
+    def may_start(self, now_s: float) -> bool:
+        """Return true if a start is allowed now."""
+        if self.in_row == 0:
+            return True
+        pause_s = min(self.pause_s * 2 ** (self.in_row - 1), self.longest_pause_s)
+        return not self.given_up and now_s >= self.died_at_s + pause_s
 
 
 class Child:

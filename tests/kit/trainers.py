@@ -5,7 +5,8 @@ from pathlib import Path
 
 from benchmarks.programs import trainees
 
-from aedit.spec_rollout.training import DrafterTraining, IdleConfig, Restarts
+from aedit.child import Restarts
+from aedit.spec_rollout.training import DrafterTraining, IdleConfig
 
 PATIENCE_S = 90.0
 AT_ONCE = Restarts(limit=100, pause_s=0.0)
