@@ -15,10 +15,9 @@ from aedit.spec_rollout.audit.statement import (
     Origin,
     is_signed,
     spans_of,
-    statement_of,
     versions_of,
 )
-from aedit.spec_rollout.sampling import Prompt, Rollout, decode_sampling
+from aedit.spec_rollout.sampling import decode_sampling
 
 FILE = "rollouts.jsonl"
 OLDER = "rollouts.1.jsonl"
@@ -176,15 +175,7 @@ def signature_error(held: HeldRollout) -> str:
         return "its statement is damaged"
     if not is_signed(statement, held.signature, held.public_key):
         return "its signature does not fit its statement"
-    said = Rollout(
-        Prompt(tokens=held.prompt, rollout=held.key[0], sample=held.key[1]),
-        [*held.tokens],
-        [*held.logprobs],
-        [*held.versions],
-        finish_reason=held.finish_reason,  # type: ignore[arg-type]
-    )
-    origin = Origin(statement.run, statement.line, held.server)
-    same = statement_of(origin, said, held.sampling, given=held.start)
+    same = held.statement_of(Origin(statement.run, statement.line, held.server))
     return "" if same == statement else "it is not the rollout that was signed"
 
 

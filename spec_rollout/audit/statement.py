@@ -57,20 +57,40 @@ def statement_of(origin: Origin, rollout: "Rollout", sampling: bytes, *, given: 
         given: Number of first tokens that came with `Add`. The server answers for the later ones.
     """
     prompt = rollout.prompt
+    return _statement(
+        origin,
+        (prompt.rollout, prompt.sample),
+        prompt.tokens,
+        sampling,
+        rollout,
+        rollout.finish_reason,
+        given,
+    )
+
+
+def _statement(
+    origin: Origin,
+    key: tuple[int, int],
+    prompt: Sequence[int],
+    sampling: bytes,
+    answer: "Rollout | HeldRollout",
+    finish_reason: str,
+    given: int,
+) -> RolloutStatement:
     return RolloutStatement(
         run=origin.run,
         line=origin.line,
         server=origin.server,
-        rollout=prompt.rollout,
-        sample=prompt.sample,
-        prompt_sha256=_digest(prompt.tokens, "<u4"),
+        rollout=key[0],
+        sample=key[1],
+        prompt_sha256=_digest(prompt, "<u4"),
         sampling_sha256=hashlib.sha256(sampling).digest(),
-        answer_sha256=_digest(rollout.tokens, "<u4"),
-        logprobs_sha256=_digest(rollout.logprobs, "<f4"),
+        answer_sha256=_digest(answer.tokens, "<u4"),
+        logprobs_sha256=_digest(answer.logprobs, "<f4"),
         spans=[
-            Span(version=version, start=start, end=end) for version, start, end in spans_of(rollout.versions)
+            Span(version=version, start=start, end=end) for version, start, end in spans_of(answer.versions)
         ],
-        finish_reason=rollout.finish_reason,
+        finish_reason=finish_reason,
         given=given,
     )
 
@@ -134,6 +154,10 @@ class HeldRollout:
     statement: bytes = b""
     """`RolloutStatement` that the server has signed, serialized; empty if it had not ended."""
     signature: bytes = b""
+
+    def statement_of(self, origin: Origin) -> RolloutStatement:
+        """Return the statement that an honest server has signed about it under these names."""
+        return _statement(origin, self.key, self.prompt, self.sampling, self, self.finish_reason, self.start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import json
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -45,7 +45,7 @@ class ServerStream:
         self._closed = threading.Event()
         self.send(pb.ToServer(open=begin))
         opened: Any = self._channel.stream_stream(METHOD)
-        self._call = opened(self._sent(), metadata=author_metadata(secret))
+        self._call = opened(iter(self._messages.get, None), metadata=author_metadata(secret))
         threading.Thread(target=self._read, name=f"read {address}", daemon=True).start()
 
     def send(self, message: pb.ToServer) -> None:
@@ -58,10 +58,6 @@ class ServerStream:
             self._closed.set()
             self._messages.put(None)
             self._call.cancel()
-
-    def _sent(self) -> Iterator[bytes]:
-        while (message := self._messages.get()) is not None:
-            yield message
 
     def _read(self) -> None:
         answered = False
@@ -120,7 +116,7 @@ class Connection:
         self._channel = channel
         self._wanted_s, self._took_s = 0.0, 0.0
         self._refuses_until_s = -math.inf
-        self._now_s = self._reported_s = self._beat_s = 0.0
+        self._now_s = self.reported_s = self._beat_s = 0.0
 
     def open(self, found: pb.Opened, origin: Origin, **settings: Any) -> None:
         """Take the server's answer. settings: of `Session`.
@@ -139,7 +135,6 @@ class Connection:
             raise Violation(f"it decodes {found.rows} samples at a time, expected 1 to {MAX_ROWS}")
         facts = ServerFacts(
             name=name,
-            address=self.place.address,
             rows=found.rows,
             room=found.rows + min(found.max_waiting, MAX_WAITING),
             public_key=key,
@@ -185,7 +180,7 @@ class Connection:
             return
         if now_s - self._beat_s >= BEAT_S and not self.closing:
             self._beat_s = now_s
-            self.session.beat()
+            self.stream.send(pb.ToServer(beat=pb.Beat()))
         self.session.speed.advance(now_s, self.session.live)
         if not self.closing and self.session.take_back_stalled(passed_s, stalled_s):
             self._refuses_until_s = max(self._refuses_until_s, self.place.stalled(now_s, stalled_s))
@@ -193,17 +188,9 @@ class Connection:
             self._refuses_until_s = max(self._refuses_until_s, now_s + self.session.refuses_for_s)
             self.session.refuses_for_s = 0.0
 
-    def take(self, message: pb.ToTrainer, now_s: float) -> None:
-        """Take a message of the server after the first one. Raises Violation."""
-        assert self.session is not None
-        self.quiet_s = 0.0
-        self.session.handle(message, now_s)
-        if message.HasField("ended"):
-            self.place.stalls = 0
-
     def report(self, now_s: float) -> None:
         """Send the rank the figures of a server that is connected."""
-        self._reported_s = now_s
+        self.reported_s = now_s
         session = self.session
         if session is None:
             return
@@ -233,11 +220,6 @@ class Connection:
             json=json.dumps(figures).encode(),
         )
         self._to_rank(pb.ToTrainer(figures=found))
-
-    def due(self, now_s: float, every_s: float, beat_s: float) -> bool:
-        """Return whether it is time for a report."""
-        changed = self.session is not None and self.session.changed
-        return now_s - self._reported_s >= (every_s if changed else beat_s)
 
     def close(self) -> None:
         """End stream and transfers without waiting."""

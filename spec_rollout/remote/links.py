@@ -334,7 +334,10 @@ class Links:
             elif connection.session is None:
                 self._opened(connection, what)
             else:
-                connection.take(what, time.monotonic())
+                connection.quiet_s = 0.0
+                connection.session.handle(what, time.monotonic())
+                if what.HasField("ended"):
+                    connection.place.stalls = 0
         except Violation as violation:
             self._convict(connection, AuditVerdict(passed=False, reason=str(violation)))
             return
@@ -392,7 +395,8 @@ class Links:
         elif not connection.place.is_listed:
             self._lose(connection, "the hub no longer lists it")
         self._audit(connection)
-        if connection.due(now_s, REPORT_S, BEAT_S):
+        changed = session is not None and session.changed
+        if now_s - connection.reported_s >= (REPORT_S if changed else BEAT_S):
             connection.report(now_s)
 
     def _lose(self, connection: Connection, reason: str) -> None:

@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 from aedit.proto.rpc import rollouts_pb2 as pb
@@ -97,18 +96,6 @@ class GivenSample:
     def num_drawn(self) -> int:
         """Return the number of tokens that the server has drawn."""
         return len(self.tokens) - self.start
-
-    def as_rollout(self) -> Any:
-        """Return the whole answer, with what a statement reads of a `Rollout`."""
-        rollout, sample = self.key
-        prompt = SimpleNamespace(rollout=rollout, sample=sample, tokens=tuple(self.request.prompt))
-        return SimpleNamespace(
-            prompt=prompt,
-            tokens=self.tokens,
-            logprobs=self.logprobs,
-            versions=self.versions,
-            finish_reason=self.finish_reason,
-        )
 
 
 class Violation(Exception):

@@ -7,10 +7,11 @@ of the server go in; messages for both come out of `to_rank` and `to_server`.
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from aedit.proto.rpc import rollouts_pb2 as pb
-from aedit.spec_rollout.audit import HeldRollout, Origin, is_signed, statement_of
+from aedit.spec_rollout.audit import HeldRollout, Origin, is_signed
 from aedit.spec_rollout.engine import EngineSpeed
 from aedit.spec_rollout.remote.report_checks import GivenSample, Violation, add_tokens, check_end
 from aedit.spec_rollout.sampling import SampleKey, TokenDecoder
@@ -108,7 +109,6 @@ class ServerFacts:
     """Facts about a server, as it gave them when the connection was opened."""
 
     name: str
-    address: str
     rows: int
     room: int
     """Most samples that it takes."""
@@ -245,10 +245,6 @@ class Session:
         else:
             self._answer_removal(key)
 
-    def beat(self) -> None:
-        """Give the server a sign of life."""
-        self._to_server(pb.ToServer(beat=pb.Beat()))
-
     def handle(self, message: pb.ToTrainer, now_s: float) -> None:
         """Take what the server has sent.
 
@@ -256,19 +252,35 @@ class Session:
             Violation: No honest server sends it.
         """
         kind = message.WhichOneof("message")
-        if kind == "tokens":
-            self._tokens(message.tokens, now_s)
-        elif kind == "ended":
-            self._ended(message.ended, now_s)
-        elif kind == "removed":
-            self._removed(message.removed, now_s)
-        elif kind == "rejected":
-            self._rejected(message.rejected)
-        elif kind == "figures":
+        if kind is None:
+            return
+        if kind == "figures":
             self.ending = self.ending or message.figures.ending
             self.speed.claim(message.figures.fixed_s, message.figures.row_s)
-        elif kind is not None:
+            return
+        if kind not in ("tokens", "ended", "removed", "rejected"):
             raise Violation(f"a message of kind {kind} after the first one")
+        found: Any = getattr(message, kind)
+        key = found.rollout, found.sample
+        sample = self.given.get(key)
+        if kind == "removed":
+            self._removed(key, sample, found, now_s)
+        elif sample is None and key not in self._returning:
+            raise Violation(f"a report on sample {key[0]}/{key[1]}, which it does not have")
+        elif sample is None:
+            return  # it was taken back meanwhile
+        elif kind == "tokens":
+            self.speed.advance(now_s, self.live, len(found.tokens))
+            add_tokens(sample, found, self._vocabulary, self.versions)
+            sample.still_s = 0.0
+            self.num_tokens += len(found.tokens)
+            self.changed = True
+        elif kind == "ended":
+            self._ended(sample, found, now_s)
+        else:
+            refuses_s = 60.0 if found.final else 1.0
+            self.refuses_for_s = max(self.refuses_for_s, refuses_s, found.retry_after_s)
+            self._take_back(sample)
 
     def progress(self) -> list[tuple[int, int, int]]:
         """Return (rollout, sample, tokens) that the server has drawn and the rank has not got."""
@@ -309,23 +321,10 @@ class Session:
         self._returning[key] = 0.0
         self._to_server(pb.ToServer(remove=pb.Remove(rollout=key[0], sample=key[1])))
 
-    def _tokens(self, found: pb.Tokens, now_s: float) -> None:
-        sample = self._sample(found.rollout, found.sample)
-        if sample is None:
-            return
-        self.speed.advance(now_s, self.live, len(found.tokens))
-        add_tokens(sample, found, self._vocabulary, self.versions)
-        sample.still_s = 0.0
-        self.num_tokens += len(found.tokens)
-        self.changed = True
-
-    def _ended(self, found: pb.Ended, now_s: float) -> None:
-        sample = self._sample(found.rollout, found.sample)
-        if sample is None:
-            return
+    def _ended(self, sample: GivenSample, found: pb.Ended, now_s: float) -> None:
         check_end(sample, found)
-        origin, request = self.facts.origin, sample.request
-        statement = statement_of(origin, sample.as_rollout(), request.sampling, given=sample.start)
+        rollout = self._rollout(sample)
+        statement = rollout.statement_of(self.facts.origin)
         if not is_signed(statement, found.signature, self.facts.public_key):
             raise Violation("a signature that does not fit what it has sent")
         self.speed.advance(now_s, self.live)
@@ -334,13 +333,11 @@ class Session:
         self.num_passes += sample.passes
         if sample.key not in self._dropped:
             signed = statement.SerializeToString(deterministic=True)
-            self.held.append(Held(sample, self._rollout(sample, signed, found.signature)))
+            self.held.append(Held(sample, replace(rollout, statement=signed, signature=found.signature)))
         if sample.key in self._returning:
             self._answer_removal(sample.key)
 
-    def _removed(self, found: pb.Removed, now_s: float) -> None:
-        key = found.rollout, found.sample
-        sample = self.given.get(key)
+    def _removed(self, key: SampleKey, sample: GivenSample | None, found: pb.Removed, now_s: float) -> None:
         if self._returning.pop(key, None) is None or (sample is not None and not found.found):
             raise Violation(f"a wrong answer to the request to return sample {key[0]}/{key[1]}")
         self.speed.advance(now_s, self.live)
@@ -357,13 +354,6 @@ class Session:
         else:
             held.answers_removal = True
 
-    def _rejected(self, found: pb.Rejected) -> None:
-        sample = self._sample(found.rollout, found.sample)
-        if sample is None:
-            return
-        self.refuses_for_s = max(self.refuses_for_s, 60.0 if found.final else 1.0, found.retry_after_s)
-        self._take_back(sample)
-
     def _take_back(
         self, sample: GivenSample, *, answers_removal: bool = False, is_stalled: bool = False
     ) -> None:
@@ -375,7 +365,7 @@ class Session:
             self._dropped.discard(sample.key)
             self._return(sample, answers_removal=answers_removal, is_stalled=is_stalled)
         else:
-            self.held.append(Held(sample, self._rollout(sample, b"", b""), answers_removal, is_stalled))
+            self.held.append(Held(sample, self._rollout(sample), answers_removal, is_stalled))
 
     def _deliver(self, held: Held) -> None:
         sample = held.sample
@@ -425,14 +415,7 @@ class Session:
     def _say_removed(self, key: SampleKey, *, found: bool) -> None:
         self.to_rank(pb.ToTrainer(removed=pb.Removed(rollout=key[0], sample=key[1], found=found)))
 
-    def _sample(self, rollout: int, number: int) -> GivenSample | None:
-        """Return a sample that the server has, or None for one that was taken back meanwhile."""
-        sample = self.given.get((rollout, number))
-        if sample is None and (rollout, number) not in self._returning:
-            raise Violation(f"a report on sample {rollout}/{number}, which it does not have")
-        return sample
-
-    def _rollout(self, sample: GivenSample, statement: bytes, signature: bytes) -> HeldRollout:
+    def _rollout(self, sample: GivenSample) -> HeldRollout:
         return HeldRollout(
             server=self.facts.name,
             public_key=self.facts.public_key,
@@ -444,6 +427,4 @@ class Session:
             versions=tuple(sample.versions),
             start=sample.start,
             finish_reason=sample.finish_reason,
-            statement=statement,
-            signature=signature,
         )
