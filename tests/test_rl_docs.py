@@ -23,6 +23,7 @@ GROUPS = (
     ("reward", rl.RewardConfig),
     ("rl", rl.RLConfig),
     ("rl.sampling", rl.RLSamplingConfig),
+    ("rollout.vllm", rl.VllmConfig),
     ("drafter", rl.DrafterConfig),
     ("audit", AuditConfig),
 )

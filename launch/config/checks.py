@@ -28,7 +28,7 @@ def _is_generated(source: str) -> bool:
     return source.startswith("gym:") or (is_import_path(source) and not source.startswith("hf:"))
 
 
-RL_KEYS = "prompts.options. reward. rl. audit. drafter.idle_training drafter.lr drafter.memory_bytes"
+RL_KEYS = "prompts.options. reward. rl. rollout. audit. drafter.idle_training drafter.lr drafter.memory_bytes"
 """Keys of reinforcement learning, besides those of `prompts`."""
 
 RULES: tuple[EffectRule, ...] = (
@@ -134,6 +134,9 @@ RULES: tuple[EffectRule, ...] = (
         lambda v, c: c.rl.has_servers and v == 0,
         "1 or more",
     ),
+    ("rollout.", "rl.engine", lambda v, c: bool(c.prompts.source) and v == "aedit", '"vllm"'),
+    # vLLM drafts by itself.
+    ("drafter.", "rl.engine", lambda v, c: bool(c.prompts.source) and v == "vllm", '"aedit"'),
     ("rl.clip_low", "rl.loss", lambda v, _: v == "cispo", "another loss"),
     ("rl.importance_cap", "rl.importance", lambda v, _: v == "off", '"token" or "sequence"'),
     ("rl.supervised_batch rl.supervised_lr", "rl.supervised_steps", lambda v, _: v == 0, "1 or more"),

@@ -14,6 +14,7 @@ from aedit.launch.config.rl import (
     PromptConfig,
     RewardConfig,
     RLConfig,
+    RolloutConfig,
     ServeConfig,
 )
 from aedit.launch.config.swarm import PEER_EXCHANGES, SwarmConfig
@@ -211,6 +212,7 @@ class RunConfig:
     prompts: PromptConfig = field(default_factory=PromptConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     rl: RLConfig = field(default_factory=RLConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
@@ -235,6 +237,7 @@ class RunConfig:
         self._check_hub()
         if self.prompts.source:
             self._check_lengths()
+            self._check_engine()
         if self.rl.has_servers and self.audit.on:
             least = self.rl.max_staleness + 2
             rule = (
@@ -270,6 +273,15 @@ class RunConfig:
         check(self.data.seq_len > most, "data.seq_len", rule, self.data.seq_len)
         rule = f"must be at most train.steps = {steps}, of which they are the first"
         check(self.rl.supervised_steps <= steps, "rl.supervised_steps", rule, self.rl.supervised_steps)
+
+    def _check_engine(self) -> None:
+        """Raise ValueError if vLLM has no interpreter, or cannot compute in the dtype."""
+        if self.rl.engine != "vllm":
+            return
+        rule = 'must name a Python interpreter with vLLM for rl.engine = "vllm"; `make vllm` builds one'
+        check(bool(self.rollout.vllm.python), "rollout.vllm.python", rule, "''")
+        dtype = self.rl.engine_dtype
+        check(dtype != "fp64", "rl.engine_dtype", 'must be "fp32" or "bf16" for vLLM', dtype)
 
     def _check_hub(self) -> None:
         """Raise ValueError for a value that has no effect with a hub, or without one."""
@@ -324,5 +336,5 @@ def unit_rules(config: RunConfig) -> UnitRules:
     Nodes with training loops of their own bring one only if the configuration of their hub names it.
     """
     kinds = ("layer", "auto") if config.prompts.source else ("layer",) if config.hub.endless else ()
-    has_drafter = config.drafter.kind in kinds
+    has_drafter = config.drafter.kind in kinds and config.rl.engine == "aedit"
     return {DRAFTER: UnitRule()} if has_drafter and config.drafter.share else {}

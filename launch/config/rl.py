@@ -178,10 +178,13 @@ class RLConfig:
     engine_dtype: Literal["same", "bf16", "fp32", "fp64"] = "same"
     """`same` generates with the trained parameters in place; others with a copy."""
 
+    engine: Literal["aedit", "vllm"] = "aedit"
+    """Engine of the rollouts: this package's, or vLLM in worker processes (`[rollout.vllm]`)."""
+
     workers: int = 0
     """Processes per rank that generate, each with a copy of the weights; 0: the rank generates itself,
-    between two training steps. With `rl.servers` at least one runs, which does everything when no server is
-    there."""
+    between two training steps. With `rl.servers` or `rl.engine = "vllm"` at least one runs, which does
+    everything when no server is there."""
 
     servers: str = "off"
     """Rollout servers that generate too: `hub` for those that the run's hub lists (`aedit serve ADDRESS`), or
@@ -217,8 +220,8 @@ class RLConfig:
 
     @property
     def num_workers(self) -> int:
-        """Return the processes per rank that generate: at least one with `rl.servers`."""
-        return max(self.workers, self.has_servers)
+        """Return the processes per rank that generate: at least one with servers or vLLM."""
+        return max(self.workers, self.has_servers or self.engine == "vllm")
 
     @property
     def has_servers(self) -> bool:
@@ -255,6 +258,27 @@ class RLConfig:
             rule = 'must be "off", "hub", or HOST:PORT, several separated by commas'
             check(fits, "rl.servers", rule, repr(self.servers))
         check(len({*places}) == len(places), "rl.servers", "must name each server once", repr(self.servers))
+
+
+@checked("rollout.vllm")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmConfig:
+    """vLLM, in an environment of its own."""
+
+    python: str = ""
+    """Python interpreter with vLLM, such as `.venv-vllm/bin/python` of `make vllm`."""
+
+    speculative: dict[str, Scalar] = field(default_factory=dict)
+    """vLLM's `speculative_config`, such as `method = "suffix"`, `num_speculative_tokens = 8`; empty: no
+    drafts. Drafts change no token."""
+
+
+@checked("rollout")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """Engines of rollouts that are not part of this package."""
+
+    vllm: VllmConfig = field(default_factory=VllmConfig)
 
 
 @checked("drafter")

@@ -1,5 +1,6 @@
 """Build the objective of reinforcement learning: source of rollouts, rewards, groups and policy gradient."""
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -35,7 +36,9 @@ from aedit.spec_rollout.remote import Servers, WorkerConfig, WorkerSource
 from aedit.spec_rollout.rl import Group, RewardReport, RolloutSource
 from aedit.spec_rollout.sampling import Sampling
 from aedit.spec_rollout.training import OnlineDrafter
-from aedit.types import UserError
+from aedit.types import ImportPath, UserError
+
+MAKE_VLLM = ImportPath("aedit.spec_rollout.server.vllm_engine:make_vllm_engine")
 
 
 def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjective:
@@ -197,6 +200,7 @@ def worker_config(parts: NodeParts, longest: int, directory: Path, arms: tuple[s
         tokenizer.mkdir(parents=True, exist_ok=True)
         parts.tokenizer.save(tokenizer)
     return WorkerConfig(
+        **_vllm_settings(config),
         processes=config.rl.num_workers,
         rows=config.rl.rows or ceil(samples / config.rl.num_workers),
         max_tokens=longest + config.rl.sampling.max_new_tokens,
@@ -208,7 +212,23 @@ def worker_config(parts: NodeParts, longest: int, directory: Path, arms: tuple[s
     )
 
 
+def _vllm_settings(config: RunConfig) -> dict[str, Any]:
+    """Return the settings of workers that run vLLM; none for the own engine."""
+    if config.rl.engine != "vllm":
+        return {}
+    python = Path(config.rollout.vllm.python).expanduser().absolute()
+    if not os.access(python, os.X_OK):
+        raise UserError(
+            f"rollout.vllm.python: {python} is no program: name the Python interpreter of an environment"
+            " with vLLM; `make vllm` builds .venv-vllm/bin/python"
+        )
+    options = {"speculative": dict(config.rollout.vllm.speculative)}
+    return {"make": MAKE_VLLM, "python": python, "options": options}
+
+
 def _arms(config: RunConfig, *, has_layer: bool) -> tuple[str, ...]:
+    if config.rl.engine == "vllm":
+        return ("off",)
     drafters = {"layer"} if has_layer else set()
     if config.drafter.kind in ("suffix", "auto"):
         drafters.add("suffix")

@@ -165,7 +165,12 @@ class ForwardLearner:
 
 
 def make_learner(parts: NodeParts) -> ForwardLearner | None:
-    """Return the drafter of a rank without an engine. See `make_online`."""
+    """Return the drafter of a rank without an engine; None for vLLM, which drafts by itself.
+
+    See `make_online`.
+    """
+    if parts.config.rl.engine == "vllm":
+        return None
     policy = TrainedPolicy(parts.sync.model)
     online = make_online(parts, policy)
     if online is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
-    from aedit.spec_rollout.engine.engine import Engine
+    from aedit.spec_rollout.engine.engine import Engine, SampleKeys
     from aedit.spec_rollout.engine.engine_source import EngineSource
     from aedit.spec_rollout.engine.meters import Meters, Step
     from aedit.spec_rollout.engine.request_checks import EngineLimits, check_prompt
@@ -29,6 +29,7 @@ __all__ = [
     "EngineSpeed",
     "Meters",
     "NoNextTokenError",
+    "SampleKeys",
     "Scoring",
     "SpeedMeter",
     "Step",

@@ -67,6 +67,8 @@ class WorkerConfig:
     """Function of the worker that returns its engine; see `make_engine`."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further options for `make`, which JSON can hold."""
+    python: Path | None = None
+    """Interpreter of the processes, in an environment of its own such as that of vLLM; None: this one."""
 
     def __post_init__(self) -> None:
         check(bool(self.arms), "WorkerConfig: arms", "must name at least one arm", self.arms)
@@ -110,7 +112,13 @@ class ChildProcess:
 
     @classmethod
     def start(
-        cls, what: str, module: str, begin: Mapping[str, Any], fds: tuple[int, ...], log: Path | None
+        cls,
+        what: str,
+        module: str,
+        begin: Mapping[str, Any],
+        fds: tuple[int, ...],
+        log: Path | None,
+        python: Path | None = None,
     ) -> "ChildProcess":
         """Start a process and return at once.
 
@@ -120,6 +128,7 @@ class ChildProcess:
             begin: Fields of its first message.
             fds: File descriptors that it inherits besides.
             log: File of its output, whose directory is made; None discards the output.
+            python: Interpreter of another environment; None: that of this process.
 
         Raises:
             OSError: No process could be started.
@@ -131,13 +140,19 @@ class ChildProcess:
             try:
                 fd = there.fileno()
                 process = start_module(
-                    module, [str(fd)], fds=(fd, *fds), stdout=output, stderr=subprocess.STDOUT
+                    module,
+                    [str(fd)],
+                    fds=(fd, *fds),
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    python=python,
                 )
             except OSError:
                 here.close()
                 raise
         made = cls(what, process, Channel(here))
-        made.channel.send("begin", path=sys.path, **begin)
+        # Modules that belong to another environment are not those of this one.
+        made.channel.send("begin", path=sys.path if python is None else None, **begin)
         return made
 
     def lane(self, number: int) -> Lane:
@@ -327,7 +342,7 @@ class WorkerPool:
             name = f"rollout worker {index}"
             log = config.logs and config.logs / f"worker_{index}.log"
             try:
-                process = ChildProcess.start(name, MODULE, self._begin, self._fds, log)
+                process = ChildProcess.start(name, MODULE, self._begin, self._fds, log, config.python)
             except OSError as error:
                 self._record(index, f"{name} could not be started: {error}", worked=False)
             else:

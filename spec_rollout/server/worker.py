@@ -30,7 +30,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _serve(begin: Message, channel: Channel, more: list[tuple[int, bytes]]) -> None:
-    sys.path[:] = begin["path"]
+    if begin["path"] is not None:  # None: this process has an environment of its own
+        sys.path[:] = begin["path"]
     with no_collections():  # torch takes seconds to load: this process is bound to its parent's life by now
         import torch
 

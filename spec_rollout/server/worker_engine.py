@@ -48,7 +48,7 @@ class Worker:
         make = imported(begin["make"], "WorkerConfig: make")
         spec = EngineSpec(**{**begin["engine"], "arms": tuple(begin["engine"]["arms"])})
         engine: Engine = make(spec)
-        if make is not make_engine:
+        if not begin["make"].startswith("aedit."):
             try:
                 try_engine(engine, rows=spec.rows, max_tokens=spec.max_tokens)
             except ValueError as error:

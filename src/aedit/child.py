@@ -37,6 +37,18 @@ START_LIMIT_S = 60.0
 POLL_S = 0.05
 
 
+_WITH_THIS_PACKAGE = """
+import importlib.util, runpy, sys
+folder, module = sys.argv[1:3]
+find = importlib.util.spec_from_file_location
+found = find("aedit", folder + "/__init__.py", submodule_search_locations=[folder])
+package = sys.modules["aedit"] = importlib.util.module_from_spec(found)
+found.loader.exec_module(package)
+sys.argv[:3] = [module]
+runpy.run_module(module, run_name="__main__")
+"""
+
+
 def start_module(
     module: str | Sequence[str],
     arguments: Sequence[str] = (),
@@ -46,6 +58,7 @@ def start_module(
     stdout: "int | IO[Any]" = subprocess.DEVNULL,
     stderr: "int | IO[Any] | None" = None,
     session: bool = True,
+    python: Path | None = None,
 ) -> "subprocess.Popen[bytes]":
     """Start `python -m MODULE PARENT ARGUMENTS`; the module must begin with `begin_child`.
 
@@ -61,8 +74,12 @@ def start_module(
         session: Whether it has a session of its own, which Ctrl-C in the terminal does not reach and
             `end_group` ends. Outside Linux it has a process group instead: a suspended group whose parent has
             ended gets SIGCONT and SIGHUP, which ends it on systems without PR_SET_PDEATHSIG.
+        python: Another interpreter. It imports this package from here, and everything else from its own
+            environment.
     """
     command = [sys.executable, "-m", module] if isinstance(module, str) else module
+    if python is not None and isinstance(module, str):
+        command = [str(python), "-c", _WITH_THIS_PACKAGE, str(Path(__file__).parent), module]
     on_linux = sys.platform == "linux"
     return subprocess.Popen(
         [*command, str(os.getpid()), *arguments],

@@ -1,0 +1,86 @@
+"""Samples of vLLM behind the methods of an engine: `PYTHON_WITH_VLLM vllm_job.py FOLDER SPECULATIVE_AS_JSON`.
+
+FOLDER has `config.json`, `1.safetensors` and `2.safetensors`, two versions of a policy, and `prompts.json`,
+batches of prompts as `encode_prompt` writes them. The last batch is generated while version 2 comes. Writes
+`answers.json`, and what came of versions that do not fit.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from aedit.spec_rollout.sampling import decode_prompt
+from aedit.spec_rollout.server.vllm_engine import make_vllm_engine
+from aedit.spec_rollout.server.worker_engine import EngineSpec
+
+STEPS = 3
+"""Steps of the last batch before the second version comes."""
+HARM = {
+    "missing": lambda weights: weights.pop("model.norm.weight"),
+    "shape": lambda weights: weights.update({"model.norm.weight": torch.ones(3)}),
+    "nan": lambda weights: weights["model.norm.weight"].fill_(float("nan")),
+    "dtype": lambda weights: weights.update({"model.norm.weight": weights["model.norm.weight"].half()}),
+    "unknown": lambda weights: weights.update({"model.other": torch.ones(3)}),
+}
+
+
+def main(folder, speculative):
+    torch.set_num_threads(1)
+    model = json.loads((folder / "config.json").read_text())
+    batches = [
+        [decode_prompt(json.dumps(each)) for each in b]
+        for b in json.loads((folder / "prompts.json").read_text())
+    ]
+    spec = EngineSpec(
+        model=model,
+        dtype="float32",
+        device="cpu",
+        rows=8,
+        max_tokens=320,
+        arms=("off",),
+        options={"speculative": speculative},
+    )
+    engine = make_vllm_engine(spec)
+    first, second = (load_file(folder / f"{version}.safetensors") for version in (1, 2))
+    engine.update_weights(first, 1)
+    found = {"batches": [finished(engine, batch) for batch in batches[:-1]]}
+    found["refused"] = {name: refusal(engine, first, harm) for name, harm in HARM.items()}
+    found["after"] = finished(engine, batches[0])
+    found["meters"] = [engine.meters.num_tokens, engine.meters.num_passes]
+    rollouts = [engine.add(prompt) for prompt in batches[-1]]
+    for _ in range(STEPS):
+        engine.step()
+    engine.abort(rollouts.pop())
+    moved = engine.remove(rollouts.pop())
+    engine.update_weights(second, 2)
+    rollouts.append(engine.add(moved))
+    found["batches"].append(finished(engine, [], rollouts))
+    (folder / "answers.json").write_text(json.dumps(found))
+
+
+def finished(engine, prompts, rollouts=()):
+    """Return tokens, log-probabilities, versions and ends of all samples, in order."""
+    rollouts = [*rollouts, *(engine.add(prompt) for prompt in prompts)]
+    while engine.running:
+        engine.step()
+    return [
+        [*each.prompt.key, each.tokens, each.logprobs, each.versions, each.finish_reason] for each in rollouts
+    ]
+
+
+def refusal(engine, weights, harm):
+    """Return the error of a version that does not fit."""
+    weights = {name: tensor.clone() for name, tensor in weights.items()}
+    harm(weights)
+    try:
+        engine.update_weights(weights, 9)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

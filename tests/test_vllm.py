@@ -1,0 +1,327 @@
+"""Tests vLLM behind the interfaces of an engine: the same tokens, whatever it drafts and whatever happens.
+
+The oracle is the model's own uncached forward pass in `transformers` with the noise of each sample's key, in
+float32. vLLM runs in `.venv-vllm`, which `make vllm` builds; without it these tests are skipped.
+"""
+
+import json
+import os
+import signal
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from kit.rollouts import decode_plainly, logprobs_of, perturbed
+from kit.waiting import until
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from aedit.spec_rollout import Engine, Prompt, RolloutSource, Sampling, WorkerConfig, WorkerSource
+from aedit.spec_rollout.sampling import encode_prompt, gumbel
+from aedit.spec_rollout.server.vllm_engine import check_supported
+from aedit.spec_rollout.training import Restarts
+from aedit.spec_rollout.vllm.noise import keyed_draw, keyed_gumbel
+
+ROOT = Path(__file__).parent.parent
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+MAKE = "aedit.spec_rollout.server.vllm_engine:make_vllm_engine"
+VOCABULARY = 96
+LIMIT_S = 500.0
+TEMPERATURES = (1.0, 0.7, 0.0)
+
+needs_vllm = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-vllm: `make vllm` builds it"),
+]
+
+
+def policy(*, tied=False):
+    """Return a policy that vLLM can compute on a CPU: its heads must have 32 values or more."""
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        tie_word_embeddings=tied,
+        **sizes,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def changed(model):
+    """Return a second version of a policy."""
+    other = LlamaForCausalLM(model.config).eval()
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.1)
+    return other
+
+
+def samples(temperature, first, num=6, length=20):
+    """Return samples of which some share a prefix that fills a block of vLLM's cache."""
+    shared = tuple((5 * place + 1) % VOCABULARY for place in range(150))
+    sampling = Sampling(temperature=temperature, max_new_tokens=length)
+    made = []
+    for i in range(num):
+        tokens = (*shared, i) if i % 3 == 0 else tuple((7 * i + j) % VOCABULARY for j in range(1 + 3 * i))
+        stops = replace(sampling, stop_tokens=(7, 11, 40), min_new_tokens=4) if i % 2 else sampling
+        made.append(Prompt(tokens=tokens, rollout=first, sample=i, sampling=stops))
+    return made
+
+
+def check(model, prompts, answers):
+    for prompt, tokens, (rollout, sample, found, logprobs, _, finish) in zip(
+        prompts, decode_plainly(model, prompts), answers, strict=True
+    ):
+        assert (rollout, sample) == prompt.key
+        assert found == tokens, prompt.name
+        assert logprobs == pytest.approx(logprobs_of(model, prompt, tokens), abs=5e-5)
+        has_stopped = tokens[-1] in prompt.sampling.stop_tokens
+        assert finish == ("stop" if has_stopped else "length")
+
+
+def check_spans(models, prompt, tokens, logprobs, versions):
+    """Check each token against the version that its span names, given the text before it."""
+    assert sorted(versions) == versions
+    for version in {*versions}:
+        text = torch.tensor([[*prompt.tokens, *tokens]])
+        with torch.no_grad():
+            logits = models[version](input_ids=text, use_cache=False).logits[0, len(prompt.tokens) - 1 : -1]
+        logp = (logits / (prompt.sampling.temperature or 1.0)).log_softmax(-1)
+        for place, own in enumerate(versions):
+            if own == version:
+                assert logprobs[place] == pytest.approx(float(logp[place, tokens[place]]), abs=5e-5)
+                if place >= prompt.sampling.min_new_tokens:
+                    position = len(prompt.tokens) + place
+                    assert int(perturbed(logits[place], prompt, position).argmax()) == tokens[place]
+
+
+@pytest.mark.parametrize(("vocabulary", "spread"), [(5, 1.0), (1000, 0.0), (1000, 1.0), (20_000, 3.0)])
+def test_the_plug_in_draws_with_the_noise_of_the_own_engine(vocabulary, spread):
+    random = np.random.default_rng(0)
+    ids = [(int(a), int(b)) for a, b in random.integers(-(2**63), 2**63 - 1, (6, 2))]
+    keys = [(*each, int(random.integers(2**20))) for each in [*ids, (0, 0), (-1, 3)]]
+    x_NV = torch.tensor(random.normal(0.0, 1.0, (len(keys), vocabulary)), dtype=torch.float32) * spread
+    rollouts, sample_ids, positions = torch.tensor(keys).unbind(1)
+    noise_NV = gumbel(rollouts, sample_ids, positions[:, None], vocabulary)[:, 0]
+    assert torch.equal(keyed_gumbel(keys, vocabulary), noise_NV)
+    assert torch.equal(keyed_draw(x_NV, keys), (x_NV + noise_NV).argmax(-1))
+
+
+@pytest.mark.parametrize("what", ["speculative", "python"])
+def test_without_vllm_the_plug_in_needs_only_torch_and_numpy(what):
+    """The package is installed alone: nothing of it but the hooks in vLLM imports more."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'spec_rollout' / 'vllm')!r}); import noise; "
+    code += "assert not [name for name in sys.modules if name.startswith('aedit')]"
+    if what == "python":
+        code += "; import torch; print(noise.keyed_draw(torch.zeros(1, 8), [(1, 2, 3)]).tolist())"
+    done = subprocess.run([os.sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+class TestDrafters:
+    """vLLM in one process, under each drafter that it has."""
+
+    pytestmark = needs_vllm
+
+    @pytest.mark.parametrize(
+        ("kind", "tied"), [("off", False), ("ngram", True), ("suffix", False), ("draft model", True)]
+    )
+    def test_no_drafter_changes_a_token_and_no_harm_does(self, tmp_path, kind, tied):
+        models = {1: policy(tied=tied)}
+        models[2] = changed(models[1])
+        for version, model in models.items():
+            save_file(untied(model), tmp_path / f"{version}.safetensors")
+        models[1].save_pretrained(tmp_path / "drafter")
+        (tmp_path / "config.json").write_text(models[1].config.to_json_string(use_diff=False))
+        batches = [samples(temperature, i) for i, temperature in enumerate(TEMPERATURES)]
+        batches.append(samples(1.0, 9, num=6, length=60))
+        texts = [[json.loads(encode_prompt(prompt)) for prompt in batch] for batch in batches]
+        (tmp_path / "prompts.json").write_text(json.dumps(texts))
+        run_job(tmp_path, speculative_of(kind, tmp_path / "drafter"))
+
+        answers = json.loads((tmp_path / "answers.json").read_text())
+        for prompts, found in zip(batches[:-1], answers["batches"], strict=False):
+            check(models[1], prompts, found)
+        assert all(answers["refused"].values()), answers["refused"]
+        assert answers["after"] == answers["batches"][0]
+        moved = {sample: text for _, sample, *text in answers["batches"][-1]}
+        assert sorted(moved) == [0, 1, 2, 3, 4]  # the last one was aborted
+        for sample, (tokens, logprobs, versions, _) in moved.items():
+            check_spans(models, batches[-1][sample], tokens, logprobs, versions)
+        assert {1, 2} <= {version for text in moved.values() for version in text[2]}
+        num_tokens, num_passes = answers["meters"]
+        # The drafter is the policy, and draws with its noise: it guesses right up to the ends of samples.
+        assert num_tokens / num_passes > {"off": 0.99, "draft model": 2.5}.get(kind, 0.99)
+
+
+def untied(model):
+    """Return the tensors of a model, tied ones once."""
+    weights = model.state_dict()
+    if model.config.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    return weights
+
+
+def speculative_of(kind, drafter):
+    return {
+        "off": {},
+        "ngram": {
+            "method": "ngram",
+            "num_speculative_tokens": 4,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1,
+        },
+        "suffix": {"method": "suffix", "num_speculative_tokens": 6},
+        "draft model": {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": 3},
+    }[kind]
+
+
+def run_job(folder, speculative):
+    job = ROOT / "tests" / "kit" / "vllm_job.py"
+    command = [str(PYTHON), str(job), str(folder), json.dumps(speculative)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    with (folder / "log").open("w") as log:
+        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=env, timeout=800)
+    assert done.returncode == 0, (folder / "log").read_text()[-4000:]
+
+
+@pytest.fixture(scope="module", params=["aedit", pytest.param("vllm", marks=needs_vllm)])
+def source(request, models, tmp_path_factory):
+    """Return a source whose worker runs one of the engines."""
+    other = {"make": MAKE, "python": PYTHON} if request.param == "vllm" else {}
+    config = WorkerConfig(
+        rows=4,
+        max_tokens=256,
+        starts_within_s=800.0,
+        silent_s=400.0,
+        restarts=Restarts(pause_s=0.0),
+        logs=tmp_path_factory.mktemp(request.param),
+        **other,
+    )
+    made = WorkerSource(models[1], config)
+    made.update_weights(models[1].state_dict(keep_vars=True), 1)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def models():
+    first = policy()
+    return {1: first, 2: changed(first)}
+
+
+class TestContract:
+    """What every engine behind a worker keeps."""
+
+    @pytest.mark.parametrize("temperature", TEMPERATURES)
+    def test_tokens_and_log_probabilities_are_those_of_plain_decoding(self, source, models, temperature):
+        checked: RolloutSource = source
+        prompts = samples(temperature, 20 + int(10 * temperature))
+        done = finish(checked, prompts)
+        version = source.version
+        check(models[version], prompts, answers_of(prompts, done))
+        assert {each for rollout in done.values() for each in rollout.versions} == {version}
+
+    def test_weights_change_between_two_steps_of_running_samples(self, source, models):
+        prompts = samples(1.0, 50, length=60)
+        version, begun = source.version, []
+
+        def disturb():
+            if not begun and any(each.partial and each.partial.tokens for each in source.pending()):
+                begun.append(True)
+                source.update_weights(models[version + 1].state_dict(keep_vars=True), version + 1)
+
+        done = finish(source, prompts, disturb)
+        for prompt in prompts:
+            rollout = done[prompt.key]
+            check_spans(models, prompt, rollout.tokens, rollout.logprobs, rollout.versions)
+        assert {version, version + 1} == {each for rollout in done.values() for each in rollout.versions}
+
+    def test_a_killed_worker_costs_time_only(self, source, models):
+        prompts = samples(0.7, 60, length=60)
+        killed = []
+
+        def disturb():
+            if not killed and any(each.partial and each.partial.tokens for each in source.pending()):
+                killed.extend(source.status()["pids"])
+                os.kill(killed[0], signal.SIGKILL)
+
+        done = finish(source, prompts, disturb)
+        assert killed
+        check(models[source.version], prompts, answers_of(prompts, done))
+
+    def test_what_the_own_engine_generates_is_bitwise_the_same_text(self, source, models):
+        prompts = samples(1.0, 70)
+        done = finish(source, prompts)
+        engine = Engine.of(models[source.version], rows=4, max_tokens=256)
+        own = {rollout.prompt.key: rollout.tokens for rollout in engine.generate(prompts)}
+        assert {key: rollout.tokens for key, rollout in done.items()} == own
+
+    def test_cancelled_samples_end_and_their_keys_can_be_added_again(self, source, models):
+        prompts = samples(1.0, 80, length=40)
+        source.add(prompts)
+        source.cancel()
+        done = finish(source, prompts)
+        check(models[source.version], prompts, answers_of(prompts, done))
+
+
+def test_samples_that_vllm_would_draw_otherwise_are_refused_with_the_remedy():
+    check_supported(Prompt(tokens=(1,), rollout=3, sampling=Sampling(stop_tokens=(2,), min_new_tokens=3)))
+    error = 'prompt 3/0: top_p 0.5 is not served by vLLM workers: leave it out, or use rl.engine = "aedit"'
+    with pytest.raises(ValueError, match=error):
+        check_supported(Prompt(tokens=(1,), rollout=3, sampling=Sampling(top_p=0.5)))
+    with pytest.raises(ValueError, match="allowed tensor"):
+        check_supported(Prompt(tokens=(1,), sampling=Sampling(allowed=torch.ones(4, dtype=torch.bool))))
+
+
+class TestRefusals:
+    """What is not run."""
+
+    pytestmark = needs_vllm
+
+    def test_an_unknown_version_of_vllm_is_refused_in_one_line(self):
+        code = "import vllm; vllm.__version__ = '0.99.0'\n"
+        code += "from aedit.spec_rollout.vllm import register; register()"
+        last = failure(code).splitlines()[-1]
+        assert last.startswith("RuntimeError: aedit-vllm: vLLM 0.99.0 is unknown: install one of 0.32.0")
+
+    def test_the_second_model_runner_is_refused(self):
+        code = "import os; os.environ['VLLM_USE_V2_MODEL_RUNNER'] = '1'\n"
+        code += "from aedit.spec_rollout.vllm import register; register()"
+        assert "coupled sampling needs runner V1" in failure(code).splitlines()[-1]
+
+
+def failure(code):
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([str(PYTHON), "-c", code], capture_output=True, text=True, env=env, timeout=600)
+    assert done.returncode == 1
+    return done.stderr.strip()
+
+
+def finish(source, prompts, disturb=lambda: None):
+    """Return the finished rollouts by key; `disturb` is called between steps."""
+    source.add(prompts)
+    done = {}
+
+    def step():
+        disturb()
+        done.update((rollout.prompt.key, rollout) for rollout in source.step())
+        return not source.running
+
+    until(step, "the samples", LIMIT_S, look_s=0)
+    assert sorted(done) == sorted(prompt.key for prompt in prompts)
+    return done
+
+
+def answers_of(prompts, done):
+    rollouts = [done[prompt.key] for prompt in prompts]
+    return [
+        (*each.prompt.key, each.tokens, each.logprobs, each.versions, each.finish_reason) for each in rollouts
+    ]
