@@ -214,8 +214,3 @@ def check_run_place(place: str) -> None:
 
     if not is_hub(place):
         require_run(Path(place))
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from aedit.launch.cli.arguments import first_line, policy_folder
+from aedit.launch.cli.arguments import policy_folder
 from aedit.launch.cli.export import load_run_model
 from aedit.launch.cli.policy import read_model
 from aedit.spec_rollout.audit import (
@@ -40,7 +40,7 @@ from aedit.spec_rollout.audit import (
     write_calibrations,
 )
 from aedit.spec_rollout.sampling import decode_sampling
-from aedit.types import UserError
+from aedit.types import UserError, first_line
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 _logging: Any = logging  # its functions carry no types

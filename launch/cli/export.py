@@ -22,7 +22,6 @@ from transformers.utils import logging
 
 from aedit.async_sgd.hub import Hub
 from aedit.edit import Shards, find_units, flat_layout
-from aedit.launch.cli.arguments import first_line
 from aedit.launch.config import RunConfig, load_run, parse_config
 from aedit.launch.data import CorpusTokenizer, load_tokenizer
 from aedit.launch.hub import replayed
@@ -39,7 +38,7 @@ from aedit.proto.rpc import (
     greet,
 )
 from aedit.spec_rollout.drafters import DraftLayer
-from aedit.types import Layout, UserError, model_sha256
+from aedit.types import Layout, UserError, first_line, model_sha256
 
 _logging: Any = logging  # its functions carry no types
 

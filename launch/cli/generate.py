@@ -12,7 +12,7 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 
-from aedit.launch.cli.arguments import SAMPLING, first_line, policy_folder
+from aedit.launch.cli.arguments import SAMPLING, policy_folder
 from aedit.launch.cli.export import drafter_beside, load_drafter, read_for
 from aedit.launch.cli.policy import Decode, Policy, load_policy
 from aedit.launch.config import LOAD_S, TRIAL_S, first_call, load_object
@@ -37,7 +37,7 @@ from aedit.spec_rollout.sampling import (
     gumbel,
     warp_logits,
 )
-from aedit.types import UserError, is_import_path
+from aedit.types import UserError, first_line, is_import_path
 
 MAX_ROWS = 32
 """Upper limit of samples that are decoded at the same time; further ones wait."""

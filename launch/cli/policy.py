@@ -9,12 +9,12 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from aedit.launch.cli.arguments import first_line, policy_folder
+from aedit.launch.cli.arguments import policy_folder
 from aedit.launch.cli.export import load_run_model
 from aedit.launch.node import stop_tokens
 from aedit.spec_rollout.sampling import TextTokens
 from aedit.system import check_folder
-from aedit.types import UserError
+from aedit.types import UserError, first_line
 
 # Their methods carry no types.
 _model: Any = AutoModelForCausalLM

@@ -15,7 +15,7 @@ from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.http import HttpService, TextCodec
 from aedit.spec_rollout.server import EngineHost, HostLimits
 from aedit.system import keep_one_arena
-from aedit.types import UserError
+from aedit.types import UserError, first_line
 
 DEFAULT_MAX_TOKENS = 4096
 LINE = "model"
@@ -87,8 +87,7 @@ def _engine(policy: Policy, options: Namespace) -> Engine:
     try:
         policy.model.to(device=device, **dtype)
     except (RuntimeError, AssertionError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"--device {device}: cannot be used: {first}") from None
+        raise UserError(f"--device {device}: cannot be used: {first_line(error)}") from None
     arm = options.arm or AUTO
     drafter = None if options.drafter is None else Path(options.drafter)
     return drafting_engine(policy, arm, drafter, rows=options.rows, max_tokens=max_tokens)

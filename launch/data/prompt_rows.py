@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from aedit.launch.config import PromptConfig
-from aedit.launch.data.readers import load_dataset, matching_files
+from aedit.launch.data.readers import json_lines, load_dataset, matching_files
 from aedit.spec_rollout.rl import ProblemOrigin, num_levels, source_of
-from aedit.types import UserError, imported, is_import_path
+from aedit.types import UserError, first_line, imported, is_import_path
 
 KEY = "prompts.source"
 
@@ -38,7 +38,9 @@ def source_rows(config: PromptConfig, seed: int) -> Iterator[Row]:
         return _plain(source, gym_rows(config, seed))
     if is_import_path(source):
         return _plain(source, _generated(config, seed))
-    return (row for path in _json_files(source) for row in _json_file(path))
+    expected = "; expected one JSON object a line"
+    rows = (row for path in _json_files(source) for row in json_lines(path, KEY, expected))
+    return ((name, _columns(name, value)) for name, value in rows)
 
 
 def check_source(source: str) -> None:
@@ -69,23 +71,6 @@ def _json_files(source: str) -> list[Path]:
                 f"{KEY}: {path} has the suffix {path.suffix!r}, expected .jsonl: one JSON object a line"
             )
     return paths
-
-
-def _json_file(path: Path) -> Iterator[Row]:
-    try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    name = f"{path}:{number}"
-                    try:
-                        value = json.loads(line)
-                    except ValueError as error:
-                        raise UserError(
-                            f"{KEY}: {name} is not JSON ({error}); expected one JSON object a line"
-                        ) from error
-                    yield name, _columns(name, value)
-    except OSError as error:
-        raise UserError(f"{KEY}: cannot read {path}: {error.strerror}") from error
 
 
 def _plain(source: str, values: Iterable[object]) -> Iterator[Row]:
@@ -163,9 +148,8 @@ def _gym_row(origin: ProblemOrigin, config: PromptConfig) -> dict[str, Any]:
         entry = source_of(origin)[origin.index]
     except Exception as error:  # each generator checks its options in its own way
         where = f", level {origin.level + 1}" if origin.level >= 0 else ""
-        message = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"prompts.source: generator {origin.name!r} of reasoning-gym{where}: {message}"
+            f"prompts.source: generator {origin.name!r} of reasoning-gym{where}: {first_line(error)}"
         ) from error
     row = {config.prompt_key: entry["question"], config.answer_key: entry["answer"], "gym": asdict(origin)}
     return row | ({"level": origin.level + 1} if origin.level >= 0 else {})

@@ -16,7 +16,7 @@ from aedit.launch.config import PromptConfig
 from aedit.launch.data.prompt_rows import KEY, source_rows
 from aedit.launch.data.tokenizer import CorpusTokenizer
 from aedit.spec_rollout.rl import Messages, Problem
-from aedit.types import UserError
+from aedit.types import UserError, first_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def prompt_tokens(
         if ids is None and isinstance(prompt, str):
             ids = tokenizer.encode(prompt)
     except Exception as error:  # a template may raise anything, such as for a role that it does not know
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        why = first_line(error)
         raise UserError(f"{KEY}: the tokenizer does not accept the prompt of {name}: {why}") from error
     if ids is None:
         why = "the tokenizer has no chat template" if chat_template else "prompts.chat_template is false"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from aedit.launch.config import DataConfig
-from aedit.types import UserError
+from aedit.types import UserError, first_line
 
 TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py"}
 PIECE_CHARS = 4096
@@ -51,7 +51,13 @@ def file_documents(files: list[Path], text_key: str) -> Iterator[Document]:
             case suffix if suffix in TEXT_SUFFIXES:
                 yield Document(str(path), read_text(path))
             case ".jsonl":
-                yield from _jsonl(path, text_key)
+                for key, row in json_lines(path):
+                    if not isinstance(row, dict):
+                        raise UserError(
+                            f"data.source: {key} is not a JSON object, so it has no key {text_key!r}"
+                        )
+                    _check_column(text_key, list(row), key)
+                    yield Document(key, _text(row[text_key], key))
             case ".parquet":
                 yield from _parquet(path, text_key)
             case suffix:
@@ -83,26 +89,24 @@ def pieces(document: Document) -> Iterator[Document]:
         start = end
 
 
-def _jsonl(path: Path, text_key: str) -> Iterator[Document]:
+def json_lines(path: Path, key: str = "data.source", expected: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield place and value of each line of a file that is not blank.
+
+    key: configuration key of the source, for messages, which `expected` ends.
+    """
     # Decode line by line: the file may exceed memory, and an error names its line.
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield _json_document(line, text_key, f"{path}:{number}")
+                    try:
+                        value = json.loads(line)
+                    except ValueError as error:
+                        message = f"{key}: {path}:{number} is not JSON ({error}){expected}"
+                        raise UserError(message) from error
+                    yield f"{path}:{number}", value
     except OSError as error:
-        raise UserError(f"data.source: cannot read {path}: {error.strerror}") from error
-
-
-def _json_document(line: bytes, text_key: str, key: str) -> Document:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"data.source: {key} is not JSON ({error})") from error
-    if not isinstance(row, dict):
-        raise UserError(f"data.source: {key} is not a JSON object, so it has no key {text_key!r}")
-    _check_column(text_key, list(row), key)
-    return Document(key, _text(row[text_key], key))
+        raise UserError(f"{key}: cannot read {path}: {error.strerror}") from error
 
 
 def _parquet(path: Path, text_key: str) -> Iterator[Document]:
@@ -114,7 +118,7 @@ def _parquet(path: Path, text_key: str) -> Iterator[Document]:
             values = (value for batch in batches for value in batch.column(0).to_pylist())
             yield from row_documents(values, str(path))
     except (OSError, ValueError) as error:
-        raise UserError(f"data.source: cannot read {path}: {_first_line(error)}") from error
+        raise UserError(f"data.source: cannot read {path}: {first_line(error)}") from error
 
 
 def dataset(name: str, config: DataConfig) -> Any:
@@ -131,7 +135,7 @@ def load_dataset(name: str, split: str, setting: str) -> Any:
     try:
         return datasets.load_dataset(path, subset or None, split=split)
     except Exception as error:  # the exception type depends on the loader; only the setting can cause it
-        raise UserError(f"{setting}: {_first_line(error)}") from error
+        raise UserError(f"{setting}: {first_line(error)}") from error
 
 
 def _extra(module: str, key: str = "data.source") -> Any:
@@ -168,7 +172,3 @@ def _check_column(text_key: str, columns: list[str], origin: str) -> None:
         close = get_close_matches(text_key, columns, n=1) or columns[:1]
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise UserError(f"data.text_key = {text_key!r} is missing in {origin}{hint}")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

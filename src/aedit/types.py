@@ -430,6 +430,11 @@ def printable(text: str, most: int | None = None) -> str:
     return "".join(one if one.isprintable() else "?" for one in text[:most])
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its class."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip()
+
+
 def address_fault(address: str) -> str:
     """Return why `address` is not a HOST:PORT at which others reach a server; "" if it is one."""
     host, _, port = address.rpartition(":")
