@@ -94,9 +94,6 @@ def _pinned(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
-_HISTORY = ("norms_WL", "mean_L", "var_L", "rounds_L", "suspects_L")
-
-
 def named(kind: str, unit: SyncUnit, flat: Tensor) -> dict[str, Tensor]:
     """Return `flat` cut into one tensor per parameter of `unit`, under KIND/PARAMETER. Views of `flat`."""
     parts = zip(unit.split(flat), unit.names, strict=True)
@@ -110,12 +107,12 @@ def flat(kind: str, unit: SyncUnit, state: Mapping[str, Tensor]) -> Tensor:
 
 def named_history(kind: str, history: NormHistory) -> dict[str, Tensor]:
     """Return the tensors of a history of norms, under KIND/FIELD."""
-    return {f"{kind}/{name}": getattr(history, name) for name in _HISTORY}
+    return {f"{kind}/{name}": tensor for name, tensor in history._asdict().items()}
 
 
 def history(kind: str, state: Mapping[str, Tensor]) -> NormHistory:
     """Return the history that `named_history` has named."""
-    return NormHistory(*(state[f"{kind}/{name}"] for name in _HISTORY))
+    return NormHistory(*(state[f"{kind}/{name}"] for name in NormHistory._fields))
 
 
 def named_store(units: Sequence[SyncUnit], store: DeviceStore) -> dict[str, Tensor]:

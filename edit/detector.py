@@ -6,7 +6,7 @@ and NaN or Inf never enters a history; but after `patience` finite outliers in a
 from them.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ RECENT = 5
 """Rounds whose median is the baseline: few, because norms decay."""
 
 
-@dataclass(frozen=True, slots=True)
-class NormHistory:
+class NormHistory(NamedTuple):
     """History of a detector. W: rounds kept, newest last, nan where there is none yet."""
 
     norms_WL: Tensor
@@ -32,12 +31,12 @@ class NormHistory:
     suspects_L: Tensor
     """Distrusted finite rounds in a row."""
 
-    @classmethod
-    def empty(cls, num_units: int, window: int) -> "NormHistory":
+    @staticmethod
+    def empty(num_units: int, window: int) -> "NormHistory":
         """Return a history without rounds."""
         # Each a tensor of its own: a checkpoint is read into them in place.
         zeros = [torch.zeros(num_units, dtype=torch.float64) for _ in range(4)]
-        return cls(torch.full((window, num_units), torch.nan, dtype=torch.float64), *zeros)
+        return NormHistory(torch.full((window, num_units), torch.nan, dtype=torch.float64), *zeros)
 
 
 def robust_score(G_L: Tensor, history: NormHistory) -> Tensor:
@@ -57,10 +56,7 @@ def robust_score(G_L: Tensor, history: NormHistory) -> Tensor:
 
 
 def ema_score(G_L: Tensor, history: NormHistory) -> Tensor:
-    """Return the paper's z-score of raw norms: exponential running mean and variance (arXiv:2412.07210, eq.
-
-    2).
-    """
+    """Return the z-score of raw norms by their running mean and variance (arXiv:2412.07210, eq. 2)."""
     return (G_L - history.mean_L) / history.var_L.sqrt().clamp(min=1e-12)
 
 
@@ -71,7 +67,8 @@ def judge(G_L: Tensor, history: NormHistory, config: PenaltyConfig) -> tuple[Ten
     suspects_L = torch.where(distrusted_L & finite_L, history.suspects_L + 1, history.suspects_L * ~finite_L)
     renewed_L = suspects_L >= config.patience
     if renewed_L.any():
-        history = _forget(history, renewed_L)
+        empty = NormHistory.empty(len(G_L), len(history.norms_WL))
+        history = replace_units(history, empty, renewed_L.nonzero().flatten().tolist())
         distrusted_L = distrusted_L & ~renewed_L
         suspects_L = suspects_L * ~renewed_L
     return G_L.masked_fill(distrusted_L, torch.inf), _learn(
@@ -79,12 +76,11 @@ def judge(G_L: Tensor, history: NormHistory, config: PenaltyConfig) -> tuple[Ten
     )
 
 
-def learned_only(new: NormHistory, old: NormHistory, units: list[int]) -> NormHistory:
+def replace_units(old: NormHistory, new: NormHistory, units: list[int]) -> NormHistory:
     """Return `new` for `units` and `old` for the rest."""
     mask_L = torch.zeros(old.mean_L.numel(), dtype=torch.bool)
     mask_L[units] = True
-    names = ("norms_WL", "mean_L", "var_L", "rounds_L", "suspects_L")
-    return NormHistory(*(torch.where(mask_L, getattr(new, n), getattr(old, n)) for n in names))
+    return NormHistory(*(torch.where(mask_L, ours, theirs) for ours, theirs in zip(new, old, strict=True)))
 
 
 def _outliers(G_L: Tensor, history: NormHistory, config: PenaltyConfig) -> Tensor:
@@ -97,17 +93,6 @@ def _outliers(G_L: Tensor, history: NormHistory, config: PenaltyConfig) -> Tenso
         case "ema":
             score_L = ema_score(G_L, history)
     return ready_L & (score_L > config.threshold)  # one-sided: a small norm is never a fault
-
-
-def _forget(history: NormHistory, units_L: Tensor) -> NormHistory:
-    empty = NormHistory.empty(units_L.numel(), history.norms_WL.shape[0])
-    return NormHistory(
-        torch.where(units_L, empty.norms_WL, history.norms_WL),
-        torch.where(units_L, empty.mean_L, history.mean_L),
-        torch.where(units_L, empty.var_L, history.var_L),
-        torch.where(units_L, empty.rounds_L, history.rounds_L),
-        history.suspects_L,
-    )
 
 
 def _learn(

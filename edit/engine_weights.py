@@ -49,7 +49,11 @@ class EngineWeights:
             RuntimeError: A rank was lost on the way.
         """
         reshard(self._model.modules())
-        changed = self._changed(steps)
+        if self._watch is None:
+            self._watch, changed = WeightWatch(self._model), True
+        elif changed := steps != self._steps or self._watch.changed(thorough=True) is not None:
+            self._watch.look()
+        self._steps = steps
         has = -1 if engine is None else engine.version
         differs = engine is not None and has != self.version
         any_changed, newest, any_differs = self._shards.most([changed, has, differs])
@@ -63,14 +67,3 @@ class EngineWeights:
         elif sharded(weights):
             take_part(weights)
         return self.version
-
-    def _changed(self, steps: int) -> bool:
-        """Return whether the weights may differ from those of the last call, and remember the new ones."""
-        if self._watch is None:
-            self._watch, self._steps = WeightWatch(self._model), steps
-            return True
-        changed = steps != self._steps or self._watch.changed(thorough=True) is not None
-        if changed:
-            self._watch.look()
-            self._steps = steps
-        return changed

@@ -172,12 +172,13 @@ class EditCallback(TrainerCallback):
 
     def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
         """Restore the exchange from the Trainer's checkpoint, if all nodes resume from the same round."""
-        sync, numbers = self._node, _read_numbers(_directory(args, state))
+        sync, path = self._node, _directory(args, state) / "numbers.json"
+        numbers: dict[str, Any] | None = json.loads(path.read_text()) if path.is_file() else None
         same_round, fewest_steps = _compare_checkpoints(self.exchange, numbers, state.global_step)
         if same_round:
             assert numbers is not None
             tensors = snapshot.blank(sync, numbers)
-            dcp.load(tensors, checkpoint_id=_directory(args, state), no_dist=True)
+            dcp.load(tensors, checkpoint_id=path.parent, no_dist=True)
             snapshot.restore(sync, tensors, numbers)
         elif state.global_step:
             _log.warning("the nodes share no round to resume from: node 0's weights become new anchors")
@@ -254,12 +255,6 @@ def _complete_weights(model: nn.Module, checkpoint: Path) -> None:
     weights = {name: model.state_dict()[name].contiguous() for name in names.values()}
     save_file(weights, checkpoint / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
     model.config.save_pretrained(checkpoint)
-
-
-def _read_numbers(directory: Path) -> dict[str, Any] | None:
-    path = directory / "numbers.json"
-    numbers: dict[str, Any] | None = json.loads(path.read_text()) if path.is_file() else None
-    return numbers
 
 
 def _compare_checkpoints(

@@ -20,7 +20,7 @@ from aedit.async_sgd.rules import PenaltyConfig
 from aedit.edit import flat_layout
 from aedit.edit.anchor_store import history, named_history
 from aedit.edit.config import EditConfig
-from aedit.edit.detector import NormHistory, judge, learned_only
+from aedit.edit.detector import NormHistory, judge, replace_units
 from aedit.edit.exchange import Immediate, LocalNotes, RoundOutcome, check_new, mark_taken
 from aedit.edit.flat_layout import SharedVector
 from aedit.edit.hub_join import HubNodeOptions, Positions, StepReport, check_units, open_link, shared_drafter
@@ -146,8 +146,8 @@ class PushDetector:
         all_L[at] = G_L
         believed_L, norms = judge(all_L, self.norms, self._config)
         per_step = judge(all_L / steps_L.clamp(min=1), self.norms_per_step, self._config)
-        self.norms = learned_only(norms, self.norms, at)
-        self.norms_per_step = learned_only(per_step[1], self.norms_per_step, at)
+        self.norms = replace_units(self.norms, norms, at)
+        self.norms_per_step = replace_units(self.norms_per_step, per_step[1], at)
         suspect_L = believed_L.isinf() & per_step[0].isinf()
         suspect_L[list(apart)] &= ~all_L[list(apart)].isfinite()
         return frozenset(i for i in units if suspect_L[i])

@@ -70,25 +70,21 @@ class HubSettings:
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{addresses}: its configuration is not valid TOML: {error}") from None
         hub = _made(HubConfig, tables.get("hub", {}))
+        drafter, learns_from_rewards = tables.get("drafter", {}), tables.get("prompts", {}).get("source")
+        kinds = ("layer", "auto") if learns_from_rewards else ("layer",)
         given = addresses.split(",")
         known = given if len(given) >= len(reply.addresses) else list(reply.addresses)
         return cls(
             run=reply.run,
             edit=replace(_made(EditConfig, tables.get("edit", {})), landing="arrival"),
             hub=replace(hub, address=",".join(known), standby=reply.standby or hub.standby),
-            shares_drafter=_shares_drafter(tables),
+            # Defaults are left out of a hub's configuration.
+            shares_drafter=drafter.get("kind", "auto") in kinds and bool(drafter.get("share", True)),
         )
 
     def schedule(self, link: Link) -> RoundSchedule:
         """Return a new schedule that follows the hub's pace."""
         return make_pace(self.edit, link.news)
-
-
-def _shares_drafter(tables: dict[str, Any]) -> bool:
-    """Return whether a hub with this configuration, of which defaults are left out, expects a drafter."""
-    drafter = tables.get("drafter", {})
-    kinds = ("layer", "auto") if tables.get("prompts", {}).get("source") else ("layer",)
-    return drafter.get("kind", "auto") in kinds and bool(drafter.get("share", True))
 
 
 def _made(kind: type[T], table: dict[str, Any]) -> T:
@@ -267,8 +263,13 @@ def open_link(
     from aedit.proto.rpc import HelloReply
 
     settings = HubSettings.of(HelloReply.FromString(bytes.fromhex(reply_text)), address)
-    if (shared is not None) != settings.shares_drafter and (shared is not None or settings.hub.endless):
-        raise ValueError(_about_drafter(settings))
+    if settings.shares_drafter and shared is None and settings.hub.endless:
+        raise ValueError(f"run {settings.run} shares a drafter: pass drafter=online to HubExchange.join")
+    if shared is not None and not settings.shares_drafter:
+        raise ValueError(
+            f'run {settings.run} shares no drafter: join without one, or set drafter.kind = "layer" in the '
+            "configuration of its hub"
+        )
     plan = node_plan(model, settings, options, shared)
     link: AgentLink | None = None
 
@@ -308,15 +309,6 @@ def shared_drafter(model: nn.Module, options: HubNodeOptions) -> SharedModule | 
         return None
     shapes = {name: tensor.shape for name, tensor in options.drafter.tensors().items()}
     return SharedModule(DRAFTER, shapes, next(model.parameters()).device)
-
-
-def _about_drafter(settings: HubSettings) -> str:
-    if settings.shares_drafter:
-        return f"run {settings.run} shares a drafter: pass drafter=online to HubExchange.join"
-    return (
-        f'run {settings.run} shares no drafter: join without one, or set drafter.kind = "layer" in the '
-        "configuration of its hub"
-    )
 
 
 def node_plan(

@@ -30,7 +30,7 @@ from aedit.edit.anchor_store import (
     named_history,
     named_store,
 )
-from aedit.edit.detector import NormHistory, judge, learned_only
+from aedit.edit.detector import NormHistory, judge, replace_units
 from aedit.edit.exchange import Immediate, RoundOutcome
 from aedit.edit.schedule import Notes
 from aedit.edit.shards import Shards
@@ -185,7 +185,7 @@ class MeanExchange:
             distrusted=tuple(i for i in units if not believed_L[i].isfinite()),
         )
         self._open = _OpenRound(outcome, self.history, added_L)
-        self.history = learned_only(history, self.history, [i for i in at if i not in apart])
+        self.history = replace_units(self.history, history, [i for i in at if i not in apart])
         head = [self.own_steps, leaving, *self._digest(units)]
         row = torch.cat([torch.tensor(head, dtype=torch.float64), believed_L[at], self.steps_L[at]])
         return then(self.channel.gather(f"{round.id}/open", row), self._weigh)

@@ -235,10 +235,6 @@ class OpenRounds:
 
     # -- hooks
 
-    def begin_pass(self) -> None:
-        """Note that the model runs, from its beginning."""
-        self.own_values.new_pass()
-
     def before_forward(self, i: int) -> None:
         """Land unit `i`, whose module is about to run."""
         self._node.optimizers.note_pass()

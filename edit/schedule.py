@@ -28,36 +28,38 @@ class RoundSchedule(Protocol):
     rounds of one `LayerSync`, which refuses one that has served another.
     """
 
-    last_id: int
-    last_step: int
+    last_id: int = 0
+    last_step: int = 0
 
     def due(self, step: int) -> Round | None:
         """Return the round to open after local step `step` (from 1), or None."""
 
     def listen(self, notes: Notes) -> None:
-        """Agree with the other nodes through `notes` from now on, if the schedule needs agreement."""
+        """Agree with the other nodes through `notes` from now on. Most schedules need no agreement."""
+        return
+
+
+def _next(schedule: RoundSchedule, step: int) -> Round:
+    """Count the next round, which is opened after local step `step`."""
+    round = Round(schedule.last_id + 1, step - schedule.last_step)
+    schedule.last_id, schedule.last_step = round.id, step
+    return round
 
 
 @checked()
-class EverySteps:
+class EverySteps(RoundSchedule):
     """EDiT: a round after every `every` inner steps. Equal on all nodes by itself."""
 
     def __init__(self, every: PositiveInt) -> None:
         self.every = every
-        self.last_id = 0
-        self.last_step = 0
 
     def due(self, step: int) -> Round | None:
         """Return a round at every multiple of `every` steps."""
         return _next(self, step) if step % self.every == 0 else None
 
-    def listen(self, notes: Notes) -> None:
-        """Do nothing: step counts are equal on all nodes."""
-        pass
-
 
 @checked()
-class EverySeconds:
+class EverySeconds(RoundSchedule):
     """A-EDiT: a round once `every` seconds have passed since the last one; nodes may be at different steps.
 
     Decided once: the first node to see the time pass posts a note, and a node opens a round when it sees the
@@ -70,8 +72,6 @@ class EverySeconds:
     def __init__(self, every: PositiveFloat, clock: Callable[[], float] = time.monotonic) -> None:
         self.every = every
         self.clock = clock
-        self.last_id = 0
-        self.last_step = 0
         self._last_at: float | None = None
         self._notes: Notes | None = None
 
@@ -80,7 +80,13 @@ class EverySeconds:
         now = self.clock()
         if self._last_at is None:  # the first local step, not the start of the warm-up
             self._last_at = now
-        if not self._decided(now - self._last_at >= self.every):
+        is_due = now - self._last_at >= self.every
+        if self._notes is not None:
+            key = f"round/{self.last_id + 1}"
+            if is_due:
+                self._notes.post(key, "due")
+            is_due = self._notes.read(key) is not None
+        if not is_due:
             return None
         self._last_at = now
         return _next(self, step)
@@ -89,17 +95,9 @@ class EverySeconds:
         """Share the decision with other nodes through `notes`."""
         self._notes = notes
 
-    def _decided(self, time_is_up: bool) -> bool:
-        if self._notes is None:
-            return time_is_up
-        key = f"round/{self.last_id + 1}"
-        if time_is_up:
-            self._notes.post(key, "due")
-        return self._notes.read(key) is not None
-
 
 @checked()
-class AtMultiples:
+class AtMultiples(RoundSchedule):
     """A round at each multiple of `every` seconds of a shared clock, such as wall-clock time.
 
     It lets peers meet that have no other way to agree. A clock that is set back delays the next round by at
@@ -111,8 +109,6 @@ class AtMultiples:
     def __init__(self, every: PositiveFloat, clock: Callable[[], float] = time.time) -> None:
         self.every = every
         self.clock = clock
-        self.last_id = 0
-        self.last_step = 0
         self._seen: int | None = None
 
     def due(self, step: int) -> Round | None:
@@ -120,16 +116,6 @@ class AtMultiples:
         now, seen = int(self.clock() // self.every), self._seen
         self._seen = now
         return _next(self, step) if seen is not None and now > seen else None
-
-    def listen(self, notes: Notes) -> None:
-        """Do nothing: the clock is the agreement."""
-        pass
-
-
-def _next(schedule: RoundSchedule, step: int) -> Round:
-    round = Round(schedule.last_id + 1, step - schedule.last_step)
-    schedule.last_id, schedule.last_step = round.id, step
-    return round
 
 
 def make_schedule(config: EditConfig) -> RoundSchedule:
@@ -150,7 +136,7 @@ MISSED_INTERVALS = 2.0
 """Intervals without a report of the hub after which the node's own clock decides."""
 
 
-class OwnPace:
+class OwnPace(RoundSchedule):
     """A round `every` steps after the last one; with `news`, as many as the hub asks of this node.
 
     DyLU (arXiv:2401.09135, section 5.2): the fastest node does `every` steps, the others what they can in
@@ -159,8 +145,6 @@ class OwnPace:
 
     def __init__(self, every: int, news: Callable[[], News] | None = None, *, share: float = 1.0) -> None:
         self.every, self.news, self.share = every, news, share
-        self.last_id = 0
-        self.last_step = 0
 
     def due(self, step: int) -> Round | None:
         """Return the round to open after local step `step`, or None."""
@@ -168,12 +152,8 @@ class OwnPace:
         steps = max(1, round((pace or self.every) * self.share))
         return _next(self, step) if step - self.last_step >= steps else None
 
-    def listen(self, notes: Notes) -> None:
-        """Do nothing: this schedule needs no agreement."""
-        pass
 
-
-class HubPace:
+class HubPace(RoundSchedule):
     """A round when the hub opens one, which it does every `every_s` seconds.
 
     After `MISSED_INTERVALS` intervals without a report of the hub, the node's own clock decides. With
@@ -189,8 +169,6 @@ class HubPace:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.every_s, self.news, self.fragments, self.clock = every_s, news, fragments, clock
-        self.last_id = 0
-        self.last_step = 0
         self._seen: int | None = None
         self._opened_at = self._last_at = clock()
         self._left = 0  # fragments whose turn comes before the hub's next round
@@ -210,10 +188,6 @@ class HubPace:
             return None
         self._last_at = now
         return _next(self, step)
-
-    def listen(self, notes: Notes) -> None:
-        """Do nothing: the hub decides for all nodes."""
-        pass
 
 
 def make_pace(edit: EditConfig, news: Callable[[], News]) -> RoundSchedule:

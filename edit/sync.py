@@ -185,7 +185,10 @@ class LayerSync(Waiter):
     # -- attach and detach
 
     def __enter__(self) -> "LayerSync":
-        self._check_beside()
+        if self._conflict():
+            gc.collect()  # a block may be one of a trainer that has failed, whose model is in no use any more
+            if conflict := self._conflict():
+                raise ValueError(conflict)
         self.compare()
         snapshot.check_same_round(self.exchange, self._resumed_at)
         reshard(self.model.modules())
@@ -202,7 +205,7 @@ class LayerSync(Waiter):
             (unit.modules, partial(self._rounds.before_forward, i)) for i, unit in enumerate(self.units)
         ]
         before.append((self._rounds.hooked, partial(self._rounds.before_buffers)))
-        before.append(([self.model], partial(self._rounds.begin_pass)))  # last, as hooks are prepended
+        before.append(([self.model], partial(self._rounds.own_values.new_pass)))  # last: hooks are prepended
         self._hooks = attach_hooks(self.model, before, self._rounds.after_forward)
         self._rounds.note_parameters()
         self.optimizers.watch(self._rounds.own_values.look, self._rounds.own_values.take)
@@ -222,13 +225,6 @@ class LayerSync(Waiter):
             self.optimizers.unwatch()
             self._compared = False
             _ACTIVE[:] = [(thread, ref) for thread, ref in _ACTIVE if ref() not in (None, self)]
-
-    def _check_beside(self) -> None:
-        """Raise ValueError if this block cannot be entered beside those that are not over."""
-        if self._conflict():
-            gc.collect()  # a block may be one of a trainer that has failed, whose model is in no use any more
-            if conflict := self._conflict():
-                raise ValueError(conflict)
 
     def _conflict(self) -> str:
         """Return why this block cannot be entered beside those that are not over; "" if it can."""

@@ -138,9 +138,15 @@ def find_units(model: nn.Module, spec: Literal["auto", "model"] | Iterable[str] 
         blocks = _auto(model) if spec == "auto" else _named(model, tuple(spec))
     name = "model" if spec == "model" else REST
     units = [SyncUnit(name, model), *(SyncUnit(n, m) for n, m in blocks)]
-    for unit, param_name, param in _owners(model, units):
-        unit.names.append(param_name)
-        unit.params.append(param)
+    first_to_land: dict[nn.Parameter, int] = {}
+    for param_name, p in model.named_parameters(remove_duplicate=False):
+        inside = (i for i, unit in enumerate(units[1:], 1) if param_name.startswith(unit.name + "."))
+        first_to_land[p] = min(first_to_land.get(p, len(units)), next(inside, 0))
+    for param_name, p in model.named_parameters():
+        if p.requires_grad:
+            unit = units[first_to_land[p]]
+            unit.names.append(param_name)
+            unit.params.append(_supported(param_name, p))
     # Modules that hold any of the rest themselves may run without `model`, which may be a container.
     rest = set(units[0].params)
     units[0].modules += [
@@ -171,16 +177,6 @@ def _supported(name: str, p: nn.Parameter) -> nn.Parameter:
             "(model.float()), or frozen"
         )
     return p
-
-
-def _owners(model: nn.Module, units: list[SyncUnit]) -> Iterator[tuple[SyncUnit, str, nn.Parameter]]:
-    first_to_land: dict[nn.Parameter, int] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        inside = (i for i, unit in enumerate(units[1:], 1) if name.startswith(unit.name + "."))
-        first_to_land[p] = min(first_to_land.get(p, len(units)), next(inside, 0))
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            yield units[first_to_land[p]], name, _supported(name, p)
 
 
 def _gatherers(model: nn.Module, param_names: Iterable[str]) -> list[nn.Module]:

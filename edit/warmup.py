@@ -6,7 +6,7 @@ some nodes gets the mean over all nodes, as in DistributedDataParallel; a parame
 node is left alone.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,20 +49,17 @@ class GradientMean:
 
     def attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Register hooks that notice backward passes and that average the gradients before each step."""
-        self._hooks = list(self._register(optimizers))
+        for p in (p for unit in self._units for p in unit.params):
+            hook: RemovableHandle = p.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
+            self._hooks.append(hook)
+        for optimizer in optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self._hooks.append(optimizer.register_step_post_hook(self._after_step))
 
     def detach(self) -> None:
         """Remove the hooks that `attach` has registered."""
         while self._hooks:
             self._hooks.pop().remove()
-
-    def _register(self, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[RemovableHandle]:
-        for unit in self._units:
-            for p in unit.params:
-                yield p.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
-        for optimizer in optimizers:
-            yield optimizer.register_step_pre_hook(self._before_step)
-            yield optimizer.register_step_post_hook(self._after_step)
 
     def _note_gradient(self, p: Tensor) -> None:
         self._fresh = True
@@ -93,19 +90,17 @@ class GradientMean:
             loss = closure()
             self._fresh = True
             self.average()
-            return None if loss is None else self._mean_loss(loss)
+            if loss is None:
+                return None
+            device = local(self._units[0].params[0]).device
+            value = torch.as_tensor(loss, dtype=torch.float32).detach().reshape(1).to(device)
+            value = self._shards.sum(value) / self._shards.size
+            mean = self._wait_for(
+                self._peers.average(f"warmup/{self._node.steps}/loss", value, torch.ones_like(value[0]))
+            )
+            return mean.reshape(loss.shape).to(loss) if isinstance(loss, Tensor) else float(mean)
 
         return call
-
-    @torch.no_grad()
-    def _mean_loss(self, loss: Any) -> Any:
-        device = local(self._units[0].params[0]).device
-        value = torch.as_tensor(loss, dtype=torch.float32).detach().reshape(1).to(device)
-        value = self._shards.sum(value) / self._shards.size
-        mean = self._wait_for(
-            self._peers.average(f"warmup/{self._node.steps}/loss", value, torch.ones_like(value[0]))
-        )
-        return mean.reshape(loss.shape).to(loss) if isinstance(loss, Tensor) else float(mean)
 
     def _wait_for(self, pending: Pending[Tensor]) -> Tensor:
         return self._node.wait(pending, needed=self._node.position + 1)
