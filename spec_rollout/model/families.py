@@ -20,22 +20,20 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_module
 
 from aedit.spec_rollout.model.layers import (
+    QKV,
     Attention,
     AttentionSpec,
     Experts,
     Function,
-    FusedGatedMLP,
-    FusedQKV,
-    GatedMLP,
     Layer,
-    LayerNorm,
     LayerShape,
-    Linear,
-    PlainMLP,
     RMSNorm,
     Rotary,
-    SeparateQKV,
+    fused_gated_mlp,
+    fused_qkv,
+    gated_mlp,
     linear,
+    separate_qkv,
 )
 
 ACTIVATIONS: Mapping[str, Function] = MappingProxyType(
@@ -262,16 +260,16 @@ class ModelReader:
         window = self.config.sliding_window if kind == "sliding_attention" else None
         return AttentionSpec(module.scaling, window, cap)
 
-    def _qkv(self, module: Any) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    def _qkv(self, module: Any) -> QKV:
         head_dim = self.shape.head_dim
         if hasattr(module, "qkv_proj"):
             sizes = self.shape.num_heads + self.shape.num_kv_heads, self.shape.num_kv_heads
-            return FusedQKV(_linear(module.qkv_proj), head_dim, sizes)
+            return fused_qkv(_linear(module.qkv_proj), head_dim, sizes)
         projections = _linear(module.q_proj), _linear(module.k_proj), _linear(module.v_proj)
         if not hasattr(module, "q_norm"):
-            return SeparateQKV(*projections, head_dim)
+            return separate_qkv(projections, head_dim)
         norms = self.family.norms.read(module.q_norm), self.family.norms.read(module.k_norm)
-        return SeparateQKV(*projections, head_dim, *norms, norms_heads=not self.family.has_whole_qk_norm)
+        return separate_qkv(projections, head_dim, norms, norms_heads=not self.family.has_whole_qk_norm)
 
     def _mlp(self, module: Any) -> Function:
         if hasattr(module, "experts"):
@@ -280,13 +278,13 @@ class ModelReader:
             weights = router.weight, experts.gate_up_proj, experts.down_proj
             return Experts(*weights, router.top_k, is_normalized, self.activation)
         if hasattr(module, "gate_up_proj"):
-            return FusedGatedMLP(_linear(module.gate_up_proj), _linear(module.down_proj), self.activation)
+            return fused_gated_mlp(_linear(module.gate_up_proj), _linear(module.down_proj), self.activation)
         gate, up, down = (_linear(one) for one in (module.gate_proj, module.up_proj, module.down_proj))
-        return GatedMLP(gate, up, down, self.activation)
+        return gated_mlp(gate, up, down, self.activation)
 
 
 def _linear(module: Any) -> Function:
-    return Linear(module.weight, module.bias)
+    return partial(linear, weight_oi=module.weight, bias_o=module.bias)
 
 
 def _gpt2(model: Any, activation: Function) -> ModelWeights:
@@ -294,18 +292,25 @@ def _gpt2(model: Any, activation: Function) -> ModelWeights:
     config, inner = model.config, model.transformer
     shape = LayerShape(config.n_head, config.n_head, config.n_embd // config.n_head)
 
-    def norm(module: nn.LayerNorm) -> LayerNorm:
-        return LayerNorm(module.weight, module.bias, module.eps)
+    def norm(module: nn.LayerNorm) -> Function:
+        weight, bias, eps = module.weight, module.bias, module.eps
+        return lambda x: F.layer_norm(x, weight.shape, weight, bias, eps)
 
-    def linear(module: Any) -> Linear:
-        return Linear(module.weight, module.bias, is_transposed=True)
+    def projection(module: Any) -> Function:
+        weight, bias = module.weight, module.bias
+        return lambda x: linear(x, weight.t(), bias)  # the weight is (in, out)
 
     def layer(module: Any) -> Layer:
-        qkv = FusedQKV(linear(module.attn.c_attn), shape.head_dim, (2 * config.n_head, config.n_head))
+        qkv = fused_qkv(projection(module.attn.c_attn), shape.head_dim, (2 * config.n_head, config.n_head))
         sizes = config.n_head, config.n_head
-        attention = Attention(qkv, None, 0, sizes, linear(module.attn.c_proj))
-        mlp = PlainMLP(linear(module.mlp.c_fc), linear(module.mlp.c_proj), activation)
-        return Layer(attention, mlp, before_attention=norm(module.ln_1), before_mlp=norm(module.ln_2))
+        attention = Attention(qkv, None, 0, sizes, projection(module.attn.c_proj))
+        up, down = projection(module.mlp.c_fc), projection(module.mlp.c_proj)
+        return Layer(
+            attention,
+            lambda x: down(activation(up(x))),
+            before_attention=norm(module.ln_1),
+            before_mlp=norm(module.ln_2),
+        )
 
     return ModelWeights(
         embedding=inner.wte.weight,
@@ -408,7 +413,7 @@ def _difference(module: nn.Module, expected: nn.Module) -> str:
         return f"has another forward method than {kind.__name__} of {kind.__module__}"
     hook = next(_changing_hooks(module), None)
     if hook is not None:
-        return f"has a forward hook, {_name(hook)}: remove it"
+        return f"has a forward hook, {getattr(hook, '__qualname__', type(hook).__name__)}: remove it"
     if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) != len(expected):  # type: ignore[arg-type]
         return f"has {len(module)} members: its configuration has {len(expected)}"  # type: ignore[arg-type]
     return _parameter_difference(module, expected) or _setting_difference(module, expected)
@@ -428,10 +433,6 @@ def _changing_hooks(module: nn.Module) -> Iterator[Any]:
         function = hook.func if isinstance(hook, functools.partial) else hook
         if not str(getattr(function, "__module__", "")).startswith(HARMLESS_HOOKS):
             yield hook
-
-
-def _name(hook: Any) -> str:
-    return str(getattr(hook, "__qualname__", type(hook).__name__))
 
 
 def _parameter_difference(module: nn.Module, expected: nn.Module) -> str:

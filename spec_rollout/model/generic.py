@@ -269,7 +269,13 @@ class Probe:
         self.logits = [self._whole(text) for text in self._texts]
         self.refused: list[str] = []
         """Why ways before the chosen one were not chosen."""
-        self._check_causal()
+        name, first = type(forward.model).__name__, self.logits[0]
+        if not first.isfinite().all():
+            raise ValueError(f"{name}: logits are not finite: check the weights")
+        if not self._same(self._whole(self._texts[0]), first):
+            raise ValueError(f"{name} gives other logits for the same text: it is not deterministic")
+        if len(first) > 1 and not self._same(self._whole(self._texts[0][:-1]), first[:-1]):
+            raise ValueError(f"{name} is not causal: logits of a token depend on the tokens after it")
 
     @property
     def feature_size(self) -> int:
@@ -279,16 +285,6 @@ class Probe:
     def _whole(self, text: Sequence[int]) -> Tensor:
         tokens = torch.tensor([text], device=self._device)
         return self._forward(tokens, last=len(text), use_cache=False)[0][0]
-
-    def _check_causal(self) -> None:
-        name = type(self._forward.model).__name__
-        first = self.logits[0]
-        if not first.isfinite().all():
-            raise ValueError(f"{name}: logits are not finite: check the weights")
-        if not self._same(self._whole(self._texts[0]), first):
-            raise ValueError(f"{name} gives other logits for the same text: it is not deterministic")
-        if len(first) > 1 and not self._same(self._whole(self._texts[0][:-1]), first[:-1]):
-            raise ValueError(f"{name} is not causal: logits of a token depend on the tokens after it")
 
     def _same(self, found: Tensor, expected: Tensor) -> bool:
         if found.shape != expected.shape:

@@ -59,16 +59,17 @@ class ReusedBuffers:
 
     def buffers_like(self, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return uninitialized tensors with the shapes, dtypes and devices of `like`."""
-        return tuple(self._buffer_like(index, tensor) for index, tensor in enumerate(like))
-
-    def _buffer_like(self, index: int, like: Tensor) -> Tensor:
-        num_bytes = like.numel() * like.element_size()
-        memory = self._memory.get(index)
-        if memory is None or memory.numel() < num_bytes:
-            size = 1 << max(9, (num_bytes - 1).bit_length())
-            with torch.inference_mode(False):  # inference tensors could not be written outside of that mode
-                memory = self._memory[index] = torch.empty(size, dtype=torch.uint8, device=like.device)
-        return memory[:num_bytes].view(like.dtype).view(like.shape)
+        found = []
+        for index, tensor in enumerate(like):
+            memory = self._memory.get(index)
+            if memory is None or memory.numel() < tensor.nbytes:
+                size = 1 << max(9, (tensor.nbytes - 1).bit_length())
+                with torch.inference_mode(
+                    False
+                ):  # inference tensors could not be written outside of that mode
+                    memory = self._memory[index] = torch.empty(size, dtype=torch.uint8, device=tensor.device)
+            found.append(memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        return tuple(found)
 
 
 class GraphPool:
@@ -110,7 +111,13 @@ class CapturedGraph:
         self.inputs = shared.inputs.buffers_like(inputs)
         _copy(self.inputs, inputs)
         with torch.cuda.device(shared.device):
-            self.results = shared.results.buffers_like(self._warm_up(function, shared.stream))
+            # Run the function until lazy initialization is done, which also gives results of the right sizes.
+            shared.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(shared.stream):
+                for _ in range(_WARM_UPS):
+                    made = function(*self.inputs)
+            torch.cuda.current_stream().wait_stream(shared.stream)
+            self.results = shared.results.buffers_like(made)
             self.graph = torch.cuda.CUDAGraph()
             # Other threads of the process, such as drafter training, may use the GPU during capture.
             with torch.cuda.graph(
@@ -118,15 +125,6 @@ class CapturedGraph:
             ):
                 # Copy the results: a result that stays referenced would block its part of the pool.
                 _copy(self.results, function(*self.inputs))
-
-    def _warm_up(self, function: GraphFunction, stream: torch.cuda.Stream) -> tuple[Tensor, ...]:
-        """Run the function until lazy initialization is done; return results of the right sizes."""
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                made = function(*self.inputs)
-        torch.cuda.current_stream().wait_stream(stream)
-        return made
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Copy the inputs, replay the graph and return the results, which are in reused buffers."""
@@ -176,23 +174,18 @@ class GraphCache:
         Returns:
             Results that are valid until the next run of this cache.
         """
-        replay = self._by_key.pop(key, None) or self._recorded(key, function, inputs)
+        replay = self._by_key.pop(key, None)
+        if replay is None and key not in self.too_large:
+            try:
+                replay = self._record(function, inputs, self.shared)
+            except torch.OutOfMemoryError:
+                self.too_large.add(key)
         if replay is None:
             return function(*inputs)
         self._by_key[key] = replay
         if len(self._by_key) > self.max_graphs:
             del self._by_key[next(iter(self._by_key))]
         return replay(*inputs)
-
-    def _recorded(self, key: Hashable, function: GraphFunction, inputs: Sequence[Tensor]) -> Replay | None:
-        """Return the captured function, or None if there is not enough memory."""
-        if key in self.too_large:
-            return None
-        try:
-            return self._record(function, inputs, self.shared)
-        except torch.OutOfMemoryError:
-            self.too_large.add(key)
-            return None
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -298,7 +298,8 @@ class KVBlocks:
             mine = self._of_row[row]
             if i < len(mine) and self._uses[mine[i]] == 1:
                 continue  # the other rows that shared it have got copies in this call
-            block = self._take()
+            block = self._free.pop()
+            self._uses[block] = 1
             if i < len(mine):
                 self.tensor[:, :, block].copy_(self.tensor[:, :, mine[i]])
                 self._uses[mine[i]] -= 1
@@ -314,11 +315,6 @@ class KVBlocks:
             i for i in range(first // BLOCK, min(len(mine), -(-end // BLOCK))) if self._uses[mine[i]] > 1
         ]
         return [*shared, *range(len(mine), -(-end // BLOCK))]
-
-    def _take(self) -> int:
-        block = self._free.pop()
-        self._uses[block] = 1
-        return block
 
     def _set_table(self, entries: Sequence[tuple[int, int, int]]) -> None:
         if entries:

@@ -112,83 +112,55 @@ class RMSNorm:
         return torch.addcmul(normed, normed, self.weight).to(x.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerNorm:
-    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias."""
-
-    weight: Tensor
-    bias: Tensor | None
-    eps: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return x normalized over the last dimension."""
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """Product with a weight (out, in), as in `nn.Linear`, or (in, out), as in GPT-2's `Conv1D`."""
-
-    weight: Tensor
-    bias: Tensor | None
-    is_transposed: bool = False
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return x @ weight.T + bias, or x @ weight + bias."""
-        return linear(x, self.weight.t() if self.is_transposed else self.weight, self.bias)
+QKV = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""x_Td -> queries and keys, (T, J, h), which RoPE rotates together, and values, (T, K, h)."""
 
 
 def _heads(x_Td: Tensor, head_dim: int) -> Tensor:
     return x_Td.view(x_Td.shape[0], -1, head_dim)
 
 
-@dataclass(frozen=True, slots=True)
-class SeparateQKV:
-    """Projections to queries, keys and values with a weight each.
+def separate_qkv(
+    projections: tuple[Function, Function, Function],
+    head_dim: int,
+    norms: tuple[Function, Function] | None = None,
+    *,
+    norms_heads: bool = False,
+) -> QKV:
+    """Return the projections to queries, keys and values with a weight each.
 
-    Norms of queries and keys are over all heads together, as in OLMo 2, or over each head for itself.
+    norms: of queries and keys; over each head for itself with `norms_heads`, else over all heads together, as
+    in OLMo 2.
     """
+    to_q, to_k, to_v = projections
 
-    q: Function
-    k: Function
-    v: Function
-    head_dim: int
-    q_norm: Function | None = None
-    k_norm: Function | None = None
-    norms_heads: bool = False
+    def project(x_Td: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = to_q(x_Td), to_k(x_Td)
+        if norms_heads:
+            q, k = _heads(q, head_dim), _heads(k, head_dim)
+        if norms is not None:
+            q, k = norms[0](q), norms[1](k)
+        qk = torch.cat((q, k), -2) if norms_heads else _heads(torch.cat((q, k), -1), head_dim)
+        return qk, _heads(to_v(x_Td), head_dim)
 
-    def __call__(self, x_Td: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries and keys, (T, J, h), and values, (T, K, h). RoPE rotates both together."""
-        q, k = self.q(x_Td), self.k(x_Td)
-        if self.norms_heads:
-            q, k = _heads(q, self.head_dim), _heads(k, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.norms_heads:
-            return torch.cat((q, k), -2), _heads(self.v(x_Td), self.head_dim)
-        return _heads(torch.cat((q, k), -1), self.head_dim), _heads(self.v(x_Td), self.head_dim)
+    return project
 
 
-@dataclass(frozen=True, slots=True)
-class FusedQKV:
-    """One projection to queries, keys and values, in this order."""
+def fused_qkv(qkv: Function, head_dim: int, sizes: tuple[int, int]) -> QKV:
+    """Return one projection to queries, keys and values. sizes: J and K, numbers of heads."""
 
-    qkv: Function
-    head_dim: int
-    sizes: tuple[int, int]
-    """J and K: heads of queries and keys, and of values."""
-
-    def __call__(self, x_Td: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries and keys, (T, J, h), and values, (T, K, h)."""
-        heads_TJh, v_TKh = _heads(self.qkv(x_Td), self.head_dim).split_with_sizes(self.sizes, 1)
+    def project(x_Td: Tensor) -> tuple[Tensor, Tensor]:
+        heads_TJh, v_TKh = _heads(qkv(x_Td), head_dim).split_with_sizes(sizes, 1)
         return heads_TJh, v_TKh
+
+    return project
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
     """Attention of one layer, from hidden states to hidden states."""
 
-    qkv: Callable[[Tensor], tuple[Tensor, Tensor]]
+    qkv: QKV
     rotate: Rotate | None
     """None where positions are not rotated."""
     rope: int
@@ -206,45 +178,19 @@ class Attention:
         return self.output(attend(q_THh, k_TKh, v_TKh))
 
 
-@dataclass(frozen=True, slots=True)
-class GatedMLP:
-    """activation(gate) * up, projected back."""
-
-    gate: Function
-    up: Function
-    down: Function
-    activation: Function
-
-    def __call__(self, x_Td: Tensor) -> Tensor:
-        """Return the output, (T, d)."""
-        return self.down(self.activation(self.gate(x_Td)) * self.up(x_Td))
+def gated_mlp(gate: Function, up: Function, down: Function, activation: Function) -> Function:
+    """Return the MLP down(activation(gate) * up)."""
+    return lambda x_Td: down(activation(gate(x_Td)) * up(x_Td))
 
 
-@dataclass(frozen=True, slots=True)
-class FusedGatedMLP:
-    """The gated MLP with one projection to gate and up, in this order."""
+def fused_gated_mlp(gate_up: Function, down: Function, activation: Function) -> Function:
+    """Return the gated MLP with one projection to gate and up, in this order."""
 
-    gate_up: Function
-    down: Function
-    activation: Function
+    def run(x_Td: Tensor) -> Tensor:
+        gate, up = gate_up(x_Td).chunk(2, -1)
+        return down(activation(gate) * up)
 
-    def __call__(self, x_Td: Tensor) -> Tensor:
-        """Return the output, (T, d)."""
-        gate, up = self.gate_up(x_Td).chunk(2, -1)
-        return self.down(self.activation(gate) * up)
-
-
-@dataclass(frozen=True, slots=True)
-class PlainMLP:
-    """Two projections with an activation between them."""
-
-    up: Function
-    down: Function
-    activation: Function
-
-    def __call__(self, x_Td: Tensor) -> Tensor:
-        """Return the output, (T, d)."""
-        return self.down(self.activation(self.up(x_Td)))
+    return run
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +257,11 @@ def padded_rows(rows: int) -> int:
 def _product(x_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None, rows: int) -> Tensor:
     """Return `F.linear` by the kernel that the rule selects."""
     if not weight_oi.is_contiguous():
-        return _strided(x_Ti, weight_oi, bias_o, rows)
+        # A weight that is stored transposed (GPT-2): oneDNN is faster for several rows.
+        is_slow = weight_oi.dtype == torch.float32 and rows > 1 and weight_oi.numel() >= SMALL_WEIGHTS
+        if not is_slow or not weight_oi.t().is_contiguous():
+            return F.linear(x_Ti, weight_oi, bias_o)
+        return torch.ops.mkldnn._linear_pointwise(x_Ti, weight_oi, bias_o, "none", [], "")  # type: ignore[no-any-return]
     if weight_oi.dtype == torch.bfloat16 and rows == 1:
         return _without_onednn(x_Ti, weight_oi, bias_o)
     is_small = weight_oi.numel() < SMALL_WEIGHTS and rows < MANY_ROWS
@@ -320,14 +270,6 @@ def _product(x_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None, rows: int) 
     out, size = weight_oi.shape
     if 2 <= rows <= 4 and out >= size and x_Ti.dim() == 2 and bias_o is None:
         return torch.mm(weight_oi, x_Ti.t()).t().contiguous()
-    return torch.ops.mkldnn._linear_pointwise(x_Ti, weight_oi, bias_o, "none", [], "")  # type: ignore[no-any-return]
-
-
-def _strided(x_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None, rows: int) -> Tensor:
-    """Return `F.linear`, by oneDNN for several rows and a weight that is stored transposed (GPT-2)."""
-    is_slow = weight_oi.dtype == torch.float32 and rows > 1 and weight_oi.numel() >= SMALL_WEIGHTS
-    if not is_slow or not weight_oi.t().is_contiguous():
-        return F.linear(x_Ti, weight_oi, bias_o)
     return torch.ops.mkldnn._linear_pointwise(x_Ti, weight_oi, bias_o, "none", [], "")  # type: ignore[no-any-return]
 
 
