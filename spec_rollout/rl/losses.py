@@ -224,6 +224,13 @@ def per_token(policy_BT: Tensor, found: Ratios, inputs: LossInputs, settings: Lo
     return terms_BT.where(inputs.mask_BT, 0.0)
 
 
+def clipped_terms(inputs: LossInputs, settings: LossSettings) -> tuple[Tensor, Tensor]:
+    """Return the clipped surrogate of each token as `per_token` completes it, and which were not clipped."""
+    found = ratios(inputs, settings)
+    terms_BT, kept_BT = clipped_surrogate(found.r_BT, inputs.advantages_B[:, None], settings)
+    return per_token(terms_BT, found, inputs, settings), kept_BT & inputs.mask_BT
+
+
 def sum_of_means(terms_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """Return the sum over sequences of the mean over the tokens of each; 0 for one without tokens."""
     return (terms_BT.sum(1) / mask_BT.sum(1).clamp(min=1)).sum()
@@ -235,11 +242,8 @@ def grpo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
     GRPO, arXiv:2402.03300. The mean over the tokens of each sequence, then over sequences. The paper's
     advantage is `std`.
     """
-    found = ratios(inputs, settings)
-    terms_BT, kept_BT = clipped_surrogate(found.r_BT, inputs.advantages_B[:, None], settings)
-    terms_BT = per_token(terms_BT, found, inputs, settings)
-    loss = sum_of_means(terms_BT, inputs.mask_BT) / inputs.num_sequences
-    return LossOutput(loss, kept_BT & inputs.mask_BT)
+    terms_BT, kept_BT = clipped_terms(inputs, settings)
+    return LossOutput(sum_of_means(terms_BT, inputs.mask_BT) / inputs.num_sequences, kept_BT)
 
 
 def dapo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
@@ -249,10 +253,8 @@ def dapo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
     paper's other parts are settings: e_low 0.2, e_high 0.28, advantage `std`, dynamic sampling, overlong
     shaping.
     """
-    found = ratios(inputs, settings)
-    terms_BT, kept_BT = clipped_surrogate(found.r_BT, inputs.advantages_B[:, None], settings)
-    loss = per_token(terms_BT, found, inputs, settings).sum() / inputs.num_tokens
-    return LossOutput(loss, kept_BT & inputs.mask_BT)
+    terms_BT, kept_BT = clipped_terms(inputs, settings)
+    return LossOutput(terms_BT.sum() / inputs.num_tokens, kept_BT)
 
 
 def dr_grpo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
@@ -261,11 +263,8 @@ def dr_grpo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
     Dr. GRPO, arXiv:2503.20783. Divided by a constant, so that the length of a sequence has no influence on
     the weight of its tokens. The paper's advantage is `mean`.
     """
-    found = ratios(inputs, settings)
-    terms_BT, kept_BT = clipped_surrogate(found.r_BT, inputs.advantages_B[:, None], settings)
-    terms_BT = per_token(terms_BT, found, inputs, settings)
-    loss = terms_BT.sum() / (inputs.num_sequences * inputs.max_tokens)
-    return LossOutput(loss, kept_BT & inputs.mask_BT)
+    terms_BT, kept_BT = clipped_terms(inputs, settings)
+    return LossOutput(terms_BT.sum() / (inputs.num_sequences * inputs.max_tokens), kept_BT)
 
 
 def gspo(inputs: LossInputs, settings: LossSettings) -> LossOutput:

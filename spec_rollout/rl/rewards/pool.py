@@ -437,15 +437,6 @@ class RewardPool:
         if not task.failed:
             weights = [spec.weight for spec in self._specs]
             rewards = tuple(weighted_sum(values, weights) for values in zip(*columns, strict=True))
-        self._count(task, rewards)
-        names = [spec.function for spec in self._specs]
-        report = RewardReport(
-            values=dict(zip(names, columns, strict=True)), seconds=task.seconds, events=tuple(task.events)
-        )
-        return replace(task.group, rewards=rewards), report
-
-    def _count(self, task: _Task, rewards: Sequence[float | None]) -> None:
-        """Raise RewardFailed if too many groups in a row have got no reward."""
         self._failed_in_row = 0 if any(reward is not None for reward in rewards) else self._failed_in_row + 1
         if self._most_failed and self._failed_in_row >= self._most_failed:
             last = task.events[-1] if task.events else "all functions returned None for all completions"
@@ -453,6 +444,11 @@ class RewardPool:
                 f"{self._failed_in_row} groups in a row have got no reward, the limit of"
                 f" reward.max_failed_groups; the last one: {last}"
             )
+        names = [spec.function for spec in self._specs]
+        report = RewardReport(
+            values=dict(zip(names, columns, strict=True)), seconds=task.seconds, events=tuple(task.events)
+        )
+        return replace(task.group, rewards=rewards), report
 
 
 def weighted_sum(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
