@@ -10,16 +10,12 @@ import sys
 import traceback
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from aedit.child import from_json
 from aedit.launch.config import JoinOptions, NodeOptions, RunConfig, load
 from aedit.launch.records import FAILED
 from aedit.system import no_collections
 from aedit.types import RunFailed, UserError
-
-if TYPE_CHECKING:
-    from aedit.launch.node.train import TrainingNode
 
 
 def main() -> int:
@@ -67,6 +63,8 @@ def _join_and_train(config: RunConfig, options: NodeOptions, at_end: contextlib.
     # Imported here: an invalid configuration is reported before the slow import of torch.
     with no_collections():
         from aedit.launch.node.build import build
+        from aedit.launch.node.rl_objective import PolicyObjective, train_policy
+        from aedit.launch.node.train import train
         from aedit.launch.node.world import join_world, leave_world
 
     ranks = options.ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -78,18 +76,10 @@ def _join_and_train(config: RunConfig, options: NodeOptions, at_end: contextlib.
     if member is None:  # others log once they know their index
         _log_to(Path(config.dir) / config.name / "nodes" / str(world.node), attempt)
     with build(config, world, options, _log_to) as node:
-        _train(node)
-
-
-def _train(node: "TrainingNode") -> None:
-    """Train on what the node's objective is about: text, or rewards of rollouts."""
-    from aedit.launch.node.rl_objective import PolicyObjective, train_policy
-    from aedit.launch.node.train import train
-
-    if isinstance(node.objective, PolicyObjective):
-        train_policy(node, node.objective)
-    else:
-        train(node)
+        if isinstance(node.objective, PolicyObjective):
+            train_policy(node, node.objective)
+        else:
+            train(node)
 
 
 def _log_to(directory: Path, attempt: int) -> None:

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 import aedit
-from aedit.edit import HubExchange, LayerSync, SharedModule, find_units, flat_layout, make_pace, snapshot
+from aedit.edit import HubExchange, SharedModule, find_units, flat_layout, make_pace
 from aedit.launch.config import JoinOptions, RunConfig, method, samples_per_step, tokens_per_step
 from aedit.launch.data import LeasedOrder
 from aedit.launch.node.budget import HubBudget
-from aedit.launch.node.checkpoint import NodeCheckpoints, Resumed, check_facts, resumed_alone, training_state
+from aedit.launch.node.checkpoint import resume_alone
 from aedit.launch.node.objective import NodeParts
 from aedit.launch.node.stop import LEAVE_HUB_WITHIN_S, StopAlone, Stopped
 from aedit.launch.node.train import TrainingNode
@@ -64,7 +63,9 @@ def hub_member(start: "NodeStart") -> Iterator[NodeParts]:
             start.shared.attach(exchange)
         sync = start.sync(exchange, make_pace(config.edit, link.news))
         known = known_directory(start.run_dir, member.name)
-        resumed = rejoin(sync, start.checkpoints(known, sync), start.facts) if known else None
+        resumed = (
+            resume_alone(sync, start.checkpoints(known, sync), start.facts, of_hub=True) if known else None
+        )
         sync.anchor()
         world = replace(start.world, node=link.node)
         directory = start.directory(world.node)
@@ -233,27 +234,3 @@ def known_directory(run_dir: Path, name: str) -> Path | None:
     """Return the directory of the node with this name on this machine, None if it has none."""
     found = [path.parent for path in run_dir.glob(f"nodes/*/{NAME}") if path.read_text() == name]
     return found[0] if found else None
-
-
-def rejoin(sync: LayerSync, checkpoints: NodeCheckpoints, facts: dict[str, Any]) -> Resumed | None:
-    """Restore inner optimizer, error feedback and counters from the newest checkpoint.
-
-    Return None without one.
-
-    The hub then provides the parameters. All ranks of the node together, before they join. Raises UserError
-    if the checkpoint has other properties (`facts`) or cannot be read.
-    """
-    marks = checkpoints.marks()
-    if not marks:
-        return None
-    mark = marks[-1]
-    meta = checkpoints.meta(mark)
-    check_facts(meta["facts"], facts, checkpoints.path(mark))
-    snapshot.blank(sync, meta["sync"])
-    state = training_state(sync)
-    state["sync"] = {name: tensor.clone() for name, tensor in state["sync"].items()}
-    checkpoints.load(mark, state)
-    set_optimizer_state_dict(sync.model, sync.optimizers.outermost, state["inner"])
-    torch.set_rng_state(state["rng"])
-    snapshot.restore(sync, state["sync"], meta["sync"])
-    return resumed_alone(mark, meta, order=None)

@@ -21,7 +21,11 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 
 from aedit.edit import LayerSync, MeanExchange, Shards, snapshot
 from aedit.launch.data import SampleOrder, first_free
@@ -199,6 +203,31 @@ class Resumed:
     objective: dict[str, Any]
     """State of the node's objective; empty where it has none, or another node's checkpoint was used."""
 
+    @classmethod
+    def of(
+        cls,
+        mark: Mark,
+        meta: Mapping[str, Any],
+        order: SampleOrder | None,
+        owed: list[Round],
+        elapsed_s: float,
+    ) -> "Resumed":
+        """Return the state in a checkpoint's `meta`, which is empty if another node's was used."""
+        clock = meta.get("clock", {})
+        return cls(
+            mark,
+            order,
+            owed,
+            tokens=meta.get("tokens", 0),
+            elapsed_s=elapsed_s,
+            busy_s=clock.get("busy_s", 0.0),
+            other_s=clock.get("other_s", 0.0),
+            waited_s=clock.get("waited_s", 0.0),
+            idle_used_s=clock.get("idle_used_s", 0.0),
+            cuda_rng=meta.get("cuda_rng", []),
+            objective=meta.get("objective", {}),
+        )
+
 
 def training_state(sync: LayerSync) -> dict[str, Any]:
     """Return all tensors of a node, named and sharded as its parameters are."""
@@ -239,20 +268,7 @@ def resume_training(
         owed += _share_anchors(sync, exchange, has, mark, mine, known)
     checkpoints.drop_after(mark)
     order = _order(order, mine if everybody_has_it else None, known)
-    clock = (mine or {}).get("clock", {})
-    return Resumed(
-        mark,
-        order,
-        owed,
-        tokens=(mine or {}).get("tokens", 0),
-        elapsed_s=float(known[:, _ELAPSED].max()),
-        busy_s=clock.get("busy_s", 0.0),
-        other_s=clock.get("other_s", 0.0),
-        waited_s=clock.get("waited_s", 0.0),
-        idle_used_s=clock.get("idle_used_s", 0.0),
-        cuda_rng=(mine or {}).get("cuda_rng", []),
-        objective=(mine or {}).get("objective", {}),
-    )
+    return Resumed.of(mark, mine or {}, order, owed, elapsed_s=float(known[:, _ELAPSED].max()))
 
 
 def _inventory(checkpoints: NodeCheckpoints) -> Tensor:
@@ -284,10 +300,15 @@ def _holders(has: Tensor, mark: Mark) -> Tensor:
     return (has[:, :_MOST] == mark.number).any(1)
 
 
-def resume_alone(sync: LayerSync, checkpoints: NodeCheckpoints, facts: dict[str, Any]) -> Resumed | None:
+def resume_alone(
+    sync: LayerSync, checkpoints: NodeCheckpoints, facts: dict[str, Any], *, of_hub: bool = False
+) -> Resumed | None:
     """Restore everything from the newest checkpoint of this node, which no other node must have.
 
-    Return None without one. Raises UserError that names the first of `facts` that differs.
+    Return None without one. Raises UserError that names the first of `facts` that differs. All ranks of the
+    node together.
+
+    of_hub: the hub provides the parameters when the node joins, and leases the data.
     """
     marks = checkpoints.marks()
     if not marks:
@@ -295,26 +316,9 @@ def resume_alone(sync: LayerSync, checkpoints: NodeCheckpoints, facts: dict[str,
     mark = marks[-1]
     meta = checkpoints.meta(mark)
     check_facts(meta["facts"], facts, checkpoints.path(mark))
-    _load(sync, checkpoints, mark, meta)
-    return resumed_alone(mark, meta, SampleOrder.resume(meta["order"]))
-
-
-def resumed_alone(mark: Mark, meta: dict[str, Any], order: SampleOrder | None) -> Resumed:
-    """Return the rest of the state in a checkpoint's `meta` of a node that owes others no round."""
-    clock = meta["clock"]
-    return Resumed(
-        mark,
-        order,
-        owed=[],
-        tokens=meta["tokens"],
-        elapsed_s=clock["elapsed_s"],
-        busy_s=clock["busy_s"],
-        other_s=clock["other_s"],
-        waited_s=clock["waited_s"],
-        idle_used_s=clock.get("idle_used_s", 0.0),
-        cuda_rng=meta["cuda_rng"],
-        objective=meta.get("objective", {}),
-    )
+    _load(sync, checkpoints, mark, meta, weights=not of_hub)
+    order = None if of_hub else SampleOrder.resume(meta["order"])
+    return Resumed.of(mark, meta, order, [], elapsed_s=meta["clock"]["elapsed_s"])
 
 
 def check_facts(made_with: dict[str, Any], facts: dict[str, Any], path: Path) -> None:
@@ -327,13 +331,19 @@ def check_facts(made_with: dict[str, Any], facts: dict[str, Any], path: Path) ->
             )
 
 
-def _load(sync: LayerSync, checkpoints: NodeCheckpoints, mark: Mark, meta: dict[str, Any]) -> list[Round]:
+def _load(
+    sync: LayerSync, checkpoints: NodeCheckpoints, mark: Mark, meta: dict[str, Any], *, weights: bool = True
+) -> list[Round]:
+    """Restore a checkpoint, with or without the parameters; return the rounds to open again."""
     snapshot.blank(sync, meta["sync"])
     state = training_state(sync)
     state["sync"] = {name: tensor.clone() for name, tensor in state["sync"].items()}
     checkpoints.load(mark, state)
     inners = sync.optimizers.outermost
-    set_state_dict(sync.model, inners, model_state_dict=state["model"], optim_state_dict=state["inner"])
+    if weights:
+        set_state_dict(sync.model, inners, model_state_dict=state["model"], optim_state_dict=state["inner"])
+    else:
+        set_optimizer_state_dict(sync.model, inners, state["inner"])
     torch.set_rng_state(state["rng"])
     return snapshot.restore(sync, state["sync"], meta["sync"])
 

@@ -1,7 +1,5 @@
 """Build any `transformers` causal language model, new or pretrained, shard it, and compute its loss."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +16,7 @@ from aedit.launch.config import ModelConfig, RunConfig, check_memory
 from aedit.launch.data import Corpus, CorpusTokenizer, batch, evaluation_indices
 from aedit.launch.node.world import World
 from aedit.system import check_folder
-from aedit.types import UserError
+from aedit.types import UserError, first_line
 
 _auto: Any = AutoModelForCausalLM  # its methods carry no types
 _FROM_TOKENIZER = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -33,7 +31,9 @@ def build_model(
     `config.compile` by `compile_blocks`. Raises UserError for an unknown family or size, inconsistent sizes,
     missing weights, and a tokenizer or sample length too large for a pretrained model.
     """
-    with _seeded(seed):
+    # Only the CPU generator: models are built on CPU, and reading all GPUs' states would initialize them.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
         if config.pretrained:
             model = _pretrained(config.pretrained, vocab_size, seq_len)
         else:
@@ -58,7 +58,7 @@ def outline(config: RunConfig, tokenizer: CorpusTokenizer) -> nn.Module:
             shape = AutoConfig.from_pretrained(config.model.pretrained, trust_remote_code=False)
         except (OSError, ValueError) as error:
             name = config.model.pretrained
-            raise UserError(f"model.pretrained = {name!r}: no model there ({_first_line(error)})") from None
+            raise UserError(f"model.pretrained = {name!r}: no model there ({first_line(error)})") from None
         model: nn.Module = _auto.from_config(shape)
         return model
 
@@ -117,13 +117,24 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def _new(config: ModelConfig, vocab_size: int, seq_len: int, eos_id: int) -> PreTrainedModel:
-    defaults = _family_defaults(config.family)
+    families = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if config.family not in families:
+        close = _close(config.family, list(families))
+        raise UserError(f"model.family = {config.family!r} is no causal language model{close}")
+    defaults = AutoConfig.for_model(config.family)
     _check_sizes(config, defaults)
-    sizes = config.own_sizes | _from_tokenizer(defaults, vocab_size, eos_id)
+    # The family's default ids belong to another tokenizer: its padding id would freeze a token's row.
+    own = dict(zip(_FROM_TOKENIZER, (vocab_size, eos_id, eos_id, None), strict=True))
+    sizes: dict[str, Any] = dict(config.own_sizes)
+    sizes |= {key: value for key, value in own.items() if hasattr(defaults, key)}
     if hasattr(defaults, "is_decoder"):
         sizes["is_decoder"] = True  # else BERT models attend to the token that they predict
     if hasattr(defaults, "max_position_embeddings"):
-        _set_positions(sizes, defaults, seq_len)
+        name = defaults.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+        given = sizes.pop("max_position_embeddings", sizes.pop(name, seq_len))
+        if given < seq_len:
+            raise UserError(f"model.sizes.{name} = {given} is below data.seq_len = {seq_len}")
+        sizes[name] = given
     try:
         shape = AutoConfig.for_model(config.family, **sizes)
         _check_heads(shape)
@@ -133,15 +144,9 @@ def _new(config: ModelConfig, vocab_size: int, seq_len: int, eos_id: int) -> Pre
     except UserError:
         raise
     except Exception as error:  # the exception type depends on the family; only the sizes can cause it
-        raise UserError(f"model.sizes: not valid for a {config.family} model: {_last_line(error)}") from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+        raise UserError(f"model.sizes: not valid for a {config.family} model: {reason}") from error
     return model
-
-
-def _family_defaults(family: str) -> PretrainedConfig:
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if family not in known:
-        raise UserError(f"model.family = {family!r} is no causal language model{_close(family, list(known))}")
-    return AutoConfig.for_model(family)
 
 
 def _check_sizes(config: ModelConfig, defaults: PretrainedConfig) -> None:
@@ -154,20 +159,6 @@ def _check_sizes(config: ModelConfig, defaults: PretrainedConfig) -> None:
             raise UserError(f"model.sizes.{key} comes from data.tokenizer: leave it out")
         if key not in known:
             raise UserError(f"model.sizes.{key} is unknown to {config.family}{_close(key, sorted(known))}")
-
-
-def _from_tokenizer(defaults: PretrainedConfig, vocab_size: int, eos_id: int) -> dict[str, Any]:
-    # The family's default ids belong to another tokenizer: its padding id would freeze a token's row.
-    values = dict(zip(_FROM_TOKENIZER, (vocab_size, eos_id, eos_id, None), strict=True))
-    return {key: value for key, value in values.items() if hasattr(defaults, key)}
-
-
-def _set_positions(sizes: dict[str, Any], defaults: PretrainedConfig, seq_len: int) -> None:
-    name = defaults.attribute_map.get("max_position_embeddings", "max_position_embeddings")
-    given = sizes.pop("max_position_embeddings", sizes.pop(name, seq_len))
-    if given < seq_len:
-        raise UserError(f"model.sizes.{name} = {given} is below data.seq_len = {seq_len}")
-    sizes[name] = given
 
 
 def _check_heads(shape: PretrainedConfig) -> None:
@@ -186,13 +177,8 @@ def _pretrained(name: str, vocab_size: int, seq_len: int) -> PreTrainedModel:
         model: PreTrainedModel = _auto.from_pretrained(name, dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"model.pretrained = {name!r}: no usable model there ({_first_line(error)})"
+            f"model.pretrained = {name!r}: no usable model there ({first_line(error)})"
         ) from error
-    _check_fits(model, vocab_size, seq_len)
-    return model
-
-
-def _check_fits(model: PreTrainedModel, vocab_size: int, seq_len: int) -> None:
     embeddings: Any = model.get_input_embeddings()
     rows = len(embeddings.weight)
     if vocab_size > rows:
@@ -204,6 +190,7 @@ def _check_fits(model: PreTrainedModel, vocab_size: int, seq_len: int) -> None:
         raise UserError(
             f"data.seq_len = {seq_len}: model.pretrained has only {positions} positions; lower data.seq_len"
         )
+    return model
 
 
 def _checkpoint_activations(model: PreTrainedModel) -> None:
@@ -213,28 +200,12 @@ def _checkpoint_activations(model: PreTrainedModel) -> None:
     try:
         getattr(model, name)({"use_reentrant": False})
     except ValueError as error:
-        raise UserError(f"model.activation_checkpointing: {_first_line(error)}") from error
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    # Only the CPU generator: models are built on CPU, and reading all GPUs' states would initialize them.
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        yield
+        raise UserError(f"model.activation_checkpointing: {first_line(error)}") from error
 
 
 def _close(word: str, known: list[str]) -> str:
     close = get_close_matches(word, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].strip()
-
-
-def _last_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
 
 
 def make_model(config: RunConfig, tokenizer: CorpusTokenizer, world: World) -> nn.Module:

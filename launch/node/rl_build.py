@@ -87,7 +87,18 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
             learner=learner,
             audit=make_training_audit(config, source),
         ),
-        warm_up=_warm_up(problems, parts),
+        warm_up=WarmUp(
+            config=config,
+            model=sync.model,
+            problems=problems.train,
+            answers=AnswerTokens(
+                parts.tokenizer,
+                config.prompts.answer_key,
+                config.data.seq_len,
+                chat_template=config.prompts.chat_template,
+            ),
+            world=world,
+        ),
         records=RLRecords(
             config=config, sync=sync, pipeline=pipeline, waits=waits, shards=sync.shards, online=online
         ),
@@ -98,22 +109,6 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
         deaths=None if online is None else TrainerDeaths(online, parts.recorder.event),
         directory=parts.recorder.directory,
         started=config.rl.supervised_steps == 0,
-    )
-
-
-def _warm_up(problems: ProblemSet, parts: NodeParts) -> WarmUp:
-    config = parts.config
-    return WarmUp(
-        config=config,
-        model=parts.sync.model,
-        problems=problems.train,
-        answers=AnswerTokens(
-            parts.tokenizer,
-            config.prompts.answer_key,
-            config.data.seq_len,
-            chat_template=config.prompts.chat_template,
-        ),
-        world=parts.world,
     )
 
 
@@ -139,20 +134,16 @@ def _reference(config: RunConfig, parts: NodeParts) -> nn.Module | None:
 def _record_faults(recorder: Recorder, group: Group, report: RewardReport) -> None:
     """Record the calls of reward functions that failed."""
     for fault in report.events:
+        position, slash, number = fault.sample.partition("/")
+        held_out = int(position) - FIRST_KEY  # held-out problems have keys of their own
+        sample = f"held-out {held_out}{slash}{number}" if held_out >= 0 else fault.sample
         recorder.event(
             "reward_error",
             function=fault.function,
-            sample=_name(fault.sample),
+            sample=sample,
             line=fault.line,
             message=fault.message,
         )
-
-
-def _name(sample: str) -> str:
-    """Return `position/sample` of a fault, human-readable: held-out problems have keys of their own."""
-    position, slash, number = sample.partition("/")
-    held_out = int(position) - FIRST_KEY
-    return f"held-out {held_out}{slash}{number}" if held_out >= 0 else sample
 
 
 def make_source(
@@ -245,7 +236,12 @@ def make_servers(parts: NodeParts, logs: Path) -> Servers | None:
         return None
     options = parts.hub.options if parts.hub is not None else None
     keys = options.keys if options is not None else None
-    _check_exposure(config, keys, insecure=options is not None and options.insecure)
+    far = [place for place in config.rl.server_addresses if not is_loopback(place)]
+    if far and keys is None and not (options is not None and options.insecure):
+        raise UserError(
+            f"rl.servers: {far[0]} is on another machine, and this node has no keys for it: join a run whose"
+            " hub has keys (`aedit keys`), or say --insecure if the network is closed"
+        )
     listed = config.rl.servers == "hub" and options is not None
     audit, directory = config.audit, parts.recorder.directory / "audit" / str(rank)
     model = parts.sync.model
@@ -274,12 +270,3 @@ def make_training_audit(config: RunConfig, source: RolloutSource) -> TrainingAud
     if not config.rl.has_servers or not isinstance(source, WorkerSource):
         return None
     return TrainingAudit.of(config, source.accuse)
-
-
-def _check_exposure(config: RunConfig, keys: Path | None, *, insecure: bool) -> None:
-    far = [place for place in config.rl.server_addresses if not is_loopback(place)]
-    if far and keys is None and not insecure:
-        raise UserError(
-            f"rl.servers: {far[0]} is on another machine, and this node has no keys for it: join a run whose"
-            " hub has keys (`aedit keys`), or say --insecure if the network is closed"
-        )

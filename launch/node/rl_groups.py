@@ -86,24 +86,21 @@ class GroupPipeline:
         """
         began = time.perf_counter()
         try:
-            rewarded = self._step(began)
+            if self._open:
+                for rollout in self.source.step():
+                    self._finish(rollout)
+                self.rollout_s += time.perf_counter() - began
+                rewarded = self.rewards.ready()
+            else:
+                with self.window("rewards"):
+                    rewarded = self.rewards.wait(WAIT_S)
+                self.reward_s += time.perf_counter() - began
         except RewardFailed as error:
             raise RunFailed(str(error)) from None
         for group, found in rewarded:
             self._rewarding.discard(group.position)
             self.done[group.position] = group
             self.report(group, found)
-
-    def _step(self, began: float) -> list[tuple[Group, RewardReport]]:
-        if self._open:
-            for rollout in self.source.step():
-                self._finish(rollout)
-            self.rollout_s += time.perf_counter() - began
-            return self.rewards.ready()
-        with self.window("rewards"):
-            rewarded = self.rewards.wait(WAIT_S)
-        self.reward_s += time.perf_counter() - began
-        return rewarded
 
     def take(self, position: int) -> Group:
         """Return a rewarded group and forget it."""
@@ -217,7 +214,14 @@ class GroupStream:
     def _admit(self) -> None:
         """Draw as many prompts as the ranks may start now, and start this rank's."""
         wanted = torch.zeros(self.shards.size, dtype=torch.int64)
-        wanted[self.shards.rank] = self._capacity()
+        wanted[self.shards.rank] = capacity(
+            max_running=self._most_drawn,
+            running=len(self._drawn) - len(self._rewarded),
+            accepted=len(self._rewarded) + self.batches * self.per_rank,
+            version=self.batches,
+            staleness=self.config.max_staleness,
+            batch=self.per_rank,
+        )
         shares = self.shards.sum(wanted).tolist()
         if not any(shares):
             return
@@ -230,19 +234,6 @@ class GroupStream:
             self._drawn[first + int(place)] = position
             problem = self.choose(position, int(index))
             self.pipeline.start(position, problem, self.sampling, self.config.group_size)
-
-    def _capacity(self) -> int:
-        """Return the groups that this rank may start now."""
-        running = len(self._drawn) - len(self._rewarded)
-        accepted = len(self._rewarded) + self.batches * self.per_rank
-        return capacity(
-            max_running=self._most_drawn,
-            running=running,
-            accepted=accepted,
-            version=self.batches,
-            staleness=self.config.max_staleness,
-            batch=self.per_rank,
-        )
 
     # -- progress
 

@@ -106,11 +106,6 @@ class PolicyObjective:
 
     # -- a batch
 
-    @property
-    def warms_up(self) -> bool:
-        """Return whether the run is in its supervised warm-up."""
-        return not self.started
-
     def warm_up_ends(self, progress: float) -> bool:
         """Return whether the supervised warm-up ends now, at this share of the run's budget."""
         ends = not self.started and self.sync.shards.decide([self.warm_up.is_over(progress)])[0] == 1
@@ -268,11 +263,11 @@ def train_policy(node: TrainingNode, policy: PolicyObjective) -> None:
             if policy.warm_up_ends(node.budget.progress()):
                 node.evaluate()
             node.begin_step()
-            if policy.warms_up:
-                policy.take_answers()
-            else:
+            if policy.started:
                 policy.update_engine()  # lands; one policy version begins all new groups of the batch
                 policy.take_groups()  # prompts, rollouts, rewards
+            else:
+                policy.take_answers()
             while policy.has_steps() and node.goes_on():
                 node.accumulate_gradients()  # advantages, policy loss
                 node.sync.average_gradients()  # during the warm-up of `edit` only

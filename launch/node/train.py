@@ -133,7 +133,8 @@ class TrainingNode:
         self.begin()
         try:
             with self.sync:
-                self.reopen_abandoned_rounds()
+                for round in self.owed:  # this node had opened and abandoned them before the checkpoint
+                    self.sync.begin(round)
                 yield
         except Stopped:
             self.leave_early()
@@ -159,11 +160,6 @@ class TrainingNode:
             self.evaluate()
         if self.hub is not None:
             self.hub.begin(self)
-
-    def reopen_abandoned_rounds(self) -> None:
-        """Open the rounds again that this node had opened and abandoned before the checkpoint."""
-        for round in self.owed:
-            self.sync.begin(round)
 
     def finish(self) -> None:
         """Finish at the end of the budget: record, evaluate and save."""
