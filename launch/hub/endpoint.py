@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -279,6 +280,13 @@ class HubEndpoint:
         """Return the TLS keys for calls to the other hubs."""
         return client_keys(self.keys) if self.keys else None
 
+    def client(
+        self, address: str, limit_s: float, *, until_it_listens: bool = True
+    ) -> AbstractContextManager[HubClient]:
+        """Return a client of another hub, whose calls take at most `limit_s`; the block closes it."""
+        keys = self.client_keys()
+        return closing(HubClient(address, keys, call_timeout_s=limit_s, until_it_listens=until_it_listens))
+
     @property
     def _standbys(self) -> tuple[str, ...]:
         return self.config.hub.standbys_of(self.part[0])
@@ -348,13 +356,11 @@ class OtherHubs:
     def tell(self, term: int) -> None:
         """Send the others the term under which this one leads: a former leader that is alive must stop."""
         for address in self.endpoint.others:
-            client = HubClient(address, self.endpoint.client_keys(), call_timeout_s=_TELL_TIMEOUT_S)
             try:
-                client.confirm(pb.ConfirmRequest(term=term))
+                with self.endpoint.client(address, _TELL_TIMEOUT_S) as client:
+                    client.confirm(pb.ConfirmRequest(term=term))
             except (HubUnreachable, HubRefused) as error:
                 log.warning("telling %s the new term: %s", address, error)
-            finally:
-                client.close()
 
     def check_leader(self, address: str, event: Callable[..., None]) -> None:
         """Raise HubRefused if there is proof against the leader's peer: it is as one that leads no more."""
@@ -384,15 +390,12 @@ class OtherHubs:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _hello(self, address: str, limit_s: float) -> Hello:
-        keys = self.endpoint.client_keys()
-        client = HubClient(address, keys, call_timeout_s=limit_s, until_it_listens=False)
         try:
-            return client.hello(self._question())
+            with self.endpoint.client(address, limit_s, until_it_listens=False) as client:
+                return client.hello(self._question())
         except (HubRefused, HubUnreachable) as error:
             log.info("asking another hub for its term: %s", error)
             return error
-        finally:
-            client.close()
 
     def what_is_missing(self, hub: Hub, identity: int) -> str:
         """Return a text for the operator who lets this hub lead without a vote: what may be lost."""
@@ -408,23 +411,16 @@ class OtherHubs:
         else:
             lines.append("  it was not waited for: pushes that were acknowledged since may be lost")
         own = {member.name: member.accepted for member in state.members}
-        for address, client in self._clients():
+        for address in self.endpoint.others:
             try:
-                status = json.loads(client.status(pb.StatusRequest()).json)
+                with self.endpoint.client(address, _TIMEOUT_S) as client:
+                    status = json.loads(client.status(pb.StatusRequest()).json)
             except (HubUnreachable, HubRefused):
                 lines.append(f"  {address} does not answer: what it has acknowledged alone is lost")
                 continue
             more = sum(max(0, node["accepted"] - own.get(node["name"], 0)) for node in status["nodes"])
             lines.append(f"  {address} has {more} accepted pushes that are not here: they are lost")
         return "\n".join(lines)
-
-    def _clients(self) -> Iterator[tuple[str, HubClient]]:
-        for address in self.endpoint.others:
-            client = HubClient(address, self.endpoint.client_keys(), call_timeout_s=_TIMEOUT_S)
-            try:
-                yield address, client
-            finally:
-                client.close()
 
 
 class VoteRequests:
@@ -463,16 +459,13 @@ class VoteRequests:
                 self._ask(mine[turn % len(mine)], asks)
 
     def _ask(self, address: str, asks: Proposal) -> None:
-        keys = self._endpoint.client_keys()
-        client = HubClient(address, keys, call_timeout_s=_CALL_TIMEOUT_S, until_it_listens=False)
         request = pb.ProposeRequest(
             run=self._endpoint.config.name, proposal=proposal_out(asks), part=self._endpoint.part_asked
         )
         if (key := self._endpoint.signing_key()) is not None:
             sign_request(request, key)
         try:
-            self._count(answer_in(client.propose(request, _CALL_TIMEOUT_S)))
+            with self._endpoint.client(address, _CALL_TIMEOUT_S, until_it_listens=False) as client:
+                self._count(answer_in(client.propose(request, _CALL_TIMEOUT_S)))
         except (HubUnreachable, HubRefused) as error:
             log.info("no answer to a proposal: %s", error)
-        finally:
-            client.close()

@@ -298,12 +298,9 @@ class Standby:
 
     def _follow_once(self, leader: str, term: int) -> None:
         """Follow the hub at this address for as long as it leads this term."""
-        self._client = HubClient(leader, self._endpoint.client_keys(), call_timeout_s=_SILENT_S)
-        try:
+        with self._endpoint.client(leader, _SILENT_S) as self._client:
             while not self._tail(self._client, term, leader):
                 pass
-        finally:
-            self._client.close()
 
     def _tail(self, client: HubClient, term: int, leader: str) -> bool:
         """Mirror the journal of a leader from where its records and those here are the same.

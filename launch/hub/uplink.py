@@ -8,6 +8,7 @@ import logging
 import math
 import threading
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,7 +111,11 @@ class Uplink:
 
     def _take_part(self, layout: Layout) -> None:
         """Take part in the parent's run until an error occurs or this hub ends."""
-        link = start_agent(self._plan(layout, self._hello()), ranks=1, mode="thread")
+        with closing(
+            HubClient(self._config.parent, self._keys, call_timeout_s=self._config.call_timeout_s)
+        ) as client:
+            parent = client.hello(HelloRequest(protocol=PROTOCOL, version=aedit.__version__))
+        link = start_agent(self._plan(layout, parent), ranks=1, mode="thread")
         try:
             known = self._parent_anchors()
             for anchor, mine in zip(link.anchors, known, strict=True):
@@ -123,13 +128,6 @@ class Uplink:
                 link.tell(Progress(steps=self._hub.state.total_steps))
         finally:
             link.stop()
-
-    def _hello(self) -> HelloReply:
-        client = HubClient(self._config.parent, self._keys, call_timeout_s=self._config.call_timeout_s)
-        try:
-            return client.hello(HelloRequest(protocol=PROTOCOL, version=aedit.__version__))
-        finally:
-            client.close()
 
     def _plan(self, layout: Layout, parent: HelloReply) -> AgentPlan:
         theirs = parse_config(parent.config, f"the configuration of {self._config.parent}").hub

@@ -4,6 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -90,15 +91,13 @@ class PeerService:
         """Return the status of a part, None while it has no owner that gives one."""
         if not owner:
             return None
-        client = HubClient(owner, self._keys, call_timeout_s=_ASK_S)
         try:
-            found = json.loads(client.status(request, _ASK_S).json)
-            leads = isinstance(found, dict) and "follows" not in found
-            return found | {"owner": owner} if leads else None
+            with closing(HubClient(owner, self._keys, call_timeout_s=_ASK_S)) as client:
+                found = json.loads(client.status(request, _ASK_S).json)
         except (HubUnreachable, HubRefused, ValueError, RecursionError):
             return None
-        finally:
-            client.close()
+        leads = isinstance(found, dict) and "follows" not in found
+        return found | {"owner": owner} if leads else None
 
 
 class Overview:
