@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         RLMetric,
         RoundEvent,
         float_or_nan,
+        text,
     )
     from aedit.launch.records.run_directory import (
         FAILED,
@@ -99,6 +100,7 @@ __all__ = [
     "refusal_in",
     "require_run",
     "resting_file",
+    "text",
     "totals",
 ]
 

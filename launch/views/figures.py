@@ -180,6 +180,11 @@ def newest(node: NodeRecords) -> RLMetric | None:
     return node.metrics[-1].rl if node.metrics else None
 
 
+def rl_lines_of(node: NodeRecords) -> list[tuple[Metric, RLMetric]]:
+    """Return the lines of metrics with reinforcement learning, each with its state."""
+    return [(metric, metric.rl) for metric in node.metrics if metric.rl is not None]
+
+
 def rl_totals(states: Iterable[RLMetric | None]) -> RLTotals:
     """Return the totals over nodes, given the newest state of each."""
     there = [state for state in states if state is not None]
@@ -240,7 +245,7 @@ def first_and_last(run: Run, value: Callable[[RLMetric], float]) -> tuple[float,
     """Return the first and the newest value, mean over nodes; the newest over the last lines of each."""
     first, last = [], []
     for node in run.nodes:
-        known = [value(m.rl) for m in node.metrics if m.rl is not None and isfinite(value(m.rl))]
+        known = [found for _, rl in rl_lines_of(node) if isfinite(found := value(rl))]
         first += known[:1]
         last.append(mean_known(known[-LAST_LINES:]))
     return mean_known(first), mean_known(last)
@@ -273,7 +278,7 @@ def warm_up_end(node: NodeRecords) -> Metric | None:
 
     Of a node without a warm-up its first line, with step 0. None while the warm-up goes on.
     """
-    lines = [(metric, metric.rl) for metric in node.metrics if metric.rl is not None]
+    lines = rl_lines_of(node)
     if not lines or not lines[-1][1].groups > 0:
         return None
     steps = lines[-1][1].supervised_steps

@@ -7,8 +7,6 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from aedit.types import printable
-
 UNKNOWN = "-"
 _TIME_UNITS = ((7200.0, 3600.0, "hours"), (300.0, 60.0, "minutes"))
 
@@ -127,11 +125,6 @@ def spread(versions: Sequence[int]) -> str:
         return "none yet"
     low, high = min(versions), max(versions)
     return str(low) if low == high else f"{low} to {high}"
-
-
-def plain(value: object) -> str:
-    """Return any value as text without control characters, as peers may have chosen it."""
-    return "" if value is None else printable(str(value))
 
 
 def more(number: int, noun: str) -> str:

@@ -70,9 +70,13 @@ def loss_by_steps(run: Run) -> Figure | None:
 
 def loss_by_time(run: Run) -> Figure | None:
     """Return the plot of `loss_by_steps` over wall-clock time."""
-    longest_s = max((node.metrics[-1].t for node in run.nodes if node.metrics), default=0.0)
-    unit_s, name = fmt.time_unit(longest_s)
+    unit_s, name = run_time_unit(run)
     return _loss(run, lambda point: point.t / unit_s, f"{name} since the run began")
+
+
+def run_time_unit(run: Run) -> tuple[float, str]:
+    """Return the unit of an axis of the run's time, as seconds and name."""
+    return fmt.time_unit(max((node.metrics[-1].t for node in run.nodes if node.metrics), default=0.0))
 
 
 def plot_effective_nodes(run: Run) -> Figure | None:

@@ -12,17 +12,24 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from aedit.launch.records import EvalEvent, Metric, NodeRecords, RLMetric, Run
-from aedit.launch.views import formatting as fmt
 from aedit.launch.views.figures import (
     Split,
     mean_step,
-    ratio,
     rl_held_out,
+    rl_lines_of,
     splits,
     steps_of_layer,
     warm_up_end,
 )
-from aedit.launch.views.plots import MAX_NODES, USES, from_zero, legend_beside, marker, whole_numbers
+from aedit.launch.views.plots import (
+    MAX_NODES,
+    USES,
+    from_zero,
+    legend_beside,
+    marker,
+    run_time_unit,
+    whole_numbers,
+)
 
 MAX_BARS = 120
 MAX_ARMS = 7
@@ -44,7 +51,7 @@ def reward_by_steps(run: Run) -> Figure | None:
 
 def reward_by_time(run: Run) -> Figure | None:
     """Return the plot of `reward_by_steps` over wall-clock time."""
-    unit_s, name = _time_unit(run)
+    unit_s, name = run_time_unit(run)
     return _reward(run, lambda point: point.t / unit_s, f"{name} since the run began", unit_s)
 
 
@@ -69,14 +76,18 @@ def step_split(run: Run) -> Figure | None:
 
 def drafter(run: Run) -> Figure | None:
     """Return the accepted length of each node over time, and the share of the engine's steps by arm."""
-    nodes = [node for node in run.nodes if len(_rl_lines(node)) > 1]
+    nodes = [node for node in run.nodes if len(rl_lines_of(node)) > 1]
     if not nodes:
         return None
-    unit_s, unit = _time_unit(run)
+    unit_s, unit = run_time_unit(run)
     figure = Figure(figsize=(9, 6.5))
     accepted, arms = figure.subplots(2, sharex=True)
     for node in nodes:
-        points = [(t / unit_s, ratio(tokens, passes)) for t, tokens, passes in _passes(node)]
+        points = [
+            (metric.t / unit_s, (rl.rollout_tokens - was.rollout_tokens) / (rl.passes - was.passes))
+            for (_, was), (metric, rl) in pairwise(rl_lines_of(node))
+            if rl.passes > was.passes  # the node generated between the two lines
+        ]
         _line(accepted, points, f"C{node.index}", f"node {node.index}", _pauses(node, unit_s))
         # Points, as the layer may have drafted in a few steps only: between them nothing was measured.
         trained = [(t / unit_s, length) for t, length in _drafted(node) if isfinite(length)]
@@ -95,7 +106,7 @@ def drafter(run: Run) -> Figure | None:
 
 def policy_health(run: Run) -> Figure | None:
     """Return mismatch, staleness, clipped share and entropy of each node over its steps."""
-    nodes = [node for node in run.nodes if _rl_lines(node)]
+    nodes = [node for node in run.nodes if rl_lines_of(node)]
     if not nodes:
         return None
     figure = Figure(figsize=(10, 6.5))
@@ -107,7 +118,7 @@ def policy_health(run: Run) -> Figure | None:
     )
     for axes, (title, value) in zip(figure.subplots(2, 2).flat, panels, strict=True):
         for node in nodes:
-            points = [(m.step, value(m.rl)) for m in node.metrics if m.rl is not None]
+            points = [(metric.step, value(rl)) for metric, rl in rl_lines_of(node)]
             _line(axes, points, f"C{node.index}", f"node {node.index}")
         axes.set(title=title, xlabel="inner steps of the node")
         axes.set_xlim(left=0)
@@ -121,12 +132,12 @@ def policy_health(run: Run) -> Figure | None:
 def _reward(run: Run, where: Callable[[Point], float], label: str, unit_s: float = inf) -> Figure | None:
     """Return the plot of reward and solved share. unit_s: of the x axis, infinite if that is not of time."""
     evaluations = rl_held_out(run)
-    if not evaluations and not any(_rl_lines(node) for node in run.nodes):
+    if not evaluations and not any(map(rl_lines_of, run.nodes)):
         return None
     figure = Figure(figsize=(8, 6.5))
     reward, solved = figure.subplots(2, sharex=True)
     for node in run.nodes:
-        known = [(where(metric), metric.rl) for metric in node.metrics if metric.rl is not None]
+        known = [(where(metric), rl) for metric, rl in rl_lines_of(node)]
         name = f"node {node.index}, rollouts"
         pauses = _pauses(node, unit_s)
         _line(reward, [(x, rl.reward) for x, rl in known], f"C{node.index}", name, pauses)
@@ -138,7 +149,7 @@ def _reward(run: Run, where: Callable[[Point], float], label: str, unit_s: float
         if points:
             axes.plot(*zip(*points, strict=True), color="black", linewidth=1.8, marker="o", label="held-out")
     ends = {node.index: where(end) for node in run.nodes if (end := warm_up_end(node)) is not None}
-    if any(rl.supervised_steps > 0 for node in run.nodes for _, rl in _rl_lines(node)):
+    if any(rl.supervised_steps > 0 for node in run.nodes for _, rl in rl_lines_of(node)):
         going_on = [where(n.metrics[-1]) for n in run.nodes if n.metrics and n.index not in ends]
         for axes in (reward, solved):
             if first := min([*ends.values(), *going_on]):
@@ -168,27 +179,19 @@ def _merged(found: Sequence[Split]) -> list[Split]:
 
 def _drafted(node: NodeRecords) -> list[tuple[float, float]]:
     """Return time and accepted length of the lines before which the layer has drafted."""
-    lines = _rl_lines(node)
+    lines = rl_lines_of(node)
     before = [0.0, *(steps_of_layer(rl) for _, rl in lines)]
     return [
-        (t, rl.drafter["accepted_length"])
-        for (t, rl), steps in zip(lines, before, strict=False)
+        (metric.t, rl.drafter["accepted_length"])
+        for (metric, rl), steps in zip(lines, before, strict=False)
         if rl.drafter and steps_of_layer(rl) != steps
-    ]
-
-
-def _passes(node: NodeRecords) -> list[tuple[float, float, float]]:
-    """Return time, new tokens and new passes of each pair of lines between which the node generated."""
-    return [
-        (t, after.rollout_tokens - before.rollout_tokens, after.passes - before.passes)
-        for (_, before), (t, after) in pairwise(_rl_lines(node))
-        if after.passes > before.passes
     ]
 
 
 def _arms(axes: Axes, nodes: Sequence[NodeRecords], unit_s: float) -> None:
     """Draw the shares of the arms in equal intervals of time."""
-    moments = [(t, before, after) for n in nodes for (_, before), (t, after) in pairwise(_rl_lines(n))]
+    pairs = [pair for node in nodes for pair in pairwise(rl_lines_of(node))]
+    moments = [(metric.t, before, after) for (_, before), (metric, after) in pairs]
     longest_s = max((t for t, _, _ in moments), default=0.0)
     num_bins = max(1, min(MAX_BARS // 2, len(moments) // (2 * len(nodes))))
     width_s = longest_s / num_bins or 1.0
@@ -241,11 +244,3 @@ def _line(
 def _pauses(node: NodeRecords, unit_s: float) -> list[float]:
     """Return the times at which the node has started again: it was away before."""
     return [start.t / unit_s for start in node.starts[1:]] if isfinite(unit_s) else []
-
-
-def _rl_lines(node: NodeRecords) -> list[tuple[float, RLMetric]]:
-    return [(metric.t, metric.rl) for metric in node.metrics if metric.rl is not None]
-
-
-def _time_unit(run: Run) -> tuple[float, str]:
-    return fmt.time_unit(max((node.metrics[-1].t for node in run.nodes if node.metrics), default=0.0))

@@ -10,7 +10,7 @@ from statistics import fmean
 from rich.console import Console
 from rich.table import Table
 
-from aedit.launch.records import NodeRecords, RLMetric, Run, Totals, read_run, totals
+from aedit.launch.records import NodeRecords, Run, Totals, read_run, totals
 from aedit.launch.views import formatting as fmt
 from aedit.launch.views.figures import (
     LAST_LINES,
@@ -25,6 +25,7 @@ from aedit.launch.views.figures import (
     pace,
     ratio,
     rl_held_out,
+    rl_lines_of,
     rl_totals,
     rounds,
     share_of_solo,
@@ -237,7 +238,7 @@ def rl_facts(run: Run) -> Facts:
         f" {fmt.percent(totals.no_signal)} without signal, {fmt.count(totals.retried)} retried,"
         f" {fmt.count(totals.excluded)} rollouts without reward",
     )
-    states = [state for node in run.nodes for state in _states(node)]
+    states = [state for node in run.nodes for _, state in rl_lines_of(node)]
     highest = max((rl.staleness_max for rl in states if rl.staleness_max >= 0), default=nan)
     yield (
         "policy",
@@ -255,16 +256,12 @@ def rl_facts(run: Run) -> Facts:
         yield "rewards", f"{fmt.some(failed, 'error')} in reward functions; see events.jsonl of the nodes"
 
 
-def _states(node: NodeRecords) -> list[RLMetric]:
-    return [metric.rl for metric in node.metrics if metric.rl is not None]
-
-
 def _rl_cells(node: NodeRecords) -> list[str]:
     """Return the cells of `RL_COLUMNS`."""
     rl = newest(node)
     if rl is None:
         return [str(node.index), *[fmt.UNKNOWN] * (len(RL_COLUMNS) - 1)]
-    totals, states = rl_totals([rl]), _states(node)
+    totals, states = rl_totals([rl]), [state for _, state in rl_lines_of(node)]
     return [
         str(node.index),
         fmt.count(node.metrics[-1].step),

@@ -19,6 +19,7 @@ from aedit.launch.records import (
     Run,
     ServerSample,
     SwarmSample,
+    text,
 )
 from aedit.launch.views import formatting as fmt
 from aedit.launch.views.figures import (
@@ -197,7 +198,7 @@ def accusation_text(server: ServerSample) -> str:
     if not server.accused:
         return ""
     by = ", ".join(f"{name} ({count:,.0f})" for name, count in server.accused.items())
-    facts = ", ".join(f"{fmt.plain(name)} {fmt.plain(value)}" for name, value in server.evidence.items())
+    facts = ", ".join(f"{text(name)} {text(value)}" for name, value in server.evidence.items())
     return f"accused by {by}: {server.reason}{facts and f'; {facts}'}"[:_MAX_ACCUSATION]
 
 
@@ -267,10 +268,10 @@ def rl_lines(learners: Sequence[Learner]) -> Iterator[RenderableType]:
     totals = rl_totals(rl for _, rl in learners)
     used = fmt.percent(ratio(totals.idle_used_s, totals.waited_s))
     idle = fmt.durations(_first(totals.idle_s)) + (f"; {used} used" if totals.waited_s >= 0.05 else "")
-    for name, text in (("arms", fmt.shares(_first(totals.arms))), ("idle", idle)):
+    for name, shown in (("arms", fmt.shares(_first(totals.arms))), ("idle", idle)):
         grid = Table.grid(padding=0)  # a line continues under its own text
         grid.add_column(width=len("held-out solved  "), no_wrap=True)
-        grid.add_row(Text(name), Text(text))
+        grid.add_row(Text(name), Text(shown))
         yield grid
 
 
