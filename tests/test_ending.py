@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from aedit.launch.records import Ending, indices_of
+from aedit.launch.records import has_trained, indices_of
 
 
 @pytest.mark.parametrize(("last_stop", "trained"), [(40, False), (41, True)])
@@ -20,7 +20,7 @@ def test_a_start_that_found_nothing_to_do_is_told_from_one_that_trained(tmp_path
         home.mkdir(parents=True)
         lines = events if node == 1 else events[:3] + events[1:2]
         (home / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in lines) + '{"torn')
-    assert Ending(tmp_path, (0, 1), ranks=1, attempt=2, output="").trained() is trained
+    assert has_trained(tmp_path, (0, 1)) is trained
 
 
 def test_a_node_that_has_joined_is_found_by_its_name(tmp_path):

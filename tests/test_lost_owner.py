@@ -86,10 +86,10 @@ def test_replicas_whose_owner_has_ended_elect_the_first_of_those_left_without_wa
 def test_the_place_of_a_replica_is_that_among_those_which_are_left(part):
     owner, a, b, _ = part
     for lost, left in ((owner, [b, a]), (b, [a])):
-        places = [one.process._endpoint.place_without(lost.address) for one in left]
+        places = [one.process.endpoint.place_without(lost.address) for one in left]
         assert places == list(range(len(left)))
     a.file.write([PartPlaces((b.address,), b.address)])
-    assert a.process._endpoint.place_without(b.address) is None
+    assert a.process.endpoint.place_without(b.address) is None
 
 
 def test_only_a_machine_that_refuses_the_connection_says_that_a_hub_has_ended(part):

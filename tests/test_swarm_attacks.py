@@ -54,7 +54,7 @@ def address(process):
 
 def kept(process):
     """Return the mirrored journal of a follower."""
-    return {path.name: path.read_bytes() for path in process._endpoint.directory.glob("journal*")}
+    return {path.name: path.read_bytes() for path in process.endpoint.directory.glob("journal*")}
 
 
 # -- the journal, not cards, says how many replicas there are

@@ -92,8 +92,8 @@ def _served(
             process.follow()
         else:
             process.start(force=options.force_lead, above=options.term_above)
-        print(process.welcome(), flush=True)
-        if warning := process.warning():
+        print(welcome(process.endpoint, process.address), flush=True)
+        if warning := open_to_others(process.endpoint, process.address):
             from rich.console import Console  # here: few hubs warn, and all shall start fast
             from rich.text import Text
 
@@ -113,7 +113,7 @@ class _Process:
     """One hub process, from recovery to exit."""
 
     def __init__(self, endpoint: HubEndpoint, *, insecure: bool) -> None:
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._keys = endpoint.server_keys(insecure=insecure)
         self._config = folder.claim(endpoint.directory, endpoint.config, endpoint.part)
         self._store = Store(endpoint.directory, fsync=endpoint.config.hub.fsync)
@@ -155,14 +155,14 @@ class _Process:
         """
         hub = self._make()
         journal = self._store.recover(hub, accept_loss=force)
-        state, mirrors = hub.state, (self._endpoint.directory / folder.MIRROR).exists()
+        state, mirrors = hub.state, (self.endpoint.directory / folder.MIRROR).exists()
         newest, own = self._others.newest_term(), max(state.term, above)
-        if newest > own and not self._endpoint.standby and not force:
+        if newest > own and not self.endpoint.standby and not force:
             raise UserError(
                 f"another hub leads this run under the newer term {newest}: start this hub with"
-                f" --standby --address {self._endpoint.address} to follow it"
+                f" --standby --address {self.endpoint.address} to follow it"
             )
-        is_new = not mirrors and not self._endpoint.standby
+        is_new = not mirrors and not self.endpoint.standby
         records: Sequence[Record] | None = None
         if newest <= own or force:
             records = self._leadership.begin(own, state.configs, is_new=is_new)
@@ -181,9 +181,8 @@ class _Process:
         self._started()
 
     def _started(self) -> None:
-        assert self._server is not None
         self._vote_requests.start()
-        write_atomically(self._endpoint.directory / "address", self._server.address)
+        write_atomically(self.endpoint.directory / "address", self.address)
 
     def _force(self, hub: Hub) -> Sequence[Record]:
         """Return the records with which this hub leads without a vote; print what may be lost."""
@@ -207,15 +206,11 @@ class _Process:
             return self._leading.is_over
         return self._standby is not None and (self._standby.is_over or bool(self._standby.failure))
 
-    def welcome(self) -> str:
-        """Return the address of this hub and the commands with which nodes and readers reach it."""
+    @property
+    def address(self) -> str:
+        """Return the HOST:PORT that the hub listens at, once it has started."""
         assert self._server is not None
-        return welcome(self._endpoint, self._server.address)
-
-    def warning(self) -> str:
-        """Return what this hub allows to all callers on the network; "" if that is nothing."""
-        assert self._server is not None
-        return open_to_others(self._endpoint, self._server.address)
+        return self._server.address
 
     def wait_for_leaving_nodes(self) -> None:
         """Serve for up to `_LEAVE_S` seconds more while there are members.
@@ -236,7 +231,7 @@ class _Process:
         Its first configuration needs the votes of the present ones, so this one serves a little longer.
         """
         leading = self._leading
-        if self._endpoint.replicas is None or leading is None:
+        if self.endpoint.replicas is None or leading is None:
             return
         if not leading.is_over:
             leading.hand_over(_HAND_OVER_S)
@@ -265,7 +260,7 @@ class _Process:
     def may_follow(self) -> bool:
         """Return whether another replica of the part leads now, which this one can follow in this process."""
         leading = self._leading
-        if self._endpoint.replicas is None or leading is None:
+        if self.endpoint.replicas is None or leading is None:
             return False
         return leading.guard.replaced.is_set() and not (leading.guard.lacking or leading.failure)
 
@@ -277,7 +272,7 @@ class _Process:
         if leading is not None and leading.guard.replaced.is_set():
             raise UserError(
                 f"another hub leads this run under a newer term than this one's: start this one with"
-                f" --standby --address {self._endpoint.address} to follow it"
+                f" --standby --address {self.endpoint.address} to follow it"
             )
         failure = leading.failure if leading is not None else standby.failure if standby is not None else ""
         if failure:
@@ -285,21 +280,21 @@ class _Process:
         return 1 if failure else 0
 
     def _make(self) -> Hub:
-        return make_hub(self._config, self._endpoint.part)
+        return make_hub(self._config, self.endpoint.part)
 
     def _lead(self, hub: Hub, journal: Journal, records: Sequence[Record]) -> LeadingHub:
         ledger = Ledger(hub, journal, self._store, self._reports.record_applied)
-        leading = LeadingHub(self._endpoint, ledger, self._reports, self._responder, self._leadership)
+        leading = LeadingHub(self.endpoint, ledger, self._reports, self._responder, self._leadership)
         leading.guard.trust(
-            hubs=self._endpoint.keys is not None,
+            hubs=self.endpoint.keys is not None,
             other_terms=self._others.terms,
-            shut_out=self._endpoint.is_shut_out,
-            candidate=self._endpoint.check_candidate,
+            shut_out=self.endpoint.is_shut_out,
+            candidate=self.endpoint.check_candidate,
         )
-        if (key := self._endpoint.signing_key()) is not None:
-            leading.driver.exchange.signer = Signer(key, self._config.name, self._endpoint.part[0])
+        if (key := self.endpoint.signing_key()) is not None:
+            leading.driver.exchange.signer = Signer(key, self._config.name, self.endpoint.part[0])
         leading.begin(records)
-        (self._endpoint.directory / folder.MIRROR).unlink(missing_ok=True)
+        (self.endpoint.directory / folder.MIRROR).unlink(missing_ok=True)
         if self._config.hub.parent:
             self._join_parent(leading)
         self._leading = leading
@@ -307,34 +302,30 @@ class _Process:
             # Imported here so that hubs without a metrics page start faster.
             from aedit.async_sgd.service import MetricsPage
 
-            host = self._endpoint.address.rpartition(":")[0].strip("[]")
+            host = self.endpoint.address.rpartition(":")[0].strip("[]")
             self._page = MetricsPage(leading.overview, host, self._config.hub.metrics_port)
-        if self._endpoint.part[0] == 0:
+        if self.endpoint.part[0] == 0:
             self._directory.core = leading.directory
-        if self._endpoint.part[1] == 1:
-            self._policy.versions = self._author(leading)
+        if self.endpoint.part[1] == 1:
+            self._policy.versions = PolicyPublisher(
+                leading.ledger,
+                leading.directory.num_live,
+                dtype=self._config.rl.version_dtype,
+                ring=self._config.hub.policy_versions,
+                record=self.endpoint.directory / RECORD,
+            )
+            self._policy.versions.start()
         self._serve(leading.driver)
         return leading
-
-    def _author(self, leading: LeadingHub) -> PolicyPublisher:
-        versions = PolicyPublisher(
-            leading.ledger,
-            leading.directory.num_live,
-            dtype=self._config.rl.version_dtype,
-            ring=self._config.hub.policy_versions,
-            record=self._endpoint.directory / RECORD,
-        )
-        versions.start()
-        return versions
 
     def _join_parent(self, leading: LeadingHub) -> None:
         # Imported here: only a hub with a parent needs an agent.
         from aedit.launch.hub.uplink import Uplink
         from aedit.proto.agent import rejoin_secret
 
-        name = f"hub of {self._config.name} at {self._endpoint.preferred_address}"
-        secret = rejoin_secret(self._endpoint.directory / "rejoin")
-        endpoint = self._endpoint
+        name = f"hub of {self._config.name} at {self.endpoint.preferred_address}"
+        secret = rejoin_secret(self.endpoint.directory / "rejoin")
+        endpoint = self.endpoint
         leading.join_parent(Uplink(leading.engine, name, endpoint.client_keys(), endpoint.keys, secret))
 
     def _follow(self, hub: Hub, journal: Journal) -> None:
@@ -362,7 +353,7 @@ class _Process:
             in_flight_bytes=limits.in_flight_bytes,
             connections=limits.connections,
         )
-        for address in (self._endpoint.preferred_address, self._endpoint.address):
+        for address in (self.endpoint.preferred_address, self.endpoint.address):
             try:
                 others = (directory_service(self._directory, bounds), policy_service(self._policy, bounds))
                 self._server = serve(
@@ -370,7 +361,7 @@ class _Process:
                 )
                 return
             except UserError:
-                if address == self._endpoint.address:
+                if address == self.endpoint.address:
                     raise
 
 

@@ -90,8 +90,10 @@ class Uplink:
 
     def _run(self) -> None:
         while not self._stopping.wait(POLL_S):
-            layout = self._complete_layout()
-            if layout is None:
+            with self._ledger.lock:
+                units, layout = self._hub.state.units.values(), self._hub.state.layout
+                is_whole = bool(units) and all(unit.anchor is not None for unit in units)
+            if layout is None or not is_whole:
                 continue
             try:
                 self._take_part(layout)
@@ -101,13 +103,6 @@ class Uplink:
             except BaseException as error:
                 self._engine.fail(error)
                 return
-
-    def _complete_layout(self) -> Layout | None:
-        """Return the layout once the region has an anchor of every unit, None before."""
-        with self._ledger.lock:
-            state = self._hub.state
-            whole = bool(state.units) and all(unit.anchor is not None for unit in state.units.values())
-            return state.layout if whole else None
 
     def _take_part(self, layout: Layout) -> None:
         """Take part in the parent's run until an error occurs or this hub ends."""

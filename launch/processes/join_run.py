@@ -45,7 +45,12 @@ def join(
         insecure: Connect to another machine without TLS.
     """
     peers = addresses
-    addresses, received = joined_to(addresses, lambda place: _greet(place, keys, insecure))
+
+    def received_from(place: str) -> RunConfig:
+        reply = greet(place, caller_keys(place, keys, insecure))
+        return parse_config(reply.config, f"the configuration of {place}")
+
+    addresses, received = joined_to(addresses, received_from)
     config = with_flags(of_this_machine(received), flags)
     check_imports(config, node=True)
     check_effects(config, dict.fromkeys(flag_keys(flags), 1), defaultdict(lambda: "flag"))
@@ -93,11 +98,6 @@ def joined_to(place: str, greet: Callable[[str], T]) -> tuple[str, T]:
     return found[-1], greet(found[-1])
 
 
-def _greet(addresses: str, keys: Path | None, insecure: bool) -> RunConfig:
-    reply = greet(addresses, caller_keys(addresses, keys, insecure))
-    return parse_config(reply.config, f"the configuration of {addresses}")
-
-
 @contextlib.contextmanager
 def _named(run_dir: Path, name: str) -> Iterator[str]:
     """Lock a node name in this directory until the block ends, and yield it.
@@ -106,8 +106,12 @@ def _named(run_dir: Path, name: str) -> Iterator[str]:
     a new one. A node keeps its name over restarts, and a second `aedit join` in one directory is another
     node.
     """
+    remembered = run_dir / NAMES
+    names = [name] if name else []
+    if not name and remembered.exists():
+        names = remembered.read_text(encoding="utf-8").split()
     with contextlib.ExitStack() as held:
-        for known in [name] if name else _remembered(run_dir):
+        for known in names:
             try:
                 held.enter_context(claimed(run_dir, known))
             except UserError:
@@ -116,21 +120,11 @@ def _named(run_dir: Path, name: str) -> Iterator[str]:
             else:
                 yield known
                 return
-        new = f"{socket.gethostname()}-{secrets.token_hex(3)}"
+        new = f"{socket.gethostname()}-{secrets.token_hex(3)}"  # machines may have equal host names
         held.enter_context(claimed(run_dir, new))
-        _remember(run_dir, new)
+        try:
+            with remembered.open("a", encoding="utf-8") as file:
+                file.write(f"{new}\n")
+        except OSError as error:
+            raise UserError(f"{remembered}: {error.strerror}; choose another --dir") from None
         yield new
-
-
-def _remembered(run_dir: Path) -> list[str]:
-    path = run_dir / NAMES
-    return path.read_text(encoding="utf-8").split() if path.exists() else []
-
-
-def _remember(run_dir: Path, name: str) -> None:
-    """Write a new name to the directory: it is random, since machines may have equal host names."""
-    try:
-        with (run_dir / NAMES).open("a", encoding="utf-8") as names:
-            names.write(f"{name}\n")
-    except OSError as error:
-        raise UserError(f"{run_dir / NAMES}: {error.strerror}; choose another --dir") from None

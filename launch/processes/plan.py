@@ -1,6 +1,7 @@
 """`aedit run --dry-run`: sizes of a run, computed before anything is downloaded or started."""
 
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 from typing import Any
 
@@ -147,6 +148,11 @@ def render(plan: Plan) -> str:
     """Return the plan as text, one property per line."""
     config = plan.config
     data, source = config.data, config.model.pretrained or config.model.family
+    times = (f"{plan.wire_bytes * 8 / (mbit * 1e6):.3g} s at {mbit} Mbit/s" for mbit in WIRES_MBIT)
+    memory = plan.memory()
+    rank_bytes = sum(memory.values())
+    parts = ", ".join(f"{name} {_bytes(size)}" for name, size in memory.items())
+    here = f"{_bytes(plan.here * plan.ranks * rank_bytes)} of {_bytes(machine_bytes())}"
     rows = [
         ("run", f"{config.dir}/{config.name}: nodes {plan.nodes}, processes per node {plan.ranks}"),
         ("model", f"{source}, {plan.num_params:,} parameters, {plan.num_trained:,} of them trained"),
@@ -157,31 +163,24 @@ def render(plan: Plan) -> str:
         ("length", _length(plan)),
         ("rounds", _rounds(plan)),
         ("bytes per round", _bytes_line(plan)),
-        ("wire time", _wire_line(plan)),
-        ("memory per rank", _memory_line(plan)),
+        ("wire time", f"{', '.join(times)}, per {'step' if plan.synchronous else 'round'}"),
+        ("memory per rank", f"{_bytes(rank_bytes)} without activations: {parts}"),
         ("rollout engine", _engine_line(plan)),
-        *([("memory here", _here_line(plan))] if trains_on_cpu(config) else []),
     ]
+    if trains_on_cpu(config):
+        rows.append(("memory here", f"nodes {plan.here}: {here}, without activations"))
     return "\n".join(f"{name:<16} {text}" for name, text in rows)
 
 
 def _units(plan: Plan) -> str:
-    """Return the units as text, neighbours of one size together: `model.layers.0 ..
-
-    Model.layers.5 (6 x 196,864)`.
-    """
-    runs: list[list[tuple[str, int]]] = []
-    for unit in plan.units:
-        if runs and runs[-1][0][1] == unit[1]:
-            runs[-1].append(unit)
-        else:
-            runs.append([unit])
-    return ", ".join(_unit_run(run) for run in runs)
-
-
-def _unit_run(run: list[tuple[str, int]]) -> str:
-    (first, numel), (last, _) = run[0], run[-1]
-    return f"{first} ({numel:,})" if len(run) == 1 else f"{first} .. {last} ({len(run)} x {numel:,})"
+    """Return the units as text, neighbours of one size together, such as `layers.0 .. layers.5 (6 x 196)`."""
+    runs = []
+    for numel, units in groupby(plan.units, key=lambda unit: unit[1]):
+        first, *others = (name for name, _ in units)
+        runs.append(
+            f"{first} .. {others[-1]} ({1 + len(others)} x {numel:,})" if others else f"{first} ({numel:,})"
+        )
+    return ", ".join(runs)
 
 
 def _length(plan: Plan) -> str:
@@ -211,22 +210,6 @@ def _bytes_line(plan: Plan) -> str:
         up = f"{_bytes(plan.wire_bytes)} up ({hub.codec})"
         return f"{up}, {_bytes(plan.down_bytes)} down ({hub.codec_down}) per new version"
     return f"{_bytes(plan.round_bytes)} per node; a ring all-reduce sends {_bytes(plan.wire_bytes)}"
-
-
-def _wire_line(plan: Plan) -> str:
-    times = (f"{plan.wire_bytes * 8 / (mbit * 1e6):.3g} s at {mbit} Mbit/s" for mbit in WIRES_MBIT)
-    return f"{', '.join(times)}, per {'step' if plan.synchronous else 'round'}"
-
-
-def _here_line(plan: Plan) -> str:
-    need = plan.here * plan.ranks * sum(plan.memory().values())
-    return f"nodes {plan.here}: {_bytes(need)} of {_bytes(machine_bytes())}, without activations"
-
-
-def _memory_line(plan: Plan) -> str:
-    parts = plan.memory()
-    listed = ", ".join(f"{name} {_bytes(size)}" for name, size in parts.items())
-    return f"{_bytes(sum(parts.values()))} without activations: {listed}"
 
 
 def _prompts_line(plan: Plan) -> str:

@@ -25,10 +25,11 @@ from aedit.launch.config import (
 from aedit.launch.data import check_data, check_rewards, check_source
 from aedit.launch.processes.cluster import NODE_PROGRAM, Cluster, torchrun_command
 from aedit.launch.records import (
-    Ending,
     claimed,
     error_of,
+    failure_in,
     file_name,
+    has_trained,
     indices_of,
     next_attempt,
     prepare,
@@ -84,8 +85,23 @@ def run(
     if membership is not None:
         nodes = indices_of(run_dir, membership.name)
     nodes = nodes if failed is None else (failed,)
-    ending = Ending(run_dir, nodes, ranks, attempt, output)
-    return _conclude(ending, code, watcher, reports=placement.node == 0)
+    if watcher.signals:
+        name = "at once" if len(watcher.signals) > 1 else "as asked"
+        late = f"; the nodes did not save within {LEAVE_LIMIT_S:.0f} s" if watcher.overdue else ""
+        _say(f"stopped {name}{late}; the same command continues from the newest checkpoint")
+        return 128 + watcher.signals[0]
+    if code == 0:
+        if placement.node == 0:
+            from aedit.launch.views import report
+
+            print(report(run_dir))
+        if not has_trained(run_dir, nodes):
+            _say("the run was already complete; raise train.steps or train.seconds, or choose another --name")
+        return 0
+    if message := refusal_in(output):
+        raise error_of(message)
+    _say(failure_in(run_dir, nodes, ranks, attempt, output))
+    return 1
 
 
 def _start(
@@ -206,26 +222,6 @@ def _watch(watch: Watch | None, run_dir: Path, nodes: int, alive: Callable[[], b
         _say(f"the live view failed ({error!r}); the run continues, see {run_dir}")
     while alive():
         time.sleep(POLL_S)
-
-
-def _conclude(ending: Ending, code: int, watcher: Watcher, *, reports: bool) -> int:
-    if watcher.signals:
-        name = "at once" if len(watcher.signals) > 1 else "as asked"
-        late = f"; the nodes did not save within {LEAVE_LIMIT_S:.0f} s" if watcher.overdue else ""
-        _say(f"stopped {name}{late}; the same command continues from the newest checkpoint")
-        return 128 + watcher.signals[0]
-    if code == 0:
-        if reports:
-            from aedit.launch.views import report
-
-            print(report(ending.run_dir))
-        if not ending.trained():
-            _say("the run was already complete; raise train.steps or train.seconds, or choose another --name")
-        return 0
-    if message := refusal_in(ending.output):
-        raise error_of(message)
-    _say(ending.failure())
-    return 1
 
 
 def _say(text: str) -> None:

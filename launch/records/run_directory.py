@@ -13,9 +13,8 @@ import re
 import shutil
 import subprocess
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -227,56 +226,48 @@ def _git(*arguments: str) -> str:
         return ""
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """Files and output of one start of a run."""
+def failure_in(run_dir: Path, nodes: Sequence[int], ranks: int, attempt: int, output: str) -> str:
+    """Return the node that failed in a start of a run, its exit code, and the end of its log.
 
-    run_dir: Path
-    nodes: tuple[int, ...]
-    """Indices of the nodes that this machine started."""
+    Args:
+        run_dir: The run directory.
+        nodes: Indices of the nodes that this machine started.
+        ranks: Processes per node.
+        attempt: Number of this start in log names.
+        output: Of torchrun, with refusals of its workers, and what they wrote before they had a log.
+    """
+    found = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", output)
+    source, failed = run_dir / "launch.log", "torchrun failed"
+    if found:
+        code, rank = (int(number) for number in found[-1])
+        if not nodes:
+            return f"the node failed before it joined the run ({exit_text(code)})"
+        node = nodes[rank // ranks]
+        failed = f"node {node} failed ({exit_text(code)})"
+        # The directory may also contain logs of earlier starts, and of other nodes.
+        logs = {attempt_of(log): log for log in run_dir.glob(f"nodes/{node}/attempt_*.log")}
+        if logs and max(logs) >= attempt:
+            source = logs[max(logs)]
+    lines: list[str] = []
+    if source.exists():
+        with source.open(encoding="utf-8", errors="replace") as file:
+            lines = list(deque((line.rstrip() for line in file if line.strip()), maxlen=LOG_LINES))
+    return "\n".join([f"{failed}; the end of {source}:", *lines])
 
-    ranks: int
-    """Processes per node."""
 
-    attempt: int
-    """Number of this start in log names."""
-
-    output: str
-    """Output of torchrun, with refusals of its workers, and what they wrote before they had a log."""
-
-    def failure(self) -> str:
-        """Return the node that failed, its exit code, and the end of its log."""
-        found = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", self.output)
-        source, failed = self.run_dir / "launch.log", "torchrun failed"
-        if found:
-            code, rank = (int(number) for number in found[-1])
-            if not self.nodes:
-                return f"the node failed before it joined the run ({exit_text(code)})"
-            node = self.nodes[rank // self.ranks]
-            failed = f"node {node} failed ({exit_text(code)})"
-            # The directory may also contain logs of earlier starts, and of other nodes.
-            logs = {attempt_of(log): log for log in self.run_dir.glob(f"nodes/{node}/attempt_*.log")}
-            if logs and max(logs) >= self.attempt:
-                source = logs[max(logs)]
-        lines: list[str] = []
-        if source.exists():
-            with source.open(encoding="utf-8", errors="replace") as file:
-                lines = list(deque((line.rstrip() for line in file if line.strip()), maxlen=LOG_LINES))
-        return "\n".join([f"{failed}; the end of {source}:", *lines])
-
-    def trained(self) -> bool:
-        """Return whether any node took a step in this start; False if the budget was used up before."""
-        for node in self.nodes:
-            path = self.run_dir / "nodes" / str(node) / "events.jsonl"
-            steps = {"start": 0, "stop": 0}
-            for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-                with suppress(ValueError):  # an incomplete line, left by a crash
-                    event = json.loads(line)
-                    if event.get("event") in steps:
-                        steps[event["event"]] = event.get("step", 0)
-            if steps["stop"] > steps["start"]:
-                return True
-        return False
+def has_trained(run_dir: Path, nodes: Sequence[int]) -> bool:
+    """Return whether any node took a step in its newest start; False if the budget was used up before."""
+    for node in nodes:
+        path = run_dir / "nodes" / str(node) / "events.jsonl"
+        steps = {"start": 0, "stop": 0}
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+            with suppress(ValueError):  # an incomplete line, left by a crash
+                event = json.loads(line)
+                if event.get("event") in steps:
+                    steps[event["event"]] = event.get("step", 0)
+        if steps["stop"] > steps["start"]:
+            return True
+    return False
 
 
 def refusal_in(output: str) -> str:
