@@ -120,16 +120,6 @@ class PolicyLoss(Protocol):
         """Return the loss of these sequences."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Ratios:
-    """Ratio of the trained to the proximal policy, and weights of the proximal over the behaviour policy."""
-
-    r_BT: Tensor
-    """Ratio, with gradient; 1 outside of the mask."""
-    w_BT: Tensor
-    """Importance weight, without gradient; 1 where `LossSettings.importance` is off."""
-
-
 def bounded_exp(x: Tensor) -> Tensor:
     """Return exp(x) with x bounded to +-20; the gradient is the value times that of x."""
     return x.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * (x - x.detach()).exp()
@@ -176,12 +166,16 @@ def weights(inputs: LossInputs, settings: LossSettings) -> Tensor:
     return bounded_exp(log_BT).clamp(max=settings.importance_cap)
 
 
-def ratios(inputs: LossInputs, settings: LossSettings) -> Ratios:
-    """Return ratios and importance weights of each token."""
+def ratios(inputs: LossInputs, settings: LossSettings) -> tuple[Tensor, Tensor]:
+    """Return for each token the ratio of the trained to the proximal policy, and its importance weight.
+
+    The ratio has a gradient, and is 1 outside of the mask. The weight, of the proximal over the behaviour
+    policy, has none, and is 1 where `LossSettings.importance` is off.
+    """
     log_BT = masked_difference(inputs.logp_BT, proximal_of(inputs, settings), inputs.mask_BT)
     r_BT = bounded_exp(log_BT)
     w_BT = torch.ones_like(r_BT).detach() if settings.importance == "off" else weights(inputs, settings)
-    return Ratios(r_BT, w_BT)
+    return r_BT, w_BT
 
 
 def k3(logp_BT: Tensor, reference_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -213,22 +207,24 @@ def clipped_surrogate(r: Tensor, A: Tensor, settings: LossSettings) -> tuple[Ten
     return terms, ~clipped
 
 
-def per_token(policy_BT: Tensor, found: Ratios, inputs: LossInputs, settings: LossSettings) -> Tensor:
-    """Return w * policy term + kl * KL term of each token, 0 outside of the mask."""
-    terms_BT = found.w_BT * policy_BT
+def per_token(
+    policy_BT: Tensor, r_BT: Tensor, w_BT: Tensor, inputs: LossInputs, settings: LossSettings
+) -> Tensor:
+    """Return w * policy term + kl * KL term of each token, 0 outside of the mask; r and w as of `ratios`."""
+    terms_BT = w_BT * policy_BT
     if settings.kl > 0:
         if inputs.reference_BT is None:
             raise ValueError("kl is above 0, so reference_BT is needed: log-probabilities of the reference")
-        r_BT = found.w_BT * found.r_BT
-        terms_BT = terms_BT + settings.kl * kl_term(inputs.logp_BT, inputs.reference_BT, inputs.mask_BT, r_BT)
+        kl_BT = kl_term(inputs.logp_BT, inputs.reference_BT, inputs.mask_BT, w_BT * r_BT)
+        terms_BT = terms_BT + settings.kl * kl_BT
     return terms_BT.where(inputs.mask_BT, 0.0)
 
 
 def clipped_terms(inputs: LossInputs, settings: LossSettings) -> tuple[Tensor, Tensor]:
     """Return the clipped surrogate of each token as `per_token` completes it, and which were not clipped."""
-    found = ratios(inputs, settings)
-    terms_BT, kept_BT = clipped_surrogate(found.r_BT, inputs.advantages_B[:, None], settings)
-    return per_token(terms_BT, found, inputs, settings), kept_BT & inputs.mask_BT
+    r_BT, w_BT = ratios(inputs, settings)
+    terms_BT, kept_BT = clipped_surrogate(r_BT, inputs.advantages_B[:, None], settings)
+    return per_token(terms_BT, r_BT, w_BT, inputs, settings), kept_BT & inputs.mask_BT
 
 
 def sum_of_means(terms_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -273,11 +269,11 @@ def gspo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
     GSPO, arXiv:2507.18071. A sequence is clipped as a whole. s is much closer to 1 than the ratio of a token:
     the paper clips at 3e-4 below and 4e-4 above. The paper's advantage is `std`.
     """
-    found = ratios(inputs, settings)
+    r_BT, w_BT = ratios(inputs, settings)
     log_BT = masked_difference(inputs.logp_BT, proximal_of(inputs, settings), inputs.mask_BT)
     s_B = bounded_exp(log_BT.sum(1) / inputs.mask_BT.sum(1).clamp(min=1))
     terms_B, kept_B = clipped_surrogate(s_B, inputs.advantages_B, settings)
-    terms_BT = per_token(terms_B[:, None].expand_as(log_BT), found, inputs, settings)
+    terms_BT = per_token(terms_B[:, None].expand_as(log_BT), r_BT, w_BT, inputs, settings)
     loss = sum_of_means(terms_BT, inputs.mask_BT) / inputs.num_sequences
     return LossOutput(loss, kept_B[:, None] & inputs.mask_BT)
 
@@ -288,12 +284,12 @@ def cispo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
     CISPO, arXiv:2506.13585 (MiniMax-M1). The weight of a token is cut, never its gradient, so clip_low has no
     effect (nor has it in the paper). A cap of 5 (ScaleRL, arXiv:2510.13786) is clip_high = 4.
     """
-    found, cap = ratios(inputs, settings), 1 + settings.clip_high
-    weight_BT = found.r_BT.detach().clamp(max=cap)
+    (r_BT, w_BT), cap = ratios(inputs, settings), 1 + settings.clip_high
+    weight_BT = r_BT.detach().clamp(max=cap)
     logp_BT = inputs.logp_BT.to(weight_BT.dtype).where(inputs.mask_BT, 0.0)
     terms_BT = -weight_BT * inputs.advantages_B[:, None] * logp_BT
-    loss = per_token(terms_BT, found, inputs, settings).sum() / inputs.num_tokens
-    return LossOutput(loss, (found.r_BT <= cap) & inputs.mask_BT)
+    loss = per_token(terms_BT, r_BT, w_BT, inputs, settings).sum() / inputs.num_tokens
+    return LossOutput(loss, (r_BT <= cap) & inputs.mask_BT)
 
 
 def dppo_tv(inputs: LossInputs, settings: LossSettings) -> LossOutput:
@@ -304,13 +300,13 @@ def dppo_tv(inputs: LossInputs, settings: LossSettings) -> LossOutput:
     policy's, in the direction of the advantage, has no gradient. A ratio would clip rare tokens at once and
     likely ones hardly ever; a difference of probabilities bounds the total variation. r is never clipped.
     """
-    found, mask_BT = ratios(inputs, settings), inputs.mask_BT
+    (r_BT, w_BT), mask_BT = ratios(inputs, settings), inputs.mask_BT
     A_B1 = inputs.advantages_B[:, None]
-    p_BT, mu_BT = (x.detach().to(found.r_BT.dtype).exp() for x in (inputs.logp_BT, inputs.behaviour_BT))
+    p_BT, mu_BT = (x.detach().to(r_BT.dtype).exp() for x in (inputs.logp_BT, inputs.behaviour_BT))
     moved_BT = p_BT - mu_BT
     masked_BT = (A_B1 > 0) & (moved_BT > settings.clip_high) | (A_B1 < 0) & (moved_BT < -settings.clip_low)
-    terms_BT = (-found.r_BT * A_B1).where(~masked_BT, 0.0)
-    loss = per_token(terms_BT, found, inputs, settings).sum() / inputs.num_tokens
+    terms_BT = (-r_BT * A_B1).where(~masked_BT, 0.0)
+    loss = per_token(terms_BT, r_BT, w_BT, inputs, settings).sum() / inputs.num_tokens
     return LossOutput(loss, ~masked_BT & mask_BT)
 
 
