@@ -7,7 +7,17 @@ import pytest
 import torch
 
 from aedit.spec_rollout.choose import EngineView, StepObservation, accepted_nodes, score_bins
-from aedit.spec_rollout.choose.table import NUM_BINS, Acceptance, StepCost
+from aedit.spec_rollout.choose.table import (
+    COST_DEVIATION,
+    MAX_SPEED_VARIANCE,
+    NUM_BINS,
+    SPEED_DEVIATION,
+    STEP_DEVIATION,
+    UNKNOWN_DEVIATION,
+    Acceptance,
+    RelativeCosts,
+    StepCost,
+)
 from aedit.spec_rollout.drafters import OFF, Draft, parse_arm
 
 # Measured on two CPU cores: by rows, milliseconds of a plain step, then its multiples for 2, 4, 8, 16 and 32
@@ -259,3 +269,47 @@ def test_accepted_nodes_of_a_tree_are_those_of_its_path():
     accepted = accepted_nodes((1, 6), [2], [[0, 1, 2, 5]])
     assert accepted[0].tolist() == [True, True, False, False, False, False]
     assert accepted_nodes((3, 4), [2, 4, 0], None).sum(1).tolist() == [2, 4, 0]
+
+
+def test_costs_beside_each_other_are_those_of_the_exact_posterior():
+    """The oracle conditions the joint Gaussian of all unknowns on all measurements at once."""
+    arms = [OFF, parse_arm("suffix:2"), parse_arm("suffix:4")]
+    played = [0, 0, 0, 1, 1, 0, 2, 2, 1, 0, 0, 2]
+    draw = np.random.default_rng(0)
+    truth, slow = np.array([0.0, 0.3, 0.5]), np.cumsum(draw.normal(0, 0.03, len(played))) - 6
+    seen = [slow[i] + truth[arm] + draw.normal(0, 0.05) for i, arm in enumerate(played)]
+    filtered = RelativeCosts()
+    filtered._scale = 1.0
+    scales = []
+    for step, (arm, log_s) in enumerate(zip(played, seen, strict=True)):
+        scales.append(filtered._scale)
+        filtered.learn(arms[arm], math.exp(log_s), step, 0.1 * (arm > 0))
+    # Unknowns: slowness at each step, then the cost of each arm at each step.
+    num = len(played)
+    prior = np.concatenate([np.full(num, seen[0]), *(np.full(num, 0.1 * (arm > 0)) for arm in range(3))])
+    spread = np.zeros((4 * num, 4 * num))
+    steps = np.array([0.0, *(scales[1:])]).cumsum() * SPEED_DEVIATION**2
+    spread[:num, :num] = MAX_SPEED_VARIANCE + np.minimum.outer(steps, steps)
+    for arm in range(3):
+        walked, variance = np.zeros(num), 0.0 if arm == 0 else UNKNOWN_DEVIATION**2
+        last, total = None, 0.0
+        for step in range(num):  # a cost changes with the steps since the last measurement, of any arm
+            if played[step] == arm:
+                total += 0.0 if last is None and step == 0 else COST_DEVIATION**2
+                last = step
+            walked[step] = total
+        at = slice(num * (1 + arm), num * (2 + arm))
+        spread[at, at] = variance + np.minimum.outer(walked, walked)
+    reads = np.zeros((num, 4 * num))
+    for step, arm in enumerate(played):
+        reads[step, step] = reads[step, num * (1 + arm) + step] = 1
+    noise = np.diag(np.array(scales) * STEP_DEVIATION**2)
+    gain = spread @ reads.T @ np.linalg.inv(reads @ spread @ reads.T + noise)
+    mean = prior + gain @ (np.array(seen) - reads @ prior)
+    left = spread - gain @ reads @ spread
+    for arm in (1, 2):
+        read = np.zeros(4 * num)
+        read[num * (2 + arm) - 1], read[2 * num - 1] = 1, -1
+        found = filtered.difference(arms[arm], OFF)
+        assert found[0] == pytest.approx(read @ mean, abs=1e-6)
+        assert found[1] == pytest.approx(math.sqrt(read @ left @ read), rel=1e-6)

@@ -16,6 +16,7 @@ from kit.rollouts import (
     tiny_policy,
 )
 
+from aedit.spec_rollout.choose import Fixed
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.model import Target
 from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
@@ -342,3 +343,100 @@ def test_a_sink_is_not_changed_under_live_samples(policy):
     engine.step()
     with pytest.raises(ValueError, match="only while no sample is running"):
         engine.sink = Recorder()
+
+
+class Untrained(Insider):
+    """Drafter that nothing has trained yet; `train` makes it know the texts."""
+
+    version = -1
+
+    def begin(self, rows):
+        for start in rows:
+            self.began.append((start.row, list(start.tokens), len(start.features_Td)))
+            self.rows[start.row] = list(start.tokens)
+
+    began: list
+
+
+def test_a_drafter_follows_from_when_it_is_trained_and_no_token_changes(policy):
+    asked = prompts_of(5, group_size=1, max_new_tokens=16)
+    plain = decode_plainly(policy, asked)
+    drafter = Untrained(texts_of(asked, plain))
+    drafter.began = []
+    engine = engine_of(policy, rows=3, drafter=drafter, arms=("layer:2",))
+    engine.chooser = Fixed.of("layer:2")
+    made = [engine.add(prompt) for prompt in asked]
+    for _ in range(4):
+        assert engine.step().arm.is_off
+    assert not drafter.began
+    drafter.version = 1
+    texts = [[*each.prompt.tokens, *each.tokens] for each in engine.running]
+    assert engine.step().arm.is_off, "its rows have no features yet"
+    assert drafter.began == [(row, text, 0) for row, text in enumerate(texts)]
+    drafter.began.clear()
+    step = engine.step()
+    assert str(step.arm) == "layer:2"
+    assert max(step.counts) > 1
+    finish(engine)
+    assert [rollout.tokens for rollout in made] == plain
+    assert drafter.began
+    assert all(len(text) - 1 == num for _, text, num in drafter.began), "later samples begin with features"
+
+
+def test_a_sink_gets_its_share_of_the_cost_and_whole_samples(policy):
+    """Each update is said to cost a tenth of a step, and a hundredth is allowed."""
+    now_s = [0.0]
+
+    class Costly(Recorder):
+        max_share = 0.01
+
+        def update(self, taken, version):
+            super().update(taken, version)
+            now_s[0] += 0.1
+
+    asked = [replace(each, group=-1) for each in prompts_of(400, max_new_tokens=4)]
+    engine = engine_of(policy, rows=1)
+    step = engine.target.step
+
+    def timed(*given):
+        now_s[0] += 1.0
+        return step(*given)
+
+    engine.target.step, engine.cost_clock = timed, lambda: now_s[0]
+    engine.sink = sink = Costly()
+    list(engine.generate(asked))
+    assert 0.06 <= len(sink.ended) / 400 <= 0.14
+    for tokens, features, num_prompt, *_ in sink.ended:
+        assert len(tokens) - num_prompt == 4
+        assert sum(map(len, features)) == len(tokens) - 1
+
+
+def test_what_is_not_collected_costs_no_features(policy):
+    """A later sample with the same beginning starts with the features that are known."""
+    asked = prompts_of(3, max_new_tokens=30, seed=5)
+    texts = texts_of(asked, decode_plainly(policy, asked))
+    engine = engine_of(policy, rows=2)
+    engine.sink = sink = Recorder()
+    sink.collects = False
+    list(engine.generate(asked))
+    assert not sink.ended
+    sink.collects = True
+    starts = []
+
+    def begin(rows, version):
+        starts.extend(rows)
+        for each in rows:
+            sink.rows[each.row] = [list(each.tokens), [each.features_Td.clone()], each.num_prompt, version]
+
+    sink.begin = begin
+    again = [
+        Prompt(tokens=tuple(text), rollout=50 + i, sampling=Sampling(max_new_tokens=3))
+        for i, text in enumerate(texts)
+    ]
+    list(engine.generate(again))
+    assert len(starts) == 3
+    for start in starts:
+        known = features_of(policy, start.tokens)[:-1]
+        num = len(start.features_Td)
+        assert num < len(start.tokens) - 1, "the blocks of its text have none"
+        assert torch.allclose(start.features_Td, known[len(known) - num :], atol=1e-9)

@@ -212,6 +212,16 @@ class GuardedSink:
         """Pass to `sink`; failed: takes its error."""
         self._sink, self._failed, self._is_over = sink, failed, False
 
+    @property
+    def collects(self) -> bool:
+        """Return true if samples that start now are to be collected."""
+        return not self._is_over and getattr(self._sink, "collects", True)
+
+    @property
+    def max_share(self) -> float:
+        """Return the largest share of the cost of steps that collecting may take."""
+        return getattr(self._sink, "max_share", 1.0)
+
     def begin(self, rows: Sequence[RowStart], version: int) -> None:
         """Add samples that start in these rows."""
         self._try(lambda: self._sink.begin(rows, version))

@@ -1,11 +1,12 @@
 """Chooser of the arm with the most expected tokens per second (RLHFSpec), bounded below by plain decoding.
 
-Before a step: one argmax over all arms, off included, of expected tokens (`Acceptance`) per expected second
-(`StepCost`: the pass, drafting, and missing tokens of the drafter, spread over the steps that it will
-probably be used). The arm in use is kept until another is clearly better, but not if it gains hardly anything
-over off. Of equal arms the one in use is kept, else off is chosen, else the one with the fewest verified
-tokens. Two measured factors of each arm correct what the table cannot know: drafts that are cut, and accepted
-tokens beyond the end of a sample.
+Before a step: one argmax over all arms, off included, of expected tokens (`Acceptance`) per expected second.
+What a step of an arm costs beside a plain one is measured where they follow each other (`RelativeCosts`); for
+an arm that was never used, the table says what it should take (`StepCost`). Missing tokens of the drafter are
+added, spread over the steps that it will probably be used. The arm in use is kept until another is clearly
+better, its uncertainty taken off, but not if it gains hardly anything over off. Of equal arms the one in use
+is kept, else off is chosen, else the one with the fewest verified tokens. A measured factor of each arm
+corrects accepted tokens beyond the end of a sample.
 
 After drafting: the number of nodes n with the largest E[tokens] - rate * seconds. There the rate cannot be
 improved (Dinkelbach; the time of drafting is spent already).
@@ -17,6 +18,7 @@ limited to half a percent of all time.
 All decisions are functions of the observations in order, so that a log replays them and all ranks agree.
 """
 
+import math
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -31,6 +33,7 @@ from aedit.spec_rollout.choose.table import (
     WINDOW,
     Acceptance,
     Bins,
+    RelativeCosts,
     StepCost,
     rounded_rows,
     score_bins,
@@ -60,9 +63,11 @@ TRIAL_STEPS = 4
 """Steps of a trial with a drafter; two where there are more rows, which are as informative."""
 RETRY_STEPS = 64
 """Steps before an arm is tried again, if it may still be better."""
-RETIME_PLAIN_STEPS = 512
-"""Steps before plain decoding is timed again at as many rows; `RETRY_STEPS` while few of its times are known
-there."""
+RETIME_STEPS, MAX_RETIME_STEPS = 32, 512
+"""Steps with an arm before plain decoding is timed again at as many rows, if the budget of trials allows it;
+if the arm's advantage is not certain, in any case, but each time after twice as many steps, up to a limit."""
+CERTAIN_DEVIATIONS = 2.0
+"""Standard deviations by which an arm must be better than plain decoding for that to be certain."""
 SPARSE_FACTOR = 8
 """In a long run of plain steps with a full window of times, only each so many-th step is timed, and
 comparisons are as much rarer: where nothing is gained, choosing must cost nothing."""
@@ -90,14 +95,14 @@ class Trial:
     first: int
     """Bucket of the trial."""
     num_left: int
+    is_free: bool = False
+    """The budget of trials does not pay for it."""
 
 
 @dataclass(slots=True)
 class ArmStats:
-    """Statistics of an arm in a bucket, relative to verifying all its nodes at the table's cost."""
+    """Statistics of an arm in a bucket."""
 
-    cost_factor: float = 1.0
-    """Measured over expected seconds."""
     token_factor: float = 1.0
     """Emitted tokens over those that would be accepted of uncut drafts."""
     num_played: int = 0
@@ -131,9 +136,15 @@ class Goodput:
         """Arm in use outside of trials."""
         self.rate = 0.0
         """Its expected tokens per second."""
+        self._table_rate = 0.0
+        """The same with the costs of the table, which also knows those of cut drafts."""
         self.exploration_budget_s = 0.0
         """Seconds that trials may still cost."""
         self._trial: Trial | None = None
+        self._is_confirmed = False
+        """Plain decoding has been timed beside the arm in use."""
+        self._retime_steps = RETIME_STEPS
+        """Steps until it is timed again while the advantage of that arm is not certain."""
         self._was_trial = False
         """The last step belonged to a trial."""
         self._learning_budget_s = 0.0
@@ -144,6 +155,10 @@ class Goodput:
         """Scores of the last draft that was trimmed."""
         self._spent: dict[int, tuple[float, int]] = {}
         """Cost of the steps and newest context by rounded rows."""
+        self._costs: dict[int, RelativeCosts] = {}
+        """By rounded rows."""
+        self._rows = 0
+        """Rounded rows of the last measured step."""
         self._steps = 0
         self._num_plain_steps = 0
         self._compared: EngineView | None = None
@@ -198,7 +213,7 @@ class Goodput:
             return 0
         sizes, seconds = self._size_times(view, arm)
         whole = next(i for i, size in enumerate(sizes) if size >= most)
-        rate = self.rate
+        rate = self._table_rate
         worth = [gains[min(sizes[i], most)] - rate * seconds[i] for i in range(whole + 1)]
         best = worth.index(max(worth))
         if worth[best] <= worth[whole] + MIN_TRIM_SAVING * rate * seconds[whole]:
@@ -233,8 +248,11 @@ class Goodput:
             self._learning_budget_s = INITIAL_BUDGET_STEPS * observed.total_s
         if self._is_timed(view.rows):
             self._learn_time(observed, stats)
-        for each in self.drafters.values():
-            each.missing_tokens += observed.emitted
+        for kind, each in self.drafters.items():
+            if kind in view.versions:
+                each.missing_tokens += observed.emitted
+            elif each.version is None:  # when it comes, it begins with the tokens after that
+                each.missing_tokens = 0
         if not arm.is_off:
             self.drafters[arm.drafter].missing_tokens = 0
             if self._may_learn or self._trial is not None:
@@ -242,19 +260,32 @@ class Goodput:
         self._update_budget(observed)
 
     def _learn_time(self, observed: StepObservation, stats: ArmStats) -> None:
-        """Add the step's cost to the table, and its proportion to what was expected to the arm."""
+        """Add the step's cost to the table and to the costs beside other arms."""
         view, arm = observed.view, observed.arm
         missing = 0 if arm.is_off else self.missing_tokens(view, arm)
-        draft = observed.draft
-        is_whole = draft is None or draft.tokens_BN.shape[1] >= arm.nodes
-        self.cost.learn(observed, missing)
         stats.num_timed += 1
         stats.last = self._steps
-        if not arm.is_off and is_whole:
-            expected_s = self.cost.verify_s(view.rows, arm.nodes, view.context)
-            expected_s += self.cost.draft_s(arm, view.rows, missing)
-            ratio = min(observed.total_s / (self.cost.slowdown * expected_s), 3.0)
-            stats.cost_factor += (ratio - stats.cost_factor) / min(stats.num_timed + 8, 64)
+        if not missing:
+            rows = rounded_rows(view.rows)
+            costs = self._costs_at(rows)
+            if rows != self._rows:
+                costs.forget_speed()
+                self._rows = rows
+            prior = 0.0 if arm.is_off else math.log(self._table_s(view, arm) / self._table_s(view, OFF))
+            costs.learn(arm, observed.total_s, self._steps, prior)
+        self.cost.learn(observed, missing)
+
+    def _costs_at(self, rows: int) -> RelativeCosts:
+        """Return the costs of arms beside each other at so many rounded rows."""
+        found = self._costs.get(rows)
+        if found is None:
+            near = min(self._costs, key=lambda other: abs(math.log(other / rows)), default=None)
+            found = self._costs[rows] = RelativeCosts(None if near is None else self._costs[near])
+        return found
+
+    def _table_s(self, view: EngineView, arm: Arm) -> float:
+        """Return the seconds of a step by the table, without missing tokens."""
+        return self.cost.verify_s(view.rows, arm.nodes, view.context) + self.cost.draft_s(arm, view.rows)
 
     def _learn_draft(self, observed: StepObservation, stats: ArmStats) -> None:
         """Count the accepted tokens of a draft."""
@@ -296,13 +327,22 @@ class Goodput:
 
     def _predict(self, view: EngineView, arm: Arm) -> tuple[float, float]:
         """Return the expected tokens and seconds of one step in a long series."""
-        seconds = self.cost.verify_s(view.rows, arm.nodes, view.context)
+        seconds = self.cost.verify_s(view.rows, 0, view.context)
         if arm.is_off:
             return float(view.rows), seconds
-        stats = self._stats_of(view, arm)
-        seconds += self.cost.draft_s(arm, view.rows) + self._catching_up_s(view, arm) / CATCH_UP_STEPS
+        costs = self._costs_at(rounded_rows(view.rows))
+        if costs.knows(arm) and costs.knows(OFF):
+            seconds *= math.exp(costs.difference(arm, OFF)[0])
+        else:
+            seconds = self._table_s(view, arm)
+        seconds += self._catching_up_s(view, arm) / CATCH_UP_STEPS
         tokens = view.rows * self.drafters[arm.drafter].expected(arm)
-        return tokens * stats.token_factor, seconds * stats.cost_factor
+        return tokens * self._stats_of(view, arm).token_factor, seconds
+
+    def _deviation(self, view: EngineView, arm: Arm, other: Arm) -> float:
+        """Return the relative standard deviation of one arm's cost beside that of another."""
+        costs = self._costs_at(rounded_rows(view.rows))
+        return costs.difference(arm, other)[1] if costs.knows(arm) and costs.knows(other) else 0.0
 
     def bounds(self) -> dict[str, float]:
         """Return by drafter the speed-up over plain decoding if each draft of its best arm were accepted.
@@ -351,9 +391,20 @@ class Goodput:
         values = {arm: self.value(view, arm) for arm in expected}
         if self.arm not in values:
             self.arm = OFF
-        known = {arm: values[arm] for arm in values if arm == self.arm or self._is_known(arm)}
+        known = {
+            arm: values[arm] * (1.0 if arm.is_off else math.exp(-self._deviation(view, arm, self.arm)))
+            for arm in values
+            if arm == self.arm or self._is_known(arm)
+        }
         self.arm = best_arm(known, self.arm)
         self.rate = values[self.arm]
+        self._table_rate = expected[self.arm][0] / self._table_s(view, self.arm)
+        if self.arm.is_off:
+            self._is_confirmed, self._retime_steps = False, RETIME_STEPS
+        elif self._must_retime(view, values):
+            self._is_confirmed, self._retime_steps = True, min(2 * self._retime_steps, MAX_RETIME_STEPS)
+            self._trial = Trial(OFF, bucket(view.rows), _trial_length(view, OFF), is_free=True)
+            return
         if self.exploration_budget_s < 0:
             return
         costs_s = {
@@ -364,6 +415,19 @@ class Goodput:
         cheapest = min(costs_s, key=costs_s.__getitem__, default=OFF)
         if costs_s and costs_s[cheapest] <= self.exploration_budget_s:
             self._trial = Trial(cheapest, bucket(view.rows), _trial_length(view, cheapest))
+
+    def _must_retime(self, view: EngineView, values: Mapping[Arm, float]) -> bool:
+        """Return true if plain decoding is to be timed beside an arm whose advantage is not certain.
+
+        Once after each change from plain decoding to an arm it is timed in any case: a few steps of a trial
+        may have been taken while the machine was fast.
+        """
+        if self._steps - self._stats_of(view, OFF).last < self._retime_steps:
+            return False
+        if not self._is_confirmed:
+            return True
+        deviation = self._deviation(view, self.arm, OFF)
+        return math.log(values[self.arm] / values[OFF]) < CERTAIN_DEVIATIONS * deviation
 
     def _is_known(self, arm: Arm) -> bool:
         """Return true if the arm's drafter has drafted enough for the arm to be chosen."""
@@ -385,7 +449,7 @@ class Goodput:
         stats = self._stats_of(view, arm)
         unseen = self._steps - stats.last
         if arm.is_off:
-            return unseen >= (RETIME_PLAIN_STEPS if stats.num_timed > PLAIN_STEPS else RETRY_STEPS)
+            return unseen >= RETIME_STEPS
         if stats.num_timed >= 2 * TRIAL_STEPS and unseen < RETRY_STEPS:
             return False
         acceptance = self.drafters[arm.drafter]
@@ -403,8 +467,10 @@ class Goodput:
         self._was_trial = trial is not None and trial.arm == observed.arm
         if trial is not None and trial.arm == observed.arm:
             trial.num_left -= 1
-            self.exploration_budget_s -= observed.total_s - self.cost.slowdown * observed.emitted / self.rate
-            if self.exploration_budget_s < 0:
+            if not trial.is_free:
+                usual_s = self.cost.slowdown * observed.emitted / self.rate
+                self.exploration_budget_s -= observed.total_s - usual_s
+            if self.exploration_budget_s < 0 and not trial.is_free:
                 trial.num_left = 0
 
     def _stats_of(self, view: EngineView, arm: Arm) -> ArmStats:

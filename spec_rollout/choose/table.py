@@ -241,6 +241,94 @@ class StepCost:
         return table
 
 
+SPEED_DEVIATION = 0.03
+"""Relative change of the machine's speed from one step to the next."""
+STEP_DEVIATION = 0.1
+"""Relative deviation of the cost of a step at the same speed."""
+COST_DEVIATION = 1e-3
+"""Relative change of what an arm costs beside others, from one step to the next."""
+UNKNOWN_DEVIATION, NEAR_DEVIATION = 0.5, 0.1
+"""Relative deviation of the prior cost of an arm, and of one that was measured at other numbers of rows."""
+MAX_SPEED_VARIANCE = 1.0
+SCALE_STEPS, MIN_SCALE, MAX_SCALE = 16, 0.05, 20.0
+"""Steps over which the variances follow those of the machine, and their limits beside the constants."""
+OUTLIER_DEVIATIONS = 3.0
+"""Measurements are clipped to so many standard deviations."""
+
+
+class RelativeCosts:
+    """What a step of each arm costs beside the others at one number of rows: a Kalman filter.
+
+    The speed of a processor that others use changes by half within seconds. So the logarithm of a measured
+    cost is the sum of three unknowns: the machine's slowness, which walks at random and is the same for all
+    arms; the arm's own cost, which hardly changes; and noise. Steps of two arms that follow each other say
+    how their costs differ; steps that were measured far apart say little about it.
+
+    The state is the slowness, then the cost of each arm.
+    """
+
+    def __init__(self, near: "RelativeCosts | None" = None) -> None:
+        """Make a filter that begins with the costs of another one, measured at other numbers of rows."""
+        self._index: dict[Arm, int] = {} if near is None else dict(near._index)
+        size = 1 + len(self._index)
+        self._mean: Floats = np.zeros(size) if near is None else near._mean.copy()
+        self._variance: Floats = np.zeros((size, size)) if near is None else near._variance.copy()
+        self._variance[1:, 1:] += NEAR_DEVIATION**2 * np.eye(size - 1)
+        self._scale: float = 1.0 if near is None else near._scale
+        """Variance of measurements over what the constants say."""
+        self._step = 0
+        self.forget_speed()
+
+    def forget_speed(self) -> None:
+        """Take the slowness for unknown: steps at other numbers of rows lie between."""
+        self._variance[0, :] = self._variance[:, 0] = 0.0
+        self._variance[0, 0] = MAX_SPEED_VARIANCE
+        self._mean[0] = math.nan
+
+    def knows(self, arm: Arm) -> bool:
+        """Return true if steps of the arm have been measured."""
+        return arm in self._index
+
+    def learn(self, arm: Arm, cost_s: float, step: int, prior: float) -> None:
+        """Add the cost of a step.
+
+        Args:
+            arm: Its arm.
+            cost_s: Its cost.
+            step: Its number.
+            prior: Logarithm of the arm's expected cost over that of a plain step, if nothing is known of it.
+        """
+        if arm not in self._index:
+            self._index[arm] = len(self._mean)
+            self._mean = np.append(self._mean, prior)
+            self._variance = np.pad(self._variance, (0, 1))
+            # The first cost is the unit of all others.
+            self._variance[-1, -1] = UNKNOWN_DEVIATION**2 if len(self._index) > 1 else 0.0
+        at, elapsed, variance = self._index[arm], step - self._step, self._variance
+        self._step = step
+        log_cost = math.log(max(cost_s, MIN_S))
+        if math.isnan(self._mean[0]):
+            self._mean[0] = log_cost - self._mean[at]
+        walked = elapsed * self._scale * SPEED_DEVIATION**2
+        variance[0, 0] = min(variance[0, 0] + walked, MAX_SPEED_VARIANCE)
+        variance[at, at] += elapsed * COST_DEVIATION**2
+        shared = variance[0] + variance[at]
+        total = float(shared[0] + shared[at]) + self._scale * STEP_DEVIATION**2
+        limit = OUTLIER_DEVIATIONS * math.sqrt(total)
+        surprise = log_cost - float(self._mean[0] + self._mean[at])
+        surprise = min(max(surprise, -limit), limit)
+        scale = self._scale + (surprise**2 / total - 1) * self._scale / SCALE_STEPS
+        self._scale = min(max(scale, MIN_SCALE), MAX_SCALE)
+        self._mean += shared * (surprise / total)
+        variance -= np.outer(shared, shared) / total
+
+    def difference(self, arm: Arm, other: Arm) -> tuple[float, float]:
+        """Return the logarithm of the cost of an arm over that of another, and its standard deviation."""
+        a, b, variance = self._index[arm], self._index[other], self._variance
+        spread = float(variance[a, a] + variance[b, b] - 2 * variance[a, b])
+        return float(self._mean[a] - self._mean[b]), math.sqrt(max(spread, 0.0))
+
+
 NUM_BINS = 16
 CENTRES: Floats = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
 PRIOR_NODES = 2.0

@@ -183,6 +183,10 @@ class FeatureSink(Protocol):
 
     A sink follows the engine's rows like a drafter; `version` is the version of the policy that computed the
     features. New weights end all rows, unfinished, and begin them again.
+
+    It may have two attributes. While `collects` is false, samples that start are left out: they are not
+    begun, moved or ended, and their rows in an update are to be ignored. `max_share` is the largest share of
+    the cost of steps on a CPU that `update` may take: beyond it samples are left out in the same way.
     """
 
     def begin(self, rows: Sequence[RowStart], version: int) -> None:

@@ -9,6 +9,7 @@ Each step chooses an arm, lets its drafter draft, verifies all drafted tokens in
 `IdleWork.window` while there is nothing to do.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from aedit.spec_rollout.choose import ArmChooser, EngineView, Fixed, StepObservation
-from aedit.spec_rollout.drafters import OFF, Arm, Draft, Drafter, DrafterKind, FeatureSink, StepUpdate
+from aedit.spec_rollout.drafters import OFF, Arm, Draft, Drafter, DrafterKind, FeatureSink
 from aedit.spec_rollout.engine.meters import Meters, Step, Stopwatch
 from aedit.spec_rollout.engine.request_checks import EngineLimits, check_prompt
 from aedit.spec_rollout.engine.rows import RowScheduler
@@ -78,11 +79,13 @@ class Engine:
         """Clock of what a step costs on a CPU; on CUDA it is the device's time. The arm is chosen by it, and
         other processes of a busy machine must not decide."""
         self.meters = Meters()
-        self._choosing_s = self._learning_s = self._following_s = self._after_s = 0.0
+        self._choosing_s = self._learning_s = self._after_s = 0.0
         dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
         noise = RowNoise(target.rows, target.vocabulary, device=target.device, dtype=dtype)
         self._keys = SampleKeys()
         self._rows = RowScheduler(target, noise, drafters or {}, tokenizer, limits or EngineLimits())
+        if target.device.type != "cpu":  # collecting is hidden behind the device's work
+            self._rows.collecting_budget_s = math.inf
 
     @classmethod
     def of(
@@ -294,31 +297,37 @@ class Engine:
             yield from self.step().finished
 
     def _step(self) -> Step:
-        began_s, began_cost_s = self.clock(), self.cost_clock()
+        began_s = self.clock()
         whole = Stopwatch(self.target.device, self.cost_clock)
         rows, view = self._rows, self._rows.view()
         arm = self._choose(view)
-        self._choosing_s = self.cost_clock() - began_cost_s
+        rows.wake_drafters()
         drafting = Stopwatch(self.target.device, self.cost_clock)
-        proposal = None if arm.is_off else self._propose(arm)
-        drafting.stop()
-        draft = None
-        if proposal is not None:
-            trimming_s = self.cost_clock()
+        self._choosing_s = drafting.began_s - whole.began_s
+        proposal = draft = None
+        if not arm.is_off:
+            proposal = self._propose(arm)
+            drafting.stop()
             num_nodes = min(self.chooser.trim(view, arm, proposal), self.target.nodes)
-            self._choosing_s += self.cost_clock() - trimming_s
+            self._choosing_s += self.cost_clock() - drafting.ended_s
             draft = truncate_draft(proposal, num_nodes)
         verification, is_whole = verify_within_memory(rows, draft, arm.depth, self.mode)
         if not is_whole:
             arm, proposal, draft, view = OFF, None, None, rows.view()
         rollouts = tuple(each.rollout for each in rows.running)
         verification.check_finite(rollouts, self.target.version)
-        counts, ended = self._append_tokens(verification)
+        kept, ended = self._append_tokens(verification)
+        counts = tuple(map(len, kept))
+        following_s, collecting_s = math.inf, math.inf  # when they began
+        if rows.is_followed:
+            following_s = self.cost_clock()
+            collecting_s = rows.follow(kept, counts, verification.features, self.cost_clock, following_s)
         whole.stop()
         pass_s, after_s, overhead_s = whole.seconds(), 0.0, 0.0
         if self.target.device.type == "cpu":  # on CUDA the host's work is hidden behind the device's
             after_s = self._after_s
-            overhead_s = after_s + self._choosing_s + self._following_s
+            overhead_s = after_s + self._choosing_s + max(whole.ended_s - following_s, 0.0)
+            rows.limit_collection(pass_s, max(whole.ended_s - collecting_s, 0.0))
         step = Step(
             rollouts=rollouts,
             counts=counts,
@@ -355,11 +364,11 @@ class Engine:
         drafter = rows.drafters[arm.drafter]
         return drafter.propose(capped, len(rows.running), rows.noise, rows.sampling.temperature_B)
 
-    def _append_tokens(self, verification: Verification) -> tuple[tuple[int, ...], list[int]]:
+    def _append_tokens(self, verification: Verification) -> tuple[list[list[int]], list[int]]:
         """Append verified tokens to the rollouts, up to their ends.
 
         Returns:
-            The number of appended tokens of each row, and the rows that have ended.
+            The appended tokens of each row, and the rows that have ended.
         """
         version, kept, ended = self.target.version, [], []
         for row, each in enumerate(self._rows.running):
@@ -372,24 +381,7 @@ class Engine:
             if finish:
                 each.rollout.finish_reason = finish
                 ended.append(row)
-        counts = tuple(map(len, kept))
-        self._update_drafters(kept, counts, verification)
-        return counts, ended
-
-    def _update_drafters(
-        self, kept: list[list[int]], counts: tuple[int, ...], verification: Verification
-    ) -> None:
-        """Pass the appended tokens and their features to drafters and sink."""
-        rows, began_s = self._rows, self.cost_clock()
-        if not rows.drafters and rows.sink is None:
-            return
-        update = StepUpdate(kept, verification.features(counts if rows.needs_features else [0] * len(counts)))
-        rows.record_step(update.features, counts)
-        for drafter in rows.drafters.values():
-            drafter.update(update)
-        if rows.sink is not None:
-            rows.sink.update(update, self.target.version)
-        self._following_s = self.cost_clock() - began_s
+        return kept, ended
 
     def _observe(
         self,

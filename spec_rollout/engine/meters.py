@@ -217,17 +217,18 @@ class Stopwatch:
         if device.type == "cuda":
             self._events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             self._events[0].record()
-        self._began_s = self._ended_s = clock()
+        self.began_s = self.ended_s = clock()
+        """Times of `clock`."""
 
     def stop(self) -> None:
         """Record the end."""
-        self._ended_s = self._clock()
+        self.ended_s = self._clock()
         if self._events is not None:
             self._events[1].record()
 
     def seconds(self) -> float:
         """Return the measured seconds. On CUDA it waits until the device has reached the end."""
         if self._events is None:
-            return self._ended_s - self._began_s
+            return self.ended_s - self.began_s
         self._events[1].synchronize()
         return float(self._events[0].elapsed_time(self._events[1])) / 1e3

@@ -37,9 +37,13 @@ class FeatureHistory:
         self._joined = [features_Tf]
         self._steps: list[tuple[Tensor, int, int]] = []
 
+        self.end = start + len(features_Tf)
+        """Index of the token after the last one."""
+
     def append(self, features_Bmf: Tensor, row: int, count: int) -> None:
         """Append the features of the first `count` tokens of a row."""
         self._steps.append((features_Bmf, row, count))
+        self.end += count
         if len(self._steps) == JOINED_STEPS:
             self._join()
 
@@ -72,7 +76,7 @@ class PromptRow:
     row: int
     prompt: Prompt
     features: FeatureHistory | None
-    """Features of the prompt; None if they are not needed."""
+    """Features of the prompt; None if they were not needed when its sample began."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +95,7 @@ class SampleStart:
     """Number of tokens that are not, or no longer, to be computed."""
     row: int = -1
     features: list[Tensor] = field(default_factory=list)
-    """Features of the tokens from `first_feature` to `length`, if features are needed."""
+    """Features of the tokens from `first_feature` to `length`."""
     first_feature: int = 0
 
     @property
@@ -113,7 +117,7 @@ class PrefixBlock:
     kv: Tensor
     """(layers, 2, key/value heads, BLOCK_TOKENS, head size)."""
     features_Tf: Tensor | None
-    """None if no drafter and no sink needs features."""
+    """None if no drafter and no sink followed the sample."""
 
     @property
     def num_bytes(self) -> int:
@@ -288,8 +292,11 @@ class Prefill:
             self.target.release_row(row)
         if isinstance(source, PromptRow) and source.row != row:
             self.target.copy_row(source.row, row, start.length)
-        if isinstance(source, PromptRow) and source.features is not None:
-            start.features = [source.features.first(start.length)]
+        if isinstance(source, PromptRow):
+            if source.features is None:
+                start.first_feature = start.length
+            else:
+                start.features = [source.features.first(start.length)]
         elif isinstance(source, list):
             self._restore_blocks(start, source)
         elif isinstance(source, SampleKV):
@@ -318,12 +325,14 @@ class Prefill:
             first = start.source
             assert isinstance(first, SampleStart)
             self.target.copy_row(first.row, start.row, start.length)
-            if self.needs_features:
+            if first.first_feature == 0 and first.features:
                 start.features = [torch.cat(first.features)[: start.length]]
+            else:
+                start.first_feature = start.length
         self._pass(followers, most)
 
     def features(self, start: SampleStart) -> Tensor:
-        """Return the features of the tokens from `first_feature` on, empty if they are not needed."""
+        """Return the features of the tokens from `first_feature` on."""
         empty = torch.empty(0, self.target.feature_size, dtype=self.target.dtype, device=self.target.device)
         return torch.cat([empty, *start.features])
 
@@ -342,7 +351,9 @@ class Prefill:
             return  # the first ones are on another engine
 
         def read(start: int, end: int) -> tuple[Tensor, Tensor | None]:
-            features_Tf = None if history is None else history.read(start, end)
+            features_Tf = None
+            if history is not None and end <= history.end:
+                features_Tf = history.read(start, end)
             return self.target.read_kv(row, end, start), features_Tf
 
         self.cache.insert(known, tokens, self.target.version, read)
@@ -360,6 +371,8 @@ class Prefill:
             self.num_computed += len(features_Tf)
             if self.needs_features:
                 start.features.append(features_Tf)
+            else:  # those of an earlier part are of no use without these
+                start.features, start.first_feature = [], start.length
 
     def _restore_kv(self, start: SampleStart, kept: SampleKV) -> None:
         """Write the keys and values that came with a sample; compute them if they are of another model."""
@@ -374,7 +387,11 @@ class Prefill:
 
     def _restore_blocks(self, start: SampleStart, blocks: list[PrefixBlock]) -> None:
         self.target.write_kv(start.row, torch.cat([block.kv for block in blocks], dim=3))
-        start.features = [block.features_Tf for block in blocks if block.features_Tf is not None]
+        for number, block in enumerate(blocks, 1):
+            if block.features_Tf is None:
+                start.features, start.first_feature = [], number * BLOCK_TOKENS
+            else:
+                start.features.append(block.features_Tf)
 
     def _fits(self, kept: SampleKV | None, num_tokens: int) -> bool:
         """Return true if keys and values are of this policy version and of as many tokens."""

@@ -10,14 +10,21 @@ until the last part, in a row after the running ones.
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from torch import Tensor
 
 from aedit.spec_rollout.choose import EngineView
-from aedit.spec_rollout.drafters import Drafter, DrafterKind, FeatureSink, PolicyReader, RowStart
+from aedit.spec_rollout.drafters import (
+    Drafter,
+    DrafterKind,
+    FeatureSink,
+    PolicyReader,
+    RowStart,
+    StepUpdate,
+)
 from aedit.spec_rollout.engine.prefill import FeatureHistory, Prefill, PrefixCache, PromptRow, SampleStart
 from aedit.spec_rollout.engine.request_checks import EngineLimits
 from aedit.spec_rollout.model import KVMemoryError, TargetModel
@@ -31,6 +38,9 @@ from aedit.spec_rollout.sampling import (
     StopStrings,
     TokenDecoder,
 )
+
+EARNED_STEPS = 256
+"""Steps without collection of features whose unused allowance is kept."""
 
 
 class RowScheduler:
@@ -47,14 +57,18 @@ class RowScheduler:
         self.target, self.noise, self.drafters, self.tokenizer = target, noise, dict(drafters), tokenizer
         self.limits = limits
         self.prefix_cache = PrefixCache(limits.prefix_cache_bytes)
-        # Features are copied and kept only for those who read them.
-        self._drafters_need_features = any(
-            getattr(each, "needs_features", True) for each in drafters.values()
-        )
-        self.prefill = Prefill(target, self.prefix_cache, needs_features=self._drafters_need_features)
+        self.prefill = Prefill(target, self.prefix_cache, needs_features=False)
+        self._followers: dict[DrafterKind, Drafter] = {}
+        """Drafters that follow the rows: all but those that were never trained."""
+        self._need_features = False
+        """One of them reads features."""
+        self.collecting_budget_s = 0.0
+        """Cost that the sink may still have. Samples that start while it is negative are not collected."""
         self.running: list[RunningSample] = []
         self.waiting: deque[Rollout] = deque()
         self._sink: FeatureSink | None = None
+        self._num_collected = 0
+        """Number of running samples that the sink follows."""
         self._head: SampleStart | None = None
         """The first of the queue, if a part of its text has been computed."""
         self._budget = limits.prefill_tokens
@@ -66,11 +80,7 @@ class RowScheduler:
         self._sampling: RowSampling | None = None
         self._some_greedy = False
         self._adjustments: LogitAdjustments | None = None
-
-    @property
-    def needs_features(self) -> bool:
-        """Return true if a drafter or a sink uses features."""
-        return self.prefill.needs_features
+        self.wake_drafters()
 
     @property
     def sink(self) -> FeatureSink | None:
@@ -80,7 +90,6 @@ class RowScheduler:
     @sink.setter
     def sink(self, sink: FeatureSink | None) -> None:
         self._sink = sink
-        self.prefill.needs_features = self._drafters_need_features or sink is not None
         self.prefix_cache.clear()  # its blocks may lack the features
 
     @property
@@ -117,12 +126,38 @@ class RowScheduler:
         storages = (x.untyped_storage() for history in histories for x in history.tensors())
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
+    @property
+    def needs_features(self) -> bool:
+        """Return true if features of samples that start now are kept."""
+        return self._need_features or getattr(self._sink, "collects", self._sink is not None)
+
     def view(self) -> EngineView:
         """Return the state of the running samples for an arm chooser."""
-        # A drafter without weights has no version; one that was never trained has a negative one.
-        versions = {str(by): int(getattr(x, "version", 0)) for by, x in self.drafters.items()}
+        versions = {str(kind): _version(drafter) for kind, drafter in self._followers.items()}
         context = sum([sample.length for sample in self.running])
-        return EngineView(len(self.running), context, {by: v for by, v in versions.items() if v >= 0})
+        return EngineView(len(self.running), context, versions)
+
+    def wake_drafters(self) -> None:
+        """Let drafters that have been trained since the last call follow the rows from the next pass on.
+
+        A drafter that was never trained (its version is negative) does not follow: it would cost something in
+        each step. When it wakes, it begins with the running samples without features of their texts so far.
+        """
+        if len(self._followers) == len(self.drafters):
+            return
+        for kind, drafter in self.drafters.items():
+            if kind in self._followers or _version(drafter) < 0:
+                continue
+            self._followers[kind] = drafter
+            self._need_features |= getattr(drafter, "needs_features", True)
+            if self.running:
+                drafter.begin([self._start_of(row) for row in range(len(self.running))])
+
+    def _start_of(self, row: int) -> RowStart:
+        """Return the start of a sample that runs already, for a drafter that follows it from now on."""
+        prompt, tokens = self.running[row].rollout.prompt, self.running[row].tokens
+        empty_Tf = self.target.embedding.new_empty(0, self.target.feature_size, dtype=self.target.dtype)
+        return RowStart(row, prompt.group, tokens, empty_Tf, len(prompt.tokens))
 
     def start_waiting(self) -> None:
         """Start waiting samples in free rows, as far as memory and the limit of computed tokens allow."""
@@ -130,12 +165,52 @@ class RowScheduler:
         if (self.waiting and not is_blocked) or self._head is not None:
             self._refill([])
 
-    def record_step(self, features_Bmf: Tensor, counts: Sequence[int]) -> None:
-        """Record the features of the tokens that one pass has added to each row."""
-        if self.prefix_cache.is_on:
+    @property
+    def is_followed(self) -> bool:
+        """Return true if a drafter or the sink reads what the next pass adds to the rows."""
+        return bool(self._followers) or self._num_collected > 0
+
+    def follow(
+        self,
+        kept: Sequence[list[int]],
+        counts: Sequence[int],
+        features: Callable[[Sequence[int]], Tensor],
+        clock: Callable[[], float],
+        began_s: float,
+    ) -> float:
+        """Pass the tokens that one pass has added, and their features, to drafters and sink.
+
+        Args:
+            kept: New tokens of each row.
+            counts: Their numbers.
+            features: Returns the features of so many new tokens of each row, (B, m, f).
+            clock: Clock of the cost.
+            began_s: Its time now.
+
+        Returns:
+            Its time when only the sink was left: what follows is the cost of the collection.
+        """
+        is_collected = self._num_collected > 0
+        is_read = self._need_features or is_collected
+        update = StepUpdate(kept, features(counts if is_read else [0] * len(counts)))
+        if is_read and self.prefix_cache.is_on:
             for row, (live, count) in enumerate(zip(self.running, counts, strict=True)):
-                if live.features is not None:
-                    live.features.append(features_Bmf, row, count)
+                # None is missing before these: a drafter may have begun to follow in the middle of a text.
+                if live.features is not None and live.features.end + count == live.length:
+                    live.features.append(update.features, row, count)
+        for drafter in self._followers.values():
+            drafter.update(update)
+        if self._sink is None or not is_collected:
+            return math.inf
+        collecting_s = clock() if self._need_features else began_s
+        self._sink.update(update, self.target.version)
+        return collecting_s
+
+    def limit_collection(self, cost_s: float, collecting_s: float) -> None:
+        """Allow the sink its share of the cost of a step, and subtract what it has cost."""
+        share = getattr(self._sink, "max_share", 1.0) * cost_s
+        budget_s = self.collecting_budget_s + share - collecting_s
+        self.collecting_budget_s = min(budget_s, EARNED_STEPS * share)
 
     def renew_budget(self) -> None:
         """Allow the computation of more waiting samples, after a pass over the running ones."""
@@ -193,6 +268,7 @@ class RowScheduler:
             self.target.release_row(row)
         self._drop_head()
         self.prefix_cache.clear()
+        self.prefill.needs_features = self.needs_features
         for drafter in self.drafters.values():
             if isinstance(drafter, PolicyReader):
                 drafter.read_policy(self.target.embedding, self.target.head)
@@ -208,6 +284,7 @@ class RowScheduler:
 
     def _refill(self, ended: Sequence[int]) -> None:
         """Start waiting samples in the rows of ended samples and after the last row; close remaining gaps."""
+        self.prefill.needs_features = self.needs_features
         is_limited = len(self.running) > len(ended) or self._starts_again()
         budget = self._budget if is_limited else math.inf
         num_computed = self.prefill.num_computed
@@ -315,7 +392,7 @@ class RowScheduler:
         return {
             row: PromptRow(row, live.rollout.prompt, live.features)
             for row, live in enumerate(self.running)
-            if not self.needs_features or (live.features is not None and live.features.start == 0)
+            if not self.prefill.needs_features or (live.features is not None and live.features.start == 0)
         }
 
     def _begin(self, starts: Sequence[tuple[SampleStart, int]]) -> None:
@@ -331,27 +408,32 @@ class RowScheduler:
         self.prefill.compute([start for start, _ in starts])
         begun = [self._run(start) for start, _ in starts]
         self._sampling = None
-        for drafter in self.drafters.values():
+        for drafter in self._followers.values():
             drafter.begin(begun)
-        if self.sink is not None:
-            self.sink.begin(begun, self.target.version)
+        is_wanted = getattr(self._sink, "collects", True) and self.collecting_budget_s >= 0
+        if self._sink is not None and is_wanted:
+            self._num_collected += len(begun)
+            for each in begun:
+                self.running[each.row].is_collected = True
+            self._sink.begin(begun, self.target.version)
 
     def _run(self, start: SampleStart) -> RowStart:
         """Add a sample whose row has the state of all tokens but the last to the running ones."""
         rollout, row, tokens = start.rollout, start.row, start.tokens
         prompt, rollout.kv = rollout.prompt, None
         features_Tf = self.prefill.features(start)
-        history = FeatureHistory(features_Tf, start.first_feature) if self.needs_features else None
+        history = FeatureHistory(features_Tf, start.first_feature) if self.prefill.needs_features else None
         self.prefill.store(row, tokens[:-1], history)
         self.noise.begin(row, prompt.rollout, prompt.sample)
         self.running[row : row + 1] = [RunningSample.of(rollout, self.tokenizer, history)]
         return RowStart(row, prompt.group, tokens, features_Tf, len(prompt.tokens))
 
     def _release(self, row: int, finished: bool) -> None:
-        for drafter in self.drafters.values():
+        for drafter in self._followers.values():
             drafter.end(row)
-        if self.sink is not None:
-            self.sink.end(row, finished)
+        if self._sink is not None and self.running[row].is_collected:
+            self._num_collected -= 1
+            self._sink.end(row, finished)
         self.noise.end(row)
 
     def _move_last_into(self, row: int) -> None:
@@ -365,10 +447,10 @@ class RowScheduler:
         self.running[row] = last
         self.target.move_row(source, row, last.length)
         self.noise.move(source, row)
-        for drafter in self.drafters.values():
+        for drafter in self._followers.values():
             drafter.move(source, row)
-        if self.sink is not None:
-            self.sink.move(source, row)
+        if self._sink is not None and last.is_collected:
+            self._sink.move(source, row)
 
 
 @dataclass(slots=True)
@@ -382,8 +464,10 @@ class RunningSample:
     """Token that goes through the policy next."""
     stops: StopStrings | None
     features: FeatureHistory | None
-    """Features of the prompt, for other samples of the group; with a prefix cache, of all tokens but the
-    last. None if features are not needed."""
+    """Features of the prompt, for other samples of the group; with a prefix cache, of all tokens but the last
+    if a drafter or the sink follows. None if they were not needed when the sample began."""
+    is_collected: bool = False
+    """The sink follows this sample."""
 
     @classmethod
     def of(cls, rollout: Rollout, tokenizer: TokenDecoder | None, features: FeatureHistory | None) -> Self:
@@ -393,9 +477,14 @@ class RunningSample:
         return cls(rollout, length, last, _stops(rollout, tokenizer), features)
 
     @property
+    def tokens(self) -> list[int]:
+        """Return prompt and emitted tokens."""
+        return [*self.rollout.prompt.tokens, *self.rollout.tokens]
+
+    @property
     def cached_tokens(self) -> list[int]:
         """Return the tokens whose keys and values are in the row."""
-        return [*self.rollout.prompt.tokens, *self.rollout.tokens][: self.length]
+        return self.tokens[: self.length]
 
     @property
     def max_remaining(self) -> int:
@@ -425,6 +514,11 @@ class RunningSample:
         rollout.passes += 1
         self.length += len(tokens)
         self.last = tokens[-1]
+
+
+def _version(drafter: Drafter) -> int:
+    """Return the version of the drafter's weights: 0 if it has none, negative if it was never trained."""
+    return int(getattr(drafter, "version", 0))
 
 
 def _stops(rollout: Rollout, tokenizer: TokenDecoder | None) -> StopStrings | None:

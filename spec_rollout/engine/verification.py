@@ -89,6 +89,8 @@ class Verification:
         m is the largest count; see `StepUpdate.features`.
         """
         m = max(counts)
+        if m == 1 == self.features_BMf.shape[1]:  # plain decoding: each row has one new token
+            return self.features_BMf
         features_Bmf = self.features_BMf[:, :m]
         if min(counts) == m:
             return features_Bmf

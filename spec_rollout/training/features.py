@@ -38,8 +38,15 @@ class RowFeatures:
     most the features of that many steps are kept outside of the ring.
     """
 
-    def __init__(self, ring: FeatureRing, *, flush_steps: int = 32) -> None:
-        self.ring = ring
+    def __init__(self, ring: FeatureRing, *, flush_steps: int = 32, max_share: float = 0.01) -> None:
+        """Make a sink that writes into `ring` every `flush_steps` steps.
+
+        Args:
+            ring: The ring.
+            flush_steps: Steps between two flushes.
+            max_share: See `FeatureSink`.
+        """
+        self.ring, self.max_share = ring, max_share
         self.collects = True
         """False: samples that begin from now on are left out, at no cost."""
         self._flush_steps = flush_steps
@@ -67,18 +74,15 @@ class RowFeatures:
         Raises:
             ValueError: A row's sample began with another policy version.
         """
-        rows = [self._rows[index] for index in range(len(update.tokens))]
-        features_BMF = update.features
-        if any(row.sample is not None for row in rows):
-            features_BMF = self._copy(features_BMF)
-        for index, (row, tokens) in enumerate(zip(rows, update.tokens, strict=True)):
+        features_BMF = self._copy(update.features)
+        for index, row in self._rows.items():
             if row.version != version:
                 raise ValueError(
                     f"row {index} began with version {row.version} of the policy and goes on with {version}: "
                     "end it and begin it again"
                 )
             if row.sample is not None:
-                row.add(tokens, features_BMF, index)
+                row.add(update.tokens[index], features_BMF, index)
         self._steps.append(features_BMF)
         if len(self._steps) >= self._flush_steps:
             self.flush()

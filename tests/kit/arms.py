@@ -48,10 +48,12 @@ class World:
     agree: by drafter, how often the policy samples what it drafts, at each step. Rows and nodes differ;
     scores carry some information about it. noise: of the times, with an occasional step ten times as long.
     Worlds of the same seed draw the same random numbers for a step, whatever is chosen. lame: how much longer
-    a plain step takes after a drafted one; five plain steps later it is a third of that.
+    a plain step takes after a drafted one; five plain steps later it is a third of that. pace: factor of all
+    times at each step. `plain_s` is what plain decoding would have taken for the same tokens.
     """
 
-    def __init__(self, agree, *, seed=0, noise=0.08, versions=None, lame=0.0):
+    def __init__(self, agree, *, seed=0, noise=0.08, versions=None, lame=0.0, pace=lambda step: 1.0):
+        self.pace, self.plain_s = pace, 0.0
         self.agree, self.noise = agree, noise
         self.versions = versions or (lambda step: dict.fromkeys(agree, 0))
         self.seed = seed
@@ -90,12 +92,14 @@ class World:
             accepted = says[:, :nodes].sum(1)
         rng = np.random.default_rng([self.seed, self.step])
         slow = math.exp(self.noise * rng.normal()) * (10 if rng.random() < 0.1 * self.noise else 1)
+        slow *= self.pace(self.step)
         drafting_s *= slow
         self.plain_run = self.plain_run + 1 if arm.is_off else -1
         if arm.is_off:
             slow *= 1 + self.lame * 3 ** (-self.plain_run / 5)
         total_s = drafting_s + verify_s(rows, nodes, context) * slow
         emitted = int(rows + accepted.sum())
+        self.plain_s += emitted / rows * verify_s(rows, 0, context) * self.pace(self.step)
         self.pending = 0 if arm.drafter == "layer" else self.pending + emitted
         self.now_s, self.tokens, self.step = self.now_s + total_s, self.tokens + emitted, self.step + 1
         seen = StepObservation(view, arm, emitted, total_s, drafting_s, nodes, draft, accepted.tolist())
