@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from aedit.spec_rollout.choose import Fixed, Goodput
 from aedit.spec_rollout.drafters import Drafter, DrafterKind, SuffixDrafter, parse_arm
-from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.engine import Engine, EngineSource
 from aedit.spec_rollout.model import Target
 from aedit.spec_rollout.sampling import Prompt, Sampling
 from aedit.spec_rollout.training import OnlineConfig, OnlineDrafter
@@ -76,9 +76,9 @@ QUICK = Plan(
 
 @dataclass(slots=True)
 class Contestant:
-    """Engine that works through an endless stream of samples."""
+    """Engine that works through an endless stream of samples, as a run does: by its `EngineSource`."""
 
-    engine: Engine
+    source: EngineSource
     stream: Iterator[Prompt]
     spent_s: list[float] = field(default_factory=list)
     """Processor seconds per token of each turn."""
@@ -88,14 +88,14 @@ class Contestant:
     def turn(self, num_tokens: int) -> float:
         """Make `num_tokens` tokens, less the surplus of the last turn; return processor seconds per token."""
         self._owed += num_tokens
-        tokens, began_s = 0, time.process_time()
+        engine, tokens, began_s = self.source.engine, 0, time.process_time()
+        before = engine.meters.num_tokens
         while tokens < self._owed or not tokens:
-            while self._queued < 2 * self.engine.target.rows:
-                self.engine.add(next(self.stream))
+            while self._queued < 2 * engine.target.rows:
+                self.source.add([next(self.stream)])
                 self._queued += 1
-            step = self.engine.step()
-            tokens += sum(step.counts)
-            self._queued -= len(step.finished)
+            self._queued -= len(self.source.step())
+            tokens = engine.meters.num_tokens - before
         self._owed -= tokens
         return (time.process_time() - began_s) / tokens
 
@@ -141,16 +141,17 @@ def contestant(model: PreTrainedModel, rows: int, name: str, temperature: float)
     target = Target.of(model, rows=rows, max_tokens=PROMPT + NEW, nodes=MAX_NODES)
     samples = stream(target.vocabulary, temperature)
     if name == OFF:
-        return Contestant(Engine(target), samples)
+        return Contestant(EngineSource(Engine(target)), samples)
     drafters: dict[DrafterKind, Drafter] = {"suffix": SuffixDrafter()}
     if name != AUTO:
-        return Contestant(Engine(target, drafters=drafters, chooser=Fixed.of(name)), samples)
+        engine = Engine(target, drafters=drafters, chooser=Fixed.of(name))
+        return Contestant(EngineSource(engine), samples)
     online = OnlineDrafter.of(target, config=OnlineConfig(train=False))
     assert online.drafter is not None
     drafters["layer"] = online.drafter
     engine = Engine(target, drafters=drafters, chooser=Goodput([parse_arm(arm) for arm in AUTO_ARMS]))
     engine.sink = online.sink
-    return Contestant(engine, samples)
+    return Contestant(EngineSource(engine, online), samples)
 
 
 def cell(model: PreTrainedModel, policy: str, rows: int, text: str, plan: Plan) -> Cell:
@@ -160,7 +161,7 @@ def cell(model: PreTrainedModel, policy: str, rows: int, text: str, plan: Plan) 
     for racer in racers.values():
         racer.turn(max(plan.warm_tokens * rows, 10 * plan.least_tokens))
     draw, spent_s = random.Random(rows), {name: list[float]() for name in names}
-    meters = racers[AUTO].engine.meters
+    meters = racers[AUTO].source.engine.meters
     before = meters.choosing_s, meters.cost_s
     for _ in range(plan.repeats):
         for name in draw.sample(names, len(names)):

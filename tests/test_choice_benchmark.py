@@ -35,7 +35,7 @@ def test_all_contestants_make_the_same_samples(monkeypatch):
     for name in (OFF, AUTO, "suffix:4"):
         racer = choice.contestant(model, 2, name, 0.0)
         assert racer.turn(100) > 0
-        texts.append({r.prompt.rollout: tuple(r.tokens[:20]) for r in racer.engine.running})
+        texts.append({r.prompt.rollout: tuple(r.tokens[:20]) for r in racer.source.engine.running})
     shared = set.intersection(*map(set, texts))
     assert shared
     assert all(texts[0][key] == text[key] for text in texts for key in shared)
