@@ -257,7 +257,7 @@ OUTLIER_DEVIATIONS = 3.0
 
 
 class RelativeCosts:
-    """What a step of each arm costs beside the others at one number of rows: a Kalman filter.
+    """Kalman filter of the cost of a step of each arm beside those of others, at one number of rows.
 
     The speed of a processor that others use changes by half within seconds. So the logarithm of a measured
     cost is the sum of three unknowns: the machine's slowness, which walks at random and is the same for all
