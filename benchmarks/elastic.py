@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,8 @@ from benchmarks.kit.virtual_hub import (
 # Held-out loss while nodes come and go, in virtual time.
 
 
+LEAVE_S = 200.0
+"""Virtual seconds after which a node that leaves must have its answer."""
 SPEEDS_S = (1.0, 0.8, 1.3, 1.0, 0.7, 1.6)
 """Seconds per step of the nodes, in the order in which they come."""
 
@@ -125,9 +128,20 @@ class Elastic:
         for index in sorted(self.nodes.keys() - phase.nodes):
             node = self.nodes.pop(index)
             if index not in phase.killed:  # the hub finds out about those by their silence
-                node.sync.__exit__(None, None, None)
+                self._leave(node)
         for index in sorted(phase.nodes - self.nodes.keys()):
             self.nodes[index] = self._join(index)
+
+    def _leave(self, node: Node) -> None:
+        """Let a node leave. Its last push may wait for others, so time goes on until it has an answer."""
+        leaving = Thread(target=node.sync.__exit__, args=(None, None, None), daemon=True)
+        leaving.start()
+        late_s = self.clock.now_s + LEAVE_S
+        while leaving.is_alive():
+            if self.clock.now_s > late_s:
+                raise TimeoutError(f"a node that leaves has no answer after {LEAVE_S:.0f} virtual seconds")
+            leaving.join(0.05)
+            self._at(self.clock.now_s + 0.1)
 
     def _join(self, index: int) -> Node:
         model, inners = start_model(self.setting, self.start)
@@ -142,13 +156,13 @@ class Elastic:
     def _walk(self, end_s: float) -> None:
         """Take all steps that end by `end_s`."""
         while (node := min(self.nodes.values(), key=lambda node: node.next_s)).next_s <= end_s:
-            self._at(node.next_s)
+            self._at(max(node.next_s, self.clock.now_s))
             set_lr(node.sync.inner, self.setting.lr_after(self.done))
             inner_step(node.sync.model, node.sync.inner, node.shard.take(self.setting.batch_size))
             node.sync.step()
             node.next_s += node.step_s
             self.done += 1
-        self._at(end_s)
+        self._at(max(end_s, self.clock.now_s))
 
     def _at(self, now_s: float) -> None:
         self.clock.advance_to(now_s)
