@@ -125,10 +125,10 @@ class Elastic:
         return Curve(tuple(at_s for at_s, _ in curve), tuple(loss for _, loss in curve))
 
     def _change(self, phase: Membership) -> None:
+        for index in phase.killed:  # the hub finds out about those by their silence
+            del self.nodes[index]
         for index in sorted(self.nodes.keys() - phase.nodes):
-            node = self.nodes.pop(index)
-            if index not in phase.killed:  # the hub finds out about those by their silence
-                self._leave(node)
+            self._leave(self.nodes.pop(index))
         for index in sorted(phase.nodes - self.nodes.keys()):
             self.nodes[index] = self._join(index)
 
@@ -313,7 +313,7 @@ class Size:
 
 
 FULL = Size(phase_s=12, virtual_s=96, look_s=8, window_s=64, seeds=3)
-QUICK = Size(phase_s=4, virtual_s=4, look_s=2, window_s=4, seeds=1)
+QUICK = Size(phase_s=4, virtual_s=20, look_s=5, window_s=20, seeds=1)
 
 
 @dataclass(slots=True)
