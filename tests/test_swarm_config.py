@@ -272,3 +272,11 @@ def test_a_node_joins_by_the_first_peer_in_the_file_that_answers(tmp_path):
     assert joined_to(str(listed), greet) == ("127.0.0.1:2", "the configuration")
     assert asked == ["127.0.0.1:1", "127.0.0.1:2"]
     assert joined_to("h:7", lambda place: place) == ("h:7", "h:7")
+
+
+def test_a_hub_does_not_name_the_programs_that_its_nodes_start():
+    told = parse_config(
+        'rl.engine = "vllm"\nrollout.vllm.python = "/tmp/evil"\nrollout.vllm.speculative.method = "x"', "here"
+    )
+    own = of_this_machine(told)
+    assert (own.rl.engine, own.rollout) == ("vllm", RunConfig().rollout)

@@ -275,11 +275,9 @@ class RunConfig:
         check(self.rl.supervised_steps <= steps, "rl.supervised_steps", rule, self.rl.supervised_steps)
 
     def _check_engine(self) -> None:
-        """Raise ValueError if vLLM has no interpreter, or cannot compute in the dtype."""
+        """Raise ValueError if vLLM cannot compute in the dtype."""
         if self.rl.engine != "vllm":
             return
-        rule = 'must name a Python interpreter with vLLM for rl.engine = "vllm"; `make vllm` builds one'
-        check(bool(self.rollout.vllm.python), "rollout.vllm.python", rule, "''")
         dtype = self.rl.engine_dtype
         check(dtype != "fp64", "rl.engine_dtype", 'must be "fp32" or "bf16" for vLLM', dtype)
 
@@ -310,7 +308,15 @@ def of_this_machine(config: RunConfig) -> RunConfig:
         raise UserError(f"the hub's run is named {config.name!r}, which is not a valid directory name")
     mine = own.swarm
     swarm = replace(config.swarm, peers=mine.peers, listen=mine.listen, announce=mine.announce)
-    return replace(config, dir=own.dir, device=own.device, log=own.log, local=LocalConfig(), swarm=swarm)
+    return replace(
+        config,
+        dir=own.dir,
+        device=own.device,
+        log=own.log,
+        local=LocalConfig(),
+        swarm=swarm,
+        rollout=own.rollout,  # programs and paths of this machine: a hub must not name what is started here
+    )
 
 
 def samples_per_step(config: RunConfig) -> int:

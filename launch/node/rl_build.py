@@ -207,11 +207,12 @@ def _vllm_settings(config: RunConfig) -> dict[str, Any]:
     """Return the settings of workers that run vLLM; none for the own engine."""
     if config.rl.engine != "vllm":
         return {}
-    python = Path(config.rollout.vllm.python).expanduser().absolute()
-    if not os.access(python, os.X_OK):
+    named = config.rollout.vllm.python
+    python = Path(named).expanduser().absolute()
+    if not named or not python.is_file() or not os.access(python, os.X_OK):
         raise UserError(
-            f"rollout.vllm.python: {python} is no program: name the Python interpreter of an environment"
-            " with vLLM; `make vllm` builds .venv-vllm/bin/python"
+            f"rollout.vllm.python: {named!r} is no program: name the Python interpreter of this machine's"
+            " environment with vLLM; `make vllm` builds .venv-vllm/bin/python"
         )
     options = {"speculative": dict(config.rollout.vllm.speculative)}
     return {"make": MAKE_VLLM, "python": python, "options": options}
