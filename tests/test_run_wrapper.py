@@ -520,7 +520,7 @@ def test_a_node_that_joins_takes_over_neither_folder_device_nor_trackers_of_the_
     edit = EditConfig(landing="arrival")
     told = RunConfig(name="wide", dir="far", device="cuda", log=("wandb",), seed=7, edit=edit)
     taken = []
-    monkeypatch.setattr(join_run, "_greet", lambda *_: told)
+    monkeypatch.setattr(join_run, "joined_to", lambda place, _: (place, told))
 
     def stop(config, placement):
         taken.append(config)

@@ -207,7 +207,7 @@ def test_a_follower_leaves_an_owner_whose_key_is_shut_out_and_gives_it_no_more_t
         seen.write([PartPlaces(), PartPlaces()], [LIAR, HONEST])
         until(lambda: not standby._leader, "the end of the journal")
         assert votes._leader_at_s == float("-inf"), "it may vote for another one at once"
-        events = (follower._endpoint.directory / "events.jsonl").read_text().splitlines()
+        events = (follower.endpoint.directory / "events.jsonl").read_text().splitlines()
         assert [one["owner"] for one in map(json.loads, events) if one["event"] == "owner_shut_out"] == [at]
 
 
