@@ -17,6 +17,7 @@ from aedit.async_sgd.rules.config import OuterConfig
 from aedit.async_sgd.rules.records import Vector
 from aedit.types import (
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Range,
@@ -35,6 +36,7 @@ A = TypeVar("A", bound=Any)
 """An array with operators: a NumPy vector or a torch tensor."""
 
 
+@checked()
 @dataclass(frozen=True, slots=True)
 class OuterState(Generic[A]):
     """State of the outer optimizer for one unit."""
@@ -45,7 +47,7 @@ class OuterState(Generic[A]):
     pending: A | None = None
     """Sum of the pseudo-gradients that the momentum has not taken in yet (Delta); None unless delayed."""
 
-    count: int = 0
+    count: NonNegativeInt = 0
     """Number of these pseudo-gradients."""
 
     def map(self, change: Callable[[A], A]) -> "OuterState[A]":
@@ -275,8 +277,6 @@ def try_outer(outer: OuterOptimizer, anchor: A, *, look_ahead: bool) -> None:
         pairs = ((gradient, given), *zip(state.arrays, before.arrays, strict=True))
         if not all(bool((now == then).all()) for now, then in pairs):
             raise ValueError("update changed its arguments, expected new arrays")
-        if type(after.count) is not int or after.count < 0:
-            raise ValueError(f"the state of update has count {after.count!r}, expected a whole number >= 0")
         for array, old in zip(after.arrays, state.arrays, strict=True):
             _same_kind("the state of update", array, old)
         state = after
