@@ -48,7 +48,7 @@ def online_of(model, *, train=False, **more):
     """Return an online drafter and an engine that uses it in each step."""
     target = make_target(model, rows=4, max_tokens=64)
     idle = IdleConfig(niceness=0, restarts=trainers.AT_ONCE)  # so that tests end on a busy machine
-    config = OnlineConfig(learning=LEARNING, idle=idle, memory_bytes=MEMORY_BYTES, train=train)
+    config = OnlineConfig(learning=LEARNING, idle=idle, memory_bytes=MEMORY_BYTES, max_share=1.0, train=train)
     online = OnlineDrafter.of(target, config=config, **more)
     arm = Fixed(parse_arm(more.pop("arm", "layer:3")))
     engine = Engine(target, drafters={"layer": online.drafter}, chooser=arm)

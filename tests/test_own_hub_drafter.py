@@ -56,7 +56,7 @@ class Node:
     def __init__(self, address, name, seed=0):
         self.model = policy(dtype=torch.float32)
         target = rl.make_target(self.model, rows=8, max_tokens=64)
-        config = rl.OnlineConfig(memory_bytes=2**20, train=False)
+        config = rl.OnlineConfig(memory_bytes=2**20, max_share=1.0, train=False)
         self.online = rl.OnlineDrafter.of(target, config=config, seed=seed)
         self.trainer = self.online._trainer = Learned()
         drafters = {"layer": self.online.drafter}

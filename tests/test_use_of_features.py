@@ -28,7 +28,7 @@ class Node:
     def __init__(self, trainer=None):
         self.model = policy()
         target = make_target(self.model, rows=4, max_tokens=16)
-        online = OnlineDrafter.of(target, config=OnlineConfig(memory_bytes=2**20, train=False))
+        online = OnlineDrafter.of(target, config=OnlineConfig(memory_bytes=2**20, max_share=1.0, train=False))
         if trainer is not None:
             online._trainer = trainer
         self.engine, self.online, self.copies = Engine(target, chooser=Fixed(OFF)), online, 0

@@ -38,7 +38,7 @@ class RowFeatures:
     most the features of that many steps are kept outside of the ring.
     """
 
-    def __init__(self, ring: FeatureRing, *, flush_steps: int = 32, max_share: float = 0.01) -> None:
+    def __init__(self, ring: FeatureRing, *, flush_steps: int = 32, max_share: float = 1.0) -> None:
         """Make a sink that writes into `ring` every `flush_steps` steps.
 
         Args:

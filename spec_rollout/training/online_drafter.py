@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeGuard
+from typing import Annotated, Any, Protocol, Self, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ from aedit.spec_rollout.training.losses import PolicyEmbeddings
 from aedit.spec_rollout.training.publishing import Publication, all_finite
 from aedit.spec_rollout.training.trainer_supervisor import IdleConfig
 from aedit.spec_rollout.training.windows import NoTraining, UseOfFeatures
-from aedit.types import NonNegativeInt, PositiveInt, check, checked
+from aedit.types import NonNegativeInt, PositiveInt, Range, check, checked
 
 CAUSES = ("round", "hub", "rollouts", "longest sample", "rank", "rewards")
 """Why a node waits: for other nodes of a round, for a hub, for rollouts of other processes, for the last of
@@ -86,6 +86,9 @@ class OnlineConfig:
     idle: IdleConfig = field(default_factory=IdleConfig)
     memory_bytes: PositiveInt = 2**26
     """Memory for the newest features."""
+    max_share: Annotated[float, Range(above=0, most=1)] = 0.01
+    """Largest share of the cost of an engine's steps on a CPU that the collection of features may take. Where
+    steps are short, fewer samples are collected."""
     train: bool = True
     """False: windows are measured and not used; the drafter changes only by `take_shared`."""
 
@@ -206,7 +209,7 @@ class OnlineDrafter:
         ring = RingShape.within(config.memory_bytes, policy.feature_size, policy.dtype)
         idle = config.idle if checkpoint is None else replace(config.idle, checkpoint=checkpoint)
         trainer, memory = _start(policy, layer, ring, replace(config, idle=idle))
-        sink = RowFeatures(FeatureRing(memory, ring))
+        sink = RowFeatures(FeatureRing(memory, ring), max_share=config.max_share)
         gate = LocalGate(memory, config.learning.evaluation_depth)
         return cls(policy, layer, trainer, sink, gate, is_trained=is_trained)
 
