@@ -43,6 +43,7 @@ from aedit.spec_rollout.training import (
     IdleConfig,
     LayerTraining,
     LearningConfig,
+    LossConfig,
     Match,
     PolicyEmbeddings,
     RingShape,
@@ -52,11 +53,11 @@ from aedit.spec_rollout.training import (
     policy_tensors,
     train_when_idle,
 )
-from benchmarks.kit.policy_drafter import Recipe, drafter_ready
+from benchmarks.kit.policy_drafter import Recipe, collect, drafter_ready
 from benchmarks.kit.statistics import percent
 from benchmarks.kit.tables import Bar, Report, main
 from benchmarks.kit.trainer_waits import start, wait
-from benchmarks.policies import PROMPT_BYTES, ROOT, Policy, load, prompts
+from benchmarks.policies import PROMPT_BYTES, ROOT, Policy, load, prompts, ready
 
 # -- move a policy by reinforcement learning on its own rollouts, and measure how far it has moved
 #
@@ -803,6 +804,71 @@ def _bar(seen: Sequence[Checkpoint], of: Callable[[Checkpoint], float], least: f
     return Bar(f"{text} {value:.2f}, wanted {least} ({where})", value >= least)
 
 
+# -- losses of the drafter's training, side by side
+
+
+LOSSES = ("ce", "lk", "tv", "coupled")
+LOSS_STEPS = 300
+
+
+def losses(policy: Policy, root: Path, steps: int) -> Report:
+    """Return what drafters accept that differ in the loss of their training only."""
+    recipe = Recipe(policy=policy, num_tokens=65_536)
+    ready(policy, root)
+    model = load(policy, root)
+    target = Target.of(model, rows=16, max_tokens=PROMPT_BYTES + FULL.most_new)
+    ends, samples = ends_of(target), collect(model, recipe)
+    taught = [sample for sample in samples if sample.serial % HELD_OUT_EVERY]
+    apart = [sample for sample in samples if sample.serial % HELD_OUT_EVERY == 0]
+    asked = _asked(replace(FULL, recipe=recipe), EVAL_SEED, 16, 4)
+    rows, said = [], None
+    for kind in (*LOSSES, *(f"ce, {kind}" for kind in LOSSES[1:])):
+        layer = DraftLayer.of(model, generator=torch.Generator().manual_seed(0))
+        parts = kind.split(", ")
+        for part in parts:
+            loss = LossConfig(tokens=part, num_passes=DEPTH)  # type: ignore[arg-type]
+            trainer = DraftTrainer(layer, DraftTrainingConfig(batch_pairs=1024, row_pairs=512, loss=loss))
+            rng = torch.Generator().manual_seed(len(parts) if part == parts[-1] else 1)
+            for step in range(steps // len(parts)):
+                trainer.lr_factor = math.cos(math.pi / 2 * step * len(parts) / steps)
+                trainer.step(_batch(taught, 1024, rng), ends)
+        match = matched(layer, apart, ends, DEPTH)
+        drafter = LayerDrafter.of(layer, target)
+        engine = Engine(target, drafters={"layer": drafter}, chooser=Fixed.of(ARM))
+        texts = [rollout.tokens for rollout in sorted(engine.generate(asked), key=lambda r: r.prompt.sample)]
+        said = said or texts
+        same = sum(a == b for a, b in zip(said, texts, strict=True))
+        standing = _standing(engine, match.overlap_D)
+        rows.append(
+            (
+                kind,
+                f"{standing.tokens_per_step:.3f}",
+                *(f"{x:.3f}" for x in match.overlap_D),
+                *(f"{x:.3f}" for x in match.coupled_D),
+                f"{same}/{len(texts)}",
+            )
+        )
+    numbers = range(1, DEPTH + 1)
+    return Report(
+        name=f"Losses of the drafter's training: {steps} steps each, {ARM}, T = 1",
+        method=(
+            f"{policy.name}: {len(taught)} rollouts, steps of 1,024 pairs, {DEPTH} passes, equal batches.",
+            "overlap, coupled: held-out acceptance by depth, of drawn drafts and with shared noise.",
+            "A pair of losses: half of the steps each.",
+        ),
+        columns=(
+            "loss",
+            "tokens per step",
+            *(f"overlap {d}" for d in numbers),
+            *(f"coupled {d}" for d in numbers),
+            "same texts",
+        ),
+        rows=tuple(rows),
+        bars=(),
+        figures={},
+    )
+
+
 # -- measurements, tables and bars
 
 
@@ -822,15 +888,19 @@ def checkpoints(size: Size, root: Path, minutes: float) -> list[Checkpoint]:
 
 
 def measure(args: argparse.Namespace) -> list[Report]:
-    """Return both tables."""
+    """Return the tables: of the losses, or of a moving policy and by depth."""
     size = QUICK if args.quick else FULL
+    if args.only == "losses":
+        policy = replace(size.recipe.policy, size="quick", minutes=0.3 if args.quick else 4.0)
+        return [losses(policy, args.root, args.steps or (6 if args.quick else LOSS_STEPS))]
     size = replace(size, steps=args.steps or size.steps)
     seen = checkpoints(size, args.root, args.minutes)
     return [report(seen, size), depths(seen)]
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, help=f"of the policy, {FULL.steps} unless told")
+    parser.add_argument("--only", choices=("drift", "losses"), default="drift", help="the tables")
+    parser.add_argument("--steps", type=int, help=f"of the policy, {FULL.steps} unless told; of a drafter")
     parser.add_argument("--minutes", type=float, default=60.0, help="no step begins after so many")
     parser.add_argument("--root", type=Path, default=ROOT, help="where policies are kept")
 

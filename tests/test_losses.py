@@ -1,9 +1,12 @@
 """Tests that a drafter trains on the task it drafts for, with the right teacher."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from kit.tiny_policies import SIZES, drafter, ends, policy, said
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from aedit.spec_rollout.training import FeatureSample, PolicyEmbeddings, pack_samples
 from aedit.spec_rollout.training.losses import (
@@ -12,6 +15,7 @@ from aedit.spec_rollout.training.losses import (
     draft_losses,
     overlap,
     predict_features,
+    rejected,
     teacher,
     token_loss,
 )
@@ -157,6 +161,107 @@ def test_the_lk_loss_is_zero_where_drafter_and_policy_agree_and_falls_towards_it
     (gradient,) = torch.autograd.grad(before, logits)
     after = token_loss(p, (logits - 0.1 * gradient).log_softmax(-1), "lk").sum()
     assert after < before
+
+
+def accepted(p, q, token, kind):
+    """Return the probability that a token is drafted and accepted, from its definition."""
+    if kind == "tv":  # drawn from q, then accepted with the probability p / q
+        return q[token] * torch.clamp(p[token] / q[token], max=1)
+    worst = [torch.maximum(p[y] / p[token], q[y] / q[token]) for y in range(len(p))]
+    return 1 / sum(worst)
+
+
+@pytest.mark.parametrize("kind", ["tv", "coupled"])
+def test_the_chance_of_acceptance_is_that_of_draws_with_the_noise_of_the_engine(kind):
+    generator = torch.Generator().manual_seed(0)
+    logp, logq = torch.randn(2, 6, dtype=torch.float64, generator=generator).mul(1.5).log_softmax(-1)
+    uniform = torch.rand(200_000, 6, dtype=torch.float64, generator=generator)
+    noise = -torch.log(-torch.log(uniform))
+    drafts = (logq + noise).argmax(-1)
+    if kind == "tv":
+        coins = torch.rand(len(drafts), dtype=torch.float64, generator=generator)
+        kept = coins < (logp - logq).exp()[drafts]
+    else:
+        kept = drafts == (logp + noise).argmax(-1)
+    for token in range(6):
+        miss, ratio = rejected(logp.exp()[None], logq[None], torch.tensor([token]), kind)
+        m = ratio * logp.exp()[token]
+        assert abs(float(m) - float((kept & (drafts == token)).double().mean())) < 0.004
+        torch.testing.assert_close(m[0], accepted(logp.exp(), logq.exp(), token, kind))
+        assert abs(float(miss) - float((~kept).double().mean())) < 0.004
+    overlapping = float(overlap(logp.exp(), logq))
+    least = overlapping / (2 - overlapping)
+    assert least - 1e-9 <= 1 - float(miss) <= overlapping + 1e-9
+
+
+@pytest.mark.parametrize("kind", ["tv", "coupled"])
+def test_tokens_of_probability_0_and_equal_distributions_are_no_special_cases(kind):
+    one_hot = F.one_hot(torch.tensor([1]), 4).double()
+    q = torch.tensor([[0.1, 0.2, 0.3, 0.4]], dtype=torch.float64, requires_grad=True)
+    for drawn in (1, 2):
+        miss, ratio = rejected(one_hot, q.log(), torch.tensor([drawn]), kind)
+        torch.testing.assert_close(miss, q.detach()[:, 0] * 0 + 0.8)
+        torch.testing.assert_close(ratio, q.detach()[:, 0] * 0 + (0.2 if drawn == 1 else 0.0))
+        (gradient,) = torch.autograd.grad(miss.sum() + ratio.sum(), q)
+        assert torch.isfinite(gradient).all()
+    p = torch.rand(5, 7, dtype=torch.float64).softmax(-1)
+    miss, ratio = rejected(p, p.log(), torch.arange(5), kind)
+    torch.testing.assert_close(miss, torch.zeros_like(miss), atol=1e-12, rtol=0)
+    torch.testing.assert_close(ratio, torch.ones_like(ratio))
+
+
+@pytest.mark.parametrize("kind", ["tv", "coupled"])
+def test_the_gradient_is_that_of_the_expected_rejections_over_all_drafts_and_all_texts(kind):
+    """Enumerate each text of a policy of three tokens, and each draft."""
+    torch.manual_seed(1)
+    sizes = SIZES | {"vocab_size": 3, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    config = LlamaConfig(**sizes | {"num_key_value_heads": 1}, initializer_range=0.4)
+    model = LlamaForCausalLM(config).double().eval()
+    policy_ends, prompt, passes = ends(model), [0, 1, 2], 3
+    layer = drafter(model)
+    with torch.no_grad():
+        texts = [torch.tensor([*prompt, *text]) for text in itertools.product(range(3), repeat=3)]
+        hidden = [model.model(input_ids=text[None]).last_hidden_state[0] for text in texts]
+    samples = [FeatureSample(t, h[:-1], 3, 1, 0, 1, True) for t, h in zip(texts, hidden, strict=True)]
+    chances = [(policy_ends.head_Vd @ h.T).T.softmax(-1) for h in hidden]  # of the token after each
+
+    settings = LossConfig(tokens=kind, feature_weight=0.0, num_passes=passes)
+    loss = 0.0
+    for sample, p in zip(samples, chances, strict=True):
+        weight = torch.stack([p[i - 1, sample.tokens_N[i]] for i in (3, 4, 5)]).prod()
+        (row,) = pack_samples([sample], 64)
+        loss = loss + weight * draft_losses(layer, row, policy_ends, settings).total
+
+    def expected(number, root, depth):
+        """Return the expected acceptances of a chain: `number` is of any text with the same beginning."""
+        sample, total = samples[number], 0.0
+        guesses = drafted(layer, sample, policy_ends.embedding_Vd, root, depth)
+        q = (policy_ends.head_Vd @ guesses[-1]).softmax(-1)
+        here = chances[number][root + depth]
+        for token in range(3):
+            m = accepted(here, q, token, kind)
+            total = total + m
+            after = [*sample.tokens_N[: root + depth + 1].tolist(), token]
+            if len(after) < 6 and depth < passes:
+                deeper = next(i for i, t in enumerate(texts) if t[: len(after)].tolist() == after)
+                total = total + m * expected(deeper, root, depth + 1)
+        return total
+
+    exact = 0.0
+    for root in (1, 2, 3):  # a chain of at most three tokens begins at each
+        known = root + 2
+        for begun in itertools.product(range(3), repeat=known - 3):
+            number = next(i for i, t in enumerate(texts) if t[3:known].tolist() == [*begun])
+            weight = 1.0
+            for i, token in enumerate(begun, 3):
+                weight = weight * chances[number][i - 1, token]
+            exact = exact + weight * (min(passes, 6 - known) - expected(number, root, 1))
+    torch.testing.assert_close(loss, exact)
+    for found, wanted in zip(
+        *(torch.autograd.grad(x, [*layer.parameters()]) for x in (loss, exact)), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+        assert wanted.abs().sum() > 0
 
 
 def test_a_feature_with_taps_is_judged_by_its_last_hidden_state():

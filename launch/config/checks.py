@@ -28,7 +28,10 @@ def _is_generated(source: str) -> bool:
     return source.startswith("gym:") or (is_import_path(source) and not source.startswith("hf:"))
 
 
-RL_KEYS = "prompts.options. reward. rl. rollout. audit. drafter.idle_training drafter.lr drafter.memory_bytes"
+RL_KEYS = (
+    "prompts.options. reward. rl. rollout. audit. drafter.idle_training drafter.lr drafter.loss"
+    " drafter.memory_bytes"
+)
 """Keys of reinforcement learning, besides those of `prompts`."""
 
 RULES: tuple[EffectRule, ...] = (
@@ -141,14 +144,14 @@ RULES: tuple[EffectRule, ...] = (
     ("rl.importance_cap", "rl.importance", lambda v, _: v == "off", '"token" or "sequence"'),
     ("rl.supervised_batch rl.supervised_lr", "rl.supervised_steps", lambda v, _: v == 0, "1 or more"),
     (
-        "drafter.idle_training drafter.share drafter.lr drafter.memory_bytes",
+        "drafter.idle_training drafter.share drafter.lr drafter.loss drafter.memory_bytes",
         "drafter.kind",
         lambda v, _: v in ("off", "suffix"),
         '"layer" or "auto"',
     ),
     (_all_but("audit", AuditConfig, "on"), "audit.on", lambda v, _: not v, "true"),
     ("audit.record_bytes audit.record_versions", "audit.record", lambda v, c: c.audit.on and not v, "true"),
-    ("drafter.lr", "drafter.idle_training", lambda v, _: not v, "true"),
+    ("drafter.lr drafter.loss", "drafter.idle_training", lambda v, _: not v, "true"),
 )
 
 

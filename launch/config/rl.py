@@ -299,6 +299,10 @@ class DrafterConfig:
     lr: PositiveFloat = 1e-3
     """Learning rate of the layer's training."""
 
+    loss: Literal["ce", "lk", "tv", "coupled"] = "ce"
+    """Loss of the layer's training: `ce` cross-entropy, `lk` -log of the chance that a token is accepted;
+    over all drafted tokens: `tv` total variation, `coupled` rejections with the policy's own noise."""
+
     memory_bytes: int = 2**26
     """Memory for the newest features, on which the layer is trained."""
 

@@ -25,6 +25,7 @@ from aedit.spec_rollout.training import (
     ForwardFeatures,
     IdleConfig,
     LearningConfig,
+    LossConfig,
     OnlineConfig,
     OnlineDrafter,
     PolicySource,
@@ -209,7 +210,9 @@ def save_drafter(online: OnlineDrafter, directory: Path) -> None:
 def online_config(config: DrafterConfig, log: Path) -> OnlineConfig:
     """Return the settings of the training; `log`: file of the trainer's output."""
     return OnlineConfig(
-        learning=LearningConfig(training=DraftTrainingConfig(lr=config.lr)),
+        learning=LearningConfig(
+            training=DraftTrainingConfig(lr=config.lr, loss=LossConfig(tokens=config.loss))
+        ),
         idle=IdleConfig(log=log),
         memory_bytes=config.memory_bytes,
         train=config.idle_training,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         policy_tensors,
         train_when_idle,
     )
-    from aedit.spec_rollout.training.losses import PolicyEmbeddings
+    from aedit.spec_rollout.training.losses import LossConfig, PolicyEmbeddings
     from aedit.spec_rollout.training.online_drafter import (
         CAUSES,
         OnlineConfig,
@@ -56,6 +56,7 @@ __all__ = [
     "IdleConfig",
     "LayerTraining",
     "LearningConfig",
+    "LossConfig",
     "Match",
     "OnlineConfig",
     "OnlineDrafter",

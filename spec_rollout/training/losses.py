@@ -4,7 +4,7 @@ Shapes: P pairs of a packed row, C of them counted, V vocabulary, d hidden size.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,8 @@ from torch import Tensor
 from aedit.spec_rollout.drafters import DraftLayer
 from aedit.spec_rollout.training.batches import PackedRow, visible
 from aedit.types import check
+
+TokenLoss = Literal["ce", "lk", "tv", "coupled"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,16 +32,19 @@ class LossConfig:
     three 0.315), but it stays behind at depth.
     """
 
-    tokens: Literal["ce", "lk"] = "ce"
+    tokens: TokenLoss = "ce"
     """ce: cross entropy of the policy's distribution. lk: -log of the sum over tokens of min(p, q), which is
-    the probability that a drawn token is accepted."""
+    the probability that a drawn token is accepted. tv, coupled: expected number of rejected tokens of a chain
+    of `num_passes`, see `rejected`."""
     token_weight: float = 1.0
     feature_weight: float = 1.0
     num_passes: int = 3
     decay: float = 0.8
+    """Not of the token losses tv and coupled, in which each position counts as often as it is reached."""
 
     def __post_init__(self) -> None:
-        check(self.tokens in ("ce", "lk"), "tokens", "must be ce or lk", self.tokens)
+        kinds = get_args(TokenLoss)
+        check(self.tokens in kinds, "tokens", f"must be one of {', '.join(kinds)}", self.tokens)
         check(self.token_weight >= 0, "token_weight", "must be 0 or more", self.token_weight)
         check(self.feature_weight >= 0, "feature_weight", "must be 0 or more", self.feature_weight)
         check(self.num_passes >= 1, "num_passes", "must be 1 or more", self.num_passes)
@@ -79,17 +84,24 @@ def draft_losses(
     """
     features_Pd = packed.features_Pw[:, : embeddings.head_Vd.shape[1]]
     total = torch.zeros((), dtype=layer.gain.dtype, device=features_Pd.device)
+    reached_P = total.new_ones(len(packed.counts_P))
     overlaps, counts = [], []
     for s, made in enumerate(predict_features(layer, packed, embeddings.embedding_Vd, config.num_passes)):
         at_C, predicted_Cd = made.at_C, made.predicted_Cd
-        next_Cd = features_Pd[at_C + 1].to(predicted_Cd.dtype)
+        next_Cd, drawn_C = features_Pd[at_C + 1].to(predicted_Cd.dtype), packed.targets_P[at_C]
         is_exact_C = packed.versions_P[at_C] == embeddings.version
         logq_CV = log_probabilities(predicted_Cd, embeddings.head_Vd)
-        p_CV = teacher(next_Cd, packed.targets_P[at_C], is_exact_C, embeddings.head_Vd)
-        of_tokens = token_loss(p_CV, logq_CV, config.tokens).sum()
+        p_CV = teacher(next_Cd, drawn_C, is_exact_C, embeddings.head_Vd)
+        if config.tokens in ("ce", "lk"):
+            of_tokens = config.decay**s * token_loss(p_CV, logq_CV, config.tokens).sum()
+        else:
+            rejected_C, go_on_C = rejected(p_CV, logq_CV, drawn_C, config.tokens)
+            reached_C = reached_P[at_C - s]
+            of_tokens = (1 - reached_C * (1 - rejected_C)).sum()
+            reached_P = reached_P.index_put((at_C - s,), reached_C * go_on_C)
         of_features = F.smooth_l1_loss(predicted_Cd, next_Cd, reduction="none").mean(-1).sum()
-        loss = config.token_weight * of_tokens + config.feature_weight * of_features
-        total = total + config.decay**s * loss
+        feature_weight = config.decay**s * config.feature_weight
+        total = total + config.token_weight * of_tokens + feature_weight * of_features
         overlaps.append((overlap(p_CV, logq_CV.detach()) * is_exact_C).sum())
         counts.append(is_exact_C.sum())
     return Losses(total, torch.stack(overlaps), torch.stack(counts))
@@ -116,6 +128,51 @@ def token_loss(p_CV: Tensor, logq_CV: Tensor, kind: Literal["ce", "lk"]) -> Tens
     if kind == "ce":
         return -(p_CV * logq_CV).sum(-1)
     return -overlap(p_CV, logq_CV).clamp_min(torch.finfo(p_CV.dtype).tiny).log()
+
+
+def rejected(
+    p_CV: Tensor, logq_CV: Tensor, drawn_C: Tensor, kind: Literal["tv", "coupled"]
+) -> tuple[Tensor, Tensor]:
+    """Return what makes the expected number of accepted tokens a loss without bias.
+
+    Let m(x) be the probability that the token x is drafted and accepted, given that all before it was. With
+    rejection sampling it is min(p(x), q(x)), and a draft is rejected with probability TV(p, q), the total
+    variation. A chain x_1 .. x_s is accepted with the probability m_1(x_1) .. m_s(x_s). So, over texts x of
+    the policy, its s-th token is accepted with the probability E[r_1(x_1) .. r_s-1(x_s-1) (1 - TV_s)], where
+    r = m / p. The sum of this over s is the expected length, of which a text gives a sample. (The product of
+    all 1 - TV does not: a token that is accepted is not any token of the policy.)
+
+    The engine's coupled drafts draw with the policy's own noise G: x is accepted if it is the argmax of both
+    log p + G and log q + G. exp(-G) is exponential of rate 1, and x wins both races with the probability
+
+        m(x) = 1 / sum over y of max(p(y) / p(x), q(y) / q(x)),
+
+    as in weighted MinHash. It is at most min(p, q), and its sum at least (1 - TV) / (1 + TV) (Daliri, Musco
+    and Suresh, arXiv:2408.07978). Where q(y) / p(y) is larger than at x the maximum is q(y) / q(x), else
+    p(y) / p(x), so sorting by that ratio gives all sums. Both losses are 0 only where q equals p.
+
+    Args:
+        p_CV: Target probabilities.
+        logq_CV: Log-probabilities of the drafter.
+        drawn_C: int64, the token of the text.
+        kind: tv or coupled.
+
+    Returns:
+        The probability of a rejection and m / p at the text's token, (C,) each.
+    """
+    q_CV = logq_CV.exp()
+    if kind == "tv":
+        m_CV = torch.minimum(p_CV, q_CV)
+    else:
+        order_CV = (q_CV / p_CV).argsort(-1)  # 0 / 0 is sorted last, and its m is 0
+        ps_CV, qs_CV = p_CV.gather(-1, order_CV), q_CV.gather(-1, order_CV)
+        below_CV = ps_CV.cumsum(-1)
+        above_CV = qs_CV.flip(-1).cumsum(-1).flip(-1) - qs_CV
+        tiny = torch.finfo(p_CV.dtype).tiny
+        sorted_CV = ps_CV * qs_CV / (above_CV * ps_CV + below_CV * qs_CV).clamp_min(tiny)
+        m_CV = torch.zeros_like(q_CV).scatter(-1, order_CV, sorted_CV)
+    ratio_CV = m_CV / p_CV.clamp_min(torch.finfo(p_CV.dtype).tiny)
+    return 1 - m_CV.sum(-1), ratio_CV.gather(-1, drawn_C[:, None])[:, 0]
 
 
 def overlap(p_CV: Tensor, logq_CV: Tensor) -> Tensor:
