@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from aedit.spec_rollout.choose import Fixed
-from aedit.spec_rollout.drafters import DraftLayer, LayerDrafter, SuffixDrafter
+from aedit.spec_rollout.drafters import DraftLayer, LayerDrafter, SuffixDrafter, layer_of
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.model import Target
 from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
@@ -362,7 +362,7 @@ def ends_of(target: Target) -> PolicyEmbeddings:
 
 
 def copy_of(layer: DraftLayer) -> DraftLayer:
-    made = DraftLayer(layer.shape)
+    made = layer_of(layer.shape)
     made.load_state_dict(layer.state_dict())
     return made
 

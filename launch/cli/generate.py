@@ -24,7 +24,6 @@ from aedit.spec_rollout.drafters import (
     LayerDrafter,
     SuffixDrafter,
     parse_arm,
-    tapped,
 )
 from aedit.spec_rollout.engine import Engine, Step, try_chooser, try_drafter
 from aedit.spec_rollout.model import Segment, TargetModel, make_target
@@ -177,7 +176,7 @@ def _target(policy: Policy, sizes: tuple[int, int], layer: DraftLayer | None) ->
     model: nn.Module = policy.model
     model.train(False)
     try:
-        taps = () if layer is None else tapped(layer.shape.taps, policy.model.config.num_hidden_layers)
+        taps = () if layer is None else layer.shape.tapped(policy.model.config.num_hidden_layers)
         with warnings.catch_warnings(record=True) as notes:
             warnings.simplefilter("always")
             target = make_target(model, rows=rows, max_tokens=most, nodes=MAX_DRAFTED_TOKENS, taps=taps)

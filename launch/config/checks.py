@@ -29,8 +29,8 @@ def _is_generated(source: str) -> bool:
 
 
 RL_KEYS = (
-    "prompts.options. reward. rl. rollout. audit. drafter.idle_training drafter.lr drafter.loss"
-    " drafter.memory_bytes"
+    "prompts.options. reward. rl. rollout. audit. drafter.form drafter.idle_training drafter.lr"
+    " drafter.loss drafter.memory_bytes drafter.vocabulary"
 )
 """Keys of reinforcement learning, besides those of `prompts`."""
 
@@ -144,13 +144,15 @@ RULES: tuple[EffectRule, ...] = (
     ("rl.importance_cap", "rl.importance", lambda v, _: v == "off", '"token" or "sequence"'),
     ("rl.supervised_batch rl.supervised_lr", "rl.supervised_steps", lambda v, _: v == 0, "1 or more"),
     (
-        "drafter.idle_training drafter.share drafter.lr drafter.loss drafter.memory_bytes",
+        "drafter.form drafter.idle_training drafter.share drafter.lr drafter.loss drafter.memory_bytes"
+        " drafter.vocabulary",
         "drafter.kind",
         lambda v, _: v in ("off", "suffix"),
         '"layer" or "auto"',
     ),
     (_all_but("audit", AuditConfig, "on"), "audit.on", lambda v, _: not v, "true"),
     ("audit.record_bytes audit.record_versions", "audit.record", lambda v, c: c.audit.on and not v, "true"),
+    ("drafter.vocabulary", "drafter.form", lambda v, _: v == "own", '"eagle3"'),
     ("drafter.lr drafter.loss", "drafter.idle_training", lambda v, _: not v, "true"),
 )
 

@@ -151,7 +151,7 @@ edit.warmup_steps edit.units edit.landing edit.fragments edit.penalty. outer. hu
 hub.weights hub.codec hub.codec_down reward.functions reward.weights reward.options. rl.group_size
 rl.loss rl.advantage rl.clip_low rl.clip_high rl.importance rl.importance_cap rl.kl rl.max_staleness
 rl.epochs rl.batches rl.dynamic_sampling rl.overlong rl.supervised_steps rl.supervised_lr rl.sampling.
-drafter.kind drafter.share
+drafter.form drafter.kind drafter.share drafter.vocabulary
 """
 """Keys, and tables that end in a dot.
 

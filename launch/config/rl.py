@@ -293,6 +293,12 @@ class DrafterConfig:
     idle_training: bool = True
     """Train the layer while the node waits."""
 
+    form: Literal["own", "eagle3"] = "own"
+    """`eagle3`: the layer has the form that other engines load."""
+
+    vocabulary: NonNegativeInt = 0
+    """Number of tokens that a layer of the form `eagle3` can draft; 0: all."""
+
     share: bool = True
     """Exchange the trained layer with the other nodes in the rounds."""
 

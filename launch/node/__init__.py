@@ -33,9 +33,11 @@ if TYPE_CHECKING:
         StopDecoder,
         TrainerDeaths,
         choose_among,
+        draft_form,
         online_config,
         save_drafter,
         saved_layer,
+        taps_of,
     )
     from aedit.launch.node.world import chosen_device
 
@@ -52,6 +54,7 @@ __all__ = [
     "build_model",
     "choose_among",
     "chosen_device",
+    "draft_form",
     "facts_of",
     "held_out_loss",
     "load_data",
@@ -67,6 +70,7 @@ __all__ = [
     "saved_layer",
     "set_lr",
     "stop_tokens",
+    "taps_of",
 ]
 
 if not TYPE_CHECKING:  # so that type checkers know which names there are

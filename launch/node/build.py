@@ -36,12 +36,13 @@ from aedit.launch.node.checkpoint import NodeCheckpoints, resume_training
 from aedit.launch.node.model import make_model, num_parameters
 from aedit.launch.node.objective import NodeParts, Objective, TextObjective, make_inners
 from aedit.launch.node.rl_build import make_policy_objective
+from aedit.launch.node.rl_engine import draft_form
 from aedit.launch.node.stop import Stop
 from aedit.launch.node.train import TrainingNode
 from aedit.launch.node.world import World
 from aedit.launch.records import Clock, Recorder, open_trackers
 from aedit.proto.transports import TorchTransport
-from aedit.spec_rollout.drafters import DraftLayer, DraftShape
+from aedit.spec_rollout.drafters import layer_of
 from aedit.types import UserError
 
 TrainingData = Corpus | ProblemSet
@@ -305,10 +306,10 @@ def make_shared(config: RunConfig, model: nn.Module, device: torch.device) -> Sh
         return None
     untyped: Any = model
     try:
-        shape = DraftShape.of(untyped.config)
+        shape = draft_form(config.drafter).shape(untyped.config)
     except ValueError:
         return None
     with torch.device("meta"):  # names and shapes only
-        layer = DraftLayer(shape)
+        layer = layer_of(shape)
     shapes = {name: tensor.shape for name, tensor in layer.state_dict().items()}
     return SharedModule(DRAFTER, shapes, device)

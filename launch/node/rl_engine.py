@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,9 +17,9 @@ from aedit.launch.node.model import build_model
 from aedit.launch.node.objective import NodeParts
 from aedit.launch.node.world import World
 from aedit.spec_rollout.choose import ArmChooser, Goodput
-from aedit.spec_rollout.drafters import Drafter, DrafterKind, DraftLayer, SuffixDrafter, parse_arm
+from aedit.spec_rollout.drafters import Drafter, DrafterKind, DraftForm, DraftLayer, SuffixDrafter, parse_arm
 from aedit.spec_rollout.engine import Engine, EngineSource
-from aedit.spec_rollout.model import TargetModel, make_target
+from aedit.spec_rollout.model import TargetModel, make_target, unwrapped
 from aedit.spec_rollout.sampling import Rollout
 from aedit.spec_rollout.training import (
     DraftTrainingConfig,
@@ -54,6 +55,7 @@ def make_engine_source(parts: NodeParts, longest: int) -> tuple[EngineSource, On
             rows=rows,
             max_tokens=longest + config.rl.sampling.max_new_tokens,
             nodes=MAX_DRAFTED_TOKENS,
+            taps=taps_of(config.drafter, parts.sync.model),
         )
     except ValueError as error:
         raise UserError(f"the rollout engine does not support this model: {error}") from None
@@ -116,6 +118,24 @@ FILE = "drafter.safetensors"
 """In the directory of the node: written with each checkpoint, read by a resume and by `aedit export`."""
 
 
+def draft_form(config: DrafterConfig) -> DraftForm:
+    """Return the form of the trained layer."""
+    return DraftForm(config.form, config.vocabulary)
+
+
+def taps_of(config: DrafterConfig, model: Any) -> tuple[int, ...]:
+    """Return the layers of this model whose outputs its trained layer reads.
+
+    Raises UserError if the model has too few for the form.
+    """
+    if config.kind not in ("layer", "auto"):
+        return ()
+    try:
+        return draft_form(config).taps(model.config)
+    except ValueError as error:
+        raise UserError(f'drafter.form = "{config.form}": {error}; use "own"') from None
+
+
 def make_online(parts: NodeParts, policy: PolicySource) -> OnlineDrafter | None:
     """Return the drafter of this rank, with its trainer; None if the configuration has none.
 
@@ -172,11 +192,12 @@ def make_learner(parts: NodeParts) -> ForwardLearner | None:
     """
     if parts.config.rl.engine == "vllm":
         return None
-    policy = TrainedPolicy(parts.sync.model)
+    taps = taps_of(parts.config.drafter, unwrapped(parts.sync.model))
+    policy = TrainedPolicy(parts.sync.model, taps=taps)
     online = make_online(parts, policy)
     if online is None:
         return None
-    return ForwardLearner(policy=policy, online=online, features=ForwardFeatures(online.sink))
+    return ForwardLearner(policy=policy, online=online, features=ForwardFeatures(online.sink, taps))
 
 
 @dataclass(slots=True)
@@ -215,6 +236,7 @@ def online_config(config: DrafterConfig, log: Path) -> OnlineConfig:
         ),
         idle=IdleConfig(log=log),
         memory_bytes=config.memory_bytes,
+        form=draft_form(config),
         train=config.idle_training,
     )
 

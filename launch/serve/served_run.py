@@ -29,9 +29,11 @@ from aedit.launch.node import (
     build_model,
     choose_among,
     chosen_device,
+    draft_form,
     online_config,
     save_drafter,
     saved_layer,
+    taps_of,
 )
 from aedit.proto.versions import VersionLayout
 from aedit.spec_rollout.drafters import (
@@ -43,6 +45,7 @@ from aedit.spec_rollout.drafters import (
     RowStart,
     StepUpdate,
     SuffixDrafter,
+    layer_of,
 )
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.model import TargetModel, make_target
@@ -97,7 +100,11 @@ class ServedRun:
         own = copy.deepcopy(self.model).to(device=self.device, dtype=dtype).requires_grad_(False)
         try:
             return make_target(
-                own, rows=self.config.serve.rows, max_tokens=self.max_tokens, nodes=MAX_DRAFTED_TOKENS
+                own,
+                rows=self.config.serve.rows,
+                max_tokens=self.max_tokens,
+                nodes=MAX_DRAFTED_TOKENS,
+                taps=taps_of(self.config.drafter, own),
             )
         except ValueError as error:
             raise UserError(f"the rollout engine does not support this model: {error}") from None
@@ -200,7 +207,7 @@ class _Policy:
 
 
 def _copied(layer: DraftLayer) -> DraftLayer:
-    copy = DraftLayer(layer.shape).to(layer.gain)
+    copy = layer_of(layer.shape).to(layer.gain)
     copy.load_state_dict(layer.state_dict())
     return copy.requires_grad_(False)
 
@@ -349,7 +356,8 @@ class ServerDrafter:
     def _new(self, target: TargetModel) -> DraftLayer:
         taps = target.feature_size // target.embedding.shape[1] - 1
         generator = torch.Generator(target.device).manual_seed(self._config.seed)
-        return DraftLayer.of(target.model, taps=taps, generator=generator)
+        form = draft_form(self._config.drafter)
+        return form.new(target.model, taps=taps, generator=generator)
 
     def _is_better_source(self, line: ServedLine) -> bool:
         """Return whether to learn from `line` from now on, whose rows are free and which has weights."""

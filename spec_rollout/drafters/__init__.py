@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
-    from aedit.spec_rollout.drafters.draft_layer import DraftLayer, DraftShape, tapped
+    from aedit.spec_rollout.drafters.draft_layer import (
+        DraftForm,
+        DraftLayer,
+        DraftShape,
+        Eagle3Layer,
+        Eagle3Shape,
+        layer_of,
+        shape_from,
+        tapped,
+    )
     from aedit.spec_rollout.drafters.drafts import (
         OFF,
         Arm,
@@ -31,10 +40,13 @@ __all__ = [
     "OFF",
     "Arm",
     "Draft",
+    "DraftForm",
     "DraftLayer",
     "DraftShape",
     "Drafter",
     "DrafterKind",
+    "Eagle3Layer",
+    "Eagle3Shape",
     "FeatureSink",
     "LayerDrafter",
     "Noise",
@@ -42,7 +54,9 @@ __all__ = [
     "RowStart",
     "StepUpdate",
     "SuffixDrafter",
+    "layer_of",
     "parse_arm",
+    "shape_from",
     "tapped",
 ]
 

@@ -1,4 +1,4 @@
-"""Weights of the learned drafter: one decoder layer over pairs of feature and next token.
+"""Weights of the learned drafters: one decoder layer over pairs of feature and next token.
 
 EAGLE (arXiv:2401.15077): the pair at position t is the policy's last hidden state at t, after its final norm
 (the feature), and the token at t + 1. The output predicts the feature at t + 1, from which the policy's own
@@ -11,15 +11,18 @@ scaled to the size of features before the two are concatenated.
 Embedding and head belong to the policy. They are arguments without gradient and never part of the module: not
 saved, not sent, not loaded.
 
+`Eagle3Layer` is the form that other engines load (EAGLE-3, arXiv:2503.01840): features are the outputs of
+three layers of the policy, and a head of its own predicts tokens, of a part of the vocabulary or of all.
+
 Shapes: N sequences, P pairs, S positions that can be attended to, d hidden size, w feature size, H heads, K
-key/value heads, e head size.
+key/value heads, e head size, V vocabulary, D draft vocabulary.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -94,25 +97,66 @@ class DraftShape:
         """Return the number of values that one position takes in a cache, keys and values together."""
         return 2 * self.num_kv_heads * self.head_size
 
+    def tapped(self, num_layers: int) -> tuple[int, ...]:
+        """Return the layers of a policy with `num_layers` whose outputs are in its features."""
+        return tapped(self.taps, num_layers)
+
     @property
     def split(self) -> tuple[int, int]:
         """Return the widths of queries and of keys in the joint projection; values are as wide as keys."""
         return self.num_heads * self.head_size, self.num_kv_heads * self.head_size
 
 
+@dataclass(frozen=True, slots=True)
+class Eagle3Shape(DraftShape):
+    """Sizes of an EAGLE-3 layer."""
+
+    tap_layers: tuple[int, ...]
+    """Layers of the policy whose outputs are in a feature, ascending."""
+    draft_tokens: tuple[int, ...]
+    """Tokens that the layer can draft, ascending; empty: all."""
+    residual_after_norm: bool
+    """The residual path begins with the norm's output, not with its input."""
+
+    @classmethod
+    def for_policy(cls, config: Any, draft_tokens: Iterable[int] = ()) -> Self:
+        """Return the shape for a transformers configuration; draft_tokens: as those of the shape.
+
+        Raises:
+            ValueError: There is no draft layer for this type of model, it has fewer than three layers, or a
+                token is not of its vocabulary.
+        """
+        sizes = asdict(DraftShape.of(config, taps=3)) | {"has_qk_norm": False, "has_qkv_bias": False}
+        tokens = tuple(sorted(set(draft_tokens)))
+        rule = f"must be 0 to {config.vocab_size - 1}"
+        known = not tokens or 0 <= tokens[0] <= tokens[-1] < config.vocab_size
+        check(known, "draft tokens", rule, tokens[-1:])
+        layers = eagle3_taps(config.num_hidden_layers)
+        return cls(**sizes, tap_layers=layers, draft_tokens=tokens, residual_after_norm=True)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Return D."""
+        return len(self.draft_tokens) or self.vocabulary
+
+    def tapped(self, num_layers: int) -> tuple[int, ...]:
+        """Return the layers of a policy with `num_layers` whose outputs are in its features."""
+        return self.tap_layers
+
+
 class DraftLayer(nn.Module):
     """The trainable part of a learned drafter. Its state dict is all that is saved, sent and loaded."""
+
+    predicts_features = True
+    """What it predicts is comparable with the policy's next feature."""
 
     def __init__(self, shape: DraftShape, *, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.shape = shape
-        d, m, (q, k) = shape.hidden_size, shape.intermediate_size, shape.split
-        self.gain = nn.Parameter(torch.ones(d))
+        self.gain = nn.Parameter(torch.ones(shape.hidden_size))
         """Scale of the embedding, so that tokens have the size of features."""
-        self.reduce = nn.Linear(shape.feature_size, d, bias=False) if shape.taps else None
-        self.fuse = nn.Linear(2 * d, d, bias=False)
-        self.input_norm = nn.Parameter(torch.ones(d))
-        self.qkv = nn.Linear(d, q + 2 * k, bias=shape.has_qkv_bias)
+        self._add_inputs()
+        m, d, (q, _) = shape.intermediate_size, shape.hidden_size, shape.split
         self.qk_norm = nn.Parameter(torch.ones(2, shape.head_size)) if shape.has_qk_norm else None
         self.attended = nn.Linear(q, d, bias=False)
         self.middle_norm = nn.Parameter(torch.ones(d))
@@ -120,6 +164,13 @@ class DraftLayer(nn.Module):
         self.down = nn.Linear(m, d, bias=False)
         self.final_norm = nn.Parameter(torch.ones(d))
         self._draw(generator)
+
+    def _add_inputs(self) -> None:
+        d, (q, k) = self.shape.hidden_size, self.shape.split
+        self.reduce = nn.Linear(self.shape.feature_size, d, bias=False) if self.shape.taps else None
+        self.fuse = nn.Linear(2 * d, d, bias=False)
+        self.input_norm = nn.Parameter(torch.ones(d))
+        self.qkv = nn.Linear(d, q + 2 * k, bias=self.shape.has_qkv_bias)
 
     @classmethod
     def of(cls, model: Any, *, taps: int = 0, generator: torch.Generator | None = None) -> Self:
@@ -183,7 +234,7 @@ class DraftLayer(nn.Module):
     def queries_kv(self, fused_NPd: Tensor, positions_NP: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries (N, P, H, e), and keys and values (N, P, kv_size)."""
         q, k = self.shape.split
-        queries, keys, values = self.qkv(self._norm(fused_NPd, self.input_norm)).split([q, k, k], -1)
+        queries, keys, values = self.qkv(self._attention_inputs(fused_NPd)).split([q, k, k], -1)
         queries, keys = (x.reshape(*x.shape[:-1], -1, self.shape.head_size) for x in (queries, keys))
         if self.qk_norm is not None:
             queries, keys = self._norm(queries, self.qk_norm[0]), self._norm(keys, self.qk_norm[1])
@@ -194,9 +245,26 @@ class DraftLayer(nn.Module):
 
     def predict(self, fused_NPd: Tensor, mixed_NPq: Tensor) -> Tensor:
         """Return predicted features, (N, P, d), from the layer's input and the attention output."""
-        x = fused_NPd + self.attended(mixed_NPq)
+        return self._norm(self._after(fused_NPd, mixed_NPq), self.final_norm)
+
+    def logits(self, predicted: Tensor, head_Vd: Tensor) -> Tensor:
+        """Return logits of the tokens that can be drafted, (..., D), from predicted features (..., d)."""
+        return F.linear(predicted, head_Vd.detach().to(predicted.dtype))
+
+    @property
+    def draft_tokens(self) -> Tensor | None:
+        """Return the tokens that can be drafted, int64, (D,), ascending; None: all."""
+        return None
+
+    def _attention_inputs(self, fused_NPd: Tensor) -> Tensor:
+        return self._norm(fused_NPd, self.input_norm)
+
+    def _after(self, residual: Tensor, mixed_NPq: Tensor) -> Tensor:
+        """Return the sum of the residual path, (N, P, d), after attention and feed-forward part."""
+        x = residual + self.attended(mixed_NPq)
         gate, up = self.gate_up(self._norm(x, self.middle_norm)).chunk(2, -1)
-        return self._norm(x + self.down(F.silu(gate) * up), self.final_norm)
+        total: Tensor = x + self.down(F.silu(gate) * up)
+        return total
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load all tensors or none.
@@ -219,7 +287,7 @@ class DraftLayer(nn.Module):
         part.replace(path)
 
     @classmethod
-    def load(cls, path: Path, model: Any) -> Self:
+    def load(cls, path: Path, model: Any) -> "DraftLayer":
         """Return a saved layer for this transformers model, on its device.
 
         Args:
@@ -237,11 +305,16 @@ class DraftLayer(nn.Module):
             raise ValueError(f"{path}: not a safetensors file: {error}") from error
         if "taps" not in saved:
             raise ValueError(f"{path}: not a draft layer: its metadata lacks the sizes of a policy")
-        shape = DraftShape.of(getattr(model, "config", model), taps=saved["taps"])
-        wanted = json.loads(json.dumps(asdict(shape)))
+        config = getattr(model, "config", model)
+        if "tap_layers" in saved:
+            shape: DraftShape = shape_from(saved)
+            wanted = {"hidden_size": config.hidden_size, "vocabulary": config.vocab_size}
+        else:
+            shape = DraftShape.of(config, taps=saved["taps"])
+            wanted = json.loads(json.dumps(asdict(shape)))
         if others := [f"{k} {saved.get(k)}, not {wanted[k]}" for k in wanted if saved.get(k) != wanted[k]]:
             raise ValueError(f"{path}: saved for a policy of other sizes: {'; '.join(others)}")
-        layer = cls(shape)
+        layer = layer_of(shape)
         layer.load_state_dict(state, assign=True)
         return layer if isinstance(model, PretrainedConfig) else layer.to(model.device)
 
@@ -258,6 +331,124 @@ class DraftLayer(nn.Module):
         # Initially the output is close to the fused input: untrained heads add little noise.
         self.attended.weight.mul_(0.1)
         self.down.weight.mul_(0.1)
+
+
+class Eagle3Layer(DraftLayer):
+    """A draft layer of EAGLE-3's form.
+
+    Attention reads the normalized embedding beside the normalized feature. The predicted feature is the sum
+    of the residual path, and logits are those of the layer's own head for its norm. The head begins as the
+    policy's, `final_norm` as the policy's last one.
+    """
+
+    predicts_features = False
+    shape: Eagle3Shape
+    reduce: nn.Linear
+
+    @classmethod
+    def for_policy(
+        cls, model: Any, *, draft_tokens: Iterable[int] = (), generator: torch.Generator | None = None
+    ) -> Self:
+        """Return a new layer for a transformers model, on the model's device; see `DraftLayer.of`."""
+        layer = cls(Eagle3Shape.for_policy(model.config, draft_tokens), generator=generator)
+        head = whole(model.get_output_embeddings().weight.detach())
+        layer.to(head.device, torch.promote_types(head.dtype, torch.float32))
+        with torch.no_grad():
+            layer.final_norm.copy_(whole(model.base_model.norm.weight))
+            tokens = layer.draft_tokens
+            layer.output.weight.copy_(head if tokens is None else head[tokens])
+        return layer
+
+    def fused(self, features_NPw: Tensor, embedded_NPd: Tensor) -> Tensor:
+        """Return the layer's input, (N, P, 3 d): embedding, feature, and begin of the residual path."""
+        d = self.shape.hidden_size
+        if features_NPw.shape[-1] != d:
+            features_NPw = self.reduce(features_NPw[..., d:])
+        embedded = self._norm(embedded_NPd.detach(), self.gain)
+        normed = self._norm(features_NPw, self.feature_norm)
+        residual = normed if self.shape.residual_after_norm else features_NPw
+        return torch.cat([embedded, normed, residual], -1)
+
+    def predict(self, fused_NPd: Tensor, mixed_NPq: Tensor) -> Tensor:
+        """Return predicted features, (N, P, d), from the layer's input and the attention output."""
+        return self._after(fused_NPd[..., 2 * self.shape.hidden_size :], mixed_NPq)
+
+    def logits(self, predicted: Tensor, head_Vd: Tensor) -> Tensor:
+        """Return logits of the tokens that can be drafted, (..., D); the policy's head is not used."""
+        logits: Tensor = self.output(self._norm(predicted, self.final_norm))
+        return logits
+
+    @property
+    def draft_tokens(self) -> Tensor | None:
+        """Return the tokens that can be drafted, int64, (D,), ascending; None: all."""
+        return self._draft_tokens
+
+    def _add_inputs(self) -> None:
+        d, (q, k) = self.shape.hidden_size, self.shape.split
+        self.reduce = nn.Linear(3 * d, d, bias=False)
+        self.feature_norm = nn.Parameter(torch.ones(d))
+        self.qkv = nn.Linear(2 * d, q + 2 * k, bias=False)
+        self.output = nn.Linear(d, self.shape.num_draft_tokens, bias=False)
+        tokens = self.shape.draft_tokens
+        self._draft_tokens: Tensor | None
+        self.register_buffer("_draft_tokens", torch.tensor(tokens) if tokens else None, persistent=False)
+
+    def _attention_inputs(self, fused_NPd: Tensor) -> Tensor:
+        return fused_NPd[..., : 2 * self.shape.hidden_size]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftForm:
+    """Which draft layer a policy gets."""
+
+    kind: Literal["own", "eagle3"] = "own"
+    vocabulary: int = 0
+    """Number of tokens that a layer of EAGLE-3's form can draft; 0: all. They are those of the lowest
+    numbers, the most frequent ones in a BPE vocabulary, and the end of text."""
+
+    def taps(self, config: Any) -> tuple[int, ...]:
+        """Return the layers of the policy whose outputs are in the features.
+
+        Raises:
+            ValueError: The policy has fewer than the three layers of EAGLE-3.
+        """
+        return eagle3_taps(config.num_hidden_layers) if self.kind == "eagle3" else ()
+
+    def shape(self, config: Any, *, taps: int = 0) -> DraftShape:
+        """Return the shape for a transformers configuration; `taps`: of the own kind.
+
+        Raises:
+            ValueError: There is no such layer for this type of model.
+        """
+        if self.kind == "own":
+            return DraftShape.of(config, taps=taps)
+        return Eagle3Shape.for_policy(config, self._draft_tokens(config))
+
+    def new(self, model: Any, *, taps: int = 0, generator: torch.Generator | None = None) -> DraftLayer:
+        """Return a new layer for a transformers model; see `DraftLayer.of`."""
+        if self.kind == "own":
+            return DraftLayer.of(model, taps=taps, generator=generator)
+        tokens = self._draft_tokens(model.config)
+        return Eagle3Layer.for_policy(model, draft_tokens=tokens, generator=generator)
+
+    def _draft_tokens(self, config: Any) -> Iterable[int]:
+        if not 0 < self.vocabulary < config.vocab_size:
+            return ()
+        ends = getattr(config, "eos_token_id", None)
+        ends = [ends] if isinstance(ends, int) else ends or []
+        ends = [end for end in ends if self.vocabulary <= end < config.vocab_size][: self.vocabulary]
+        return (*range(self.vocabulary - len(ends)), *ends)
+
+
+def layer_of(shape: DraftShape) -> DraftLayer:
+    """Return a layer of this shape with random weights."""
+    return Eagle3Layer(shape) if isinstance(shape, Eagle3Shape) else DraftLayer(shape)
+
+
+def shape_from(fields: Mapping[str, Any]) -> DraftShape:
+    """Return the shape of which `dataclasses.asdict` made these values, possibly through JSON."""
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+    return Eagle3Shape(**values) if "tap_layers" in values else DraftShape(**values)
 
 
 def _wrong(name: str, own: Tensor | None, given: Tensor | None) -> str:
@@ -287,6 +478,20 @@ def tapped(taps: int, num_layers: int) -> tuple[int, ...]:
     check(taps in (0, 3), "taps", "must be 0 or 3", taps)
     eagle_3 = min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 0)
     return tuple(sorted(eagle_3)) if taps else ()
+
+
+def eagle3_taps(num_layers: int) -> tuple[int, ...]:
+    """Return the layers whose outputs an EAGLE-3 drafter reads: three different ones.
+
+    From 7 layers on they are those of published drafters: after 2, L / 2 and L - 3 layers.
+
+    Raises:
+        ValueError: The policy has fewer than three layers.
+    """
+    check(num_layers >= 3, "layers of a policy for EAGLE-3", "must be 3 or more", num_layers)
+    if num_layers >= 7:
+        return 1, num_layers // 2 - 1, num_layers - 4
+    return 0, (num_layers - 1) // 2, num_layers - 1
 
 
 def rotations(shape: DraftShape, positions: Tensor) -> Tensor:

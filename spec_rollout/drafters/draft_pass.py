@@ -6,14 +6,15 @@ follow them. Embedding and head are the policy's tensors themselves, so that opt
 effect immediately.
 
 Shapes: P pairs, B rows, F nodes of each row that are computed together, d hidden size, w feature size, C
-slots that are read. A row's slots hold its pairs by position of the feature, then drafted pairs.
+slots that are read, D draft vocabulary. A row's slots hold its pairs by position of the feature, then drafted
+pairs.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer, rotations
+from aedit.spec_rollout.drafters.draft_layer import DraftLayer, Eagle3Layer, rotations
 from aedit.spec_rollout.model import PagedTensor, linear
 
 Pairs = tuple[Tensor, Tensor]
@@ -25,6 +26,7 @@ class DraftRunner:
 
     def __init__(self, layer: DraftLayer, embedding: Tensor, head: Tensor, *, rows: int, slots: int) -> None:
         self.shape, self.rows, self.slots = layer.shape, rows, slots
+        self._draft_tokens = layer.draft_tokens
         self.embedding, self.head = embedding.detach(), head.detach()
         dtype, device = embedding.dtype, embedding.device
         exact = torch.complex128 if dtype == torch.float64 else torch.complex64
@@ -36,7 +38,10 @@ class DraftRunner:
             )
             self._row_offsets = torch.arange(rows, device=device) * slots
             self._epsilon = torch.tensor(layer.shape.norm_epsilon, dtype=dtype, device=device)
-            self._weights = {k: v.to(device, dtype, copy=True) for k, v in _folded(layer).items()}
+            folded = self._folded(layer)
+            self._weights = {k: v.to(device, dtype, copy=True) for k, v in folded.items()}
+            if self._draft_tokens is not None:
+                self._draft_tokens = self._draft_tokens.to(device)
         self._is_lean = device.type == "cpu" and dtype in (torch.float32, torch.float64)
 
     @property
@@ -53,7 +58,7 @@ class DraftRunner:
         """
         if layer.shape != self.shape:
             raise ValueError("the new draft layer has another shape: make a new drafter for it")
-        for name, value in _folded(layer).items():
+        for name, value in self._folded(layer).items():
             self._weights[name].copy_(value)
 
     def read_policy(self, embedding: Tensor, head: Tensor) -> bool:
@@ -84,11 +89,8 @@ class DraftRunner:
             positions_P: Positions of the features.
         """
         weights, (q, k) = self._weights, self.shape.split
-        if features_Pw.shape[-1] != self.shape.hidden_size:
-            features_Pw = linear(features_Pw, weights["reduce"])
-        embedded = F.embedding(tokens_P, self.embedding)
-        fused = linear(torch.cat([embedded, features_Pw], -1), weights["fuse"])
-        qkv = linear(self._normed(fused), weights["qkv"], weights.get("bias"))
+        fused, attention_inputs = self._inputs(F.embedding(tokens_P, self.embedding), features_Pw)
+        qkv = linear(attention_inputs, weights["qkv"], weights.get("bias"))
         heads = qkv[:, : q + k].view(fused.shape[0], -1, self.shape.head_size)
         if (norm := weights.get("qk_norm")) is not None:
             heads.copy_(self._normed(heads) * norm)
@@ -120,13 +122,23 @@ class DraftRunner:
             values: Result of `kv_views`.
             mask_BFC: 0 where a node attends, -inf elsewhere; None if it attends to all slots.
         """
+        return self._normed(self._after(pairs, keys, values, mask_BFC)).mul_(self._weights["final_norm"])
+
+    def _after(self, pairs: Pairs, keys: Tensor, values: Tensor, mask_BFC: Tensor | None) -> Tensor:
+        """Return the sum of the residual path after attention and feed-forward part."""
         fused_Pd, queries_Pq = pairs
         weights, rows, num_pairs = self._weights, keys.shape[0], fused_Pd.shape[0]
         mixed = self._attend(queries_Pq, num_pairs // rows, (keys, values), mask_BFC)
         x = torch.addmm(fused_Pd, mixed.reshape(num_pairs, -1), weights["attended"])
         gate, up = linear(self._normed(x), weights["gate_up"]).chunk(2, -1)
-        x = torch.addmm(x, F.silu(gate).mul_(up), weights["down"])
-        return self._normed(x).mul_(weights["final_norm"])
+        return torch.addmm(x, F.silu(gate).mul_(up), weights["down"])
+
+    def _inputs(self, embedded_Pd: Tensor, features_Pw: Tensor) -> Pairs:
+        """Return what the residual path begins with, (P, d), and what attention reads."""
+        if features_Pw.shape[-1] != self.shape.hidden_size:
+            features_Pw = linear(features_Pw, self._weights["reduce"])
+        fused = linear(torch.cat([embedded_Pd, features_Pw], -1), self._weights["fuse"])
+        return fused, self._normed(fused)
 
     def _attend(
         self, queries: Tensor, nodes: int, seen: tuple[Tensor, Tensor], mask_BFC: Tensor | None
@@ -146,8 +158,36 @@ class DraftRunner:
         return mixed.view(rows, kinds, nodes, group, size).transpose(1, 2)
 
     def logits(self, features_Pd: Tensor) -> Tensor:
-        """Return the policy head's logits of predicted features, (P, V)."""
+        """Return the logits of predicted features, (P, D)."""
         return linear(features_Pd, self.head)
+
+    def tokens(self, indices: Tensor) -> Tensor:
+        """Return the tokens with these indices in the draft vocabulary."""
+        return indices if self._draft_tokens is None else self._draft_tokens[indices]
+
+    def narrow(self, values: Tensor) -> Tensor:
+        """Return the values of the draft vocabulary, (..., D), of those of all tokens, (..., V)."""
+        return values if self._draft_tokens is None else values.index_select(-1, self._draft_tokens)
+
+    def widen(self, logq: Tensor) -> Tensor:
+        """Return log-probabilities of all tokens, (..., V), of those of the draft vocabulary, (..., D)."""
+        if self._draft_tokens is None:
+            return logq
+        wide = logq.new_full((*logq.shape[:-1], self.shape.vocabulary), -torch.inf)
+        return wide.index_copy_(-1, self._draft_tokens, logq)
+
+    @staticmethod
+    def _folded(layer: DraftLayer) -> dict[str, Tensor]:
+        """Return the layer's weights with norms, gain and scale folded into the matrices after them."""
+        with torch.no_grad():
+            gains = torch.cat([layer.gain, torch.ones_like(layer.gain)])
+            weights = _common(layer, layer.input_norm) | {
+                "fuse": layer.fuse.weight * gains,
+                "final_norm": layer.final_norm,
+            }
+            if layer.reduce is not None:
+                weights["reduce"] = layer.reduce.weight
+            return {name: weight.detach() for name, weight in weights.items()}
 
     def _normed(self, x: Tensor) -> Tensor:
         if not self._is_lean:
@@ -157,9 +197,47 @@ class DraftRunner:
         return x * torch.addcmul(self._epsilon, norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
 
-@torch.no_grad()
-def _folded(layer: DraftLayer) -> dict[str, Tensor]:
-    """Return the layer's weights with norms, gain and attention scale folded into the matrices.
+class Eagle3Runner(DraftRunner):
+    """The same for a layer of EAGLE-3's form; `fused` is the begin of the residual path."""
+
+    def predict(self, pairs: Pairs, keys: Tensor, values: Tensor, mask_BFC: Tensor | None) -> Tensor:
+        """Return the predicted features, (P, d); see `DraftRunner.predict`."""
+        return self._after(pairs, keys, values, mask_BFC)
+
+    def logits(self, features_Pd: Tensor) -> Tensor:
+        """Return the logits of predicted features, (P, D)."""
+        return linear(self._normed(features_Pd), self._weights["output"])
+
+    def _inputs(self, embedded_Pd: Tensor, features_Pw: Tensor) -> Pairs:
+        weights, d = self._weights, self.shape.hidden_size
+        if features_Pw.shape[-1] != d:
+            features_Pw = linear(features_Pw[:, d:], weights["reduce"])
+        normed = self._normed(features_Pw)
+        scale = weights.get("residual_scale")
+        residual = features_Pw if scale is None else normed * scale
+        return residual, torch.cat([self._normed(embedded_Pd), normed], -1)
+
+    @staticmethod
+    def _folded(layer: DraftLayer) -> dict[str, Tensor]:
+        assert isinstance(layer, Eagle3Layer)
+        with torch.no_grad():
+            weights = _common(layer, torch.cat([layer.gain, layer.feature_norm])) | {
+                "reduce": layer.reduce.weight,
+                "output": layer.output.weight * layer.final_norm,
+            }
+            if layer.shape.residual_after_norm:
+                weights["residual_scale"] = layer.feature_norm
+            return {name: weight.detach() for name, weight in weights.items()}
+
+
+def runner_of(layer: DraftLayer, embedding: Tensor, head: Tensor, *, rows: int, slots: int) -> DraftRunner:
+    """Return the runner of this kind of layer."""
+    kind = Eagle3Runner if isinstance(layer, Eagle3Layer) else DraftRunner
+    return kind(layer, embedding, head, rows=rows, slots=slots)
+
+
+def _common(layer: DraftLayer, input_norm: Tensor) -> dict[str, Tensor]:
+    """Return the folded weights of attention and feed-forward part.
 
     Matrices that are multiplied from the right are transposed.
     """
@@ -167,21 +245,16 @@ def _folded(layer: DraftLayer) -> dict[str, Tensor]:
     scale = torch.ones(q + 2 * k, dtype=layer.gain.dtype, device=layer.gain.device)
     if not shape.has_qk_norm:
         scale[:q] = shape.head_size**-0.5
-    gains = torch.cat([layer.gain, torch.ones_like(layer.gain)])
     weights = {
-        "fuse": layer.fuse.weight * gains,
-        "qkv": layer.qkv.weight * layer.input_norm * scale[:, None],
+        "qkv": layer.qkv.weight * input_norm * scale[:, None],
         "attended": layer.attended.weight.t(),
         "gate_up": layer.gate_up.weight * layer.middle_norm,
         "down": layer.down.weight.t(),
-        "final_norm": layer.final_norm,
     }
-    if layer.reduce is not None:
-        weights["reduce"] = layer.reduce.weight
     if shape.has_qkv_bias:
         weights["bias"] = layer.qkv.bias * scale
     if layer.qk_norm is not None:
         queries, keys = layer.qk_norm.unbind(0)
         kinds = [queries * shape.head_size**-0.5] * shape.num_heads + [keys] * shape.num_kv_heads
         weights["qk_norm"] = torch.stack(kinds)
-    return {name: weight.detach() for name, weight in weights.items()}
+    return weights

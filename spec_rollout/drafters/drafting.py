@@ -4,6 +4,8 @@ In coupled mode the drafter samples like the policy, `argmax(log q / T + G)` wit
 errs only where its distribution differs (Daliri, Musco and Suresh, arXiv:2408.07978). T = 0 selects the most
 likely token.
 
+Of a layer with a draft vocabulary of its own, V below is the size of that, until the tokens are returned.
+
 No control flow depends on tensor values, so that a GPU can capture it as a graph.
 
 Shapes: B rows, F nodes computed together, k depth, N nodes, C slots, V vocabulary, d hidden size.
@@ -92,11 +94,11 @@ def draft_chain(context: DraftContext, inputs: DraftInputs) -> tuple[Tensor, Ten
         logits.append(runner.logits(guessed))
         drawn.append(torch.addcmul(noise_BV, logits[j], inputs.inverse_B1).max(-1).indices)
         if j + 1 < depth:
-            pairs = runner.write_pairs(drawn[j], guessed, slots[j + 1], positions[j + 1])
+            pairs = runner.write_pairs(runner.tokens(drawn[j]), guessed, slots[j + 1], positions[j + 1])
     tokens_Bk = torch.stack(drawn, 1)
     logq_BkV = torch.log_softmax(torch.stack(logits, 1) * inputs.inverse_B1.unsqueeze(-1), -1)
     scores_Bk = logq_BkV.gather(-1, tokens_Bk.unsqueeze(-1)).squeeze(-1).cumsum(-1)
-    return tokens_Bk, scores_Bk.float(), logq_BkV
+    return runner.tokens(tokens_Bk), scores_Bk.float(), logq_BkV
 
 
 def draft_tree(context: DraftContext, inputs: DraftInputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,7 +112,8 @@ def draft_tree(context: DraftContext, inputs: DraftInputs) -> tuple[Tensor, Tens
     pairs = inputs.fused_Bd, inputs.queries_Bq
     for level, noise_BV in enumerate(inputs.noise_BkV.unbind(1)):
         guessed = runner.predict(pairs, keys, values, builder.mask())
-        logits_BFV = runner.logits(guessed).view(rows, -1, runner.head.shape[0]) * inverse_B11
+        logits_PV = runner.logits(guessed)
+        logits_BFV = logits_PV.view(rows, -1, logits_PV.shape[-1]) * inverse_B11
         builder.grow(logits_BFV + noise_BV.unsqueeze(1), torch.log_softmax(logits_BFV, -1))
         if level + 1 == context.arm.depth:
             break
@@ -118,8 +121,10 @@ def draft_tree(context: DraftContext, inputs: DraftInputs) -> tuple[Tensor, Tens
         slots_BF = builder.slots() + runner.row_offsets(rows)[:, None]
         positions_BF = (inputs.last_B + level + 1)[:, None].expand_as(tokens_BF)
         fed_back = guessed.index_select(0, origins_BF.flatten())
-        pairs = runner.write_pairs(tokens_BF.flatten(), fed_back, slots_BF.flatten(), positions_BF.flatten())
-    return builder.best(context.arm.nodes)
+        tokens_P = runner.tokens(tokens_BF.flatten())
+        pairs = runner.write_pairs(tokens_P, fed_back, slots_BF.flatten(), positions_BF.flatten())
+    tokens_BN, scores_BN, parents_BN = builder.best(context.arm.nodes)
+    return runner.tokens(tokens_BN), scores_BN, parents_BN
 
 
 class _TreeBuilder:

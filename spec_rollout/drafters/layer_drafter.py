@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer, DraftShape
-from aedit.spec_rollout.drafters.draft_pass import DraftRunner, Pairs
+from aedit.spec_rollout.drafters.draft_pass import Pairs, runner_of
 from aedit.spec_rollout.drafters.drafting import DraftContext, DraftInputs, draft_chain, draft_tree
 from aedit.spec_rollout.drafters.drafts import Arm, Draft, Noise, RowStart, StepUpdate
 from aedit.spec_rollout.model import GraphCache, TargetModel, batch_bucket, context_bucket, to_device
@@ -103,7 +103,7 @@ class LayerDrafter:
         for name, tensor in zip(("embedding", "head"), embeddings, strict=True):
             check(tensor.shape == sizes, f"the policy's {name}", f"must be of shape {sizes}", tensor.shape)
         self.mode, self.version = mode, 0
-        self._runner = DraftRunner(layer, *embeddings, rows=rows, slots=max_tokens + _EXTRA_SLOTS)
+        self._runner = runner_of(layer, *embeddings, rows=rows, slots=max_tokens + _EXTRA_SLOTS)
         self._backlog = Backlog(rows, window)
         self._device = embeddings[0].device
         self._temperature_cache: tuple[Tensor, Tensor, Tensor] | None = None
@@ -199,7 +199,7 @@ class LayerDrafter:
             queries_Bq=pairs[1],
             last_B=last_B,
             firsts_B=self._ints(row.first for row in backlogs),
-            noise_BkV=noise_BkV * is_warm_B1.unsqueeze(-1),
+            noise_BkV=self._runner.narrow(noise_BkV) * is_warm_B1.unsqueeze(-1),
             inverse_B1=inverse_B1,
         )
         tokens, scores, more = self._run_draft(arm, backlogs, start)
@@ -208,6 +208,7 @@ class LayerDrafter:
         if more is None:
             return Draft(tokens, None, None, scores)
         # At temperature 0 the drafted token has probability 1.
+        more = self._runner.widen(more)
         certain = torch.full_like(more, -torch.inf).scatter_(-1, tokens[:, :, None], 0.0)
         return Draft(tokens, None, None, scores, torch.where(is_warm_B1.unsqueeze(-1), more, certain).float())
 

@@ -34,11 +34,10 @@ class ModelForward:
         """
         self.model = model
         self.config: Any = model.config.get_text_config()
-        # Some decoders of encoder-decoder families have a number of their own.
-        self.num_layers = int(getattr(self.config, "decoder_layers", 0) or self.config.num_hidden_layers)
+        self.num_layers = _num_layers(self.config)
         self.taps = tuple(taps)
         check_taps(taps, self.num_layers)
-        self._tapped = [_decoder_layers(model, self.num_layers)[tap] for tap in taps] if taps else []
+        self._tapped = tapped_layers(model, taps)
         self._configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
         self.parameters = set(inspect.signature(self.model.forward).parameters)
         self.takes_positions = "position_ids" in self.parameters
@@ -128,10 +127,23 @@ def _hidden(output: Any) -> Tensor:
     return hidden
 
 
-def _decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
+def _num_layers(config: Any) -> int:
+    # Some decoders of encoder-decoder families have a number of their own.
+    return int(getattr(config, "decoder_layers", 0) or config.num_hidden_layers)
+
+
+def tapped_layers(model: Any, taps: Sequence[int]) -> list[nn.Module]:
+    """Return the decoder layers with these numbers of a `transformers` model.
+
+    Raises:
+        ValueError: The layers of the model cannot be found.
+    """
+    if not taps:
+        return []
+    num_layers = _num_layers(model.config.get_text_config())
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
-            return module
+            return [module[tap] for tap in taps]
     raise ValueError(f"taps: {type(model).__name__} has no list of its {num_layers} layers")
 
 

@@ -17,6 +17,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -114,6 +115,7 @@ class WorkerSource:
                 "arms": config.arms,
                 "tokenizer": tokenizer,
                 "taps": drafter.shape.taps if drafter is not None else 0,
+                "drafter": asdict(drafter.shape) if drafter is not None else None,
                 "options": dict(config.options),
             },
             "threads": config.threads,

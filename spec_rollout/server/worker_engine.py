@@ -20,8 +20,9 @@ from aedit.spec_rollout.drafters import (
     DraftLayer,
     LayerDrafter,
     SuffixDrafter,
+    layer_of,
     parse_arm,
-    tapped,
+    shape_from,
 )
 from aedit.spec_rollout.engine import Engine, try_engine
 from aedit.spec_rollout.model import make_target
@@ -137,7 +138,7 @@ class SharedWeightsEngine:
         if newest is not None:
             drafter = self.engine.drafters["layer"]
             assert isinstance(drafter, LayerDrafter)
-            layer = DraftLayer(drafter.shape)
+            layer = layer_of(drafter.shape)
             layer.load_state_dict(newest.tensors)
             drafter.replace(layer, newest.version)
             self.drafter_version = newest.number
@@ -171,6 +172,8 @@ class EngineSpec:
     """Directory of a saved tokenizer; empty: none."""
     taps: int = 0
     """Number of layers whose outputs the layer drafter reads besides the last one."""
+    drafter: Mapping[str, Any] | None = None
+    """Fields of the shape of the layer drafter; None: of a new one without taps."""
     options: Mapping[str, Any]
     """`WorkerConfig.options`."""
 
@@ -184,7 +187,8 @@ def make_engine(spec: EngineSpec) -> Engine:
     model = model.to(spec.device, getattr(torch, spec.dtype)).eval().requires_grad_(False)
     arms = [parse_arm(arm) for arm in spec.arms]
     nodes = max(16, *(arm.nodes for arm in arms))
-    taps = tapped(spec.taps, config.get_text_config().num_hidden_layers)
+    shape = shape_from(spec.drafter) if spec.drafter else None
+    taps = shape.tapped(config.get_text_config().num_hidden_layers) if shape is not None else ()
     target = make_target(model, rows=spec.rows, max_tokens=spec.max_tokens, nodes=nodes, taps=taps)
     tokenizer = (
         tokenizers.from_pretrained(spec.tokenizer, trust_remote_code=False) if spec.tokenizer else None
@@ -194,7 +198,8 @@ def make_engine(spec: EngineSpec) -> Engine:
     if "suffix" in kinds:
         drafters["suffix"] = SuffixDrafter(device=str(target.device))
     if "layer" in kinds:
-        layer = drafters["layer"] = LayerDrafter.of(DraftLayer.of(model, taps=spec.taps), target)
+        new = DraftLayer.of(model) if shape is None else layer_of(shape)
+        layer = drafters["layer"] = LayerDrafter.of(new, target)
         layer.version = -1  # random until one comes from the trainer
     fitting = [arm for arm in arms if arm.is_chain or target.supports_trees]
     chooser: ArmChooser = Goodput(fitting) if len(fitting) > 1 else Fixed(*fitting)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aedit.spec_rollout.drafters import RowStart, StepUpdate
-from aedit.spec_rollout.model import HiddenStates, unwrapped
+from aedit.spec_rollout.model import HiddenStates, tapped_layers, unwrapped
 from aedit.spec_rollout.training.feature_ring import FeatureRing, RingSample
 from aedit.types import NonNegativeInt, checked
 
@@ -166,8 +166,8 @@ class ForwardFeatures:
     backward pass. The features of one pass at most are kept outside of the ring.
     """
 
-    def __init__(self, sink: RowFeatures) -> None:
-        self._sink, self.ring = sink, sink.ring
+    def __init__(self, sink: RowFeatures, taps: Sequence[int] = ()) -> None:
+        self._sink, self.ring, self._taps = sink, sink.ring, tuple(taps)
         self._copy: _Copy | None = None
 
     @contextmanager
@@ -185,10 +185,11 @@ class ForwardFeatures:
         if not self._sink.collects:
             yield
             return
-        hidden = HiddenStates()
-        with hidden.hooks(unwrapped(model)):
+        hidden, own = HiddenStates(), unwrapped(model)
+        layers = tapped_layers(own, self._taps)
+        with hidden.hooks(own, layers):
             yield
-        self._begin_copy(hidden.features().detach(), texts, version)
+        self._begin_copy(hidden.features(layers).detach(), texts, version)
 
     def write(self) -> None:
         """Write what was collected. Call it after the backward pass: on a GPU it waits for the copy."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from aedit.spec_rollout.drafters import DraftLayer
@@ -170,9 +171,15 @@ def match_sums(
     for s, made in enumerate(predict_features(layer, packed, embeddings.embedding_Vd, depth, exact_P)):
         at_C, predicted_Cd = made.at_C, made.predicted_Cd
         logp_CV = log_probabilities(features_Pd[at_C + 1].to(predicted_Cd.dtype), embeddings.head_Vd)
-        logq_CV = log_probabilities(predicted_Cd, embeddings.head_Vd)
+        logq_CV = F.log_softmax(layer.logits(predicted_Cd, embeddings.head_Vd), -1)
         noise_CV = noise_PV[at_C]
-        is_same_C = (logp_CV + noise_CV).argmax(-1) == (logq_CV + noise_CV).argmax(-1)
+        drawn_C = (logp_CV + noise_CV).argmax(-1)
+        if layer.draft_tokens is not None:
+            logp_CV, noise_CV = logp_CV[:, layer.draft_tokens], noise_CV[:, layer.draft_tokens]
+        drafted_C = (logq_CV + noise_CV).argmax(-1)
+        if layer.draft_tokens is not None:
+            drafted_C = layer.draft_tokens[drafted_C]
+        is_same_C = drawn_C == drafted_C
         overlaps = float(overlap(logp_CV.exp(), logq_CV).double().sum())
         sums[:, s] = sums.new_tensor([overlaps, int(is_same_C.sum()), len(at_C)])
     return sums

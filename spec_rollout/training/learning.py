@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from aedit.spec_rollout.drafters import DraftLayer, DraftShape
+from aedit.spec_rollout.drafters import DraftLayer, DraftShape, layer_of
 from aedit.spec_rollout.training import gate
 from aedit.spec_rollout.training.batches import newest_held_out, one_step_off, pack_samples
 from aedit.spec_rollout.training.feature_ring import (
@@ -108,7 +108,7 @@ class LayerTraining:
         """
         self._config, self._features, self._kl_nats = config, features, kl_nats
         self._trainer = DraftTrainer(layer, config.training)
-        self._published = DraftLayer(layer.shape).to(layer.gain).requires_grad_(False)
+        self._published = layer_of(layer.shape).to(layer.gain).requires_grad_(False)
         self._published.load_state_dict(layer.state_dict())
         self._reader: FeatureReader | None = None
         self._embeddings: PolicyEmbeddings | None = None
@@ -319,7 +319,7 @@ def policy_tensors(embeddings: PolicyEmbeddings) -> dict[str, Tensor]:
 
 def _make_training(memory: TrainerMemory, shape: DraftShape, config: LearningConfig) -> LayerTraining:
     """Make the training in the trainer's process."""
-    layer = DraftLayer(shape).to(memory.plan.drafter.specs[0].dtype)
+    layer = layer_of(shape).to(memory.plan.drafter.specs[0].dtype)
     return LayerTraining(layer, memory.features, config, lambda: memory.kl_nats)
 
 

@@ -78,6 +78,8 @@ def draft_losses(
 ) -> Losses:
     """Return the loss of a packed row, summed over counted pairs. Only the layer gets gradients.
 
+    The feature loss is of layers that predict features only (not of EAGLE-3's form).
+
     The policy's distribution is computed from its feature with the current head. This is valid only for
     features of the same policy version. For older features the token that their policy drew is used instead,
     a sample of its distribution. (Old features with the new head give the distribution of neither policy.)
@@ -90,18 +92,21 @@ def draft_losses(
         at_C, predicted_Cd = made.at_C, made.predicted_Cd
         next_Cd, drawn_C = features_Pd[at_C + 1].to(predicted_Cd.dtype), packed.targets_P[at_C]
         is_exact_C = packed.versions_P[at_C] == embeddings.version
-        logq_CV = log_probabilities(predicted_Cd, embeddings.head_Vd)
+        logq_CV = F.log_softmax(layer.logits(predicted_Cd, embeddings.head_Vd), -1)
         p_CV = teacher(next_Cd, drawn_C, is_exact_C, embeddings.head_Vd)
-        if config.tokens in ("ce", "lk"):
+        if layer.draft_tokens is not None:
+            p_CV, drawn_C = narrowed(p_CV, drawn_C, layer.draft_tokens)
+        if config.tokens == "ce" or config.tokens == "lk":
             of_tokens = config.decay**s * token_loss(p_CV, logq_CV, config.tokens).sum()
         else:
             rejected_C, go_on_C = rejected(p_CV, logq_CV, drawn_C, config.tokens)
             reached_C = reached_P[at_C - s]
             of_tokens = (1 - reached_C * (1 - rejected_C)).sum()
             reached_P = reached_P.index_put((at_C - s,), reached_C * go_on_C)
-        of_features = F.smooth_l1_loss(predicted_Cd, next_Cd, reduction="none").mean(-1).sum()
-        feature_weight = config.decay**s * config.feature_weight
-        total = total + config.token_weight * of_tokens + feature_weight * of_features
+        total = total + config.token_weight * of_tokens
+        if layer.predicts_features:
+            of_features = F.smooth_l1_loss(predicted_Cd, next_Cd, reduction="none").mean(-1).sum()
+            total = total + config.decay**s * config.feature_weight * of_features
         overlaps.append((overlap(p_CV, logq_CV.detach()) * is_exact_C).sum())
         counts.append(is_exact_C.sum())
     return Losses(total, torch.stack(overlaps), torch.stack(counts))
@@ -116,6 +121,15 @@ def teacher(features_Cd: Tensor, drawn_C: Tensor, is_exact_C: Tensor, head_Vd: T
     p_CV = log_probabilities(features_Cd, head_Vd).exp()
     drawn_CV = F.one_hot(drawn_C, head_Vd.shape[0]).to(p_CV.dtype)
     return torch.where(is_exact_C[:, None], p_CV, drawn_CV)
+
+
+def narrowed(p_CV: Tensor, drawn_C: Tensor, draft_tokens_D: Tensor) -> tuple[Tensor, Tensor]:
+    """Return p of the draft vocabulary, (C, D), and the token's index in it, int64, (C,); -1: not in it.
+
+    Those p have a sum below 1: what is outside cannot be accepted.
+    """
+    at_C = torch.searchsorted(draft_tokens_D, drawn_C).clamp_max(len(draft_tokens_D) - 1)
+    return p_CV[:, draft_tokens_D], torch.where(draft_tokens_D[at_C] == drawn_C, at_C, -1)
 
 
 def log_probabilities(features_Cd: Tensor, head_Vd: Tensor) -> Tensor:
@@ -152,9 +166,9 @@ def rejected(
     p(y) / p(x), so sorting by that ratio gives all sums. Both losses are 0 only where q equals p.
 
     Args:
-        p_CV: Target probabilities.
+        p_CV: Target probabilities. A sum below 1 is that of the tokens that the drafter does not have.
         logq_CV: Log-probabilities of the drafter.
-        drawn_C: int64, the token of the text.
+        drawn_C: int64, the token of the text; -1: one that the drafter does not have.
         kind: tv or coupled.
 
     Returns:
@@ -166,13 +180,14 @@ def rejected(
     else:
         order_CV = (q_CV / p_CV).argsort(-1)  # 0 / 0 is sorted last, and its m is 0
         ps_CV, qs_CV = p_CV.gather(-1, order_CV), q_CV.gather(-1, order_CV)
-        below_CV = ps_CV.cumsum(-1)
+        below_CV = ps_CV.cumsum(-1) + (1 - p_CV.sum(-1, keepdim=True)).clamp_min(0)
         above_CV = qs_CV.flip(-1).cumsum(-1).flip(-1) - qs_CV
         tiny = torch.finfo(p_CV.dtype).tiny
         sorted_CV = ps_CV * qs_CV / (above_CV * ps_CV + below_CV * qs_CV).clamp_min(tiny)
         m_CV = torch.zeros_like(q_CV).scatter(-1, order_CV, sorted_CV)
     ratio_CV = m_CV / p_CV.clamp_min(torch.finfo(p_CV.dtype).tiny)
-    return 1 - m_CV.sum(-1), ratio_CV.gather(-1, drawn_C[:, None])[:, 0]
+    ratio_C = ratio_CV.gather(-1, drawn_C.clamp_min(0)[:, None])[:, 0]
+    return 1 - m_CV.sum(-1), ratio_C * (drawn_C >= 0)
 
 
 def overlap(p_CV: Tensor, logq_CV: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ adoption. Nothing here changes a token: an engine verifies each drafted token.
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,7 @@ from typing import Annotated, Any, Protocol, Self, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from aedit.spec_rollout.drafters import DraftLayer, LayerDrafter
+from aedit.spec_rollout.drafters import DraftForm, DraftLayer, LayerDrafter, layer_of
 from aedit.spec_rollout.model import TargetModel, whole
 from aedit.spec_rollout.training.feature_ring import Buffer, FeatureRing, RingShape
 from aedit.spec_rollout.training.features import RowFeatures
@@ -89,6 +89,8 @@ class OnlineConfig:
     max_share: Annotated[float, Range(above=0, most=1)] = 0.01
     """Largest share of the cost of an engine's steps on a CPU that the collection of features may take. Where
     steps are short, fewer samples are collected."""
+    form: DraftForm = field(default_factory=DraftForm)
+    """Of a new layer. The policy's features must have its taps."""
     train: bool = True
     """False: windows are measured and not used; the drafter changes only by `take_shared`."""
 
@@ -200,7 +202,7 @@ class OnlineDrafter:
         config = config or OnlineConfig()
         generator = torch.Generator(policy.device).manual_seed(seed)
         taps = policy.feature_size // policy.embedding.shape[1] - 1
-        new = DraftLayer.of(policy.model, taps=taps, generator=generator)
+        new = config.form.new(policy.model, taps=taps, generator=generator)
         layer = layer or new
         is_trained = not _are_equal(layer.state_dict(), new.state_dict())
         layer.requires_grad_(False)
@@ -427,7 +429,7 @@ def _start(
         work = train_when_idle(layer, embeddings, ring, learning=config.learning, idle=config.idle)
         return work, work.features
     memory = bytearray(ring.num_bytes)
-    trained = DraftLayer(layer.shape).to(layer.gain)
+    trained = layer_of(layer.shape).to(layer.gain)
     stream = StreamTraining(
         LayerTraining(trained, memory, config.learning, lambda: stream.kl_nats),
         policy.device,
@@ -446,8 +448,10 @@ class TrainedPolicy:
     make it together, and update it together.
     """
 
-    def __init__(self, model: nn.Module, version: NonNegativeInt = 0) -> None:
+    def __init__(self, model: nn.Module, version: NonNegativeInt = 0, taps: Sequence[int] = ()) -> None:
         self.model: Any = model
+        self.taps = tuple(taps)
+        """Layers whose outputs are part of a feature."""
         self.update(version)
 
     def update(self, version: int) -> None:
@@ -469,8 +473,8 @@ class TrainedPolicy:
 
     @property
     def feature_size(self) -> int:
-        """Return the hidden size: the model has no taps."""
-        return int(self.model.config.hidden_size)
+        """Return the size of the feature of one token."""
+        return int(self.model.config.hidden_size) * (1 + len(self.taps))
 
     @property
     def dtype(self) -> torch.dtype:
