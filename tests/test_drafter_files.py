@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from aedit.launch.cli import main
 from aedit.launch.node import Mark
-from aedit.spec_rollout.drafters import DraftLayer
+from aedit.spec_rollout.drafters import DraftLayer, Eagle3Layer, read_speculator
 
 RUN = """
 [model]
@@ -136,3 +136,29 @@ def test_a_drafter_of_a_policy_of_other_sizes_is_refused(capsys, exported, tmp_p
     code, _, err = said(capsys, "generate", copy, *WORDS)
     assert code == 2
     assert "saved for a policy of other sizes: intermediate_size 24, not 48" in err
+
+
+def test_a_drafter_of_eagle_3_is_exported_as_other_engines_load_it(tmp_path, capsys):
+    run = a_run(tmp_path / "run", drafter=False)
+    text = RUN.replace("num_hidden_layers = 2", "num_hidden_layers = 3")
+    shutil.rmtree(run)
+    run.mkdir()
+    (run / "run.toml").write_text(text)
+    train_and_save(run, node=0, mark=Mark(1))
+    code, _, err = said(capsys, "export", run, tmp_path / "none", "--drafter")
+    assert code == 2
+    assert 'has none; train with drafter.form = "eagle3"' in err
+    model = AutoModelForCausalLM.from_config(_config(run))
+    layer = Eagle3Layer.for_policy(model, draft_tokens=range(40))
+    layer.save(run / "nodes" / "0" / "drafter.safetensors")
+    code, _, err = said(capsys, "export", run, tmp_path / "out", "--drafter")
+    assert (code, err) == (0, "")
+    config = json.loads((tmp_path / "out" / "drafter" / "config.json").read_text())
+    assert config["speculators_config"]["verifier"]["name_or_path"] == str(tmp_path / "out")
+    found = read_speculator(tmp_path / "out" / "drafter", model.config)
+    assert found.shape == layer.shape
+    assert all(torch.equal(found.state_dict()[n], value) for n, value in layer.state_dict().items())
+    code, text, _ = said(capsys, "generate", tmp_path / "out", *WORDS, "--compare")
+    assert code == 0
+    assert "tokens equal: yes" in text
+    assert re.search(r"arms: layer:3 \d+ %", text)

@@ -37,7 +37,13 @@ from aedit.proto.rpc import (
     caller_keys,
     greet,
 )
-from aedit.spec_rollout.drafters import DraftLayer
+from aedit.spec_rollout.drafters import (
+    DraftLayer,
+    Eagle3Layer,
+    is_speculator,
+    read_speculator,
+    write_speculator,
+)
 from aedit.types import Layout, UserError, first_line, model_sha256
 
 _logging: Any = logging  # its functions carry no types
@@ -52,18 +58,33 @@ FOLDER, CONFIG, WEIGHTS = "drafter", "config.json", "model.safetensors"
 """Folder of the drafter in an exported model, and its files."""
 
 
-def export(place: str | Path, out: Path, keys: Path | None = None, *, insecure: bool = False) -> None:
+def export(
+    place: str | Path,
+    out: Path,
+    keys: Path | None = None,
+    *,
+    insecure: bool = False,
+    needs_drafter: bool = False,
+) -> None:
     """Write config, safetensors, tokenizer and generation config of a run to the directory `out`.
 
     The weights are those of `load_run_model`; the run may still be in progress. The run's drafter, if it has
-    one, is written to the folder `drafter` in `out`, which is written whole or not at all. Raises UserError
-    if `out` is not empty, or if there is no run, checkpoint or hub.
+    one, is written to the folder `drafter` in `out`, which is written whole or not at all. A drafter of the
+    form `eagle3` is written as `speculators` does: an engine that is given the folder starts both. Raises
+    UserError if `out` is not empty, if there is no run, checkpoint or hub, or with `needs_drafter` no drafter
+    of that form.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"OUT: {out} exists already; choose another OUT, or remove it")
     _logging.disable_progress_bar()
     model, tokenizer, where = load_run_model(place, keys, insecure=insecure)
     drafter, drafter_path = _drafter(model, place)
+    if needs_drafter and not isinstance(drafter, Eagle3Layer):
+        found = "one of another form" if drafter is not None else "none"
+        raise UserError(
+            f"--drafter: {place} must have a drafter that other engines load, and has {found}; train with "
+            'drafter.form = "eagle3"'
+        )
     try:
         write_model(model, tokenizer, out, drafter)
     except OSError as error:
@@ -254,9 +275,12 @@ def write_model(
         if drafter is not None:
             folder = writing / FOLDER
             folder.mkdir()
-            drafter.save(folder / WEIGHTS)
-            sizes = json.dumps(asdict(drafter.shape), indent=2)
-            (folder / CONFIG).write_text(f"{sizes}\n", encoding="utf-8")
+            if isinstance(drafter, Eagle3Layer):
+                write_speculator(drafter, model.config, folder, verifier=str(out.absolute()))
+            else:
+                drafter.save(folder / WEIGHTS)
+                sizes = json.dumps(asdict(drafter.shape), indent=2)
+                (folder / CONFIG).write_text(f"{sizes}\n", encoding="utf-8")
         for path in writing.rglob("*.*"):  # safetensors makes files readable by the owner only
             path.chmod((writing / "config.json").stat().st_mode)
         os.rename(writing, out)
@@ -277,12 +301,14 @@ def drafter_beside(policy_dir: Path) -> Path | None:
 
 
 def load_drafter(path: Path, model: PreTrainedModel) -> DraftLayer:
-    """Return the draft layer of a file, or of a folder that `write_model` wrote.
+    """Return the draft layer of a file, or of a folder that `write_model` or `speculators` wrote.
 
     Raises:
         OSError: A file cannot be read.
         ValueError: A file is damaged, or the drafter was trained for a policy of other sizes.
     """
+    if is_speculator(path):
+        return read_speculator(path, model)
     if not path.is_dir():
         return DraftLayer.load(path, model)
     layer = DraftLayer.load(path / WEIGHTS, model)

@@ -95,6 +95,8 @@ def parser() -> Parser:
     place = "run directory, a hub's folder in one, or HOST:PORT of a hub"
     export.add_argument("run", metavar="RUN", help=place)
     export.add_argument("out", metavar="OUT", type=Path, help="directory to write")
+    does = "require a drafter that other engines load: they start both with OUT/drafter"
+    export.add_argument("--drafter", action="store_true", help=does)
     _add_trust(export)
     does = "generate text with speculative decoding, and print the speed"
     add("generate", does, _generate, add_generate_options)
@@ -246,7 +248,8 @@ def _export(options: Options) -> None:
     check_run_place(options.run)  # before torch is imported
     from aedit.launch.cli.export import export
 
-    export(options.run, options.out, options.keys, insecure=options.insecure)
+    trust = options.keys, options.insecure
+    export(options.run, options.out, trust[0], insecure=trust[1], needs_drafter=options.drafter)
 
 
 def _generate(options: Options) -> int:

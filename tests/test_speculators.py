@@ -1,0 +1,178 @@
+"""Tests drafters in the format of `speculators`: names, offsets, layouts, refusals, and drafts of vLLM."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from kit.eagle3 import SOME, layer_for, policy
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
+
+from aedit.spec_rollout.drafters import read_speculator, write_speculator
+from aedit.spec_rollout.drafters.speculators import VERSION
+
+VLLM = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
+
+
+@pytest.fixture
+def written(tmp_path):
+    model = policy(dtype=torch.float32)
+    layer = layer_for(model, SOME)
+    write_speculator(layer, model.config, tmp_path, verifier="/models/policy")
+    return tmp_path, layer, model
+
+
+def test_names_offsets_and_configuration_are_those_of_the_format(written):
+    folder, layer, _ = written
+    tensors = load_file(folder / "model.safetensors")
+    expected = {
+        "fc.weight": (32, 96),
+        "layers.0.input_layernorm.weight": (32,),
+        "layers.0.hidden_norm.weight": (32,),
+        "layers.0.post_attention_layernorm.weight": (32,),
+        "layers.0.self_attn.q_proj.weight": (32, 64),
+        "layers.0.self_attn.k_proj.weight": (16, 64),
+        "layers.0.self_attn.v_proj.weight": (16, 64),
+        "layers.0.self_attn.o_proj.weight": (32, 32),
+        "layers.0.mlp.gate_proj.weight": (64, 32),
+        "layers.0.mlp.up_proj.weight": (64, 32),
+        "layers.0.mlp.down_proj.weight": (32, 64),
+        "norm.weight": (32,),
+        "lm_head.weight": (12, 32),
+        "d2t": (12,),
+        "t2d": (48,),
+    }
+    assert {name: tuple(value.shape) for name, value in tensors.items()} == expected
+    assert tensors["d2t"].dtype == torch.int64
+    assert tensors["d2t"].tolist() == [token - i for i, token in enumerate(SOME)]
+    assert tensors["t2d"].nonzero()[:, 0].tolist() == [*SOME]
+    assert torch.equal(tensors["lm_head.weight"], layer.output.weight)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["speculators_model_type"] == "eagle3"
+    assert config["speculators_version"] == VERSION == "0.9.0"
+    assert config["draft_vocab_size"] == 12
+    assert config["norm_before_residual"] is True
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "/models/policy"
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
+    assert LlamaConfig(**config["transformer_layer_config"]).num_hidden_layers == 1
+
+
+def test_the_order_of_rows_is_that_of_a_transformers_attention(written):
+    """Attention of transformers with the tensors of the file gives what the layer gives."""
+    folder, layer, _ = written
+    tensors = load_file(folder / "model.safetensors")
+    config = LlamaConfig(**json.loads((folder / "config.json").read_text())["transformer_layer_config"])
+    config._attn_implementation = "sdpa"
+    attention = LlamaAttention(config, 0)
+    for name in "qkvo":
+        linear = torch.nn.Linear(*tensors[f"layers.0.self_attn.{name}_proj.weight"].shape[::-1], bias=False)
+        linear.weight.data = tensors[f"layers.0.self_attn.{name}_proj.weight"]
+        setattr(attention, f"{name}_proj", linear)
+    inputs, at = torch.randn(1, 7, 64), torch.arange(7)[None]
+    rope = LlamaRotaryEmbedding(config)(inputs, at)
+    mask = torch.full((7, 7), -torch.inf).triu(1)[None, None]
+    wanted, _ = attention(inputs, position_embeddings=rope, attention_mask=mask)
+    queries, kv = layer.queries_kv(torch.cat([inputs, inputs[..., :32]], -1), at)
+    keys, values = kv.view(1, 7, 2, 2, -1).permute(2, 0, 3, 1, 4)
+    mixed = torch.nn.functional.scaled_dot_product_attention(
+        queries.transpose(1, 2), keys, values, is_causal=True, enable_gqa=True
+    )
+    found = layer.attended(mixed.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("draft_tokens", [SOME, ()])
+@pytest.mark.parametrize("after", [True, False])
+def test_what_is_read_is_what_was_written_bit_by_bit(tmp_path, draft_tokens, after):
+    model = policy(dtype=torch.float32)
+    layer = layer_for(model, draft_tokens, after=after)
+    write_speculator(layer, model.config, tmp_path, verifier="policy")
+    found = read_speculator(tmp_path, model)
+    assert found.shape == layer.shape
+    assert found.state_dict().keys() == layer.state_dict().keys()
+    assert all(torch.equal(found.state_dict()[n], value) for n, value in layer.state_dict().items())
+    assert ("d2t" in load_file(tmp_path / "model.safetensors")) is bool(draft_tokens)
+    again = tmp_path / "again"
+    again.mkdir()
+    write_speculator(found, model.config, again, verifier="policy")
+    for name in ("config.json", "model.safetensors"):
+        assert (again / name).read_bytes() == (tmp_path / name).read_bytes()
+
+
+def with_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    for key, value in changes.items():
+        outer, _, inner = key.partition("__")
+        place = config[outer] if inner else config
+        place[inner or outer] = value
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def with_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def swapped(tensors):
+    tensors["d2t"] = tensors["d2t"].flip(0).contiguous()
+
+
+WRONG = {
+    "tensor 'more.weight' is unknown": lambda f: with_tensors(
+        f, lambda t: t.update({"more.weight": torch.ones(2)})
+    ),
+    "tensor 'fc.weight' is missing": lambda f: with_tensors(f, lambda t: t.pop("fc.weight")),
+    "tensor 't2d' is missing": lambda f: with_tensors(f, lambda t: t.pop("t2d")),
+    "'norm.weight' must be of shape (32,), got (16,)": lambda f: with_tensors(
+        f, lambda t: t.update({"norm.weight": torch.ones(16)})
+    ),
+    "d2t must hold the offset of each token": lambda f: with_tensors(f, swapped),
+    "is not the policy's embedding": lambda f: with_tensors(
+        f, lambda t: t.update({"embed_tokens.weight": torch.ones(48, 32)})
+    ),
+    "key 'color' is unknown": lambda f: with_config(f, color="red"),
+    "fc_norm must be false, got true": lambda f: with_config(f, fc_norm=True),
+    'speculators_model_type must be "eagle3", got "dflash"': lambda f: with_config(
+        f, speculators_model_type="dflash"
+    ),
+    "num_hidden_layers must be 1, got 2": lambda f: with_config(
+        f, transformer_layer_config__num_hidden_layers=2
+    ),
+    "hidden_size must be 32, got 16": lambda f: with_config(f, transformer_layer_config__hidden_size=16),
+    "three ascending numbers from 1 to 4, got [0, 2, 4]": lambda f: with_config(
+        f, eagle_aux_hidden_state_layer_ids=[0, 2, 4]
+    ),
+    "not a safetensors file": lambda f: (f / "model.safetensors").write_bytes(b"no"),
+}
+
+
+def test_what_does_not_belong_there_is_refused_by_name(written):
+    folder, _, model = written
+    for number, (message, change) in enumerate(WRONG.items()):
+        copy = folder.parent / f"wrong_{number}"
+        shutil.copytree(folder, copy)
+        change(copy)
+        with pytest.raises(ValueError) as error:  # noqa: PT011
+            read_speculator(copy, model)
+        assert message in str(error.value)
+
+
+def test_published_files_have_older_names_half_precision_and_the_policys_embedding(written):
+    folder, layer, model = written
+
+    def older(tensors):
+        for name in [n for n in tensors if n.startswith("layers.0.")]:
+            tensors[name.replace("layers.0.", "midlayer.")] = tensors.pop(name)
+        for name in [n for n, value in tensors.items() if value.is_floating_point()]:
+            tensors[name] = tensors[name].bfloat16()
+        tensors["embed_tokens.weight"] = model.get_input_embeddings().weight.clone()
+
+    with_tensors(folder, older)
+    found = read_speculator(folder, model)
+    for name, value in layer.state_dict().items():
+        assert torch.equal(found.state_dict()[name], value.bfloat16().float())
