@@ -41,6 +41,7 @@ USELESS = {
     "rl.groups": "[rl]\ngroups = 3\n",
     "reward.solved": "[reward]\nsolved = 0.5\n",
     "drafter.lr": "[drafter]\nlr = 0.5\n",
+    "drafter.vocabulary": '[prompts]\nsource = "a.jsonl"\n[drafter]\nvocabulary = 5\n',
     "prompts.size": "[prompts]\nsize = 5\n",
     "data.held_out": '[prompts]\nsource = "a.jsonl"\n[data]\nheld_out = 0.1\n',
     "data.special_tokens": '[data]\nspecial_tokens = "none"\n',
