@@ -399,7 +399,7 @@ class Eagle3Layer(DraftLayer):
 
 @dataclass(frozen=True, slots=True)
 class DraftForm:
-    """Which draft layer a policy gets."""
+    """Form of the draft layer of a policy."""
 
     kind: Literal["own", "eagle3"] = "own"
     vocabulary: int = 0
