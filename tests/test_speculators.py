@@ -2,17 +2,32 @@
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from kit.eagle3 import SOME, layer_for, policy
+from kit.eagle3 import SIZES, SOME, layer_for, policy
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
-from aedit.spec_rollout.drafters import read_speculator, write_speculator
+from aedit.spec_rollout.choose import Fixed
+from aedit.spec_rollout.drafters import Eagle3Layer, LayerDrafter, read_speculator, write_speculator
 from aedit.spec_rollout.drafters.speculators import VERSION
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.model import Target
+from aedit.spec_rollout.sampling import Prompt, Sampling
+from aedit.spec_rollout.training import (
+    DraftTrainer,
+    DraftTrainingConfig,
+    FeatureReader,
+    FeatureRing,
+    LossConfig,
+    PolicyEmbeddings,
+    RingShape,
+    RowFeatures,
+)
 
 VLLM = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
 
@@ -176,3 +191,56 @@ def test_published_files_have_older_names_half_precision_and_the_policys_embeddi
     found = read_speculator(folder, model)
     for name, value in layer.state_dict().items():
         assert torch.equal(found.state_dict()[name], value.bfloat16().float())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not VLLM.exists(), reason="no .venv-vllm")
+def test_vllm_starts_policy_and_drafter_from_the_folder_and_drafts_as_well(tmp_path):
+    """Greedy texts are equal, and so are the tokens per verification but for those beyond the last token."""
+    torch.manual_seed(3)
+    sizes = SIZES | {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 2}
+    config = LlamaConfig(
+        **sizes | {"num_key_value_heads": 1}, initializer_range=0.1, tie_word_embeddings=False
+    )
+    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    model.lm_head.weight.mul_(3)
+    shape = RingShape.within(2**24, 4 * 64, torch.float32)
+    memory = bytearray(shape.num_bytes)
+    starts = [(5 + i, 9, 2 * i) for i in range(8)]
+
+    def generated(arm, layer=None, sink=None):
+        target = Target.of(model, rows=8, max_tokens=128, nodes=16, taps=(1, 3, 4))
+        drafters = {} if layer is None else {"layer": LayerDrafter.of(layer, target)}
+        engine = Engine(target, drafters=drafters, chooser=Fixed.of(arm))
+        engine.sink = sink
+        sampling = Sampling(max_new_tokens=64, temperature=0.0)
+        prompts = [Prompt(tokens=t, rollout=1, sample=i, sampling=sampling) for i, t in enumerate(starts)]
+        texts = {rollout.prompt.sample: rollout.tokens for rollout in engine.generate(prompts)}
+        return [texts[i] for i in range(8)], engine.meters.status()["accepted_length"]
+
+    plain, _ = generated("off", sink=RowFeatures(FeatureRing(memory, shape)))
+    reader = FeatureReader(memory)
+    samples = [reader.read(entry) for entry in reader.entries()]
+    used = sorted({token for text in plain for token in text})
+    generator = torch.Generator().manual_seed(0)
+    layer = Eagle3Layer.for_policy(model, draft_tokens=used[: 3 * len(used) // 4], generator=generator)
+    ends = PolicyEmbeddings(model.get_input_embeddings().weight, model.lm_head.weight, 0)
+    trainer = DraftTrainer(layer, DraftTrainingConfig(lr=3e-3, loss=LossConfig(num_passes=2)))
+    for _ in range(60):
+        trainer.step(samples, ends)
+    texts, per_pass = generated("layer:4", layer.requires_grad_(False))
+    assert texts == plain
+    assert per_pass > 1.5
+    model.save_pretrained(tmp_path / "policy")
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    write_speculator(layer, config, folder, verifier=str(tmp_path / "policy"))
+    program = Path(__file__).parent / "kit" / "vllm_greedy.py"
+    done = subprocess.run(
+        [VLLM, program, folder, json.dumps(starts), "64"], capture_output=True, text=True, timeout=800
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["texts"] == plain
+    assert abs((1 + found["accepted"] / found["drafts"]) / per_pass - 1) < 0.02
