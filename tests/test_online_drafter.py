@@ -148,6 +148,22 @@ def test_of_drafters_of_other_nodes_the_better_is_taken_and_the_worse_refused(be
     assert (online.status()["adopted"], online.status()["refused"]) == (2, 1)
 
 
+def test_a_node_that_never_trained_takes_a_good_drafter_with_the_first_samples(better):
+    """None of its four samples is held out of training, which it does not do."""
+    model = policy()
+    online, engine = online_of(model, train=False)
+    list(engine.generate(prompts(4)))
+    entries = online._gate._reader.entries()
+    kept = [entry for entry in entries if not is_held_out_entry(entry)]
+    online._gate._reader.entries = lambda: kept
+    online.take_shared(layer_with(model, POISONS["huge"]).state_dict())
+    assert not online.adopt(), "it predicts nothing finite"
+    online.take_shared(better)
+    assert online.adopt()
+    online.take_shared(better)
+    assert not online.adopt(), "now it is compared on held-out samples, of which there are none"
+
+
 def test_a_drafter_of_another_node_waits_for_samples_of_the_present_policy():
     model = policy()
     online, engine = online_of(model)

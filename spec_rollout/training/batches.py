@@ -23,8 +23,12 @@ def is_held_out_entry(entry: RingEntry) -> bool:
 
 def newest_held_out(entries: Sequence[RingEntry], num_tokens: int = HELD_OUT_TOKENS) -> list[RingEntry]:
     """Return the newest held-out samples until they have `num_tokens` tokens together."""
-    held_out_entries = sorted(filter(is_held_out_entry, entries), key=lambda entry: -entry.serial)
-    return _until(held_out_entries, num_tokens)
+    return newest(list(filter(is_held_out_entry, entries)), num_tokens)
+
+
+def newest(entries: Sequence[RingEntry], num_tokens: int) -> list[RingEntry]:
+    """Return the newest samples until they have `num_tokens` tokens together."""
+    return _until(sorted(entries, key=lambda entry: -entry.serial), num_tokens)
 
 
 def one_step_off(entries: Sequence[RingEntry], uses: Mapping[int, int], num_tokens: int) -> list[RingEntry]:

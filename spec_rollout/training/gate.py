@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aedit.spec_rollout.drafters import DraftLayer
 from aedit.spec_rollout.sampling import gumbel
-from aedit.spec_rollout.training.batches import PackedRow, newest_held_out, pack_samples
+from aedit.spec_rollout.training.batches import PackedRow, newest, newest_held_out, pack_samples
 from aedit.spec_rollout.training.feature_ring import Buffer, FeatureReader
 from aedit.spec_rollout.training.losses import PolicyEmbeddings, log_probabilities, overlap, predict_features
 from aedit.types import check
@@ -219,15 +219,27 @@ class LocalGate:
         self._reader, self._depth = FeatureReader(features), depth
 
     def is_not_worse(
-        self, candidate: DraftLayer, present: DraftLayer, embeddings: PolicyEmbeddings
+        self,
+        candidate: DraftLayer,
+        present: DraftLayer,
+        embeddings: PolicyEmbeddings,
+        *,
+        held_out_only: bool = True,
     ) -> bool | None:
         """Return whether `candidate` matches the policy at least as well as `present`.
 
+        Args:
+            candidate: A drafter of another node.
+            present: The drafter in use.
+            embeddings: The policy's.
+            held_out_only: Compare on samples that the training of this node leaves out.
+
         Returns:
-            None if there are too few held-out samples of this policy version.
+            None if there are too few such samples of this policy version.
         """
         entries = [entry for entry in self._reader.entries() if entry.version == embeddings.version]
-        chosen = newest_held_out(entries, HELD_OUT_TOKENS)
+        choose = newest_held_out if held_out_only else newest
+        chosen = choose(entries, HELD_OUT_TOKENS)
         samples = [sample for entry in chosen if (sample := self._reader.read(entry)) is not None]
         if sum(len(sample.features_MF) for sample in samples) < MIN_TOKENS:
             return None

@@ -42,6 +42,8 @@ from aedit.types import NonNegativeInt, PositiveInt, Range, check, checked
 CAUSES = ("round", "hub", "rollouts", "longest sample", "rank", "rewards")
 """Why a node waits: for other nodes of a round, for a hub, for rollouts of other processes, for the last of
 these, for other ranks of the node, for rewards of the last rollouts."""
+COMPARE_EVERY = 16
+"""Calls of `adopt` between two looks for samples on which a shared drafter is compared."""
 _LAYER, _COUNTS = "layer.", "counts"
 
 
@@ -170,6 +172,8 @@ class OnlineDrafter:
         self._number = 1
         """Number of the publication in use; 1 is the initial drafter."""
         self._shared: DraftLayer | None = None
+        self._num_looks = 0
+        """Calls of `adopt` with a shared drafter, since it came or the policy changed."""
         self._before = _Counts()
         self._adopted = self._refused = 0
         self._shared_steps = 0
@@ -262,6 +266,7 @@ class OnlineDrafter:
             kl_nats: KL divergence per token between this policy and the one before, if known: below 0.05 the
                 samples of older policies stay, and the trainer may pause. NaN: unknown.
         """
+        self._num_looks = 0
         status = self._trainer.status()
         idle_s = 0.0 if status["state"] == "off" else status["idle_s"]
         is_used = self._use_of_features.next_version(idle_s, time.monotonic())
@@ -277,7 +282,7 @@ class OnlineDrafter:
 
         Call it between two steps of the engine. Without a new drafter it takes microseconds. A drafter of
         other nodes is compared with the present one here, on held-out samples of the present policy, once
-        there are some.
+        there are some; on any samples if the present one was never trained.
         """
         found = self._trainer.newest(self._number)
         changed = found is not None
@@ -310,7 +315,7 @@ class OnlineDrafter:
             self._refused += 1
             return
         if all_finite(candidate.state_dict()):
-            self._shared = candidate
+            self._shared, self._num_looks = candidate, 0
             self.sink.collects = self._can_gain
         else:
             self._refused += 1
@@ -394,8 +399,15 @@ class OnlineDrafter:
     def _adopt_shared(self) -> bool:
         if self._shared is None:
             return False
+        self._num_looks += 1
+        if self._num_looks % COMPARE_EVERY != 1:
+            return False
         self.sink.flush()
-        accepted = self._gate.is_not_worse(self._shared, self.layer, embeddings_of(self._policy))
+        embeddings = embeddings_of(self._policy)
+        # A layer that was never trained has not seen the other samples either.
+        accepted = self._gate.is_not_worse(
+            self._shared, self.layer, embeddings, held_out_only=self.is_trained
+        )
         if accepted is None:
             return False
         candidate, self._shared = self._shared, None
