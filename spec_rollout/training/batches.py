@@ -23,10 +23,10 @@ def is_held_out_entry(entry: RingEntry) -> bool:
 
 def newest_held_out(entries: Sequence[RingEntry], num_tokens: int = HELD_OUT_TOKENS) -> list[RingEntry]:
     """Return the newest held-out samples until they have `num_tokens` tokens together."""
-    return newest(list(filter(is_held_out_entry, entries)), num_tokens)
+    return newest_samples(list(filter(is_held_out_entry, entries)), num_tokens)
 
 
-def newest(entries: Sequence[RingEntry], num_tokens: int) -> list[RingEntry]:
+def newest_samples(entries: Sequence[RingEntry], num_tokens: int) -> list[RingEntry]:
     """Return the newest samples until they have `num_tokens` tokens together."""
     return _until(sorted(entries, key=lambda entry: -entry.serial), num_tokens)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aedit.spec_rollout.drafters import DraftLayer
 from aedit.spec_rollout.sampling import gumbel
-from aedit.spec_rollout.training.batches import PackedRow, newest, newest_held_out, pack_samples
+from aedit.spec_rollout.training.batches import PackedRow, newest_held_out, newest_samples, pack_samples
 from aedit.spec_rollout.training.feature_ring import Buffer, FeatureReader
 from aedit.spec_rollout.training.losses import PolicyEmbeddings, log_probabilities, overlap, predict_features
 from aedit.types import check
@@ -238,7 +238,7 @@ class LocalGate:
             None if there are too few such samples of this policy version.
         """
         entries = [entry for entry in self._reader.entries() if entry.version == embeddings.version]
-        choose = newest_held_out if held_out_only else newest
+        choose = newest_held_out if held_out_only else newest_samples
         chosen = choose(entries, HELD_OUT_TOKENS)
         samples = [sample for entry in chosen if (sample := self._reader.read(entry)) is not None]
         if sum(len(sample.features_MF) for sample in samples) < MIN_TOKENS:
