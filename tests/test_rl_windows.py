@@ -8,7 +8,9 @@ import torch
 from kit.rl_nodes import config_of, records, run
 from rich.console import Console
 
+from aedit.launch.config import DrafterConfig
 from aedit.launch.data import load_tokenizer
+from aedit.launch.node import online_config
 from aedit.launch.node.model import make_model
 from aedit.launch.node.world import World
 from aedit.launch.records import read_run
@@ -112,3 +114,12 @@ def test_sharded_ranks_with_workers_collect_the_features_of_their_own_samples(wo
         assert head.equal(model.get_output_embeddings().weight)
         texts.append(sorted(trained))
     assert texts[0] != texts[1]
+
+
+def test_the_priority_of_the_training_is_that_of_the_configuration(tmp_path):
+    """In a wait its rank does nothing, so the training may have its place; on a shared desktop it may not."""
+    found = {
+        priority: online_config(DrafterConfig(priority=priority), tmp_path / "log").idle.niceness
+        for priority in ("normal", "idle")
+    }
+    assert found == {"normal": 0, "idle": 19}

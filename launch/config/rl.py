@@ -293,6 +293,10 @@ class DrafterConfig:
     idle_training: bool = True
     """Train the layer while the node waits."""
 
+    priority: Literal["normal", "idle"] = "normal"
+    """Of the training on a CPU, which runs only in waits of its node. `idle`: only in time that no other
+    program wants."""
+
     form: Literal["own", "eagle3"] = "own"
     """`eagle3`: the layer has the form that other engines load."""
 

@@ -234,7 +234,7 @@ def online_config(config: DrafterConfig, log: Path) -> OnlineConfig:
         learning=LearningConfig(
             training=DraftTrainingConfig(lr=config.lr, loss=LossConfig(tokens=config.loss))
         ),
-        idle=IdleConfig(log=log),
+        idle=IdleConfig(log=log, niceness=19 if config.priority == "idle" else 0),
         memory_bytes=config.memory_bytes,
         form=draft_form(config),
         train=config.idle_training,
