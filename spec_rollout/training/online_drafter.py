@@ -88,7 +88,7 @@ class OnlineConfig:
     idle: IdleConfig = field(default_factory=IdleConfig)
     memory_bytes: PositiveInt = 2**26
     """Memory for the newest features."""
-    max_share: Annotated[float, Range(above=0, most=1)] = 0.01
+    max_share: Annotated[float, Range(above=0, most=1)] = 0.02
     """Largest share of the cost of an engine's steps on a CPU that the collection of features may take. Where
     steps are short, fewer samples are collected."""
     form: DraftForm = field(default_factory=DraftForm)
