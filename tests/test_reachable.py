@@ -9,6 +9,8 @@ SRC = ROOT / "src" / "aedit"
 PARTS = ("edit", "async_sgd", "proto", "spec_rollout", "launch")
 
 ENTRIES = ("aedit", "aedit.__main__", "aedit.launch.cli.__main__", *(f"aedit.{part}" for part in PARTS))
+PLUG_IN = ("aedit.spec_rollout.vllm.weights",)
+"""What vLLM imports by a name that the plug-in registers."""
 
 # Migration between ranks: tested and measured, and not part of any run yet.
 ROLLOUT_ONLY = ("spec_rollout.remote.rank_transfer",)
@@ -21,12 +23,17 @@ def modules():
     return {name.removesuffix(".__init__"): file for name, file in names.items() if "_pb2" not in name}
 
 
-def mentioned(source):
-    """Return the dotted names that `source` imports or names in a string, as a lazy export or `-m` does."""
+def mentioned(source, package=""):
+    """Return the dotted names that `source` imports or names in a string, as a lazy export or `-m` does.
+
+    package: that of the source, which relative imports refer to.
+    """
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 1:
+            names |= {f"{package}.{each}" for each in (node.module, *(a.name for a in node.names)) if each}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -49,7 +56,8 @@ def reached(known, entries):
         if name not in known or name in seen:
             continue
         seen.add(name)
-        waiting += mentioned(known[name].read_text())
+        package = name if known[name].name == "__init__.py" else name.rpartition(".")[0]
+        waiting += mentioned(known[name].read_text(), package)
         waiting += [name.rpartition(".")[0], f"{name}.__main__"]
     return seen
 
@@ -57,7 +65,7 @@ def reached(known, entries):
 def test_an_entry_point_reaches_every_module():
     known = modules()
     assert len(known) > 150
-    missed = set(known) - reached(known, (*ENTRIES, *documented()))
+    missed = set(known) - reached(known, (*ENTRIES, *PLUG_IN, *documented()))
     later = {name for name in missed if name.removeprefix("aedit.").startswith(ROLLOUT_ONLY)}
     assert sorted(missed - later) == []
 
