@@ -63,7 +63,7 @@ TRIAL_STEPS = 4
 """Steps of a trial with a drafter; two where there are more rows, which are as informative."""
 RETRY_STEPS = 64
 """Steps before an arm is tried again, if it may still be better."""
-RETIME_STEPS, MAX_RETIME_STEPS = 32, 512
+RETIME_STEPS, MAX_RETIME_STEPS = 32, 128
 """Steps with an arm before plain decoding is timed again at as many rows, if the budget of trials allows it;
 if the arm's advantage is not certain, in any case, but each time after twice as many steps, up to a limit."""
 CERTAIN_DEVIATIONS = 2.0

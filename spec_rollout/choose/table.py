@@ -13,6 +13,7 @@ Shapes: B rows, N nodes of a draft.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -250,6 +251,8 @@ COST_DEVIATION = 1e-3
 UNKNOWN_DEVIATION, NEAR_DEVIATION = 0.5, 0.1
 """Relative deviation of the prior cost of an arm, and of one that was measured at other numbers of rows."""
 MAX_SPEED_VARIANCE = 1.0
+COUNTED_STEPS = 8
+"""Steps that count at the begin and at the end of a series with one arm."""
 SCALE_STEPS, MIN_SCALE, MAX_SCALE = 16, 0.05, 20.0
 """Steps over which the variances follow those of the machine, and their limits beside the constants."""
 OUTLIER_DEVIATIONS = 3.0
@@ -264,7 +267,8 @@ class RelativeCosts:
     arms; the arm's own cost, which hardly changes; and noise. Steps of two arms that follow each other say
     how their costs differ; steps that were measured far apart say little about it.
 
-    The state is the slowness, then the cost of each arm.
+    The state is the slowness, then the cost of each arm. Of a long series of steps with one arm only the
+    first and the last ones count: the others say nothing about other arms, and cost next to nothing.
     """
 
     def __init__(self, near: "RelativeCosts | None" = None) -> None:
@@ -277,10 +281,17 @@ class RelativeCosts:
         self._scale: float = 1.0 if near is None else near._scale
         """Variance of measurements over what the constants say."""
         self._step = 0
+        self._last = OFF
+        self._run = 0
+        """Steps of the last arm in a row."""
+        self._waiting: deque[tuple[float, int]] = deque(maxlen=COUNTED_STEPS)
+        """Costs and numbers of its newest steps that are not in the state yet."""
         self.forget_speed()
 
     def forget_speed(self) -> None:
         """Take the slowness for unknown: steps at other numbers of rows lie between."""
+        self._count_waiting()
+        self._run = 0
         self._variance[0, :] = self._variance[:, 0] = 0.0
         self._variance[0, 0] = MAX_SPEED_VARIANCE
         self._mean[0] = math.nan
@@ -298,12 +309,27 @@ class RelativeCosts:
             step: Its number.
             prior: Logarithm of the arm's expected cost over that of a plain step, if nothing is known of it.
         """
+        if arm != self._last:
+            self._count_waiting()
+            self._last, self._run = arm, 0
+        self._run += 1
+        if self._run > COUNTED_STEPS and arm in self._index:
+            self._waiting.append((cost_s, step))
+            return
         if arm not in self._index:
             self._index[arm] = len(self._mean)
             self._mean = np.append(self._mean, prior)
             self._variance = np.pad(self._variance, (0, 1))
             # The first cost is the unit of all others.
             self._variance[-1, -1] = UNKNOWN_DEVIATION**2 if len(self._index) > 1 else 0.0
+        self._count(arm, cost_s, step)
+
+    def _count_waiting(self) -> None:
+        while self._waiting:
+            self._count(self._last, *self._waiting.popleft())
+
+    def _count(self, arm: Arm, cost_s: float, step: int) -> None:
+        """Update the state with the cost of a step."""
         at, elapsed, variance = self._index[arm], step - self._step, self._variance
         self._step = step
         log_cost = math.log(max(cost_s, MIN_S))

@@ -193,7 +193,7 @@ class RowScheduler:
         is_collected = self._num_collected > 0
         is_read = self._need_features or is_collected
         update = StepUpdate(kept, features(counts if is_read else [0] * len(counts)))
-        if is_read and self.prefix_cache.is_on:
+        if self._need_features and self.prefix_cache.is_on:
             for row, (live, count) in enumerate(zip(self.running, counts, strict=True)):
                 # None is missing before these: a drafter may have begun to follow in the middle of a text.
                 if live.features is not None and live.features.end + count == live.length:
