@@ -89,8 +89,8 @@ class OnlineConfig:
     memory_bytes: PositiveInt = 2**26
     """Memory for the newest features."""
     max_share: Annotated[float, Range(above=0, most=1)] = 0.02
-    """Largest share of the cost of an engine's steps on a CPU that the collection of features within steps may
-    take. Where steps are short, fewer samples are collected. Begin and end of a sample are not counted."""
+    """Largest share of the cost of an engine's steps on a CPU that the collection of features within steps
+    may take. Where steps are short, fewer samples are collected. Begin and end of a sample do not count."""
     form: DraftForm = field(default_factory=DraftForm)
     """Of a new layer. The policy's features must have its taps."""
     train: bool = True
