@@ -14,7 +14,7 @@ LOUDNESS = 10.0
 
 
 def train_at_once(monkeypatch, module=rl_engine):
-    """Let the trainers that `module` starts run on a busy machine too, and evaluate early."""
+    """Let the trainers that `module` starts run on a busy machine too, see each sample and evaluate early."""
     original = module.online_config
 
     def quick(config, log):
@@ -22,7 +22,7 @@ def train_at_once(monkeypatch, module=rl_engine):
         training = replace(found.learning.training, lr=5e-3, warmup_steps=5)
         learning = replace(found.learning, training=training, evaluate_every_steps=8, evaluation_depth=2)
         idle = IdleConfig(log=log, niceness=0, restarts=trainers.AT_ONCE)
-        return replace(found, learning=learning, idle=idle)
+        return replace(found, learning=learning, idle=idle, max_share=1.0)
 
     monkeypatch.setattr(module, "online_config", quick)
 
