@@ -403,7 +403,7 @@ def make_vllm_engine(spec: "EngineSpec") -> VllmEngine:
         arguments = EngineArgs(
             model=folder,
             skip_tokenizer_init=True,
-            load_format="dummy",
+            load_format="aedit",
             dtype=spec.dtype,
             max_model_len=spec.max_tokens,
             max_num_seqs=spec.rows,

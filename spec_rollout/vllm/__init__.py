@@ -25,8 +25,9 @@ def register() -> None:
     """
     import vllm
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.model_loader import register_model_loader
 
-    from . import coupled
+    from . import coupled, weights
 
     if vllm.__version__.split("+")[0] not in KNOWN:
         raise RuntimeError(
@@ -38,4 +39,5 @@ def register() -> None:
         raise RuntimeError("aedit-vllm: coupled sampling needs runner V1: set VLLM_USE_V2_MODEL_RUNNER=0")
     if "aedit" not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine("aedit", f"{__name__}.weights", "CheckedWeights")
+        register_model_loader("aedit")(weights.DraftLoader)
     coupled.install()

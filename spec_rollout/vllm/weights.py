@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from vllm.config.load import LoadConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader import DefaultModelLoader, DummyModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 Table = dict[str, tuple[tuple[int, ...], str]]
@@ -124,6 +126,21 @@ class CheckedWeights(WeightTransferEngine[CheckedInit, CheckedUpdate]):
         for each in heads:
             if id(each.weight) in embeddings:
                 each.quant_method.process_weights_after_loading(each)
+
+
+class DraftLoader(DummyModelLoader):
+    """Load format `aedit`: a drafter is read from its files; a policy stays random until a version comes.
+
+    vLLM loads a draft model in the policy's format, so that one beside a policy of format `dummy` would stay
+    random.
+    """
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        """Read a drafter; give a policy random weights."""
+        if model_config.runner == "draft":
+            DefaultModelLoader(LoadConfig()).load_weights(model, model_config)
+        else:
+            super().load_weights(model, model_config)
 
 
 def file_table(path: str) -> Table:
