@@ -9,17 +9,22 @@ import os
 import signal
 import subprocess
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from kit.eagle3 import layer_for
 from kit.rollouts import decode_plainly, logprobs_of, perturbed
 from kit.waiting import until
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aedit.spec_rollout import Engine, Prompt, RolloutSource, Sampling, WorkerConfig, WorkerSource
+from aedit.spec_rollout.choose import Fixed
+from aedit.spec_rollout.drafters import LayerDrafter, write_speculator
+from aedit.spec_rollout.model import Target
 from aedit.spec_rollout.sampling import encode_prompt, gumbel
 from aedit.spec_rollout.server.vllm_engine import check_supported
 from aedit.spec_rollout.training import Restarts
@@ -39,12 +44,13 @@ needs_vllm = [
 ]
 
 
-def policy(*, tied=False):
+def policy(*, tied=False, layers=2):
     """Return a policy that vLLM can compute on a CPU: its heads must have 32 values or more."""
     torch.manual_seed(3)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}
     config = LlamaConfig(
         vocab_size=VOCABULARY,
+        num_hidden_layers=layers,
         max_position_embeddings=512,
         initializer_range=0.2,
         tie_word_embeddings=tied,
@@ -76,7 +82,7 @@ def samples(temperature, first, num=6, length=20):
 
 
 def check(model, prompts, answers):
-    for prompt, tokens, (rollout, sample, found, logprobs, _, finish) in zip(
+    for prompt, tokens, (rollout, sample, found, logprobs, _, finish, *_) in zip(
         prompts, decode_plainly(model, prompts), answers, strict=True
     ):
         assert (rollout, sample) == prompt.key
@@ -131,14 +137,22 @@ class TestDrafters:
     pytestmark = needs_vllm
 
     @pytest.mark.parametrize(
-        ("kind", "tied"), [("off", False), ("ngram", True), ("suffix", False), ("draft model", True)]
+        ("kind", "tied"),
+        [
+            ("off", False),
+            ("ngram", True),
+            ("suffix", False),
+            ("draft_model", True),
+            ("eagle", False),
+            ("eagle3", True),
+        ],
     )
     def test_no_drafter_changes_a_token_and_no_harm_does(self, tmp_path, kind, tied):
-        models = {1: policy(tied=tied)}
+        models = {1: policy(tied=tied, layers=4 if kind == "eagle3" else 2)}
         models[2] = changed(models[1])
         for version, model in models.items():
             save_file(untied(model), tmp_path / f"{version}.safetensors")
-        models[1].save_pretrained(tmp_path / "drafter")
+        passes_of = PASSES[kind](models[1], tmp_path / "drafter")
         (tmp_path / "config.json").write_text(models[1].config.to_json_string(use_diff=False))
         batches = [samples(temperature, i) for i, temperature in enumerate(TEMPERATURES)]
         batches.append(samples(1.0, 9, num=6, length=60))
@@ -149,21 +163,98 @@ class TestDrafters:
         answers = json.loads((tmp_path / "answers.json").read_text())
         for prompts, found in zip(batches[:-1], answers["batches"], strict=False):
             check(models[1], prompts, found)
+            tokens, passes = ([each[place] for each in found] for place in (2, 6))
+            assert passes == [passes_of(*each) for each in zip(prompts, tokens, passes, strict=True)]
+            if kind in ("draft_model", "eagle", "eagle3") and prompts[0].sampling.temperature == 1.0:
+                assert sum(passes) < sum(map(len, tokens))
         assert all(answers["refused"].values()), answers["refused"]
         assert answers["after"] == answers["batches"][0]
         moved = {sample: text for _, sample, *text in answers["batches"][-1]}
         assert sorted(moved) == [0, 1, 2, 3, 4]  # the last one was aborted
-        for sample, (tokens, logprobs, versions, _) in moved.items():
+        for sample, (tokens, logprobs, versions, *_) in moved.items():
             check_spans(models, batches[-1][sample], tokens, logprobs, versions)
         assert {1, 2} <= {version for text in moved.values() for version in text[2]}
-        lengths = [len(each[2]) for batch in [*answers["batches"][:-1], answers["after"]] for each in batch]
-        num_tokens, num_passes = answers["meters"]
-        assert num_tokens == sum(lengths)
-        if kind == "draft model":
-            # The drafter is the policy, and draws with its noise: each pass but the first accepts all drafts.
-            assert num_passes == sum(1 + -(-(length - 1) // 4) for length in lengths)
-        else:
-            assert (num_passes == num_tokens) == (kind == "off")
+
+
+DEPTH = 3
+"""Tokens that drafters draft at a time."""
+
+
+def plain_passes(model, folder):
+    return lambda prompt, tokens, passes: len(tokens)
+
+
+def some_passes(model, folder):
+    """Return a function that accepts all passes: a text decides what its own n-grams draft."""
+    return lambda prompt, tokens, passes: min(passes, len(tokens))
+
+
+def draft_model_passes(model, folder):
+    """Write the policy as its own draft model: each pass but the first accepts all drafts."""
+    model.save_pretrained(folder)
+    return lambda prompt, tokens, passes: 1 + -(-(len(tokens) - 1) // (DEPTH + 1))
+
+
+def eagle_passes(model, folder):
+    """Write a drafter of EAGLE-1's form that knows the last token only; return the passes that it leads to.
+
+    Its layer adds nothing, and `fc` reads the embedding only, so its logits are a table of bigrams.
+    """
+    size, wide = model.config.hidden_size, model.config.intermediate_size
+    bigrams = torch.randn(size, size, generator=torch.Generator().manual_seed(5)) / 4
+    tensors = {"fc.weight": torch.cat([bigrams, torch.zeros(size, size)], 1)}
+    tensors["layers.0.post_attention_layernorm.weight"] = torch.ones(size)
+    for name in "qkvo":
+        tensors[f"layers.0.self_attn.{name}_proj.weight"] = torch.zeros(size, size)
+    for name, shape in (("gate", (wide, size)), ("up", (wide, size)), ("down", (size, wide))):
+        tensors[f"layers.0.mlp.{name}_proj.weight"] = torch.zeros(shape)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads(model.config.to_json_string(use_diff=False)) | {"num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
+    with torch.no_grad():
+        table = model.get_input_embeddings().weight @ bigrams.T @ model.lm_head.weight.T
+
+    def passes_of(prompt, tokens, passes):
+        num_done, num_passes = 1, 1
+        while num_done < len(tokens):
+            drafts = [tokens[num_done - 1]]
+            for position in range(len(prompt.tokens) + num_done, len(prompt.tokens) + num_done + DEPTH):
+                drafts.append(int(perturbed(table[drafts[-1]], prompt, position).argmax()))
+            pairs = zip(drafts[1:], tokens[num_done:], strict=False)
+            num_done += 1 + len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
+            num_passes += 1
+        return num_passes
+
+    return passes_of
+
+
+def eagle3_passes(model, folder):
+    """Write a drafter as `aedit export --drafter` does; return the own engine's passes with it."""
+    layer = layer_for(model, tuple(range(0, VOCABULARY, 2)))
+    folder.mkdir()
+    write_speculator(layer, model.config, folder, verifier="policy")
+
+    def passes_of(prompt, tokens, passes):
+        target = Target.of(model, rows=1, max_tokens=256, nodes=16, taps=layer.shape.tap_layers)
+        drafters = {"layer": LayerDrafter.of(layer, target)}
+        engine = Engine(target, drafters=drafters, chooser=Fixed.of(f"layer:{DEPTH}"))
+        (rollout,) = engine.generate([prompt])
+        assert rollout.tokens == tokens
+        return rollout.passes
+
+    return passes_of
+
+
+PASSES = {
+    "off": plain_passes,
+    "ngram": some_passes,
+    "suffix": some_passes,
+    "draft_model": draft_model_passes,
+    "eagle": eagle_passes,
+    "eagle3": eagle3_passes,
+}
+"""By drafter of vLLM: writes it to a folder, and returns a function of prompt, tokens and passes."""
 
 
 def untied(model):
@@ -175,17 +266,11 @@ def untied(model):
 
 
 def speculative_of(kind, drafter):
-    return {
-        "off": {},
-        "ngram": {
-            "method": "ngram",
-            "num_speculative_tokens": 4,
-            "prompt_lookup_max": 3,
-            "prompt_lookup_min": 1,
-        },
-        "suffix": {"method": "suffix", "num_speculative_tokens": 6},
-        "draft model": {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": 3},
-    }[kind]
+    if kind == "off":
+        return {}
+    ngram = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    more = {"ngram": ngram, "suffix": {}}.get(kind, {"model": str(drafter)})
+    return {"method": kind, "num_speculative_tokens": DEPTH, **more}
 
 
 def run_job(folder, speculative):

@@ -49,7 +49,6 @@ def main(folder, speculative):
     found = {"batches": [finished(engine, batch) for batch in batches[:-1]]}
     found["refused"] = {name: refusal(engine, first, harm) for name, harm in HARM.items()}
     found["after"] = finished(engine, batches[0])
-    found["meters"] = [engine.meters.num_tokens, engine.meters.num_passes]
     rollouts = [engine.add(prompt) for prompt in batches[-1]]
     for _ in range(STEPS):
         engine.step()
@@ -62,12 +61,13 @@ def main(folder, speculative):
 
 
 def finished(engine, prompts, rollouts=()):
-    """Return tokens, log-probabilities, versions and ends of all samples, in order."""
+    """Return tokens, log-probabilities, versions, ends and passes of all samples, in order."""
     rollouts = [*rollouts, *(engine.add(prompt) for prompt in prompts)]
     while engine.running:
         engine.step()
     return [
-        [*each.prompt.key, each.tokens, each.logprobs, each.versions, each.finish_reason] for each in rollouts
+        [*each.prompt.key, each.tokens, each.logprobs, each.versions, each.finish_reason, each.passes]
+        for each in rollouts
     ]
 
 
