@@ -53,7 +53,7 @@ from aedit.spec_rollout.training import (
     policy_tensors,
     train_when_idle,
 )
-from benchmarks.kit.policy_drafter import Recipe, collect, drafter_ready
+from benchmarks.kit.policy_drafter import Recipe, collect, drafter_ready, prompts_of
 from benchmarks.kit.statistics import percent
 from benchmarks.kit.tables import Bar, Report, main
 from benchmarks.kit.trainer_waits import start, wait
@@ -817,7 +817,7 @@ def losses(policy: Policy, root: Path, steps: int) -> Report:
     ready(policy, root)
     model = load(policy, root)
     target = Target.of(model, rows=16, max_tokens=PROMPT_BYTES + FULL.most_new)
-    ends, samples = ends_of(target), collect(model, recipe)
+    ends, samples = ends_of(target), collect(model, prompts_of(recipe), recipe.num_tokens)
     taught = [sample for sample in samples if sample.serial % HELD_OUT_EVERY]
     apart = [sample for sample in samples if sample.serial % HELD_OUT_EVERY == 0]
     asked = _asked(replace(FULL, recipe=recipe), EVAL_SEED, 16, 4)

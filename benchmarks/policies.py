@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from aedit.launch.cli.export import write_model
 from aedit.launch.data import ByteTokenizer
 from aedit.launch.node import num_parameters
+from aedit.spec_rollout.rl.tasks.scratchpad import MAX_CHARS, Task, draw_many
 from benchmarks.kit.policy_training import (
     Budget,
     Rows,
@@ -32,7 +33,6 @@ from benchmarks.kit.policy_training import (
     watched,
 )
 from benchmarks.kit.small_llama import corpus
-from benchmarks.kit.tasks import MAX_CHARS, Task, draw_many
 
 ABOUT = "Train a policy for the rollout benchmarks, unless it is there already."
 ROOT = Path("runs/policies")

@@ -28,13 +28,13 @@ from aedit.spec_rollout.choose import ArmChooser, Fixed, Goodput
 from aedit.spec_rollout.drafters import Drafter, DrafterKind, SuffixDrafter, parse_arm
 from aedit.spec_rollout.engine import Engine, EngineSource, Meters
 from aedit.spec_rollout.model import Target
+from aedit.spec_rollout.rl.tasks.scratchpad import reward
 from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
 from aedit.spec_rollout.training import GateConfig, IdleConfig, LearningConfig, OnlineConfig, OnlineDrafter
 from benchmarks.drift import HARVEST, Lesson, Mover, policy_gradient
 from benchmarks.idle import Arm, Harvest, Pair, Race, Ratio, harvest
 from benchmarks.kit.statistics import Interval, median, percent, quantile
 from benchmarks.kit.tables import Bar, Report, main
-from benchmarks.kit.tasks import reward
 from benchmarks.kit.trainer_waits import start, wait
 from benchmarks.policies import ROOT, Policy, load, tasks
 from benchmarks.policies import Size as PolicySize

@@ -8,14 +8,15 @@ import pytest
 import torch
 from benchmarks import policies
 from benchmarks.kit import policy_drafter
-from benchmarks.kit.policy_drafter import Recipe, collect, drafter_ready, train_drafter
+from benchmarks.kit.policy_drafter import Recipe, collect, drafter_ready, prompts_of, train_drafter
 from benchmarks.kit.policy_training import IGNORED, Budget, Training, mean_loss, task_rows
-from benchmarks.kit.tasks import worked
 from benchmarks.policies import Policy, load, new_model, prompts, ready
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from aedit.launch.data import ByteTokenizer
 from aedit.spec_rollout.drafters import DraftLayer
+from aedit.spec_rollout.rl.tasks.scratchpad import worked
+from aedit.spec_rollout.training import DraftTrainingConfig
 
 QUICK = Policy(size="quick", minutes=0.001)
 END = 256
@@ -142,14 +143,14 @@ def test_prompts_are_the_same_for_the_same_seed(task):
 @pytest.mark.slow
 def test_a_drafter_learns_from_the_rollouts_of_its_policy(tmp_path, monkeypatch):
     monkeypatch.setattr(policy_drafter, "MAX_TOKENS", 96)
-    recipe = Recipe(policy=QUICK, num_tokens=3000, minutes=0.1, lr=3e-3)
+    recipe, training = Recipe(policy=QUICK, num_tokens=3000), DraftTrainingConfig(lr=3e-3)
     model = load(QUICK, tmp_path)
     model.get_input_embeddings().weight.data.mul_(8)  # says something, as one that was trained for longer
-    samples = collect(model, recipe)
+    samples = collect(model, prompts_of(recipe), recipe.num_tokens)
     assert sum(len(sample.tokens_N) for sample in samples) >= 3000
     assert all(bytes(sample.tokens_N[: sample.num_prompt].tolist()).endswith(b"\n") for sample in samples)
-    _, untaught = train_drafter(model, samples, recipe, clock=iter((0.0, 6.0)).__next__)
-    _, taught = train_drafter(model, samples, recipe, clock=count(0, 0.08).__next__)
+    _, untaught = train_drafter(model, samples, training, 0.1, clock=iter((0.0, 6.0)).__next__)
+    _, taught = train_drafter(model, samples, training, 0.1, clock=count(0, 0.08).__next__)
     assert taught.overlap_D[0] > untaught.overlap_D[0] + 0.05
 
 
@@ -166,4 +167,4 @@ def test_a_drafter_is_trained_once_and_lies_beside_its_policy(tmp_path, monkeypa
 
 def test_too_few_rollouts_are_an_error(tmp_path):
     with pytest.raises(ValueError, match="too few to learn from"):
-        train_drafter(new_model(QUICK), [], Recipe(policy=QUICK))
+        train_drafter(new_model(QUICK), [], DraftTrainingConfig(), 0.1)

@@ -5,11 +5,11 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from aedit.spec_rollout.training import (
     FeatureReader,
     FeatureRing,
     FeatureSample,
+    LossConfig,
     Match,
     PolicyEmbeddings,
     RingShape,
@@ -57,6 +58,7 @@ class Recipe:
     """Duration of the training, without the collection."""
     temperature: float = 1.0
     lr: float = 3e-3
+    loss: Literal["ce", "tv"] = "ce"
     seed: int = 0
 
     @property
@@ -75,27 +77,29 @@ def drafter_ready(recipe: Recipe, root: Path = ROOT) -> Path:
         model = load(recipe.policy, root)
         module: nn.Module = model
         module.to("cuda" if torch.cuda.is_available() else "cpu")
-        layer, match = train_drafter(model, collect(model, recipe), recipe)
+        samples = collect(model, prompts_of(recipe), recipe.num_tokens)
+        training = DraftTrainingConfig(lr=recipe.lr, loss=LossConfig(tokens=recipe.loss))
+        layer, match = train_drafter(model, samples, training, recipe.minutes, recipe.seed)
         out.with_suffix(".json").write_text(json.dumps(asdict(recipe) | asdict(match), indent=1) + "\n")
         layer.save(out)
     return out
 
 
-def collect(model: PreTrainedModel, recipe: Recipe) -> list[FeatureSample]:
+def collect(model: PreTrainedModel, asked: Iterator[Prompt], num_tokens: int) -> list[FeatureSample]:
     """Return the policy's rollouts with its hidden states, `num_tokens` of them or slightly more."""
     engine = Engine.of(model, rows=ROWS, max_tokens=MAX_TOKENS)
     width = engine.target.feature_size
-    most = recipe.num_tokens + ROWS * MAX_TOKENS  # and as much again for pages that are not full
+    most = num_tokens + ROWS * MAX_TOKENS  # and as much again for pages that are not full
     shape = RingShape.within(2 * most * RingShape(width, torch.float32, 1).row_bytes, width, torch.float32)
     buffer = np.zeros(shape.num_bytes, np.uint8)
     sink = RowFeatures(FeatureRing(buffer, shape))
     engine.sink = sink
     made = 0
-    for prompt in _asked(recipe):
+    for prompt in asked:
         engine.add(prompt)
-        while len(engine.running) + len(engine.waiting) >= ROWS and made < recipe.num_tokens:
+        while len(engine.running) + len(engine.waiting) >= ROWS and made < num_tokens:
             made += sum(len(one.tokens) + len(one.prompt.tokens) for one in engine.step().finished)
-        if made >= recipe.num_tokens:
+        if made >= num_tokens:
             break
     engine.close()
     reader = FeatureReader(buffer)
@@ -105,26 +109,32 @@ def collect(model: PreTrainedModel, recipe: Recipe) -> list[FeatureSample]:
 def train_drafter(
     model: PreTrainedModel,
     samples: Sequence[FeatureSample],
-    recipe: Recipe,
+    training: DraftTrainingConfig,
+    minutes: float,
+    seed: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[DraftLayer, Match]:
-    """Train a layer on most of the samples; return it and its match on the others."""
+    """Train a new layer on most of the samples for this long by `clock`.
+
+    Return it and its match on the others.
+    """
     learned = [sample for sample in samples if sample.serial % HELD_OUT_EVERY]
     apart = [sample for sample in samples if sample.serial % HELD_OUT_EVERY == 0]
     if not (learned and apart):
         raise ValueError(f"{len(samples)} rollouts are too few to learn from some and judge by others")
-    layer = DraftLayer.of(model, generator=torch.Generator().manual_seed(recipe.seed))
-    trainer = DraftTrainer(layer, DraftTrainingConfig(lr=recipe.lr, batch_pairs=512, row_pairs=512))
+    layer = DraftLayer.of(model, generator=torch.Generator().manual_seed(seed))
+    trainer = DraftTrainer(layer, replace(training, batch_pairs=512, row_pairs=512))
     ends = _ends(model)
-    began, rng = clock(), random.Random(recipe.seed)
-    while (share := (clock() - began) / (60 * recipe.minutes)) < 1:
+    began, rng = clock(), random.Random(seed)
+    while (share := (clock() - began) / (60 * minutes)) < 1:
         trainer.lr_factor = LOWEST_LR + (1 - LOWEST_LR) * 0.5 * (1 + math.cos(math.pi * share))
         trainer.step(_batch(learned, trainer.config.batch_pairs, rng), ends)
     rows = [row.to(layer.gain.device) for row in pack_samples(apart, trainer.config.row_pairs)]
     return layer, held_out_match(layer, rows, ends, JUDGED_DEPTH)
 
 
-def _asked(recipe: Recipe) -> Iterator[Prompt]:
+def prompts_of(recipe: Recipe) -> Iterator[Prompt]:
+    """Return endless prompts of the recipe's policy."""
     stop_tokens = (ByteTokenizer().eos_id,)
     for chunk in count():
         texts = prompts(recipe.policy, ROWS, PROMPTS_AT + chunk)

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from aedit.launch.config import TrainConfig
 from aedit.launch.data import ByteTokenizer, batch
 from aedit.launch.node import lr_at, make_inner, set_lr
-from benchmarks.kit.tasks import MAX_CHARS, draw
+from aedit.spec_rollout.rl.tasks.scratchpad import MAX_CHARS, draw
 
 IGNORED = -100
 SAVE_EVERY_S = 60.0

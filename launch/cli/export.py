@@ -6,7 +6,6 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -40,9 +39,8 @@ from aedit.proto.rpc import (
 from aedit.spec_rollout.drafters import (
     DraftLayer,
     Eagle3Layer,
-    is_speculator,
-    read_speculator,
-    write_speculator,
+    load_drafter,
+    write_drafter,
 )
 from aedit.types import Layout, UserError, first_line, model_sha256
 
@@ -54,8 +52,8 @@ TIMEOUT_S = 10.0
 """Timeout of a call to a hub."""
 IN_RUN = "nodes/*/drafter.safetensors"
 """Written by each node next to its checkpoints."""
-FOLDER, CONFIG, WEIGHTS = "drafter", "config.json", "model.safetensors"
-"""Folder of the drafter in an exported model, and its files."""
+FOLDER = "drafter"
+"""Folder of the drafter in an exported model."""
 
 
 def export(
@@ -275,12 +273,7 @@ def write_model(
         if drafter is not None:
             folder = writing / FOLDER
             folder.mkdir()
-            if isinstance(drafter, Eagle3Layer):
-                write_speculator(drafter, model.config, folder, verifier=str(out.absolute()))
-            else:
-                drafter.save(folder / WEIGHTS)
-                sizes = json.dumps(asdict(drafter.shape), indent=2)
-                (folder / CONFIG).write_text(f"{sizes}\n", encoding="utf-8")
+            write_drafter(drafter, model.config, folder, verifier=str(out.absolute()))
         for path in writing.rglob("*.*"):  # safetensors makes files readable by the owner only
             path.chmod((writing / "config.json").stat().st_mode)
         os.rename(writing, out)
@@ -298,27 +291,6 @@ def drafter_beside(policy_dir: Path) -> Path | None:
     """Return the drafter that belongs to the policy of a run or model directory, or None."""
     folder = policy_dir / FOLDER
     return folder if folder.is_dir() else drafter_of_run(policy_dir)
-
-
-def load_drafter(path: Path, model: PreTrainedModel) -> DraftLayer:
-    """Return the draft layer of a file, or of a folder that `write_model` or `speculators` wrote.
-
-    Raises:
-        OSError: A file cannot be read.
-        ValueError: A file is damaged, or the drafter was trained for a policy of other sizes.
-    """
-    if is_speculator(path):
-        return read_speculator(path, model)
-    if not path.is_dir():
-        return DraftLayer.load(path, model)
-    layer = DraftLayer.load(path / WEIGHTS, model)
-    try:
-        sizes = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path / CONFIG}: not a JSON file: {first_line(error)}") from error
-    if sizes != json.loads(json.dumps(asdict(layer.shape))):
-        raise ValueError(f"{path / CONFIG}: its sizes are not those of {WEIGHTS}")
-    return layer
 
 
 def read_for(source: str, path: Path, model: PreTrainedModel) -> DraftLayer:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from aedit.launch.cli.arguments import SAMPLING, policy_folder
-from aedit.launch.cli.export import drafter_beside, load_drafter, read_for
+from aedit.launch.cli.export import drafter_beside, read_for
 from aedit.launch.cli.policy import Decode, Policy, load_policy
 from aedit.launch.config import LOAD_S, TRIAL_S, first_call, load_object
 from aedit.spec_rollout.choose import ArmChooser, Bandit, Fixed, Goodput
@@ -23,6 +23,7 @@ from aedit.spec_rollout.drafters import (
     DraftLayer,
     LayerDrafter,
     SuffixDrafter,
+    load_drafter,
     parse_arm,
 )
 from aedit.spec_rollout.engine import Engine, Step, try_chooser, try_drafter

@@ -30,7 +30,7 @@ def _is_generated(source: str) -> bool:
 
 RL_KEYS = (
     "prompts.options. reward. rl. rollout. audit. drafter.form drafter.idle_training drafter.lr"
-    " drafter.loss drafter.memory_bytes drafter.vocabulary"
+    " drafter.loss drafter.memory_bytes drafter.pretrained drafter.vocabulary"
 )
 """Keys of reinforcement learning, besides those of `prompts`."""
 
@@ -145,7 +145,7 @@ RULES: tuple[EffectRule, ...] = (
     ("rl.supervised_batch rl.supervised_lr", "rl.supervised_steps", lambda v, _: v == 0, "1 or more"),
     (
         "drafter.form drafter.idle_training drafter.share drafter.lr drafter.loss drafter.memory_bytes"
-        " drafter.vocabulary",
+        " drafter.pretrained drafter.vocabulary",
         "drafter.kind",
         lambda v, _: v in ("off", "suffix"),
         '"layer" or "auto"',

@@ -303,6 +303,10 @@ class DrafterConfig:
     vocabulary: NonNegativeInt = 0
     """Number of tokens that a layer of the form `eagle3` can draft; 0: all."""
 
+    pretrained: str = ""
+    """Trained layer to begin with: the folder `drafter` of an exported run, a folder in the format of
+    speculators, or a `drafter.safetensors`. Empty: a new layer."""
+
     share: bool = True
     """Exchange the trained layer with the other nodes in the rounds."""
 

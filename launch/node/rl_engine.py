@@ -17,7 +17,15 @@ from aedit.launch.node.model import build_model
 from aedit.launch.node.objective import NodeParts
 from aedit.launch.node.world import World
 from aedit.spec_rollout.choose import ArmChooser, Goodput
-from aedit.spec_rollout.drafters import Drafter, DrafterKind, DraftForm, DraftLayer, SuffixDrafter, parse_arm
+from aedit.spec_rollout.drafters import (
+    Drafter,
+    DrafterKind,
+    DraftForm,
+    DraftLayer,
+    SuffixDrafter,
+    load_drafter,
+    parse_arm,
+)
 from aedit.spec_rollout.engine import Engine, EngineSource
 from aedit.spec_rollout.model import TargetModel, make_target, unwrapped
 from aedit.spec_rollout.sampling import Rollout
@@ -33,7 +41,7 @@ from aedit.spec_rollout.training import (
     TrainedPolicy,
     TrainedText,
 )
-from aedit.types import UserError
+from aedit.types import UserError, first_line
 
 ARMS = ("suffix:2", "suffix:4", "suffix:8", "layer:1", "layer:2", "layer:4", "layer:8", "layer:4x2x8")
 """Arms that are chosen from besides off, as far as their drafters are there."""
@@ -141,16 +149,18 @@ def make_online(parts: NodeParts, policy: PolicySource) -> OnlineDrafter | None:
 
     policy: the target of the rank's engine, or the trained model of a rank without one.
 
-    Raises UserError if `drafter.kind = "layer"` and there is no draft layer for this type of model.
+    Raises UserError if `drafter.kind = "layer"` and there is no draft layer for this type of model, or if
+    `drafter.pretrained` cannot be used.
     """
     config, directory = parts.config.drafter, parts.recorder.directory
     if config.kind not in ("layer", "auto"):
         return None
     rank = parts.world.rank
+    layer = saved_layer(directory / FILE, policy) or pretrained_layer(config, policy)
     try:
         return OnlineDrafter.of(
             policy,
-            layer=saved_layer(directory / FILE, policy),
+            layer=layer,
             config=online_config(config, directory / f"drafter_{rank}.log"),
             checkpoint=directory / f"drafter_{rank}.training",
             seed=parts.config.seed,
@@ -239,6 +249,32 @@ def online_config(config: DrafterConfig, log: Path) -> OnlineConfig:
         form=draft_form(config),
         train=config.idle_training,
     )
+
+
+def pretrained_layer(config: DrafterConfig, policy: PolicySource) -> DraftLayer | None:
+    """Return the drafter of `drafter.pretrained`; None if it is empty.
+
+    Raises UserError if it cannot be read, was trained for a policy of other sizes, or has another form.
+    """
+    if not config.pretrained:
+        return None
+    name = f"drafter.pretrained = {config.pretrained!r}"
+    try:
+        layer = load_drafter(Path(config.pretrained).expanduser(), policy.model)
+        taps = policy.feature_size // policy.embedding.shape[1] - 1
+        wanted = draft_form(config).new(policy.model, taps=taps)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{name}: no usable drafter there ({first_line(error)})") from None
+    if _tensor_shapes(layer) != _tensor_shapes(wanted):
+        raise UserError(
+            f'{name}: its tensors are not those of drafter.form = "{config.form}" and drafter.vocabulary ='
+            f" {config.vocabulary}; set the values with which it was trained"
+        )
+    return layer.to(policy.device)
+
+
+def _tensor_shapes(layer: DraftLayer) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in layer.state_dict().items()}
 
 
 def saved_layer(path: Path, policy: PolicySource) -> DraftLayer | None:

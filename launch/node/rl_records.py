@@ -5,7 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
+import numpy as np
 import torch
 
 from aedit.edit import LayerSync, Shards
@@ -13,9 +15,20 @@ from aedit.launch.config import RunConfig
 from aedit.launch.node.rl_engine import ARMS
 from aedit.launch.node.rl_groups import GroupPipeline
 from aedit.spec_rollout.rl import Group
+from aedit.spec_rollout.sampling import Rollout
 from aedit.spec_rollout.training import CAUSES, OnlineDrafter
 
-SUMS = ("groups", "rollouts", "no_signal", "excluded", "retried", "rollout_tokens", "passes", "plain_tokens")
+SUMS = (
+    "groups",
+    "rollouts",
+    "no_signal",
+    "excluded",
+    "retried",
+    "rollout_tokens",
+    "passes",
+    "plain_tokens",
+    "digest",
+)
 """Totals that are added over the ranks of a node."""
 OF_DRAFTER = ("steps", "published", "adopted", "refused")
 """Counts of the learned drafter, added over the ranks."""
@@ -62,6 +75,9 @@ class RLRecords:
     counts: Mapping[str, int] = field(default_factory=dict)
     """Counts of `GroupStream`, replaced before each use."""
     train_s: float = 0.0
+    digest: int = 0
+    """Sum over the rollouts of this rank of 24 bits of a CRC of position, sample and tokens.
+    Equal totals of two runs mean equal rollouts."""
     supervised_steps: int = 0
     newest: dict[str, float | None] = field(default_factory=dict)
     waited_before_s: float = 0.0
@@ -74,6 +90,7 @@ class RLRecords:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         rewards = [reward for group in groups for reward in group.rewards if reward is not None]
         lengths = [len(rollout.tokens) for rollout in rollouts]
+        self.digest += sum(map(_digest, rollouts))
         ages = [version - each for rollout in rollouts for each in rollout.versions]
         solved = sum(reward >= self.config.reward.solved for reward in rewards)
         mine = [sum(rewards), solved, len(rewards), sum(lengths), len(lengths), sum(ages), len(ages)]
@@ -92,7 +109,11 @@ class RLRecords:
         """Return the running totals of the node, those of earlier attempts included."""
         status = dict(self.pipeline.source.status())
         found = {**self.counts, **status, "train_s": self.train_s, "rollout_s": self.pipeline.rollout_s}
-        found |= {"reward_s": self.pipeline.reward_s, "idle_used_s": self.sync.idle_used_s}
+        found |= {
+            "digest": self.digest,
+            "reward_s": self.pipeline.reward_s,
+            "idle_used_s": self.sync.idle_used_s,
+        }
         arms = status.get("arms", {})
         cause = "hub" if self.sync.free else "round"
         idle = self.waits.seconds | {cause: self.sync.waited_s - self.waited_before_s}
@@ -122,6 +143,11 @@ class RLRecords:
             length = self.pipeline.source.status().get("drafted_length")
             totals["drafter"] |= {"accepted_length": length, "version": totals["drafter"]["adopted"]}
         return totals | self.newest
+
+
+def _digest(rollout: Rollout) -> int:
+    numbers = (rollout.prompt.rollout, rollout.prompt.sample, *rollout.tokens)
+    return crc32(np.array(numbers, np.int64).tobytes()) >> 8
 
 
 def _ratio(total: float, count: float) -> float | None:

@@ -140,6 +140,9 @@ class RLMetric:
     excluded: float = nan
     """Rollouts whose reward is None."""
 
+    digest: float = nan
+    """Sum of a checksum of each trained rollout; equal in runs whose rollouts are equal."""
+
     rollout_tokens: float = nan
     rollout_s: float = nan
     """Seconds of generation, or of waiting for the processes that generate."""

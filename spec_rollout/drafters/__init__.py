@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         parse_arm,
     )
     from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
-    from aedit.spec_rollout.drafters.speculators import is_speculator, read_speculator, write_speculator
+    from aedit.spec_rollout.drafters.speculators import load_drafter, read_speculator, write_drafter
     from aedit.spec_rollout.drafters.suffix import SuffixDrafter
 
 __all__ = [
@@ -55,13 +55,13 @@ __all__ = [
     "RowStart",
     "StepUpdate",
     "SuffixDrafter",
-    "is_speculator",
     "layer_of",
+    "load_drafter",
     "parse_arm",
     "read_speculator",
     "shape_from",
     "tapped",
-    "write_speculator",
+    "write_drafter",
 ]
 
 if not TYPE_CHECKING:  # so that type checkers know which names there are

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
-from aedit.spec_rollout.drafters.draft_layer import DraftShape, Eagle3Layer, Eagle3Shape
+from aedit.spec_rollout.drafters.draft_layer import DraftLayer, DraftShape, Eagle3Layer, Eagle3Shape
+from aedit.types import first_line
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 VERSION = "0.9.0"
@@ -51,6 +52,43 @@ def is_speculator(folder: Path) -> bool:
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(found, dict) and "speculators_model_type" in found
+
+
+def write_drafter(layer: DraftLayer, policy: Any, folder: Path, *, verifier: str) -> None:
+    """Write a drafter of any form to a folder that exists; `load_drafter` reads it.
+
+    One of the form `eagle3` is written as `write_speculator` does, others as tensors and their sizes.
+    policy, verifier: see there.
+    """
+    if isinstance(layer, Eagle3Layer):
+        write_speculator(layer, policy, folder, verifier=verifier)
+        return
+    layer.save(folder / WEIGHTS)
+    sizes = json.dumps(asdict(layer.shape), indent=2)
+    (folder / CONFIG).write_text(f"{sizes}\n", encoding="utf-8")
+
+
+def load_drafter(path: Path, model: Any) -> DraftLayer:
+    """Return the drafter of a file, or of a folder that `write_drafter` or the library speculators wrote.
+
+    model: The policy, or only its configuration.
+
+    Raises:
+        OSError: A file cannot be read.
+        ValueError: A file is damaged, or the drafter was trained for a policy of other sizes.
+    """
+    if is_speculator(path):
+        return read_speculator(path, model)
+    if not path.is_dir():
+        return DraftLayer.load(path, model)
+    layer = DraftLayer.load(path / WEIGHTS, model)
+    try:
+        sizes = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path / CONFIG}: not a JSON file: {first_line(error)}") from error
+    if sizes != json.loads(json.dumps(asdict(layer.shape))):
+        raise ValueError(f"{path / CONFIG}: its sizes are not those of {WEIGHTS}")
+    return layer
 
 
 def write_speculator(

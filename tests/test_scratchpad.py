@@ -4,7 +4,16 @@ import random
 
 import numpy as np
 import pytest
-from benchmarks.kit.tasks import MAX_CHARS, MEDIAN_SIZE, Task, draw, draw_many, reward, worked
+
+from aedit.spec_rollout.rl.tasks.scratchpad import (
+    MAX_CHARS,
+    MEDIAN_SIZE,
+    Task,
+    draw,
+    draw_many,
+    reward,
+    worked,
+)
 
 
 def result(prompt):

@@ -3,12 +3,18 @@
 Four kinds, one line each: `add 4821+937`, `mul 123*45`, `sort 52 7 93`, `eval ((3+4)*2)`. An answer works
 line by line, repeats what is left to do, and ends with a line `=RESULT`. Sizes are log-normal and the work
 grows with their square, so that answers are long-tailed: p99 / p50 of their length is 6 or more.
+
+In a run: `prompts.source = "aedit.spec_rollout.rl.tasks.scratchpad:rows"` with `reward.functions =
+["aedit.spec_rollout.rl.tasks.scratchpad:solved"]`.
 """
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from aedit.types import check
 
 MAX_CHARS = 1000
 """Longest prompt and answer together; a larger task is drawn again."""
@@ -30,6 +36,7 @@ class Task:
 
     @property
     def kind(self) -> str:
+        """Return the first word of the prompt."""
         return self.prompt.partition(" ")[0]
 
 
@@ -43,6 +50,34 @@ def draw(rng: random.Random, longest: int = MAX_CHARS) -> Task:
         task = Task(prompt, worked(prompt))
         if len(prompt) + len(task.answer) <= longest:
             return task
+
+
+def rows(size: int, seed: int, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return `size` problems: rows with a `prompt` and its worked `answer`, both ended by a line break.
+
+    The same arguments give the same rows on all machines.
+
+    Args:
+        size: Number of rows.
+        seed: Seed of the rows.
+        options: `longest` (default 1000): most characters of prompt and answer together.
+
+    Raises:
+        ValueError: An option is unknown or out of range.
+    """
+    unknown = ", ".join(sorted(set(options) - {"longest"}))
+    check(not unknown, "prompts.options", "may be longest", unknown)
+    longest = options.get("longest", MAX_CHARS)
+    is_possible = longest in range(64, MAX_CHARS + 1)
+    check(is_possible, "prompts.options.longest", f"must be 64 to {MAX_CHARS}", longest)
+    rng = random.Random(seed)
+    tasks = (draw(rng, longest) for _ in range(size))
+    return [{"prompt": task.prompt, "answer": task.answer} for task in tasks]
+
+
+def solved(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
+    """Return the reward of each completion, as `reward` does; for `reward.functions`."""
+    return [reward(prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
 
 
 def draw_many(count: int, seed: int) -> list[Task]:
