@@ -13,14 +13,15 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 unexport PYTHONDONTWRITEBYTECODE
 # Test processes side by side. WORKERS=0 runs all tests in one process.
 WORKERS := 2
-BENCHMARKS := overhead run_cost straggler quality async_quality bandwidth hub agent swarm chaos poison elastic joining soak peers rollout choice decode drift idle tail off_policy rl_nodes rl_speed rl_servers versions audit serve \
+BENCHMARKS := overhead run_cost straggler quality async_quality bandwidth hub agent swarm chaos poison elastic joining soak peers rollout choice decode drift idle tail off_policy rl_nodes rl_speed rl_servers versions audit serve heart \
 	offload_gpu rollout_gpu
 
-.PHONY: help install run run-rl vllm proto lint types check test suite test-slow test-vllm bench docs clean
+.PHONY: help install run run-rl run-heart vllm proto lint types check test suite test-slow test-vllm bench docs clean
 
 help:
 	@echo "make run        train a small model on an unequal cluster of three nodes on this machine"
 	@echo "make run-rl     train a small model by reinforcement learning on two unequal nodes on this machine"
+	@echo "make run-heart  the same with a drafter that trains in waits, beside the run without: the first time an hour"
 	@echo "make test       ruff, mypy and all tests but the slow ones and those that need a GPU"
 	@echo "make check FILE=edit/schedule.py   the tests that import a name of one module"
 	@echo "make test-slow  the slow tests"
@@ -33,6 +34,9 @@ help:
 
 run: install
 	$(BIN)/aedit run configs/tiny.toml --local 3
+
+run-heart: install
+	$(BIN)/python -m benchmarks.heart
 
 run-rl: install
 	$(BIN)/aedit run configs/tiny-rl.toml --local 2

@@ -3,11 +3,11 @@
     python -m benchmarks.heart [--arms off,waits,...] [--seeds 0] [--lr 1e-5] [--steps N] [--root runs/heart]
         [--quick] [-- FLAGS]
 
-The runs are `aedit run configs/heart.toml --local 2`: two nodes of speeds 1 and 1/2 in one world. All of a
-seed train the same rollouts, so they reach the same rewards after the same steps, and only their time
-differs; the digest of the rollouts shows it. The policy is prepared by `aedit run configs/heart-policy.toml`
-and the drafters of the arms `once` by training on rollouts of that policy. Both are kept in the root, and a
-run that has ended there is not run again.
+The runs are `aedit run configs/heart.toml --local 2` after its warm-up: two nodes of speeds 1 and 1/2 in one
+world. All of a seed train the same rollouts, so they reach the same rewards after the same steps, and only
+their time differs; the digest of the rollouts shows it. Instead of the warm-up they begin with one policy,
+which `aedit run` has trained on text, and the arms `once` with drafters that were trained on its rollouts.
+Policy and drafters are kept in the root, and a run that has ended there is not run again.
 
 Arms: off (plain decoding), suffix, waits (a new drafter learns in the nodes' waits), once-ce and once-tv
 (trained before the run with cross-entropy or total variation, then fixed), waits-tv (trained before, and in
@@ -19,6 +19,7 @@ import json
 import random
 import subprocess
 import time
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,6 +28,7 @@ from math import nan
 from pathlib import Path
 from typing import Any, Literal
 
+import tomli_w
 import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -34,7 +36,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from aedit.launch.data import ByteTokenizer
 from aedit.launch.records import Run
 from aedit.launch.views import after_warm_up, rl_lines_of, rl_totals
-from aedit.spec_rollout.rl.tasks.scratchpad import draw
+from aedit.spec_rollout.rl.tasks.scratchpad import draw_task
 from aedit.spec_rollout.sampling import Prompt, Sampling
 from aedit.spec_rollout.training import DraftTrainingConfig, LossConfig
 from benchmarks.kit.policy_drafter import PROMPTS_AT, collect, train_drafter
@@ -44,7 +46,7 @@ from benchmarks.kit.statistics import percent
 from benchmarks.kit.tables import Bar, Report, main
 
 ABOUT = "Reinforcement learning with a drafter trained in waits, beside the same run without."
-CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIG = Path(__file__).parents[1] / "configs" / "heart.toml"
 LONGEST = 480
 """Characters of a problem and its answer."""
 NUM_TEXTS = 30_000
@@ -53,6 +55,11 @@ DRAFTER_TOKENS = 65_536
 """Tokens of the policy's rollouts from which a drafter of the arms `once` learns."""
 DRAFTER_MINUTES = 5.0
 """Processor time of its training."""
+POLICY_STEPS = 1200
+POLICY_TRAINING = {
+    **{"batch_size": 1, "lr": 1e-3, "betas": [0.9, 0.98], "lr_warmup": 0.03, "lr_final": 0.05},
+    "eval_every": 200,
+}
 PREPARED_WITHIN_S = 4 * 3600.0
 WANTED = 1.5
 WANTED_USE = 0.8
@@ -82,21 +89,40 @@ ARMS = (
 # -- what a run needs
 
 
-def policy_ready(root: Path, flags: Sequence[str], say: Console) -> Path:
+def policy_ready(root: Path, steps: int, say: Console) -> Path:
     """Return the directory of the policy; train and export it if it is not there."""
     out = root / "policy"
     if (out / "config.json").exists():
         return out
     root.mkdir(parents=True, exist_ok=True)
-    text, config = root / "text.jsonl", CONFIGS / "heart-policy.toml"
-    rng = random.Random("text")
-    tasks = (draw(rng, LONGEST) for _ in range(NUM_TEXTS))
+    text, rng = root / "text.jsonl", random.Random("text")
+    tasks = (draw_task(rng, LONGEST) for _ in range(NUM_TEXTS))
     text.write_text("".join(json.dumps({"text": task.prompt + task.answer}) + "\n" for task in tasks))
+    tables = tomllib.loads(CONFIG.read_text())
+    for name in ("prompts", "reward", "rl", "drafter", "local"):
+        del tables[name]
+    tables |= {"name": "policy-run", "train": POLICY_TRAINING | {"steps": steps}, "checkpoint": {"every": 10}}
+    tables["data"]["source"], tables["edit"]["every"] = str(text.absolute()), 8
     say.print(f"{out}: training the policy; it is kept for later starts")
-    places = (f"--dir={root}", f"--data.source={text}")
-    _command("run", str(config), "--local=2", *places, *flags)
-    _command("export", str(root / "heart-policy"), str(out))
+    _command("run", str(_written(root, tables)), "--local=2", f"--dir={root}")
+    _command("export", str(root / "policy-run"), str(out))
     return out
+
+
+def config_ready(root: Path) -> Path:
+    """Return the configuration of the runs: the shipped one after its warm-up."""
+    tables = tomllib.loads(CONFIG.read_text())
+    warm_up = tables["rl"].pop("supervised_steps")
+    del tables["rl"]["supervised_batch"], tables["model"]["family"], tables["model"]["sizes"]
+    tables["train"]["steps"] -= warm_up
+    tables["model"]["pretrained"] = str((root / "policy").absolute())
+    return _written(root, tables)
+
+
+def _written(root: Path, tables: dict[str, Any]) -> Path:
+    path = root / f"{tables['name']}.toml"
+    path.write_text(tomli_w.dumps(tables))
+    return path
 
 
 def drafter_ready(root: Path, loss: Literal["ce", "tv"], minutes: float, say: Console) -> Path:
@@ -118,7 +144,7 @@ def _prompts() -> Iterator[Prompt]:
     """Return endless prompts that no run trains on, by their seed."""
     rng, tokenizer = random.Random(PROMPTS_AT), ByteTokenizer()
     for number in count():
-        tokens = tuple(map(int, tokenizer.encode(draw(rng, LONGEST).prompt)))
+        tokens = tuple(map(int, tokenizer.encode(draw_task(rng, LONGEST).prompt)))
         sampling = Sampling(max_new_tokens=400, stop_tokens=(tokenizer.eos_id,))
         yield Prompt(tokens=tokens, rollout=PROMPTS_AT, sample=number, sampling=sampling)
 
@@ -167,10 +193,7 @@ class Result:
 def run_arm(arm: Arm, seed: int, root: Path, flags: Sequence[str]) -> Result:
     """Run an arm in a directory of its own; one that has ended there is not run again."""
     begins = (f"--drafter.pretrained={root / f'drafter-{arm.once}.safetensors'}",) if arm.once else ()
-    policy = f"--model.pretrained={root / 'policy'}"
-    wanted = RLRun(
-        nodes=2, flags=(policy, *arm.flags, *begins, f"--seed={seed}", *flags), config=CONFIGS / "heart.toml"
-    )
+    wanted = RLRun(nodes=2, flags=(*arm.flags, *begins, f"--seed={seed}", *flags), config=config_ready(root))
     place = root / "-".join((arm.name, str(seed), *(flag.strip("-").replace("/", "_") for flag in flags)))
     return result(arm.name, seed, run_rl(wanted, place))
 
@@ -272,7 +295,7 @@ def measure(args: argparse.Namespace) -> Report | str:
         return f"--arms: {', '.join(unknown)}: must be of {', '.join(names)}"
     quick = ("--train.steps=4", "--rl.sampling.max-new-tokens=24", "--rl.eval-problems=4")
     root = args.root / "quick" if args.quick else args.root
-    policy_ready(root, ("--train.steps=8",) if args.quick else (), say)
+    policy_ready(root, 8 if args.quick else POLICY_STEPS, say)
     chosen = [names[name] for name in args.arms]
     for loss in sorted({arm.once for arm in chosen if arm.once}):
         drafter_ready(root, loss, 0.1 if args.quick else DRAFTER_MINUTES, say)

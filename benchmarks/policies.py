@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from aedit.launch.cli.export import write_model
 from aedit.launch.data import ByteTokenizer
 from aedit.launch.node import num_parameters
-from aedit.spec_rollout.rl.tasks.scratchpad import MAX_CHARS, Task, draw_many
+from aedit.spec_rollout.rl.tasks.scratchpad import MAX_CHARS, Task, draw_tasks
 from benchmarks.kit.policy_training import (
     Budget,
     Rows,
@@ -141,7 +141,7 @@ def new_model(policy: Policy) -> PreTrainedModel:
 
 def tasks(count: int, seed: int) -> list[Task]:
     """Return questions for a policy of scratchpad arithmetic, separate from those of its training."""
-    return draw_many(count, seed)
+    return draw_tasks(count, seed)
 
 
 def prompts(policy: Policy, count: int, seed: int) -> list[tuple[int, ...]]:

@@ -1,6 +1,8 @@
 """Tests the learned drafter of a reinforcement-learning node: records, file, resume, and equal results."""
 
+import re
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,10 +11,10 @@ import pytest
 import torch
 from kit.rl_nodes import config_of, records, run, weights
 from safetensors.torch import load_file
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from aedit.launch.node import saved_layer
-from aedit.launch.node.rl_engine import make_online
+from aedit.launch.node.rl_engine import make_online, pretrained_layer
 from aedit.spec_rollout import make_target
 from aedit.spec_rollout.choose import Fixed
 from aedit.spec_rollout.drafters import DraftLayer, parse_arm
@@ -87,6 +89,58 @@ def test_a_damaged_file_of_a_drafter_costs_its_training_only(first, capsys, tmp_
     (tmp_path / FILE).write_bytes(b"damaged")
     assert saved_layer(tmp_path / FILE, TrainedPolicy(node.sync.model)) is None
     assert capsys.readouterr().err.startswith("aedit: the drafter begins anew: ")
+
+
+def test_a_run_begins_with_a_given_drafter_which_has_passed_a_gate_before(first, tmp_path):
+    _, node = first
+    given = DraftLayer.of(node.sync.model, generator=torch.Generator().manual_seed(9))
+    given.save(tmp_path / "given.safetensors")
+    keys = {"drafter__kind": "layer", "train__steps": 1, "checkpoint__every": 0}
+    config = config_of(tmp_path, drafter__pretrained=str(tmp_path / "given.safetensors"), **keys)
+    seen = []
+
+    def look(node):
+        seen.append((node.objective.online.is_trained, node.objective.online.tensors()))
+
+    run(config, look)
+    ((is_trained, tensors),) = seen
+    assert is_trained
+    assert all(tensors[name].equal(value) for name, value in given.state_dict().items())
+
+
+@pytest.mark.parametrize(("content", "form", "reason"), [
+    (b"damaged", "own", "no usable drafter there"),
+    (None, "own", "no usable drafter there"),
+    ("layer", "eagle3", 'its tensors are not those of drafter.form = "eagle3"'),
+])  # fmt: skip
+def test_a_given_drafter_that_cannot_be_used_is_refused_by_name(first, tmp_path, content, form, reason):
+    _, node = first
+    path = tmp_path / "given.safetensors"
+    if content == "layer":
+        DraftLayer.of(node.sync.model).save(path)
+    elif content is not None:
+        path.write_bytes(content)
+    config = replace(config_of(tmp_path).drafter, kind="layer", form=form, pretrained=str(path))
+    policy = TrainedPolicy(deeper(node.sync.model) if form == "eagle3" else node.sync.model)
+    with pytest.raises(
+        UserError, match=re.escape(f"drafter.pretrained = '{path}'") + ".*" + re.escape(reason)
+    ):
+        pretrained_layer(config, policy)
+
+
+def deeper(model):
+    """Return a model of three layers, as EAGLE-3 needs, of the same sizes."""
+    return LlamaForCausalLM(LlamaConfig(**model.config.to_dict() | {"num_hidden_layers": 3}))
+
+
+def test_the_digest_of_the_rollouts_is_equal_exactly_if_they_are(tmp_path):
+    keys = {"drafter__kind": "off", "train__steps": 2, "checkpoint__every": 0}
+    runs = [config_of(tmp_path / name, seed=seed, **keys) for name, seed in (("a", 0), ("b", 0), ("c", 1))]
+    for config in runs:
+        run(config)
+    one, again, other = (records(config, "metrics")[-1]["rl"]["digest"] for config in runs)
+    assert one == again != other
+    assert one > 0
 
 
 def test_a_drafter_that_changes_after_each_step_of_the_engine_changes_no_weight(tmp_path):

@@ -9,9 +9,11 @@ from aedit.spec_rollout.rl.tasks.scratchpad import (
     MAX_CHARS,
     MEDIAN_SIZE,
     Task,
-    draw,
-    draw_many,
+    draw_task,
+    draw_tasks,
+    problems,
     reward,
+    solved,
     worked,
 )
 
@@ -26,7 +28,7 @@ def result(prompt):
 
 
 def test_every_worked_answer_ends_with_what_python_says():
-    for task in draw_many(2000, seed=1):
+    for task in draw_tasks(2000, seed=1):
         assert task.answer.splitlines()[-1] == f"={result(task.prompt)}", task.prompt
         assert task.answer.endswith("\n")
         assert reward(task.prompt, task.answer) == 1.0
@@ -48,7 +50,7 @@ def test_the_work_is_done_line_by_line(prompt, answer):
 
 
 def test_answers_have_a_long_tail_and_fit():
-    tasks = draw_many(20_000, seed=0)
+    tasks = draw_tasks(20_000, seed=0)
     lengths = np.array([len(task.answer) for task in tasks])
     p50, p99 = np.percentile(lengths, (50, 99))
     assert p99 / p50 >= 6
@@ -58,8 +60,8 @@ def test_answers_have_a_long_tail_and_fit():
 
 
 def test_the_same_seed_gives_the_same_tasks_and_another_one_others():
-    assert draw_many(50, seed=3) == draw_many(50, seed=3)
-    assert draw_many(50, seed=3) != draw_many(50, seed=4)
+    assert draw_tasks(50, seed=3) == draw_tasks(50, seed=3)
+    assert draw_tasks(50, seed=3) != draw_tasks(50, seed=4)
 
 
 @pytest.mark.parametrize("spoil", [
@@ -72,7 +74,7 @@ def test_the_same_seed_gives_the_same_tasks_and_another_one_others():
 def test_a_wrong_result_earns_nothing(spoil):
     rng = random.Random(5)
     for _ in range(50):
-        task = draw(rng)
+        task = draw_task(rng)
         assert reward(task.prompt, spoil(task.answer)) == 0.0
 
 
@@ -84,6 +86,25 @@ def test_only_the_result_is_looked_at():
 def test_what_is_no_task_is_refused(prompt):
     with pytest.raises(ValueError, match="is no task"):
         worked(prompt)
+
+
+def test_the_problems_are_those_of_a_run_and_their_answers_are_solved():
+    made = problems(40, seed=7, options={"longest": 200})
+    assert (
+        made
+        == problems(40, seed=7, options={"longest": 200})
+        != problems(40, seed=8, options={"longest": 200})
+    )
+    assert max(len(row["prompt"]) + len(row["answer"]) for row in made) <= 200
+    prompts, answers = [row["prompt"] for row in made], [row["answer"] for row in made]
+    assert solved(prompts, answers, answer=answers) == [1.0] * 40
+    assert solved(prompts, [answer[:-2] for answer in answers]) == [0.0] * 40
+
+
+@pytest.mark.parametrize("options", [{"longest": 63}, {"longest": 1001}, {"longest": "9"}, {"digits": 3}])
+def test_options_of_problems_are_refused_by_name(options):
+    with pytest.raises(ValueError, match=r"prompts\.options"):
+        problems(1, 0, options)
 
 
 def test_a_task_knows_its_kind():

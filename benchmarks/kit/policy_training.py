@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from aedit.launch.config import TrainConfig
 from aedit.launch.data import ByteTokenizer, batch
 from aedit.launch.node import lr_at, make_inner, set_lr
-from aedit.spec_rollout.rl.tasks.scratchpad import MAX_CHARS, draw
+from aedit.spec_rollout.rl.tasks.scratchpad import MAX_CHARS, draw_task
 
 IGNORED = -100
 SAVE_EVERY_S = 60.0
@@ -63,13 +63,13 @@ def task_rows(num_rows: int, seq_len: int, seed: str, longest: int = MAX_CHARS) 
     longest: characters of a task.
     """
     rng, tokenizer = random.Random(seed), ByteTokenizer()
-    first = [draw(rng, longest) for _ in range(num_rows)]
+    first = [draw_task(rng, longest) for _ in range(num_rows)]
     seq_len = max(seq_len, *(len(task.prompt) + len(task.answer) for task in first))
     ids_KT = np.full((num_rows, seq_len + 1), tokenizer.eos_id)
     labels_KT = np.full((num_rows, seq_len + 1), IGNORED)
     filled, missed = [0] * num_rows, 0
     while missed < MISSES:
-        task = first.pop() if first else draw(rng, longest)
+        task = first.pop() if first else draw_task(rng, longest)
         prompt, answer = tokenizer.encode(task.prompt), tokenizer.encode(task.answer)
         length = len(prompt) + len(answer) + 1
         open_rows = (k for k in range(num_rows) if filled[k] + length <= seq_len + 1)

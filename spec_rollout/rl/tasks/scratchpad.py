@@ -4,7 +4,7 @@ Four kinds, one line each: `add 4821+937`, `mul 123*45`, `sort 52 7 93`, `eval (
 line by line, repeats what is left to do, and ends with a line `=RESULT`. Sizes are log-normal and the work
 grows with their square, so that answers are long-tailed: p99 / p50 of their length is 6 or more.
 
-In a run: `prompts.source = "aedit.spec_rollout.rl.tasks.scratchpad:rows"` with `reward.functions =
+In a run: `prompts.source = "aedit.spec_rollout.rl.tasks.scratchpad:problems"` with `reward.functions =
 ["aedit.spec_rollout.rl.tasks.scratchpad:solved"]`.
 """
 
@@ -40,7 +40,7 @@ class Task:
         return self.prompt.partition(" ")[0]
 
 
-def draw(rng: random.Random, longest: int = MAX_CHARS) -> Task:
+def draw_task(rng: random.Random, longest: int = MAX_CHARS) -> Task:
     """Return a task of a kind and size that `rng` chooses.
 
     longest: characters of prompt and answer together.
@@ -52,7 +52,7 @@ def draw(rng: random.Random, longest: int = MAX_CHARS) -> Task:
             return task
 
 
-def rows(size: int, seed: int, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+def problems(size: int, seed: int, options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return `size` problems: rows with a `prompt` and its worked `answer`, both ended by a line break.
 
     The same arguments give the same rows on all machines.
@@ -71,7 +71,7 @@ def rows(size: int, seed: int, options: Mapping[str, Any]) -> list[dict[str, Any
     is_possible = longest in range(64, MAX_CHARS + 1)
     check(is_possible, "prompts.options.longest", f"must be 64 to {MAX_CHARS}", longest)
     rng = random.Random(seed)
-    tasks = (draw(rng, longest) for _ in range(size))
+    tasks = (draw_task(rng, longest) for _ in range(size))
     return [{"prompt": task.prompt, "answer": task.answer} for task in tasks]
 
 
@@ -80,10 +80,10 @@ def solved(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -
     return [reward(prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
 
 
-def draw_many(count: int, seed: int) -> list[Task]:
+def draw_tasks(count: int, seed: int) -> list[Task]:
     """Return `count` tasks, the same for the same seed."""
     rng = random.Random(seed)
-    return [draw(rng) for _ in range(count)]
+    return [draw_task(rng) for _ in range(count)]
 
 
 def worked(prompt: str) -> str:
