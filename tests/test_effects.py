@@ -57,6 +57,7 @@ USELESS = {
     "rollout.vllm.python": '[prompts]\nsource = "a.jsonl"\n[rollout.vllm]\npython = "p"\n',
     "drafter.kind": '[prompts]\nsource = "a.jsonl"\n[rl]\nengine = "vllm"\n[rollout.vllm]\npython = "p"\n'
     '[drafter]\nkind = "suffix"\n',
+    "drafter.train": '[prompts]\nsource = "a.jsonl"\n[drafter]\ntrain = true\n',
     "audit.floor": '[prompts]\nsource = "a.jsonl"\n[audit]\nfloor = 0.01\n',
     "audit.rate": SERVED + "[audit]\non = false\nrate = 0.5\n",
     "audit.record_bytes": SERVED + "[audit]\nrecord_bytes = 4_000_000\n",

@@ -40,6 +40,7 @@ from aedit.spec_rollout.drafters import (
     DraftLayer,
     Eagle3Layer,
     load_drafter,
+    trained_steps,
     write_drafter,
 )
 from aedit.types import Layout, UserError, first_line, model_sha256
@@ -282,9 +283,9 @@ def write_model(
 
 
 def drafter_of_run(run_dir: Path) -> Path | None:
-    """Return the newest file of a drafter in a run directory, or None."""
+    """Return the file of the most trained drafter in a run directory, the newest of equal ones, or None."""
     found = list(run_dir.glob(IN_RUN))
-    return max(found, key=_written_at) if found else None
+    return max(found, key=lambda path: (trained_steps(path), _written_at(path)), default=None)
 
 
 def drafter_beside(policy_dir: Path) -> Path | None:

@@ -28,11 +28,11 @@ def _is_generated(source: str) -> bool:
     return source.startswith("gym:") or (is_import_path(source) and not source.startswith("hf:"))
 
 
-RL_KEYS = (
-    "prompts.options. reward. rl. rollout. audit. drafter.form drafter.idle_training drafter.lr"
-    " drafter.loss drafter.memory_bytes drafter.pretrained drafter.vocabulary"
+LEARNED = (
+    "drafter.form drafter.idle_training drafter.lr drafter.loss drafter.memory_bytes drafter.pretrained"
+    " drafter.priority drafter.vocabulary"
 )
-"""Keys of reinforcement learning, besides those of `prompts`."""
+"""Keys of a drafter that is trained."""
 
 RULES: tuple[EffectRule, ...] = (
     (
@@ -100,20 +100,32 @@ RULES: tuple[EffectRule, ...] = (
     ("data.special_tokens", "data.tokenizer", lambda v, _: v == "byte", "a Hugging Face tokenizer"),
     ("data.split", "data.source", lambda v, _: not v.startswith("hf:"), '"hf:NAME"'),
     (
-        f"{_all_but('prompts', PromptConfig, 'source')} {RL_KEYS}",
+        f"{_all_but('prompts', PromptConfig, 'source')} prompts.options. reward. rl. rollout. audit.",
         "prompts.source",
         lambda v, _: not v,
         "a source of prompts",
     ),
+    (
+        LEARNED,
+        "prompts.source",
+        lambda v, c: not v and not c.drafter.train,
+        "a source of prompts, or drafter.train to true",
+    ),
     (  # nodes with loops of their own share a drafter if their hub has drafter.kind = "layer"
-        "drafter.kind drafter.share",
+        "drafter.kind",
+        "prompts.source",
+        lambda v, c: not v and not c.hub.endless and not c.drafter.train,
+        "a source of prompts, or drafter.train to true",
+    ),
+    (
+        "drafter.share",
         "prompts.source",
         lambda v, c: not v and not c.hub.endless,
         "a source of prompts",
     ),
     (
         "data.source data.text_key data.split data.held_out train.accumulate train.eval_every"
-        " train.eval_samples",
+        " train.eval_samples drafter.train",
         "prompts.source",
         lambda v, _: bool(v),
         '"" to train on text',
@@ -144,8 +156,7 @@ RULES: tuple[EffectRule, ...] = (
     ("rl.importance_cap", "rl.importance", lambda v, _: v == "off", '"token" or "sequence"'),
     ("rl.supervised_batch rl.supervised_lr", "rl.supervised_steps", lambda v, _: v == 0, "1 or more"),
     (
-        "drafter.form drafter.idle_training drafter.share drafter.lr drafter.loss drafter.memory_bytes"
-        " drafter.pretrained drafter.vocabulary",
+        f"{LEARNED} drafter.share drafter.train",
         "drafter.kind",
         lambda v, _: v in ("off", "suffix"),
         '"layer" or "auto"',
@@ -153,7 +164,7 @@ RULES: tuple[EffectRule, ...] = (
     (_all_but("audit", AuditConfig, "on"), "audit.on", lambda v, _: not v, "true"),
     ("audit.record_bytes audit.record_versions", "audit.record", lambda v, c: c.audit.on and not v, "true"),
     ("drafter.vocabulary", "drafter.form", lambda v, _: v == "own", '"eagle3"'),
-    ("drafter.lr drafter.loss", "drafter.idle_training", lambda v, _: not v, "true"),
+    ("drafter.lr drafter.loss drafter.train", "drafter.idle_training", lambda v, _: not v, "true"),
 )
 
 

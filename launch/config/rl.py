@@ -290,6 +290,10 @@ class DrafterConfig:
     """`suffix` drafts from the texts of the run, `layer` from a small trained layer, `auto` from whichever is
     faster at each step, or not at all."""
 
+    train: bool = False
+    """In a run on text: train a layer for the model while the nodes wait, for `aedit export`. The layer
+    changes nothing in the run; each node has its own, and the one with the most training is exported."""
+
     idle_training: bool = True
     """Train the layer while the node waits."""
 
@@ -319,6 +323,11 @@ class DrafterConfig:
 
     memory_bytes: int = 2**26
     """Memory for the newest features, on which the layer is trained."""
+
+    @property
+    def trains_on_text(self) -> bool:
+        """Return whether a run on text trains a layer."""
+        return self.train and self.idle_training and self.kind in ("layer", "auto")
 
     def __post_init__(self) -> None:
         check(self.memory_bytes >= 2**20, "drafter.memory_bytes", "must be at least 1 MiB", self.memory_bytes)

@@ -2,10 +2,10 @@
 
 `__main__` is the process that `torchrun` starts; `build` (begin there) makes the node and lets it join a
 world, a hub (`build_hub`) or hivemind peers (`build_averaging`). `train` is the loop over `objective` (text)
-or `rl_objective` (rewards), with `budget`, `stop`, `checkpoint`, `world` and `model`. `rl_build` makes the
-objective of RL from `rl_groups` (prompts to rewarded groups), `rl_policy` (advantages and loss),
-`rl_engine` (with the learned drafter), `rl_audit` (of servers) and `rl_records`. `launch.processes` starts
-it; exports and serving use its model.
+with the drafter of `text_learner`, or `rl_objective` (rewards), with `budget`, `stop`, `checkpoint`, `world`
+and `model`. `rl_build` makes the objective of RL from `rl_groups` (prompts to rewarded groups), `rl_policy`
+(advantages and loss), `rl_engine` (with the learned drafter), `rl_audit` (of servers) and `rl_records`.
+`launch.processes` starts it; exports and serving use its model.
 """
 
 from typing import TYPE_CHECKING
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         saved_layer,
         taps_of,
     )
+    from aedit.launch.node.text_learner import check_text_drafter
     from aedit.launch.node.world import chosen_device
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "agent_plan",
     "blocks",
     "build_model",
+    "check_text_drafter",
     "choose_among",
     "chosen_device",
     "draft_form",

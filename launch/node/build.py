@@ -38,6 +38,7 @@ from aedit.launch.node.objective import NodeParts, Objective, TextObjective, mak
 from aedit.launch.node.rl_build import make_policy_objective
 from aedit.launch.node.rl_engine import draft_form
 from aedit.launch.node.stop import Stop
+from aedit.launch.node.text_learner import make_text_learner
 from aedit.launch.node.train import TrainingNode
 from aedit.launch.node.world import World
 from aedit.launch.records import Clock, Recorder, open_trackers
@@ -296,7 +297,12 @@ def make_objective(data: TrainingData, parts: NodeParts) -> Objective:
     if isinstance(data, ProblemSet):
         return make_policy_objective(data, parts)
     return TextObjective(
-        config=parts.config, world=parts.world, corpus=data, order=parts.order, sync=parts.sync
+        config=parts.config,
+        world=parts.world,
+        corpus=data,
+        order=parts.order,
+        sync=parts.sync,
+        learner=make_text_learner(parts),
     )
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,6 +23,7 @@ from aedit.types import UserError
 
 if TYPE_CHECKING:
     from aedit.launch.node.build_hub import HubMembership
+    from aedit.launch.node.text_learner import TextLearner
 
 AddLoss = Callable[[Tensor], None]
 
@@ -104,6 +106,8 @@ class TextObjective:
     corpus: Corpus
     order: Order
     sync: LayerSync
+    learner: "TextLearner | None" = None
+    """Drafter that learns from these forward passes in the node's waits."""
     _before: tuple[dict[str, int], Tensor] | None = None
     """Sample order and random state before the current step."""
 
@@ -111,12 +115,18 @@ class TextObjective:
         """Run forward and backward passes on the next samples, `train.accumulate` micro-batches."""
         self._before = (self.order.state(), torch.get_rng_state())
         train, world = self.config.train, self.world
-        drawn = self.order.take(train.batch_size * train.accumulate)
+        drawn, learner = self.order.take(train.batch_size * train.accumulate), self.learner
+        if learner is not None:
+            learner.begin_step()
         for part in drawn.reshape(train.accumulate, -1):
             mine = part[world.rank :: world.ranks]
             samples = batch(self.corpus.train, mine).to(world.device, non_blocking=True)
-            mean = loss(self.sync.model, samples, self.config.model.dtype) / train.accumulate
+            model = self.sync.model
+            with learner.collecting(model, samples[:, :-1]) if learner is not None else nullcontext():
+                mean = loss(model, samples, self.config.model.dtype) / train.accumulate
             mean.backward()  # type: ignore[no-untyped-call]
+            if learner is not None:
+                learner.write()
             add_loss(mean.detach())
 
     def lr(self, progress: float, nodes: int) -> float:
@@ -155,22 +165,27 @@ class TextObjective:
         return "eval", {"loss": found}
 
     def metrics(self) -> dict[str, Any]:
-        """Return nothing: loss and tokens are in each line."""
-        return {}
+        """Return the state of the drafter, if there is one: loss and tokens are in each line."""
+        return {} if self.learner is None else {"drafter": self.learner.metrics()}
 
     def order_state(self) -> dict[str, int]:
         """Return the state of the sample order."""
         return self.order.state()
 
     def state(self) -> dict[str, Any]:
-        """Return nothing besides the order."""
-        return {}
+        """Return the training steps of the drafter, and write it beside the checkpoint."""
+        return {} if self.learner is None else {"drafter_steps": self.learner.save()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Do nothing."""
+        """Restore what `state` returned."""
+        if self.learner is not None:
+            self.learner.steps_before = state.get("drafter_steps", 0)
 
     def close(self) -> None:
-        """Do nothing."""
+        """End the drafter's trainer."""
+        if self.learner is not None:
+            self.sync.idle = None
+            self.learner.online.close()
 
     @property
     def _per_step(self) -> int:

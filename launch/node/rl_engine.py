@@ -152,23 +152,30 @@ def make_online(parts: NodeParts, policy: PolicySource) -> OnlineDrafter | None:
     Raises UserError if `drafter.kind = "layer"` and there is no draft layer for this type of model, or if
     `drafter.pretrained` cannot be used.
     """
-    config, directory = parts.config.drafter, parts.recorder.directory
-    if config.kind not in ("layer", "auto"):
+    kind = parts.config.drafter.kind
+    if kind not in ("layer", "auto"):
         return None
-    rank = parts.world.rank
-    layer = saved_layer(directory / FILE, policy) or pretrained_layer(config, policy)
     try:
-        return OnlineDrafter.of(
-            policy,
-            layer=layer,
-            config=online_config(config, directory / f"drafter_{rank}.log"),
-            checkpoint=directory / f"drafter_{rank}.training",
-            seed=parts.config.seed,
-        )
+        return start_online(parts, policy)
     except ValueError as error:
-        if config.kind == "auto":
+        if kind == "auto":
             return None
         raise UserError(f'drafter.kind = "layer": {error}; use "suffix" or "auto"') from None
+
+
+def start_online(parts: NodeParts, policy: PolicySource) -> OnlineDrafter:
+    """Return the drafter of this rank, with its trainer; see `make_online`.
+
+    Raises ValueError if there is no draft layer for this type of model.
+    """
+    config, directory, rank = parts.config, parts.recorder.directory, parts.world.rank
+    return OnlineDrafter.of(
+        policy,
+        layer=saved_layer(directory / FILE, policy) or pretrained_layer(config.drafter, policy),
+        config=online_config(config.drafter, directory / f"drafter_{rank}.log"),
+        checkpoint=directory / f"drafter_{rank}.training",
+        seed=config.seed,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,10 +237,13 @@ class TrainerDeaths:
             )
 
 
-def save_drafter(online: OnlineDrafter, directory: Path) -> None:
-    """Write the drafter in use. If that fails, print the error and continue: the older file is intact."""
+def save_drafter(online: OnlineDrafter, directory: Path, *, steps: int = 0) -> None:
+    """Write the drafter in use. If that fails, print the error and continue: the older file is intact.
+
+    steps: of its training, by which an export chooses among nodes that share no drafter.
+    """
     try:
-        online.layer.save(directory / FILE)
+        online.layer.save(directory / FILE, steps=steps)
     except OSError as error:
         print(f"aedit: {directory / FILE} was not written: {error}", file=sys.stderr, flush=True)
 

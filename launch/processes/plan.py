@@ -20,7 +20,7 @@ from aedit.launch.config import (
     trains_on_cpu,
 )
 from aedit.launch.data import load_tokenizer
-from aedit.launch.node import outline
+from aedit.launch.node import check_text_drafter, outline
 from aedit.launch.processes.run_local import nodes_here
 from aedit.proto.codecs import codec
 from aedit.types import UserError
@@ -117,6 +117,8 @@ def measure(config: RunConfig, placement: Placement) -> Plan:
     """
     ranks = ranks_per_node(config, placement)
     model = outline(config, load_tokenizer(config.data))
+    if not config.prompts.source:
+        check_text_drafter(config.drafter, model)
     try:
         units = find_units(model, config.edit.units)
     except ValueError as error:

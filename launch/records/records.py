@@ -246,6 +246,10 @@ class Metric:
     rl: RLMetric | None = None
     """Reinforcement learning; None in a run on text."""
 
+    drafter: Mapping[str, float] = field(default_factory=dict)
+    """In a run on text, the state of the node's drafter: training steps so far, drafters that its gate has
+    `published` and `refused`, and tokens per pass on held-out text (`accepted_length`); empty without one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartEvent:

@@ -96,6 +96,14 @@ def _text_facts(run: Run) -> Facts:
         "speed",
         f"{speed} tokens/s, {fmt.percent(share_of_solo(run.nodes))} of the sum of the nodes' solo speeds",
     )
+    for node in run.nodes:
+        if drafter := node.metrics[-1].drafter if node.metrics else {}:
+            steps, published, length = (
+                drafter.get(n, nan) for n in ("steps", "published", "accepted_length")
+            )
+            trained = f"{fmt.count(steps)} steps of training in waits, {fmt.count(published)} published"
+            per_pass = f"{fmt.decimals(length)} tokens per pass on held-out text"
+            yield "drafter", f"node {node.index}: {trained}, {per_pass}"
 
 
 def _change(first: float, last: float) -> str:

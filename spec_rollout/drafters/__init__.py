@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         layer_of,
         shape_from,
         tapped,
+        trained_steps,
     )
     from aedit.spec_rollout.drafters.drafts import (
         OFF,
@@ -61,6 +62,7 @@ __all__ = [
     "read_speculator",
     "shape_from",
     "tapped",
+    "trained_steps",
     "write_drafter",
 ]
 

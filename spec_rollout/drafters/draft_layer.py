@@ -36,7 +36,7 @@ from aedit.types import check
 
 SHARED = ("embed", "lm_head", "head", "wte")
 """Substrings of the names of tensors that belong to the policy."""
-_SHAPE = "aedit.draft_shape"
+_SHAPE, _STEPS = "aedit.draft_shape", "aedit.draft_steps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,11 +279,17 @@ class DraftLayer(nn.Module):
                 raise ValueError(f"weights of a draft layer: {name!r} {wrong}")
         return super().load_state_dict(state, strict, assign)
 
-    def save(self, path: Path) -> None:
-        """Write the trainable tensors to a safetensors file, atomically."""
+    def save(self, path: Path, *, steps: int = 0) -> None:
+        """Write the trainable tensors to a safetensors file, atomically.
+
+        Args:
+            path: File.
+            steps: Training steps so far, for `trained_steps`; 0: unknown.
+        """
         part = path.with_name(f"{path.name}.part")
         state = {name: value.detach().contiguous() for name, value in self.state_dict().items()}
-        save_file(state, part, {_SHAPE: json.dumps(asdict(self.shape))})
+        about = {_SHAPE: json.dumps(asdict(self.shape))} | ({_STEPS: str(steps)} if steps else {})
+        save_file(state, part, about)
         part.replace(path)
 
     @classmethod
@@ -438,6 +444,15 @@ class DraftForm:
         ends = [ends] if isinstance(ends, int) else ends or []
         ends = [end for end in ends if self.vocabulary <= end < config.vocab_size][: self.vocabulary]
         return (*range(self.vocabulary - len(ends)), *ends)
+
+
+def trained_steps(path: Path) -> int:
+    """Return the training steps of the layer in a file of `DraftLayer.save`; 0 if they are unknown."""
+    try:
+        with safe_open(path, "pt") as file:
+            return int((file.metadata() or {}).get(_STEPS, 0))
+    except (OSError, ValueError, SafetensorError):
+        return 0
 
 
 def layer_of(shape: DraftShape) -> DraftLayer:

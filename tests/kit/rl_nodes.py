@@ -52,7 +52,11 @@ every = 1
 
 def config_of(directory, **keys):
     """Return the configuration with dotted keys replaced, such as rl__groups=2."""
-    config = replace(parse_config(CONFIG, "test"), dir=str(directory))
+    return with_keys(replace(parse_config(CONFIG, "test"), dir=str(directory)), **keys)
+
+
+def with_keys(config, **keys):
+    """Return the configuration with dotted keys replaced."""
     for name, value in keys.items():
         config = _with(config, name.split("__"), value)
     return config
