@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import takewhile
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from aedit.spec_rollout import Engine, Prompt, RolloutSource, Sampling, WorkerConfig, WorkerSource
 from aedit.spec_rollout.choose import Fixed
-from aedit.spec_rollout.drafters import LayerDrafter, write_speculator
+from aedit.spec_rollout.drafters import LayerDrafter
 from aedit.spec_rollout.model import Target
 from aedit.spec_rollout.sampling import encode_prompt, gumbel
 from aedit.spec_rollout.server.vllm_engine import check_supported
@@ -167,6 +167,9 @@ class TestDrafters:
             assert passes == [passes_of(*each) for each in zip(prompts, tokens, passes, strict=True)]
             if kind in ("draft_model", "eagle", "eagle3") and prompts[0].sampling.temperature == 1.0:
                 assert sum(passes) < sum(map(len, tokens))
+        if kind == "eagle3":  # before the first drafter, and after it: it shares vLLM's embedding
+            assert [each[2] for each in answers["undrafted"]] == [each[2] for each in answers["after"]]
+            assert [each[6] for each in answers["undrafted"]] == [len(each[2]) for each in answers["after"]]
         assert all(answers["refused"].values()), answers["refused"]
         assert answers["after"] == answers["batches"][0]
         moved = {sample: text for _, sample, *text in answers["batches"][-1]}
@@ -230,10 +233,10 @@ def eagle_passes(model, folder):
 
 
 def eagle3_passes(model, folder):
-    """Write a drafter as `aedit export --drafter` does; return the own engine's passes with it."""
+    """Write a drafter whose weights come while vLLM runs; return the own engine's passes with it."""
     layer = layer_for(model, tuple(range(0, VOCABULARY, 2)))
-    folder.mkdir()
-    write_speculator(layer, model.config, folder, verifier="policy")
+    save_file(layer.state_dict(), folder.parent / "layer.safetensors")
+    (folder.parent / "layer.json").write_text(json.dumps(asdict(layer.shape)))
 
     def passes_of(prompt, tokens, passes):
         target = Target.of(model, rows=1, max_tokens=256, nodes=16, taps=layer.shape.tap_layers)
@@ -269,7 +272,7 @@ def speculative_of(kind, drafter):
     if kind == "off":
         return {}
     ngram = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    more = {"ngram": ngram, "suffix": {}}.get(kind, {"model": str(drafter)})
+    more = {"ngram": ngram, "suffix": {}, "eagle3": {}}.get(kind, {"model": str(drafter)})
     return {"method": kind, "num_speculative_tokens": DEPTH, **more}
 
 

@@ -150,8 +150,12 @@ RULES: tuple[EffectRule, ...] = (
         "1 or more",
     ),
     ("rollout.", "rl.engine", lambda v, c: bool(c.prompts.source) and v == "aedit", '"vllm"'),
-    # vLLM drafts by itself.
-    ("drafter.", "rl.engine", lambda v, c: bool(c.prompts.source) and v == "vllm", '"aedit"'),
+    (
+        "drafter.",
+        "rollout.vllm.speculative",
+        lambda v, c: bool(c.prompts.source) and c.rl.engine == "vllm" and not c.rollout.vllm.has_own_drafter,
+        '{ method = "eagle3" } or rl.engine = "aedit"',
+    ),
     ("rl.clip_low", "rl.loss", lambda v, _: v == "cispo", "another loss"),
     ("rl.importance_cap", "rl.importance", lambda v, _: v == "off", '"token" or "sequence"'),
     ("rl.supervised_batch rl.supervised_lr", "rl.supervised_steps", lambda v, _: v == 0, "1 or more"),

@@ -280,6 +280,10 @@ class RunConfig:
             return
         dtype = self.rl.engine_dtype
         check(dtype != "fp64", "rl.engine_dtype", 'must be "fp32" or "bf16" for vLLM', dtype)
+        fits = self.drafter.form == "eagle3" and self.drafter.kind in ("layer", "auto")
+        rule = 'needs drafter.form = "eagle3" and drafter.kind = "layer", or a model, for method eagle3; got'
+        speculative = self.rollout.vllm.speculative
+        check(fits or not self.rollout.vllm.has_own_drafter, "rollout.vllm.speculative", rule, speculative)
 
     def _check_hub(self) -> None:
         """Raise ValueError for a value that has no effect with a hub, or without one."""
@@ -342,5 +346,6 @@ def unit_rules(config: RunConfig) -> UnitRules:
     Nodes with training loops of their own bring one only if the configuration of their hub names it.
     """
     kinds = ("layer", "auto") if config.prompts.source else ("layer",) if config.hub.endless else ()
-    has_drafter = config.drafter.kind in kinds and config.rl.engine == "aedit"
+    is_used = config.rl.engine == "aedit" or config.rollout.vllm.has_own_drafter
+    has_drafter = config.drafter.kind in kinds and is_used
     return {DRAFTER: UnitRule()} if has_drafter and config.drafter.share else {}

@@ -270,7 +270,12 @@ class VllmConfig:
 
     speculative: dict[str, Scalar] = field(default_factory=dict)
     """vLLM's `speculative_config`, such as `method = "suffix"`, `num_speculative_tokens = 8`; empty: no
-    drafts. Drafts change no token."""
+    drafts. Drafts change no token. `method = "eagle3"` without `model` drafts with the run's own drafter."""
+
+    @property
+    def has_own_drafter(self) -> bool:
+        """Return true if vLLM drafts with the layer that the run trains."""
+        return self.speculative.get("method") == "eagle3" and "model" not in self.speculative
 
 
 @checked("rollout")

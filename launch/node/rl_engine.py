@@ -203,11 +203,11 @@ class ForwardLearner:
 
 
 def make_learner(parts: NodeParts) -> ForwardLearner | None:
-    """Return the drafter of a rank without an engine; None for vLLM, which drafts by itself.
+    """Return the drafter of a rank without an engine; None for vLLM with a drafter of its own.
 
     See `make_online`.
     """
-    if parts.config.rl.engine == "vllm":
+    if parts.config.rl.engine == "vllm" and not parts.config.rollout.vllm.has_own_drafter:
         return None
     taps = taps_of(parts.config.drafter, unwrapped(parts.sync.model))
     policy = TrainedPolicy(parts.sync.model, taps=taps)

@@ -35,7 +35,12 @@ if TYPE_CHECKING:
         parse_arm,
     )
     from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
-    from aedit.spec_rollout.drafters.speculators import load_drafter, read_speculator, write_drafter
+    from aedit.spec_rollout.drafters.speculators import (
+        exported_tensors,
+        load_drafter,
+        read_speculator,
+        write_drafter,
+    )
     from aedit.spec_rollout.drafters.suffix import SuffixDrafter
 
 __all__ = [
@@ -56,6 +61,7 @@ __all__ = [
     "RowStart",
     "StepUpdate",
     "SuffixDrafter",
+    "exported_tensors",
     "layer_of",
     "load_drafter",
     "parse_arm",

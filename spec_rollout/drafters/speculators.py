@@ -135,7 +135,7 @@ def write_speculator(
     }
     if _shape(config, policy, layer.draft_tokens, folder) != layer.shape:
         raise ValueError(f"{folder}: the drafter has other rotary positions or sizes than this policy")
-    save_file(_exported(layer), folder / WEIGHTS, {"format": "pt"})
+    save_file(exported_tensors(layer), folder / WEIGHTS, {"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -166,7 +166,7 @@ def read_speculator(folder: Path, model: Any) -> Eagle3Layer:
     _check_embedding(tensors.pop(_EMBEDDING, None), model, where)
     shape = _shape(config, policy, tokens, folder / CONFIG)
     layer = Eagle3Layer(shape)
-    wanted = _exported(layer)
+    wanted = exported_tensors(layer)
     for name in sorted({*wanted, *tensors} - {"d2t", "t2d"}):
         if name not in wanted:
             raise ValueError(f"{where}: tensor {name!r} is unknown")
@@ -289,8 +289,8 @@ def _check_embedding(embedding: Tensor | None, model: Any, where: Path) -> None:
         raise ValueError(f"{where}: {_EMBEDDING} is not the policy's embedding, which this layer uses")
 
 
-def _exported(layer: Eagle3Layer) -> dict[str, Tensor]:
-    """Return the tensors by the names of the format."""
+def exported_tensors(layer: Eagle3Layer) -> dict[str, Tensor]:
+    """Return copies of a layer's tensors by the names of the format."""
     shape, state = layer.shape, layer.state_dict()
     q, k = shape.split
     queries, keys, values = state["qkv.weight"].split([q, k, k])
@@ -306,7 +306,7 @@ def _exported(layer: Eagle3Layer) -> dict[str, Tensor]:
 
 
 def _imported(tensors: Mapping[str, Tensor], shape: Eagle3Shape) -> dict[str, Tensor]:
-    """Return the state dict of a layer; the inverse of `_exported`."""
+    """Return the state dict of a layer; the inverse of `exported_tensors`."""
     queries, keys, values = (tensors[name] for name in _QKV)
     joint = [_pairs(queries, shape.num_heads), _pairs(keys, shape.num_kv_heads), values]
     return {own: tensors[name] for own, name in _NAMES.items()} | {

@@ -6,17 +6,28 @@ float32 they are those of the own engine, with any drafter of vLLM.
 """
 
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from aedit.spec_rollout.drafters import OFF, Arm, DrafterKind
+from aedit.spec_rollout.drafters import (
+    OFF,
+    Arm,
+    DrafterKind,
+    Eagle3Layer,
+    Eagle3Shape,
+    exported_tensors,
+    shape_from,
+    write_drafter,
+)
 from aedit.spec_rollout.engine import Meters, SampleKeys, Step, check_prompt
 from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling, StopStrings, TokenDecoder
 
@@ -53,6 +64,7 @@ class VllmEngine:
         reference: "ReferencePolicy",
         tokenizer: TokenDecoder | None,
         arm: Arm,
+        drafter: Eagle3Shape | None = None,
     ) -> None:
         """Make the engine.
 
@@ -62,20 +74,25 @@ class VllmEngine:
             reference: Computes what vLLM must compute with each version.
             tokenizer: Needed for stop strings.
             arm: What vLLM drafts.
+            drafter: Shape of the drafter whose weights come; None: none come.
         """
         self.target, self.tokenizer, self.arm = size, tokenizer, arm
         self.version = 0
         self.meters = Meters()
-        self.drafters: Mapping[str, Any] = {}
+        self.drafters: Mapping[str, SwappedLayer] = {}
         self._llm, self._reference = llm, reference
         self._keys = SampleKeys()
         self._samples: dict[str, _RunningSample] = {}
         self._counts: dict[str, int] = {}
         """Tokens by sample that `step` has not reported."""
         self._num_canaries = 0
-        dtype = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[size.dtype]
-        table = {name: (shape, dtype) for name, shape in reference.shapes.items()}
-        self._call("init_weight_transfer_engine", {"table": table})
+        shapes = reference.shapes.items()
+        like = {name: torch.empty(shape, dtype=size.dtype, device="meta") for name, shape in shapes}
+        wanted = {"tensors": like}
+        if drafter is not None:
+            self.drafters = {"layer": SwappedLayer(llm, drafter, size.rows)}
+            wanted["draft_tensors"] = exported_tensors(Eagle3Layer(drafter))
+        self._call("init_weight_transfer_engine", wanted)
 
     @property
     def running(self) -> list[Rollout]:
@@ -251,6 +268,33 @@ class VllmEngine:
             )
 
 
+class SwappedLayer:
+    """The EAGLE-3 drafter in vLLM, whose weights are replaced between two steps."""
+
+    def __init__(self, llm: Any, shape: Eagle3Shape, rows: int) -> None:
+        self.shape, self.version = shape, -1
+        self._llm = llm
+        # Until a trained one comes, vLLM drafts nothing: its scheduler looks up a depth by running samples.
+        self._scheduler = llm.engine_core.engine_core.scheduler
+        self._depths, self._scheduler.dynamic_sd_lookup = self._scheduler.dynamic_sd_lookup, [0] * (rows + 1)
+
+    def replace(self, layer: Eagle3Layer, version: int) -> None:
+        """Draft with another layer from the next step on, if its version is not negative, as if untrained.
+
+        One whose values are not finite is refused with a line in the log, and the one before is used.
+        """
+        if version < 0:
+            return
+        self._llm.collective_rpc("start_draft_weight_update")
+        try:
+            self._llm.collective_rpc("update_weights", args=({"tensors": exported_tensors(layer)},))
+        except ValueError as error:
+            print(f"aedit: drafter {version} is refused: {error}", file=sys.stderr, flush=True)
+            return
+        self._llm.collective_rpc("finish_weight_update")
+        self._scheduler.dynamic_sd_lookup, self.version = self._depths, version
+
+
 class _RunningSample:
     """A rollout in vLLM, with the search for its stop strings."""
 
@@ -368,7 +412,8 @@ def make_vllm_engine(spec: "EngineSpec") -> VllmEngine:
     """Return an engine with random weights of the right shapes.
 
     `spec.options`: `eager` (bool; default: on a CPU, where compiling takes longer than it saves), `kv_bytes`
-    (int, 0: what the rows need), and `speculative`, vLLM's `speculative_config`.
+    (int, 0: what the rows need), and `speculative`, vLLM's `speculative_config`. With `spec.drafter`, of
+    EAGLE-3's form, its method is `eagle3` and its model that drafter.
 
     Raises:
         ValueError: vLLM cannot run this model or dtype.
@@ -396,10 +441,18 @@ def make_vllm_engine(spec: "EngineSpec") -> VllmEngine:
     # A sample names its stop tokens. vLLM would also mask the model's own before `min_new_tokens`.
     config.eos_token_id = config.get_text_config().eos_token_id = None
     options = dict(spec.options)
-    speculative = options.pop("speculative", {}) or {}
+    speculative = dict(options.pop("speculative", {}) or {})
     text = config.get_text_config()
+    shape = shape_from(spec.drafter) if spec.drafter is not None else None
+    if shape is not None and not isinstance(shape, Eagle3Shape):
+        raise ValueError('vLLM drafts with layers of EAGLE-3\'s form: set drafter.form = "eagle3"')
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
+        if shape is not None:
+            (drafter := Path(folder) / "drafter").mkdir()
+            write_drafter(Eagle3Layer(shape), text, drafter, verifier=folder)
+            speculative = {"num_speculative_tokens": 4, **speculative}
+            speculative |= {"method": "eagle3", "model": str(drafter)}
         arguments = EngineArgs(
             model=folder,
             skip_tokenizer_init=True,
@@ -414,7 +467,7 @@ def make_vllm_engine(spec: "EngineSpec") -> VllmEngine:
             async_scheduling=False,
             generation_config="vllm",
             disable_log_stats=True,
-            speculative_config=dict(speculative) or None,
+            speculative_config=speculative or None,
         )
         if options:
             raise ValueError(f"options: {', '.join(options)}: expected eager, kv_bytes, speculative")
@@ -429,10 +482,10 @@ def make_vllm_engine(spec: "EngineSpec") -> VllmEngine:
     tokenizer = (
         tokenizers.from_pretrained(spec.tokenizer, trust_remote_code=False) if spec.tokenizer else None
     )
-    depth = int(speculative.get("num_speculative_tokens", 0)) if speculative else 0
-    kind: DrafterKind = "suffix" if speculative.get("method") == "suffix" else "custom"
-    arm = Arm(kind, depth, 1, depth) if depth else OFF
-    return VllmEngine(llm, size, ReferencePolicy(model, dtype), tokenizer, arm)
+    depth = int(speculative.get("num_speculative_tokens", 0))
+    kinds: Mapping[Any, DrafterKind] = {"suffix": "suffix", "eagle3": "layer" if shape else "custom"}
+    arm = Arm(kinds.get(speculative.get("method"), "custom"), depth, 1, depth) if depth else OFF
+    return VllmEngine(llm, size, ReferencePolicy(model, dtype), tokenizer, arm, shape)
 
 
 def _kv_bytes(text: Any, spec: "EngineSpec", dtype: torch.dtype) -> int:

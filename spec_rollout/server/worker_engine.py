@@ -136,8 +136,7 @@ class SharedWeightsEngine:
         self.adopt(0, self.engine)
         newest = self._drafter.newest(after=self.drafter_version) if self._drafter else None
         if newest is not None:
-            drafter = self.engine.drafters["layer"]
-            assert isinstance(drafter, LayerDrafter)
+            drafter: Any = self.engine.drafters["layer"]  # `LayerDrafter`, or vLLM's `SwappedLayer`
             layer = layer_of(drafter.shape)
             layer.load_state_dict(newest.tensors)
             drafter.replace(layer, newest.version)

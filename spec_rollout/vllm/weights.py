@@ -33,12 +33,14 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", to
 
 @dataclass
 class CheckedInit(WeightTransferInitInfo):
-    """Tensors that each version must have: those of a safetensors file, or given as a table."""
+    """Tensors that each version must have: those of a safetensors file, or like tensors of this process."""
 
     base: str = ""
     draft_base: str = ""
     """The same for the draft model."""
-    table: Table = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    """Their values are not read."""
+    draft_tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -66,9 +68,9 @@ class CheckedWeights(WeightTransferEngine[CheckedInit, CheckedUpdate]):
 
     def init_transfer_engine(self, init_info: CheckedInit) -> None:
         """Read what each version must have."""
-        given = {name: (tuple(shape), dtype) for name, (shape, dtype) in init_info.table.items()}
-        self._base = file_table(init_info.base) if init_info.base else given
-        self._draft_base = file_table(init_info.draft_base) if init_info.draft_base else {}
+        own, draft = init_info.base, init_info.draft_base
+        self._base = file_table(own) if own else tensor_table(init_info.tensors)
+        self._draft_base = file_table(draft) if draft else tensor_table(init_info.draft_tensors)
 
     def start_weight_update(self) -> None:
         """Forget a version that was not finished."""
@@ -150,14 +152,16 @@ def file_table(path: str) -> Table:
     return {name: (tuple(each["shape"]), each["dtype"]) for name, each in head.items() if "dtype" in each}
 
 
+def tensor_table(tensors: Mapping[str, Tensor]) -> Table:
+    """Return names, shapes and dtypes of tensors."""
+    dtypes = {name: DTYPES.get(each.dtype, str(each.dtype)) for name, each in tensors.items()}
+    return {name: (tuple(each.shape), dtypes[name]) for name, each in tensors.items()}
+
+
 def _opened(info: CheckedUpdate) -> tuple[Callable[[str], Tensor], Table, str]:
     """Return a function that reads a tensor, the table of all, and the version's name in messages."""
     if not info.path:
-        table = {
-            name: (tuple(each.shape), DTYPES.get(each.dtype, str(each.dtype)))
-            for name, each in info.tensors.items()
-        }
-        return info.tensors.__getitem__, table, "weights"
+        return info.tensors.__getitem__, tensor_table(info.tensors), "weights"
     if info.sha256:
         with open(info.path, "rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,8 +1,9 @@
 """Samples of vLLM behind the methods of an engine: `PYTHON_WITH_VLLM vllm_job.py FOLDER SPECULATIVE_AS_JSON`.
 
 FOLDER has `config.json`, `1.safetensors` and `2.safetensors`, two versions of a policy, and `prompts.json`,
-batches of prompts as `encode_prompt` writes them. The last batch is generated while version 2 comes. Writes
-`answers.json`, and what came of versions that do not fit.
+batches of prompts as `encode_prompt` writes them; and `layer.json` and `layer.safetensors`, the shape and
+weights of a drafter that comes after the first batch, or neither. The last batch is generated while version 2
+comes. Writes `answers.json`, and what came of versions that do not fit.
 """
 
 import json
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from aedit.spec_rollout.drafters import layer_of
 from aedit.spec_rollout.sampling import decode_prompt
 from aedit.spec_rollout.server.vllm_engine import make_vllm_engine
 from aedit.spec_rollout.server.worker_engine import EngineSpec
@@ -34,6 +36,8 @@ def main(folder, speculative):
         [decode_prompt(json.dumps(each)) for each in b]
         for b in json.loads((folder / "prompts.json").read_text())
     ]
+    drafter = folder / "layer.json"
+    shape = json.loads(drafter.read_text()) if drafter.exists() else None
     spec = EngineSpec(
         model=model,
         dtype="float32",
@@ -41,12 +45,17 @@ def main(folder, speculative):
         rows=8,
         max_tokens=320,
         arms=("off",),
+        drafter=shape,
         options={"speculative": speculative},
     )
     engine = make_vllm_engine(spec)
     first, second = (load_file(folder / f"{version}.safetensors") for version in (1, 2))
     engine.update_weights(first, 1)
-    found = {"batches": [finished(engine, batch) for batch in batches[:-1]]}
+    found = {}
+    if shape:
+        found["undrafted"] = finished(engine, batches[0])
+        change_drafter(engine, load_file(folder / "layer.safetensors"))
+    found["batches"] = [finished(engine, batch) for batch in batches[:-1]]
     found["refused"] = {name: refusal(engine, first, harm) for name, harm in HARM.items()}
     found["after"] = finished(engine, batches[0])
     rollouts = [engine.add(prompt) for prompt in batches[-1]]
@@ -58,6 +67,18 @@ def main(folder, speculative):
     rollouts.append(engine.add(moved))
     found["batches"].append(finished(engine, [], rollouts))
     (folder / "answers.json").write_text(json.dumps(found))
+
+
+def change_drafter(engine, state):
+    """Let vLLM draft with a layer, after one that is refused."""
+    drafter = engine.drafters["layer"]
+    layers = [layer_of(drafter.shape) for _ in range(3)]
+    for layer in layers:
+        layer.load_state_dict(state)
+    layers[1].gain.data.fill_(float("nan"))
+    for version, layer in zip((-1, 1, 2), layers, strict=True):
+        drafter.replace(layer, version)
+    assert drafter.version == 2
 
 
 def finished(engine, prompts, rollouts=()):
