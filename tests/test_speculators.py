@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from aedit.spec_rollout.choose import Fixed
-from aedit.spec_rollout.drafters import Eagle3Layer, LayerDrafter, read_speculator, write_speculator
-from aedit.spec_rollout.drafters.speculators import VERSION
+from aedit.spec_rollout.drafters import Eagle3Layer, LayerDrafter, read_speculator
+from aedit.spec_rollout.drafters.speculators import VERSION, write_speculator
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.model import Target
 from aedit.spec_rollout.sampling import Prompt, Sampling
