@@ -177,6 +177,19 @@ def test_the_solved_share_counts_from_the_end_of_the_supervised_warm_up(tmp_path
     assert "warm-up" not in shown(tmp_path)
 
 
+@pytest.mark.parametrize(("arms", "end"), [
+    ({"off": 30}, "off 100 %; 1.31x as fast as without drafts if all were accepted, but too few are"),
+    ({"off": 10, "layer:4": 30}, "off 25 %; 1.31x as fast as without drafts if all were accepted"),
+])  # fmt: skip
+def test_the_report_says_what_drafts_could_gain_and_why_they_are_off(tmp_path, report, arms, end):
+    (tmp_path / "run.toml").write_text('name = "bound"\n')
+    node = RLNode(tmp_path, 0)
+    node.start()
+    node.step(1, arms=arms, drafting_bound=1.31)
+    (line,) = (line for line in report(tmp_path).splitlines() if line.startswith("  arms"))
+    assert line.endswith(end)
+
+
 def test_the_report_shows_every_figure(tmp_path, report):
     run_dir = rl_run(tmp_path)
     text = report(run_dir)

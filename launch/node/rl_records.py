@@ -139,6 +139,7 @@ class RLRecords:
         servers = self.pipeline.source.status().get("servers")
         if servers:  # those of the first rank
             totals["servers"] = servers
+        totals["drafting_bound"] = self.pipeline.source.status().get("drafting_bound")  # of the first rank
         if self.online is not None:
             length = self.pipeline.source.status().get("drafted_length")
             totals["drafter"] |= {"accepted_length": length, "version": totals["drafter"]["adopted"]}

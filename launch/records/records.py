@@ -164,6 +164,9 @@ class RLMetric:
     as_plain_error_s: float = nan
     """Standard error of `as_plain_s`, over pairs of stretches of steps with and without drafts."""
 
+    drafting_bound: float = nan
+    """Speed-up over plain decoding if every draft were accepted, of the first rank; NaN if not measured."""
+
     passes: float = nan
     """Passes of one sample through the policy."""
 

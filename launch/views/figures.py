@@ -149,10 +149,13 @@ class RLTotals:
     """Tokens of rollouts per second of generation."""
 
     speed_up: float
+    """Speed-up of decoding over steps without drafts at as many rows; NaN where no such step was timed."""
+
     speed_up_error: float
     """Standard error of `speed_up`; NaN if it is unknown."""
 
-    """Speed-up of decoding over steps without drafts at as many rows; NaN where no such step was timed."""
+    bound: float
+    """Speed-up if every draft were accepted, of the node where it is largest; NaN if not measured."""
 
     accepted: float
     """Tokens per pass of a sample through the policy; 1 without drafts."""
@@ -210,6 +213,7 @@ def rl_totals(states: Iterable[RLMetric | None]) -> RLTotals:
         tokens_per_s=total_known(speeds) if any(map(isfinite, speeds)) else nan,
         speed_up=ratio(total("as_plain_s"), total("compared_s")),
         speed_up_error=ratio(hypot(*errors_s) if any(errors_s) else nan, total("compared_s")),
+        bound=max((state.drafting_bound for state in there if isfinite(state.drafting_bound)), default=nan),
         accepted=ratio(total("rollout_tokens"), total("passes")),
         arms={arm: steps / sum(arms.values()) for arm, steps in arms.most_common() if steps > 0},
         idle_s={cause: seconds for cause, seconds in idle_s.most_common() if seconds > 0},

@@ -14,6 +14,7 @@ from aedit.launch.records import NodeRecords, Run, Totals, read_run, totals
 from aedit.launch.views import formatting as fmt
 from aedit.launch.views.figures import (
     LAST_LINES,
+    RLTotals,
     after_warm_up,
     first_and_last,
     first_loss,
@@ -239,7 +240,7 @@ def rl_facts(run: Run) -> Facts:
     accepted = f"accepted length {fmt.decimals(totals.accepted)}"
     facts = [speed_up, accepted] if isfinite(totals.speed_up) else [accepted, speed_up]
     yield "rollouts", "; ".join([f"{fmt.count(totals.tokens_per_s)} tokens/s while generating", *facts])
-    yield "arms", fmt.shares(totals.arms)
+    yield "arms", fmt.shares(totals.arms) + _why(totals)
     yield (
         "groups",
         f"{fmt.count(totals.groups)} ({fmt.count(totals.rollouts)} rollouts),"
@@ -262,6 +263,15 @@ def rl_facts(run: Run) -> Facts:
         yield "drafter", text.format(*map(fmt.count, counts))
     if failed := sum(notice.event == "reward_error" for node in run.nodes for notice in node.notices):
         yield "rewards", f"{fmt.some(failed, 'error')} in reward functions; see events.jsonl of the nodes"
+
+
+def _why(totals: RLTotals) -> str:
+    """Return what drafts could gain, and why they were not used if they never were."""
+    if not isfinite(totals.bound):
+        return ""
+    text = f"; {fmt.times(totals.bound)} as fast as without drafts if all were accepted"
+    is_off = max(totals.arms, key=totals.arms.__getitem__, default="off") == "off"
+    return f"{text}, but too few are" if is_off else text
 
 
 def _rl_cells(node: NodeRecords) -> list[str]:
