@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from aedit.edit.shards import Shards
 from aedit.proto.transports import PeersMissing, Pending
@@ -21,6 +21,21 @@ FREE_POLL_S = 0.005
 """The same for what a hub may take minutes to answer."""
 
 
+class Help(Protocol):
+    """Work of a node for others."""
+
+    @property
+    def is_helper(self) -> bool:
+        """Return whether there may be some."""
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether there is some."""
+
+    def work(self) -> bool:
+        """Do a short piece of it; return whether there was any."""
+
+
 class Waiter:
     """A node that sometimes waits. `idle`, `clock` and `while_waiting` may be replaced at any time."""
 
@@ -31,6 +46,8 @@ class Waiter:
         self.while_waiting: Callable[[int], None] | None = None
         """Asked again and again with the `position` that all nodes must reach for a wait to end; may
         raise. With an asynchronous exchange all ranks of the node ask together: it may hold a collective."""
+        self.help: Help | None = None
+        """Work for nodes that this one waits for; idle work stands still meanwhile."""
         self.waited_s = 0.0
         """Time spent waiting for other nodes."""
         self._used_before_s = 0.0  # by idle work that is attached no longer, less what `idle` had used before
@@ -58,14 +75,19 @@ class Waiter:
 
         needed: the position that other nodes must reach for it; None: they have reached it already.
         """
-        if pending.done():
-            return pending.result()
-        with self._waiting("round", opened):
-            if needed is not None and self.while_waiting is not None:
-                while not pending.done():
-                    self.while_waiting(needed)
+        ask = self.while_waiting if needed is not None else None
+        helper = self.help if self.help is not None and self.help.is_helper else None
+        while not pending.done():
+            if helper is not None and helper.work():
+                continue
+            with self._waiting("round", opened):
+                if ask is None and helper is None:
+                    return pending.result()
+                while not pending.done() and (helper is None or not helper.has_work):
+                    if ask is not None and needed is not None:
+                        ask(needed)
                     time.sleep(POLL_S)
-            return pending.result()
+        return pending.result()
 
     def wait_together(
         self, pending: Pending[T], what: str, *, opened: "OpenRound | None" = None, position: int = 0

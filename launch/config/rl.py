@@ -181,6 +181,10 @@ class RLConfig:
     engine: Literal["aedit", "vllm"] = "aedit"
     """Engine of the rollouts: this package's, or vLLM in worker processes (`[rollout.vllm]`)."""
 
+    pool: bool = True
+    """Nodes of one world that wait in the rounds generate for slow ones, with the same tokens; with
+    `max_staleness = 0` and without workers."""
+
     workers: int = 0
     """Processes per rank that generate, each with a copy of the weights; 0: the rank generates itself,
     between two training steps. With `rl.servers` or `rl.engine = "vllm"` at least one runs, which does

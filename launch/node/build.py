@@ -139,8 +139,8 @@ def build(
     with (joined if options.membership else world_member)(start) as parts:
         index = world.node if options.membership is None else options.membership.prefers or 0
         known = options.local and index < len(config.local.slowdown)
-        slowdown = config.local.slowdown[index] if known else 1.0
-        with started(parts, data, slowdown=slowdown, attempt=options.attempt) as node:
+        parts.slowdown.factor = config.local.slowdown[index] if known else 1.0
+        with started(parts, data, attempt=options.attempt) as node:
             yield node
 
 
@@ -185,15 +185,12 @@ def world_member(start: NodeStart) -> Iterator[NodeParts]:
 
 
 @contextmanager
-def started(
-    parts: NodeParts, data: TrainingData, *, slowdown: float = 1.0, attempt: int = 1
-) -> Iterator[TrainingNode]:
+def started(parts: NodeParts, data: TrainingData, *, attempt: int = 1) -> Iterator[TrainingNode]:
     """Make the objective and the node, restore and record it; close objective and records with the block.
 
     Args:
         parts: Of the node.
         data: Samples of the run.
-        slowdown: Factor by which each step is slowed down.
         attempt: Number of this start of the run.
     """
     recorder = parts.recorder
@@ -209,7 +206,7 @@ def started(
                 checkpoints=parts.checkpoints,
                 recorder=recorder,
                 facts=parts.facts,
-                slowdown=slowdown,
+                slowdown=parts.slowdown,
                 hub=parts.hub,
             )
             if parts.resumed:

@@ -1,6 +1,7 @@
 """Objective of a node's inner steps, and the inner optimizers with their learning rate."""
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -28,6 +29,29 @@ if TYPE_CHECKING:
 AddLoss = Callable[[Tensor], None]
 
 
+@dataclass(slots=True)
+class Slowdown:
+    """Simulated slower machine: each step of the node takes `factor` times as long."""
+
+    factor: float = 1.0
+    stretched_s: float = 0.0
+    """Seconds of work that `stretch` has slowed down, slowing included; the rest is at a step's end."""
+    waited_s: float = 0.0
+    """Seconds of steps in which the node waited for the work of others, apart from rounds."""
+
+    def stretch(self, seconds: float) -> float:
+        """Slow down a piece of work of so many seconds now; return the seconds that it took then."""
+        if self.factor == 1:
+            return seconds
+        time.sleep(seconds * (self.factor - 1))
+        self.stretched_s += seconds * self.factor
+        return seconds * self.factor
+
+    def note_wait(self, seconds: float) -> None:
+        """Count so many seconds as waited."""
+        self.waited_s += seconds
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeParts:
     """Components of a node that takes part in its run, of which an objective and `TrainingNode` are made."""
@@ -49,6 +73,7 @@ class NodeParts:
     """The drafter as the nodes share it."""
     hub: "HubMembership | None" = None
     """Membership of the node in a run with a hub."""
+    slowdown: Slowdown = field(default_factory=Slowdown)
 
 
 class Objective(Protocol):

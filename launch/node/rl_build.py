@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from aedit.edit import find_units, flat_layout
@@ -23,16 +24,20 @@ from aedit.launch.node.rl_engine import (
     ForwardLearner,
     TrainerDeaths,
     make_engine_source,
+    make_helper_engine,
     make_learner,
 )
 from aedit.launch.node.rl_groups import FIRST_KEY, GroupPipeline, GroupStream
 from aedit.launch.node.rl_objective import PolicyObjective, WarmUp
 from aedit.launch.node.rl_policy import PolicyGradient, without_dropout
 from aedit.launch.node.rl_records import RLRecords, Waits
+from aedit.launch.node.world import World
 from aedit.launch.records import Recorder
 from aedit.proto.rpc import is_loopback
 from aedit.spec_rollout.drafters import parse_arm
+from aedit.spec_rollout.engine import EngineSource
 from aedit.spec_rollout.remote import Servers, WorkerConfig, WorkerSource
+from aedit.spec_rollout.remote.rank_pool import PooledSource, PoolPlace
 from aedit.spec_rollout.rl import Group, RewardReport, RolloutSource
 from aedit.spec_rollout.sampling import Sampling
 from aedit.spec_rollout.training import OnlineDrafter
@@ -157,7 +162,8 @@ def make_source(
     """
     config, world = parts.config, parts.world
     if not config.rl.num_workers:
-        return *make_engine_source(parts, longest), None
+        own, online = make_engine_source(parts, longest)
+        return (_pooled(own, parts, window) if is_pooled(config, world) else own), online, None
     directory = parts.recorder.directory / "workers" / str(world.rank)
 
     def record(event: str, fields: Mapping[str, Any]) -> None:
@@ -180,6 +186,40 @@ def make_source(
             raise UserError(f"workers and servers of rollouts: {error}") from None
         opened.pop_all()
     return source, online, learner
+
+
+def is_pooled(config: RunConfig, world: World) -> bool:
+    """Return whether the nodes of this world generate for each other.
+
+    Samples that outlive a step would not get the same tokens: the policy of their node changes under way.
+    """
+    return config.rl.pool and world.nodes > 1 and not config.rl.max_staleness
+
+
+def _pooled(
+    own: EngineSource, parts: NodeParts, window: Callable[[str], AbstractContextManager[None]]
+) -> PooledSource:
+    """Return the engine of this rank in a pool with that of the same rank of each other node.
+
+    All processes of the world together.
+    """
+    world, sync = parts.world, parts.sync
+    groups = [
+        dist.new_group([node * world.ranks + rank for node in range(world.nodes)], backend="gloo")
+        for rank in range(world.ranks)
+    ]
+    place = PoolPlace(
+        group=groups[world.rank],
+        steps=lambda: sync.steps,
+        rounds=lambda: sync.round_id,
+        waited_s=lambda: sync.waited_s,
+        window=window,
+        stretch=parts.slowdown.stretch,
+        note_wait=parts.slowdown.note_wait,
+    )
+    source = PooledSource(own, partial(make_helper_engine, parts, own.engine.target), place)
+    sync.help = source
+    return source
 
 
 def worker_config(parts: NodeParts, longest: int, directory: Path, arms: tuple[str, ...]) -> WorkerConfig:

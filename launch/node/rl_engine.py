@@ -77,6 +77,17 @@ def make_engine_source(parts: NodeParts, longest: int) -> tuple[EngineSource, On
     return EngineSource(engine, online), online
 
 
+def make_helper_engine(parts: NodeParts, like: TargetModel) -> Engine:
+    """Return a further engine like that of `like`, of a policy of its own, for samples of other nodes."""
+    config, tokenizer = parts.config, parts.tokenizer
+    policy: nn.Module = build_model(
+        config.model, tokenizer.vocab_size, config.data.seq_len, config.seed, tokenizer.eos_id
+    )
+    policy.to(device=like.device, dtype=like.dtype).requires_grad_(False)
+    target = make_target(policy, rows=like.rows, max_tokens=like.max_tokens)
+    return Engine(target, tokenizer=StopDecoder(tokenizer))
+
+
 class StopDecoder:
     """The tokenizer as the engine reads it to find stop strings."""
 

@@ -32,6 +32,19 @@ SUMS = (
 """Totals that are added over the ranks of a node."""
 OF_DRAFTER = ("steps", "published", "adopted", "refused")
 """Counts of the learned drafter, added over the ranks."""
+OF_POOL = (
+    "asked",
+    "given",
+    "received",
+    "received_tokens",
+    "taken_back",
+    "helped",
+    "helped_tokens",
+    "messages",
+    "bytes",
+    "helped_s",
+)
+"""Totals of the pool of nodes, added over the ranks; of seconds the mean is taken."""
 SECONDS = (
     "rollout_s",
     "worker_s",
@@ -114,6 +127,8 @@ class RLRecords:
             "reward_s": self.pipeline.reward_s,
             "idle_used_s": self.sync.idle_used_s,
         }
+        pool = status.get("pool", {})
+        found["rollout_s"] -= pool.get("helped_in_steps_s", 0.0)
         arms = status.get("arms", {})
         cause = "hub" if self.sync.free else "round"
         idle = self.waits.seconds | {cause: self.sync.waited_s - self.waited_before_s}
@@ -123,6 +138,8 @@ class RLRecords:
         row += [idle.get(name, 0.0) / self.shards.size for name in CAUSES]
         drafter = self.online.status() if self.online is not None else {}
         row += [float(drafter.get(name, 0)) for name in OF_DRAFTER]
+        row += [float(pool.get(name, 0)) for name in OF_POOL[:-1]]
+        row += [pool.get("helped_s", 0.0) / self.shards.size]
         values = iter(self.shards.sum(torch.tensor(row, dtype=torch.float64)).tolist())
         totals: dict[str, Any] = {name: int(next(values)) for name in SUMS}
         totals["arms"] = {name: int(count) for name in ("off", *ARMS) if (count := next(values))}
@@ -130,6 +147,9 @@ class RLRecords:
         totals["idle_s"] = {name: round(seconds, 4) for name in CAUSES if (seconds := next(values))}
         of_drafter = {name: int(next(values)) for name in OF_DRAFTER}
         totals |= {"drafter": of_drafter} if drafter else {}
+        of_pool: dict[str, float] = {name: int(next(values)) for name in OF_POOL[:-1]}
+        of_pool["helped_s"] = round(next(values), 4)
+        totals |= {"pool": of_pool} if pool else {}
         totals["supervised_steps"] = self.supervised_steps
         return _added(self.before, totals)
 

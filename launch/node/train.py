@@ -13,7 +13,7 @@ from aedit.edit import LayerSync, RoundOutcome, Shards, snapshot
 from aedit.launch.config import RunConfig
 from aedit.launch.node.budget import NodeBudget
 from aedit.launch.node.checkpoint import Mark, NodeCheckpoints, Resumed, training_state
-from aedit.launch.node.objective import Objective, set_lr
+from aedit.launch.node.objective import Objective, Slowdown, set_lr
 from aedit.launch.node.stop import Stop, Stopped
 from aedit.launch.node.world import World
 from aedit.launch.records import Recorder, RLMetric
@@ -47,23 +47,26 @@ class StepMeter:
     began_at: float | None = None
     """None: no step has begun."""
     waited_before_s: float = 0.0
+    stretched_before_s: float = 0.0
 
-    def begin_step(self, waited_s: float) -> None:
+    def begin_step(self, waited_s: float, stretched_s: float = 0.0) -> None:
         """Start to measure, before the step draws its samples; do nothing if the step has begun already.
 
-        waited_s: the node's waiting time so far, here and below.
+        waited_s: the node's waiting time so far, here and below. stretched_s: its `Slowdown.stretched_s`.
         """
         if self.began_at is None:
             self.began_at, self.waited_before_s = time.monotonic(), waited_s
+            self.stretched_before_s = stretched_s
 
     def add_loss(self, loss: Tensor) -> None:
         """Add the loss of a micro-batch; it stays on its device, so that nothing waits for it."""
         self.loss = loss if self.loss is None else self.loss + loss
 
-    def slow_down(self, waited_s: float, slowdown: float) -> None:
-        """Sleep until the step has taken `slowdown` times its own duration."""
-        if slowdown > 1:
-            time.sleep(self._busy_s(waited_s) * (slowdown - 1))
+    def slow_down(self, waited_s: float, slowdown: Slowdown) -> None:
+        """Sleep until the step has taken `slowdown.factor` times its own duration."""
+        if slowdown.factor > 1:
+            stretched_s = slowdown.stretched_s - self.stretched_before_s
+            time.sleep(max(0.0, self._busy_s(waited_s) - stretched_s) * (slowdown.factor - 1))
 
     def end_step(self, waited_s: float) -> float:
         """Return the seconds of the step without waiting for other nodes."""
@@ -107,7 +110,7 @@ class TrainingNode:
     checkpoints: NodeCheckpoints
     recorder: Recorder
     facts: dict[str, Any]
-    slowdown: float
+    slowdown: Slowdown = field(default_factory=Slowdown)
     hub: "HubMembership | None" = None
     """Membership in a run with a hub; None: nodes take part in each round, and leave, together."""
     resumed: bool = False
@@ -196,13 +199,18 @@ class TrainingNode:
 
     # -- one step
 
+    @property
+    def _waited_s(self) -> float:
+        """Return the seconds in which other nodes worked and this one did not."""
+        return self.sync.waited_s + self.slowdown.waited_s
+
     def goes_on(self) -> bool:
         """Return whether the budget asks for another step."""
         return self.budget.goes_on()
 
     def begin_step(self) -> None:
         """Start to measure an inner step; `accumulate_gradients` does so where this was not called."""
-        self.meter.begin_step(self.sync.waited_s)
+        self.meter.begin_step(self._waited_s, self.slowdown.stretched_s)
 
     def accumulate_gradients(self) -> None:
         """Run the forward and backward passes of the next inner step."""
@@ -218,12 +226,12 @@ class TrainingNode:
             set_lr(inner, self.lr)
             inner.step()
             inner.zero_grad()
-        self.meter.slow_down(self.sync.waited_s, self.slowdown)
+        self.meter.slow_down(self._waited_s, self.slowdown)
 
     def record_step(self) -> None:
         """Count tokens and time of the step, and write a line of metrics if one is due."""
         self.tokens += self.objective.end_step()
-        self.recorder.clock.busy_s += self.meter.end_step(self.sync.waited_s)
+        self.recorder.clock.busy_s += self.meter.end_step(self._waited_s)
         if self.sync.shards.decide([self.recorder.line_is_due()])[0]:
             self.record_metrics()
         if self.hub is not None:

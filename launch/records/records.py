@@ -179,6 +179,11 @@ class RLMetric:
     idle_s: Mapping[str, float] = field(default_factory=dict)
     """Waiting by cause."""
 
+    pool: Mapping[str, float] = field(default_factory=dict)
+    """Samples that nodes of one world generate for each other: `given` to others, `received` from them,
+    `taken_back` as they were late, `helped`: generated for others in `helped_s` seconds; and the tokens,
+    messages and bytes. Empty without a pool."""
+
     drafter: Mapping[str, float] = field(default_factory=dict)
     """State of the node's drafter by `DRAFTER`, NaN where unknown; empty if it has no trained one: training
     steps so far, published drafters and those that the engine has taken, trained ones that the gate has

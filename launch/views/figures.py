@@ -167,6 +167,9 @@ class RLTotals:
     """Seconds by cause, the longest first."""
 
     idle_used_s: float
+    pool: Mapping[str, float]
+    """Totals of `RLMetric.pool`; empty without a pool."""
+
     drafter_steps: float
     published: float
     adopted: float
@@ -191,10 +194,11 @@ def rl_lines_of(node: NodeRecords) -> list[tuple[Metric, RLMetric]]:
 def rl_totals(states: Iterable[RLMetric | None]) -> RLTotals:
     """Return the totals over nodes, given the newest state of each."""
     there = [state for state in states if state is not None]
-    arms, idle_s = Counter[str](), Counter[str]()
+    arms, idle_s, pool = Counter[str](), Counter[str](), Counter[str]()
     for state in there:
         arms.update(state.arms)
         idle_s.update(state.idle_s)
+        pool.update(state.pool)
 
     def total(name: str) -> float:
         return total_known(getattr(state, name) for state in there)
@@ -218,6 +222,7 @@ def rl_totals(states: Iterable[RLMetric | None]) -> RLTotals:
         arms={arm: steps / sum(arms.values()) for arm, steps in arms.most_common() if steps > 0},
         idle_s={cause: seconds for cause, seconds in idle_s.most_common() if seconds > 0},
         idle_used_s=total("idle_used_s"),
+        pool=pool,
         drafter_steps=of_drafters("steps"),
         published=of_drafters("published"),
         adopted=of_drafters("adopted"),

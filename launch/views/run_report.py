@@ -256,6 +256,14 @@ def rl_facts(run: Run) -> Facts:
         f" {fmt.percent(mean_known(rl.clip_share for rl in states))} of the tokens clipped",
     )
     used = f"{fmt.seconds(totals.idle_used_s)} of {fmt.seconds(totals.waited_s)} used"
+    if totals.pool.get("asked"):
+        pool = totals.pool
+        yield (
+            "pool",
+            f"{fmt.some(int(pool['received']), 'rollout')} from other nodes, in"
+            f" {fmt.seconds(pool['helped_s'])} of their time; {fmt.count(pool['taken_back'])} late;"
+            f" {fmt.size(pool['bytes'])} sent",
+        )
     yield "idle", "none" if totals.waited_s < 0.05 else f"{used}; {fmt.durations(totals.idle_s)}"
     if any(rl.drafter for rl in map(newest, run.nodes) if rl is not None):
         counts = (totals.drafter_steps, totals.published, totals.refused, totals.adopted)

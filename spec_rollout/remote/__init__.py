@@ -8,6 +8,7 @@ A training loop makes a `WorkerSource`; begin with `source.py`, then `dispatcher
   `session.py`, `report_checks.py`, `discovery.py` and `publisher.py`; `servers.py`: the rank's side of it.
 - `shared_weights.py`: the policy in shared memory.
 - `reallocate.py`, `moving.py`: which samples migrate between engines; `rank_transfer.py`: between ranks.
+- `rank_pool.py`: nodes of one world that generate for each other; `rank_links.py`: their messages.
 """
 
 from typing import TYPE_CHECKING

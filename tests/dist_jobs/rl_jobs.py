@@ -1,6 +1,9 @@
 """Jobs of tests/test_rl_ranks.py and tests/test_rl_step.py: a node whose ranks are processes."""
 
+import time
+
 import torch
+import torch.distributed as dist
 from kit.plain_grpo import Recording
 from kit.rl_drafter import ScriptedTrainer
 from kit.rl_nodes import config_of, handlers_put_back
@@ -12,6 +15,7 @@ from aedit.launch.node.build import build
 from aedit.launch.node.rl_groups import GroupStream
 from aedit.launch.node.rl_objective import train_policy
 from aedit.launch.node.world import World
+from aedit.spec_rollout.remote import rank_links, rank_pool
 
 
 def train(rank, size, directory, keys, scripts=()):
@@ -38,6 +42,49 @@ def train(rank, size, directory, keys, scripts=()):
     finally:
         GroupStream.trained = original
     return trained, full, drafters
+
+
+def pooled(rank, size, directory, keys, parts=()):
+    """Train `size` nodes of one rank in one world; return this node's groups, weights and totals of the pool.
+
+    Groups are positions, tokens and rewards. parts: share of each batch that a node gives to the other one,
+    per batch of both; no helper is ever late. Empty: the pool decides by itself.
+    """
+    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("sync", "shard"))
+    world = World(rank, size, 0, 1, torch.device("cpu"), mesh)
+    config = config_of(directory, **keys)
+    trained, original = [], GroupStream.trained
+    kept = {
+        name: getattr(rank_pool, name) for name in ("HELPER_SHARE", "ANSWER_WITHIN_S", "LATE_S", "divide")
+    }
+    shares = iter(parts)
+
+    def follow(stream, count):
+        groups = original(stream, count)
+        for each in groups:
+            tokens = [list(rollout.tokens) for rollout in each.rollouts]
+            trained.append((each.position, tokens, each.rewards))
+        return groups
+
+    def divided(groups, engines, lengths):
+        kept["divide"](groups, engines, lengths)
+        given = round(next(shares, 0.0) * len(groups)) * (len(engines) > 1)
+        return [0] * (len(groups) - given) + [1] * given, [0.0] * len(engines)
+
+    GroupStream.trained = follow
+    if parts:
+        rank_pool.HELPER_SHARE, rank_pool.ANSWER_WITHIN_S, rank_pool.LATE_S = 0.0, 30.0, 600.0
+        rank_pool.divide = divided
+    try:
+        with handlers_put_back(), build(config, world, NodeOptions(), lambda *_: None) as node:
+            train_policy(node, node.objective)
+            weights = {name: _whole(p) for name, p in node.sync.model.named_parameters()}
+            status = node.objective.stream.pipeline.source.status()
+    finally:
+        GroupStream.trained = original
+        for name, value in kept.items():
+            setattr(rank_pool, name, value)
+    return trained, weights, status.get("pool")
 
 
 def follow_drafter(node, script):
@@ -78,3 +125,23 @@ def recorded(rank, size, directory, keys):
 
 def _whole(p):
     return (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+
+
+def lose_a_link(rank, size):
+    """Let rank 1 send a message and no more; return what rank 0 received and its threads that are left."""
+    received, group = [], dist.new_group(list(range(size)), backend="gloo")
+    names = {rank_links.HELPS: "hello", rank_links.BYE: "bye"}
+    links = rank_links.PoolLinks(group, lambda peer, message: received.append(names[message.kind]))
+    if rank == 1:
+        links.send(0, rank_links.Message(rank_links.HELPS, text=True))
+        while not links.sent:
+            time.sleep(0.01)
+        dist.barrier()
+        return None
+    while not received:
+        time.sleep(0.01)
+    links.close()
+    for thread in links.threads:
+        thread.join(30)
+    dist.barrier()
+    return received, [thread.name for thread in links.threads if thread.is_alive()]

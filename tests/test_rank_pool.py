@@ -1,0 +1,325 @@
+"""Tests of the pool of rollouts: nodes of one world that generate for each other."""
+
+import itertools
+import time
+from contextlib import nullcontext
+
+import pytest
+import torch
+from kit.rollouts import decode_plainly, prompts_of, tiny_policy
+
+from aedit.spec_rollout.engine import Engine, EngineSource, EngineSpeed
+from aedit.spec_rollout.model import make_target
+from aedit.spec_rollout.remote import rank_links, rank_pool
+from aedit.spec_rollout.remote.rank_pool import PooledSource, PoolEngine, PoolPlace, divide
+from aedit.spec_rollout.remote.reallocate import EngineLoad, LengthDistribution, UnfinishedSample, drain_s
+
+JOBS = "tests/dist_jobs/rl_jobs.py"
+KEYS = {"rl__engine_dtype": "fp64", "drafter__kind": "off", "train__steps": 8, "rl__groups": 4}
+
+
+def assert_equal(one, other):
+    for ours, theirs in zip(one, other, strict=True):
+        assert ours[0] == theirs[0]
+        assert ours[1].keys() == theirs[1].keys()
+        assert all(torch.equal(value, theirs[1][name]) for name, value in ours[1].items())
+
+
+def test_a_run_in_which_nodes_generate_for_each_other_is_that_without_it_bit_for_bit(world, tmp_path):
+    """A node that asks is refused while the other is a step behind, so that not all batches are divided."""
+    args = {"directory": tmp_path / "plain", "keys": KEYS | {"rl__pool": False}}
+    plain = world.run(JOBS, "pooled", size=2, args=args)
+    args = {"directory": tmp_path / "pool", "keys": KEYS, "parts": (0.5, 1.0, 0.25, 0.75)}
+    pool = world.run(JOBS, "pooled", size=2, args=args)
+    assert len({str(tokens) for _, tokens, _ in plain[0][0]}) > 8, "the policy always answers the same"
+    assert plain[0][0] != plain[1][0], "both nodes have the same prompts"
+    assert [each[2] for each in plain] == [None, None]
+    assert_equal(plain, pool)
+    counts = [each[2] for each in pool]
+    assert sum(each["given"] for each in counts) > 0
+    for ours, theirs in (counts, counts[::-1]):
+        assert ours["given"] == ours["received"] == theirs["helped"]
+        assert ours["taken_back"] == 0
+
+
+# -- division
+
+
+SPEEDS = [((1.0, 0.1), (3.0, 0.3)), ((1.0, 0.0), (3.0, 0.0)), ((0.2, 1.0), (0.1, 0.5), (1.0, 2.0))]
+
+
+@pytest.mark.parametrize("speeds", SPEEDS)
+@pytest.mark.parametrize("delays_s", [(0.0, 0.0, 0.0), (0.0, 40.0, 7.0)])
+def test_groups_are_divided_so_that_the_last_engine_finishes_as_early_as_it_can(speeds, delays_s):
+    """The oracle tries all divisions. Samples are alike, so that only their number counts."""
+    lengths = LengthDistribution.of([5, 10, 20])
+    engines = [
+        PoolEngine(EngineSpeed(fixed, row, 0.0), 64, delay_s)
+        for (fixed, row), delay_s in zip(speeds, delays_s, strict=False)
+    ]
+    group = [UnfinishedSample((0, i), 9, 0, 30) for i in range(4)]
+
+    def finish_s(engine, count):
+        load = EngineLoad(tuple(group * count), engine.rows, engine.speed)
+        return engine.delay_s + drain_s(load, lengths) if count else 0.0
+
+    ways = [each for each in itertools.product(range(7), repeat=len(engines)) if sum(each) == 6]
+    best = min(max(map(finish_s, engines, way)) for way in ways)
+    owners, predicted_s = divide([group] * 6, engines, lengths)
+    assert owners == sorted(owners)
+    assert len(owners) == 6
+    counts = [owners.count(i) for i in range(len(engines))]
+    assert predicted_s == pytest.approx([finish_s(*each) for each in zip(engines, counts, strict=True)])
+    assert max(predicted_s) == pytest.approx(best)
+
+
+def test_many_groups_are_divided_in_lots():
+    engines = [PoolEngine(EngineSpeed(1.0, 0.1, 0.0), 64)] * 2
+    owners, _ = divide([[UnfinishedSample((0, 0), 9, 0, 30)]] * 101, engines, LengthDistribution.of([5]))
+    assert len(owners) == 101
+    assert 45 < owners.count(0) < 57
+
+
+# -- two nodes in this process
+
+
+class Wires:
+    """Links that deliver at once, in the process; `lost` has ranks that get and send nothing."""
+
+    def __init__(self):
+        self.ends, self.lost = {}, set()
+
+    def links(self, rank, receive):
+        self.ends[rank] = receive
+        return _End(self, rank)
+
+
+class _End:
+    error = ""
+    bytes_sent = 0
+
+    def __init__(self, wires, rank):
+        self.wires, self.rank, self.sent = wires, rank, 0
+
+    @property
+    def peers(self):
+        return [rank for rank in (0, 1) if rank != self.rank]
+
+    def send(self, rank, message):
+        self.sent += 1
+        if not {rank, self.rank} & self.wires.lost:
+            self.wires.ends[rank](self.rank, message)
+
+    def close(self):
+        pass
+
+
+class Node:
+    """A node of a pool of two, with clocks that the test sets."""
+
+    def __init__(self, rank, seed):
+        self.rounds, self.waited_s, self.steps = 0, 0.0, 0
+        self.policy = tiny_policy(seed=seed)
+        own = EngineSource(Engine(make_target(self.policy, rows=16, max_tokens=64)))
+        place = PoolPlace(
+            group=rank,
+            steps=lambda: self.steps,
+            rounds=lambda: self.rounds,
+            waited_s=lambda: self.waited_s,
+            window=lambda cause: nullcontext(),
+            stretch=lambda seconds: seconds,
+            note_wait=lambda seconds: None,
+        )
+        self.source = PooledSource(own, self.make_engine, place)
+        self.version = 0
+
+    def make_engine(self):
+        return Engine(make_target(tiny_policy(seed=7), rows=16, max_tokens=64))
+
+    def next_version(self, share=0.0):
+        """Hand over weights after a round of which the node has waited this share."""
+        self.rounds += 1
+        self.waited_s += share * (time.monotonic() - self.source._round_began)
+        self.version += 1
+        self.source.update_weights(None, self.version)
+
+    def begin(self, prompts):
+        self.source.add(prompts)
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """Return two nodes of different policies; the second has waited for the first, which knows its speed."""
+    wires = Wires()
+    monkeypatch.setattr(rank_pool, "PoolLinks", wires.links)
+    nodes = [Node(rank, seed=rank) for rank in (0, 1)]
+    for node in nodes:
+        node.next_version()
+        node.begin(prompts_of(2, seed=3))
+        while node.source.running:
+            node.source.step()
+    nodes[1].next_version(share=0.5)
+    return wires, *nodes
+
+
+def give_all(monkeypatch):
+    monkeypatch.setattr(rank_pool, "divide", lambda groups, engines, lengths: ([1] * len(groups), [0.0, 1e6]))
+
+
+def run(*nodes, most=200):
+    """Step nodes in turn until the first has all its samples; return their tokens by key."""
+    found = []
+    for _ in range(most):
+        for node in nodes:
+            found += [each for each in node.source.step() if node is nodes[0]]
+        if not nodes[0].source.running:
+            return {each.prompt.key: tuple(each.tokens) for each in found}, found
+    raise AssertionError("samples are missing")
+
+
+def asked(count=8):
+    return prompts_of(count, seed=5, group_size=2, max_new_tokens=6)
+
+
+def expected(node, prompts):
+    plain = decode_plainly(node.policy, prompts)
+    return {prompt.key: tuple(tokens) for prompt, tokens in zip(prompts, plain, strict=True)}
+
+
+def test_a_helper_generates_with_the_policy_of_the_node_that_asks(pair, monkeypatch):
+    _, slow, fast = pair
+    give_all(monkeypatch)
+    prompts = asked()
+    slow.begin(prompts)
+    tokens, found = run(slow, fast)
+    assert tokens == expected(slow, prompts) != expected(fast, prompts)
+    assert slow.source.counts.received == fast.source.counts.helped == 8
+    assert slow.source.counts.received_tokens == sum(map(len, tokens.values()))
+    assert {version for each in found for version in each.versions} == {slow.version}
+    assert all(len(each.logprobs) == len(each.tokens) and each.finish_reason for each in found)
+
+
+def test_equal_nodes_send_nothing(pair):
+    _, slow, fast = pair
+    slow.next_version()
+    fast.next_version(share=0.05)
+    sent = [node.source.links.sent for node in (slow, fast)]
+    for _ in range(3):
+        for node in (slow, fast):
+            node.next_version(share=0.05)
+            node.begin(asked())
+            run(node)
+    assert [node.source.links.sent for node in (slow, fast)] == sent
+    assert sent == [0, 2]  # a helper, and no helper any longer
+    assert slow.source.counts.asked == slow.source.counts.given == 0
+
+
+def test_a_node_that_is_behind_does_not_help(pair, monkeypatch):
+    _, slow, _fast = pair
+    give_all(monkeypatch)
+    slow.steps = 1
+    prompts = asked()
+    slow.begin(prompts)
+    assert run(slow)[0] == expected(slow, prompts)
+    assert (slow.source.counts.asked, slow.source.counts.given) == (1, 0)
+
+
+@pytest.mark.parametrize("begun", [0, 3])
+def test_samples_of_a_late_helper_are_generated_here_and_the_first_result_counts(pair, monkeypatch, begun):
+    _, slow, fast = pair
+    give_all(monkeypatch)
+    monkeypatch.setattr(rank_pool, "STEP_WAIT_S", 0.0)
+    prompts = asked()
+    slow.begin(prompts)
+    slow.source.step()
+    for _ in range(begun):
+        assert fast.source.work()
+    for given in slow.source._given.values():
+        given.late_at = 0.0
+    assert run(slow)[0] == expected(slow, prompts)
+    assert slow.source.counts.taken_back == 8
+    while fast.source.work():
+        pass
+    assert not fast.source.has_work
+    slow.next_version()
+    slow.begin(prompts_of(4, seed=6, group_size=2))
+    run(slow)
+    assert slow.source.counts.asked == 1, "it is asked again at once"
+
+
+def test_results_that_come_while_they_are_generated_here_end_that(pair, monkeypatch):
+    _wires, slow, fast = pair
+    give_all(monkeypatch)
+    monkeypatch.setattr(rank_pool, "STEP_WAIT_S", 0.0)
+    monkeypatch.setattr(PooledSource, "_forget", lambda *_: None)  # what it has sent is under way already
+    prompts = asked()
+    slow.begin(prompts)
+    slow.source.step()
+    for given in slow.source._given.values():
+        given.late_at = 0.0
+    slow.source.step()
+    assert slow.source.running == 8 == slow.source.inner.running
+    while fast.source.work():
+        pass
+    assert run(slow)[0] == expected(slow, prompts)
+    assert slow.source.counts.received == 8
+
+
+@pytest.mark.parametrize("how", ["before the answer", "after the answer", "leaves"])
+def test_a_lost_helper_costs_time_only(pair, monkeypatch, how):
+    wires, slow, _fast = pair
+    give_all(monkeypatch)
+    monkeypatch.setattr(rank_pool, "STEP_WAIT_S", 0.0)
+    monkeypatch.setattr(rank_pool, "ANSWER_WITHIN_S", 0.001)
+    prompts = asked()
+    if how == "before the answer":
+        wires.lost.add(1)
+    slow.begin(prompts)
+    finished = slow.source.step()
+    wires.lost.add(1)
+    if how == "leaves":
+        slow.source._receive(1, rank_links.Message(rank_links.BYE))
+    for given in slow.source._given.values():
+        given.late_at = 0.0 if how == "after the answer" else given.late_at
+    assert run(slow)[0] | {each.prompt.key: tuple(each.tokens) for each in finished} == expected(
+        slow, prompts
+    )
+    before = slow.source.counts.asked
+    slow.begin(prompts_of(4, seed=6, group_size=2))
+    run(slow)
+    assert slow.source.counts.asked == before, "it is asked again at once"
+
+
+def test_what_does_not_fit_the_helper_is_given_back(pair, monkeypatch, capsys):
+    _, slow, fast = pair
+    give_all(monkeypatch)
+    monkeypatch.setattr(rank_pool, "weights_bytes", lambda model: torch.zeros(12, dtype=torch.uint8))
+    slow.begin(asked())
+    slow.source.step()
+    assert fast.source.work()
+    assert not fast.source.has_work
+    assert "weights of 12 bytes: expected the" in capsys.readouterr().err
+
+
+def test_a_cancelled_batch_leaves_nothing_behind(pair, monkeypatch):
+    _, slow, fast = pair
+    give_all(monkeypatch)
+    slow.begin(asked())
+    slow.source.step()
+    fast.source.work()
+    assert len(slow.source.pending()) == slow.source.running == 8
+    slow.source.cancel()
+    assert slow.source.running == 0
+    assert slow.source.pending() == []
+    while fast.source.work():
+        pass
+    assert slow.source.step() == []
+
+
+# -- links
+
+
+def test_links_are_closed_without_the_other_rank(world):
+    received, left = world.run(JOBS, "lose_a_link", size=2)[0]
+    assert received[0] == "hello"
+    assert left == []
