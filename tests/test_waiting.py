@@ -12,7 +12,8 @@ from kit.nodes import batches, furthest, in_threads, loss, parameters, tower
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aedit.async_sgd.rules import Average, Nesterov
-from aedit.edit import EditConfig, LayerSync, MeanExchange, PenaltyConfig
+from aedit.edit import EditConfig, LayerSync, MeanExchange, PenaltyConfig, Shards
+from aedit.edit.waiting import Waiter
 from aedit.proto.transports import MemoryWorld
 from aedit.types import Round
 
@@ -192,3 +193,52 @@ def test_the_anchors_are_taken_where_the_warm_up_ends():
         assert furthest(there, parameters(tower())) > 0.01
         step(sync, inner, data[5])
         assert furthest(anchors(sync), there) == 0
+
+
+class Helping:
+    """Two pieces of work for others, and the answer that comes after them."""
+
+    is_helper = True
+
+    def __init__(self, idle):
+        self.left, self.idle, self.looks = 2, idle, 0
+
+    @property
+    def has_work(self):
+        self.looks += 1
+        return self.left > 0 and self.looks > 2
+
+    def work(self):
+        if not self.has_work:
+            return False
+        assert not self.idle.is_open
+        self.left -= 1
+        return True
+
+    def done(self):
+        return self.left == 0 and self.looks > 9
+
+    def result(self):
+        return "answer"
+
+
+class OneWindow(Windows):
+    is_open = False
+
+    @contextmanager
+    def window(self, cause):
+        self.is_open = True
+        with super().window(cause):
+            yield
+        self.is_open = False
+
+
+@pytest.mark.parametrize("needed", [None, 3])
+def test_a_helper_works_for_others_in_its_waits_while_idle_work_stands_still(needed):
+    waiter, asked = Waiter(Shards(), 1.0), []
+    waiter.idle, waiter.while_waiting = OneWindow(), asked.append
+    waiter.help = help = Helping(waiter.idle)
+    assert waiter.wait(help, needed=needed) == "answer"
+    assert help.left == 0
+    assert waiter.idle.causes == ["round", "round"]
+    assert set(asked) == ({3} if needed else set())
