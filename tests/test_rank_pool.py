@@ -11,7 +11,7 @@ from kit.rollouts import decode_plainly, prompts_of, tiny_policy
 from aedit.spec_rollout.engine import Engine, EngineSource, EngineSpeed
 from aedit.spec_rollout.model import make_target
 from aedit.spec_rollout.remote import rank_links, rank_pool
-from aedit.spec_rollout.remote.rank_pool import PooledSource, PoolEngine, PoolPlace, divide
+from aedit.spec_rollout.remote.rank_pool import PooledSource, PoolEngine, PoolPlace, divide_groups
 from aedit.spec_rollout.remote.reallocate import EngineLoad, LengthDistribution, UnfinishedSample, drain_s
 
 JOBS = "tests/dist_jobs/rl_jobs.py"
@@ -65,7 +65,7 @@ def test_groups_are_divided_so_that_the_last_engine_finishes_as_early_as_it_can(
 
     ways = [each for each in itertools.product(range(7), repeat=len(engines)) if sum(each) == 6]
     best = min(max(map(finish_s, engines, way)) for way in ways)
-    owners, predicted_s = divide([group] * 6, engines, lengths)
+    owners, predicted_s = divide_groups([group] * 6, engines, lengths)
     assert owners == sorted(owners)
     assert len(owners) == 6
     counts = [owners.count(i) for i in range(len(engines))]
@@ -75,7 +75,9 @@ def test_groups_are_divided_so_that_the_last_engine_finishes_as_early_as_it_can(
 
 def test_many_groups_are_divided_in_lots():
     engines = [PoolEngine(EngineSpeed(1.0, 0.1, 0.0), 64)] * 2
-    owners, _ = divide([[UnfinishedSample((0, 0), 9, 0, 30)]] * 101, engines, LengthDistribution.of([5]))
+    owners, _ = divide_groups(
+        [[UnfinishedSample((0, 0), 9, 0, 30)]] * 101, engines, LengthDistribution.of([5])
+    )
     assert len(owners) == 101
     assert 45 < owners.count(0) < 57
 
@@ -163,7 +165,9 @@ def pair(monkeypatch):
 
 
 def give_all(monkeypatch):
-    monkeypatch.setattr(rank_pool, "divide", lambda groups, engines, lengths: ([1] * len(groups), [0.0, 1e6]))
+    monkeypatch.setattr(
+        rank_pool, "divide_groups", lambda groups, engines, lengths: ([1] * len(groups), [0.0, 1e6])
+    )
 
 
 def run(*nodes, most=200):

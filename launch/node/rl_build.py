@@ -36,8 +36,7 @@ from aedit.launch.records import Recorder
 from aedit.proto.rpc import is_loopback
 from aedit.spec_rollout.drafters import parse_arm
 from aedit.spec_rollout.engine import EngineSource
-from aedit.spec_rollout.remote import Servers, WorkerConfig, WorkerSource
-from aedit.spec_rollout.remote.rank_pool import PooledSource, PoolPlace
+from aedit.spec_rollout.remote import PooledSource, PoolPlace, Servers, WorkerConfig, WorkerSource
 from aedit.spec_rollout.rl import Group, RewardReport, RolloutSource
 from aedit.spec_rollout.sampling import Sampling
 from aedit.spec_rollout.training import OnlineDrafter

@@ -18,10 +18,19 @@ from aedit.lazy import exports
 if TYPE_CHECKING:
     from aedit.spec_rollout.remote.links import Servers
     from aedit.spec_rollout.remote.moving import LocalEngine, Reallocator
+    from aedit.spec_rollout.remote.rank_pool import PooledSource, PoolPlace
     from aedit.spec_rollout.remote.source import WorkerSource
     from aedit.spec_rollout.remote.workers import WorkerConfig
 
-__all__ = ["LocalEngine", "Reallocator", "Servers", "WorkerConfig", "WorkerSource"]
+__all__ = [
+    "LocalEngine",
+    "PoolPlace",
+    "PooledSource",
+    "Reallocator",
+    "Servers",
+    "WorkerConfig",
+    "WorkerSource",
+]
 
 if not TYPE_CHECKING:  # so that type checkers know which names there are
     __getattr__, __dir__ = exports(__name__)

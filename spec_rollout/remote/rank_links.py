@@ -128,7 +128,7 @@ def weights_bytes(model: nn.Module) -> Tensor:
     return torch.cat([part.detach().reshape(-1).view(torch.uint8).cpu() for part in _parts(model)])
 
 
-def load_weights(model: nn.Module, values: Tensor) -> None:
+def write_weights(model: nn.Module, values: Tensor) -> None:
     """Write what `weights_bytes` of an equal model returned into the parameters and buffers of `model`.
 
     Raises:

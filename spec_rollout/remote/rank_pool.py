@@ -35,8 +35,8 @@ from aedit.spec_rollout.remote.rank_links import (
     TAKE_BACK,
     Message,
     PoolLinks,
-    load_weights,
     weights_bytes,
+    write_weights,
 )
 from aedit.spec_rollout.remote.reallocate import EngineLoad, LengthDistribution, UnfinishedSample, drain_s
 from aedit.spec_rollout.sampling import Prompt, Rollout, SampleKey, decode_prompt, encode_prompt
@@ -64,7 +64,7 @@ class PoolEngine:
     """Seconds until it begins."""
 
 
-def divide(
+def divide_groups(
     groups: Sequence[Sequence[UnfinishedSample]], engines: Sequence[PoolEngine], lengths: LengthDistribution
 ) -> tuple[list[int], list[float]]:
     """Return the engine of each group, and the predicted seconds until each engine has finished.
@@ -141,7 +141,7 @@ class _Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolPlace:
-    """What a `PooledSource` reads of its node."""
+    """The node of a `PooledSource`: its clocks and its waits."""
 
     group: ProcessGroup
     """Of the pool alone."""
@@ -336,7 +336,7 @@ class PooledSource:
             self._engine = self._make_engine()
         engine = self._engine
         if begins:
-            load_weights(engine.target.model, task.weights)
+            write_weights(engine.target.model, task.weights)
             engine.update_weights(None, engine.version + 1)
             for prompt in task.prompts:
                 engine.add(prompt)
@@ -375,7 +375,7 @@ class PooledSource:
             engines.append(PoolEngine(EngineSpeed(*answer["speed"]), answer["rows"], answer["delay_s"]))
         lengths = LengthDistribution.of(self._ended, self._cut)
         samples = [[UnfinishedSample.of(p.to_rollout()) for p in group] for group in groups.values()]
-        owners, finish_s = divide(samples, engines, lengths)
+        owners, finish_s = divide_groups(samples, engines, lengths)
         parts: list[list[Prompt]] = [[] for _ in engines]
         for owner, group in zip(owners, groups.values(), strict=True):
             parts[owner] += group

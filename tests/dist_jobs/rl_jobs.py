@@ -54,9 +54,8 @@ def pooled(rank, size, directory, keys, parts=()):
     world = World(rank, size, 0, 1, torch.device("cpu"), mesh)
     config = config_of(directory, **keys)
     trained, original = [], GroupStream.trained
-    kept = {
-        name: getattr(rank_pool, name) for name in ("HELPER_SHARE", "ANSWER_WITHIN_S", "LATE_S", "divide")
-    }
+    changed = ("HELPER_SHARE", "ANSWER_WITHIN_S", "LATE_S", "divide_groups")
+    kept = {name: getattr(rank_pool, name) for name in changed}
     shares = iter(parts)
 
     def follow(stream, count):
@@ -67,14 +66,14 @@ def pooled(rank, size, directory, keys, parts=()):
         return groups
 
     def divided(groups, engines, lengths):
-        kept["divide"](groups, engines, lengths)
+        kept["divide_groups"](groups, engines, lengths)
         given = round(next(shares, 0.0) * len(groups)) * (len(engines) > 1)
         return [0] * (len(groups) - given) + [1] * given, [0.0] * len(engines)
 
     GroupStream.trained = follow
     if parts:
         rank_pool.HELPER_SHARE, rank_pool.ANSWER_WITHIN_S, rank_pool.LATE_S = 0.0, 30.0, 600.0
-        rank_pool.divide = divided
+        rank_pool.divide_groups = divided
     try:
         with handlers_put_back(), build(config, world, NodeOptions(), lambda *_: None) as node:
             train_policy(node, node.objective)
