@@ -24,6 +24,11 @@ LARGE_WORD = round((1 - LARGE_SHARE) * 2**32)
 """Random words from this one on give large noise."""
 SMALL_NOISE = -math.log(-math.log1p(-LARGE_SHARE)) + 1e-3
 """Upper limit of noise that is not large. The margin covers the rounding of logarithms."""
+MARGIN, MARGIN_AT = 2.0**-20, 32.0
+"""Bound of the difference between a sum in float64 and in float32, over its amount plus `MARGIN_AT`."""
+LOWEST = float(np.finfo(np.float32).min)
+SPAN = 128
+"""Tokens that are looked at together."""
 
 NoiseKey = tuple[int, int, int]
 """Rollout, sample and absolute position of the token that is drawn."""
@@ -78,22 +83,18 @@ def _pruned_draw(x_NV: Tensor, keys_N3: Ints) -> Tensor:
 
     The noise of one token in 256 is large. The best sum x + noise among those tokens is a lower limit L of
     the maximum. Any other token can win only if x >= L - SMALL_NOISE: about 256 tokens have so large an x.
+    Their sums in float64 leave one token per row; where rounding decides between more, those are compared as
+    `keyed_gumbel` computes them.
     """
-    large_words, words_at = _kernels()
     num, vocabulary = x_NV.shape
-    rows_P, tokens_P, words_P = large_words(keys_N3, vocabulary)
-    sums_P = torch.from_numpy(x_NV.numpy()[rows_P, tokens_P]) + _to_gumbel(torch.from_numpy(words_P))
-    best_N = x_NV.new_full((num,), -torch.inf)
-    best_N.scatter_reduce_(0, torch.from_numpy(rows_P), sums_P, "amax")
-    slack_N = (best_N.abs() + SMALL_NOISE) * 2.0**-20  # of the rounding of a sum
-    limits_N = (best_N - SMALL_NOISE - slack_N).clamp(min=torch.finfo(torch.float32).min)
-    more_rows, more_tokens = (x_NV.numpy() >= limits_N.numpy()[:, None]).nonzero()
-    more_words = words_at(keys_N3, more_rows, more_tokens)
-    more_sums = torch.from_numpy(x_NV.numpy()[more_rows, more_tokens]) + _to_gumbel(
-        torch.from_numpy(more_words)
-    )
-    rows, tokens = np.concatenate((rows_P, more_rows)), np.concatenate((tokens_P, more_tokens))
-    sums = torch.cat((sums_P, more_sums)).numpy()
+    spans = vocabulary // SPAN  # whole ones
+    tops_NS = x_NV[:, : spans * SPAN].view(num, spans, SPAN).amax(-1)
+    rows, tokens, words = _kernels()[0](x_NV.numpy(), tops_NS.numpy(), keys_N3)
+    if np.array_equal(rows, np.arange(num)):
+        return torch.from_numpy(tokens)
+    if not np.array_equal(np.unique(rows), np.arange(num)):  # a row without a number above -infinity
+        return (x_NV + keyed_gumbel(keys_N3.tolist(), vocabulary)).argmax(-1)
+    sums = (torch.from_numpy(x_NV.numpy()[rows, tokens]) + _to_gumbel(torch.from_numpy(words))).numpy()
     order = np.lexsort((-tokens, sums, rows))  # the last one of each row has the largest sum, then lowest id
     last = order[np.flatnonzero(np.diff(rows[order], append=num))]
     return torch.from_numpy(tokens[last])
@@ -103,7 +104,11 @@ _compiled: list[Callable[..., Any]] = []
 
 
 def _kernels() -> list[Callable[..., Any]]:
-    """Return `large_words` and `words_at`, which their first calls compile; none without numba."""
+    """Return the search for tokens whose sums may be the largest, which its first call compiles; or nothing.
+
+    It takes x_NV, the maxima of its whole spans, and keys_N3. It returns rows, tokens and random words, in
+    order of rows. Without numba there is none.
+    """
     if _compiled:
         return _compiled
     try:  # Not before vLLM has started: its search of all modules for kernels fails at one of numba's.
@@ -124,32 +129,50 @@ def _kernels() -> list[Callable[..., Any]]:
             k0, k1 = (k0 + s0) & word, (k1 + s1) & word
         return c0, c1, c2, c3
 
+    @njit(inline="always")
+    def noise_of(drawn: Any) -> Any:
+        return -math.log(-math.log((drawn + 0.5) * 2.0**-32))
+
     @njit
-    def large_words(keys_N3: Any, vocabulary: Any) -> Any:
+    def near_best(x_NV: Any, tops_NS: Any, keys_N3: Any) -> Any:
+        num, vocabulary = x_NV.shape
         blocks = (vocabulary + 3) // 4
-        words = np.empty((4, blocks), np.uint64)
-        most = len(keys_N3) * blocks * 4
-        rows, tokens, found = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
-        num = 0
-        for row in range(len(keys_N3)):
+        words, highest = np.empty((4, blocks), np.uint64), np.empty(blocks, np.uint64)
+        rows, tokens, found = [np.int64(0)][:0], [np.int64(0)][:0], [np.int64(0)][:0]
+        near = [(0.0, np.int64(0))][:0]
+        for row in range(num):
             for block in range(blocks):
-                words[0, block], words[1, block], words[2, block], words[3, block] = philox_block(
-                    keys_N3[row], block
-                )
+                c0, c1, c2, c3 = philox_block(keys_N3[row], block)
+                words[0, block], words[1, block], words[2, block], words[3, block] = c0, c1, c2, c3
+                highest[block] = max(max(c0, c1), max(c2, c3))
+            near.clear()
+            best = -np.inf
             for block in range(blocks):
-                for i in range(4):
-                    if words[i, block] >= large and 4 * block + i < vocabulary:
-                        rows[num], tokens[num] = row, 4 * block + i
-                        found[num] = np.int64(words[i, block])
-                        num += 1
-        return rows[:num].copy(), tokens[:num].copy(), found[:num].copy()
+                if highest[block] < large:
+                    continue
+                for token in range(4 * block, min(4 * block + 4, vocabulary)):
+                    if words[token & 3, block] >= large:
+                        total = x_NV[row, token] + noise_of(words[token & 3, block])
+                        if total > best - MARGIN * (abs(best) + MARGIN_AT):
+                            near.append((total, np.int64(token)))
+                            best = max(best, total)
+            limit = max(best - SMALL_NOISE - MARGIN * (abs(best) + MARGIN_AT), LOWEST)
+            for span in range((vocabulary + SPAN - 1) // SPAN):
+                if span < tops_NS.shape[1] and tops_NS[row, span] < limit:
+                    continue
+                for token in range(span * SPAN, min((span + 1) * SPAN, vocabulary)):
+                    word = words[token & 3, token >> 2]
+                    if x_NV[row, token] >= limit and word < large:
+                        total = x_NV[row, token] + noise_of(word)
+                        if total > best - MARGIN * (abs(best) + MARGIN_AT):
+                            near.append((total, np.int64(token)))
+                            best = max(best, total)
+            for total, likely in near:
+                if total > best - MARGIN * (abs(best) + MARGIN_AT):
+                    rows.append(np.int64(row))
+                    tokens.append(likely)
+                    found.append(np.int64(words[likely & 3, likely >> 2]))
+        return np.array(rows), np.array(tokens), np.array(found)
 
-    @njit
-    def words_at(keys_N3: Any, rows: Any, tokens: Any) -> Any:
-        found = np.empty(len(rows), np.int64)
-        for i in range(len(rows)):
-            found[i] = np.int64(philox_block(keys_N3[rows[i]], tokens[i] >> 2)[tokens[i] & 3])
-        return found
-
-    _compiled.extend((large_words, words_at))
+    _compiled.append(near_best)
     return _compiled
