@@ -36,8 +36,22 @@ class Help(Protocol):
         """Do a short piece of it; return whether there was any."""
 
 
+class WorkInPieces(Protocol):
+    """Work of the waiting thread itself, which looks for its answer after each piece."""
+
+    @property
+    def used_s(self) -> float:
+        """Return the seconds of all pieces so far."""
+
+    def piece(self, waited_s: float) -> bool:
+        """Do a piece, or pause for a moment, in a wait that has lasted `waited_s`; return false without work.
+
+        It must not change the model, and may not assume that the other ranks of the node wait.
+        """
+
+
 class Waiter:
-    """A node that sometimes waits. `idle`, `clock` and `while_waiting` may be replaced at any time."""
+    """A node that sometimes waits. What is public here may be replaced at any time."""
 
     def __init__(self, shards: Shards, timeout_s: float) -> None:
         self.shards, self.timeout_s = shards, timeout_s
@@ -48,6 +62,8 @@ class Waiter:
         raise. With an asynchronous exchange all ranks of the node ask together: it may hold a collective."""
         self.help: Help | None = None
         """Work for nodes that this one waits for; idle work stands still meanwhile."""
+        self.pieces: WorkInPieces | None = None
+        """Work of this thread while it waits, besides `idle`."""
         self.waited_s = 0.0
         """Time spent waiting for other nodes."""
         self._used_before_s = 0.0  # by idle work that is attached no longer, less what `idle` had used before
@@ -59,7 +75,8 @@ class Waiter:
 
     @idle.setter
     def idle(self, work: IdleWork | None) -> None:
-        self._used_before_s = self.idle_used_s - (work.used_s if work else 0.0)
+        old_s, new_s = (each.used_s if each else 0.0 for each in (self._idle, work))
+        self._used_before_s += old_s - new_s
         self._idle = work
 
     @property
@@ -68,7 +85,8 @@ class Waiter:
 
         The work itself reports it. Part of it may come from other waits of the node than those for rounds.
         """
-        return self._used_before_s + (self._idle.used_s if self._idle else 0.0)
+        in_pieces_s = self.pieces.used_s if self.pieces else 0.0
+        return self._used_before_s + in_pieces_s + (self._idle.used_s if self._idle else 0.0)
 
     def wait(self, pending: Pending[T], opened: "OpenRound | None" = None, needed: int | None = None) -> T:
         """Return the answer, on this rank as soon as it is there.
@@ -81,11 +99,14 @@ class Waiter:
             if helper is not None and helper.work():
                 continue
             with self._waiting("round", opened):
-                if ask is None and helper is None:
-                    return pending.result()
+                began_s = time.monotonic()
                 while not pending.done() and (helper is None or not helper.has_work):
                     if ask is not None and needed is not None:
                         ask(needed)
+                    if self._does_piece(began_s):
+                        continue
+                    if ask is None and helper is None:
+                        return pending.result()
                     time.sleep(POLL_S)
         return pending.result()
 
@@ -101,6 +122,7 @@ class Waiter:
             return pending.result()
         give_up_at = self.clock() + self.timeout_s
         with self._waiting("hub", opened):
+            began_s = time.monotonic()
             while True:
                 here, in_time = self.shards.all([pending.done(), self.clock() < give_up_at])
                 if here:
@@ -109,7 +131,12 @@ class Waiter:
                     raise PeersMissing(f"{what} did not come within {self.timeout_s:g} s")
                 if self.while_waiting is not None:
                     self.while_waiting(position)
-                time.sleep(FREE_POLL_S)
+                if not self._does_piece(began_s):
+                    time.sleep(FREE_POLL_S)
+
+    def _does_piece(self, began_s: float) -> bool:
+        """Return whether `pieces` has work in a wait since `began_s`, after a piece of it."""
+        return self.pieces is not None and self.pieces.piece(time.monotonic() - began_s)
 
     @contextmanager
     def _waiting(self, cause: str, opened: "OpenRound | None") -> Iterator[None]:

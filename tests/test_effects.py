@@ -46,6 +46,7 @@ USELESS = {
     "data.held_out": '[prompts]\nsource = "a.jsonl"\n[data]\nheld_out = 0.1\n',
     "data.special_tokens": '[data]\nspecial_tokens = "none"\n',
     "data.split": '[data]\nsource = "a.txt"\nsplit = "test"\n',
+    "train.eval_in_waits": "[train]\neval_every = 0\neval_in_waits = true\n",
     "train.accumulate": '[prompts]\nsource = "a.jsonl"\n[train]\naccumulate = 2\n',
     "prompts.split": '[prompts]\nsource = "a.jsonl"\nsplit = "test"\n',
     "rl.clip_low": '[prompts]\nsource = "a.jsonl"\n[rl]\nloss = "cispo"\nclip_low = 0.1\n',

@@ -97,6 +97,7 @@ RULES: tuple[EffectRule, ...] = (
     ("swarm.", "swarm.discovery", lambda v, _: not v, '"file" or "hivemind"'),
     ("hub.parent_every hub.parent_mix", "hub.parent", lambda v, _: not v, "HOST:PORT"),
     ("model.family model.sizes.", "model.pretrained", lambda v, _: bool(v), '""'),
+    ("train.eval_in_waits", "train.eval_every", lambda v, _: v == 0, "1 or more"),
     ("data.special_tokens", "data.tokenizer", lambda v, _: v == "byte", "a Hugging Face tokenizer"),
     ("data.split", "data.source", lambda v, _: not v.startswith("hf:"), '"hf:NAME"'),
     (
@@ -125,7 +126,7 @@ RULES: tuple[EffectRule, ...] = (
     ),
     (
         "data.source data.text_key data.split data.held_out train.accumulate train.eval_every"
-        " train.eval_samples drafter.train",
+        " train.eval_in_waits train.eval_samples drafter.train",
         "prompts.source",
         lambda v, _: bool(v),
         '"" to train on text',

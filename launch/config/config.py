@@ -152,6 +152,11 @@ class TrainConfig:
     eval_samples: PositiveInt = 32
     """Held-out samples per evaluation."""
 
+    eval_in_waits: bool = False
+    """Evaluate a copy of the weights while the node waits, batch by batch, at no cost of training time; what
+    no wait has finished when the next evaluation is due is finished then. Nodes of one rank; the others
+    evaluate at once."""
+
 
 @checked("checkpoint")
 @dataclass(frozen=True, slots=True, kw_only=True)

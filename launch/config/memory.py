@@ -33,6 +33,8 @@ def state_bytes(config: RunConfig, num_params: int, num_trained: int) -> dict[st
         found["AdamW moments"] = 2 * held
     else:
         found["Muon and AdamW moments, at most"] = 2 * held
+    if config.train.eval_in_waits:
+        found["copy for evaluation"] = num_params * FP32_BYTES
     if edit.warmup_steps == "all":
         return found
     found["anchors" + where] = held

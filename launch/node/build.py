@@ -33,6 +33,7 @@ from aedit.launch.node.budget import WorldBudget
 from aedit.launch.node.build_averaging import averaging_peer
 from aedit.launch.node.build_hub import hub_member
 from aedit.launch.node.checkpoint import NodeCheckpoints, resume_training
+from aedit.launch.node.evaluation import make_evaluation
 from aedit.launch.node.model import make_model, num_parameters
 from aedit.launch.node.objective import NodeParts, Objective, TextObjective, make_inners
 from aedit.launch.node.rl_build import make_policy_objective
@@ -300,6 +301,7 @@ def make_objective(data: TrainingData, parts: NodeParts) -> Objective:
         order=parts.order,
         sync=parts.sync,
         learner=make_text_learner(parts),
+        in_waits=make_evaluation(parts, data),
     )
 
 

@@ -1,5 +1,6 @@
 """Build any `transformers` causal language model, new or pretrained, shard it, and compute its loss."""
 
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
@@ -240,22 +241,34 @@ def _shard(model: nn.Module, config: ModelConfig, world: World) -> None:
     fully_shard(model, mesh=world.mesh["shard"], mp_policy=policy)
 
 
-@torch.no_grad()
 def held_out_loss(model: nn.Module, corpus: Corpus, config: RunConfig, shards: Shards) -> float:
     """Return the mean loss over `train.eval_samples` held-out samples, in nats per token.
 
     All ranks of the node together.
     """
+    model.eval()
+    found = mean_loss(list(held_out_sums(model, corpus, config, shards)), shards)
+    model.train()
+    return found
+
+
+@torch.no_grad()
+def held_out_sums(model: nn.Module, corpus: Corpus, config: RunConfig, shards: Shards) -> Iterator[Tensor]:
+    """Yield for one batch of held-out samples after the other the sum of this rank's losses and their number.
+
+    All ranks of the node together.
+    """
     indices = evaluation_indices(len(corpus.held_out), config.train.eval_samples)
     size, device = config.train.batch_size, next(model.parameters()).device
-    sums = torch.zeros(2, dtype=torch.float64)
-    model.eval()
     for start in range(0, len(indices), size):
         # FSDP2 needs all ranks in each forward pass: in a short last batch some get a sample of weight 0.
         mine = indices[start : start + size][shards.rank :: shards.size]
         shown = mine if len(mine) else indices[start : start + 1]
         mean = loss(model, batch(corpus.held_out, shown).to(device), config.model.dtype)
-        sums += torch.tensor([float(mean) * len(mine), len(mine)], dtype=torch.float64)
-    model.train()
-    total, count = shards.sum(sums).tolist()
+        yield torch.tensor([float(mean) * len(mine), len(mine)], dtype=torch.float64)
+
+
+def mean_loss(sums: Sequence[Tensor], shards: Shards) -> float:
+    """Return the mean of what `held_out_sums` has yielded, over all ranks."""
+    total, count = shards.sum(sum(sums, torch.zeros(2, dtype=torch.float64))).tolist()
     return float(total / count)

@@ -24,6 +24,7 @@ from aedit.types import UserError
 
 if TYPE_CHECKING:
     from aedit.launch.node.build_hub import HubMembership
+    from aedit.launch.node.evaluation import EvaluationInWaits
     from aedit.launch.node.text_learner import TextLearner
 
 AddLoss = Callable[[Tensor], None]
@@ -106,6 +107,15 @@ class Objective(Protocol):
     def evaluate(self) -> tuple[str, dict[str, Any]]:
         """Evaluate on held-out data; return the name of an event and its values."""
 
+    def evaluate_later(self, step: int, round: int) -> bool:
+        """Begin an evaluation that goes on in waits and is recorded at its end; return false without one.
+
+        step, round: of the weights.
+        """
+
+    def finish_evaluation(self) -> None:
+        """Finish and record the evaluation of `evaluate_later`, if it goes on."""
+
     def metrics(self) -> dict[str, Any]:
         """Return the objective's own part of a line of metrics."""
 
@@ -133,6 +143,8 @@ class TextObjective:
     sync: LayerSync
     learner: "TextLearner | None" = None
     """Drafter that learns from these forward passes in the node's waits."""
+    in_waits: "EvaluationInWaits | None" = None
+    """Evaluates in the node's waits; None: all at once."""
     _before: tuple[dict[str, int], Tensor] | None = None
     """Sample order and random state before the current step."""
 
@@ -188,6 +200,17 @@ class TextObjective:
         """Return the held-out loss."""
         found = held_out_loss(self.sync.model, self.corpus, self.config, self.sync.shards)
         return "eval", {"loss": found}
+
+    def evaluate_later(self, step: int, round: int) -> bool:
+        """Copy the weights, whose held-out loss is computed in waits; return false if all is at once."""
+        if self.in_waits is not None:
+            self.in_waits.begin(self.sync.model, step, round)
+        return self.in_waits is not None
+
+    def finish_evaluation(self) -> None:
+        """Compute what no wait has computed."""
+        if self.in_waits is not None:
+            self.in_waits.finish()
 
     def metrics(self) -> dict[str, Any]:
         """Return the state of the drafter, if there is one: loss and tokens are in each line."""

@@ -204,6 +204,13 @@ class PolicyObjective:
         stream, shards = self.stream, self.sync.shards
         return "rl_eval", solved_share(self.held_out, self.config, stream.pipeline, self.greedy, shards)
 
+    def evaluate_later(self, step: int, round: int) -> bool:
+        """Return false: answers are generated with the weights in use."""
+        return False
+
+    def finish_evaluation(self) -> None:
+        """Do nothing."""
+
     def metrics(self) -> dict[str, Any]:
         """Return the table `rl`."""
         if self.deaths is not None:

@@ -195,6 +195,7 @@ class TrainingNode:
         # The next free number of this round's checkpoints, so that no node overwrites one.
         sub = self.stop.greatest("sub", 1 + max(here, default=0))
         self.save(Mark(self.milestone, sub), owed)
+        self.objective.finish_evaluation()
         self.recorder.event("stop", reason=reason, step=self.sync.steps, tokens=self.tokens)
 
     # -- one step
@@ -257,19 +258,24 @@ class TrainingNode:
     # -- evaluation and checkpoints
 
     def evaluate_if_due(self) -> None:
-        """Evaluate if the objective asks for it now."""
+        """Evaluate if the objective asks for it now, later in waits if it does so."""
         if self.objective.evaluation_is_due(self.milestone, self.evaluated_round):
-            self.evaluate()
+            self.evaluate(may_be_later=True)
 
-    def evaluate(self) -> None:
+    def evaluate(self, *, may_be_later: bool = False) -> None:
         """Evaluate on held-out data if this node does so, and record it; the other nodes go on."""
         self.evaluated_round = self.milestone
-        if not self.budget.evaluates():
-            return
         began = time.monotonic()
-        event, values = self.objective.evaluate()
+        self.objective.finish_evaluation()
+        found = None
+        if self.budget.evaluates() and not (
+            may_be_later and self.objective.evaluate_later(self.sync.steps, self.milestone)
+        ):
+            found = self.objective.evaluate()
         self.recorder.clock.other_s += time.monotonic() - began
-        self.recorder.event(event, step=self.sync.steps, round=self.milestone, **values)
+        if found is not None:
+            event, values = found
+            self.recorder.event(event, step=self.sync.steps, round=self.milestone, **values)
 
     def save_after_a_round(self) -> None:
         """Save if `checkpoint.every` rounds have passed, at a step boundary with nothing in flight.
