@@ -13,8 +13,9 @@ from kit.rl_nodes import config_of, records, run, weights
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from aedit.launch.config import DrafterConfig
 from aedit.launch.node import saved_layer
-from aedit.launch.node.rl_engine import make_online, pretrained_layer
+from aedit.launch.node.rl_engine import TrainerWatch, make_online, pretrained_layer
 from aedit.spec_rollout import make_target
 from aedit.spec_rollout.choose import Fixed
 from aedit.spec_rollout.drafters import DraftLayer, parse_arm
@@ -51,7 +52,7 @@ def test_a_run_records_its_drafter_and_ends_its_trainer(first):
     last = records(config, "metrics")[-1]["rl"]
     assert last["arms"].keys() <= {"layer:3", "off"}
     assert last["drafter"].keys() == {
-        "steps", "published", "adopted", "refused", "accepted_length", "version",
+        "steps", "published", "adopted", "refused", "accepted_length", "version", "starved",
     }  # fmt: skip
     accepted = last["drafter"]["accepted_length"]
     assert accepted is None or accepted >= 1, "an untrained drafter is not tried"
@@ -176,3 +177,34 @@ def test_a_policy_without_a_draft_layer_is_refused_by_name_only_if_asked_for(tmp
     refused = pytest.raises(UserError, match=r'drafter\.kind = "layer": .*model_type')
     with refused if kind == "layer" else nullcontext():
         assert make_online(parts, make_target(model, rows=2, max_tokens=16)) is None
+
+
+@pytest.mark.parametrize(("priority", "remedy"), [("idle", "set drafter.priority"), ("normal", "processors")])
+def test_a_trainer_without_processor_time_is_reported_once_until_it_gets_some(priority, remedy):
+    events = []
+    status = {"allowed_s": 0.0, "cpu_s": 0.0, "has_work": True}
+    watch = TrainerWatch.of(
+        SimpleNamespace(status=lambda: status),
+        lambda name, **fields: events.append((name, fields)),
+        DrafterConfig(priority=priority),
+    )
+
+    def go_on(share, seconds=100, *, has_work=True):
+        for _ in range(seconds):
+            status.update(allowed_s=status["allowed_s"] + 1, cpu_s=status["cpu_s"] + share, has_work=has_work)
+            watch.report()
+
+    go_on(0.5)
+    go_on(0.0, has_work=False)
+    go_on(0.05, 40)
+    assert (events, watch.starved) == ([], False)
+    go_on(0.05, 90)
+    ((name, fields),) = events
+    assert name == "drafter_trainer_starved"
+    assert fields["used_s"] < 0.1 * fields["allowed_s"] <= 7
+    assert remedy in fields["remedy"]
+    assert watch.starved
+    go_on(0.5, 130)
+    assert not watch.starved
+    go_on(0.0, 200)
+    assert [name for name, _ in events] == ["drafter_trainer_starved"] * 2

@@ -127,7 +127,7 @@ def test_collecting_takes_at_most_its_share_and_begins_a_version_after_enough_pa
         policy=SimpleNamespace(update=versions.append),
         online=SimpleNamespace(after_update=lambda: None),
         features=features,
-        deaths=None,
+        watch=None,
         shards=Shards(),
         clock=lambda: now[0],
         directory=None,

@@ -22,7 +22,7 @@ from aedit.launch.node.rl_engine import (
     ARMS,
     DTYPES,
     ForwardLearner,
-    TrainerDeaths,
+    TrainerWatch,
     make_engine_source,
     make_helper_engine,
     make_learner,
@@ -110,7 +110,7 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
         curriculum=curriculum,
         greedy=_sampling(config, parts, 0.0),
         online=online,
-        deaths=None if online is None else TrainerDeaths(online, parts.recorder.event),
+        watch=None if online is None else TrainerWatch.of(online, parts.recorder.event, config.drafter),
         directory=parts.recorder.directory,
         started=config.rl.supervised_steps == 0,
     )

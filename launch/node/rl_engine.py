@@ -228,24 +228,63 @@ def make_learner(parts: NodeParts) -> ForwardLearner | None:
     return ForwardLearner(policy=policy, online=online, features=ForwardFeatures(online.sink, taps))
 
 
+STARVED_SHARE, STARVED_OVER_S = 0.1, 60.0
+"""A trainer is starved that got less than this share of so many seconds in which it was let run."""
+
+
 @dataclass(slots=True)
-class TrainerDeaths:
-    """Reports the deaths of the drafter's trainer process, which is started again."""
+class TrainerWatch:
+    """Reports deaths of the drafter's trainer process, and that it gets hardly any processor time."""
 
     online: OnlineDrafter
     record: Callable[..., None]
     """Takes the name of an event and its fields."""
+    remedy: str
+    """What helps a starved trainer."""
     reported: int = 0
+    starved: bool = False
+    """Whether the trainer got no share worth mentioning of the last `STARVED_OVER_S`."""
+    _before: tuple[float, float, bool] = (0.0, 0.0, False)
+    _allowed_s: float = 0.0
+    _used_s: float = 0.0
+
+    @classmethod
+    def of(cls, online: OnlineDrafter, record: Callable[..., None], config: DrafterConfig) -> "TrainerWatch":
+        """Return the watch of a node with these settings."""
+        is_idle = config.priority == "idle"
+        remedy = 'set drafter.priority = "normal"' if is_idle else "other programs use all processors"
+        return cls(online, record, remedy)
 
     def report(self) -> None:
-        """Record an event if the process has died since the last call."""
+        """Record an event if the process has died or starves since the last call."""
         status = self.online.status()
+        if "allowed_s" in status:
+            self._measure(status["allowed_s"], status["cpu_s"], has_work=status["has_work"])
         deaths = status.get("deaths", 0)  # without a process of its own there are none
         if deaths > self.reported:
             self.reported = deaths
             self.record(
                 "drafter_trainer_died", deaths=self.reported, reason=status["error"], state=status["state"]
             )
+
+    def _measure(self, allowed_s: float, used_s: float, *, has_work: bool) -> None:
+        """Add what the trainer was allowed and used since the last call, if it had work all the while."""
+        before_allowed_s, before_used_s, had_work = self._before
+        self._before = allowed_s, used_s, has_work
+        if had_work and has_work:
+            self._allowed_s += allowed_s - before_allowed_s
+            self._used_s += used_s - before_used_s
+        if self._allowed_s < STARVED_OVER_S:
+            return
+        was_starved, self.starved = self.starved, self._used_s < STARVED_SHARE * self._allowed_s
+        if self.starved and not was_starved:
+            self.record(
+                "drafter_trainer_starved",
+                used_s=round(self._used_s, 1),
+                allowed_s=round(self._allowed_s, 1),
+                remedy=self.remedy,
+            )
+        self._allowed_s = self._used_s = 0.0
 
 
 def save_drafter(online: OnlineDrafter, directory: Path, *, steps: int = 0) -> None:

@@ -19,7 +19,7 @@ from aedit.edit import LayerSync
 from aedit.launch.config import RunConfig
 from aedit.launch.data import AnswerTokens, Curriculum, solved_of
 from aedit.launch.node.objective import AddLoss, lr_at
-from aedit.launch.node.rl_engine import TrainerDeaths, save_drafter
+from aedit.launch.node.rl_engine import TrainerWatch, save_drafter
 from aedit.launch.node.rl_groups import GroupStream, solved_share
 from aedit.launch.node.rl_policy import PolicyGradient, with_advantages
 from aedit.launch.node.rl_records import RLRecords
@@ -85,8 +85,8 @@ class PolicyObjective:
     greedy: Sampling
     online: OnlineDrafter | None
     """The learned drafter of this rank."""
-    deaths: TrainerDeaths | None
-    """Reports deaths of the process that trains the drafter; None without a drafter."""
+    watch: TrainerWatch | None
+    """Of the process that trains the drafter; None without a drafter."""
     directory: Path
     """Directory of the node."""
     version: int = 0
@@ -213,10 +213,12 @@ class PolicyObjective:
 
     def metrics(self) -> dict[str, Any]:
         """Return the table `rl`."""
-        if self.deaths is not None:
-            self.deaths.report()
         self.records.counts = self.stream.counts
-        return {"rl": self.records.line()}
+        line = self.records.line()
+        if self.watch is not None:
+            self.watch.report()
+            line["drafter"]["starved"] = int(self.watch.starved)
+        return {"rl": line}
 
     def order_state(self) -> dict[str, int]:
         """Return the state of the stream of prompts before the first group that was not trained."""

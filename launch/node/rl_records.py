@@ -55,6 +55,7 @@ SECONDS = (
     "as_plain_s",
     "as_plain_error_s",
     "idle_used_s",
+    "idle_usable_s",
 )
 """Totals of which the mean over the ranks is taken."""
 
@@ -127,6 +128,8 @@ class RLRecords:
             "reward_s": self.pipeline.reward_s,
             "idle_used_s": self.sync.idle_used_s,
         }
+        drafter = self.online.status() if self.online is not None else {}
+        found["idle_usable_s"] = drafter.get("allowed_s", 0.0)
         pool = status.get("pool", {})
         found["rollout_s"] -= pool.get("helped_in_steps_s", 0.0)
         arms = status.get("arms", {})
@@ -136,7 +139,6 @@ class RLRecords:
         row += [float(arms.get(name, 0)) for name in ("off", *ARMS)]
         row += [float(found.get(name, 0.0)) / self.shards.size for name in SECONDS]
         row += [idle.get(name, 0.0) / self.shards.size for name in CAUSES]
-        drafter = self.online.status() if self.online is not None else {}
         row += [float(drafter.get(name, 0)) for name in OF_DRAFTER]
         row += [float(pool.get(name, 0)) for name in OF_POOL[:-1]]
         row += [pool.get("helped_s", 0.0) / self.shards.size]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from aedit.edit import Shards
 from aedit.launch.config import DrafterConfig
 from aedit.launch.node.objective import NodeParts
-from aedit.launch.node.rl_engine import TrainerDeaths, draft_form, save_drafter, start_online, taps_of
+from aedit.launch.node.rl_engine import TrainerWatch, draft_form, save_drafter, start_online, taps_of
 from aedit.spec_rollout.model import unwrapped
 from aedit.spec_rollout.training import (
     ForwardFeatures,
@@ -41,7 +41,7 @@ class TextLearner:
     policy: TrainedPolicy
     online: OnlineDrafter
     features: ForwardFeatures
-    deaths: TrainerDeaths
+    watch: TrainerWatch
     shards: Shards
     clock: Callable[[], float]
     """Seconds without the node's waits."""
@@ -97,7 +97,7 @@ class TextLearner:
 
     def metrics(self) -> dict[str, float]:
         """Return the state of the drafter for a line of metrics, and record deaths of its trainer."""
-        self.deaths.report()
+        self.watch.report()
         status = self.online.status()
         found: dict[str, float] = {name: status[name] for name in ("steps", "published", "refused")}
         found["steps"] += self.steps_before
@@ -151,7 +151,7 @@ def make_text_learner(parts: NodeParts) -> TextLearner | None:
         policy=policy,
         online=online,
         features=ForwardFeatures(online.sink, taps),
-        deaths=TrainerDeaths(online, parts.recorder.event),
+        watch=TrainerWatch.of(online, parts.recorder.event, config),
         shards=sync.shards,
         clock=lambda: time.monotonic() - sync.waited_s,
         directory=parts.recorder.directory,

@@ -20,7 +20,7 @@ BAD_LINE = (KeyError, TypeError, ValueError, OverflowError, AttributeError)
 """Exceptions of reading a line of another program."""
 KEY_FILE = "signing.key"
 """File with a server's key in its folder. Folders of nodes and hubs do not have it."""
-DRAFTER = ("steps", "published", "adopted", "refused", "accepted_length", "version")
+DRAFTER = ("steps", "published", "adopted", "refused", "accepted_length", "version", "starved")
 
 
 def text(value: object) -> str:
@@ -173,6 +173,9 @@ class RLMetric:
     idle_used_s: float = nan
     """Processor time of idle work."""
 
+    idle_usable_s: float = nan
+    """Seconds of the waits in which a drafter's trainer was let run."""
+
     arms: Mapping[str, float] = field(default_factory=dict)
     """Steps of the engine by arm."""
 
@@ -187,7 +190,7 @@ class RLMetric:
     drafter: Mapping[str, float] = field(default_factory=dict)
     """State of the node's drafter by `DRAFTER`, NaN where unknown; empty if it has no trained one: training
     steps so far, published drafters and those that the engine has taken, trained ones that the gate has
-    refused."""
+    refused; `starved` is 1 while its trainer gets hardly any processor time."""
 
     servers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Work of each rollout server for the node's first rank, since the node's process began: `tokens`,

@@ -25,7 +25,7 @@ from aedit.launch.node import (
     FILE,
     MAX_DRAFTED_TOKENS,
     StopDecoder,
-    TrainerDeaths,
+    TrainerWatch,
     build_model,
     choose_among,
     chosen_device,
@@ -270,7 +270,7 @@ class ServerDrafter:
         """The layer is of an earlier attempt."""
         self._number = 0
         self._online: OnlineDrafter | None = None
-        self._deaths: TrainerDeaths | None = None
+        self._deaths: TrainerWatch | None = None
         self._source: ServedLine | None = None
         self._version = 0
         self._error = ""
@@ -384,7 +384,7 @@ class ServerDrafter:
         )
         line.engine.sink = GuardedSink(online.sink, self._fail)
         self._version = 0
-        self._deaths = TrainerDeaths(online, self._event)
+        self._deaths = TrainerWatch.of(online, self._event, self._config.drafter)
         self._online = online
 
     def _end_training(self) -> None:

@@ -9,6 +9,7 @@ from math import hypot, isfinite, nan
 from statistics import fmean
 
 from aedit.launch.records import EvalEvent, Metric, NodeRecords, RLMetric, RoundEvent, Run
+from aedit.launch.views import formatting as fmt
 
 LAST_LINES = 10
 WINDOW_S = 10.0
@@ -167,6 +168,12 @@ class RLTotals:
     """Seconds by cause, the longest first."""
 
     idle_used_s: float
+    idle_usable_s: float
+    """Seconds in which a drafter's trainer was let run; NaN where unknown."""
+
+    gained_s: float
+    """Seconds of rollouts that trained drafters have saved; NaN without one in use."""
+
     pool: Mapping[str, float]
     """Totals of `RLMetric.pool`; empty without a pool."""
 
@@ -179,6 +186,22 @@ class RLTotals:
     def waited_s(self) -> float:
         """Return the seconds of all causes."""
         return sum(self.idle_s.values())
+
+
+def ledger(totals: RLTotals) -> str:
+    """Return one line on what became of the waits; "" for records that do not say so."""
+    helped_s = totals.pool.get("helped_s", 0.0)
+    if not isfinite(totals.idle_usable_s) or totals.waited_s + helped_s < 0.05:
+        return ""
+    parts = [f"{fmt.seconds(totals.waited_s)} waited", f"{fmt.seconds(totals.idle_usable_s)} usable"]
+    parts.append(f"{fmt.seconds(totals.idle_used_s)} used by the drafter")
+    if isfinite(gained_s := totals.gained_s):
+        parts.append(
+            f"{fmt.seconds(abs(gained_s))} of rollouts {'gained' if gained_s >= 0 else 'lost'} by it"
+        )
+    if helped_s > 0:
+        parts.append(f"{fmt.seconds(helped_s)} for other nodes")
+    return ", ".join(parts)
 
 
 def newest(node: NodeRecords) -> RLMetric | None:
@@ -207,6 +230,8 @@ def rl_totals(states: Iterable[RLMetric | None]) -> RLTotals:
         return total_known(state.drafter.get(name, nan) for state in there)
 
     errors_s = [or_zero(state.as_plain_error_s) for state in there]
+    gained_s = [state.as_plain_s - state.compared_s for state in there if state.drafter.get("adopted", 0) > 0]
+    usable_s = [state.idle_usable_s for state in there]
     speeds = [ratio(state.rollout_tokens, state.generation_s) for state in there]
     return RLTotals(
         groups=total("groups"),
@@ -222,6 +247,8 @@ def rl_totals(states: Iterable[RLMetric | None]) -> RLTotals:
         arms={arm: steps / sum(arms.values()) for arm, steps in arms.most_common() if steps > 0},
         idle_s={cause: seconds for cause, seconds in idle_s.most_common() if seconds > 0},
         idle_used_s=total("idle_used_s"),
+        idle_usable_s=total_known(usable_s) if any(map(isfinite, usable_s)) else nan,
+        gained_s=total_known(gained_s) if gained_s else nan,
         pool=pool,
         drafter_steps=of_drafters("steps"),
         published=of_drafters("published"),

@@ -21,6 +21,7 @@ from aedit.launch.views.figures import (
     held_out,
     last_evaluation_step,
     last_loss,
+    ledger,
     mean_known,
     newest,
     pace,
@@ -265,6 +266,11 @@ def rl_facts(run: Run) -> Facts:
             f" {fmt.size(pool['bytes'])} sent",
         )
     yield "idle", "none" if totals.waited_s < 0.05 else f"{used}; {fmt.durations(totals.idle_s)}"
+    if shown := ledger(totals):
+        yield "ledger", shown
+    for node in run.nodes if len(run.nodes) > 1 else ():
+        if shown := ledger(rl_totals([newest(node)])):
+            yield f"  node {node.index}", shown
     if any(rl.drafter for rl in map(newest, run.nodes) if rl is not None):
         counts = (totals.drafter_steps, totals.published, totals.refused, totals.adopted)
         text = "{} steps of training, {} published, {} refused by the gate, {} taken"

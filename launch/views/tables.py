@@ -24,6 +24,7 @@ from aedit.launch.records import (
 from aedit.launch.views import formatting as fmt
 from aedit.launch.views.figures import (
     after_warm_up,
+    ledger,
     ratio,
     recent_rollout_tokens_per_s,
     rl_held_out,
@@ -264,11 +265,25 @@ def rl_cells(
 
 
 def rl_lines(learners: Sequence[Learner]) -> Iterator[RenderableType]:
-    """Yield the engine's arms and the idle time by cause, over all nodes."""
+    """Yield the engine's arms and the idle time by cause, over all nodes; what became of it, also by node."""
     totals = rl_totals(rl for _, rl in learners)
     used = fmt.percent(ratio(totals.idle_used_s, totals.waited_s))
     idle = fmt.durations(_first(totals.idle_s)) + (f"; {used} used" if totals.waited_s >= 0.05 else "")
-    for name, shown in (("arms", fmt.shares(_first(totals.arms))), ("idle", idle)):
+    lines = [("arms", fmt.shares(_first(totals.arms))), ("idle", idle), ("ledger", ledger(totals))]
+    if len(learners) > 1:
+        lines += [(f"  node {index}", ledger(rl_totals([rl]))) for index, rl in learners]
+    lines += [
+        (
+            "drafter",
+            f"its trainer on node {index} gets less than a tenth of its windows' processor time: set"
+            ' drafter.priority = "normal", or leave a processor free',
+        )
+        for index, rl in learners
+        if rl is not None and rl.drafter.get("starved", 0) > 0
+    ]
+    for name, shown in lines:
+        if not shown and name not in ("arms", "idle"):
+            continue
         grid = Table.grid(padding=0)  # a line continues under its own text
         grid.add_column(width=len("held-out solved  "), no_wrap=True)
         grid.add_row(Text(name), Text(shown))

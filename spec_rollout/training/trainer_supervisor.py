@@ -392,7 +392,8 @@ class DrafterTraining:
     def status(self) -> dict[str, Any]:
         """Return the state by name, for logs and metrics.
 
-        `utilization` is the trainer's processor time over the idle time.
+        `utilization` is the trainer's processor time over the idle time. `allowed_s` are the seconds in which
+        it was let run, and `has_work` is false while it has nothing to learn.
         """
         with self._lock:
             idle_s, supervisor = self.windows.idle_s(self._clock()), self._supervisor.status()
@@ -407,6 +408,7 @@ class DrafterTraining:
         return {
             **supervisor,
             "paused": self._paused,
+            "has_work": self._memory.trainer_status.state in (TrainerState.STARTING, TrainerState.TRAINING),
             "windows": self.windows.count,
             "idle_s": idle_s,
             "idle_by_cause_s": by_cause,
