@@ -51,14 +51,14 @@ LONGEST = 480
 """Characters of a problem and its answer."""
 NUM_TEXTS = 30_000
 """Problems from which the policy learns."""
-DRAFTER_TOKENS = 65_536
+DRAFTER_TOKENS = 32_768
 """Tokens of the policy's rollouts from which a drafter of the arms `once` learns."""
 DRAFTER_MINUTES = 5.0
 """Processor time of its training."""
-POLICY_STEPS = 1200
+POLICY_STEPS = 2700
 POLICY_TRAINING = {
     **{"batch_size": 1, "lr": 1e-3, "betas": [0.9, 0.98], "lr_warmup": 0.03, "lr_final": 0.05},
-    "eval_every": 200,
+    "eval_every": 25,
 }
 PREPARED_WITHIN_S = 4 * 3600.0
 WANTED = 1.5
