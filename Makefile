@@ -13,7 +13,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 unexport PYTHONDONTWRITEBYTECODE
 # Test processes side by side. WORKERS=0 runs all tests in one process.
 WORKERS := 2
-BENCHMARKS := overhead run_cost straggler quality async_quality bandwidth hub agent swarm chaos poison elastic joining soak peers rollout choice decode drift idle tail off_policy rl_nodes rl_speed rl_servers versions audit serve heart \
+BENCHMARKS := overhead run_cost straggler quality async_quality bandwidth hub agent swarm chaos poison elastic joining soak peers rollout choice decode vllm_engine drift idle tail off_policy rl_nodes rl_speed rl_servers versions audit serve heart \
 	offload_gpu rollout_gpu
 
 .PHONY: help install run run-rl run-heart vllm proto lint types check test suite test-slow test-vllm bench docs clean
