@@ -127,6 +127,8 @@ def test_results_and_weights_are_those_of_evaluations_at_once(at_once, tmp_path,
     assert all(value.equal(theirs[name]) for name, value in weights(node).items())
     assert (used_s[-1] > 0) == (looks is not None)
     assert used_s[-1] == node.objective.in_waits.used_s
+    in_waits = [each.get("in_wait", False) for each in records(config, "events") if each["event"] == "eval"]
+    assert in_waits == [False, *([looks is not None] * 2), False]
 
 
 def test_an_evaluation_that_no_wait_has_finished_is_finished_before_the_next_and_at_an_early_end(tmp_path):
@@ -159,7 +161,7 @@ def test_short_waits_are_not_prolonged():
     class Evaluation(EvaluationInWaits):
         __slots__ = ()
 
-        def _next_batch(self, batches):
+        def _next_batch(self, batches, *, in_wait):
             began.append(next(batches))
 
     found = Evaluation(copy=None, corpus=None, config=None, shards=Shards(), record=None)

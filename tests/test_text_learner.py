@@ -162,3 +162,23 @@ def test_a_model_without_a_draft_layer_is_refused_in_one_line(tmp_path, keys, me
     assert "\n" not in str(said.value)
     with pytest.raises(UserError, match=message):  # in a dry run too
         measure(config, Placement())
+
+
+@pytest.mark.slow  # two trainers load torch
+def test_a_fast_node_trains_its_drafter_while_it_waits_and_the_weights_stay_the_same(world, tmp_path):
+    """The slow node takes its last step once the other's trainer has published."""
+    found = []
+    for name, train in (("with", True), ("without", False)):
+        (tmp_path / name).mkdir()
+        args = {"directory": tmp_path / name, "keys": {"drafter__train": train}}
+        found.append(world.run("tests/dist_jobs/text_learner_jobs.py", "two_nodes", size=2, args=args))
+    ours, theirs = found
+    for (own, losses, _), (plain, plain_losses, nothing) in zip(ours, theirs, strict=True):
+        assert losses == plain_losses
+        assert all(value.equal(plain[name]) for name, value in own.items())
+        assert nothing is None
+    fast = ours[0][2]
+    assert fast["published"] > 0
+    assert fast["used_s"] > 0
+    assert fast["idle_by_cause_s"]["round"] > 0
+    assert drafter_of_run(tmp_path / "with" / "run") == file_of(config_of(tmp_path / "with"))

@@ -437,6 +437,9 @@ def test_the_state_of_a_node_follows_from_its_files(tmp_path):
     def landed(node):
         node.round(2.5, 1, 30)
 
+    def evaluated_in_wait(node):
+        node.event("eval", 9.0, step=20, round=1, loss=2.0, in_wait=True)
+
     def stopped(reason):
         return lambda node: node.event("stop", 9.0, reason=reason, step=30, tokens=1)
 
@@ -452,6 +455,7 @@ def test_the_state_of_a_node_follows_from_its_files(tmp_path):
     assert seen_state(tmp_path, trained, waited) == "waiting"
     assert seen_state(tmp_path, trained, quiet_s=20) == "waiting"
     assert seen_state(tmp_path, trained, landed, quiet_s=20) == "evaluating"
+    assert seen_state(tmp_path, trained, evaluated_in_wait, quiet_s=20) == "waiting"
     assert seen_state(tmp_path, trained, quiet_s=1000) == "silent"
     assert seen_state(tmp_path, trained, evaluated) == "saving"
     assert seen_state(tmp_path, trained, stopped("done")) == "done"

@@ -29,8 +29,8 @@ class EvaluationInWaits:
     corpus: Corpus
     config: RunConfig
     shards: Shards
-    record: Callable[[float, int, int], None]
-    """Takes the loss, and step and round of the weights."""
+    record: Callable[[float, int, int, bool], None]
+    """Takes the loss, step and round of the weights, and whether the node waits."""
     used_s: float = 0.0
     """Time of batches in waits."""
     _batch_s: float = 0.0
@@ -55,7 +55,7 @@ class EvaluationInWaits:
             time.sleep(PAUSE_S)
             return True
         began_s = time.monotonic()
-        self._next_batch(self._batches)
+        self._next_batch(self._batches, in_wait=True)
         took_s = time.monotonic() - began_s
         self._batch_s = max(self._batch_s, took_s)
         self.used_s += took_s
@@ -66,13 +66,13 @@ class EvaluationInWaits:
         while self._batches is not None:
             self._next_batch(self._batches)
 
-    def _next_batch(self, batches: Iterator[Tensor]) -> None:
+    def _next_batch(self, batches: Iterator[Tensor], *, in_wait: bool = False) -> None:
         found = next(batches, None)
         if found is not None:
             self._sums.append(found)
             return
         loss, self._batches, self._sums = mean_loss(self._sums, self.shards), None, []
-        self.record(loss, self._step, self._round)
+        self.record(loss, self._step, self._round, in_wait)
 
 
 def make_evaluation(parts: NodeParts, corpus: Corpus) -> EvaluationInWaits | None:
@@ -86,8 +86,8 @@ def make_evaluation(parts: NodeParts, corpus: Corpus) -> EvaluationInWaits | Non
     copy = make_model(config, parts.tokenizer, parts.world).requires_grad_(False)
     copy.eval()
 
-    def record(loss: float, step: int, round: int) -> None:
-        recorder.event("eval", step=step, round=round, loss=loss)
+    def record(loss: float, step: int, round: int, in_wait: bool) -> None:
+        recorder.event("eval", step=step, round=round, loss=loss, **({"in_wait": True} if in_wait else {}))
 
     found = EvaluationInWaits(
         copy=copy, corpus=corpus, config=config, shards=parts.sync.shards, record=record

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from aedit.launch.records.recorder import Clock, Recorder, open_trackers
     from aedit.launch.records.records import (
         BAD_LINE,
+        IN_WAIT,
         KEY_FILE,
         EvalEvent,
         Metric,
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BAD_LINE",
     "FAILED",
+    "IN_WAIT",
     "KEY_FILE",
     "Clock",
     "EvalEvent",

@@ -20,6 +20,8 @@ BAD_LINE = (KeyError, TypeError, ValueError, OverflowError, AttributeError)
 """Exceptions of reading a line of another program."""
 KEY_FILE = "signing.key"
 """File with a server's key in its folder. Folders of nodes and hubs do not have it."""
+IN_WAIT = "in a wait"
+"""Text of a notice of an evaluation after which the node goes on waiting."""
 DRAFTER = ("steps", "published", "adopted", "refused", "accepted_length", "version", "starved")
 
 
@@ -323,6 +325,8 @@ class Notice:
     def of(line: Line) -> "Notice":
         """Return any event as text."""
         message = line.get("message") or line.get("error") or line.get("reason") or ""
+        if line.get("in_wait"):
+            message = IN_WAIT
         if line["event"] == "heal":
             message = f"healed at round {line.get('round')} from node {line.get('from_node')}"
         if line["event"] == "reward_error":  # function, `file:number`, sample, message

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from aedit.launch.records import NodeRecords, Run
+from aedit.launch.records import IN_WAIT, NodeRecords, Run
 from aedit.launch.views import formatting as fmt
 from aedit.launch.views.figures import (
     held_out,
@@ -165,7 +165,8 @@ def _pause(node: NodeRecords) -> str:
     """Return the reason why the node takes no steps now, "" if it does."""
     *_, before, last = (node.of_attempt[0], *node.of_attempt)
     interval_s = last.t - before.t
-    story = ACTIVITY.get(node.latest.event, "") if node.latest else ""
+    in_wait = node.latest is not None and node.latest.text == IN_WAIT
+    story = ACTIVITY.get(node.latest.event, "") if node.latest and not in_wait else ""
     if node.quiet_s > max(3.0, 3 * interval_s):
         return story if node.latest and node.latest.t >= last.t and story else "waiting"
     if last.wait_s - before.wait_s > interval_s / 2 > 0:
