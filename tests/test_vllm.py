@@ -198,7 +198,8 @@ class TestDrafters:
             assert [each[2] for each in answers["undrafted"]] == [each[2] for each in answers["after"]]
             assert [each[6] for each in answers["undrafted"]] == [len(each[2]) for each in answers["after"]]
         assert all(answers["refused"].values()), answers["refused"]
-        assert answers["after"] == answers["batches"][0]
+        # Passes may differ: suffixes are those of all texts so far.
+        assert [each[2] for each in answers["after"]] == [each[2] for each in answers["batches"][0]]
         moved = {sample: text for _, sample, *text in answers["batches"][-1]}
         assert sorted(moved) == [0, 1, 2, 3, 4]  # the last one was aborted
         for sample, (tokens, logprobs, versions, *_) in moved.items():
