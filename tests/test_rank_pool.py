@@ -141,7 +141,8 @@ class Node:
     def next_version(self, share=0.0):
         """Hand over weights after a round of which the node has waited this share."""
         self.rounds += 1
-        self.waited_s += share * (time.monotonic() - self.source._round_began)
+        if share:
+            self.waited_s += share * (time.monotonic() - self.source._round_began)
         self.version += 1
         self.source.update_weights(None, self.version)
 

@@ -200,7 +200,7 @@ class PooledSource:
         self._task_s = self._usual_task_s = 0.0
         self._apart_s, self._apart_since = 0.0, math.nan
         self._round = self._place.rounds()
-        self._round_began, self._round_idle_s = time.monotonic(), self._idle_s()
+        self._round_began, self._round_idle_s = math.nan, 0.0
         self.links = PoolLinks(place.group, self._receive)
 
     @property
@@ -226,6 +226,8 @@ class PooledSource:
         if not math.isnan(self._apart_since):
             apart_s = now - self._apart_since
             self._apart_s = (self._apart_s + apart_s) / 2 if self._apart_s else apart_s
+        if math.isnan(self._round_began):  # the start of a run is no part of a round
+            self._round, self._round_began, self._round_idle_s = self._place.rounds(), now, self._idle_s()
         if self._place.rounds() == self._round:
             return
         share = (self._idle_s() - self._round_idle_s) / max(now - self._round_began, 1e-9)
