@@ -11,12 +11,13 @@ import queue
 import random
 import select
 import struct
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -502,6 +503,7 @@ def _same(found: Publication, held: Publication | None) -> bool:
 HARVEST, SHARE_OUTSIDE = 0.85, 0.005
 LEAVE_P50_S, LEAVE_P99_S, PREEMPTIONS = 0.001, 0.015, 500
 MIDDLE, HIGH, PAIRS = 1.01, 1.02, 60
+CROWDED, CROWDED_STEP, STOPPED_S = 0.4, 0.98, 0.005
 AA_WIDTH = 0.03
 """Two like series must agree so closely, or the machine is too busy to tell."""
 NUM_FAULTS = 20
@@ -561,11 +563,28 @@ def measure(quick: bool) -> Report | str:
         with learner(IdleConfig(niceness=0, threads=THREADS)) as work:
             begun(work)
             ratios |= {"control": control(work, foreground, size)}
+        with learner(IdleConfig(niceness=0)) as work, crowd():
+            begun(work)
+            crowded = watch(work, foreground, size)
+            ratios |= {"crowded": shadow(work, foreground, size)["shadow"]}
         suffered = [suffer(fault, foreground, size.faults, size.waits_s) for fault in FAULTS]
     except TimeoutError as error:
         return f"not measured: {error}"
     ratios |= {"faults": Ratio.of([pair for one in suffered for pair in one.pairs])}
-    return report(windows, ratios, suffered, quick)
+    return report(windows, ratios, suffered, quick, crowded)
+
+
+@contextmanager
+def crowd() -> Iterator[None]:
+    """Keep each core busy with a process of a session of its own, as another user's would be."""
+    busy = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(busy, start_new_session=True) for _ in range(os.cpu_count() or 1)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def watch(work: DrafterTraining, foreground: Foreground, size: Size) -> Windows:
@@ -603,14 +622,25 @@ STEPS = {
     "shadow": "trainer in the waits",
     "nice": "lowest priority, but not stopped",
     "control": "control: same priority, not stopped",
+    "crowded": "trainer in the waits, beside a busy process per core",
     "faults": "trainer in the waits, with faults",
 }
 
 
-def report(windows: Windows, ratios: dict[str, Ratio], suffered: Sequence[Suffered], quick: bool) -> Report:
+def report(
+    windows: Windows,
+    ratios: dict[str, Ratio],
+    suffered: Sequence[Suffered],
+    quick: bool,
+    crowded: Windows | None = None,
+) -> Report:
+    """Return the report. crowded: the measurements beside a busy process per core."""
     bars = [*window_bars(windows), *ratio_bars(ratios), fault_bar(suffered)]
     rows = [*window_rows(windows), *(ratio_row(f"step: {STEPS[n]}", r) for n, r in ratios.items())]
     rows += [fault_row(one) for one in suffered]
+    if crowded is not None:
+        bars += crowded_bars(crowded, ratios["crowded"])
+        rows += [(f"beside a busy process per core: {row[0]}", *row[1:]) for row in window_rows(crowded)]
     return Report(
         "a drafter's training in a node's waits",
         (
@@ -672,6 +702,18 @@ def window_bars(windows: Windows) -> Iterator[Bar]:
         ("the foreground goes on", [one.left_s for one in windows.preemptions]),
     ):
         yield leaving_bar(what, values)
+
+
+def crowded_bars(crowded: Windows, step: Ratio) -> Iterator[Bar]:
+    """Yield the bars of a trainer of normal priority beside a busy process of another user per core."""
+    share, stopped_s = crowded.harvest, [one.stopped_s for one in crowded.preemptions]
+    yield Bar(f"crowded: {share:.2f} of a core in windows, bar {CROWDED}", share >= CROWDED)
+    speed = 1 / step.middle
+    yield Bar(f"crowded: steps at {speed:.3f} of those without it, bar {CROWDED_STEP}", speed >= CROWDED_STEP)
+    if stopped_s:
+        p99_s = quantile(stopped_s, 0.99)
+        text = f"crowded: the trainer stands after {1e3 * median(stopped_s):.2f} ms, p99 {1e3 * p99_s:.2f} ms"
+        yield Bar(f"{text}, bar {1e3 * STOPPED_S:g} ms", p99_s <= STOPPED_S)
 
 
 def leaving_bar(what: str, values: Sequence[float]) -> Bar:

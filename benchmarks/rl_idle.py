@@ -26,6 +26,8 @@ ABOUT = "Where the nodes of a reinforcement learning run wait: seconds per step 
 CAUSES = ("hub", "round", "longest sample", "rollouts", "rank", "rewards")
 STEPS = "--edit.schedule=steps"
 """Rounds by steps: all nodes wait for the slowest."""
+THIRD = ("--local.slowdown", "1", "3", "--drafter.kind=off")
+"""The second node's steps take three times as long; without a drafter, which would train in waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,8 @@ MODES = (
     Mode("one world, no hub", hub=False),
     Mode("hub, quorum 1, 2 ranks", 1, ("--local.ranks=2", "--local.slowdown=1")),
     Mode("hub, quorum 1, 1 worker", flags=("--rl.workers=1",)),
+    Mode("one world 1:3, no pool", flags=(*THIRD, "--rl.pool=false"), hub=False),
+    Mode("one world 1:3", flags=THIRD, hub=False),
 )
 
 

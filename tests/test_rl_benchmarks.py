@@ -80,9 +80,10 @@ def test_each_mode_is_a_configuration_that_runs(tmp_path):
         file = rl_runs.CONFIG if mode.hub else rl_idle.without_hub(tmp_path)
         configs[mode.name] = load(file, list(mode.flags), strict=True).config
     quorums = [config.hub.quorum if config.hub.address else None for config in configs.values()]
-    assert quorums == [1, "all", None, 1, 1]
-    assert [config.local.ranks for config in configs.values()] == [1, 1, 1, 2, 1]
-    assert [config.rl.workers for config in configs.values()] == [0, 0, 0, 0, 1]
+    assert quorums == [1, "all", None, 1, 1, None, None]
+    assert [config.local.ranks for config in configs.values()] == [1, 1, 1, 2, 1, 1, 1]
+    assert [config.rl.workers for config in configs.values()] == [0, 0, 0, 0, 1, 0, 0]
+    assert [config.rl.pool for config in configs.values()] == [True] * 5 + [False, True]
 
 
 def test_a_node_without_rollouts_is_no_row_of_zeros(tmp_path):
