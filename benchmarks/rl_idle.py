@@ -46,8 +46,8 @@ MODES = (
     Mode("one world, no hub", hub=False),
     Mode("hub, quorum 1, 2 ranks", 1, ("--local.ranks=2", "--local.slowdown=1")),
     Mode("hub, quorum 1, 1 worker", flags=("--rl.workers=1",)),
-    Mode("one world 1:3, no pool", flags=(*THIRD, "--rl.pool=false"), hub=False),
-    Mode("one world 1:3", flags=THIRD, hub=False),
+    Mode("one world 1:3, no pool", flags=THIRD, hub=False),
+    Mode("one world 1:3", flags=(*THIRD, "--rl.pool=true"), hub=False),
 )
 
 

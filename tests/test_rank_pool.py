@@ -27,9 +27,13 @@ def assert_equal(one, other):
 
 def test_a_run_in_which_nodes_generate_for_each_other_is_that_without_it_bit_for_bit(world, tmp_path):
     """A node that asks is refused while the other is a step behind, so that not all batches are divided."""
-    args = {"directory": tmp_path / "plain", "keys": KEYS | {"rl__pool": False}}
+    args = {"directory": tmp_path / "plain", "keys": KEYS}
     plain = world.run(JOBS, "pooled", size=2, args=args)
-    args = {"directory": tmp_path / "pool", "keys": KEYS, "parts": (0.5, 1.0, 0.25, 0.75)}
+    args = {
+        "directory": tmp_path / "pool",
+        "keys": KEYS | {"rl__pool": True},
+        "parts": (0.5, 1.0, 0.25, 0.75),
+    }
     pool = world.run(JOBS, "pooled", size=2, args=args)
     assert len({str(tokens) for _, tokens, _ in plain[0][0]}) > 8, "the policy always answers the same"
     assert plain[0][0] != plain[1][0], "both nodes have the same prompts"
@@ -141,8 +145,7 @@ class Node:
     def next_version(self, share=0.0):
         """Hand over weights after a round of which the node has waited this share."""
         self.rounds += 1
-        if share:
-            self.waited_s += share * (time.monotonic() - self.source._round_began)
+        self.waited_s += share * (time.monotonic() - self.source._round_began)
         self.version += 1
         self.source.update_weights(None, self.version)
 

@@ -83,7 +83,7 @@ def test_each_mode_is_a_configuration_that_runs(tmp_path):
     assert quorums == [1, "all", None, 1, 1, None, None]
     assert [config.local.ranks for config in configs.values()] == [1, 1, 1, 2, 1, 1, 1]
     assert [config.rl.workers for config in configs.values()] == [0, 0, 0, 0, 1, 0, 0]
-    assert [config.rl.pool for config in configs.values()] == [True] * 5 + [False, True]
+    assert [config.rl.pool for config in configs.values()] == [False] * 6 + [True]
 
 
 def test_a_node_without_rollouts_is_no_row_of_zeros(tmp_path):

@@ -181,7 +181,7 @@ class RLConfig:
     engine: Literal["aedit", "vllm"] = "aedit"
     """Engine of the rollouts: this package's, or vLLM in worker processes (`[rollout.vllm]`)."""
 
-    pool: bool = True
+    pool: bool = False
     """Nodes of one world that wait in the rounds generate for slow ones, with the same tokens; with
     `max_staleness = 0` and without workers."""
 

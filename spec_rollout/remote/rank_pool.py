@@ -41,7 +41,7 @@ from aedit.spec_rollout.remote.rank_links import (
 from aedit.spec_rollout.remote.reallocate import EngineLoad, LengthDistribution, UnfinishedSample, drain_s
 from aedit.spec_rollout.sampling import Prompt, Rollout, SampleKey, decode_prompt, encode_prompt
 
-ANSWER_WITHIN_S = 0.05
+ANSWER_WITHIN_S = 0.2
 HELPER_SHARE = 0.1
 """A node helps after a round of which it has waited and helped for at least this share."""
 LATE_FACTOR, LATE_S = 2.0, 0.2
@@ -200,7 +200,7 @@ class PooledSource:
         self._task_s = self._usual_task_s = 0.0
         self._apart_s, self._apart_since = 0.0, math.nan
         self._round = self._place.rounds()
-        self._round_began, self._round_idle_s = math.nan, 0.0
+        self._round_began, self._round_idle_s, self._is_new = time.monotonic(), self._idle_s(), True
         self.links = PoolLinks(place.group, self._receive)
 
     @property
@@ -226,9 +226,10 @@ class PooledSource:
         if not math.isnan(self._apart_since):
             apart_s = now - self._apart_since
             self._apart_s = (self._apart_s + apart_s) / 2 if self._apart_s else apart_s
-        if math.isnan(self._round_began):  # the start of a run is no part of a round
-            self._round, self._round_began, self._round_idle_s = self._place.rounds(), now, self._idle_s()
+        is_new, self._is_new = self._is_new, False
         if self._place.rounds() == self._round:
+            if is_new:  # the start of the process is no part of its first round
+                self._round_began, self._round_idle_s = now, self._idle_s()
             return
         share = (self._idle_s() - self._round_idle_s) / max(now - self._round_began, 1e-9)
         self._round = self._place.rounds()
