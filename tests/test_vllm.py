@@ -35,6 +35,8 @@ PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 MAKE = "aedit.spec_rollout.server.vllm_engine:make_vllm_engine"
 VOCABULARY = 96
 LIMIT_S = 500.0
+ATTEMPTS = 10
+"""Rounds of samples until one is disturbed: on a busy machine they may end before this process looks."""
 TEMPERATURES = (1.0, 0.7, 0.0)
 
 needs_vllm = [
@@ -335,7 +337,8 @@ def source(request, models, tmp_path_factory):
 @pytest.fixture(scope="module")
 def models():
     first = policy()
-    return {1: first, 2: changed(first)}
+    second = changed(first)
+    return {version: first if version % 2 else second for version in range(1, 2 + ATTEMPTS)}
 
 
 class TestContract:
@@ -351,22 +354,24 @@ class TestContract:
         assert {each for rollout in done.values() for each in rollout.versions} == {version}
 
     def test_weights_change_between_two_steps_of_running_samples(self, source, models):
-        prompts = samples(1.0, 50, length=60)
-        version, begun = source.version, []
+        for attempt in range(ATTEMPTS):
+            prompts = samples(1.0, 500 + attempt, length=60)
+            version = source.version
 
-        def disturb():
-            if not begun and any(each.partial and each.partial.tokens for each in source.pending()):
-                begun.append(True)
-                source.update_weights(models[version + 1].state_dict(keep_vars=True), version + 1)
+            def disturb(version=version):
+                begun = any(each.partial and each.partial.tokens for each in source.pending())
+                if source.version == version and begun:
+                    source.update_weights(models[version + 1].state_dict(keep_vars=True), version + 1)
 
-        done = finish(source, prompts, disturb)
-        for prompt in prompts:
-            rollout = done[prompt.key]
-            check_spans(models, prompt, rollout.tokens, rollout.logprobs, rollout.versions)
-        assert {version, version + 1} == {each for rollout in done.values() for each in rollout.versions}
+            done = finish(source, prompts, disturb)
+            for prompt in prompts:
+                rollout = done[prompt.key]
+                check_spans(models, prompt, rollout.tokens, rollout.logprobs, rollout.versions)
+            if {version, version + 1} == {each for rollout in done.values() for each in rollout.versions}:
+                return
+        pytest.fail("no round of samples had tokens of two versions")
 
     def test_a_killed_worker_costs_time_only(self, source, models):
-        prompts = samples(0.7, 60, length=60)
         killed = []
 
         def disturb():
@@ -374,9 +379,13 @@ class TestContract:
                 killed.extend(source.status()["pids"])
                 os.kill(killed[0], signal.SIGKILL)
 
-        done = finish(source, prompts, disturb)
-        assert killed
-        check(models[source.version], prompts, answers_of(prompts, done))
+        for attempt in range(ATTEMPTS):
+            prompts = samples(0.7, 600 + attempt, length=60)
+            done = finish(source, prompts, disturb)
+            check(models[source.version], prompts, answers_of(prompts, done))
+            if killed:
+                return
+        pytest.fail("no sample was seen that had begun")
 
     def test_what_the_own_engine_generates_is_bitwise_the_same_text(self, source, models):
         prompts = samples(1.0, 70)
