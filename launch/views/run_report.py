@@ -39,6 +39,8 @@ from aedit.types import UserError
 
 WIDTH = 120
 _MOST_NAMED = 8
+MOSTLY = 0.9
+"""Share of steps without drafts from which a report says why."""
 COLUMNS = (
     *("node", "steps", "tokens", "tokens/s", "solo tokens/s", "waited", "waited %", "idle used"),
     "train loss",
@@ -284,7 +286,7 @@ def _why(totals: RLTotals) -> str:
     if not isfinite(totals.bound):
         return ""
     text = f"; {fmt.times(totals.bound)} as fast as without drafts if all were accepted"
-    is_off = max(totals.arms, key=totals.arms.__getitem__, default="off") == "off"
+    is_off = totals.arms.get("off", 0.0) > MOSTLY
     return f"{text}, but too few are" if is_off else text
 
 
