@@ -42,11 +42,13 @@ def mentioned(source, package=""):
 
 
 def documented():
-    """Return what examples and the pages' code blocks import."""
+    """Return what examples and the pages' code blocks import, and what the shipped configurations name."""
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     blocks = [block for page in pages for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.S)]
     programs = [file.read_text() for file in (ROOT / "examples").rglob("*.py")]
-    return {name for program in (*blocks, *programs) for name in mentioned(program)}
+    configs = [file.read_text() for file in (ROOT / "configs").glob("*.toml")]
+    named = {name for text in configs for name in re.findall(r"aedit(?:\.\w+)+", text)}
+    return named | {name for program in (*blocks, *programs) for name in mentioned(program)}
 
 
 def reached(known, entries):

@@ -112,7 +112,7 @@ def ranks_with_workers(rank, size, directory, keys):
 
         def keep(samples, add_loss, version):
             before[version] = {name: whole(p).detach().clone() for name, p in model.named_parameters()}
-            trained.extend((*each.rollout.prompt.tokens, *each.rollout.tokens) for each in samples)
+            trained.extend((*each.prompt.tokens, *each.tokens) for each in samples)
             return accumulate(samples, add_loss, version)
 
         with pytest.MonkeyPatch.context() as patch:
