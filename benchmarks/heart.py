@@ -9,7 +9,7 @@ their time differs; the digest of the rollouts shows it. Instead of the warm-up 
 which `aedit run` has trained on text, and the arms `once` with drafters that were trained on its rollouts.
 Policy and drafters are kept in the root, and a run that has ended there is not run again.
 
-Arms: off (plain decoding), suffix, waits (a new drafter learns in the nodes' waits), once-ce and once-tv
+Arms: alone (plain decoding, and each node generates its own rollouts), off (plain decoding), suffix, waits (a new drafter learns in the nodes' waits), once-ce and once-tv
 (trained before the run with cross-entropy or total variation, then fixed), waits-tv (trained before, and in
 the waits).
 """
@@ -77,6 +77,7 @@ class Arm:
 
 
 ARMS = (
+    Arm("alone", ("--drafter.kind=off", "--rl.pool=false")),
     Arm("off", ("--drafter.kind=off",)),
     Arm("suffix", ("--drafter.kind=suffix",)),
     Arm("waits", ()),
@@ -312,7 +313,7 @@ def measure(args: argparse.Namespace) -> Report | str:
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--arms", type=partial(str.split, sep=","), default=["off", "suffix", "waits-tv"], metavar="ARM,..."
+        "--arms", type=partial(str.split, sep=","), default=["alone", "off", "waits-tv"], metavar="ARM,..."
     )
     parser.add_argument("--seeds", type=lambda text: [int(each) for each in text.split(",")], default=[0])
     parser.add_argument("--lr", default="", help="instead of the configured learning rate")
