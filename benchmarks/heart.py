@@ -9,9 +9,9 @@ their time differs; the digest of the rollouts shows it. Instead of the warm-up 
 which `aedit run` has trained on text, and the arms `once` with drafters that were trained on its rollouts.
 Policy and drafters are kept in the root, and a run that has ended there is not run again.
 
-Arms: alone (plain decoding, and each node generates its own rollouts), off (plain decoding), suffix, waits (a new drafter learns in the nodes' waits), once-ce and once-tv
-(trained before the run with cross-entropy or total variation, then fixed), waits-tv (trained before, and in
-the waits).
+Arms: alone (plain decoding, and each node generates its own rollouts), off (plain decoding), suffix, waits
+(a new drafter learns in the nodes' waits), once-ce and once-tv (trained before the run with cross-entropy or
+total variation, then fixed), waits-tv (trained before, and in the waits).
 """
 
 import argparse
