@@ -26,12 +26,15 @@ def assert_equal(one, other):
 
 
 def test_a_run_in_which_nodes_generate_for_each_other_is_that_without_it_bit_for_bit(world, tmp_path):
-    """A node that asks is refused while the other is a step behind, so that not all batches are divided."""
+    """A node that asks is refused while the other is a step behind, so that not all batches are divided.
+
+    In the pool all engines draft, those for other nodes too.
+    """
     args = {"directory": tmp_path / "plain", "keys": KEYS}
     plain = world.run(JOBS, "pooled", size=2, args=args)
     args = {
         "directory": tmp_path / "pool",
-        "keys": KEYS | {"rl__pool": True},
+        "keys": KEYS | {"rl__pool": True, "drafter__kind": "suffix"},
         "parts": (0.5, 1.0, 0.25, 0.75),
     }
     pool = world.run(JOBS, "pooled", size=2, args=args)

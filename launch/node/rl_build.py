@@ -23,6 +23,7 @@ from aedit.launch.node.rl_engine import (
     DTYPES,
     ForwardLearner,
     TrainerWatch,
+    hand_drafter,
     make_engine_source,
     make_helper_engine,
     make_learner,
@@ -162,7 +163,7 @@ def make_source(
     config, world = parts.config, parts.world
     if not config.rl.num_workers:
         own, online = make_engine_source(parts, longest)
-        return (_pooled(own, parts, window) if is_pooled(config, world) else own), online, None
+        return (_pooled(own, online, parts, window) if is_pooled(config, world) else own), online, None
     directory = parts.recorder.directory / "workers" / str(world.rank)
 
     def record(event: str, fields: Mapping[str, Any]) -> None:
@@ -196,7 +197,10 @@ def is_pooled(config: RunConfig, world: World) -> bool:
 
 
 def _pooled(
-    own: EngineSource, parts: NodeParts, window: Callable[[str], AbstractContextManager[None]]
+    own: EngineSource,
+    online: OnlineDrafter | None,
+    parts: NodeParts,
+    window: Callable[[str], AbstractContextManager[None]],
 ) -> PooledSource:
     """Return the engine of this rank in a pool with that of the same rank of each other node.
 
@@ -215,8 +219,9 @@ def _pooled(
         window=window,
         stretch=parts.slowdown.stretch,
         note_wait=parts.slowdown.note_wait,
+        refresh=partial(hand_drafter, online),
     )
-    source = PooledSource(own, partial(make_helper_engine, parts, own.engine.target), place)
+    source = PooledSource(own, partial(make_helper_engine, parts, own.engine.target, online), place)
     sync.help = source
     return source
 

@@ -22,6 +22,7 @@ from aedit.spec_rollout.drafters import (
     DrafterKind,
     DraftForm,
     DraftLayer,
+    LayerDrafter,
     SuffixDrafter,
     load_drafter,
     parse_arm,
@@ -68,7 +69,7 @@ def make_engine_source(parts: NodeParts, longest: int) -> tuple[EngineSource, On
     except ValueError as error:
         raise UserError(f"the rollout engine does not support this model: {error}") from None
     online = make_online(parts, target)
-    drafters = _drafters(config, target, online)
+    drafters = _drafters(config, target, online.drafter if online is not None else None)
     engine = Engine(
         target, drafters=drafters, chooser=choose_among(drafters, target), tokenizer=StopDecoder(tokenizer)
     )
@@ -77,15 +78,37 @@ def make_engine_source(parts: NodeParts, longest: int) -> tuple[EngineSource, On
     return EngineSource(engine, online), online
 
 
-def make_helper_engine(parts: NodeParts, like: TargetModel) -> Engine:
-    """Return a further engine like that of `like`, of a policy of its own, for samples of other nodes."""
+def make_helper_engine(parts: NodeParts, like: TargetModel, online: OnlineDrafter | None) -> Engine:
+    """Return a further engine like that of `like`, of a policy of its own, for samples of other nodes.
+
+    It drafts as the rank's own engine does: `hand_drafter` gives it the newest layer.
+    """
     config, tokenizer = parts.config, parts.tokenizer
     policy: nn.Module = build_model(
         config.model, tokenizer.vocab_size, config.data.seq_len, config.seed, tokenizer.eos_id
     )
     policy.to(device=like.device, dtype=like.dtype).requires_grad_(False)
-    target = make_target(policy, rows=like.rows, max_tokens=like.max_tokens)
-    return Engine(target, tokenizer=StopDecoder(tokenizer))
+    target = make_target(
+        policy,
+        rows=like.rows,
+        max_tokens=like.max_tokens,
+        nodes=MAX_DRAFTED_TOKENS,
+        taps=taps_of(config.drafter, policy),
+    )
+    layer = None
+    if online is not None and online.drafter is not None:
+        layer = LayerDrafter.of(online.layer, target)
+    drafters = _drafters(config, target, layer)
+    chooser = choose_among(drafters, target)
+    return Engine(target, drafters=drafters, chooser=chooser, tokenizer=StopDecoder(tokenizer))
+
+
+def hand_drafter(online: OnlineDrafter | None, engine: Engine) -> None:
+    """Let an engine of `make_helper_engine` draft with the layer with which this rank drafts now."""
+    drafter = engine.drafters.get("layer")
+    if online is None or online.drafter is None or not isinstance(drafter, LayerDrafter):
+        return
+    drafter.replace(online.layer, online.drafter.version)
 
 
 class StopDecoder:
@@ -116,11 +139,11 @@ def _policy(config: RunConfig, model: nn.Module, tokenizer: CorpusTokenizer, wor
 
 
 def _drafters(
-    config: RunConfig, target: TargetModel, online: OnlineDrafter | None
+    config: RunConfig, target: TargetModel, layer: LayerDrafter | None
 ) -> dict[DrafterKind, Drafter]:
     found: dict[DrafterKind, Drafter] = {}
-    if online is not None and online.drafter is not None:
-        found["layer"] = online.drafter
+    if layer is not None:
+        found["layer"] = layer
     if config.drafter.kind in ("suffix", "auto"):
         found["suffix"] = SuffixDrafter(device=str(target.device))
     return found

@@ -158,6 +158,8 @@ class PoolPlace:
     seconds that it took then."""
     note_wait: Callable[[float], None]
     """Takes the seconds of each wait for a helper."""
+    refresh: Callable[[Engine], None] = lambda engine: None
+    """Called with the engine for other ranks before samples of one begin in it."""
 
 
 class PooledSource:
@@ -341,6 +343,7 @@ class PooledSource:
         if begins:
             write_weights(engine.target.model, task.weights)
             engine.update_weights(None, engine.version + 1)
+            self._place.refresh(engine)
             for prompt in task.prompts:
                 engine.add(prompt)
         finished = engine.step().finished
