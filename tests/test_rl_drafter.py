@@ -14,8 +14,15 @@ from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from aedit.launch.config import DrafterConfig
+from aedit.launch.data import load_tokenizer
 from aedit.launch.node import saved_layer
-from aedit.launch.node.rl_engine import TrainerWatch, make_online, pretrained_layer
+from aedit.launch.node.rl_engine import (
+    TrainerWatch,
+    hand_drafter,
+    make_helper_engine,
+    make_online,
+    pretrained_layer,
+)
 from aedit.spec_rollout import make_target
 from aedit.spec_rollout.choose import Fixed
 from aedit.spec_rollout.drafters import DraftLayer, parse_arm
@@ -132,6 +139,27 @@ def test_a_given_drafter_that_cannot_be_used_is_refused_by_name(first, tmp_path,
 def deeper(model):
     """Return a model of three layers, as EAGLE-3 needs, of the same sizes."""
     return LlamaForCausalLM(LlamaConfig(**model.config.to_dict() | {"num_hidden_layers": 3}))
+
+
+def test_the_engine_for_other_nodes_drafts_with_the_layer_of_its_rank(tmp_path):
+    config = config_of(tmp_path, drafter__kind="layer", train__steps=1, checkpoint__every=0)
+    seen = []
+
+    def look(node):
+        online, own = node.objective.online, node.objective.stream.pipeline.source.engine
+        parts = SimpleNamespace(config=config, tokenizer=load_tokenizer(config.data))
+        engine = make_helper_engine(parts, own.target, online)
+        ours, theirs = own.drafters["layer"], engine.drafters["layer"]
+        for layer in (None, DraftLayer.of(node.sync.model, generator=torch.Generator().manual_seed(9))):
+            if layer is not None:
+                online._use(layer.state_dict())
+            hand_drafter(online, engine)
+            weights = ours._runner._weights
+            equal = all(torch.equal(w, theirs._runner._weights[name]) for name, w in weights.items())
+            seen.append((ours.version, theirs.version, equal))
+
+    run(config, look)
+    assert seen == [(-1, -1, True), (1, 1, True)]
 
 
 def test_the_digest_of_the_rollouts_is_equal_exactly_if_they_are(tmp_path):
