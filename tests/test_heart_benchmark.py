@@ -10,8 +10,8 @@ from rich.console import Console
 
 from aedit.launch.config import load
 
-ALONE = Result(
-    arm="alone",
+OFF = Result(
+    arm="off",
     seed=0,
     steps=12,
     seconds=300.0,
@@ -25,7 +25,7 @@ ALONE = Result(
     digest=99,
     by_time=((1.0, 1.0),),
 )
-WAITS = replace(ALONE, arm="waits-tv", seconds=200.0, used_s=36.0, accepted=2.5)
+WAITS = replace(OFF, arm="waits-tv", seconds=200.0, used_s=36.0, accepted=2.5)
 
 
 def verdicts(*found):
@@ -68,8 +68,8 @@ def test_the_policy_has_the_sizes_of_the_shipped_run_and_is_made_once(tmp_path, 
     ({"digest": 98}, [True, True, False]),
 ])  # fmt: skip
 def test_a_run_is_judged_beside_the_one_that_does_without_of_its_seed(changed, passed):
-    assert verdicts(ALONE, replace(WAITS, **changed)) == passed
-    assert verdicts(replace(WAITS, **changed), replace(ALONE, seed=1))[0] is None
+    assert verdicts(OFF, replace(WAITS, **changed)) == passed
+    assert verdicts(replace(WAITS, **changed), replace(OFF, seed=1))[0] is None
 
 
 def test_each_arm_has_flags_that_a_run_accepts(tmp_path):
