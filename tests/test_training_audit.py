@@ -96,7 +96,7 @@ def objective(groups, settings, audit):
         curriculum=None,
         greedy=SAMPLING,
         online=None,
-        deaths=None,
+        watch=None,
         directory=Path(),
         version=VERSION,
         started=True,
