@@ -1,7 +1,7 @@
 """Measure a run of reinforcement learning with its drafter trained in waits, beside the same run without.
 
     python -m benchmarks.heart [--arms off,waits,...] [--seeds 0] [--lr 1e-5] [--steps N] [--root runs/heart]
-        [--quick] [-- FLAGS]
+        [--quick]
 
 The runs are `aedit run configs/heart.toml --local 2` after its warm-up: two nodes of speeds 1 and 1/2 in one
 world. All of a seed train the same rollouts, so they reach the same rewards after the same steps, and only
@@ -57,7 +57,11 @@ DRAFTER_MINUTES = 5.0
 """Processor time of its training."""
 POLICY_STEPS = 2700
 POLICY_TRAINING = {
-    **{"batch_size": 1, "lr": 1e-3, "betas": [0.9, 0.98], "lr_warmup": 0.03, "lr_final": 0.05},
+    "batch_size": 1,
+    "lr": 1e-3,
+    "betas": [0.9, 0.98],
+    "lr_warmup": 0.03,
+    "lr_final": 0.05,
     "eval_every": 25,
 }
 PREPARED_WITHIN_S = 4 * 3600.0
@@ -168,7 +172,7 @@ def _command(*words: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run's records say, from its first batch of rollouts on; times are means over the nodes."""
+    """What a run's records say, with its evaluations; times but `seconds` are means over the nodes."""
 
     arm: str
     seed: int
@@ -193,7 +197,8 @@ class Result:
 
 def run_arm(arm: Arm, seed: int, root: Path, flags: Sequence[str]) -> Result:
     """Run an arm in a directory of its own; one that has ended there is not run again."""
-    begins = (f"--drafter.pretrained={root / f'drafter-{arm.once}.safetensors'}",) if arm.once else ()
+    drafter = (root / f"drafter-{arm.once}.safetensors").absolute()
+    begins = (f"--drafter.pretrained={drafter}",) if arm.once else ()
     wanted = RLRun(nodes=2, flags=(*arm.flags, *begins, f"--seed={seed}", *flags), config=config_ready(root))
     place = root / "-".join((arm.name, str(seed), *(flag.strip("-").replace("/", "_") for flag in flags)))
     return result(arm.name, seed, run_rl(wanted, place))
@@ -247,21 +252,12 @@ def report(found: Sequence[Result]) -> Report:
         name="Time of a run, two nodes of speeds 1 and 1/2 in one world",
         method=(
             "`aedit run configs/heart.toml --local 2`: 25.9 M parameters, 2 x 4 rollouts per node and step.",
-            "Seconds from the first batch to the last step; other times are means over the nodes.",
+            "Seconds from the first batch to the last step; other times are of the whole run with its two"
+            " evaluations, means over the nodes.",
         ),
         columns=(
-            *(
-                "arm",
-                "seed",
-                "steps",
-                "seconds",
-                "of off",
-                "rollouts s",
-                "training s",
-                "waits s",
-                "used s",
-            ),
-            *("per pass", "over time", "speed-up", "solved, %", "digest"),
+            *("arm", "seed", "steps", "seconds", "of off", "rollouts s", "training s", "waits s"),
+            *("used s", "per pass", "over time", "speed-up", "solved, %", "digest"),
         ),
         rows=tuple(_row(each, off.get(each.seed)) for each in found),
         bars=(

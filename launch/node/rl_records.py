@@ -91,7 +91,7 @@ class RLRecords:
     train_s: float = 0.0
     digest: int = 0
     """Sum over the rollouts of this rank of 24 bits of a CRC of position, sample and tokens.
-    Equal totals of two runs mean equal rollouts."""
+    Runs with equal rollouts have equal totals, others most probably not."""
     supervised_steps: int = 0
     newest: dict[str, float | None] = field(default_factory=dict)
     waited_before_s: float = 0.0
