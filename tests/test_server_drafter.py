@@ -50,7 +50,7 @@ class Server:
         run = SimpleNamespace(config=config, tokenizer=None, target=self._target)
         self.host = EngineHost()
         self.host.idle = self.drafter.window
-        self.lines = {name: served_line(run, self.drafter, "run", name) for name in LINES}
+        self.lines = {name: served_line(run, self.drafter, "run", directory, name) for name in LINES}
         for name, line in self.lines.items():
             line.engine.chooser = Fixed(parse_arm("layer:3"))
             self.host.open(name, lambda line=line: line.engine, between_steps=line.between_steps)

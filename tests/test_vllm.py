@@ -6,21 +6,35 @@ float32. vLLM runs in `.venv-vllm`, which `make vllm` builds; without it these t
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import asdict, replace
 from itertools import takewhile
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
+import grpc
 import numpy as np
 import pytest
 import torch
 from kit.eagle3 import layer_for
-from kit.rollouts import decode_plainly, logprobs_of, perturbed
+from kit.rollout_servers import TrainerEnd
+from kit.rollouts import decode_plainly, logprobs_of, perturbed, prompts_of
+from kit.served_models import byte_level
+from kit.served_runs import served_run
 from kit.waiting import until
-from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from aedit.proto.rpc import rollouts_pb2 as pb
+from aedit.proto.versions import VersionsClient, VersionStore, patterns
 from aedit.spec_rollout import Engine, Prompt, RolloutSource, Sampling, WorkerConfig, WorkerSource
 from aedit.spec_rollout.choose import Fixed
 from aedit.spec_rollout.drafters import LayerDrafter
@@ -402,9 +416,219 @@ class TestContract:
         check(models[source.version], prompts, answers_of(prompts, done))
 
 
+SERVED = ["--engine=vllm", f"--rollout.vllm.python={PYTHON}"]
+
+
+class TestServer:
+    """`aedit serve --engine vllm`, as a process."""
+
+    pytestmark = needs_vllm
+
+    def test_a_model_directory_has_the_texts_of_the_own_engine_and_refused_weights_change_none(
+        self, tmp_path
+    ):
+        for name, model in (("first", policy(layers=3)), ("second", changed(policy(layers=3)))):
+            saved_llama(model, tmp_path / name)
+        (tmp_path / "key").write_text("secret\n")
+        control = ["--control=127.0.0.1:0", f"--control-key-file={tmp_path / 'key'}"]
+        words = [*SERVED, *control, f"--weights-root={tmp_path}"]
+        with model_server(tmp_path / "first") as own, model_server(tmp_path / "first", *words) as vllm:
+            before = [post(vllm[0], each) for each in REQUESTS]
+            check_answers(before, [post(own[0], each) for each in REQUESTS])
+            assert streamed_ids(vllm[0]) == before[0]["choices"][0]["token_ids"]
+            with pytest.raises(HTTPError) as refused:
+                post(vllm[0], {**REQUESTS[0], "top_p": 0.5})
+            assert refused.value.code == 400
+            assert "top_p 0.5 is not served by vLLM" in refused.value.read().decode()
+            for kind in ("missing", "shape", "nan"):
+                harmed(tmp_path / "second", tmp_path / kind, kind)
+                with pytest.raises(HTTPError) as refused:
+                    post(vllm[1], {"weight_dir": str(tmp_path / kind)}, "/update_weights")
+                assert refused.value.code == 400, kind
+            assert [texts_of(post(vllm[0], each)) for each in REQUESTS] == [*map(texts_of, before)]
+            with ThreadPoolExecutor() as pool:
+                later = pool.submit(post, vllm[0], {**REQUESTS[0], "max_tokens": 200})
+                pids = wait_for_pids(vllm[1])
+                os.kill(pids[0], signal.SIGKILL)  # costs time only
+                wanted = post(own[0], {**REQUESTS[0], "max_tokens": 200})
+                check_answers([later.result(LIMIT_S)], [wanted])
+            answer = post(vllm[1], {"weight_dir": str(tmp_path / "second")}, "/update_weights")
+            assert answer["weight_version"] == "2"
+            after = [post(vllm[0], each) for each in REQUESTS]
+            metrics = urlopen(f"http://{vllm[0]}/metrics").read().decode()
+            assert 'aedit_serve_policy_version{line="model"} 2.0' in metrics
+        with model_server(tmp_path / "second") as own:
+            check_answers(after, [post(own[0], each) for each in REQUESTS])
+        assert texts_of(after[0]) != texts_of(before[0])
+
+    def test_versions_of_hub_and_trainer_are_followed_and_one_that_is_not_finite_changes_no_text(
+        self, tmp_path
+    ):
+        prompts = prompts_of(4, max_new_tokens=24)
+        with served_run(tmp_path, words=[*SERVED, "--http=127.0.0.1:0"], heads=1) as (founder, (server,)):
+            wanted = decode_plainly(founder.model(), prompts)
+            with TrainerEnd(server.address, "run") as public:
+                public.wait(lambda: public.opened, "Opened", LIMIT_S)
+                assert generated_by(public, prompts, 1) == wanted
+                for unit in range(len(founder.numels)):  # the next version
+                    assert founder.push(unit).accepted
+                later = prompts_of(4, seed=1, max_new_tokens=24)
+                assert generated_by(public, later, 2) == decode_plainly(founder.model(), later)
+                assert {v for p in later for v in public.samples[p.key].versions} == {2}
+                public.end_quietly()
+            model, versions = founder.model(), VersionStore(founder.run.layout)
+            with TrainerEnd(server.address, "trainer") as trainer:
+                trainer.wait(lambda: trainer.opened, "Opened", LIMIT_S)
+                give(versions, model, 5, server.address, trainer.secret)
+                assert generated_by(trainer, prompts, 5) == decode_plainly(model, prompts)
+                harm = deepcopy(model)
+                next(harm.parameters()).data[0, 0] = torch.nan
+                give(versions, harm, 6, server.address, trainer.secret)
+                server.wait(lambda: server.events("error"), "the refusal of the version")
+                assert "has values that are not finite" in server.events("error")[0]["message"]
+                assert generated_by(trainer, later, 5) == decode_plainly(model, later)
+                give(versions, changed(model), 7, server.address, trainer.secret)
+                third = prompts_of(4, seed=2, max_new_tokens=24)
+                assert generated_by(trainer, third, 7) == decode_plainly(changed(model), third)
+                trainer.end_quietly()
+            with TrainerEnd(server.address, "other", on_new_version="finish") as trainer:
+                code, text = trainer.end()
+                assert code is grpc.StatusCode.INVALID_ARGUMENT
+                assert 'has one version at a time: set rl.on_new_version = "recompute"' in text
+            server.wait(lambda: server.events("http"), "HTTP")
+            assert server.stop() == 0
+
+
+REQUESTS = [
+    {"prompt": "the quick", "temperature": 1.0, "seed": 1, "n": 2},
+    {"prompt": "one two three " * 40, "temperature": 0.7, "seed": 2},  # its prefix fills blocks of the cache
+    {"prompt": "one two three " * 40, "temperature": 0.0},
+    {"prompt": [5, 6, 7], "temperature": 1.0, "seed": 3, "stop": ["a", "e"], "logprobs": 3},
+]
+
+
+def saved_llama(model, folder):
+    """Write a model whose vocabulary is that of a byte-level tokenizer."""
+    tokenizer = byte_level()
+    config = LlamaConfig.from_dict({**model.config.to_dict(), "vocab_size": tokenizer.get_vocab_size()})
+    torch.manual_seed(len(folder.name))
+    LlamaForCausalLM(config).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def harmed(source, folder, kind):
+    """Write a version that cannot be used."""
+    shutil.copytree(source, folder)
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    if kind == "missing":
+        del weights[name]
+    elif kind == "shape":
+        weights[name] = weights[name][:3].clone()
+    else:
+        weights[name][0, 0] = torch.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+@contextmanager
+def model_server(folder, *words):
+    """Yield the addresses of a server of a model directory: public, and control."""
+    command = [sys.executable, "-m", "aedit.launch.cli", "serve", str(folder), "--port=0", "--end-s=1"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    log = folder.parent / f"server-{len(words)}.log"
+    with log.open("w+") as out:
+        process = subprocess.Popen([*command, "--device=cpu", *words], stdout=out, stderr=out, env=env)
+        try:
+
+            def addresses():
+                assert process.poll() is None, log.read_text()
+                return re.findall(r"http://([\w.:]+)", log.read_text())
+
+            until(addresses, "the server", LIMIT_S, 0.2)
+            yield addresses()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(LIMIT_S) == 0, log.read_text()
+        finally:
+            process.kill()
+            process.wait(LIMIT_S)
+
+
+def post(address, body, path="/v1/completions"):
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer secret"}
+    body = body if path != "/v1/completions" else {"max_tokens": 24, "logprobs": 0, **body}
+    data = json.dumps({**body, **({"return_token_ids": True} if "prompt" in body else {})}).encode()
+    with urlopen(Request(f"http://{address}{path}", data, headers), timeout=LIMIT_S) as answer:
+        return json.load(answer)
+
+
+def streamed_ids(address):
+    """Return the tokens of the first sample of the first request, as a stream brings them."""
+    body = {**REQUESTS[0], "max_tokens": 24, "stream": True, "return_token_ids": True}
+    request = Request(f"http://{address}/v1/completions", json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    with urlopen(request, timeout=LIMIT_S) as answer:
+        lines = [line[6:] for line in answer.read().decode().splitlines() if line.startswith("data: {")]
+    choices = [json.loads(line)["choices"][0] for line in lines]
+    return [token for each in choices if each["index"] == 0 for token in each["token_ids"] or ()]
+
+
+def texts_of(answer):
+    return [(each["token_ids"], each["text"], each["finish_reason"]) for each in answer["choices"]]
+
+
+def check_answers(found, wanted):
+    for one, other in zip(found, wanted, strict=True):
+        assert texts_of(one) == texts_of(other)
+        for mine, its in zip(one["choices"], other["choices"], strict=True):
+            logprobs = mine["logprobs"], its["logprobs"]
+            assert logprobs[0]["token_logprobs"] == pytest.approx(logprobs[1]["token_logprobs"], abs=5e-5)
+            tops = [[[*place] for place in each["top_logprobs"] or ()] for each in logprobs]
+            assert tops[0] == tops[1]
+
+
+def wait_for_pids(control):
+    """Return the processes of the engine, once it generates."""
+
+    def running():
+        request = Request(f"http://{control}/status", headers={"Authorization": "Bearer secret"})
+        line = json.load(urlopen(request))["lines"]["model"]
+        return line["running"] and line["pids"]
+
+    return until(running, "a running sample", LIMIT_S, 0.01)
+
+
+def generated_by(trainer, prompts, min_version):
+    """Return the tokens of samples that need this version."""
+    for prompt in prompts:
+        trainer.add(prompt, min_version=min_version)
+    keys = [prompt.key for prompt in prompts]
+
+    def ended():
+        trainer.send(beat=pb.Beat())
+        assert trainer.error is None
+        assert trainer.rejected == []
+        return all(trainer.samples[key].ended is not None for key in keys)
+
+    until(ended, "the ends of samples", LIMIT_S, 0.2)
+    return [trainer.samples[key].tokens for key in keys]
+
+
+def give(store, model, version, address, secret):
+    """Give a server a version of the trainer's line."""
+    own = dict(model.named_parameters())
+    units = {}
+    for unit in store.layout.layout.units:
+        flat = torch.cat([own[each.name].detach().reshape(-1) for each in unit.tensors]).numpy()
+        units[unit.name] = patterns(flat, store.layout.dtype)
+    store.publish("trainer", version, units)
+    client = VersionsClient(address)
+    client.give(store, "trainer", version, secret)
+    client.close()
+
+
 def test_samples_that_vllm_would_draw_otherwise_are_refused_with_the_remedy():
     check_supported(Prompt(tokens=(1,), rollout=3, sampling=Sampling(stop_tokens=(2,), min_new_tokens=3)))
-    error = 'prompt 3/0: top_p 0.5 is not served by vLLM workers: leave it out, or use rl.engine = "aedit"'
+    error = 'prompt 3/0: top_p 0.5 is not served by vLLM: leave it out, or use the engine "aedit"'
     with pytest.raises(ValueError, match=error):
         check_supported(Prompt(tokens=(1,), rollout=3, sampling=Sampling(top_p=0.5)))
     with pytest.raises(ValueError, match="allowed tensor"):

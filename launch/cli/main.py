@@ -218,9 +218,9 @@ def _serve(options: Options) -> int:
 
 def _serve_model(options: Options) -> int:
     from aedit.launch.cli.arguments import check_model_folder
-    from aedit.launch.cli.service_options import check_model_options, device_flag
+    from aedit.launch.cli.service_options import check_model_options, model_flags
 
-    options.device = device_flag(options.flags)
+    options.device, options.vllm = model_flags(options)
     check_model_options(options)
     check_model_folder(options.place)  # before torch is imported
     from aedit.launch.cli.serve_model import serve_model

@@ -1,25 +1,31 @@
 """`aedit serve MODEL_DIR`: a Hugging Face model directory over HTTP, no run needed."""
 
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from aedit.child import StopSignals
+from aedit.launch.cli.export import FOLDER
 from aedit.launch.cli.generate import AUTO, drafting_engine
 from aedit.launch.cli.policy import Policy, read_directory
 from aedit.launch.cli.service_options import control_address
+from aedit.launch.node import vllm_settings
 from aedit.launch.serve import Addresses, close_servers, read_keys, start_servers
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.http import HttpService, TextCodec
-from aedit.spec_rollout.server import EngineHost, HostLimits
+from aedit.spec_rollout.remote import EngineProcess, WorkerConfig
+from aedit.spec_rollout.server import EngineHost, HostLimits, arm_of, check_supported
 from aedit.system import keep_one_arena
 from aedit.types import UserError, first_line
 
 DEFAULT_MAX_TOKENS = 4096
 LINE = "model"
 LOOK_S = 0.5
+START_S = 900.0
+"""Limit of the time in which vLLM starts; on CUDA it compiles the model."""
 
 
 def serve_model(options: Namespace) -> int:
@@ -32,7 +38,8 @@ def serve_model(options: Namespace) -> int:
     addresses = _addresses(options)
     stop = StopSignals()
     policy = read_directory(options.place, Path(options.place))
-    engine = _engine(policy, options)
+    make = _vllm_engine if options.engine == "vllm" else _engine
+    engine = make(policy, options)
     host = EngineHost(HostLimits(max_waiting_public=options.max_waiting))
     host.open(LINE, lambda: engine)
     service = HttpService(
@@ -76,13 +83,7 @@ def _addresses(options: Namespace) -> Addresses:
 
 def _engine(policy: Policy, options: Namespace) -> Engine:
     """Return the engine of the options."""
-    device = options.device if options.device not in ("", "auto") else ""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    most = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
-    limit = most if isinstance(most, int) else DEFAULT_MAX_TOKENS
-    max_tokens = options.max_tokens or min(limit, DEFAULT_MAX_TOKENS)
-    if max_tokens > limit:
-        raise UserError(f"--max-tokens {max_tokens}: this model has {limit} positions")
+    device, max_tokens = _sizes(policy, options)
     dtype: Any = {} if options.dtype == "auto" else {"dtype": getattr(torch, options.dtype)}
     try:
         policy.model.to(device=device, **dtype)
@@ -91,3 +92,53 @@ def _engine(policy: Policy, options: Namespace) -> Engine:
     arm = options.arm or AUTO
     drafter = None if options.drafter is None else Path(options.drafter)
     return drafting_engine(policy, arm, drafter, rows=options.rows, max_tokens=max_tokens)
+
+
+def _vllm_engine(policy: Policy, options: Namespace) -> Any:
+    """Return vLLM in a process of its own, when it has generated a token with the model's weights."""
+    device, max_tokens = _sizes(policy, options)
+    vllm, folder = options.vllm, Path(options.place).resolve()
+    if vllm.has_own_drafter:
+        if not (folder / FOLDER).is_dir():
+            raise UserError(
+                f"--rollout.vllm.speculative: {options.place} has no {FOLDER} of EAGLE-3's form: name a model"
+            )
+        vllm = replace(vllm, speculative={**vllm.speculative, "model": str(folder / FOLDER)})
+    dtype = policy.model.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
+    model: Any = policy.model  # its `to` has no usable type
+    model.to(dtype=dtype)
+    engine = EngineProcess(
+        policy.model,
+        WorkerConfig(
+            **vllm_settings(vllm),
+            rows=options.rows,
+            max_tokens=max_tokens,
+            dtype=dtype,
+            device=device,
+            threads=torch.get_num_threads(),
+            tokenizer=folder,
+            starts_within_s=START_S,
+        ),
+        tokenizer=policy.tokenizer,
+        arm=arm_of(vllm.speculative),
+        check_sample=check_supported,
+    )
+    try:
+        engine.update_weights(None, 1)
+        engine.wait_ready()
+    except (RuntimeError, ValueError) as error:
+        engine.close()
+        raise UserError(f"--engine vllm: {first_line(error)}") from None
+    return engine
+
+
+def _sizes(policy: Policy, options: Namespace) -> tuple[str, int]:
+    """Return device, and the limit of prompt and answer."""
+    device = options.device if options.device not in ("", "auto") else ""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    most = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
+    limit = most if isinstance(most, int) else DEFAULT_MAX_TOKENS
+    max_tokens = options.max_tokens or min(limit, DEFAULT_MAX_TOKENS)
+    if max_tokens > limit:
+        raise UserError(f"--max-tokens {max_tokens}: this model has {limit} positions")
+    return device, max_tokens

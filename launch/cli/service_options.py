@@ -4,7 +4,6 @@ Imports no torch.
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from aedit.launch.cli.arguments import Parser
 from aedit.types import UserError
 
 if TYPE_CHECKING:
+    from aedit.launch.config import VllmConfig
     from aedit.launch.serve import ServeRequest
 
 
@@ -146,6 +146,8 @@ def add_serve_options(command: Parser) -> None:
         default="",
         help="address to serve the run's policy over HTTP at, too (default: not at all)",
     )
+    does = "aedit (default), or vllm in a process of its own: name --rollout.vllm.python"
+    command.add_argument("--engine", metavar="ENGINE", choices=("aedit", "vllm"), default="aedit", help=does)
     add_model_options(command)
 
 
@@ -160,6 +162,7 @@ def serve_request(options: argparse.Namespace) -> "ServeRequest":
     return ServeRequest(
         hub=options.place,
         flags=options.flags,
+        engine=options.engine,
         name=options.name,
         places=ServerPlaces(options.address, options.announce, http),
         keys=keys,
@@ -212,18 +215,24 @@ def refuse_options(command: Parser, options: argparse.Namespace, names: tuple[st
             raise UserError(f"{shown} has no effect with {place}: remove it")
 
 
-def device_flag(flags: Sequence[str]) -> str:
-    """Return the value of --device, which is a configuration flag for runs, or "".
+def model_flags(options: argparse.Namespace) -> tuple[str, "VllmConfig"]:
+    """Return device and settings of vLLM, which are configuration flags for runs.
 
     Raises:
-        UserError: There are other flags.
+        UserError: There are other flags, or options that have no effect with this engine.
     """
-    parts = [part for flag in flags for part in flag.split("=", 1)]
-    if parts[:1] == ["--device"] and len(parts) == 2:
-        return parts[1]
-    if parts:
-        raise UserError(f"{parts[0]} has no effect with MODEL_DIR: remove it")
-    return ""
+    from aedit.launch.config import RunConfig, with_flags
+    from aedit.launch.serve import check_served_engine
+
+    for flag in options.flags:
+        name = flag.partition("=")[0]
+        if name.startswith("--") and name != "--device" and not name.startswith("--rollout.vllm."):
+            raise UserError(f"{name} has no effect with MODEL_DIR: remove it")
+    config = with_flags(RunConfig(), list(options.flags))
+    check_served_engine(options.engine, config.rollout.vllm)
+    if options.engine == "vllm":
+        refuse_options(options.command, options, ("arm", "drafter"), "--engine vllm")
+    return config.device, config.rollout.vllm
 
 
 def is_model_folder(place: str) -> bool:

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
         ranks_per_node,
         warnings,
     )
-    from aedit.launch.config.rl import DrafterConfig, PromptConfig, RewardConfig, RLConfig
+    from aedit.launch.config.rl import DrafterConfig, PromptConfig, RewardConfig, RLConfig, VllmConfig
     from aedit.launch.config.swarm import PEER_EXCHANGES, SwarmConfig
 
 __all__ = [
@@ -86,6 +86,7 @@ __all__ = [
     "RunConfig",
     "SwarmConfig",
     "TrainConfig",
+    "VllmConfig",
     "check_effects",
     "check_hub_start",
     "check_imports",

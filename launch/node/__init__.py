@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         stop_tokens,
     )
     from aedit.launch.node.objective import lr_at, make_inner, make_inners, set_lr
+    from aedit.launch.node.rl_build import vllm_settings
     from aedit.launch.node.rl_engine import (
         DTYPES,
         FILE,
@@ -73,6 +74,7 @@ __all__ = [
     "set_lr",
     "stop_tokens",
     "taps_of",
+    "vllm_settings",
 ]
 
 if not TYPE_CHECKING:  # so that type checkers know which names there are

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from aedit.edit import find_units, flat_layout
-from aedit.launch.config import RunConfig
+from aedit.launch.config import RunConfig, VllmConfig
 from aedit.launch.data import AnswerTokens, Curriculum, ProblemSet, reward_pool
 from aedit.launch.node.model import make_model, stop_tokens
 from aedit.launch.node.objective import NodeParts
@@ -235,7 +235,7 @@ def worker_config(parts: NodeParts, longest: int, directory: Path, arms: tuple[s
         tokenizer.mkdir(parents=True, exist_ok=True)
         parts.tokenizer.save(tokenizer)
     return WorkerConfig(
-        **_vllm_settings(config),
+        **(vllm_settings(config.rollout.vllm) if config.rl.engine == "vllm" else {}),
         processes=config.rl.num_workers,
         rows=config.rl.rows or ceil(samples / config.rl.num_workers),
         max_tokens=longest + config.rl.sampling.max_new_tokens,
@@ -247,18 +247,19 @@ def worker_config(parts: NodeParts, longest: int, directory: Path, arms: tuple[s
     )
 
 
-def _vllm_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings of workers that run vLLM; none for the own engine."""
-    if config.rl.engine != "vllm":
-        return {}
-    named = config.rollout.vllm.python
+def vllm_settings(vllm: VllmConfig) -> dict[str, Any]:
+    """Return the settings of workers that run vLLM.
+
+    Raises UserError if its interpreter is not there.
+    """
+    named = vllm.python
     python = Path(named).expanduser().absolute()
     if not named or not python.is_file() or not os.access(python, os.X_OK):
         raise UserError(
             f"rollout.vllm.python: {named!r} is no program: name the Python interpreter of this machine's"
             " environment with vLLM; `make vllm` builds .venv-vllm/bin/python"
         )
-    options = {"speculative": dict(config.rollout.vllm.speculative)}
+    options = {"speculative": dict(vllm.speculative)}
     return {"make": MAKE_VLLM, "python": python, "options": options}
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         Addresses,
         ServeRequest,
         ServerPlaces,
+        check_served_engine,
         read_keys,
         serve_run,
     )
@@ -25,6 +26,7 @@ __all__ = [
     "Addresses",
     "ServeRequest",
     "ServerPlaces",
+    "check_served_engine",
     "close_servers",
     "read_keys",
     "serve_run",

@@ -63,7 +63,7 @@ class RunMember:
         self._host.idle = self._drafter.window
         self._lines = TrainerLines(
             self._host,
-            partial(served_line, run, self._drafter, RUN_LINE),
+            partial(served_line, run, self._drafter, RUN_LINE, folder.path),
             run.layout,
             limits,
             ring=serve.versions,

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from aedit.child import StopSignals
-from aedit.launch.config import RunConfig, check_imports, of_this_machine, parse_config, with_flags
+from aedit.launch.config import (
+    RunConfig,
+    VllmConfig,
+    check_imports,
+    of_this_machine,
+    parse_config,
+    with_flags,
+)
 from aedit.launch.records import KEY_FILE, claimed, file_name
 from aedit.proto.rpc import (
     SERVER,
@@ -136,6 +143,8 @@ class ServeRequest:
     """HOST:PORT of the hub, or of several that split the units."""
     flags: Sequence[str] = ()
     """Settings of this machine, such as `--serve.rows 8`."""
+    engine: str = "aedit"
+    """Engine of all lines: `aedit` or `vllm`."""
     name: str = ""
     places: ServerPlaces
     keys: Path | None = None
@@ -171,7 +180,12 @@ def serve_run(request: ServeRequest) -> int:
 def run_config(reply: HelloReply, request: ServeRequest) -> RunConfig:
     """Return the run's configuration with the settings of this machine."""
     shared = parse_config(reply.config, f"the configuration of {request.hub}")
-    config = with_flags(of_this_machine(shared), list(request.flags))
+    config = with_flags(of_this_machine(shared), [*request.flags, "--rl.engine", request.engine])
+    check_served_engine(request.engine, config.rollout.vllm)
+    if config.rollout.vllm.has_own_drafter:
+        raise UserError(
+            "rollout.vllm.speculative: method eagle3 needs a model here: policy versions have no drafter"
+        )
     if config.name != shared.name:
         raise UserError(
             f"--name: the hub's run is named {shared.name}, not {config.name};"
@@ -180,6 +194,12 @@ def run_config(reply: HelloReply, request: ServeRequest) -> RunConfig:
     check_imports(config, node=True)
     hubs = ",".join(reply.addresses) or request.hub
     return replace(config, hub=replace(config.hub, address=hubs))
+
+
+def check_served_engine(engine: str, vllm: VllmConfig) -> None:
+    """Raise UserError for settings of vLLM without it."""
+    if engine == "aedit" and vllm != VllmConfig():
+        raise UserError("--rollout.vllm has no effect with --engine aedit: add --engine vllm, or remove it")
 
 
 @contextmanager

@@ -34,7 +34,9 @@ from aedit.launch.node import (
     save_drafter,
     saved_layer,
     taps_of,
+    vllm_settings,
 )
+from aedit.launch.records import file_name
 from aedit.proto.versions import VersionLayout
 from aedit.spec_rollout.drafters import (
     Drafter,
@@ -49,6 +51,8 @@ from aedit.spec_rollout.drafters import (
 )
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.model import TargetModel, make_target
+from aedit.spec_rollout.remote import EngineProcess, WorkerConfig
+from aedit.spec_rollout.server import arm_of, check_supported
 from aedit.spec_rollout.training import OnlineDrafter
 from aedit.types import UserError
 
@@ -169,6 +173,30 @@ class IdleTime:
     def is_now(self) -> bool:
         """Return whether there is no request now."""
         return self._began_s is not None
+
+
+def _vllm_engine(run: ServedRun, folder: Path, line: str) -> Any:
+    """Return vLLM in a process of its own, which starts with the first version."""
+    config, tokenizer = run.config, folder / "tokenizer"
+    tokenizer.mkdir(exist_ok=True)
+    run.tokenizer.save(tokenizer)
+    dtype = DTYPES.get(config.rl.engine_dtype, torch.float32)
+    return EngineProcess(
+        copy.deepcopy(run.model).to(dtype),
+        WorkerConfig(
+            **vllm_settings(config.rollout.vllm),
+            rows=config.serve.rows,
+            max_tokens=run.max_tokens,
+            dtype=dtype,
+            device=str(run.device),
+            threads=torch.get_num_threads(),
+            tokenizer=tokenizer,
+            logs=folder / "workers" / file_name(line),
+        ),
+        tokenizer=StopDecoder(run.tokenizer),
+        arm=arm_of(config.rollout.vllm.speculative),
+        check_sample=check_supported,
+    )
 
 
 class _Policy:
@@ -418,8 +446,18 @@ class ServerDrafter:
             self._number += online.adopt()
 
 
-def served_line(run: ServedRun, drafter: ServerDrafter, own_line: str, line: str) -> ServedLine:
-    """Return a line with a new engine. own_line: name of the line whose requests are no trainer's."""
+def served_line(run: ServedRun, drafter: ServerDrafter, own_line: str, folder: Path, line: str) -> ServedLine:
+    """Return a line with a new engine.
+
+    Args:
+        run: The run.
+        drafter: Learned drafter of the own engine.
+        own_line: Name of the line whose requests are no trainer's.
+        folder: Of the server, for logs and tokenizer of engines in processes.
+        line: Name of this line.
+    """
+    if run.config.rl.engine == "vllm":
+        return ServedLine(_vllm_engine(run, folder, line), line != own_line, None, drafter)
     target = run.target()
     drafters: dict[DrafterKind, Drafter] = {}
     layer = drafter.copy_for(target)

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ from aedit.spec_rollout.sampling import Prompt, Rollout, RowNoise, TokenDecoder
 from aedit.types import checked
 from aedit.weights import take_part
 
+if TYPE_CHECKING:
+    from aedit.spec_rollout.engine.weight_swap import WeightSwap
+
 
 class EngineOptions(TypedDict, total=False):
     """Keyword arguments of `Engine`, for `Engine.of`."""
@@ -51,6 +54,9 @@ class Engine:
 
     An engine is used by one thread.
     """
+
+    keeps_old_versions = True
+    """Samples that have begun can end with the weights before new ones; see `WeightSwap.finish`."""
 
     def __init__(
         self,
@@ -137,6 +143,11 @@ class Engine:
             raise ValueError("the feature sink can be set only while no sample is running")
         self._rows.sink = sink
 
+    def check(self, prompt: Prompt) -> None:
+        """Check that a sample can be served. Raises ValueError if not; any thread may call."""
+        target = self.target
+        check_prompt(prompt, target.vocabulary, target.max_tokens, self.tokenizer is not None)
+
     def add(self, prompt: Prompt) -> Rollout:
         """Queue a sample and return its rollout, which grows with the steps.
 
@@ -219,6 +230,12 @@ class Engine:
             with torch.inference_mode():
                 self._rows.recompute(in_steps=in_steps)
 
+    def weight_swap(self) -> "WeightSwap":
+        """Return a second set of weights, prepared beside those in use and taken over between two steps."""
+        from aedit.spec_rollout.engine.weight_swap import WeightSwap
+
+        return WeightSwap(self)
+
     @staticmethod
     def take_part(weights: Mapping[str, Tensor]) -> None:
         """Take part in `update_weights` of other ranks, with their weights, on a rank that has no engine.
@@ -287,7 +304,7 @@ class Engine:
 
     def _queue(self, prompts: Sequence[Prompt]) -> list[Rollout]:
         for prompt in prompts:
-            check_prompt(prompt, self.target.vocabulary, self.target.max_tokens, self.tokenizer is not None)
+            self.check(prompt)
         rollouts = [prompt.to_rollout() for prompt in self._keys.assign(prompts)]
         self._rows.waiting.extend(rollouts)
         return rollouts

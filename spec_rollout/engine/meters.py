@@ -19,6 +19,8 @@ class Step:
     """Rollouts of rows 0 .. B - 1 before the step; empty if there was nothing to do."""
     counts: tuple[int, ...] = ()
     """Number of new tokens of each row, at least 1."""
+    passes: tuple[int, ...] = ()
+    """Passes of each row that have made them; empty: one each."""
     finished: tuple[Rollout, ...] = ()
     """Those of the rollouts that have ended."""
     arm: Arm = OFF
@@ -134,6 +136,8 @@ class Meters:
     """Counters of all steps. A pass is one sample going through the policy in one step."""
 
     num_steps: int = 0
+    num_rows: int = 0
+    """Rows of all steps."""
     num_passes: int = 0
     num_tokens: int = 0
     num_finished: int = 0
@@ -156,7 +160,8 @@ class Meters:
     def add(self, step: Step) -> None:
         """Count one step."""
         self.num_steps += 1
-        self.num_passes += len(step.counts)
+        self.num_rows += len(step.counts)
+        self.num_passes += sum(step.passes) if step.passes else len(step.counts)
         self.num_tokens += sum(step.counts)
         self.num_finished += len(step.finished)
         self.total_s += step.total_s

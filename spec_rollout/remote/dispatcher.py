@@ -7,7 +7,7 @@
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -181,6 +181,15 @@ Report = Callable[[str, Mapping[str, Any]], None]
 """Takes an event and its fields."""
 
 
+class SampleFailedError(RuntimeError):
+    """One sample ends each worker that has it."""
+
+    def __init__(self, message: str, rollout: Rollout) -> None:
+        super().__init__(message)
+        self.rollout = rollout
+        """That sample."""
+
+
 class Dispatcher:
     """Gives samples to workers, reads their reports, moves samples, and takes them back from dead workers."""
 
@@ -270,13 +279,19 @@ class Dispatcher:
         worker.samples[key] = None
         sample.is_given, sample.passes_before = True, sample.rollout.passes
 
-    def cancel(self) -> None:
-        """Forget all samples, also those that have finished and were not taken, and tell the workers."""
+    def cancel(self, keys: Collection[SampleKey] | None = None) -> None:
+        """Forget samples, also those that have finished and were not taken, and tell the workers.
+
+        keys: None: all.
+        """
+        ended = [rollout.prompt.key for rollout in self.finished]
+        chosen = {*self.samples, *ended} if keys is None else {*keys}
         for worker in self.pool.workers.values():
-            worker.cancel()
-        self.samples.clear()
-        self.finished.clear()
-        self.moving.clear()
+            worker.cancel(chosen)
+        for key in chosen:
+            self.samples.pop(key, None)
+            self.moving.pop(key, None)
+        self.finished = [rollout for rollout in self.finished if rollout.prompt.key not in chosen]
 
     def figures(self) -> dict[str, Any]:
         """Return the sums of the figures of all workers so far, by name."""
@@ -362,9 +377,10 @@ class Dispatcher:
             self._report("rollout_retried", {**where, "samples": len(keys), "reason": reason})
         worst = max((self.samples[key] for key in keys), key=lambda each: each.deaths, default=None)
         if worst is not None and counts and worst.deaths > self._config.restarts.limit:
-            raise RuntimeError(
+            raise SampleFailedError(
                 f"sample {worst.rollout.prompt.name}: {worst.deaths} rollout workers have ended or failed"
-                f" with it without a further token; the last one: {reason}"
+                f" with it without a further token; the last one: {reason}",
+                worst.rollout,
             )
 
 

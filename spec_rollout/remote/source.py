@@ -15,7 +15,7 @@ With `servers` rollout servers generate too: `Servers.at("HOST:PORT", ...)`. Eac
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any, Protocol, runtime_checkable
@@ -190,8 +190,14 @@ class WorkerSource:
         samples.update(new)
         self._dispatcher.place_waiting()
 
-    def step(self) -> list[Rollout]:
+    def rollout(self, key: SampleKey) -> Rollout:
+        """Return an unfinished sample, which grows with the steps."""
+        return self._dispatcher.samples[key].rollout
+
+    def step(self, *, for_tokens: bool = False) -> list[Rollout]:
         """Return the samples that have finished; without any, wait up to `WorkerConfig.wait_s` for one.
+
+        for_tokens: wait for any news of a worker instead.
 
         Raises:
             RuntimeError: The workers die again and again, or one sample ends each worker that has it.
@@ -207,6 +213,8 @@ class WorkerSource:
                 while not dispatcher.finished and (left_s := deadline - time.monotonic()) > 0:
                     self._pool.wait(left_s)
                     dispatcher.look()
+                    if for_tokens:
+                        break
         if time.monotonic() - self._rebalanced_s >= REBALANCE_S and len(workers) > 1:
             dispatcher.rebalance()
             self._rebalanced_s = time.monotonic()
@@ -230,9 +238,12 @@ class WorkerSource:
         """Return the unfinished samples, as prompts that continue them after the tokens reported so far."""
         return [sample.prompt() for sample in self._dispatcher.samples.values()]
 
-    def cancel(self) -> None:
-        """End all samples that were added and have not been returned; their keys may be added again."""
-        self._dispatcher.cancel()
+    def cancel(self, keys: Collection[SampleKey] | None = None) -> None:
+        """End samples that were added and have not been returned; their keys may be added again.
+
+        keys: None: all.
+        """
+        self._dispatcher.cancel(keys)
 
     def status(self) -> Mapping[str, Any]:
         """Return counts and times, summed over all workers so far.

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -276,12 +276,12 @@ class WorkerHandle:
         """Ask for a sample back."""
         self.lane.send(pb.ToServer(remove=pb.Remove(rollout=key[0], sample=key[1], drop=drop)))
 
-    def cancel(self) -> None:
-        """Take all samples away."""
-        for key in self.samples:
+    def cancel(self, keys: Collection[SampleKey]) -> None:
+        """Take samples away, as far as they are here."""
+        for key in [key for key in self.samples if key in keys]:
             self.remove(key, drop=True)
             self.cancelled[key] += 1
-        self.samples.clear()
+            del self.samples[key]
 
     def read_figures(self, found: pb.Figures) -> list[tuple[int, int, int]]:
         """Keep the figures; return (rollout, sample, tokens) that are drawn and will be reported later."""

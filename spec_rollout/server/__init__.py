@@ -6,6 +6,7 @@
   and times of retries; `tickets.py`: submitted samples, priorities, limits and queues.
 - `rollouts.py`: the gRPC service; `trainer_stream.py`: one stream of a trainer.
 - `worker.py`: process of a rollout worker; `worker_engine.py`: its engine; `channel.py`: its socket.
+- `vllm_engine.py`: vLLM as the engine of a worker.
 - `trainer_lines.py`: a trainer's engines and their policy versions.
 """
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         version_tensors,
     )
     from aedit.spec_rollout.server.trainer_stream import ServerIdentity
+    from aedit.spec_rollout.server.vllm_engine import arm_of, check_supported
     from aedit.spec_rollout.server.worker_engine import EngineSpec, make_engine
 
 __all__ = [
@@ -51,6 +53,8 @@ __all__ = [
     "ServerIdentity",
     "StreamLimits",
     "TrainerLines",
+    "arm_of",
+    "check_supported",
     "make_engine",
     "version_tensors",
 ]

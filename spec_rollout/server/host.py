@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from torch import Tensor
 
-from aedit.spec_rollout.engine import Engine, Scoring, check_prompt
+from aedit.spec_rollout.engine import Engine, Scoring
 from aedit.spec_rollout.sampling import Prompt
 from aedit.spec_rollout.server.host_figures import HostFigures
 from aedit.spec_rollout.server.host_line import HostLine, LineWeights, NewWeights, OnNewVersion, settle
@@ -170,8 +170,7 @@ class EngineHost:
             HostEnding: The host is ending.
             RuntimeError: The thread has died.
         """
-        engine = self.engine(line)
-        check_prompt(prompt, engine.target.vocabulary, engine.target.max_tokens, engine.tokenizer is not None)
+        self.engine(line).check(prompt)
         with self._changed:
             self._check_alive()
             if self._is_ending:

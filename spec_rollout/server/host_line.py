@@ -142,7 +142,7 @@ class LineWeights:
             raise ValueError(f"version {new.version} is not above version {version}, which the engine has")
         weights = new.prepare()
         if self._swap is None:
-            self._swap = WeightSwap(self._engine)
+            self._swap = self._engine.weight_swap()
         self._swap.fill(weights)
 
 

@@ -117,10 +117,10 @@ class TrainerLine:
     def before_step(self) -> None:
         """Measure the last step. Called in the engine's thread before the next one."""
         meters = self.engine.meters
-        steps, passes, tokens, total_s = before = self._measured
-        now = meters.num_steps, meters.num_passes, meters.num_tokens, meters.total_s
-        if now[0] == steps + 1 and now != before:
-            num_live = now[1] - passes
+        steps, rows, tokens, total_s = self._measured
+        now = meters.num_steps, meters.num_rows, meters.num_tokens, meters.total_s
+        if now[0] == steps + 1 and now[2] > tokens:
+            num_live = now[1] - rows
             self._meter.add(num_live, (now[3] - total_s) * num_live / (now[2] - tokens))
         self._measured = now
         self.made.between_steps()
@@ -240,12 +240,18 @@ class TrainerLines:
             replace: Ends this stream when a newer one of the same author comes.
 
         Raises:
-            Refusal: The line belongs to another author, or there is no room for it.
+            Refusal: The line belongs to another author, there is no room for it, or its engine cannot end
+                samples with their old version.
         """
         if not self._changing.acquire(timeout=self._limits.open_s):
             raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "another line is being opened: try again later")
         try:
             line = self._found_or_opened(name, secret)
+            if on_new_version == "finish" and not line.engine.keeps_old_versions:
+                raise Refusal(
+                    grpc.StatusCode.INVALID_ARGUMENT,
+                    'the engine here has one version at a time: set rl.on_new_version = "recompute"',
+                )
             with self._lock:
                 older = line.replace if line.secret else None
                 line.num_streams += 1

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from aedit.proto.rpc import SigningKey
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.spec_rollout.audit import Origin, signature_of, statement_of, versions_of
-from aedit.spec_rollout.engine import Engine, check_prompt
+from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.sampling import Prompt, Rollout, SampleKey, Sampling, TopLogprobs, decode_sampling
 from aedit.spec_rollout.server.host import EngineHost
 from aedit.spec_rollout.server.tickets import HostTicket, Overloaded, Priority
@@ -443,7 +443,7 @@ def read_prompt(add: pb.Add, engine: Engine, *, is_limited: bool = True) -> Prom
     )
     if add.tokens:
         prompt = replace(prompt, partial=_begun(add, prompt))
-    check_prompt(prompt, engine.target.vocabulary, engine.target.max_tokens, engine.tokenizer is not None)
+    engine.check(prompt)
     return prompt
 
 

@@ -40,6 +40,8 @@ CANARY_LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.25}
 KV_BLOCK = 128
 """Tokens of a block of keys and values on a CPU."""
 MIN_KV_BYTES = 64 << 20
+MAX_LOGPROBS = -1
+"""Of `SamplingParams`; no limit: servers have their own."""
 _transformers: Any = (AutoConfig, AutoModelForCausalLM, AutoTokenizer)  # their methods carry no types
 
 
@@ -104,15 +106,19 @@ class VllmEngine:
         """Return no rollout: vLLM starts all."""
         return []
 
+    def check(self, prompt: Prompt) -> None:
+        """Check that a sample can be served. Raises ValueError if not."""
+        size = self.target
+        check_prompt(prompt, size.vocabulary, size.max_tokens, self.tokenizer is not None)
+        check_supported(prompt)
+
     def add(self, prompt: Prompt) -> Rollout:
         """Queue a sample and return its rollout, which grows with the steps.
 
         Raises:
             ValueError: It cannot be served, or another sample here has its ids. Nothing has changed.
         """
-        size = self.target
-        check_prompt(prompt, size.vocabulary, size.max_tokens, self.tokenizer is not None)
-        check_supported(prompt)
+        self.check(prompt)
         (prompt,) = self._keys.assign([prompt])
         rollout = prompt.to_rollout()
         name, sampling = prompt.name, prompt.sampling
@@ -403,8 +409,8 @@ def check_supported(prompt: Prompt) -> None:
         if isinstance(value, Tensor) or value != getattr(plain, name):
             shown = "tensor" if isinstance(value, Tensor) else repr(value)
             raise ValueError(
-                f"prompt {prompt.name}: {name} {shown} is not served by vLLM workers: leave it out, or use"
-                ' rl.engine = "aedit"'
+                f"prompt {prompt.name}: {name} {shown} is not served by vLLM: leave it out, or use the engine"
+                ' "aedit"'
             )
 
 
@@ -463,6 +469,7 @@ def make_vllm_engine(spec: "EngineSpec") -> VllmEngine:
             enforce_eager=bool(options.pop("eager", spec.device == "cpu")),
             kv_cache_memory_bytes=int(options.pop("kv_bytes", 0)) or _kv_bytes(text, spec, dtype),
             logprobs_mode="raw_logprobs",
+            max_logprobs=MAX_LOGPROBS,
             weight_transfer_config={"backend": "aedit"},
             async_scheduling=False,
             generation_config="vllm",
@@ -482,10 +489,15 @@ def make_vllm_engine(spec: "EngineSpec") -> VllmEngine:
     tokenizer = (
         tokenizers.from_pretrained(spec.tokenizer, trust_remote_code=False) if spec.tokenizer else None
     )
-    depth = int(speculative.get("num_speculative_tokens", 0))
-    kinds: Mapping[Any, DrafterKind] = {"suffix": "suffix", "eagle3": "layer" if shape else "custom"}
-    arm = Arm(kinds.get(speculative.get("method"), "custom"), depth, 1, depth) if depth else OFF
+    arm = arm_of(speculative, has_layer=shape is not None)
     return VllmEngine(llm, size, ReferencePolicy(model, dtype), tokenizer, arm, shape)
+
+
+def arm_of(speculative: Mapping[str, Any], *, has_layer: bool = False) -> Arm:
+    """Return what vLLM drafts. has_layer: with the run's own layer."""
+    depth = int(speculative.get("num_speculative_tokens", 0))
+    kinds: Mapping[Any, DrafterKind] = {"suffix": "suffix", "eagle3": "layer" if has_layer else "custom"}
+    return Arm(kinds.get(speculative.get("method"), "custom"), depth, 1, depth) if depth else OFF
 
 
 def _kv_bytes(text: Any, spec: "EngineSpec", dtype: torch.dtype) -> int:

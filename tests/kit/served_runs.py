@@ -23,7 +23,7 @@ name = "run"
 dir = "{dir}"
 device = "cpu"
 [model]
-sizes = {{ hidden_size = 32, intermediate_size = 48, num_hidden_layers = 2, num_attention_heads = 2 }}
+sizes = {{ hidden_size = 32, intermediate_size = 48, num_hidden_layers = 2, num_attention_heads = {heads} }}
 [data]
 seq_len = 64
 [train]
@@ -45,9 +45,9 @@ lines = 2
 """
 
 
-def write_served_run(directory, *, drafter="suffix", steps=100000):
+def write_served_run(directory, *, drafter="suffix", steps=100000, heads=2):
     path = directory / "served.toml"
-    path.write_text(RUN.format(dir=directory, drafter=drafter, steps=steps))
+    path.write_text(RUN.format(dir=directory, drafter=drafter, steps=steps, heads=heads))
     return path
 
 
