@@ -4,19 +4,23 @@ The oracle is the model's own uncached forward pass in `transformers` with the n
 float32. vLLM runs in `.venv-vllm`, which `make vllm` builds; without it these tests are skipped.
 """
 
+import hashlib
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, replace
-from itertools import takewhile
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import pairwise, takewhile
 from pathlib import Path
+from threading import Thread
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -29,6 +33,7 @@ from kit.rollout_servers import TrainerEnd
 from kit.rollouts import decode_plainly, logprobs_of, perturbed, prompts_of
 from kit.served_models import byte_level
 from kit.served_runs import served_run
+from kit.vllm_job import HARM
 from kit.waiting import until
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -40,13 +45,15 @@ from aedit.spec_rollout.choose import Fixed
 from aedit.spec_rollout.drafters import LayerDrafter
 from aedit.spec_rollout.model import Target
 from aedit.spec_rollout.sampling import encode_prompt, gumbel
-from aedit.spec_rollout.server.vllm_engine import check_supported
+from aedit.spec_rollout.server import EngineSpec, check_supported, vllm_server
+from aedit.spec_rollout.server.vllm_server import VllmServerError, make_vllm_server_engine
 from aedit.spec_rollout.training import Restarts
 from aedit.spec_rollout.vllm.noise import keyed_draw, keyed_gumbel
 
 ROOT = Path(__file__).parent.parent
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 MAKE = "aedit.spec_rollout.server.vllm_engine:make_vllm_engine"
+MAKE_SERVER = "aedit.spec_rollout.server.vllm_server:make_vllm_server_engine"
 VOCABULARY = 96
 LIMIT_S = 500.0
 ATTEMPTS = 10
@@ -85,14 +92,14 @@ def changed(model):
     return other
 
 
-def samples(temperature, first, num=6, length=20):
+def samples(temperature, first, num=6, length=20, least=4):
     """Return samples of which some share a prefix that fills a block of vLLM's cache."""
     shared = tuple((5 * place + 1) % VOCABULARY for place in range(150))
     sampling = Sampling(temperature=temperature, max_new_tokens=length)
     made = []
     for i in range(num):
         tokens = (*shared, i) if i % 3 == 0 else tuple((7 * i + j) % VOCABULARY for j in range(1 + 3 * i))
-        stops = replace(sampling, stop_tokens=(7, 11, 40), min_new_tokens=4) if i % 2 else sampling
+        stops = replace(sampling, stop_tokens=(7, 11, 40), min_new_tokens=least) if i % 2 else sampling
         made.append(Prompt(tokens=tokens, rollout=first, sample=i, sampling=stops))
     return made
 
@@ -329,10 +336,52 @@ def run_job(folder, speculative):
     assert done.returncode == 0, (folder / "log").read_text()[-4000:]
 
 
-@pytest.fixture(scope="module", params=["aedit", pytest.param("vllm", marks=needs_vllm)])
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, models):
+    """Return the address of vLLM's own server, with the plug-in beside it, and some other weights."""
+    folder = tmp_path_factory.mktemp("vllm-server")
+    plug_in = shutil.copytree(ROOT / "spec_rollout" / "vllm", folder / "source")
+    pip = [PYTHON, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation"]
+    subprocess.run([*pip, "--target", folder / "site", plug_in], check=True, timeout=LIMIT_S)
+    changed(models[2]).save_pretrained(folder / "model")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", f"--model={folder / 'model'}"]
+    command += [f"--port={port}", "--host=127.0.0.1", "--dtype=float32", "--max-model-len=320"]
+    command += ["--enforce-eager", "--skip-tokenizer-init", "--max-num-seqs=8", "--enable-scale-out"]
+    ngram = {"method": "ngram", "num_speculative_tokens": DEPTH, "prompt_lookup_min": 1}
+    command += ["--speculative-config", json.dumps(ngram), "--per-request-spec-decode-metrics", "summary"]
+    command += ["--weight-transfer-config", json.dumps({"backend": "aedit"})]
+    env = {**os.environ, "PYTHONPATH": str(folder / "site"), "VLLM_SERVER_DEV_MODE": "1"}
+    env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    with (folder / "log").open("w+") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
+        try:
+
+            def answers():
+                assert process.poll() is None, (folder / "log").read_text()[-4000:]
+                try:
+                    return urlopen(f"http://127.0.0.1:{port}/health", timeout=5).status == 200
+                except OSError:
+                    return False
+
+            until(answers, "vLLM's server", LIMIT_S, 0.5)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(LIMIT_S)
+
+
+ENGINES = ["aedit", *(pytest.param(name, marks=needs_vllm) for name in ("vllm", "server"))]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
 def source(request, models, tmp_path_factory):
     """Return a source whose worker runs one of the engines."""
     other = {"make": MAKE, "python": PYTHON} if request.param == "vllm" else {}
+    if request.param == "server":
+        options = {"server": request.getfixturevalue("server"), "folder": str(tmp_path_factory.mktemp("w"))}
+        other = {"make": MAKE_SERVER, "options": options}
     config = WorkerConfig(
         rows=4,
         max_tokens=256,
@@ -344,6 +393,11 @@ def source(request, models, tmp_path_factory):
     )
     made = WorkerSource(models[1], config)
     made.update_weights(models[1].state_dict(keep_vars=True), 1)
+    made.least = 0 if request.param == "server" else 4
+    if request.param == "server":  # it reports tokens with the end of a sample
+        made.has_begun = lambda: num_running(options["server"]) > 0
+    else:
+        made.has_begun = lambda: any(each.partial and each.partial.tokens for each in made.pending())
     yield made
     made.close()
 
@@ -361,7 +415,7 @@ class TestContract:
     @pytest.mark.parametrize("temperature", TEMPERATURES)
     def test_tokens_and_log_probabilities_are_those_of_plain_decoding(self, source, models, temperature):
         checked: RolloutSource = source
-        prompts = samples(temperature, 20 + int(10 * temperature))
+        prompts = samples(temperature, 20 + int(10 * temperature), least=source.least)
         done = finish(checked, prompts)
         version = source.version
         check(models[version], prompts, answers_of(prompts, done))
@@ -369,12 +423,11 @@ class TestContract:
 
     def test_weights_change_between_two_steps_of_running_samples(self, source, models):
         for attempt in range(ATTEMPTS):
-            prompts = samples(1.0, 500 + attempt, length=60)
+            prompts = samples(1.0, 500 + attempt, length=60, least=source.least)
             version = source.version
 
             def disturb(version=version):
-                begun = any(each.partial and each.partial.tokens for each in source.pending())
-                if source.version == version and begun:
+                if source.version == version and source.has_begun():
                     source.update_weights(models[version + 1].state_dict(keep_vars=True), version + 1)
 
             done = finish(source, prompts, disturb)
@@ -389,12 +442,12 @@ class TestContract:
         killed = []
 
         def disturb():
-            if not killed and any(each.partial and each.partial.tokens for each in source.pending()):
+            if not killed and source.has_begun():
                 killed.extend(source.status()["pids"])
                 os.kill(killed[0], signal.SIGKILL)
 
         for attempt in range(ATTEMPTS):
-            prompts = samples(0.7, 600 + attempt, length=60)
+            prompts = samples(0.7, 600 + attempt, length=60, least=source.least)
             done = finish(source, prompts, disturb)
             check(models[source.version], prompts, answers_of(prompts, done))
             if killed:
@@ -402,18 +455,109 @@ class TestContract:
         pytest.fail("no sample was seen that had begun")
 
     def test_what_the_own_engine_generates_is_bitwise_the_same_text(self, source, models):
-        prompts = samples(1.0, 70)
+        prompts = samples(1.0, 70, least=source.least)
         done = finish(source, prompts)
         engine = Engine.of(models[source.version], rows=4, max_tokens=256)
         own = {rollout.prompt.key: rollout.tokens for rollout in engine.generate(prompts)}
         assert {key: rollout.tokens for key, rollout in done.items()} == own
 
     def test_cancelled_samples_end_and_their_keys_can_be_added_again(self, source, models):
-        prompts = samples(1.0, 80, length=40)
+        prompts = samples(1.0, 80, length=40, least=source.least)
         source.add(prompts)
         source.cancel()
         done = finish(source, prompts)
         check(models[source.version], prompts, answers_of(prompts, done))
+
+
+def num_running(server):
+    """Return the requests that vLLM's server computes."""
+    text = urlopen(f"{server}/metrics", timeout=LIMIT_S).read().decode()
+    return sum(float(value) for value in re.findall(r"^vllm:num_requests_running\{.*\} (.*)$", text, re.M))
+
+
+class TestServedVllm:
+    """vLLM's own server, whose weights are pushed over HTTP."""
+
+    pytestmark = needs_vllm
+
+    def engine(self, server, model, folder):
+        config = json.loads(model.config.to_json_string(use_diff=False))
+        options = {"server": server, "folder": str(folder)}
+        sizes = {"rows": 8, "max_tokens": 320, "arms": ("off",)}
+        return make_vllm_server_engine(
+            EngineSpec(model=config, dtype="float32", device="cpu", options=options, **sizes)
+        )
+
+    def generate(self, engine, prompts):
+        rollouts = [engine.add(prompt) for prompt in prompts]
+        until(lambda: engine.step() and not engine.running, "the samples", LIMIT_S, look_s=0)
+        return answers_of(prompts, {each.prompt.key: each for each in rollouts}), rollouts
+
+    def test_refused_versions_change_no_text_and_weights_of_another_are_found(
+        self, server, models, tmp_path, monkeypatch
+    ):
+        engine = self.engine(server, models[1], tmp_path)
+        with pytest.raises(ValueError, match="min_new_tokens is not served by a vLLM server"):
+            engine.add(samples(1.0, 2999)[1])
+        weights = dict(models[1].state_dict())
+        engine.update_weights(weights, 1)
+        prompts = samples(1.0, 3000, least=0)
+        before, rollouts = self.generate(engine, prompts)
+        check(models[1], prompts, before)
+        assert all(0 < each.passes <= len(each.tokens) for each in rollouts)
+        repeated, (again,) = self.generate(engine, [greedy_loop(models[1])])
+        check(models[1], [again.prompt], repeated)
+        assert again.passes < 0.7 * len(again.tokens)  # it repeats itself, and n-grams are drafted
+        assert engine.meters.num_passes == sum(each.passes for each in [*rollouts, again])
+        for name, harm in HARM.items():
+            harmed = {name: tensor.clone() for name, tensor in weights.items()}
+            harm(harmed)
+            with pytest.raises(ValueError, match="weights"):
+                engine.update_weights(harmed, 2)
+            assert engine.version == 1, name
+        with monkeypatch.context() as patch:
+            patch.setattr(vllm_server.hashlib, "file_digest", lambda file, kind: hashlib.sha256(b"other"))
+            with pytest.raises(ValueError, match=r"refused version 2.*its hash is"):
+                engine.update_weights(dict(models[2].state_dict()), 2)
+        assert [each[2] for each in self.generate(engine, prompts)[0]] == [each[2] for each in before]
+        assert not list(tmp_path.iterdir())
+        engine.update_weights(dict(models[2].state_dict()), 2)
+        check(models[2], prompts, self.generate(engine, prompts)[0])
+        other = self.engine(server, models[1], tmp_path)
+        other.update_weights(weights, 7)
+        with pytest.raises(VllmServerError, match=r"names weights aedit/.*/7, expected aedit/.*/2"):
+            self.generate(engine, prompts)
+
+    def test_a_server_without_the_routes_is_refused_with_the_command(self, models, tmp_path):
+        with HTTPServer(("127.0.0.1", 0), Healthy) as plain:
+            Thread(target=plain.serve_forever, daemon=True).start()
+            with pytest.raises(VllmServerError, match=r"lacks routes.*404.*VLLM_SERVER_DEV_MODE=1 python -m"):
+                self.engine(f"http://127.0.0.1:{plain.server_port}", models[1], tmp_path)
+            plain.shutdown()
+
+
+def greedy_loop(model):
+    """Return a sample whose text repeats itself."""
+    starts = [Prompt(tokens=(token,), rollout=i, sample=0, sampling=LONG) for i, token in enumerate(range(8))]
+    texts = decode_plainly(model, starts)
+    return min(zip(starts, texts, strict=True), key=lambda pair: len({*pairwise(pair[1])}))[0]
+
+
+LONG = Sampling(temperature=0.0, max_new_tokens=100)
+
+
+class Healthy(BaseHTTPRequestHandler):
+    """A server that has no route but /health."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self):
+        self.send_error(404)
+
+    def log_message(self, *arguments):
+        pass
 
 
 SERVED = ["--engine=vllm", f"--rollout.vllm.python={PYTHON}"]

@@ -27,7 +27,7 @@ from vllm import LLM, SamplingParams
 
 from aedit.spec_rollout import Engine, Prompt, Rollout, Sampling
 from aedit.spec_rollout.drafters import OFF
-from aedit.spec_rollout.server.vllm_engine import EngineSize, ReferencePolicy, VllmEngine
+from aedit.spec_rollout.server.vllm_engine import EngineSize, LocalVllm, ReferencePolicy, VllmEngine
 from aedit.spec_rollout.vllm import coupled, register
 
 PROMPT_TOKENS, MAX_TOKENS = 32, 256
@@ -91,7 +91,8 @@ def race(settings: dict[str, Any]) -> dict[str, Any]:
     size = EngineSize(
         rows=rows, max_tokens=MAX_TOKENS, vocabulary=vocabulary, dtype=dtype, device=torch.device("cpu")
     )
-    engine = VllmEngine(llm.llm_engine, size, ReferencePolicy(LlamaForCausalLM(config), dtype), None, OFF)
+    reference = ReferencePolicy(LlamaForCausalLM(config), dtype)
+    engine = VllmEngine(LocalVllm(llm.llm_engine), size, reference, None, OFF)
     engine.update_weights(model.state_dict(), 1)
     texts = [[(7 * i + j) % vocabulary for j in range(PROMPT_TOKENS)] for i in range(rows)]
     sampling = Sampling(max_new_tokens=settings["new"])

@@ -152,6 +152,12 @@ RULES: tuple[EffectRule, ...] = (
     ),
     ("rollout.", "rl.engine", lambda v, c: bool(c.prompts.source) and v == "aedit", '"vllm"'),
     (
+        "rollout.vllm.weights",
+        "rollout.vllm.server",
+        lambda v, c: c.rl.engine == "vllm" and not v,
+        "http://HOST:PORT",
+    ),
+    (
         "drafter.",
         "rollout.vllm.speculative",
         lambda v, c: bool(c.prompts.source) and c.rl.engine == "vllm" and not c.rollout.vllm.has_own_drafter,

@@ -287,6 +287,8 @@ class RunConfig:
         check(dtype != "fp64", "rl.engine_dtype", 'must be "fp32" or "bf16" for vLLM', dtype)
         fits = self.drafter.form == "eagle3" and self.drafter.kind in ("layer", "auto")
         rule = 'needs drafter.form = "eagle3" and drafter.kind = "layer", or a model, for method eagle3; got'
+        one = not self.rollout.vllm.server or self.rl.workers <= 1
+        check(one, "rl.workers", "must be 0 or 1 with rollout.vllm.server", self.rl.workers)
         speculative = self.rollout.vllm.speculative
         check(fits or not self.rollout.vllm.has_own_drafter, "rollout.vllm.speculative", rule, speculative)
 

@@ -5,6 +5,7 @@ Imports no torch.
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from aedit.types import (
     ImportPath,
@@ -225,7 +226,7 @@ class RLConfig:
     @property
     def num_workers(self) -> int:
         """Return the processes per rank that generate: at least one with servers or vLLM."""
-        return max(self.workers, self.has_servers or self.engine == "vllm")
+        return max(self.workers, int(self.has_servers or self.engine == "vllm"))
 
     @property
     def has_servers(self) -> bool:
@@ -275,6 +276,24 @@ class VllmConfig:
     speculative: dict[str, Scalar] = field(default_factory=dict)
     """vLLM's `speculative_config`, such as `method = "suffix"`, `num_speculative_tokens = 8`; empty: no
     drafts. Drafts change no token. `method = "eagle3"` without `model` drafts with the run's own drafter."""
+
+    server: str = ""
+    """`http://HOST:PORT` of a vLLM server with the plug-in, in place of `python`; of one rank alone, which
+    pushes each version to it."""
+
+    weights: str = "/dev/shm"
+    """Directory for a version on its way to that server, which reads it there."""
+
+    def __post_init__(self) -> None:
+        try:
+            parts = urlsplit(self.server)
+            fits = not self.server or (parts.scheme == "http" and bool(parts.hostname and parts.port))
+        except ValueError:
+            fits = False
+        check(fits, "rollout.vllm.server", "must be http://HOST:PORT", repr(self.server))
+        alone = not self.server or not (self.python or self.speculative)
+        rule = "must be empty with rollout.vllm.python or speculative, which are those of the server; got"
+        check(alone, "rollout.vllm.server", rule, repr(self.server))
 
     @property
     def has_own_drafter(self) -> bool:

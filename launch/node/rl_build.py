@@ -40,10 +40,12 @@ from aedit.spec_rollout.engine import EngineSource
 from aedit.spec_rollout.remote import PooledSource, PoolPlace, Servers, WorkerConfig, WorkerSource
 from aedit.spec_rollout.rl import Group, RewardReport, RolloutSource
 from aedit.spec_rollout.sampling import Sampling
+from aedit.spec_rollout.server import check_vllm_server
 from aedit.spec_rollout.training import OnlineDrafter
 from aedit.types import ImportPath, UserError
 
 MAKE_VLLM = ImportPath("aedit.spec_rollout.server.vllm_engine:make_vllm_engine")
+MAKE_VLLM_SERVER = ImportPath("aedit.spec_rollout.server.vllm_server:make_vllm_server_engine")
 
 
 def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjective:
@@ -161,6 +163,11 @@ def make_source(
     longest: tokens of the longest prompt. Raises UserError if the model is not supported.
     """
     config, world = parts.config, parts.world
+    if config.rl.engine == "vllm" and config.rollout.vllm.server and world.nodes * world.ranks > 1:
+        raise UserError(
+            f"rollout.vllm.server: {world.nodes * world.ranks} ranks of one world cannot share a server, of"
+            " one set of weights: set rollout.vllm.python, or run one rank"
+        )
     if not config.rl.num_workers:
         own, online = make_engine_source(parts, longest)
         return (_pooled(own, online, parts, window) if is_pooled(config, world) else own), online, None
@@ -248,16 +255,25 @@ def worker_config(parts: NodeParts, longest: int, directory: Path, arms: tuple[s
 
 
 def vllm_settings(vllm: VllmConfig) -> dict[str, Any]:
-    """Return the settings of workers that run vLLM.
+    """Return the settings of workers that run vLLM, or push to its server.
 
-    Raises UserError if its interpreter is not there.
+    Raises UserError if its interpreter, or the directory of weights, is not there.
     """
+    if vllm.server:
+        folder = Path(vllm.weights).expanduser().absolute()
+        if not os.access(folder, os.W_OK):
+            raise UserError(f"rollout.vllm.weights: {vllm.weights!r} is no directory that can be written")
+        try:
+            check_vllm_server(vllm.server)
+        except RuntimeError as error:
+            raise UserError(f"rollout.vllm.server: {error}") from None
+        return {"make": MAKE_VLLM_SERVER, "options": {"server": vllm.server, "folder": str(folder)}}
     named = vllm.python
     python = Path(named).expanduser().absolute()
     if not named or not python.is_file() or not os.access(python, os.X_OK):
         raise UserError(
             f"rollout.vllm.python: {named!r} is no program: name the Python interpreter of this machine's"
-            " environment with vLLM; `make vllm` builds .venv-vllm/bin/python"
+            " environment with vLLM (`make vllm` builds .venv-vllm/bin/python), or set rollout.vllm.server"
         )
     options = {"speculative": dict(vllm.speculative)}
     return {"make": MAKE_VLLM, "python": python, "options": options}

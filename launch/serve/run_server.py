@@ -198,6 +198,8 @@ def run_config(reply: HelloReply, request: ServeRequest) -> RunConfig:
 
 def check_served_engine(engine: str, vllm: VllmConfig) -> None:
     """Raise UserError for settings of vLLM without it."""
+    if vllm.server or vllm.weights != VllmConfig().weights:
+        raise UserError("--rollout.vllm.server and weights have no effect with aedit serve: remove them")
     if engine == "aedit" and vllm != VllmConfig():
         raise UserError("--rollout.vllm has no effect with --engine aedit: add --engine vllm, or remove it")
 

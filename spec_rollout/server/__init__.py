@@ -6,7 +6,7 @@
   and times of retries; `tickets.py`: submitted samples, priorities, limits and queues.
 - `rollouts.py`: the gRPC service; `trainer_stream.py`: one stream of a trainer.
 - `worker.py`: process of a rollout worker; `worker_engine.py`: its engine; `channel.py`: its socket.
-- `vllm_engine.py`: vLLM as the engine of a worker.
+- `vllm_engine.py`: vLLM as the engine of a worker; `vllm_server.py`: in an HTTP server.
 - `trainer_lines.py`: a trainer's engines and their policy versions.
 """
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     )
     from aedit.spec_rollout.server.trainer_stream import ServerIdentity
     from aedit.spec_rollout.server.vllm_engine import arm_of, check_supported
+    from aedit.spec_rollout.server.vllm_server import check_vllm_server
     from aedit.spec_rollout.server.worker_engine import EngineSpec, make_engine
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "TrainerLines",
     "arm_of",
     "check_supported",
+    "check_vllm_server",
     "make_engine",
     "version_tensors",
 ]

@@ -1,18 +1,19 @@
-"""vLLM as the engine of a rollout worker whose interpreter has it (`WorkerConfig.python`).
+"""vLLM as the engine of a rollout worker.
 
-`make_vllm_engine` is the worker's `make`. vLLM runs in this process and thread, so that weights change
-between two steps. The plug-in `aedit.spec_rollout.vllm` draws tokens with the noise of each sample's key: in
-float32 they are those of the own engine, with any drafter of vLLM.
+`make_vllm_engine` is the `make` of a worker whose interpreter has vLLM (`WorkerConfig.python`). vLLM runs in
+this process and thread, so that weights change between two steps; `vllm_server.py` has it in a server. The
+plug-in `aedit.spec_rollout.vllm` draws tokens with the noise of each sample's key: in float32 they are those
+of the own engine, with any drafter of vLLM.
 """
 
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from aedit.spec_rollout.drafters import (
     write_drafter,
 )
 from aedit.spec_rollout.engine import Meters, SampleKeys, Step, check_prompt
-from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling, StopStrings, TokenDecoder
+from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling, StopStrings, TokenDecoder, gumbel
 
 if TYPE_CHECKING:
     from aedit.spec_rollout.server.worker_engine import EngineSpec
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 CANARY_TOKENS = 16
 CANARY_LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.25}
 """Largest difference of a log-probability of the canary that rounding explains, by dtype."""
+CANARY_TEMPERATURE = 0.7
 KV_BLOCK = 128
 """Tokens of a block of keys and values on a CPU."""
 MIN_KV_BYTES = 64 << 20
@@ -56,12 +58,137 @@ class EngineSize:
     device: torch.device
 
 
+@dataclass(frozen=True, slots=True)
+class VllmOutput:
+    """What a request has got in a step."""
+
+    name: str
+    tokens: Sequence[int]
+    logprobs: Sequence[Mapping[int, Any]]
+    """By token, with `rank` and `logprob`, at each place."""
+    finish_reason: str | None
+    passes: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class VllmProbe:
+    """A text that vLLM has scored, and the token that it has drawn after it."""
+
+    logprobs: list[float]
+    """Of all tokens but the first."""
+    token: int
+    logprob: float
+    """Of the drawn token."""
+
+
+class VllmBackend(Protocol):
+    """vLLM in this process or in a server."""
+
+    def init(self, tensors: Mapping[str, Tensor], draft: Mapping[str, Tensor]) -> None:
+        """Take note of the tensors that each version must have."""
+
+    def add(self, name: str, tokens: Sequence[int], settings: Mapping[str, Any]) -> None:
+        """Start a request with fields of `SamplingParams`."""
+
+    def step(self) -> list[VllmOutput]:
+        """Return what requests have got, after a step or a short wait."""
+
+    def abort(self, name: str) -> None:
+        """End a request."""
+
+    def pause(self) -> list[VllmOutput]:
+        """Stop generating, and return what requests have got so far."""
+
+    def update(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Replace the weights. Raises ValueError if they are refused; the old ones are in use then."""
+
+    def resume(self) -> None:
+        """Go on generating after `pause`; texts of requests are computed again."""
+
+    def probe(self, tokens: Sequence[int], settings: Mapping[str, Any]) -> VllmProbe:
+        """Score a text and draw a token."""
+
+
+class LocalVllm:
+    """vLLM in this process and thread."""
+
+    def __init__(self, llm: Any) -> None:
+        """Take over a `vllm.v1.engine.llm_engine.LLMEngine` in this process, with the plug-in registered."""
+        self.llm = llm
+        self._held: list[VllmOutput] = []
+        self._num_probes = 0
+
+    def init(self, tensors: Mapping[str, Tensor], draft: Mapping[str, Tensor]) -> None:
+        """Take note of the tensors that each version must have."""
+        self._call("init_weight_transfer_engine", {"tensors": tensors, "draft_tensors": draft})
+
+    def add(self, name: str, tokens: Sequence[int], settings: Mapping[str, Any]) -> None:
+        """Start a request."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(**settings, output_kind=RequestOutputKind.DELTA)
+        self.llm.add_request(name, {"prompt_token_ids": [*tokens]}, params)
+
+    def step(self) -> list[VllmOutput]:
+        """Run one step, unless tokens came while a probe was computed."""
+        held, self._held = self._held, []
+        return held or [_output(each) for each in self.llm.step()]
+
+    def abort(self, name: str) -> None:
+        """End a request."""
+        self.llm.abort_request([name])
+
+    def pause(self) -> list[VllmOutput]:
+        """Return tokens that came while a probe was computed."""
+        held, self._held = self._held, []
+        return held
+
+    def update(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Replace the weights between two steps."""
+        self._call("start_weight_update")
+        self._call("update_weights", {"tensors": weights})
+        self._call("finish_weight_update")
+        # Keys and values of other weights; running samples are computed again.
+        if not self.llm.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM has not reset its prefix cache: texts of two versions would be mixed")
+
+    def resume(self) -> None:
+        """Do nothing: requests go on with the next step."""
+
+    def probe(self, tokens: Sequence[int], settings: Mapping[str, Any]) -> VllmProbe:
+        """Score a text and draw a token."""
+        self._num_probes += 1
+        name = f"probe {self._num_probes}"
+        self.add(name, tokens, settings)
+        scores: list[float] = []
+        while True:
+            for each in self.llm.step():
+                if each.request_id != name:
+                    self._held.append(_output(each))
+                    continue
+                pairs = zip(tokens[1:], (each.prompt_logprobs or ())[1:], strict=False)
+                scores = scores or [found[token].logprob for token, found in pairs]
+                if each.outputs[0].token_ids:
+                    token = each.outputs[0].token_ids[0]
+                    return VllmProbe(scores, token, each.outputs[0].logprobs[0][token].logprob)
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        """Call a method of vLLM's worker, which is in this process."""
+        self.llm.collective_rpc(method, args=arguments)
+
+
+def _output(found: Any) -> VllmOutput:
+    one = found.outputs[0]
+    return VllmOutput(found.request_id, one.token_ids, one.logprobs, one.finish_reason)
+
+
 class VllmEngine:
     """vLLM with the methods of `Engine` that a host calls. Used by one thread at a time."""
 
     def __init__(
         self,
-        llm: Any,
+        backend: VllmBackend,
         size: EngineSize,
         reference: "ReferencePolicy",
         tokenizer: TokenDecoder | None,
@@ -71,30 +198,31 @@ class VllmEngine:
         """Make the engine.
 
         Args:
-            llm: `vllm.v1.engine.llm_engine.LLMEngine` in this process, with the plug-in registered.
+            backend: vLLM.
             size: Its limits.
             reference: Computes what vLLM must compute with each version.
             tokenizer: Needed for stop strings.
             arm: What vLLM drafts.
-            drafter: Shape of the drafter whose weights come; None: none come.
+            drafter: Shape of the drafter whose weights come, to a `LocalVllm`; None: none come.
         """
         self.target, self.tokenizer, self.arm = size, tokenizer, arm
         self.version = 0
         self.meters = Meters()
         self.drafters: Mapping[str, SwappedLayer] = {}
-        self._llm, self._reference = llm, reference
+        self._backend, self._reference = backend, reference
         self._keys = SampleKeys()
         self._samples: dict[str, _RunningSample] = {}
-        self._counts: dict[str, int] = {}
-        """Tokens by sample that `step` has not reported."""
+        self._news: dict[str, tuple[int, int]] = {}
+        """Tokens and passes by sample that `step` has not reported."""
         self._num_canaries = 0
         shapes = reference.shapes.items()
         like = {name: torch.empty(shape, dtype=size.dtype, device="meta") for name, shape in shapes}
-        wanted = {"tensors": like}
+        draft: Mapping[str, Tensor] = {}
         if drafter is not None:
-            self.drafters = {"layer": SwappedLayer(llm, drafter, size.rows)}
-            wanted["draft_tensors"] = exported_tensors(Eagle3Layer(drafter))
-        self._call("init_weight_transfer_engine", wanted)
+            assert isinstance(backend, LocalVllm)
+            self.drafters = {"layer": SwappedLayer(backend.llm, drafter, size.rows)}
+            draft = exported_tensors(Eagle3Layer(drafter))
+        backend.init(like, draft)
 
     @property
     def running(self) -> list[Rollout]:
@@ -127,9 +255,9 @@ class VllmEngine:
             text = [*prompt.tokens, *rollout.tokens]
             stops = StopStrings(sampling.stop_strings, self.tokenizer, text)
         self._samples[name] = _RunningSample(rollout, stops)
-        tokens = {"prompt_token_ids": [*prompt.tokens, *rollout.tokens]}
+        settings = sampling_settings(prompt, len(rollout.tokens))
         try:
-            self._llm.add_request(name, tokens, sampling_params(prompt, len(rollout.tokens)))
+            self._backend.add(name, [*prompt.tokens, *rollout.tokens], settings)
         except ValueError:
             self._forget(name)
             raise
@@ -144,7 +272,7 @@ class VllmEngine:
         name = rollout.prompt.name
         if name not in self._samples or self._samples[name].rollout is not rollout:
             raise ValueError(f"rollout {name} is not in this engine")
-        self._llm.abort_request([name])
+        self._backend.abort(name)
         self._forget(name)
         return rollout.to_prompt()
 
@@ -181,26 +309,29 @@ class VllmEngine:
         extra = sorted({*weights} - {*own} - self._reference.tied)
         if extra:
             raise ValueError(f"weights: {extra[0]} is no tensor of the model; {len(extra)} such tensors")
-        self._call("start_weight_update")
-        self._call("update_weights", {"tensors": own})
-        self._call("finish_weight_update")
-        # Keys and values of other weights; running samples are computed again.
-        if not self._llm.reset_prefix_cache(reset_running_requests=True):
-            raise RuntimeError("vLLM has not reset its prefix cache: texts of two versions would be mixed")
-        self.version = version
+        self._append(self._backend.pause())
+        try:
+            self._backend.update(own, version)
+            self.version = version
+        finally:
+            self._backend.resume()
         self._check_canary(own)
 
     def step(self) -> Step:
         """Run one step of vLLM, in which each running sample gets one token or more, or its text is computed.
 
-        Tokens that came while a new version was checked are reported first.
+        Tokens that came while a new version was checked are reported first. A server's step is a short wait.
         """
         began_s, began_cost_s = time.perf_counter(), time.process_time()
-        if not self._counts and self._samples:
-            self._advance()
-        names = list(self._counts)
+        is_alive = False
+        if not self._news and self._samples:
+            outputs = self._backend.step()
+            is_alive = bool(outputs)
+            self._append(outputs)
+        names = list(self._news)
         samples = [self._samples[name] for name in names]
-        counts, self._counts = tuple(self._counts.values()), {}
+        counts, passes = zip(*self._news.values(), strict=True) if self._news else ((), ())
+        self._news = {}
         rollouts = tuple(each.rollout for each in samples)
         finished = tuple(rollout for rollout in rollouts if rollout.finish_reason)
         for name, each in zip(names, samples, strict=True):
@@ -209,12 +340,13 @@ class VllmEngine:
         step = Step(
             rollouts=rollouts,
             counts=counts,
+            passes=passes,
             finished=finished,
             arm=self.arm,
             total_s=time.perf_counter() - began_s,
             cost_s=time.process_time() - began_cost_s,
         )
-        if rollouts:
+        if rollouts or is_alive:
             self.meters.add(step)
         return step
 
@@ -228,45 +360,45 @@ class VllmEngine:
         for rollout in self.running:
             self.remove(rollout)
 
-    def _call(self, method: str, *arguments: Any) -> None:
-        """Call a method of vLLM's worker, which is in this process."""
-        self._llm.collective_rpc(method, args=arguments)
-
-    def _advance(self) -> list[Any]:
-        """Run one step of vLLM and append what it has drawn; return its outputs of other requests."""
-        others = []
-        for output in self._llm.step():
-            sample = self._samples.get(output.request_id)
-            if sample is None:
-                others.append(output)
+    def _append(self, outputs: Sequence[VllmOutput]) -> None:
+        """Append what vLLM has drawn with the present version."""
+        for output in outputs:
+            sample = self._samples.get(output.name)
+            if sample is None or sample.rollout.finish_reason:
                 continue
-            count, is_cut = sample.append(output.outputs[0], self.version)
+            count, is_cut = sample.append(output, self.version)
             if is_cut:
-                self._llm.abort_request([output.request_id])
-            self._counts[output.request_id] = self._counts.get(output.request_id, 0) + count
-        return others
+                self._backend.abort(output.name)
+            if count or sample.rollout.finish_reason:
+                before = self._news.get(output.name, (0, 0))
+                self._news[output.name] = before[0] + count, before[1] + output.passes
 
     def _forget(self, name: str) -> None:
         self._keys.release([self._samples.pop(name).rollout.prompt])
-        self._counts.pop(name, None)
+        self._news.pop(name, None)
 
     def _check_canary(self, weights: Mapping[str, Tensor]) -> None:
-        """Compare log-probabilities of a fixed text with those of a forward pass of `transformers`."""
+        """Compare log-probabilities of a text, and a token drawn after it, with those of `transformers`."""
         vocabulary, limit = self.target.vocabulary, CANARY_LIMITS[self.target.dtype]
         tokens = [(7 * place + self._num_canaries) % vocabulary for place in range(CANARY_TOKENS)]
         tokens = tokens[: self.target.max_tokens - 1]
-        expected = self._reference.logprobs(weights, tokens)
+        logp_TV = self._reference.logprobs(weights, tokens)
         self._num_canaries += 1
-        name = f"canary {self._num_canaries}"
-        self._llm.add_request(name, {"prompt_token_ids": tokens}, canary_params())
-        outputs: list[Any] = []
-        while not outputs:
-            outputs = [each for each in self._advance() if each.request_id == name]
-        found = [
-            logprobs[token].logprob
-            for token, logprobs in zip(tokens[1:], outputs[0].prompt_logprobs[1:], strict=True)
-        ]
-        worst = max(abs(a - b) for a, b in zip(expected, found, strict=True))
+        sampling = Sampling(temperature=CANARY_TEMPERATURE, max_new_tokens=1)
+        prompt = Prompt(tokens=tuple(tokens), rollout=self._num_canaries, sample=0, sampling=sampling)
+        found = self._backend.probe(tokens, sampling_settings(prompt, 0) | {"prompt_logprobs": 0})
+        scaled_V = (logp_TV[-1] / CANARY_TEMPERATURE).log_softmax(-1)
+        position_11 = torch.tensor([[len(tokens)]])
+        perturbed_V = scaled_V + gumbel(prompt.rollout, prompt.sample, position_11, vocabulary)[0, 0]
+        gap = float(perturbed_V.max() - perturbed_V[found.token])
+        if not max(gap, abs(float(scaled_V[found.token]) - found.logprob)) <= 2 * limit / CANARY_TEMPERATURE:
+            raise RuntimeError(
+                f"version {self.version}: vLLM has drawn token {found.token} with log-probability"
+                f" {found.logprob:.3g}, expected {int(perturbed_V.argmax())} with"
+                f" {float(scaled_V[found.token]):.3g}: it needs the plug-in aedit and raw_logprobs"
+            )
+        expected = logp_TV[range(len(tokens) - 1), tokens[1:]].tolist()
+        worst = max(abs(a - b) for a, b in zip(expected, found.logprobs, strict=True))
         if not worst <= limit:
             raise RuntimeError(
                 f"version {self.version}: log-probabilities of a text differ by {worst:.3g} between vLLM and"
@@ -307,15 +439,15 @@ class _RunningSample:
     def __init__(self, rollout: Rollout, stops: StopStrings | None) -> None:
         self.rollout, self._stops = rollout, stops
 
-    def append(self, output: Any, version: int) -> tuple[int, bool]:
+    def append(self, output: VllmOutput, version: int) -> tuple[int, bool]:
         """Append what vLLM has drawn, up to a stop string.
 
         Returns:
             The number of tokens, and whether the rollout has ended before vLLM's.
         """
         rollout, sampling = self.rollout, self.rollout.prompt.sampling
-        rollout.passes += 1
-        for num, (token, logprobs) in enumerate(zip(output.token_ids, output.logprobs, strict=True), start=1):
+        rollout.passes += output.passes
+        for num, (token, logprobs) in enumerate(zip(output.tokens, output.logprobs, strict=True), start=1):
             rollout.tokens.append(token)
             rollout.logprobs.append(logprobs[token].logprob)
             rollout.versions.append(version)
@@ -329,7 +461,7 @@ class _RunningSample:
                 return num, not output.finish_reason
         if output.finish_reason:
             rollout.finish_reason = "stop" if output.finish_reason == "stop" else "length"
-        return len(output.token_ids), False
+        return len(output.tokens), False
 
 
 class ReferencePolicy:
@@ -348,17 +480,16 @@ class ReferencePolicy:
         self._drop()
 
     @torch.inference_mode()
-    def logprobs(self, weights: Mapping[str, Tensor], tokens: list[int]) -> list[float]:
-        """Return the log-probabilities of all tokens but the first, with these weights."""
+    def logprobs(self, weights: Mapping[str, Tensor], tokens: list[int]) -> Tensor:
+        """Return the log-probabilities of each next token, (T, V) float32, with these weights."""
         own = self._model.state_dict(keep_vars=True)
         try:
             for name, tensor in weights.items():
                 own[name].data = tensor
-            logits = self._model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, :-1].float()
-            found: list[float] = logits.log_softmax(-1)[range(len(tokens) - 1), tokens[1:]].tolist()
+            logits: Tensor = self._model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+            return logits.float().log_softmax(-1)
         finally:
             self._drop()
-        return found
 
     def _drop(self) -> None:
         own = self._model.state_dict(keep_vars=True)
@@ -366,34 +497,20 @@ class ReferencePolicy:
             own[name].data = torch.empty(0, dtype=own[name].dtype)
 
 
-def sampling_params(prompt: Prompt, num_given: int) -> Any:
-    """Return vLLM's settings of a sample, of whose answer `num_given` tokens are there."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
+def sampling_settings(prompt: Prompt, num_given: int) -> dict[str, Any]:
+    """Return fields of vLLM's `SamplingParams` of a sample, of whose answer `num_given` tokens are there."""
     sampling = prompt.sampling
     key = [prompt.rollout, prompt.sample, sampling.temperature]
-    return SamplingParams(
-        temperature=0.0,
-        max_tokens=sampling.max_new_tokens - num_given,
-        min_tokens=max(0, sampling.min_new_tokens - num_given),
-        stop_token_ids=list(sampling.stop_tokens),
-        ignore_eos=True,
-        logprobs=sampling.top_logprobs,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-        extra_args={"aedit": key} if sampling.temperature else None,
-    )
-
-
-def canary_params() -> Any:
-    """Return vLLM's settings of a text whose log-probabilities are wanted."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    kind = RequestOutputKind.FINAL_ONLY
-    settings: dict[str, Any] = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
-    return SamplingParams(temperature=0.0, output_kind=kind, **settings)
+    return {
+        "temperature": 0.0,
+        "max_tokens": sampling.max_new_tokens - num_given,
+        "min_tokens": max(0, sampling.min_new_tokens - num_given),
+        "stop_token_ids": list(sampling.stop_tokens),
+        "ignore_eos": True,
+        "logprobs": sampling.top_logprobs,
+        "detokenize": False,
+        "extra_args": {"aedit": key} if sampling.temperature else None,
+    }
 
 
 def check_supported(prompt: Prompt) -> None:
@@ -435,14 +552,8 @@ def make_vllm_engine(spec: "EngineSpec") -> VllmEngine:
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    configs, models, tokenizers = _transformers
-    dtype = getattr(torch, spec.dtype)
-    if dtype not in CANARY_LIMITS:
-        names = ", ".join(sorted(str(each).removeprefix("torch.") for each in CANARY_LIMITS))
-        raise ValueError(f"vLLM does not compute in {spec.dtype}: set rl.engine_dtype to one of {names}")
-    sizes = dict(spec.model)
-    config = configs.for_model(sizes.pop("model_type"), **sizes)
-    model = models.from_config(config, dtype=torch.float32)
+    model, dtype = model_of(spec)
+    config = model.config
     config.architectures = [type(model).__name__]
     # A sample names its stop tokens. vLLM would also mask the model's own before `min_new_tokens`.
     config.eos_token_id = config.get_text_config().eos_token_id = None
@@ -479,18 +590,45 @@ def make_vllm_engine(spec: "EngineSpec") -> VllmEngine:
         if options:
             raise ValueError(f"options: {', '.join(options)}: expected eager, kv_bytes, speculative")
         llm = LLMEngine.from_engine_args(arguments)
+    arm = arm_of(speculative, has_layer=shape is not None)
+    return engine_over(LocalVllm(llm), spec, model, dtype, arm, shape)
+
+
+def model_of(spec: "EngineSpec") -> tuple[Any, torch.dtype]:
+    """Return the model in `transformers`, with random weights, and its dtype in vLLM.
+
+    Raises:
+        ValueError: vLLM does not compute in that.
+    """
+    dtype = getattr(torch, spec.dtype)
+    if dtype not in CANARY_LIMITS:
+        names = ", ".join(sorted(str(each).removeprefix("torch.") for each in CANARY_LIMITS))
+        raise ValueError(f"vLLM does not compute in {spec.dtype}: set rl.engine_dtype to one of {names}")
+    configs, models, _ = _transformers
+    sizes = dict(spec.model)
+    config = configs.for_model(sizes.pop("model_type"), **sizes)
+    return models.from_config(config, dtype=torch.float32), dtype
+
+
+def engine_over(
+    backend: VllmBackend,
+    spec: "EngineSpec",
+    model: Any,
+    dtype: torch.dtype,
+    arm: Arm = OFF,
+    shape: Eagle3Shape | None = None,
+) -> VllmEngine:
+    """Return the engine of a worker over vLLM with a model of `model_of`."""
     size = EngineSize(
         rows=spec.rows,
         max_tokens=spec.max_tokens,
-        vocabulary=text.vocab_size,
+        vocabulary=model.config.get_text_config().vocab_size,
         dtype=dtype,
         device=torch.device(spec.device),
     )
-    tokenizer = (
-        tokenizers.from_pretrained(spec.tokenizer, trust_remote_code=False) if spec.tokenizer else None
-    )
-    arm = arm_of(speculative, has_layer=shape is not None)
-    return VllmEngine(llm, size, ReferencePolicy(model, dtype), tokenizer, arm, shape)
+    read: Any = _transformers[2].from_pretrained
+    tokenizer = read(spec.tokenizer, trust_remote_code=False) if spec.tokenizer else None
+    return VllmEngine(backend, size, ReferencePolicy(model, dtype), tokenizer, arm, shape)
 
 
 def arm_of(speculative: Mapping[str, Any], *, has_layer: bool = False) -> Arm:
