@@ -60,7 +60,7 @@ class EngineSize:
 
 @dataclass(frozen=True, slots=True)
 class VllmOutput:
-    """What a request has got in a step."""
+    """New tokens of a request."""
 
     name: str
     tokens: Sequence[int]
