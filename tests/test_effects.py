@@ -56,6 +56,8 @@ USELESS = {
     "rl.server_stalled_s": '[prompts]\nsource = "a.jsonl"\n[rl]\nserver_stalled_s = 9.0\n',
     "rl.on_new_version": SERVED + 'on_new_version = "finish"\n',
     "rollout.vllm.python": '[prompts]\nsource = "a.jsonl"\n[rollout.vllm]\npython = "p"\n',
+    "rollout.vllm.choose": '[prompts]\nsource = "a.jsonl"\n[rl]\nengine = "vllm"\n[rollout.vllm]\n'
+    'python = "p"\nchoose = false\n',
     "rollout.vllm.weights": '[prompts]\nsource = "a.jsonl"\n[rl]\nengine = "vllm"\n[rollout.vllm]\n'
     'python = "p"\nweights = "/w"\n',
     "drafter.kind": '[prompts]\nsource = "a.jsonl"\n[rl]\nengine = "vllm"\n[rollout.vllm]\npython = "p"\n'

@@ -229,6 +229,29 @@ class TestDrafters:
             check_spans(models, batches[-1][sample], tokens, logprobs, versions)
         assert {1, 2} <= {version for text in moved.values() for version in text[2]}
 
+    @pytest.mark.parametrize("kind", ["draft_model", "suffix"])
+    def test_vllm_drafts_only_where_that_is_measured_to_pay_and_no_token_changes(self, tmp_path, kind):
+        """Costs are those of a clock that the job moves; what is accepted is vLLM's."""
+        model = policy()
+        save_file(untied(model), tmp_path / "1.safetensors")
+        PASSES[kind](model, tmp_path / "drafter")
+        (tmp_path / "config.json").write_text(model.config.to_json_string(use_diff=False))
+        batches = [samples(1.0, 30, length=90, num=4)] * 4
+        texts = [[json.loads(encode_prompt(prompt)) for prompt in batch] for batch in batches]
+        (tmp_path / "prompts.json").write_text(json.dumps(texts))
+        run_job(tmp_path, speculative_of(kind, tmp_path / "drafter"), json.dumps([0.01, 50.0]))
+        cheap, dear = json.loads((tmp_path / "answers.json").read_text())
+        for found in (cheap, dear):
+            check(model, batches[0], found["batches"][0])
+            tokens = [[each[2] for each in answers] for answers in found["batches"]]
+            assert tokens == tokens[:1] * len(batches)
+        shares = [found["arms"].get("off", 0) / sum(found["arms"].values()) for found in (cheap, dear)]
+        assert shares[1] > 0.9, dear["arms"]
+        assert dear["tokens"] < 1.3
+        if kind == "draft_model":  # each draft is accepted: whatever is cheap pays
+            assert shares[0] < 0.5, cheap["arms"]
+            assert cheap["tokens"] > 1.5
+
 
 DEPTH = 3
 """Tokens that drafters draft at a time."""
@@ -327,9 +350,9 @@ def speculative_of(kind, drafter):
     return {"method": kind, "num_speculative_tokens": DEPTH, **more}
 
 
-def run_job(folder, speculative):
+def run_job(folder, speculative, *more):
     job = ROOT / "tests" / "kit" / "vllm_job.py"
-    command = [str(PYTHON), str(job), str(folder), json.dumps(speculative)]
+    command = [str(PYTHON), str(job), str(folder), json.dumps(speculative), *more]
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     with (folder / "log").open("w") as log:
         done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=env, timeout=800)

@@ -152,6 +152,12 @@ RULES: tuple[EffectRule, ...] = (
     ),
     ("rollout.", "rl.engine", lambda v, c: bool(c.prompts.source) and v == "aedit", '"vllm"'),
     (
+        "rollout.vllm.choose",
+        "rollout.vllm.speculative",
+        lambda v, c: c.rl.engine == "vllm" and not v,
+        '{ method = "suffix", num_speculative_tokens = 8 }',
+    ),
+    (
         "rollout.vllm.weights",
         "rollout.vllm.server",
         lambda v, c: c.rl.engine == "vllm" and not v,

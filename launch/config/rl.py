@@ -277,6 +277,9 @@ class VllmConfig:
     """vLLM's `speculative_config`, such as `method = "suffix"`, `num_speculative_tokens = 8`; empty: no
     drafts. Drafts change no token. `method = "eagle3"` without `model` drafts with the run's own drafter."""
 
+    choose: bool = True
+    """vLLM drafts only in steps in which that is measured to pay; off: in all."""
+
     server: str = ""
     """`http://HOST:PORT` of a vLLM server with the plug-in, in place of `python`; of one rank alone, which
     pushes each version to it."""

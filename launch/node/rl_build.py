@@ -275,7 +275,7 @@ def vllm_settings(vllm: VllmConfig) -> dict[str, Any]:
             f"rollout.vllm.python: {named!r} is no program: name the Python interpreter of this machine's"
             " environment with vLLM (`make vllm` builds .venv-vllm/bin/python), or set rollout.vllm.server"
         )
-    options = {"speculative": dict(vllm.speculative)}
+    options = {"speculative": dict(vllm.speculative), "choose": vllm.choose}
     return {"make": MAKE_VLLM, "python": python, "options": options}
 
 

@@ -16,6 +16,7 @@ from aedit.launch.node.rl_engine import ARMS
 from aedit.launch.node.rl_groups import GroupPipeline
 from aedit.spec_rollout.rl import Group
 from aedit.spec_rollout.sampling import Rollout
+from aedit.spec_rollout.server import arms_of
 from aedit.spec_rollout.training import CAUSES, OnlineDrafter
 
 SUMS = (
@@ -136,7 +137,7 @@ class RLRecords:
         cause = "hub" if self.sync.free else "round"
         idle = self.waits.seconds | {cause: self.sync.waited_s - self.waited_before_s}
         row = [float(found.get(name, 0)) for name in SUMS]
-        row += [float(arms.get(name, 0)) for name in ("off", *ARMS)]
+        row += [float(arms.get(name, 0)) for name in self._arms]
         row += [float(found.get(name, 0.0)) / self.shards.size for name in SECONDS]
         row += [idle.get(name, 0.0) / self.shards.size for name in CAUSES]
         row += [float(drafter.get(name, 0)) for name in OF_DRAFTER]
@@ -144,7 +145,7 @@ class RLRecords:
         row += [pool.get("helped_s", 0.0) / self.shards.size]
         values = iter(self.shards.sum(torch.tensor(row, dtype=torch.float64)).tolist())
         totals: dict[str, Any] = {name: int(next(values)) for name in SUMS}
-        totals["arms"] = {name: int(count) for name in ("off", *ARMS) if (count := next(values))}
+        totals["arms"] = {name: int(count) for name in self._arms if (count := next(values))}
         totals |= {name: round(next(values), 4) for name in SECONDS}
         totals["idle_s"] = {name: round(seconds, 4) for name in CAUSES if (seconds := next(values))}
         of_drafter = {name: int(next(values)) for name in OF_DRAFTER}
@@ -155,15 +156,23 @@ class RLRecords:
         totals["supervised_steps"] = self.supervised_steps
         return _added(self.before, totals)
 
+    @property
+    def _arms(self) -> tuple[str, ...]:
+        """Return the names of all arms that engines of this run may use."""
+        own = self.config.rollout.vllm
+        of_vllm = {str(arm) for arm in arms_of(own.speculative, has_layer=own.has_own_drafter)}
+        return ("off", *ARMS, *sorted(of_vllm - {*ARMS}))
+
     def line(self) -> dict[str, Any]:
         """Return totals and newest values for a line of metrics."""
         totals = self.totals()
         servers = self.pipeline.source.status().get("servers")
         if servers:  # those of the first rank
             totals["servers"] = servers
+        totals["drafted_length"] = self.pipeline.source.status().get("drafted_length")  # of the first rank
         totals["drafting_bound"] = self.pipeline.source.status().get("drafting_bound")  # of the first rank
         if self.online is not None:
-            length = self.pipeline.source.status().get("drafted_length")
+            length = totals["drafted_length"]
             totals["drafter"] |= {"accepted_length": length, "version": totals["drafter"]["adopted"]}
         return totals | self.newest
 

@@ -149,6 +149,9 @@ class Meters:
     plain_s: float = 0.0
     plain_tokens: int = 0
     """Of steps without drafts."""
+    drafted_tokens: int = 0
+    drafted_passes: int = 0
+    """Of steps with drafts."""
     arms: Counter[str] = field(default_factory=Counter)
     """Number of steps by arm."""
     speed_up: SpeedUp = field(default_factory=SpeedUp)
@@ -170,6 +173,9 @@ class Meters:
         if step.arm.is_off:
             self.plain_s += step.total_s
             self.plain_tokens += sum(step.counts)
+        else:
+            self.drafted_tokens += sum(step.counts)
+            self.drafted_passes += sum(step.passes) if step.passes else len(step.counts)
         self.arms[str(step.arm)] += 1
         self.speed_up.add(
             len(step.counts),

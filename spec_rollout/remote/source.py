@@ -248,10 +248,12 @@ class WorkerSource:
     def status(self) -> Mapping[str, Any]:
         """Return counts and times, summed over all workers so far.
 
-        `worker_s` are the seconds in which a process has generated, mean over them.
+        `worker_s` are the seconds in which a process has generated, mean over them. `drafted_length` are
+        tokens per pass in steps with drafts; None without such steps.
         `retried` counts samples that were taken back from dead workers, `moved` those that changed workers.
         """
         figures = self._dispatcher.figures()
+        passes = figures.get("drafted_passes", 0)
         generated_s = figures.get("rollout_s")
         worker_s = generated_s / self._config.processes if isinstance(generated_s, float) else 0.0
         return {
@@ -266,6 +268,7 @@ class WorkerSource:
             "moved": self._dispatcher.num_moved,
             "version": self._version,
             "worker_s": worker_s,
+            "drafted_length": figures["drafted_tokens"] / passes if passes else None,
             **(self._pool.link.status() if self._pool.link is not None else {}),
             **figures,
         }

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         version_tensors,
     )
     from aedit.spec_rollout.server.trainer_stream import ServerIdentity
-    from aedit.spec_rollout.server.vllm_engine import arm_of, check_supported
+    from aedit.spec_rollout.server.vllm_engine import arm_of, arms_of, check_supported
     from aedit.spec_rollout.server.vllm_server import check_vllm_server
     from aedit.spec_rollout.server.worker_engine import EngineSpec, make_engine
 
@@ -55,6 +55,7 @@ __all__ = [
     "StreamLimits",
     "TrainerLines",
     "arm_of",
+    "arms_of",
     "check_supported",
     "check_vllm_server",
     "make_engine",

@@ -144,6 +144,8 @@ class TrainerLine:
             "draft_s": meters.draft_s,
             "plain_s": meters.plain_s,
             "plain_tokens": meters.plain_tokens,
+            "drafted_tokens": meters.drafted_tokens,
+            "drafted_passes": meters.drafted_passes,
             "arms": dict(meters.arms),
         }
 

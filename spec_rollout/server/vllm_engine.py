@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from aedit.spec_rollout.choose import ArmChooser, EngineView, Fixed, Goodput, StepObservation
 from aedit.spec_rollout.drafters import (
     OFF,
     Arm,
+    Draft,
     DrafterKind,
     Eagle3Layer,
     Eagle3Shape,
@@ -39,6 +41,8 @@ CANARY_TOKENS = 16
 CANARY_LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.25}
 """Largest difference of a log-probability of the canary that rounding explains, by dtype."""
 CANARY_TEMPERATURE = 0.7
+LAYER_DEPTH = 4
+"""Tokens that the run's own layer drafts, unless the configuration says how many."""
 KV_BLOCK = 128
 """Tokens of a block of keys and values on a CPU."""
 MIN_KV_BYTES = 64 << 20
@@ -96,6 +100,9 @@ class VllmBackend(Protocol):
     def abort(self, name: str) -> None:
         """End a request."""
 
+    def draft(self, depth: int) -> None:
+        """Draft so many tokens at the end of the next steps, which the steps after them verify."""
+
     def pause(self) -> list[VllmOutput]:
         """Stop generating, and return what requests have got so far."""
 
@@ -138,6 +145,12 @@ class LocalVllm:
     def abort(self, name: str) -> None:
         """End a request."""
         self.llm.abort_request([name])
+
+    def draft(self, depth: int) -> None:
+        """Set the depth that vLLM's scheduler looks up by the number of running samples."""
+        scheduler = self.llm.engine_core.engine_core.scheduler
+        if scheduler.dynamic_sd_lookup is None or scheduler.dynamic_sd_lookup[0] != depth:
+            scheduler.dynamic_sd_lookup = [depth] * (scheduler.scheduler_config.max_num_seqs + 1)
 
     def pause(self) -> list[VllmOutput]:
         """Return tokens that came while a probe was computed."""
@@ -194,6 +207,7 @@ class VllmEngine:
         tokenizer: TokenDecoder | None,
         arm: Arm,
         drafter: Eagle3Shape | None = None,
+        chooser: ArmChooser | None = None,
     ) -> None:
         """Make the engine.
 
@@ -204,12 +218,18 @@ class VllmEngine:
             tokenizer: Needed for stop strings.
             arm: What vLLM drafts.
             drafter: Shape of the drafter whose weights come, to a `LocalVllm`; None: none come.
+            chooser: Chooses what a `LocalVllm` drafts in a step; None: always `arm`.
         """
         self.target, self.tokenizer, self.arm = size, tokenizer, arm
         self.version = 0
         self.meters = Meters()
         self.drafters: Mapping[str, SwappedLayer] = {}
-        self._backend, self._reference = backend, reference
+        self._backend, self._reference, self._chooser = backend, reference, chooser
+        if drafter is not None and chooser is None:
+            self._chooser = Fixed(arm)  # off until trained weights come
+        self._drafts = arm if self._chooser is None else OFF
+        """What vLLM verifies in the next step."""
+        self._learning_s = 0.0
         self._keys = SampleKeys()
         self._samples: dict[str, _RunningSample] = {}
         self._news: dict[str, tuple[int, int]] = {}
@@ -220,7 +240,7 @@ class VllmEngine:
         draft: Mapping[str, Tensor] = {}
         if drafter is not None:
             assert isinstance(backend, LocalVllm)
-            self.drafters = {"layer": SwappedLayer(backend.llm, drafter, size.rows)}
+            self.drafters = {"layer": SwappedLayer(backend.llm, drafter)}
             draft = exported_tensors(Eagle3Layer(drafter))
         backend.init(like, draft)
 
@@ -315,6 +335,8 @@ class VllmEngine:
             self.version = version
         finally:
             self._backend.resume()
+        for each in self._samples.values():
+            each.num_outputs = 0  # its text is computed again
         self._check_canary(own)
 
     def step(self) -> Step:
@@ -322,12 +344,20 @@ class VllmEngine:
 
         Tokens that came while a new version was checked are reported first. A server's step is a short wait.
         """
-        began_s, began_cost_s = time.perf_counter(), time.process_time()
-        is_alive = False
-        if not self._news and self._samples:
+        began_s, began_cost_s = time.perf_counter(), self._cost_clock()
+        view, before = self._view(), self._drafts
+        names_before = {*self._samples}
+        if self._chooser is not None and view is not None:
+            chosen = self._chooser.choose(view)
+            self._backend.draft(chosen.depth)
+            self._drafts = chosen
+        choosing_s = self._cost_clock() - began_cost_s
+        is_alive, has_run = False, not self._news
+        if has_run and self._samples:
             outputs = self._backend.step()
             is_alive = bool(outputs)
             self._append(outputs)
+        is_plain_step = view is not None and has_run and self._news.keys() == names_before
         names = list(self._news)
         samples = [self._samples[name] for name in names]
         counts, passes = zip(*self._news.values(), strict=True) if self._news else ((), ())
@@ -342,10 +372,15 @@ class VllmEngine:
             counts=counts,
             passes=passes,
             finished=finished,
-            arm=self.arm,
+            arm=before,
+            nodes=before.depth if is_plain_step else 0,
+            accepted=tuple(max(count - 1, 0) for count in counts) if is_plain_step else (),
             total_s=time.perf_counter() - began_s,
-            cost_s=time.process_time() - began_cost_s,
+            cost_s=self._cost_clock() - began_cost_s,
+            overhead_s=choosing_s + self._learning_s,
         )
+        if view is not None and is_plain_step and self._drafts == before:
+            self._learn(view, step, choosing_s)
         if rollouts or is_alive:
             self.meters.add(step)
         return step
@@ -359,6 +394,51 @@ class VllmEngine:
         """Remove all samples."""
         for rollout in self.running:
             self.remove(rollout)
+
+    def _cost_clock(self) -> float:
+        """Return processor time on a CPU; else wall time, which has that of the device."""
+        return time.process_time() if self.target.device.type == "cpu" else time.perf_counter()
+
+    def _view(self) -> EngineView | None:
+        """Return the state before a step in which vLLM computes no texts; None before another one."""
+        samples = self._samples.values()
+        if not samples or not all(each.num_outputs for each in samples):
+            return None
+        layer = self.drafters.get("layer")
+        kinds: dict[str, int] = {} if self.arm.is_off else {self.arm.drafter: 0}
+        if layer is not None:
+            kinds = {"layer": layer.version} if layer.version >= 0 else {}
+        context = sum(len(each.rollout.prompt.tokens) + len(each.rollout.tokens) for each in samples)
+        return EngineView(len(samples), context, kinds)
+
+    def _learn(self, view: EngineView, step: Step, choosing_s: float) -> None:
+        """Let the chooser learn from a step whose drafts and those that it made are of one arm.
+
+        vLLM drafts at the end of a step what the next one verifies: a step between two arms has the cost of
+        neither.
+        """
+        if self._chooser is None:
+            return
+        began_s, arm = self._cost_clock(), step.arm
+        draft = None
+        if not arm.is_off:
+            # vLLM does not show how likely its drafts are.
+            shape = len(step.counts), arm.depth
+            draft = Draft(torch.zeros(shape, dtype=torch.int64), None, None, torch.zeros(shape))
+        self._chooser.learn(
+            StepObservation(
+                view=view,
+                arm=arm,
+                emitted=sum(step.counts),
+                total_s=step.cost_s,
+                nodes=step.nodes,
+                draft=draft,
+                accepted_B=step.accepted,
+                learning_s=self._learning_s + choosing_s,
+            )
+        )
+        self._learning_s = self._cost_clock() - began_s
+        self.meters.choosing_s += self._learning_s + choosing_s
 
     def _append(self, outputs: Sequence[VllmOutput]) -> None:
         """Append what vLLM has drawn with the present version."""
@@ -407,14 +487,14 @@ class VllmEngine:
 
 
 class SwappedLayer:
-    """The EAGLE-3 drafter in vLLM, whose weights are replaced between two steps."""
+    """The EAGLE-3 drafter in vLLM, whose weights are replaced between two steps.
 
-    def __init__(self, llm: Any, shape: Eagle3Shape, rows: int) -> None:
+    Of a negative version it is untrained, and vLLM drafts nothing.
+    """
+
+    def __init__(self, llm: Any, shape: Eagle3Shape) -> None:
         self.shape, self.version = shape, -1
         self._llm = llm
-        # Until a trained one comes, vLLM drafts nothing: its scheduler looks up a depth by running samples.
-        self._scheduler = llm.engine_core.engine_core.scheduler
-        self._depths, self._scheduler.dynamic_sd_lookup = self._scheduler.dynamic_sd_lookup, [0] * (rows + 1)
 
     def replace(self, layer: Eagle3Layer, version: int) -> None:
         """Draft with another layer from the next step on, if its version is not negative, as if untrained.
@@ -430,7 +510,7 @@ class SwappedLayer:
             print(f"aedit: drafter {version} is refused: {error}", file=sys.stderr, flush=True)
             return
         self._llm.collective_rpc("finish_weight_update")
-        self._scheduler.dynamic_sd_lookup, self.version = self._depths, version
+        self.version = version
 
 
 class _RunningSample:
@@ -438,6 +518,8 @@ class _RunningSample:
 
     def __init__(self, rollout: Rollout, stops: StopStrings | None) -> None:
         self.rollout, self._stops = rollout, stops
+        self.num_outputs = 0
+        """Steps that have drawn tokens since its text was computed."""
 
     def append(self, output: VllmOutput, version: int) -> tuple[int, bool]:
         """Append what vLLM has drawn, up to a stop string.
@@ -447,6 +529,7 @@ class _RunningSample:
         """
         rollout, sampling = self.rollout, self.rollout.prompt.sampling
         rollout.passes += output.passes
+        self.num_outputs += bool(output.tokens)
         for num, (token, logprobs) in enumerate(zip(output.tokens, output.logprobs, strict=True), start=1):
             rollout.tokens.append(token)
             rollout.logprobs.append(logprobs[token].logprob)
@@ -536,7 +619,8 @@ def make_vllm_engine(spec: "EngineSpec") -> VllmEngine:
 
     `spec.options`: `eager` (bool; default: on a CPU, where compiling takes longer than it saves), `kv_bytes`
     (int, 0: what the rows need), and `speculative`, vLLM's `speculative_config`. With `spec.drafter`, of
-    EAGLE-3's form, its method is `eagle3` and its model that drafter.
+    EAGLE-3's form, its method is `eagle3` and its model that drafter. With `choose` (bool, false) vLLM drafts
+    only in steps in which that is measured to pay.
 
     Raises:
         ValueError: vLLM cannot run this model or dtype.
@@ -559,6 +643,7 @@ def make_vllm_engine(spec: "EngineSpec") -> VllmEngine:
     config.eos_token_id = config.get_text_config().eos_token_id = None
     options = dict(spec.options)
     speculative = dict(options.pop("speculative", {}) or {})
+    chooses = bool(options.pop("choose", False))
     text = config.get_text_config()
     shape = shape_from(spec.drafter) if spec.drafter is not None else None
     if shape is not None and not isinstance(shape, Eagle3Shape):
@@ -568,7 +653,7 @@ def make_vllm_engine(spec: "EngineSpec") -> VllmEngine:
         if shape is not None:
             (drafter := Path(folder) / "drafter").mkdir()
             write_drafter(Eagle3Layer(shape), text, drafter, verifier=folder)
-            speculative = {"num_speculative_tokens": 4, **speculative}
+            speculative = {"num_speculative_tokens": LAYER_DEPTH, **speculative}
             speculative |= {"method": "eagle3", "model": str(drafter)}
         arguments = EngineArgs(
             model=folder,
@@ -588,10 +673,22 @@ def make_vllm_engine(spec: "EngineSpec") -> VllmEngine:
             speculative_config=speculative or None,
         )
         if options:
-            raise ValueError(f"options: {', '.join(options)}: expected eager, kv_bytes, speculative")
+            raise ValueError(f"options: {', '.join(options)}: expected choose, eager, kv_bytes, speculative")
         llm = LLMEngine.from_engine_args(arguments)
     arm = arm_of(speculative, has_layer=shape is not None)
-    return engine_over(LocalVllm(llm), spec, model, dtype, arm, shape)
+    arms = arms_of(speculative, has_layer=shape is not None)
+    chooser = Goodput(arms) if chooses and arms else None
+    return engine_over(LocalVllm(llm), spec, model, dtype, arm, shape, chooser)
+
+
+def arms_of(speculative: Mapping[str, Any], *, has_layer: bool = False) -> tuple[Arm, ...]:
+    """Return the arms between which an engine chooses besides off: vLLM's depth, and half of it."""
+    whole = arm_of(speculative, has_layer=has_layer)
+    if whole.is_off:
+        return ()
+    # vLLM's suffix proposer has one depth.
+    depths = {whole.depth, max(1, whole.depth // 2) if whole.drafter != "suffix" else whole.depth}
+    return tuple(Arm(whole.drafter, depth, 1, depth) for depth in sorted(depths))
 
 
 def model_of(spec: "EngineSpec") -> tuple[Any, torch.dtype]:
@@ -617,6 +714,7 @@ def engine_over(
     dtype: torch.dtype,
     arm: Arm = OFF,
     shape: Eagle3Shape | None = None,
+    chooser: ArmChooser | None = None,
 ) -> VllmEngine:
     """Return the engine of a worker over vLLM with a model of `model_of`."""
     size = EngineSize(
@@ -628,12 +726,12 @@ def engine_over(
     )
     read: Any = _transformers[2].from_pretrained
     tokenizer = read(spec.tokenizer, trust_remote_code=False) if spec.tokenizer else None
-    return VllmEngine(backend, size, ReferencePolicy(model, dtype), tokenizer, arm, shape)
+    return VllmEngine(backend, size, ReferencePolicy(model, dtype), tokenizer, arm, shape, chooser)
 
 
 def arm_of(speculative: Mapping[str, Any], *, has_layer: bool = False) -> Arm:
     """Return what vLLM drafts. has_layer: with the run's own layer."""
-    depth = int(speculative.get("num_speculative_tokens", 0))
+    depth = int(speculative.get("num_speculative_tokens", LAYER_DEPTH if has_layer else 0))
     kinds: Mapping[Any, DrafterKind] = {"suffix": "suffix", "eagle3": "layer" if has_layer else "custom"}
     return Arm(kinds.get(speculative.get("method"), "custom"), depth, 1, depth) if depth else OFF
 

@@ -127,6 +127,9 @@ class ServedVllm:
         if request is not None:
             _close(request)
 
+    def draft(self, depth: int) -> None:
+        """Do nothing: the server drafts as it was started."""
+
     def pause(self) -> list[VllmOutput]:
         """End all streams at the server, and return what they have brought."""
         self._call("/pause?mode=abort")

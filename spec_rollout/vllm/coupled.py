@@ -18,6 +18,7 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
 from vllm.v1.worker import gpu_model_runner
 
 from .noise import NoiseKey, keyed_draw
@@ -117,14 +118,45 @@ def install() -> None:
         return
     gpu_model_runner._aedit_installed = True
     gpu_model_runner.build_logitsprocs = _with_coupled(gpu_model_runner.build_logitsprocs)
+    MinTokensLogitsProcessor.apply = _counting_drafts(MinTokensLogitsProcessor.apply)
     RejectionSampler.forward = _scaled_rejection(RejectionSampler.forward)
     Sampler.forward = _scaled_sampling(Sampler.forward)
     # Drafters draw with the noise of the positions that they draft. Else they propose their likeliest tokens,
     # of which few are drawn.
     SpecDecodeBaseProposer._sample_draft_tokens = _coupled_drafts(SpecDecodeBaseProposer._sample_draft_tokens)
+    SuffixDecodingProposer.propose = _optional(SuffixDecodingProposer.propose)
     for proposer in (SpecDecodeBaseProposer, DraftModelProposer):
         if "set_inputs_first_pass" in proposer.__dict__:
             proposer.set_inputs_first_pass = _noting_positions(proposer.set_inputs_first_pass)
+
+
+def _counting_drafts(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the mask of stop tokens with accepted drafts counted.
+
+    The token behind all drafted ones is used if all are accepted; vLLM counts those before them only, and
+    forbids stop tokens there for some tokens too long.
+    """
+
+    def counting(self: Any, logits: Tensor) -> Any:
+        drafted = getattr(self, "_aedit_drafted", ())
+        if not drafted or any(structured for *_, structured in self.min_toks.values()):
+            return apply(self, logits)
+        for row, (least, output, stops, _) in self.min_toks.items():
+            if len(output) + drafted[row] < least:
+                logits[row, list(stops)] = -torch.inf
+        return logits
+
+    return counting
+
+
+def _optional(propose: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the suffix proposer for steps of depth 0 too: it follows the texts and drafts nothing."""
+
+    def optional(self: Any, depth: int, *inputs: Any, **options: Any) -> Any:
+        drafts = propose(self, self.num_speculative_tokens, *inputs, **options)
+        return drafts if depth else [[] for _ in drafts]
+
+    return optional
 
 
 def _with_coupled(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,16 +173,21 @@ def _with_coupled(build: Callable[..., Any]) -> Callable[..., Any]:
 
 def _scaled_rejection(forward: Callable[..., Any]) -> Callable[..., Any]:
     def scaled(self: Any, metadata: Any, draft_probs: Any, logits: Tensor, sampling_metadata: Any) -> Any:
-        coupled = _coupled(sampling_metadata)
-        if coupled is None:
-            return forward(self, metadata, draft_probs, logits, sampling_metadata)
-        counts = metadata.num_draft_tokens
-        coupled.num_drafted = counts
+        coupled, counts = _coupled(sampling_metadata), metadata.num_draft_tokens
+        processors = sampling_metadata.logitsprocs.non_argmax_invariant
+        least = [each for each in processors if type(each) is MinTokensLogitsProcessor]
         try:
-            scaled_logits = coupled.scale(logits, [count + 1 for count in counts])
-            return forward(self, metadata, draft_probs, scaled_logits, sampling_metadata)
+            for each in least:
+                each._aedit_drafted = counts
+            if coupled is not None:
+                coupled.num_drafted = counts
+                logits = coupled.scale(logits, [count + 1 for count in counts])
+            return forward(self, metadata, draft_probs, logits, sampling_metadata)
         finally:
-            coupled.num_drafted = ()
+            for each in least:
+                each._aedit_drafted = ()
+            if coupled is not None:
+                coupled.num_drafted = ()
 
     return scaled
 

@@ -1,5 +1,8 @@
 """Samples of vLLM behind the methods of an engine: `PYTHON_WITH_VLLM vllm_job.py FOLDER SPECULATIVE_AS_JSON`.
 
+With a further argument, JSON of prices, it generates `prompts.json` at each price of a drafted token, with a
+chooser and a clock of its own: see `choose`.
+
 FOLDER has `config.json`, `1.safetensors` and `2.safetensors`, two versions of a policy, and `prompts.json`,
 batches of prompts as `encode_prompt` writes them; and `layer.json` and `layer.safetensors`, the shape and
 weights of a drafter that comes after the first batch, or neither. The last batch is generated while version 2
@@ -13,7 +16,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from aedit.spec_rollout.choose import Goodput
 from aedit.spec_rollout.drafters import layer_of
+from aedit.spec_rollout.engine import Meters
 from aedit.spec_rollout.sampling import decode_prompt
 from aedit.spec_rollout.server.vllm_engine import make_vllm_engine
 from aedit.spec_rollout.server.worker_engine import EngineSpec
@@ -29,13 +34,44 @@ HARM = {
 }
 
 
-def main(folder, speculative):
-    torch.set_num_threads(1)
-    model = json.loads((folder / "config.json").read_text())
-    batches = [
+def read_batches(folder):
+    return [
         [decode_prompt(json.dumps(each)) for each in b]
         for b in json.loads((folder / "prompts.json").read_text())
     ]
+
+
+def choose(folder, speculative, prices):
+    """Write tokens, log-probabilities and arms at each price: a step costs 1 and the price of its drafts."""
+    torch.set_num_threads(1)
+    found = []
+    model = json.loads((folder / "config.json").read_text())
+    options = {"speculative": speculative, "choose": True}
+    sizes = {"rows": 8, "max_tokens": 320, "arms": ("off",)}
+    engine = make_vllm_engine(
+        EngineSpec(model=model, dtype="float32", device="cpu", options=options, **sizes)
+    )
+    engine.update_weights(load_file(folder / "1.safetensors"), 1)
+    step, now, price = engine._backend.step, [0.0], [0.0]
+
+    def timed():
+        outputs = step()
+        now[0] += 1.0 + price[0] * engine._drafts.depth
+        return outputs
+
+    engine._backend.step, engine._cost_clock = timed, lambda: now[0]
+    for price[0] in prices:
+        engine._chooser, engine.meters = Goodput(engine._chooser.arms), Meters()
+        batches = [finished(engine, batch) for batch in read_batches(folder)]
+        status = engine.meters.status()
+        found.append({"batches": batches, "arms": status["arms"], "tokens": status["accepted_length"]})
+    (folder / "answers.json").write_text(json.dumps(found))
+
+
+def main(folder, speculative):
+    torch.set_num_threads(1)
+    model = json.loads((folder / "config.json").read_text())
+    batches = read_batches(folder)
     drafter = folder / "layer.json"
     shape = json.loads(drafter.read_text()) if drafter.exists() else None
     spec = EngineSpec(
@@ -104,4 +140,7 @@ def refusal(engine, weights, harm):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    if len(sys.argv) > 3:
+        choose(*(Path(sys.argv[1]), *map(json.loads, sys.argv[2:])))
+    else:
+        main(Path(sys.argv[1]), json.loads(sys.argv[2]))
