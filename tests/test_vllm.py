@@ -7,6 +7,7 @@ float32. vLLM runs in `.venv-vllm`, which `make vllm` builds; without it these t
 import hashlib
 import json
 import os
+import pydoc_data.topics
 import re
 import shutil
 import signal
@@ -42,7 +43,7 @@ from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.proto.versions import VersionsClient, VersionStore, patterns
 from aedit.spec_rollout import Engine, Prompt, RolloutSource, Sampling, WorkerConfig, WorkerSource
 from aedit.spec_rollout.choose import Fixed
-from aedit.spec_rollout.drafters import LayerDrafter
+from aedit.spec_rollout.drafters import LayerDrafter, load_drafter
 from aedit.spec_rollout.model import Target
 from aedit.spec_rollout.sampling import encode_prompt, gumbel
 from aedit.spec_rollout.server import EngineSpec, check_supported, vllm_server
@@ -367,22 +368,32 @@ def server(tmp_path_factory, models):
     pip = [PYTHON, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation"]
     subprocess.run([*pip, "--target", folder / "site", plug_in], check=True, timeout=LIMIT_S)
     changed(models[2]).save_pretrained(folder / "model")
+    words = [f"--model={folder / 'model'}", "--max-model-len=320", "--skip-tokenizer-init"]
+    ngram = {"method": "ngram", "num_speculative_tokens": DEPTH, "prompt_lookup_min": 1}
+    words += ["--speculative-config", json.dumps(ngram), "--per-request-spec-decode-metrics", "summary"]
+    words += ["--weight-transfer-config", json.dumps({"backend": "aedit"}), "--enable-scale-out"]
+    env = {"PYTHONPATH": str(folder / "site"), "VLLM_SERVER_DEV_MODE": "1"}
+    with stock_server(words, folder, env) as address:
+        yield address
+
+
+@contextmanager
+def stock_server(words, folder, variables, log="log"):
+    """Yield the address of vLLM's own server, which is started in a folder."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", f"--model={folder / 'model'}"]
-    command += [f"--port={port}", "--host=127.0.0.1", "--dtype=float32", "--max-model-len=320"]
-    command += ["--enforce-eager", "--skip-tokenizer-init", "--max-num-seqs=8", "--enable-scale-out"]
-    ngram = {"method": "ngram", "num_speculative_tokens": DEPTH, "prompt_lookup_min": 1}
-    command += ["--speculative-config", json.dumps(ngram), "--per-request-spec-decode-metrics", "summary"]
-    command += ["--weight-transfer-config", json.dumps({"backend": "aedit"})]
-    env = {**os.environ, "PYTHONPATH": str(folder / "site"), "VLLM_SERVER_DEV_MODE": "1"}
+    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", f"--port={port}", "--host=127.0.0.1"]
+    command += ["--dtype=float32", "--enforce-eager", "--max-num-seqs=8", *words]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
     env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    with (folder / "log").open("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
+    with (folder / log).open("w+") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, env=env, start_new_session=True, cwd=folder
+        )
         try:
 
             def answers():
-                assert process.poll() is None, (folder / "log").read_text()[-4000:]
+                assert process.poll() is None, (folder / log).read_text()[-4000:]
                 try:
                     return urlopen(f"http://127.0.0.1:{port}/health", timeout=5).status == 200
                 except OSError:
@@ -494,8 +505,13 @@ class TestContract:
 
 def num_running(server):
     """Return the requests that vLLM's server computes."""
+    return figure_of(server, "num_requests_running")
+
+
+def figure_of(server, name):
+    """Return the sum of a figure of vLLM's server."""
     text = urlopen(f"{server}/metrics", timeout=LIMIT_S).read().decode()
-    return sum(float(value) for value in re.findall(r"^vllm:num_requests_running\{.*\} (.*)$", text, re.M))
+    return sum(float(value) for value in re.findall(rf"^vllm:{name}\{{.*\}} (.*)$", text, re.M))
 
 
 class TestServedVllm:
@@ -567,6 +583,83 @@ def greedy_loop(model):
 
 
 LONG = Sampling(temperature=0.0, max_new_tokens=100)
+
+
+TEXT_RUN = """
+name = "text"
+dir = "{folder}"
+device = "cpu"
+[model]
+sizes = {{ hidden_size = 64, intermediate_size = 96, num_hidden_layers = 4, num_attention_heads = 2 }}
+[data]
+source = "{folder}/text.md"
+seq_len = 128
+[train]
+steps = 120
+batch_size = 4
+lr = 3e-3
+eval_every = 0
+[edit]
+every = 10
+[drafter]
+kind = "layer"
+form = "eagle3"
+train = true
+[local]
+slowdown = [1, 3]
+"""
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-vllm: `make vllm` builds it")
+def test_the_exported_drafter_of_a_text_run_is_served_with_its_policy_also_from_another_place(tmp_path):
+    (tmp_path / "text.md").write_text("".join(pydoc_data.topics.topics.values())[: 1 << 16])
+    (tmp_path / "text.toml").write_text(TEXT_RUN.format(folder=tmp_path))
+    for words in (
+        ["run", tmp_path / "text.toml", "--local=2"],
+        ["export", tmp_path / "text", tmp_path / "out", "--drafter"],
+    ):
+        command = [sys.executable, "-m", "aedit.launch.cli", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    layer = load_drafter(tmp_path / "out" / "drafter", model)
+    prompts = [
+        Prompt(tokens=tuple(b"def f" + bytes([97 + i])), rollout=0, sample=i, sampling=SERVED_SAMPLING)
+        for i in range(8)
+    ]
+    target = Target.of(model, rows=8, max_tokens=128, nodes=16, taps=layer.shape.tap_layers)
+    drafters = {"layer": LayerDrafter.of(layer, target)}
+    engine = Engine(target, drafters=drafters, chooser=Fixed.of("layer:4"))
+    own = {rollout.prompt.sample: rollout for rollout in engine.generate(prompts)}
+    per_pass = engine.meters.status()["accepted_length"]
+    assert per_pass > 1.2  # it has learned something in the waits
+    assert [own[i].tokens for i in range(8)] == decode_plainly(model, prompts)
+
+    def generated(server):
+        body = {"prompt": [list(each.tokens) for each in prompts], "temperature": 0, "ignore_eos": True}
+        body |= {"max_tokens": SERVED_SAMPLING.max_new_tokens, "return_token_ids": True}
+        request = Request(f"{server}/v1/completions", json.dumps(body).encode())
+        request.add_header("Content-Type", "application/json")
+        with urlopen(request, timeout=LIMIT_S) as answer:
+            choices = json.load(answer)["choices"]
+        return [each["token_ids"] for each in sorted(choices, key=lambda each: each["index"])]
+
+    def check_server(words, folder, log):
+        with stock_server(words, folder, {}, log) as server:
+            assert generated(server) == [own[i].tokens for i in range(8)]
+            names = ("spec_decode_num_accepted_tokens_total", "spec_decode_num_drafts_total")
+            accepted, drafts = (figure_of(server, name) for name in names)
+            assert abs((1 + accepted / drafts) / per_pass - 1) < 0.02
+
+    check_server([f"--model={tmp_path / 'out' / 'drafter'}"], tmp_path, "log 1")
+    moved = (tmp_path / "out").rename(tmp_path / "moved")
+    eagle = {"method": "eagle3", "model": "drafter", "num_speculative_tokens": 4}
+    check_server(["--model=.", "--speculative-config", json.dumps(eagle)], moved, "log 2")
+
+
+SERVED_SAMPLING = Sampling(temperature=0.0, max_new_tokens=64)
 
 
 class Healthy(BaseHTTPRequestHandler):
