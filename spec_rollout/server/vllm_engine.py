@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from aedit.spec_rollout.choose import ArmChooser, EngineView, Fixed, Goodput, StepObservation
+from aedit.spec_rollout.choose import ArmChooser, EngineView, Goodput, StepObservation
 from aedit.spec_rollout.drafters import (
     OFF,
     Arm,
@@ -225,9 +225,7 @@ class VllmEngine:
         self.meters = Meters()
         self.drafters: Mapping[str, SwappedLayer] = {}
         self._backend, self._reference, self._chooser = backend, reference, chooser
-        if drafter is not None and chooser is None:
-            self._chooser = Fixed(arm)  # off until trained weights come
-        self._drafts = arm if self._chooser is None else OFF
+        self._drafts = arm if chooser is None and drafter is None else OFF
         """What vLLM verifies in the next step."""
         self._learning_s = 0.0
         self._keys = SampleKeys()
@@ -348,9 +346,11 @@ class VllmEngine:
         view, before = self._view(), self._drafts
         names_before = {*self._samples}
         if self._chooser is not None and view is not None:
-            chosen = self._chooser.choose(view)
-            self._backend.draft(chosen.depth)
-            self._drafts = chosen
+            self._drafts = self._chooser.choose(view)
+        elif self._chooser is None and "layer" in self.drafters:
+            self._drafts = self.arm if self.drafters["layer"].version >= 0 else OFF
+        if self._chooser is not None or self.drafters:
+            self._backend.draft(self._drafts.depth)
         choosing_s = self._cost_clock() - began_cost_s
         is_alive, has_run = False, not self._news
         if has_run and self._samples:
