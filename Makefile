@@ -21,7 +21,7 @@ BENCHMARKS := overhead run_cost straggler quality async_quality bandwidth hub ag
 help:
 	@echo "make run        train a small model on an unequal cluster of three nodes on this machine"
 	@echo "make run-rl     train a small model by reinforcement learning on two unequal nodes on this machine"
-	@echo "make run-heart  the same with a drafter that trains in waits, beside the run without: the first time an hour"
+	@echo "make run-heart  the same with a drafter that trains in waits, beside the run without; the first time half an hour"
 	@echo "make test       ruff, mypy and all tests but the slow ones and those that need a GPU"
 	@echo "make check FILE=edit/schedule.py   the tests that import a name of one module"
 	@echo "make test-slow  the slow tests"

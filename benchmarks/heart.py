@@ -1,31 +1,34 @@
 """Measure a run of reinforcement learning with its drafter trained in waits, beside the same run without.
 
-    python -m benchmarks.heart [--arms off,waits,...] [--seeds 0] [--lr 1e-5] [--steps N] [--root runs/heart]
-        [--quick]
+    python -m benchmarks.heart [--arms off,waits,...] [--seeds 0] [--lrs 1e-5,...] [--steps N]
+        [--root runs/heart] [--vllm .venv-vllm/bin/python] [--quick]
 
-The runs are `aedit run configs/heart.toml --local 2` after its warm-up: two nodes of speeds 1 and 1/2 in one
-world. All of a seed train the same rollouts, so they reach the same rewards after the same steps, and only
-their time differs; the digest of the rollouts shows it. Instead of the warm-up they begin with one policy,
-which `aedit run` has trained on text, and the arms `once` with drafters that were trained on its rollouts.
-Policy and drafters are kept in the root, and a run that has ended there is not run again.
+The runs are `aedit run configs/heart.toml --local 2`: two nodes of speeds 1 and 1/2 in one world. All of a
+seed and a learning rate train the same rollouts, so they reach the same rewards after the same steps, and
+only their time differs; the digest of the rollouts shows it. They begin with the policy in `ROOT/policy`,
+which is trained now if it is not there, and the arms `once` with drafters that were trained on its rollouts.
+Policy and drafters are kept, and a run that has ended is not run again.
 
 Arms: off (plain decoding), pool (plain decoding, and the node that waits generates for the slow one), suffix,
 waits (a new drafter learns in the nodes' waits), once-ce and once-tv (trained before the run with
-cross-entropy or total variation, then fixed), waits-tv (trained before, and in the waits).
+cross-entropy or total variation, then fixed), waits-tv (trained before, and in the waits), pool-waits-tv (and
+the node that waits generates for the slow one first). The arms of `--vllm` generate with vLLM: vllm-off,
+vllm-suffix, vllm-waits (a new EAGLE-3 drafter learns in the waits).
 """
 
 import argparse
 import json
 import random
-import subprocess
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import count
+from itertools import count, product
 from math import nan
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import tomli_w
@@ -34,37 +37,33 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from aedit.launch.data import ByteTokenizer
-from aedit.launch.records import Run
-from aedit.launch.views import after_warm_up, rl_lines_of, rl_totals
+from aedit.launch.records import Metric, NodeRecords, RLMetric, Run
+from aedit.launch.views import rl_lines_of, rl_totals, splits
+from aedit.spec_rollout.drafters import DraftLayer, LayerDrafter, parse_arm
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.model import Target
 from aedit.spec_rollout.rl.tasks.scratchpad import draw_task
 from aedit.spec_rollout.sampling import Prompt, Sampling
 from aedit.spec_rollout.training import DraftTrainingConfig, LossConfig
 from benchmarks.kit.policy_drafter import PROMPTS_AT, collect, train_drafter
-from benchmarks.kit.processes import start
 from benchmarks.kit.rl_runs import RLRun, run_rl, states
 from benchmarks.kit.statistics import percent
 from benchmarks.kit.tables import Bar, Report, main
+from benchmarks.policies import Policy, ready
+from benchmarks.tail import Times, measured
 
 ABOUT = "Reinforcement learning with a drafter trained in waits, beside the same run without."
 CONFIG = Path(__file__).parents[1] / "configs" / "heart.toml"
 LONGEST = 480
 """Characters of a problem and its answer."""
-NUM_TEXTS = 30_000
-"""Problems from which the policy learns."""
+POLICY = Policy(size="25m", minutes=15.0, longest=LONGEST)
 DRAFTER_TOKENS = 32_768
 """Tokens of the policy's rollouts from which a drafter of the arms `once` learns."""
 DRAFTER_MINUTES = 5.0
 """Processor time of its training."""
-POLICY_STEPS = 2700
-POLICY_TRAINING = {
-    "batch_size": 1,
-    "lr": 1e-3,
-    "betas": [0.9, 0.98],
-    "lr_warmup": 0.03,
-    "lr_final": 0.05,
-    "eval_every": 25,
-}
-PREPARED_WITHIN_S = 4 * 3600.0
+BATCHES = 12
+"""Batches of a node whose rows are counted for the bound."""
+QUICK = ("--train.steps=4", "--rl.sampling.max-new-tokens=24", "--rl.eval-problems=4")
 WANTED = 1.5
 WANTED_USE = 0.8
 _auto: Any = AutoModelForCausalLM  # its methods carry no types
@@ -78,6 +77,12 @@ class Arm:
     flags: tuple[str, ...]
     once: Literal["ce", "tv", ""] = ""
     """Loss with which a drafter is trained before the run."""
+    speculative: str = ""
+    """vLLM's method of speculative decoding."""
+
+    @property
+    def uses_vllm(self) -> bool:
+        return "--rl.engine=vllm" in self.flags
 
 
 ARMS = (
@@ -88,44 +93,37 @@ ARMS = (
     Arm("once-ce", ("--drafter.idle-training=false",), "ce"),
     Arm("once-tv", ("--drafter.idle-training=false",), "tv"),
     Arm("waits-tv", (), "tv"),
+    Arm("pool-waits-tv", ("--rl.pool=true",), "tv"),
+    Arm("vllm-off", ("--rl.engine=vllm", "--drafter.kind=off")),
+    Arm("vllm-suffix", ("--rl.engine=vllm", "--drafter.kind=off"), speculative="suffix"),
+    Arm("vllm-waits", ("--rl.engine=vllm", "--drafter.form=eagle3"), speculative="eagle3"),
 )
 
 
 # -- what a run needs
 
 
-def policy_ready(root: Path, steps: int, say: Console) -> Path:
-    """Return the directory of the policy; train and export it if it is not there."""
+def policy_ready(root: Path, policy: Policy, say: Console) -> Path:
+    """Return the directory of the policy; train it if it is not there."""
     out = root / "policy"
-    if (out / "config.json").exists():
-        return out
-    root.mkdir(parents=True, exist_ok=True)
-    text, rng = root / "text.jsonl", random.Random("text")
-    tasks = (draw_task(rng, LONGEST) for _ in range(NUM_TEXTS))
-    text.write_text("".join(json.dumps({"text": task.prompt + task.answer}) + "\n" for task in tasks))
-    tables = tomllib.loads(CONFIG.read_text())
-    for name in ("prompts", "reward", "rl", "drafter", "local"):
-        del tables[name]
-    tables |= {"name": "policy-run", "train": POLICY_TRAINING | {"steps": steps}, "checkpoint": {"every": 10}}
-    tables["data"]["source"], tables["edit"]["every"] = str(text.absolute()), 8
-    say.print(f"{out}: training the policy; it is kept for later starts")
-    _command("run", str(_written(root, tables)), "--local=2", f"--dir={root}")
-    _command("export", str(root / "policy-run"), str(out))
+    if not (out / "config.json").exists():
+        root.mkdir(parents=True, exist_ok=True)
+        say.print(f"{out}: training the policy for {policy.minutes:g} min; it is kept for later starts")
+        out.unlink(missing_ok=True)
+        out.symlink_to(ready(policy, root).name)
     return out
 
 
-def config_ready(root: Path) -> Path:
-    """Return the configuration of the runs: the shipped one after its warm-up."""
+def config_ready(root: Path, arm: Arm, vllm: Path) -> Path:
+    """Return the configuration of an arm's runs: the shipped one with the policy and the arm's engine."""
     tables = tomllib.loads(CONFIG.read_text())
-    warm_up = tables["rl"].pop("supervised_steps")
-    del tables["rl"]["supervised_batch"], tables["model"]["family"], tables["model"]["sizes"]
-    tables["train"]["steps"] -= warm_up
     tables["model"]["pretrained"] = str((root / "policy").absolute())
-    return _written(root, tables)
-
-
-def _written(root: Path, tables: dict[str, Any]) -> Path:
-    path = root / f"{tables['name']}.toml"
+    if arm.uses_vllm:
+        tables["rollout"] = {"vllm": {"python": str(vllm.absolute())}}
+        if arm.speculative:
+            settings = {"method": arm.speculative, "num_speculative_tokens": 4}
+            tables["rollout"]["vllm"]["speculative"] = settings
+    path = root / f"{arm.name}.toml"
     path.write_text(tomli_w.dumps(tables))
     return path
 
@@ -154,20 +152,11 @@ def _prompts() -> Iterator[Prompt]:
         yield Prompt(tokens=tokens, rollout=PROMPTS_AT, sample=number, sampling=sampling)
 
 
-def _command(*words: str) -> None:
-    """Run a command of `aedit`, with its output. Raises RuntimeError if it fails."""
-    process = start("aedit.launch.cli", *words, stdin=subprocess.DEVNULL)
-    try:
-        code = process.wait(PREPARED_WITHIN_S)
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait(60)
-    if code:
-        raise RuntimeError(f"`aedit {' '.join(words)}` failed with exit code {code}")
-
-
 # -- the runs
+
+
+Spent = Mapping[str, float]
+"""Seconds per step of a node by use: `rollouts`, `rewards`, `training`, `waiting`, `used` of it, `other`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,90 +165,115 @@ class Result:
 
     arm: str
     seed: int
+    lr: str
     steps: float
     seconds: float
     """From the first batch to the last step."""
-    rollout_s: float
-    train_s: float
-    waited_s: float
-    used_s: float
-    """Processor time of the drafter's training in the waits."""
+    spent: tuple[Spent, ...]
+    """By node, over the same steps."""
+    used: float
+    """Share of the waits that the drafter's training used, in processor time."""
     accepted: float
     """Tokens per pass."""
     speed_up: float
     """Of the rollouts, as the run's report says it."""
-    solved: tuple[float, float]
-    """Held-out problems solved at the start and at the end."""
+    rewards: tuple[float, float]
+    """Mean over the first and the last quarter of the steps."""
     digest: int
-    by_time: tuple[tuple[float, float], ...]
-    """Tokens per pass over the run, at shares of its steps."""
+    by_time: tuple[float, ...]
+    """Tokens per pass in each quarter of the run."""
 
 
-def run_arm(arm: Arm, seed: int, root: Path, flags: Sequence[str]) -> Result:
+def run_arm(arm: Arm, seed: int, lr: str, args: argparse.Namespace) -> Result:
     """Run an arm in a directory of its own; one that has ended there is not run again."""
-    drafter = (root / f"drafter-{arm.once}.safetensors").absolute()
-    begins = (f"--drafter.pretrained={drafter}",) if arm.once else ()
-    wanted = RLRun(nodes=2, flags=(*arm.flags, *begins, f"--seed={seed}", *flags), config=config_ready(root))
-    place = root / "-".join((arm.name, str(seed), *(flag.strip("-").replace("/", "_") for flag in flags)))
-    return result(arm.name, seed, run_rl(wanted, place))
+    drafter = (args.root / f"drafter-{arm.once}.safetensors").absolute()
+    flags = [*arm.flags, f"--seed={seed}", f"--train.lr={lr}"]
+    flags += [f"--drafter.pretrained={drafter}"] if arm.once else []
+    flags += [f"--train.steps={args.steps}"] if args.steps else []
+    flags += QUICK if args.quick else ()
+    config = config_ready(args.root, arm, args.vllm)
+    wanted = RLRun(nodes=2, flags=tuple(flags), config=config)
+    return result(arm.name, seed, lr, run_rl(wanted, args.root / f"{arm.name}-{seed}-{lr}"))
 
 
-def result(arm: str, seed: int, run: Run) -> Result:
+def result(arm: str, seed: int, lr: str, run: Run) -> Result:
     """Return what the records of a run say."""
     nodes = [[each for each in rl_lines_of(node) if each[1].rollouts > 0] for node in run.nodes]
     if any(len(lines) < 2 for lines in nodes):
         raise RuntimeError(f"{arm}: the run is too short")
     newest, num = states(run), len(nodes)
-    totals = rl_totals(newest)
-    solved = [each.solved for each in after_warm_up(run)]
-    curve = []
-    for share in (0.25, 0.5, 0.75, 1.0):
-        tokens = passes = 0.0
-        for lines in nodes:
-            step = share * lines[-1][0].step
-            done = [rl for line, rl in lines if line.step <= step]
-            if done:
-                tokens, passes = tokens + done[-1].rollout_tokens, passes + done[-1].passes
-        curve.append((share, tokens / passes if passes else nan))
+    waited_s = sum(sum(rl.idle_s.values()) for rl in newest)
     return Result(
         arm=arm,
         seed=seed,
+        lr=lr,
         steps=sum(lines[-1][0].step for lines in nodes) / num,
         seconds=max(lines[-1][0].t for lines in nodes) - min(lines[0][0].t for lines in nodes),
-        rollout_s=sum(rl.rollout_s for rl in newest) / num,
-        train_s=sum(rl.train_s for rl in newest) / num,
-        waited_s=sum(sum(rl.idle_s.values()) for rl in newest) / num,
-        used_s=sum(rl.idle_used_s for rl in newest) / num,
-        accepted=totals.accepted,
-        speed_up=totals.speed_up,
-        solved=(solved[0], solved[-1]) if solved else (nan, nan),
+        spent=tuple(map(_spent, run.nodes)),
+        used=sum(rl.idle_used_s for rl in newest) / waited_s if waited_s else 0.0,
+        accepted=rl_totals(newest).accepted,
+        speed_up=rl_totals(newest).speed_up,
+        rewards=(_reward(nodes, 0.0, 0.25), _reward(nodes, 0.75, 1.0)),
         digest=int(sum(rl.digest for rl in newest)),
-        by_time=tuple(curve),
+        by_time=tuple(_accepted(nodes, quarter / 4, (quarter + 1) / 4) for quarter in range(4)),
     )
 
 
-# -- the table
+def _spent(node: NodeRecords) -> Spent:
+    """Return the mean over the steps of a node."""
+    total, steps = Counter[str](), 0.0
+    for _, num, by_use in splits(node):
+        total.update({use: num * seconds for use, seconds in by_use.items()})
+        steps += num
+    return {use: seconds / steps for use, seconds in total.items()}
+
+
+Lines = Sequence[tuple[Metric, RLMetric]]
+
+
+def _between(lines: Lines, first: float, last: float) -> Lines:
+    """Return the lines of the steps between two shares of the run."""
+    end = lines[-1][0].step
+    return [each for each in lines if first * end < each[0].step <= last * end]
+
+
+def _reward(nodes: Sequence[Lines], first: float, last: float) -> float:
+    return fmean(rl.reward for lines in nodes for _, rl in _between(lines, first, last))
+
+
+def _accepted(nodes: Sequence[Lines], first: float, last: float) -> float:
+    """Return the tokens per pass between two shares of the run."""
+    tokens = passes = 0.0
+    for lines in nodes:
+        before, there = _between(lines, 0.0, first), _between(lines, 0.0, last)
+        for sign, part in ((1, there), (-1, before)):
+            tokens += sign * part[-1][1].rollout_tokens if part else 0.0
+            passes += sign * part[-1][1].passes if part else 0.0
+    return tokens / passes if passes else nan
+
+
+# -- the tables
 
 
 def report(found: Sequence[Result]) -> Report:
-    """Return the table, each run beside the one without drafts of the same seed."""
-    off = {each.seed: each for each in found if each.arm == "off"}
-    in_waits = [each for each in found if each.arm.startswith("waits")]
-    best = [off[each.seed].seconds / each.seconds for each in in_waits if each.seed in off]
-    use = [each.used_s / each.waited_s for each in in_waits if each.waited_s]
-    equal = all(len({each.digest for each in found if each.seed == seed}) == 1 for seed in off)
+    """Return the table, each run beside the one without drafts of the same seed, rate and engine."""
+    off = {_world(each): each for each in found if each.arm in ("off", "vllm-off")}
+    beside = [(each, off.get(_world(each))) for each in found]
+    in_waits = [(each, base) for each, base in beside if "waits" in each.arm and base is not None]
+    best = [base.seconds / each.seconds for each, base in in_waits]
+    use = [each.used for each, _ in in_waits]
+    equal = all(each.digest == base.digest for each, base in beside if base is not None)
     return Report(
         name="Time of a run, two nodes of speeds 1 and 1/2 in one world",
         method=(
             "`aedit run configs/heart.toml --local 2`: 25.9 M parameters, 2 x 4 rollouts per node and step.",
-            "Seconds from the first batch to the last step; other times are of the whole run with its two"
-            " evaluations, means over the nodes.",
+            "Seconds: from the first batch to the last step. Used: share of the waits. Per pass: by row.",
         ),
         columns=(
-            *("arm", "seed", "steps", "seconds", "of off", "rollouts s", "training s", "waits s"),
-            *("used s", "per pass", "over time", "speed-up", "solved, %", "digest"),
+            *("arm", "seed", "rate", "steps", "seconds", "of off", "used", "per pass", "by quarter"),
+            *("speed-up", "reward", "digest"),
         ),
-        rows=tuple(_row(each, off.get(each.seed)) for each in found),
+        rows=tuple(_row(each, base) for each, base in beside),
         bars=(
             Bar(
                 f"the best arm whose drafter trains in waits is {max(best, default=nan):.2f} times as fast as"
@@ -271,60 +285,149 @@ def report(found: Sequence[Result]) -> Report:
                 f" (wanted {percent(WANTED_USE)})",
                 max(use) >= WANTED_USE if use else None,
             ),
-            Bar("all runs of a seed trained the same rollouts", equal if off else None),
+            Bar("all runs of a seed and a rate trained the same rollouts", equal if off else None),
         ),
         figures={"runs": [asdict(each) for each in found]},
     )
 
 
+def _world(each: Result) -> tuple[int, str, bool]:
+    """Return what runs that are compared have in common."""
+    return each.seed, each.lr, each.arm.startswith("vllm")
+
+
 def _row(each: Result, off: Result | None) -> tuple[str, ...]:
-    seconds = (each.rollout_s, each.train_s, each.waited_s, each.used_s)
     return (
         each.arm,
         str(each.seed),
+        each.lr,
         f"{each.steps:g}",
         f"{each.seconds:.0f}",
         f"{each.seconds / off.seconds:.2f}" if off else "",
-        *(f"{value:.0f}" for value in seconds),
+        percent(each.used),
         f"{each.accepted:.2f}",
-        " ".join(f"{value:.2f}" for _, value in each.by_time),
+        " ".join(f"{value:.2f}" for value in each.by_time),
         f"{each.speed_up:.2f}",
-        " to ".join(f"{100 * share:.0f}" for share in each.solved),
+        " to ".join(f"{reward:.2f}" for reward in each.rewards),
         f"{each.digest:x}",
     )
 
 
-def measure(args: argparse.Namespace) -> Report | str:
-    """Prepare what is missing, run the arms, and return their table."""
+USES = ("rollouts", "rewards", "training", "waiting", "used", "other")
+
+
+def steps_report(found: Sequence[Result]) -> Report:
+    """Return how the nodes of each run spend a step."""
+    rows = tuple(
+        (each.arm, str(each.seed), each.lr, str(node), *(f"{spent[use]:.2f}" for use in USES))
+        for each in found
+        for node, spent in enumerate(each.spent)
+    )
+    columns = ("arm", "seed", "rate", "node", *USES)
+    return Report("Seconds of a step by use", (), columns, rows, (), {})
+
+
+def bound_report(root: Path, off: Result) -> Report:
+    """Return what drafting could gain at most on this machine, and with the drafter of `once-tv`.
+
+    A node's steps of the engine are counted by rows; their costs are measured on one thread, with and without
+    drafts. The run gains by the share of rollouts in a step of the node that sets the pace.
+    """
+    model: PreTrainedModel = _auto.from_pretrained(root / "policy", dtype=torch.float32)
+    layer = DraftLayer.load(root / "drafter-tv.safetensors", model)
+    overlaps = json.loads((root / "drafter-tv.json").read_text())["overlap_D"]
+    torch.set_num_threads(1)
+    target = Target.of(model, rows=8, max_tokens=2 * LONGEST, nodes=8)
+    times = measured(target, {"layer": LayerDrafter.of(layer, target)})
+    steps = rows_of_steps(target)
+    plain_s = sum(num * times.step(rows, 0) for rows, num in steps.items())
+    ways = [1.0] * len(overlaps), overlaps
+    gains = [plain_s / sum(num * _drafted_s(times, rows, way) for rows, num in steps.items()) for way in ways]
+    spent = off.spent[0]  # the slow node's steps are slowed down by rests, which count as `other`
+    share = spent["rollouts"] / sum(spent[use] for use in ("rollouts", "rewards", "training", "other"))
+    whole = [1 / (1 - share + share / gain) for gain in gains]
+    table = []
+    for rows, num in sorted(steps.items()):
+        step_s = times.step(rows, 0)
+        shares = percent(num / steps.total()), percent(num * step_s / plain_s)
+        table.append((str(rows), *shares, *(f"{step_s / _drafted_s(times, rows, way):.2f}" for way in ways)))
+    return Report(
+        name="Bound of the gain",
+        method=(
+            f"Rollouts are {percent(share)} of a step without waits. With each draft accepted they would be"
+            f" {gains[0]:.2f} times as fast, and the run {whole[0]:.2f};",
+            f"with the drafter of once-tv, chosen without error: {gains[1]:.2f} and {whole[1]:.2f}.",
+        ),
+        columns=("rows", "of the passes", "of their time", "all accepted", "once-tv"),
+        rows=tuple(table),
+        bars=(),
+        figures={"share": share, "gains": gains, "whole": whole, "steps": dict(steps)},
+    )
+
+
+def rows_of_steps(target: Target) -> Counter[int]:
+    """Return how many plain steps of the engine had how many rows, over batches as a node makes them."""
+    engine, asked, found = Engine(target), _prompts(), Counter[int]()
+    for _ in range(BATCHES):
+        for _ in range(target.rows):
+            engine.add(next(asked))
+        while engine.running or engine.waiting:
+            found[len(engine.step().rollouts)] += 1
+    engine.close()
+    return found
+
+
+def _drafted_s(times: Times, rows: int, overlaps: Sequence[float]) -> float:
+    """Return the seconds per token of each row in steps with the best depth, off included.
+
+    overlaps: share of drafts that are accepted, by position, if those before are.
+    """
+    tokens, reached, best = 1.0, 1.0, times.step(rows, 0)
+    for depth, overlap in enumerate(overlaps, 1):
+        reached *= overlap
+        tokens += reached
+        seconds = times.step(rows, depth) + times.draft(parse_arm(f"layer:{depth}"), rows)
+        best = min(best, seconds / tokens)
+    return best
+
+
+def measure(args: argparse.Namespace) -> list[Report] | str:
+    """Prepare what is missing, run the arms, and return their tables."""
     say = Console(stderr=True, highlight=False)
     names = {arm.name: arm for arm in ARMS}
     if unknown := [name for name in args.arms if name not in names]:
         return f"--arms: {', '.join(unknown)}: must be of {', '.join(names)}"
-    quick = ("--train.steps=4", "--rl.sampling.max-new-tokens=24", "--rl.eval-problems=4")
-    root = args.root / "quick" if args.quick else args.root
-    policy_ready(root, 8 if args.quick else POLICY_STEPS, say)
     chosen = [names[name] for name in args.arms]
+    if any(arm.uses_vllm for arm in chosen) and not args.vllm.exists():
+        return f"--vllm: {args.vllm} does not exist; `make vllm` builds it"
+    if args.quick:
+        args.root = args.root / "quick"
+    policy_ready(args.root, replace(POLICY, minutes=0.5) if args.quick else POLICY, say)
     for loss in sorted({arm.once for arm in chosen if arm.once}):
-        drafter_ready(root, loss, 0.1 if args.quick else DRAFTER_MINUTES, say)
-    flags = [f"--train.lr={args.lr}"] if args.lr else []
-    flags += [f"--train.steps={args.steps}"] if args.steps else []
+        drafter_ready(args.root, loss, 0.1 if args.quick else DRAFTER_MINUTES, say)
     found = []
-    for seed in args.seeds:
-        for arm in chosen:
-            found.append(run_arm(arm, seed, root, (*(quick if args.quick else ()), *flags)))
-            last = found[-1]
-            say.print(f"{last.arm}, seed {seed}: {last.seconds:.0f} s, {last.accepted:.2f} tokens per pass")
-    return report(found)
+    for seed, lr, arm in product(args.seeds, args.lrs, chosen):
+        found.append(run_arm(arm, seed, lr, args))
+        last = found[-1]
+        say.print(f"{arm.name}, seed {seed}, {lr}: {last.seconds:.0f} s, {last.accepted:.2f} tokens per pass")
+    reports = [report(found), steps_report(found)]
+    off = next((each for each in found if each.arm == "off"), None)
+    if off is not None and (args.root / "drafter-tv.safetensors").exists():
+        reports.append(bound_report(args.root, off))
+    return reports
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--arms", type=partial(str.split, sep=","), default=["off", "once-tv", "waits-tv"], metavar="ARM,..."
-    )
+    listed = partial(str.split, sep=",")
+    usual = ["off", "once-tv", "waits-tv"]
+    parser.add_argument("--arms", type=listed, default=usual, metavar="ARM,...")
     parser.add_argument("--seeds", type=lambda text: [int(each) for each in text.split(",")], default=[0])
-    parser.add_argument("--lr", default="", help="instead of the configured learning rate")
+    parser.add_argument("--lrs", type=listed, default=["1e-5"], metavar="RATE,...", help="learning rates")
     parser.add_argument("--steps", type=int, default=0, help="instead of the configured number")
     parser.add_argument("--root", type=Path, default=Path("runs/heart"), help="policy, drafters and runs")
+    parser.add_argument(
+        "--vllm", type=Path, default=Path(".venv-vllm/bin/python"), help="Python of the arms of vLLM"
+    )
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ class Shape:
 SHAPES: dict[Size, Shape] = {
     "quick": Shape(64, 2, 2, 1, 128),
     "10m": Shape(256, 12, 8, 4, 768),
-    "25m": Shape(384, 14, 12, 4, 1152),
+    "25m": Shape(384, 15, 12, 4, 1152),
     "100m": Shape(768, 14, 12, 4, 2304),
     "300m": Shape(1024, 24, 16, 8, 3072),
 }
@@ -87,6 +87,8 @@ class Policy:
     size: Size = "10m"
     minutes: float = 30.0
     seed: int = 0
+    longest: int = MAX_CHARS
+    """Characters of a task and its answer."""
 
     @property
     def name(self) -> str:
@@ -174,7 +176,7 @@ def _train(policy: Policy, out: Path, device: str) -> None:
 def _rows(policy: Policy, num_tokens: int, step: int, done: float) -> Rows:
     seed = f"{policy.seed}/{step}"
     if policy.task == "scratchpad":
-        longest = round(SHORTEST * (MAX_CHARS / SHORTEST) ** min(1.0, done / GROWING))
+        longest = round(SHORTEST * (policy.longest / SHORTEST) ** min(1.0, done / GROWING))
         seq_len = min(max(64, longest + 2), SEQ_LEN)
         return task_rows(max(1, num_tokens // seq_len), seq_len, seed, longest)
     return text_rows(corpus(SEQ_LEN).train, max(1, num_tokens // SEQ_LEN), seed)

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
-    from aedit.launch.views.figures import after_warm_up, newest, rl_held_out, rl_lines_of, rl_totals
+    from aedit.launch.views.figures import (
+        after_warm_up,
+        newest,
+        rl_held_out,
+        rl_lines_of,
+        rl_totals,
+        splits,
+    )
     from aedit.launch.views.live import status_command, top_command, watch
     from aedit.launch.views.plot import plot_command
     from aedit.launch.views.run_report import report
@@ -31,6 +38,7 @@ __all__ = [
     "rl_held_out",
     "rl_lines_of",
     "rl_totals",
+    "splits",
     "status_command",
     "top_command",
     "watch",
