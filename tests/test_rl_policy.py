@@ -1,12 +1,18 @@
 """Tests the numbers that the policy loss of a node is given, and what it makes of them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from kit import rl_losses
+from kit import rl_losses, tiny_policies
+from kit.audited import generate
 from kit.plain_grpo import Recording
 from kit.rl_nodes import config_of, records, run, weights
 
+from aedit.edit import Shards
+from aedit.launch.config import ModelConfig, PromptConfig, RLConfig, RunConfig, TrainConfig
 from aedit.launch.node import build_model
+from aedit.launch.node.rl_policy import PolicyGradient
 from aedit.types import ImportPath
 
 SPY = {"rl__loss": ImportPath("kit.rl_losses:spy"), "drafter__kind": "off"}
@@ -85,3 +91,46 @@ def test_answers_end_with_the_end_tokens_of_a_pretrained_model_too(tmp_path):
     answers = [sample[1] for group in recording.batches[0] for sample in group]
     assert any(answer[-1] in ends for answer in answers)
     assert not any(token in ends for answer in answers for token in answer[:-1])
+
+
+@pytest.mark.parametrize(("advantages", "rl", "passes"), [
+    ((0.0, 1.0, None, 0.0, -1.0, 0.0), {}, 1),
+    ((0.0, 1.0, -1.0, 0.5, 0.0, 0.0), {}, 2),
+    ((0.0,) * 6, {}, 1),
+    ((0.0, 1.0, None, 0.0, -1.0, 0.0), {"kl": 0.1}, 3),
+    ((0.0, 1.0, None, 0.0, -1.0, 0.0), {"loss": SPY["rl__loss"]}, 3),
+])  # fmt: skip
+def test_micro_batches_without_a_gradient_have_no_backward_pass(advantages, rl, passes, seen):
+    """The oracle is a loss of one's own that is the same: of it nothing is known, so all are passed back."""
+    samples = generate(tiny_policies.policy(dtype=torch.float32, loudness=1.0), 6)
+    samples = [replace(each, advantage=a) for each, a in zip(samples, advantages, strict=True)]
+
+    def gradient(**more):
+        config = RunConfig(
+            prompts=PromptConfig(source="a.jsonl"),
+            model=ModelConfig(),
+            rl=RLConfig(**rl | more),
+            train=TrainConfig(batch_size=2),
+        )
+        model = tiny_policies.policy(dtype=torch.float32, loudness=1.0)
+        made = PolicyGradient(
+            config=config,
+            model=model,
+            reference=tiny_policies.policy(dtype=torch.float32, loudness=0.5) if config.rl.kl else None,
+            shards=Shards(),
+            device=torch.device("cpu"),
+        )
+        calls = []
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(calls.append)
+            break
+        made.accumulate(samples, lambda loss: None)
+        return {n: p.grad for n, p in model.named_parameters()}, len(calls), made.means()
+
+    found, num_calls, metrics = gradient()
+    whole, all_calls, all_metrics = gradient(loss=SPY["rl__loss"])
+    assert (num_calls, all_calls) == (passes, 3)
+    assert metrics == pytest.approx(all_metrics)
+    for name, value in whole.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-8)
+    assert any(value.any() for value in whole.values()) == any(advantages)

@@ -19,6 +19,7 @@ from aedit.launch.node.objective import AddLoss
 from aedit.launch.node.rl_audit import TrainingAudit
 from aedit.launch.node.rl_engine import ForwardLearner
 from aedit.spec_rollout.rl import (
+    LOSSES,
     MEANS,
     Group,
     LossInputs,
@@ -95,23 +96,45 @@ class PolicyGradient:
 
         The loss is that of the samples of all ranks, of which each has as many. FSDP2 averages gradients over
         the ranks, so each rank's part is multiplied by their number.
+
+        Micro-batches without a gradient have a forward pass only, for the metrics. One always has both, as an
+        optimizer does not do the same without gradients as with gradients of 0.
         """
         if self.audit is not None:
             samples = self.audit.without_excluded(samples)
+        parts = list(micro_batches(samples, self._size))
         trained = [num_trained(sample) for sample in samples]
-        counts = torch.tensor([sum(trained), sum(count > 0 for count in trained)])
-        num_tokens, num_sequences = (max(1, n) for n in self.shards.sum(counts).tolist())
+        counts = [sum(trained), sum(count > 0 for count in trained), *map(self._has_gradient, parts)]
+        num_tokens, num_sequences, *gradients = self.shards.sum(torch.tensor(counts)).tolist()
+        num_tokens, num_sequences = max(1, num_tokens), max(1, num_sequences)
         learner = self.learner if version is not None else None
         if learner is not None and version is not None:
             learner.begin(version)
-        for part in micro_batches(samples, self._size):
-            with learner.collecting(self.model, part) if learner is not None else nullcontext():
+        for number, part in enumerate(parts):
+            has_gradient = gradients[number] > 0 or number == 0  # on any rank
+            with (
+                torch.set_grad_enabled(has_gradient),
+                learner.collecting(self.model, part) if learner is not None else nullcontext(),
+            ):
                 loss = self._loss_of(part, version, num_tokens, num_sequences)
-            (loss * self.shards.size).backward()  # type: ignore[no-untyped-call]
+            if has_gradient:
+                (loss * self.shards.size).backward()  # type: ignore[no-untyped-call]
             if learner is not None:
                 learner.features.write()
             add_loss(loss.detach() * self.shards.size)
         return int(num_tokens)
+
+    def _has_gradient(self, samples: Sequence[Rollout]) -> bool:
+        """Return whether the loss of these samples can have a gradient.
+
+        The shipped losses are proportional to the advantage, apart from the KL term. Of other losses nothing
+        is known.
+        """
+        return (
+            self._settings.kl > 0
+            or self.config.rl.loss not in LOSSES
+            or any(sample.advantage for sample in samples)
+        )
 
     @torch.no_grad()
     def before_steps(self, parts: Sequence[Sequence[Rollout]], version: int) -> None:
@@ -231,8 +254,8 @@ class PolicyGradient:
 
 
 def micro_batches(samples: Sequence[Rollout], size: int) -> Iterator[list[Rollout]]:
-    """Yield the samples `size` at a time, those of similar length together."""
-    ordered = sorted(samples, key=_length)
+    """Yield the samples `size` at a time, those of similar length together, first those with a signal."""
+    ordered = sorted(samples, key=lambda sample: (not sample.advantage, _length(sample)))
     for start in range(0, len(ordered), size):
         yield ordered[start : start + size]
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         overlong_penalty,
     )
     from aedit.spec_rollout.rl.losses import (
+        LOSSES,
         MEANS,
         LossInputs,
         LossOutput,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BUILT_IN",
+    "LOSSES",
     "MEANS",
     "Advantage",
     "BadReturn",
