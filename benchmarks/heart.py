@@ -57,9 +57,9 @@ CONFIG = Path(__file__).parents[1] / "configs" / "heart.toml"
 LONGEST = 480
 """Characters of a problem and its answer."""
 POLICY = Policy(size="25m", minutes=15.0, longest=LONGEST)
-DRAFTER_TOKENS = 32_768
+DRAFTER_TOKENS = 65_536
 """Tokens of the policy's rollouts from which a drafter of the arms `once` learns."""
-DRAFTER_MINUTES = 5.0
+DRAFTER_MINUTES = 10.0
 """Processor time of its training."""
 BATCHES = 12
 """Batches of a node whose rows are counted for the bound."""
@@ -85,6 +85,8 @@ class Arm:
         return "--rl.engine=vllm" in self.flags
 
 
+GENTLE = "--drafter.lr=5e-4"
+"""The usual rate first harms a drafter that is trained already."""
 ARMS = (
     Arm("off", ("--drafter.kind=off",)),
     Arm("pool", ("--drafter.kind=off", "--rl.pool=true")),
@@ -92,8 +94,8 @@ ARMS = (
     Arm("waits", ()),
     Arm("once-ce", ("--drafter.idle-training=false",), "ce"),
     Arm("once-tv", ("--drafter.idle-training=false",), "tv"),
-    Arm("waits-tv", (), "tv"),
-    Arm("pool-waits-tv", ("--rl.pool=true",), "tv"),
+    Arm("waits-tv", (GENTLE,), "tv"),
+    Arm("pool-waits-tv", (GENTLE, "--rl.pool=true"), "tv"),
     Arm("vllm-off", ("--rl.engine=vllm", "--drafter.kind=off")),
     Arm("vllm-suffix", ("--rl.engine=vllm", "--drafter.kind=off"), speculative="suffix"),
     Arm("vllm-waits", ("--rl.engine=vllm", "--drafter.form=eagle3"), speculative="eagle3"),
