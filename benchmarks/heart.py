@@ -96,8 +96,8 @@ ARMS = (
     Arm("once-tv", ("--drafter.idle-training=false",), "tv"),
     Arm("waits-tv", (GENTLE,), "tv"),
     Arm("pool-waits-tv", (GENTLE, "--rl.pool=true"), "tv"),
-    Arm("vllm-off", ("--rl.engine=vllm", "--drafter.kind=off")),
-    Arm("vllm-suffix", ("--rl.engine=vllm", "--drafter.kind=off"), speculative="suffix"),
+    Arm("vllm-off", ("--rl.engine=vllm",)),
+    Arm("vllm-suffix", ("--rl.engine=vllm",), speculative="suffix"),
     Arm("vllm-waits", ("--rl.engine=vllm", "--drafter.form=eagle3"), speculative="eagle3"),
 )
 
@@ -121,6 +121,8 @@ def config_ready(root: Path, arm: Arm, vllm: Path) -> Path:
     tables = tomllib.loads(CONFIG.read_text())
     tables["model"]["pretrained"] = str((root / "policy").absolute())
     if arm.uses_vllm:
+        if arm.speculative != "eagle3":
+            del tables["drafter"]
         tables["rollout"] = {"vllm": {"python": str(vllm.absolute())}}
         if arm.speculative:
             settings = {"method": arm.speculative, "num_speculative_tokens": 4}

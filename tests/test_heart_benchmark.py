@@ -39,8 +39,8 @@ def test_the_runs_are_the_shipped_one_with_the_policy_and_the_engine_of_the_arm(
     python = tmp_path / "python"
     shipped, run = load(CONFIG, []).config, load(config_ready(tmp_path, arm, python), []).config
     assert run.model == replace(shipped.model, pretrained=str(tmp_path / "policy"))
-    assert (run.rl, run.train, run.edit, run.outer, run.drafter, run.local) == (
-        shipped.rl, shipped.train, shipped.edit, shipped.outer, shipped.drafter, shipped.local,
+    assert (run.rl, run.train, run.edit, run.outer, run.local) == (
+        shipped.rl, shipped.train, shipped.edit, shipped.outer, shipped.local,
     )  # fmt: skip
     assert run.rollout.vllm.python == (str(python) if arm.uses_vllm else "")
     flagged = load(config_ready(tmp_path, arm, python), arm.flags).config
