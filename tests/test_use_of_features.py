@@ -1,19 +1,23 @@
-"""Tests by counts of work that a node that never waits collects no features, and one that waits does."""
+"""Tests by counts of work that features are collected where a trainer uses the node's waits, only there."""
 
 from kit.tiny_policies import policy
 
 from aedit.spec_rollout import Engine, OnlineConfig, OnlineDrafter, Prompt, Sampling, make_target
 from aedit.spec_rollout.choose import Fixed
 from aedit.spec_rollout.drafters import OFF
-from aedit.spec_rollout.training.windows import PATIENCE, NoTraining, UseOfFeatures
+from aedit.spec_rollout.training.windows import PATIENCE, RETRY_VERSIONS, NoTraining, UseOfFeatures
 
 
 class Trainer(NoTraining):
-    """Trainer stand-in: the test says how long the node has waited, and reads the policies that it got."""
+    """Trainer stand-in: the test says how long it waited and computed, and reads the policies it got."""
 
     def __init__(self):
         super().__init__()
-        self.idle_s, self.versions = 0.0, []
+        self.idle_s, self.cpu_s, self.versions = 0.0, 0.0, []
+
+    @property
+    def used_s(self):
+        return self.cpu_s
 
     def status(self):
         return super().status() | {"state": "waiting", "idle_s": self.idle_s}
@@ -93,14 +97,31 @@ def test_a_drafter_of_other_nodes_is_compared_and_adopted_on_a_node_that_never_w
 
 def test_the_patience_covers_the_longest_time_without_a_wait():
     use = UseOfFeatures(patience=3)
-    assert [use.next_version(0.0, t) for t in range(5)] == [True, True, False, False, False]
-    assert use.next_version(2.0, 6.0), "a wait"
-    assert [use.next_version(2.0, 6.0 + t) for t in range(1, 12)] == [True] * 9 + [False] * 2
+    assert [use.next_version(0.0, 0.0, t) for t in range(5)] == [True, True, False, False, False]
+    assert use.next_version(2.0, 0.5, 6.0), "a wait"
+    assert [use.next_version(2.0, 0.5, 6.0 + t) for t in range(1, 12)] == [True] * 9 + [False] * 2
 
 
 def test_waits_that_are_too_short_to_learn_in_do_not_count():
     use = UseOfFeatures(patience=2)
-    assert use.next_version(0.0, 0.0)
-    assert not use.next_version(0.01, 100.0), "a ten-thousandth of the time"
-    assert use.next_version(0.02, 101.0), "a hundredth"
-    assert use.next_version(1.02, 9999.0), "a second"
+    assert use.next_version(0.0, 0.0, 0.0)
+    assert not use.next_version(0.01, 0.01, 100.0), "a ten-thousandth of the time"
+    assert use.next_version(0.02, 0.02, 101.0), "a hundredth"
+    assert use.next_version(1.02, 1.0, 9999.0), "a second"
+
+
+def test_waits_that_the_trainer_does_not_use_end_the_collection_and_attempts_grow_rare():
+    use, shares = UseOfFeatures(), []
+    for _ in range(5):
+        taken = [_next(use) for _ in range(400)]
+        shares.append(sum(taken) / 400)
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] < 0.25
+    assert shares[-1] <= RETRY_VERSIONS / 400
+    use.next_version(use._idle_s + 1.0, use._used_s + 0.2, use._began_s + 1.0)
+    assert all(_next(use) for _ in range(PATIENCE - 1)), "a used wait"
+
+
+def _next(use):
+    """Return the answer for a version of 0.1 s with a wait of 5 ms, of which nothing was used."""
+    return use.next_version(use._idle_s + 0.005, use._used_s, use._began_s + 0.1)

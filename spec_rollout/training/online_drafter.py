@@ -88,7 +88,7 @@ class OnlineConfig:
     idle: IdleConfig = field(default_factory=IdleConfig)
     memory_bytes: PositiveInt = 2**26
     """Memory for the newest features."""
-    max_share: Annotated[float, Range(above=0, most=1)] = 0.02
+    max_share: Annotated[float, Range(above=0, most=1)] = 0.01
     """Largest share of the cost of an engine's steps on a CPU that the collection of features within steps
     may take. Where steps are short, fewer samples are collected. Begin and end of a sample do not count."""
     form: DraftForm = field(default_factory=DraftForm)
@@ -259,8 +259,8 @@ class OnlineDrafter:
         """Tell the trainer of a new policy. Call it after each hand-over of weights to the engine.
 
         Embedding and head are copied into the memory of the trainer, and the features of this version are
-        collected: neither on a node that has not waited for long (`UseOfFeatures`), unless a drafter of other
-        nodes is to be compared.
+        collected: neither where the trainer has not used a wait for long (`UseOfFeatures`), unless a drafter
+        of other nodes is to be compared.
 
         Args:
             kl_nats: KL divergence per token between this policy and the one before, if known: below 0.05 the
@@ -269,7 +269,7 @@ class OnlineDrafter:
         self._num_looks = 0
         status = self._trainer.status()
         idle_s = 0.0 if status["state"] == "off" else status["idle_s"]
-        is_used = self._use_of_features.next_version(idle_s, time.monotonic())
+        is_used = self._use_of_features.next_version(idle_s, self.used_s, time.monotonic())
         self.sink.collects = self._can_gain and (is_used or self._shared is not None)
         if not self.sink.collects:
             return

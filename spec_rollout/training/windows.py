@@ -65,40 +65,64 @@ class Windows:
 
 
 PATIENCE = 32
-"""Policy versions without a wait after which features are not collected any longer."""
+"""Policy versions without a used wait after which features are not collected any longer."""
+RETRY_VERSIONS = 8
+"""Versions of each later attempt."""
 LEAST_SHARE, LEAST_S = 0.002, 1.0
 """A version has a wait if this share of its time was waited, or so many seconds."""
+USED_SHARE = 0.1
+"""Share of its waits in which the trainer must have computed for them to count as used."""
 
 
 @dataclass(slots=True)
 class UseOfFeatures:
-    """Waits of a node by policy version.
+    """Whether the features of a node are used, by policy version.
 
     Features are collected from the start, so that the first wait has some. They end after `patience` versions
-    without a wait and begin again with the next wait. From then on the patience is twice the longest time
-    without one: a node that waits rarely has features whenever it waits.
+    without a wait that the trainer used: waits of a few milliseconds are too short for it. They begin again
+    with the next wait, each time for `RETRY_VERSIONS`, and after twice as many waits as before. Once a wait
+    was used, the patience is twice the longest time without one: a node that waits rarely has features
+    whenever it waits.
     """
 
     patience: int = PATIENCE
     unused: int = 0
-    """Versions since the last wait."""
+    """Versions since the last used wait, or since the last attempt but for `RETRY_VERSIONS`."""
+    _since: int = 0
+    """Versions since the last used wait."""
+    _waits: int = 0
+    """Waits while nothing was collected."""
+    _rest: int = 1
+    """Waits until the next attempt."""
     _idle_s: float = 0.0
+    _used_s: float = 0.0
     _began_s: float = 0.0
 
-    def next_version(self, idle_s: float, now_s: float) -> bool:
+    def next_version(self, idle_s: float, used_s: float, now_s: float) -> bool:
         """Return whether to collect the features of the next version.
 
         Args:
             idle_s: All time that the node has waited so far.
+            used_s: All processor time that the trainer has computed in it.
             now_s: Time, of any clock.
         """
-        waited_s, lasted_s = idle_s - self._idle_s, now_s - self._began_s
-        self._idle_s, self._began_s = idle_s, now_s
-        if waited_s > 0 and waited_s >= min(LEAST_S, LEAST_SHARE * lasted_s):
-            self.patience, self.unused = max(self.patience, 2 * self.unused), 0
-        else:
-            self.unused += 1
-        return self.unused < self.patience
+        waited_s, computed_s = idle_s - self._idle_s, used_s - self._used_s
+        lasted_s = now_s - self._began_s
+        self._idle_s, self._used_s, self._began_s = idle_s, used_s, now_s
+        has_wait = waited_s > 0 and waited_s >= min(LEAST_S, LEAST_SHARE * lasted_s)
+        if has_wait and computed_s >= USED_SHARE * waited_s:
+            self.patience = max(self.patience, 2 * self._since)
+            self.unused = self._since = self._waits = 0
+            self._rest = 1
+            return True
+        self.unused, self._since = self.unused + 1, self._since + 1
+        if self.unused < self.patience:
+            return True
+        self._waits += has_wait
+        if self._waits < self._rest:
+            return False
+        self.unused, self._waits, self._rest = max(0, self.patience - RETRY_VERSIONS), 0, 2 * self._rest
+        return True
 
 
 class NoTraining:
