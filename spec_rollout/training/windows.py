@@ -76,7 +76,7 @@ USED_SHARE = 0.1
 
 @dataclass(slots=True)
 class UseOfFeatures:
-    """Whether the features of a node are used, by policy version.
+    """Decides by policy version whether the features of a node are collected.
 
     Features are collected from the start, so that the first wait has some. They end after `patience` versions
     without a wait that the trainer used: waits of a few milliseconds are too short for it. They begin again
