@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -402,7 +402,11 @@ def stock_server(words, folder, variables, log="log"):
             until(answers, "vLLM's server", LIMIT_S, 0.5)
             yield f"http://127.0.0.1:{port}"
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
+            process.terminate()  # it removes its shared memory
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(60)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait(LIMIT_S)
 
 
