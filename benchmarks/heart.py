@@ -25,8 +25,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import count, product
+from itertools import accumulate, count, product
 from math import nan
+from operator import mul
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -36,6 +37,7 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from aedit.launch.cli.export import drafter_of_run, load_run_model
 from aedit.launch.data import ByteTokenizer
 from aedit.launch.records import Metric, NodeRecords, RLMetric, Run
 from aedit.launch.views import rl_lines_of, rl_totals, splits
@@ -44,8 +46,8 @@ from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.model import Target
 from aedit.spec_rollout.rl.tasks.scratchpad import draw_task
 from aedit.spec_rollout.sampling import Prompt, Sampling
-from aedit.spec_rollout.training import DraftTrainingConfig, LossConfig
-from benchmarks.kit.policy_drafter import PROMPTS_AT, collect, train_drafter
+from aedit.spec_rollout.training import DraftTrainingConfig, LossConfig, held_out_match, pack_samples
+from benchmarks.kit.policy_drafter import PROMPTS_AT, collect, policy_ends, train_drafter
 from benchmarks.kit.rl_runs import RLRun, run_rl, states
 from benchmarks.kit.statistics import percent
 from benchmarks.kit.tables import Bar, Report, main
@@ -147,9 +149,9 @@ def drafter_ready(root: Path, loss: Literal["ce", "tv"], minutes: float, say: Co
     return out
 
 
-def _prompts() -> Iterator[Prompt]:
+def _prompts(seed: int = PROMPTS_AT) -> Iterator[Prompt]:
     """Return endless prompts that no run trains on, by their seed."""
-    rng, tokenizer = random.Random(PROMPTS_AT), ByteTokenizer()
+    rng, tokenizer = random.Random(seed), ByteTokenizer()
     for number in count():
         tokens = tuple(map(int, tokenizer.encode(draw_task(rng, LONGEST).prompt)))
         sampling = Sampling(max_new_tokens=400, stop_tokens=(tokenizer.eos_id,))
@@ -197,7 +199,12 @@ def run_arm(arm: Arm, seed: int, lr: str, args: argparse.Namespace) -> Result:
     flags += QUICK if args.quick else ()
     config = config_ready(args.root, arm, args.vllm)
     wanted = RLRun(nodes=2, flags=tuple(flags), config=config)
-    return result(arm.name, seed, lr, run_rl(wanted, args.root / f"{arm.name}-{seed}-{lr}"))
+    return result(arm.name, seed, lr, run_rl(wanted, _place(arm.name, seed, lr, args.root)))
+
+
+def _place(arm: str, seed: int, lr: str, root: Path) -> Path:
+    """Return the directory of a run."""
+    return root / f"{arm}-{seed}-{lr}"
 
 
 def result(arm: str, seed: int, lr: str, run: Run) -> Result:
@@ -369,6 +376,47 @@ def bound_report(root: Path, off: Result) -> Report:
     )
 
 
+MATCH_TOKENS = 8192
+"""Tokens of rollouts on which drafters are compared."""
+CHAIN = 4
+
+
+def drafters_report(found: Sequence[Result], arms: Mapping[str, Arm], root: Path) -> Report:
+    """Return how the drafter of the end of each run matches the policy of its end, beside the one before.
+
+    Both draft for new rollouts of that policy, with the same noise.
+    """
+    rows, figures = [], []
+    for each in found:
+        arm, run_dir = arms[each.arm], _place(each.arm, each.seed, each.lr, root) / "run"
+        trained = drafter_of_run(run_dir)
+        if not arm.once or "waits" not in arm.name or trained is None:
+            continue
+        model = load_run_model(run_dir)[0].train(False).requires_grad_(False)
+        held_out = pack_samples(collect(model, _prompts(PROMPTS_AT + 1), MATCH_TOKENS), 512)
+        ends = policy_ends(model)
+        files = (root / f"drafter-{arm.once}.safetensors", trained)
+        fixed, learned = (
+            held_out_match(DraftLayer.load(file, model), held_out, ends, CHAIN).coupled_D for file in files
+        )
+        figures.append(asdict(each) | {"fixed": fixed, "learned": learned})
+        lengths = _expected(fixed), _expected(learned)
+        rows.append((each.arm, str(each.seed), each.lr, *(f"{length:.2f}" for length in lengths)))
+    return Report(
+        name=f"Expected tokens of a pass with chains of {CHAIN}, policy of the end of the run",
+        method=(),
+        columns=("arm", "seed", "rate", "drafter before the run", "trained in waits"),
+        rows=tuple(rows),
+        bars=(),
+        figures={"runs": figures},
+    )
+
+
+def _expected(accepted: Sequence[float]) -> float:
+    """Return the tokens of a pass whose drafts are accepted with these probabilities, each after the last."""
+    return sum(accumulate(accepted, mul), start=1.0)
+
+
 def rows_of_steps(target: Target) -> Counter[int]:
     """Return how many plain steps of the engine had how many rows, over batches as a node makes them."""
     engine, asked, found = Engine(target), _prompts(), Counter[int]()
@@ -415,6 +463,9 @@ def measure(args: argparse.Namespace) -> list[Report] | str:
         last = found[-1]
         say.print(f"{arm.name}, seed {seed}, {lr}: {last.seconds:.0f} s, {last.accepted:.2f} tokens per pass")
     reports = [report(found), steps_report(found)]
+    compared = drafters_report(found, names, args.root)
+    if compared.rows:
+        reports.append(compared)
     off = next((each for each in found if each.arm == "off"), None)
     if off is not None and (args.root / "drafter-tv.safetensors").exists():
         reports.append(bound_report(args.root, off))

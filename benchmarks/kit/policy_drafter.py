@@ -124,7 +124,7 @@ def train_drafter(
         raise ValueError(f"{len(samples)} rollouts are too few to learn from some and judge by others")
     layer = DraftLayer.of(model, generator=torch.Generator().manual_seed(seed))
     trainer = DraftTrainer(layer, replace(training, batch_pairs=512, row_pairs=512))
-    ends = _ends(model)
+    ends = policy_ends(model)
     began, rng = clock(), random.Random(seed)
     while (share := (clock() - began) / (60 * minutes)) < 1:
         trainer.lr_factor = LOWEST_LR + (1 - LOWEST_LR) * 0.5 * (1 + math.cos(math.pi * share))
@@ -155,7 +155,8 @@ def _batch(samples: Sequence[FeatureSample], num_pairs: int, rng: random.Random)
     return chosen
 
 
-def _ends(model: PreTrainedModel) -> PolicyEmbeddings:
+def policy_ends(model: PreTrainedModel) -> PolicyEmbeddings:
+    """Return the policy's embedding and head."""
     untyped: Any = model  # its methods carry no types
     embedding, head = untyped.get_input_embeddings().weight, untyped.get_output_embeddings().weight
     return PolicyEmbeddings(embedding.detach(), head.detach(), version=0)
