@@ -10,6 +10,8 @@ from aedit.spec_rollout.training import GateConfig, Match, held_out_match, pack_
 from aedit.spec_rollout.training.gate import (
     GateState,
     decide,
+    difference_error,
+    match_sums,
     reset_after_move,
     row_noise,
     should_pause,
@@ -21,35 +23,59 @@ CONFIG = GateConfig()
 
 
 def test_a_drafter_that_matches_better_is_published():
-    decision, state = decide(0.500, 0.506, GateState(lr_factor=0.25, num_rejected=2), CONFIG)
+    decision, state = decide(0.500, 0.506, 0.0, GateState(lr_factor=0.25, num_rejected=2), CONFIG)
     assert decision == "publish"
     assert state == GateState(lr_factor=0.5, num_rejected=0, average=0.506, peak=0.506)
-    assert decide(0.5, 0.506, GateState(), CONFIG)[1].lr_factor == 1.0
+    assert decide(0.5, 0.506, 0.0, GateState(), CONFIG)[1].lr_factor == 1.0
 
 
 def test_one_that_is_hardly_better_is_kept_back_and_learns_at_half_the_rate():
     for candidate in (0.504, 0.5, 0.485):
-        decision, state = decide(0.5, candidate, GateState(average=0.5, peak=0.5), CONFIG)
+        decision, state = decide(0.5, candidate, 0.0, GateState(average=0.5, peak=0.5), CONFIG)
         assert decision == "keep"
         assert (state.lr_factor, state.num_rejected, state.average) == (0.5, 1, 0.5)
 
 
 def test_one_that_was_spoilt_goes_back_to_what_was_published():
-    assert decide(0.5, 0.47, GateState(), CONFIG)[0] == "revert"
+    assert decide(0.5, 0.47, 0.0, GateState(), CONFIG)[0] == "revert"
 
 
 def test_the_rate_is_not_halved_for_ever():
     state = GateState()
     for _ in range(20):
-        _, state = decide(0.5, 0.5, state, CONFIG)
+        _, state = decide(0.5, 0.5, 0.0, state, CONFIG)
     assert state.lr_factor == CONFIG.smallest_lr
+
+
+def test_one_that_seems_better_by_chance_trains_on_at_the_same_rate():
+    state = GateState(lr_factor=0.25, num_rejected=2, average=0.5, peak=0.5)
+    assert decide(0.5, 0.53, 0.016, state, CONFIG) == ("keep", state)
+    assert decide(0.5, 0.53, 0.014, state, CONFIG)[0] == "publish"
+    assert decide(0.5, 0.53, math.inf, state, CONFIG)[0] == "keep"
+    assert [decide(0.5, 0.47, error, state, CONFIG)[0] for error in (0.014, 0.016)] == ["revert", "keep"]
+
+
+def test_equal_drafters_are_hardly_ever_published_however_often_they_are_measured():
+    """The oracle is a simulation: 400 drafters as good as the published one, on 192 chains that are alike."""
+    rng, published = torch.Generator().manual_seed(0), 0
+    for _ in range(400):
+        text = torch.randn(192 + 8, generator=rng, dtype=torch.float64)
+        alike = text.unfold(0, 9, 1).mean(-1)[:192]  # near chains share tokens
+        theirs = 0.5 + 0.1 * alike
+        ours = 0.5 + 0.1 * torch.randn(200, generator=rng, dtype=torch.float64).unfold(0, 9, 1).mean(-1)[:192]
+        error = difference_error(theirs, ours)
+        published += (
+            decide(float(theirs.mean()), float(ours.mean()), error, GateState(), CONFIG)[0] == "publish"
+        )
+    assert published < 0.1 * 400
+    assert difference_error(theirs[:63], ours[:63]) == math.inf
 
 
 def settled(num_rejected=3):
     """Return the state after a drafter was published at 0.6 and no better one was found afterwards."""
-    _, state = decide(0.5, 0.6, GateState(), CONFIG)
+    _, state = decide(0.5, 0.6, 0.0, GateState(), CONFIG)
     for _ in range(num_rejected):
-        _, state = decide(0.6, 0.6, state, CONFIG)
+        _, state = decide(0.6, 0.6, 0.0, state, CONFIG)
     return state
 
 
@@ -115,6 +141,12 @@ def test_a_match_is_what_rejection_and_coupled_drafting_would_accept():
         assert match.coupled_D[depth] == pytest.approx(sum(same) / len(same), rel=1e-9)
         if depth == 0:
             assert match.num_pairs == len(overlaps)
+            first = overlaps
+    chains = match_sums(layer, row, policy_ends, noise, 2)[1]
+    second = dict(zip((passes[1].at_C - 1).tolist(), overlaps, strict=True))
+    starts = passes[0].at_C.tolist()
+    wanted = [(x + x * second.get(at, 0.0)) / 2 for at, x in zip(starts, first, strict=True)]
+    assert chains.tolist() == pytest.approx(wanted, rel=1e-9)
 
 
 def test_coupled_matches_are_near_what_the_overlap_promises():

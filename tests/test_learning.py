@@ -80,9 +80,10 @@ def published(learning, pieces):
 
 
 def test_what_is_published_is_better_on_samples_that_nobody_has_learned_from(world):
-    model, samples = world
-    learning, _, memory = learning_of(model, samples)
-    found = published(learning, 110)
+    model, _ = world
+    prompts = torch.randint(48, (64, 4), generator=torch.Generator().manual_seed(1)).tolist()
+    learning, _, memory = learning_of(model, said(model, prompts, 40))
+    found = published(learning, 500)
     assert len(found) >= 2
     reader = FeatureReader(memory)
     apart = [reader.read(entry) for entry in reader.entries() if is_held_out_entry(entry)]
@@ -93,7 +94,7 @@ def test_what_is_published_is_better_on_samples_that_nobody_has_learned_from(wor
         rates.append(held_out_match(layer, pack_samples(apart, 256), ends(model), 2).rate)
     assert rates == sorted(rates)
     assert rates[-1] > 1.2 * rates[0]
-    assert learning.metrics()["match_published"] <= rates[-1]
+    assert learning.metrics()["match_published"] <= rates[-1] + 1e-6
     assert learning._uses.keys().isdisjoint(e.serial for e in reader.entries() if is_held_out_entry(e))
 
 

@@ -30,6 +30,8 @@ class GateConfig:
     """Least increase of the match rate for a publication."""
     harm: float = 0.02
     """Decrease of the match rate at which training restarts from the published drafter."""
+    deviations: float = 2.0
+    """Standard errors by which an increase or decrease must differ from 0 besides."""
     near_peak: float = 0.98
     """Training pauses only while the published drafter's match rate is at least this share of its peak."""
     small_kl_nats: float = 0.05
@@ -42,7 +44,8 @@ class GateConfig:
     """Lower limit of the factor of the learning rate."""
 
     def __post_init__(self) -> None:
-        check(self.gain >= 0, "gain", "must be 0 or more", self.gain)
+        for name in ("gain", "deviations"):
+            check(getattr(self, name) >= 0, name, "must be 0 or more", getattr(self, name))
         check(0 < self.smoothing <= 1, "smoothing", "must be above 0 and at most 1", self.smoothing)
         check(self.patience >= 1, "patience", "must be 1 or more", self.patience)
         check(0 < self.smallest_lr <= 1, "smallest_lr", "must be above 0 and at most 1", self.smallest_lr)
@@ -83,25 +86,46 @@ class GateState:
 
 
 def decide(
-    published: float, candidate: float, state: GateState, config: GateConfig
+    published: float, candidate: float, error: float, state: GateState, config: GateConfig
 ) -> tuple[GateDecision, GateState]:
     """Return the decision on a trained drafter, and the new state.
 
     A drafter that is not better is not published, and the learning rate is halved; after a better one it is
-    doubled, up to its initial value.
+    doubled, up to its initial value. One that seems better, but not by more than chance explains, goes on to
+    train: of many drafters that are measured on few samples, the luckiest would be published.
 
     Args:
         published: Match rate of the published drafter.
         candidate: Match rate of the trained drafter on the same samples.
+        error: Standard error of their difference; see `difference_error`.
         state: State of the gate.
         config: Settings.
     """
-    if candidate >= published + config.gain:
+    difference, chance = candidate - published, config.deviations * error
+    if difference >= config.gain:
+        if difference < chance:
+            return "keep", state
         factor = min(1.0, 2 * state.lr_factor)
         return "publish", GateState(lr_factor=factor, average=candidate, peak=candidate)
     factor = max(config.smallest_lr, state.lr_factor / 2)
-    decision: GateDecision = "revert" if candidate < published - config.harm else "keep"
+    decision: GateDecision = "revert" if difference < -max(config.harm, chance) else "keep"
     return decision, replace(state, lr_factor=factor, num_rejected=state.num_rejected + 1)
+
+
+BLOCK = 32
+"""Consecutive chains whose mean counts as one measurement: chains of near positions are alike."""
+
+
+def difference_error(published_C: Tensor, candidate_C: Tensor) -> float:
+    """Return the standard error of the mean difference of two drafters' chains, paired by position.
+
+    Infinite if there are too few chains. Both are shares of accepted tokens as `match_sums` returns them.
+    """
+    num_blocks = len(published_C) // BLOCK
+    if num_blocks < 2:
+        return math.inf
+    differences_C = (candidate_C - published_C)[: num_blocks * BLOCK]
+    return float(differences_C.view(num_blocks, BLOCK).mean(1).std()) / math.sqrt(num_blocks)
 
 
 def with_measurement(rate: float, state: GateState, config: GateConfig) -> GateState:
@@ -147,7 +171,7 @@ def held_out_match(
     """
     sums = torch.zeros(3, depth, dtype=torch.float64)
     for number, packed in enumerate(rows):
-        sums += match_sums(layer, packed, embeddings, row_noise(number, packed, embeddings), depth)
+        sums += match_sums(layer, packed, embeddings, row_noise(number, packed, embeddings), depth)[0]
     return match_from_sums(sums)
 
 
@@ -160,12 +184,15 @@ def row_noise(number: int, packed: PackedRow, embeddings: PolicyEmbeddings) -> T
 @torch.no_grad()
 def match_sums(
     layer: DraftLayer, packed: PackedRow, embeddings: PolicyEmbeddings, noise_PV: Tensor, depth: int
-) -> Tensor:
-    """Return sums over a row's pairs, (3, depth), float64: overlap, coupled matches, number of pairs.
+) -> tuple[Tensor, Tensor]:
+    """Return sums over a row's pairs, and the share of accepted tokens of the chain from each of them.
 
-    The sums of several rows can be added.
+    The sums, (3, depth), are of overlap, coupled matches and number of pairs; those of several rows can be
+    added. The shares, (C,), are expectations along the policy's text. All are float64.
     """
     sums = torch.zeros(3, depth, dtype=torch.float64)
+    reached_P = torch.ones(len(packed.counts_P), dtype=torch.float64)
+    accepted_P = torch.zeros(len(packed.counts_P), dtype=torch.float64)
     exact_P = packed.counts_P & (packed.versions_P == embeddings.version)
     features_Pd = packed.features_Pw[:, : embeddings.head_Vd.shape[1]]
     for s, made in enumerate(predict_features(layer, packed, embeddings.embedding_Vd, depth, exact_P)):
@@ -180,9 +207,11 @@ def match_sums(
         if layer.draft_tokens is not None:
             drafted_C = layer.draft_tokens[drafted_C]
         is_same_C = drawn_C == drafted_C
-        overlaps = float(overlap(logp_CV.exp(), logq_CV).double().sum())
-        sums[:, s] = sums.new_tensor([overlaps, int(is_same_C.sum()), len(at_C)])
-    return sums
+        overlaps_C, starts_C = overlap(logp_CV.exp(), logq_CV).double().cpu(), (at_C - s).cpu()
+        sums[:, s] = sums.new_tensor([float(overlaps_C.sum()), int(is_same_C.sum()), len(at_C)])
+        reached_P[starts_C] *= overlaps_C
+        accepted_P[starts_C] += reached_P[starts_C] / depth
+    return sums, accepted_P[exact_P.cpu()]
 
 
 def match_from_sums(sums_3D: Tensor) -> Match:

@@ -87,6 +87,10 @@ class LearningConfig:
             check(getattr(self, name) > 0, name, "must be above 0", getattr(self, name))
 
 
+Measured = tuple[Match, Tensor]
+"""Match of a drafter, and the share of accepted tokens of each chain."""
+
+
 class LayerTraining:
     """A `Training` of a draft layer on the features in a ring."""
 
@@ -205,38 +209,41 @@ class LayerTraining:
         embeddings, samples = self._embeddings, self._read(self._held_out_entries())
         if embeddings is None or not samples:
             return
-        published: list[Match] = []
-        candidate: list[Match] = []
+        published: list[Measured] = []
+        candidate: list[Measured] = []
         yield from self._match(self._published, samples, embeddings, published)
         yield from self._match(self._trainer.layer, samples, embeddings, candidate)
         if published and candidate:
-            self._rates = published[0].rate, candidate[0].rate
+            self._rates = published[0][0].rate, candidate[0][0].rate
             self._evaluated_version = embeddings.version
-            self._decide()
+            self._decide(gate.difference_error(published[0][1], candidate[0][1]))
 
     def _match(
         self,
         layer: DraftLayer,
         samples: list[FeatureSample],
         embeddings: PolicyEmbeddings,
-        found: list[Match],
+        found: list[Measured],
     ) -> Iterator[bool]:
-        """Append the match of a layer to `found`, unless no pair counts."""
+        """Append the match of a layer to `found`, with that of each chain, unless no pair counts."""
         depth, config = self._config.evaluation_depth, self._config.training
-        sums = torch.zeros(3, depth, dtype=torch.float64)
+        sums, chains = torch.zeros(3, depth, dtype=torch.float64), []
         packed = pack_samples(samples, config.row_pairs, response_only=config.response_only)
         for number, row in enumerate(packed):
             row = row.to(self._device)
-            sums += gate.match_sums(layer, row, embeddings, gate.row_noise(number, row, embeddings), depth)
+            noise_PV = gate.row_noise(number, row, embeddings)
+            of_row, accepted_C = gate.match_sums(layer, row, embeddings, noise_PV, depth)
+            sums += of_row
+            chains.append(accepted_C)
             yield True
         if sums[2, 0]:
-            found.append(gate.match_from_sums(sums))
+            found.append((gate.match_from_sums(sums), torch.cat(chains)))
 
-    def _decide(self) -> None:
+    def _decide(self, error: float) -> None:
         published, candidate = self._rates
         self._num_evaluations += 1
         state = gate.with_measurement(published, self._gate_state, self._config.gate)
-        decision, self._gate_state = gate.decide(published, candidate, state, self._config.gate)
+        decision, self._gate_state = gate.decide(published, candidate, error, state, self._config.gate)
         self._trainer.lr_factor = self._gate_state.lr_factor
         if decision == "publish":
             self._to_publish = {n: t.detach().clone() for n, t in self._trainer.layer.state_dict().items()}
