@@ -174,7 +174,7 @@ class Result:
     lr: str
     steps: float
     seconds: float
-    """From the first batch to the last step."""
+    """From the first step of the last node to the last step."""
     spent: tuple[Spent, ...]
     """By node, over the same steps."""
     used: float
@@ -219,7 +219,7 @@ def result(arm: str, seed: int, lr: str, run: Run) -> Result:
         seed=seed,
         lr=lr,
         steps=sum(lines[-1][0].step for lines in nodes) / num,
-        seconds=max(lines[-1][0].t for lines in nodes) - min(lines[0][0].t for lines in nodes),
+        seconds=max(lines[-1][0].t for lines in nodes) - max(lines[0][0].t for lines in nodes),
         spent=tuple(map(_spent, run.nodes)),
         used=sum(rl.idle_used_s for rl in newest) / waited_s if waited_s else 0.0,
         accepted=rl_totals(newest).accepted,
@@ -278,7 +278,7 @@ def report(found: Sequence[Result]) -> Report:
         name="Time of a run, two nodes of speeds 1 and 1/2 in one world",
         method=(
             "`aedit run configs/heart.toml --local 2`: 25.9 M parameters, 2 x 4 rollouts per node and step.",
-            "Seconds: from the first batch to the last step. Used: share of the waits. Per pass: by row.",
+            "Seconds: after the first step, to the last one. Used: share of the waits. Per pass: by row.",
         ),
         columns=(
             *("arm", "seed", "rate", "steps", "seconds", "of off", "used", "per pass", "by quarter"),

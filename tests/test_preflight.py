@@ -87,6 +87,8 @@ def test_the_estimate_is_never_above_the_parameters_that_a_model_has(model):
 def test_the_estimate_is_close_for_every_preset():
     for name in preset_names():
         config = load_preset(name)
+        if config.model.pretrained:  # its model has its own sizes
+            continue
         actual = measure(config, Placement()).num_params
         assert 0.98 * actual <= least_parameters(config) <= actual, name
 

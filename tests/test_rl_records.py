@@ -11,6 +11,7 @@ from kit.hub_processes import Client, HubProcess, ending, write_run
 from kit.rl_runs import RLNode, closing, rl_run
 
 from aedit.edit import Shards
+from aedit.launch.config import RunConfig
 from aedit.launch.node.rl_records import RLRecords, Waits
 from aedit.launch.records import Clock, HubSample, Recorder, RLMetric, read_run
 from aedit.launch.records.recorder import Tracker
@@ -110,7 +111,7 @@ def test_totals_of_earlier_attempts_are_counted_and_so_is_their_use_of_idle_time
         pipeline = SimpleNamespace(source=source, rollout_s=1.0, reward_s=0.25)
         shards, waits = Shards(), Waits(sync, {"rewards": 0.25})
         records = RLRecords(
-            config=None, sync=sync, pipeline=pipeline, waits=waits, shards=shards, before=before
+            config=RunConfig(), sync=sync, pipeline=pipeline, waits=waits, shards=shards, before=before
         )
         return RLMetric.of(records.line()), records.totals()
 

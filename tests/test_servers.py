@@ -380,6 +380,44 @@ def session():
     return made, to_rank, to_server
 
 
+def test_a_sample_whose_server_dies_with_its_last_token_ends_there(opened):
+    """The word of the end is lost, as it is a message of its own."""
+    serve, start = opened
+    server = serve("a")
+    server.ends = False
+    source, _ = start(server)
+    asked = samples(4, length=12)
+    source.add(asked)
+    found = []
+    until(lambda: found.extend(source.step()) or len(found) == 4, "the samples", LIMIT_S)
+    for rollout in found:
+        assert rollout.tokens == [token(*rollout.prompt.key, place) for place in range(12)]
+        assert (rollout.finish_reason, len(rollout.logprobs), len(rollout.versions)) == ("length", 12, 12)
+
+
+@pytest.mark.parametrize(("sampling", "tokens", "given", "left"), [
+    ({"stop_tokens": (9,)}, (4, 9), 0, (4,)),
+    ({"stop_tokens": (9,)}, (9, 4), 0, (9, 4)),
+    ({"stop_tokens": (9,)}, (4, 9), 2, (4, 9)),
+    ({"max_new_tokens": 2}, (4, 5), 0, (4,)),
+    ({"stop_strings": ("x",)}, (4, 5), 1, (4,)),
+    ({}, (4, 5), 0, (4, 5)),
+])  # fmt: skip
+def test_a_sample_that_may_have_ended_is_continued_before_its_last_token(sampling, tokens, given, left):
+    prompt = Prompt(tokens=(1,), sampling=Sampling(**{"max_new_tokens": 40} | sampling))
+    rollout = prompt.to_rollout()
+    rollout.tokens.extend(tokens[:given])
+    sample = RequestedSample(rollout, b"")
+    rollout.tokens.extend(tokens[given:])
+    rollout.logprobs.extend([-1.0] * len(tokens))
+    rollout.versions.extend([3] * len(tokens))
+    rollout.servers.extend([(0, "a"), (len(tokens) - 1, "b")])
+    sample.reopen()
+    assert tuple(rollout.tokens) == left
+    assert len(rollout.logprobs) == len(rollout.versions) == len(left)
+    assert rollout.servers == [(0, "a"), (1, "b")][: len(left)]
+
+
 def added(session, *prompts):
     for prompt in prompts:
         session.add(RequestedSample(prompt.to_rollout(), encode_sampling(prompt.sampling)).request(1))

@@ -37,6 +37,11 @@ class RequestedSample:
     """Workers that have died, or failed, with it since its last token."""
     left: set[int] = field(default_factory=set)
     """Indices of servers that did not advance it in time: it is not given to them again."""
+    given: int = field(init=False)
+    """Tokens that it came with."""
+
+    def __post_init__(self) -> None:
+        self.given = len(self.rollout.tokens)
 
     def prompt(self) -> Prompt:
         """Return a prompt that continues the sample after its tokens so far. It shares nothing with it."""
@@ -77,6 +82,23 @@ class RequestedSample:
         if found.passes:
             text.passes = self.passes_before + found.passes
         self.deaths = self.unreported = 0
+
+    def reopen(self) -> None:
+        """Remove the last token if the sample may have ended with it: its worker could not say so any more.
+
+        It is drawn again, with the same key. Else the next worker would go on after the end.
+        """
+        text, sampling = self.rollout, self.rollout.prompt.sampling
+        if len(text.tokens) <= self.given:
+            return
+        is_last = text.tokens[-1] in sampling.stop_tokens or len(text.tokens) >= sampling.max_new_tokens
+        if not (is_last or sampling.stop_strings):
+            return
+        for values in (text.tokens, text.logprobs, text.versions):
+            values.pop()
+        del text.top_logprobs[len(text.tokens) :]
+        while text.servers and text.servers[-1][0] >= len(text.tokens):
+            text.servers.pop()
 
     def release(self) -> None:
         """Note that no worker has the sample."""
@@ -370,6 +392,7 @@ class Dispatcher:
         for key in keys:
             self.moving.pop(key, None)
             self.samples[key].release()
+            self.samples[key].reopen()
             self.samples[key].deaths += counts
         self.num_retried += len(keys)
         where = {"worker": worker.index, "pid": worker.pid} if worker.is_local else {"server": worker.name}

@@ -30,7 +30,7 @@ class GateConfig:
     """Least increase of the match rate for a publication."""
     harm: float = 0.02
     """Decrease of the match rate at which training restarts from the published drafter."""
-    deviations: float = 2.0
+    deviations: float = 1.5
     """Standard errors by which an increase or decrease must differ from 0 besides."""
     near_peak: float = 0.98
     """Training pauses only while the published drafter's match rate is at least this share of its peak."""
@@ -112,8 +112,9 @@ def decide(
     return decision, replace(state, lr_factor=factor, num_rejected=state.num_rejected + 1)
 
 
-BLOCK = 32
-"""Consecutive chains whose mean counts as one measurement: chains of near positions are alike."""
+BLOCK, MIN_BLOCKS = 32, 4
+"""Consecutive chains whose mean counts as one measurement, as chains of near positions are alike; fewer where
+there would be too few blocks."""
 
 
 def difference_error(published_C: Tensor, candidate_C: Tensor) -> float:
@@ -121,11 +122,12 @@ def difference_error(published_C: Tensor, candidate_C: Tensor) -> float:
 
     Infinite if there are too few chains. Both are shares of accepted tokens as `match_sums` returns them.
     """
-    num_blocks = len(published_C) // BLOCK
-    if num_blocks < 2:
+    size = min(BLOCK, len(published_C) // MIN_BLOCKS)
+    if size < 2:
         return math.inf
-    differences_C = (candidate_C - published_C)[: num_blocks * BLOCK]
-    return float(differences_C.view(num_blocks, BLOCK).mean(1).std()) / math.sqrt(num_blocks)
+    num_blocks = len(published_C) // size
+    differences_C = (candidate_C - published_C)[: num_blocks * size]
+    return float(differences_C.view(num_blocks, size).mean(1).std()) / math.sqrt(num_blocks)
 
 
 def with_measurement(rate: float, state: GateState, config: GateConfig) -> GateState:

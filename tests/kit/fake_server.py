@@ -3,7 +3,8 @@
 Its versions are real ones: `Versions` keeps what trainers give it. `lie` names what it does wrong, once, at
 the first sample that has `LIE_AT` tokens. Other attributes make it slow or silent in parts: `opens` (answers
 the opening of a stream), `deaf` (answers no request to return a sample, and goes on with it), `token_s`
-(least time between two tokens), `favours` (draws for its oldest sample only). It says all the time that it
+(least time between two tokens), `favours` (draws for its oldest sample only), `ends` (says that a sample has
+ended; else it dies instead). It says all the time that it
 lives.
 """
 
@@ -59,7 +60,7 @@ class FakeServer:
         self.secrets, self.streams, self.added, self.told = {}, [], [], 0
         self.silent, self.stalled, self.rejects, self.ending = False, False, False, False
         self.opens, self.deaf, self.favours, self.token_s = True, False, False, 0.0
-        self.drawn = 0
+        self.drawn, self.ends = 0, True
         core = VersionsCore(self.store, lambda line, caller: self.secrets.get(line) == caller.secret)
         pool = FairPool(8, "fake")
         generate = lambda messages, context: _Stream(self, messages, context).run()  # noqa: E731
@@ -150,6 +151,9 @@ class _Stream:
                 yield from self._lie(sample, lie)
                 continue
             yield self._token(sample)
+            if len(sample.tokens) == sample.most and not self.server.ends:
+                self.over = True
+                return
             if len(sample.tokens) == sample.most:
                 yield self._end(sample)
 
