@@ -12,9 +12,8 @@ After drafting: the number of nodes n with the largest E[tokens] - rate * second
 improved (Dinkelbach; the time of drafting is spent already).
 
 Uncertain arms are tried in short trials if an optimistic estimate says that they may be better; plain
-decoding is timed again now and then. Each drafter is tried once at each number of rows, as the bound of what
-drafts can gain there needs a measured pass. The cost of trials, compared with the arm that would have been
-used, is limited to a quarter of a percent of all time.
+decoding is timed again now and then. The cost of trials, compared with the arm that would have been used, is
+limited to half a percent of all time.
 
 All decisions are functions of the observations in order, so that a log replays them and all ranks agree.
 """
@@ -42,7 +41,7 @@ from aedit.spec_rollout.choose.table import (
 from aedit.spec_rollout.drafters import OFF, Arm, Draft, parse_arm
 from aedit.types import check, checked
 
-EXPLORATION_SHARE = 0.0025
+EXPLORATION_SHARE = 0.005
 """Share of all time that trials may cost."""
 INITIAL_BUDGET_STEPS = 4.0
 """Initial budget of trials, in plain steps."""
@@ -72,7 +71,7 @@ CERTAIN_DEVIATIONS = 2.0
 SPARSE_FACTOR = 8
 """In a long run of plain steps with a full window of times, only each so many-th step is timed, and
 comparisons are as much rarer: where nothing is gained, choosing must cost nothing."""
-LEARNING_SHARE = 0.005
+LEARNING_SHARE = 0.01
 """Share of all time that this chooser may take outside of trials: where steps are short, it times, counts,
 trims and compares more rarely."""
 SETTLING_STEPS = 8
@@ -349,13 +348,14 @@ class Goodput:
         """Return by drafter the speed-up over plain decoding if each draft of its best arm were accepted.
 
         It is a mean over the numbers of rows at which time was spent lately, and infinite where no pass with
-        its drafts has been measured; the table takes other sizes from the measured ones. Spent time counts
-        half after each call.
+        drafts has been measured. Spent time counts half after each call.
         """
         found: dict[str, float] = {}
         for kind in self.drafters:
+            arms = [arm for arm in self.arms if arm.drafter == kind]
             perfect_s = sum(
-                spent_s / self._bound(rows, context, kind) for rows, (spent_s, context) in self._spent.items()
+                spent_s / max(self._bound(rows, context, arm) for arm in arms)
+                for rows, (spent_s, context) in self._spent.items()
             )
             total_s = sum(spent_s for spent_s, _ in self._spent.values())
             found[kind] = total_s / perfect_s if perfect_s > 0 else inf
@@ -367,22 +367,12 @@ class Goodput:
         """Return the number of rows at which most time was spent lately, rounded."""
         return max(self._spent, key=lambda rows: self._spent[rows][0], default=0)
 
-    def _bound(self, rows: int, context: int, kind: str) -> float:
-        """Return the speed-up of the drafter's best arm over plain decoding if all drafts were accepted."""
-        if not (self.cost.is_measured(rows, 0) and self._is_measured(rows, kind)):
+    def _bound(self, rows: int, context: int, arm: Arm) -> float:
+        """Return the speed-up of the arm over plain decoding if all its drafts were accepted."""
+        if not (self.cost.is_measured(rows, 0) and self.cost.is_measured(rows, arm.nodes)):
             return inf
-        plain_s = self.cost.verify_s(rows, 0, context)
-        return max(
-            (1 + arm.depth)
-            * plain_s
-            / (self.cost.verify_s(rows, arm.nodes, context) + self.cost.draft_s(arm, rows))
-            for arm in self.arms
-            if arm.drafter == kind
-        )
-
-    def _is_measured(self, rows: int, kind: str) -> bool:
-        """Return true if a pass with drafts of this drafter's sizes has been measured at so many rows."""
-        return any(arm.drafter == kind and self.cost.is_measured(rows, arm.nodes) for arm in self.arms)
+        seconds = self.cost.verify_s(rows, arm.nodes, context) + self.cost.draft_s(arm, rows)
+        return (1 + arm.depth) * self.cost.verify_s(rows, 0, context) / seconds
 
     def missing_tokens(self, view: EngineView, arm: Arm) -> int:
         """Return the tokens that the arm's drafter has to compute first, beyond those of the last step."""
@@ -420,11 +410,7 @@ class Goodput:
         costs_s = {
             arm: self._trial_cost_s(view, arm, *expected[arm])
             for arm in values
-            if arm != self.arm
-            and (
-                self._may_be_better(view, arm, values[arm])
-                or not (arm.is_off or self._is_measured(view.rows, arm.drafter))
-            )
+            if arm != self.arm and self._may_be_better(view, arm, values[arm])
         }
         cheapest = min(costs_s, key=costs_s.__getitem__, default=OFF)
         if costs_s and costs_s[cheapest] <= self.exploration_budget_s:
