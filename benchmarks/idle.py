@@ -5,6 +5,7 @@ a process that runs in windows. Its result is never published here, so that fast
 delay. The faults are injected into a smaller training in the same process.
 """
 
+import argparse
 import ctypes
 import os
 import queue
@@ -18,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -174,6 +175,8 @@ class Harvest:
     cpu_s: float
     queued_s: float
     """Time in which the trainer was ready to run but had no core."""
+    outside_s: float
+    """Processor time of the trainer from this window to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +191,11 @@ class Leaving:
     """Part of `left_s` that leaving the window took."""
     cpu_s: float
     """Processor time of the trainer in the window."""
+
+    @property
+    def closed_s(self) -> float:
+        """Return the part of `stopped_s` from the moment at which the foreground began to leave."""
+        return self.stopped_s - self.left_s + self.call_s
 
 
 class Clocks:
@@ -230,22 +238,24 @@ def priority(pid: int) -> tuple[str, str, str]:
 
 def harvest(
     work: Trainer, step: Callable[[int], None], num_windows: int, windows_s: tuple[float, float]
-) -> tuple[list[Harvest], float]:
-    """Run windows of random length with a step after each.
-
-    Returns their results, and the share of the trainer's processor time outside them.
-    """
+) -> Iterator[Harvest]:
+    """Run windows of random length with a step after each; yield the result of each."""
     clocks, chance = Clocks(work.status()["pid"]), random.Random(0)
-    found, began_s = [], clocks.cpu_s
     for number in range(num_windows):
         with work.window("round"):
-            opened_s, cpu_s, queued_s = time.perf_counter(), clocks.cpu_s, clocks.queued_s
+            opened_s, before_s, queued_s = time.perf_counter(), clocks.cpu_s, clocks.queued_s
             time.sleep(chance.uniform(*windows_s))
-            idle_s, cpu_s = time.perf_counter() - opened_s, clocks.cpu_s - cpu_s
-            found.append(Harvest(idle_s, cpu_s, clocks.queued_s - queued_s))
+            idle_s, ended_s = time.perf_counter() - opened_s, clocks.cpu_s
+            queued_s = clocks.queued_s - queued_s
         step(number)
-    inside_s, whole_s = sum(one.cpu_s for one in found), clocks.cpu_s - began_s
-    return found, 1 - inside_s / whole_s if whole_s else 0.0
+        yield Harvest(idle_s, ended_s - before_s, queued_s, clocks.cpu_s - ended_s)
+
+
+def outside(harvests: Sequence[Harvest]) -> float:
+    """Return the share of the trainer's processor time outside of the windows."""
+    outside_s = sum(one.outside_s for one in harvests)
+    whole_s = outside_s + sum(one.cpu_s for one in harvests)
+    return outside_s / whole_s if whole_s else 0.0
 
 
 class Messenger:
@@ -283,17 +293,16 @@ class Messenger:
             os.write(self._write, struct.pack("d", time.perf_counter()))
 
 
-def leave(work: Trainer, count: int, lengths_s: tuple[float, float]) -> list[Leaving]:
-    """End windows by messages at random moments of a microbatch; return the times."""
-    clocks, chance, found = Clocks(work.status()["pid"]), random.Random(1), []
+def leave(work: Trainer, count: int, lengths_s: tuple[float, float]) -> Iterator[Leaving]:
+    """End windows by messages at random moments of a microbatch; yield the times of each."""
+    clocks, chance = Clocks(work.status()["pid"]), random.Random(1)
     with Messenger() as messenger:
         for _ in range(count):
             before_s = clocks.cpu_s
             sent_s, left_s, call_s = _left(messenger, work.window("round"), chance.uniform(*lengths_s))
             stopped_s = _stopped(clocks) - sent_s
-            found.append(Leaving(left_s - sent_s, stopped_s, call_s, clocks.cpu_s - before_s))
+            yield Leaving(left_s - sent_s, stopped_s, call_s, clocks.cpu_s - before_s)
             time.sleep(0.002)
-    return found
 
 
 def leave_nothing(window: Callable[[], AbstractContextManager[None]], count: int) -> list[float]:
@@ -503,7 +512,7 @@ def _same(found: Publication, held: Publication | None) -> bool:
 HARVEST, SHARE_OUTSIDE = 0.85, 0.005
 LEAVE_P50_S, LEAVE_P99_S, PREEMPTIONS = 0.001, 0.015, 500
 MIDDLE, HIGH, PAIRS = 1.01, 1.02, 60
-CROWDED, CROWDED_STEP, STOPPED_S = 0.4, 0.98, 0.005
+CROWDED, CROWDED_STEP, CLOSED_S = 0.4, 0.98, 0.005
 AA_WIDTH = 0.03
 """Two like series must agree so closely, or the machine is too busy to tell."""
 NUM_FAULTS = 20
@@ -527,17 +536,15 @@ FULL = Size(30, (1.0, 4.0), 600, (0.002, 0.1), 100, (0.05, 0.3), NUM_FAULTS)
 QUICK = Size(2, (1.0, 1.2), 20, (0.002, 0.1), 4, (0.05, 0.1), 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Windows:
-    """Measurements of the trainer itself."""
+    """Measurements of the trainer itself, so far."""
 
-    harvests: tuple[Harvest, ...]
-    outside: float
-    """Share of its processor time."""
-    leavings: tuple[Leaving, ...]
-    unhindered_s: tuple[float, ...]
+    harvests: list[Harvest] = field(default_factory=list)
+    leavings: list[Leaving] = field(default_factory=list)
+    unhindered_s: list[float] = field(default_factory=list)
     """From a message to where the foreground goes on, without a trainer."""
-    priority: tuple[str, str, str]
+    priority: tuple[str, ...] = ()
 
     @property
     def harvest(self) -> float:
@@ -549,29 +556,90 @@ class Windows:
         return tuple(one for one in self.leavings if one.cpu_s > 0)
 
 
-def measure(quick: bool) -> Report | str:
+@dataclass(slots=True)
+class Measured:
+    """Measurements so far. What fails leaves a line, and the measurements before it."""
+
+    windows: Windows = field(default_factory=Windows)
+    crowded: Windows = field(default_factory=Windows)
+    pairs: dict[str, list[Pair]] = field(default_factory=dict)
+    """By name of the row."""
+    suffered: list[Suffered] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, name: str, pair: Pair) -> None:
+        self.pairs.setdefault(name, []).append(pair)
+
+    @contextmanager
+    def failure_of(self, part: str) -> Iterator[None]:
+        """Note that a deadline passed, or that a process is gone, and go on after the block."""
+        try:
+            yield
+        except OSError as error:  # TimeoutError is one, ProcessLookupError another
+            self.failures.append(f"{part}: {error}")
+
+    @property
+    def ratios(self) -> dict[str, Ratio]:
+        pairs = self.pairs | {"faults": [pair for one in self.suffered for pair in one.pairs]}
+        return {name: Ratio.of(pairs[name]) for name in STEPS if pairs.get(name)}
+
+
+def measure(args: argparse.Namespace) -> Report | str:
     if sys.platform != "linux":
         return "needs /proc, to see from outside when the trainer is stopped"
-    size = QUICK if quick else FULL
+    size = QUICK if args.quick else FULL
     torch.set_num_threads(THREADS)
-    foreground = Foreground(quick)
-    try:
-        with learner(IdleConfig()) as work:
-            begun(work)
-            windows = watch(work, foreground, size)
-            ratios = shadow(work, foreground, size)
-        with learner(IdleConfig(niceness=0, threads=THREADS)) as work:
-            begun(work)
-            ratios |= {"control": control(work, foreground, size)}
-        with learner(IdleConfig(niceness=0)) as work, crowd():
-            begun(work)
-            crowded = watch(work, foreground, size)
-            ratios |= {"crowded": shadow(work, foreground, size)["shadow"]}
-        suffered = [suffer(fault, foreground, size.faults, size.waits_s) for fault in FAULTS]
-    except TimeoutError as error:
-        return f"not measured: {error}"
-    ratios |= {"faults": Ratio.of([pair for one in suffered for pair in one.pairs])}
-    return report(windows, ratios, suffered, quick, crowded)
+    foreground, found = Foreground(args.quick), Measured()
+    for name in args.only or PARTS:
+        with found.failure_of(name):
+            PARTS[name](found, foreground, size)
+    return report(found, found.ratios, args.quick)
+
+
+def alone(found: Measured, foreground: Foreground, size: Size) -> None:
+    """Measure the trainer at its lowest priority."""
+    with learner(IdleConfig()) as work:
+        begun(work)
+        with found.failure_of("windows"):
+            watch(work, foreground, size, found.windows)
+        shadow(work, foreground, size, found)
+        window, race = partial(work.window, "wait"), Race(foreground, size.waits_s)
+        for _ in range(max(size.turns // 4, 3)):
+            found.add("nice", race.pair(Arm(window, goes_on=True)))
+
+
+def control(found: Measured, foreground: Foreground, size: Size) -> None:
+    """Measure an ordinary process that goes on during the step, which must slow it."""
+    with learner(IdleConfig(niceness=0, threads=THREADS)) as work:
+        begun(work)
+        race, arm = Race(foreground, size.waits_s), Arm(partial(work.window, "wait"), goes_on=True)
+        for _ in range(max(size.turns // 3, 3)):
+            found.add("control", race.pair(arm))
+
+
+def crowded(found: Measured, foreground: Foreground, size: Size) -> None:
+    """Measure the trainer at normal priority, beside a busy process per core."""
+    size = replace(size, windows=size.windows // 2, preemptions=size.preemptions // 3)
+    with learner(IdleConfig(niceness=0)) as work, crowd():
+        begun(work)
+        with found.failure_of("windows beside busy processes"):
+            watch(work, foreground, size, found.crowded)
+        shadow(work, foreground, size, found, "crowded ")
+
+
+def faults(found: Measured, foreground: Foreground, size: Size) -> None:
+    """Measure steps beside a trainer with faults."""
+    for fault in FAULTS:
+        with found.failure_of(fault):
+            found.suffered.append(suffer(fault, foreground, size.faults, size.waits_s))
+
+
+PARTS: dict[str, Callable[[Measured, Foreground, Size], None]] = {
+    "alone": alone,
+    "control": control,
+    "crowded": crowded,
+    "faults": faults,
+}
 
 
 @contextmanager
@@ -587,32 +655,27 @@ def crowd() -> Iterator[None]:
             process.wait()
 
 
-def watch(work: DrafterTraining, foreground: Foreground, size: Size) -> Windows:
+def watch(work: DrafterTraining, foreground: Foreground, size: Size, found: Windows) -> None:
     """Measure the trainer itself, in windows of random length."""
-    harvests, outside = harvest(work, foreground.step, size.windows, size.windows_s)
-    leavings = leave(work, size.preemptions, size.lengths_s)
-    unhindered_s = leave_nothing(nullcontext, size.preemptions // 3)
-    pid = work.status()["pid"]
-    return Windows(tuple(harvests), outside, tuple(leavings), tuple(unhindered_s), priority(pid))
+    found.priority = priority(work.status()["pid"])
+    # Each is added as soon as it is known: an error later on loses none.
+    for harvested in harvest(work, foreground.step, size.windows, size.windows_s):
+        found.harvests.append(harvested)
+    for left in leave(work, size.preemptions, size.lengths_s):
+        found.leavings.append(left)
+    found.unhindered_s = leave_nothing(nullcontext, size.preemptions // 3)
 
 
-def shadow(work: DrafterTraining, foreground: Foreground, size: Size) -> dict[str, Ratio]:
-    """Return ratios of steps after waits with and without the trainer, and of those without it."""
-    race, window = Race(foreground, size.waits_s), partial(work.window, "wait")
-    arms = {"off": OFF, "same": OFF, "shadow": Arm(window)}
-    turns = [race.turn(arms) for _ in range(size.turns)]
-    ratios = {
-        name: Ratio.of([Pair(seconds[name], seconds["off"]) for seconds in turns])
-        for name in ("same", "shadow")
-    }
-    nice = [race.pair(Arm(window, goes_on=True)) for _ in range(max(size.turns // 4, 3))]
-    return ratios | {"nice": Ratio.of(nice)}
-
-
-def control(work: DrafterTraining, foreground: Foreground, size: Size) -> Ratio:
-    """Return the ratio for an ordinary process that goes on during the step, which must slow it."""
-    race, arm = Race(foreground, size.waits_s), Arm(partial(work.window, "wait"), goes_on=True)
-    return Ratio.of([race.pair(arm) for _ in range(max(size.turns // 3, 3))])
+def shadow(
+    work: DrafterTraining, foreground: Foreground, size: Size, found: Measured, prefix: str = ""
+) -> None:
+    """Measure steps after waits with and without the trainer, and of those without it."""
+    race = Race(foreground, size.waits_s)
+    arms = {"off": OFF, "same": OFF, "shadow": Arm(partial(work.window, "wait"))}
+    for _ in range(size.turns):
+        seconds = race.turn(arms)
+        for name in ("same", "shadow"):
+            found.add(prefix + name, Pair(seconds[name], seconds["off"]))
 
 
 # --- the report
@@ -622,25 +685,20 @@ STEPS = {
     "shadow": "trainer in the waits",
     "nice": "lowest priority, but not stopped",
     "control": "control: same priority, not stopped",
-    "crowded": "trainer in the waits, beside a busy process per core",
+    "crowded same": "beside a busy process per core, A/A",
+    "crowded shadow": "beside a busy process per core, trainer in the waits",
     "faults": "trainer in the waits, with faults",
 }
 
 
-def report(
-    windows: Windows,
-    ratios: dict[str, Ratio],
-    suffered: Sequence[Suffered],
-    quick: bool,
-    crowded: Windows | None = None,
-) -> Report:
-    """Return the report. crowded: the measurements beside a busy process per core."""
-    bars = [*window_bars(windows), *ratio_bars(ratios), fault_bar(suffered)]
-    rows = [*window_rows(windows), *(ratio_row(f"step: {STEPS[n]}", r) for n, r in ratios.items())]
-    rows += [fault_row(one) for one in suffered]
-    if crowded is not None:
-        bars += crowded_bars(crowded, ratios["crowded"])
-        rows += [(f"beside a busy process per core: {row[0]}", *row[1:]) for row in window_rows(crowded)]
+def report(found: Measured, ratios: Mapping[str, Ratio], quick: bool) -> Report:
+    """Return the report of what was measured. ratios: those of its pairs."""
+    bars = [*window_bars(found.windows), *ratio_bars(ratios)]
+    bars += [*crowded_bars(found.crowded, ratios), *fault_bars(found.suffered)]
+    rows = [*window_rows(found.windows), *(ratio_row(f"step: {STEPS[n]}", r) for n, r in ratios.items())]
+    rows += [fault_row(one) for one in found.suffered if one.pairs]
+    rows += [(f"beside a busy process per core: {row[0]}", *row[1:]) for row in window_rows(found.crowded)]
+    bars = [replace(bar, passed=None) for bar in bars] if quick else bars
     return Report(
         "a drafter's training in a node's waits",
         (
@@ -651,19 +709,37 @@ def report(
         ),
         ("what", "n", "middle", "p99 or 95 %", "worst"),
         tuple(rows),
-        tuple(replace(bar, passed=None) for bar in bars) if quick else tuple(bars),
+        (*bars, *(Bar(f"not measured: {failure}", False) for failure in found.failures)),
         {
-            "windows": asdict(windows),
+            "windows": asdict(found.windows),
+            "crowded": asdict(found.crowded),
             "ratios": {name: asdict(ratio) for name, ratio in ratios.items()},
-            "faults": [asdict(one) for one in suffered],
+            "faults": [asdict(one) for one in found.suffered],
+            "failures": found.failures,
         },
     )
 
 
 def window_rows(windows: Windows) -> Iterator[tuple[str, ...]]:
+    if windows.priority:
+        yield "trainer's priority", "", *windows.priority
+    if windows.harvests:
+        yield from harvest_rows(windows)
+    for name, values in (
+        ("message to foreground, no trainer, ms", windows.unhindered_s),
+        ("message to foreground, ms", [one.left_s for one in windows.preemptions]),
+        ("of that, leaving the window, ms", [one.call_s for one in windows.preemptions]),
+        ("message to trainer cannot run, ms", [one.stopped_s for one in windows.preemptions]),
+        ("of that, from the end of the window, ms", [one.closed_s for one in windows.preemptions]),
+    ):
+        if values:
+            figures = (median(values), quantile(values, 0.99), max(values))
+            yield name, str(len(values)), *(f"{1e3 * figure:.3f}" for figure in figures)
+
+
+def harvest_rows(windows: Windows) -> Iterator[tuple[str, ...]]:
     shares = [one.cpu_s / one.idle_s for one in windows.harvests]
     queued = sum(one.queued_s for one in windows.harvests) / sum(one.idle_s for one in windows.harvests)
-    yield "trainer's priority", "", *windows.priority
     yield (
         "trainer busy / idle, windows of 1 s and more",
         str(len(shares)),
@@ -671,16 +747,7 @@ def window_rows(windows: Windows) -> Iterator[tuple[str, ...]]:
         f"{percent(queued)} waiting for a core",
         percent(min(shares)),
     )
-    yield "trainer's time outside of windows", str(len(shares)), percent(windows.outside, 2), "", ""
-    for name, values in (
-        ("message to foreground, no trainer, ms", windows.unhindered_s),
-        ("message to foreground, ms", [one.left_s for one in windows.preemptions]),
-        ("of that, leaving the window, ms", [one.call_s for one in windows.preemptions]),
-        ("message to trainer cannot run, ms", [one.stopped_s for one in windows.preemptions]),
-    ):
-        if values:
-            figures = (median(values), quantile(values, 0.99), max(values))
-            yield name, str(len(values)), *(f"{1e3 * figure:.3f}" for figure in figures)
+    yield "trainer's time outside of windows", str(len(shares)), percent(outside(windows.harvests), 2), "", ""
 
 
 def ratio_row(name: str, ratio: Ratio) -> tuple[str, ...]:
@@ -694,26 +761,34 @@ def fault_row(one: Suffered) -> tuple[str, ...]:
 
 
 def window_bars(windows: Windows) -> Iterator[Bar]:
-    share, outside = windows.harvest, percent(windows.outside, 2)
-    yield Bar(f"busy / idle {share:.3f} in windows of 1 s and more, bar {HARVEST}", share >= HARVEST)
-    yield Bar(f"{outside} of its time outside of windows, bar 0.5 %", windows.outside <= SHARE_OUTSIDE)
+    if windows.harvests:
+        share, rest = windows.harvest, outside(windows.harvests)
+        yield Bar(f"busy / idle {share:.3f} in windows of 1 s and more, bar {HARVEST}", share >= HARVEST)
+        text = f"{percent(rest, 2)} of its time outside of windows, bar 0.5 %"
+        yield Bar(text, rest <= SHARE_OUTSIDE)
     for what, values in (
         ("the trainer cannot run", [one.stopped_s for one in windows.preemptions]),
         ("the foreground goes on", [one.left_s for one in windows.preemptions]),
     ):
-        yield leaving_bar(what, values)
+        if windows.leavings:
+            yield leaving_bar(what, values)
 
 
-def crowded_bars(crowded: Windows, step: Ratio) -> Iterator[Bar]:
+def crowded_bars(windows: Windows, ratios: Mapping[str, Ratio]) -> Iterator[Bar]:
     """Yield the bars of a trainer of normal priority beside a busy process of another user per core."""
-    share, stopped_s = crowded.harvest, [one.stopped_s for one in crowded.preemptions]
-    yield Bar(f"crowded: {share:.2f} of a core in windows, bar {CROWDED}", share >= CROWDED)
-    speed = 1 / step.middle
-    yield Bar(f"crowded: steps at {speed:.3f} of those without it, bar {CROWDED_STEP}", speed >= CROWDED_STEP)
-    if stopped_s:
-        p99_s = quantile(stopped_s, 0.99)
-        text = f"crowded: the trainer stands after {1e3 * median(stopped_s):.2f} ms, p99 {1e3 * p99_s:.2f} ms"
-        yield Bar(f"{text}, bar {1e3 * STOPPED_S:g} ms", p99_s <= STOPPED_S)
+    if windows.harvests:
+        share = windows.harvest
+        yield Bar(f"crowded: {share:.2f} of a core in windows, bar {CROWDED}", share >= CROWDED)
+    if "crowded shadow" in ratios:
+        same, step = ratios["crowded same"], ratios["crowded shadow"]
+        text = f"{1 / step.middle:.3f} of those without it, {1 / step.high:.3f} to {1 / step.low:.3f}"
+        can_tell = same.high - same.low <= 2 * AA_WIDTH
+        passed = 1 / step.middle >= CROWDED_STEP if can_tell else None
+        yield Bar(f"crowded: steps at {text}, bar {CROWDED_STEP}", passed)
+    if closed_s := [one.closed_s for one in windows.preemptions]:
+        p99_s = quantile(closed_s, 0.99)
+        text = f"p50 {1e3 * median(closed_s):.2f} ms, p99 {1e3 * p99_s:.2f} ms, bar {1e3 * CLOSED_S:g} ms"
+        yield Bar(f"crowded: from the end of a window until the trainer cannot run {text}", p99_s <= CLOSED_S)
 
 
 def leaving_bar(what: str, values: Sequence[float]) -> Bar:
@@ -724,29 +799,41 @@ def leaving_bar(what: str, values: Sequence[float]) -> Bar:
     return Bar(f"{text}, over {len(values)}", p50_s <= LEAVE_P50_S and p99_s <= LEAVE_P99_S)
 
 
-def ratio_bars(ratios: dict[str, Ratio]) -> Iterator[Bar]:
-    same, harm = ratios["same"], ratios["control"]
+def ratio_bars(ratios: Mapping[str, Ratio]) -> Iterator[Bar]:
+    same, harm = ratios.get("same"), ratios.get("control")
     # A control without harm would mean that this cannot see any; and so would two like series that differ.
-    can_tell = harm.low > HIGH and same.high - same.low <= 2 * AA_WIDTH
-    text = f"the control shows the harm: {harm.middle:.2f}, {harm.low:.2f} at least, bar {HIGH}"
-    yield Bar(text, harm.low > HIGH)
-    text = f"A/A {same.middle:.3f}, {same.low:.3f} to {same.high:.3f}, may be {2 * AA_WIDTH:g} wide"
-    yield Bar(text, same.high - same.low <= 2 * AA_WIDTH)
-    for name in ("shadow", "faults"):
-        ratio = ratios[name]
+    shows_harm = harm is not None and harm.low > HIGH
+    is_quiet = same is not None and same.high - same.low <= 2 * AA_WIDTH
+    can_tell = shows_harm and is_quiet
+    if harm is not None:
+        text = f"the control shows the harm: {harm.middle:.2f}, {harm.low:.2f} at least, bar {HIGH}"
+        yield Bar(text, shows_harm)
+    if same is not None:
+        text = f"A/A {same.middle:.3f}, {same.low:.3f} to {same.high:.3f}, may be {2 * AA_WIDTH:g} wide"
+        yield Bar(text, is_quiet)
+    for name, ratio in ratios.items():
+        if name not in ("shadow", "faults"):
+            continue
         passed = ratio.middle <= MIDDLE and ratio.high <= HIGH
         text = f"{ratio.middle:.3f}, {ratio.high:.3f} at most, bars {MIDDLE} and {HIGH}"
         enough = can_tell and ratio.num_pairs >= PAIRS
         yield Bar(f"step, {STEPS[name]}: {text}, over {ratio.num_pairs}", passed if enough else None)
 
 
-def fault_bar(suffered: Sequence[Suffered]) -> Bar:
+def fault_bars(suffered: Sequence[Suffered]) -> Iterator[Bar]:
+    if not suffered:
+        return
     injected, recovered = sum(one.injected for one in suffered), sum(one.recovered for one in suffered)
     kept, bad = sum(one.kept for one in suffered), sum(one.bad_drafters for one in suffered)
     text = f"{recovered} of {injected} faults recovered from, the last good drafter kept in {kept}, {bad} bad"
-    each = all(one.injected >= NUM_FAULTS for one in suffered)
-    return Bar(f"{text} adopted", each and recovered == kept == injected and bad == 0)
+    each = len(suffered) == len(FAULTS) and all(one.injected >= NUM_FAULTS for one in suffered)
+    yield Bar(f"{text} adopted", each and recovered == kept == injected and bad == 0)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="parts to measure; default: all")
 
 
 if __name__ == "__main__":
-    main("idle", "A drafter's training in a node's waits: harvest, leaving, delay, faults.", measure)
+    about = "A drafter's training in a node's waits: harvest, leaving, delay, busy machine, faults."
+    main("idle", about, measure, options=_options)

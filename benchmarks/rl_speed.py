@@ -32,7 +32,7 @@ from aedit.spec_rollout.rl.tasks.scratchpad import reward
 from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
 from aedit.spec_rollout.training import GateConfig, IdleConfig, LearningConfig, OnlineConfig, OnlineDrafter
 from benchmarks.drift import HARVEST, Lesson, Mover, policy_gradient
-from benchmarks.idle import Arm, Harvest, Pair, Race, Ratio, harvest
+from benchmarks.idle import Arm, Harvest, Pair, Race, Ratio, harvest, outside
 from benchmarks.kit.statistics import Interval, median, percent, quantile
 from benchmarks.kit.tables import Bar, Report, main
 from benchmarks.kit.trainer_waits import start, wait
@@ -135,8 +135,6 @@ class Waited:
     """Results."""
 
     harvests: tuple[Harvest, ...]
-    outside: float
-    """Share of the trainer's processor time that it used outside of waits."""
     ratios: dict[str, Ratio]
 
     @property
@@ -206,7 +204,7 @@ def measure_waits(size: Size, amount: Amount, root: Path) -> Waited:
     """Return the use of waits, and the steps after them beside those of a node without a drafter."""
     torch.set_num_threads(amount.threads)
     with Stepper(size, amount, root, IdleConfig(niceness=amount.niceness)) as node:
-        harvests, outside = harvest(node.online, node.step, amount.windows, amount.windows_s)
+        harvests = tuple(harvest(node.online, node.step, amount.windows, amount.windows_s))
         off = Arm(node.detached)
         arms = {"off": off, "same": off, "drafter": Arm(node.waiting)}
         race = Race(node, amount.waits_s)
@@ -217,7 +215,7 @@ def measure_waits(size: Size, amount: Amount, root: Path) -> Waited:
         arms = {"on": Arm(node.waiting, goes_on=True), "off": Arm(node.detached)}
         turns = [race.turn(arms) for _ in range(max(amount.turns // 3, 3))]
     ratios["control"] = Ratio.of([Pair(s["on"], s["off"]) for s in turns])
-    return Waited(tuple(harvests), outside, ratios)
+    return Waited(harvests, ratios)
 
 
 # -- steps of reinforcement learning on two nodes, with the same samples once plainly and once speculating
@@ -721,7 +719,7 @@ def waits_report(seen: Waited, plan: Plan) -> Report:
             "",
             percent(min(shares)),
         ),
-        ("trainer's time outside of waits", "", percent(seen.outside, 2), "", ""),
+        ("trainer's time outside of waits", "", percent(outside(seen.harvests), 2), "", ""),
     ]
     names = {
         "same": "step: no drafter beside no drafter (A/A)",

@@ -105,7 +105,7 @@ def test_a_bar_that_is_missed_is_said_so_and_no_other(wrong, shared, missed):
 def test_the_cost_of_a_trainer_is_told_only_where_its_harm_could_be_seen(wrong, expected):
     ratios = {"same": SURE, "drafter": SURE, "control": replace(SURE, middle=1.3, low=1.2)}
     ratios |= {name: ratio for name, ratio in wrong.items() if name in ratios}
-    seen = Waited((Harvest(1.0, wrong.get("used_s", 0.9), 0.0),) * 3, 0.0, ratios)
+    seen = Waited((Harvest(1.0, wrong.get("used_s", 0.9), 0.0, 0.0),) * 3, ratios)
     assert [bar.passed for bar in rl_speed.waits_report(seen, rl_speed.FULL).bars] == expected
     assert {bar.passed for bar in rl_speed.waits_report(seen, rl_speed.QUICK).bars} == {None}
 
