@@ -191,6 +191,8 @@ class Leaving:
     """Part of `left_s` that leaving the window took."""
     cpu_s: float
     """Processor time of the trainer in the window."""
+    late_s: float
+    """The same after the foreground had left. A stopped process that waits for a core uses none."""
 
     @property
     def closed_s(self) -> float:
@@ -300,8 +302,10 @@ def leave(work: Trainer, count: int, lengths_s: tuple[float, float]) -> Iterator
         for _ in range(count):
             before_s = clocks.cpu_s
             sent_s, left_s, call_s = _left(messenger, work.window("round"), chance.uniform(*lengths_s))
+            ended_s = clocks.cpu_s
             stopped_s = _stopped(clocks) - sent_s
-            yield Leaving(left_s - sent_s, stopped_s, call_s, clocks.cpu_s - before_s)
+            late_s = clocks.cpu_s - ended_s
+            yield Leaving(left_s - sent_s, stopped_s, call_s, ended_s - before_s, late_s)
             time.sleep(0.002)
 
 
@@ -731,6 +735,7 @@ def window_rows(windows: Windows) -> Iterator[tuple[str, ...]]:
         ("of that, leaving the window, ms", [one.call_s for one in windows.preemptions]),
         ("message to trainer cannot run, ms", [one.stopped_s for one in windows.preemptions]),
         ("of that, from the end of the window, ms", [one.closed_s for one in windows.preemptions]),
+        ("processor time used in that, ms", [one.late_s for one in windows.preemptions]),
     ):
         if values:
             figures = (median(values), quantile(values, 0.99), max(values))

@@ -62,9 +62,9 @@ def windows(busy, outside, leaving, ran=600):
 def verdicts(quick=False, **wrong):
     """Return the report's result for each bar, for given numbers."""
     seen = {**GOOD, **wrong}
-    leaving = Leaving(seen["left_s"], seen["stopped_s"], 1e-5, 0.01)
+    leaving = Leaving(seen["left_s"], seen["stopped_s"], 1e-5, 0.01, 1e-5)
     # Its message came late, as on a busy machine, which is no part of the time to close a window.
-    closing = Leaving(0.2, 0.2 + seen["closed_s"] - 1e-5, 1e-5, 0.01)
+    closing = Leaving(0.2, 0.2 + seen["closed_s"] - 1e-5, 1e-5, 0.01, 1e-5)
     found = Measured(
         windows=windows(seen["busy"], seen["outside"], leaving, seen["ran"]),
         crowded=windows(seen["share"], 0.0, closing),
@@ -118,7 +118,7 @@ def test_what_cannot_be_told_is_not_claimed(wrong, expected):
 
 
 def test_what_was_measured_before_an_error_is_reported_with_the_error(monkeypatch):
-    leaving = Leaving(0.0004, 0.0004, 1e-5, 0.01)
+    leaving = Leaving(0.0004, 0.0004, 1e-5, 0.01, 1e-5)
 
     def alone(found, foreground, size):
         with found.failure_of("windows"):
