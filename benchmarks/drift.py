@@ -34,7 +34,6 @@ from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.model import Target
 from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
 from aedit.spec_rollout.training import (
-    HELD_OUT_EVERY,
     DraftTrainer,
     DraftTrainingConfig,
     FeatureReader,
@@ -53,7 +52,7 @@ from aedit.spec_rollout.training import (
     policy_tensors,
     train_when_idle,
 )
-from benchmarks.kit.policy_drafter import Recipe, collect, drafter_ready, prompts_of
+from benchmarks.kit.policy_drafter import JUDGED_EVERY, Recipe, collect, drafter_ready, prompts_of
 from benchmarks.kit.statistics import percent
 from benchmarks.kit.tables import Bar, Report, main
 from benchmarks.kit.trainer_waits import start, wait
@@ -332,8 +331,8 @@ def oracle(
     The rate is halved whenever progress stops. Returns the layer and the number of steps.
     """
     config = DraftTrainingConfig(lr=ORACLE_LR, batch_pairs=2 * ORACLE_ROW_PAIRS, row_pairs=ORACLE_ROW_PAIRS)
-    taught = [sample for sample in samples if sample.serial % HELD_OUT_EVERY]
-    apart = pack_samples([s for s in samples if s.serial % HELD_OUT_EVERY == 0], ORACLE_ROW_PAIRS)
+    taught = [sample for sample in samples if sample.serial % JUDGED_EVERY]
+    apart = pack_samples([s for s in samples if s.serial % JUDGED_EVERY == 0], ORACLE_ROW_PAIRS)
     best, trainer = copy_of(layer), DraftTrainer(copy_of(layer), config)
     best_rate, halvings, steps = held_out_match(best, apart, ends, 4).rate, 0, 0
     rng = torch.Generator().manual_seed(0)
@@ -818,8 +817,8 @@ def losses(policy: Policy, root: Path, steps: int) -> Report:
     model = load(policy, root)
     target = Target.of(model, rows=16, max_tokens=PROMPT_BYTES + FULL.most_new)
     ends, samples = ends_of(target), collect(model, prompts_of(recipe), recipe.num_tokens)
-    taught = [sample for sample in samples if sample.serial % HELD_OUT_EVERY]
-    apart = [sample for sample in samples if sample.serial % HELD_OUT_EVERY == 0]
+    taught = [sample for sample in samples if sample.serial % JUDGED_EVERY]
+    apart = [sample for sample in samples if sample.serial % JUDGED_EVERY == 0]
     asked = _asked(replace(FULL, recipe=recipe), EVAL_SEED, 16, 4)
     rows, said = [], None
     for kind in (*LOSSES, *(f"ce, {kind}" for kind in LOSSES[1:])):

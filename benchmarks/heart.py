@@ -87,7 +87,7 @@ class Arm:
         return "--rl.engine=vllm" in self.flags
 
 
-GENTLE = "--drafter.lr=5e-4"
+GENTLE = "--drafter.lr=1.5e-4"
 """The usual rate first harms a drafter that is trained already."""
 ARMS = (
     Arm("off", ("--drafter.kind=off",)),

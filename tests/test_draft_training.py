@@ -94,7 +94,7 @@ def test_a_state_holds_nothing_of_the_policys():
     trainer = DraftTrainer(drafter(model), DraftTrainingConfig())
     trainer.step(said(model, [[1, 2, 3]], 10), ends(model))
     largest = max(value.numel() for value in trainer.layer.parameters())
-    own = 3 * sum(value.numel() for value in trainer.layer.parameters()) + 2
+    own = 4 * sum(value.numel() for value in trainer.layer.parameters()) + 3
     assert sum(value.numel() for value in trainer.state().values()) == own
     assert max(value.numel() for value in trainer.state().values()) == largest
 
@@ -147,3 +147,20 @@ def test_settings_that_mean_nothing_are_refused():
         with pytest.raises(ValueError, match=next(iter(wrong))):
             DraftTrainingConfig(**wrong)
     assert DraftTrainingConfig(loss=LossConfig(num_passes=1)).loss.num_passes == 1
+
+
+def test_the_average_is_that_of_float64_and_begins_with_a_trained_layer():
+    model = policy(dtype=torch.float32)
+    samples = said(model, [[1, 2, 3]] * 2, 10)
+    for is_trained in (False, True):
+        config = DraftTrainingConfig(lr=1e-2, warmup_steps=0, decay=0.6)
+        trainer = DraftTrainer(drafter(model), config, is_trained=is_trained)
+        expected = trainer.layer.down.weight.detach().double().numpy().copy()
+        for step in range(1, 31):
+            trainer.step(samples, ends(model))
+            kept = 0.6 if is_trained else min(0.6, step / (step + 10))
+            expected = kept * expected + (1 - kept) * trainer.layer.down.weight.detach().double().numpy()
+        assert trainer.averaged.down.weight.numpy() == pytest.approx(expected, abs=1e-6)
+        assert not torch.equal(trainer.averaged.down.weight, trainer.layer.down.weight)
+    trainer.restart(drafter(model).state_dict())
+    assert equal(trainer.averaged, drafter(model))

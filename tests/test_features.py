@@ -121,6 +121,33 @@ def test_accepted_tokens_keep_their_own_features_when_rows_move(flush_steps):
         assert torch.equal(sample.features_MF, features_of(sample.tokens_N.tolist()))
 
 
+def groups_of(prompts):
+    """Return the groups of samples of these prompts that an engine begins together."""
+    ring, reader, _ = made(num_bytes=400_000)
+    sink = RowFeatures(ring)
+    for row, prompt in enumerate(prompts):
+        tokens = [*prompt, 9, row]
+        start = RowStart(row, row, tokens, features_of(tokens)[:-1] if len(tokens) > 1 else None, len(prompt))
+        sink.begin([start], 1)
+        sink.end(row, True)
+    return [entry.group for entry in reader.entries()]
+
+
+def test_answers_to_one_prompt_are_one_group():
+    assert groups_of([[1, 2], [1, 3], [1, 2], [1, 2]]) == [0, 1, 0, 0]
+    assert groups_of([[1], [1], [1]]) == [0, 1, 2]  # the first token of any text is no prompt
+    assert groups_of([[1, 2]] * 130) == [0] * 64 + [1] * 64 + [2] * 2
+
+
+def test_a_prompt_that_returns_in_a_later_step_is_another_group():
+    ring, reader, _ = made()
+    for version in (1, 1, 2, 2):
+        sample = ring.begin(1, 2, version, prompt=(1, 2))
+        ring.append(sample, torch.tensor([2, 3]), features_of([1, 2, 3]))
+        ring.end(sample, True)
+    assert [entry.group for entry in reader.entries()] == [0, 0, 1, 1]
+
+
 def test_a_sample_can_be_learned_from_before_it_is_finished():
     ring, reader, _ = made()
     engine = Rows(RowFeatures(ring, flush_steps=2))

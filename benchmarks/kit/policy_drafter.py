@@ -21,7 +21,6 @@ from aedit.spec_rollout.drafters import DraftLayer
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.sampling import Prompt, Sampling
 from aedit.spec_rollout.training import (
-    HELD_OUT_EVERY,
     DraftTrainer,
     DraftTrainingConfig,
     FeatureReader,
@@ -42,6 +41,8 @@ MAX_TOKENS = 1024
 """Prompt and answer."""
 PROMPTS_AT = 1 << 32
 """Seeds from here on are the drafters': nobody measures with their prompts."""
+JUDGED_EVERY = 8
+"""One of so many rollouts judges the drafter that learned from the others."""
 JUDGED_DEPTH = 8
 LOWEST_LR = 0.05
 """At the end, as a share."""
@@ -118,8 +119,8 @@ def train_drafter(
 
     Return it and its match on the others.
     """
-    learned = [sample for sample in samples if sample.serial % HELD_OUT_EVERY]
-    apart = [sample for sample in samples if sample.serial % HELD_OUT_EVERY == 0]
+    learned = [sample for sample in samples if sample.serial % JUDGED_EVERY]
+    apart = [sample for sample in samples if sample.serial % JUDGED_EVERY == 0]
     if not (learned and apart):
         raise ValueError(f"{len(samples)} rollouts are too few to learn from some and judge by others")
     layer = DraftLayer.of(model, generator=torch.Generator().manual_seed(seed))

@@ -13,7 +13,7 @@ from aedit.lazy import exports
 
 if TYPE_CHECKING:
     from aedit.child import Restarts
-    from aedit.spec_rollout.training.batches import HELD_OUT_EVERY, pack_samples
+    from aedit.spec_rollout.training.batches import pack_samples
     from aedit.spec_rollout.training.feature_ring import FeatureReader, FeatureRing, FeatureSample, RingShape
     from aedit.spec_rollout.training.features import ForwardFeatures, RowFeatures, TrainedText
     from aedit.spec_rollout.training.gate import GateConfig, Match, held_out_match
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 __all__ = [
     "CAUSES",
     "CHECKSUM",
-    "HELD_OUT_EVERY",
     "NEWEST",
     "NUMBER",
     "ArrayReader",

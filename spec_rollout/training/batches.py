@@ -10,15 +10,21 @@ from torch import Tensor
 
 from aedit.spec_rollout.training.feature_ring import FeatureSample, RingEntry
 
-HELD_OUT_EVERY = 8
+HELD_OUT_EVERY = 4
+"""One of so many groups is held out. A node may begin two a step, and a comparison needs samples of the
+present policy."""
 HELD_OUT_TOKENS = 4096
 EARLY_SHARE, LATE_SHARE = 0.5, 0.25
 """Share of a batch from the previous step: while the current step has no long samples, and afterwards."""
 
 
 def is_held_out_entry(entry: RingEntry) -> bool:
-    """Return true if the sample is held out of training. This depends on its serial number alone."""
-    return entry.serial % HELD_OUT_EVERY == 0
+    """Return true if the sample is held out of training, with all others of its group.
+
+    Answers to one prompt are alike: a drafter that learned some of them is better at the others than at text
+    that it has not seen.
+    """
+    return entry.group % HELD_OUT_EVERY == 0
 
 
 def newest_held_out(entries: Sequence[RingEntry], num_tokens: int = HELD_OUT_TOKENS) -> list[RingEntry]:

@@ -7,8 +7,8 @@ never waits, and a suspended reader blocks no other.
 """
 
 import zlib
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,11 @@ MAGIC = 0x6165646974463031
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HEADER_WORDS = 8
 ENTRY_WORDS = 10
-SEQUENCE, EXTENT, FIRST_PAGE, FIRST_TOKEN, NUM_PROMPT, VERSION, STEP, SERIAL, FINISHED = range(9)
+SEQUENCE, EXTENT, FIRST_PAGE, FIRST_TOKEN, NUM_PROMPT, VERSION, STEP, SERIAL, GROUP, FINISHED = range(10)
+KNOWN_PROMPTS = 4096
+"""Prompts of a step that the writer remembers."""
+MAX_GROUP = 64
+"""Samples of a group: where one prompt is asked all the time, its answers belong to several."""
 WORD_BYTES = 8
 CRC_BITS = 0xFFFFFFFF
 
@@ -148,7 +152,9 @@ class FeatureRing:
         self._free_pages = list(range(shape.num_pages))
         self._free_slots = list(range(shape.num_pages))
         self._samples: list[RingSample] = []
-        self._num_begun = self._num_evicted = self._num_given_up = 0
+        self._groups: OrderedDict[Hashable, tuple[int, int]] = OrderedDict()
+        """Number and size of the present groups by prompt."""
+        self._num_begun = self._num_evicted = self._num_given_up = self._num_groups = 0
         self._version, self._step_has_samples = 0, False
 
     def begin_step(self, kl_nats: float | None = None) -> None:
@@ -161,12 +167,22 @@ class FeatureRing:
                 samples stay while there is room. None: unknown.
         """
         self.step, self._step_has_samples = self.step + 1, False
+        self._groups.clear()
         if kl_nats is None or kl_nats >= SMALL_KL_NATS:
             for sample in [s for s in self._samples if s.step < self.step - 2 and not s.is_open]:
                 self._evict(sample)
 
-    def begin(self, first_token: int, num_prompt: int, version: int) -> RingSample | None:
-        """Start a sample and return it for `append`; None if no room can be made."""
+    def begin(
+        self, first_token: int, num_prompt: int, version: int, prompt: Hashable = None
+    ) -> RingSample | None:
+        """Start a sample and return it for `append`; None if no room can be made.
+
+        Args:
+            first_token: Its first token.
+            num_prompt: Tokens of the prompt that belong to the sample.
+            version: Version of the policy that computes the features.
+            prompt: Equal for the samples of a step that form a group; None: the sample is a group by itself.
+        """
         if version != self._version and self._step_has_samples:
             self.begin_step()
         if not self._free_slots and not self._make_room():
@@ -174,7 +190,8 @@ class FeatureRing:
         self._version, self._step_has_samples = version, True
         slot = self._free_slots.pop()
         entry = self._views.entries[slot]
-        entry[EXTENT : FINISHED + 1] = (0, 0, first_token, num_prompt, version, self.step, self._num_begun, 0)
+        group = self._group(prompt)
+        entry[EXTENT:] = (0, 0, first_token, num_prompt, version, self.step, self._num_begun, group, 0)
         entry[SEQUENCE] += 1
         sample = RingSample(slot, self.step, version)
         self._samples.append(sample)
@@ -240,6 +257,16 @@ class FeatureRing:
         free = len(self._free_pages) * self.shape.page_tokens * self.shape.row_bytes
         return self.shape.num_bytes - free
 
+    def _group(self, prompt: Hashable) -> int:
+        """Return the number of the group of a sample of this prompt."""
+        group, size = self._groups.pop(prompt, (self._num_groups, 0))
+        self._num_groups = max(self._num_groups, group + 1)
+        if prompt is not None and size + 1 < MAX_GROUP:
+            self._groups[prompt] = group, size + 1
+            if len(self._groups) > KNOWN_PROMPTS:
+                self._groups.popitem(last=False)
+        return group
+
     def _rows(self, tokens_M: Tensor, features_MF: Tensor) -> Tensor:
         if features_MF.shape != (len(tokens_M), self.shape.width):
             raise ValueError(
@@ -300,6 +327,8 @@ class RingEntry:
     step: int
     serial: int
     """Counts the samples of this ring, from 0."""
+    group: int
+    """Counts the groups of this ring, from 0: samples of one step with the same prompt."""
     finished: bool
 
 
@@ -379,6 +408,7 @@ class FeatureReader:
             version=row[VERSION],
             step=row[STEP],
             serial=row[SERIAL],
+            group=row[GROUP],
             finished=bool(row[FINISHED]),
         )
 

@@ -30,6 +30,11 @@ class _Row:
             self.features.append((features_BMF, index, len(tokens)))
 
 
+def _prompt(tokens: Sequence[int], num_prompt: int) -> tuple[int, ...] | None:
+    """Return what the samples of a group have in common; None: at most the token that begins any text."""
+    return tuple(tokens[:num_prompt]) if num_prompt > 1 else None
+
+
 class RowFeatures:
     """A `FeatureSink` that writes the samples of an engine's rows into a ring as they grow.
 
@@ -63,7 +68,8 @@ class RowFeatures:
             # Tokens without features are dropped: the sample starts after them.
             missing = len(start.tokens) - 1 - len(start.features_Td)
             num_prompt = max(1, start.num_prompt - missing)
-            sample = self.ring.begin(start.tokens[missing], num_prompt, version)
+            prompt = _prompt(start.tokens, start.num_prompt)
+            sample = self.ring.begin(start.tokens[missing], num_prompt, version, prompt)
             row = self._rows[start.row] = _Row(sample, version)
             if sample is not None:
                 row.add(start.tokens[missing + 1 :], self._copy(start.features_Td).unsqueeze(0), 0)
@@ -200,7 +206,8 @@ class ForwardFeatures:
             copy.done.synchronize()
         sizes = [len(text.tokens) - 1 for text in copy.texts]
         for text, features_MF in zip(copy.texts, torch.split(copy.features_MF, sizes), strict=True):
-            sample = self.ring.begin(text.tokens[0], text.num_prompt, copy.version)
+            prompt = _prompt(text.tokens, text.num_prompt)
+            sample = self.ring.begin(text.tokens[0], text.num_prompt, copy.version, prompt)
             if sample is not None:
                 self.ring.append(sample, torch.tensor(text.tokens[1:]), features_MF)
                 self.ring.end(sample, True)

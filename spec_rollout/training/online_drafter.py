@@ -214,7 +214,7 @@ class OnlineDrafter:
         check(sizes[0] == sizes[1], "features of this draft layer", f"must be {sizes[1]} wide", sizes[0])
         ring = RingShape.within(config.memory_bytes, policy.feature_size, policy.dtype)
         idle = config.idle if checkpoint is None else replace(config.idle, checkpoint=checkpoint)
-        trainer, memory = _start(policy, layer, ring, replace(config, idle=idle))
+        trainer, memory = _start(policy, layer, ring, replace(config, idle=idle), is_trained)
         sink = RowFeatures(FeatureRing(memory, ring), max_share=config.max_share)
         gate = LocalGate(memory, config.learning.evaluation_depth)
         return cls(policy, layer, trainer, sink, gate, is_trained=is_trained)
@@ -431,19 +431,21 @@ def _is_target(policy: PolicySource) -> TypeGuard[TargetModel]:
 
 
 def _start(
-    policy: PolicySource, layer: DraftLayer, ring: RingShape, config: OnlineConfig
+    policy: PolicySource, layer: DraftLayer, ring: RingShape, config: OnlineConfig, is_trained: bool
 ) -> tuple[Trainer, Buffer]:
     """Return the trainer and the memory of the ring."""
     embeddings = embeddings_of(policy)
     if not config.train:
         return NoTraining(), bytearray(ring.num_bytes)
     if policy.device.type != "cuda":
-        work = train_when_idle(layer, embeddings, ring, learning=config.learning, idle=config.idle)
+        work = train_when_idle(
+            layer, embeddings, ring, learning=config.learning, idle=config.idle, is_trained=is_trained
+        )
         return work, work.features
     memory = bytearray(ring.num_bytes)
     trained = layer_of(layer.shape).to(layer.gain)
     stream = StreamTraining(
-        LayerTraining(trained, memory, config.learning, lambda: stream.kl_nats),
+        LayerTraining(trained, memory, config.learning, lambda: stream.kl_nats, is_trained=is_trained),
         policy.device,
         drafter=layer.state_dict(),
         policy=policy_tensors(embeddings),
