@@ -1,8 +1,12 @@
 """Tests the leadership of a hub process: what waits for replicas, and promises that are on disk."""
 
-import pytest
+import errno
+from unittest import mock
 
-from aedit.async_sgd.journal import Ledger, Store, Unconfirmed
+import pytest
+from kit.full_disk import full_disk
+
+from aedit.async_sgd.journal import File, Ledger, NoSpace, Store, Unconfirmed, batches, segment_path
 from aedit.async_sgd.replication import Leadership
 from aedit.async_sgd.rules import Configured, Led
 from aedit.launch.config import RunConfig
@@ -140,3 +144,106 @@ def test_votes_survive_the_wire_and_the_disk(tmp_path):
     (tmp_path / "a" / "votes.json").write_text("{}")
     with pytest.raises(UserError, match="register of a voter"):
         Voter.load(file)
+
+
+def yes(voter, proposal):
+    return VoteReply(voter, proposal.proposer, proposal.ballot, True, proposal.term)
+
+
+def test_a_vote_that_cannot_be_written_is_not_given_however_often_it_is_asked_for(tmp_path):
+    """Found: the second time it was given with nothing on disk, and after a restart to another hub, too."""
+    made = Leadership(tmp_path / "votes.json", 1)
+    made.begin(0, (Configured(3, 1, 99, (99, made.identity), (NODE,)),), is_new=False)
+    with full_disk(tmp_path):
+        for _ in range(2):
+            with pytest.raises(NoSpace, match="no space"):
+                made.answer(Proposal(5, 0, 99, (3, 1)))
+            assert made.promised == 0
+    again = Leadership(tmp_path / "votes.json", 1)
+    assert again.answer(Proposal(5, 0, 98, (3, 1))).granted
+    assert made.answer(Proposal(6, 0, 99, (3, 1))).granted, "there is room"
+
+
+def test_what_was_acknowledged_and_cannot_be_written_is_not_forgotten(tmp_path):
+    made = Leadership(tmp_path / "votes.json", 1)
+    with full_disk(tmp_path), pytest.raises(NoSpace):
+        made.forget((3, 1, 90))
+    config = Configured(3, 1, 99, (99, made.identity), (NODE,))
+    assert made.stand((config,), (3, 1, 90), 1.0) == "", "its journal is still there"
+
+
+def test_an_election_on_a_full_disk_can_be_won_once_there_is_room(tmp_path):
+    made = Leadership(tmp_path / "votes.json", 1)
+    config = Configured(3, 1, 99, (99, made.identity), (NODE,))
+    made.begin(3, (config,), is_new=False)
+    made.stand((config,), (3, 1, 90), 60.0)
+    asked = made.asks()
+    with full_disk(tmp_path):
+        for _ in range(2):
+            with pytest.raises(NoSpace):
+                made.count(yes(NODE, asked))
+            assert (made.leads, made.asks()) == (False, asked)
+    assert made.count(yes(NODE, asked))[0] == Led(4)
+    assert made.leads
+
+
+def test_a_hub_that_could_not_write_its_first_records_supports_others_and_stands_again(tmp_path):
+    """Found: it had accepted a configuration that no journal has, and refused everybody without it."""
+    clock = Clock()
+    made = Leadership(tmp_path / "votes.json", 1, clock)
+    config = Configured(3, 1, 99, (99, made.identity), (NODE,))
+    made.begin(3, (config,), is_new=False)
+    made.stand((config,), (3, 1, 90), 60.0)
+    assert made.count(yes(NODE, made.asks()))[0] == Led(4)
+    made.resign((config,))
+    assert (made.leads, made.asks()) == (False, None)
+    for one in (made, Leadership(tmp_path / "votes.json", 1, Clock())):  # it goes on, or was killed
+        one.begin(3, (config,), is_new=False)
+        clock.now += 10.0
+        assert one.stand((config,), (3, 1, 90), 60.0) == ""
+        assert one.answer(Proposal(5, 0, 99, (3, 1), (3, 1, 90))).granted
+
+
+def test_a_configuration_that_cannot_be_written_is_proposed_once_there_is_room(tmp_path):
+    """Found: a leader whose replicas or nodes changed while its disk was full ended with a traceback."""
+    made, ledger, _ = leading(tmp_path)
+    made.confirm(STANDBY, ledger.journal.position)
+    with full_disk(tmp_path):
+        for _ in range(2):
+            with pytest.raises(NoSpace):
+                tick(made, ledger)
+            assert made.asks() is None
+            assert len(ledger.hub.state.configs) == 1
+    tick(made, ledger)
+    made.confirm(STANDBY, ledger.journal.position)
+    assert made.asks().ballot == ledger.hub.state.configs[-1].ballot == (1, 2)
+    assert Voter.load(tmp_path / "votes.json").accepted == (1, 2)
+    assert [one.ballot for one in records_of_configurations(tmp_path)] == [(1, 1), (1, 2)], "each once"
+
+
+@pytest.mark.parametrize("full", ["votes", "journal"])
+def test_a_configuration_is_accepted_on_disk_before_it_is_proposed(tmp_path, monkeypatch, full):
+    made, ledger, _ = leading(tmp_path)
+    made.confirm(STANDBY, ledger.journal.position)
+    failing = {"votes": (Voter, "save"), "journal": (type(ledger.journal), "append")}[full]
+    error = OSError(errno.ENOSPC, "full") if full == "votes" else NoSpace("full")
+    with monkeypatch.context() as patched:
+        patched.setattr(*failing, mock.Mock(side_effect=error))
+        for _ in range(2):
+            with pytest.raises(NoSpace):
+                tick(made, ledger)
+            made.confirm(STANDBY, ledger.journal.position)
+            assert made.asks() is None
+    tick(made, ledger)
+    made.confirm(STANDBY, ledger.journal.position)
+    assert made.asks().ballot == Voter.load(tmp_path / "votes.json").accepted == (1, 2)
+    assert [one.ballot for one in records_of_configurations(tmp_path)] == [(1, 1), (1, 2)]
+
+
+def records_of_configurations(folder):
+    return [
+        record
+        for batch, _ in batches(File(segment_path(folder, 1)))
+        for record in batch
+        if isinstance(record, Configured)
+    ]

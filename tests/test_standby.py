@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 import grpc
 import numpy as np
 import pytest
+from kit.full_disk import limit_files
 from kit.hub_processes import Client, HubProcess, HubRefused, HubUnreachable, ending, hello, status, write_run
 from kit.waiting import until
 
@@ -282,3 +283,31 @@ def test_a_mirror_has_what_was_decided_as_soon_as_it_is_whole(tmp_path):
     hub = make_hub(RunConfig(), (0, 1))
     Store(tmp_path / "b").recover(hub)
     assert hub.state.term == 4
+
+
+def test_a_standby_that_is_elected_on_a_full_disk_follows_on_and_leads_once_there_is_room(tmp_path):
+    """Found: it neither led nor followed until it was started again, and refused every other hub."""
+    _, primary, standby = pair(tmp_path)
+    with ending():
+        node = Client(primary.address).found()
+        attached(node)
+        node.merged(0)
+        primary.kill()
+        limit_files(standby.process, 8192)  # room for its vote, and not for the end of its journal
+
+        def refused():
+            with suppress(HubRefused, HubUnreachable):
+                assert not node.vote(standby.address).leads
+            return len(standby.events("cannot_lead")) >= 2
+
+        until(refused, "two elections that fail")
+        assert "follows" in status(standby.address)
+        assert "no space" in standby.log.read_text()
+        assert "Traceback" not in standby.log.read_text()
+        limit_files(standby.process)
+        node.elect(standby.address)
+        assert node.go_to(standby.address).term > 2
+        node.merged(0)
+        assert standby.stop() == 0
+        kept = {(push.node, push.unit, push.seq) for push in pushes_of(standby.directory)}
+    assert kept == set(node.accepted)

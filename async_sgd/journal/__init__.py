@@ -23,7 +23,15 @@ if TYPE_CHECKING:
         frame_at,
         read_head,
     )
-    from aedit.async_sgd.journal.journal import NOTE, Journal, JournalBroken, NoSpace, Position, segment_path
+    from aedit.async_sgd.journal.journal import (
+        NOTE,
+        Journal,
+        JournalBroken,
+        NoSpace,
+        Position,
+        is_full,
+        segment_path,
+    )
     from aedit.async_sgd.journal.ledger import Ledger, Unconfirmed
     from aedit.async_sgd.journal.snapshot import read_snapshot
     from aedit.async_sgd.journal.store import (
@@ -59,6 +67,7 @@ __all__ = [
     "decode_records",
     "frame_at",
     "is_before",
+    "is_full",
     "read_head",
     "read_snapshot",
     "segment_numbers",

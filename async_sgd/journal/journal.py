@@ -29,7 +29,7 @@ from aedit.async_sgd.journal.frames import (
     new_head,
     read_head,
 )
-from aedit.system import sync_directory, write_atomically
+from aedit.system import sync_directory, write_if_changed
 
 Position = tuple[int, int]
 """Segment and byte. What was written before it comes before it."""
@@ -38,6 +38,11 @@ NOTE = "journal.json"
 """File beside the journal: its epoch, and the number of its newest segment, once that has a head on disk."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def is_full(error: OSError) -> bool:
+    """Return whether an error says that a disk has no room."""
+    return error.errno in _FULL
 
 
 class NoSpace(Exception):
@@ -221,7 +226,7 @@ class Journal:
 
     def _note(self, number: int, epoch: str) -> None:
         """Write beside the journal which one it is, so that the loss of segments is noticed."""
-        write_atomically(self.directory / NOTE, json.dumps({"epoch": epoch, "segment": number}) + "\n")
+        write_if_changed(self.directory / NOTE, json.dumps({"epoch": epoch, "segment": number}) + "\n")
 
     def _check_place(self, file: File, num_bytes: int) -> None:
         if fault := file.fault(num_bytes):
@@ -243,7 +248,7 @@ class Journal:
         return self._judged(error)
 
     def _judged(self, error: OSError) -> Exception:
-        if error.errno in _FULL:
+        if is_full(error):
             return NoSpace(f"journal: no space ({error.strerror})")
         self._broken = f"{self.file.path}: {error.strerror}"
         return JournalBroken(self._broken)

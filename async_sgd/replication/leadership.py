@@ -3,10 +3,10 @@
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from aedit.async_sgd.journal import Ledger, Position, Unconfirmed
+from aedit.async_sgd.journal import Ledger, NoSpace, Position, Unconfirmed, is_full
 from aedit.async_sgd.replication import Replica, placed_replicas
 from aedit.async_sgd.rules import Configured, Record
 from aedit.proto.rpc import Extent, Proposal, Voter, VoteReply
@@ -56,23 +56,38 @@ class Leadership:
         self._writing = threading.Lock()
         self._owed: list[Record] = []
         """Decided, and not yet in the journal."""
+        self._unplaced: Position | None = None
+        """End of the newest configuration, which is in the journal and not yet accepted on disk."""
         self._standing_until_s = self._yield_again_s = float("-inf")
         self._addresses: dict[int, str] = {}
         """HOST:PORT of the replicas of a swarm that have confirmed something, by identity."""
         self._since_s: dict[int, float] = {}
         """Time since when each replica has been in the newest configuration of this leader."""
-        if num_others:
-            self._replica.voter.save(file)
+        if num_others and file is not None and not file.exists():
+            self._save(self._replica.voter)
 
     @contextmanager
     def _deciding(self) -> Iterator[Replica]:
-        """Yield the state machine; what it has promised is on disk when the block ends."""
+        """Yield a copy of the state machine; it counts once what it has promised is on disk.
+
+        Raises NoSpace, and nothing is decided.
+        """
         with self._change:
-            before, self._replica.least = self._replica.voter, self._least()
-            yield self._replica
-            if self._replica.voter != before:
-                self._replica.voter.save(self._file)
+            after = self._replica.copied()
+            after.least = self._least()
+            yield after
+            if after.voter != self._replica.voter:
+                self._save(after.voter)
+            self._replica = after
             self._change.notify_all()
+
+    def _save(self, voter: Voter) -> None:
+        try:
+            voter.save(self._file)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            raise NoSpace(f"{self._file}: no space ({error.strerror})") from error
 
     @property
     def identity(self) -> int:
@@ -118,14 +133,16 @@ class Leadership:
 
     def attach(self, ledger: Ledger, position: Position) -> None:
         """Write further decisions to this journal, which has the first ones on disk before `position`."""
-        with self._deciding() as replica:
+        with self._change:
             self._ledger, ledger.confirmed, ledger.is_confirmed = ledger, self.wait, self.acknowledges
-            replica.placed(position)
+            self._unplaced = position
+        with suppress(NoSpace):  # this hub leads: `tick` tries again
+            self._accept_newest()
 
     # --- votes
 
     def answer(self, proposal: Proposal) -> VoteReply:
-        """Return the answer to another hub that asks for a vote."""
+        """Return the answer to another hub that asks for a vote. Raises NoSpace: there is none then."""
         with self._deciding() as replica:
             return replica.answer(proposal, self._clock())
 
@@ -141,18 +158,32 @@ class Leadership:
             return self.asks() is not None and any(voter in one.electors for one in self._replica.configs)
 
     def count(self, answer: VoteReply, window_s: float = float("inf")) -> Sequence[Record]:
-        """Count an answer; return the records with which this hub begins to lead, once it is elected."""
-        with self._deciding() as replica:
-            now, leads = self._clock(), replica.term > 0
-            if answer.ballot[1]:
-                decided = replica.count_acceptance(answer, now) if leads else []
-            else:
-                decided = replica.count_vote(answer, now, now - window_s)
+        """Count an answer; return the records with which this hub begins to lead, once it is elected.
+
+        Raises NoSpace or JournalBroken.
+        """
+        with self._change:
+            with self._deciding() as replica:
+                now, leads = self._clock(), replica.term > 0
+                if answer.ballot[1]:
+                    decided = replica.count_acceptance(answer, now) if leads else []
+                else:
+                    decided = replica.count_vote(answer, now, now - window_s)
             if not leads:
                 return decided
             self._owed += decided
         self._write()
         return []
+
+    def resign(self, configs: tuple[Configured, ...]) -> None:
+        """Lead no more, as the journal cannot be written; another hub may be elected first.
+
+        configs: of the journal.
+        """
+        with self._deciding() as replica:
+            replica.resign(self._clock())
+            replica.configs = configs
+            self._owed, self._unplaced, self._standing_until_s = [], None, float("-inf")
 
     # --- following
 
@@ -186,7 +217,10 @@ class Leadership:
             return self._replica.may_confirm(term)
 
     def forget(self, confirmed: Extent) -> None:
-        """Note that the followed journal is fetched anew: this hub is no candidate before `confirmed`."""
+        """Note that the followed journal is fetched anew: this hub is no candidate before `confirmed`.
+
+        Raises NoSpace.
+        """
         with self._deciding() as replica:
             replica.forget(confirmed)
 
@@ -282,20 +316,23 @@ class Leadership:
             complete: End of the journal.
             extent: Of the journal.
         """
-        with self._deciding() as replica:
-            if not replica.term:
-                return
-            now = self._clock()
-            if replica.is_overtaken and replica.may_stand(now):
-                replica.stand(extent)
-            if not self._owed:
-                # Those that break ties do so on; then others, in the order given.
-                voters, electors = [voter for voter in live if voter], replica.configs[-1].electors
-                voters.sort(key=lambda voter: voter not in electors)
-                wanted = self._wanted(replica, complete, now)
-                self._owed += replica.propose(wanted, voters[:MOST_ELECTORS])
-            newest = replica.configs[-1].replicas
-            self._since_s = {one: self._since_s.get(one, now) for one in newest}
+        with self._change:
+            decided: list[Record] = []
+            with self._deciding() as replica:
+                if not replica.term:
+                    return
+                now = self._clock()
+                if replica.is_overtaken and replica.may_stand(now):
+                    replica.stand(extent)
+                if not self._owed:
+                    # Those that break ties do so on; then others, in the order given.
+                    voters, electors = [voter for voter in live if voter], replica.configs[-1].electors
+                    voters.sort(key=lambda voter: voter not in electors)
+                    wanted = self._wanted(replica, complete, now)
+                    decided += replica.propose(wanted, voters[:MOST_ELECTORS])
+                newest = replica.configs[-1].replicas
+                self._since_s = {one: self._since_s.get(one, now) for one in newest}
+            self._owed += decided
         self._write()
 
     def note_promise(self, term: int) -> None:
@@ -334,13 +371,21 @@ class Leadership:
         with self._writing:
             with self._change:
                 owed = list(self._owed)
-            if not owed or ledger is None:
-                return
-            with ledger.lock:
-                position = ledger.commit(owed)
-            ledger.journal.sync(position)
-            with self._deciding() as replica:
-                del self._owed[: len(owed)]
-                configs = [record for record in owed if isinstance(record, Configured)]
-                if configs and configs[-1] == replica.configs[-1]:
-                    replica.placed(position)
+            if owed and ledger is not None:
+                with ledger.lock:
+                    position = ledger.commit(owed)
+                ledger.journal.sync(position)
+                with self._change:
+                    del self._owed[: len(owed)]
+                    configs = [record for record in owed if isinstance(record, Configured)]
+                    if configs and configs[-1] == self._replica.configs[-1]:
+                        self._unplaced = position
+            self._accept_newest()
+
+    def _accept_newest(self) -> None:
+        """Accept the newest configuration, which the journal has, and let it be proposed. Raises NoSpace."""
+        with self._change:
+            if self._unplaced is not None:
+                with self._deciding() as replica:
+                    replica.placed(self._unplaced)
+                self._unplaced = None

@@ -18,12 +18,14 @@ from aedit.async_sgd.journal import (
     File,
     Journal,
     JournalBroken,
+    NoSpace,
     Position,
     Store,
     chain_of,
     decode_records,
     frame_at,
     is_before,
+    is_full,
     read_head,
     read_snapshot,
     segment_numbers,
@@ -192,13 +194,18 @@ class Mirror:
     def journal(self) -> Journal:
         """Apply everything, cut off an incomplete end, and return the journal for writing.
 
-        Ends the mirroring.
+        Ends the mirroring, until the next `trim`. Raises NoSpace.
         """
         with self.lock:
             self.partial.drop()
             segment, _ = self._end()
             self.hub.clocks = Clocks()  # the time while it followed is not the run's
-            return self._store.open(segment)
+            try:
+                return self._store.open(segment)
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                raise NoSpace(f"{self._directory}: no space ({error.strerror})") from error
 
     def _end(self) -> Position:
         """Apply everything, cut off an incomplete end, and return where the rest ends."""

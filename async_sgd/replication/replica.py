@@ -5,6 +5,7 @@ They only decide when a hub asks: what is acknowledged does not depend on them.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
+from copy import copy
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -54,6 +55,14 @@ class Replica:
         self._confirmed: dict[int, tuple[Position, float]] = {}
         self._placed: Position = END
         """End of the newest configuration in the journal, once that is on disk."""
+
+    def copied(self) -> "Replica":
+        """Return a copy on which may be decided what counts only once it is on disk."""
+        made = copy(self)
+        made._accepted, made._confirmed = dict(self._accepted), dict(self._confirmed)
+        made._votes = self._votes and self._votes.copied()
+        made._agreement = self._agreement and self._agreement.copied()
+        return made
 
     # --- beginning
 
@@ -256,6 +265,11 @@ class Replica:
         """Lead no more: another hub leads under a higher term."""
         self.term, self._votes, self._agreement = 0, None, None
 
+    def resign(self, now: float) -> None:
+        """Lead no more, and do not stand for a while: another one may be able to write its journal."""
+        self.step_down()
+        self._yielded_s = now
+
     def yield_to(self, replica: int, until_s: float) -> bool:
         """Give this leader's vote to a replica in sync that asks for it until then; return whether it may.
 
@@ -314,8 +328,15 @@ class Replica:
         return [after, *self._ask_for_agreement()]
 
     def placed(self, position: Position) -> None:
-        """Note that the journal has the newest configuration on disk, before `position`."""
+        """Note that the journal has the newest configuration on disk, before `position`, and accept it.
+
+        Not earlier: a hub that has accepted what it could not write down would support no one without it.
+        """
         self._placed = position
+        if self.term:
+            newest = self.configs[-1]
+            asked = Proposal(newest.term, newest.number, self.voter.me, newest.ballot)
+            self.voter, _ = self.voter.answer(asked)
 
     @property
     def asks(self) -> Proposal | None:
@@ -354,7 +375,8 @@ class Replica:
         proposal = Proposal(newest.term, newest.number, self.voter.me, newest.ballot)
         self._agreement, self._placed = VoteCount(proposal, self.configs), END
         self._votes, self.is_overtaken = None, False
-        self.voter, own = self.voter.answer(proposal)
+        after, own = self.voter.answer(proposal)
+        self.voter = replace(after, accepted=self.voter.accepted)  # until it is `placed`
         return self.count_acceptance(own, 0.0)
 
     def _learn(self, answer: VoteReply) -> None:
@@ -387,6 +409,10 @@ class VoteCount:
     """Configurations that need a quorum each: the newest one that was agreed on, and all after it."""
     _granted: dict[int, float] = field(default_factory=dict)
     """Time of the answer, by voter."""
+
+    def copied(self) -> "VoteCount":
+        """Return a copy."""
+        return replace(self, _granted=dict(self._granted))
 
     def count(self, answer: VoteReply, now: float) -> bool:
         """Note an answer; return False if it belongs to another proposal or does not grant this one."""

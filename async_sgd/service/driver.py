@@ -114,7 +114,8 @@ class Driver:
             self._guard.check_who(request.who)
         leadership = self._guard.leadership
         if request.HasField("answer"):
-            leadership.count(answer_in(request.answer))
+            with self._guard.refusing():
+                leadership.count(answer_in(request.answer))
         reply, asks = pb.TakeOverReply(term=self._hub.state.term, leads=True), leadership.asks()
         if asks is not None:
             reply.asks.CopyFrom(proposal_out(asks))
@@ -124,7 +125,8 @@ class Driver:
         """Answer another hub of the run that asks for a vote."""
         self._guard.check_who(pb.Who(run=request.run, part=request.part))
         self._guard.check_candidate(request)
-        return answer_out(self._guard.leadership.answer(proposal_in(request.proposal)))
+        with self._guard.refusing():
+            return answer_out(self._guard.leadership.answer(proposal_in(request.proposal)))
 
     def status(self, request: pb.StatusRequest) -> pb.StatusReply:
         """Return the hub's status as JSON."""

@@ -16,6 +16,7 @@ from pathlib import Path
 import grpc
 
 from aedit.async_sgd.hub import Hub
+from aedit.async_sgd.journal import JournalBroken, NoSpace
 from aedit.async_sgd.replication import Leadership
 from aedit.launch.config import RunConfig
 from aedit.launch.hub import folder
@@ -469,3 +470,5 @@ class VoteRequests:
                 self._count(answer_in(client.propose(request, _CALL_TIMEOUT_S)))
         except (HubUnreachable, HubRefused) as error:
             log.info("no answer to a proposal: %s", error)
+        except (NoSpace, JournalBroken, Refusal) as error:
+            log.warning("an answer to a proposal does not count: %s", error)

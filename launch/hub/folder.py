@@ -30,7 +30,7 @@ from aedit.launch.config import (
     values,
 )
 from aedit.proto.codecs import codec
-from aedit.system import read_line, write_atomically
+from aedit.system import read_line, write_if_changed
 from aedit.types import UserError
 
 _DECIDES = (
@@ -102,8 +102,8 @@ def claim(directory: Path, config: RunConfig, part: tuple[int, int]) -> RunConfi
     if (directory / "part.json").exists():
         _compare(directory, config, part)
         config = continued(config, directory / "run.toml")
-    write_atomically(directory / "run.toml", to_toml(config))
-    write_atomically(directory / "part.json", json.dumps(part))
+    write_if_changed(directory / "run.toml", to_toml(config))
+    write_if_changed(directory / "part.json", json.dumps(part))
     return config
 
 

@@ -91,7 +91,12 @@ def _served(
         if was_replaced:
             process.follow()
         else:
-            process.start(force=options.force_lead, above=options.term_above)
+            try:
+                process.start(force=options.force_lead, above=options.term_above)
+            except NoSpace as error:
+                raise UserError(
+                    f"{error}: make room on the disk of {options.directory}, and start again"
+                ) from None
         print(welcome(process.endpoint, process.address), flush=True)
         if warning := open_to_others(process.endpoint, process.address):
             from rich.console import Console  # here: few hubs warn, and all shall start fast

@@ -5,13 +5,14 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import grpc
 
 from aedit.async_sgd.hub import Denied, hub_status
-from aedit.async_sgd.journal import Damaged, Position, begin_after
+from aedit.async_sgd.journal import Damaged, NoSpace, Position, begin_after
 from aedit.async_sgd.replication import Leadership, Mirror
 from aedit.async_sgd.rules import Led, Record
 from aedit.async_sgd.service import HelloResponder, check_part, fingerprint, messages
@@ -91,6 +92,7 @@ class Standby:
 
     def start(self) -> None:
         """Start the threads that fetch, confirm and apply the journal of the leading hub."""
+        self._threads.clear()
         for name, body in self._bodies.items():
             thread = threading.Thread(target=self._guarded, args=(body,), name=name, daemon=True)
             thread.start()
@@ -139,7 +141,8 @@ class Standby:
         """Answer another hub of the run that asks for a vote."""
         self._check_part(request.run, request.part)
         self._endpoint.check_candidate(request)
-        return answer_out(self._leadership.answer(proposal_in(request.proposal)))
+        with _refusing():
+            return answer_out(self._leadership.answer(proposal_in(request.proposal)))
 
     def take_over(self, request: pb.TakeOverRequest) -> pb.TakeOverReply:
         """Take a node's vote; lead once the voters have elected this hub."""
@@ -147,7 +150,8 @@ class Standby:
             if self.leading is None:
                 self._check_voter(request)
                 if self._still_stands() and request.HasField("answer"):
-                    self._count(answer_in(request.answer))
+                    with _refusing():
+                        self._count(answer_in(request.answer))
             if self.leading is not None:
                 return self.leading.driver.take_over(request)
             reply = pb.TakeOverReply(term=self._mirror.hub.state.term, leads=False)
@@ -214,33 +218,51 @@ class Standby:
         self._reports.event(event, **values)
 
     def _count(self, answer: VoteReply) -> None:
+        """Count a vote, and lead once elected. Raises NoSpace, and this hub follows on."""
         records = self._leadership.count(answer, self._window_s)
-        if records:
-            self.stop()
-            term = next(record.term for record in records if isinstance(record, Led))
-            log.warning("elected: this hub leads from now on, under term %d", term)
+        if not records:
+            return
+        self.stop()
+        term = next(record.term for record in records if isinstance(record, Led))
+        log.warning("elected: this hub leads from now on, under term %d", term)
+        try:
             self.leading = self._lead(self._mirror, records)
-            threading.Thread(target=self._others.tell, args=(term,), name="tell", daemon=True).start()
+        except NoSpace as error:
+            log.error("elected, and it cannot lead: %s", error)
+            self._event("cannot_lead", reason=str(error))
+            self._leadership.resign(self._mirror.hub.state.configs)
+            self._stopping = threading.Event()
+            self.start()
+            raise
+        except BaseException as error:
+            self._fail(error)
+            raise
+        threading.Thread(target=self._others.tell, args=(term,), name="tell", daemon=True).start()
 
     # --- threads
 
     def _guarded(self, body: Callable[[], None]) -> None:
+        stopping = self._stopping
         try:
             body()
         except BaseException as error:
-            if not self._stopping.is_set():
-                log.error("the standby has stopped", exc_info=error)
-                self.failure = f"{type(error).__name__}: {error}"
+            if not stopping.is_set():
+                self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        log.error("the standby has stopped", exc_info=error)
+        self.failure = f"{type(error).__name__}: {error}"
 
     def _follow(self) -> None:
-        while not self._stopping.is_set():
+        stopping = self._stopping  # there is another one after an election that failed
+        while not stopping.is_set():
             lost = self._follow_until_lost()
             if lost:
                 self._leadership.drop_leader()
                 self._turn.lost_owner(self._endpoint.place_without(lost))
             elif self._endpoint.replicas is not None and self._turn.take():
                 self._stand_or_end()
-            self._stopping.wait(_RETRY_S)
+            stopping.wait(_RETRY_S)
 
     def _follow_until_lost(self) -> str:
         """Follow the leader for as long as it leads; return its address, "" if none was found."""
@@ -376,7 +398,8 @@ class Standby:
         )
 
     def _apply(self) -> None:
-        while not self._stopping.is_set():
+        stopping = self._stopping
+        while not stopping.is_set():
             seen, moved = self._confirmer.num_arrived, False
             try:
                 moved = self._mirror.apply()
@@ -470,6 +493,15 @@ class Confirmer:
 
     def _rests(self) -> bool:
         return resting_file(self._endpoint.directory).exists() and not self.is_needed
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Turn NoSpace inside the block into a refusal: nothing was promised."""
+    try:
+        yield
+    except NoSpace as error:
+        raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from error
 
 
 class ElectionTurn:

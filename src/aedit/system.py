@@ -66,6 +66,16 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = True) -> 
         file.write(content.encode() if isinstance(content, str) else content)
 
 
+def write_if_changed(path: Path, content: str) -> None:
+    """Write atomically what `path` has not yet: what has not changed needs no room on the disk."""
+    try:
+        has_it = path.read_text(encoding="utf-8") == content
+    except (OSError, UnicodeDecodeError):
+        has_it = False
+    if not has_it:
+        write_atomically(path, content)
+
+
 def read_line(path: Path) -> str:
     """Return the text of a file without surrounding whitespace; "" if it cannot be read."""
     with contextlib.suppress(OSError):

@@ -141,6 +141,7 @@ class SimHub:
         configs = self.machine.configs
         if self.machine.term and ends and self.disk.log[ends[-1] - 1] == configs[-1]:
             self.machine.placed((1, ends[-1]))
+            self._save()
         self._release()
 
     def _save(self):
