@@ -12,7 +12,13 @@ from aedit.spec_rollout.engine import Engine, EngineSource, EngineSpeed
 from aedit.spec_rollout.model import make_target
 from aedit.spec_rollout.remote import rank_links, rank_pool
 from aedit.spec_rollout.remote.rank_pool import PooledSource, PoolEngine, PoolPlace, divide_groups
-from aedit.spec_rollout.remote.reallocate import EngineLoad, LengthDistribution, UnfinishedSample, drain_s
+from aedit.spec_rollout.remote.reallocate import (
+    EngineLoad,
+    LengthDistribution,
+    Migration,
+    UnfinishedSample,
+    drain_s,
+)
 
 JOBS = "tests/dist_jobs/rl_jobs.py"
 KEYS = {"rl__engine_dtype": "fp64", "drafter__kind": "off", "train__steps": 8, "rl__groups": 4}
@@ -165,8 +171,9 @@ def pair(monkeypatch):
     for node in nodes:
         node.next_version()
         node.begin(prompts_of(2, seed=3))
+        node.warm = []
         while node.source.running:
-            node.source.step()
+            node.warm += [each.tokens for each in node.source.step()]
     nodes[1].next_version(share=0.5)
     return wires, *nodes
 
@@ -299,6 +306,81 @@ def test_a_lost_helper_costs_time_only(pair, monkeypatch, how):
     slow.begin(prompts_of(4, seed=6, group_size=2))
     run(slow)
     assert slow.source.counts.asked == before, "it is asked again at once"
+
+
+def move_all(monkeypatch):
+    """Move each sample to the other node at each look for a helper."""
+
+    def plan(loads, lengths, rule):
+        away = [target for target in loads if target >= 0]
+        return [Migration(each.key, -1, target, 1.0) for target in away for each in loads[-1].samples]
+
+    monkeypatch.setattr(rank_pool, "MOVE_LEAST_S", 0.0)
+    monkeypatch.setattr(rank_pool, "plan", plan)
+
+
+def behind(slow, fast, prompts, steps=3):
+    """Begin samples at the slow node while the other is a step behind, and take a few steps."""
+    slow.steps = 1
+    slow.begin(prompts)
+    found = [each for _ in range(steps) for each in slow.source.step()]
+    assert slow.source.counts.given == 0
+    fast.steps = 1
+    return found
+
+
+@pytest.mark.parametrize("every", [1, 2, 4])
+def test_samples_that_have_begun_move_to_a_helper_that_is_free(pair, monkeypatch, every):
+    _, slow, fast = pair
+    monkeypatch.setattr(rank_pool, "MOVE_EVERY", every)
+    move_all(monkeypatch)
+    prompts = asked()
+    first = behind(slow, fast, prompts)
+    tokens, found = run(slow, fast)
+    tokens |= {each.prompt.key: tuple(each.tokens) for each in first}
+    assert tokens == expected(slow, prompts)
+    counts, status = slow.source.counts, slow.source.status()
+    assert counts.moved == counts.given == counts.received == fast.source.counts.helped > 0
+    own = slow.source.engine.meters.num_tokens
+    assert counts.received_tokens == fast.source.counts.helped_tokens
+    assert own + counts.received_tokens == status["rollout_tokens"]
+    assert status["rollout_tokens"] == sum(map(len, tokens.values())) + sum(map(len, slow.warm))
+    assert all(each.prompt.partial is None for each in found)
+    assert all(len(each.logprobs) == len(each.versions) == len(each.tokens) for each in found)
+
+
+def test_weights_are_sent_once_for_a_version(pair, monkeypatch):
+    wires, slow, fast = pair
+    monkeypatch.setattr(rank_pool, "MOVE_EVERY", 1)
+    give_all(monkeypatch)
+    sent = []
+    receive = wires.ends[1]
+    wires.ends[1] = lambda rank, message: (sent.append(message), receive(rank, message))
+    for version in (1, 2):
+        for seed in (5, 6):
+            prompts = prompts_of(4, seed=seed, group_size=2, max_new_tokens=6)
+            slow.begin(prompts)
+            assert run(slow, fast)[0] == expected(slow, prompts)
+        if version == 1:
+            slow.source.update_weights(None, slow.version + 1)
+    given = [message for message in sent if message.kind == rank_links.GIVE]
+    assert [message.weights is not None for message in given] == [True, False, True, False]
+
+
+def test_samples_whose_weights_another_rank_has_replaced_are_given_back(pair, monkeypatch, capsys):
+    _, slow, fast = pair
+    give_all(monkeypatch)
+    monkeypatch.setattr(rank_pool, "STEP_WAIT_S", 0.0)
+    slow.begin(asked())
+    run(slow, fast)
+    prompts = prompts_of(4, seed=6, group_size=2, max_new_tokens=6)
+    slow.begin(prompts)
+    slow.source.step()
+    fast.source._loaded_weights = (2, 9)
+    assert fast.source.work()
+    assert "were replaced by those of another rank" in capsys.readouterr().err
+    assert run(slow)[0] == expected(slow, prompts)
+    assert slow.source.counts.taken_back == 4
 
 
 def test_what_does_not_fit_the_helper_is_given_back(pair, monkeypatch, capsys):

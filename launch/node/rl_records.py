@@ -36,6 +36,7 @@ OF_DRAFTER = ("steps", "published", "adopted", "refused")
 OF_POOL = (
     "asked",
     "given",
+    "moved",
     "received",
     "received_tokens",
     "taken_back",

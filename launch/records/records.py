@@ -185,9 +185,9 @@ class RLMetric:
     """Waiting by cause."""
 
     pool: Mapping[str, float] = field(default_factory=dict)
-    """Samples that nodes of one world generate for each other: `given` to others, `received` from them,
-    `taken_back` as they were late, `helped`: generated for others in `helped_s` seconds; and the tokens,
-    messages and bytes. Empty without a pool."""
+    """Samples that nodes of one world generate for each other: `given` to others, `moved`: of these, those
+    that had begun, `received` from them, `taken_back` as they were late, `helped`: generated for others in
+    `helped_s` seconds; and the tokens, messages and bytes. Empty without a pool."""
 
     drafter: Mapping[str, float] = field(default_factory=dict)
     """State of the node's drafter by `DRAFTER`, NaN where unknown; empty if it has no trained one: training

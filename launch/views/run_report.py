@@ -263,7 +263,8 @@ def rl_facts(run: Run) -> Facts:
         pool = totals.pool
         yield (
             "pool",
-            f"{fmt.some(int(pool['received']), 'rollout')} from other nodes, in"
+            f"{fmt.some(int(pool['received']), 'rollout')} from other nodes"
+            f" ({fmt.count(pool.get('moved', 0))} had begun), in"
             f" {fmt.seconds(pool['helped_s'])} of their time; {fmt.count(pool['taken_back'])} late;"
             f" {fmt.size(pool['bytes'])} sent",
         )

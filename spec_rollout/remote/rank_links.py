@@ -19,9 +19,10 @@ from torch.distributed import ProcessGroup
 
 from aedit.spec_rollout.remote.rank_transfer import MAGIC, MAX_TEXT_BYTES, RankChannel
 
-HELPS, ASK, ANSWER, GIVE, DONE, TAKE_BACK, BYE = range(7)
-"""Kinds of messages. HELPS: the sender is a helper, or not. ASK: for ANSWER. GIVE: samples and weights. DONE:
-finished samples. TAKE_BACK: the samples are not needed."""
+HELPS, ASK, ANSWER, GIVE, DONE, TAKE_BACK, GIVE_BACK, BYE = range(8)
+"""Kinds of messages. HELPS: the sender is a helper, or not. ASK: for ANSWER. GIVE: samples, and weights where
+the helper has others. DONE: finished samples. TAKE_BACK: the samples are not needed. GIVE_BACK: the helper
+will not finish them."""
 HEADER_WORDS = 5
 """int64: MAGIC, kind, number, bytes of text, bytes of weights."""
 SEND_WITHIN_S = 30.0
