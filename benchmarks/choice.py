@@ -48,7 +48,9 @@ FIXED = ("suffix:2", "suffix:4", "suffix:8")
 AUTO_ARMS = (*FIXED, "layer:1", "layer:2", "layer:4", "layer:8", "layer:4x2x8")
 """Candidates of a run."""
 TEXTS = {"random": 1.0, "repeating": 0.0}
-PROMPT, NEW = 16, 240
+PROMPT, NEW = 16, (60, 420)
+"""Tokens of a prompt, and least and most of an answer: rows of one length for all time would be a case that
+plain decoding alone has."""
 MAX_NODES = 8
 OF_OFF, OF_BEST, CHOOSING = 0.98, 0.95, 0.02
 LOGIT_DEVIATION = 4.0
@@ -132,13 +134,13 @@ def stream(vocabulary: int, temperature: float) -> Iterator[Prompt]:
     draw = random.Random(0)
     for number in count():
         tokens = tuple(draw.randrange(vocabulary) for _ in range(PROMPT))
-        how = Sampling(temperature=temperature, max_new_tokens=NEW)
+        how = Sampling(temperature=temperature, max_new_tokens=draw.randint(*NEW))
         yield Prompt(tokens=tokens, rollout=number, sampling=how)
 
 
 def contestant(model: PreTrainedModel, rows: int, name: str, temperature: float) -> Contestant:
     """Return the engine of one contestant."""
-    target = Target.of(model, rows=rows, max_tokens=PROMPT + NEW, nodes=MAX_NODES)
+    target = Target.of(model, rows=rows, max_tokens=PROMPT + NEW[1], nodes=MAX_NODES)
     samples = stream(target.vocabulary, temperature)
     if name == OFF:
         return Contestant(EngineSource(Engine(target)), samples)
