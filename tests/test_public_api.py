@@ -280,3 +280,18 @@ def test_a_constructor_with_checks_keeps_its_signature_its_errors_and_its_pickle
     assert dataclasses.replace(config, fragments=4).fragments == 4
     with pytest.raises(ValueError, match=r"edit\.fragments must be at least 1, got 0"):
         dataclasses.replace(config, fragments=0)
+
+
+def test_objects_that_are_taken_without_a_check_would_pass_it_unchanged():
+    from aedit.types import ImportPath, _exact_types, accepted
+
+    values = (0, True, 1.5, math.inf, "a", "a:b", None, torch.zeros(2), Path("a"), (1,), [1], {}, b"x", print)
+    hints = (
+        *(int, bool, float, str, Path, ImportPath, torch.Tensor, list, dict, None, typing.Any),
+        *(torch.Tensor | None, int | None, Path | str, str | Path, float | int, bool | int, int | bool),
+        *(str | None, tuple[int, ...], typing.Literal["a"], typing.Sized, torch.Tensor | tuple[int, ...]),
+    )
+    taken = [(v, hint) for hint in hints for v in values if type(v) in _exact_types(hint)]
+    assert len(taken) > 8
+    for value, hint in taken:
+        assert accepted(value, hint) is value, (value, hint)

@@ -110,7 +110,13 @@ def checked(key: str | None = None) -> Callable[[C], C]:
         def hints(*, bounds: bool = True) -> dict[str, Any]:  # late, as an annotation may name a later class
             return get_type_hints(construct, None, _Names(construct.__globals__), include_extras=bounds)
 
+        @functools.cache
+        def exact() -> dict[str, frozenset[type]]:
+            return {name: _exact_types(hint) for name, hint in hints().items()}
+
         def accept(made: type, name: str, value: object) -> Any:
+            if type(value) in exact().get(name, ()):
+                return value  # quickly: engines make checked objects in each step
             hint = hints().get(name, Any)
             taken = accepted(value, hint)
             if taken is WRONG:
@@ -138,6 +144,21 @@ def checked(key: str | None = None) -> Callable[[C], C]:
 
 WRONG = object()
 """Result of `accepted` for a value that an annotation does not allow."""
+
+
+def _exact_types(hint: Any) -> frozenset[type]:
+    """Return classes whose own objects, not those of subclasses, `accepted` returns unchanged; or none."""
+    if get_origin(hint) in (Union, types.UnionType):
+        parts = [_exact_types(arg) for arg in get_args(hint)]
+        # An earlier choice may convert what a later one would take: `Path | str` makes a path of a text.
+        is_safe = all(parts) and frozenset.union(*parts).isdisjoint((int, bool, str))
+        return frozenset.union(*parts) if is_safe else frozenset()
+    if hint is None or hint is type(None):
+        return frozenset((type(None),))
+    if not isinstance(hint, type) or get_origin(hint) is not None or hint in (float, ImportPath, Path):
+        return frozenset()
+    is_open = getattr(hint, "_is_protocol", False) or is_typeddict(hint)
+    return frozenset() if is_open else frozenset((hint,))
 
 
 def accepted(value: Any, hint: Any) -> Any:
