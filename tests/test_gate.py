@@ -105,9 +105,13 @@ def test_one_bad_measurement_does_not_wake_it():
     assert should_pause(with_measurement(0.565, settled(), CONFIG), 0.0, CONFIG)
 
 
-def test_who_is_woken_learns_at_the_full_rate():
-    assert reset_after_move(settled()).lr_factor == 1.0
-    assert not should_pause(reset_after_move(settled()), 0.0, CONFIG)
+def test_a_move_of_the_policy_raises_the_rate():
+    state = GateState(lr_factor=0.125, num_rejected=3, average=0.6, peak=0.6)
+    for kl_nats, factor in ((0.06, 1.0), (0.04, 0.25), (math.nan, 0.25)):
+        moved = reset_after_move(state, kl_nats, CONFIG)
+        assert moved == GateState(lr_factor=factor, num_rejected=0, average=0.6, peak=0.6)
+        assert not should_pause(moved, 0.0, CONFIG)
+    assert reset_after_move(GateState(lr_factor=0.75), math.nan, CONFIG).lr_factor == 1.0
 
 
 def test_the_rate_of_a_match_is_the_share_of_a_chain_that_is_accepted():

@@ -154,9 +154,19 @@ def should_pause(state: GateState, kl_nats: float, config: GateConfig) -> bool:
     return is_done and is_good and kl_nats < config.small_kl_nats
 
 
-def reset_after_move(state: GateState) -> GateState:
-    """Return the state after a move of the policy: the full learning rate, and no evaluations."""
-    return replace(state, lr_factor=1.0, num_rejected=0)
+def reset_after_move(state: GateState, kl_nats: float, config: GateConfig) -> GateState:
+    """Return the state after a move of the policy: a higher learning rate, and no evaluations.
+
+    The rate is the full one after a large move, else twice the last one. A policy moves in each step of
+    reinforcement learning, mostly by little, and a trained drafter needs a low rate.
+
+    Args:
+        state: State of the gate.
+        kl_nats: As for `should_pause`.
+        config: Settings.
+    """
+    factor = 1.0 if kl_nats >= config.small_kl_nats else min(1.0, 2 * state.lr_factor)
+    return replace(state, lr_factor=factor, num_rejected=0)
 
 
 @torch.no_grad()

@@ -195,7 +195,7 @@ class LayerTraining:
             while gate.should_pause(self._gate_state, self._kl_nats(), self._config.gate):
                 yield False
             if self._embeddings and self._embeddings.version != version:
-                self._gate_state = gate.reset_after_move(self._gate_state)
+                self._gate_state = gate.reset_after_move(self._gate_state, self._kl_nats(), self._config.gate)
                 self._trainer.lr_factor = self._gate_state.lr_factor
 
     def _has_moved(self) -> bool:
