@@ -30,7 +30,7 @@ from aedit.launch.config import (
 )
 from aedit.launch.config.checks import without_effect
 from aedit.launch.config.config import EditConfig, LocalConfig
-from aedit.launch.records import differences, file_name
+from aedit.launch.records import differences
 from aedit.types import UserError
 
 PACKAGE = Path(aedit.__file__).parent
@@ -79,16 +79,6 @@ def test_later_files_win_key_by_key_and_flags_over_all_of_them(tmp_path):
     assert loaded.origin["model.sizes.b"] == f"{more}:4"
     assert loaded.origin["seed"] == "flag"
     assert load([last, base], []).config.edit.every == 64
-
-
-def test_the_name_of_a_run_is_that_of_one_directory():
-    """A node takes it from the hub that it joins, and writes there."""
-    for name in ("run", "run 1", "\u00e4", "[a]", "a:b", "..a", "x" * 255):
-        assert RunConfig(name=name).name == name
-    for name in ("", ".", "..", "a/b", "/etc", "../a", "a\\b", "a\0", "a\nb", "\ud800", "x" * 256):
-        with pytest.raises(ValueError, match="must be a plain directory name"):
-            RunConfig(name=name)
-    assert [file_name(name) for name in ("..", ".", "a.b", "a/../b")] == ["_", "_", "a.b", "a_.._b"]
 
 
 def test_files_are_judged_together_and_mistakes_with_the_name_of_their_file(tmp_path):

@@ -104,7 +104,7 @@ def test_no_more_servers_live_than_the_limit_and_those_that_are_gone_are_forgott
     ("change", "says"),
     [
         ({"name": ""}, "name"),
-        ({"name": "a\nb"}, "printable"),
+        ({"name": "a\nb"}, "letters"),
         ({"name": "x" * 129}, "1 to 128"),
         ({"address": "7001"}, "HOST:PORT"),
         ({"address": ":7001"}, "HOST:PORT"),

@@ -108,8 +108,8 @@ def test_a_restarted_process_of_a_node_gives_back_the_data_of_the_old_one():
             {"layout": Layout((UnitLayout("first", (TensorLayout("w", (2, 3)),)), LAYOUT.units[1]))},
             r"first.w \(2, 3\) where this run has w \(3, 2\)",
         ),
-        ({"name": ""}, "printable"),
-        ({"name": "b\x1b[31m"}, "printable"),
+        ({"name": ""}, "1 to 128 letters"),
+        ({"name": "b\x1b[31m"}, r"'b\?\[31m' is not 1 to 128 letters"),
     ],
 )
 def test_who_trains_something_else_is_told_the_difference(changes, words):

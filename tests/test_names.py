@@ -11,17 +11,28 @@ from kit.hub_machine import World, joiner, kinds, poison, world
 from kit.hub_machine import plan as hub_plan
 from kit.hub_processes import HubRefused
 from kit.leading_hub import keys_of, leading_hub
+from kit.statements import statement
+from kit.swarm import card_of, key_of
 
-from aedit.async_sgd.hub import CERTIFIED, Denied
+from aedit.async_sgd.hub import CERTIFIED, Denied, HubState
 from aedit.async_sgd.rules import Left, PushFilterConfig
 from aedit.async_sgd.service import fingerprint
 from aedit.async_sgd.service.request_guard import is_local, known_by, origin_of
-from aedit.launch.records import HubSample
+from aedit.async_sgd.service.server_directory import Directory
+from aedit.launch.config import RunConfig
+from aedit.launch.records import HubSample, claimed
 from aedit.launch.records.records import Notice
 from aedit.proto.agent import NodeRefused, rejoin_secret
-from aedit.proto.rpc import Caller, Refusal
+from aedit.proto.rpc import Caller, Refusal, parsed_statement
 from aedit.proto.rpc import hub_pb2 as pb
-from aedit.types import TensorLayout, UnitLayout, UserError
+from aedit.proto.rpc.directory_pb2 import ServerCard
+from aedit.proto.rpc.rollouts_pb2 import Opened
+from aedit.proto.swarm import decoded_card, encoded_card
+from aedit.proto.versions.manifest import check_line
+from aedit.spec_rollout.audit import Origin
+from aedit.spec_rollout.remote.connection import PROTOCOL, Connection, Violation
+from aedit.system import host_name
+from aedit.types import TensorLayout, UnitLayout, UserError, name_fault
 
 
 def refusal(call):
@@ -34,6 +45,95 @@ def denied(call):
     with pytest.raises(Denied) as caught:
         call()
     return caught.value
+
+
+# -- what is a name
+
+GOOD_NAMES = ("a", "Node-7.example_org", "..a", "-", "x" * 64)
+BAD_NAMES = (
+    *("", ".", "..", "../../x", "/etc/passwd", "a/b", "a\\b", "a b", "a:b"),
+    *("a\n", "a\0", "\ud800", "\x1b[2J"),
+    # Letters and digits of other scripts: Cyrillic, with an accent, of full width, Arabic, of mathematics.
+    *("n\u043ede", "\u00e4", "\uff41", "a\u0661", "\U0001d41a", "a\u200b"),
+)
+ENCODABLE = [name for name in BAD_NAMES if name != "\ud800"]  # no message can have the other one
+
+
+def accepts_run(name):
+    return RunConfig(name=name)
+
+
+def accepts_member(name):
+    return world(1).join(name)
+
+
+def accepts_server(name):
+    return Directory(HubState(), most=8, lease_s=9.0).announce(
+        ServerCard(name=name, address="10.0.0.1:7001", process=1, public_key=bytes(32)), 0.0
+    )
+
+
+def accepts_peer(name):
+    key = key_of(1)
+    return decoded_card(encoded_card(replace(card_of(key), name=name), key.private))
+
+
+def accepts_run_of_a_card(name):
+    key = key_of(1)
+    return decoded_card(encoded_card(replace(card_of(key), run=name), key.private))
+
+
+def accepts_run_of_a_statement(name):
+    return parsed_statement(statement(1, run=name))
+
+
+@pytest.mark.parametrize(
+    "accepts",
+    [
+        accepts_run, accepts_member, accepts_server, accepts_peer, accepts_run_of_a_card, check_line,
+        accepts_run_of_a_statement,
+    ],
+)  # fmt: skip
+def test_a_name_is_a_plain_one_wherever_it_arrives(accepts):
+    for name in GOOD_NAMES:
+        accepts(name)
+    for name in (*ENCODABLE, "x" * 129):
+        with pytest.raises((ValueError, Denied), match=r"is not 1 to (64|128) letters"):
+            accepts(name)
+
+
+def test_a_rollout_server_that_answers_has_a_name():
+    origin = Origin("run", "line", "")
+    for name in (*ENCODABLE, "x" * 129):
+        with pytest.raises(Violation, match="is not 1 to 128 letters"):
+            Connection.open(None, Opened(server=name, protocol=PROTOCOL), origin)
+    for name in GOOD_NAMES:
+        with pytest.raises(Violation, match="its key has 0 bytes"):  # the next thing that is checked
+            Connection.open(None, Opened(server=name, protocol=PROTOCOL), origin)
+
+
+def test_a_name_on_the_command_line_becomes_no_path_before_it_was_checked(tmp_path):
+    for name in (*BAD_NAMES, "x" * 129):
+        with pytest.raises(UserError, match=r"--as: .* is not 1 to 128 letters"), claimed(tmp_path, name):
+            pass
+    assert not list(tmp_path.rglob("*"))
+
+
+def test_a_host_name_is_made_a_name(monkeypatch):
+    for found in (*BAD_NAMES, "x" * 300, "..."):
+        monkeypatch.setattr("socket.gethostname", lambda found=found: found)
+        assert not name_fault(f"{host_name()}-{'0' * 6}", 71)
+    monkeypatch.setattr("socket.gethostname", lambda: "gpu-3.example.org")
+    assert host_name() == "gpu-3.example.org"
+
+
+def test_a_running_hub_takes_no_path_as_the_name_of_a_node(tmp_path):
+    with leading_hub(tmp_path) as hub:
+        for name in ENCODABLE:
+            told = refusal(hub.node(name).join)
+            assert told.code is grpc.StatusCode.INVALID_ARGUMENT
+            assert "choose another one with --as" in str(told)
+        assert hub.node("a").found().status()["nodes"][0]["name"] == "a"
 
 
 # -- the place of a live member
@@ -226,7 +326,7 @@ def test_escapes_in_a_members_state_do_not_reach_a_terminal(tmp_path):
         assert len(shown) == 256
         assert "escapes" not in shown
         for name in ("\x1b[2J", "", "n" * 129):
-            assert "printable" in str(refusal(hub.node(name).join))
+            assert "1 to 128 letters" in str(refusal(hub.node(name).join))
 
 
 def test_views_show_what_an_older_hub_or_a_file_has_without_control_characters():

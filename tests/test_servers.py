@@ -354,20 +354,20 @@ def test_a_sample_moves_away_from_a_server_that_does_not_answer_when_it_is_asked
 def test_no_step_waits_for_a_server_whatever_it_does_and_all_samples_come(opened, half_open):
     """Each server but the last one says all the time that it lives; the own worker draws the rest."""
     serve, start = opened
-    servers = {name: serve(name) for name in ("favours one", "never draws", "never opens")}
-    servers["never opens"].opens = False
+    servers = {name: serve(name) for name in ("favours-one", "never-draws", "never-opens")}
+    servers["never-opens"].opens = False
     source, events = start(*servers.values(), half_open, num_ready=2, stalled_s=1.0, connect_s=0.5)
-    servers["favours one"].favours, servers["favours one"].pace_s = True, 0.05
-    servers["never draws"].stalled = servers["never draws"].deaf = True
+    servers["favours-one"].favours, servers["favours-one"].pace_s = True, 0.05
+    servers["never-draws"].stalled = servers["never-draws"].deaf = True
     longest_s, errors = timed(source, samples(48))
     assert longest_s < 5.0
     status = source.status()["servers"]
-    for name in ("favours one", "never draws"):
+    for name in ("favours-one", "never-draws"):
         assert status[name]["taken_back"] > 0
-    assert errors[servers["never opens"].address] == "no answer within 0.5 s"
+    assert errors[servers["never-opens"].address] == "no answer within 0.5 s"
     assert half_open.address in errors
     ends = {end["server"]: end["reason"] for end in lost(events)}
-    assert "to the request to return sample" in ends["never draws"]
+    assert "to the request to return sample" in ends["never-draws"]
 
 
 def session():

@@ -105,8 +105,8 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"run": ""}, "run '' must have 1 to 64"),
-        ({"name": "a" * 65}, "name .* must have 1 to 64"),
+        ({"run": ""}, "run '' is not 1 to 64"),
+        ({"name": "a" * 65}, "name .* is not 1 to 64"),
         ({"name": "a\x1b[2J"}, "name 'a[?]"),
         ({"public_key": b"k" * 31}, "public_key has 31 bytes; an Ed25519 key has 32"),
         ({"serial": 0}, r"serial is 0; it must be in \[1, 2\^63\)"),

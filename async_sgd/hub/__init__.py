@@ -16,7 +16,7 @@ from aedit.lazy import exports
 
 if TYPE_CHECKING:
     from aedit.async_sgd.hub import parent_hub
-    from aedit.async_sgd.hub.decide_join import LONGEST_NAME, Joiner, check_first_anchor
+    from aedit.async_sgd.hub.decide_join import Joiner, check_first_anchor
     from aedit.async_sgd.hub.decide_push import is_next, skips
     from aedit.async_sgd.hub.hub import MOST_LEASES, Hub
     from aedit.async_sgd.hub.members import CERTIFIED, Clocks, Member, NodeReport
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CERTIFIED",
-    "LONGEST_NAME",
     "MOST_LEASES",
     "Clocks",
     "Computed",

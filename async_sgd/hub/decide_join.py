@@ -6,9 +6,7 @@ from hashlib import sha256
 from aedit.async_sgd.hub.members import CERTIFIED, Member
 from aedit.async_sgd.hub.state import Denied, HubState
 from aedit.async_sgd.rules import Founded, HubConfig, Joined, Leased, Left, Record
-from aedit.types import Layout, model_sha256
-
-LONGEST_NAME = 128
+from aedit.types import Layout, model_sha256, name_fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +47,8 @@ def joining(state: HubState, joiner: Joiner, config: HubConfig, elapsed_s: float
     Founded, if it is the first node; Left, if it replaces a process that seems alive; the leases that it had
     when it was given up as silent, unless others have them since; and Joined.
     """
-    if not joiner.name or len(joiner.name) > LONGEST_NAME or not joiner.name.isprintable():
-        raise Denied("different", f"a node's name has 1 to {LONGEST_NAME} printable characters")
+    if fault := name_fault(joiner.name):
+        raise Denied("different", f"node's name {fault}: choose another one with --as")
     decided: list[Record] = []
     if state.layout is None:
         described = Founded(joiner.layout, tuple(sorted(joiner.facts)), joiner.num_samples)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-from aedit.async_sgd.hub import LONGEST_NAME, Denied, HubState
+from aedit.async_sgd.hub import Denied, HubState
 from aedit.async_sgd.rules import Banned
 from aedit.async_sgd.service import messages
 from aedit.async_sgd.service.request_guard import RequestGuard, check_name
@@ -28,7 +28,7 @@ from aedit.proto.rpc import (
     is_signed_card,
 )
 from aedit.proto.rpc import directory_pb2 as pb
-from aedit.types import address_fault
+from aedit.types import address_fault, name_fault
 
 KEY_BYTES = 32
 """Length of an Ed25519 public key."""
@@ -322,8 +322,8 @@ class ServerDirectory:
 
 def _check_card(card: pb.ServerCard, newest: int) -> None:
     """Raise Denied for the first value that cannot be true. newest: version of the run's policy."""
-    if not card.name or len(card.name) > LONGEST_NAME or not card.name.isprintable():
-        raise _untrue(f"a server's name has 1 to {LONGEST_NAME} printable characters")
+    if fault := name_fault(card.name):
+        raise _untrue(f"server's name {fault}: choose another one with --as")
     if fault := address_fault(card.address):
         raise _untrue(fault)
     if len(card.public_key) != KEY_BYTES:

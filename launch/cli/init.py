@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from aedit.launch.config import PREFIX, preset_names, preset_text
-from aedit.types import UserError
+from aedit.types import UserError, name_fault
 
 USUAL = "tiny"
 """The preset of a file whose name is none of a preset's."""
@@ -25,8 +25,8 @@ def init(name: str, preset: str = "") -> Path:
         UserError: The file exists, there is no such preset, or the name is not valid for a run.
     """
     path = Path(name if name.endswith(".toml") else f"{name}.toml")
-    if not re.fullmatch(r"[A-Za-z0-9_][\w.-]*", path.stem):
-        raise UserError(f"NAME: {path.stem!r} cannot name a run; use letters, digits, '.', '_' and '-'")
+    if fault := name_fault(path.stem):
+        raise UserError(f"NAME: {fault}")
     source = preset or (path.stem if path.stem in preset_names() else USUAL)
     text = re.sub(r'^name = ".*"', f'name = "{path.stem}"', preset_text(source), count=1, flags=re.M)
 

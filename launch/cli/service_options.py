@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aedit.launch.cli.arguments import Parser
-from aedit.types import UserError
+from aedit.system import host_name
+from aedit.types import UserError, name_fault
 
 if TYPE_CHECKING:
     from aedit.launch.config import VllmConfig
@@ -92,10 +93,7 @@ def add_peer_options(peer: argparse.ArgumentParser) -> None:
 
 def run_peer(options: argparse.Namespace) -> int:
     """Take part in a swarm as the options say; return the exit code. Raises UserError."""
-    import socket
-
     from aedit.launch.config import load
-    from aedit.launch.records import file_name
     from aedit.launch.swarm import PeerOptions, peer
     from aedit.proto.rpc import name_of
 
@@ -105,8 +103,10 @@ def run_peer(options: argparse.Namespace) -> int:
         raise UserError(
             f"--force-found: expected numbers of parts, such as 1 or 0,3, got {options.force_found!r}"
         )
-    name = options.name or name_of(options.keys) or socket.gethostname()
-    default = Path(config.dir) / config.name / "peers" / file_name(name)
+    name = options.name or name_of(options.keys) or host_name()
+    if fault := name_fault(name):
+        raise UserError(f"--as: {fault}")
+    default = Path(config.dir) / config.name / "peers" / name
     own = PeerOptions(
         directory=options.directory or default,
         name=name,

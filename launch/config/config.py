@@ -18,7 +18,6 @@ from aedit.launch.config.rl import (
     ServeConfig,
 )
 from aedit.launch.config.swarm import PEER_EXCHANGES, SwarmConfig
-from aedit.system import is_plain_name
 from aedit.types import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -26,9 +25,9 @@ from aedit.types import (
     PositiveInt,
     Range,
     Share,
-    UserError,
     check,
     checked,
+    name_fault,
 )
 
 SMALL: dict[str, int | float | bool | str] = {
@@ -225,12 +224,8 @@ class RunConfig:
     local: LocalConfig = field(default_factory=LocalConfig)
 
     def __post_init__(self) -> None:
-        check(
-            is_plain_name(self.name),
-            "name",
-            "must be a plain directory name",
-            repr(self.name),
-        )
+        if fault := name_fault(self.name):
+            raise ValueError(f"name {fault}")
         check(len(set(self.log)) == len(self.log), "log", "must name each tracker once", list(self.log))
         timed = self.edit.schedule == "seconds"
         check(
@@ -315,8 +310,6 @@ class RunConfig:
 def of_this_machine(config: RunConfig) -> RunConfig:
     """Return the hub's configuration with the settings that belong to this machine at their defaults."""
     own = RunConfig()
-    if config.name in (".", ".."):
-        raise UserError(f"the hub's run is named {config.name!r}, which is not a valid directory name")
     mine = own.swarm
     swarm = replace(config.swarm, peers=mine.peers, listen=mine.listen, announce=mine.announce)
     return replace(

@@ -17,7 +17,6 @@ from aedit.launch.data import SampleOrder
 from aedit.launch.node.checkpoint import resume_alone
 from aedit.launch.node.objective import NodeParts
 from aedit.launch.node.stop import StopAlone
-from aedit.launch.records import file_name
 from aedit.proto.dht import (
     AVERAGING,
     INTRODUCTION,
@@ -135,7 +134,7 @@ def averaging_settings(start: "NodeStart") -> AveragingSettings:
         name=member.name,
         prefix=prefix_of(start.config, start.facts),
         numel=sum(p.numel() for p in start.model.parameters() if p.requires_grad),
-        directory=averaging / file_name(member.name),
+        directory=averaging / member.name,
         initial_peers=peers,
         introduction=None if peers or not member.prefers else averaging / FIRST / INTRODUCTION,
         listen=listening_maddr(swarm.listen, 0 if member.prefers else port),

@@ -20,7 +20,6 @@ from aedit.launch.node.objective import NodeParts
 from aedit.launch.node.stop import LEAVE_HUB_WITHIN_S, StopAlone, Stopped
 from aedit.launch.node.train import TrainingNode
 from aedit.launch.node.world import World
-from aedit.launch.records import file_name
 from aedit.proto.agent import (
     AgentLink,
     AgentPlan,
@@ -166,8 +165,8 @@ def _link(plan: AgentPlan, world: World, run_dir: Path) -> AgentLink:
     """
     link = None
     if world.leads:
-        secret = rejoin_secret(run_dir / "rejoin" / file_name(plan.name))
-        votes = str(run_dir / "votes" / file_name(plan.name))
+        secret = rejoin_secret(run_dir / "rejoin" / plan.name)
+        votes = str(run_dir / "votes" / plan.name)
         link = start_agent(replace(plan, rejoin=secret, votes=votes), ranks=world.ranks)
     if world.ranks > 1:
         shared_path = [link.path if link else ""]

@@ -12,7 +12,7 @@ import psutil
 from aedit.child import POLL_S, Child, HostProcess, to_json
 from aedit.launch.config import FIRST, JoinOptions, NodeOptions, Placement, RunConfig, ranks_per_node
 from aedit.launch.hub import HUB_PROGRAM, HubOptions, of_standby
-from aedit.launch.records import FAILED, file_name
+from aedit.launch.records import FAILED
 from aedit.proto.dht import AVERAGING
 from aedit.proto.dht import INTRODUCTION as AVERAGING_INTRODUCTION
 from aedit.proto.rpc import name_of
@@ -78,7 +78,7 @@ class Cluster:
             threads = max(1, num_cores() // (placement.nodes * config.local.ranks))
             for i, member in enumerate(members):
                 command = torchrun_command(run_toml, config, placement, attempt, program, member)
-                log = run_dir / f"launch_{file_name(joins.name) if joins else i}.log"
+                log = run_dir / f"launch_{joins.name if joins else i}.log"
                 self.nodes.append(Child(command, log, {"OMP_NUM_THREADS": str(threads)} | os.environ))
         except BaseException:
             self.kill()
@@ -309,7 +309,7 @@ def _peer_process(
     """
     from aedit.launch.swarm import PEER_PROGRAM, PeerOptions  # here: most runs have a hub
 
-    directory = run_toml.parent / "peers" / file_name(name)
+    directory = run_toml.parent / "peers" / name
     options = PeerOptions(
         directory=directory,
         name=name,
@@ -323,6 +323,6 @@ def _peer_process(
         f"the peer of node {name}",
         [sys.executable, "-m", PEER_PROGRAM, str(run_toml), to_json(options)],
         directory=directory,
-        log=run_toml.parent / f"peer_{file_name(name)}.log",
+        log=run_toml.parent / f"peer_{name}.log",
         restarts=config.restarts,
     )

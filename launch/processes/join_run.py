@@ -2,7 +2,6 @@
 
 import contextlib
 import secrets
-import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,6 +22,7 @@ from aedit.launch.config import (
 from aedit.launch.processes.run_local import preflight, run
 from aedit.launch.records import claimed
 from aedit.proto.rpc import caller_keys, greet, name_of
+from aedit.system import host_name
 from aedit.types import UserError
 
 T = TypeVar("T")
@@ -120,7 +120,7 @@ def _named(run_dir: Path, name: str) -> Iterator[str]:
             else:
                 yield known
                 return
-        new = f"{socket.gethostname()}-{secrets.token_hex(3)}"  # machines may have equal host names
+        new = f"{host_name()}-{secrets.token_hex(3)}"  # machines may have equal host names
         held.enter_context(claimed(run_dir, new))
         try:
             with remembered.open("a", encoding="utf-8") as file:

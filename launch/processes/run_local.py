@@ -28,7 +28,6 @@ from aedit.launch.records import (
     claimed,
     error_of,
     failure_in,
-    file_name,
     has_trained,
     indices_of,
     next_attempt,
@@ -123,7 +122,7 @@ def _start(
         _say(f"{here}; to add a node, {how}")
         return cluster
     command = torchrun_command(run_toml, config, placement, attempt, program, membership)
-    log = f"launch_{file_name(membership.name)}.log" if membership else "launch.log"
+    log = f"launch_{membership.name}.log" if membership else "launch.log"
     return Child(command, run_dir / log)
 
 

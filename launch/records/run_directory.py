@@ -21,7 +21,7 @@ from pathlib import Path
 import aedit
 from aedit.launch.config import RunConfig, continued, literal, load_run, to_toml, values
 from aedit.system import exit_text, write_atomically
-from aedit.types import RunFailed, UserError
+from aedit.types import RunFailed, UserError, name_fault
 
 MIN_FREE_BYTES = 256 * 2**20
 """Space for logs and a small model's checkpoints; the node reports a checkpoint that does not fit."""
@@ -94,7 +94,7 @@ def prepare(config: RunConfig, joins_as: str = "") -> Path:
         if not (is_the_hubs and run_toml.exists()):
             write_atomically(run_toml, to_toml(config))
         if joins_as:
-            run_toml = run_dir / f"join_{file_name(joins_as)}.toml"
+            run_toml = run_dir / f"join_{joins_as}.toml"
             write_atomically(run_toml, to_toml(config))
         # The code that makes the run: one paragraph per version.
         newest, code = provenance(), run_dir / "code.txt"
@@ -107,11 +107,6 @@ def prepare(config: RunConfig, joins_as: str = "") -> Path:
     return run_toml
 
 
-def file_name(node: str) -> str:
-    """Return the name of a node as a part of a file name."""
-    return re.sub(r"[^\w.-]|^\.+$", "_", node)
-
-
 def next_attempt(run_dir: Path) -> int:
     """Return the number of this start in log names: one more than that of any `attempt_K.log`."""
     return 1 + max((attempt_of(log) for log in run_dir.glob("nodes/*/attempt_*.log")), default=0)
@@ -121,9 +116,12 @@ def next_attempt(run_dir: Path) -> int:
 def claimed(run_dir: Path, node: int | str) -> Iterator[None]:
     """Lock the directory for this node until the block ends.
 
-    node: its index, or its name if it joins a hub. Raises UserError if another process has locked it.
+    node: its index, or its name if it joins a hub. Raises UserError if that is not a name, or if another
+    process has locked it.
     """
-    path = run_dir / f".lock_{node if isinstance(node, int) else file_name(node)}"
+    if isinstance(node, str) and (fault := name_fault(node)):
+        raise UserError(f"--as: {fault}")
+    path = run_dir / f".lock_{node}"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = path.open("w")

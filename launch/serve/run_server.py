@@ -19,7 +19,7 @@ from aedit.launch.config import (
     parse_config,
     with_flags,
 )
-from aedit.launch.records import KEY_FILE, claimed, file_name
+from aedit.launch.records import KEY_FILE, claimed
 from aedit.proto.rpc import (
     SERVER,
     HelloReply,
@@ -35,7 +35,7 @@ from aedit.proto.rpc import (
     name_of,
     server_keys,
 )
-from aedit.system import keep_one_arena
+from aedit.system import host_name, keep_one_arena
 from aedit.types import UserError
 
 if TYPE_CHECKING:
@@ -249,7 +249,8 @@ def server_folder(run_dir: Path, name: str, keys: Path | None) -> Iterator[Serve
         keys: Folder of keys for TLS.
 
     Raises:
-        UserError: A server of this name is running in this directory, or it cannot be written.
+        UserError: The name is not valid, a server of this name is running in this directory, or the folder
+            cannot be written.
     """
     name = name or name_of(keys)
     with ExitStack() as held:
@@ -261,13 +262,13 @@ def server_folder(run_dir: Path, name: str, keys: Path | None) -> Iterator[Serve
             raise UserError(f"{path}: cannot be written: {error.strerror}; choose another --dir") from None
         except ValueError as error:
             raise UserError(str(error)) from None
-        yield ServerFolder(path, name or f"{socket.gethostname()}-{key.public.hex()[:6]}", key)
+        yield ServerFolder(path, name or f"{host_name()}-{key.public.hex()[:6]}", key)
 
 
 def _claimed(servers: Path, name: str, held: ExitStack) -> Path:
     if name:
         held.enter_context(claimed(servers, name))
-        return servers / file_name(name)
+        return servers / name
     for number in range(1, MOST_HERE):
         try:
             held.enter_context(claimed(servers, f"server-{number}"))

@@ -36,7 +36,6 @@ from aedit.launch.node import (
     taps_of,
     vllm_settings,
 )
-from aedit.launch.records import file_name
 from aedit.proto.versions import VersionLayout
 from aedit.spec_rollout.drafters import (
     Drafter,
@@ -191,7 +190,7 @@ def _vllm_engine(run: ServedRun, folder: Path, line: str) -> Any:
             device=str(run.device),
             threads=torch.get_num_threads(),
             tokenizer=tokenizer,
-            logs=folder / "workers" / file_name(line),
+            logs=folder / "workers" / line,
         ),
         tokenizer=StopDecoder(run.tokenizer),
         arm=arm_of(config.rollout.vllm.speculative),

@@ -9,7 +9,7 @@ from typing import Any
 from aedit.launch.config import RunConfig
 from aedit.launch.records import BAD_LINE, HubRecords, HubSample, Run, RunFollower, SwarmSample, require_run
 from aedit.proto.rpc import HubClient, HubRefused, HubUnreachable, StatusRequest, caller_keys
-from aedit.types import UserError
+from aedit.types import UserError, name_fault
 
 ASK_S = 10.0
 NO_LINES = 2**62
@@ -89,10 +89,8 @@ class HubSource:
             raise UserError(
                 f"{self.address}: cannot read the answer ({error!r}); use the hub's version of aedit"
             ) from None
-        if Path(name).name != name or name == "..":
-            raise UserError(
-                f"the run at {self.address} is named {name!r}, which is not a valid directory name"
-            )
+        if fault := name_fault(name):
+            raise UserError(f"name of the run at {self.address}: {fault}")
         config = {"name": name, "hub": {"address": self.address}}
         hubs = (HubRecords(tuple(lines), ()),) if lines else ()
         return Run(Path(RunConfig().dir) / name, config, (), hubs, swarm)

@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 
 from aedit.proto.rpc import swarm_pb2 as pb
 from aedit.proto.rpc.keys import KEY_BYTES, SIGNATURE_BYTES, SigningKey, is_signed_by
-from aedit.types import printable
+from aedit.types import name_fault
 
 VERSION = 2
 """First byte of a statement; that of a card is another one."""
@@ -128,9 +128,8 @@ def contradict(one: bytes, other: bytes) -> Statement | None:
 
 def _check(statement: Statement) -> None:
     """Raise ValueError for the first value that cannot be true."""
-    if not (0 < len(statement.run) <= _LONGEST_RUN and statement.run.isprintable()):
-        shown = printable(statement.run, _LONGEST_RUN)
-        raise ValueError(f"run {shown!r} must have 1 to {_LONGEST_RUN} printable characters")
+    if fault := name_fault(statement.run, _LONGEST_RUN):
+        raise ValueError(f"run {fault}")
     if len(statement.public_key) != KEY_BYTES:
         raise ValueError(f"public_key has {len(statement.public_key)} bytes; expected {KEY_BYTES}")
     if not _LINEAGE.fullmatch(statement.lineage):

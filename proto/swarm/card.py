@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from aedit.proto.rpc import KEY_BYTES, MOST_GENERATIONS, SIGNATURE_BYTES, is_signed_by
 from aedit.proto.rpc import swarm_pb2 as pb
 from aedit.system import write_atomically
-from aedit.types import address_fault, printable
+from aedit.types import address_fault, name_fault, printable
 
 VERSION = 1
 PURPOSE = b"aedit peer card 1\n"
@@ -155,8 +155,9 @@ _NAMES: dict[type, tuple[str, ...]] = {
 
 def check_peer_card(card: PeerCard) -> None:
     """Raise ValueError for the first value that cannot be true."""
-    _check_text("run", card.run)
-    _check_text("name", card.name)
+    for key, text in (("run", card.run), ("name", card.name)):
+        if fault := name_fault(text, LONGEST_NAME):
+            raise ValueError(f"{key} {fault}")
     if len(card.public_key) != KEY_BYTES:
         raise ValueError(f"public_key has {len(card.public_key)} bytes; an Ed25519 key has {KEY_BYTES}")
     if not 1 <= card.serial <= _MOST_SERIAL:
@@ -182,12 +183,6 @@ def check_peer_card(card: PeerCard) -> None:
 def is_model_digest(text: str) -> bool:
     """Return whether a card can have this digest of a model; "" is one."""
     return _MODEL.fullmatch(text) is not None
-
-
-def _check_text(name: str, value: str) -> None:
-    if not (0 < len(value) <= LONGEST_NAME and value.isprintable()):
-        shown = printable(value, LONGEST_NAME)
-        raise ValueError(f"{name} {shown!r} must have 1 to {LONGEST_NAME} printable characters")
 
 
 def _check_number(name: str, value: float, least: float, most: float) -> None:

@@ -1,16 +1,15 @@
 """Manifests: which units make a policy version, checked before anything is fetched for it."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aedit.proto.rpc import versions_pb2 as pb
 from aedit.proto.versions import patch
 from aedit.proto.versions.patch import PATTERNS, Patterns, unit_hash
-from aedit.types import Layout
+from aedit.types import Layout, name_fault
 
 MAX_SERIAL = 2**63 - 1
-_LINE = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_LONGEST_LINE = 64
 _HASH_BYTES = 32
 
 
@@ -149,6 +148,6 @@ class VersionLayout:
 
 
 def check_line(line: str) -> None:
-    """Raise ValueError unless `line` can name a line: 1 to 64 letters, digits, dots, dashes, underscores."""
-    if not _LINE.fullmatch(line):
-        raise ValueError(f"line {line[:70]!r}: expected 1 to 64 letters, digits, dots, dashes or underscores")
+    """Raise ValueError unless `line` can name a line."""
+    if fault := name_fault(line, _LONGEST_LINE):
+        raise ValueError(f"line {fault}")

@@ -22,6 +22,7 @@ from aedit.spec_rollout.remote.publisher import VersionGiven, VersionSender
 from aedit.spec_rollout.remote.report_checks import Violation
 from aedit.spec_rollout.remote.session import ServerFacts, Session
 from aedit.spec_rollout.server import Channel
+from aedit.types import name_fault
 
 PROTOCOL = 1
 
@@ -127,8 +128,10 @@ class Connection:
         name, key = found.server, found.public_key
         if found.protocol != PROTOCOL:
             raise Violation(f"it speaks protocol {found.protocol}, expected {PROTOCOL}")
-        if not name or len(name) > 128 or not name.isprintable() or len(key) != KEY_BYTES:
-            raise Violation(f"it gives no name, or no key of {KEY_BYTES} bytes")
+        if fault := name_fault(name):
+            raise Violation(f"its name {fault}")
+        if len(key) != KEY_BYTES:
+            raise Violation(f"its key has {len(key)} bytes, expected {KEY_BYTES}")
         if self.place.name and (self.place.name, self.place.public_key) != (name, key):
             raise Violation(f"{name} answers, or another key, where the directory has {self.place.name}")
         if not 1 <= found.rows <= MAX_ROWS:

@@ -10,7 +10,9 @@ import gc
 import json
 import mmap
 import os
+import re
 import signal
+import socket
 import stat
 import sys
 import tempfile
@@ -31,6 +33,11 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 def num_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def host_name() -> str:
+    """Return the name of this machine as a part of a member's name, see `aedit.types.name_fault`."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64].strip(".") or "host"
 
 
 @contextmanager

@@ -456,6 +456,22 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip()
 
 
+LONGEST_NAME = 128
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
+
+
+def name_fault(name: str, most: int = LONGEST_NAME) -> str:
+    """Return why `name` is not one of a run, node, hub, peer, server or line; "" if it is one.
+
+    Names become parts of paths, and a person tells members apart by them: letters of other scripts look like
+    these. most: characters that it may have.
+    """
+    if len(name) <= most and _NAME.fullmatch(name) and name not in (".", ".."):
+        return ""
+    shown = repr(printable(name, most))
+    return f"{shown} is not 1 to {most} letters (a to z, A to Z), digits, dots, dashes or underscores"
+
+
 def address_fault(address: str) -> str:
     """Return why `address` is not a HOST:PORT at which others reach a server; "" if it is one."""
     host, _, port = address.rpartition(":")
