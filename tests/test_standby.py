@@ -311,3 +311,78 @@ def test_a_standby_that_is_elected_on_a_full_disk_follows_on_and_leads_once_ther
         assert standby.stop() == 0
         kept = {(push.node, push.unit, push.seq) for push in pushes_of(standby.directory)}
     assert kept == set(node.accepted)
+
+
+def test_a_leader_with_a_full_disk_gives_way_to_a_standby_with_room_and_follows_it(tmp_path):
+    """Found: it led on while nothing could be acknowledged, for as long as the disk was full."""
+    _, primary, standby = pair(tmp_path)
+    with ending():
+        node = Client(primary.address).found()
+        attached(node)
+        node.merged(0)
+        limit_files(primary.process, 0)
+        with suppress(HubRefused, HubUnreachable):
+            node.push(1)
+
+        def leads():
+            with suppress(HubRefused, HubUnreachable):
+                return node.vote(standby.address).leads
+
+        until(leads, "the election of the standby")
+        assert node.go_to(standby.address).term == 2
+        node.merged(0)
+        until(lambda: status(primary.address).get("disk_full"), "the former leader to follow")
+        node.merged(1)
+        limit_files(primary.process)
+        attached(node)
+        node.merged(0)
+        assert status(primary.address)["follows"] == standby.address
+        assert status(primary.address)["disk_full"] == ""
+        assert "Traceback" not in primary.log.read_text()
+        assert (primary.stop(), standby.stop()) == (0, 0)
+        for hub in (primary, standby):
+            kept = {(push.node, push.unit, push.seq) for push in pushes_of(hub.directory)}
+            assert kept == set(node.accepted)
+
+
+def test_a_leader_with_a_full_disk_and_no_standby_in_sync_leads_on_once_there_is_room(tmp_path):
+    _, primary, standby = pair(tmp_path)
+    with ending():
+        node = Client(primary.address).found()
+        attached(node)
+        standby.kill()
+        with voting(node):
+            until(lambda: node.status()["in_sync"] == 0, "the hub to go on alone")
+        limit_files(primary.process, 0)
+        with pytest.raises(HubUnreachable):
+            node.push(1)
+        limit_files(primary.process)
+        node.seqs[1] -= 1
+        node.merged(1)
+        assert node.heartbeat().term == 1
+        assert not primary.events("resign")
+
+
+def test_a_standby_with_a_full_disk_is_not_waited_for_and_comes_back_once_there_is_room(tmp_path):
+    """Found: its process ended with a traceback, and was not back when there was room."""
+    _, primary, standby = pair(tmp_path)
+    with ending():
+        node = Client(primary.address).found()
+        attached(node)
+        limit_files(standby.process, 0)
+        with voting(node):
+            assert node.push(0).accepted
+        until(lambda: node.status()["in_sync"] == 0, "the hub to go on alone")
+        assert (
+            "no space" in status(standby.address)["disk_full"]
+            or "too large" in status(standby.address)["disk_full"]
+        )
+        node.merged(1)
+        limit_files(standby.process)
+        attached(node)
+        node.merged(0)
+        assert standby.process.poll() is None
+        assert "Traceback" not in standby.log.read_text()
+        standby.kill()
+        kept = {(push.node, push.unit, push.seq) for push in pushes_of(standby.directory)}
+    assert kept == set(node.accepted)

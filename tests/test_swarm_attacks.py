@@ -213,11 +213,11 @@ def test_a_follower_leaves_an_owner_whose_key_is_shut_out_and_gives_it_no_more_t
 
 def test_an_owner_waits_for_no_replica_whose_key_is_shut_out(tmp_path):
     with replica(tmp_path / "owner", 0, standby=False) as (owner, file):
-        votes, hub = owner._leading.leadership._replica, Client(address(owner)).hub
+        leadership, hub = owner._leading.leadership, Client(address(owner)).hub
 
         def confirms(number):
             hub.confirm(pb.ConfirmRequest(term=1, segment=1, offset=0, replica=number, address="10.0.0.9:1"))
-            return votes.has_confirmed(number, 0.0)
+            return leadership._replica.has_confirmed(number, 0.0)
 
         file.write([PartPlaces(("10.0.0.9:1",), "", keys=(LIAR,)), PartPlaces()])
         assert confirms(77)

@@ -9,7 +9,7 @@ from aedit.async_sgd.journal.encoding import Payload, encode_records
 from aedit.async_sgd.journal.journal import Journal, Position
 from aedit.async_sgd.journal.receipts import Receipts
 from aedit.async_sgd.journal.store import Store
-from aedit.async_sgd.rules import Merged, Mixed, Record
+from aedit.async_sgd.rules import Accepted, Merged, Mixed, Record
 from aedit.proto.rpc import Notifier
 from aedit.proto.rpc import hub_pb2 as pb
 
@@ -52,6 +52,8 @@ class Ledger:
         """Returns whether all replicas have everything before the position."""
         self.versions_at: Position = journal.position
         """Before it are the records of all versions."""
+        self.num_pushes = 0
+        """Accepted pushes that were written down since this process began."""
         self._saving = threading.Lock()
         self._units_lock = threading.Lock()
         self._unwritten: dict[int, Unit] = {}
@@ -76,6 +78,7 @@ class Ledger:
         for record in records:
             self.hub.apply(record, computed if isinstance(record, Merged | Mixed) else None)
             self._applied(record)
+        self.num_pushes += sum(isinstance(record, Accepted) for record in records)
         if any(isinstance(record, Merged | Mixed) for record in records):
             self.versions_at = position
         self.grown.notify()

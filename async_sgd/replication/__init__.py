@@ -14,11 +14,12 @@ from aedit.lazy import exports
 
 if TYPE_CHECKING:
     from aedit.async_sgd.replication.journal_stream import stream_journal
-    from aedit.async_sgd.replication.leadership import Leadership
+    from aedit.async_sgd.replication.leadership import LEASE_S, Leadership
     from aedit.async_sgd.replication.mirror import Mirror
     from aedit.async_sgd.replication.replica import Replica, placed_replicas
 
 __all__ = [
+    "LEASE_S",
     "Leadership",
     "Mirror",
     "Replica",

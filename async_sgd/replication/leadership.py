@@ -13,7 +13,7 @@ from aedit.proto.rpc import Extent, Proposal, Voter, VoteReply
 
 SILENT_S = 2.0
 """Timeout after which a silent standby is no longer waited for, if the voters agree."""
-_LEASE_S, _PROMISE_S = 2.0, 4.0
+LEASE_S, _PROMISE_S = 2.0, 4.0
 NEAR_BYTES = 8 * 2**20
 """A standby that lags no further than this is to be waited for."""
 _WAIT_LIMIT_S = 10.0
@@ -51,7 +51,7 @@ class Leadership:
         self._file, self._num_others, self._clock, self._least = file, num_others, clock, least
         self._place = place
         self._change = threading.Condition(threading.RLock())
-        self._replica = Replica(Voter.load(file), promise_s=_PROMISE_S, lease_s=_LEASE_S)
+        self._replica = Replica(Voter.load(file), promise_s=_PROMISE_S, lease_s=LEASE_S)
         self._ledger: Ledger | None = None
         self._writing = threading.Lock()
         self._owed: list[Record] = []
@@ -344,6 +344,13 @@ class Leadership:
         """Return whether every standby that is waited for has confirmed lately; true without standbys."""
         with self._change:
             return not self.has_others or self._replica.holds_lease(self._clock())
+
+    def has_successor(self) -> bool:
+        """Return whether this hub leads, and a standby in sync has confirmed lately: it can be elected."""
+        with self._change:
+            replica, since_s = self._replica, self._clock() - SILENT_S
+            newest = replica.configs[-1].replicas if replica.is_agreed else ()
+            return any(replica.has_confirmed(one, since_s) for one in newest if one != self.identity)
 
     def in_sync(self) -> tuple[int, int]:
         """Return how many standbys the voters agreed to wait for, and how many nodes break ties."""

@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 TICK_S = 0.05
 _FULL_PAUSE_S = 1.0
 """Before what found no room on the disk is decided anew."""
+_FULL_GAP_S = 10.0
+"""Nodes send a push that found no room again within this time."""
 _ENDED_S = 3.0
 """A finished run without members has ended after this time without a returning member."""
 
@@ -59,6 +61,8 @@ class HubWorker:
         self._ticker = threading.Thread(target=self._run, name="ticker", daemon=True)
         self._snapshots: threading.Thread | None = None
         self._full_until_s = 0.0
+        self._full: tuple[float, float, int] | None = None
+        """When the disk was first and last found full, and the pushes that were written down before."""
         self._empty_since_s: float | None = None
 
     def start(self) -> None:
@@ -93,6 +97,21 @@ class HubWorker:
             log.error("%s: pushes are refused until there is room", error)
             self.event("journal_full", reason=str(error))
         self._full_until_s = now + _FULL_PAUSE_S
+        since_s = now if self._full is None or self.full_s is None else self._full[0]
+        self._full = since_s, now, self.ledger.num_pushes
+
+    @property
+    def full_s(self) -> float | None:
+        """Return for how long no push has found room on the disk; None if none was refused of late.
+
+        Small records may find room meanwhile.
+        """
+        if self._full is None:
+            return None
+        since_s, last_s, num_pushes = self._full
+        now = self.ledger.clock()
+        is_over = self.ledger.num_pushes > num_pushes or now - last_s >= _FULL_GAP_S
+        return None if is_over else now - since_s
 
     def _run(self) -> None:
         try:

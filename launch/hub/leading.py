@@ -3,6 +3,7 @@
 A hub writes a line of metrics every few seconds, and events as they happen.
 """
 
+import logging
 import threading
 import time
 from collections import deque
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from aedit.async_sgd.hub import listed_members, status_of_nodes, status_of_run
 from aedit.async_sgd.journal import JournalBroken, Ledger, NoSpace
-from aedit.async_sgd.replication import Leadership
+from aedit.async_sgd.replication import LEASE_S, Leadership
 from aedit.async_sgd.rules import Record, records
 from aedit.async_sgd.service import (
     Driver,
@@ -31,6 +32,7 @@ from aedit.system import num_cores
 if TYPE_CHECKING:
     from aedit.launch.hub.uplink import Uplink
 
+log = logging.getLogger(__name__)
 MOST_LINE_BYTES = 2**20
 """Most bytes of all lines as JSON: a status with them stays below the largest message."""
 LINE_EVERY_S = 2.0
@@ -272,6 +274,8 @@ class LeadingHub:
         self.driver = Driver(self.guard, responder, self._status)
         self.directory = ServerDirectory(self.guard, reports.event)
         self.uplink: Uplink | None = None
+        self.has_resigned = False
+        """True once it leads no more because its disk is full; it may follow the next leader."""
         self._stopping = threading.Event()
         self._lines = threading.Thread(target=self._write_lines, name="lines", daemon=True)
         self._voters = threading.Thread(target=self._look_at_voters, name="voters", daemon=True)
@@ -350,6 +354,16 @@ class LeadingHub:
                 return
             self._reports.line(metrics(self.overview()))
 
+    def _resign(self) -> None:
+        """Lead no more, as nothing can be written here: a standby that has room can be elected."""
+        reason = f"the disk of {self._endpoint.directory} is full: a standby may lead"
+        log.error("%s", reason)
+        self._reports.event("resign", reason=reason)
+        with self.ledger.lock:
+            configs = self.ledger.hub.state.configs
+        self.has_resigned = True
+        self.leadership.resign(configs)
+
     def _look_at_voters(self) -> None:
         """Follow the standbys and nodes that come and go, until the hub ends or does not lead any more."""
         in_sync, ledger, roster = 0, self.ledger, self.ledger.hub.state.roster
@@ -367,6 +381,8 @@ class LeadingHub:
                 self.engine.fail(error)
             if not self.leadership.holds_lease():
                 self.guard.ask_the_others()  # it may have been replaced while it could not be reached
+            if (self.engine.full_s or 0.0) >= LEASE_S and self.leadership.has_successor():
+                self._resign()
             if not self.leadership.leads:
                 self.guard.end_term()
             elif (first := self._endpoint.successor) and self.leadership.hand_over(first):

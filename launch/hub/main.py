@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -40,7 +41,7 @@ from aedit.proto.rpc import (
     raise_descriptor_limit,
     serve,
 )
-from aedit.system import give_back_what_is_freed, write_atomically
+from aedit.system import give_back_what_is_freed, write_atomically, write_if_changed
 from aedit.types import UserError
 
 if TYPE_CHECKING:
@@ -73,8 +74,10 @@ def hub(config: RunConfig, options: HubOptions) -> int:
     with folder.locked(options.directory):
         process = _served(config, options, stop)
         while process.may_follow and not stop.asked.is_set():
-            log.warning("another replica of the part leads now: following it")
+            log.warning("this hub leads no more: it follows the one that does")
             options = replace(options, standby=True, force_lead=False)
+            if options.replicas is None:
+                options = replace(options, address=process.address)
             process = _served(config, options, stop, was_replaced=True)
         return process.exit_code()
 
@@ -97,7 +100,8 @@ def _served(
                 raise UserError(
                     f"{error}: make room on the disk of {options.directory}, and start again"
                 ) from None
-        print(welcome(process.endpoint, process.address), flush=True)
+        with suppress(OSError):  # standard output may be on a disk that is full
+            print(welcome(process.endpoint, process.address), flush=True)
         if warning := open_to_others(process.endpoint, process.address):
             from rich.console import Console  # here: few hubs warn, and all shall start fast
             from rich.text import Text
@@ -177,17 +181,15 @@ class _Process:
             self._follow(hub, journal)
         else:
             self._lead(hub, journal, records or ([] if state.term else [Led(own + 1)]))
-        self._started()
+        self._vote_requests.start()
+        write_atomically(self.endpoint.directory / "address", self.address)
 
     def follow(self) -> None:
         """Recover the state from the folder and follow another hub: the successor waits for this replica."""
         hub = self._make()
         self._follow(hub, self._store.recover(hub))
-        self._started()
-
-    def _started(self) -> None:
         self._vote_requests.start()
-        write_atomically(self.endpoint.directory / "address", self.address)
+        write_if_changed(self.endpoint.directory / "address", self.address)
 
     def _force(self, hub: Hub) -> Sequence[Record]:
         """Return the records with which this hub leads without a vote; print what may be lost."""
@@ -263,11 +265,12 @@ class _Process:
 
     @property
     def may_follow(self) -> bool:
-        """Return whether another replica of the part leads now, which this one can follow in this process."""
+        """Return whether this hub leads no more, and can follow another one in this process."""
         leading = self._leading
-        if self.endpoint.replicas is None or leading is None:
+        if leading is None or leading.guard.lacking or leading.failure:
             return False
-        return leading.guard.replaced.is_set() and not (leading.guard.lacking or leading.failure)
+        may_follow = leading.has_resigned or self.endpoint.replicas is not None
+        return may_follow and leading.guard.replaced.is_set()
 
     def exit_code(self) -> int:
         """Return the exit code. Raises UserError if another hub leads, or this one has lost something."""

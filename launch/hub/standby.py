@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import grpc
 
 from aedit.async_sgd.hub import Denied, hub_status
-from aedit.async_sgd.journal import Damaged, NoSpace, Position, begin_after
+from aedit.async_sgd.journal import Damaged, NoSpace, Position, begin_after, is_full
 from aedit.async_sgd.replication import Leadership, Mirror
 from aedit.async_sgd.rules import Led, Record
 from aedit.async_sgd.service import HelloResponder, check_part, fingerprint, messages
@@ -36,6 +36,8 @@ from aedit.proto.rpc import hub_pb2 as pb
 from aedit.system import read_line, write_atomically
 
 log = logging.getLogger(__name__)
+_FULL_PAUSE_S = 1.0
+"""Pause before the next attempt to write to a full disk."""
 _RETRY_S = 0.2
 """Pause before the next attempt to reach the leading hub."""
 _CURRENT_S = 1.5
@@ -78,6 +80,8 @@ class Standby:
         """Time of the last message of the leader."""
         self._hindered = ""
         """Why this hub could not be elected when it was last asked."""
+        self._full = ""
+        """Why nothing could be written when it was last tried; "" if it could."""
         self._stopping, self._deciding = threading.Event(), threading.Lock()
         self._confirmer = Confirmer(mirror, leadership, endpoint)
         self._client: HubClient | None = None
@@ -134,7 +138,7 @@ class Standby:
         # If another hub may have extended the journal, its required replicas are unknown.
         following |= {"is_needed": self._confirmer.is_needed or not (self._leader and is_current)}
         following |= {"other_replicas": len(in_sync - {self._leadership.identity})}
-        following |= {"unconfirmed_s": self._confirmer.silent_s}
+        following |= {"unconfirmed_s": self._confirmer.silent_s, "disk_full": self._full}
         return pb.StatusReply(json=self._reports.status(now | following, request.metrics_after))
 
     def propose(self, request: pb.ProposeRequest) -> pb.Answer:
@@ -256,7 +260,11 @@ class Standby:
     def _follow(self) -> None:
         stopping = self._stopping  # there is another one after an election that failed
         while not stopping.is_set():
-            lost = self._follow_until_lost()
+            try:
+                lost = self._follow_until_lost()
+            except (NoSpace, OSError) as error:
+                self._wait_for_room(error, stopping)
+                continue
             if lost:
                 self._leadership.drop_leader()
                 self._turn.lost_owner(self._endpoint.place_without(lost))
@@ -280,6 +288,19 @@ class Standby:
                 self._fetch_anew(error)
         lost, self._term, self._leader = self._leader, 0, ""
         return lost
+
+    def _wait_for_room(self, error: NoSpace | OSError, stopping: threading.Event) -> None:
+        """Pause, as the disk is full, and confirm nothing meanwhile: the leader goes on without this hub.
+
+        Raises an error that says something else.
+        """
+        if isinstance(error, OSError) and not is_full(error):
+            raise error
+        if not self._full:
+            log.error("%s: nothing is mirrored until there is room", error)
+            self._event("journal_full", reason=str(error))
+        self._full, self._term, self._leader = str(error), 0, ""
+        stopping.wait(_FULL_PAUSE_S)
 
     def _is_of_another_lineage(self, term: int) -> bool:
         """Return whether this journal is not that leader's: its part was lost and founded again.
@@ -347,6 +368,9 @@ class Standby:
                 self._take_back(None if chunk.lacks_term else (chunk.segment, chunk.offset))
                 return False
             self._mirror.take(chunk)
+            if chunk.data and self._full:
+                self._full = ""
+                self._event("journal_has_room")
             if not self._leader:
                 self._leadership.withdraw()
             self._leadership.note_leader(self._mirror.hub.state.configs)
@@ -403,8 +427,11 @@ class Standby:
             seen, moved = self._confirmer.num_arrived, False
             try:
                 moved = self._mirror.apply()
-            except Damaged as error:
-                self._fetch_anew(error)
+            except Damaged as damaged:
+                try:
+                    self._fetch_anew(damaged)
+                except (NoSpace, OSError) as error:
+                    self._wait_for_room(error, stopping)
             if not moved:
                 self._confirmer.wait_for_more(seen)
 

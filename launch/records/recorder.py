@@ -11,6 +11,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -101,7 +102,8 @@ class Recorder:
     def close(self) -> None:
         """Close the files and the trackers."""
         for file in self._files.values():
-            file.close()
+            with suppress(OSError):  # a full disk, see `_write`
+                file.close()
         for tracker in self._trackers:
             try:
                 tracker.close()
@@ -125,16 +127,18 @@ class Recorder:
         try:
             self._files[name].write(json.dumps(_finite(line)) + "\n")
         except OSError as error:
-            if not self._failed:
-                print(f"aedit: {name}.jsonl: {error}; training continues without it", flush=True)
-            self._failed = True
+            failed, self._failed = self._failed, True
+            if not failed:
+                with suppress(OSError):  # standard output may be on that disk
+                    print(f"aedit: {name}.jsonl: {error}; training continues without it", flush=True)
 
 
 def _open(path: Path) -> TextIO:
     torn = path.exists() and not path.read_bytes().endswith(b"\n")
     file = path.open("a", buffering=1, encoding="utf-8")
     if torn and path.stat().st_size:  # a line left incomplete by a crash must not corrupt the next one
-        file.write("\n")
+        with suppress(OSError):
+            file.write("\n")
     return file
 
 
