@@ -126,7 +126,7 @@ def test_a_hub_without_others_writes_no_configuration(tmp_path):
 
 def test_a_promise_is_on_disk_before_the_answer(tmp_path):
     made = Leadership(tmp_path / "votes.json", 1)
-    made.begin(0, (Configured(3, 1, 99, (99, made.identity), (NODE,)),), is_new=False)
+    made.begin(0, (Configured(3, 1, 99, (98, 99, made.identity), (NODE,)),), is_new=False)
     assert made.answer(Proposal(5, 0, 99, (3, 1))).granted
     again = Leadership(tmp_path / "votes.json", 1)
     assert again.identity == made.identity
@@ -134,13 +134,19 @@ def test_a_promise_is_on_disk_before_the_answer(tmp_path):
 
 
 def test_votes_survive_the_wire_and_the_disk(tmp_path):
-    proposal = Proposal(5, 2, 2**62, (4, 9), (4, 7, 2**40))
-    answer = VoteReply(2**61, 2**62, (5, 2), True, 5, 3, (4, 8))
-    assert proposal_in(pb.Proposal.FromString(proposal_out(proposal).SerializeToString())) == proposal
-    assert answer_in(pb.Answer.FromString(answer_out(answer).SerializeToString())) == answer
-    file, voter = tmp_path / "a" / "votes.json", Voter(3, 4, 5, (6, 7), (8, 9, 10))
+    me = Voter.load(None)
+    key = me.signing_key
+    proposal = Proposal(5, 2, me.me, (4, 9), (4, 7, 2**40))
+    answer = VoteReply(me.me, 2**62, (5, 2), True, 5, 3, (4, 8))
+    assert proposal_in(pb.Proposal.FromString(proposal_out(proposal, key).SerializeToString())) == proposal
+    assert answer_in(pb.Answer.FromString(answer_out(answer, key).SerializeToString())) == answer
+    file, voter = tmp_path / "a" / "votes.json", Voter(me.me, 4, 5, (6, 7), (8, 9, 10), me.key)
     voter.save(file)
+    assert file.stat().st_mode & 0o777 == 0o600, "it has the key with which the voter signs"
     assert Voter.load(file) == voter
+    file.write_text(file.read_text().replace(me.key, Voter.load(None).key))
+    with pytest.raises(UserError, match="another voter"):
+        Voter.load(file)
     (tmp_path / "a" / "votes.json").write_text("{}")
     with pytest.raises(UserError, match="register of a voter"):
         Voter.load(file)

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 
 import grpc
 import pytest
-from kit.hub_processes import Client, HubRefused
+from kit.hub_processes import Client, HubRefused, confirmation
 from kit.swarm import key_of
 from kit.waiting import until
 
@@ -18,10 +18,11 @@ from aedit.proto.rpc import (
     PROTOCOL,
     Proposal,
     SigningKey,
+    identity_of,
     is_signed_statement,
     parsed_statement,
     proposal_out,
-    sign_request,
+    sign,
 )
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.proto.swarm import KEY, PartPlaces, ReplicasFile
@@ -216,8 +217,9 @@ def test_an_owner_waits_for_no_replica_whose_key_is_shut_out(tmp_path):
         leadership, hub = owner._leading.leadership, Client(address(owner)).hub
 
         def confirms(number):
-            hub.confirm(pb.ConfirmRequest(term=1, segment=1, offset=0, replica=number, address="10.0.0.9:1"))
-            return leadership._replica.has_confirmed(number, 0.0)
+            key = key_of(number)
+            hub.confirm(confirmation(key, address="10.0.0.9:1"))
+            return leadership._replica.has_confirmed(identity_of(key.public), 0.0)
 
         file.write([PartPlaces(("10.0.0.9:1",), "", keys=(LIAR,)), PartPlaces()])
         assert confirms(77)
@@ -264,12 +266,12 @@ def test_an_owner_that_starts_again_in_its_term_signs_what_it_has_signed_before(
 
 def asked(process, key=None, part=1, forged=False):
     """Return the answer of a replica of part 0 to a candidate with this key, or the status of its refusal."""
-    request = pb.ProposeRequest(
-        run="run", proposal=proposal_out(Proposal(7, 0, 9, (1, 2), (1, 1, 100))), part=part
-    )
+    voter = key_of(9)
+    proposal = proposal_out(Proposal(7, 0, identity_of(voter.public), (1, 2), (1, 1, 100)), voter)
+    request = pb.ProposeRequest(run="run", proposal=proposal, part=part)
     if key is not None:
-        sign_request(request, key)
-    request.proposal.ballot.term += forged
+        sign(request, key)
+    request.part -= forged
     try:
         return Client(address(process)).hub.propose(request)
     except HubRefused as error:

@@ -10,7 +10,7 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import NameOID
 from kit.gossip import Peer, all_see, call, started
-from kit.hub_processes import HubRefused, HubUnreachable
+from kit.hub_processes import HubRefused, HubUnreachable, confirmation
 from kit.leading_hub import keys_of, leading_hub
 from kit.swarm import RUN, key_of
 from kit.waiting import until
@@ -23,8 +23,10 @@ from aedit.launch.swarm.peer_service import peer_rows
 from aedit.proto.rpc import (
     HubClient,
     Proposal,
+    SigningKey,
     client_keys,
     host_certificates,
+    identity_of,
     own_endorsement,
     proposal_out,
     server_keys,
@@ -224,7 +226,7 @@ def test_a_peer_may_call_the_hub_of_another_as_node_and_as_follower(tmp_path, ke
         assert node.status()["nodes"][0]["name"] == "bob"
         peer = hub.client("bob")
         assert next(chunk.data for chunk in peer.tail(pb.TailRequest(segment=1)) if chunk.data)
-        peer.confirm(pb.ConfirmRequest(term=1, segment=1, replica=7))
+        peer.confirm(confirmation())
         assert hub.followers
         assert not peer.propose(proposal()).granted
         assert peer.take_over(pb.TakeOverRequest(who=node.who)).leads
@@ -232,7 +234,9 @@ def test_a_peer_may_call_the_hub_of_another_as_node_and_as_follower(tmp_path, ke
 
 
 def proposal():
-    return pb.ProposeRequest(run="run", proposal=proposal_out(Proposal(2, 0, 9, (1, 2), (1, 1, 100))))
+    key = SigningKey()
+    asked = Proposal(2, 0, identity_of(key.public), (1, 2), (1, 1, 100))
+    return pb.ProposeRequest(run="run", proposal=proposal_out(asked, key))
 
 
 def test_only_peers_follow_and_vote(tmp_path, keys):

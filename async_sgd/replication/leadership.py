@@ -51,7 +51,10 @@ class Leadership:
         self._file, self._num_others, self._clock, self._least = file, num_others, clock, least
         self._place = place
         self._change = threading.Condition(threading.RLock())
-        self._replica = Replica(Voter.load(file), promise_s=_PROMISE_S, lease_s=LEASE_S)
+        voter = Voter.load(file)
+        self.key = voter.signing_key
+        """Key with which this hub signs what it asks, answers and confirms."""
+        self._replica = Replica(voter, promise_s=_PROMISE_S, lease_s=LEASE_S)
         self._ledger: Ledger | None = None
         self._writing = threading.Lock()
         self._owed: list[Record] = []
@@ -326,7 +329,8 @@ class Leadership:
                     replica.stand(extent)
                 if not self._owed:
                     # Those that break ties do so on; then others, in the order given.
-                    voters, electors = [voter for voter in live if voter], replica.configs[-1].electors
+                    voters = list(dict.fromkeys(voter for voter in live if voter))
+                    electors = replica.configs[-1].electors
                     voters.sort(key=lambda voter: voter not in electors)
                     wanted = self._wanted(replica, complete, now)
                     decided += replica.propose(wanted, voters[:MOST_ELECTORS])

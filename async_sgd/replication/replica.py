@@ -125,8 +125,9 @@ class Replica:
         self.voter, self.configs, self._votes = self.voter.saw(confirmed), (), None
 
     def answer(self, proposal: Proposal, now: float) -> VoteReply:
-        """Return the answer to another hub."""
-        if not proposal.number and self._supports_another(proposal.proposer, now):
+        """Return the answer to another hub, which must be a replica as far as the journal here goes."""
+        is_replica = not self.configs or any(proposal.proposer in one.replicas for one in self.configs)
+        if not is_replica or (not proposal.number and self._supports_another(proposal.proposer, now)):
             return VoteReply(
                 self.voter.me, proposal.proposer, proposal.ballot, False, self.voter.term, self.term
             )
@@ -180,6 +181,8 @@ class Replica:
 
         since_s: votes given earlier do not count; their voters may have found the leader again.
         """
+        if not self._is_answered_by(answer):
+            return []
         self._accepted[answer.voter] = answer.accepted
         if self._votes is None or not self._votes.count(answer, now):
             self._learn(answer)
@@ -355,6 +358,8 @@ class Replica:
 
     def count_acceptance(self, answer: VoteReply, now: float) -> Decided:
         """Count an answer about a configuration; return the records to write."""
+        if not self._is_answered_by(answer):
+            return []
         tally = self._agreement
         if tally is None or not tally.count(answer, now):
             refused = answer.ballot == self.configs[-1].ballot and answer.term > self.term
@@ -379,8 +384,13 @@ class Replica:
         self.voter = replace(after, accepted=self.voter.accepted)  # until it is `placed`
         return self.count_acceptance(own, 0.0)
 
+    def _is_answered_by(self, answer: VoteReply) -> bool:
+        """Return whether an answer is to this hub, and of a voter of a configuration that counts."""
+        is_voter = any(answer.voter in (*one.replicas, *one.electors) for one in self.configs)
+        return is_voter and answer.proposer == self.voter.me
+
     def _learn(self, answer: VoteReply) -> None:
-        if answer.proposer == self.voter.me and not answer.granted:
+        if not answer.granted:
             self._known_term = max(self._known_term, answer.term)
             if answer.leads > self.term > 0:
                 self.step_down()

@@ -14,7 +14,16 @@ from aedit.async_sgd.service import messages
 from aedit.async_sgd.service.hello_responder import HelloResponder
 from aedit.async_sgd.service.push_pull import PushPull
 from aedit.async_sgd.service.request_guard import RequestGuard, fingerprint, known_by
-from aedit.proto.rpc import Caller, NoNews, Refusal, answer_in, answer_out, proposal_in, proposal_out
+from aedit.proto.rpc import (
+    Caller,
+    NoNews,
+    Refusal,
+    answer_in,
+    answer_out,
+    check_signer,
+    proposal_in,
+    proposal_out,
+)
 from aedit.proto.rpc import hub_pb2 as pb
 
 _SESSION_BITS = 63
@@ -112,21 +121,24 @@ class Driver:
         """Take a node's answer to what this leader asks of its voters; return what it asks now."""
         with self._guard.deciding():
             self._guard.check_who(request.who)
-        leadership = self._guard.leadership
+        leadership, voter = self._guard.leadership, 0
         if request.HasField("answer"):
+            answer = answer_in(request.answer)
+            voter = answer.voter
             with self._guard.refusing():
-                leadership.count(answer_in(request.answer))
+                leadership.count(answer)
         reply, asks = pb.TakeOverReply(term=self._hub.state.term, leads=True), leadership.asks()
-        if asks is not None:
-            reply.asks.CopyFrom(proposal_out(asks))
+        if asks is not None and leadership.asks_elector(voter):
+            reply.asks.CopyFrom(proposal_out(asks, leadership.key))
         return reply
 
     def propose(self, request: pb.ProposeRequest) -> pb.Answer:
         """Answer another hub of the run that asks for a vote."""
         self._guard.check_who(pb.Who(run=request.run, part=request.part))
         self._guard.check_candidate(request)
+        leadership, proposal = self._guard.leadership, proposal_in(request.proposal)
         with self._guard.refusing():
-            return answer_out(self._guard.leadership.answer(proposal_in(request.proposal)))
+            return answer_out(leadership.answer(proposal), leadership.key)
 
     def status(self, request: pb.StatusRequest) -> pb.StatusReply:
         """Return the hub's status as JSON."""
@@ -134,13 +146,13 @@ class Driver:
 
     def tail(self, request: pb.TailRequest) -> Iterator[pb.TailChunk | NoNews]:
         """Stream the journal to a standby; see `stream_journal`."""
-        self._guard.check_term(request.term, from_hub=True)
+        self._guard.check_term(request.term)
         yield from stream_journal(self._ledger, request, self._guard.check_leads)
 
     def confirm(self, request: pb.ConfirmRequest) -> pb.ConfirmReply:
         """Note that the standby's disk has everything before this."""
         self._guard.check_follower()
-        self._guard.check_term(request.term, from_hub=True)
+        self._guard.check_term(request.term)
         position, newest = (request.segment, request.offset), self._ledger.journal.complete
         if position > newest:
             text = (
@@ -149,6 +161,7 @@ class Driver:
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, text)
         if request.term != self._ledger.hub.state.term or self._guard.is_shut_out(request.address):
             return pb.ConfirmReply()
+        check_signer(request, request.replica)
         stand = self._guard.leadership.confirm(request.replica, position, request.address)
         return pb.ConfirmReply(stand=stand)
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import grpc
 
 from aedit.async_sgd.hub import MOST_LEASES, Denied, Hub, Joiner, Member, NodeReport, run_news
-from aedit.proto.rpc import Refusal
+from aedit.proto.rpc import Refusal, answer_in
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.types import RL_REPORT, Layout, TensorLayout, UnitLayout, printable
 
@@ -34,7 +34,10 @@ def refusal_of(denied: Denied) -> Refusal:
 
 
 def joiner(request: pb.JoinRequest) -> Joiner:
-    """Return the node that wants to join. Raises Refusal if its name or layout is missing."""
+    """Return the node that wants to join.
+
+    Raises Refusal if its name or layout is missing, ValueError if its voter has not signed the offer.
+    """
     for name, value in request.facts.items():
         if len(name) > _LONGEST_TEXT or len(value) > _LONGEST_FACT or not (name + value).isprintable():
             most = f"at most {_LONGEST_TEXT} printable characters, a value {_LONGEST_FACT}"
@@ -45,7 +48,7 @@ def joiner(request: pb.JoinRequest) -> Joiner:
         facts=tuple(sorted(request.facts.items())),
         num_samples=request.num_samples,
         donor=request.donor,
-        voter=request.voter,
+        voter=answer_in(request.offer).voter if request.HasField("offer") else 0,
         prefers=request.prefers - 1 if request.prefers else None,
     )
 

@@ -42,7 +42,6 @@ class RequestGuard:
         """Another hub leads under a higher term: this hub refuses all further calls."""
         self.lacking = ""
         """Acknowledged records that this hub has lost, as text; it does not lead unless this is empty."""
-        self._believes_hubs = False
         self._other_terms: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.is_shut_out: Callable[[str], bool] = lambda address: False
         self.check_candidate: Callable[[pb.ProposeRequest], None] = lambda request: None
@@ -52,7 +51,6 @@ class RequestGuard:
     def trust(
         self,
         *,
-        hubs: bool,
         other_terms: Callable[[], tuple[int, int]],
         shut_out: Callable[[str], bool] = lambda address: False,
         candidate: Callable[[pb.ProposeRequest], None] = lambda request: None,
@@ -60,14 +58,13 @@ class RequestGuard:
         """Set which callers are trusted.
 
         Args:
-            hubs: Whether callers of `Tail` and `Confirm` have shown keys of a hub.
-            other_terms: Asks the other hubs for the terms that they lead and have promised; whatever a member
+            other_terms: Asks the other hubs for the terms that they lead and have promised; whatever a caller
                 claims of a higher term is checked there.
             shut_out: Returns whether the replica at an address is not to be waited for, see
                 `HubEndpoint.is_shut_out`.
             candidate: Raises Refusal for a request for a vote of a peer that is not let in.
         """
-        self._believes_hubs, self._other_terms = hubs, other_terms
+        self._other_terms = other_terms
         self.is_shut_out, self.check_candidate = shut_out, candidate
 
     @contextmanager
@@ -113,15 +110,10 @@ class RequestGuard:
         check_part(who.part, self._part)
         self.check_term(who.term)
 
-    def check_term(self, term: int, *, from_hub: bool = False) -> None:
+    def check_term(self, term: int) -> None:
         """Raise Refusal for a higher term than this hub's.
 
-        A hub that has shown its keys is believed, and this one has been replaced. Another caller only
-        makes this hub ask the other one. Without another hub there is no higher term.
-
-        Args:
-            term: That the caller speaks of.
-            from_hub: Whether only hubs may make this call.
+        No caller is believed: this hub asks the others. Without another hub there is no higher term.
         """
         self.check_leads()
         own = self.ledger.hub.state.term
@@ -129,9 +121,6 @@ class RequestGuard:
             return
         if not self.leadership.has_others:
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"there is no term {term} in this run")
-        if from_hub and self._believes_hubs:
-            self.end_term()
-            self.check_leads()
         self.ask_the_others()
         text = f"this hub leads under term {own}, and {term} is claimed: ask the other one"
         raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, text)

@@ -35,7 +35,7 @@ from aedit.proto.rpc import (
     client_keys,
     listener_keys,
     proposal_out,
-    sign_request,
+    sign,
     signer_of,
 )
 from aedit.proto.rpc import hub_pb2 as pb
@@ -461,14 +461,16 @@ class VoteRequests:
 
     def _ask(self, address: str, asks: Proposal) -> None:
         request = pb.ProposeRequest(
-            run=self._endpoint.config.name, proposal=proposal_out(asks), part=self._endpoint.part_asked
+            run=self._endpoint.config.name,
+            proposal=proposal_out(asks, self._leadership.key),
+            part=self._endpoint.part_asked,
         )
         if (key := self._endpoint.signing_key()) is not None:
-            sign_request(request, key)
+            sign(request, key)
         try:
             with self._endpoint.client(address, _CALL_TIMEOUT_S, until_it_listens=False) as client:
                 self._count(answer_in(client.propose(request, _CALL_TIMEOUT_S)))
         except (HubUnreachable, HubRefused) as error:
             log.info("no answer to a proposal: %s", error)
-        except (NoSpace, JournalBroken, Refusal) as error:
-            log.warning("an answer to a proposal does not count: %s", error)
+        except (NoSpace, JournalBroken, Refusal, ValueError) as error:
+            log.warning("an answer to a proposal does not count: %s: %s", address, error)

@@ -294,7 +294,6 @@ class _Process:
         ledger = Ledger(hub, journal, self._store, self._reports.record_applied)
         leading = LeadingHub(self.endpoint, ledger, self._reports, self._responder, self._leadership)
         leading.guard.trust(
-            hubs=self.endpoint.keys is not None,
             other_terms=self._others.terms,
             shut_out=self.endpoint.is_shut_out,
             candidate=self.endpoint.check_candidate,

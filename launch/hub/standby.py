@@ -31,6 +31,7 @@ from aedit.proto.rpc import (
     lineage,
     proposal_in,
     proposal_out,
+    sign,
 )
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.system import read_line, write_atomically
@@ -146,22 +147,24 @@ class Standby:
         self._check_part(request.run, request.part)
         self._endpoint.check_candidate(request)
         with _refusing():
-            return answer_out(self._leadership.answer(proposal_in(request.proposal)))
+            answer = self._leadership.answer(proposal_in(request.proposal))
+            return answer_out(answer, self._leadership.key)
 
     def take_over(self, request: pb.TakeOverRequest) -> pb.TakeOverReply:
         """Take a node's vote; lead once the voters have elected this hub."""
+        answer = answer_in(request.answer) if request.HasField("answer") else None
         with self._deciding:
             if self.leading is None:
-                self._check_voter(request)
-                if self._still_stands() and request.HasField("answer"):
+                self._check_voter(request.who, answer.voter if answer else 0)
+                if self._still_stands() and answer:
                     with _refusing():
-                        self._count(answer_in(request.answer))
+                        self._count(answer)
             if self.leading is not None:
                 return self.leading.driver.take_over(request)
             reply = pb.TakeOverReply(term=self._mirror.hub.state.term, leads=False)
             asks = self._leadership.asks()
             if asks is not None:
-                reply.asks.CopyFrom(proposal_out(asks))
+                reply.asks.CopyFrom(proposal_out(asks, self._leadership.key))
             return reply
 
     def count(self, answer: VoteReply) -> None:
@@ -178,15 +181,18 @@ class Standby:
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, text)
         check_part(part, self._responder.part)
 
-    def _check_voter(self, request: pb.TakeOverRequest) -> None:
-        """Raise Refusal unless the caller breaks ties in this run, or is a member of it."""
-        self._check_part(request.who.run, request.who.part)
+    def _check_voter(self, who: pb.Who, voter: int) -> None:
+        """Raise Refusal unless the caller breaks ties in this run, or is a member of it.
+
+        voter: as which it has signed; 0: none.
+        """
+        self._check_part(who.run, who.part)
         with self._mirror.lock:
             state = self._mirror.hub.state
-            if any(request.voter in config.electors for config in state.configs):
+            if any(voter in config.electors for config in state.configs):
                 return
             try:
-                self._mirror.hub.member(request.who.node, fingerprint(request.who.session))
+                self._mirror.hub.member(who.node, fingerprint(who.session))
             except Denied as denied:
                 raise messages.refusal_of(denied) from denied
 
@@ -513,6 +519,7 @@ class Confirmer:
             replica=self._leadership.identity,
             address=self._endpoint.own_address,
         )
+        sign(request, self._leadership.key)
         try:
             return client.confirm(request, timeout_s=1.0)
         finally:

@@ -25,6 +25,7 @@ from aedit.proto.rpc import (
     answer_out,
     generation,
     lineage,
+    offer_out,
     proposal_in,
 )
 from aedit.proto.rpc import hub_pb2 as pb
@@ -246,7 +247,7 @@ class Membership:
         request.facts.update(dict(plan.facts))
         request.donor, request.ranks = self.donor, self.ranks
         request.process, request.rejoin = self._process, bytes.fromhex(plan.rejoin)
-        request.voter = self._ballots.identity
+        request.offer.CopyFrom(self._ballots.shown)
         request.prefers = 0 if plan.prefers is None else plan.prefers + 1
         if not self._is_of_now(hello.term):
             raise HubUnreachable(f"{self._address} speaks for term {hello.term}, which is over")
@@ -341,7 +342,7 @@ class Membership:
         try:
             reply = self._ballots.offer(hub, self.who(), timeout_s)
             return reply.leads and self._is_of_now(reply.term)
-        except (HubUnreachable, HubRefused, OSError) as error:
+        except (HubUnreachable, HubRefused, OSError, ValueError) as error:
             log.warning("no vote: %s", error)
             return False
 
@@ -379,18 +380,17 @@ class Elector:
     def __init__(self, file: Path | None) -> None:
         """Continue with the promises in the file. Raises UserError if it is damaged."""
         self._file, self._voter = file, Voter.load(file)
-
-    @property
-    def identity(self) -> int:
-        """Return the number under which the node votes."""
-        return self._voter.me
+        self._key = self._voter.signing_key
+        self.shown = offer_out(self._key)
+        """Shows to a hub under which identity this node votes."""
 
     def offer(self, hub: HubClient, who: pb.Who, timeout_s: float) -> pb.TakeOverReply:
         """Answer everything that a hub asks; return its last reply.
 
-        Raises HubUnreachable, HubRefused, or OSError if the promise cannot be written.
+        Raises HubUnreachable, HubRefused, ValueError if the hub has not signed what it asks, or OSError if
+        the promise cannot be written.
         """
-        request = pb.TakeOverRequest(who=who, voter=self.identity)
+        request = pb.TakeOverRequest(who=who, answer=self.shown)
         reply, asked = hub.take_over(request, timeout_s), None
         for _ in range(_QUESTIONS):
             if not reply.HasField("asks") or reply.asks == asked:
@@ -400,7 +400,7 @@ class Elector:
             if voter != self._voter:
                 voter.save(self._file)
                 self._voter = voter
-            request.answer.CopyFrom(answer_out(answer))
+            request.answer.CopyFrom(answer_out(answer, self._key))
             reply = hub.take_over(request, timeout_s)
         return reply
 

@@ -124,7 +124,7 @@ class Unit(_message.Message):
     def __init__(self, name: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("who", "name", "layout", "facts", "num_samples", "donor", "ranks", "process", "rejoin", "voter", "prefers", "claim", "inherits", "told", "leased_upto")
+    __slots__ = ("who", "name", "layout", "facts", "num_samples", "donor", "ranks", "process", "rejoin", "offer", "prefers", "claim", "inherits", "told", "leased_upto")
     class FactsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -141,7 +141,7 @@ class JoinRequest(_message.Message):
     RANKS_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     REJOIN_FIELD_NUMBER: _ClassVar[int]
-    VOTER_FIELD_NUMBER: _ClassVar[int]
+    OFFER_FIELD_NUMBER: _ClassVar[int]
     PREFERS_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
     INHERITS_FIELD_NUMBER: _ClassVar[int]
@@ -156,13 +156,13 @@ class JoinRequest(_message.Message):
     ranks: int
     process: int
     rejoin: bytes
-    voter: int
+    offer: Answer
     prefers: int
     claim: Claim
     inherits: _containers.RepeatedScalarFieldContainer[int]
     told: _containers.RepeatedScalarFieldContainer[int]
     leased_upto: int
-    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., name: _Optional[str] = ..., layout: _Optional[_Iterable[_Union[Unit, _Mapping]]] = ..., facts: _Optional[_Mapping[str, str]] = ..., num_samples: _Optional[int] = ..., donor: _Optional[str] = ..., ranks: _Optional[int] = ..., process: _Optional[int] = ..., rejoin: _Optional[bytes] = ..., voter: _Optional[int] = ..., prefers: _Optional[int] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., inherits: _Optional[_Iterable[int]] = ..., told: _Optional[_Iterable[int]] = ..., leased_upto: _Optional[int] = ...) -> None: ...
+    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., name: _Optional[str] = ..., layout: _Optional[_Iterable[_Union[Unit, _Mapping]]] = ..., facts: _Optional[_Mapping[str, str]] = ..., num_samples: _Optional[int] = ..., donor: _Optional[str] = ..., ranks: _Optional[int] = ..., process: _Optional[int] = ..., rejoin: _Optional[bytes] = ..., offer: _Optional[_Union[Answer, _Mapping]] = ..., prefers: _Optional[int] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., inherits: _Optional[_Iterable[int]] = ..., told: _Optional[_Iterable[int]] = ..., leased_upto: _Optional[int] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("term", "node", "session", "founder", "versions", "seqs", "donors", "news")
@@ -318,14 +318,12 @@ class LeaveReply(_message.Message):
     def __init__(self) -> None: ...
 
 class TakeOverRequest(_message.Message):
-    __slots__ = ("who", "voter", "answer")
+    __slots__ = ("who", "answer")
     WHO_FIELD_NUMBER: _ClassVar[int]
-    VOTER_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     who: Who
-    voter: int
     answer: Answer
-    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., voter: _Optional[int] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ...) -> None: ...
+    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ...) -> None: ...
 
 class TakeOverReply(_message.Message):
     __slots__ = ("term", "leads", "asks")
@@ -356,19 +354,23 @@ class Extent(_message.Message):
     def __init__(self, term: _Optional[int] = ..., segment: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class Proposal(_message.Message):
-    __slots__ = ("ballot", "proposer", "basis", "extent")
+    __slots__ = ("ballot", "proposer", "basis", "extent", "public_key", "signature")
     BALLOT_FIELD_NUMBER: _ClassVar[int]
     PROPOSER_FIELD_NUMBER: _ClassVar[int]
     BASIS_FIELD_NUMBER: _ClassVar[int]
     EXTENT_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     ballot: Ballot
     proposer: int
     basis: Ballot
     extent: Extent
-    def __init__(self, ballot: _Optional[_Union[Ballot, _Mapping]] = ..., proposer: _Optional[int] = ..., basis: _Optional[_Union[Ballot, _Mapping]] = ..., extent: _Optional[_Union[Extent, _Mapping]] = ...) -> None: ...
+    public_key: bytes
+    signature: bytes
+    def __init__(self, ballot: _Optional[_Union[Ballot, _Mapping]] = ..., proposer: _Optional[int] = ..., basis: _Optional[_Union[Ballot, _Mapping]] = ..., extent: _Optional[_Union[Extent, _Mapping]] = ..., public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("voter", "proposer", "ballot", "granted", "term", "leads", "accepted")
+    __slots__ = ("voter", "proposer", "ballot", "granted", "term", "leads", "accepted", "public_key", "signature")
     VOTER_FIELD_NUMBER: _ClassVar[int]
     PROPOSER_FIELD_NUMBER: _ClassVar[int]
     BALLOT_FIELD_NUMBER: _ClassVar[int]
@@ -376,6 +378,8 @@ class Answer(_message.Message):
     TERM_FIELD_NUMBER: _ClassVar[int]
     LEADS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     voter: int
     proposer: int
     ballot: Ballot
@@ -383,7 +387,9 @@ class Answer(_message.Message):
     term: int
     leads: int
     accepted: Ballot
-    def __init__(self, voter: _Optional[int] = ..., proposer: _Optional[int] = ..., ballot: _Optional[_Union[Ballot, _Mapping]] = ..., granted: _Optional[bool] = ..., term: _Optional[int] = ..., leads: _Optional[int] = ..., accepted: _Optional[_Union[Ballot, _Mapping]] = ...) -> None: ...
+    public_key: bytes
+    signature: bytes
+    def __init__(self, voter: _Optional[int] = ..., proposer: _Optional[int] = ..., ballot: _Optional[_Union[Ballot, _Mapping]] = ..., granted: _Optional[bool] = ..., term: _Optional[int] = ..., leads: _Optional[int] = ..., accepted: _Optional[_Union[Ballot, _Mapping]] = ..., public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("offset", "crc", "data", "head")
@@ -526,18 +532,22 @@ class TailChunk(_message.Message):
     def __init__(self, segment: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., snapshot: _Optional[bool] = ..., crc: _Optional[int] = ..., differs: _Optional[bool] = ..., lacks_term: _Optional[bool] = ...) -> None: ...
 
 class ConfirmRequest(_message.Message):
-    __slots__ = ("term", "segment", "offset", "replica", "address")
+    __slots__ = ("term", "segment", "offset", "replica", "address", "public_key", "signature")
     TERM_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     term: int
     segment: int
     offset: int
     replica: int
     address: str
-    def __init__(self, term: _Optional[int] = ..., segment: _Optional[int] = ..., offset: _Optional[int] = ..., replica: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+    public_key: bytes
+    signature: bytes
+    def __init__(self, term: _Optional[int] = ..., segment: _Optional[int] = ..., offset: _Optional[int] = ..., replica: _Optional[int] = ..., address: _Optional[str] = ..., public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class ProposeRequest(_message.Message):
     __slots__ = ("run", "proposal", "part", "public_key", "signature")

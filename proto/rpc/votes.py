@@ -1,12 +1,18 @@
 """Votes for the leader of a part: proposals, answers, and the register of a voter, on disk before it answers.
 
-In a swarm a request is signed with the key of the peer that hosts the candidate.
+The identity of a voter follows from its public key. What it proposes, answers or confirms is signed with
+that key, and counts for no other voter. In a swarm a request for votes is also signed with the key of the
+peer that hosts the candidate.
 """
 
 import json
-import secrets
-from dataclasses import asdict, dataclass, replace
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
+from typing import TypeAlias
+
+from google.protobuf.message import Message
 
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.proto.rpc.keys import SigningKey, is_signed_by
@@ -19,7 +25,10 @@ Extent = tuple[int, int, int]
 """Term of the last leader in a journal, and segment and byte of the journal's end. A journal with a greater
 extent has every acknowledged record that one with a smaller extent has."""
 
-_BITS = 63
+
+def identity_of(public_key: bytes) -> int:
+    """Return the identity of the voter with this key: 63 bits of its hash, never 0."""
+    return int.from_bytes(sha256(b"aedit voter 1\n" + public_key).digest()[:8], "big") >> 1 or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +79,8 @@ class Voter:
     """Newest configuration that it has accepted."""
     seen: Extent = (0, 0, 0)
     """Newest extent that it knows to be acknowledged."""
+    key: str = field(default="", repr=False)
+    """Its private key, in hexadecimal. `me` follows from it, so that a lost register makes another voter."""
 
     @classmethod
     def load(cls, path: Path | None) -> "Voter":
@@ -78,11 +89,15 @@ class Voter:
         Raises UserError if the file is damaged.
         """
         if path is None or not path.exists():
-            return cls(secrets.randbits(_BITS) | 1)
+            made = SigningKey()
+            return cls(identity_of(made.public), key=made.private.private_bytes_raw().hex())
         try:
             fields = json.loads(path.read_text())
             pairs = {name: tuple(fields[name]) for name in ("accepted", "seen")}
-            return cls(fields["me"], fields["term"], fields["voted_for"], **pairs)
+            voter = cls(fields["me"], fields["term"], fields["voted_for"], key=fields["key"], **pairs)
+            if identity_of(voter.signing_key.public) != voter.me:
+                raise ValueError("its key is that of another voter")
+            return voter
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{path}: not the register of a voter ({error}); restore it, or delete it: this process is"
@@ -93,7 +108,12 @@ class Voter:
         """Write the state; it is on disk on return. None: it is kept in memory only. Raises OSError."""
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(asdict(self)))
+            write_atomically(path, json.dumps(asdict(self)), mode=0o600)
+
+    @property
+    def signing_key(self) -> SigningKey:
+        """Return the key with which it signs. Raises ValueError if it has none."""
+        return SigningKey(bytes.fromhex(self.key))
 
     def answer(self, proposal: Proposal) -> "tuple[Voter, VoteReply]":
         """Return the next state and the answer. The state must be on disk before the answer is sent."""
@@ -122,41 +142,58 @@ class Voter:
         return chosen
 
 
-_VOTE_PURPOSE = b"aedit request for a vote 1\n"
+Signed: TypeAlias = pb.ProposeRequest | pb.Proposal | pb.Answer | pb.ConfirmRequest
+_PURPOSES: dict[type[Message], bytes] = {
+    pb.ProposeRequest: b"aedit request for a vote 1\n",
+    pb.Proposal: b"aedit proposal of a hub 1\n",
+    pb.Answer: b"aedit answer of a voter 1\n",
+    pb.ConfirmRequest: b"aedit confirmation of a standby 1\n",
+}
 
 
-def sign_request(request: pb.ProposeRequest, key: SigningKey) -> None:
-    """Sign a request; it must not change afterwards."""
-    request.public_key = key.public
-    request.signature = key.private.sign(_signed_request(request))
+def sign(message: Signed, key: SigningKey) -> None:
+    """Sign a message; it must not change afterwards."""
+    message.public_key = key.public
+    message.signature = key.private.sign(_signed_bytes(message))
 
 
-def signer_of(request: pb.ProposeRequest) -> bytes:
-    """Return the public key with which a request is signed; empty if it is not."""
-    is_signed = is_signed_by(request.public_key, request.signature, _signed_request(request))
-    return request.public_key if is_signed else b""
+def signer_of(message: Signed) -> bytes:
+    """Return the public key with which a message is signed; empty if it is not."""
+    is_signed = is_signed_by(message.public_key, message.signature, _signed_bytes(message))
+    return message.public_key if is_signed else b""
 
 
-def _signed_request(request: pb.ProposeRequest) -> bytes:
-    copy = pb.ProposeRequest()
-    copy.CopyFrom(request)
+def check_signer(message: Signed, identity: int) -> None:
+    """Raise ValueError unless the voter with this identity has signed the message."""
+    signer = signer_of(message)
+    if not signer or identity_of(signer) != identity:
+        raise ValueError(
+            f"{type(message).__name__} in the name of the voter {identity} is not signed with its key"
+        )
+
+
+def _signed_bytes(message: Signed) -> bytes:
+    copy = deepcopy(message)
     copy.ClearField("signature")
-    return _VOTE_PURPOSE + copy.SerializeToString(deterministic=True)
+    return _PURPOSES[type(message)] + copy.SerializeToString(deterministic=True)
 
 
-def proposal_out(proposal: Proposal) -> pb.Proposal:
-    """Return the message for a proposal."""
+def proposal_out(proposal: Proposal, key: SigningKey) -> pb.Proposal:
+    """Return the message for a proposal, signed with the key of the proposer."""
     term, segment, offset = proposal.extent
-    return pb.Proposal(
+    message = pb.Proposal(
         ballot=pb.Ballot(term=proposal.term, number=proposal.number),
         proposer=proposal.proposer,
         basis=pb.Ballot(term=proposal.basis[0], number=proposal.basis[1]),
         extent=pb.Extent(term=term, segment=segment, offset=offset),
     )
+    sign(message, key)
+    return message
 
 
 def proposal_in(message: pb.Proposal) -> Proposal:
-    """Return the proposal of a message."""
+    """Return the proposal of a message. Raises ValueError unless the proposer has signed it."""
+    check_signer(message, message.proposer)
     ballot, basis, extent = message.ballot, message.basis, message.extent
     return Proposal(
         ballot.term,
@@ -167,9 +204,9 @@ def proposal_in(message: pb.Proposal) -> Proposal:
     )
 
 
-def answer_out(answer: VoteReply) -> pb.Answer:
-    """Return the message for an answer."""
-    return pb.Answer(
+def answer_out(answer: VoteReply, key: SigningKey) -> pb.Answer:
+    """Return the message for an answer, signed with the key of the voter."""
+    message = pb.Answer(
         voter=answer.voter,
         proposer=answer.proposer,
         ballot=pb.Ballot(term=answer.ballot[0], number=answer.ballot[1]),
@@ -178,10 +215,18 @@ def answer_out(answer: VoteReply) -> pb.Answer:
         leads=answer.leads,
         accepted=pb.Ballot(term=answer.accepted[0], number=answer.accepted[1]),
     )
+    sign(message, key)
+    return message
+
+
+def offer_out(key: SigningKey) -> pb.Answer:
+    """Return an answer to nothing, which shows the identity of the voter with this key."""
+    return answer_out(VoteReply(identity_of(key.public), 0, (0, 0), False, 0), key)
 
 
 def answer_in(message: pb.Answer) -> VoteReply:
-    """Return the answer of a message."""
+    """Return the answer of a message. Raises ValueError unless the voter has signed it."""
+    check_signer(message, message.voter)
     ballot = message.ballot.term, message.ballot.number
     accepted = message.accepted.term, message.accepted.number
     return VoteReply(

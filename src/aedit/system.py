@@ -41,10 +41,11 @@ def host_name() -> str:
 
 
 @contextmanager
-def atomic_file(path: Path, *, sync: bool = True) -> Iterator[IO[bytes]]:
+def atomic_file(path: Path, *, sync: bool = True, mode: int = 0o644) -> Iterator[IO[bytes]]:
     """Yield a binary file that replaces `path`, whole and on disk, when the block ends without an error.
 
     sync: False for a file that a crash of the machine may take back, and that must not wait for the disk.
+    mode: permissions of the file.
 
     After an error `path` is as it was. If several processes write at once, the last one wins. Raises OSError
     if the disk is full or the directory is missing.
@@ -55,7 +56,7 @@ def atomic_file(path: Path, *, sync: bool = True) -> Iterator[IO[bytes]]:
             file.flush()
             if sync:
                 os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)  # temporary files are private to their user; the result is not
+            os.chmod(file.name, mode)  # temporary files are private to their user; the result is not
             os.replace(file.name, path)
         except BaseException:
             Path(file.name).unlink(missing_ok=True)
@@ -64,12 +65,12 @@ def atomic_file(path: Path, *, sync: bool = True) -> Iterator[IO[bytes]]:
         sync_directory(path.parent)
 
 
-def write_atomically(path: Path, content: str | bytes, *, sync: bool = True) -> None:
+def write_atomically(path: Path, content: str | bytes, *, sync: bool = True, mode: int = 0o644) -> None:
     """Replace `path` by `content` (text as UTF-8), whole and on disk, or leave it as it was.
 
-    sync: see `atomic_file`.
+    sync, mode: see `atomic_file`.
     """
-    with atomic_file(path, sync=sync) as file:
+    with atomic_file(path, sync=sync, mode=mode) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from aedit.proto.agent.membership import Elector
 from aedit.proto.codecs import codec
-from aedit.proto.rpc import PROTOCOL, HubClient, HubRefused, HubUnreachable
+from aedit.proto.rpc import PROTOCOL, HubClient, HubRefused, HubUnreachable, SigningKey, identity_of, sign
 from aedit.proto.rpc import hub_pb2 as pb
 from kit.waiting import until
 
@@ -131,7 +131,7 @@ class Client:
             for i, n in enumerate(self.numels)
         ]
         request = pb.JoinRequest(who=self.who, name=self.name, layout=layout, num_samples=1000)
-        request.voter = self.elector.identity
+        request.offer.CopyFrom(self.elector.shown)
         request.facts.update({"seed": "0"} | others)
         request.rejoin = self.secret
         return request
@@ -226,6 +226,15 @@ class Client:
             return None
 
 
+def confirmation(key=None, segment=1, offset=0, address=""):
+    """Return what a standby sends that has so much of the journal on disk. key: its own, as a voter."""
+    key = key or SigningKey()
+    request = pb.ConfirmRequest(term=1, segment=segment, offset=offset, address=address)
+    request.replica = identity_of(key.public)
+    sign(request, key)
+    return request
+
+
 def numbers(unit, seq, numel):
     return np.random.default_rng([unit, seq]).standard_normal(numel, dtype=np.float32)
 
@@ -251,6 +260,7 @@ __all__ = [
     "HubProcess",
     "HubRefused",
     "HubUnreachable",
+    "confirmation",
     "ending",
     "hello",
     "status",
