@@ -11,6 +11,7 @@ import os
 import queue
 import random
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -43,6 +44,7 @@ from aedit.spec_rollout.training import (
     RingShape,
     train_when_idle,
 )
+from aedit.system import end_with_parent
 from benchmarks.kit.small_llama import corpus, inner_step, llama
 from benchmarks.kit.statistics import Interval, median, percent, quantile
 from benchmarks.kit.tables import Bar, Report, main
@@ -649,8 +651,13 @@ PARTS: dict[str, Callable[[Measured, Foreground, Size], None]] = {
 @contextmanager
 def crowd() -> Iterator[None]:
     """Keep each core busy with a process of a session of its own, as another user's would be."""
-    busy = [sys.executable, "-c", "while True: pass"]
-    processes = [subprocess.Popen(busy, start_new_session=True) for _ in range(os.cpu_count() or 1)]
+    busy, dies = (
+        [sys.executable, "-c", "while True: pass"],
+        partial(end_with_parent, os.getpid(), signal.SIGKILL),
+    )
+    processes = [
+        subprocess.Popen(busy, start_new_session=True, preexec_fn=dies) for _ in range(os.cpu_count() or 1)
+    ]
     try:
         yield
     finally:

@@ -44,6 +44,17 @@ def test_overlapping_windows_are_not_counted_twice(spans):
     assert (windows.count, windows.num_open) == (len(spans), 0)
 
 
+def test_what_was_used_counts_for_the_cause_of_the_window_that_ended():
+    windows = Windows()
+    windows.enter(0.0)
+    windows.leave("round", 0.0, 4.0, used_s=3.0)
+    windows.enter(5.0)
+    windows.enter(6.0)
+    windows.leave("rank", 6.0, 7.0, used_s=3.5)
+    windows.leave("round", 5.0, 8.0, used_s=5.0)
+    assert windows.used_by_cause == {"round": 4.5, "rank": 0.5}
+
+
 def test_pauses_between_deaths_double_up_to_a_limit():
     restarts = Restarts(limit=4, pause_s=2.0, longest_pause_s=7.0)
     assert restarts.may_start(0.0)

@@ -106,12 +106,21 @@ def test_trackers_get_the_numbers_of_reinforcement_learning(tmp_path):
 
 def test_totals_of_earlier_attempts_are_counted_and_so_is_their_use_of_idle_time():
     def attempt(before):
-        source = SimpleNamespace(status=lambda: {"rollout_tokens": 10, "arms": {"off": 2}, "compared_s": 0.5})
+        engine = {"rollout_tokens": 10, "arms": {"off": 2}, "compared_s": 0.5, "worker_idle_s": 0.25}
+        source = SimpleNamespace(status=lambda: engine)
+        used = {"used_by_cause_s": {"hub": 2.0, "rewards": 1.0}}
+        online = SimpleNamespace(status=lambda: used)
         sync = SimpleNamespace(free=True, waited_s=4.0, idle_used_s=3.0)
         pipeline = SimpleNamespace(source=source, rollout_s=1.0, reward_s=0.25)
         shards, waits = Shards(), Waits(sync, {"rewards": 0.25})
         records = RLRecords(
-            config=RunConfig(), sync=sync, pipeline=pipeline, waits=waits, shards=shards, before=before
+            config=RunConfig(),
+            sync=sync,
+            pipeline=pipeline,
+            waits=waits,
+            shards=shards,
+            before=before,
+            online=online,
         )
         return RLMetric.of(records.line()), records.totals()
 
@@ -120,6 +129,8 @@ def test_totals_of_earlier_attempts_are_counted_and_so_is_their_use_of_idle_time
     assert (first.rollout_tokens, first.idle_used_s, first.idle_s) == (10, 3.0, {"hub": 4.0, "rewards": 0.25})
     assert (second.rollout_tokens, second.idle_used_s) == (20, 6.0)
     assert second.idle_s == {"hub": 8.0, "rewards": 0.5}
+    assert (first.used_s, first.worker_idle_s) == ({"hub": 2.0, "rewards": 1.0}, 0.25)
+    assert (second.used_s, second.worker_idle_s) == ({"hub": 4.0, "rewards": 2.0}, 0.5)
     assert (second.arms, second.compared_s) == ({"off": 4}, 1.0)
 
 

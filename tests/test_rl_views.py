@@ -500,4 +500,10 @@ def test_the_ledger_says_what_became_of_waits_in_all_and_by_node(report, tmp_pat
     both = "12.0 s waited, 10.0 s usable, 4.5 s used by the drafter, 6.0 s of rollouts gained by it, 3.0 s"
     for text in (report(tmp_path), re.sub("[\u2502\n]", " ", shown(tmp_path, width=160))):
         assert f"ledger {both} for other nodes node 0 {first} node 1 {second}" in " ".join(text.split())
+    assert "idle 4.5 s of 12.0 s used; round 12.0 s" in " ".join(report(tmp_path).split())
     assert "its trainer on node 1 gets less than a tenth" in " ".join(shown(tmp_path, width=160).split())
+    used = {"idle_s": {"round": 6.0, "rank": 1.0}, "used_s": {"round": 4.0, "rank": 0.0}}
+    RLNode(tmp_path, 1).step(2, **used, worker_s=5.0, worker_idle_s=2.5, idle_usable_s=5.0, idle_used_s=4.0)
+    text = " ".join(report(tmp_path).split())
+    assert "idle 8.0 s of 13.0 s used; round 12.0 s (4.0 s used), rank 1.0 s" in text
+    assert "of rollouts gained by it, 2.5 s of workers without samples node 0 6.0 s waited" in text

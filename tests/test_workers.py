@@ -104,6 +104,7 @@ def num_begun(source):
 
 def test_workers_generate_what_plain_decoding_does(source, models, causes):
     checked: RolloutSource = source
+    assert source.status()["worker_idle_s"] == 0
     prompts = asked(1, count=4)
     done = run(checked, prompts)
     check(models[1], prompts, done)
@@ -112,6 +113,7 @@ def test_workers_generate_what_plain_decoding_does(source, models, causes):
     # A worker that gave a sample away reports its last tokens a moment later.
     until(lambda: source.step() or source.status()["rollout_tokens"] == 4 * LENGTH, "the last figures")
     status = source.status()
+    until(lambda: source.step() or source.status()["worker_idle_s"] > 0, "time of workers without samples")
     assert status["rollout_tokens"] >= status["plain_tokens"] > 0
     assert status["passes"] == sum(rollout.passes for rollout in done.values())
     for pid in status["pids"]:

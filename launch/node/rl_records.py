@@ -50,6 +50,7 @@ OF_POOL = (
 SECONDS = (
     "rollout_s",
     "worker_s",
+    "worker_idle_s",
     "reward_s",
     "train_s",
     "plain_s",
@@ -141,6 +142,8 @@ class RLRecords:
         row += [float(arms.get(name, 0)) for name in self._arms]
         row += [float(found.get(name, 0.0)) / self.shards.size for name in SECONDS]
         row += [idle.get(name, 0.0) / self.shards.size for name in CAUSES]
+        used = drafter.get("used_by_cause_s", {})
+        row += [used.get(name, 0.0) / self.shards.size for name in CAUSES]
         row += [float(drafter.get(name, 0)) for name in OF_DRAFTER]
         row += [float(pool.get(name, 0)) for name in OF_POOL[:-1]]
         row += [pool.get("helped_s", 0.0) / self.shards.size]
@@ -149,6 +152,7 @@ class RLRecords:
         totals["arms"] = {name: int(count) for name in self._arms if (count := next(values))}
         totals |= {name: round(next(values), 4) for name in SECONDS}
         totals["idle_s"] = {name: round(seconds, 4) for name in CAUSES if (seconds := next(values))}
+        totals["used_s"] = {name: round(seconds, 4) for name in CAUSES if (seconds := next(values))}
         of_drafter = {name: int(next(values)) for name in OF_DRAFTER}
         totals |= {"drafter": of_drafter} if drafter else {}
         of_pool: dict[str, float] = {name: int(next(values)) for name in OF_POOL[:-1]}

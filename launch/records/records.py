@@ -152,6 +152,10 @@ class RLMetric:
     worker_s: float = nan
     """Seconds in which those processes have generated, mean over them; 0 without."""
 
+    worker_idle_s: float = nan
+    """Seconds in which they had no sample since their first one, mean over them: `rl.max_staleness` admitted
+    no more, or others had the last ones."""
+
     reward_s: float = nan
     """Seconds of waiting for rewards after the last rollout."""
 
@@ -183,6 +187,9 @@ class RLMetric:
 
     idle_s: Mapping[str, float] = field(default_factory=dict)
     """Waiting by cause."""
+
+    used_s: Mapping[str, float] = field(default_factory=dict)
+    """Processor time of the drafter's trainer by the cause of the wait that it used."""
 
     pool: Mapping[str, float] = field(default_factory=dict)
     """Samples that nodes of one world generate for each other: `given` to others, `moved`: of these, those

@@ -9,9 +9,8 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
 from typing import Any, Self
 
 import torch
@@ -51,7 +50,7 @@ from aedit.spec_rollout.drafters import (
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.model import TargetModel, make_target
 from aedit.spec_rollout.remote import EngineProcess, WorkerConfig
-from aedit.spec_rollout.server import arm_of, check_supported
+from aedit.spec_rollout.server import IdleTime, arm_of, check_supported
 from aedit.spec_rollout.training import OnlineDrafter
 from aedit.types import UserError
 
@@ -137,41 +136,6 @@ class ServedLine:
     def close(self) -> None:
         """Take note that the line is closed."""
         self.is_closed = True
-
-
-@dataclass(slots=True)
-class IdleTime:
-    """Seconds without a request."""
-
-    seconds: float = 0.0
-    clock: Callable[[], float] = monotonic
-    _began_s: float | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @contextmanager
-    def measured(self, cause: str) -> Iterator[None]:
-        """Count the time inside the context if there is no request."""
-        counts = cause == "no requests"
-        with self._lock:
-            self._began_s = self.clock() if counts else None
-        try:
-            yield
-        finally:
-            with self._lock:
-                if self._began_s is not None:
-                    self.seconds += self.clock() - self._began_s
-                self._began_s = None
-
-    @property
-    def so_far_s(self) -> float:
-        """Return the seconds, with those of a time that has not ended."""
-        with self._lock:
-            return self.seconds + (0.0 if self._began_s is None else self.clock() - self._began_s)
-
-    @property
-    def is_now(self) -> bool:
-        """Return whether there is no request now."""
-        return self._began_s is not None
 
 
 def _vllm_engine(run: ServedRun, folder: Path, line: str) -> Any:

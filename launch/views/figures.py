@@ -167,6 +167,12 @@ class RLTotals:
     idle_s: Mapping[str, float]
     """Seconds by cause, the longest first."""
 
+    used_s: Mapping[str, float]
+    """Seconds of drafters' trainers by the cause of the wait."""
+
+    worker_idle_s: float
+    """Seconds of rollout workers without samples, summed over nodes; NaN without workers."""
+
     idle_used_s: float
     idle_usable_s: float
     """Seconds in which a drafter's trainer was let run; NaN where unknown."""
@@ -190,8 +196,8 @@ class RLTotals:
 
 def ledger(totals: RLTotals) -> str:
     """Return one line on what became of the waits; "" for records that do not say so."""
-    helped_s = totals.pool.get("helped_s", 0.0)
-    if not isfinite(totals.idle_usable_s) or totals.waited_s + helped_s < 0.05:
+    helped_s, without_s = totals.pool.get("helped_s", 0.0), or_zero(totals.worker_idle_s)
+    if not isfinite(totals.idle_usable_s) or totals.waited_s + helped_s + without_s < 0.05:
         return ""
     parts = [f"{fmt.seconds(totals.waited_s)} waited", f"{fmt.seconds(totals.idle_usable_s)} usable"]
     parts.append(f"{fmt.seconds(totals.idle_used_s)} used by the drafter")
@@ -201,7 +207,20 @@ def ledger(totals: RLTotals) -> str:
         )
     if helped_s > 0:
         parts.append(f"{fmt.seconds(helped_s)} for other nodes")
+    if without_s > 0:
+        parts.append(f"{fmt.seconds(without_s)} of workers without samples")
     return ", ".join(parts)
+
+
+def idle_by_cause(totals: RLTotals) -> str:
+    """Return the waits by cause, each with the part that trained the drafter."""
+    parts = []
+    for cause, seconds in totals.idle_s.items():
+        if seconds >= 0.05:
+            used_s = totals.used_s.get(cause, 0.0)
+            used = f" ({fmt.seconds(used_s)} used)" if used_s >= 0.05 else ""
+            parts.append(f"{cause} {fmt.seconds(seconds)}{used}")
+    return ", ".join(parts) or "none"
 
 
 def newest(node: NodeRecords) -> RLMetric | None:
@@ -217,10 +236,11 @@ def rl_lines_of(node: NodeRecords) -> list[tuple[Metric, RLMetric]]:
 def rl_totals(states: Iterable[RLMetric | None]) -> RLTotals:
     """Return the totals over nodes, given the newest state of each."""
     there = [state for state in states if state is not None]
-    arms, idle_s, pool = Counter[str](), Counter[str](), Counter[str]()
+    arms, idle_s, used_s, pool = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
     for state in there:
         arms.update(state.arms)
         idle_s.update(state.idle_s)
+        used_s.update(state.used_s)
         pool.update(state.pool)
 
     def total(name: str) -> float:
@@ -246,6 +266,8 @@ def rl_totals(states: Iterable[RLMetric | None]) -> RLTotals:
         accepted=ratio(total("rollout_tokens"), total("passes")),
         arms={arm: steps / sum(arms.values()) for arm, steps in arms.most_common() if steps > 0},
         idle_s={cause: seconds for cause, seconds in idle_s.most_common() if seconds > 0},
+        used_s=used_s,
+        worker_idle_s=total("worker_idle_s") if any(state.worker_s > 0 for state in there) else nan,
         idle_used_s=total("idle_used_s"),
         idle_usable_s=total_known(usable_s) if any(map(isfinite, usable_s)) else nan,
         gained_s=total_known(gained_s) if gained_s else nan,

@@ -19,6 +19,7 @@ from aedit.launch.views.figures import (
     first_and_last,
     first_loss,
     held_out,
+    idle_by_cause,
     last_evaluation_step,
     last_loss,
     ledger,
@@ -268,7 +269,7 @@ def rl_facts(run: Run) -> Facts:
             f" {fmt.seconds(pool['helped_s'])} of their time; {fmt.count(pool['taken_back'])} late;"
             f" {fmt.size(pool['bytes'])} sent",
         )
-    yield "idle", "none" if totals.waited_s < 0.05 else f"{used}; {fmt.durations(totals.idle_s)}"
+    yield "idle", "none" if totals.waited_s < 0.05 else f"{used}; {idle_by_cause(totals)}"
     if shown := ledger(totals):
         yield "ledger", shown
     for node in run.nodes if len(run.nodes) > 1 else ():

@@ -248,13 +248,14 @@ class WorkerSource:
     def status(self) -> Mapping[str, Any]:
         """Return counts and times, summed over all workers so far.
 
-        `worker_s` are the seconds in which a process has generated, mean over them. `drafted_length` are
+        `worker_s` are the seconds in which a process has generated, `worker_idle_s` those in which it had no
+        sample since its first one, means over them. `drafted_length` are
         tokens per pass in steps with drafts; None without such steps.
         `retried` counts samples that were taken back from dead workers, `moved` those that changed workers.
         """
         figures = self._dispatcher.figures()
         passes = figures.get("drafted_passes", 0)
-        generated_s = figures.get("rollout_s")
+        generated_s, without_s = (figures.get(name, 0.0) for name in ("rollout_s", "without_samples_s"))
         worker_s = generated_s / self._config.processes if isinstance(generated_s, float) else 0.0
         return {
             "workers": len(self._pool.workers),
@@ -268,6 +269,7 @@ class WorkerSource:
             "moved": self._dispatcher.num_moved,
             "version": self._version,
             "worker_s": worker_s,
+            "worker_idle_s": without_s / self._config.processes,
             "drafted_length": figures["drafted_tokens"] / passes if passes else None,
             **(self._pool.link.status() if self._pool.link is not None else {}),
             **figures,

@@ -17,6 +17,7 @@ from aedit.lazy import exports
 if TYPE_CHECKING:
     from aedit.spec_rollout.server.channel import WORKER_LANE, Channel, Message
     from aedit.spec_rollout.server.host import EngineHost
+    from aedit.spec_rollout.server.host_figures import IdleTime
     from aedit.spec_rollout.server.rollouts import RolloutService
     from aedit.spec_rollout.server.tickets import (
         DeadlinePassed,
@@ -46,6 +47,7 @@ __all__ = [
     "HostEnding",
     "HostLimits",
     "HostTicket",
+    "IdleTime",
     "LineClosed",
     "Message",
     "Overloaded",

@@ -1,11 +1,15 @@
-"""Figures of an `EngineHost`, and the times at which refused samples may come back.
+"""Figures of an `EngineHost`, its time without requests, and times at which refused samples may come back.
 
 These times are spread, so that the samples come as rows become free.
 """
 
 import heapq
+import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from aedit.spec_rollout.server.host_line import HostLine
@@ -89,6 +93,41 @@ class HostFigures:
         if not recent or now_s <= recent[0][0]:
             return 0.0
         return float(total - recent[0][i]) / (now_s - recent[0][0])
+
+
+@dataclass(slots=True)
+class IdleTime:
+    """Seconds without a request."""
+
+    seconds: float = 0.0
+    clock: Callable[[], float] = time.monotonic
+    _began_s: float | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def measured(self, cause: str) -> Iterator[None]:
+        """Count the time inside the context if there is no request."""
+        counts = cause == "no requests"
+        with self._lock:
+            self._began_s = self.clock() if counts else None
+        try:
+            yield
+        finally:
+            with self._lock:
+                if self._began_s is not None:
+                    self.seconds += self.clock() - self._began_s
+                self._began_s = None
+
+    @property
+    def so_far_s(self) -> float:
+        """Return the seconds, with those of a time that has not ended."""
+        with self._lock:
+            return self.seconds + (0.0 if self._began_s is None else self.clock() - self._began_s)
+
+    @property
+    def is_now(self) -> bool:
+        """Return whether there is no request now."""
+        return self._began_s is not None
 
 
 class RetryTimes:

@@ -106,6 +106,8 @@ class TrainerLine:
     """Time at which the last stream left it."""
     replace: Callable[[], None] | None = None
     """Ends the stream of the author."""
+    more_figures: Callable[[], Mapping[str, float]] = dict
+    """Returns further totals of `figures`."""
     _meter: SpeedMeter = field(default_factory=SpeedMeter)
     _measured: tuple[int, int, int, float] = (0, 0, 0, 0.0)
 
@@ -147,6 +149,7 @@ class TrainerLine:
             "drafted_tokens": meters.drafted_tokens,
             "drafted_passes": meters.drafted_passes,
             "arms": dict(meters.arms),
+            **self.more_figures(),
         }
 
 

@@ -1,5 +1,6 @@
 """A rollout worker: the engine host of a server for one rank, with weights from shared memory."""
 
+import math
 import mmap
 import threading
 import time
@@ -28,6 +29,7 @@ from aedit.spec_rollout.engine import Engine, try_engine
 from aedit.spec_rollout.model import make_target
 from aedit.spec_rollout.server.channel import FLUSH_S, WORKER_LANE, Channel, Message
 from aedit.spec_rollout.server.host import EngineHost
+from aedit.spec_rollout.server.host_figures import IdleTime
 from aedit.spec_rollout.server.tickets import HostLimits
 from aedit.spec_rollout.server.trainer_lines import StreamLimits, TrainerLine
 from aedit.spec_rollout.server.trainer_stream import TrainerStream
@@ -61,7 +63,9 @@ class Worker:
             engine, _slots(begin["weights"]), _slots(begin["drafter"]) if begin["drafter"] else None
         )
         self._host = EngineHost(HostLimits(max_waiting_run=UNLIMITED, max_waiting_tokens=UNLIMITED))
-        line = TrainerLine("", self._made, secret="")
+        self._idle, self._idle_before_s = IdleTime(), math.nan
+        self._host.idle = self._idle.measured
+        line = TrainerLine("", self._made, secret="", more_figures=self._figures)
         self._host.open(line.name, lambda: engine, between_steps=line.before_step)
         limits = StreamLimits(waiting=UNLIMITED, unsent_bytes=UNLIMITED)
         self._stream = TrainerStream(None, self._host, line, limits)
@@ -90,11 +94,18 @@ class Worker:
             self._sender.join(FLUSH_S)
 
     def _handle(self, message: pb.ToServer) -> None:
+        if message.HasField("add") and math.isnan(self._idle_before_s):
+            self._idle_before_s = self._idle.so_far_s
         if message.add.min_version > self._wanted:
             # Samples that need a version wait, and no step would adopt it.
             self._wanted = message.add.min_version
             self._adopting = self._host.call("", partial(self._made.adopt, self._wanted))
         self._stream.handle(message)
+
+    def _figures(self) -> dict[str, float]:
+        """Return the seconds without a sample since the first one."""
+        idle_s = self._idle.so_far_s - self._idle_before_s
+        return {"without_samples_s": idle_s} if math.isfinite(idle_s) else {}
 
     def _send(self) -> None:
         self._channel.send_all(WORKER_LANE, self._stream.opened())

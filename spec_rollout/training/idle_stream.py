@@ -86,7 +86,7 @@ class StreamTraining:
             yield
         finally:
             with self._lock:
-                self.windows.leave(cause, began_s, time.monotonic())
+                self.windows.leave(cause, began_s, time.monotonic(), self.used_s)
                 self._update()
 
     def newest(self, after: int = 1) -> Publication | None:
@@ -138,12 +138,14 @@ class StreamTraining:
         """Return the state by name; see `DrafterTraining.status`."""
         with self._lock:
             idle_s, by_cause = self.windows.idle_s(time.monotonic()), dict(self.windows.by_cause)
+            used = dict(self.windows.used_by_cause)
         return {
             "state": "failed" if self._error else "training" if self._open.is_set() else "stopped",
             "error": self._error,
             "windows": self.windows.count,
             "idle_s": idle_s,
             "idle_by_cause_s": by_cause,
+            "used_by_cause_s": used,
             "cpu_s": self.used_s,
             "steps": self._steps,
             "refused": self._refused,

@@ -324,7 +324,7 @@ class DrafterTraining:
             yield
         finally:
             with self._lock:
-                if self.windows.leave(cause, began_s, self._clock()):
+                if self.windows.leave(cause, began_s, self._clock(), self.used_s):
                     self._supervisor.suspend()
 
     def newest(self, after: int = 1) -> Publication | None:
@@ -397,7 +397,7 @@ class DrafterTraining:
         """
         with self._lock:
             idle_s, supervisor = self.windows.idle_s(self._clock()), self._supervisor.status()
-            by_cause = dict(self.windows.by_cause)
+            by_cause, used = dict(self.windows.by_cause), dict(self.windows.used_by_cause)
         words = (
             StatusWord.STEPS,
             StatusWord.PUBLISHED,
@@ -412,6 +412,7 @@ class DrafterTraining:
             "windows": self.windows.count,
             "idle_s": idle_s,
             "idle_by_cause_s": by_cause,
+            "used_by_cause_s": used,
             "cpu_s": self.used_s,
             "utilization": self.used_s / idle_s if idle_s else 0.0,
             **{status_word.name.lower(): self._supervisor.counted(status_word) for status_word in words},

@@ -37,6 +37,10 @@ class Windows:
         """Latest windows."""
         self.by_cause: dict[str, float] = {}
         """Seconds by cause; overlapping windows count for each."""
+        self.used_by_cause: dict[str, float] = {}
+        """Seconds of the work by the cause of the window that ended next. What is measured at the end of a
+        piece of work counts for the window in which that was."""
+        self._used_s = 0.0
         self.count = 0
         """Number of windows that have ended."""
         self.num_open = 0
@@ -49,12 +53,14 @@ class Windows:
             self._idle_since_s = now_s
         return self.num_open == 1
 
-    def leave(self, cause: str, began_s: float, now_s: float) -> bool:
-        """Close a window; return true if no other is open."""
+    def leave(self, cause: str, began_s: float, now_s: float, used_s: float = 0.0) -> bool:
+        """Close a window; return true if no other is open. used_s: by the work, in all windows so far."""
         self.num_open -= 1
         self.count += 1
         self.spans.append(Span(cause, began_s, now_s))
         self.by_cause[cause] = self.by_cause.get(cause, 0.0) + now_s - began_s
+        self.used_by_cause[cause] = self.used_by_cause.get(cause, 0.0) + used_s - self._used_s
+        self._used_s = used_s
         if self.num_open == 0:
             self._idle_s += now_s - self._idle_since_s
         return self.num_open == 0
