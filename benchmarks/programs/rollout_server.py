@@ -3,7 +3,8 @@
 It draws real tokens, and each decode step lasts a fixed time: so several fit on two cores, and what a run
 takes says nothing about this machine. The services, streams and versions are those of `aedit serve`; only
 the engine is another one, and there is no hub: its trainer is told its address. Prints "ready" when it could
-serve, waits for a line with its address, serves, and prints the address.
+serve, waits for a line with its address, serves, and prints the address. It answers each further line with
+its seconds without a request.
 """
 
 import json
@@ -28,6 +29,7 @@ from aedit.spec_rollout.server import (
     EngineHost,
     EngineSpec,
     HostLimits,
+    IdleTime,
     RolloutService,
     ServerIdentity,
     StreamLimits,
@@ -139,7 +141,8 @@ def serve(plan: ServerPlan, address: str, ending: threading.Event) -> None:
     """Serve at HOST:PORT until `ending` is set."""
     spec = EngineSpec(**{**plan.engine, "arms": tuple(plan.engine["arms"])})
     limits = StreamLimits()
-    host = EngineHost(HostLimits(max_lines=limits.lines + 1))
+    host, idle = EngineHost(HostLimits(max_lines=limits.lines + 1)), IdleTime()
+    host.idle = idle.measured
     layout = VersionLayout(policy_layout(), "fp64")
     lines = TrainerLines(
         host,
@@ -153,6 +156,12 @@ def serve(plan: ServerPlan, address: str, ending: threading.Event) -> None:
     service = RolloutService(identity, host, lines, limits)
     server = Server([service.service(), lines.service()], address)
     print(server.address, flush=True)
+
+    def answer() -> None:
+        for _ in sys.stdin:
+            print(json.dumps(idle.so_far_s), flush=True)
+
+    threading.Thread(target=answer, daemon=True).start()
     ending.wait()
     service.close()
     server.stop(0.0)
