@@ -1,17 +1,25 @@
 """Tests that a follower keeps the records that a new leader has too, and no others."""
 
+import errno
 import os
+import shutil
 import zlib
+from contextlib import suppress
 from itertools import takewhile
+from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from test_journal import Book, config, same
 
 from aedit.async_sgd.journal import (
+    NOTE,
+    Damaged,
     Ledger,
     Store,
     begin_after,
+    moved_aside,
     segment_numbers,
     segment_path,
     snapshot_path,
@@ -154,6 +162,108 @@ def test_records_of_another_journal_are_fetched_anew(book, tmp_path):
     assert follower.bytes == other.ledger.journal.position[1]
     same(follower.mirror.hub, other.hub)
     assert follower.standby._leadership._replica.voter.seen > (0, 0, 0), "no candidate before it has as much"
+
+
+def test_a_journal_that_its_leader_lacks_under_the_same_term_is_set_aside_whole(book, tmp_path):
+    """Found: an older copy of the leader's folder, put back, had its follower delete everything."""
+    follower = Follower(tmp_path / "b")
+    follower.follow(book.ledger)
+    shutil.copytree(tmp_path / "a", tmp_path / "older")
+    book.push(0, 0)
+    book.ledger.snapshot()
+    book.push(0, 1)
+    follower.follow(book.ledger)
+    before = files_of(tmp_path / "b")
+    follower = Follower(tmp_path / "b")
+    hub, store = make_hub(config(), (0, 1)), Store(tmp_path / "older")
+    older = Ledger(hub, store.recover(hub), store, clock=lambda: 0.0)
+    follower.follow(older)
+    same(follower.mirror.hub, older.hub)
+    assert files_of(tmp_path / "b" / "set_aside" / "1") == before
+    assert [one["path"] for one in moved_aside(tmp_path / "b")] == [str(tmp_path / "b" / "set_aside" / "1")]
+    assert moved_aside(tmp_path / "b")[0]["bytes"] >= sum(map(len, before.values()))
+    restored = make_hub(config(), (0, 1))
+    Store(tmp_path / "b" / "set_aside" / "1").recover(restored)
+    same(restored, book.hub)
+
+
+def test_the_end_that_is_cut_off_is_set_aside(book, tmp_path):
+    short, long = (Follower(tmp_path / name) for name in "bc")
+    short.follow(book.ledger)
+    kept = short.mirror.position
+    book.push(0, 0)
+    long.follow(book.ledger)
+    whole = bytes_of(tmp_path / "c")[1]
+    long.follow(short.lead(2))
+    assert long.differed == 1
+    tail = tmp_path / "c" / "set_aside" / "1" / f"{segment_path(tmp_path, 1).name}.from-{kept[1]}"
+    assert bytes_of(tmp_path / "b")[1][: kept[1]] + tail.read_bytes() == whole
+
+
+def test_what_the_same_leader_has_sent_is_not_set_aside(book, tmp_path):
+    """Else a leader could fill the disks of its followers."""
+    follower = Follower(tmp_path / "b")
+    follower.follow(book.ledger)
+    follower = Follower(tmp_path / "b")  # it does not know any more who sent this
+    for _ in range(3):
+        follower.standby._fetch_anew(Damaged("a bit has flipped"))
+        follower.follow(book.ledger)
+    assert len(moved_aside(tmp_path / "b")) == 1
+    same(follower.mirror.hub, book.hub)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_records_are_set_aside_whole_or_stay(book, tmp_path, full):
+    follower = Follower(tmp_path / "b")
+    book.push(0, 0)
+    follower.follow(book.ledger)
+    before, (segment, end) = files_of(tmp_path / "b"), follower.mirror.position
+    error = OSError(errno.ENOSPC, "full")
+    with mock.patch("shutil.copyfileobj", side_effect=error if full else None), suppress(OSError):
+        follower.mirror.cut((segment, end - 1), keep=True)
+    assert (files_of(tmp_path / "b") == before) == full
+    assert len(moved_aside(tmp_path / "b")) == (not full)
+
+
+@pytest.mark.parametrize("moved", range(4))
+def test_a_crash_while_records_are_set_aside_leaves_a_journal(book, tmp_path, monkeypatch, moved):
+    follower = Follower(tmp_path / "b")
+    for _ in range(2):
+        book.push(0, 0)
+        follower.follow(book.ledger)
+        book.ledger.snapshot()
+    book.push(0, 0)
+    follower.follow(book.ledger)
+    before = files_of(tmp_path / "b").keys()
+    assert len(before) == 4
+    rename, names = Path.rename, []
+
+    def crashing(path, to):
+        if len(names) == moved:
+            raise InterruptedError("killed")
+        names.append(path.name)
+        rename(path, to)
+
+    (tmp_path / "b" / NOTE).unlink(missing_ok=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", crashing)
+        with pytest.raises(InterruptedError):
+            follower.mirror.forget(keep=True)
+    kept = sorted(files_of(tmp_path / "b").keys() | names)
+    assert kept == sorted(before)
+    Follower(tmp_path / "b").follow(book.ledger)
+    same(follower_hub(tmp_path / "b"), book.hub)
+
+
+def follower_hub(place):
+    Store(place).recover(hub := make_hub(config(), (0, 1)))
+    return hub
+
+
+def files_of(place):
+    return {
+        path.name: path.read_bytes() for kind in ("snapshot", "journal") for path in place.glob(f"{kind}-*")
+    }
 
 
 def test_an_incomplete_end_is_cut_off_before_it_is_compared(book, tmp_path):

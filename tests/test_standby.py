@@ -1,5 +1,6 @@
 """Tests a standby: it mirrors its primary and takes over on the nodes' request, and a run has one leader."""
 
+import shutil
 import threading
 import time
 import zlib
@@ -19,6 +20,8 @@ from aedit.async_sgd.rules import records
 from aedit.launch.config import RunConfig
 from aedit.launch.hub import anchors_of
 from aedit.launch.hub.folder import make_hub, pushes_of
+from aedit.launch.records.hub_records import HubSample
+from aedit.launch.views.tables import hub_table
 from aedit.proto.agent.membership import Elector
 from aedit.proto.rpc import HubClient
 from aedit.proto.rpc import hub_pb2 as pb
@@ -385,4 +388,76 @@ def test_a_standby_with_a_full_disk_is_not_waited_for_and_comes_back_once_there_
         assert "Traceback" not in standby.log.read_text()
         standby.kill()
         kept = {(push.node, push.unit, push.seq) for push in pushes_of(standby.directory)}
+    assert kept == set(node.accepted)
+
+
+def test_an_older_copy_of_a_hubs_folder_does_not_cost_what_its_standby_has(tmp_path):
+    """Found: the hub led on under its term, and the standby deleted what the older copy did not have."""
+    toml, primary, standby = pair(tmp_path)
+    with ending():
+        node = Client(primary.address).found()
+        attached(node)
+        node.merged(0)
+        primary.kill()
+        older = tmp_path / "older"
+        shutil.copytree(primary.directory, older)
+        primary = HubProcess(toml, primary.directory)
+        assert node.go_to(primary.address).term == 1, "it leads on: its standby has no more than it"
+        attached(node)
+        for _ in range(3):
+            node.merged(1)
+        before = node.anchor(1)
+        primary.kill()
+        shutil.rmtree(primary.directory)
+        shutil.copytree(older, primary.directory)
+        primary = HubProcess(toml, primary.directory)
+        assert "this hub follows until it has the rest" in primary.log.read_text()
+        assert primary.events("behind")
+        reply = node.vote(primary.address)
+        assert not reply.leads
+        assert not reply.HasField("asks"), "it does not stand with less"
+        node.elect(standby.address)
+        assert node.go_to(standby.address).term == 2
+        again = node.anchor(1)
+        assert before[0] == again[0]
+        assert np.array_equal(before[1], again[1])
+        attached(node)
+        node.merged(0)
+        assert (primary.stop(), standby.stop()) == (0, 0)
+        for hub in (primary, standby):
+            kept = {(push.node, push.unit, push.seq) for push in pushes_of(hub.directory)}
+            assert kept == set(node.accepted)
+
+
+def test_a_standby_sets_aside_what_its_leader_lacks_and_says_so(tmp_path):
+    """The standby does not answer while the older copy is put back, so that the hub cannot ask it."""
+    toml, primary, standby = pair(tmp_path)
+    with ending():
+        node = Client(primary.address).found()
+        attached(node)
+        node.merged(0)
+        primary.kill()
+        older = tmp_path / "older"
+        shutil.copytree(primary.directory, older)
+        primary = HubProcess(toml, primary.directory)
+        node.go_to(primary.address)
+        attached(node)
+        node.merged(1)
+        primary.kill()
+        standby.kill()
+        shutil.rmtree(primary.directory)
+        shutil.copytree(older, primary.directory)
+        primary = HubProcess(toml, primary.directory)
+        standby = HubProcess(toml, standby.directory, "--standby")
+        aside = until(lambda: status(standby.address)["set_aside"], "the records to be set aside")
+        assert [one["path"] for one in aside] == [str(standby.directory / "set_aside" / "1")]
+        assert aside[0]["bytes"] > 20_000, "at least the push of 5000 numbers"
+        shown = str(next(hub_table(HubSample.of(status(standby.address)))))
+        assert f"set aside: {standby.directory / 'set_aside' / '1'} ({aside[0]['bytes']} bytes)" in shown
+        standby.kill()
+        place = tmp_path / "restored"
+        shutil.copytree(standby.directory / "set_aside" / "1", place)
+        for name in ("run.toml", "part.json"):
+            shutil.copy(standby.directory / name, place)
+        kept = {(push.node, push.unit, push.seq) for push in pushes_of(place)}
     assert kept == set(node.accepted)

@@ -12,6 +12,7 @@ journal of a run that is shorter than `hub.snapshot_bytes` is there from its beg
 import json
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -242,6 +243,69 @@ def check_payloads(batch: list[Record]) -> None:
     for record in batch:
         if isinstance(record, Accepted) and isinstance(record.push.values, Payload):
             record.push.values.check()
+
+
+_ASIDE = "set_aside"
+"""Folder in that of a hub: what a follower had and its leader did not, in a numbered folder each."""
+
+
+def moved_aside(directory: Path) -> list[dict[str, object]]:
+    """Return the path and the bytes of everything that was set aside, see `move_aside`."""
+    found = (path for path in (directory / _ASIDE).glob("*") if path.name.isdecimal())
+    folders = sorted(found, key=lambda path: int(path.name))
+    return [
+        {"path": str(path), "bytes": sum(file.stat().st_size for file in path.iterdir())} for path in folders
+    ]
+
+
+def move_aside(directory: Path, after: int, offset: int = 0) -> Path | None:
+    """Move the snapshots and segments behind segment `after` into a new folder; return that.
+
+    None if there is nothing. After a crash in between the rest is a journal still. Raises OSError.
+
+    offset: with it a copy of what segment `after` has from this byte on is there too.
+    """
+    paths = _files_after(directory, after)
+    segment = segment_path(directory, after)
+    has_tail = offset > 0 and segment.stat().st_size > offset
+    if not paths and not has_tail:
+        return None
+    before = (path.name for path in (directory / _ASIDE).glob("*"))
+    number = 1 + max((int(name) for name in before if name.isdecimal()), default=0)
+    place = directory / _ASIDE / str(number)
+    place.mkdir(mode=0o700, parents=True)
+    try:
+        if has_tail:
+            with segment.open("rb") as source, (place / f"{segment.name}.from-{offset}").open("wb") as copy:
+                source.seek(offset)
+                shutil.copyfileobj(source, copy)
+                copy.flush()
+                os.fsync(copy.fileno())
+    except OSError:
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+    for path in (directory / NOTE, *paths):
+        if path.exists():
+            path.rename(place / path.name)
+    for changed in (place, place.parent, directory):
+        sync_directory(changed)
+    return place
+
+
+def delete_after(directory: Path, after: int) -> None:
+    """Delete the snapshots and segments behind segment `after`."""
+    for path in (directory / NOTE, *_files_after(directory, after)):
+        path.unlink(missing_ok=True)
+
+
+def _files_after(directory: Path, after: int) -> list[Path]:
+    """Return snapshots and segments, the newest first: without the first ones the rest is a journal still."""
+    return [
+        path(directory, number)
+        for kind, path in (("journal", segment_path), ("snapshot", snapshot_path))
+        for number in reversed(segment_numbers(directory, kind))
+        if number > after
+    ]
 
 
 def segment_numbers(directory: Path, kind: str) -> list[int]:

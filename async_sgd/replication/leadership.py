@@ -66,6 +66,9 @@ class Leadership:
         """HOST:PORT of the replicas of a swarm that have confirmed something, by identity."""
         self._since_s: dict[int, float] = {}
         """Time since when each replica has been in the newest configuration of this leader."""
+        self._ahead: Extent = (0, 0, 0)
+        self._ahead_until_s = float("-inf")
+        """What another hub has said to have, and until when it is believed."""
         if num_others and file is not None and not file.exists():
             self._save(self._replica.voter)
 
@@ -227,6 +230,14 @@ class Leadership:
         with self._deciding() as replica:
             replica.forget(confirmed)
 
+    def note_ahead(self, extent: Extent, for_s: float = float("inf")) -> None:
+        """Note that another hub says it has this of the journal: this one does not stand before it has, too.
+
+        for_s: how long that is believed.
+        """
+        with self._change:
+            self._ahead, self._ahead_until_s = extent, self._clock() + for_s
+
     def stand(
         self,
         configs: tuple[Configured, ...],
@@ -249,6 +260,8 @@ class Leadership:
                 return ""
             replica.configs = configs
             reason = replica.why_not(extent)
+            if extent < self._ahead and now < self._ahead_until_s:
+                reason = reason or f"its journal ends at {extent}, and another hub has it up to {self._ahead}"
             if not reason and (invited or replica.may_stand(now)):
                 replica.stand(extent)
                 if window_s is not None:

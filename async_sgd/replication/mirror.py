@@ -12,7 +12,6 @@ from zlib_ng.zlib_ng import crc32
 from aedit.async_sgd.hub import Clocks, Hub, load_state, save_state
 from aedit.async_sgd.journal import (
     FILE_BYTES,
-    NOTE,
     RECORDS,
     Damaged,
     File,
@@ -23,12 +22,13 @@ from aedit.async_sgd.journal import (
     Store,
     chain_of,
     decode_records,
+    delete_after,
     frame_at,
     is_before,
     is_full,
+    move_aside,
     read_head,
     read_snapshot,
-    segment_numbers,
     segment_path,
     snapshot_path,
 )
@@ -64,7 +64,7 @@ class Mirror:
         """A chunk of a snapshot has come since the last `trim`, and its segment has not begun."""
         self._load(*(recovered or self._recover()))
         if self.position == (1, FILE_BYTES):  # the first segment, which was begun here and not there
-            self.clear()
+            self.clear(keep=False)
 
     def _recover(self) -> tuple[Hub, Journal]:
         hub = self._make()
@@ -79,16 +79,19 @@ class Mirror:
         """Everything before it is written, here."""
         self._applied: Position = journal.position
 
-    def forget(self) -> None:
-        """Begin anew, without the part of a snapshot that has arrived."""
+    def forget(self, *, keep: bool) -> None:
+        """Begin anew, without the part of a snapshot that has arrived. keep: see `clear`."""
         with self.lock:
             self.partial.drop()
-            self.clear()
+            self.clear(keep=keep)
 
-    def clear(self) -> None:
-        """Begin anew, and keep the part of a snapshot that has arrived: its leader compares its hash."""
+    def clear(self, *, keep: bool) -> None:
+        """Begin anew, and keep the part of a snapshot that has arrived: its leader compares its hash.
+
+        keep: set aside what the folder has; else delete it, as the leader has it too.
+        """
         with self.lock:
-            self._remove(after=0)
+            self._remove(keep=keep)
             self.hub, self.position, self._applied = self._make(), (1, 0), (1, 0)
 
     def trim(self) -> tuple[Position, bytes]:
@@ -103,17 +106,19 @@ class Mirror:
                 self._file = self._reading
             return (segment, offset), chain_of(self._reading, offset).digest() if offset else b""
 
-    def cut(self, end: Position) -> bool:
+    def cut(self, end: Position, *, keep: bool) -> bool:
         """Take back all records from `end` on, and return True; or False if that is not possible here.
 
         Then `forget` is what is left: there is nothing behind `end`, or the folder does not go back so far.
+
+        keep: set them aside; else delete them.
         """
         segment, offset = end
         with self.lock:
             path = segment_path(self._directory, segment)
             if end >= self._applied or offset < FILE_BYTES or not path.exists():
                 return False
-            self._remove(after=segment)
+            self._remove(segment, offset, keep=keep)
             os.truncate(path, offset)
             try:
                 self._load(*self._recover())
@@ -219,13 +224,16 @@ class Mirror:
             os.fsync(self._reading.fd)
         return segment, offset
 
-    def _remove(self, *, after: int) -> None:
-        """Delete the snapshots and segments of higher numbers."""
-        for kind, path in (("snapshot", snapshot_path), ("journal", segment_path)):
-            for number in segment_numbers(self._directory, kind):
-                if number > after:
-                    path(self._directory, number).unlink()
-        (self._directory / NOTE).unlink(missing_ok=True)
+    def _remove(self, segment: int = 0, offset: int = 0, *, keep: bool) -> None:
+        """Remove the snapshots and segments behind a position."""
+        if not keep:
+            delete_after(self._directory, segment)
+        elif (place := move_aside(self._directory, segment, offset)) is not None:
+            log.error(
+                "%s: records that the leader does not have are set aside here, and not used any more; delete"
+                " them if they are not missed",
+                place,
+            )
 
     def _is_whole(self, segment: int, offset: int) -> bool:
         """Return whether the next frame, or the segment's end, has arrived."""
@@ -251,7 +259,7 @@ class Mirror:
         """Replace everything by a snapshot that has arrived whole."""
         self._is_arriving = False
         self.partial.sync(segment)
-        self.clear()
+        self.clear(keep=False)
         path = snapshot_path(self._directory, segment)
         self.partial.finish(path)
         load_state(read_snapshot(path), self.hub.state)

@@ -22,6 +22,7 @@ from aedit.launch.config import RunConfig
 from aedit.launch.hub import folder
 from aedit.proto.rpc import (
     ClientKeys,
+    Extent,
     HubClient,
     HubRefused,
     HubUnreachable,
@@ -325,6 +326,24 @@ class OtherHubs:
             else:
                 raise UserError(str(answer)) from answer
         return max(terms)
+
+    def ahead_of(self, own: Extent) -> tuple[str, Extent] | None:
+        """Return the address and the extent of the hub that follows the term of `own` and has more of it.
+
+        That of the one which has most; None if none does or answers.
+        """
+        found = dict[str, Extent]()
+        for address, answer in self._hellos(limit_s=self._limit_s):
+            if not isinstance(answer, pb.HelloReply) or answer.leads or answer.term != own[0]:
+                continue
+            try:
+                with self.endpoint.client(address, self._limit_s, until_it_listens=False) as client:
+                    told = json.loads(client.status(pb.StatusRequest()).json)
+                found[address] = (int(told["term"]), int(told["segment"]), int(told["offset"]))
+            except (HubUnreachable, HubRefused, ValueError, KeyError, TypeError, OverflowError) as error:
+                log.warning("%s does not say how much of the journal it has: %s", address, error)
+        ahead = {address: extent for address, extent in found.items() if extent[0] == own[0] and extent > own}
+        return max(ahead.items(), key=lambda item: item[1], default=None)
 
     def terms(self) -> tuple[int, int]:
         """Return the highest term under which another hub leads, and the highest that one has promised.

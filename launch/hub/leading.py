@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aedit.async_sgd.hub import listed_members, status_of_nodes, status_of_run
-from aedit.async_sgd.journal import JournalBroken, Ledger, NoSpace
+from aedit.async_sgd.journal import JournalBroken, Ledger, NoSpace, moved_aside
 from aedit.async_sgd.replication import LEASE_S, Leadership
 from aedit.async_sgd.rules import Record, records
 from aedit.async_sgd.service import (
@@ -342,7 +342,8 @@ class LeadingHub:
         return overview(self.ledger, self.engine, self.directory, self.leadership)
 
     def _status(self, after: int) -> str:
-        own = {"run": self._config.name, "traffic": self.driver.exchange.status()}
+        own = dict[str, Any](run=self._config.name, traffic=self.driver.exchange.status())
+        own["set_aside"] = moved_aside(self._endpoint.directory)
         return self._reports.status(self.overview() | own, after)
 
     def _write_lines(self) -> None:

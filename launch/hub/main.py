@@ -5,6 +5,7 @@
 """
 
 import logging
+import math
 import secrets
 import shlex
 import socket
@@ -32,6 +33,7 @@ from aedit.launch.hub.policy_versions import RECORD, PolicyPublisher, PolicyServ
 from aedit.launch.hub.standby import Standby
 from aedit.proto.rpc import (
     PROTOCOL,
+    Extent,
     HubCore,
     Limits,
     Server,
@@ -52,6 +54,8 @@ _GRACE_S = 2.0
 """Time for calls in progress when the hub ends."""
 _HAND_OVER_S, _ANSWERS_S = 4.0, 1.0
 """Longest time of an election in a hand-over, and time for the votes on its first configuration."""
+_BELIEVED_S = 60.0
+"""How long a hub of a swarm waits for a replica that says it has more: any peer can say so."""
 _FORCED_JUMP = 1000
 """A forced term is so far above all known ones that no election comes to it."""
 _LEAVE_S = 25.0
@@ -173,7 +177,8 @@ class _Process:
             )
         is_new = not mirrors and not self.endpoint.standby
         records: Sequence[Record] | None = None
-        if newest <= own or force:
+        behind = not force and self._is_behind((state.term, *journal.position))
+        if (newest <= own and not behind) or force:
             records = self._leadership.begin(own, state.configs, is_new=is_new)
         if force:
             records = self._force(hub)
@@ -183,6 +188,25 @@ class _Process:
             self._lead(hub, journal, records or ([] if state.term else [Led(own + 1)]))
         self._vote_requests.start()
         write_atomically(self.endpoint.directory / "address", self.address)
+
+    def _is_behind(self, own: Extent) -> bool:
+        """Return whether another hub has more of this journal, and do not stand before it is here, too.
+
+        This folder is an older copy then, or has lost its end: to lead with it would lose what the other has.
+        """
+        ahead = self._others.ahead_of(own) if self._leadership.has_others and own[0] else None
+        if ahead is None:
+            return False
+        address, extent = ahead
+        reason = (
+            f"{self.endpoint.directory} ends at byte {own[2]} of segment {own[1]}, and {address} has the"
+            f" journal up to byte {extent[2]} of segment {extent[1]}: this hub follows until it has the rest"
+        )
+        log.error("%s", reason)
+        self._reports.event("behind", reason=reason)
+        is_swarm = self.endpoint.replicas is not None
+        self._leadership.note_ahead(extent, _BELIEVED_S if is_swarm else math.inf)
+        return True
 
     def follow(self) -> None:
         """Recover the state from the folder and follow another hub: the successor waits for this replica."""

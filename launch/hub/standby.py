@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import grpc
 
 from aedit.async_sgd.hub import Denied, hub_status
-from aedit.async_sgd.journal import Damaged, NoSpace, Position, begin_after, is_full
+from aedit.async_sgd.journal import Damaged, NoSpace, Position, begin_after, is_full, moved_aside
 from aedit.async_sgd.replication import Leadership, Mirror
 from aedit.async_sgd.rules import Led, Record
 from aedit.async_sgd.service import HelloResponder, check_part, fingerprint, messages
@@ -83,6 +83,8 @@ class Standby:
         """Why this hub could not be elected when it was last asked."""
         self._full = ""
         """Why nothing could be written when it was last tried; "" if it could."""
+        self._all_of: int | None = None
+        """Term of the leader that has sent everything which the folder has; None if that is not known."""
         self._stopping, self._deciding = threading.Event(), threading.Lock()
         self._confirmer = Confirmer(mirror, leadership, endpoint)
         self._client: HubClient | None = None
@@ -139,6 +141,7 @@ class Standby:
         # If another hub may have extended the journal, its required replicas are unknown.
         following |= {"is_needed": self._confirmer.is_needed or not (self._leader and is_current)}
         following |= {"other_replicas": len(in_sync - {self._leadership.identity})}
+        following |= {"set_aside": moved_aside(self._endpoint.directory)}
         following |= {"unconfirmed_s": self._confirmer.silent_s, "disk_full": self._full}
         return pb.StatusReply(json=self._reports.status(now | following, request.metrics_after))
 
@@ -371,7 +374,7 @@ class Standby:
                 return True
             self._others.check_leader(leader, self._event)
             if chunk.differs:
-                self._take_back(None if chunk.lacks_term else (chunk.segment, chunk.offset))
+                self._take_back(None if chunk.lacks_term else (chunk.segment, chunk.offset), term)
                 return False
             self._mirror.take(chunk)
             if chunk.data and self._full:
@@ -395,32 +398,38 @@ class Standby:
         if self._noted_term() != term:
             if not end[1]:
                 self._leadership.forget((0, 0, 0))
-                self._mirror.clear()
-                end = self._mirror.trim()
+                self._mirror.clear(keep=True)
+                self._all_of, end = term, self._mirror.trim()
             write_atomically(self._endpoint.directory / folder.MIRROR, json.dumps({"term": term}))
         return end
 
-    def _take_back(self, end: Position | None) -> None:
+    def _take_back(self, end: Position | None, leading: int) -> None:
         """Cut off what only this hub has: it was not acknowledged, as the leader was elected without it.
 
-        It is behind `end`, where the leader goes on to terms that are not known here. None: the leader has no
+        It is set aside all the same: the leader may have come back with an older copy of its folder. It is
+        behind `end`, where the leader goes on to terms that are not known here. None: the leader has no
         record of the last term here, so that nothing of that was acknowledged.
+
+        leading: term of the leader.
         """
-        term, before = self._mirror.hub.state.term, self._mirror.position
+        term, before, keep = self._mirror.hub.state.term, self._mirror.position, self._all_of != leading
         if end is None:
             end, _ = begin_after(self._endpoint.directory, term - 1)
-        if self._mirror.cut(end):
+        if self._mirror.cut(end, keep=keep):
             log.warning("cut the journal from %s back to %s", before, end)
         else:
             log.warning("the leader has other records: fetching its journal from the start")
             self._leadership.forget((term, *before))
-            self._mirror.forget()
+            self._mirror.forget(keep=keep)
+            self._all_of = leading
 
     def _fetch_anew(self, error: Damaged) -> None:
-        """Discard a damaged journal. Until all of it is here again, this hub cannot be elected."""
+        """Fetch a damaged journal again. Until all of it is here, this hub cannot be elected."""
         log.error("%s; fetching the journal again from its start", error)
         self._leadership.forget((self._mirror.hub.state.term, *self._mirror.position))
-        self._mirror.forget()
+        leading = self._noted_term()
+        self._mirror.forget(keep=self._all_of != leading)
+        self._all_of = leading
 
     def _confirm(self) -> None:
         self._confirmer.run(

@@ -123,6 +123,12 @@ class HubSample:
     follows: str = ""
     """HOST:PORT of the hub that leads, if this one is its standby."""
 
+    disk_full: str = ""
+    """Why a standby cannot write; empty if it can."""
+
+    set_aside: tuple[str, ...] = ()
+    """Folders with records that a standby had and its leader did not."""
+
     founder: int | None
     """The node that uploaded the initial anchors; None while there are none."""
 
@@ -150,6 +156,7 @@ class HubSample:
             journal_bytes=float_or_nan(line.get("journal_bytes", own_bytes)),
             founder=None if line.get("founder") is None else int(line["founder"]),
             servers=tuple(record_of(ServerSample, server) for server in line.get("servers") or ()),
+            set_aside=tuple(f"{one['path']} ({one['bytes']} bytes)" for one in line.get("set_aside") or ()),
         )
 
 

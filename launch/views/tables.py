@@ -91,6 +91,10 @@ FULL = Detail()
 def hub_table(now: HubSample, detail: Detail = FULL) -> Iterator[RenderableType]:
     """Yield tables of the nodes' speed, of their pushes, and the versions."""
     versions = f"versions {fmt.spread(now.versions)}"
+    for place in now.set_aside:
+        yield Text(f"records that a leader did not have are set aside: {place}")
+    if now.disk_full:
+        yield Text(f"the disk is full: {now.disk_full}")
     if now.follows:
         yield Text(f"follows the hub at {now.follows}, term {term_text(now.term)}; {versions}")
         return
