@@ -74,6 +74,9 @@ comparisons are as much rarer: where nothing is gained, choosing must cost nothi
 LEARNING_SHARE = 0.01
 """Share of all time that this chooser may take outside of trials: where steps are short, it times, counts,
 trims and compares more rarely."""
+STARVED_STEPS = 8
+"""Steps of which one is learned from where that share is used up: the calls alone may take it in the short
+steps of a small policy, and what an arm was worth long ago would decide for ever."""
 SETTLING_STEPS = 8
 """Plain steps of one row after other ones that are not timed: they took up to a third longer than later ones
 on two CPU cores and needed ten steps to settle. The cause is unknown (perhaps a lower clock after wide
@@ -243,7 +246,8 @@ class Goodput:
         self._spent[rows] = self._spent.get(rows, (0.0, 0))[0] + observed.total_s, view.context
         self._learning_budget_s += LEARNING_SHARE * observed.total_s
         if not self._was_trial:  # the budget of trials pays for theirs
-            self._learning_budget_s -= observed.learning_s
+            least_s = -INITIAL_BUDGET_STEPS * observed.total_s  # so that it recovers when steps are longer
+            self._learning_budget_s = max(self._learning_budget_s - observed.learning_s, least_s)
         if self._steps == PLAIN_STEPS:
             self._learning_budget_s = INITIAL_BUDGET_STEPS * observed.total_s
         if self._is_timed(view.rows):
@@ -294,6 +298,8 @@ class Goodput:
         if draft is None or draft.tokens_BN.shape[1] == 0:
             return
         steps = LEARN_STEPS if acceptance.num_rows > KNOWN_ROWS and self._trial is None else 1
+        if self._learning_budget_s < 0 and self._trial is None:
+            steps = STARVED_STEPS
         if self._steps % steps:
             return
         bins = self._bins[1] if self._bins is not None and self._bins[0] is draft else score_bins(draft)
@@ -313,8 +319,8 @@ class Goodput:
 
     @property
     def _may_learn(self) -> bool:
-        """Return true if this chooser has time left."""
-        return self._learning_budget_s >= 0
+        """Return true if this chooser has time left, or has not learned for long."""
+        return self._learning_budget_s >= 0 or self._steps % STARVED_STEPS == 0
 
     def _is_timed_enough(self, rows: int) -> bool:
         """Return true if a series of plain steps has filled the window of times."""
@@ -396,7 +402,12 @@ class Goodput:
             for arm in values
             if arm == self.arm or self._is_known(arm)
         }
-        self.arm = best_arm(known, self.arm)
+        best = best_arm(known, self.arm)
+        if self.arm.is_off and not best.is_off:
+            # Of many comparisons the ones that chance favours would end plain decoding.
+            surely = known[best] * math.exp(-self.drafters[best.drafter].deviation(best))
+            best = OFF if surely < KEEP_MARGIN * known[OFF] else best
+        self.arm = best
         self.rate = values[self.arm]
         self._table_rate = expected[self.arm][0] / self._table_s(view, self.arm)
         if self.arm.is_off:

@@ -14,7 +14,7 @@ Shapes: B rows, N nodes of a draft.
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -409,10 +409,10 @@ class PathChances:
         """Chance of each bin; of padding 0."""
         self._num_updates = 0
 
-    def learn(self, bins: Bins, accepted: NDArray[Any]) -> None:
-        """Add verified nodes."""
+    def learn(self, bins: Bins, accepted: NDArray[Any], steps: int = 1) -> None:
+        """Add verified nodes of a step that stands for `steps`."""
         counts = np.bincount(bins.ravel(), minlength=NUM_BINS + 1)[:NUM_BINS]
-        kept = math.exp(-bins.size / MEMORY_NODES)
+        kept = math.exp(-max(bins.size / MEMORY_NODES, steps / MEMORY_STEPS))
         self.num_observed = kept * self.num_observed + counts
         hits = np.bincount(bins.ravel(), accepted.ravel(), NUM_BINS + 1)[:NUM_BINS]
         self.num_accepted = kept * self.num_accepted + hits
@@ -503,7 +503,7 @@ class Acceptance:
             survived_BN[:, verified:] = chances.table[bins[:, verified:]]
         self.count(arm, survived_BN, steps)
         if verified:
-            chances.learn(bins[:, :verified], accepted_BN[:, :verified])
+            chances.learn(bins[:, :verified], accepted_BN[:, :verified], steps)
         return float(survived_BN.sum())
 
     def count(self, arm: Arm, survived_BN: NDArray[Any], steps: int = 1) -> None:
@@ -537,20 +537,32 @@ class Acceptance:
 
     def expected(self, arm: Arm, *, optimistic: bool = False) -> float:
         """Return the expected tokens per row and step, including the policy's own token: 1 or more."""
-        chain, path = 1.0, 1.0
+        chain = 1.0 + sum(self._reaches(arm.depth, optimistic=optimistic))
+        if arm.is_chain:
+            return chain
+        accepted, seen = self._trees.get(arm, (0.0, 0.0))
+        prior_rows = OPTIMISTIC_ROWS if optimistic else PRIOR_ROWS
+        return 1.0 + (accepted + prior_rows * TREE_FACTOR * (chain - 1.0)) / (seen + prior_rows)
+
+    def deviation(self, arm: Arm) -> float:
+        """Return the relative standard error of `expected`; that of the chain of its depth for a tree."""
+        reaches = list(self._reaches(arm.depth, optimistic=False))
+        mean = sum(reaches)
+        squares = sum((2 * j + 1) * reach for j, reach in enumerate(reaches))
+        return math.sqrt((squares - mean * mean) / (self.num_rows + PRIOR_ROWS)) / (1.0 + mean)
+
+    def _reaches(self, depth: int, *, optimistic: bool) -> Iterator[float]:
+        """Yield the chance that a chain's node at each depth is accepted with all before it."""
+        path = 1.0
         prior_rows, prior = (OPTIMISTIC_ROWS, 1.0) if optimistic else (PRIOR_ROWS, PRIOR_CHANCE)
-        for j in range(arm.depth):
+        for j in range(depth):
             has_data = j < len(self._reached)
             reached, accepted = (self._reached[j], self._accepted[j]) if has_data else (0.0, 0.0)
             chance = (accepted + prior_rows * prior) / (reached + prior_rows)
             path *= chance
-            chain += path
+            yield path
             if not optimistic:
                 prior = chance
-        if arm.is_chain:
-            return chain
-        accepted, seen = self._trees.get(arm, (0.0, 0.0))
-        return 1.0 + (accepted + prior_rows * TREE_FACTOR * (chain - 1.0)) / (seen + prior_rows)
 
     def _chances_of(self, arm: Arm) -> PathChances:
         """Return the table of all chains or of one tree, in which later siblings are accepted more rarely."""
