@@ -3,6 +3,8 @@
 One hub in virtual time; eight nodes of which one lies, or nodes of very unequal speed that do not.
 """
 
+import math
+
 import numpy as np
 import pytest
 from kit.hub_machine import Training, World, kinds, through_a_file, values, world
@@ -81,6 +83,48 @@ def test_one_push_does_not_end_a_run_on_the_clock(others):
     training.push(others, 2**32 - 1, times=(10 / (2**32 - 1)) ** 0.75)
     training.push(others, 4096, times=(10 / 4096) ** 0.75)
     assert made.hub.progress(made.now) - before < 0.01
+
+
+@pytest.mark.parametrize("others", [0, 1, 7])
+@pytest.mark.parametrize("every", [16, 128])
+def test_pushes_right_after_the_join_do_not_end_a_run(others, every):
+    """As found: two pushes of 4,096 steps within 0.3 s of joining ended a run of 2,000 steps."""
+    made = world(max(others, 1), more={"every": every, "steps": 2000}, **SCREEN)
+    liar = made.join("liar") if others else 0
+    training, counted = Training(made, (1.0,) * (others + 1)), []
+    for seconds in (0.1, 0.2, 0.0, 0.0, 0.001):
+        made.tick(seconds)
+        made.heartbeat(liar, steps_per_s=1e9)
+        decided = training.push(liar, 4096, times=(16 / 4096) ** 0.75)
+        counted += [record.push.steps for record in decided if isinstance(record, Accepted)]
+    # An inner step takes a millisecond or more; one local phase may have been made before the join.
+    assert every <= sum(counted) <= every + 2 * 301 + 5
+    assert made.hub.progress(made.now) < 0.4
+    again = made.replayed()
+    assert again.state.steps == made.hub.state.steps == sum(counted)
+
+
+def test_pushes_of_a_local_phase_in_rapid_succession_count_by_the_time():
+    made = world(1, more={"every": 128, "steps": 2000}, **SCREEN)
+    training, began = Training(made, (1.0,)), made.now
+    for _ in range(100):
+        made.tick(0.01)
+        training.push(0, 512)
+    assert made.hub.state.steps <= 128 + 2 * 1000 * (made.now - began)
+
+
+@pytest.mark.parametrize("steps_per_s", [1.0, 100.0, 900.0])
+@pytest.mark.parametrize("others", [0, 1, 7])
+def test_an_honest_node_counts_in_full_from_its_first_push(steps_per_s, others):
+    made = world(max(others, 1), more={"every": 128, "steps": 10**6}, **SCREEN)
+    node = made.join("new") if others else 0
+    training = Training(made, (1 / steps_per_s,) * (others + 1), 128)
+    for seconds, late_s in ((1.0, 0.0), (0.5, 0.4), (0.3, 0.0), (0.5, 2.0), (0.7, 0.0)):
+        steps = max(1, int(steps_per_s * seconds))
+        made.tick(seconds + late_s)  # the push was long on its way; the node trains on meanwhile
+        (accepted,) = training.push(node, steps)
+        assert isinstance(accepted, Accepted), accepted.reason
+        assert accepted.push.steps == steps
 
 
 @pytest.mark.parametrize("claim", [10.0, 64.0, 1e30])
@@ -339,9 +383,14 @@ def times(*pushes, since=0.0):
     return found
 
 
-def test_a_node_alone_claims_what_it_likes_and_one_of_two_64_times_the_other():
+def test_a_node_alone_makes_a_step_per_millisecond_and_one_of_two_64_times_the_other():
     own = times((10.0, 16), (20.0, 16))
-    assert possible_steps(own, 30.0, 1.6, [], 4) is None
+    assert possible_steps(own, 30.0, 1.6, [], 4) == 1000 * 20 - 16
+    assert possible_steps(times((10.0, 16), (20.0, 9000)), 20.5, 1.6, [], 4) == 1000 * 10.5 - 9000
+    assert possible_steps(times((10.0, 16), (10.0, 16)), 10.0, 1.6, [1.0, 1.0], 4) == 1
+    assert possible_steps(times(since=10.0), 10.25, math.inf, [], 4) == 250
+    assert possible_steps(times(since=10.0), 10.0, math.inf, [], 4) == 4
+    assert possible_steps(times(since=10.0), 10.003, math.inf, [1.0, 1.0], 128) == 128
     assert possible_steps(own, 30.0, 1e9, [1.0], 4) == 2 * 64 * 20 - 16
     assert possible_steps(own, 30.0, 1e9, [1.0, 1.0], 4) == 2 * 8 * 20 - 16
     assert possible_steps(own, 30.0, 0.1, [0.1, 1.0], 4) == 2 * 20 - 16

@@ -233,6 +233,7 @@ def test_rounds_by_the_clock_keep_to_their_grid_and_open_once_after_a_pause():
 def test_the_budget_is_the_mean_over_members_and_the_run_ends_with_it():
     made = world(2, more={"steps": 20})
     for node, (steps, progress) in enumerate([(10, 0.25), (30, 1.0)]):
+        made.tick(1.0)  # in no time nobody makes 30 steps
         for unit in (0, 1):
             made.push(node, 1.0, unit, steps=steps)
         made.settle()

@@ -13,21 +13,19 @@ from aedit.async_sgd.hub.members import Clocks, NodeReport, Ranking
 from aedit.async_sgd.hub.state import HubState, Unit
 from aedit.async_sgd.rules import (
     MOST_CLAIM,
+    TOP_STEPS_PER_S,
     HubPlan,
     Push,
     PushTimes,
-    always_possible,
     is_early,
     least_gap,
+    possible_at_once,
     possible_steps,
 )
 from aedit.proto.rpc import lineage
 
 _LONGEST = 4
 """Times hub.max_steps_ahead or the local phase: more steps than a push can hold."""
-
-_TOP_STEPS_PER_S = 1000.0
-"""Largest speed of a node of which nothing else is known: an inner step of a millisecond."""
 
 _MOST_STEPS_PER_S = 1e9
 """Largest speed that a node can report: products of a larger one would leave the range of numbers."""
@@ -62,11 +60,11 @@ def bounded_push(
     times = unit.times.get(push.node, PushTimes.began(now_s))
     # More than an outage and refused pushes can bring together.
     if plan.pace == "seconds":
-        most = _LONGEST * plan.hub.max_steps_ahead + _TOP_STEPS_PER_S * max(0.0, now_s - times.before_s)
+        most = _LONGEST * plan.hub.max_steps_ahead + TOP_STEPS_PER_S * max(0.0, now_s - times.before_s)
     else:
         most = _LONGEST * max(plan.hub.max_steps_ahead, plan.every)
     every = None if plan.pace == "seconds" else plan.every
-    if unit.apart or push.steps <= always_possible(every):  # the speeds of all others need no look
+    if unit.apart or push.steps <= possible_at_once(times, now_s, every):  # no look at the others is needed
         steps = most
     else:
         steps = min(most, _in_time(state, push, plan, clocks, now_s))
@@ -98,10 +96,10 @@ def _in_time(state: HubState, push: Push, plan: HubPlan, clocks: Clocks, now_s: 
     ]
     every = None if plan.pace == "seconds" else plan.every
     steps = possible_steps(times, now_s, times.best_speed, [speed for speed in others if speed], every)
-    if steps is None:
-        return math.inf
-    # The first push after that may have been on its way, and the second one holds what was made meanwhile.
-    return steps + plan.hub.max_steps_ahead if times.before_s <= clocks.began_s else steps
+    # The first push after a restart of the hub may have been on its way, and the second one holds what was
+    # made meanwhile. A part that was founded again does not know what its nodes bring.
+    brings = times.before_s <= clocks.began_s or (lineage(state.term) > 0 and not times.num)
+    return steps + plan.hub.max_steps_ahead if brings else steps
 
 
 def _speed(unit: Unit, node: int, reports: Mapping[int, NodeReport], now_s: float) -> float:

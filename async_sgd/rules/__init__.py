@@ -41,10 +41,11 @@ if TYPE_CHECKING:
     from aedit.async_sgd.rules.push_filter import SizeHistory, directions, judge_push, outliers, shortening
     from aedit.async_sgd.rules.push_shares import Contribution, counted, round_shares
     from aedit.async_sgd.rules.push_times import (
+        TOP_STEPS_PER_S,
         PushTimes,
-        always_possible,
         is_early,
         least_gap,
+        possible_at_once,
         possible_steps,
     )
     from aedit.async_sgd.rules.push_weights import (
@@ -89,6 +90,7 @@ __all__ = [
     "DRAFTER",
     "MOST_CLAIM",
     "THIRD",
+    "TOP_STEPS_PER_S",
     "Accepted",
     "Agreed",
     "Array",
@@ -131,7 +133,6 @@ __all__ = [
     "Used",
     "Values",
     "Vector",
-    "always_possible",
     "configured",
     "counted",
     "directions",
@@ -147,6 +148,7 @@ __all__ = [
     "norm",
     "outliers",
     "penalty_weights",
+    "possible_at_once",
     "possible_steps",
     "push_norm",
     "raw_weights",

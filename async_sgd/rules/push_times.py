@@ -19,6 +19,9 @@ SLACK = 2.0
 BURST = 4.0
 """Local phases that are always possible in one push: of a node that pauses, or waits for answers."""
 
+TOP_STEPS_PER_S = 1000.0
+"""Largest speed of a node of which nothing else is known: an inner step of a millisecond."""
+
 _KEPT = 0.75
 """Weight of the pushes before the newest one in a node's usual speed."""
 
@@ -103,14 +106,14 @@ class PushTimes:
 
 def possible_steps(
     times: PushTimes, now_s: float, own: float | None, others: Sequence[float], every: float | None
-) -> float | None:
-    """Return the steps that a push can hold that arrives at `now_s`; None if nothing says so.
+) -> float:
+    """Return the steps that a push can hold that arrives at `now_s`.
 
-    `BURST` local phases of `every` steps are always possible. More take time: `SLACK` times the steps that
-    the node can do in it, at its own speed of late or at the usual one of the others, whichever is higher.
-    Its own speed counts up to `MOST_CLAIM` times the usual one; up to `FASTEST` times that of a single other
-    node, which does not say what is usual. Time counts from the push before the last one, less the steps of
-    the last, as a push that was long on its way arrives shortly before the next; or from the last one.
+    `BURST` local phases of `every` steps are possible whatever the speeds, if no more than `top_steps`. More
+    take time: `SLACK` times the steps that the node can do in it, at its own speed of late or at the usual
+    one of the others, whichever is higher. Its own speed counts up to `MOST_CLAIM` times the usual one; up to
+    `FASTEST` times that of a single other node, which does not say what is usual. Without others it is
+    `top_steps`.
 
     Args:
         times: Of the node and unit.
@@ -121,19 +124,36 @@ def possible_steps(
             `MOST_CLAIM` times as fast as usual.
     """
     if not others:
-        return None
+        return top_steps(times, now_s, every)
     usual = median_high(others)
     most = usual * (MOST_CLAIM if len(others) > 1 else FASTEST)
     least = usual if every is not None else most
     speed = max(least, min(own or 0.0, most))
-    since_last = SLACK * speed * max(0.0, now_s - times.at_s)
-    since_before = SLACK * speed * max(0.0, now_s - times.before_s) - times.steps
-    return max(always_possible(every), since_last, since_before)
+    return max(possible_at_once(times, now_s, every), _steps_at(SLACK * speed, times, now_s))
 
 
-def always_possible(every: float | None) -> float:
-    """Return the steps that any push can hold. every: as in `possible_steps`."""
-    return max(1.0, BURST * (every or 0.0))
+def possible_at_once(times: PushTimes, now_s: float, every: float | None) -> float:
+    """Return the steps that a push can hold whatever the speeds of others. every: as in `possible_steps`."""
+    return min(max(1.0, BURST * (every or 0.0)), top_steps(times, now_s, every))
+
+
+def top_steps(times: PushTimes, now_s: float, every: float | None) -> float:
+    """Return the steps that any node can have made by `now_s`, at `TOP_STEPS_PER_S`.
+
+    The first push can hold a local phase in any case: a node may bring steps of before it joined.
+    """
+    least = 1.0 if times.num else max(1.0, every or 0.0)
+    return max(least, _steps_at(TOP_STEPS_PER_S, times, now_s))
+
+
+def _steps_at(steps_per_s: float, times: PushTimes, now_s: float) -> float:
+    """Return the steps since the last accepted push at this speed; without one, since the join.
+
+    Or since the push before the last one, less the steps of the last: a push that was long on its way arrives
+    shortly before the next.
+    """
+    since_before = steps_per_s * max(0.0, now_s - times.before_s) - times.steps
+    return max(steps_per_s * max(0.0, now_s - times.at_s), since_before)
 
 
 def least_gap(usual_s: float | None) -> float:
