@@ -5,11 +5,13 @@ Killed at any time it restarts with equal bits, and refuses what does not fit.
 
 import json
 import random
+import socket
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
+from contextlib import ExitStack
 
 import grpc
 import numpy as np
@@ -277,6 +279,29 @@ def test_people_can_see_how_it_stands(tmp_path):
         )
         written = (tmp_path / "hub" / "metrics.jsonl").read_text().splitlines()
         assert lines[-1] in [json.loads(line) for line in written]
+
+
+def test_idle_connections_to_the_metrics_page_take_few_threads_and_are_ended(monkeypatch):
+    """As found: each of 300 connections that sent nothing kept a thread, for ever."""
+    from aedit.async_sgd.service import metrics_page
+
+    monkeypatch.setattr(metrics_page.MetricsPage, "collect", lambda page: iter(()))
+    page, before = metrics_page.MetricsPage(dict, "127.0.0.1", 0), threading.active_count()
+    try:
+        with ExitStack() as held:
+            for number in range(300):
+                one = held.enter_context(socket.create_connection(("127.0.0.1", page.port), timeout=30))
+                one.sendall(b"G" * (number % 2))
+            with urllib.request.urlopen(f"http://127.0.0.1:{page.port}/metrics", timeout=30) as answer:
+                assert answer.status == 200
+            most = metrics_page.MOST_CONNECTIONS
+            until(lambda: threading.active_count() - before <= most, "few threads")
+        until(lambda: threading.active_count() <= before, "no threads")
+        monkeypatch.setattr(metrics_page._Handler, "timeout", 0.2)
+        with socket.create_connection(("127.0.0.1", page.port), timeout=30) as silent:
+            assert silent.recv(1) == b""  # it is ended
+    finally:
+        page.close()
 
 
 def test_prometheus_gets_its_numbers():

@@ -1,7 +1,7 @@
 """Tests a hub over real sockets: calls, pushes and pulls arrive as sent, and invalid ones are refused."""
 
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import grpc
 import pytest
@@ -11,6 +11,7 @@ from kit.waiting import until
 from kit.wire import MemoryCore, noise
 
 from aedit.proto.rpc import HubClient, HubRefused, Limits, channel, frames, hub_pb2, serve
+from aedit.proto.rpc.server import _accepted
 from aedit.types import UserError
 
 MIB = 2**20
@@ -307,6 +308,39 @@ def test_a_peer_that_stops_reading_is_ended(core):
         with node(server) as client:  # has to wait for the only thread
             into = memoryview(bytearray(16 * MIB))
             assert client.pull(hub_pb2.PullRequest(), into).num_bytes == 16 * MIB
+
+
+def test_answers_that_nobody_reads_take_no_more_than_their_share_of_the_bytes(core):
+    """As found: gRPC held two chunks of each of 700 pulls that nobody read, beside every limit."""
+    core.anchors = [noise(16 * MIB)]
+    limits = Limits(in_flight_bytes=16 * MIB, stall_s=600.0)
+    own, request = [("grpc.use_local_subchannel_pool", 1)], hub_pb2.PullRequest().SerializeToString()
+    with hub(core, limits) as server, ExitStack() as held:
+        calls = []
+        for _ in range(3 * limits.unread_answers):
+            line = held.enter_context(grpc.insecure_channel(server.address, own))
+            calls.append(line.unary_stream("/aedit.v1.Exchange/Pull")(request, timeout=60))
+            next(calls[-1])
+        until(
+            lambda: sum(call.is_active() for call in calls) <= limits.unread_answers,
+            "the oldest are ended",
+        )
+        assert calls[-1].is_active()
+        with node(server) as client:
+            into = memoryview(bytearray(16 * MIB))
+            assert client.pull(hub_pb2.PullRequest(), into).num_bytes == 16 * MIB
+
+
+def test_a_connection_whose_answer_was_not_read_in_time_is_ended(core):
+    """Otherwise gRPC would hold the answer for as long as the peer is connected."""
+    core.anchors = [noise(16 * MIB)]
+    with hub(core, Limits(stall_s=0.3)) as server, channel(server.address, None) as line:
+        call = line.unary_stream("/aedit.v1.Exchange/Pull")(
+            hub_pb2.PullRequest().SerializeToString(), timeout=60
+        )
+        next(call)
+        until(lambda: not call.is_active(), "the call is ended")
+        until(lambda: not _accepted(server.port), "its connection is ended")
 
 
 # --- what others expect of a server

@@ -1,9 +1,14 @@
 """`/metrics` for Prometheus."""
 
+import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from socketserver import ThreadingMixIn
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -71,6 +76,51 @@ _RL_BY = (
 )
 
 
+MOST_CONNECTIONS = 16
+"""Connections that are served at a time, each by a thread."""
+_SILENT_S = 10.0
+"""Time without a byte after which a connection is ended."""
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _SILENT_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: a peer could fill the disk."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """A thread per connection, at most `MOST_CONNECTIONS`: the oldest one is ended for a new one."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
+        self._open: dict[socket.socket, None] = {}
+        self._lock = threading.Lock()
+        self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection in a thread."""
+        with self._lock:
+            self._open[request] = None
+            if len(self._open) > MOST_CONNECTIONS:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                with suppress(OSError):  # it has just ended by itself
+                    oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """End a connection that was answered."""
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log nothing: that a peer has gone or was ended is no error of the hub."""
+
+
 class MetricsPage(Collector):
     """HTTP server that serves until `close`. overview: returns the hub's status at every request."""
 
@@ -78,9 +128,11 @@ class MetricsPage(Collector):
         self._overview, registry = overview, CollectorRegistry()
         registry.register(self)
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            self._server = make_server(host, port, make_wsgi_app(registry), _Server, _Handler)
         except OSError as error:
             raise UserError(f"hub.metrics_port: cannot listen on {host}:{port}: {error.strerror}") from error
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
 
     @property
     def port(self) -> int:

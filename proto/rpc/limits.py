@@ -56,6 +56,14 @@ class Limits:
         """Return how many uploads may be read before it is known what they are: a quarter of the bytes."""
         return max(8, self.in_flight_bytes // 4 // CHUNK_BYTES)
 
+    @property
+    def unread_answers(self) -> int:
+        """Return how many streams may wait for peers that do not read: a quarter of the bytes.
+
+        gRPC holds up to two chunks of each.
+        """
+        return max(8, self.in_flight_bytes // 4 // (2 * CHUNK_BYTES))
+
 
 class Rates:
     """A token bucket per key: `per_s` a second, bursts of as many. Remembers the `keys` latest."""
@@ -247,7 +255,7 @@ class ReadPermits:
 
 
 class WaitingCalls:
-    """Calls of which no message has arrived. Used by the event loop only.
+    """Calls that wait for their peers: to send a first message, or to read. Used by the event loop only.
 
     Above `most`, the oldest one of the peer that has the most is ended to make room.
     """
@@ -268,7 +276,7 @@ class WaitingCalls:
             end_oldest()
 
     def leave(self, peer: Hashable, call: object) -> None:
-        """Remove a call that has sent something, or is over. Does nothing if it is not there."""
+        """Remove a call that waits no longer, or is over. Does nothing if it is not there."""
         calls = self._by_peer.get(peer)
         if calls and calls.pop(call, None) is not None:
             self._count -= 1

@@ -70,6 +70,13 @@ class ConnectionLimit:
             if len(self._latest) > _REMEMBERED:
                 self._latest.popitem(last=False)
 
+    def end(self, port: int, peer: str) -> None:
+        """End the connection of this peer to `port`."""
+        if os.path.isdir(_DESCRIPTORS):
+            for descriptor, (_, other) in _accepted(port).items():
+                if other == peer:
+                    _shut(descriptor, peer)
+
     def cut(self, port: int) -> int:
         """End the surplus connections to `port`, and return how many.
 
@@ -152,6 +159,7 @@ _Write: TypeAlias = Callable[[Any], Any]
 _Work: TypeAlias = Callable[[AsyncIterator[bytes], CallContext, _Write], Coroutine[Any, Any, Any]]
 _LATER = grpc.StatusCode.RESOURCE_EXHAUSTED
 _SILENT = "too many open calls that have sent nothing: this one was ended to make room"
+_UNREAD = "too many answers that are not read: this one was ended to make room"
 _END = object()
 _GATHER_S = 0.005
 """Pause before a handler that had nothing to send is asked again: what follows shortly is sent together."""
@@ -303,6 +311,7 @@ class Server:
         self.connections = ConnectionLimit(limits.connections)
         self._waiting = WaitingCalls(limits.silent_calls)
         self._uploads = ReadPermits(limits.unread_uploads)
+        self._unread = WaitingCalls(limits.unread_answers)
         finish(self._start(services, address, keys, limits))
         self.address = f"{address.rpartition(':')[0]}:{self.port}"
 
@@ -339,6 +348,23 @@ class Server:
             peer, refusal = seen.peer(), None
             end = partial(seen.end, _LATER, _SILENT)
             messages = _Messages(context, partial(self.connections.received, peer))
+
+            async def write(answer: Any) -> None:
+                """Send an answer; gRPC returns when the peer has room for it.
+
+                Of a call that is ended meanwhile, gRPC would hold what was not read until the peer reads it,
+                or its connection ends.
+                """
+                self._unread.enter(peer, seen, partial(seen.end, _LATER, _UNREAD))
+                try:
+                    await context.write(answer)
+                except asyncio.CancelledError:
+                    if seen.ended is not None:
+                        event_loop().run_in_executor(None, self.connections.end, self.port, peer)
+                    raise
+                finally:
+                    self._unread.leave(peer, seen)
+
             try:
                 if not reads_more:
                     self._waiting.enter(peer, seen, end)
@@ -347,7 +373,7 @@ class Server:
                     permit = await self._uploads.enter(peer, end)
                     messages.on_first = partial(setattr, permit, "has_sent", True)
                     messages.after_first = partial(self._uploads.leave, permit)
-                return await work(messages, seen, context.write)
+                return await work(messages, seen, write)
             except (Refusal, asyncio.CancelledError) as error:
                 refusal = error if isinstance(error, Refusal) else seen.ended
                 _clear_frames(error)
