@@ -126,7 +126,7 @@ def make_nodes(
     made = []
     for index, groups in enumerate(sizes):
         policy = copy.deepcopy(start)
-        link = hub.link(f"node {index}")
+        link = hub.link(f"node-{index}")
         sync = LayerSync.of(
             policy,
             make_inner(policy, train),

@@ -520,7 +520,7 @@ def timed(size: Size, slower: tuple[float, ...]) -> Outcome:
     """Return a run with servers of these paces that nothing disturbs."""
     if not slower:
         return train(size.timed)
-    engines = {f"server {i}": engine_of(size.timed, pace) for i, pace in enumerate(slower)}
+    engines = {f"server-{i}": engine_of(size.timed, pace) for i, pace in enumerate(slower)}
     with Servers(engines) as servers:
         return train(size.timed, servers)
 

@@ -147,7 +147,7 @@ def test_a_file_may_hold_lists_tables_and_the_word_none(written):
         (["--log", '["wandb",', '"trackio"]'], {"log": ("wandb", "trackio")}),
         (["--train.betas=[0.5, 0.75]"], {"train.betas": (0.5, 0.75)}),
         (["--edit.units", '["a.*"]'], {"edit.units": ("a.*",)}),
-        (["--name", "[a]", "--data.source", "3"], {"name": "[a]", "data.source": "3"}),
+        (["--name", "007", "--data.source", "[a]"], {"name": "007", "data.source": "[a]"}),
         (["--prompts.options.digits", "3"], {"prompts.options.digits": 3}),
         (["--prompts.options", "{ digits = 3 }"], {"prompts.options.digits": 3}),
         (["--model.sizes.hidden_size", "32"], {"model.sizes.hidden_size": 32}),

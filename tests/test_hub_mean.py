@@ -51,8 +51,9 @@ def by_hub(model, script, outer, penalty):
     hub_config = HubConfig(quorum="all", weights="penalty", push_filter=PushFilterConfig(clip=None))
     steps = sum(STEPS[0]) * NODES
     plan = HubPlan(hub=hub_config, outer=outer, penalty=penalty, every=4, pace="steps", steps=steps)
-    hub = InProcessHub(plan, layout_of(model), clock=VirtualClock())
-    nodes = [hub.join(f"node {n}") for n in range(NODES)]
+    clock = VirtualClock()
+    hub = InProcessHub(plan, layout_of(model), clock=clock)
+    nodes = [hub.join(f"node-{n}") for n in range(NODES)]
     named = dict(model.named_parameters())
     for i, unit in enumerate(hub.layout.units):
         first = np.concatenate([named[t.name].detach().numpy().reshape(-1) for t in unit.tensors])
@@ -60,6 +61,7 @@ def by_hub(model, script, outer, penalty):
     for node in nodes:
         hub.heartbeat(node, NodeReport(state="training"))
     for r in range(ROUNDS):
+        clock.advance(1.0)  # steps take time
         for i, unit in enumerate(hub.layout.units):
             anchor = hub.hub.anchor(i)[1]
             for n, node in enumerate(nodes):

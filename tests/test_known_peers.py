@@ -172,7 +172,7 @@ def test_of_two_keys_at_one_address_the_one_that_answered_last_counts():
     assert member(peers, BETA, name="beta")
     assert alive(peers, 0.0) == {"beta"}
     for key in (key_of(20), key_of(21)):  # clients have no address in common
-        assert member(peers, key, name=f"client {key.public.hex()[:4]}", address="")
+        assert member(peers, key, name=f"client-{key.public.hex()[:4]}", address="")
     assert len(alive(peers, 0.0)) == 3
 
 

@@ -48,7 +48,7 @@ def run(quorum, tamper=None, nodes=NODES, bad=(BAD,), **settings):
     clock = VirtualClock()
     hub = InProcessHub(plan, LAYOUT, clock=clock)
     for node in range(nodes):
-        hub.join(f"node {node}")
+        hub.join(f"node-{node}")
     hub.offer(make_push(np.zeros(NUMEL, np.float32), UNIT, node=0, unit=0, seq=1, base=0, steps=0, tokens=0))
     rng = np.random.default_rng(1)
     for round in range(ROUNDS):

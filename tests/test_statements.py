@@ -60,7 +60,7 @@ def test_every_changed_byte_is_refused():
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"run": ""}, "run '' must have 1 to 64 printable"),
+        ({"run": ""}, "run '' is not 1 to 64 letters"),
         ({"run": "a\nb"}, "run "),
         ({"part": 4096}, "part is 4096"),
         ({"lineage": ""}, "lineage ''"),
@@ -80,7 +80,7 @@ def test_values_out_of_bounds_are_named(changes, named):
     "data", [b"", b"\x01", b"\x02" + bytes(64), statement()[:-1], statement() + b"\x50\x01", bytes(600)]
 )
 def test_what_is_no_statement_is_refused(data):
-    with pytest.raises(ValueError, match=r"statement|expected|must"):
+    with pytest.raises(ValueError, match=r"statement|expected|must|is not"):
         parsed_statement(data)
 
 

@@ -18,7 +18,7 @@ from aedit.launch.config import Placement, split_flags
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATES = ROOT / "launch" / "templates"
 TOML = "configs/tiny.toml"
-FLAGS = ["--train.steps", "5", "--name", "two words"]
+FLAGS = ["--train.steps", "5", "--data.source", "two words"]
 
 
 def start(template, *words, path=None, **env):

@@ -246,7 +246,7 @@ def make_node(
 
     trained: its model and optimizers. shard: its data, by default as the setting says.
     """
-    link = hub.link(f"node {index}", tamper=method.tamper.get(index))
+    link = hub.link(f"node-{index}", tamper=method.tamper.get(index))
     node = node_of(link, setting, method, index, trained, hub.clock)
     node.shard = shard or node.shard
     return node
