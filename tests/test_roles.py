@@ -9,8 +9,8 @@ import pytest
 from kit.hub_processes import HubRefused, HubUnreachable, confirmation, until
 from kit.leading_hub import keys_of, leading_hub
 
-from aedit.launch.cli.keys import make_keys, revoke
-from aedit.proto.rpc import HubClient, NoNews, client_keys
+from aedit.launch.cli.keys import certificate_in, make_keys, revoke
+from aedit.proto.rpc import HubClient, NoNews, channel, client_keys
 from aedit.proto.rpc import hub_pb2 as pb
 
 STANDBY = 'standby = "127.0.0.1:1"'
@@ -208,6 +208,42 @@ def test_the_stream_of_a_standby_ends_when_its_keys_are_revoked(tmp_path):
         until(lambda: not streams["second"].is_alive(), "the end of the stream")
         assert streams["third"].is_alive()
         assert code(lambda: first_chunk(again)) == "UNAUTHENTICATED"
+
+
+# -- certificates that expire
+
+
+def test_an_open_connection_ends_with_its_certificate(tmp_path, monkeypatch):
+    """As found: a node whose connection was open when its certificate expired went on pushing."""
+    keys = keys_of(tmp_path, ["alice"], standbys={"second": ["127.0.0.1"]})
+    with leading_hub(tmp_path, f"{STANDBY}\ncertificates = true", keys) as hub:
+        alice, stream = hub.node("alice", "alice").found(), Stream(hub.client("second"))
+        until(lambda: stream.num_chunks, "the journal")
+        held, slow = threading.Event(), []
+
+        def push_slowly():
+            """Send a push that never ends."""
+            with channel(hub.address, client_keys(keys / "alice")) as line:
+                call = line.stream_unary("/aedit.v1.Exchange/Push")
+                try:
+                    call(iter(lambda: held.wait(60) and None, None), timeout=60)
+                except grpc.RpcError as error:
+                    slow.append(error.code())
+
+        pushing = threading.Thread(target=push_slowly, daemon=True)
+        pushing.start()
+        until(lambda: hub.process._server._uploads._held, "the slow push")
+        ends_s = certificate_in(keys / "alice" / "node.crt").not_valid_after_utc.timestamp()
+        monkeypatch.setattr("aedit.proto.rpc.server.wall_s", lambda: ends_s - 1.0)
+        alice.heartbeat()
+        monkeypatch.setattr("aedit.proto.rpc.server.wall_s", lambda: ends_s + 60.0)
+        for call in (lambda: alice.push(0), alice.heartbeat, alice.join):
+            told = refusal(call)
+            assert told.code is grpc.StatusCode.UNAUTHENTICATED
+            assert "the certificate of 'alice' was valid until" in str(told)
+        until(lambda: not stream.is_alive(), "the end of the stream")
+        until(lambda: slow, "the end of the slow push")
+        held.set()
 
 
 # -- terms

@@ -13,6 +13,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 
@@ -179,6 +180,27 @@ def shown_identity(
                 f" {token.name!r}: use the files of one folder"
             )
     return token
+
+
+def check_validity(auth: Mapping[str, Iterable[bytes]], now_s: float) -> None:
+    """Raise Refusal if the caller's certificate has expired; TLS looks only when a connection begins.
+
+    auth: gRPC's authentication context. now_s: seconds since 1970.
+    """
+    for pem in auth.get("x509_pem_cert", ()):
+        until = _valid_until(bytes(pem))
+        if now_s >= until.timestamp():
+            name = _certified(bytes(pem)).name
+            raise _unknown(
+                f"the certificate of {name!r} was valid until {until:%Y-%m-%d %H:%M:%S} UTC: remove it, run"
+                " `aedit keys` again and restart with the new one"
+            )
+
+
+@lru_cache(_KNOWN_TOKENS)
+def _valid_until(pem: bytes) -> datetime:
+    """Return the end of a certificate that gRPC has verified."""
+    return x509.load_pem_x509_certificate(pem).not_valid_after_utc
 
 
 def identity_statement(role: str, issued_ms: int, name: str) -> bytes:

@@ -12,9 +12,19 @@ import os
 import resource
 import socket
 import threading
+import time
 import traceback
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import suppress
 from functools import cache, partial
 from typing import Any, TypeAlias, TypeVar
@@ -25,7 +35,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from aedit.proto.rpc.frames import MESSAGE_BYTES
-from aedit.proto.rpc.identity import TokenReader
+from aedit.proto.rpc.identity import TokenReader, check_validity
 from aedit.proto.rpc.keys import ServerKeys
 from aedit.proto.rpc.limits import FairPool, Limits, ReadPermits, WaitingCalls
 from aedit.proto.rpc.retry import Refusal
@@ -259,6 +269,8 @@ async def _next(messages: AsyncIterator[bytes]) -> bytes | None:
     return await anext(messages, None)
 
 
+wall_s = time.time
+"""Clock of certificates."""
 _LOOK_S = 1.0
 """Interval at which connections are counted."""
 _CHECKED_EVERY_S = 1.0
@@ -448,7 +460,7 @@ class TokenCheck(aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "Handler | None":
         """Return the handler of the call, or one that refuses it."""
-        if refusal := self._refusal(handler_call_details):
+        if refusal := self._refusal(handler_call_details, {}):
 
             async def refuse(messages: AsyncIterator[bytes], context: CallContext) -> None:
                 raise refusal
@@ -456,37 +468,55 @@ class TokenCheck(aio.ServerInterceptor):
             # Of all kinds of calls this one reads nothing by itself, so it serves for the others as well.
             return self._server.handler(grpc.stream_stream_rpc_method_handler(refuse))
         found = await continuation(handler_call_details)
-        stream: Any = None if found is None else found.stream_stream
+        stream: Any = None if found is None else found.stream_stream or found.stream_unary
         # Health and reflection are not coroutines: they tell nothing of the run.
         is_ours = inspect.iscoroutinefunction(stream)
-        return self._checked_again(stream, handler_call_details) if is_ours else found
+        return self._checked_again(found, stream, handler_call_details) if is_ours else found
 
-    def _refusal(self, details: grpc.HandlerCallDetails) -> Refusal | None:
+    def _refusal(
+        self, details: grpc.HandlerCallDetails, auth: Mapping[str, Iterable[bytes]]
+    ) -> Refusal | None:
         try:
             self._tokens.check(details.invocation_metadata or (), details.method)
+            check_validity(auth, wall_s())
         except Refusal as refusal:
             return refusal
         return None
 
     def _checked_again(
-        self, stream: Callable[..., Awaitable[Any]], details: grpc.HandlerCallDetails
+        self, found: Any, stream: Callable[..., Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> "Handler":
-        """Return a handler that ends its call when the caller's keys are revoked."""
-
-        async def watch(call: "asyncio.Task[Any]") -> None:
-            while not self._refusal(details):
-                await asyncio.sleep(_CHECKED_EVERY_S)
-            call.cancel()
+        """Return a handler that ends its call when the keys of the caller are revoked or expire."""
 
         async def run(messages: Any, context: Any) -> Any:
-            call = asyncio.current_task()
+            auth, loop = context.auth_context() or {}, asyncio.get_running_loop()
+            refusal, call = self._refusal(details, auth), asyncio.current_task()
+            timer: asyncio.TimerHandle | None = None
             assert call is not None
-            watching = asyncio.create_task(watch(call))
-            try:
-                return await stream(messages, context)
-            finally:
-                watching.cancel()
 
+            def look() -> None:
+                nonlocal refusal, timer
+                refusal = self._refusal(details, auth)
+                timer = None if refusal else loop.call_later(_CHECKED_EVERY_S, look)
+                if refusal:
+                    call.cancel()
+
+            if refusal is None:
+                timer = loop.call_later(_CHECKED_EVERY_S, look)
+                try:
+                    return await stream(messages, context)
+                except asyncio.CancelledError:
+                    if refusal is None:  # the peer has ended the call
+                        raise
+                finally:
+                    if timer is not None:
+                        timer.cancel()
+            context.set_code(refusal.code)
+            context.set_details(refusal.text)
+            return b"" if found.stream_unary else None
+
+        if found.stream_unary:
+            return grpc.stream_unary_rpc_method_handler(run)
         return grpc.stream_stream_rpc_method_handler(run)
 
 
