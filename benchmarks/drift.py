@@ -28,12 +28,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from aedit.launch.cli.train_drafter import collect_rollouts
 from aedit.spec_rollout.choose import Fixed
 from aedit.spec_rollout.drafters import DraftLayer, LayerDrafter, SuffixDrafter, layer_of
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.model import Target
 from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
 from aedit.spec_rollout.training import (
+    JUDGED_EVERY,
     DraftTrainer,
     DraftTrainingConfig,
     FeatureReader,
@@ -52,7 +54,7 @@ from aedit.spec_rollout.training import (
     policy_tensors,
     train_when_idle,
 )
-from benchmarks.kit.policy_drafter import JUDGED_EVERY, Recipe, collect, drafter_ready, prompts_of
+from benchmarks.kit.policy_drafter import Recipe, drafter_ready, prompts_of
 from benchmarks.kit.statistics import percent
 from benchmarks.kit.tables import Bar, Report, main
 from benchmarks.kit.trainer_waits import start, wait
@@ -816,7 +818,7 @@ def losses(policy: Policy, root: Path, steps: int) -> Report:
     ready(policy, root)
     model = load(policy, root)
     target = Target.of(model, rows=16, max_tokens=PROMPT_BYTES + FULL.most_new)
-    ends, samples = ends_of(target), collect(model, prompts_of(recipe), recipe.num_tokens)
+    ends, samples = ends_of(target), collect_rollouts(model, prompts_of(recipe), recipe.num_tokens)
     taught = [sample for sample in samples if sample.serial % JUDGED_EVERY]
     apart = [sample for sample in samples if sample.serial % JUDGED_EVERY == 0]
     asked = _asked(replace(FULL, recipe=recipe), EVAL_SEED, 16, 4)

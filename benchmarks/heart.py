@@ -11,8 +11,9 @@ Policy and drafters are kept, and a run that has ended is not run again.
 
 Arms: off (plain decoding), pool (plain decoding, and the node that waits generates for the slow one), suffix,
 waits (a new drafter learns in the nodes' waits), once-ce and once-tv (trained before the run with
-cross-entropy or total variation, then fixed), waits-tv (trained before, and in the waits), pool-waits-tv (and
-the node that waits generates for the slow one first). The arms of `--vllm` generate with vLLM: vllm-off,
+cross-entropy or total variation, then fixed), waits-ce and waits-tv (trained before, and in the waits with
+total variation), pool-waits-ce and pool-waits-tv (and the node that waits generates for the slow one first).
+The arms of `--vllm` generate with vLLM: vllm-off,
 vllm-suffix, vllm-waits (a new EAGLE-3 drafter learns in the waits).
 """
 
@@ -38,6 +39,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from aedit.launch.cli.export import drafter_of_run, load_run_model
+from aedit.launch.cli.train_drafter import collect_rollouts
 from aedit.launch.data import ByteTokenizer
 from aedit.launch.records import Metric, NodeRecords, RLMetric, Run
 from aedit.launch.views import rl_lines_of, rl_totals, splits
@@ -46,8 +48,15 @@ from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.model import Target
 from aedit.spec_rollout.rl.tasks.scratchpad import draw_task
 from aedit.spec_rollout.sampling import Prompt, Sampling
-from aedit.spec_rollout.training import DraftTrainingConfig, LossConfig, held_out_match, pack_samples
-from benchmarks.kit.policy_drafter import PROMPTS_AT, collect, policy_ends, train_drafter
+from aedit.spec_rollout.training import (
+    DraftTrainingConfig,
+    LossConfig,
+    held_out_match,
+    pack_samples,
+    policy_ends,
+    train_drafter,
+)
+from benchmarks.kit.policy_drafter import PROMPTS_AT
 from benchmarks.kit.rl_runs import RLRun, run_rl, states
 from benchmarks.kit.statistics import percent
 from benchmarks.kit.tables import Bar, Report, main
@@ -96,7 +105,9 @@ ARMS = (
     Arm("waits", ()),
     Arm("once-ce", ("--drafter.idle-training=false",), "ce"),
     Arm("once-tv", ("--drafter.idle-training=false",), "tv"),
+    Arm("waits-ce", (GENTLE,), "ce"),
     Arm("waits-tv", (GENTLE,), "tv"),
+    Arm("pool-waits-ce", (GENTLE, "--rl.pool=true"), "ce"),
     Arm("pool-waits-tv", (GENTLE, "--rl.pool=true"), "tv"),
     Arm("vllm-off", ("--rl.engine=vllm",)),
     Arm("vllm-suffix", ("--rl.engine=vllm",), speculative="suffix"),
@@ -141,7 +152,7 @@ def drafter_ready(root: Path, loss: Literal["ce", "tv"], minutes: float, say: Co
         return out
     model: PreTrainedModel = _auto.from_pretrained(root / "policy", dtype=torch.float32)
     say.print(f"{out}: training a drafter for {minutes:g} min of processor time")
-    samples = collect(model, _prompts(), DRAFTER_TOKENS if minutes >= 1 else 4096)
+    samples = collect_rollouts(model, _prompts(), DRAFTER_TOKENS if minutes >= 1 else 4096)
     training = DraftTrainingConfig(lr=3e-3, loss=LossConfig(tokens=loss))
     layer, match = train_drafter(model, samples, training, minutes, clock=time.process_time)
     out.with_suffix(".json").write_text(json.dumps(asdict(match), indent=1) + "\n")
@@ -338,15 +349,15 @@ def steps_report(found: Sequence[Result]) -> Report:
     return Report("Seconds of a step by use", (), columns, rows, (), {})
 
 
-def bound_report(root: Path, off: Result) -> Report:
-    """Return what drafting could gain at most on this machine, and with the drafter of `once-tv`.
+def bound_report(root: Path, off: Result, once: str) -> Report:
+    """Return what drafting could gain at most on this machine, and with the drafter that was trained once.
 
     A node's steps of the engine are counted by rows; their costs are measured on one thread, with and without
     drafts. The run gains by the share of rollouts in a step of the node that sets the pace.
     """
     model: PreTrainedModel = _auto.from_pretrained(root / "policy", dtype=torch.float32)
-    layer = DraftLayer.load(root / "drafter-tv.safetensors", model)
-    overlaps = json.loads((root / "drafter-tv.json").read_text())["overlap_D"]
+    layer = DraftLayer.load(root / f"drafter-{once}.safetensors", model)
+    overlaps = json.loads((root / f"drafter-{once}.json").read_text())["overlap_D"]
     torch.set_num_threads(1)
     target = Target.of(model, rows=8, max_tokens=2 * LONGEST, nodes=8)
     times = measured(target, {"layer": LayerDrafter.of(layer, target)})
@@ -367,9 +378,9 @@ def bound_report(root: Path, off: Result) -> Report:
         method=(
             f"Rollouts are {percent(share)} of a step without waits. With each draft accepted they would be"
             f" {gains[0]:.2f} times as fast, and the run {whole[0]:.2f};",
-            f"with the drafter of once-tv, chosen without error: {gains[1]:.2f} and {whole[1]:.2f}.",
+            f"with the drafter of once-{once}, chosen without error: {gains[1]:.2f} and {whole[1]:.2f}.",
         ),
-        columns=("rows", "of the passes", "of their time", "all accepted", "once-tv"),
+        columns=("rows", "of the passes", "of their time", "all accepted", f"once-{once}"),
         rows=tuple(table),
         bars=(),
         figures={"share": share, "gains": gains, "whole": whole, "steps": dict(steps)},
@@ -393,7 +404,7 @@ def drafters_report(found: Sequence[Result], arms: Mapping[str, Arm], root: Path
         if not arm.once or "waits" not in arm.name or trained is None:
             continue
         model = load_run_model(run_dir)[0].train(False).requires_grad_(False)
-        held_out = pack_samples(collect(model, _prompts(PROMPTS_AT + 1), MATCH_TOKENS), 512)
+        held_out = pack_samples(collect_rollouts(model, _prompts(PROMPTS_AT + 1), MATCH_TOKENS), 512)
         ends = policy_ends(model)
         files = (root / f"drafter-{arm.once}.safetensors", trained)
         fixed, learned = (
@@ -467,14 +478,15 @@ def measure(args: argparse.Namespace) -> list[Report] | str:
     if compared.rows:
         reports.append(compared)
     off = next((each for each in found if each.arm == "off"), None)
-    if off is not None and (args.root / "drafter-tv.safetensors").exists():
-        reports.append(bound_report(args.root, off))
+    trained = [loss for loss in ("ce", "tv") if (args.root / f"drafter-{loss}.safetensors").exists()]
+    if off is not None and trained:
+        reports.append(bound_report(args.root, off, trained[0]))
     return reports
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
     listed = partial(str.split, sep=",")
-    usual = ["off", "once-tv", "waits-tv"]
+    usual = ["off", "once-ce", "once-tv", "waits-ce", "pool-waits-ce"]
     parser.add_argument("--arms", type=listed, default=usual, metavar="ARM,...")
     parser.add_argument("--seeds", type=lambda text: [int(each) for each in text.split(",")], default=[0])
     parser.add_argument("--lrs", type=listed, default=["1e-5"], metavar="RATE,...", help="learning rates")

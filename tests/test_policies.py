@@ -8,15 +8,16 @@ import pytest
 import torch
 from benchmarks import policies
 from benchmarks.kit import policy_drafter
-from benchmarks.kit.policy_drafter import Recipe, collect, drafter_ready, prompts_of, train_drafter
+from benchmarks.kit.policy_drafter import Recipe, drafter_ready, prompts_of
 from benchmarks.kit.policy_training import IGNORED, Budget, Training, mean_loss, task_rows
 from benchmarks.policies import Policy, load, new_model, prompts, ready
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from aedit.launch.cli.train_drafter import collect_rollouts
 from aedit.launch.data import ByteTokenizer
 from aedit.spec_rollout.drafters import DraftLayer
 from aedit.spec_rollout.rl.tasks.scratchpad import worked
-from aedit.spec_rollout.training import DraftTrainingConfig
+from aedit.spec_rollout.training import DraftTrainingConfig, train_drafter
 
 QUICK = Policy(size="quick", minutes=0.001)
 END = 256
@@ -146,7 +147,7 @@ def test_a_drafter_learns_from_the_rollouts_of_its_policy(tmp_path, monkeypatch)
     recipe, training = Recipe(policy=QUICK, num_tokens=3000), DraftTrainingConfig(lr=3e-3)
     model = load(QUICK, tmp_path)
     model.get_input_embeddings().weight.data.mul_(8)  # says something, as one that was trained for longer
-    samples = collect(model, prompts_of(recipe), recipe.num_tokens)
+    samples = collect_rollouts(model, prompts_of(recipe), recipe.num_tokens)
     assert sum(len(sample.tokens_N) for sample in samples) >= 3000
     assert all(bytes(sample.tokens_N[: sample.num_prompt].tolist()).endswith(b"\n") for sample in samples)
     _, untaught = train_drafter(model, samples, training, 0.1, clock=iter((0.0, 6.0)).__next__)
@@ -159,7 +160,7 @@ def test_a_drafter_is_trained_once_and_lies_beside_its_policy(tmp_path, monkeypa
     recipe = Recipe(policy=QUICK, num_tokens=1500, minutes=0.001)
     path = drafter_ready(recipe, tmp_path)
     assert path.parent.name == QUICK.name
-    monkeypatch.setattr(policy_drafter, "collect", partial(pytest.fail, "collected again"))
+    monkeypatch.setattr(policy_drafter, "collect_rollouts", partial(pytest.fail, "collected again"))
     assert drafter_ready(recipe, tmp_path) == path
     DraftLayer.load(path, load(QUICK, tmp_path))
     assert Recipe(policy=QUICK).name != Recipe(policy=QUICK, lr=1e-4).name

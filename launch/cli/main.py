@@ -100,6 +100,14 @@ def parser() -> Parser:
     _add_trust(export)
     does = "generate text with speculative decoding, and print the speed"
     add("generate", does, _generate, add_generate_options)
+    does = "train a drafter for the policy of a run, once, before the run"
+    drafter = add("train-drafter", does, _train_drafter, _with_flags, _add_configs)
+    does = "directory to write, for drafter.pretrained"
+    drafter.add_argument("--out", metavar="DIR", type=Path, required=True, help=does)
+    does = "minutes of training (default 10), after the rollouts"
+    drafter.add_argument("--minutes", metavar="M", type=float, default=10.0, help=does)
+    does = "tokens of rollouts to learn from (default 65536)"
+    drafter.add_argument("--tokens", metavar="N", type=int, default=65_536, help=does)
     add("audit", "check recorded rollouts of servers against the policy", _audit, add_audit_options)
     config = commands.add_parser("config", help="print the configuration, or the differences of two files")
     actions = config.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -123,7 +131,8 @@ def parser() -> Parser:
 
 def _dispatch(arguments: list[str]) -> int:
     flags: list[str] = []
-    if arguments[:1] in (["run"], ["hub"], ["join"], ["peer"], ["serve"]) or arguments[:2] in SETS_VALUES:
+    with_flags = (["run"], ["hub"], ["join"], ["peer"], ["serve"], ["train-drafter"])
+    if arguments[:1] in with_flags or arguments[:2] in SETS_VALUES:
         from aedit.launch.config import split_flags
 
         arguments, flags = split_flags(arguments)
@@ -257,6 +266,15 @@ def _generate(options: Options) -> int:
     from aedit.launch.cli.generate import generate
 
     return generate(options)
+
+
+def _train_drafter(options: Options) -> None:
+    from aedit.launch.config import load
+
+    config = load(options.config, options.flags, strict=True).config
+    from aedit.launch.cli.train_drafter import write_trained_drafter
+
+    write_trained_drafter(config, options.out, minutes=options.minutes, num_tokens=options.tokens)
 
 
 def _audit(options: Options) -> int:

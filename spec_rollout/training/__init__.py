@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         PolicySource,
         TrainedPolicy,
     )
+    from aedit.spec_rollout.training.pretraining import JUDGED_EVERY, policy_ends, train_drafter
     from aedit.spec_rollout.training.publishing import Publication, SharedSlots, SlotLayout, TensorSpec
     from aedit.spec_rollout.training.slot_memory import CHECKSUM, NEWEST, NUMBER, ArrayReader
     from aedit.spec_rollout.training.trainer_memory import TrainerMemory
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CAUSES",
     "CHECKSUM",
+    "JUDGED_EVERY",
     "NEWEST",
     "NUMBER",
     "ArrayReader",
@@ -73,7 +75,9 @@ __all__ = [
     "TrainerMemory",
     "held_out_match",
     "pack_samples",
+    "policy_ends",
     "policy_tensors",
+    "train_drafter",
     "train_when_idle",
 ]
 
