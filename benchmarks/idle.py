@@ -7,6 +7,7 @@ delay. The faults are injected into a smaller training in the same process.
 
 import argparse
 import ctypes
+import math
 import os
 import queue
 import random
@@ -519,6 +520,8 @@ HARVEST, SHARE_OUTSIDE = 0.85, 0.005
 LEAVE_P50_S, LEAVE_P99_S, PREEMPTIONS = 0.001, 0.015, 500
 MIDDLE, HIGH, PAIRS = 1.01, 1.02, 60
 CROWDED, CROWDED_STEP, CLOSED_S = 0.4, 0.98, 0.005
+CROWDED_PAIRS_S = 150.0
+"""Longest time of its paired steps, which take several times as long there."""
 AA_WIDTH = 0.03
 """Two like series must agree so closely, or the machine is too busy to tell."""
 NUM_FAULTS = 20
@@ -630,7 +633,7 @@ def crowded(found: Measured, foreground: Foreground, size: Size) -> None:
         begun(work)
         with found.failure_of("windows beside busy processes"):
             watch(work, foreground, size, found.crowded)
-        shadow(work, foreground, size, found, "crowded ")
+        shadow(work, foreground, size, found, "crowded ", CROWDED_PAIRS_S)
 
 
 def faults(found: Measured, foreground: Foreground, size: Size) -> None:
@@ -678,12 +681,19 @@ def watch(work: DrafterTraining, foreground: Foreground, size: Size, found: Wind
 
 
 def shadow(
-    work: DrafterTraining, foreground: Foreground, size: Size, found: Measured, prefix: str = ""
+    work: DrafterTraining,
+    foreground: Foreground,
+    size: Size,
+    found: Measured,
+    prefix: str = "",
+    limit_s: float = math.inf,
 ) -> None:
-    """Measure steps after waits with and without the trainer, and of those without it."""
-    race = Race(foreground, size.waits_s)
+    """Measure steps after waits with and without the trainer, and without it again, for up to `limit_s`."""
+    race, until_s = Race(foreground, size.waits_s), time.monotonic() + limit_s
     arms = {"off": OFF, "same": OFF, "shadow": Arm(partial(work.window, "wait"))}
     for _ in range(size.turns):
+        if time.monotonic() > until_s:
+            break
         seconds = race.turn(arms)
         for name in ("same", "shadow"):
             found.add(prefix + name, Pair(seconds[name], seconds["off"]))

@@ -9,6 +9,7 @@ from kit.rl_runs import rl_run
 
 from aedit.launch.config import load
 from aedit.launch.records import read_run
+from aedit.spec_rollout.sampling import Rollout
 
 GOOD = rl.Outcome(0.4, 0.65, 1000.0, 9000.0, 240.0)
 
@@ -90,3 +91,46 @@ def test_a_node_without_rollouts_is_no_row_of_zeros(tmp_path):
     run = read_run(rl_run(tmp_path, num_steps=1))
     with pytest.raises(RuntimeError, match="run it for longer"):
         rl_idle.waiting("a hub", run.nodes[0], 1.0)
+
+
+def test_the_table_of_roles_has_a_row_per_window_and_the_servers_only_where_one_is():
+    nodes = tuple({"longest sample": 0.01, "rollouts": 0.1 * i, "ahead": 0.25, "steps": 9} for i in (1, 2, 3))
+    found = [rl_idle.Offered(0, False, nodes, None), rl_idle.Offered(2, True, nodes, 0.7)]
+    rows = rl_idle.roles_report(found).rows
+    assert [row[:3] for row in rows].count(("server: no requests", "2", "1")) == 1
+    assert len(rows) == 7
+    assert rows[1] == ("trainer: rollouts", "0", "0", "10.0 %", "20.0 %", "30.0 %", "drafter")
+
+
+def test_a_node_of_the_roles_admits_what_its_staleness_allows_and_counts_its_waits():
+    class Source:
+        """Finishes all samples at once, with one token each."""
+
+        def __init__(self, node):
+            self.node, self.prompts, self.running = node, [], []
+
+        def update_weights(self, weights, version):
+            self.running.append(len(self.prompts))
+
+        def add(self, prompts):
+            self.prompts += prompts
+
+        def step(self):
+            with self.node.window("rollouts"):
+                done, self.prompts = self.prompts[:32], self.prompts[32:]
+            return [Rollout(p, tokens=[1], logprobs=[-0.5], versions=[1]) for p in done]
+
+        def status(self):
+            return {"worker_idle_s": 0.5}
+
+    for staleness in (0, 2):
+        node = rl_idle.RoleNode(0, staleness, ())
+        source = Source(node)
+        stream, version = node._stream(source), 1
+        for _ in range(2):
+            version = node._step(rl_idle.make_policy(), source, stream, version)
+        assert version == 3
+        assert source.running == [0, 32 * staleness], "samples that run while the node trains"
+        assert node.waited_s["rollouts"] > 0
+        waited = {"longest sample": 0.0, "rollouts": node.waited_s["rollouts"]}
+        assert node._so_far(source) == waited | {"ahead": 0.5}
