@@ -6,7 +6,7 @@ The callers have valid keys of the role that may make the call, over real gRPC o
 import json
 import shutil
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import grpc
 import pytest
@@ -20,6 +20,8 @@ from aedit.launch.hub.folder import of_standby
 from aedit.launch.hub.main import _Process
 from aedit.proto.agent.membership import Elector
 from aedit.proto.rpc import (
+    MOST_TERM,
+    TERM_STEP,
     HubClient,
     Proposal,
     SigningKey,
@@ -149,9 +151,18 @@ def test_a_node_that_forges_the_votes_of_others_elects_no_hub(tmp_path, keys):
             )
             vote.public_key = SigningKey(bytes.fromhex(register["key"])).public
             assert all(is_refused(lambda forged=forged: offered(forged)) for forged in forgeries(vote))
-        assert not liar.elector.offer(other, liar.who, 30.0).leads, "one of two nodes is not more than half"
+        no = VoteReply(liar.elector._voter.me, asked.proposer, (2, 0), False, 2**64 - 1)
+        with pytest.raises(HubRefused, match="expected a number below"):
+            offered(answer_out(no, liar.elector._key))
+        offered(answer_out(replace(no, term=MOST_TERM - 1), liar.elector._key))
+        assert offered().asks.ballot.term <= 2 + TERM_STEP + 1
+        tries = [liar.elector.offer(other, liar.who, 30.0).leads for _ in range(3)]
+        assert not any(tries), "one of two nodes is not more than half"
         assert standby._leading is None
-        assert good.elector.offer(other, good.who, 30.0).leads, "the vote of the voter itself counts"
+        until(
+            lambda: any(node.elector.offer(other, node.who, 30.0).leads for node in (liar, good)),
+            "the election by the votes of the voters themselves",
+        )
         other.close()
 
 
@@ -168,6 +179,34 @@ def test_a_node_that_forges_the_agreement_of_a_standby_is_refused_by_the_leader(
         assert hub.leading.leadership.in_sync()[0] == 0
         hub.leading.leadership.count(follower.yes())
         assert hub.leading.leadership.in_sync()[0] == 1
+
+
+def test_no_number_of_a_voter_with_its_own_key_ends_the_leader(tmp_path, keys):
+    """Found: an answer that named a term which its voter leads made the leader exit."""
+    with leading_hub(tmp_path, STANDBY, keys) as hub:
+        good, liar = (hub.node(name, name) for name in ("good", "liar"))
+        good.found()
+        liar.join()
+        leadership, follower = hub.leading.leadership, Follower(hub, "one")
+        until(lambda: leadership.in_sync()[1] == 2, "the electors")
+        asks = follower.asked()
+        for term, number in ((2**64 - 1, 0), (1, 2**64 - 1), (MOST_TERM, 0)):
+            reply = VoteReply(liar.elector._voter.me, asks.proposer, asks.ballot, False, term, (1, number))
+            request = pb.TakeOverRequest(who=liar.who, answer=answer_out(reply, liar.elector._key))
+            with pytest.raises(HubRefused, match="expected a number below") as refused:
+                liar.hub.take_over(request)
+            assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT
+        far = VoteReply(liar.elector._voter.me, asks.proposer, asks.ballot, False, MOST_TERM - 1)
+        liar.hub.take_over(pb.TakeOverRequest(who=liar.who, answer=answer_out(far, liar.elector._key)))
+        proposal = Proposal(2**64 - 1, 0, follower.identity, (1, 2), (1, 1, 100))
+        request = pb.ProposeRequest(run="run", proposal=proposal_out(proposal, follower.key))
+        with pytest.raises(HubRefused, match="expected a number below"):
+            follower.client.propose(request)
+        assert leadership.leads
+        assert not hub.process.is_over
+        assert not leadership._replica.is_overtaken
+        until(lambda: follower.agrees() == (1, 2), "the agreement")
+        assert good.heartbeat().term == 1
 
 
 def test_the_leader_asks_only_nodes_that_break_ties(tmp_path, keys):

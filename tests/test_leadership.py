@@ -7,7 +7,7 @@ import pytest
 from aedit.async_sgd.replication import Replica
 from aedit.async_sgd.replication.replica import END, is_quorum
 from aedit.async_sgd.rules import Agreed, Configured, Led
-from aedit.proto.rpc import Proposal, Voter, VoteReply
+from aedit.proto.rpc import MOST_TERM, TERM_STEP, Proposal, Voter, VoteReply
 
 A, B, C, X, Y, Z = 1, 2, 3, 11, 12, 13
 
@@ -182,11 +182,65 @@ def test_a_leader_whose_replica_has_promised_a_higher_term_is_elected_again():
     """The other candidate is gone, and the replica confirms nothing to a leader of a lower term."""
     hub = replica(A, [config((A, B, C), (X,))])
     hub.resume(0.0)
-    hub.note_promise(1)
+    hub.note_promise(B, 1)
     assert not hub.is_overtaken
-    hub.note_promise(4)
+    hub.note_promise(B, 4)
     assert hub.is_overtaken
     assert hub.stand((1, 1, 9)).term == 5
+
+
+def test_no_message_raises_a_term_by_more_than_a_step():
+    """Found: one answer with the term 2^64-1 made every later vote fail."""
+    far, nearest = MOST_TERM - 1, 1 + TERM_STEP
+    candidate = replica(B, [config((A, B), (X,))])
+    asked = candidate.stand((1, 1, 90))
+    for voter, ballot in ((7, asked.ballot), (X, (9, 0))):
+        candidate.count_vote(VoteReply(voter, B, ballot, False, far), 0.0)
+        assert candidate.stand((1, 1, 90)).term == 2, "of no voter, or to another question"
+    candidate.count_vote(VoteReply(X, B, asked.ballot, False, far), 0.0)
+    assert candidate.stand((1, 1, 90)).term == asked.term + TERM_STEP + 1
+
+    leader = replica(A, [config((A, B), (X,))])
+    leader.resume(0.0)
+    leader.note_promise(X, far)
+    assert not leader.is_overtaken, "no replica"
+    leader.note_promise(B, far)
+    assert leader.stand((1, 1, 9)).term == nearest + 1
+
+    voter, answer = Voter(X).answer(Proposal(far, 0, B, (1, 1)), 1)
+    assert (voter.term, voter.voted_for, answer.granted, answer.term) == (nearest, 0, False, nearest)
+    follower = replica(C, [config((A, B, C), ())])
+    assert not follower.answer(Proposal(far, 1, 7, (1, 1)), 0.0).granted, "no replica"
+    assert follower.voter.term == 0
+    assert not follower.answer(Proposal(far, 1, B, (1, 1)), 0.0).granted
+    assert follower.voter.term == nearest
+
+
+def test_a_voter_that_is_far_behind_votes_after_some_questions():
+    asked, voter, answers = Proposal(5000, 0, B, (1, 1)), Voter(X, term=1), []
+    for _ in range(6):
+        voter, answer = voter.answer(asked)
+        answers.append(answer.granted)
+    assert answers == [False] * 4 + [True] * 2
+
+
+def test_a_forced_term_may_be_far_above_all_others():
+    hub = replica(B, [config((A, B), (X,))])
+    assert hub.force(3, 2 * TERM_STEP)[0] == Led(3 + 2 * TERM_STEP)
+    hub.placed((1, 9))
+    assert hub.voter.accepted == hub.configs[-1].ballot
+
+
+def test_a_voter_that_is_not_needed_overtakes_no_leader():
+    """Found: a node that named a higher term at each question kept a leader from leading."""
+    hub = replica(A, [config((A, B), (X, Y, Z))])
+    hub.resume(0.0)
+    hub.placed((1, 9))
+    hub.confirm(B, (1, 9), 0.0)
+    hub.count_acceptance(VoteReply(X, A, hub.asks.ballot, False, 4), 0.0)
+    assert not hub.is_overtaken, "one of three nodes"
+    hub.count_acceptance(VoteReply(Y, A, hub.asks.ballot, False, 4), 0.0)
+    assert hub.is_overtaken, "without the two it may wait for ever"
 
 
 def test_a_candidate_asks_with_what_its_journal_has_now():

@@ -137,7 +137,7 @@ def test_votes_survive_the_wire_and_the_disk(tmp_path):
     me = Voter.load(None)
     key = me.signing_key
     proposal = Proposal(5, 2, me.me, (4, 9), (4, 7, 2**40))
-    answer = VoteReply(me.me, 2**62, (5, 2), True, 5, 3, (4, 8))
+    answer = VoteReply(me.me, 2**62, (5, 2), True, 5, (4, 8))
     assert proposal_in(pb.Proposal.FromString(proposal_out(proposal, key).SerializeToString())) == proposal
     assert answer_in(pb.Answer.FromString(answer_out(answer, key).SerializeToString())) == answer
     file, voter = tmp_path / "a" / "votes.json", Voter(me.me, 4, 5, (6, 7), (8, 9, 10), me.key)

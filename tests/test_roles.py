@@ -282,7 +282,7 @@ def test_a_term_that_anybody_confirms_does_not_end_the_hub(tmp_path, keys, holde
 def test_the_other_hub_is_asked_and_believed(tmp_path):
     with leading_hub(tmp_path, STANDBY) as hub:
         node = hub.node().found()
-        hub.leading.guard.trust(other_terms=lambda: (2, 2))
+        hub.leading.guard.trust(other_terms=lambda: (2, ()))
         node.who.term = 2
         assert code(node.heartbeat) == "FAILED_PRECONDITION"
         until(lambda: hub.process.is_over, "the end of the replaced hub")

@@ -9,7 +9,8 @@ from pathlib import Path
 from aedit.async_sgd.journal import Ledger, NoSpace, Position, Unconfirmed, is_full
 from aedit.async_sgd.replication import Replica, placed_replicas
 from aedit.async_sgd.rules import Configured, Record
-from aedit.proto.rpc import Extent, Proposal, Voter, VoteReply
+from aedit.proto.rpc import Extent, Proposal, Voter, VoteReply, offer_out
+from aedit.proto.rpc import hub_pb2 as pb
 
 SILENT_S = 2.0
 """Timeout after which a silent standby is no longer waited for, if the voters agree."""
@@ -104,6 +105,11 @@ class Leadership:
     def promised(self) -> int:
         """Return the highest term that this hub has promised to support."""
         return self._replica.voter.term
+
+    @property
+    def promise(self) -> pb.Answer:
+        """Return the highest term that this hub has promised to support, signed."""
+        return offer_out(self.key, self.promised)
 
     @property
     def has_others(self) -> bool:
@@ -352,10 +358,10 @@ class Leadership:
             self._owed += decided
         self._write()
 
-    def note_promise(self, term: int) -> None:
-        """Note that another hub has promised this term; see `Replica.note_promise`."""
+    def note_promise(self, promise: VoteReply) -> None:
+        """Note the highest term that another hub has promised; see `Replica.note_promise`."""
         with self._change:
-            self._replica.note_promise(term)
+            self._replica.note_promise(promise.voter, promise.term)
 
     def holds_lease(self) -> bool:
         """Return whether every standby that is waited for has confirmed lately; true without standbys."""

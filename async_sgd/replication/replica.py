@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from aedit.async_sgd.rules import Agreed, Configured, Led
-from aedit.proto.rpc import Ballot, Extent, Proposal, Voter, VoteReply
+from aedit.proto.rpc import TERM_STEP, Ballot, Extent, Proposal, Voter, VoteReply
 
 Position = tuple[int, int]
 """Segment and byte of a journal."""
@@ -52,6 +52,8 @@ class Replica:
         self._accepted: dict[int, Ballot] = {}
         """Newest configuration that a voter has accepted, by voter, as of its last answer."""
         self._agreement: VoteCount | None = None
+        self._refusing: frozenset[int] = frozenset()
+        """Voters that refuse the newest configuration for a higher term."""
         self._confirmed: dict[int, tuple[Position, float]] = {}
         self._placed: Position = END
         """End of the newest configuration in the journal, once that is on disk."""
@@ -125,18 +127,22 @@ class Replica:
         self.voter, self.configs, self._votes = self.voter.saw(confirmed), (), None
 
     def answer(self, proposal: Proposal, now: float) -> VoteReply:
-        """Return the answer to another hub, which must be a replica as far as the journal here goes."""
-        is_replica = not self.configs or any(proposal.proposer in one.replicas for one in self.configs)
-        if not is_replica or (not proposal.number and self._supports_another(proposal.proposer, now)):
-            return VoteReply(
-                self.voter.me, proposal.proposer, proposal.ballot, False, self.voter.term, self.term
-            )
-        self.voter, answer = self.voter.answer(proposal)
+        """Return the answer to another hub.
+
+        A leader gives way, and a configuration is accepted, only if that hub is a replica as far as the
+        journal here goes. A follower may vote for one that it does not know: its journal may end too early.
+        """
+        is_known = not self.configs or any(proposal.proposer in one.replicas for one in self.configs)
+        is_refused = not is_known and (self.term > 0 or proposal.number > 0)
+        if is_refused or (not proposal.number and self._supports_another(proposal.proposer, now)):
+            return VoteReply(self.voter.me, proposal.proposer, proposal.ballot, False, self.voter.term)
+        known = self.configs[-1].term if self.configs else 0
+        self.voter, answer = self.voter.answer(proposal, known)
         if answer.granted and self.term and proposal.term > self.term:
             self.step_down()
         if answer.granted and not proposal.number:
             self._leader_at_s, self._supported, self._yielded_s = now, proposal.proposer, now
-        return replace(answer, leads=self.term)
+        return answer
 
     def _supports_another(self, proposer: int, now: float) -> bool:
         if self.term:
@@ -185,13 +191,13 @@ class Replica:
             return []
         self._accepted[answer.voter] = answer.accepted
         if self._votes is None or not self._votes.count(answer, now):
-            self._learn(answer)
+            self._learn(answer, self._votes)
             return []
         known: Decided = self._agreed_by_answers()
         votes, self._votes.configs = self._votes, self.configs
         if not votes.is_carried(votes.voters(since_s) | {self.voter.me}):
             return []
-        self.voter, own = self.voter.answer(votes.proposal)
+        self.voter, own = self.voter.answer(votes.proposal, votes.proposal.term)
         if not own.granted:
             self._votes = None
             return []
@@ -230,13 +236,14 @@ class Replica:
         ordered = tuple(sorted(set(replicas)))
         return ordered if len(ordered) % 2 or electors else (self.voter.me,)
 
-    def note_promise(self, term: int) -> None:
+    def note_promise(self, replica: int, term: int) -> None:
         """Note that a replica has promised a term. It confirms nothing to a leader of a lower one.
 
         Such a leader must be elected again, unless another hub is.
         """
-        self._known_term = max(self._known_term, term)
-        self.is_overtaken = self.is_overtaken or term > self.term > 0
+        if any(replica in one.replicas for one in self.configs):
+            self._known_term = max(self._known_term, min(term, self.term + TERM_STEP))
+            self.is_overtaken = self.is_overtaken or term > self.term > 0
 
     # --- leading
 
@@ -339,7 +346,7 @@ class Replica:
         if self.term:
             newest = self.configs[-1]
             asked = Proposal(newest.term, newest.number, self.voter.me, newest.ballot)
-            self.voter, _ = self.voter.answer(asked)
+            self.voter, _ = self.voter.answer(asked, asked.term)
 
     @property
     def asks(self) -> Proposal | None:
@@ -361,12 +368,15 @@ class Replica:
         if not self._is_answered_by(answer):
             return []
         tally = self._agreement
-        if tally is None or not tally.count(answer, now):
-            refused = answer.ballot == self.configs[-1].ballot and answer.term > self.term
-            self.is_overtaken = self.is_overtaken or (tally is not None and refused)
-            self._learn(answer)
+        if tally is None:
             return []
+        if not tally.count(answer, now):
+            self._learn(answer, tally)
+            if answer.ballot == tally.proposal.ballot and answer.term > self.term:
+                self._refusing |= {answer.voter}
         if not tally.is_carried(tally.voters()):
+            # Voters that are not needed overtake no leader: one of them could do so again and again.
+            self.is_overtaken = self.is_overtaken or tally.is_carried(tally.voters() | self._refusing)
             return []
         self.configs, self._agreement, self._votes = self.configs[-1:], None, None
         self.is_overtaken = False
@@ -379,8 +389,8 @@ class Replica:
         newest = self.configs[-1]
         proposal = Proposal(newest.term, newest.number, self.voter.me, newest.ballot)
         self._agreement, self._placed = VoteCount(proposal, self.configs), END
-        self._votes, self.is_overtaken = None, False
-        after, own = self.voter.answer(proposal)
+        self._votes, self.is_overtaken, self._refusing = None, False, frozenset()
+        after, own = self.voter.answer(proposal, proposal.term)
         self.voter = replace(after, accepted=self.voter.accepted)  # until it is `placed`
         return self.count_acceptance(own, 0.0)
 
@@ -389,11 +399,10 @@ class Replica:
         is_voter = any(answer.voter in (*one.replicas, *one.electors) for one in self.configs)
         return is_voter and answer.proposer == self.voter.me
 
-    def _learn(self, answer: VoteReply) -> None:
-        if not answer.granted:
-            self._known_term = max(self._known_term, answer.term)
-            if answer.leads > self.term > 0:
-                self.step_down()
+    def _learn(self, answer: VoteReply, asked: "VoteCount | None") -> None:
+        """Take over the term for which a voter refuses what was asked, by a bounded step."""
+        if asked is not None and answer.ballot == asked.proposal.ballot and not answer.granted:
+            self._known_term = max(self._known_term, min(answer.term, asked.proposal.term + TERM_STEP))
 
 
 def is_quorum(config: Configured, voters: Container[int]) -> bool:

@@ -48,7 +48,7 @@ class Driver:
         if request.promised > self._hub.state.term:
             self._guard.ask_the_others()  # that hub confirms nothing to this one
         return self._responder.reply(
-            request, self._hub.state.term, leads=True, promised=self._guard.leadership.promised
+            request, self._hub.state.term, leads=True, promise=self._guard.leadership.promise
         )
 
     def join(self, request: pb.JoinRequest, caller: Caller) -> pb.JoinReply:

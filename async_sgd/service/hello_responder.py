@@ -45,9 +45,17 @@ class HelloResponder:
         )
 
     def reply(
-        self, request: pb.HelloRequest, term: int, *, leads: bool = False, promised: int = 0
+        self,
+        request: pb.HelloRequest,
+        term: int,
+        *,
+        leads: bool = False,
+        promise: pb.Answer | None = None,
     ) -> pb.HelloReply:
-        """Return the reply. Raises Refusal, with the difference named, for another protocol or method."""
+        """Return the reply. Raises Refusal, with the difference named, for another protocol or method.
+
+        promise: the highest term that this hub has promised to support, signed.
+        """
         theirs = f"aedit {request.version[:_SHOWN]}"
         if request.protocol != self.protocol:
             raise _refusal(
@@ -71,7 +79,7 @@ class HelloResponder:
             addresses=self.addresses(),
             standby=self.standby(),
             leads=leads,
-            promised=promised,
+            promise=promise,
         )
 
 

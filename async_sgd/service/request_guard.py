@@ -3,7 +3,7 @@
 import ipaddress
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -18,7 +18,7 @@ from aedit.async_sgd.rules import LimitConfig
 from aedit.async_sgd.service import messages
 from aedit.async_sgd.service.hello_responder import check_part
 from aedit.async_sgd.service.hub_worker import HubWorker
-from aedit.proto.rpc import HUB, Caller, Refusal, lineage
+from aedit.proto.rpc import HUB, Caller, Refusal, VoteReply, lineage
 from aedit.proto.rpc import hub_pb2 as pb
 
 SHOWN_LIMIT_S = 0.5
@@ -42,7 +42,7 @@ class RequestGuard:
         """Another hub leads under a higher term: this hub refuses all further calls."""
         self.lacking = ""
         """Acknowledged records that this hub has lost, as text; it does not lead unless this is empty."""
-        self._other_terms: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._other_terms: Callable[[], tuple[int, Sequence[VoteReply]]] = lambda: (0, ())
         self.is_shut_out: Callable[[str], bool] = lambda address: False
         self.check_candidate: Callable[[pb.ProposeRequest], None] = lambda request: None
         self._asking = threading.Lock()
@@ -51,15 +51,15 @@ class RequestGuard:
     def trust(
         self,
         *,
-        other_terms: Callable[[], tuple[int, int]],
+        other_terms: Callable[[], tuple[int, Sequence[VoteReply]]],
         shut_out: Callable[[str], bool] = lambda address: False,
         candidate: Callable[[pb.ProposeRequest], None] = lambda request: None,
     ) -> None:
         """Set which callers are trusted.
 
         Args:
-            other_terms: Asks the other hubs for the terms that they lead and have promised; whatever a caller
-                claims of a higher term is checked there.
+            other_terms: Asks the other hubs for the highest term that one leads, and for what they have
+                promised; whatever a caller claims of a higher term is checked there.
             shut_out: Returns whether the replica at an address is not to be waited for, see
                 `HubEndpoint.is_shut_out`.
             candidate: Raises Refusal for a request for a vote of a peer that is not let in.
@@ -139,11 +139,12 @@ class RequestGuard:
 
         def ask() -> None:
             try:
-                leads, promised = self._other_terms()
+                leads, promises = self._other_terms()
                 if leads > self.ledger.hub.state.term:
                     self.end_term()
                 else:
-                    self.leadership.note_promise(promised)
+                    for promise in promises:
+                        self.leadership.note_promise(promise)
             finally:
                 self._asking.release()
 

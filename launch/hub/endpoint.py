@@ -7,7 +7,7 @@ import itertools
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from aedit.async_sgd.replication import Leadership
 from aedit.launch.config import RunConfig
 from aedit.launch.hub import folder
 from aedit.proto.rpc import (
+    MOST_TERM,
     ClientKeys,
     Extent,
     HubClient,
@@ -345,14 +346,11 @@ class OtherHubs:
         ahead = {address: extent for address, extent in found.items() if extent[0] == own[0] and extent > own}
         return max(ahead.items(), key=lambda item: item[1], default=None)
 
-    def terms(self) -> tuple[int, int]:
-        """Return the highest term under which another hub leads, and the highest that one has promised.
-
-        0 stands for none that is known.
-        """
+    def terms(self) -> tuple[int, Sequence[VoteReply]]:
+        """Return the highest term under which another hub leads, 0 for none, and what they have promised."""
         answers = [answer for _, answer in self._hellos() if isinstance(answer, pb.HelloReply)]
         leads = max((answer.term for answer in answers if answer.leads), default=0)
-        return leads, max((answer.promised for answer in answers), default=0)
+        return leads, [answer_in(answer.promise) for answer in answers if answer.HasField("promise")]
 
     def leader(
         self, least_term: int, stopping: threading.Event, *, without: str = ""
@@ -412,10 +410,18 @@ class OtherHubs:
     def _hello(self, address: str, limit_s: float) -> Hello:
         try:
             with self.endpoint.client(address, limit_s, until_it_listens=False) as client:
-                return client.hello(self._question())
+                reply = client.hello(self._question())
+            if reply.term >= MOST_TERM:
+                raise ValueError(f"its term is {reply.term}; expected a number below {MOST_TERM}")
+            if reply.HasField("promise"):
+                answer_in(reply.promise)
+            return reply
         except (HubRefused, HubUnreachable) as error:
             log.info("asking another hub for its term: %s", error)
             return error
+        except ValueError as error:
+            log.warning("asking another hub for its term: %s: %s", address, error)
+            return HubUnreachable(f"{address}: {error}")
 
     def what_is_missing(self, hub: Hub, identity: int) -> str:
         """Return a text for the operator who lets this hub lead without a vote: what may be lost."""

@@ -125,7 +125,7 @@ class Standby:
 
     def hello(self, request: pb.HelloRequest) -> pb.HelloReply:
         """Return the answer to a node or another hub that asks for this run."""
-        return self._responder.reply(request, self._mirror.hub.state.term, promised=self._leadership.promised)
+        return self._responder.reply(request, self._mirror.hub.state.term, promise=self._leadership.promise)
 
     def status(self, request: pb.StatusRequest) -> pb.StatusReply:
         """Return the state of this standby as JSON."""

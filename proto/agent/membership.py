@@ -396,7 +396,7 @@ class Elector:
             if not reply.HasField("asks") or reply.asks == asked:
                 break
             asked = reply.asks
-            voter, answer = self._voter.answer(proposal_in(asked))
+            voter, answer = self._voter.answer(proposal_in(asked), who.term)
             if voter != self._voter:
                 voter.save(self._file)
                 self._voter = voter

@@ -137,6 +137,8 @@ if TYPE_CHECKING:
     )
     from aedit.proto.rpc.transfer import Download
     from aedit.proto.rpc.votes import (
+        MOST_TERM,
+        TERM_STEP,
         Ballot,
         Extent,
         Proposal,
@@ -162,6 +164,7 @@ __all__ = [
     "MESSAGE_BYTES",
     "MOST_EVIDENCE_BYTES",
     "MOST_GENERATIONS",
+    "MOST_TERM",
     "NAME",
     "NODE",
     "PROTOCOL",
@@ -171,6 +174,7 @@ __all__ = [
     "SERVER",
     "SHARED",
     "SIGNATURE_BYTES",
+    "TERM_STEP",
     "TOKEN",
     "VERSION",
     "Ballot",

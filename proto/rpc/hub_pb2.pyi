@@ -86,7 +86,7 @@ class Claim(_message.Message):
     def __init__(self, receipt: _Optional[_Union[Receipt, _Mapping]] = ..., seqs: _Optional[_Iterable[int]] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol", "version", "run", "term", "config", "addresses", "standby", "leads", "promised")
+    __slots__ = ("protocol", "version", "run", "term", "config", "addresses", "standby", "leads", "promise")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
@@ -95,7 +95,7 @@ class HelloReply(_message.Message):
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     STANDBY_FIELD_NUMBER: _ClassVar[int]
     LEADS_FIELD_NUMBER: _ClassVar[int]
-    PROMISED_FIELD_NUMBER: _ClassVar[int]
+    PROMISE_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     version: str
     run: str
@@ -104,8 +104,8 @@ class HelloReply(_message.Message):
     addresses: _containers.RepeatedScalarFieldContainer[str]
     standby: str
     leads: bool
-    promised: int
-    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., run: _Optional[str] = ..., term: _Optional[int] = ..., config: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., standby: _Optional[str] = ..., leads: _Optional[bool] = ..., promised: _Optional[int] = ...) -> None: ...
+    promise: Answer
+    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., run: _Optional[str] = ..., term: _Optional[int] = ..., config: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., standby: _Optional[str] = ..., leads: _Optional[bool] = ..., promise: _Optional[_Union[Answer, _Mapping]] = ...) -> None: ...
 
 class Tensor(_message.Message):
     __slots__ = ("name", "shape")
@@ -370,13 +370,12 @@ class Proposal(_message.Message):
     def __init__(self, ballot: _Optional[_Union[Ballot, _Mapping]] = ..., proposer: _Optional[int] = ..., basis: _Optional[_Union[Ballot, _Mapping]] = ..., extent: _Optional[_Union[Extent, _Mapping]] = ..., public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("voter", "proposer", "ballot", "granted", "term", "leads", "accepted", "public_key", "signature")
+    __slots__ = ("voter", "proposer", "ballot", "granted", "term", "accepted", "public_key", "signature")
     VOTER_FIELD_NUMBER: _ClassVar[int]
     PROPOSER_FIELD_NUMBER: _ClassVar[int]
     BALLOT_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
-    LEADS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
@@ -385,11 +384,10 @@ class Answer(_message.Message):
     ballot: Ballot
     granted: bool
     term: int
-    leads: int
     accepted: Ballot
     public_key: bytes
     signature: bytes
-    def __init__(self, voter: _Optional[int] = ..., proposer: _Optional[int] = ..., ballot: _Optional[_Union[Ballot, _Mapping]] = ..., granted: _Optional[bool] = ..., term: _Optional[int] = ..., leads: _Optional[int] = ..., accepted: _Optional[_Union[Ballot, _Mapping]] = ..., public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, voter: _Optional[int] = ..., proposer: _Optional[int] = ..., ballot: _Optional[_Union[Ballot, _Mapping]] = ..., granted: _Optional[bool] = ..., term: _Optional[int] = ..., accepted: _Optional[_Union[Ballot, _Mapping]] = ..., public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("offset", "crc", "data", "head")

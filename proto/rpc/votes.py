@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.proto.rpc.keys import SigningKey, is_signed_by
+from aedit.proto.rpc.statement import MOST_GENERATIONS
 from aedit.system import write_atomically
 from aedit.types import UserError
 
@@ -24,6 +25,13 @@ Ballot = tuple[int, int]
 Extent = tuple[int, int, int]
 """Term of the last leader in a journal, and segment and byte of the journal's end. A journal with a greater
 extent has every acknowledged record that one with a smaller extent has."""
+
+
+MOST_TERM = MOST_GENERATIONS << 32
+"""Above every term; see statement.py for the parts of a term."""
+TERM_STEP = 1024
+"""By so much at most does one message of another hub or node raise a term, whatever it names."""
+_MOST_NUMBER, _MOST_POSITION = 2**32, 2**63
 
 
 def identity_of(public_key: bytes) -> int:
@@ -60,8 +68,6 @@ class VoteReply:
     granted: bool
     term: int
     """Highest term that the voter has promised."""
-    leads: int = 0
-    """Term that the voter itself leads; 0: it does not lead."""
     accepted: Ballot = (0, 0)
     """Newest configuration that the voter has accepted."""
 
@@ -115,8 +121,17 @@ class Voter:
         """Return the key with which it signs. Raises ValueError if it has none."""
         return SigningKey(bytes.fromhex(self.key))
 
-    def answer(self, proposal: Proposal) -> "tuple[Voter, VoteReply]":
-        """Return the next state and the answer. The state must be on disk before the answer is sent."""
+    def answer(self, proposal: Proposal, known_term: int = 0) -> "tuple[Voter, VoteReply]":
+        """Return the next state and the answer. The state must be on disk before the answer is sent.
+
+        A term that is too far above what is known is refused, and raises the promise by `TERM_STEP` only.
+
+        known_term: of the hub or journal that this voter follows.
+        """
+        nearest = max(self.term, self.seen[0], known_term) + TERM_STEP
+        if proposal.term > nearest:
+            raised = replace(self, term=nearest, voted_for=0)
+            return raised, VoteReply(self.me, proposal.proposer, proposal.ballot, False, nearest)
         after = self._granting(proposal)
         known = max(self.term, proposal.term if after is not None else 0)
         accepted = (after or self).accepted
@@ -192,7 +207,17 @@ def proposal_out(proposal: Proposal, key: SigningKey) -> pb.Proposal:
 
 
 def proposal_in(message: pb.Proposal) -> Proposal:
-    """Return the proposal of a message. Raises ValueError unless the proposer has signed it."""
+    """Return the proposal of a message.
+
+    Raises ValueError if its numbers are out of range, or the proposer has not signed it.
+    """
+    _check_range(message, message.ballot, message.basis)
+    for name, value, most in (
+        ("extent.term", message.extent.term, MOST_TERM),
+        ("extent.segment", message.extent.segment, _MOST_POSITION),
+        ("extent.offset", message.extent.offset, _MOST_POSITION),
+    ):
+        _check_number(message, name, value, most)
     check_signer(message, message.proposer)
     ballot, basis, extent = message.ballot, message.basis, message.extent
     return Proposal(
@@ -212,23 +237,39 @@ def answer_out(answer: VoteReply, key: SigningKey) -> pb.Answer:
         ballot=pb.Ballot(term=answer.ballot[0], number=answer.ballot[1]),
         granted=answer.granted,
         term=answer.term,
-        leads=answer.leads,
         accepted=pb.Ballot(term=answer.accepted[0], number=answer.accepted[1]),
     )
     sign(message, key)
     return message
 
 
-def offer_out(key: SigningKey) -> pb.Answer:
-    """Return an answer to nothing, which shows the identity of the voter with this key."""
-    return answer_out(VoteReply(identity_of(key.public), 0, (0, 0), False, 0), key)
+def offer_out(key: SigningKey, term: int = 0) -> pb.Answer:
+    """Return an answer to nothing, which shows the identity of the voter with this key, and what it promised.
+
+    term: highest one that it has promised.
+    """
+    return answer_out(VoteReply(identity_of(key.public), 0, (0, 0), False, term), key)
 
 
 def answer_in(message: pb.Answer) -> VoteReply:
-    """Return the answer of a message. Raises ValueError unless the voter has signed it."""
+    """Return the answer of a message.
+
+    Raises ValueError if its numbers are out of range, or the voter has not signed it.
+    """
+    _check_range(message, message.ballot, message.accepted)
+    _check_number(message, "term", message.term, MOST_TERM)
     check_signer(message, message.voter)
     ballot = message.ballot.term, message.ballot.number
     accepted = message.accepted.term, message.accepted.number
-    return VoteReply(
-        message.voter, message.proposer, ballot, message.granted, message.term, message.leads, accepted
-    )
+    return VoteReply(message.voter, message.proposer, ballot, message.granted, message.term, accepted)
+
+
+def _check_range(message: Message, *ballots: pb.Ballot) -> None:
+    for ballot in ballots:
+        _check_number(message, "ballot.term", ballot.term, MOST_TERM)
+        _check_number(message, "ballot.number", ballot.number, _MOST_NUMBER)
+
+
+def _check_number(message: Message, name: str, value: int, most: int) -> None:
+    if value >= most:
+        raise ValueError(f"{type(message).__name__}: {name} is {value}; expected a number below {most}")

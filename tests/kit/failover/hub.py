@@ -256,11 +256,13 @@ class SimHub:
             self._fetch_from(sender)
 
     def on_who_leads(self, sender):
-        self.world.send(self.number, sender, "leads", self.machine.term, self.disk.voter.term)
+        self.world.send(
+            self.number, sender, "leads", self.machine.term, self.disk.voter.me, self.disk.voter.term
+        )
 
-    def on_leads(self, sender, term, promised):
+    def on_leads(self, sender, term, replica, promised):
         if self._leads(term):
-            self.machine.note_promise(promised)
+            self.machine.note_promise(replica, promised)
 
     def _leads(self, term):
         """Return whether this hub leads; it gives up when somebody knows a higher term."""
