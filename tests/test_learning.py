@@ -37,9 +37,9 @@ QUICK = LearningConfig(
 
 @pytest.fixture(scope="module")
 def world():
-    """Return a small policy and its samples of 16 prompts."""
+    """Return a small policy and its samples of 64 prompts."""
     model = policy(dtype=torch.float32)
-    prompts = torch.randint(48, (16, 4), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts = torch.randint(48, (64, 4), generator=torch.Generator().manual_seed(0)).tolist()
     return model, said(model, prompts, 40)
 
 
@@ -200,3 +200,21 @@ def test_a_process_of_its_own_learns_in_windows_and_the_node_adopts_the_result(w
         assert work.status()["feature_bytes"] == shape.num_bytes
         work.update_policy(policy_tensors(ends(model)), 2, kl_nats=0.01)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_the_first_layer_is_a_new_one_and_those_that_are_offered_are_trained(world):
+    model, samples = world
+    learning, _, _ = learning_of(model, samples)
+    trainer = learning._trainer
+
+    def share_of_first():
+        """Return the share of the first weights in the average after one step of training."""
+        first = {name: value.clone() for name, value in trainer.averaged.state_dict().items()}
+        while not trainer.num_steps:
+            learning.microbatch()
+        moved = trainer.averaged.down.weight - first["down.weight"]
+        return 1 - float((moved / (trainer.layer.down.weight.detach() - first["down.weight"])).median())
+
+    assert share_of_first() == pytest.approx(1 / 11, abs=0.01)
+    learning.begin(beginner(model).state_dict())
+    assert share_of_first() == pytest.approx(0.98, abs=0.01)

@@ -268,7 +268,7 @@ def test_a_stream_is_refused_with_its_reason():
         "serves the run 'run', not 'another'": {"run": "another"},
         "expected recompute or finish": {"on_new_version": "restart"},
         "needs a secret of 64 characters": {"secret": "short"},
-        "expected 1 to 64 letters": {"line": "a b"},
+        "is not 1 to 64 letters": {"line": "a b"},
     }
     with tiny_server(limits=StreamLimits(lines=1, streams=2, open_s=1.0)) as server:
         for text, settings in refused.items():
@@ -320,7 +320,8 @@ def test_a_trainer_that_does_not_read_is_cut_off_and_others_go_on():
         no_samples(server)
         with pytest.raises(grpc.RpcError) as cut:
             list(deaf.call)
-        assert cut.value.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+        ends = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
+        assert cut.value.code() in ends  # the last one: its connection is shut before the status is read
         top = [json.loads(text) for text in other.samples[prompts[0].key].top if text]
         assert sum(map(len, top)) == 100
         assert {len(place) for part in top for place in part} == {60}

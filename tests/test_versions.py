@@ -120,9 +120,9 @@ def test_a_manifest_that_no_author_writes_is_refused():
     good = {"line": "run", "serial": 2, "parent": 1, "dtype": "bf16", "units": (unit,)}
     assert Manifest.from_message(Manifest(**good).message) == Manifest(**good)
     for wrong, reason in (
-        ({"line": "x" * 2**20}, "expected 1 to 64"),
-        ({"line": "../etc"}, "expected 1 to 64"),
-        ({"line": ""}, "expected 1 to 64"),
+        ({"line": "x" * 2**20}, "is not 1 to 64 letters"),
+        ({"line": "../etc"}, "is not 1 to 64 letters"),
+        ({"line": ""}, "is not 1 to 64 letters"),
         ({"serial": 1}, "above its parent"),
         ({"serial": 2**63}, "above its parent"),
         ({"dtype": "int8"}, "expected one of bf16"),

@@ -122,6 +122,7 @@ class LayerTraining:
             is_trained: The layer is not a new one.
         """
         self._config, self._features, self._kl_nats = config, features, kl_nats
+        self._is_trained = is_trained
         self._trainer = DraftTrainer(layer, config.training, is_trained=is_trained)
         self._published = layer_of(layer.shape).to(layer.gain).requires_grad_(False)
         self._published.load_state_dict(layer.state_dict())
@@ -142,8 +143,9 @@ class LayerTraining:
         self._embeddings = PolicyEmbeddings(embedding, head, version)
 
     def begin(self, drafter: Mapping[str, Tensor]) -> None:
-        """Train these tensors from now on."""
-        self._trainer.restart(drafter)
+        """Train these tensors from now on: those of the first layer, then trained ones."""
+        self._trainer.restart(drafter, is_trained=self._is_trained)
+        self._is_trained = True
         self._published.load_state_dict(drafter)
         # A step or an evaluation under way is of the drafter before.
         self._pieces, self._to_publish, self._gate_state = self._learn(), None, GateState()
@@ -443,11 +445,11 @@ class DraftTrainer:
             moments = {part: state[f"{part}.{name}"].to(value, copy=True) for part in MOMENTS}
             self._optimizer.state[value] = {"step": torch.tensor(float(self.num_steps)), **moments}
 
-    def restart(self, tensors: Mapping[str, Tensor]) -> None:
+    def restart(self, tensors: Mapping[str, Tensor], *, is_trained: bool = True) -> None:
         """Train these weights from now on, with new moments, a new average and a new warm-up."""
         self.layer.load_state_dict(tensors)
         self.averaged.load_state_dict(tensors)
-        self._optimizer, self.num_steps, self._is_trained = self._fresh(), 0, True
+        self._optimizer, self.num_steps, self._is_trained = self._fresh(), 0, is_trained
 
     def _finish(self, sums: Sequence[Losses], num_pairs: int) -> Metrics:
         """Take AdamW's step on the gradients of all rows."""

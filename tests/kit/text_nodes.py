@@ -100,7 +100,7 @@ class TrainsInWindows(NoTraining):
 def train_in_windows(monkeypatch):
     """Let drafters be trained by `TrainsInWindows` from now on."""
 
-    def start(policy, layer, ring, config):
+    def start(policy, layer, ring, config, is_trained):
         trainer = TrainsInWindows(layer, online_module.embeddings_of(policy), ring, config)
         return trainer, trainer.memory
 
