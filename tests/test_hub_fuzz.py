@@ -99,7 +99,8 @@ def _renew(fuzzer, liar):
     except HubRefused as refused:
         if refused.code is not grpc.StatusCode.ALREADY_EXISTS:
             raise
-        liar.name += "'"
+        stem, _, number = liar.name.partition("-")
+        liar.name = f"{stem}-{int(number or 0) + 1}"
         reply = liar.join()
     fuzzer.who.CopyFrom(liar.who)
     fuzzer.seqs, fuzzer.versions = list(reply.seqs), list(reply.versions)

@@ -169,7 +169,9 @@ def test_a_hub_of_another_part_answers_neither_node_nor_candidate(tmp_path):
         node.who.part = 1
         with pytest.raises(HubRefused, match="part 0 is asked for"):
             node.vote(address(other))
-        asked = proposal_out(Proposal(7, 0, 9, (1, 2), (1, 1, 100)))
+        voter = key_of(9)
+        proposal = Proposal(7, 0, identity_of(voter.public), (1, 2), (1, 1, 100))
+        asked = proposal_out(proposal, voter)
         with pytest.raises(HubRefused, match="part 0 is asked for"):
             node.hub.propose(pb.ProposeRequest(run="run", proposal=asked, part=1))
         assert node.hub.hello(pb.HelloRequest(protocol=PROTOCOL, part=2)).leads

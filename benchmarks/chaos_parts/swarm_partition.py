@@ -109,7 +109,7 @@ class PartsLink:
     def __init__(self, parts: Sequence[InProcessHub], index: int, wires: Wires) -> None:
         """Join all parts."""
         self._parts, self._index, self._wires = parts, index, wires
-        self._name = f"node {index}"
+        self._name = f"node-{index}"
         for part in parts:
             self.node = part.join(self._name)
         numels = [unit.numel for unit in parts[0].layout.units]

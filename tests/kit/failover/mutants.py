@@ -33,8 +33,8 @@ class Credulous(Voter):
 
     __slots__ = ()
 
-    def answer(self, proposal):
-        after, answer = Voter(self.me, self.term, self.voted_for).answer(proposal)
+    def answer(self, proposal, known_term=0):
+        after, answer = Voter(self.me, self.term, self.voted_for).answer(proposal, known_term)
         return Credulous(after.me, after.term, after.voted_for, self.accepted, self.seen), answer
 
 
@@ -128,9 +128,10 @@ class VotesTwice(Voter):
 
     __slots__ = ()
 
-    def answer(self, proposal):
+    def answer(self, proposal, known_term=0):
         term = min(self.term, proposal.term - 1) if not proposal.number else self.term
-        after, answer = Voter(self.me, term, proposal.proposer, self.accepted, self.seen).answer(proposal)
+        before = Voter(self.me, term, proposal.proposer, self.accepted, self.seen)
+        after, answer = before.answer(proposal, known_term)
         return VotesTwice(after.me, after.term, after.voted_for, after.accepted, after.seen), answer
 
 
