@@ -349,6 +349,35 @@ def test_samples_that_have_begun_move_to_a_helper_that_is_free(pair, monkeypatch
     assert all(len(each.logprobs) == len(each.versions) == len(each.tokens) for each in found)
 
 
+def test_a_helper_that_takes_longer_than_predicted_is_given_less(pair, monkeypatch):
+    """The lag is the seconds beside the prediction; a helper that is late has one, too."""
+    _, slow, fast = pair
+    give_all(monkeypatch)
+    now_s = [1000.0]
+    monkeypatch.setattr(rank_pool.time, "monotonic", lambda: now_s[0])
+    slow.begin(asked())
+    slow.source.step()
+    now_s[0] += 7.0
+    while fast.source.work():
+        pass
+    run(slow)
+    predicted_s = 1e6  # of `give_all`
+    assert slow.source._lag_s == {1: pytest.approx(7.0 - predicted_s)}
+    assert slow.source._lag_of(1) == 0.0
+    engines = []
+
+    def divide(groups, given, lengths):
+        engines.extend(given)
+        return [0] * len(groups), [1.0, 1.0]
+
+    monkeypatch.setattr(rank_pool, "divide_groups", divide)
+    slow.source._lag_s[1] = 3.0
+    slow.begin(prompts_of(4, seed=6, group_size=2))
+    slow.source.step()
+    assert engines[1].delay_s == pytest.approx(3.0)
+    assert not slow.source._parts
+
+
 def test_weights_are_sent_once_for_a_version(pair, monkeypatch):
     wires, slow, fast = pair
     monkeypatch.setattr(rank_pool, "MOVE_EVERY", 1)

@@ -146,6 +146,17 @@ class _Given:
     is_here_too: bool = False
 
 
+@dataclass(slots=True)
+class _Part:
+    """Samples that a helper was given at one time."""
+
+    given_s: float
+    """On the monotonic clock."""
+    expected_s: float
+    """Predicted seconds, without the helper's lag."""
+    left: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Task:
     """Samples of another rank, and the weights to generate them with."""
@@ -205,7 +216,7 @@ class PooledSource:
         self._helpers: set[int] = set()
         self._gone: set[int] = set()
         self._answers: dict[int, Any] = {}
-        self._arrived: list[tuple[int, Any]] = []
+        self._arrived: list[tuple[int, Any, float]] = []
         self._given_back: set[tuple[int, int]] = set()
         self._tasks: deque[_Task] = deque()
         self._cancelled: set[tuple[int, int]] = set()
@@ -217,6 +228,9 @@ class PooledSource:
         self._ended: deque[int] = deque(maxlen=HISTORY)
         self._cut: deque[int] = deque(maxlen=HISTORY)
         self._meter = SpeedMeter()
+        self._parts: dict[tuple[int, int], _Part] = {}
+        self._lag_s: dict[int, float] = {}
+        """By helper: seconds that its parts took longer than predicted: copies of weights, few drafts."""
         self._sent: dict[int, tuple[int, int]] = {}
         """By helper: version of the weights that it got last, and number of the batch that they came with."""
         self._steps_to_look, self._looks_in_vain = MOVE_EVERY, 0
@@ -305,6 +319,7 @@ class PooledSource:
         self._take_back({(each.rank, each.number) for each in self._given.values()})
         self._new.clear()
         self._given.clear()
+        self._parts.clear()
 
     def status(self) -> Mapping[str, Any]:
         """Return the totals of the engine, with the tokens that came from helpers, and `pool`: own totals."""
@@ -416,8 +431,9 @@ class PooledSource:
             self.inner.add(new)
             return
         engines = [PoolEngine(speed, self.engine.target.rows)]
-        for answer in answers.values():
-            engines.append(PoolEngine(EngineSpeed(*answer["speed"]), answer["rows"], answer["delay_s"]))
+        for rank, answer in answers.items():
+            delay_s = answer["delay_s"] + self._lag_of(rank)
+            engines.append(PoolEngine(EngineSpeed(*answer["speed"]), answer["rows"], delay_s))
         lengths = LengthDistribution.of(self._ended, self._cut)
         samples = [[UnfinishedSample.of(p.to_rollout()) for p in group] for group in groups.values()]
         owners, finish_s = divide_groups(samples, engines, lengths)
@@ -427,13 +443,28 @@ class PooledSource:
         self.inner.add(parts[0])
         for (rank, answer), part, expected_s in zip(answers.items(), parts[1:], finish_s[1:], strict=True):
             if part:
-                self._give(rank, part, answer, expected_s)
+                self._give(rank, part, answer, expected_s - self._lag_of(rank))
+
+    def _lag_of(self, rank: int) -> float:
+        return max(0.0, self._lag_s.get(rank, 0.0))
+
+    def _note_lag(self, rank: int, number: int, now_s: float) -> None:
+        """Note that a part has been finished, or is late."""
+        part = self._parts.pop((rank, number), None)
+        if part is not None:
+            lag_s = now_s - part.given_s - part.expected_s
+            self._lag_s[rank] = (self._lag_s.get(rank, lag_s) + lag_s) / 2
 
     def _give(
         self, rank: int, prompts: Sequence[Prompt], answer: Mapping[str, Any], expected_s: float
     ) -> None:
-        """Give samples to a helper, with the weights unless it answered that it has them."""
-        late_at = time.monotonic() + LATE_FACTOR * expected_s + LATE_S
+        """Give samples to a helper, with the weights unless it answered that it has them.
+
+        expected_s: Predicted seconds until it has finished, without its lag.
+        """
+        now_s = time.monotonic()
+        late_at = now_s + LATE_FACTOR * (expected_s + self._lag_of(rank)) + LATE_S
+        self._parts[rank, self._number] = _Part(now_s, expected_s, len(prompts))
         self.counts.given += len(prompts)
         self._given |= {prompt.key: _Given(prompt, rank, self._number, late_at) for prompt in prompts}
         version, number = self._sent.get(rank, (-1, -1))
@@ -465,7 +496,9 @@ class PooledSource:
         loads = {
             rank: EngineLoad((), each["rows"], EngineSpeed(*each["speed"])) for rank, each in answers.items()
         }
-        places = {move.key: move.target for move in plan({-1: load} | loads, lengths, MOVES)}
+        lag_s = max(map(self._lag_of, answers), default=0.0)
+        rule = replace(MOVES, overhead_s=MOVES.overhead_s + lag_s)
+        places = {move.key: move.target for move in plan({-1: load} | loads, lengths, rule)}
         for rank, answer in answers.items():
             moved = [here[key] for key, place in places.items() if place == rank]
             if not moved:
@@ -528,12 +561,17 @@ class PooledSource:
         with self._news:
             arrived, self._arrived = self._arrived, []
         found = []
-        for number, finished in arrived:
+        for number, finished, at_s in arrived:
             for rollout, sample, tokens, logprobs, reason, passes in finished:
                 given = self._given.get((rollout, sample))
                 if given is None or given.number != number:
                     continue
                 del self._given[rollout, sample]
+                part = self._parts.get((given.rank, number))
+                if part is not None:
+                    part.left -= 1
+                    if not part.left:
+                        self._note_lag(given.rank, number, at_s)
                 if given.is_here_too:
                     self._end_here((rollout, sample))
                 versions = [self.version] * len(tokens)
@@ -566,7 +604,8 @@ class PooledSource:
         self._given_back.clear()
         if not late:
             return
-        for rank, _ in late:
+        for rank, number in late:
+            self._note_lag(rank, number, now)
             self._skip(rank)
         mine = [each for each in self._given.values() if (each.rank, each.number) in late]
         self.inner.add([each.prompt for each in mine])
@@ -606,7 +645,7 @@ class PooledSource:
                     self._queued_weights = rank, number
                 self._tasks.append(_Task(rank, message.number, prompts, number, message.weights))
             elif message.kind == DONE:
-                self._arrived.append((message.number, message.text))
+                self._arrived.append((message.number, message.text, time.monotonic()))
             elif message.kind == TAKE_BACK:
                 self._forget(rank, message.number)
             elif message.kind == GIVE_BACK:
