@@ -20,6 +20,7 @@ from aedit.async_sgd.service import fingerprint
 from aedit.async_sgd.service.request_guard import is_local, known_by, origin_of
 from aedit.async_sgd.service.server_directory import Directory
 from aedit.launch.config import RunConfig
+from aedit.launch.hub.uplink import name_at_parent
 from aedit.launch.records import HubSample, claimed
 from aedit.launch.records.records import Notice
 from aedit.proto.agent import NodeRefused, rejoin_secret
@@ -32,7 +33,7 @@ from aedit.proto.versions.manifest import check_line
 from aedit.spec_rollout.audit import Origin
 from aedit.spec_rollout.remote.connection import PROTOCOL, Connection, Violation
 from aedit.system import host_name
-from aedit.types import TensorLayout, UnitLayout, UserError, name_fault
+from aedit.types import LONGEST_NAME, TensorLayout, UnitLayout, UserError, name_fault
 
 
 def refusal(call):
@@ -125,6 +126,16 @@ def test_a_host_name_is_made_a_name(monkeypatch):
         assert not name_fault(f"{host_name()}-{'0' * 6}", 71)
     monkeypatch.setattr("socket.gethostname", lambda: "gpu-3.example.org")
     assert host_name() == "gpu-3.example.org"
+
+
+@pytest.mark.parametrize("run", ["text", "x" * LONGEST_NAME])
+@pytest.mark.parametrize("address", ["10.0.0.1:7000", "[fe80::1]:7000", f"{'h' * 253}:65535"])
+def test_the_hub_of_a_region_has_a_name_at_its_parent(run, address):
+    """As found: the parent refused `hub of text at 10.0.0.1:7000`, so that no region was ever heard."""
+    name = name_at_parent(run, address)
+    assert not name_fault(name)
+    assert name.startswith(f"hub-of-{run[:32]}-at-")
+    assert name.endswith(address.rpartition(":")[2])
 
 
 def test_a_running_hub_takes_no_path_as_the_name_of_a_node(tmp_path):

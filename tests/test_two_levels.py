@@ -51,6 +51,10 @@ def test_what_one_region_learns_reaches_the_other(field):
     first.start_node("one-0", prefers=3)
     second.start_node("two-0", prefers=5)
     until(lambda: pushes(parent) >= [6, 6], "six pushes of both regions at the parent", LIMIT_S)
+    names = [node["name"] for node in parent.status()["nodes"]]
+    assert sorted(names) == sorted(
+        f"hub-of-paced-at-{one.plan.hub.replace(':', '-')}" for one in (first, second)
+    )
     assert set(first.end_nodes().values()) == set(second.end_nodes().values()) == {0}
     for one in (first, second, parent):
         one.end_hub()

@@ -351,10 +351,10 @@ class _Process:
 
     def _join_parent(self, leading: LeadingHub) -> None:
         # Imported here: only a hub with a parent needs an agent.
-        from aedit.launch.hub.uplink import Uplink
+        from aedit.launch.hub.uplink import Uplink, name_at_parent
         from aedit.proto.agent import rejoin_secret
 
-        name = f"hub of {self._config.name} at {self.endpoint.preferred_address}"
+        name = name_at_parent(self._config.name, self.endpoint.preferred_address)
         secret = rejoin_secret(self.endpoint.directory / "rejoin")
         endpoint = self.endpoint
         leading.join_parent(Uplink(leading.engine, name, endpoint.client_keys(), endpoint.keys, secret))

@@ -29,6 +29,7 @@ from aedit.proto.rpc import (
     HubRefused,
     HubUnreachable,
 )
+from aedit.system import in_a_name
 from aedit.types import Layout, UserError, Verdict
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,11 @@ class _UnitLink:
     waits: bool = False
     asked_s: float = -math.inf
     """When the parent was last asked for the anchor of a unit without a push."""
+
+
+def name_at_parent(run: str, address: str) -> str:
+    """Return the name of the hub of `run` at this address among its parent's nodes, within LONGEST_NAME."""
+    return f"hub-of-{run[:32]}-at-{in_a_name(address)[-80:]}"
 
 
 class Uplink:

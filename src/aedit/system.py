@@ -35,9 +35,14 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def in_a_name(text: str) -> str:
+    """Return `text` as a part of a member's name, see `aedit.types.name_fault`: a dash for what it lacks."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", text)
+
+
 def host_name() -> str:
-    """Return the name of this machine as a part of a member's name, see `aedit.types.name_fault`."""
-    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64].strip(".") or "host"
+    """Return the name of this machine as a part of a member's name."""
+    return in_a_name(socket.gethostname())[:64].strip(".") or "host"
 
 
 @contextmanager
