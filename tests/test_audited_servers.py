@@ -36,9 +36,9 @@ def other_logits(change):
 
 
 LIES = {
-    "another seed": another_seed,
-    "temperature 0.9": other_logits(lambda logits: logits / 0.9),
-    "another model": other_logits(lambda logits: logits + 0.3 * torch.sin(torch.arange(VOCABULARY) * 7.0)),
+    "another-seed": another_seed,
+    "temperature-0.9": other_logits(lambda logits: logits / 0.9),
+    "another-model": other_logits(lambda logits: logits + 0.3 * torch.sin(torch.arange(VOCABULARY) * 7.0)),
 }
 
 

@@ -410,10 +410,10 @@ def test_a_full_disk_is_told_before_the_run(tmp_path, monkeypatch):
 def test_a_node_that_joins_finds_its_hub_elsewhere_but_not_another_training(tmp_path):
     config = RunConfig(dir=str(tmp_path), edit=EditConfig(landing="arrival"))
     hub = HubConfig(address="127.0.0.1:1")
-    own = prepare(replace(config, hub=hub), "a/b")
-    assert own.name == "join_a_b.toml"
+    own = prepare(replace(config, hub=hub), "a.b")
+    assert own.name == "join_a.b.toml"
     take_a_step(own.parent)
-    prepare(replace(config, hub=replace(hub, address="127.0.0.1:2")), "a/b")
+    prepare(replace(config, hub=replace(hub, address="127.0.0.1:2")), "a.b")
     assert "127.0.0.1:2" in own.read_text()
     with pytest.raises(UserError, match=r"seed \(0 -> 1\); .*choose another --dir"):
         prepare(replace(config, hub=hub, seed=1), "c")

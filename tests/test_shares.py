@@ -101,7 +101,9 @@ class Fleet:
         before, steps = values(self.world).copy(), np.zeros(len(self.nodes))
         end = self.now_s + seconds
         while self.due[0][0] <= end:
-            self.now_s, node = heapq.heappop(self.due)
+            at_s, node = heapq.heappop(self.due)
+            self.world.now += at_s - self.now_s  # steps take time
+            self.now_s = at_s
             if node in self.gone:
                 continue
             D = np.zeros(8, np.float32)
@@ -110,6 +112,7 @@ class Fleet:
             self.world.settle()
             steps[node] += self.nodes[node][1]
             heapq.heappush(self.due, (self.now_s + self.nodes[node][0], node))
+        self.world.now += end - self.now_s
         self.now_s = end
         return (before - values(self.world))[: len(self.nodes)].astype(np.float64), steps
 
