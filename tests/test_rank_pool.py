@@ -408,8 +408,11 @@ def test_samples_whose_weights_another_rank_has_replaced_are_given_back(pair, mo
     fast.source._loaded_weights = (2, 9)
     assert fast.source.work()
     assert "were replaced by those of another rank" in capsys.readouterr().err
+    lag_s = dict(slow.source._lag_s)
     assert run(slow)[0] == expected(slow, prompts)
     assert slow.source.counts.taken_back == 4
+    assert slow.source._lag_s == lag_s, "it was not late"
+    assert slow.source._sent == {}, "the next samples come with weights"
 
 
 def test_what_does_not_fit_the_helper_is_given_back(pair, monkeypatch, capsys):

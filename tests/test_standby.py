@@ -391,26 +391,35 @@ def test_a_standby_with_a_full_disk_is_not_waited_for_and_comes_back_once_there_
     assert kept == set(node.accepted)
 
 
+def copied(toml, primary, tmp_path):
+    """Found a run, copy the folder of its hub, and return a node and the hub that goes on."""
+    node = Client(primary.address).found()
+    attached(node)
+    node.merged(0)
+    primary.kill()
+    shutil.copytree(primary.directory, tmp_path / "older")
+    return node, HubProcess(toml, primary.directory)
+
+
+def with_copy(toml, primary, tmp_path):
+    """Put that copy back, and return the hub that begins with it."""
+    shutil.rmtree(primary.directory)
+    shutil.copytree(tmp_path / "older", primary.directory)
+    return HubProcess(toml, primary.directory)
+
+
 def test_an_older_copy_of_a_hubs_folder_does_not_cost_what_its_standby_has(tmp_path):
     """Found: the hub led on under its term, and the standby deleted what the older copy did not have."""
     toml, primary, standby = pair(tmp_path)
     with ending():
-        node = Client(primary.address).found()
-        attached(node)
-        node.merged(0)
-        primary.kill()
-        older = tmp_path / "older"
-        shutil.copytree(primary.directory, older)
-        primary = HubProcess(toml, primary.directory)
+        node, primary = copied(toml, primary, tmp_path)
         assert node.go_to(primary.address).term == 1, "it leads on: its standby has no more than it"
         attached(node)
         for _ in range(3):
             node.merged(1)
         before = node.anchor(1)
         primary.kill()
-        shutil.rmtree(primary.directory)
-        shutil.copytree(older, primary.directory)
-        primary = HubProcess(toml, primary.directory)
+        primary = with_copy(toml, primary, tmp_path)
         assert "this hub follows until it has the rest" in primary.log.read_text()
         assert primary.events("behind")
         reply = node.vote(primary.address)
@@ -433,21 +442,13 @@ def test_a_standby_sets_aside_what_its_leader_lacks_and_says_so(tmp_path):
     """The standby does not answer while the older copy is put back, so that the hub cannot ask it."""
     toml, primary, standby = pair(tmp_path)
     with ending():
-        node = Client(primary.address).found()
-        attached(node)
-        node.merged(0)
-        primary.kill()
-        older = tmp_path / "older"
-        shutil.copytree(primary.directory, older)
-        primary = HubProcess(toml, primary.directory)
+        node, primary = copied(toml, primary, tmp_path)
         node.go_to(primary.address)
         attached(node)
         node.merged(1)
         primary.kill()
         standby.kill()
-        shutil.rmtree(primary.directory)
-        shutil.copytree(older, primary.directory)
-        primary = HubProcess(toml, primary.directory)
+        primary = with_copy(toml, primary, tmp_path)
         standby = HubProcess(toml, standby.directory, "--standby")
         aside = until(lambda: status(standby.address)["set_aside"], "the records to be set aside")
         assert [one["path"] for one in aside] == [str(standby.directory / "set_aside" / "1")]

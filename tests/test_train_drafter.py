@@ -34,6 +34,7 @@ options = {{ longest = 64 }}
 functions = ["aedit.spec_rollout.rl.tasks.scratchpad:solved"]
 [rl.sampling]
 max_new_tokens = 24
+stop = ["#"]
 [drafter]
 form = "{form}"
 """

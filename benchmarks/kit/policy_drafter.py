@@ -11,15 +11,12 @@ from typing import Literal
 import torch
 from torch import nn
 
-from aedit.launch.cli.train_drafter import collect_rollouts
+from aedit.launch.cli.train_drafter import MAX_TOKENS, ROWS, collect_rollouts
 from aedit.launch.data import ByteTokenizer
 from aedit.spec_rollout.sampling import Prompt, Sampling
 from aedit.spec_rollout.training import DraftTrainingConfig, LossConfig, train_drafter
 from benchmarks.policies import ROOT, Policy, load, prompts, ready
 
-ROWS = 32
-MAX_TOKENS = 1024
-"""Prompt and answer."""
 PROMPTS_AT = 1 << 32
 """Seeds from here on are the drafters': nobody measures with their prompts."""
 

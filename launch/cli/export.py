@@ -6,6 +6,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,7 @@ def export(
     UserError if `out` is not empty, if there is no run, checkpoint or hub, or with `needs_drafter` no drafter
     of that form.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"OUT: {out} exists already; choose another OUT, or remove it")
+    check_new(out, "OUT")
     _logging.disable_progress_bar()
     model, tokenizer, where = load_run_model(place, keys, insecure=insecure)
     drafter, drafter_path = _drafter(model, place)
@@ -84,10 +84,7 @@ def export(
             f"--drafter: {place} must have a drafter that other engines load, and has {found}; train with "
             'drafter.form = "eagle3"'
         )
-    try:
-        write_model(model, tokenizer, out, drafter)
-    except OSError as error:
-        raise UserError(f"{out}: cannot be written: {error.strerror or error}") from None
+    write_model(model, tokenizer, out, drafter)
     print(f"{out}: {where}")
     if drafter is not None:
         print(f"{out / FOLDER}: drafter of {drafter_path}")
@@ -263,10 +260,7 @@ def write_model(
 
     It may exist if it is empty. drafter: written to a folder of its own in it.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    writing = out.parent / f".{out.name}-{os.getpid()}"
-    writing.mkdir()
-    try:
+    with written_whole(out) as writing:
         if first := tokenizer.encode("").tolist():  # a new model's configuration has the end of text there
             model.config.bos_token_id = model.generation_config.bos_token_id = first[0]
         model.save_pretrained(writing)
@@ -275,9 +269,29 @@ def write_model(
             folder = writing / FOLDER
             folder.mkdir()
             write_drafter(drafter, model.config, folder, verifier=str(out.absolute()))
+
+
+def check_new(out: Path, argument: str) -> None:
+    """Raise UserError, with the name of the argument, unless `out` is a new directory or an empty one."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{argument}: {out} exists already; choose another one, or remove it")
+
+
+@contextmanager
+def written_whole(out: Path) -> Iterator[Path]:
+    """Yield a folder that becomes `out` when the block ends without an error, with a `config.json` in it.
+
+    Raises UserError if it cannot be written.
+    """
+    writing = out.parent / f".{out.name}-{os.getpid()}"
+    try:
+        writing.mkdir(parents=True)
+        yield writing
         for path in writing.rglob("*.*"):  # safetensors makes files readable by the owner only
             path.chmod((writing / "config.json").stat().st_mode)
         os.rename(writing, out)
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written: {error.strerror or error}") from None
     finally:
         shutil.rmtree(writing, ignore_errors=True)
 

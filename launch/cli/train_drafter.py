@@ -1,8 +1,6 @@
 """`aedit train-drafter`: train a drafter on rollouts of the policy with which a run begins."""
 
-import os
 import random
-import shutil
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -12,9 +10,10 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from aedit.launch.cli.export import check_new, written_whole
 from aedit.launch.config import RunConfig
 from aedit.launch.data import load_problems, load_tokenizer
-from aedit.launch.node import build_model, draft_form, stop_tokens, taps_of
+from aedit.launch.node import StopDecoder, build_model, draft_form, run_sampling, taps_of
 from aedit.spec_rollout.drafters import write_drafter
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.model import make_target
@@ -61,8 +60,7 @@ def write_trained_drafter(config: RunConfig, out: Path, *, minutes: float, num_t
         raise UserError(f"--minutes: must be above 0, got {minutes}")
     if num_tokens < LEAST_TOKENS:
         raise UserError(f"--tokens: must be at least {LEAST_TOKENS}, got {num_tokens}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out: {out} exists already; choose another directory, or remove it")
+    check_new(out, "--out")
     if not config.prompts.source:
         raise UserError("prompts.source: must name the problems of the run, as a drafter learns from answers")
     if not config.model.pretrained:
@@ -79,11 +77,7 @@ def write_trained_drafter(config: RunConfig, out: Path, *, minutes: float, num_t
         config.model, tokenizer.vocab_size, config.data.seq_len, config.seed, tokenizer.eos_id
     )
     model.train(False).requires_grad_(False).to("cuda" if torch.cuda.is_available() else "cpu")
-    sampling = Sampling(
-        temperature=config.rl.sampling.temperature,
-        max_new_tokens=config.rl.sampling.max_new_tokens,
-        stop_tokens=stop_tokens(model, tokenizer.eos_id),
-    )
+    sampling = run_sampling(config, model, tokenizer.eos_id, config.rl.sampling.temperature)
     name = config.model.pretrained
     say.print(f"aedit: {name}: {num_tokens:,} tokens of rollouts, then {minutes:g} min of training")
     try:
@@ -93,23 +87,15 @@ def write_trained_drafter(config: RunConfig, out: Path, *, minutes: float, num_t
             num_tokens,
             taps=taps_of(config.drafter, model),
             max_tokens=config.data.seq_len,
+            tokenizer=StopDecoder(tokenizer),
         )
         training = DraftTrainingConfig(lr=LR, loss=LossConfig(tokens=config.drafter.loss))
         form = draft_form(config.drafter)
         layer, match = train_drafter(model, samples, training, minutes, config.seed, form=form)
     except ValueError as error:
         raise UserError(f"{name}: no drafter for this policy: {error}") from None
-    writing = out.parent / f".{out.name}-{os.getpid()}"
-    try:
-        writing.mkdir(parents=True)
+    with written_whole(out) as writing:
         write_drafter(layer, model.config, writing, verifier=name)
-        for path in writing.iterdir():  # safetensors makes files readable by the owner only
-            path.chmod((writing / "config.json").stat().st_mode)
-        os.rename(writing, out)
-    except OSError as error:
-        raise UserError(f"{out}: cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(writing, ignore_errors=True)
     accepted, reached = 0.0, 1.0
     for chance in match.overlap_D[:CHAIN]:
         reached *= chance
@@ -125,6 +111,7 @@ def collect_rollouts(
     *,
     taps: Sequence[int] = (),
     max_tokens: int = MAX_TOKENS,
+    tokenizer: Any = None,
 ) -> list[FeatureSample]:
     """Return the policy's rollouts with its hidden states, `num_tokens` of them or slightly more.
 
@@ -134,9 +121,10 @@ def collect_rollouts(
         num_tokens: Tokens of prompts and answers together.
         taps: Layers whose outputs are part of a feature.
         max_tokens: Most tokens of a prompt and its answer.
+        tokenizer: Decodes text, where prompts have stop strings; see `Engine`.
     """
     target = make_target(model, rows=ROWS, max_tokens=max_tokens, taps=tuple(taps))
-    engine, width = Engine(target), target.feature_size
+    engine, width = Engine(target, tokenizer=tokenizer), target.feature_size
     most = num_tokens + ROWS * max_tokens  # and as much again for pages that are not full
     shape = RingShape.within(2 * most * RingShape(width, torch.float32, 1).row_bytes, width, torch.float32)
     buffer = np.zeros(shape.num_bytes, np.uint8)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         stop_tokens,
     )
     from aedit.launch.node.objective import lr_at, make_inner, make_inners, set_lr
-    from aedit.launch.node.rl_build import vllm_settings
+    from aedit.launch.node.rl_build import run_sampling, vllm_settings
     from aedit.launch.node.rl_engine import (
         DTYPES,
         FILE,
@@ -69,6 +69,7 @@ __all__ = [
     "num_parameters",
     "online_config",
     "outline",
+    "run_sampling",
     "save_drafter",
     "saved_layer",
     "set_lr",

@@ -55,6 +55,7 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
     """
     config, sync, world = parts.config, parts.sync, parts.world
     without_dropout(sync.model)
+    sampling = partial(run_sampling, config, sync.model, parts.tokenizer.eos_id)
     longest = max(len(problem.tokens) for problem in (*problems.train, *problems.held_out))
     curriculum = Curriculum.of(problems.train) if config.prompts.curriculum else None
     waits = Waits(sync)
@@ -78,7 +79,7 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
         choose=curriculum.problem if curriculum else lambda position, index: problems.train[index],
         pipeline=pipeline,
         shards=sync.shards,
-        sampling=_sampling(config, parts, config.rl.sampling.temperature),
+        sampling=sampling(config.rl.sampling.temperature),
         check_stop=parts.stop.check,
     )
     return PolicyObjective(
@@ -111,7 +112,7 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
         ),
         held_out=problems.held_out,
         curriculum=curriculum,
-        greedy=_sampling(config, parts, 0.0),
+        greedy=sampling(0.0),
         online=online,
         watch=None if online is None else TrainerWatch.of(online, parts.recorder.event, config.drafter),
         directory=parts.recorder.directory,
@@ -119,12 +120,13 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
     )
 
 
-def _sampling(config: RunConfig, parts: NodeParts, temperature: float) -> Sampling:
+def run_sampling(config: RunConfig, model: Any, eos_id: int, temperature: float) -> Sampling:
+    """Return how a run samples answers, at another temperature."""
     chosen = config.rl.sampling
     return Sampling(
         temperature=temperature,
         max_new_tokens=chosen.max_new_tokens,
-        stop_tokens=stop_tokens(parts.sync.model, parts.tokenizer.eos_id),
+        stop_tokens=stop_tokens(model, eos_id),
         stop_strings=chosen.stop,
     )
 

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -590,31 +590,35 @@ class PooledSource:
     def _take_late(self) -> None:
         """Begin the samples here whose helpers are late or lost."""
         now = time.monotonic()
+        with self._news:
+            given_back, self._given_back = self._given_back, set()
         late = {
-            (each.rank, each.number)
+            (each.rank, each.number): now > each.late_at
             for each in self._given.values()
             if not each.is_here_too
             and (
                 now > each.late_at
                 or each.rank in self._gone
-                or (each.rank, each.number) in self._given_back
+                or (each.rank, each.number) in given_back
                 or self.links.error
             )
         }
-        self._given_back.clear()
         if not late:
             return
-        for rank, number in late:
-            self._note_lag(rank, number, now)
+        for (rank, number), has_lag in late.items():
+            if has_lag:
+                self._note_lag(rank, number, now)
+            self._parts.pop((rank, number), None)
+            self._sent.pop(rank, None)
             self._skip(rank)
         mine = [each for each in self._given.values() if (each.rank, each.number) in late]
         self.inner.add([each.prompt for each in mine])
         for each in mine:
             each.is_here_too = True
         self.counts.taken_back += len(mine)
-        self._take_back(late)
+        self._take_back(late.keys())
 
-    def _take_back(self, parts: set[tuple[int, int]]) -> None:
+    def _take_back(self, parts: Set[tuple[int, int]]) -> None:
         for rank, number in parts:
             self.links.send(rank, Message(TAKE_BACK, number))
 
