@@ -5,13 +5,14 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from kit.arms import World, draft_s, verify_s
 
 from aedit.spec_rollout.choose import EngineView, Fixed, Goodput, StepObservation, score_bins
 from aedit.spec_rollout.choose.goodput import PLAIN_STEPS, best_arm
-from aedit.spec_rollout.choose.table import Acceptance
+from aedit.spec_rollout.choose.table import Acceptance, PathChances
 from aedit.spec_rollout.drafters import OFF, Draft, parse_arm
 
 ARMS = tuple(map(parse_arm, ("layer:1", "layer:2", "layer:4", "layer:8", "suffix:2", "suffix:4", "suffix:8")))
@@ -418,3 +419,44 @@ def test_arms_are_compared_at_once_when_rows_or_drafters_are_others(monkeypatch)
         chooser.choose(view)
         chooser.choose(view)
     assert compared == changed
+
+
+def test_the_error_of_expected_tokens_is_that_of_a_simulation():
+    """The oracle draws as many rows again and again, and estimates from each."""
+    draw, arm, rows, share = np.random.default_rng(0), parse_arm("suffix:4"), 200, 0.6
+    survived = (draw.random((2000, rows, 4)) < share).cumprod(axis=2)
+    lengths = 1 + survived.sum(axis=2)
+    expected = lengths.mean(axis=1).std() / lengths.mean()
+    errors = []
+    for batch in survived[:50]:
+        acceptance = Acceptance()
+        acceptance.count(arm, batch.astype(float), steps=0)
+        errors.append(acceptance.deviation(arm))
+    assert np.mean(errors) == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize(("now", "error", "drafts"), [(0, 0.05, 1), (0, 0.2, 0), (1, 0.2, 1)])
+def test_plain_decoding_ends_only_for_what_is_surely_better(monkeypatch, now, error, drafts):
+    """The drafts are worth a tenth more tokens per second; an arm in use is kept."""
+    chooser, arms = Goodput(ARMS[:1]), (OFF, ARMS[0])
+    world(GOOD).run(chooser, 1, 100)
+    monkeypatch.setattr(Acceptance, "deviation", lambda self, arm: error)
+    monkeypatch.setattr(chooser, "value", lambda view, arm: 100.0 if arm.is_off else 110.0)
+    monkeypatch.setattr(chooser, "_deviation", lambda *_: 0.0)
+    chooser.arm = arms[now]
+    chooser._compare(EngineView(1, 64, {"layer": 0}))
+    assert chooser.arm == arms[drafts]
+
+
+def test_chances_by_score_forget_in_as_many_steps_as_those_by_position():
+    """One row of four nodes is accepted 500 times, and then refused 300 times."""
+    chances, bins = PathChances(), np.full((1, 4), 12)
+    for accepted, steps in ((1, 500), (0, 300)):
+        for _ in range(steps):
+            chances.learn(bins, np.full((1, 4), bool(accepted)))
+    assert chances.table[12] == pytest.approx(math.exp(-300 / 150), abs=0.03)
+    every_fourth = PathChances()
+    for accepted, steps in ((1, 500), (0, 300)):
+        for _ in range(steps // 4):
+            every_fourth.learn(bins, np.full((1, 4), bool(accepted)), steps=4)
+    assert every_fourth.table[12] == pytest.approx(chances.table[12], abs=0.03)

@@ -98,6 +98,23 @@ def test_what_is_published_is_better_on_samples_that_nobody_has_learned_from(wor
     assert learning._uses.keys().isdisjoint(e.serial for e in reader.entries() if is_held_out_entry(e))
 
 
+def test_the_average_is_what_is_compared_and_published(world):
+    model, samples = world
+    learning, _, memory = learning_of(model, samples)
+    for _ in range(500):
+        learning.microbatch()
+        better = learning.to_publish()
+        if better is not None:
+            break
+    average, layer = (each.state_dict() for each in (learning._trainer.averaged, learning._trainer.layer))
+    assert all(torch.equal(better[name], value) for name, value in average.items())
+    assert not torch.equal(better["down.weight"], layer["down.weight"])
+    reader = FeatureReader(memory)
+    apart = [reader.read(entry) for entry in reader.entries() if is_held_out_entry(entry)]
+    match = held_out_match(learning._trainer.averaged, pack_samples(apart, 256), ends(model), 2)
+    assert learning.metrics()["match_candidate"] == pytest.approx(match.rate, abs=1e-6)
+
+
 def test_what_is_not_better_is_kept_back_and_learns_at_half_the_rate(world):
     model, samples = world
     config = LearningConfig(
