@@ -74,7 +74,7 @@ def export(
     UserError if `out` is not empty, if there is no run, checkpoint or hub, or with `needs_drafter` no drafter
     of that form.
     """
-    check_new(out, "OUT")
+    check_out_folder(out, "OUT")
     _logging.disable_progress_bar()
     model, tokenizer, where = load_run_model(place, keys, insecure=insecure)
     drafter, drafter_path = _drafter(model, place)
@@ -271,7 +271,7 @@ def write_model(
             write_drafter(drafter, model.config, folder, verifier=str(out.absolute()))
 
 
-def check_new(out: Path, argument: str) -> None:
+def check_out_folder(out: Path, argument: str) -> None:
     """Raise UserError, with the name of the argument, unless `out` is a new directory or an empty one."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{argument}: {out} exists already; choose another one, or remove it")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from aedit.launch.cli.export import check_new, written_whole
+from aedit.launch.cli.export import check_out_folder, written_whole
 from aedit.launch.config import RunConfig
 from aedit.launch.data import load_problems, load_tokenizer
 from aedit.launch.node import StopDecoder, build_model, draft_form, run_sampling, taps_of
@@ -60,7 +60,7 @@ def write_trained_drafter(config: RunConfig, out: Path, *, minutes: float, num_t
         raise UserError(f"--minutes: must be above 0, got {minutes}")
     if num_tokens < LEAST_TOKENS:
         raise UserError(f"--tokens: must be at least {LEAST_TOKENS}, got {num_tokens}")
-    check_new(out, "--out")
+    check_out_folder(out, "--out")
     if not config.prompts.source:
         raise UserError("prompts.source: must name the problems of the run, as a drafter learns from answers")
     if not config.model.pretrained:
