@@ -95,7 +95,7 @@ def test_the_configuration_of_the_quickstart_can_be_read(tmp_path):
 
 # --- size and style of the pages
 
-WORDS = 35_000
+WORDS = 42_000
 SENTENCE_WORDS = 25
 ALL_PAGES = [*PAGES, *sorted((ROOT / "docs" / "results").glob("*.md"))]
 
