@@ -39,10 +39,12 @@ snapshot_bytes = {snapshot_bytes}
 """
 
 
-def write_run(directory, more="", expire_s=60.0, snapshot_bytes=2**30):
+def write_run(directory, more="", expire_s=60.0, snapshot_bytes=2**30, template=RUN):
     """Write a configuration file whose run is in `directory`."""
     path = directory / "run.toml"
-    path.write_text(RUN.format(dir=directory, expire_s=expire_s, snapshot_bytes=snapshot_bytes, more=more))
+    path.write_text(
+        template.format(dir=directory, expire_s=expire_s, snapshot_bytes=snapshot_bytes, more=more)
+    )
     return path
 
 
