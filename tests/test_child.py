@@ -115,3 +115,79 @@ def test_descendants_are_searched_for_every_few_seconds_however_often_it_is_aske
         for _ in range(200):
             child.look()
         assert 1 <= len(searches) <= 1 + (time.monotonic() - began) / LOOK_EVERY_S
+
+
+CATCHES = """
+import os, signal
+from aedit.child import StopSignals
+stop = StopSignals()
+with stop.asked._cond:  # as in a wait that has just begun or ended
+    os.kill(os.getpid(), signal.SIGTERM)
+while not stop.asked.wait(0.2):
+    pass
+"""
+
+
+def test_a_signal_ends_a_process_at_whatever_point_of_its_wait_it_comes():
+    """Found: the handler waited for ever for the lock of the event, which the main thread held."""
+    assert subprocess.run([sys.executable, "-c", CATCHES], timeout=60).returncode == 0
+
+
+OUTLIVES = """
+import signal, sys, time
+from pathlib import Path
+from aedit import system
+from aedit.child import Child
+log, hangs = sys.argv[1:]
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+program = (
+    "import signal, time; from aedit import system; system._END_S = system._LOOK_S = 0.1;"
+    "system.end_with_named_parent();"
+    "{}print('ready', flush=True); time.sleep(999)"
+).format("signal.signal(signal.SIGTERM, lambda *_: None); " if hangs == "True" else "")
+child = Child([sys.executable, "-c", program], Path(log), own=True)
+while "ready" not in child.output():
+    time.sleep(0.01)
+print(child._process.pid, flush=True)
+time.sleep(999)
+"""
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_child_ends_with_its_parent_although_that_ignored_the_signal_or_the_child_hangs(tmp_path, hangs):
+    words = [sys.executable, "-c", OUTLIVES, str(tmp_path / "log"), str(hangs)]
+    parent = subprocess.Popen(words, stdout=subprocess.PIPE)
+    child = psutil.Process(int(parent.stdout.readline()))
+    try:
+        parent.kill()
+        parent.wait(10)
+        until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, "its end", 60.0)
+    finally:
+        parent.stdout.close()
+        if child.is_running():
+            child.kill()
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.1, 0.4])
+def test_a_child_ends_with_a_parent_that_is_killed_while_the_child_starts(tmp_path, after_s):
+    """It has not asked the kernel for the signal yet: it must see that its parent is another one by then."""
+    program = (
+        "import sys, time; from pathlib import Path; from aedit.child import Child;"
+        "child = Child([sys.executable, '-m', 'aedit.launch.cli', 'hub', sys.argv[1]], Path(sys.argv[2]),"
+        " own=True); print(child._process.pid, flush=True); time.sleep(999)"
+    )
+    toml = tmp_path / "run.toml"
+    toml.write_text(f'name = "run"\ndir = "{tmp_path}"\n[hub]\naddress = "127.0.0.1:0"\n')
+    words = [sys.executable, "-c", program, str(toml), str(tmp_path / "log")]
+    parent = subprocess.Popen(words, stdout=subprocess.PIPE)
+    child = psutil.Process(int(parent.stdout.readline()))
+    try:
+        time.sleep(after_s)
+        parent.kill()
+        parent.wait(10)
+        until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, "its end", 60.0)
+    finally:
+        parent.stdout.close()
+        if child.is_running():
+            child.kill()

@@ -6,6 +6,7 @@ is restarted. Options travel as one JSON value: `to_json` here, `run_task` or `f
 catches what asks this process to end.
 """
 
+import _thread
 import contextlib
 import json
 import os
@@ -316,10 +317,12 @@ class StopSignals:
                 signal.signal(number, self._caught)
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
-        self.by_hand = number == signal.SIGINT
-        self.asked.set()
         for again in (signal.SIGINT, signal.SIGTERM):
             signal.signal(again, signal.SIG_DFL)
+        self.by_hand = number == signal.SIGINT
+        # In another thread: the main one, in which this runs, may hold the lock of the event as it waits for
+        # it, and would wait for itself. Neither this signal nor another one would then end the process.
+        _thread.start_new_thread(self.asked.set, ())
 
 
 class HostProcess:

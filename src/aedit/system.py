@@ -320,17 +320,37 @@ PARENT = "AEDIT_PARENT"
 """Environment variable with the id of the process with which an `aedit` command ends."""
 
 
+_END_S, _LOOK_S = 30.0, 1.0
+"""Longest time for which a process outlives the parent that its environment names, and time between looks."""
+
+
 def end_with_named_parent() -> None:
-    """Do as `end_with_parent` if the environment names this process's parent, with SIGTERM."""
+    """Do as `end_with_parent` if the environment names this process's parent, with SIGTERM.
+
+    A process that has not ended `_END_S` after its parent, for example as it hangs, is killed.
+    """
     if parent := os.environ.pop(PARENT, ""):
         end_with_parent(int(parent), signal.SIGTERM)
+        threading.Thread(target=_outlive, args=(int(parent),), name="parent", daemon=True).start()
+
+
+def _outlive(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    time.sleep(_END_S)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end_with_parent(parent: int, signal_number: int) -> None:
     """Have the kernel send this process `signal_number` when its parent ends; exit if it has ended already.
 
+    The signal has its default effect until this process catches it, also if the parent ignores or blocks it.
+
     parent: process id of the expected parent. Linux only; elsewhere only the check is made.
     """
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal_number])
+    if signal.getsignal(signal_number) == signal.SIG_IGN:
+        signal.signal(signal_number, signal.SIG_DFL)
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal_number)
     if os.getppid() != parent:
