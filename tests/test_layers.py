@@ -29,7 +29,15 @@ MAY_IMPORT = {
         *LIBRARY,
         *WEIGHTS,
     ),
-    "launch.views": ("launch.records", "launch.config", "proto.rpc", "types", "system"),
+    "launch.views": (
+        "child",
+        "launch.records",
+        "launch.config",
+        "proto.rpc",
+        "spec_rollout.http",
+        "types",
+        "system",
+    ),
     "launch.node": ("launch.records", "launch.data", "launch.config", *LIBRARY),
     "launch.hub": (
         "child",

@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("edit", "async_sgd", "spec_rollout", "proto", "launch")
-DATA = (".proto", ".pyi", ".sh", ".sbatch")
+DATA = (".proto", ".pyi", ".sh", ".sbatch", ".js", ".css", ".LICENSE")
 
 
 def command(*words, cwd=ROOT, stderr=subprocess.PIPE):

@@ -90,6 +90,12 @@ def parser() -> Parser:
         view = add(name, does, _view)
         view.set_defaults(view=name)
         view.add_argument("run", metavar="RUN", help=place)
+        if name == "view":
+            does = "address of the page (default 127.0.0.1:0, a free port); elsewhere it needs --keys"
+            view.add_argument("--listen", metavar="HOST:PORT", default="127.0.0.1:0", help=does)
+        if name == "plot":
+            does = "write the page of `aedit view` as one file instead"
+            view.add_argument("--html", action="store_true", help=does)
         _add_trust(view)
     export = add("export", "write a Hugging Face model directory", _export)
     place = "run directory, a hub's folder in one, or HOST:PORT of a hub"
@@ -247,7 +253,8 @@ def _view(options: Options) -> None:
     from aedit.launch import views  # only the module of this command is imported
 
     command = getattr(views, f"{options.view}_command")
-    for path in command(options.run, options.keys, insecure=options.insecure) or ():
+    own = {name: getattr(options, name) for name in ("listen", "html") if getattr(options, name, False)}
+    for path in command(options.run, options.keys, insecure=options.insecure, **own) or ():
         print(path)
 
 
@@ -364,6 +371,7 @@ SHELLS = ("bash", "zsh", "tcsh", "fish", "powershell")
 VIEWS = {
     "status": "print the state of a run",
     "top": "follow a run",
+    "view": "show a run in the browser",
     "plot": "plot a run: loss, time, norms, bytes, staleness",
 }
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         gained,
         totals,
     )
-    from aedit.launch.records.reader import NodeRecords, Run, RunFollower, read_run, require_run
+    from aedit.launch.records.reader import NodeRecords, Run, RunFollower, read_run, require_run, thinned
     from aedit.launch.records.recorder import Clock, Recorder, open_trackers
     from aedit.launch.records.records import (
         BAD_LINE,
@@ -103,6 +103,7 @@ __all__ = [
     "require_run",
     "resting_file",
     "text",
+    "thinned",
     "totals",
 ]
 

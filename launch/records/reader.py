@@ -2,10 +2,14 @@
 
 Incomplete lines (a crash, a full disk) are skipped. After a resume the files contain some steps twice: the
 lines of the later attempt are used, and those of the earlier attempt after the resumed step are dropped.
+
+A follower with `most_lines` reads a sample of long files: so many lines of metrics and events of rounds,
+evenly spaced, and the end of the file. All other events are read.
 """
 
 import json
 import os
+import re
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 from aedit.launch.records.hub_records import HubRecords, HubSample, SwarmSample
 from aedit.launch.records.records import (
@@ -30,8 +34,15 @@ from aedit.launch.records.records import (
 )
 from aedit.types import UserError
 
+T = TypeVar("T")
 SHOWN = ("error", "checkpoint_failed", "heal", "reward_error", "average_failed", "averages_differ")
 SHOWN_OF_A_HUB = ("excluded", "lead", "standby_lost", "banned")
+WHOLE_BYTES = 2**17
+"""The end of a file of which a sample is read, without gaps; a shorter file is read whole."""
+CHUNK_BYTES = 2**20
+MOST_LINE_BYTES = 2**24
+"""A longer line of a file of which a sample is read is skipped."""
+EVENT_OF_A_ROUND = re.compile(rb'\{"t": ?[^,"]{1,32}, ?"event": ?"round')
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +161,9 @@ def _replica_folders(run_dir: Path) -> dict[str, list[Path]]:
 class RunFollower:
     """Reader of a growing run directory; each `poll` parses only new lines. Missing files are no error."""
 
-    def __init__(self, run_dir: Path) -> None:
-        """Follow `run_dir`, which need not be there yet."""
-        self._dir = run_dir
+    def __init__(self, run_dir: Path, most_lines: int | None = None) -> None:
+        """Follow `run_dir`, which need not be there yet. most_lines: see the module; None: all lines."""
+        self._dir, self._most_lines = run_dir, most_lines
         self._nodes: dict[int, NodeFollower] = {}
         self._hubs: dict[str, HubFollower] = {}
 
@@ -163,10 +174,10 @@ class RunFollower:
             names = os.listdir(self._dir / "nodes")
         for index in (int(name) for name in names if name.isascii() and name.isdecimal()):
             if index not in self._nodes and str(index) in names:
-                self._nodes[index] = NodeFollower(self._dir / "nodes" / str(index), index)
+                self._nodes[index] = NodeFollower(self._dir / "nodes" / str(index), index, self._most_lines)
         nodes = tuple(self._nodes[index].poll() for index in sorted(self._nodes))
         for name, folders in _replica_folders(self._dir).items():
-            self._hubs.setdefault(name, HubFollower()).follow(folders)
+            self._hubs.setdefault(name, HubFollower(self._most_lines)).follow(folders)
         hubs = tuple(hub.poll() for hub in self._hubs.values())
         config: Mapping[str, Any] = {}
         with suppress(OSError, ValueError):
@@ -179,11 +190,11 @@ class RunFollower:
 class NodeFollower:
     """Reader of the two files of one node, without lines that a resume has invalidated."""
 
-    def __init__(self, directory: Path, index: int) -> None:
+    def __init__(self, directory: Path, index: int, most_lines: int | None = None) -> None:
         """Follow the node whose files are in `directory`."""
-        self._index = index
-        self._metrics_tail = Tail(directory / "metrics.jsonl")
-        self._events_tail = Tail(directory / "events.jsonl")
+        self._index, self._most_lines = index, most_lines
+        self._metrics_tail = Tail(directory / "metrics.jsonl", most_lines)
+        self._events_tail = Tail(directory / "events.jsonl", most_lines, thins=EVENT_OF_A_ROUND)
         self._starts: list[StartEvent] = []
         self._metrics: list[Metric] = []
         self._rounds: dict[int, RoundEvent] = {}
@@ -196,6 +207,9 @@ class NodeFollower:
         """Return the records of the node up to now."""
         self._events_tail.each(self._event)
         self._metrics_tail.each(self._metric)
+        self._metrics = thinned(self._metrics, self._most_lines)
+        if len(kept := thinned(sorted(self._rounds), self._most_lines)) < len(self._rounds):
+            self._rounds = {id: self._rounds[id] for id in kept}
         written_at = max(self._events_tail.written_at, self._metrics_tail.written_at)
         return NodeRecords(
             index=self._index,
@@ -251,8 +265,9 @@ def _undone(metric: Metric, start: StartEvent) -> bool:
 class HubFollower:
     """Reader of the folders of the replicas of a hub, each of which leads under its own terms."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_lines: int | None = None) -> None:
         """Follow nothing yet."""
+        self._most_lines = most_lines
         self._tails: dict[Path, tuple[Tail, Tail]] = {}
         self._lines: list[HubSample] = []
         self._notices: list[Notice] = []
@@ -262,7 +277,10 @@ class HubFollower:
         """Follow the replicas in these folders too, in any order."""
         for path in directories:
             if path not in self._tails:
-                self._tails[path] = Tail(path / "metrics.jsonl"), Tail(path / "events.jsonl")
+                self._tails[path] = (
+                    Tail(path / "metrics.jsonl", self._most_lines),
+                    Tail(path / "events.jsonl"),
+                )
 
     def poll(self) -> HubRecords:
         """Return the records of the hub up to now."""
@@ -270,6 +288,7 @@ class HubFollower:
             metrics.each(lambda line: self._lines.append(HubSample.of(line)))
             events.each(self._event)
         self._lines.sort(key=lambda line: line.term)  # it is stable: within a term they stay as written
+        self._lines = thinned(self._lines, self._most_lines)
         self._notices.sort(key=lambda notice: notice.t)
         return HubRecords(tuple(self._lines), tuple(self._notices), dict(self._evidence))
 
@@ -281,34 +300,104 @@ class HubFollower:
             self._evidence[str(line.get("server"))] = evidence
 
 
+def thinned(values: list[T], most: int | None) -> list[T]:
+    """Return the list, or a sample of it if it has more than `4 * most` values: `most` and the newest `most`.
+
+    most: None returns the list as it is.
+    """
+    if most is None or len(values) <= 4 * most:
+        return values
+    older, newest = values[:-most], values[-most:]
+    return [older[i * len(older) // most] for i in range(most)] + newest
+
+
 class Tail:
     """Reader of the complete lines that were added to a JSON lines file.
 
     Lines that do not parse are skipped.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Follow the file at `path`, which need not be there yet."""
-        self._path = path
+    def __init__(
+        self, path: Path, most_lines: int | None = None, *, thins: "re.Pattern[bytes] | None" = None
+    ) -> None:
+        """Follow the file at `path`, which need not be there yet.
+
+        Args:
+            path: The file.
+            most_lines: Lines of a long file that are read before its end, evenly spaced; None: all.
+            thins: Begins the lines to which `most_lines` applies; others are all read. None: all lines.
+        """
+        self._path, self._most_lines, self._thins = path, most_lines, thins
         self._offset = 0
         self._rest = b""
         self.written_at = 0.0
         """The file's modification time, in seconds since the epoch; 0 while there is no file."""
+        self.read_bytes = 0
+        """Bytes that were read so far."""
 
     def each(self, take: Callable[[Line], None]) -> None:
         """Call `take` with each line added since the last call. Lines that it cannot read are skipped."""
-        try:
-            with self._path.open("rb") as file:
-                self.written_at = os.fstat(file.fileno()).st_mtime
-                file.seek(self._offset)
-                new = file.read()
-        except OSError:
+        with suppress(OSError), self._path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            self.written_at = found.st_mtime
+            if self._most_lines is not None and found.st_size - self._offset > 2 * WHOLE_BYTES:
+                self._rest = b""
+                self._sample(file, found.st_size - WHOLE_BYTES, self._most_lines, take)
+            file.seek(self._offset)
+            new = file.read()
+            self._offset += len(new)
+            self.read_bytes += len(new)
+            *lines, self._rest = (self._rest + new).split(b"\n")
+            _take(lines, take)
+
+    def _sample(self, file: BinaryIO, end: int, most: int, take: Callable[[Line], None]) -> None:
+        """Take lines that begin before `end`, and set the offset to the first one behind it."""
+        if self._thins is not None:
+            self._filter(file, end, most, take)
             return
-        self._offset += len(new)
-        *lines, self._rest = (self._rest + new).split(b"\n")
-        for line in filter(None, map(_parsed, lines)):
-            with suppress(*BAD_LINE):  # valid JSON that is none of our lines: skipped like a torn one
-                take(line)
+        start = self._offset
+        for k in range(most):
+            file.seek(max(self._offset, start + k * (end - start) // most))
+            if k:
+                self.read_bytes += len(file.readline(MOST_LINE_BYTES))  # the rest of a line
+            if file.tell() >= end:
+                break
+            line = file.readline(MOST_LINE_BYTES)
+            self.read_bytes += len(line)
+            self._offset = file.tell()
+            _take([line], take)
+        file.seek(max(self._offset, end - 1))
+        while not (rest := file.readline(MOST_LINE_BYTES)).endswith(b"\n") and rest:
+            pass
+        self._offset = file.tell()
+
+    def _filter(self, file: BinaryIO, end: int, most: int, take: Callable[[Line], None]) -> None:
+        """Take each line but those that `thins` matches, of which it takes every n-th."""
+        assert self._thins is not None
+        file.seek(self._offset)
+        rest, every, num_thinned = b"", 0, 0
+        while file.tell() < end and (chunk := file.read(min(CHUNK_BYTES, end - file.tell()))):
+            self.read_bytes += len(chunk)
+            *lines, rest = (rest + chunk).split(b"\n")
+            rest = rest if len(rest) <= MOST_LINE_BYTES else b""
+            wanted = []
+            if not every:
+                share = len(chunk) / (end - self._offset)
+                every = max(1, int(sum(map(bool, map(self._thins.match, lines))) / share) // most)
+            for line in lines:
+                if self._thins.match(line):
+                    num_thinned += 1
+                    if num_thinned % every:
+                        continue
+                wanted.append(line)
+            _take(wanted, take)
+        self._offset, self._rest = file.tell(), rest
+
+
+def _take(lines: Iterable[bytes], take: Callable[[Line], None]) -> None:
+    for line in filter(None, map(_parsed, lines)):
+        with suppress(*BAD_LINE):  # valid JSON that is none of our lines: skipped like a torn one
+            take(line)
 
 
 def _parsed(text: bytes) -> Line | None:

@@ -4,6 +4,7 @@ live: shows a run, or prints its state. Begin there.
 panel, tables, server_folder_view: the panel of a run, its tables, and that of one rollout server.
 run_report: printed at the end of a run.
 plot, plots, rl_plots: the plots of a run as files.
+page: the page of a run for a browser.
 sources: reads a run from its directory or its hub.
 figures: computes what is shown.
 formatting: formats numbers, and builds every table.
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         splits,
     )
     from aedit.launch.views.live import status_command, top_command, watch
+    from aedit.launch.views.page.server import view_command
     from aedit.launch.views.plot import plot_command
     from aedit.launch.views.run_report import report
     from aedit.launch.views.sources import is_hub
@@ -41,6 +43,7 @@ __all__ = [
     "splits",
     "status_command",
     "top_command",
+    "view_command",
     "watch",
 ]
 

@@ -8,7 +8,16 @@ from itertools import pairwise
 from math import hypot, isfinite, nan
 from statistics import fmean
 
-from aedit.launch.records import EvalEvent, Metric, NodeRecords, RLMetric, RoundEvent, Run
+from aedit.launch.records import (
+    EvalEvent,
+    HubRecords,
+    HubSample,
+    Metric,
+    NodeRecords,
+    RLMetric,
+    RoundEvent,
+    Run,
+)
 from aedit.launch.views import formatting as fmt
 
 LAST_LINES = 10
@@ -376,6 +385,54 @@ def splits(node: NodeRecords) -> list[Split]:
         spent |= {"waiting": spent["waiting"] - used, "used": used, "other": max(rest, 0.0)}
         found.append((after.step, steps, spent))
     return found
+
+
+WAITING = "waiting: "
+"""Begins the name of a wait in `uses_of`, before its cause."""
+
+
+def uses_of(metric: Metric) -> dict[str, float]:
+    """Return seconds so far by use: `training`, `rollouts`, `rewards`, waits by cause, `idle work`, `other`.
+
+    `idle work` is the used part of the waits, which are without it. A run on text has neither rollouts nor
+    rewards, and waits for `nodes`, as its records name no cause.
+    """
+    wait_s = or_zero(metric.wait_s)
+    all_s = or_zero(metric.busy_s) + wait_s + or_zero(metric.other_s)
+    if metric.rl is None:
+        used_s = min(or_zero(metric.idle_used_s), wait_s)
+        waits = {"nodes": wait_s}
+        found = {"training": or_zero(metric.busy_s)}
+    else:
+        spent = seconds_by_use(metric.rl)
+        used_s = min(spent["used"], spent["waiting"])
+        waits = {cause: seconds for cause, seconds in metric.rl.idle_s.items() if cause != "rewards"}
+        found = {name: spent[name] for name in ("training", "rollouts", "rewards")}
+    waited_s = sum(waits.values())
+    for cause, seconds in waits.items():
+        found[WAITING + cause] = seconds * (1 - used_s / waited_s) if waited_s else 0.0
+    found["idle work"] = used_s
+    return found | {"other": max(all_s - sum(found.values()), 0.0)}
+
+
+def sum_so_far(lines: Sequence[HubSample], field: str) -> list[float]:
+    """Return the running total over all nodes at each line, including earlier processes of a node."""
+    before: dict[int, float] = {}
+    found, total = [], 0.0
+    for line in lines:
+        for node in line.nodes:
+            if node.reports:
+                count, last = getattr(node, field), before.get(node.node, 0.0)
+                total += count - last if count >= last else count
+                before[node.node] = count
+        found.append(total)
+    return found
+
+
+def longest(hubs: Sequence[HubRecords]) -> tuple[HubSample, ...]:
+    """Return the longest record: each hub has reports of all nodes, so that one suffices."""
+    lines = max((hub.lines for hub in hubs), key=len, default=())
+    return lines if any(line.nodes for line in lines) else ()
 
 
 def seconds_by_use(rl: RLMetric) -> dict[str, float]:

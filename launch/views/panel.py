@@ -112,7 +112,7 @@ class Fitted:
 
 def line(run: Run, shown: Sequence[int], starting: Collection[int] = ()) -> str:
     """Return the contents of the panel in one line, for logs."""
-    done, elapsed_s, _ = _times(run)
+    done, elapsed_s, _ = times_of(run)
     if run.is_rl:
         answered = rl_held_out(run)
         held_out = f"solved {fmt.percent(answered[-1].solved if answered else nan)}"
@@ -187,7 +187,7 @@ def _state(run: Run, index: int, node: NodeRecords | None, starting: Collection[
 
 
 def _progress(run: Run) -> RenderableType:
-    done, elapsed_s, left_s = _times(run)
+    done, elapsed_s, left_s = times_of(run)
     row = Table.grid(padding=(0, 2))
     bar = ProgressBar(total=1.0, completed=done if isfinite(done) else 0.0, width=40)
     left = f"about {fmt.clock(left_s)} left" if isfinite(left_s) and done < 1 else ""
@@ -195,7 +195,7 @@ def _progress(run: Run) -> RenderableType:
     return row
 
 
-def _times(run: Run) -> tuple[float, float, float]:
+def times_of(run: Run) -> tuple[float, float, float]:
     """Return the share of the run that is done, its seconds so far, and the estimated seconds left."""
     last = [node.metrics[-1] for node in run.nodes if node.metrics]
     if not last and run.hubs:
@@ -217,23 +217,34 @@ def _table(
     # One space between columns: eight columns with the largest numbers must fit into 80.
     padding = (0, 0) if detail.spaced else (0, 1, 0, 0)
     table = Table(box=style, pad_edge=False, padding=padding, header_style="bold")
+    columns, found = node_rows(run, shown[: detail.max_rows], starting)
     table.add_column("node", justify="right")
     table.add_column("state", min_width=10)
-    for name in RL_COLUMNS[1:] if run.is_rl else COLUMNS:
+    for name in columns[2:]:
         table.add_column(name, justify="right")
+    rows = list(found)
+    for index, doing, *cells in rows:
+        table.add_row(index, Text(doing, style=COLOURS.get(doing, "")), *cells)
+    yield table
+    if len(rows) < len(shown):
+        yield Text(fmt.more(len(shown) - len(rows), "node"), style="dim")
+
+
+def node_rows(
+    run: Run, shown: Sequence[int], starting: Collection[int] = ()
+) -> tuple[tuple[str, ...], Iterator[list[str]]]:
+    """Return the columns and the rows of the table of these nodes: index, state, and newest values."""
     nodes = {node.index: node for node in run.nodes}
-    rows = shown[: detail.max_rows]
-    for index in rows:
+
+    def row(index: int) -> list[str]:
         node = nodes.get(index)
-        doing = _state(run, index, node, starting)
         if run.is_rl:
             _, *cells = rl_cells(RL_COLUMNS, index, newest(node) if node else None, node)
         else:
             cells = _cells(node)
-        table.add_row(str(index), Text(doing, style=COLOURS.get(doing, "")), *cells)
-    yield table
-    if len(rows) < len(shown):
-        yield Text(fmt.more(len(shown) - len(rows), "node"), style="dim")
+        return [str(index), _state(run, index, node, starting), *cells]
+
+    return ("node", "state", *(RL_COLUMNS[1:] if run.is_rl else COLUMNS)), map(row, shown)
 
 
 def _cells(node: NodeRecords | None) -> list[str]:

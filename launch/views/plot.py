@@ -1,4 +1,4 @@
-"""`aedit plot RUN`: plots of a run as PNG files in its `plots` folder.
+"""`aedit plot RUN`: plots of a run as PNG files in its `plots` folder, or its page as one file.
 
 A plot is drawn only if the run has data for it: a run without rounds has no norms.
 """
@@ -12,6 +12,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from aedit.launch.records import Run
+from aedit.launch.views.page.contents import contents
+from aedit.launch.views.page.html import file_page
+from aedit.launch.views.page.server import MOST_LINES
 from aedit.launch.views.plots import (
     bytes_per_round,
     hub_nodes,
@@ -25,6 +28,7 @@ from aedit.launch.views.plots import (
 )
 from aedit.launch.views.rl_plots import drafter, policy_health, reward_by_steps, reward_by_time, step_split
 from aedit.launch.views.sources import open_source
+from aedit.system import write_atomically
 from aedit.types import UserError
 
 PLOTS: Mapping[str, Callable[[Run], Figure | None]] = {
@@ -61,17 +65,35 @@ STYLE = {
 }
 
 
-def plot_command(place: Path | str, keys: Path | None = None, *, insecure: bool = False) -> list[Path]:
+def plot_command(
+    place: Path | str, keys: Path | None = None, *, insecure: bool = False, html: bool = False
+) -> list[Path]:
     """Draw the plots of the run up to now and return the files.
 
     Plots of a directory are written into it, those of HOST:PORT into `runs/NAME/plots` on this machine.
     Raises UserError if there are no data yet.
+
+    html: write the page of `aedit view` as one file instead.
     """
+    if html:
+        with open_source(place, keys, insecure=insecure, most_lines=MOST_LINES) as source:
+            return [_write_page(source.history())]
     with open_source(place, keys, insecure=insecure) as source:
         paths = draw(source.history())
     if not paths:
         raise UserError(f"{place}: no metrics yet, nothing to plot; try again after the first steps")
     return paths
+
+
+def _write_page(run: Run) -> Path:
+    """Write the page of a run as one file and return it. Raises UserError if it cannot be written."""
+    path = run.directory / "plots" / "page.html"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, file_page(contents(run)))
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+    return path
 
 
 def draw(run: Run) -> list[Path]:

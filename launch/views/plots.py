@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from aedit.launch.records import (
     EvalEvent,
-    HubRecords,
     HubSample,
     Metric,
     NodeRecords,
@@ -34,7 +33,7 @@ from aedit.launch.records import (
     totals,
 )
 from aedit.launch.views import formatting as fmt
-from aedit.launch.views.figures import held_out, or_zero, rounds, seconds_by_use
+from aedit.launch.views.figures import WAITING, held_out, longest, or_zero, rounds, sum_so_far, uses_of
 
 WAYS = (("compute", "tab:green"), ("waiting", "tab:orange"), ("waiting, used", "tab:blue"), ("other", "0.7"))
 USES: Mapping[str, tuple[str, str]] = {
@@ -163,18 +162,19 @@ def time_per_node(run: Run) -> Figure | None:
 
 def _spent(last: Metric) -> tuple[float, ...]:
     """Return the seconds of `WAYS`."""
-    used_s, wait_s = or_zero(last.idle_used_s), or_zero(last.wait_s)
-    return or_zero(last.busy_s), max(wait_s - used_s, 0.0), used_s, or_zero(last.other_s)
+    spent = uses_of(last)
+    return spent["training"], _waiting_s(spent), spent["idle work"], spent["other"]
 
 
 def _spent_rl(last: Metric) -> tuple[float, ...]:
     """Return the seconds of `USES`."""
-    if last.rl is None:
-        return or_zero(last.busy_s), 0.0, 0.0, or_zero(last.wait_s), 0.0, or_zero(last.other_s)
-    spent = seconds_by_use(last.rl)
-    spent["waiting"] -= spent["used"]
-    all_s = or_zero(last.busy_s) + or_zero(last.wait_s) + or_zero(last.other_s)
-    return (*(spent[use] for use in USES if use != "other"), max(all_s - sum(spent.values()), 0.0))
+    spent = uses_of(last)
+    of_rl = tuple(spent.get(use, 0.0) for use in ("rollouts", "rewards", "training"))
+    return *of_rl, _waiting_s(spent), spent["idle work"], spent["other"]
+
+
+def _waiting_s(spent: Mapping[str, float]) -> float:
+    return sum(seconds for use, seconds in spent.items() if use.startswith(WAITING))
 
 
 def bytes_per_round(run: Run) -> Figure | None:
@@ -298,7 +298,7 @@ def _grid(node: NodeRecords, ids: range, num_units: int) -> NDArray[np.float64]:
 
 def hub_nodes(run: Run) -> Figure | None:
     """Return speed, staleness and weight of each node over time, from the records of the first hub."""
-    lines = _longest(run.hubs)
+    lines = longest(run.hubs)
     if not lines:
         return None
     unit_s, unit = fmt.time_unit(lines[-1].t)
@@ -350,12 +350,6 @@ def servers(run: Run) -> Figure | None:
     return figure
 
 
-def _longest(hubs: Sequence[HubRecords]) -> tuple[HubSample, ...]:
-    """Return the longest record: each hub has reports of all nodes, so that one suffices."""
-    lines = max((hub.lines for hub in hubs), key=len, default=())
-    return lines if any(line.nodes for line in lines) else ()
-
-
 def _over_time(
     axes: Axes, lines: Sequence[HubSample], unit_s: float, points: Sequence[float], colour: str, label: str
 ) -> None:
@@ -368,7 +362,7 @@ def _over_time(
 
 def hub_traffic(run: Run) -> Figure | None:
     """Return transfer time, bytes, versions, and refused pushes by reason."""
-    lines, found = _longest(run.hubs), totals(run.hubs)
+    lines, found = longest(run.hubs), totals(run.hubs)
     if not lines or found is None:
         return None
     figure = Figure(figsize=(10, 6.5))
@@ -377,7 +371,7 @@ def hub_traffic(run: Run) -> Figure | None:
     age = f"age of the run ({unit})"
     _wire(wire, lines)
     for (name, colour), field in ((UP, "bytes_up"), (DOWN, "bytes_down")):
-        sent.plot([line.t / unit_s for line in lines], _sum_so_far(lines, field), color=colour, label=name)
+        sent.plot([line.t / unit_s for line in lines], sum_so_far(lines, field), color=colour, label=name)
     sent.set(title="Bytes of all nodes", xlabel=age)
     in_bytes(sent)
     sent.legend()
@@ -422,17 +416,3 @@ def _wire(axes: Axes, lines: Sequence[HubSample]) -> None:
     stacked_bars(axes, [f"{i} {names[i]}"[:16] for i in sorted(names)], parts)
     axes.set(title="Time on the wire", xlabel=unit)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, fontsize=9)
-
-
-def _sum_so_far(lines: Sequence[HubSample], field: str) -> list[float]:
-    """Return the running total over all nodes at each line, including earlier processes of a node."""
-    before: dict[int, float] = {}
-    found, total = [], 0.0
-    for line in lines:
-        for node in line.nodes:
-            if node.reports:
-                count, last = getattr(node, field), before.get(node.node, 0.0)
-                total += count - last if count >= last else count
-                before[node.node] = count
-        found.append(total)
-    return found

@@ -7,18 +7,29 @@ from pathlib import Path
 from typing import Any
 
 from aedit.launch.config import RunConfig
-from aedit.launch.records import BAD_LINE, HubRecords, HubSample, Run, RunFollower, SwarmSample, require_run
+from aedit.launch.records import (
+    BAD_LINE,
+    HubRecords,
+    HubSample,
+    Run,
+    RunFollower,
+    SwarmSample,
+    require_run,
+    thinned,
+)
 from aedit.proto.rpc import HubClient, HubRefused, HubUnreachable, StatusRequest, caller_keys
 from aedit.types import UserError, name_fault
 
 ASK_S = 10.0
 NO_LINES = 2**62
 """More lines than a hub has: it then sends none."""
+MOST_LINES = 1024
+"""Lines of a hub that are kept, and the newest ones; see `thinned`."""
 
 
 @contextmanager
 def open_source(
-    place: Path | str, keys: Path | None = None, *, insecure: bool = False
+    place: Path | str, keys: Path | None = None, *, insecure: bool = False, most_lines: int | None = None
 ) -> "Iterator[RunFollower | HubSource]":
     """Yield the source of the run at `place`, a directory or HOST:PORT. Raises UserError if there is none.
 
@@ -26,10 +37,11 @@ def open_source(
         place: A run directory, or the address of a hub; a directory of that name has precedence.
         keys: Directory of this machine's certificate, for a hub with TLS.
         insecure: Connect to a hub on another machine without TLS.
+        most_lines: Lines of a long file of a directory that are read, see `RunFollower`; None: all.
     """
     if not is_hub(place):
         require_run(Path(place))
-        yield RunFollower(Path(place))
+        yield RunFollower(Path(place), most_lines)
         return
     source = HubSource(str(place), keys, insecure=insecure)
     try:
@@ -51,14 +63,19 @@ class HubSource:
         """Connect to the hub at `address` when it is first asked."""
         self.address = address
         self._client = HubClient(address, caller_keys(address, keys, insecure), call_timeout_s=ASK_S)
+        self._lines: list[HubSample] = []
+        self._num_lines = 0
 
     def poll(self) -> Run:
         """Return the state of the run. Raises UserError if the hub does not answer."""
         return self._read(NO_LINES)
 
     def history(self) -> Run:
-        """Return the hub's records since the start of its process, without records of the nodes."""
-        return self._read(0)
+        """Return the hub's records since the start of its process, without records of the nodes.
+
+        A further call asks for new records only.
+        """
+        return self._read(self._num_lines)
 
     def close(self) -> None:
         """Close the connection."""
@@ -82,8 +99,16 @@ class HubSource:
                 lines = [] if now is None else [now]
             else:
                 parts = [status] if swarm is None else status["parts"]
-                found = next((part["lines"] for part in parts if part), ())
-                lines = list(map(HubSample.of, found))
+                none: dict[str, Any] = {"lines": ()}
+                found = next((part for part in parts if part), none)
+                count = max(0, int(found.get("num_lines", 0)))
+                if count < metrics_after:  # lines of another process, which counts anew
+                    return self._read(0)
+                if not metrics_after:
+                    self._lines = []
+                self._lines += map(HubSample.of, found["lines"])
+                self._lines = lines = thinned(self._lines, MOST_LINES)
+                self._num_lines = count
             name = str(status["run"])
         except BAD_LINE as error:
             raise UserError(

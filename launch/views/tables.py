@@ -99,7 +99,7 @@ def hub_table(now: HubSample, detail: Detail = FULL) -> Iterator[RenderableType]
         yield Text(f"follows the hub at {now.follows}, term {term_text(now.term)}; {versions}")
         return
     nodes = now.nodes[: detail.max_rows]
-    for wanted, columns, cells in ((detail.pace, PACE, _pace), (detail.trust, TRUST, _trust)):
+    for wanted, columns, cells in ((detail.pace, PACE, pace_cells), (detail.trust, TRUST, trust_cells)):
         if wanted and nodes:
             yield fmt.table(columns, map(cells, nodes), left=_TEXT, wraps=_TEXT, cut=not detail.spaced)
             if detail.spaced:
@@ -142,7 +142,8 @@ def hub_tables(hubs: Sequence[HubRecords], detail: Detail) -> Iterator[Renderabl
             yield Text(f"another hub took over at {fmt.clock(leads[-1].t)}", style="yellow")
 
 
-def _pace(node: NodeSample) -> list[str]:
+def pace_cells(node: NodeSample) -> list[str]:
+    """Return the cells of `PACE`."""
     state = "excluded" if node.excluded else node.state[:_MAX_STATE]
     if not node.reports:
         return [str(node.node), node.name, state, *[fmt.UNKNOWN] * 6]
@@ -159,7 +160,8 @@ def _pace(node: NodeSample) -> list[str]:
     ]
 
 
-def _trust(node: NodeSample) -> list[str]:
+def trust_cells(node: NodeSample) -> list[str]:
+    """Return the cells of `TRUST`."""
     return [
         str(node.node),
         fmt.count(node.accepted),
@@ -175,7 +177,7 @@ def _server_table(servers: Sequence[ServerSample], detail: Detail) -> Iterator[R
     """Yield the table of the servers, and a line for each one that is accused or banned."""
     live = sum(server.live for server in servers)
     yield Text(f"role rollout: {fmt.some(live, 'server')} of {len(servers)} live", style="dim")
-    yield fmt.table(SERVERS, map(_server, servers[: detail.max_rows]), left=_TEXT, wraps=_TEXT)
+    yield fmt.table(SERVERS, map(server_cells, servers[: detail.max_rows]), left=_TEXT, wraps=_TEXT)
     if detail.max_rows is not None and len(servers) > detail.max_rows:
         yield Text(fmt.more(len(servers) - detail.max_rows, "server"), style="dim")
     for server in servers:
@@ -187,7 +189,8 @@ def _server_table(servers: Sequence[ServerSample], detail: Detail) -> Iterator[R
         yield Text()
 
 
-def _server(server: ServerSample) -> list[str]:
+def server_cells(server: ServerSample) -> list[str]:
+    """Return the cells of `SERVERS`."""
     known = [
         fmt.count(server.lag),
         fmt.count(server.tokens_per_s),
@@ -210,8 +213,8 @@ def accusation_text(server: ServerSample) -> str:
 def swarm_tables(swarm: SwarmSample) -> Iterator[RenderableType]:
     """Yield a table of the live peers and one of the parts."""
     for columns, rows, left in (
-        (PEERS, map(_peer, swarm.peers), PEERS),
-        (PARTS, map(_part, range(len(swarm.parts)), swarm.parts), PARTS[:2]),
+        (PEERS, map(peer_cells, swarm.peers), PEERS),
+        (PARTS, map(part_cells, range(len(swarm.parts)), swarm.parts), PARTS[:2]),
     ):
         yield Text()
         # Addresses are not folded, so that they can be copied.
@@ -221,7 +224,8 @@ def swarm_tables(swarm: SwarmSample) -> Iterator[RenderableType]:
             yield Text(f"part {number}: {part.trouble}", style="bold red" if part.hub is None else "dim")
 
 
-def _peer(peer: PeerSample) -> list[str]:
+def peer_cells(peer: PeerSample) -> list[str]:
+    """Return the cells of `PEERS`."""
     owns, keeps = (",".join(map(str, parts)) or fmt.UNKNOWN for parts in (peer.owns, peer.keeps))
     speed = fmt.decimals(peer.steps_per_s) if peer.steps_per_s else fmt.UNKNOWN
     role = peer.role.replace("keeps parts", "keeps")
@@ -229,7 +233,8 @@ def _peer(peer: PeerSample) -> list[str]:
     return [peer.name, peer.address or "client", role, owns, keeps, speed, model, peer.state]
 
 
-def _part(number: int, part: PartSample) -> list[str]:
+def part_cells(number: int, part: PartSample) -> list[str]:
+    """Return the cells of `PARTS`."""
     hub = part.hub
     if hub is None:
         return [str(number), "none that answers", *[fmt.UNKNOWN] * 7]

@@ -17,11 +17,12 @@ from aedit.lazy import exports
 if TYPE_CHECKING:
     from aedit.spec_rollout.http.app import make_app
     from aedit.spec_rollout.http.control import control_routes
-    from aedit.spec_rollout.http.server import HttpServer
+    from aedit.spec_rollout.http.server import HttpLimits, HttpServer
     from aedit.spec_rollout.http.service import HttpService
     from aedit.spec_rollout.http.text_codec import TextCodec
 
 __all__ = [
+    "HttpLimits",
     "HttpServer",
     "HttpService",
     "TextCodec",

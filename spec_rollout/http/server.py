@@ -7,8 +7,10 @@ connections are limited.
 import asyncio
 import re
 import socket
+import ssl
 import threading
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import h11
@@ -65,7 +67,15 @@ START_S = 60.0
 class HttpServer:
     """Serves an application until `close`."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, limits: HttpLimits | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        limits: HttpLimits | None = None,
+        *,
+        certificate: tuple[Path, Path] | None = None,
+    ) -> None:
         """Bind the address and start.
 
         Args:
@@ -73,11 +83,14 @@ class HttpServer:
             host: Name or address of an interface of this machine.
             port: Port; 0 chooses a free one.
             limits: Limits of connections.
+            certificate: Files of a certificate and its private key in PEM, for HTTPS.
 
         Raises:
-            OSError: The address cannot be bound.
+            OSError: The address cannot be bound, or the files cannot be read.
         """
         limits = limits or HttpLimits()
+        if certificate is not None:  # uvicorn reads them in its thread
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*certificate)
         self._socket = _bound(host, port)
         self._started = threading.Event()
         config = uvicorn.Config(
@@ -92,6 +105,8 @@ class HttpServer:
             backlog=min(limits.max_connections, 1024),
             timeout_keep_alive=max(1, round(limits.idle_s)),
             timeout_graceful_shutdown=5,
+            ssl_certfile=certificate[0] if certificate else None,
+            ssl_keyfile=certificate[1] if certificate else None,
         )
         self._server = _Server(config, self._started)
         self._thread = threading.Thread(target=self._run, name=f"http {self.address}", daemon=True)
