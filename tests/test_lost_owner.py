@@ -158,7 +158,7 @@ def test_a_node_that_asks_all_replicas_makes_none_of_them_ask_for_votes(part):
 def test_a_replica_that_follows_an_owner_again_asks_for_votes_no_more(part):
     owner, a, _, _ = part
     standby = a.process._standby
-    standby._ask_for_votes(invited=True)
+    standby.ask_for_votes(invited=True)
     assert a.process._leadership.asks() is not None
     cut = standby._client
     cut.close()

@@ -151,7 +151,7 @@ def test_events_of_a_follower_have_the_age_of_the_run(tmp_path):
     with ExitStack() as held:
         _, first = followers(held, tmp_path, "first")
         until(lambda: not told(first)["is_needed"], "a current journal")
-        first._standby._ask_for_votes()
+        first._standby.ask_for_votes()
         lines = (tmp_path / "first" / "events.jsonl").read_text().splitlines()
         (event,) = [event for line in lines if (event := json.loads(line))["event"] == "cannot_lead"]
         age_s = first._standby._mirror.hub.state.elapsed_s

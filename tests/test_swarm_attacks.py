@@ -200,8 +200,8 @@ def test_a_follower_leaves_an_owner_whose_key_is_shut_out_and_gives_it_no_more_t
         votes = standby._leadership._replica
 
         seen.write([PartPlaces((at, at), at, keys=(LIAR, HONEST)), PartPlaces()], [LIAR])
-        arrivals = standby._confirmer.num_arrived
-        until(lambda: standby._confirmer.num_arrived > arrivals + 2, "chunks after somebody else's fault")
+        arrivals = standby.confirmer.num_arrived
+        until(lambda: standby.confirmer.num_arrived > arrivals + 2, "chunks after somebody else's fault")
         assert standby._leader == at, (
             "a liar that names the address of an honest owner does not take it along"
         )

@@ -1,7 +1,6 @@
 """Stream the growing journal of a leading hub to standbys."""
 
 import hashlib
-import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
@@ -48,7 +47,7 @@ def stream_journal(
     if not path.exists() or path.stat().st_size < offset:
         segment, offset = (yield from _snapshot(directory, request)), 0
     file = File(segment_path(directory, segment))
-    sent_s, term, grown = 0.0, ledger.hub.state.term, ledger.grown
+    sent_s, term, grown = float("-inf"), ledger.hub.state.term, ledger.grown
     while ledger.hub.state.term == term:  # else it must be confirmed under a higher one
         seen = grown.count  # first: what happens from here on is not missed
         check_leads()
@@ -59,15 +58,15 @@ def stream_journal(
             data = file.read(offset, min(_CHUNK_BYTES, end - offset))
             yield _chunk((segment, offset), data)
             offset += len(data)
-            sent_s = time.monotonic()
+            sent_s = ledger.clock()
         elif ledger.journal.complete[0] > segment:
             segment, offset = segment + 1, 0
             file = File(segment_path(directory, segment))
-        elif (left_s := sent_s + _QUIET_S - time.monotonic()) > 0:
+        elif (left_s := sent_s + _QUIET_S - ledger.clock()) > 0:
             yield NoNews(grown, seen, left_s)
         else:
             yield _chunk((segment, offset), b"")
-            sent_s = time.monotonic()
+            sent_s = ledger.clock()
 
 
 def _snapshot(directory: Path, request: pb.TailRequest) -> Generator[pb.TailChunk, None, int]:

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 
 from aedit.async_sgd.hub import Member
+from aedit.async_sgd.journal import Position
 from aedit.async_sgd.replication import stream_journal
 from aedit.async_sgd.rules import Joined, Leased, Record
 from aedit.async_sgd.service import messages
@@ -53,6 +54,12 @@ class Driver:
 
     def join(self, request: pb.JoinRequest, caller: Caller) -> pb.JoinReply:
         """Make the caller a member, and return what it must know. Raises Refusal with the reason."""
+        reply, position = self.admit(request, caller)
+        reply.news.receipt.CopyFrom(self._guard.admitted(position))
+        return reply
+
+    def admit(self, request: pb.JoinRequest, caller: Caller) -> tuple[pb.JoinReply, Position]:
+        """Make the caller a member; return the reply, and the position that must be durable before it."""
         session = secrets.randbits(_SESSION_BITS) | 1
         who = replace(
             known_by(messages.joiner(request), request, caller, self._hub.config.limits),
@@ -68,8 +75,7 @@ class Driver:
                 joined.node, request.inherits, request.leased_upto, now, request.told
             )
             reply = messages.join_reply(self._hub, self._hub.state.members[joined.node], session, now)
-        reply.news.receipt.CopyFrom(self._guard.admitted(position))
-        return reply
+        return reply, position
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.News:
         """Take a member's report and return the state of the run."""

@@ -116,13 +116,14 @@ class HubWorker:
     def _run(self) -> None:
         try:
             while not self._stopping.is_set() and not self.over.is_set():
-                self._turn()
+                self.turn()
                 self._wake.wait(TICK_S)
                 self._wake.clear()
         except BaseException as error:
             self.fail(error)
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
+        """Decide what is due now, and let it be done."""
         ledger = self.ledger
         now = ledger.clock()
         if now >= self._full_until_s:

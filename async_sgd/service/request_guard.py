@@ -45,6 +45,7 @@ class RequestGuard:
         self._other_terms: Callable[[], tuple[int, Sequence[VoteReply]]] = lambda: (0, ())
         self.is_shut_out: Callable[[str], bool] = lambda address: False
         self.check_candidate: Callable[[pb.ProposeRequest], None] = lambda request: None
+        self._beside: Callable[[Callable[[], None]], None] = _in_thread
         self._asking = threading.Lock()
         self._asked_s = -math.inf
 
@@ -54,6 +55,7 @@ class RequestGuard:
         other_terms: Callable[[], tuple[int, Sequence[VoteReply]]],
         shut_out: Callable[[str], bool] = lambda address: False,
         candidate: Callable[[pb.ProposeRequest], None] = lambda request: None,
+        beside: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
         """Set which callers are trusted.
 
@@ -63,7 +65,9 @@ class RequestGuard:
             shut_out: Returns whether the replica at an address is not to be waited for, see
                 `HubEndpoint.is_shut_out`.
             candidate: Raises Refusal for a request for a vote of a peer that is not let in.
+            beside: Calls what it is given beside the call that asks, by default in a thread.
         """
+        self._beside = beside or self._beside
         self._other_terms = other_terms
         self.is_shut_out, self.check_candidate = shut_out, candidate
 
@@ -131,7 +135,7 @@ class RequestGuard:
         self.ledger.grown.notify()
 
     def ask_the_others(self) -> None:
-        """Find out in a thread whether another hub leads under a higher term, at most once a second."""
+        """Find out beside this call whether another hub leads under a higher term, at most once a second."""
         now = self.ledger.clock()
         if now - self._asked_s < _ASK_S or not self._asking.acquire(blocking=False):
             return
@@ -148,7 +152,7 @@ class RequestGuard:
             finally:
                 self._asking.release()
 
-        threading.Thread(target=ask, name="ask the other hub", daemon=True).start()
+        self._beside(ask)
 
     def check_follower(self) -> None:
         """Raise Refusal if no hub can follow this one: a false standby would only make it wait."""
@@ -206,6 +210,10 @@ class RequestGuard:
         with self.refusing():
             self.leadership.wait(position, SHOWN_LIMIT_S)
         self.check_leads()
+
+
+def _in_thread(call: Callable[[], None]) -> None:
+    threading.Thread(target=call, name="ask the other hub", daemon=True).start()
 
 
 _MOST_SHOWN = 8

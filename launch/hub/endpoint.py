@@ -12,6 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -338,8 +339,7 @@ class OtherHubs:
             if not isinstance(answer, pb.HelloReply) or answer.leads or answer.term != own[0]:
                 continue
             try:
-                with self.endpoint.client(address, self._limit_s, until_it_listens=False) as client:
-                    told = json.loads(client.status(pb.StatusRequest()).json)
+                told = self._status(address)
                 found[address] = (int(told["term"]), int(told["segment"]), int(told["offset"]))
             except (HubUnreachable, HubRefused, ValueError, KeyError, TypeError, OverflowError) as error:
                 log.warning("%s does not say how much of the journal it has: %s", address, error)
@@ -372,7 +372,10 @@ class OtherHubs:
         return isinstance(self._hello(address, _ENDED_TIMEOUT_S), PortClosed)
 
     def tell(self, term: int) -> None:
-        """Send the others the term under which this one leads: a former leader that is alive must stop."""
+        """Send the others, in a thread, the term under which this one leads: a former leader must stop."""
+        threading.Thread(target=self._tell, args=(term,), name="tell", daemon=True).start()
+
+    def _tell(self, term: int) -> None:
         for address in self.endpoint.others:
             try:
                 with self.endpoint.client(address, _TELL_TIMEOUT_S) as client:
@@ -386,6 +389,11 @@ class OtherHubs:
             event("owner_shut_out", owner=address)
             text = f"there is proof that the owner at {address} gives nodes different anchors"
             raise HubRefused(grpc.StatusCode.FAILED_PRECONDITION, text)
+
+    def _status(self, address: str) -> dict[str, Any]:
+        with self.endpoint.client(address, self._limit_s, until_it_listens=False) as client:
+            status: dict[str, Any] = json.loads(client.status(pb.StatusRequest()).json)
+            return status
 
     @property
     def _limit_s(self) -> float:
@@ -484,7 +492,8 @@ class VoteRequests:
             if mine := self._endpoint.others[index :: len(self._threads)]:
                 self._ask(mine[turn % len(mine)], asks)
 
-    def _ask(self, address: str, asks: Proposal) -> None:
+    def request(self, asks: Proposal) -> pb.ProposeRequest:
+        """Return the signed message for a proposal."""
         request = pb.ProposeRequest(
             run=self._endpoint.config.name,
             proposal=proposal_out(asks, self._leadership.key),
@@ -492,10 +501,19 @@ class VoteRequests:
         )
         if (key := self._endpoint.signing_key()) is not None:
             sign(request, key)
+        return request
+
+    def _ask(self, address: str, asks: Proposal) -> None:
+        request = self.request(asks)
         try:
             with self._endpoint.client(address, _CALL_TIMEOUT_S, until_it_listens=False) as client:
-                self._count(answer_in(client.propose(request, _CALL_TIMEOUT_S)))
+                self.take(address, client.propose(request, _CALL_TIMEOUT_S))
         except (HubUnreachable, HubRefused) as error:
             log.info("no answer to a proposal: %s", error)
+
+    def take(self, address: str, answer: pb.Answer) -> None:
+        """Count the answer of the hub at `address` if it is signed and can be written down."""
+        try:
+            self._count(answer_in(answer))
         except (NoSpace, JournalBroken, Refusal, ValueError) as error:
             log.warning("an answer to a proposal does not count: %s: %s", address, error)

@@ -276,12 +276,15 @@ class LeadingHub:
         self.uplink: Uplink | None = None
         self.has_resigned = False
         """True once it leads no more because its disk is full; it may follow the next leader."""
+        self._in_sync = 0
+        self._live, self._changes = list[int](), -1
+        """Votes of the live nodes, after so many changes of the roster."""
         self._stopping = threading.Event()
         self._lines = threading.Thread(target=self._write_lines, name="lines", daemon=True)
         self._voters = threading.Thread(target=self._look_at_voters, name="voters", daemon=True)
 
     def begin(self, records: Sequence[Record]) -> None:
-        """Commit the records with which this hub begins to lead; start the engine and the metrics.
+        """Commit the records with which this hub begins to lead.
 
         Raises NoSpace or JournalBroken if the journal cannot be written.
         """
@@ -289,6 +292,9 @@ class LeadingHub:
             position = self.ledger.commit(records)
         self.ledger.journal.sync(position)
         self.leadership.attach(self.ledger, position)
+
+    def start(self) -> None:
+        """Start the threads that merge, write metrics, and follow replicas and nodes that come and go."""
         self.engine.start()
         self._lines.start()
         self._voters.start()
@@ -366,29 +372,32 @@ class LeadingHub:
         self.leadership.resign(configs)
 
     def _look_at_voters(self) -> None:
-        """Follow the standbys and nodes that come and go, until the hub ends or does not lead any more."""
-        in_sync, ledger, roster = 0, self.ledger, self.ledger.hub.state.roster
-        live, seen = list[int](), -1
         while not self._stopping.wait(_VOTERS_S) and self.leadership.has_others and not self.is_over:
-            with ledger.lock:
-                if seen != roster.changes:
-                    live, seen = [roster.live[node].voter for node in roster.order], roster.changes
-                extent = (ledger.hub.state.term, *ledger.journal.position)
-            try:
-                self.leadership.tick(live, ledger.journal.complete, extent)
-            except NoSpace as error:
-                self.engine.is_full(error)
-            except (JournalBroken, OSError) as error:
-                self.engine.fail(error)
-            if not self.leadership.holds_lease():
-                self.guard.ask_the_others()  # it may have been replaced while it could not be reached
-            if (self.engine.full_s or 0.0) >= LEASE_S and self.leadership.has_successor():
-                self._resign()
-            if not self.leadership.leads:
-                self.guard.end_term()
-            elif (first := self._endpoint.successor) and self.leadership.hand_over(first):
-                self._reports.event("hand_over", to=first)
-            now = self.leadership.in_sync()[0]
-            if now != in_sync:
-                self._reports.event("standby_follows" if now > in_sync else "standby_lost", in_sync=now)
-            in_sync = now
+            self.look_at_voters()
+
+    def look_at_voters(self) -> None:
+        """Note which standbys and nodes have come or gone, and whether this hub leads any more."""
+        ledger, roster = self.ledger, self.ledger.hub.state.roster
+        with ledger.lock:
+            if self._changes != roster.changes:
+                self._live, self._changes = [roster.live[one].voter for one in roster.order], roster.changes
+            extent = (ledger.hub.state.term, *ledger.journal.position)
+        try:
+            self.leadership.tick(self._live, ledger.journal.complete, extent)
+        except NoSpace as error:
+            self.engine.is_full(error)
+        except (JournalBroken, OSError) as error:
+            self.engine.fail(error)
+        if not self.leadership.holds_lease():
+            self.guard.ask_the_others()  # it may have been replaced while it could not be reached
+        if (self.engine.full_s or 0.0) >= LEASE_S and self.leadership.has_successor():
+            self._resign()
+        if not self.leadership.leads:
+            self.guard.end_term()
+        elif (first := self._endpoint.successor) and self.leadership.hand_over(first):
+            self._reports.event("hand_over", to=first)
+        now = self.leadership.in_sync()[0]
+        if now != self._in_sync:
+            event = "standby_follows" if now > self._in_sync else "standby_lost"
+            self._reports.event(event, in_sync=now)
+        self._in_sync = now

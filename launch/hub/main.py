@@ -126,7 +126,7 @@ class _Process:
     """One hub process, from recovery to exit."""
 
     def __init__(self, endpoint: HubEndpoint, *, insecure: bool) -> None:
-        self.endpoint = endpoint
+        self.endpoint, self._clock = endpoint, time.monotonic
         self._keys = endpoint.server_keys(insecure=insecure)
         self._config = folder.claim(endpoint.directory, endpoint.config, endpoint.part)
         self._store = Store(endpoint.directory, fsync=endpoint.config.hub.fsync)
@@ -315,7 +315,7 @@ class _Process:
         return make_hub(self._config, self.endpoint.part)
 
     def _lead(self, hub: Hub, journal: Journal, records: Sequence[Record]) -> LeadingHub:
-        ledger = Ledger(hub, journal, self._store, self._reports.record_applied)
+        ledger = Ledger(hub, journal, self._store, self._reports.record_applied, self._clock)
         leading = LeadingHub(self.endpoint, ledger, self._reports, self._responder, self._leadership)
         leading.guard.trust(
             other_terms=self._others.terms,
@@ -326,9 +326,15 @@ class _Process:
             leading.driver.exchange.signer = Signer(key, self._config.name, self.endpoint.part[0])
         leading.begin(records)
         (self.endpoint.directory / folder.MIRROR).unlink(missing_ok=True)
+        self._leading = leading
+        self._start(leading)
+        return leading
+
+    def _start(self, leading: LeadingHub) -> None:
+        """Start the threads of a hub that leads, and all that it serves."""
+        leading.start()
         if self._config.hub.parent:
             self._join_parent(leading)
-        self._leading = leading
         if self._config.hub.metrics_port is not None:
             # Imported here so that hubs without a metrics page start faster.
             from aedit.async_sgd.service import MetricsPage
@@ -347,7 +353,6 @@ class _Process:
             )
             self._policy.versions.start()
         self._serve(leading.driver)
-        return leading
 
     def _join_parent(self, leading: LeadingHub) -> None:
         # Imported here: only a hub with a parent needs an agent.
@@ -368,6 +373,7 @@ class _Process:
             self._responder,
             self._leadership,
             lambda mirror, records: self._lead(mirror.hub, mirror.journal(), records),
+            self._clock,
         )
         self._serve(self._standby)
         self._standby.start()

@@ -56,7 +56,11 @@ _APART_S = 1.0
 
 
 class Standby:
-    """`HubCore` of a hub that follows the leading one; `failure` is the reason if it had to stop."""
+    """`HubCore` of a hub that follows the leading one; `failure` is the reason if it had to stop.
+
+    The threads that `start` starts only wait and call. Each step decides at once, and any caller may repeat
+    them: `leader`, `tail_request`, `take` and `lost_leader`; `Confirmer.request` and `invited`; `apply`.
+    """
 
     def __init__(
         self,
@@ -66,18 +70,20 @@ class Standby:
         responder: HelloResponder,
         leadership: Leadership,
         lead: Lead,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._others, self._mirror, self._reports = others, mirror, reports
         self._responder, self._leadership, self._lead = responder, leadership, lead
         self._endpoint = endpoint = others.endpoint
         self._window_s = endpoint.config.hub.expire_s
         """Nodes repeat their votes; a node that has stopped voting has reached the leading hub again."""
-        self._turn = ElectionTurn(self._window_s)
+        self._turn = ElectionTurn(self._window_s, clock)
         self._leader = ""
         """Address of the hub that is followed."""
         self._away = ""
         """Address of a leader whose connection has just ended."""
-        self._heard_s = time.monotonic()
+        self._heard_s = clock()
         """Time of the last message of the leader."""
         self._hindered = ""
         """Why this hub could not be elected when it was last asked."""
@@ -86,7 +92,7 @@ class Standby:
         self._all_of: int | None = None
         """Term of the leader that has sent everything which the folder has; None if that is not known."""
         self._stopping, self._deciding = threading.Event(), threading.Lock()
-        self._confirmer = Confirmer(mirror, leadership, endpoint)
+        self.confirmer = Confirmer(mirror, leadership, endpoint, clock)
         self._client: HubClient | None = None
         self._term = 0
         """Term of the hub whose journal is mirrored; 0 while that is unknown."""
@@ -108,7 +114,7 @@ class Standby:
     def stop(self) -> None:
         """Stop following."""
         self._stopping.set()
-        self._confirmer.note_arrival()
+        self.confirmer.note_arrival()
         if self._client is not None:
             self._client.close()
         for thread in self._threads:
@@ -130,19 +136,19 @@ class Standby:
     def status(self, request: pb.StatusRequest) -> pb.StatusReply:
         """Return the state of this standby as JSON."""
         with self._mirror.lock:
-            now = hub_status(self._mirror.hub, time.monotonic())
+            now = hub_status(self._mirror.hub, self._clock())
             configs = self._mirror.hub.state.configs
-            is_current = self._mirror.is_applied and time.monotonic() - self._heard_s < _CURRENT_S
+            is_current = self._mirror.is_applied and self._clock() - self._heard_s < _CURRENT_S
         segment, offset = self._mirror.position
         leader = self._leader or next(iter(self._endpoint.others), "")
         in_sync = set(configs[-1].replicas if configs else ())
         following = {"follows": leader, "segment": segment, "offset": offset}
         following |= {"is_replica": self._leadership.identity in in_sync}
         # If another hub may have extended the journal, its required replicas are unknown.
-        following |= {"is_needed": self._confirmer.is_needed or not (self._leader and is_current)}
+        following |= {"is_needed": self.confirmer.is_needed or not (self._leader and is_current)}
         following |= {"other_replicas": len(in_sync - {self._leadership.identity})}
         following |= {"set_aside": moved_aside(self._endpoint.directory)}
-        following |= {"unconfirmed_s": self._confirmer.silent_s, "disk_full": self._full}
+        following |= {"unconfirmed_s": self.confirmer.silent_s, "disk_full": self._full}
         return pb.StatusReply(json=self._reports.status(now | following, request.metrics_after))
 
     def propose(self, request: pb.ProposeRequest) -> pb.Answer:
@@ -250,7 +256,7 @@ class Standby:
         except BaseException as error:
             self._fail(error)
             raise
-        threading.Thread(target=self._others.tell, args=(term,), name="tell", daemon=True).start()
+        self._others.tell(term)
 
     # --- threads
 
@@ -269,39 +275,53 @@ class Standby:
     def _follow(self) -> None:
         stopping = self._stopping  # there is another one after an election that failed
         while not stopping.is_set():
-            try:
-                lost = self._follow_until_lost()
-            except (NoSpace, OSError) as error:
-                self._wait_for_room(error, stopping)
-                continue
-            if lost:
-                self._leadership.drop_leader()
-                self._turn.lost_owner(self._endpoint.place_without(lost))
-            elif self._endpoint.replicas is not None and self._turn.take():
-                self._stand_or_end()
-            stopping.wait(_RETRY_S)
+            ended: Exception | None = None
+            if leader := self.leader():
+                try:
+                    self._follow_once(*leader)
+                except (HubUnreachable, HubRefused, Damaged, NoSpace, OSError) as error:
+                    ended = error
+            stopping.wait(self.lost_leader(ended))
 
-    def _follow_until_lost(self) -> str:
-        """Follow the leader for as long as it leads; return its address, "" if none was found."""
+    def leader(self) -> tuple[str, int] | None:
+        """Return the address and term of a hub that leads, and may be followed; None if none was found."""
         known = max(self._mirror.hub.state.term, self._noted_term(), self._leadership.promised)
         leader = self._others.leader(known, self._stopping, without=self._away)
         self._away = ""
-        if leader is not None and not self._is_of_another_lineage(leader[1]):
-            try:
-                self._follow_once(*leader)
-            except (HubUnreachable, HubRefused) as error:
-                log.warning("following: %s", error)
+        return None if leader is None or self._is_of_another_lineage(leader[1]) else leader
+
+    def lost_leader(self, ended: Exception | None) -> float:
+        """Note that no leader is followed now; return the pause before the next search, in seconds.
+
+        In a swarm this hub asks for votes when its turn comes.
+
+        ended: what ended the stream of the leader; None if it ended by itself, or none was found. It is
+            raised if it says that the disk has failed.
+        """
+        try:
+            if isinstance(ended, HubUnreachable | HubRefused):
+                log.warning("following: %s", ended)
                 self._term = 0
-                self._note_end(error)
-            except Damaged as error:
-                self._fetch_anew(error)
+                self._note_end(ended)
+            elif isinstance(ended, Damaged):
+                self._fetch_anew(ended)
+            elif ended is not None:
+                raise ended
+        except (NoSpace, OSError) as error:
+            self._note_full(error)
+            return _FULL_PAUSE_S
         lost, self._term, self._leader = self._leader, 0, ""
-        return lost
+        if lost:
+            self._leadership.drop_leader()
+            self._turn.lost_owner(self._endpoint.place_without(lost))
+        elif self._endpoint.replicas is not None and self._turn.take():
+            self._stand_or_end()
+        return _RETRY_S
 
-    def _wait_for_room(self, error: NoSpace | OSError, stopping: threading.Event) -> None:
-        """Pause, as the disk is full, and confirm nothing meanwhile: the leader goes on without this hub.
+    def _note_full(self, error: NoSpace | OSError) -> None:
+        """Note that the disk is full, and confirm nothing until the leader is found again.
 
-        Raises an error that says something else.
+        The leader goes on without this hub. Raises an error that says something else.
         """
         if isinstance(error, OSError) and not is_full(error):
             raise error
@@ -309,7 +329,6 @@ class Standby:
             log.error("%s: nothing is mirrored until there is room", error)
             self._event("journal_full", reason=str(error))
         self._full, self._term, self._leader = str(error), 0, ""
-        stopping.wait(_FULL_PAUSE_S)
 
     def _is_of_another_lineage(self, term: int) -> bool:
         """Return whether this journal is not that leader's: its part was lost and founded again.
@@ -324,7 +343,7 @@ class Standby:
         if not self._leader:
             return
         refused = isinstance(error, HubRefused) and error.code == grpc.StatusCode.FAILED_PRECONDITION
-        is_silent = time.monotonic() - self._heard_s >= _SILENT_S
+        is_silent = self._clock() - self._heard_s >= _SILENT_S
         has_ended = not (refused or is_silent) and self._others.has_ended(self._leader)
         if refused or has_ended:
             self._leadership.leader_ended()
@@ -337,12 +356,12 @@ class Standby:
             while self._mirror.apply():
                 pass
             hub = self._mirror.hub
-            ended = hub.progress(time.monotonic()) >= 1.0 and not hub.state.live
+            ended = hub.progress(self._clock()) >= 1.0 and not hub.state.live
             self.is_over = ended and not self._endpoint.stays
         if not self.is_over:
-            self._ask_for_votes()
+            self.ask_for_votes()
 
-    def _ask_for_votes(self, *, invited: bool = False) -> None:
+    def ask_for_votes(self, *, invited: bool = False) -> None:
         """Stand for election without a node's vote: in a swarm, other replicas may be all that is left."""
         with self._deciding:
             if self.leading is None:
@@ -359,6 +378,15 @@ class Standby:
 
         Returns False if that was not where these end: they are cut off, and it may be tried again.
         """
+        for chunk in client.tail(self.tail_request(term)):
+            if self._stopping.is_set():
+                return True
+            if not self.take(chunk, term, leader):
+                return False
+        return True
+
+    def tail_request(self, term: int) -> pb.TailRequest:
+        """Return the request for the journal of the leader of `term`, from where this one ends on."""
         (segment, offset), chain = self._trim(term)
         request = pb.TailRequest(
             term=term,
@@ -369,23 +397,33 @@ class Standby:
         )
         if part := self._mirror.partial.received():
             request.snapshot_segment, request.snapshot_bytes, request.snapshot_sha256 = part
-        for chunk in client.tail(request):
-            if self._stopping.is_set():
-                return True
-            self._others.check_leader(leader, self._event)
-            if chunk.differs:
-                self._take_back(None if chunk.lacks_term else (chunk.segment, chunk.offset), term)
-                return False
-            self._mirror.take(chunk)
-            if chunk.data and self._full:
-                self._full = ""
-                self._event("journal_has_room")
-            if not self._leader:
-                self._leadership.withdraw()
-            self._leadership.note_leader(self._mirror.hub.state.configs)
-            self._term, self._leader, self._heard_s = term, leader, time.monotonic()
-            self._confirmer.note_arrival()
+        return request
+
+    def take(self, chunk: pb.TailChunk, term: int, leader: str) -> bool:
+        """Take a chunk of the journal of the leader of `term` at this address.
+
+        Returns False if the journal was cut off here instead, and is to be asked for again. Raises Damaged,
+        NoSpace or OSError, and HubRefused if the leader must not be followed any more.
+        """
+        self._others.check_leader(leader, self._event)
+        if chunk.differs:
+            self._take_back(None if chunk.lacks_term else (chunk.segment, chunk.offset), term)
+            return False
+        self._mirror.take(chunk)
+        if chunk.data and self._full:
+            self._full = ""
+            self._event("journal_has_room")
+        if not self._leader:
+            self._leadership.withdraw()
+        self._leadership.note_leader(self._mirror.hub.state.configs)
+        self._term, self._leader, self._heard_s = term, leader, self._clock()
+        self.confirmer.note_arrival()
         return True
+
+    @property
+    def term(self) -> int:
+        """Return the term of the leader whose journal is mirrored; 0 without one."""
+        return self._term
 
     def _noted_term(self) -> int:
         """Return the highest term whose leader was followed; 0 without one."""
@@ -432,23 +470,27 @@ class Standby:
         self._all_of = leading
 
     def _confirm(self) -> None:
-        self._confirmer.run(
-            lambda: (self._term, self._client), self._stopping, lambda: self._ask_for_votes(invited=True)
+        self.confirmer.run(
+            lambda: (self._term, self._client), self._stopping, lambda: self.ask_for_votes(invited=True)
         )
 
     def _apply(self) -> None:
         stopping = self._stopping
         while not stopping.is_set():
-            seen, moved = self._confirmer.num_arrived, False
+            seen = self.confirmer.num_arrived
+            if not self.apply():
+                self.confirmer.wait_for_more(seen)
+
+    def apply(self) -> bool:
+        """Apply one batch of records and return True; False if there is none, or the journal is damaged."""
+        try:
+            return self._mirror.apply()
+        except Damaged as damaged:
             try:
-                moved = self._mirror.apply()
-            except Damaged as damaged:
-                try:
-                    self._fetch_anew(damaged)
-                except (NoSpace, OSError) as error:
-                    self._wait_for_room(error, stopping)
-            if not moved:
-                self._confirmer.wait_for_more(seen)
+                self._fetch_anew(damaged)
+            except (NoSpace, OSError) as error:
+                self._note_full(error)
+            return False
 
 
 class Confirmer:
@@ -458,10 +500,12 @@ class Confirmer:
     from then on. Once the journal counts on it all the same, it confirms again.
     """
 
-    def __init__(self, mirror: Mirror, leadership: Leadership, endpoint: HubEndpoint) -> None:
+    def __init__(
+        self, mirror: Mirror, leadership: Leadership, endpoint: HubEndpoint, clock: Callable[[], float]
+    ) -> None:
         """Confirm nothing yet."""
         self._mirror, self._leadership, self._endpoint = mirror, leadership, endpoint
-        self._last_s = time.monotonic()
+        self._clock, self._last_s = clock, clock()
         self._arrived, self.num_arrived = threading.Condition(), 0
         """Number of chunks of the journal that have come."""
 
@@ -479,7 +523,7 @@ class Confirmer:
     @property
     def silent_s(self) -> float:
         """Return the seconds since it last confirmed anything, or was made."""
-        return time.monotonic() - self._last_s
+        return self._clock() - self._last_s
 
     @property
     def is_needed(self) -> bool:
@@ -507,32 +551,43 @@ class Confirmer:
             if self._mirror.position == confirmed or not term:
                 self.wait_for_more(seen)
             term, client = following()
-            if not term or client is None or not self._leadership.may_confirm(term) or self._rests():
+            request = None if client is None else self.request(term)
+            if client is None or request is None:
                 stopping.wait(_SOON_S)
                 continue
-            confirmed = self._mirror.sync()
+            confirmed = request.segment, request.offset
             try:
-                if not stopping.is_set() and self._confirm(client, term, confirmed).stand:
+                if not stopping.is_set() and self._send(client, request).stand:
                     invited()
             except (HubUnreachable, HubRefused) as error:
                 log.warning("confirming: %s", error)
                 confirmed = (0, 0)
                 stopping.wait(_SOON_S)
 
-    def _confirm(self, client: HubClient, term: int, position: tuple[int, int]) -> pb.ConfirmReply:
-        self._last_s = time.monotonic()
+    def request(self, term: int) -> pb.ConfirmRequest | None:
+        """Return the confirmation of all that is mirrored, which is on disk then; None if there must be none.
+
+        term: of the leader that is followed, 0 without one.
+        """
+        if not term or not self._leadership.may_confirm(term) or self._rests():
+            return None
+        segment, offset = self._mirror.sync()
         request = pb.ConfirmRequest(
             term=term,
-            segment=position[0],
-            offset=position[1],
+            segment=segment,
+            offset=offset,
             replica=self._leadership.identity,
             address=self._endpoint.own_address,
         )
         sign(request, self._leadership.key)
+        self._last_s = self._clock()
+        return request
+
+    def _send(self, client: HubClient, request: pb.ConfirmRequest) -> pb.ConfirmReply:
         try:
             return client.confirm(request, timeout_s=1.0)
         finally:
-            self._last_s = time.monotonic()
+            self._last_s = self._clock()
 
     def _rests(self) -> bool:
         return resting_file(self._endpoint.directory).exists() and not self.is_needed

@@ -396,13 +396,22 @@ class Elector:
             if not reply.HasField("asks") or reply.asks == asked:
                 break
             asked = reply.asks
-            voter, answer = self._voter.answer(proposal_in(asked), who.term)
-            if voter != self._voter:
-                voter.save(self._file)
-                self._voter = voter
-            request.answer.CopyFrom(answer_out(answer, self._key))
+            request.answer.CopyFrom(self.answer(asked, who.term))
             reply = hub.take_over(request, timeout_s)
         return reply
+
+    def answer(self, asks: pb.Proposal, term: int) -> pb.Answer:
+        """Return the signed answer to what a hub asks, once its promise is in the file.
+
+        Raises ValueError if the hub has not signed what it asks, or OSError if the promise cannot be written.
+
+        term: of the hub that the node follows.
+        """
+        voter, answer = self._voter.answer(proposal_in(asks), term)
+        if voter != self._voter:
+            voter.save(self._file)
+            self._voter = voter
+        return answer_out(answer, self._key)
 
 
 _LOOK_S = 0.2
