@@ -14,6 +14,7 @@ import pytest
 from test_journal import Book, config, same
 
 from aedit.async_sgd.journal import (
+    FILE_BYTES,
     NOTE,
     Damaged,
     Ledger,
@@ -115,6 +116,20 @@ def test_what_a_new_leader_lacks_is_cut_off_and_the_state_with_it(book, tmp_path
     again = Follower(tmp_path / "c")
     assert bytes_of(tmp_path / "b") == bytes_of(tmp_path / "c")
     same(again.mirror.hub, leader.hub)
+
+
+def test_a_leader_that_has_only_the_head_of_the_newest_segment_keeps_it(book, tmp_path):
+    """Found in simulation: it wrote another head, so that nodes proved to it the loss of what it had."""
+    follower = Follower(tmp_path / "b")
+    book.push(0, 0)
+    book.ledger.snapshot()
+    follower.follow(book.ledger)
+    end = book.ledger.journal.position
+    assert follower.mirror.sync() == end == (2, FILE_BYTES), "this is confirmed, and can be acknowledged"
+    receipt = book.ledger.receipts.give(book.ledger.journal.sync(end))
+    leader = follower.lead(2)
+    assert not leader.receipts.lacks(receipt)
+    assert bytes_of(tmp_path / "b")[2].startswith(bytes_of(tmp_path / "a")[2])
 
 
 def test_a_leader_that_was_replaced_follows_with_what_it_has_in_common(book, tmp_path):

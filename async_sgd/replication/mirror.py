@@ -181,8 +181,11 @@ class Mirror:
             if self.position <= self._applied or self.position == (segment, 0):
                 return False
             if offset == 0:
+                if self.position < (segment, FILE_BYTES):
+                    return False
                 self._reading = File(segment_path(self._directory, segment))
-                offset = FILE_BYTES
+                offset = FILE_BYTES  # the head is confirmed as records are: it is not given up without need
+                self._applied = segment, offset
             if not self._is_whole(segment, offset):
                 return False
             if offset == self._reading.num_bytes:
