@@ -130,6 +130,7 @@ class OpenRounds:
         else:
             opened.buffers = self._buffers.open(str(round.id), stepped=round.steps > 0)
         self._open.append(opened)
+        node.on_open(opening.result() if self._free and opening.done() else RoundOutcome(round, units))
         if self._free:
             self._send_all(opened)
         return opened

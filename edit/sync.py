@@ -88,6 +88,8 @@ class LayerSync(Waiter):
             raise ValueError(
                 f"edit.fragments = {config.fragments} is more than the model's {most} units: lower it"
             )
+        self.on_open: Callable[[RoundOutcome], None] = lambda outcome: None
+        """Called when a round is opened, before a hub is sent its units; see `RoundOutcome`."""
         self.on_round: Callable[[RoundOutcome, float], None] = lambda outcome, waited_s: None
         self.steps = 0
         """Inner steps so far, warm-up included."""

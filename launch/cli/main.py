@@ -97,6 +97,10 @@ def parser() -> Parser:
             does = "write the page of `aedit view` as one file instead"
             view.add_argument("--html", action="store_true", help=does)
         _add_trust(view)
+    ledger = add("ledger", "account for every sample of a run", _ledger)
+    ledger.add_argument("run", metavar="RUN", help="run directory, such as runs/tiny")
+    ledger.add_argument("--csv", metavar="FILE", type=Path, help="write a row for each position or range")
+    ledger.add_argument("--parquet", metavar="FILE", type=Path, help="the same as Parquet; needs pyarrow")
     export = add("export", "write a Hugging Face model directory", _export)
     place = "run directory, a hub's folder in one, or HOST:PORT of a hub"
     export.add_argument("run", metavar="RUN", help=place)
@@ -256,6 +260,12 @@ def _view(options: Options) -> None:
     own = {name: getattr(options, name) for name in ("listen", "html") if getattr(options, name, False)}
     for path in command(options.run, options.keys, insecure=options.insecure, **own) or ():
         print(path)
+
+
+def _ledger(options: Options) -> int:
+    from aedit.launch.cli.ledger import print_ledger
+
+    return print_ledger(options)
 
 
 def _export(options: Options) -> None:

@@ -8,7 +8,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from aedit.launch.node.stop import Stop
 from aedit.launch.node.text_learner import make_text_learner
 from aedit.launch.node.train import TrainingNode
 from aedit.launch.node.world import World
-from aedit.launch.records import Clock, Recorder, open_trackers
+from aedit.launch.records import Clock, PositionLog, Recorder, open_trackers
 from aedit.proto.transports import TorchTransport
 from aedit.spec_rollout.drafters import layer_of
 from aedit.types import UserError
@@ -195,6 +195,10 @@ def started(parts: NodeParts, data: TrainingData, *, attempt: int = 1) -> Iterat
         attempt: Number of this start of the run.
     """
     recorder = parts.recorder
+    positions = PositionLog(
+        recorder.directory, rank=parts.world.rank, elapsed_s=lambda: recorder.clock.elapsed_s
+    )
+    parts = replace(parts, positions=positions)
     try:
         with closing(make_objective(data, parts)) as objective:
             node = TrainingNode(
@@ -209,15 +213,18 @@ def started(parts: NodeParts, data: TrainingData, *, attempt: int = 1) -> Iterat
                 facts=parts.facts,
                 slowdown=parts.slowdown,
                 hub=parts.hub,
+                positions=positions,
             )
             if parts.resumed:
                 node.restore(parts.resumed)
             recorder.event("start", **start_values(node, attempt))
+            node.begin_positions(attempt)
             yield node
     except Exception as error:
         recorder.event("error", message=str(error) or type(error).__name__)
         raise
     finally:
+        positions.close()
         recorder.close()
 
 

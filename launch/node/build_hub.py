@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import aedit
+from aedit.async_sgd.service import fingerprint
 from aedit.edit import HubExchange, SharedModule, find_units, flat_layout, make_pace
 from aedit.launch.config import JoinOptions, RunConfig, method, samples_per_step, tokens_per_step
 from aedit.launch.data import LeasedOrder
@@ -191,6 +192,11 @@ class HubMembership:
     """Returns index and session of the node; the session changes when the node joins again."""
     leave_within_s: float = LEAVE_HUB_WITHIN_S
     """Longest wait of a leaving node for a hub that does not answer."""
+
+    @property
+    def journal_session(self) -> int:
+        """Return the fingerprint under which the hub's journal has this session; 0 if it is unknown."""
+        return fingerprint(self.identity()[1])
 
     def begin(self, node: TrainingNode) -> None:
         """Report once more before the node leaves, so that the hub can lease its unused samples to others."""

@@ -7,7 +7,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -19,7 +21,7 @@ from aedit.launch.node.checkpoint import NodeCheckpoints, Resumed
 from aedit.launch.node.model import blocks, held_out_loss, loss
 from aedit.launch.node.stop import Stop
 from aedit.launch.node.world import World
-from aedit.launch.records import Recorder
+from aedit.launch.records import PositionLog, Recorder
 from aedit.types import UserError
 
 if TYPE_CHECKING:
@@ -67,6 +69,8 @@ class NodeParts:
     stop: Stop
     checkpoints: NodeCheckpoints
     recorder: Recorder
+    positions: PositionLog = field(default_factory=PositionLog)
+    """Records of the stream's positions."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Properties that must be equal for all nodes and checkpoints of the run."""
     resumed: Resumed | None = None
@@ -88,6 +92,9 @@ class Objective(Protocol):
 
     def lr(self, progress: float, nodes: int) -> float:
         """Return the learning rate after this share of the run's budget, with this number of live nodes."""
+
+    def positions(self) -> Sequence[int] | NDArray[np.int64]:
+        """Return the positions of the stream that this rank trains first in the step with the gradients."""
 
     def end_step(self) -> int:
         """Return the tokens of the inner step that was taken with the gradients."""
@@ -145,6 +152,8 @@ class TextObjective:
     """Drafter that learns from these forward passes in the node's waits."""
     in_waits: "EvaluationInWaits | None" = None
     """Evaluates in the node's waits; None: all at once."""
+    _drawn: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Positions of the current step."""
     _before: tuple[dict[str, int], Tensor] | None = None
     """Sample order and random state before the current step."""
 
@@ -152,7 +161,8 @@ class TextObjective:
         """Run forward and backward passes on the next samples, `train.accumulate` micro-batches."""
         self._before = (self.order.state(), torch.get_rng_state())
         train, world = self.config.train, self.world
-        drawn, learner = self.order.take(train.batch_size * train.accumulate), self.learner
+        self._drawn = self.order.draw(train.batch_size * train.accumulate)
+        drawn, learner = self.order.samples(self._drawn), self.learner
         if learner is not None:
             learner.begin_step()
         for part in drawn.reshape(train.accumulate, -1):
@@ -169,6 +179,10 @@ class TextObjective:
     def lr(self, progress: float, nodes: int) -> float:
         """Return the learning rate of the schedule."""
         return lr_at(progress, self.config.train, nodes)
+
+    def positions(self) -> NDArray[np.int64]:
+        """Return the positions of a step on the first rank: the ranks share them."""
+        return self._drawn if self.world.leads else self._drawn[:0]
 
     def end_step(self) -> int:
         """Return the tokens of a step."""

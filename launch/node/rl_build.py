@@ -81,6 +81,7 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
         shards=sync.shards,
         sampling=sampling(config.rl.sampling.temperature),
         check_stop=parts.stop.check,
+        log=parts.positions,
     )
     return PolicyObjective(
         config=config,

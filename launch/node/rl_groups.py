@@ -20,6 +20,7 @@ import torch
 from aedit.edit import Shards
 from aedit.launch.config import RLConfig, RunConfig
 from aedit.launch.data import Order, evaluation_indices
+from aedit.launch.records import PositionLog
 from aedit.spec_rollout.rl import (
     Group,
     Problem,
@@ -148,6 +149,7 @@ class GroupStream:
     sampling: Sampling
     check_stop: Callable[[], None]
     """Raises `Stopped` on all ranks if the run was asked to stop."""
+    log: PositionLog = field(default_factory=PositionLog)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     """Running totals of this rank: rewarded groups, their rollouts, groups whose rewards are all equal before
     the penalty of `rl.overlong` (equally right or wrong), and rollouts without a reward."""
@@ -203,7 +205,9 @@ class GroupStream:
 
     def put_back(self) -> None:
         """Forget the groups that were not trained; their prompts are drawn again later. Collective."""
-        self.order = self.order.resume(self.order.state() | {"drawn": self.first_pending()})
+        place = self.first_pending()
+        self.log.put_back(place)
+        self.order = self.order.resume(self.order.state() | {"drawn": place})
         self._batch.clear()
         self._drawn.clear()
         self._rewarded.clear()
@@ -227,6 +231,7 @@ class GroupStream:
             return
         first = self.order.state()["drawn"]
         positions = self.order.draw(sum(shares))
+        self.log.drawn(first, positions)
         mine = _share(shares, self.shards.rank)
         indices = self.order.samples(positions[mine])
         for place, index in zip(mine, indices, strict=True):
@@ -278,6 +283,7 @@ class GroupStream:
             for name, count in zip(COUNTS, (1, len(group.rollouts), without_signal, excluded), strict=True):
                 self.counts[name] += count
             replaces = self.config.dynamic_sampling and self._replaced < MOST_REPLACED * self.per_rank
+            _log(self.log, group, replaced=replaces and without_signal)
             if replaces and without_signal:
                 self._replaced, replaced = self._replaced + 1, True
                 del self._drawn[place]
@@ -289,6 +295,20 @@ class GroupStream:
         """Return whether the batch is known, and this rank's groups of it are finished."""
         mine = [place for place in front if place in self._drawn]
         return len(front) == self.config.groups and all(place in self._rewarded for place in mine)
+
+
+def _log(log: PositionLog, group: Group, *, replaced: bool) -> None:
+    versions = [version for rollout in group.rollouts for version in rollout.versions]
+    places = {name for rollout in group.rollouts for _, name in rollout.servers if name}
+    log.group(
+        group.position,
+        index=group.problem.index,
+        lengths=[len(rollout.tokens) for rollout in group.rollouts],
+        rewards=[None if reward is None else round(reward, 6) for reward in group.rewards],
+        versions=[min(versions), max(versions)] if versions else None,
+        places=sorted(places),
+        replaced=replaced,
+    )
 
 
 def _share(shares: Sequence[int], rank: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":

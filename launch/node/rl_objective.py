@@ -154,6 +154,11 @@ class PolicyObjective:
         warm_up = min(self.config.rl.supervised_steps / self.config.train.steps, 0.999)
         return lr_at(max(0.0, progress - warm_up) / (1 - warm_up), self.config.train, nodes)
 
+    def positions(self) -> list[int]:
+        """Return the positions of the groups that the step trains first; none in the warm-up."""
+        groups = self._steps[0] if self._steps and self._new else None
+        return [group.position for group in groups or ()]
+
     def end_step(self) -> int:
         """Count the step and its groups as trained; return its tokens."""
         groups, self._is_first = self._steps.popleft(), False

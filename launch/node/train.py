@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from aedit.launch.node.checkpoint import Mark, NodeCheckpoints, Resumed, trainin
 from aedit.launch.node.objective import Objective, Slowdown, set_lr
 from aedit.launch.node.stop import Stop, Stopped
 from aedit.launch.node.world import World
-from aedit.launch.records import Recorder, RLMetric
+from aedit.launch.records import PositionLog, Recorder, RLMetric, ranges_of
 from aedit.types import Round
 
 if TYPE_CHECKING:
@@ -110,6 +111,8 @@ class TrainingNode:
     checkpoints: NodeCheckpoints
     recorder: Recorder
     facts: dict[str, Any]
+    positions: PositionLog = field(default_factory=PositionLog)
+    """Records of the stream's positions."""
     slowdown: Slowdown = field(default_factory=Slowdown)
     hub: "HubMembership | None" = None
     """Membership in a run with a hub; None: nodes take part in each round, and leave, together."""
@@ -158,7 +161,7 @@ class TrainingNode:
         """Install the signal handlers and callbacks; evaluate once in a new run."""
         self.stop.listen()
         self.sync.while_waiting = self.stop.while_waiting
-        self.sync.on_round = self.record_round
+        self.sync.on_open, self.sync.on_round = self.record_open, self.record_round
         if not self.resumed:
             self.evaluate()
         if self.hub is not None:
@@ -171,6 +174,7 @@ class TrainingNode:
         if Mark(self.milestone) != self.saved:
             self.save(Mark(self.milestone))
         self.recorder.event("stop", reason="done", step=self.sync.steps, tokens=self.tokens)
+        self.positions.stop(self.sync.steps, "done")
 
     def leave_early(self) -> None:
         """Finish before the end of the budget: leave the run, and save.
@@ -197,6 +201,7 @@ class TrainingNode:
         self.save(Mark(self.milestone, sub), owed)
         self.objective.finish_evaluation()
         self.recorder.event("stop", reason=reason, step=self.sync.steps, tokens=self.tokens)
+        self.positions.stop(self.sync.steps, reason)
 
     # -- one step
 
@@ -227,6 +232,7 @@ class TrainingNode:
             set_lr(inner, self.lr)
             inner.step()
             inner.zero_grad()
+        self.positions.trained(self.sync.steps + 1, self.objective.positions())
         self.meter.slow_down(self._waited_s, self.slowdown)
 
     def record_step(self) -> None:
@@ -297,6 +303,7 @@ class TrainingNode:
         Older checkpoints are intact.
         """
         self.saved = mark
+        self.positions.flush()
         began = time.monotonic()
         try:
             num_bytes = self.checkpoints.save(mark, training_state(self.sync), self._meta(owed or []))
@@ -326,6 +333,26 @@ class TrainingNode:
 
     # -- records
 
+    def begin_positions(self, attempt: int) -> None:
+        """Begin the records of the stream's positions in this attempt."""
+        apart = {unit.name for unit in self.sync.exchange.apart}
+        own = [i for i, unit in enumerate(self.sync.units) if unit.name not in apart]
+        self.positions.start(
+            attempt=attempt,
+            node=self.world.node,
+            name=self.hub.options.name if self.hub is not None else "",
+            kind="rl" if self.config.prompts.source else "text",
+            step=self.sync.steps,
+            units=ranges_of(np.array(own, np.int64)),
+            leases=self.hub is not None,
+            warmup=self.config.edit.warmup_steps,
+            session=self.hub.journal_session if self.hub is not None else 0,
+        )
+
+    def record_open(self, outcome: RoundOutcome) -> None:
+        """Record a round that is about to send its units. Called by `sync`."""
+        self.positions.opened(outcome.round.id, self.sync.steps, outcome.units, outcome.distrusted)
+
     def record_round(self, outcome: RoundOutcome, waited_s: float) -> None:
         """Record a round that has landed, or that the hub has refused as a whole. Called by `sync`."""
         sent = self.sync.exchange.bytes_sent
@@ -335,6 +362,13 @@ class TrainingNode:
             known = per_unit if values else {}  # a hub does not send weights to the nodes
             return [values[known[i]] if i in known else None for i in range(len(self.sync.units))]
 
+        self.positions.ended(
+            outcome.round.id,
+            self.sync.steps,
+            refused=outcome.refused,
+            distrusted=outcome.distrusted,
+            rolled_back=outcome.rolled_back,
+        )
         refused = bool(outcome.units) and {*outcome.units} <= {*outcome.refused}
         self.recorder.event(
             "round_refused" if refused else "round",

@@ -91,9 +91,10 @@ def run(
         return 128 + watcher.signals[0]
     if code == 0:
         if placement.node == 0:
+            from aedit.launch.hub import accounts_line
             from aedit.launch.views import report
 
-            print(report(run_dir))
+            print(report(run_dir, [("samples", accounts_line(run_dir))]))
         if not has_trained(run_dir, nodes):
             _say("the run was already complete; raise train.steps or train.seconds, or choose another --name")
         return 0

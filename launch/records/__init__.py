@@ -2,6 +2,7 @@
 
 run_directory: prepares it, and reads how a start ended.
 recorder: writes a node's metrics and events, also to experiment trackers.
+positions: writes and reads what became of each position of the stream; `accounts` adds it up.
 reader: reads all of it, once or repeatedly. Begin there.
 records, hub_records, server_records: the frozen values of nodes, of hubs and swarms, and of the folder of one
 rollout server.
@@ -14,6 +15,15 @@ from typing import TYPE_CHECKING
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
+    from aedit.launch.records.accounts import (
+        Accounts,
+        Bias,
+        JournalFacts,
+        Lease,
+        NodeTotals,
+        SampleVerdict,
+        accounts_of,
+    )
     from aedit.launch.records.hub_records import (
         HubRecords,
         HubSample,
@@ -27,6 +37,7 @@ if TYPE_CHECKING:
         gained,
         totals,
     )
+    from aedit.launch.records.positions import PositionLog, ranges_of, read_positions
     from aedit.launch.records.reader import NodeRecords, Run, RunFollower, read_run, require_run, thinned
     from aedit.launch.records.recorder import Clock, Recorder, open_trackers
     from aedit.launch.records.records import (
@@ -65,25 +76,33 @@ __all__ = [
     "FAILED",
     "IN_WAIT",
     "KEY_FILE",
+    "Accounts",
+    "Bias",
     "Clock",
     "EvalEvent",
     "HubRecords",
     "HubSample",
+    "JournalFacts",
+    "Lease",
     "Metric",
     "NodeRecords",
     "NodeSample",
+    "NodeTotals",
     "PartSample",
     "PeerSample",
+    "PositionLog",
     "RLMetric",
     "Recorder",
     "RoundEvent",
     "Run",
     "RunFollower",
+    "SampleVerdict",
     "ServerSample",
     "ServingRecords",
     "ServingSample",
     "SwarmSample",
     "Totals",
+    "accounts_of",
     "by_node",
     "claimed",
     "differences",
@@ -97,6 +116,8 @@ __all__ = [
     "next_attempt",
     "open_trackers",
     "prepare",
+    "ranges_of",
+    "read_positions",
     "read_run",
     "read_server",
     "refusal_in",

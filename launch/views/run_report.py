@@ -1,7 +1,7 @@
 """Report of a finished run, which `aedit run` prints at the end: nodes, RL and rollout servers."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from io import StringIO
 from math import isfinite, nan
 from pathlib import Path
@@ -55,10 +55,12 @@ Facts = Iterator[tuple[str, str]]
 """Name and text of each fact."""
 
 
-def report(run_dir: Path) -> str:
+def report(run_dir: Path, more: Iterable[tuple[str, str]] = ()) -> str:
     """Return the figures of a run as aligned ASCII text; draw the plots and list them.
 
     Raises UserError if `run_dir` is not a run directory.
+
+    more: names and texts of further facts.
     """
     run = read_run(run_dir)
     wall_s = max((node.metrics[-1].t for node in run.nodes if node.metrics), default=nan)
@@ -68,7 +70,8 @@ def report(run_dir: Path) -> str:
     elif not run.has_hub:
         head.append(fmt.some(len(rounds(run)), "round"))
     facts = Table.grid(padding=(0, 2, 0, 0))
-    for found in (rl_facts(run) if run.is_rl else _text_facts(run), _sync_facts(run, hub), server_facts(run)):
+    own = rl_facts(run) if run.is_rl else _text_facts(run)
+    for found in (own, _sync_facts(run, hub), more, server_facts(run)):
         for name, text in found:
             facts.add_row("", name, text)
     columns, cells = (RL_COLUMNS, _rl_cells) if run.is_rl else (COLUMNS, _cells)

@@ -576,7 +576,9 @@ class PooledSource:
                     self._end_here((rollout, sample))
                 versions = [self.version] * len(tokens)
                 prompt, (num_tokens, num_passes) = replace(given.prompt, partial=None), _begun(given.prompt)
-                found.append(Rollout(prompt, tokens, logprobs, versions, finish_reason=reason, passes=passes))
+                one = Rollout(prompt, tokens, logprobs, versions, finish_reason=reason, passes=passes)
+                one.servers.append((num_tokens, f"node {given.rank}"))
+                found.append(one)
                 self.counts.received += 1
                 self.counts.received_tokens += len(tokens) - num_tokens
                 self.counts.received_passes += passes - num_passes

@@ -70,17 +70,27 @@ class Saboteur:
             perform(deed["act"])
 
     def _follow_draws(self):
-        from aedit.launch.data import SampleOrder
+        from aedit.launch.data import LeasedOrder, SampleOrder
+        from aedit.launch.node.objective import TextObjective
 
-        take = SampleOrder.take
+        accumulate = TextObjective.accumulate_gradients
+        samples = {order: order.samples for order in (SampleOrder, LeasedOrder)}
 
-        def taken(order, k):
-            indices = take(order, k)
+        def taken(order, positions):
+            indices = samples[type(order)](order, positions)
             with self.draws.open("a") as file:
                 print(json.dumps([self.step, indices.tolist()]), file=file)
             return indices
 
-        SampleOrder.take = taken
+        def followed(objective, add_loss):
+            SampleOrder.samples = LeasedOrder.samples = taken
+            try:
+                accumulate(objective, add_loss)
+            finally:
+                for order, method in samples.items():
+                    order.samples = method
+
+        TextObjective.accumulate_gradients = followed
         self._follow_groups()
 
     def _follow_groups(self):
@@ -128,7 +138,7 @@ def run_node(deeds, words):
     index, rank = divmod(int(os.environ["RANK"]), ranks)
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     mine = [deed for deed in deeds if deed["node"] == index and first]
-    Saboteur(mine, run_toml.parent, f"{index}_{rank}")
+    Saboteur(mine, run_toml.parent, os.environ.get("SABOTEUR_NAME", f"{index}_{rank}"))
     faulthandler.register(signal.SIGUSR1)  # write the stack traces of a hang into its log
     sys.argv = ["node", *words]
     return node.main()

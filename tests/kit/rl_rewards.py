@@ -31,3 +31,16 @@ def after_a_file(completions, **columns):
     while not os.path.exists(os.environ["REWARDS_AFTER"]):
         time.sleep(0.002)
     return [float(i % 2) for i in range(len(completions))]
+
+
+def written(completions, **columns):
+    """Return 1 or 0 by the first byte, and append texts and rewards to the file that REWARDS_FILE names."""
+    import json
+    import os
+
+    rewards = [float(bool(text) and ord(text[0]) % 2 == 0) for text in completions]
+    line = json.dumps({"texts": list(completions), "rewards": rewards}) + "\n"
+    fd = os.open(os.environ["REWARDS_FILE"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.write(fd, line.encode())
+    os.close(fd)
+    return rewards

@@ -1,0 +1,199 @@
+"""Facts about positions and pushes from the journals of a run directory, without the values of any push."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from aedit.async_sgd.hub import HubState, load_state
+from aedit.async_sgd.journal import (
+    Damaged,
+    File,
+    batches,
+    read_snapshot,
+    segment_numbers,
+    segment_path,
+    snapshot_path,
+)
+from aedit.async_sgd.rules import Accepted, Founded, Joined, Leased, Merged, Mixed, Record, Refused, SentUp
+from aedit.launch.config import load, unit_rules
+from aedit.launch.hub.folder import MIRROR
+from aedit.launch.records import Accounts, JournalFacts, Lease, accounts_of, read_positions, require_run
+from aedit.types import UserError
+
+_FOLDERS = ("hub", "hub_*", "standby", "standby_*", "peers/*/part_*")
+
+
+@dataclass(slots=True)
+class _Replay:
+    """State of one hub without units, and what the state does not keep."""
+
+    state: HubState
+    apart: frozenset[str]
+    is_whole: bool
+    term: int = 0
+    leases: list[Lease] = field(default_factory=list)
+    refusals: dict[tuple[int, int, int], bool] = field(default_factory=dict)
+    begins: dict[int, list[tuple[set[int], dict[int, int], int]]] = field(default_factory=dict)
+    """Attempts of each node: sessions, newest push by unit before, process."""
+
+    def apply(self, record: Record) -> None:
+        """Apply a record without the values of pushes and anchors."""
+        match record:
+            case Accepted(push):
+                assert self.state.layout is not None
+                is_apart = self.state.layout.units[push.unit].name in self.apart
+                self.state.changing(push.node).accept(push, counts=not is_apart)
+                if push.base == 0:
+                    self._founded(push.node, push.unit, push.seq)
+                return
+            case Merged(unit, _, parts):
+                for part in parts:
+                    if part.weight == 0:
+                        self.refusals[part.node, unit, part.seq] = True
+                return
+            case Mixed() | SentUp():
+                return
+            case Refused(node, unit, seq, reason, distrusted):
+                self.refusals[node, unit, seq] = distrusted
+                if reason.startswith("founded"):
+                    self._founded(node, unit, seq)
+            case Leased(node, start, end):
+                self.leases.append(Lease(node, start, end))
+            case Joined(node=node, session=session, process=process):
+                self._join(node, session, process)
+            case _:
+                pass
+        self.state.apply(record)
+        if isinstance(record, Founded):
+            self.state.units = {}
+        self.term = self.state.term
+
+    def _founded(self, node: int, unit: int, seq: int) -> None:
+        """Count a push of first anchors as one before the attempt: it has no steps."""
+        if begins := self.begins.get(node):
+            begins[-1][1][unit] = seq
+
+    def _join(self, node: int, session: int, process: int) -> None:
+        begins = self.begins.setdefault(node, [])
+        known = self.state.members[node] if node < len(self.state.members) else None
+        if begins and process and begins[-1][2] == process:
+            begins[-1][0].add(session)
+        else:
+            begins.append(({session}, dict(known.received) if known else {}, process))
+
+
+def read_accounts(run_dir: Path) -> Accounts:
+    """Return the accounts of the samples of the run in a directory. Raises UserError if it has none."""
+    require_run(run_dir)
+    return accounts_of(read_positions(run_dir), journal_facts(run_dir))
+
+
+def accounts_line(run_dir: Path) -> str:
+    """Return the result of the accounts as one line, for the report of a run."""
+    try:
+        return read_accounts(run_dir).summary()
+    except UserError as error:
+        return f"not accounted for: {error}"
+
+
+def journal_facts(run_dir: Path) -> JournalFacts | None:
+    """Return the facts of the hubs whose folders are in the run directory; None if there is none.
+
+    Of the replicas of a hub, the one that has led under the highest term. Raises UserError if a journal is
+    damaged before its end.
+    """
+    leaders: dict[int, tuple[tuple[int, bool], _Replay]] = {}
+    for folder in _folders(run_dir):
+        try:
+            part = int(json.loads((folder / "part.json").read_text())[0])
+        except (OSError, ValueError, TypeError, LookupError):
+            raise UserError(f"{folder}/part.json: expected [PART, PARTS]; restore the folder") from None
+        replay = _replayed(folder)
+        key = replay.term, not (folder / MIRROR).exists()
+        if part not in leaders or key > leaders[part][0]:
+            leaders[part] = key, replay
+    if not leaders:
+        return None
+    return _joined([leaders[part][1] for part in sorted(leaders)])
+
+
+def _folders(run_dir: Path) -> Iterator[Path]:
+    for pattern in _FOLDERS:
+        for path in sorted(run_dir.glob(pattern)):
+            if (path / "part.json").is_file() and (path / "run.toml").is_file():
+                yield path
+
+
+def _replayed(folder: Path) -> _Replay:
+    """Return the state at the end of the folder's journal, from as early as that goes back."""
+    rules = unit_rules(load(folder / "run.toml", []).config)
+    segments, snapshots = segment_numbers(folder, "journal"), segment_numbers(folder, "snapshot")
+    replay, first = _Replay(HubState(), frozenset(rules), is_whole=True), 1
+    if 1 not in segments:
+        for number in snapshots:
+            try:
+                state = HubState()
+                load_state((read_snapshot(snapshot_path(folder, number))[0], ()), state)
+            except Damaged:
+                continue
+            replay, first = _Replay(state, frozenset(rules), is_whole=False, term=state.term), number
+            break
+        else:
+            if segments:
+                raise UserError(
+                    f"{folder}: neither the first segment nor a whole snapshot is there; restore it"
+                )
+    for number in segments:
+        if number < first:
+            continue
+        try:
+            for batch, _ in batches(File(segment_path(folder, number))):
+                for record in batch:
+                    replay.apply(record)
+        except (Damaged, FileNotFoundError) as error:
+            if number != segments[-1]:  # the end of the newest one is being written
+                raise UserError(f"{error}: restore the folder {folder} from a copy") from None
+        except (AssertionError, LookupError) as error:
+            raise UserError(
+                f"{segment_path(folder, number)}: its records do not follow those before ({error!r});"
+                " restore the folder from a copy"
+            ) from None
+    return replay
+
+
+def _joined(parts: list[_Replay]) -> JournalFacts:
+    """Return the facts of hubs that split the units: the first one leases, each has its own pushes."""
+    pool, names, steps = parts[0].state.pool, dict[int, str](), dict[int, int]()
+    numbers, refusals = dict[tuple[int, int], int](), dict[tuple[int, int, int], bool]()
+    for part in parts:
+        for member in part.state.members:
+            if member.name:
+                names[member.node] = member.name
+                steps[member.node] = steps.get(member.node, 0) + member.steps
+                numbers |= {(member.node, unit): seq for unit, seq in member.received.items()}
+        refusals |= part.refusals
+    unused = [*pool.returned, *(block for each in pool.leases.values() for block in each.values())]
+    return JournalFacts(
+        watermark=pool.watermark,
+        unused=tuple(sorted(unused)),
+        leases=tuple(parts[0].leases),
+        is_whole=all(part.is_whole for part in parts),
+        names=names,
+        steps=steps,
+        numbers=numbers,
+        refusals=refusals,
+        begins={node: _begins(parts, node) for node in names},
+    )
+
+
+def _begins(parts: list[_Replay], node: int) -> tuple[tuple[frozenset[int], dict[int, int]], ...]:
+    """Return the attempts of a node, as the first hub has seen them; the others know them by process."""
+    found = []
+    for sessions, before, process in parts[0].begins.get(node, ()):
+        newest = dict(before)
+        for other in parts[1:]:
+            same = (b for _, b, p in other.begins.get(node, ()) if process and p == process)
+            newest |= next(same, {})
+        found.append((frozenset(sessions), newest))
+    return tuple(found)
