@@ -221,6 +221,10 @@ class RLConfig:
     eval_problems: PositiveInt = 64
     """Held-out problems per evaluation, answered greedily."""
 
+    keep_rollouts: NonNegativeInt = 64
+    """Rollouts that each rank keeps in the node's directory for `aedit view`, in whole groups: of each batch
+    at most the first, evenly over the run, and the newest. 0: none."""
+
     sampling: RLSamplingConfig = field(default_factory=RLSamplingConfig)
 
     @property

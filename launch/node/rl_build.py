@@ -31,9 +31,9 @@ from aedit.launch.node.rl_engine import (
 from aedit.launch.node.rl_groups import FIRST_KEY, GroupPipeline, GroupStream
 from aedit.launch.node.rl_objective import PolicyObjective, WarmUp
 from aedit.launch.node.rl_policy import PolicyGradient, without_dropout
-from aedit.launch.node.rl_records import RLRecords, Waits
+from aedit.launch.node.rl_records import KeptGroups, RLRecords, Waits
 from aedit.launch.node.world import World
-from aedit.launch.records import Recorder
+from aedit.launch.records import FOLDER, Recorder, RolloutStore
 from aedit.proto.rpc import is_loopback
 from aedit.spec_rollout.drafters import parse_arm
 from aedit.spec_rollout.engine import EngineSource
@@ -117,6 +117,15 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
         online=online,
         watch=None if online is None else TrainerWatch.of(online, parts.recorder.event, config.drafter),
         directory=parts.recorder.directory,
+        kept=KeptGroups(
+            store=RolloutStore(
+                parts.recorder.directory / FOLDER / str(world.rank),
+                -(-config.rl.keep_rollouts // config.rl.group_size),
+            ),
+            most=config.rl.keep_rollouts,
+            decode=parts.tokenizer.decode,
+            recorder=parts.recorder,
+        ),
         started=config.rl.supervised_steps == 0,
     )
 

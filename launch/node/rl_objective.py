@@ -22,7 +22,7 @@ from aedit.launch.node.objective import AddLoss, lr_at
 from aedit.launch.node.rl_engine import TrainerWatch, save_drafter
 from aedit.launch.node.rl_groups import GroupStream, solved_share
 from aedit.launch.node.rl_policy import PolicyGradient, with_advantages
-from aedit.launch.node.rl_records import RLRecords
+from aedit.launch.node.rl_records import KeptGroups, RLRecords
 from aedit.launch.node.train import TrainingNode
 from aedit.launch.node.world import World
 from aedit.spec_rollout.rl import Group, Problem
@@ -89,6 +89,8 @@ class PolicyObjective:
     """Of the process that trains the drafter; None without a drafter."""
     directory: Path
     """Directory of the node."""
+    kept: KeptGroups
+    """Rollouts of this rank that are kept for views."""
     version: int = 0
     """Policy version of the newest hand-over."""
     started: bool = False
@@ -125,7 +127,9 @@ class PolicyObjective:
         groups = self.stream.next_batch()
         self.records.add_batch(groups, self.version)
         parts = _parts(groups, self.config.rl.batches)
-        self.gradient.before_steps([with_advantages(part, self.config.rl) for part in parts], self.version)
+        samples = [with_advantages(part, self.config.rl) for part in parts]
+        self.kept.add_first(self.sync.steps, groups, samples)
+        self.gradient.before_steps(samples, self.version)
         self._steps.extend(parts * self.config.rl.epochs)
         self._new, self._is_first = len(parts), True
 

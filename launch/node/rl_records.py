@@ -1,8 +1,8 @@
 """Figures of reinforcement learning for the lines of metrics: newest batch, and running totals."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
@@ -14,8 +14,10 @@ from aedit.edit import LayerSync, Shards
 from aedit.launch.config import RunConfig
 from aedit.launch.node.rl_engine import ARMS
 from aedit.launch.node.rl_groups import GroupPipeline
+from aedit.launch.records import MOST_PROMPT, MOST_TOKENS, Recorder, RolloutStore
+from aedit.spec_rollout.audit import spans_of
 from aedit.spec_rollout.rl import Group
-from aedit.spec_rollout.sampling import Rollout
+from aedit.spec_rollout.sampling import Rollout, SampleKey
 from aedit.spec_rollout.server import arms_of
 from aedit.spec_rollout.training import CAUSES, OnlineDrafter
 
@@ -180,6 +182,67 @@ class RLRecords:
             length = totals["drafted_length"]
             totals["drafter"] |= {"accepted_length": length, "version": totals["drafter"]["adopted"]}
         return totals | self.newest
+
+
+@dataclass(slots=True, kw_only=True)
+class KeptGroups:
+    """Groups of one rank that are kept for views. A full disk does not end the training."""
+
+    store: RolloutStore
+    most: int
+    """Most rollouts of a group."""
+    decode: Callable[[Sequence[int]], str]
+    recorder: Recorder
+    _failed: bool = False
+
+    def add_first(self, step: int, groups: Sequence[Group], samples: Sequence[Sequence[Rollout]]) -> None:
+        """Keep the first group of a batch, if the store wants one.
+
+        Args:
+            step: Inner steps of the node so far.
+            groups: Of this rank, in the order in which their prompts were drawn.
+            samples: Their rollouts with advantages, in parts.
+        """
+        if not groups or not self.store.wants(step):
+            return
+        known = (rollout for part in samples for rollout in part)
+        advantages = {rollout.prompt.key: rollout.advantage for rollout in known}
+        try:
+            self.store.add(self._line(step, groups[0], advantages))
+        except OSError as error:
+            failed, self._failed = self._failed, True
+            if not failed:
+                with suppress(OSError):  # standard output may be on that disk
+                    print(f"aedit: kept rollouts: {error}; training continues without them", flush=True)
+
+    def _line(self, step: int, group: Group, advantages: Mapping[SampleKey, float | None]) -> dict[str, Any]:
+        rollouts = [
+            {
+                "sample": rollout.prompt.sample,
+                "completion": self.decode(rollout.tokens[:MOST_TOKENS]),
+                "ids": (ids := rollout.tokens[:MOST_TOKENS]),
+                "texts": [self.decode([id]) for id in ids],
+                "logprobs": [round(value, 5) for value in rollout.logprobs[:MOST_TOKENS]],
+                "versions": spans_of(rollout.versions),
+                "drafted": [at for at in rollout.drafted if at < MOST_TOKENS]
+                if rollout.knows_drafted
+                else None,
+                "num_tokens": len(rollout.tokens),
+                "reward": reward,
+                "values": {name: values[i] for name, values in group.values.items()},
+                "advantage": advantages.get(rollout.prompt.key),
+                "finish_reason": rollout.finish_reason,
+                "servers": [list(part) for part in rollout.servers],
+            }
+            for i, (rollout, reward) in enumerate(zip(group.rollouts, group.rewards, strict=True))
+        ]
+        return {
+            "t": round(self.recorder.clock.elapsed_s, 3),
+            "step": step,
+            "position": group.position,
+            "prompt": self.decode(group.problem.tokens)[-MOST_PROMPT:],
+            "rollouts": rollouts[: self.most],
+        }
 
 
 def _digest(rollout: Rollout) -> int:

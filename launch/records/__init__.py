@@ -4,6 +4,7 @@ run_directory: prepares it, and reads how a start ended.
 recorder: writes a node's metrics and events, also to experiment trackers.
 positions: writes and reads what became of each position of the stream; `accounts` adds it up.
 reader: reads all of it, once or repeatedly. Begin there.
+kept_rollouts: writes and reads the rollouts that a rank keeps for views.
 records, hub_records, server_records: the frozen values of nodes, of hubs and swarms, and of the folder of one
 rollout server.
 
@@ -36,6 +37,15 @@ if TYPE_CHECKING:
         by_node,
         gained,
         totals,
+    )
+    from aedit.launch.records.kept_rollouts import (
+        FOLDER,
+        MOST_PROMPT,
+        MOST_TOKENS,
+        KeptRollout,
+        KeptToken,
+        RolloutStore,
+        read_rollouts,
     )
     from aedit.launch.records.positions import PositionLog, ranges_of, read_positions
     from aedit.launch.records.reader import NodeRecords, Run, RunFollower, read_run, require_run, thinned
@@ -74,8 +84,11 @@ if TYPE_CHECKING:
 __all__ = [
     "BAD_LINE",
     "FAILED",
+    "FOLDER",
     "IN_WAIT",
     "KEY_FILE",
+    "MOST_PROMPT",
+    "MOST_TOKENS",
     "Accounts",
     "Bias",
     "Clock",
@@ -83,6 +96,8 @@ __all__ = [
     "HubRecords",
     "HubSample",
     "JournalFacts",
+    "KeptRollout",
+    "KeptToken",
     "Lease",
     "Metric",
     "NodeRecords",
@@ -93,6 +108,7 @@ __all__ = [
     "PositionLog",
     "RLMetric",
     "Recorder",
+    "RolloutStore",
     "RoundEvent",
     "Run",
     "RunFollower",
@@ -118,6 +134,7 @@ __all__ = [
     "prepare",
     "ranges_of",
     "read_positions",
+    "read_rollouts",
     "read_run",
     "read_server",
     "refusal_in",

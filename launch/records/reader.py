@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from aedit.launch.records.hub_records import HubRecords, HubSample, SwarmSample
+from aedit.launch.records.kept_rollouts import KeptRollout, read_rollouts
 from aedit.launch.records.records import (
     BAD_LINE,
     KEY_FILE,
@@ -185,6 +186,10 @@ class RunFollower:
         return Run(self._dir, config, nodes, tuple(hub for hub in hubs if hub.lines))
 
     history = poll
+
+    def rollouts(self, most: int) -> list[KeptRollout]:
+        """Return up to `most` rollouts that the nodes have kept, the newest groups first."""
+        return read_rollouts(self._dir, most)
 
 
 class NodeFollower:

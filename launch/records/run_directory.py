@@ -37,6 +37,7 @@ MAY_CHANGE = {
     "train.seconds",
     "train.eval_every",
     "train.eval_samples",
+    "rl.keep_rollouts",
     "edit.prefetch",
     "edit.offload",
     "edit.timeout_s",

@@ -3,7 +3,7 @@
 A plot is drawn only if the run has data for it: a run without rounds has no norms.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from cycler import cycler
@@ -11,9 +11,9 @@ from matplotlib import colormaps, style
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from aedit.launch.records import Run
+from aedit.launch.records import KeptRollout, Run
 from aedit.launch.views.page.contents import contents
-from aedit.launch.views.page.html import file_page
+from aedit.launch.views.page.html import MOST_ROLLOUTS, file_page
 from aedit.launch.views.page.server import MOST_LINES
 from aedit.launch.views.plots import (
     bytes_per_round,
@@ -77,7 +77,7 @@ def plot_command(
     """
     if html:
         with open_source(place, keys, insecure=insecure, most_lines=MOST_LINES) as source:
-            return [_write_page(source.history())]
+            return [_write_page(source.history(), source.rollouts(MOST_ROLLOUTS))]
     with open_source(place, keys, insecure=insecure) as source:
         paths = draw(source.history())
     if not paths:
@@ -85,12 +85,12 @@ def plot_command(
     return paths
 
 
-def _write_page(run: Run) -> Path:
+def _write_page(run: Run, rollouts: Sequence[KeptRollout]) -> Path:
     """Write the page of a run as one file and return it. Raises UserError if it cannot be written."""
     path = run.directory / "plots" / "page.html"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, file_page(contents(run)))
+        write_atomically(path, file_page(contents(run), rollouts))
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
     return path

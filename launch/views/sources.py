@@ -11,6 +11,7 @@ from aedit.launch.records import (
     BAD_LINE,
     HubRecords,
     HubSample,
+    KeptRollout,
     Run,
     RunFollower,
     SwarmSample,
@@ -76,6 +77,10 @@ class HubSource:
         A further call asks for new records only.
         """
         return self._read(self._num_lines)
+
+    def rollouts(self, most: int) -> list[KeptRollout]:
+        """Return no rollouts: a hub has none."""
+        return []
 
     def close(self) -> None:
         """Close the connection."""

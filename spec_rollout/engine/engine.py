@@ -392,7 +392,8 @@ class Engine:
             tokens = verification.tokens[row]
             num_kept, finish = each.find_end(tokens)
             kept.append(tokens[:num_kept])
-            each.append(kept[row], verification.logprobs[row][:num_kept], version)
+            logprobs, num_drafted = verification.logprobs[row][:num_kept], min(num_kept, len(tokens) - 1)
+            each.append(kept[row], logprobs, version, num_drafted)
             if verification.top_logprobs:
                 each.rollout.top_logprobs += verification.top_logprobs[row][:num_kept]
             if finish:

@@ -505,9 +505,10 @@ class RunningSample:
                 return i, "length"
         return len(tokens), ""
 
-    def append(self, tokens: list[int], logprobs: list[float], version: int) -> None:
-        """Append the tokens of one pass of the policy."""
+    def append(self, tokens: list[int], logprobs: list[float], version: int, num_drafted: int = 0) -> None:
+        """Append the tokens of one pass of the policy, of which the first `num_drafted` were proposed."""
         rollout = self.rollout
+        rollout.drafted += range(len(rollout.tokens), len(rollout.tokens) + num_drafted)
         rollout.tokens += tokens
         rollout.logprobs += logprobs
         rollout.versions += [version] * len(tokens)

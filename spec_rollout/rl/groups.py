@@ -11,7 +11,7 @@ A sample from prompt to loss, one value for each stage:
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from aedit.spec_rollout.sampling import Prompt, Rollout
@@ -56,6 +56,8 @@ class Group:
     """In the order of `Prompt.sample`."""
     rewards: tuple[float | None, ...] = ()
     """One per rollout; None: no reward could be computed, the rollout is left out."""
+    values: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
+    """For each reward function its values before weighting, one per rollout."""
 
 
 def answered(problem: Problem, texts: Sequence[str]) -> Group:

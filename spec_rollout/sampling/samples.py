@@ -142,7 +142,8 @@ class Prompt:
         begun = self.partial or Rollout(self)
         lists = [*begun.tokens], [*begun.logprobs], [*begun.versions], [*begun.top_logprobs]
         prompt, servers = replace(self, partial=None), [*begun.servers]
-        return Rollout(prompt, *lists, passes=begun.passes, servers=servers, kv=begun.kv)
+        drafted = [*begun.drafted]
+        return Rollout(prompt, *lists, passes=begun.passes, servers=servers, kv=begun.kv, drafted=drafted)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -199,6 +200,17 @@ class Rollout:
 
     advantage: float | None = None
     """Set by the trainer. None: it has no part in the loss."""
+
+    drafted: list[int] = field(default_factory=list, repr=False, compare=False)
+    """Places of the tokens that a drafter had proposed, where this process's engine has generated them."""
+
+    @property
+    def knows_drafted(self) -> bool:
+        """Return whether `drafted` is complete: each pass draws one token more than those that were drafted.
+
+        The last pass may end within the drafted ones.
+        """
+        return 0 <= self.passes + len(self.drafted) - len(self.tokens) <= 1
 
     def note_server(self, name: str) -> None:
         """Note the server of the tokens that are appended from now on; `""` is an engine of this node."""

@@ -10,7 +10,7 @@ import base64
 import binascii
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -21,9 +21,17 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from aedit.child import StopSignals
-from aedit.launch.records import Run
+from aedit.launch.records import KeptRollout, Run
 from aedit.launch.views.page.contents import RunPage, as_json, contents
-from aedit.launch.views.page.html import LICENSE, LIVE_POLICY, SCRIPTS, STYLES, asset, live_page
+from aedit.launch.views.page.html import (
+    LICENSE,
+    LIVE_POLICY,
+    MOST_ROLLOUTS,
+    SCRIPTS,
+    STYLES,
+    asset,
+    live_page,
+)
 from aedit.launch.views.sources import open_source
 from aedit.proto.rpc import SERVER, Refusal, ServerKeys, is_loopback, server_keys
 from aedit.spec_rollout.http import HttpLimits, HttpServer
@@ -53,9 +61,9 @@ TYPES = {".css": "text/css", ".js": "text/javascript", ".LICENSE": "text/plain"}
 class PageSource:
     """The page of one run, made anew when it is asked for and old. Any thread may call."""
 
-    def __init__(self, read: Callable[[], Run]) -> None:
-        """Read the run by `read`. Raises UserError if it cannot be read."""
-        self._read, self._lock = read, threading.Lock()
+    def __init__(self, read: Callable[[], Run], rollouts: Callable[[int], Sequence[KeptRollout]]) -> None:
+        """Read the run by `read`, and up to a number of rollouts. Raises UserError if it cannot be read."""
+        self._read, self._rollouts, self._lock = read, rollouts, threading.Lock()
         self._page, self._at_s = contents(read()), time.monotonic()
 
     def page(self) -> RunPage:
@@ -70,6 +78,10 @@ class PageSource:
                 self._at_s = time.monotonic()
             return self._page
 
+    def html(self) -> str:
+        """Return the whole page with the kept rollouts."""
+        return live_page(self.page(), self._rollouts(MOST_ROLLOUTS))
+
 
 def page_app(source: PageSource) -> Starlette:
     """Return the application that serves the page, its data as JSON, its events and its files."""
@@ -77,7 +89,7 @@ def page_app(source: PageSource) -> Starlette:
     streams = threading.BoundedSemaphore(MOST_STREAMS)
 
     async def page(request: Request) -> Response:
-        found = await run_in_threadpool(lambda: live_page(source.page()))
+        found = await run_in_threadpool(source.html)
         return Response(found, media_type="text/html")
 
     async def data(request: Request) -> Response:
@@ -170,11 +182,17 @@ def _bearer(authorization: str) -> str:
     return f"Bearer {token.strip()}"
 
 
-def serve_page(read: Callable[[], Run], listen: str, keys: Path | None) -> HttpServer:
+def serve_page(
+    read: Callable[[], Run],
+    listen: str,
+    keys: Path | None = None,
+    rollouts: Callable[[int], Sequence[KeptRollout]] = lambda most: (),
+) -> HttpServer:
     """Serve the page of the run that `read` returns; return the server.
 
     Args:
         read: Called from any thread, one at a time. May raise UserError.
+        rollouts: Returns up to a number of kept rollouts. Called from any thread.
         listen: HOST:PORT; port 0 chooses a free one.
         keys: Folder of a hub's keys: TLS, and tokens. Not needed on loopback.
 
@@ -191,7 +209,7 @@ def serve_page(read: Callable[[], Run], listen: str, keys: Path | None) -> HttpS
             )
         admitted = server_keys(keys)
         certificate = keys / f"{SERVER}.crt", keys / f"{SERVER}.key"
-    app = Guard(page_app(PageSource(read)), host, admitted)
+    app = Guard(page_app(PageSource(read, rollouts)), host, admitted)
     try:
         return HttpServer(app, host, port, LIMITS, certificate=certificate)
     except OSError as error:
@@ -219,7 +237,7 @@ def view_command(
     """
     with open_source(place, keys, insecure=insecure, most_lines=MOST_LINES) as source:
         stop = StopSignals()
-        server = serve_page(source.history, listen, keys)
+        server = serve_page(source.history, listen, keys, source.rollouts)
         try:
             print(f"{page_url(server, listen)}  Ctrl-C ends it.", flush=True)
             while not stop.asked.wait(0.5):

@@ -445,10 +445,9 @@ class RewardPool:
                 f" reward.max_failed_groups; the last one: {last}"
             )
         names = [spec.function for spec in self._specs]
-        report = RewardReport(
-            values=dict(zip(names, columns, strict=True)), seconds=task.seconds, events=tuple(task.events)
-        )
-        return replace(task.group, rewards=rewards), report
+        values = dict(zip(names, columns, strict=True))
+        report = RewardReport(values=values, seconds=task.seconds, events=tuple(task.events))
+        return replace(task.group, rewards=rewards, values=values), report
 
 
 def weighted_sum(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
