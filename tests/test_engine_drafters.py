@@ -11,7 +11,9 @@ import torch
 from kit.drafters import engine_of, fresh, learned_by_heart
 from kit.rollouts import KINDS, decode_plainly, samples, tiny_policy, tokens_of
 
-from aedit.spec_rollout.drafters import tapped
+from aedit.spec_rollout.drafters import SuffixDrafter, parse_arm, tapped
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.model import Target
 
 LAYER_ARMS = ("layer:4", "off", "layer:3x2x6", "layer:1", "layer:8", "layer:4x3x12", "layer:2")
 SUFFIX_ARMS = ("suffix:4", "suffix:1", "off", "suffix:3x2x6", "suffix:8")
@@ -129,3 +131,81 @@ def test_new_weights_of_the_policy_are_at_once_those_of_its_drafter(mixed, train
     ]
     for rollout, tokens, more in zip(made, said, decode_plainly(new, rest), strict=True):
         assert rollout.tokens == tokens + more
+
+
+class Texts:
+    """Drafter that drafts nothing of its own and writes down the text of each row as it is informed."""
+
+    needs_features = False
+
+    def __init__(self):
+        self.inner, self.texts, self.ended, self.num_updates = SuffixDrafter(), {}, [], 0
+
+    def begin(self, rows):
+        self.inner.begin(rows)
+        self.texts |= {row.row: list(row.tokens) for row in rows}
+
+    def update(self, update):
+        self.inner.update(update)
+        self.num_updates += 1
+        for row, tokens in enumerate(update.tokens):
+            self.texts[row] += tokens
+
+    def move(self, source, target):
+        self.inner.move(source, target)
+        self.texts[target] = self.texts.pop(source)
+
+    def end(self, row):
+        self.inner.end(row)
+        self.ended.append(self.texts.pop(row))
+
+    def propose(self, arm, rows, noise, temperature_B):
+        self.proposed = [list(self.texts[row]) for row in range(rows)]
+        return self.inner.propose(arm, rows, noise, temperature_B)
+
+
+class Rarely:
+    """Chooser that drafts in each `every`-th step, and wants to be asked only then if it rests."""
+
+    def __init__(self, every, rests):
+        self.every, self.steps, self.seen = every, 0, []
+        if rests:
+            self.rest = lambda view: every - 2 if self.steps % every == 1 else 0
+
+    def choose(self, view):
+        return parse_arm("suffix:4") if self.steps % self.every == 0 else parse_arm("off")
+
+    def trim(self, view, arm, draft):
+        return draft.tokens_BN.shape[1]
+
+    def learn(self, observed):
+        self.steps += 1 + observed.skipped.num_steps
+        self.seen.append(observed)
+
+
+@pytest.mark.parametrize("rests", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_a_drafter_of_tokens_has_the_whole_text_whenever_it_drafts_and_no_step_is_lost(
+    policy, mixed, rows, rests
+):
+    drafter, chooser = Texts(), Rarely(5, rests)
+    target = Target.of(policy, rows=rows, max_tokens=64, nodes=4)
+    engine = Engine(target, drafters={"suffix": drafter}, chooser=chooser)
+    for prompt in mixed[::3]:
+        engine.add(prompt)
+    emitted = steps = 0
+    ended = []
+    while engine.running or engine.waiting:
+        drafter.proposed = None
+        before = {id(each): [*each.prompt.tokens, *each.tokens] for each in engine.running}
+        step = engine.step()
+        texts = [before.get(id(each), list(each.prompt.tokens)) for each in step.rollouts]
+        assert drafter.proposed in (None, texts)
+        emitted, steps = emitted + sum(step.counts), steps + 1
+        ended += [[*each.prompt.tokens, *each.tokens] for each in step.finished]
+    assert sorted(drafter.ended) == sorted(ended)
+    assert drafter.num_updates < steps or rows > 1
+    skipped = engine._skipped
+    assert sum(1 + seen.skipped.num_steps for seen in chooser.seen) + skipped.num_steps == steps
+    assert sum(seen.emitted + seen.skipped.emitted for seen in chooser.seen) + skipped.emitted == emitted
+    assert (len(chooser.seen) < steps) == rests

@@ -160,6 +160,7 @@ def test_a_log_replays_it_and_ranks_that_are_told_the_same_choose_the_same():
     for i in range(250):
         rows = (1, 4, 16)[i // 90]
         seen.append(here.play(first, rows, 100 * rows))
+    seen = [observed for observed in seen if observed is not None]
     again = Goodput(ARMS)
     for observed in seen:
         assert again.choose(observed.view) == observed.arm
@@ -398,6 +399,39 @@ def test_where_nothing_is_gained_hardly_anything_is_learned(monkeypatch):
     here.run(chooser, 1, 400)
     assert 25 <= len(timed) <= 100
     assert 3 <= len(compared) <= 20
+
+
+def test_where_plain_decoding_is_settled_it_is_asked_in_one_of_eight_steps_and_misses_none():
+    chooser, here, asked = Goodput(ARMS[:4]), world(USELESS), []
+    for step in range(1600):
+        if here.play(chooser, 4, 400) is not None:
+            asked.append(step)
+    assert len([step for step in asked if step >= 1200]) <= 400 / 8 + 12 * len(ARMS[:4])
+    assert chooser._steps + here.skipped.num_steps == 1600
+    spent_s = sum(s for s, _ in chooser._spent.values()) + here.skipped.total_s
+    assert spent_s == pytest.approx(here.now_s)
+
+
+@pytest.mark.parametrize(("since", "budget"), [(1, 1.0), (1023, 1.0), (1024, 1 / 3)])
+def test_long_after_the_last_gain_less_is_spent_on_choosing(since, budget):
+    chooser, view = Goodput(ARMS[4:]), EngineView(1, 100, {"suffix": 0})
+    for _ in range(since - 1):
+        chooser.learn(StepObservation(view, OFF, 1, 1.0))
+    before = chooser.exploration_budget_s
+    chooser.learn(StepObservation(view, OFF, 1, 1.0))
+    assert chooser.exploration_budget_s - before == pytest.approx(0.005 * budget)
+
+
+def test_new_weights_of_a_drafter_bring_the_whole_budget_back():
+    chooser = Goodput(ARMS[:4])
+    for step in range(1500):
+        view = EngineView(1, 100, {"layer": 0 if step < 1400 else 1})
+        chooser.exploration_budget_s = -1.0  # no trial
+        chooser.choose(view)
+        chooser.learn(StepObservation(view, OFF, 1, 1.0))
+    before = chooser.exploration_budget_s
+    chooser.learn(StepObservation(view, OFF, 1, 1.0))
+    assert chooser.exploration_budget_s - before == pytest.approx(0.005)
 
 
 def test_arms_are_compared_at_once_when_rows_or_drafters_are_others(monkeypatch):

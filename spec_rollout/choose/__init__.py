@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 from aedit.lazy import exports
 
 if TYPE_CHECKING:
-    from aedit.spec_rollout.choose.arms import ArmChooser, EngineView, Fixed, StepObservation, bucket
+    from aedit.spec_rollout.choose.arms import (
+        ArmChooser,
+        EngineView,
+        Fixed,
+        SkippedSteps,
+        StepObservation,
+        bucket,
+    )
     from aedit.spec_rollout.choose.goodput import Bandit, Goodput
     from aedit.spec_rollout.choose.table import Floats, accepted_nodes, score_bins
 
@@ -21,6 +28,7 @@ __all__ = [
     "Fixed",
     "Floats",
     "Goodput",
+    "SkippedSteps",
     "StepObservation",
     "accepted_nodes",
     "bucket",

@@ -61,6 +61,25 @@ class EngineView:
         return arm.is_off or arm.drafter in self.versions
 
 
+@dataclass(slots=True)
+class SkippedSteps:
+    """Sums over plain steps for which the chooser was not asked; see `ArmChooser`."""
+
+    rows: int = 0
+    """Number of running rows of each."""
+    num_steps: int = 0
+    emitted: int = 0
+    """Number of emitted tokens."""
+    total_s: float = 0.0
+    """Cost in seconds."""
+
+    def add(self, emitted: int, total_s: float) -> None:
+        """Add a step."""
+        self.num_steps += 1
+        self.emitted += emitted
+        self.total_s += total_s
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepObservation:
     """Observation of one step."""
@@ -86,12 +105,18 @@ class StepObservation:
     that node n is n + 1. Entries beyond accepted_B + 1 are ignored. None for chains."""
     learning_s: float = 0.0
     """Cost of `choose` and `learn` for the step before."""
+    skipped: SkippedSteps = field(default_factory=SkippedSteps)
+    """Plain steps before this one that were not observed."""
 
 
 class ArmChooser(Protocol):
     """Chooses the arm of each step from its observations alone.
 
     The same observations in the same order give the same arms on every rank.
+
+    A chooser may have a method `rest(view)`, which is called after `learn`. It returns the number of
+    following plain steps without a call of `choose` and `learn`, as long as the number of rows stays.
+    The next observation has their sums.
     """
 
     def choose(self, view: EngineView) -> Arm:
@@ -104,7 +129,7 @@ class ArmChooser(Protocol):
         """
 
     def learn(self, observed: StepObservation) -> None:
-        """Receive the observation of a step. Called once after each step, in order."""
+        """Receive the observation of a step. Called once after each step that was chosen, in order."""
 
 
 @dataclass(frozen=True, slots=True)

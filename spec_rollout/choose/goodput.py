@@ -27,7 +27,14 @@ from itertools import accumulate
 from math import inf
 from statistics import median
 
-from aedit.spec_rollout.choose.arms import BUCKETS, EngineView, StepObservation, bucket, num_real_nodes
+from aedit.spec_rollout.choose.arms import (
+    BUCKETS,
+    EngineView,
+    SkippedSteps,
+    StepObservation,
+    bucket,
+    num_real_nodes,
+)
 from aedit.spec_rollout.choose.table import (
     MIN_S,
     WINDOW,
@@ -42,7 +49,7 @@ from aedit.spec_rollout.drafters import OFF, Arm, Draft, parse_arm
 from aedit.types import check, checked
 
 EXPLORATION_SHARE = 0.005
-"""Share of all time that trials may cost."""
+"""Share of all time that trials may cost; a third of it once plain decoding is settled."""
 INITIAL_BUDGET_STEPS = 4.0
 """Initial budget of trials, in plain steps."""
 PLAIN_STEPS = 12
@@ -73,7 +80,10 @@ SPARSE_FACTOR = 8
 comparisons are as much rarer: where nothing is gained, choosing must cost nothing."""
 LEARNING_SHARE = 0.01
 """Share of all time that this chooser may take outside of trials: where steps are short, it times, counts,
-trims and compares more rarely."""
+trims and compares more rarely. A third of it once plain decoding is settled."""
+SETTLED_STEPS, SETTLED_FACTOR = 1024, 3
+"""Steps since an arm was last chosen after which plain decoding is settled: what an arm would gain is known,
+and only what is new in the text can change that."""
 STARVED_STEPS = 8
 """Steps of which one is learned from where that share is used up: the calls alone may take it in the short
 steps of a small policy, and what an arm was worth long ago would decide for ever."""
@@ -164,6 +174,8 @@ class Goodput:
         """Rounded rows of the last measured step."""
         self._steps = 0
         self._num_plain_steps = 0
+        self._last_gain = 0
+        """Step at which an arm was last in use, outside of trials, or a drafter got new weights."""
         self._compared: EngineView | None = None
         """View of the last comparison."""
         self._next_compare = 0
@@ -192,6 +204,8 @@ class Goodput:
                 self.drafters[kind].begin_step(version, self._steps)
         if trial is not None and view.has(trial.arm) and trial.first == bucket(view.rows) and trial.num_left:
             return trial.arm
+        if last is not None and last.versions != view.versions:
+            self._last_gain = self._steps
         self._trial, self._compared = None, view
         self._sizes.clear()
         self._compare(view)
@@ -237,14 +251,16 @@ class Goodput:
 
     def learn(self, observed: StepObservation) -> None:
         """Update all statistics with the observation of a step."""
-        arm, view = observed.arm, observed.view
+        arm, view, skipped = observed.arm, observed.view, observed.skipped
+        if skipped.num_steps:
+            self._skip(skipped)
         stats = self._stats_of(view, arm)
         self._steps += 1
         self._num_plain_steps = self._num_plain_steps + 1 if arm.is_off else 0
         stats.num_played += 1
         rows = rounded_rows(view.rows)
         self._spent[rows] = self._spent.get(rows, (0.0, 0))[0] + observed.total_s, view.context
-        self._learning_budget_s += LEARNING_SHARE * observed.total_s
+        self._learning_budget_s += self._share * LEARNING_SHARE * observed.total_s
         if not self._was_trial:  # the budget of trials pays for theirs
             least_s = -INITIAL_BUDGET_STEPS * observed.total_s  # so that it recovers when steps are longer
             self._learning_budget_s = max(self._learning_budget_s - observed.learning_s, least_s)
@@ -262,6 +278,30 @@ class Goodput:
             if self._may_learn or self._trial is not None:
                 self._learn_draft(observed, stats)
         self._update_budget(observed)
+
+    def rest(self, view: EngineView) -> int:
+        """Return the number of plain steps that follow without a choice, where plain decoding is settled."""
+        if not (self.arm.is_off and self._trial is None and self._is_timed_enough(view.rows)):
+            return 0
+        return SPARSE_FACTOR - 1 - self._num_plain_steps % SPARSE_FACTOR
+
+    @property
+    def _share(self) -> float:
+        """Return the part of its usual budgets that this chooser has."""
+        return 1.0 if self._steps - self._last_gain < SETTLED_STEPS else 1 / SETTLED_FACTOR
+
+    def _skip(self, skipped: SkippedSteps) -> None:
+        """Count plain steps that were not observed one by one."""
+        self._steps += skipped.num_steps
+        self._num_plain_steps += skipped.num_steps
+        self._stats_of(EngineView(skipped.rows, 0), OFF).num_played += skipped.num_steps
+        rows = rounded_rows(skipped.rows)
+        spent_s, context = self._spent.get(rows, (0.0, 0))
+        self._spent[rows] = spent_s + skipped.total_s, context
+        self._learning_budget_s += self._share * LEARNING_SHARE * skipped.total_s
+        self.exploration_budget_s += self._share * EXPLORATION_SHARE * skipped.total_s
+        for each in self.drafters.values():
+            each.missing_tokens += skipped.emitted if each.version is not None else 0
 
     def _learn_time(self, observed: StepObservation, stats: ArmStats) -> None:
         """Add the step's cost to the table and to the costs beside other arms."""
@@ -408,6 +448,8 @@ class Goodput:
             surely = known[best] * math.exp(-self.drafters[best.drafter].deviation(best))
             best = OFF if surely < KEEP_MARGIN * known[OFF] else best
         self.arm = best
+        if not best.is_off:
+            self._last_gain = self._steps
         self.rate = values[self.arm]
         self._table_rate = expected[self.arm][0] / self._table_s(view, self.arm)
         if self.arm.is_off:
@@ -471,7 +513,7 @@ class Goodput:
         """Add a share of the step's time to the budget and subtract what a trial has cost."""
         if self._steps == PLAIN_STEPS:
             self.exploration_budget_s = INITIAL_BUDGET_STEPS * observed.total_s
-        self.exploration_budget_s += EXPLORATION_SHARE * observed.total_s
+        self.exploration_budget_s += self._share * EXPLORATION_SHARE * observed.total_s
         if self._was_trial:
             self.exploration_budget_s -= observed.learning_s
         trial = self._trial

@@ -119,7 +119,7 @@ class RowStart:
 
 @dataclass(frozen=True, slots=True)
 class StepUpdate:
-    """Result of one step for the rows 0 .. B - 1 as they were before the step."""
+    """Result of one step, or of several ones, for the rows 0 .. B - 1 as they were before."""
 
     tokens: Sequence[Sequence[int]]
     """Emitted tokens of each row, at least one."""
@@ -144,7 +144,8 @@ class Drafter(Protocol):
 
     A drafter follows the engine's rows: `begin`, then `update` after each step, `move` when a row gets
     another number, `end`. It may defer its own computations until `propose`. If it has an attribute
-    `needs_features` that is false, the features that it gets are empty.
+    `needs_features` that is false, the features that it gets are empty, and one `update` may have the tokens
+    of several steps: it comes before `propose` and before rows begin, move or end.
     """
 
     def begin(self, rows: Sequence[RowStart]) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from aedit.spec_rollout.choose import ArmChooser, EngineView, Fixed, StepObservation
+from aedit.spec_rollout.choose import ArmChooser, EngineView, Fixed, SkippedSteps, StepObservation
 from aedit.spec_rollout.drafters import OFF, Arm, Draft, Drafter, DrafterKind, FeatureSink
 from aedit.spec_rollout.engine.meters import Meters, Step, Stopwatch
 from aedit.spec_rollout.engine.request_checks import EngineLimits, check_prompt
@@ -86,6 +86,9 @@ class Engine:
         other processes of a busy machine must not decide."""
         self.meters = Meters()
         self._choosing_s = self._learning_s = self._after_s = 0.0
+        self._num_resting = 0
+        """Number of plain steps without a choice after the last one with a choice."""
+        self._skipped = SkippedSteps()
         dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
         noise = RowNoise(target.rows, target.vocabulary, device=target.device, dtype=dtype)
         self._keys = SampleKeys()
@@ -316,13 +319,15 @@ class Engine:
     def _step(self) -> Step:
         began_s = self.clock()
         whole = Stopwatch(self.target.device, self.cost_clock)
-        rows, view = self._rows, self._rows.view()
-        arm = self._choose(view)
-        rows.wake_drafters()
+        rows, view, arm = self._rows, None, OFF
+        if not self._is_resting():
+            view = rows.view()
+            arm = self._choose(view)
+            rows.wake_drafters()
         drafting = Stopwatch(self.target.device, self.cost_clock)
         self._choosing_s = drafting.began_s - whole.began_s
         proposal = draft = None
-        if not arm.is_off:
+        if view is not None and not arm.is_off:
             proposal = self._propose(arm)
             drafting.stop()
             num_nodes = min(self.chooser.trim(view, arm, proposal), self.target.nodes)
@@ -376,6 +381,7 @@ class Engine:
 
     def _propose(self, arm: Arm) -> Draft:
         rows = self._rows
+        rows.catch_up()
         most = rows.max_remaining - 1  # more tokens could not be emitted
         capped = Arm(arm.drafter, most, 1, most) if arm.is_chain and arm.depth > most else arm
         drafter = rows.drafters[arm.drafter]
@@ -387,13 +393,13 @@ class Engine:
         Returns:
             The appended tokens of each row, and the rows that have ended.
         """
-        version, kept, ended = self.target.version, [], []
+        kept, ended = [], []
         for row, each in enumerate(self._rows.running):
             tokens = verification.tokens[row]
             num_kept, finish = each.find_end(tokens)
             kept.append(tokens[:num_kept])
             logprobs, num_drafted = verification.logprobs[row][:num_kept], min(num_kept, len(tokens) - 1)
-            each.append(kept[row], logprobs, version, num_drafted)
+            self._rows.append(row, kept[row], logprobs, num_drafted)
             if verification.top_logprobs:
                 each.rollout.top_logprobs += verification.top_logprobs[row][:num_kept]
             if finish:
@@ -401,15 +407,24 @@ class Engine:
                 ended.append(row)
         return kept, ended
 
+    def _is_resting(self) -> bool:
+        """Return true if the chooser has said that this step, at as many rows, is plain without a choice."""
+        skipped = self._skipped
+        return skipped.num_steps < self._num_resting and skipped.rows == len(self._rows.running)
+
     def _observe(
         self,
-        view: EngineView,
+        view: EngineView | None,
         step: Step,
         cost_s: float,
         proposal: Draft | None,
         path: list[list[int]] | None,
     ) -> None:
         self.meters.add(step)
+        if view is None:
+            self._skipped.add(sum(step.counts), cost_s)
+            self._after_s = 0.0
+            return
         learning_s, began_s = self._learning_s, self.cost_clock()
         self.chooser.learn(
             StepObservation(
@@ -423,8 +438,12 @@ class Engine:
                 draft=proposal,
                 accepted_B=step.accepted,
                 path_Bm=path,
+                skipped=self._skipped,
             )
         )
+        self._skipped = SkippedSteps(view.rows)
+        rest: Callable[[EngineView], int] | None = getattr(self.chooser, "rest", None)
+        self._num_resting = 0 if rest is None else rest(view)
         self._after_s = self.cost_clock() - began_s
         self._learning_s = self._after_s + self._choosing_s
         self.meters.choosing_s += self._learning_s

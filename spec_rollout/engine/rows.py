@@ -62,6 +62,10 @@ class RowScheduler:
         """Drafters that follow the rows: all but those that were never trained."""
         self._need_features = False
         """One of them reads features."""
+        self._token_readers: list[Drafter] = []
+        """The other ones, which read tokens alone."""
+        self._is_behind = False
+        """They lack tokens of the running samples; see `catch_up`."""
         self.collecting_budget_s = 0.0
         """Cost that the sink may still have. Samples that start while it is negative are not collected."""
         self.running: list[RunningSample] = []
@@ -148,9 +152,15 @@ class RowScheduler:
         for kind, drafter in self.drafters.items():
             if kind in self._followers or _version(drafter) < 0:
                 continue
+            self.catch_up()
             self._followers[kind] = drafter
-            self._need_features |= getattr(drafter, "needs_features", True)
+            if getattr(drafter, "needs_features", True):
+                self._need_features = True
+            else:
+                self._token_readers.append(drafter)
             if self.running:
+                for live in self.running:
+                    live.take_unread()
                 drafter.begin([self._start_of(row) for row in range(len(self.running))])
 
     def _start_of(self, row: int) -> RowStart:
@@ -165,10 +175,29 @@ class RowScheduler:
         if (self.waiting and not is_blocked) or self._head is not None:
             self._refill([])
 
+    def catch_up(self) -> None:
+        """Pass the tokens since the last call to the drafters that read tokens alone.
+
+        They get them before they draft and before rows change: steps without drafts cost nothing for them.
+        """
+        if not self._is_behind:
+            return
+        self._is_behind = False
+        shape = len(self.running), 0, self.target.feature_size
+        none_B0f = self.target.embedding.new_empty(shape, dtype=self.target.dtype)
+        update = StepUpdate([live.take_unread() for live in self.running], none_B0f)
+        for drafter in self._token_readers:
+            drafter.update(update)
+
     @property
     def is_followed(self) -> bool:
-        """Return true if a drafter or the sink reads what the next pass adds to the rows."""
-        return bool(self._followers) or self._num_collected > 0
+        """Return true if a drafter or the sink reads the features of the next pass."""
+        return self._need_features or self._num_collected > 0
+
+    def append(self, row: int, tokens: list[int], logprobs: list[float], num_drafted: int) -> None:
+        """Append tokens of one pass to a row's sample; the first `num_drafted` of them were proposed."""
+        self.running[row].append(tokens, logprobs, self.target.version, num_drafted)
+        self._is_behind = bool(self._token_readers)
 
     def follow(
         self,
@@ -178,7 +207,7 @@ class RowScheduler:
         clock: Callable[[], float],
         began_s: float,
     ) -> float:
-        """Pass the tokens that one pass has added, and their features, to drafters and sink.
+        """Pass the tokens and features that one pass has added to the drafters that need them and the sink.
 
         Args:
             kept: New tokens of each row.
@@ -191,15 +220,15 @@ class RowScheduler:
             Its time when only the sink was left: what follows is the cost of the collection.
         """
         is_collected = self._num_collected > 0
-        is_read = self._need_features or is_collected
-        update = StepUpdate(kept, features(counts if is_read else [0] * len(counts)))
+        update = StepUpdate(kept, features(counts))
         if self._need_features and self.prefix_cache.is_on:
             for row, (live, count) in enumerate(zip(self.running, counts, strict=True)):
                 # None is missing before these: a drafter may have begun to follow in the middle of a text.
                 if live.features is not None and live.features.end + count == live.length:
                     live.features.append(update.features, row, count)
         for drafter in self._followers.values():
-            drafter.update(update)
+            if drafter not in self._token_readers:
+                drafter.update(update)
         if self._sink is None or not is_collected:
             return math.inf
         collecting_s = clock() if self._need_features else began_s
@@ -225,6 +254,7 @@ class RowScheduler:
         """
         if not rows:
             return
+        self.catch_up()
         for row in rows:
             live = self.running[row]
             self.prefill.store(row, live.cached_tokens, live.features)
@@ -246,6 +276,7 @@ class RowScheduler:
         if self._head is not None:
             self._drop_head()
             return
+        self.catch_up()
         row = len(self.running) - 1
         live = self.running[row]
         self.prefill.store(row, live.cached_tokens, live.features)
@@ -263,6 +294,7 @@ class RowScheduler:
         in_steps: They start again like waiting samples, before all others and the shortest text first, within
         the limit of computed tokens even while no sample is running.
         """
+        self.catch_up()
         for row in range(len(self.running)):
             self._release(row, finished=False)
             self.target.release_row(row)
@@ -406,6 +438,7 @@ class RowScheduler:
         for start, row in starts:
             self.prefill.place(start, row)
         self.prefill.compute([start for start, _ in starts])
+        self.catch_up()
         begun = [self._run(start) for start, _ in starts]
         self._sampling = None
         for drafter in self._followers.values():
@@ -466,6 +499,8 @@ class RunningSample:
     features: FeatureHistory | None
     """Features of the prompt, for other samples of the group; with a prefix cache, of all tokens but the last
     if a drafter or the sink follows. None if they were not needed when the sample began."""
+    num_read: int
+    """Number of the rollout's tokens that drafters which read tokens alone have."""
     is_collected: bool = False
     """The sink follows this sample."""
 
@@ -474,7 +509,7 @@ class RunningSample:
         """Return a sample that begins or continues after all tokens of its rollout so far."""
         length = len(rollout.prompt.tokens) + len(rollout.tokens) - 1
         last = rollout.tokens[-1] if rollout.tokens else rollout.prompt.tokens[-1]
-        return cls(rollout, length, last, _stops(rollout, tokenizer), features)
+        return cls(rollout, length, last, _stops(rollout, tokenizer), features, len(rollout.tokens))
 
     @property
     def tokens(self) -> list[int]:
@@ -504,6 +539,12 @@ class RunningSample:
             if num_tokens + i >= sampling.max_new_tokens:
                 return i, "length"
         return len(tokens), ""
+
+    def take_unread(self) -> list[int]:
+        """Return the tokens that `num_read` does not count yet, and count them."""
+        unread = self.rollout.tokens[self.num_read :]
+        self.num_read += len(unread)
+        return unread
 
     def append(self, tokens: list[int], logprobs: list[float], version: int, num_drafted: int = 0) -> None:
         """Append the tokens of one pass of the policy, of which the first `num_drafted` were proposed."""

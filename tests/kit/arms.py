@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from scipy.special import betaincinv
 
-from aedit.spec_rollout.choose import EngineView, StepObservation
-from aedit.spec_rollout.drafters import Draft
+from aedit.spec_rollout.choose import EngineView, SkippedSteps, StepObservation
+from aedit.spec_rollout.drafters import OFF, Draft
 
 # Measured on two CPU cores: by rows, milliseconds of a plain step, then its multiples for 2, 4, 8, 16 and 32
 # verified tokens of a row.
@@ -62,6 +62,7 @@ class World:
         self.now_s = 0.0
         self.tokens = 0
         self.pending = 1 << 30
+        self.skipped, self.num_resting = SkippedSteps(), 0
 
     def draft(self, arm, rows):
         """Return the draft and, hidden from it, which of its nodes the policy would sample."""
@@ -81,9 +82,10 @@ class World:
         return Draft(tokens, None, None, scores), np.cumprod(says, axis=1).astype(bool)
 
     def play(self, chooser, rows, context):
-        """Run one step of an engine; return the number of tokens of each row."""
+        """Run one step of an engine; return its observation, None if the chooser was not asked."""
         view = EngineView(rows, context, self.versions(self.step))
-        arm = chooser.choose(view)
+        is_resting = self.skipped.num_steps < self.num_resting and self.skipped.rows == rows
+        arm = OFF if is_resting else chooser.choose(view)
         draft, nodes, accepted, drafting_s = None, 0, np.zeros(rows, dtype=int), 0.0
         if not arm.is_off:
             drafting_s = draft_s(arm, rows, min(self.pending, context) if arm.drafter == "layer" else 0)
@@ -102,8 +104,16 @@ class World:
         self.plain_s += emitted / rows * verify_s(rows, 0, context) * self.pace(self.step)
         self.pending = 0 if arm.drafter == "layer" else self.pending + emitted
         self.now_s, self.tokens, self.step = self.now_s + total_s, self.tokens + emitted, self.step + 1
-        seen = StepObservation(view, arm, emitted, total_s, drafting_s, nodes, draft, accepted.tolist())
+        if is_resting:
+            self.skipped.add(emitted, total_s)
+            return None
+        accepted_B = accepted.tolist()
+        seen = StepObservation(
+            view, arm, emitted, total_s, drafting_s, nodes, draft, accepted_B, skipped=self.skipped
+        )
         chooser.learn(seen)
+        self.skipped = SkippedSteps(rows)
+        self.num_resting = chooser.rest(view) if hasattr(chooser, "rest") else 0
         return seen
 
     def run(self, chooser, rows, steps):
