@@ -607,6 +607,7 @@ def test_a_line_without_a_new_step_keeps_the_last_training_loss(tmp_path):
         objective=SimpleNamespace(metrics=dict),
         idle_used_s=0.0,
         newest_loss=float("nan"),
+        alerts=None,
     )
     TrainingNode.record_metrics(node)
     TrainingNode.record_metrics(node)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         load_object,
     )
     from aedit.launch.config.config import (
+        AlertConfig,
         DataConfig,
         ModelConfig,
         RunConfig,
@@ -74,6 +75,7 @@ __all__ = [
     "PEER_EXCHANGES",
     "PREFIX",
     "TRIAL_S",
+    "AlertConfig",
     "DataConfig",
     "DrafterConfig",
     "JoinOptions",

@@ -5,6 +5,7 @@ Imports no torch, so that `aedit --help` is fast.
 
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from aedit.async_sgd.rules import DRAFTER, HubConfig, OuterConfig, UnitRule, UnitRules
 from aedit.edit import EditConfig
@@ -170,6 +171,34 @@ class CheckpointConfig:
     """Newest checkpoints kept per node."""
 
 
+@checked("alerts")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlertConfig:
+    """Bounds of alerts, and the URL that gets them. Of this machine: a hub gives none of it to its nodes."""
+
+    intervals: NonNegativeInt = 10
+    """Usual intervals between accepted pushes after which a hub that accepts none gives an alert, at least
+    30 s; 0: never."""
+
+    mismatch_kl: NonNegativeFloat = 0.05
+    """Mismatch of engine and trainer, in nats per token, above which there is an alert; 0: never."""
+
+    disk_bytes: NonNegativeInt = 2**30
+    """Free bytes on the disk of a node or hub below which there is an alert; 0: never."""
+
+    webhook: str = ""
+    """URL that gets each alert, and its end, as JSON by POST: `run`, `source`, `kind`, `text`, `over`."""
+
+    def __post_init__(self) -> None:
+        try:
+            parts = urlsplit(self.webhook)
+            fits = not self.webhook or (parts.scheme in ("http", "https") and bool(parts.hostname))
+        except ValueError:
+            fits = False
+        shown = "a text that is not shown, as it may be secret"
+        check(fits, "alerts.webhook", "must be an http:// or https:// URL", shown)
+
+
 @checked("local")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalConfig:
@@ -221,6 +250,7 @@ class RunConfig:
     serve: ServeConfig = field(default_factory=ServeConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    alerts: AlertConfig = field(default_factory=AlertConfig)
     local: LocalConfig = field(default_factory=LocalConfig)
 
     def __post_init__(self) -> None:
@@ -318,6 +348,7 @@ def of_this_machine(config: RunConfig) -> RunConfig:
         device=own.device,
         log=own.log,
         local=LocalConfig(),
+        alerts=own.alerts,
         swarm=swarm,
         rollout=own.rollout,  # programs and paths of this machine: a hub must not name what is started here
     )

@@ -25,7 +25,7 @@ from aedit.async_sgd.service import (
     json_line,
 )
 from aedit.launch.hub.endpoint import HubEndpoint
-from aedit.launch.records import Clock, Recorder
+from aedit.launch.records import Alerts, Clock, HubWatch, Recorder
 from aedit.proto.rpc import MESSAGE_BYTES
 from aedit.system import num_cores
 
@@ -273,6 +273,8 @@ class LeadingHub:
         self.guard = RequestGuard(self.ledger, self.engine, config.name, leadership, responder.part)
         self.driver = Driver(self.guard, responder, self._status)
         self.directory = ServerDirectory(self.guard, reports.event)
+        self._watch = HubWatch(config.alerts, endpoint.directory)
+        self._alerts = Alerts(config.alerts, config.name, "hub", reports.event)
         self.uplink: Uplink | None = None
         self.has_resigned = False
         """True once it leads no more because its disk is full; it may follow the next leader."""
@@ -349,6 +351,7 @@ class LeadingHub:
 
     def _status(self, after: int) -> str:
         own = dict[str, Any](run=self._config.name, traffic=self.driver.exchange.status())
+        own["alerts"] = list(self._alerts.active.values())
         own["set_aside"] = moved_aside(self._endpoint.directory)
         return self._reports.status(self.overview() | own, after)
 
@@ -359,7 +362,9 @@ class LeadingHub:
             except JournalBroken as error:
                 self.engine.fail(error)
                 return
-            self._reports.line(metrics(self.overview()))
+            now = self.overview()
+            self._reports.line(metrics(now))
+            self._alerts.update(self._watch.alerts(now, time.monotonic()))
 
     def _resign(self) -> None:
         """Lead no more, as nothing can be written here: a standby that has room can be elected."""

@@ -24,7 +24,7 @@ from aedit.async_sgd.replication import Leadership, Mirror
 from aedit.async_sgd.rules import Led, Record
 from aedit.async_sgd.service import CoreSwitch, HelloResponder, Signer
 from aedit.child import StopSignals, from_json, run_task
-from aedit.launch.config import RunConfig, difference, load, method, to_toml
+from aedit.launch.config import AlertConfig, RunConfig, difference, load, method, to_toml
 from aedit.launch.hub import folder
 from aedit.launch.hub.endpoint import HubEndpoint, HubOptions, OtherHubs, VoteRequests
 from aedit.launch.hub.folder import make_hub
@@ -137,7 +137,7 @@ class _Process:
             difference=partial(difference, own),
             version=aedit.__version__,
             run=self._config.name,
-            config=to_toml(self._config, defaults=False),
+            config=to_toml(replace(self._config, alerts=AlertConfig()), defaults=False),
             addresses=endpoint.addresses,
             standby=lambda: ",".join(endpoint.others),
             part=endpoint.part_asked,

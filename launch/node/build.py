@@ -42,7 +42,15 @@ from aedit.launch.node.stop import Stop
 from aedit.launch.node.text_learner import make_text_learner
 from aedit.launch.node.train import TrainingNode
 from aedit.launch.node.world import World
-from aedit.launch.records import Clock, PositionLog, Recorder, open_trackers
+from aedit.launch.records import (
+    OF_NODE_WITH_HUB,
+    Alerts,
+    Clock,
+    NodeAlerts,
+    PositionLog,
+    Recorder,
+    open_trackers,
+)
 from aedit.proto.transports import TorchTransport
 from aedit.spec_rollout.drafters import layer_of
 from aedit.types import UserError
@@ -214,6 +222,7 @@ def started(parts: NodeParts, data: TrainingData, *, attempt: int = 1) -> Iterat
                 slowdown=parts.slowdown,
                 hub=parts.hub,
                 positions=positions,
+                alerts=alerts_of(parts) if parts.world.leads else None,
             )
             if parts.resumed:
                 node.restore(parts.resumed)
@@ -226,6 +235,15 @@ def started(parts: NodeParts, data: TrainingData, *, attempt: int = 1) -> Iterat
     finally:
         positions.close()
         recorder.close()
+
+
+def alerts_of(parts: NodeParts) -> NodeAlerts:
+    """Return the alerts of a node. In a run with a hub the hub sends those that it knows to the webhook."""
+    config, recorder = parts.config, parts.recorder
+    posts = OF_NODE_WITH_HUB if config.has_hub else None
+    name = f"node {recorder.directory.name}"
+    alerts = Alerts(config.alerts, config.name, name, recorder.event, posts=posts)
+    return NodeAlerts(config.alerts, recorder.directory, alerts)
 
 
 def check_fits(config: RunConfig, world: World) -> None:

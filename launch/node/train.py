@@ -17,7 +17,7 @@ from aedit.launch.node.checkpoint import Mark, NodeCheckpoints, Resumed, trainin
 from aedit.launch.node.objective import Objective, Slowdown, set_lr
 from aedit.launch.node.stop import Stop, Stopped
 from aedit.launch.node.world import World
-from aedit.launch.records import PositionLog, Recorder, RLMetric, ranges_of
+from aedit.launch.records import NodeAlerts, PositionLog, Recorder, RLMetric, ranges_of
 from aedit.types import Round
 
 if TYPE_CHECKING:
@@ -124,6 +124,8 @@ class TrainingNode:
     """Mean training loss between the last two lines of metrics."""
     rl: RLMetric | None = None
     """Reinforcement learning in the last line of metrics; None in a run on text."""
+    alerts: NodeAlerts | None = None
+    """Alerts of the node, on the rank that writes."""
     saved: Mark = field(default_factory=lambda: Mark(0))
     evaluated_round: int = 0
     bytes_before: int = 0
@@ -397,6 +399,8 @@ class TrainingNode:
             self.newest_loss = self.meter.mean_loss(self.sync.shards)
         own = self.objective.metrics()
         self.rl = RLMetric.of(own.get("rl"))
+        if self.alerts is not None:
+            self.alerts.look(self.newest_loss, self.rl, self.sync.steps)
         self.recorder.metrics(
             step=self.sync.steps,
             round=self.sync.round_id,

@@ -3,6 +3,7 @@
 run_directory: prepares it, and reads how a start ended.
 recorder: writes a node's metrics and events, also to experiment trackers.
 positions: writes and reads what became of each position of the stream; `accounts` adds it up.
+alerts: states of a node or hub that need attention.
 reader: reads all of it, once or repeatedly. Begin there.
 kept_rollouts: writes and reads the rollouts that a rank keeps for views.
 records, hub_records, server_records: the frozen values of nodes, of hubs and swarms, and of the folder of one
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         SampleVerdict,
         accounts_of,
     )
+    from aedit.launch.records.alerts import OF_NODE_WITH_HUB, Alerts, HubWatch, NodeAlerts, NodeWatch
     from aedit.launch.records.hub_records import (
         HubRecords,
         HubSample,
@@ -89,20 +91,25 @@ __all__ = [
     "KEY_FILE",
     "MOST_PROMPT",
     "MOST_TOKENS",
+    "OF_NODE_WITH_HUB",
     "Accounts",
+    "Alerts",
     "Bias",
     "Clock",
     "EvalEvent",
     "HubRecords",
     "HubSample",
+    "HubWatch",
     "JournalFacts",
     "KeptRollout",
     "KeptToken",
     "Lease",
     "Metric",
+    "NodeAlerts",
     "NodeRecords",
     "NodeSample",
     "NodeTotals",
+    "NodeWatch",
     "PartSample",
     "PeerSample",
     "PositionLog",

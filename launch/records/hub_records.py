@@ -171,6 +171,9 @@ class HubRecords:
     evidence: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Evidence of the last accusation of a rollout server, by its name."""
 
+    alerts: tuple[str, ...] = ()
+    """Texts of the active alerts."""
+
     @property
     def last(self) -> HubSample:
         """Return the newest line, in which nodes without a current report have their last one.

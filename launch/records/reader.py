@@ -36,8 +36,19 @@ from aedit.launch.records.records import (
 from aedit.types import UserError
 
 T = TypeVar("T")
-SHOWN = ("error", "checkpoint_failed", "heal", "reward_error", "average_failed", "averages_differ")
-SHOWN_OF_A_HUB = ("excluded", "lead", "standby_lost", "banned")
+SHOWN = (
+    "alert",
+    "alert_over",
+    "error",
+    "checkpoint_failed",
+    "heal",
+    "reward_error",
+    "average_failed",
+    "averages_differ",
+)
+MOST_ALERTS = 256
+"""Active alerts of a node or hub that are followed."""
+SHOWN_OF_A_HUB = ("alert", "alert_over", "excluded", "lead", "standby_lost", "banned")
 WHOLE_BYTES = 2**17
 """The end of a file of which a sample is read, without gaps; a shorter file is read whole."""
 CHUNK_BYTES = 2**20
@@ -65,6 +76,8 @@ class NodeRecords:
     """Seconds since the node last wrote, from the modification times of its files."""
 
     rl_evaluations: tuple[EvalEvent, ...] = ()
+    alerts: tuple[str, ...] = ()
+    """Texts of the active alerts."""
 
     @property
     def of_attempt(self) -> tuple[Metric, ...]:
@@ -97,6 +110,17 @@ class Run:
     def indices(self) -> list[int]:
         """Return the indices of the nodes whose files are here."""
         return [node.index for node in self.nodes]
+
+    @property
+    def alerts(self) -> list[str]:
+        """Return the active alerts of all nodes and hubs, each with its source."""
+        found = [f"node {node.index}: {text}" for node in self.nodes for text in node.alerts]
+        several = len(self.hubs) > 1
+        return found + [
+            f"hub{f' {k}' if several else ''}: {text}"
+            for k, hub in enumerate(self.hubs)
+            for text in hub.alerts
+        ]
 
     @property
     def is_rl(self) -> bool:
@@ -207,6 +231,7 @@ class NodeFollower:
         self._rl_evaluations: dict[float, EvalEvent] = {}
         self._notices: list[Notice] = []
         self._latest: Notice | None = None
+        self._alerts: dict[str, str] = {}
 
     def poll(self) -> NodeRecords:
         """Return the records of the node up to now."""
@@ -226,10 +251,12 @@ class NodeFollower:
             latest=self._latest,
             quiet_s=max(0.0, time.time() - written_at) if written_at else 0.0,
             rl_evaluations=tuple(self._rl_evaluations.values()),
+            alerts=tuple(self._alerts.values()),
         )
 
     def _event(self, line: Line) -> None:
         notice = Notice.of(line)
+        _note_alert(self._alerts, line, notice)
         match notice.event:
             case "start":
                 self._start(record_of(StartEvent, line))
@@ -263,6 +290,18 @@ class NodeFollower:
         self._metrics.append(metric)
 
 
+def _note_alert(active: dict[str, str], line: Line, notice: Notice) -> None:
+    """Follow the alerts of a node or hub, whose new process begins without any."""
+    match notice.event:
+        case "alert":
+            if len(active) < MOST_ALERTS:
+                active[str(line.get("kind"))] = f"{notice.text} (since {int(notice.t):,} s)"
+        case "alert_over":
+            active.pop(str(line.get("kind")), None)
+        case "start" | "lead":
+            active.clear()
+
+
 def _undone(metric: Metric, start: StartEvent) -> bool:
     return metric.t < start.t and metric.step > start.step
 
@@ -277,6 +316,7 @@ class HubFollower:
         self._lines: list[HubSample] = []
         self._notices: list[Notice] = []
         self._evidence: dict[str, Mapping[str, Any]] = {}
+        self._alerts: dict[str, str] = {}
 
     def follow(self, directories: Iterable[Path]) -> None:
         """Follow the replicas in these folders too, in any order."""
@@ -295,10 +335,13 @@ class HubFollower:
         self._lines.sort(key=lambda line: line.term)  # it is stable: within a term they stay as written
         self._lines = thinned(self._lines, self._most_lines)
         self._notices.sort(key=lambda notice: notice.t)
-        return HubRecords(tuple(self._lines), tuple(self._notices), dict(self._evidence))
+        return HubRecords(
+            tuple(self._lines), tuple(self._notices), dict(self._evidence), tuple(self._alerts.values())
+        )
 
     def _event(self, line: Line) -> None:
         notice = Notice.of(line)
+        _note_alert(self._alerts, line, notice)
         if notice.event in SHOWN_OF_A_HUB:
             self._notices.append(notice)
         if notice.event == "accused" and isinstance(evidence := line.get("evidence"), Mapping):

@@ -96,6 +96,9 @@ class Recorder:
         self._write("events", {"event": event, **values})
         if event == "eval":
             self._track(numbers_of({"held_out_loss": values["loss"], "step": values["step"]}))
+        if event in ("alert", "alert_over"):
+            now = float(event == "alert")
+            self._track(numbers_of({f"alert/{values['kind']}": now, "step": values.get("step", 0)}))
         if event == "rl_eval":
             self._track(numbers_of({"step": values["step"], "held_out": values}))
 

@@ -43,6 +43,10 @@ MAY_CHANGE = {
     "edit.timeout_s",
     "checkpoint.every",
     "checkpoint.keep",
+    "alerts.intervals",
+    "alerts.mismatch_kl",
+    "alerts.disk_bytes",
+    "alerts.webhook",
     "local.slowdown",
     "local.ranks",
 }

@@ -5,12 +5,13 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import aedit
 from aedit.async_sgd.service import HelloResponder
-from aedit.launch.config import RunConfig, difference, method, to_toml
+from aedit.launch.config import AlertConfig, RunConfig, difference, method, to_toml
 from aedit.proto.rpc import (
     PROTOCOL,
     ClientKeys,
@@ -67,7 +68,7 @@ class PeerService:
             difference=partial(difference, own),
             version=aedit.__version__,
             run=config.name,
-            config=to_toml(config, defaults=False),
+            config=to_toml(replace(config, alerts=AlertConfig()), defaults=False),
             addresses=lambda: tuple(part.owner for part in replicas.parts()),
             standby=lambda: "",
         )

@@ -280,6 +280,8 @@ def _footer(run: Run, detail: Detail) -> Iterator[RenderableType]:
         num_distrusted = sum(len(landed.distrusted) for _, landed in rows)
         judged = f", {fmt.some(num_distrusted, 'pseudo-gradient')} distrusted" if num_distrusted else ""
         yield Text(f"last round     {id}: {fmt.some(rows[0][1].num_nodes, 'node')}, {sent} sent{judged}")
+    for alert in run.alerts:
+        yield Text(f"alert: {alert}", style="bold red")
     for node in run.nodes:
         if node.notices:
             notice = node.notices[-1]

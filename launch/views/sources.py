@@ -16,6 +16,7 @@ from aedit.launch.records import (
     RunFollower,
     SwarmSample,
     require_run,
+    text,
     thinned,
 )
 from aedit.proto.rpc import HubClient, HubRefused, HubUnreachable, StatusRequest, caller_keys
@@ -114,6 +115,8 @@ class HubSource:
                 self._lines += map(HubSample.of, found["lines"])
                 self._lines = lines = thinned(self._lines, MOST_LINES)
                 self._num_lines = count
+            parts = [status] if swarm is None else status["parts"]
+            alerts = tuple(text(each) for part in parts if part for each in part.get("alerts") or ())
             name = str(status["run"])
         except BAD_LINE as error:
             raise UserError(
@@ -122,5 +125,5 @@ class HubSource:
         if fault := name_fault(name):
             raise UserError(f"name of the run at {self.address}: {fault}")
         config = {"name": name, "hub": {"address": self.address}}
-        hubs = (HubRecords(tuple(lines), ()),) if lines else ()
+        hubs = (HubRecords(tuple(lines), (), alerts=alerts),) if lines else ()
         return Run(Path(RunConfig().dir) / name, config, (), hubs, swarm)

@@ -154,7 +154,11 @@ def contents(run: Run) -> RunPage:
         _learning(run),
         _notices(run),
     )
-    return RunPage(title=run.name, alerts=(), sections=tuple(filter(None, sections)))
+    return RunPage(
+        title=run.name,
+        alerts=tuple(text[:MOST_TEXT] for text in run.alerts),
+        sections=tuple(filter(None, sections)),
+    )
 
 
 def as_json(page: RunPage) -> str:
