@@ -26,6 +26,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from aedit.launch.hub import read_accounts
 from benchmarks.chaos_parts import failover, swarm, swarm_partition
 from benchmarks.chaos_parts.accounts import Books, compare, journal_kept
 from benchmarks.chaos_parts.failover import NODES, network_of
@@ -82,6 +83,9 @@ class Story:
     """From asking all nodes to leave to the last one's end."""
     left_behind: int = 0
     books: Books | None = None
+    samples: str = ""
+    """What `aedit ledger` says."""
+    samples_agree: bool = False
 
 
 def measure(args: argparse.Namespace) -> Report | list[Report]:
@@ -155,6 +159,7 @@ def _bars(story: Story, books: Books, share: float, quick: bool) -> tuple[Bar, .
         Bar(f"calls that ended over 1 s after their deadline: {books.late_calls}", books.late_calls == 0),
         Bar(f"nodes that ended though nobody killed them: {story.died}", story.died == 0),
         Bar(f"processes left behind: {story.left_behind}", story.left_behind == 0),
+        Bar(f"samples: {story.samples}", story.samples_agree),
     )
 
 
@@ -272,6 +277,8 @@ def _end(ground: Field, story: Story) -> None:
     ground.end_hub()
     story.longest_s = max(ground.lines(name)[-1].get("longest_s", 0.0) for name in NODES)
     story.books = compare(ground, ended_s)
+    accounts = read_accounts(ground.directory)
+    story.samples, story.samples_agree = accounts.summary(), not accounts.disagreements
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ def test_a_full_status_fits_into_one_message(tmp_path):
     now = hub_status(made.hub, made.now)
     assert len(now["nodes"]) == MOST_SHOWN
     reports = Reports(tmp_path)
-    reports.start(0.0, {})
+    reports.start(0.0)
     for i in range(300):
         reports.event("accused", number=i, evidence="e" * 4000)
         reports.line({"number": i, "nodes": "n" * 5000})

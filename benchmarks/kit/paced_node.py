@@ -22,7 +22,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from aedit.proto.agent import AgentPlan, Answer, Link, Progress, replicas_of_parts, start_agent
+from aedit.async_sgd.service import fingerprint
+from aedit.launch.records import PositionLog
+from aedit.proto.agent import AgentLink, AgentPlan, Answer, Link, Progress, replicas_of_parts, start_agent
 from aedit.types import TensorLayout, UnitLayout, Verdict
 
 _OWNERS_S = 60.0
@@ -93,16 +95,23 @@ class Unit:
     steps: int = 0
     sent: int = 0
     """Steps in the push under way; 0 without one."""
+    round: int = 0
+    """Number of that push among those of all units."""
 
 
 class Walker:
     """Takes steps at a fixed pace, and exchanges after `every` steps once the last answer has arrived."""
 
     def __init__(
-        self, plan: PacedNode, link: Link, note: Callable[..., None], ending: threading.Event
+        self,
+        plan: PacedNode,
+        link: Link,
+        note: Callable[..., None],
+        ending: threading.Event,
     ) -> None:
         """Set up the node; ending: set when it is to push what it owes and leave."""
         self.plan, self.link, self.note = plan, link, note
+        self.records, self.rounds, self.blocks = PositionLog(), 0, list[tuple[int, int]]()
         self.steps = 0
         self.longest_s = 0.0
         """The longest step: how much a fault elsewhere has held this node up."""
@@ -119,6 +128,7 @@ class Walker:
             deadline = ended_at + self.plan.step_s
             if self._may_go_on():
                 self.steps += 1
+                self.records.trained(self.steps, self._positions())
                 for unit in self.units:
                     unit.steps += 1
             self._exchange(self.plan.intervals)
@@ -142,6 +152,7 @@ class Walker:
             time.sleep(0.01)
         self._tell()
         self.link.leave(timeout_s)
+        self.records.stop(self.steps, "done")
         self.note("left", steps=self.steps, longest_s=self.longest_s)
 
     def _may_go_on(self) -> bool:
@@ -152,8 +163,19 @@ class Walker:
         """Return the number of samples leased so far; the link is asked only when they are used up."""
         needed = (self.steps + 1) * self.plan.samples_per_step
         if self.leased < needed:
-            self.leased = sum(end - start for start, end in self.link.leases(needed))
+            self.blocks = list(self.link.leases(needed))
+            self.leased = sum(end - start for start, end in self.blocks)
         return self.leased
+
+    def _positions(self) -> list[int]:
+        """Return the positions of the step that has just been taken."""
+        last, found = self.steps * self.plan.samples_per_step, list[int]()
+        before = 0
+        for start, end in self.blocks:
+            begin = max(last - self.plan.samples_per_step - before, 0)
+            found += range(start + begin, min(end, start + last - before))
+            before += end - start
+        return found
 
     def _exchange(self, intervals: list[int]) -> None:
         for i, unit in enumerate(self.units):
@@ -167,6 +189,9 @@ class Walker:
         outbox.fill(0.0)
         outbox[self.own] = -float(unit.steps)
         unit.seq, unit.sent = unit.seq + 1, unit.steps
+        self.rounds += 1
+        unit.round = self.rounds
+        self.records.opened(unit.round, self.steps, (i,))
         self.note("sent", unit=i, seq=unit.seq, base=unit.version, steps=unit.sent)
         self.link.written(i, unit.seq)
         tokens = unit.sent * self.plan.samples_per_step
@@ -177,6 +202,8 @@ class Walker:
             return
         lost = answer.verdict == Verdict.REFUSED
         facts = {"version": answer.version, "verdict": answer.verdict.name}
+        dropped = answer.verdict == Verdict.DISTRUSTED
+        self.records.ended(unit.round, self.steps, refused=[i] * lost, distrusted=[i] * dropped)
         self.note("answered", unit=i, seq=unit.seq, steps=unit.sent, **facts)
         unit.version = answer.version
         unit.steps -= 0 if lost else unit.sent
@@ -241,9 +268,32 @@ def main(words: list[str]) -> int:
     signal.signal(signal.SIGTERM, end)
     link = start_agent(agent_plan(plan), ranks=1, mode="thread" if plan.mode == "thread" else "process")
     walker = Walker(plan, link, ledger.note, ending)
+    walker.records = records_of(plan, link)
     walker.walk()
     walker.leave(60.0)
+    walker.records.close()
     return 0
+
+
+def records_of(plan: PacedNode, link: AgentLink) -> PositionLog:
+    """Return the records of the samples of a node that has joined, in a folder beside its ledger."""
+    directory = Path(plan.ledger).parent / "nodes" / str(link.node)
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "positions.jsonl"
+    attempt = 1 + (path.read_text().count('"start"') if path.exists() else 0)
+    records = PositionLog(directory)
+    records.start(
+        attempt=attempt,
+        node=link.node,
+        name=plan.name,
+        kind="text",
+        step=0,
+        units=[[0, plan.units]],
+        leases=True,
+        warmup=0,
+        session=fingerprint(link.session),
+    )
+    return records
 
 
 def of_json(text: str) -> PacedNode:

@@ -7,12 +7,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aedit.async_sgd.hub import listed_members, status_of_nodes, status_of_run
+from aedit.async_sgd.hub import Member, listed_members, status_of_nodes, status_of_run
 from aedit.async_sgd.journal import JournalBroken, Ledger, NoSpace, moved_aside
 from aedit.async_sgd.replication import LEASE_S, Leadership
 from aedit.async_sgd.rules import Record, records
@@ -96,11 +96,15 @@ class Reports:
         self._lines = MetricBuffer()
         self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
         self._names: dict[int, str] = {}
+        self._pushes: dict[int, dict[int, int]] = {}
+        """Number of the newest decided push by node and unit."""
 
-    def start(self, elapsed_s: float, names: Mapping[int, str]) -> None:
-        """Continue at `elapsed_s` seconds of the run. names: by node."""
+    def start(self, elapsed_s: float, members: Iterable[Member] = ()) -> None:
+        """Continue at `elapsed_s` seconds of the run, with these members, live or not."""
         self._clock.start(elapsed_s)
-        self._names |= names
+        for member in members:
+            if member.name:
+                self._names[member.node], self._pushes[member.node] = member.name, dict(member.received)
 
     def event(self, event: str, **values: Any) -> None:
         """Write an event."""
@@ -116,13 +120,21 @@ class Reports:
                 self._clock.start(0.0)  # the run begins now, for its nodes and in the metrics
                 numel = sum(unit.numel for unit in layout.units)
                 self.event("founded", units=len(layout.units), parameters=numel, samples=num_samples)
-            case records.Joined(name, node):
-                self._names[node] = name
-                self.event("join", node=node, name=name)
+            case records.Joined(name, node, session=session, process=process):
+                if self._names.get(node) != name:
+                    self._names[node], self._pushes[node] = name, {}
+                # Snapshots make the journal before them unnecessary, and `sample_accounts` needs these.
+                pushes = sorted(self._pushes[node].items())
+                self.event("join", node=node, name=name, session=session, process=process, pushes=pushes)
+            case records.Accepted(push):
+                self._pushes.setdefault(push.node, {})[push.unit] = push.seq
+                if not push.base:
+                    self.event("first_anchor", node=push.node, unit=push.unit, seq=push.seq)
             case records.Left(node, reason, excluded):
                 event = "excluded" if excluded else "leave"
                 self.event(event, node=node, name=self._names.get(node), reason=reason)
             case records.Refused():
+                self._pushes.setdefault(record.node, {})[record.unit] = record.seq
                 self.event(
                     "refused", node=record.node, unit=record.unit, seq=record.seq, reason=record.reason
                 )
@@ -260,7 +272,7 @@ class LeadingHub:
         leadership: Leadership,
     ) -> None:
         state, config = ledger.hub.state, endpoint.config
-        reports.start(state.elapsed_s, {node: name for name, node in state.names.items()})
+        reports.start(state.elapsed_s, state.members)
         self._endpoint, self._config = endpoint, config
         self._reports, self.ledger, self.leadership = reports, ledger, leadership
         self.engine = HubWorker(

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +19,17 @@ from aedit.async_sgd.journal import (
 from aedit.async_sgd.rules import Accepted, Founded, Joined, Leased, Merged, Mixed, Record, Refused, SentUp
 from aedit.launch.config import load, unit_rules
 from aedit.launch.hub.folder import MIRROR
-from aedit.launch.records import Accounts, JournalFacts, Lease, accounts_of, read_positions, require_run
+from aedit.launch.records import (
+    BAD_LINE,
+    Accounts,
+    JournalFacts,
+    Lease,
+    Line,
+    Tail,
+    accounts_of,
+    read_positions,
+    require_run,
+)
 from aedit.types import UserError
 
 _FOLDERS = ("hub", "hub_*", "standby", "standby_*", "peers/*/part_*")
@@ -69,6 +80,10 @@ class _Replay:
             self.state.units = {}
         self.term = self.state.term
 
+    def name_of(self, node: int) -> str:
+        """Return the name of a node; "" for one that is not known."""
+        return self.state.members[node].name if node < len(self.state.members) else ""
+
     def _founded(self, node: int, unit: int, seq: int) -> None:
         """Count a push of first anchors as one before the attempt: it has no steps."""
         if begins := self.begins.get(node):
@@ -104,18 +119,20 @@ def journal_facts(run_dir: Path) -> JournalFacts | None:
     damaged before its end.
     """
     leaders: dict[int, tuple[tuple[int, bool], _Replay]] = {}
+    events: dict[int, list[Line]] = {}
     for folder in _folders(run_dir):
         try:
             part = int(json.loads((folder / "part.json").read_text())[0])
         except (OSError, ValueError, TypeError, LookupError):
             raise UserError(f"{folder}/part.json: expected [PART, PARTS]; restore the folder") from None
         replay = _replayed(folder)
+        Tail(folder / "events.jsonl").each(events.setdefault(part, []).append)
         key = replay.term, not (folder / MIRROR).exists()
         if part not in leaders or key > leaders[part][0]:
             leaders[part] = key, replay
     if not leaders:
         return None
-    return _joined([leaders[part][1] for part in sorted(leaders)])
+    return _joined([leaders[part][1] for part in sorted(leaders)], [events[part] for part in sorted(leaders)])
 
 
 def _folders(run_dir: Path) -> Iterator[Path]:
@@ -162,7 +179,7 @@ def _replayed(folder: Path) -> _Replay:
     return replay
 
 
-def _joined(parts: list[_Replay]) -> JournalFacts:
+def _joined(parts: list[_Replay], events: list[list[Line]]) -> JournalFacts:
     """Return the facts of hubs that split the units: the first one leases, each has its own pushes."""
     pool, names, steps = parts[0].state.pool, dict[int, str](), dict[int, int]()
     numbers, refusals = dict[tuple[int, int], int](), dict[tuple[int, int, int], bool]()
@@ -183,17 +200,52 @@ def _joined(parts: list[_Replay]) -> JournalFacts:
         steps=steps,
         numbers=numbers,
         refusals=refusals,
-        begins={node: _begins(parts, node) for node in names},
+        begins={node: _begins(parts, events, node) for node in names},
     )
 
 
-def _begins(parts: list[_Replay], node: int) -> tuple[tuple[frozenset[int], dict[int, int]], ...]:
+def _begins(
+    parts: list[_Replay], events: list[list[Line]], node: int
+) -> tuple[tuple[frozenset[int], dict[int, int]], ...]:
     """Return the attempts of a node, as the first hub has seen them; the others know them by process."""
+    known = [_known_begins(part, each, node) for part, each in zip(parts, events, strict=True)]
     found = []
-    for sessions, before, process in parts[0].begins.get(node, ()):
+    for sessions, before, process in known[0]:
         newest = dict(before)
-        for other in parts[1:]:
-            same = (b for _, b, p in other.begins.get(node, ()) if process and p == process)
-            newest |= next(same, {})
+        for other in known[1:]:
+            newest |= next((b for _, b, p in other if process and p == process), {})
         found.append((frozenset(sessions), newest))
     return tuple(found)
+
+
+_Begin = tuple[set[int], dict[int, int], int]
+"""Sessions, number of the newest push by unit before, and process of an attempt."""
+
+
+def _known_begins(part: _Replay, events: list[Line], node: int) -> list[_Begin]:
+    """Return the attempts of a node at one hub: by its journal, and by its events before that begins."""
+    found = part.begins.get(node, [])
+    if part.is_whole:
+        return found
+    sessions = {session for each, _, _ in found for session in each}
+    firsts, early = set[tuple[int, int]](), list[_Begin]()
+    for line in events:
+        with suppress(*BAD_LINE):
+            if line.get("node") != node or line.get("name", part.name_of(node)) != part.name_of(node):
+                continue
+            if line["event"] == "first_anchor" or str(line.get("reason", "")).startswith("founded"):
+                firsts.add((int(line["unit"]), int(line["seq"])))
+            elif line["event"] == "join" and line["session"] not in sessions:
+                before = {int(unit): int(number) for unit, number in line["pushes"]}
+                if early and early[-1][2] == line["process"]:
+                    early[-1][0].add(int(line["session"]))
+                else:
+                    early.append(({int(line["session"])}, before, int(line["process"])))
+    for _, before, _ in early:
+        for unit in {unit for unit, _ in firsts}:
+            while (unit, before.get(unit, 0) + 1) in firsts:
+                before[unit] = before.get(unit, 0) + 1
+    early.sort(key=lambda begin: sum(begin[1].values()))
+    if early and found and early[-1][2] == found[0][2]:
+        return [*early[:-1], (early[-1][0] | found[0][0], early[-1][1], found[0][2]), *found[1:]]
+    return [*early, *found]

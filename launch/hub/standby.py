@@ -233,7 +233,7 @@ class Standby:
         """Record an event at the age of the run, as far as the journal is here."""
         with self._mirror.lock:
             state = self._mirror.hub.state
-            self._reports.start(state.elapsed_s, {node: name for name, node in state.names.items()})
+            self._reports.start(state.elapsed_s, state.members)
         self._reports.event(event, **values)
 
     def _count(self, answer: VoteReply) -> None:

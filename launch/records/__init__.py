@@ -50,13 +50,22 @@ if TYPE_CHECKING:
         read_rollouts,
     )
     from aedit.launch.records.positions import PositionLog, ranges_of, read_positions
-    from aedit.launch.records.reader import NodeRecords, Run, RunFollower, read_run, require_run, thinned
+    from aedit.launch.records.reader import (
+        NodeRecords,
+        Run,
+        RunFollower,
+        Tail,
+        read_run,
+        require_run,
+        thinned,
+    )
     from aedit.launch.records.recorder import Clock, Recorder, open_trackers
     from aedit.launch.records.records import (
         BAD_LINE,
         IN_WAIT,
         KEY_FILE,
         EvalEvent,
+        Line,
         Metric,
         RLMetric,
         RoundEvent,
@@ -104,6 +113,7 @@ __all__ = [
     "KeptRollout",
     "KeptToken",
     "Lease",
+    "Line",
     "Metric",
     "NodeAlerts",
     "NodeRecords",
@@ -124,6 +134,7 @@ __all__ = [
     "ServingRecords",
     "ServingSample",
     "SwarmSample",
+    "Tail",
     "Totals",
     "accounts_of",
     "by_node",

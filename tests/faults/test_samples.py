@@ -5,6 +5,7 @@ steps were accepted.
 """
 
 import json
+import os
 import shutil
 import signal
 from collections import Counter, defaultdict
@@ -115,11 +116,13 @@ def test_a_killed_node_and_a_killed_hub_leave_accounts_that_are_those_of_the_tes
     nodes = Nodes(node_server, directory, hub.address)
     try:
         nodes.start("a", deeds=[deed(0, "drawing", 13, "SIGKILL")])
-        nodes.start("b")
+        nodes.start("b", deeds=[deed(0, "drawing", 9, "SIGSTOP")])  # or it would use up the budget alone
         assert nodes.wait("a") == -signal.SIGKILL
         hub.kill()
         hub.start()
         nodes.start("a")
+        until(lambda: len(draws(directory, "a")) == 2, "steps of the second start", LIMIT_S)
+        os.kill(nodes.pids["b"], signal.SIGCONT)
         assert nodes.wait("a") == nodes.wait("b") == 0
         until(lambda: hub.process.poll() is not None, "the end of the hub", LIMIT_S)
     finally:
