@@ -306,8 +306,9 @@ def test_a_leader_gives_way_only_without_its_replicas():
     assert not hub.answer(Proposal(9, 0, B, (1, 1)), 0.0).granted, "it is alone, and has everything"
     hub.propose({A, B}, (X,))
     hub.confirm(B, (1, 9), 0.0)
-    assert not hub.answer(Proposal(9, 0, B, (1, 2)), 1.0).granted
-    assert hub.answer(Proposal(9, 0, B, (1, 2)), 5.0).granted
+    assert not hub.answer(Proposal(9, 0, B, (1, 2), (1, 1, 9)), 1.0).granted
+    assert not hub.answer(Proposal(9, 0, B, (1, 2), (1, 1, 8)), 5.0).granted, "it lacks what was acknowledged"
+    assert hub.answer(Proposal(9, 0, B, (1, 2), (1, 1, 9)), 5.0).granted
     assert hub.term == 0
 
 

@@ -136,6 +136,10 @@ class Leadership:
                 return []
             if is_new and not configs:
                 return replica.found(journal_term)
+            if self._place is not None and configs and len(configs[-1].replicas) > 1:
+                return (
+                    None  # its folder may be an older copy: the other replicas say so, if it asks for votes
+                )
             return replica.resume(self._clock()) if replica.may_resume(journal_term) else None
 
     def force(self, journal_term: int, jump: int) -> Sequence[Record]:
@@ -153,10 +157,13 @@ class Leadership:
 
     # --- votes
 
-    def answer(self, proposal: Proposal) -> VoteReply:
-        """Return the answer to another hub that asks for a vote. Raises NoSpace: there is none then."""
+    def answer(self, proposal: Proposal, extent: Extent = (0, 0, 0)) -> VoteReply:
+        """Return the answer to another hub that asks for a vote. Raises NoSpace: there is none then.
+
+        extent: of the journal of a follower.
+        """
         with self._deciding() as replica:
-            return replica.answer(proposal, self._clock())
+            return replica.answer(proposal, self._clock(), extent)
 
     def asks(self) -> Proposal | None:
         """Return what this hub asks of its voters now, as a leader or as a candidate."""

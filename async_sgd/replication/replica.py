@@ -126,15 +126,17 @@ class Replica:
         """Note that the followed journal is fetched anew: this hub is no candidate before `confirmed`."""
         self.voter, self.configs, self._votes = self.voter.saw(confirmed), (), None
 
-    def answer(self, proposal: Proposal, now: float) -> VoteReply:
+    def answer(self, proposal: Proposal, now: float, extent: Extent = (0, 0, 0)) -> VoteReply:
         """Return the answer to another hub.
 
         A leader gives way, and a configuration is accepted, only if that hub is a replica as far as the
         journal here goes. A follower may vote for one that it does not know: its journal may end too early.
+
+        extent: of the journal of a follower, which votes for none that has less if it can be elected itself.
         """
         is_known = not self.configs or any(proposal.proposer in one.replicas for one in self.configs)
         is_refused = not is_known and (self.term > 0 or proposal.number > 0)
-        if is_refused or (not proposal.number and self._supports_another(proposal.proposer, now)):
+        if is_refused or (not proposal.number and self._prefers_another(proposal, now, extent)):
             return VoteReply(self.voter.me, proposal.proposer, proposal.ballot, False, self.voter.term)
         known = self.configs[-1].term if self.configs else 0
         self.voter, answer = self.voter.answer(proposal, known)
@@ -144,10 +146,17 @@ class Replica:
             self._leader_at_s, self._supported, self._yielded_s = now, proposal.proposer, now
         return answer
 
-    def _supports_another(self, proposer: int, now: float) -> bool:
+    def _prefers_another(self, proposal: Proposal, now: float, extent: Extent) -> bool:
+        """Return whether another hub leads, or this one has records that the proposer lacks.
+
+        The folder of the proposer may be an older copy.
+        """
         if self.term:
-            return self.holds_lease(now) and not self.yields_to(proposer, now)
-        return proposer != self._supported and now - self._leader_at_s < self._promise_s
+            lacks = proposal.extent < (self.term, *self.acknowledged()) < (self.term, *END)
+            return (self.holds_lease(now) or lacks) and not self.yields_to(proposal.proposer, now)
+        if proposal.proposer != self._supported and now - self._leader_at_s < self._promise_s:
+            return True
+        return proposal.extent < extent and not self.why_not(extent)
 
     # --- becoming the leader
 

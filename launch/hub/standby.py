@@ -21,6 +21,7 @@ from aedit.launch.hub.endpoint import HubEndpoint, OtherHubs
 from aedit.launch.hub.leading import LeadingHub, Reports
 from aedit.launch.records import resting_file
 from aedit.proto.rpc import (
+    Extent,
     HubClient,
     HubRefused,
     HubUnreachable,
@@ -51,8 +52,11 @@ _CONFIRM_S = 0.5
 """Longest time between two confirmations to the leading hub."""
 _SOON_S = 0.02
 """Pause of a follower that may confirm nothing now."""
-_APART_S = 1.0
-"""Between the turns of two replicas that have lost their owner together."""
+_APART_S, _FORMER_FIRST = 1.0, 10
+"""Between the turns of two replicas that have lost their owner together, and turns that one which starts
+leaves to the former owner: all machines may have been started again."""
+_OLDER_S = 60.0
+"""How long a replica does not follow an owner that lacks what it has itself sent, and asks for votes."""
 
 
 class Standby:
@@ -79,6 +83,12 @@ class Standby:
         self._window_s = endpoint.config.hub.expire_s
         """Nodes repeat their votes; a node that has stopped voting has reached the leading hub again."""
         self._turn = ElectionTurn(self._window_s, clock)
+        newest = mirror.hub.state.configs[-1:]
+        if endpoint.replicas is not None and newest:
+            led, place = newest[0].leader == leadership.identity, endpoint.place_without("") or 0
+            self._turn.lost_owner(0 if led else _FORMER_FIRST + place)
+        self._older_since_s: float | None = None
+        """Since when the owner lacks records that it has sent."""
         self._leader = ""
         """Address of the hub that is followed."""
         self._away = ""
@@ -156,7 +166,7 @@ class Standby:
         self._check_part(request.run, request.part)
         self._endpoint.check_candidate(request)
         with _refusing():
-            answer = self._leadership.answer(proposal_in(request.proposal))
+            answer = self._leadership.answer(proposal_in(request.proposal), self._extent)
             return answer_out(answer, self._leadership.key)
 
     def take_over(self, request: pb.TakeOverRequest) -> pb.TakeOverReply:
@@ -214,14 +224,18 @@ class Standby:
             return self._stands(self._window_s)
         return self._leadership.asks() is not None and self._stands(None)
 
+    @property
+    def _extent(self) -> Extent:
+        with self._mirror.lock:
+            return self._mirror.hub.state.term, *self._mirror.position
+
     def _stands(self, window_s: float | None, *, invited: bool = False) -> bool:
         """Ask for votes, see `Leadership.stand`; return whether this hub can be elected."""
         with self._mirror.lock:
             while self._mirror.apply():
                 pass
-            state = self._mirror.hub.state
-            extent = (state.term, *self._mirror.position)
-            reason = self._leadership.stand(state.configs, extent, window_s, invited=invited)
+            configs = self._mirror.hub.state.configs
+            reason = self._leadership.stand(configs, self._extent, window_s, invited=invited)
         if reason != self._hindered:
             self._hindered = reason
             if reason:
@@ -379,7 +393,7 @@ class Standby:
         Returns False if that was not where these end: they are cut off, and it may be tried again.
         """
         for chunk in client.tail(self.tail_request(term)):
-            if self._stopping.is_set():
+            if self._stopping.is_set() or (chunk.differs and self._is_older(client, term, leader)):
                 return True
             if not self.take(chunk, term, leader):
                 return False
@@ -424,6 +438,31 @@ class Standby:
     def term(self) -> int:
         """Return the term of the leader whose journal is mirrored; 0 without one."""
         return self._term
+
+    def _is_older(self, client: HubClient, term: int, leader: str) -> bool:
+        """Return whether the owner lacks records of its own term: it came back with an older folder.
+
+        It is not followed then, and another replica can be elected that has them; see `_OLDER_S`.
+        """
+        own = self._extent
+        if self._endpoint.replicas is None or not own[0] == term == self._noted_term():
+            return False
+        journal = json.loads(client.status(pb.StatusRequest()).json)["journal"]
+        end = (int(journal["segment"]), int(journal["bytes"]))
+        if end >= own[1:]:
+            return False
+        now = self._clock()
+        if self._older_since_s is None:
+            self._older_since_s = now
+            reason = (
+                f"{leader} leads term {term} up to {end}, and has sent up to {own[1:]}: its folder is older"
+            )
+            log.error("%s; another replica should lead", reason)
+            self._event("owner_is_older", owner=leader, reason=reason)
+            self._turn.lost_owner(self._endpoint.place_without(leader))
+        self._leadership.leader_ended()
+        self._leadership.drop_leader()
+        return now - self._older_since_s < _OLDER_S
 
     def _noted_term(self) -> int:
         """Return the highest term whose leader was followed; 0 without one."""

@@ -17,6 +17,7 @@ import grpc
 from aedit.proto.agent.plan import AgentPlan
 from aedit.proto.rpc import (
     PROTOCOL,
+    Extent,
     HubClient,
     HubRefused,
     HubUnreachable,
@@ -84,6 +85,8 @@ class Membership:
         self.known: Callable[[], pb.Claim] = pb.Claim
         """Returns the pushes and versions that this node saw acknowledged, for a hub that has fewer."""
         self._receipt = pb.Receipt()
+        self._seen: Extent = (0, 0, 0)
+        """End of the records for which there was a receipt: this node votes for no hub that has less."""
         self._lineage = 0
         """Lineage of the journal that gave `_receipt`; see `lineage`."""
         self._heard_s = time.monotonic()
@@ -140,6 +143,7 @@ class Membership:
                 return
             if (receipt.segment, receipt.offset) >= (self._receipt.segment, self._receipt.offset):
                 self._receipt = receipt
+                self._seen = max(self._seen, (term, receipt.segment, receipt.offset))
 
     def join_again(self) -> None:
         """Join again now, to receive everything once more."""
@@ -340,7 +344,7 @@ class Membership:
     def _offer(self, hub: HubClient, timeout_s: float) -> bool:
         """Offer this node's vote to a hub; return whether that one leads now."""
         try:
-            reply = self._ballots.offer(hub, self.who(), timeout_s)
+            reply = self._ballots.offer(hub, self.who(), timeout_s, self._seen)
             return reply.leads and self._is_of_now(reply.term)
         except (HubUnreachable, HubRefused, OSError, ValueError) as error:
             log.warning("no vote: %s", error)
@@ -384,8 +388,12 @@ class Elector:
         self.shown = offer_out(self._key)
         """Shows to a hub under which identity this node votes."""
 
-    def offer(self, hub: HubClient, who: pb.Who, timeout_s: float) -> pb.TakeOverReply:
+    def offer(
+        self, hub: HubClient, who: pb.Who, timeout_s: float, seen: Extent = (0, 0, 0)
+    ) -> pb.TakeOverReply:
         """Answer everything that a hub asks; return its last reply.
+
+        seen: end of the records that are known to be acknowledged; a hub with less gets no vote.
 
         Raises HubUnreachable, HubRefused, ValueError if the hub has not signed what it asks, or OSError if
         the promise cannot be written.
@@ -396,18 +404,21 @@ class Elector:
             if not reply.HasField("asks") or reply.asks == asked:
                 break
             asked = reply.asks
-            request.answer.CopyFrom(self.answer(asked, who.term))
+            request.answer.CopyFrom(self.answer(asked, who.term, seen))
             reply = hub.take_over(request, timeout_s)
         return reply
 
-    def answer(self, asks: pb.Proposal, term: int) -> pb.Answer:
+    def answer(self, asks: pb.Proposal, term: int, seen: Extent = (0, 0, 0)) -> pb.Answer:
         """Return the signed answer to what a hub asks, once its promise is in the file.
 
         Raises ValueError if the hub has not signed what it asks, or OSError if the promise cannot be written.
 
-        term: of the hub that the node follows.
+        Args:
+            asks: What the hub asks.
+            term: Of the hub that the node follows.
+            seen: See `offer`.
         """
-        voter, answer = self._voter.answer(proposal_in(asks), term)
+        voter, answer = self._voter.saw(seen).answer(proposal_in(asks), term)
         if voter != self._voter:
             voter.save(self._file)
             self._voter = voter

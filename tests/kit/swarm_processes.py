@@ -119,7 +119,14 @@ class Swarm:
 
     def again(self, number):
         """Start a peer again that was killed."""
+        (self.folder_of(number) / "address").unlink(missing_ok=True)
         self.processes[number] = self._begun(number)
+        until((self.folder_of(number) / "address").exists, "a peer", JOINS_S)
+
+    def introduce(self):
+        """Let all peers find each other again, once they are at other addresses."""
+        folders = [self.folder_of(number) for number in range(self.peers)]
+        (self.folder / "peers.txt").write_text("".join((f / "address").read_text() + "\n" for f in folders))
 
     def end(self):
         for process in self.processes:
