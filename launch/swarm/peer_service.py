@@ -151,7 +151,7 @@ class Overview:
 
 
 def peer_rows(
-    live: Mapping[bytes, PeerCard], me: bytes, shut_out: Mapping[bytes, Contradiction]
+    live: Mapping[bytes, PeerCard], me: bytes, shut_out: Mapping[bytes, Contradiction], own: str = ""
 ) -> list[dict[str, object]]:
     """Return a row for each live peer, by name, and one for each that is shut out, as JSON values.
 
@@ -159,10 +159,11 @@ def peer_rows(
         live: Cards of the live peers by key, that of the peer `me` included.
         me: Key of the reporting peer.
         shut_out: Keys that are shut out, with the proof.
+        own: What is wrong with the reporting peer; "" if nothing is.
     """
     differ = of_another_model(live, me)
     cards = sorted(live.items(), key=lambda item: (item[1].name, item[0]))
-    found = [_row(card, differs=key in differ) for key, card in cards]
+    found = [_row(card, differs=key in differ, trouble=own if key == me else "") for key, card in cards]
     return found + [
         {"name": key.hex()[:16], "address": "-", "key": key.hex(), "state": f"shut out: {fault.reason}"}
         for key, fault in shut_out.items()
@@ -204,8 +205,8 @@ class OtherModels:
                 self._named[key] = card.model
 
 
-def _row(card: PeerCard, *, differs: bool) -> dict[str, object]:
-    states = ["leaving"] * card.leaving + ["trains another model"] * differs
+def _row(card: PeerCard, *, differs: bool, trouble: str) -> dict[str, object]:
+    states = ["leaving"] * card.leaving + ["trains another model"] * differs + [trouble] * bool(trouble)
     return {
         "name": card.name,
         "address": card.address,

@@ -5,9 +5,11 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from aedit.async_sgd.journal import is_full
 from aedit.child import StopSignals, from_json, run_task
 from aedit.launch.config import RunConfig, load, to_toml
 from aedit.launch.records import claimed
@@ -87,8 +89,16 @@ def peer(config: RunConfig, options: PeerOptions) -> int:
     with claimed(options.directory, "peer"):
         member = Peer(config, options)
         try:
-            member.start()
-            print(f"peer {options.name} of {config.name} at {member.address or 'no address'}", flush=True)
+            try:
+                member.start()
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                raise UserError(
+                    f"{options.directory}: no space ({error.strerror}): make room, and start again"
+                ) from None
+            with suppress(OSError):  # standard output may be on a disk that is full
+                print(f"peer {options.name} of {config.name} at {member.address or 'no address'}", flush=True)
             while not stop.wait(_TURN_S) and not member.is_over:
                 member.turn()
         finally:
@@ -115,7 +125,7 @@ class Peer:
         )
         self._hosted: dict[int, HostedPart] = {}
         self._hosting = threading.Lock()
-        self._introduced = self._own_fault = ""
+        self._introduced = self._own_fault = self._full = ""
         self._over_since_s: float | None = None
         self._replicas = ReplicasFile(directory / REPLICAS)
         self._foundings = Foundings(
@@ -136,7 +146,9 @@ class Peer:
             self._replicas,
             self._trust,
             # Live peers for views, and those that are shut out.
-            lambda: peer_rows(self._known.live(time.monotonic()), self._key.public, self._known.faults),
+            lambda: peer_rows(
+                self._known.live(time.monotonic()), self._key.public, self._known.faults, self._full
+            ),
             self._foundings.states,
         )
         self._discovery = make_discovery(swarm, options.peers, directory=directory, run=config.name)
@@ -172,8 +184,25 @@ class Peer:
     def turn(self) -> None:
         """Look at the own replicas and at what others say; begin to keep parts, or give them up.
 
-        Raises UserError if a part is to be founded by force that has an owner.
+        With a full disk it goes on with what it has, and says so. Raises UserError if a part is to be founded
+        by force that has an owner.
         """
+        try:
+            self._turn()
+        except OSError as error:
+            if not is_full(error):
+                raise
+            if not self._full:
+                log.error(
+                    "%s: no space (%s): nothing changes until there is room", error.filename, error.strerror
+                )
+            self._full = f"disk full ({error.strerror})"
+        else:
+            if self._full:
+                log.warning("%s: there is room again", self._options.directory)
+            self._full = ""
+
+    def _turn(self) -> None:
         introduction = self._discovery.introduction or self.address
         if introduction != self._introduced:  # what others need to find this peer
             write_atomically(self._options.directory / INTRODUCTION, introduction)

@@ -191,10 +191,10 @@ class Proofs:
         for key, found in faults.items():
             if key in self._kept or found.statement is None or len(self._kept) >= _MOST_FILES:
                 continue
-            self._kept.add(key)
             path = self._folder / f"{key.hex()[:16]}.json"
             self._folder.mkdir(exist_ok=True)
             write_atomically(path, proof_text(found))
+            self._kept.add(key)
             log.warning("peer shut out: %s; proof: %s", found.reason, path)
 
 
