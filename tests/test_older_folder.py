@@ -147,7 +147,7 @@ def test_an_older_folder_of_a_follower_does_not_win_an_election(part, tmp_path):
         part.start(number)
     older = part.running[1]._standby
     for _ in range(20):
-        older._ask_for_votes()
+        older.ask_for_votes()
         answer = part.running[2]._leadership.answer(
             older._leadership.asks(), part.running[2]._standby._extent
         )
