@@ -29,7 +29,6 @@ if TYPE_CHECKING:
         JournalBroken,
         NoSpace,
         Position,
-        is_full,
         segment_path,
     )
     from aedit.async_sgd.journal.ledger import Ledger, Unconfirmed
@@ -71,7 +70,6 @@ __all__ = [
     "delete_after",
     "frame_at",
     "is_before",
-    "is_full",
     "move_aside",
     "moved_aside",
     "read_head",

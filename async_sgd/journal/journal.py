@@ -5,7 +5,6 @@ One thread at a time appends small records; payloads are written next to each ot
 of several threads at once.
 """
 
-import errno
 import hashlib
 import hmac
 import json
@@ -29,20 +28,13 @@ from aedit.async_sgd.journal.frames import (
     new_head,
     read_head,
 )
-from aedit.system import sync_directory, write_if_changed
+from aedit.system import is_full, sync_directory, write_if_changed
 
 Position = tuple[int, int]
 """Segment and byte. What was written before it comes before it."""
 
 NOTE = "journal.json"
 """File beside the journal: its epoch, and the number of its newest segment, once that has a head on disk."""
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def is_full(error: OSError) -> bool:
-    """Return whether an error says that a disk has no room."""
-    return error.errno in _FULL
 
 
 class NoSpace(Exception):

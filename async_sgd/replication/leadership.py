@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from aedit.async_sgd.journal import Ledger, NoSpace, Position, Unconfirmed, is_full
+from aedit.async_sgd.journal import Ledger, NoSpace, Position, Unconfirmed
 from aedit.async_sgd.replication import Replica, placed_replicas
 from aedit.async_sgd.rules import Configured, Record
 from aedit.proto.rpc import Extent, Proposal, Voter, VoteReply, offer_out
 from aedit.proto.rpc import hub_pb2 as pb
+from aedit.system import is_full
 
 SILENT_S = 2.0
 """Timeout after which a silent standby is no longer waited for, if the voters agree."""

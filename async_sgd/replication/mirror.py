@@ -25,7 +25,6 @@ from aedit.async_sgd.journal import (
     delete_after,
     frame_at,
     is_before,
-    is_full,
     move_aside,
     read_head,
     read_snapshot,
@@ -33,7 +32,7 @@ from aedit.async_sgd.journal import (
     snapshot_path,
 )
 from aedit.proto.rpc import hub_pb2 as pb
-from aedit.system import sync_directory
+from aedit.system import is_full, sync_directory
 from aedit.types import UserError
 
 log = logging.getLogger(__name__)

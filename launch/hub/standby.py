@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import grpc
 
 from aedit.async_sgd.hub import Denied, hub_status
-from aedit.async_sgd.journal import Damaged, NoSpace, Position, begin_after, is_full, moved_aside
+from aedit.async_sgd.journal import Damaged, NoSpace, Position, begin_after, moved_aside
 from aedit.async_sgd.replication import Leadership, Mirror
 from aedit.async_sgd.rules import Led, Record
 from aedit.async_sgd.service import HelloResponder, check_part, fingerprint, messages
@@ -35,7 +35,7 @@ from aedit.proto.rpc import (
     sign,
 )
 from aedit.proto.rpc import hub_pb2 as pb
-from aedit.system import read_line, write_atomically
+from aedit.system import is_full, read_line, write_atomically
 
 log = logging.getLogger(__name__)
 _FULL_PAUSE_S = 1.0

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from aedit.async_sgd.journal import is_full
 from aedit.child import StopSignals, from_json, run_task
 from aedit.launch.config import RunConfig, load, to_toml
 from aedit.launch.records import claimed
@@ -48,7 +47,7 @@ from aedit.proto.swarm import (
     encoded_card,
     read_node,
 )
-from aedit.system import write_atomically
+from aedit.system import is_full, write_atomically
 from aedit.types import UserError
 
 log = logging.getLogger(__name__)

@@ -6,6 +6,7 @@ Standard library only, so that a hub, a node agent and the command line can impo
 import contextlib
 import contextvars
 import ctypes
+import errno
 import gc
 import json
 import mmap
@@ -355,6 +356,14 @@ def end_with_parent(parent: int, signal_number: int) -> None:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal_number)
     if os.getppid() != parent:
         os._exit(1)
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def is_full(error: OSError) -> bool:
+    """Return whether an error says that a disk has no room."""
+    return error.errno in _FULL
 
 
 def exit_text(code: int) -> str:
