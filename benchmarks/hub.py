@@ -3,7 +3,7 @@
 Bars: from a push to the next anchor >= 0.3 GB/s of fp32 per core; a push >= 60 % as fast as over a bare
 socket, and at 20 or 80 Mbit/s and 80 ms >= 85 % of the wire (needs root); 64 nodes on 2 cores: 99 % of
 control calls within 50 ms; memory <= 3x the fp32 parameters + 150 MB; a heartbeat <= 0.3 ms of CPU time with
-10,000 members.
+10,000 members, without the network; 10,000 members over gRPC on one core.
 
 The merge is timed in this process by CPU time; the rest is real processes over the loopback interface: a hub
 as `aedit hub` starts it, with its journal on the disk, and nodes that do all that a hub sees of a node. Calls
@@ -64,6 +64,7 @@ from benchmarks.kit.processes import HubProcess, hub, run_jobs
 from benchmarks.kit.statistics import median, percent
 from benchmarks.kit.tables import Bar, Report, main
 from benchmarks.programs.hub_members import RUN, Crew, Seen
+from benchmarks.programs.light_members import Beats, Light
 from benchmarks.programs.push_rates import PushTimes, Way, filled, push_times
 
 # -- the hub that `benchmarks.hub` measures
@@ -593,6 +594,65 @@ def _held(lock: TimedLock, act: Callable[[], object]) -> float:
     return lock.longest_s
 
 
+# -- measure what members cost that only report, over gRPC
+
+
+CLOCK_TICK = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Reporting:
+    """A hub whose members send heartbeats over connections of their own, at the interval that it asks for."""
+
+    members: int
+    joined_s: float
+    """Until all had joined."""
+    join_cpu_s: float
+    """CPU time of the hub for each of them."""
+    share: float
+    """Of a core, of the hub's process while all report."""
+    beats_per_s: float
+    asked_s: float
+    """Interval that the hub asked for at the end."""
+    answer_s: list[float]
+    """Time until the hub answered each heartbeat, ascending."""
+    refused: int
+    pings_per_s: float
+    memory_bytes: int
+
+
+def reporting(members: int, seconds: float) -> Reporting:
+    """Return what members cost, with the default configuration but for their number."""
+    with hub_process(f"[hub.limits]\nnodes = {members}\n") as hub:
+        began_s, cpu_s, found = time.monotonic(), _cpu_s(hub.pid), dict[str, Any]()
+
+        def meanwhile(_: object) -> None:
+            found["joined_s"] = time.monotonic() - began_s
+            found["join_cpu_s"] = (_cpu_s(hub.pid) - cpu_s) / members
+            since_s, before_s = time.monotonic(), _cpu_s(hub.pid)
+            time.sleep(max(0.5, seconds - 1.0))
+            found["share"] = (_cpu_s(hub.pid) - before_s) / (time.monotonic() - since_s)
+            found["memory_bytes"] = memory_bytes(hub.pid, "VmRSS")
+
+        job = Light(hub=hub.address, run=RUN, count=members, seconds=seconds, units=UNITS, numel=NUMEL)
+        beats = Beats(**run_jobs("benchmarks.programs.light_members", [job], meanwhile=meanwhile)[0])
+        return Reporting(
+            members=members,
+            beats_per_s=len(beats.beat_s) / seconds,
+            asked_s=beats.asked_s,
+            answer_s=sorted(beats.beat_s),
+            refused=beats.refused,
+            pings_per_s=beats.pings / seconds,
+            **found,
+        )
+
+
+def _cpu_s(pid: int) -> float:
+    """Return the CPU time that a process has taken."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / CLOCK_TICK
+
+
 # -- measure how soon a busy hub answers and how much memory it takes
 
 
@@ -849,6 +909,8 @@ def measure(args: argparse.Namespace) -> Sequence[Report]:
         reports.append(measure_pushes(args.quick))
     if args.only in (None, "members"):
         reports.append(measure_members(args.quick))
+    if args.only in (None, "heartbeats"):
+        reports.append(measure_heartbeats(args.quick))
     if args.only in (None, "merges"):
         reports.append(measure_merges(args.quick))
     if args.only in (None, "shards"):
@@ -935,11 +997,12 @@ def measure_members(quick: bool) -> Report:
     """Measure what calls cost with many members."""
     found = [costs(members, 40 if quick else 400) for members in (MEMBERS[:2] if quick else MEMBERS)]
     most = found[-1]
-    text = f"a heartbeat with {most.members:,} members: {1e3 * most.beat_s:.3f} ms, bar 0.3 ms"
+    text = f"a heartbeat with {most.members:,} members, without gRPC: {1e3 * most.beat_s:.3f} ms, bar 0.3 ms"
     return Report(
         "hub: many members",
         (
-            "CPU time of a thread at the hub, without the network; members push and are paced (`dylu`).",
+            "CPU time of a thread at the hub, without gRPC (`--only heartbeats`); members push and are paced"
+            " (`dylu`).",
             "Lock: the longest time for which other calls wait.",
         ),
         (
@@ -960,6 +1023,54 @@ def measure_members(quick: bool) -> Report:
 def _members_row(one: Costs) -> tuple[str, ...]:
     times = (one.beat_s, one.slowest_beat_s, one.idle_tick_s, one.push_s, one.status_s, one.snapshot_s)
     return f"{one.members:,}", *(f"{1e3 * seconds:.3g}" for seconds in times)
+
+
+def measure_heartbeats(quick: bool) -> Report:
+    """Measure what members cost that only report, over gRPC."""
+    found = [reporting(members, 3.0 if quick else 60.0) for members in (MEMBERS[:1] if quick else MEMBERS)]
+    most = found[-1]
+    text = (
+        f"{most.members:,} members over gRPC take {most.share:.2f} of a core, bar 1; {most.refused} refused"
+    )
+    return Report(
+        "hub: heartbeats over gRPC",
+        (
+            "CPU time of the hub's process; each member has a connection, reports at the interval that the",
+            "hub asks for, and pings as a node does. Default configuration but for `hub.limits.nodes`.",
+        ),
+        (
+            "members",
+            "asked interval, s",
+            "heartbeats/s",
+            "of a core",
+            "ms of CPU each",
+            "median, ms",
+            "p99, ms",
+            "pings/s",
+            "join, ms of CPU",
+            "memory, MiB",
+        ),
+        tuple(_reporting_row(one) for one in found),
+        (Bar(text, None if quick else most.share <= 1.0 and not most.refused),),
+        {"reporting": [asdict(one) for one in found]},
+    )
+
+
+def _reporting_row(one: Reporting) -> tuple[str, ...]:
+    answers = one.answer_s or [0.0]
+    middle, late = median(answers), answers[int(0.99 * len(answers))]
+    each = one.share / one.beats_per_s if one.beats_per_s else 0.0
+    times = (each, middle, late)
+    return (
+        f"{one.members:,}",
+        f"{one.asked_s:.2g}",
+        f"{one.beats_per_s:.0f}",
+        f"{one.share:.2f}",
+        *(f"{1e3 * seconds:.2g}" for seconds in times),
+        f"{one.pings_per_s:.0f}",
+        f"{1e3 * one.join_cpu_s:.2g}",
+        f"{one.memory_bytes / MIB:.0f}",
+    )
 
 
 def measure_hub(quick: bool) -> Report:
@@ -1081,7 +1192,7 @@ def _memory_bar(name: str, found: Memory) -> Bar:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    tables = ("hub", "push", "members", "merges", "shards")
+    tables = ("hub", "push", "members", "heartbeats", "merges", "shards")
     parser.add_argument("--only", choices=tables, help="measure only one of the tables")
 
 

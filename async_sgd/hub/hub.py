@@ -13,7 +13,7 @@ from aedit.async_sgd.hub import outer_step, step_bounds
 from aedit.async_sgd.hub.decide_join import Joiner, joining
 from aedit.async_sgd.hub.decide_merge import decide_merge, is_due
 from aedit.async_sgd.hub.decide_push import exclusion, judged
-from aedit.async_sgd.hub.member_timeouts import MemberTimeouts
+from aedit.async_sgd.hub.member_timeouts import MemberTimeouts, allowed_silence, heartbeat_interval
 from aedit.async_sgd.hub.members import Clocks, Member, NodeReport
 from aedit.async_sgd.hub.outer_step import AdvanceRule, Anchor, Computed, Quantiser
 from aedit.async_sgd.hub.pool import Block
@@ -182,6 +182,27 @@ class Hub:
         """Return the records of a node that has sent its last pushes and leaves."""
         return [Left(node, "left")] if self.state.members[node].live else []
 
+    def called(self, node: int, now: float) -> None:
+        """Note that a live member has made a call, of any kind: it is there."""
+        self.clocks.seen[node] = now
+
+    def ask(self, node: int) -> tuple[float, float]:
+        """Return the interval at which a live member is to report, and how long it may be silent.
+
+        It may be silent for that long from now on, or for as long as the reply before has said, as this one
+        may not arrive. Members that break ties report at `hub.heartbeat_s`: replicas wait for their votes.
+        """
+        heartbeat_s, voter = self.heartbeat_s, self.state.members[node].voter
+        if voter and any(voter in config.electors for config in self.state.configs):
+            heartbeat_s = self.config.heartbeat_s
+        limit_s = allowed_silence(self.config, heartbeat_s)
+        before_s = self.clocks.silent_s.get(node, (0.0, self.config.expire_s))[1]
+        if max(limit_s, before_s) > self.config.expire_s:
+            self.clocks.silent_s[node] = before_s, limit_s
+        else:
+            self.clocks.silent_s.pop(node, None)
+        return heartbeat_s, limit_s
+
     def heartbeat(self, node: int, report: NodeReport, now: float) -> None:
         """Take the report of a live member. Nothing of it is journaled."""
         self.clocks.seen[node] = now
@@ -228,6 +249,11 @@ class Hub:
         if self.state.layout is None:
             return 0.0
         return max(self.state.elapsed_s, now + self._start_clock(now))
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Return the interval at which members are to report; see `heartbeat_interval`."""
+        return heartbeat_interval(self.plan, len(self.state.live), self.clocks.call_s)
 
     def progress(self, now: float) -> float:
         """Return the share of the budget that is used up, 0 to 1; 0 for a run without a budget."""
@@ -301,7 +327,7 @@ class Hub:
     def _member_timeouts(self) -> MemberTimeouts:
         """Return what this hub waits for; made anew where the volatile state is another one."""
         if self._timeouts is None or self._timeouts.clocks is not self.clocks:
-            self._timeouts = MemberTimeouts(self.state, self.clocks, self.config)
+            self._timeouts = MemberTimeouts(self.state, self.clocks, self.plan)
         return self._timeouts
 
     def _is_due(self, index: int, unit: Unit, leaving: Set[int], now: float) -> bool:
@@ -354,6 +380,7 @@ class Hub:
             case Left(node):
                 self.clocks.seen.pop(node, None)
                 self.clocks.reports.pop(node, None)
+                self.clocks.silent_s.pop(node, None)
                 for unit in self.state.units:
                     self.clocks.pushed_s.pop((unit, node), None)
                 step_bounds.note(self.state, self.clocks, node)

@@ -1,7 +1,8 @@
 """Silent members of a hub, and the pushes that each unit still waits for.
 
-Members that have nothing new to say are not looked at: a check takes constant time, however many members
-there are. All of it follows from the state and the volatile state of the hub, and is made at the first check.
+Members that have nothing new to say are looked at every `expire_s` at most: a check takes constant time,
+however many members there are. All of it follows from the state and the volatile state of the hub, and is
+made at the first check.
 """
 
 from collections.abc import Set
@@ -9,7 +10,45 @@ from heapq import heappop, heappush
 
 from aedit.async_sgd.hub.members import Clocks, Ranking
 from aedit.async_sgd.hub.state import AWAITED_MISSES, HubState
-from aedit.async_sgd.rules import Accepted, Garbled, HubConfig, Joined, Left, Merged, Record, Refused
+from aedit.async_sgd.rules import (
+    Accepted,
+    Garbled,
+    HubConfig,
+    HubPlan,
+    Joined,
+    Left,
+    Merged,
+    Record,
+    Refused,
+)
+
+HEARTBEAT_SHARE = 0.25
+"""Share of a core that the heartbeats of all members may take at the hub."""
+
+MISSED = 3.0
+"""Intervals after which a member is silent for too long, where the interval is longer than configured."""
+
+_LONGEST_S = 600.0
+
+_PER_ROUND = 4
+"""Heartbeats in a local phase, at least, if nodes learn from the hub that a round is due."""
+
+
+def heartbeat_interval(plan: HubPlan, members: int, call_s: float) -> float:
+    """Return the interval at which members report, so that all of them take `HEARTBEAT_SHARE` of a core.
+
+    At least `hub.heartbeat_s`. call_s: CPU time of a heartbeat at the hub.
+    """
+    least_s = plan.hub.heartbeat_s
+    longest_s = _LONGEST_S if plan.pace != "seconds" else min(_LONGEST_S, plan.every / _PER_ROUND)
+    return max(least_s, min(longest_s, members * call_s / HEARTBEAT_SHARE))
+
+
+def allowed_silence(config: HubConfig, heartbeat_s: float) -> float:
+    """Return the silence after which a member is given up that was asked to report at this interval."""
+    return (
+        config.expire_s if heartbeat_s <= config.heartbeat_s else max(config.expire_s, MISSED * heartbeat_s)
+    )
 
 
 class AwaitedPushes:
@@ -51,11 +90,11 @@ class AwaitedPushes:
 class MemberTimeouts:
     """Silent members and awaited pushes of a hub; `apply` must be called with every applied record."""
 
-    def __init__(self, state: HubState, clocks: Clocks, config: HubConfig) -> None:
+    def __init__(self, state: HubState, clocks: Clocks, plan: HubPlan) -> None:
         self.clocks = clocks
-        self._state, self._config = state, config
+        self._state, self._plan, self._config = state, plan, plan.hub
         self._heap: list[tuple[float, int]] = []
-        """One entry for each watched member: a time at which it called, not always the last one."""
+        """One entry for each watched member: `expire_s` after this time it is looked at."""
         self._watched: set[int] = set()
         self._new: list[int] = []
         """Watched members without an entry: they are watched from the next check on."""
@@ -75,8 +114,7 @@ class MemberTimeouts:
         """
         live, limit = self._state.live, self._config.push_filter.violations
         self._offenders = {n for n in self._offenders if n in live and live[n].violations >= limit}
-        reason = f"silent for {self._config.expire_s:g} s"
-        found = {node: Left(node, reason) for node in self._silent(now)}
+        found = {node: Left(node, f"silent for {limit_s:g} s") for node, limit_s in self._silent(now)}
         for node in self._offenders:
             reason = f"excluded after {live[node].violations} violations"
             found[node] = Left(node, reason, excluded=True)
@@ -134,24 +172,35 @@ class MemberTimeouts:
             self._watched.add(node)
             self._new.append(node)
 
-    def _silent(self, now: float) -> list[int]:
-        """Return the live members that are silent for longer than `expire_s`."""
-        live, seen, limit_s = self._state.live, self.clocks.seen, self._config.expire_s
+    def limit_s(self, node: int) -> float:
+        """Return how long a member may be silent: as long as it was last allowed to be.
+
+        A hub that begins to lead does not know what its members were asked for. It allows what it would ask.
+        """
+        known = self.clocks.silent_s.get(node)
+        if known is not None:
+            return max(known)
+        usual_s = heartbeat_interval(self._plan, len(self._state.live), self.clocks.call_s)
+        return allowed_silence(self._config, usual_s)
+
+    def _silent(self, now: float) -> list[tuple[int, float]]:
+        """Return the live members that are silent for longer than they may be, and how long that is."""
+        live, seen, look_s = self._state.live, self.clocks.seen, self._config.expire_s
         for node in self._new:
             heappush(self._heap, (seen.setdefault(node, now) if node in live else now, node))
         self._new.clear()
         found = []
-        while self._heap and now - self._heap[0][0] > limit_s:
+        while self._heap and now - self._heap[0][0] > look_s:
             _, node = heappop(self._heap)
             if node not in live:
                 self._watched.discard(node)
-            elif now - (last_s := seen.setdefault(node, now)) > limit_s:
-                found.append((last_s, node))
-            else:
-                heappush(self._heap, (last_s, node))
-        for entry in found:  # until its leaving is written down
-            heappush(self._heap, entry)
-        return [node for _, node in found]
+            elif now - (last_s := seen.setdefault(node, now)) > (limit_s := self.limit_s(node)):
+                found.append((last_s, node, limit_s))
+            else:  # again when it is silent for too long, or sooner, as it may be asked for another interval
+                heappush(self._heap, (min(now, last_s + (limit_s - look_s)), node))
+        for last_s, node, _ in found:  # until its leaving is written down
+            heappush(self._heap, (last_s, node))
+        return [(node, limit_s) for _, node, limit_s in found]
 
     def _check_violations(self, node: int) -> None:
         if self._state.members[node].violations >= self._config.push_filter.violations:

@@ -294,5 +294,10 @@ class Clocks:
         self.pushed_s: dict[tuple[int, int], float] = {}
         """Age of the run at the last accepted push, by unit and node. The journal has it to a second."""
         self.reports: dict[int, NodeReport] = {}
+        self.call_s = 0.0
+        """CPU time of a heartbeat at this hub, as its server measures it; 0 for a hub without a network."""
+        self.silent_s: dict[int, tuple[float, float]] = {}
+        """How long a node may be silent by the last reply to it, and by the one before, which may be the last
+        that it has; nodes that are asked for nothing unusual are left out."""
         self.speeds = Ranking()
         """Inner steps per second of the live nodes that have pushed, each as of its last report."""

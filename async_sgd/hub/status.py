@@ -45,6 +45,7 @@ def status_of_run(hub: Hub, now: float) -> dict[str, Any]:
     return {
         "term": state.term,
         "elapsed_s": hub.elapsed_s(now),
+        "heartbeat_s": hub.heartbeat_s,
         "progress": hub.progress(now),
         "round": state.round,
         "total_steps": state.total_steps,

@@ -247,10 +247,12 @@ class HubConfig:
     node has."""
 
     heartbeat_s: PositiveFloat = 0.5
-    """How often a node reports and asks for news."""
+    """How often a node reports and asks for news. Where the heartbeats of all members would take more than a
+    quarter of a core, the hub asks for longer intervals; a push may carry a report, too."""
 
     expire_s: float = 15.0
-    """Silence after which a node is no longer counted on; its data goes to others."""
+    """Silence after which a node is no longer counted on; its data goes to others. At least three of the
+    intervals that the hub has asked for, where these are longer than `heartbeat_s`."""
 
     lease_samples: PositiveInt = 4096
     """Most samples in one lease; no sample is with two nodes."""

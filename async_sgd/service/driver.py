@@ -1,5 +1,6 @@
 """The gRPC calls of a leading hub: check the caller, decide, write it down, answer."""
 
+import logging
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -27,6 +28,8 @@ from aedit.proto.rpc import (
 )
 from aedit.proto.rpc import hub_pb2 as pb
 
+log = logging.getLogger(__name__)
+
 _SESSION_BITS = 63
 """Bits of a session number, which a node keeps as a signed 64-bit integer."""
 
@@ -40,7 +43,7 @@ class Driver:
         self._responder, self._status = responder, status
         self.exchange = PushPull(guard)
         self.max_push_bytes = self.exchange.max_push_bytes
-        self.push, self.pull = self.exchange.push, self.exchange.pull
+        self.pull = self.exchange.pull
         self.garbled = self.exchange.garbled
 
     def hello(self, request: pb.HelloRequest) -> pb.HelloReply:
@@ -75,6 +78,7 @@ class Driver:
                 joined.node, request.inherits, request.leased_upto, now, request.told
             )
             reply = messages.join_reply(self._hub, self._hub.state.members[joined.node], session, now)
+            reply.news.heartbeat_s, reply.news.expire_s = self._hub.ask(joined.node)
         return reply, position
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.News:
@@ -89,12 +93,24 @@ class Driver:
             used = self._used(member, request.consumed)
             position, versions_at = self._ledger.commit(used), self._ledger.versions_at
             news = messages.member_news(self._hub, member.node, now)
+            news.heartbeat_s, news.expire_s = self._hub.ask(member.node)
         if used:  # else there is nothing in it that a crash could make untrue
             self._guard.durable(position)
         self._guard.shown(versions_at)
         news.receipt.CopyFrom(self._ledger.receipt)
         news.asks = self._guard.leadership.asks_elector(member.voter)
         return news
+
+    def push(self, head: pb.PushHead, data: memoryview) -> pb.PushReply:
+        """Accept the push, or say why not. The report in its head is a heartbeat."""
+        reply = self.exchange.push(head, data)
+        if head.HasField("report"):
+            head.report.who.CopyFrom(head.who)
+            try:
+                reply.run.CopyFrom(self.heartbeat(head.report))
+            except Refusal as refusal:  # the push counts all the same; a heartbeat is refused with the reason
+                log.debug("the report of a push: %s", refusal.text)
+        return reply
 
     def lease(self, request: pb.LeaseRequest) -> pb.LeaseReply:
         """Return blocks of sample positions: of a lease whose reply was lost, else new ones."""

@@ -38,6 +38,7 @@ class HubWorker:
         snapshot_bytes: int,
         mergers: int = 1,
         ends_with_run: bool = True,
+        call_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """Create the threads.
 
@@ -47,7 +48,9 @@ class HubWorker:
             snapshot_bytes: Bytes of the journal after which a snapshot is written.
             mergers: Units that are merged at a time.
             ends_with_run: Set `over` once the run is over and no members are left.
+            call_s: Returns the CPU time of a heartbeat, as the server measures it.
         """
+        self._call_s = call_s
         self._ends_with_run = ends_with_run
         self.ledger, self.event, self._snapshot_bytes = ledger, event, snapshot_bytes
         self.over = threading.Event()
@@ -140,6 +143,7 @@ class HubWorker:
     def _tick(self, now: float) -> None:
         ledger = self.ledger
         with ledger.lock:
+            ledger.hub.clocks.call_s = self._call_s()
             decided = ledger.hub.tick(now, self._merging | ledger.held)
             ledger.commit([record for record in decided if not isinstance(record, Merged)])
             due = [r for r in decided if isinstance(r, Merged) and ledger.may_advance(r.unit)]

@@ -67,8 +67,8 @@ class PushPull:
 
     def max_push_bytes(self, head: pb.PushHead) -> int:
         """Return the largest allowed size of this push. Raises Refusal unless a member sends it."""
-        with self._guard.deciding():
-            self._guard.speaker(head.who)
+        with self._guard.deciding() as now:
+            self._hub.called(self._guard.speaker(head.who).node, now)
             numel = self._layout(head.unit).numel
         return max(4 * numel, codec(self._hub.config.codec).num_bytes(numel))
 
@@ -105,9 +105,9 @@ class PushPull:
         """
         unit = request.unit
         known = self._known_digest(unit, request.version)
-        with self._guard.deciding():
+        with self._guard.deciding() as now:
             if request.who.session:
-                self._guard.speaker(request.who)
+                self._hub.called(self._guard.speaker(request.who).node, now)
             else:
                 self._guard.check_who(request.who)
             self._layout(unit)

@@ -26,7 +26,7 @@ from aedit.async_sgd.service import (
 )
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.records import Alerts, Clock, HubWatch, Recorder
-from aedit.proto.rpc import MESSAGE_BYTES
+from aedit.proto.rpc import MESSAGE_BYTES, CallCost
 from aedit.system import num_cores
 
 if TYPE_CHECKING:
@@ -270,6 +270,7 @@ class LeadingHub:
         reports: Reports,
         responder: HelloResponder,
         leadership: Leadership,
+        cost: CallCost,
     ) -> None:
         state, config = ledger.hub.state, endpoint.config
         reports.start(state.elapsed_s, state.members)
@@ -281,6 +282,7 @@ class LeadingHub:
             snapshot_bytes=config.hub.snapshot_bytes,
             mergers=config.hub.threads or max(1, num_cores() // 2),
             ends_with_run=not endpoint.stays,
+            call_s=lambda: cost.call_s,
         )
         self.guard = RequestGuard(self.ledger, self.engine, config.name, leadership, responder.part)
         self.driver = Driver(self.guard, responder, self._status)

@@ -33,6 +33,7 @@ from aedit.launch.hub.policy_versions import RECORD, PolicyPublisher, PolicyServ
 from aedit.launch.hub.standby import Standby
 from aedit.proto.rpc import (
     PROTOCOL,
+    CallCost,
     Extent,
     HubCore,
     Limits,
@@ -151,6 +152,7 @@ class _Process:
         self._others = OtherHubs(endpoint, lambda: self._responder.question(self._leadership.promised))
         self._vote_requests = VoteRequests(endpoint, self._leadership, self._count)
         self._server: Server | None = None
+        self._cost = CallCost()
         self._leading: LeadingHub | None = None
         self._standby: Standby | None = None
         self._switch: CoreSwitch | None = None
@@ -316,7 +318,9 @@ class _Process:
 
     def _lead(self, hub: Hub, journal: Journal, records: Sequence[Record]) -> LeadingHub:
         ledger = Ledger(hub, journal, self._store, self._reports.record_applied, self._clock)
-        leading = LeadingHub(self.endpoint, ledger, self._reports, self._responder, self._leadership)
+        leading = LeadingHub(
+            self.endpoint, ledger, self._reports, self._responder, self._leadership, self._cost
+        )
         leading.guard.trust(
             other_terms=self._others.terms,
             shut_out=self.endpoint.is_shut_out,
@@ -394,7 +398,12 @@ class _Process:
             try:
                 others = (directory_service(self._directory, bounds), policy_service(self._policy, bounds))
                 self._server = serve(
-                    self._switch, address, credentials=self._keys, limits=bounds, others=others
+                    self._switch,
+                    address,
+                    credentials=self._keys,
+                    limits=bounds,
+                    others=others,
+                    cost=self._cost,
                 )
                 return
             except UserError:

@@ -123,7 +123,7 @@ class Agent:
         self._lease_lock = threading.Lock()
         self._leased_upto = self._demand = 0
         self._news, self._node_report = RunNews(), NodeStateFile(plan)
-        self._watchdog, self._speed = Watchdog(), Speed()
+        self._watchdog, self._speed, self._report_lock = Watchdog(), Speed(), threading.Lock()
         self._started = [0] * len(plan.units)
         self._is_alive: Callable[[], bool] = lambda: True
         self._memberships = [Membership(k, plan, connections.hub) for k in range(len(plan.addresses))]
@@ -131,6 +131,7 @@ class Agent:
         self._transfers.on_failure(self._fail)
         for membership in self._memberships:
             membership.known = self._transfers.known
+            membership.awaits = partial(self._transfers.awaits, membership.part)
         self._initial_sync = InitialSync(plan, box, self._transfers, self._traffic)
         self._threads: list[threading.Thread] = []
 
@@ -201,6 +202,8 @@ class Agent:
             versions = self._initial_sync.enter(self._memberships, self._connections.donors.get)
             if versions is not None:
                 self._box.admit(self._memberships[0].node, versions)
+                for membership in self._memberships:
+                    membership.ask_soon()  # the hub waits for no push of a node that still joins
 
         self._thread(enter, "initial_sync")
 
@@ -273,8 +276,9 @@ class Agent:
         """Return the heartbeat for hub process `part`."""
         progress, now_s = self._box.progress(), time.monotonic()
         if part == 0:
-            self._watchdog = self._watchdog.see(progress.steps, now_s)
-            self._speed = self._speed.see(progress.steps, progress.busy_s)
+            with self._report_lock:
+                self._watchdog = self._watchdog.see(progress.steps, now_s)
+                self._speed = self._speed.see(progress.steps, progress.busy_s)
         heartbeat = pb.HeartbeatRequest(steps=progress.steps, tokens=progress.tokens, loss=progress.loss)
         heartbeat.steps_per_s = self._speed.per_s
         heartbeat.busy_s, heartbeat.wait_s = progress.busy_s, progress.wait_s
@@ -285,6 +289,11 @@ class Agent:
         heartbeat.consumed.extend(self._consumed() if part == 0 else [])
         return heartbeat
 
+    @property
+    def steps_per_s(self) -> float:
+        """Return the speed of the last report; 0 before it is known."""
+        return self._speed.per_s
+
     def beaten(self, part: int, heartbeat: pb.HeartbeatRequest) -> None:
         """Note that hub process `part` has the heartbeat."""
         self._transfers.statements.save()
@@ -292,6 +301,7 @@ class Agent:
             self._node_report.tell(heartbeat.steps_per_s)
             with self._lease_lock:
                 self._stock.settle(sum(c.upto - c.start for c in heartbeat.consumed))
+                self._stock.lasts_s = 2 * self._memberships[0].expire_s
                 self._stock.hub_answered(time.monotonic())
             self._lease()
 

@@ -96,7 +96,7 @@ class Stock:
     def __init__(self, *, samples_per_step: int, lasts_s: float, most_steps: int) -> None:
         """Begin without leases, for a node of unknown speed."""
         self.leases = Leases()
-        self._samples_per_step, self._lasts_s = samples_per_step, lasts_s
+        self._samples_per_step, self.lasts_s = samples_per_step, lasts_s
         self._most_steps = max(1, most_steps)
         self._draws = Speed()  # samples in place of steps
         self._wanted, self._per_step = 0, float(samples_per_step)
@@ -134,7 +134,7 @@ class Stock:
 
     def missing(self) -> int:
         """Return the number of samples to lease now; 0 while there are enough."""
-        lasts_s = max(self._lasts_s, 2 * self._away_s)
+        lasts_s = max(self.lasts_s, 2 * self._away_s)
         ahead = max(self._draws.per_s * lasts_s, _STEPS * self._per_step)
         ahead = ceil(min(ahead, self._most_steps * self._per_step))
         missing = self._wanted + ahead - self.leases.num_samples

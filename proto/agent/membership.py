@@ -54,6 +54,13 @@ _OTHER_HUB_S = 1.0
 """How long a replica of a swarm may take to say whether it leads: another one may."""
 _SILENT_S = 2.0
 """Silence after which an owner in a swarm may have been replaced: all its replicas are asked."""
+_EARLY = 0.5
+"""Part of the interval of heartbeats after which a push carries the next report."""
+_PER_LEAD = 4
+"""Heartbeats, at least, in the time of `max_steps_ahead` steps."""
+_MOST_WAITS = 16
+_LONGEST_S, _LONGEST_SILENCE_S = 600.0, 3600.0
+"""What a hub may ask for at most: a node whose hub lies must notice another one."""
 _TAKEN = 2.0
 """Times hub.expire_s: a process that has ended is given up sooner."""
 log = logging.getLogger(__name__)
@@ -98,6 +105,19 @@ class Membership:
         self._limits_s = itertools.cycle((*[min(self.patience_s, _OWN_HUB_S)] * 3, self.patience_s))
         self._change = threading.Condition()
         self._hurry = threading.Event()
+        self._is_wanted = True
+        """A heartbeat is to be sent now, also if a push has just carried a report."""
+        self._every_s, self._expire_s = plan.heartbeat_s, plan.expire_s
+        """Interval of heartbeats, and the silence after which the hub gives this node up, as it has said."""
+        self._waits = 0
+        """Heartbeats in a row after which the hub was away, or something was awaited still."""
+        self._reported_s = float("-inf")
+        """Time of the last report, in a heartbeat or in the head of a push."""
+        self._owner: Agent | None = None
+        self._carried: deque[tuple[pb.HeartbeatRequest, pb.News]] = deque()
+        """Reports that pushes have carried, with the replies."""
+        self.awaits: Callable[[], bool] = lambda: False
+        """Returns whether this node waits for what the next news will say."""
 
     # --- for those who push and pull
 
@@ -148,17 +168,33 @@ class Membership:
     def join_again(self) -> None:
         """Join again now, to receive everything once more."""
         self._set(member=False)
-        self._hurry.set()
+        self.ask_soon()
 
     def ask_soon(self) -> None:
         """Send the next heartbeat early: there may be news."""
+        self._is_wanted = True
+        self._hurry.set()
+
+    def report_in_push(self) -> pb.HeartbeatRequest | None:
+        """Return the report that the next push carries in place of a heartbeat; None if none is due soon."""
+        now_s = time.monotonic()
+        if self._owner is None or now_s - self._reported_s < _EARLY * self._every_s:
+            return None
+        self._reported_s = now_s
+        report = self._owner.report(self.part)
+        report.claim.CopyFrom(self._claim())
+        return report
+
+    def carried(self, report: pb.HeartbeatRequest, news: pb.News) -> None:
+        """Take the reply to a report that a push has carried."""
+        self._carried.append((report, news))
         self._hurry.set()
 
     def missed(self) -> None:
         """Note that a call found the hub away. No other call is made until a heartbeat gets through."""
         self._set(here=False)
-        if self._plan.replicas:
-            self._hurry.set()
+        if self._plan.replicas or self._every_s > self._plan.heartbeat_s:
+            self.ask_soon()
 
     def refused(self, error: HubRefused, session: int) -> None:
         """React to a refused call of a session: join again, follow a new hub, or end."""
@@ -171,7 +207,7 @@ class Membership:
         else:
             self._set(here=False)
         log.warning("%s", error)
-        self._hurry.set()
+        self.ask_soon()
 
     def pause(self, pause_s: float) -> None:
         """Wait, unless the membership ends."""
@@ -199,32 +235,51 @@ class Membership:
 
         Send heartbeats, join again when needed, follow the run to the standby.
         """
+        self._owner = owner
         while not self._ended:
             self._hurry.clear()
-            self.turn(owner)
+            is_told = self._take_carried(owner)
+            if self._is_wanted or not (is_told and self._here and self._member):
+                self.turn(owner)
             # Nodes whose hub was away must not all come back to it at one time.
             self.pause(min(SOON_S, self._plan.heartbeat_s))
-            self._hurry.wait(self._plan.heartbeat_s * random.uniform(0.9, 1.1))
+            self._hurry.wait(self.interval_s() * random.uniform(0.9, 1.1))
+
+    def interval_s(self) -> float:
+        """Return the time until the next heartbeat: what the hub has asked for.
+
+        Shorter after a hub that was away, and while this node awaits news: it begins with `hub.heartbeat_s`
+        and doubles. A fast node reports before it has trained `max_steps_ahead` steps.
+        """
+        least_s = self._plan.heartbeat_s
+        speed = self._owner.steps_per_s if self._owner is not None else 0.0
+        ahead_s = self._plan.steps_ahead / _PER_LEAD / speed if speed > 0 else self._every_s
+        usual_s = max(least_s, min(self._every_s, ahead_s))
+        if self._here and self._member and not self.awaits():
+            self._waits = 0
+            return usual_s
+        self._waits = min(self._waits + 1, _MOST_WAITS)
+        return min(usual_s, least_s * 2.0 ** (self._waits - 1))
 
     def turn(self, owner: "Agent") -> None:
         """Join or send a heartbeat, once; look for another hub if this one does not answer."""
+        self._is_wanted = False
         if self._finder.is_shut_out(self._address):
             why = f"there is proof that the owner at {self._address} gives nodes different anchors"
             return self._lost(why, at_once=True)
         try:
             if not self._member:
                 owner.joined(self.part, self._join(owner))
-                self._hurry.set()
+                self.ask_soon()
             else:
                 heartbeat = owner.report(self.part)
                 heartbeat.who.CopyFrom(self.who())
                 heartbeat.claim.CopyFrom(self._claim())
+                self._reported_s = time.monotonic()
                 news = self.client.heartbeat(heartbeat, timeout_s=self._limit_s())
                 if not self._is_of_now(news.term):
                     return self._lost(f"{self._address} speaks for term {news.term}, which is over")
-                self.acknowledged(news.receipt, news.term)
-                owner.take_news(self.part, news)
-                owner.beaten(self.part, heartbeat)
+                self._take(heartbeat, news, owner)
                 if news.asks:
                     self._offer(self.client, min(self.patience_s, _OWN_HUB_S))
             self._heard_s = time.monotonic()
@@ -233,6 +288,38 @@ class Membership:
             self._lost(str(error), has_ended=isinstance(error, PortClosed))
         except HubRefused as error:
             self._judge(error, owner)
+
+    def _take_carried(self, owner: "Agent") -> bool:
+        """Take the replies to reports that pushes have carried; return whether there was one."""
+        is_told = False
+        while self._carried:
+            report, news = self._carried.popleft()
+            if self._member and self._is_of_now(news.term):
+                self._take(report, news, owner)
+                self._is_wanted |= news.asks  # the vote is given after a heartbeat
+                is_told = True
+        return is_told
+
+    def _take(self, report: pb.HeartbeatRequest, news: pb.News, owner: "Agent") -> None:
+        """Take the reply to a report."""
+        self._heard_s = time.monotonic()
+        self.acknowledged(news.receipt, news.term)
+        self._follow_asked(news)
+        owner.take_news(self.part, news)
+        owner.beaten(self.part, report)
+
+    def _follow_asked(self, news: pb.News) -> None:
+        """Report at the interval that the hub asks for; an older hub asks for none."""
+        plan = self._plan
+        asked_s = news.heartbeat_s if 0.0 < news.heartbeat_s <= _LONGEST_S else 0.0  # also false for NaN
+        self._every_s = max(plan.heartbeat_s, asked_s)
+        expire_s = news.expire_s if news.expire_s <= _LONGEST_SILENCE_S else 0.0
+        self._expire_s = max(plan.expire_s, expire_s)
+
+    @property
+    def expire_s(self) -> float:
+        """Return the silence after which the hub gives this node up, as it has said."""
+        return self._expire_s
 
     def _limit_s(self) -> float:
         return self.patience_s if self._here or not self._plan.replicas else next(self._limits_s)
@@ -266,6 +353,7 @@ class Membership:
                 run=plan.run, term=reply.term, node=reply.node, session=reply.session, part=self._asked
             )
         self.acknowledged(reply.news.receipt, reply.term)
+        self._follow_asked(reply.news)
         return reply
 
     def _begin_anew(self, term: int, owner: "Agent") -> None:
@@ -299,7 +387,7 @@ class Membership:
             self.stop()
         elif error.code == grpc.StatusCode.NOT_FOUND:
             self._set(member=False)
-            self._hurry.set()
+            self.ask_soon()
         elif error.code == grpc.StatusCode.ALREADY_EXISTS:
             # The hub gives up another process of this name soon, unless that one goes on.
             now_s = time.monotonic()
@@ -336,7 +424,8 @@ class Membership:
 
     def _is_given_up(self, has_ended: bool) -> bool:
         """Return whether another hub may lead by now: in a swarm that takes a moment, else `expire_s`."""
-        silent_s = time.monotonic() - self._heard_s
+        # Before the next heartbeat was due, nothing was to be expected.
+        silent_s = time.monotonic() - self._heard_s - (self._every_s - self._plan.heartbeat_s)
         if self._plan.replicas and (has_ended or silent_s > _SILENT_S):
             return True
         return silent_s > self._plan.expire_s or self._finder.has_moved(self._address)
@@ -364,7 +453,7 @@ class Membership:
         old, self._address, self.client = self.client, address, other
         old.close()
         self._set(member=False)
-        self._hurry.set()
+        self.ask_soon()
         return True
 
     def _set(self, *, here: bool | None = None, member: bool | None = None) -> None:

@@ -221,6 +221,15 @@ class UnitTransfers:
             self._active[transfer.unit] = transfer
         self._submit(self._push if transfer.steps else self._answer, transfer)
 
+    def awaits(self, part: int) -> bool:
+        """Return whether hub process `part` has a push of this node and has not said what became of it."""
+        with self._lock:
+            return any(
+                transfer.arrived and not transfer.verdict
+                for unit, transfer in self._active.items()
+                if unit % len(self._memberships) == part
+            )
+
     @property
     def under_way(self) -> int:
         """Return the number of exchanges under way."""
@@ -376,10 +385,15 @@ class UnitTransfers:
         head = pb.PushHead(who=who, unit=transfer.unit, seq=transfer.number, base=transfer.base)
         head.steps, head.tokens, head.round = transfer.steps, transfer.tokens, transfer.round
         head.codec, head.num_bytes = "fp32" if founds else self._codec.name, len(transfer.payload)
+        report = membership.report_in_push()
+        if report is not None:
+            head.report.CopyFrom(report)
         with self._traffic.moving():
             continues, transfer.tried = transfer.tried, True
             reply = membership.client.push(head, transfer.payload, continues=continues)
         membership.acknowledged(reply.receipt, who.term)
+        if report is not None and reply.HasField("run"):
+            membership.carried(report, reply.run)
         if not reply.accepted and not reply.news.verdict:
             reply.news.MergeFrom(pb.UnitNews(unit=transfer.unit, seq=transfer.number, verdict=pb.REFUSED))
         self._traffic.count(up=len(transfer.payload))

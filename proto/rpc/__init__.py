@@ -95,7 +95,7 @@ if TYPE_CHECKING:
         own_endorsement,
         server_keys,
     )
-    from aedit.proto.rpc.limits import FairPool, Limits, Rates
+    from aedit.proto.rpc.limits import USUAL_CALL_S, CallCost, FairPool, Limits, Rates
     from aedit.proto.rpc.retry import (
         HubRefused,
         HubUnreachable,
@@ -176,9 +176,11 @@ __all__ = [
     "SIGNATURE_BYTES",
     "TERM_STEP",
     "TOKEN",
+    "USUAL_CALL_S",
     "VERSION",
     "Ballot",
     "CallContext",
+    "CallCost",
     "CallHandlers",
     "Caller",
     "Calls",

@@ -246,7 +246,7 @@ class UnitNews(_message.Message):
     def __init__(self, unit: _Optional[int] = ..., version: _Optional[int] = ..., seq: _Optional[int] = ..., verdict: _Optional[_Union[Verdict, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class News(_message.Message):
-    __slots__ = ("term", "units", "round", "pace_steps", "nodes", "total_steps", "total_tokens", "elapsed_s", "finished", "evaluates", "donors", "progress", "receipt", "asks", "brings")
+    __slots__ = ("term", "units", "round", "pace_steps", "nodes", "total_steps", "total_tokens", "elapsed_s", "finished", "evaluates", "donors", "progress", "receipt", "asks", "brings", "heartbeat_s", "expire_s")
     TERM_FIELD_NUMBER: _ClassVar[int]
     UNITS_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -262,6 +262,8 @@ class News(_message.Message):
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
     ASKS_FIELD_NUMBER: _ClassVar[int]
     BRINGS_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
+    EXPIRE_S_FIELD_NUMBER: _ClassVar[int]
     term: int
     units: _containers.RepeatedCompositeFieldContainer[UnitNews]
     round: int
@@ -277,7 +279,9 @@ class News(_message.Message):
     receipt: Receipt
     asks: bool
     brings: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, term: _Optional[int] = ..., units: _Optional[_Iterable[_Union[UnitNews, _Mapping]]] = ..., round: _Optional[int] = ..., pace_steps: _Optional[int] = ..., nodes: _Optional[int] = ..., total_steps: _Optional[int] = ..., total_tokens: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., finished: _Optional[bool] = ..., evaluates: _Optional[bool] = ..., donors: _Optional[_Iterable[str]] = ..., progress: _Optional[float] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., asks: _Optional[bool] = ..., brings: _Optional[_Iterable[int]] = ...) -> None: ...
+    heartbeat_s: float
+    expire_s: float
+    def __init__(self, term: _Optional[int] = ..., units: _Optional[_Iterable[_Union[UnitNews, _Mapping]]] = ..., round: _Optional[int] = ..., pace_steps: _Optional[int] = ..., nodes: _Optional[int] = ..., total_steps: _Optional[int] = ..., total_tokens: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., finished: _Optional[bool] = ..., evaluates: _Optional[bool] = ..., donors: _Optional[_Iterable[str]] = ..., progress: _Optional[float] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., asks: _Optional[bool] = ..., brings: _Optional[_Iterable[int]] = ..., heartbeat_s: _Optional[float] = ..., expire_s: _Optional[float] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
     __slots__ = ("who", "samples", "lists_held", "held")
@@ -402,7 +406,7 @@ class Chunk(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., crc: _Optional[int] = ..., data: _Optional[bytes] = ..., head: _Optional[bytes] = ...) -> None: ...
 
 class PushHead(_message.Message):
-    __slots__ = ("who", "unit", "seq", "base", "steps", "tokens", "codec", "num_bytes", "round")
+    __slots__ = ("who", "unit", "seq", "base", "steps", "tokens", "codec", "num_bytes", "round", "report")
     WHO_FIELD_NUMBER: _ClassVar[int]
     UNIT_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
@@ -412,6 +416,7 @@ class PushHead(_message.Message):
     CODEC_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
     who: Who
     unit: int
     seq: int
@@ -421,7 +426,8 @@ class PushHead(_message.Message):
     codec: str
     num_bytes: int
     round: int
-    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., unit: _Optional[int] = ..., seq: _Optional[int] = ..., base: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., codec: _Optional[str] = ..., num_bytes: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
+    report: HeartbeatRequest
+    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., unit: _Optional[int] = ..., seq: _Optional[int] = ..., base: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., codec: _Optional[str] = ..., num_bytes: _Optional[int] = ..., round: _Optional[int] = ..., report: _Optional[_Union[HeartbeatRequest, _Mapping]] = ...) -> None: ...
 
 class PartialPush(_message.Message):
     __slots__ = ("num_bytes", "sha256")
@@ -432,14 +438,16 @@ class PartialPush(_message.Message):
     def __init__(self, num_bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ...) -> None: ...
 
 class PushReply(_message.Message):
-    __slots__ = ("accepted", "news", "receipt")
+    __slots__ = ("accepted", "news", "receipt", "run")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     NEWS_FIELD_NUMBER: _ClassVar[int]
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     accepted: bool
     news: UnitNews
     receipt: Receipt
-    def __init__(self, accepted: _Optional[bool] = ..., news: _Optional[_Union[UnitNews, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ...) -> None: ...
+    run: News
+    def __init__(self, accepted: _Optional[bool] = ..., news: _Optional[_Union[UnitNews, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., run: _Optional[_Union[News, _Mapping]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("who", "unit", "base", "version", "offset")

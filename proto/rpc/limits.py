@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import grpc
@@ -20,6 +21,8 @@ from aedit.proto.rpc.frames import CHUNK_BYTES
 from aedit.proto.rpc.retry import Refusal
 
 _LEAST_WINDOW = 2**16 - 1
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +92,65 @@ class Rates:
             while len(self._buckets) > self._keys:
                 self._buckets.popitem(last=False)
         return allowed
+
+
+USUAL_CALL_S = 1e-3
+"""CPU time of a small call, as long as it is not measured; see `benchmarks.hub --only heartbeats`."""
+
+
+class CallCost:
+    """CPU time of this server per small call, as measured while it serves.
+
+    The event loop's time is divided by the messages of all calls, the handlers' time by their calls. What
+    does not grow with the calls, such as pings of connections, counts for nothing.
+    """
+
+    _OWN_THREADS = 1.3
+    """Times these: gRPC's own threads take the rest."""
+    _LEAST_MESSAGES = 50
+    _NEWEST = 0.1
+    """Weight of the newest measurement."""
+    _RANGE = 0.2 * USUAL_CALL_S, 2.5 * USUAL_CALL_S
+    """A hub that begins to lead knows nothing of what the last one measured: what they ask of nodes must not
+    differ by more than a node may be late."""
+
+    def __init__(self) -> None:
+        self.call_s = USUAL_CALL_S
+        self._messages = self._calls = 0
+        self._work_s = 0.0
+        self._before: tuple[float, int, float, int] | None = None
+        self._lock = threading.Lock()
+
+    def message(self) -> None:
+        """Count a message, in or out; used by the event loop only."""
+        self._messages += 1
+
+    def work(self, handler: Callable[[], T]) -> T:
+        """Return what the handler of a small call returns, and measure its thread meanwhile."""
+        began_s = time.thread_time()
+        try:
+            return handler()
+        finally:
+            with self._lock:
+                self._work_s += time.thread_time() - began_s
+                self._calls += 1
+
+    def measure(self, loop_s: float) -> None:
+        """Take the measurement since the last one that had enough messages.
+
+        loop_s: CPU time of the event loop's thread since any moment.
+        """
+        with self._lock:
+            now = loop_s, self._messages, self._work_s, self._calls
+        if self._before is None:
+            self._before = now
+        loop_s, messages, work_s, calls = (new - old for new, old in zip(now, self._before, strict=True))
+        if messages < self._LEAST_MESSAGES:
+            return
+        self._before = now
+        found_s = self._OWN_THREADS * (loop_s / messages + (work_s / calls if calls else 0.0))
+        least_s, most_s = self._RANGE
+        self.call_s += self._NEWEST * (min(most_s, max(least_s, found_s)) - self.call_s)
 
 
 class ByteBudget:
@@ -165,17 +227,17 @@ class FairTurns:
         self._free += 1
 
 
-T = TypeVar("T")
-
-
 class FairPool:
     """Runs functions in `threads` threads. Peers take turns, however many calls each has waiting.
 
     `run` is for the event loop; all of its state belongs to that thread.
     """
 
-    def __init__(self, threads: int, name: str, *, most_waiting: int = 1024) -> None:
-        self._pool = ThreadPoolExecutor(threads, name)
+    def __init__(
+        self, threads: int, name: str, *, most_waiting: int = 1024, cost: CallCost | None = None
+    ) -> None:
+        """Start the threads. cost: measures what they do."""
+        self._pool, self._cost = ThreadPoolExecutor(threads, name), cost
         self._turns = FairTurns(threads)
         self._most_waiting = most_waiting
 
@@ -191,7 +253,8 @@ class FairPool:
         turn = self._turns.ask(peer)
         try:
             await turn
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+            job = work if self._cost is None else partial(self._cost.work, work)
+            return await asyncio.get_running_loop().run_in_executor(self._pool, job)
         finally:
             self._turns.drop(turn)
 

@@ -37,7 +37,7 @@ from grpc_reflection.v1alpha import reflection
 from aedit.proto.rpc.frames import MESSAGE_BYTES
 from aedit.proto.rpc.identity import TokenReader, check_validity
 from aedit.proto.rpc.keys import ServerKeys
-from aedit.proto.rpc.limits import FairPool, Limits, ReadPermits, WaitingCalls
+from aedit.proto.rpc.limits import CallCost, FairPool, Limits, ReadPermits, WaitingCalls
 from aedit.proto.rpc.retry import Refusal
 from aedit.proto.rpc.service import CallContext, HubCore, NoNews, Service, hub_services
 from aedit.types import UserError
@@ -47,6 +47,8 @@ _MOST_DESCRIPTORS = 2**16
 _RESERVED = 256
 """Descriptors for the journal and everything else but connections."""
 _REMEMBERED = 8192
+_LOOKS_AT_ALL_S = 10.0
+"""Interval at which all connections are looked at while they are no more than before."""
 
 
 def raise_descriptor_limit() -> None:
@@ -71,6 +73,8 @@ class ConnectionLimit:
         self._most_per_host = most_per_host
         self._lock = threading.Lock()
         self._latest: OrderedDict[str, None] = OrderedDict()
+        self._num_seen, self._room, self._seen_s = 0, -1, -_LOOKS_AT_ALL_S
+        """Descriptors at the last look at all of them, how many more the fullest host may have, and when."""
 
     def received(self, peer: str) -> None:
         """Note that a message of this peer, as gRPC writes it, has arrived."""
@@ -92,13 +96,18 @@ class ConnectionLimit:
 
         First those that have never sent a message, then those that were silent for longest.
         """
-        if not os.path.isdir(_DESCRIPTORS) or len(os.listdir(_DESCRIPTORS)) <= self._most_per_host:
+        if not os.path.isdir(_DESCRIPTORS):
+            return 0
+        num, now_s = len(os.listdir(_DESCRIPTORS)), time.monotonic()
+        has_room = num - self._num_seen <= self._room and now_s - self._seen_s < _LOOKS_AT_ALL_S
+        if num <= self._most_per_host or has_room:
             return 0
         found = _accepted(port)
         with self._lock:
             latest = {peer: place for place, peer in enumerate(self._latest)}
         surplus = Counter(host for host, _ in found.values())
-        count = 0
+        self._room = self._most_per_host - max(surplus.values(), default=0)
+        self._num_seen, self._seen_s, count = num, now_s, 0
         for descriptor, (host, peer) in sorted(found.items(), key=lambda item: latest.get(item[1][1], -1)):
             if surplus[host] > self._most_per_host:
                 surplus[host] -= 1
@@ -314,12 +323,13 @@ class Server:
         keys: ServerKeys | None = None,
         limits: Limits | None = None,
         threads: int = 8,
+        cost: CallCost | None = None,
     ) -> None:
-        """Start serving. `threads` serve services without `pools`."""
+        """Start serving. `threads` serve services without `pools`. cost: is measured."""
         keys = keys or ServerKeys()
         pool = FairPool(threads, "serve")
         self._pools = [pool, *(p for service in services for p in service.pools)]
-        limits = limits or Limits()
+        limits, self._cost = limits or Limits(), cost or CallCost()
         self.connections = ConnectionLimit(limits.connections)
         self._waiting = WaitingCalls(limits.silent_calls)
         self._uploads = ReadPermits(limits.unread_uploads)
@@ -359,7 +369,12 @@ class Server:
             seen = CallContext(context, task)
             peer, refusal = seen.peer(), None
             end = partial(seen.end, _LATER, _SILENT)
-            messages = _Messages(context, partial(self.connections.received, peer))
+
+            def received() -> None:
+                self.connections.received(peer)
+                self._cost.message()
+
+            messages = _Messages(context, received)
 
             async def write(answer: Any) -> None:
                 """Send an answer; gRPC returns when the peer has room for it.
@@ -368,6 +383,7 @@ class Server:
                 or its connection ends.
                 """
                 self._unread.enter(peer, seen, partial(seen.end, _LATER, _UNREAD))
+                self._cost.message()
                 try:
                     await context.write(answer)
                 except asyncio.CancelledError:
@@ -430,6 +446,7 @@ class Server:
             loop = asyncio.get_running_loop()
             while True:
                 await asyncio.sleep(_LOOK_S)
+                self._cost.measure(time.thread_time())
                 await loop.run_in_executor(None, self.connections.cut, self.port)
 
         self._counting = asyncio.create_task(count_connections())
@@ -528,10 +545,12 @@ def serve(
     limits: Limits | None = None,
     threads: int = 16,
     others: Sequence[Service] = (),
+    cost: CallCost | None = None,
 ) -> Server:
     """Serve `core` to nodes, standbys and readers at HOST:PORT, and `others` beside it.
 
-    `threads`: pushes, and as many pulls, at a time. Raises UserError if the address is not available.
+    `threads`: pushes, and as many pulls, at a time. cost: of a small call, is measured. Raises UserError if
+    the address is not available.
     """
-    services = (*hub_services(core, limits or Limits(), threads), *others)
-    return Server(services, address, keys=credentials, limits=limits)
+    services = (*hub_services(core, limits or Limits(), threads, cost), *others)
+    return Server(services, address, keys=credentials, limits=limits, cost=cost)

@@ -20,7 +20,7 @@ from grpc import aio
 
 from aedit.proto.rpc import frames, hub_pb2
 from aedit.proto.rpc.identity import secret_of, shown_identity
-from aedit.proto.rpc.limits import ByteBudget, FairPool, Limits, Rates, StallWatch
+from aedit.proto.rpc.limits import ByteBudget, CallCost, FairPool, Limits, Rates, StallWatch
 from aedit.proto.rpc.retry import Refusal
 from aedit.proto.rpc.transfer import KEPT_S, Arrival, PartialPushes
 
@@ -214,13 +214,17 @@ class Service:
     pools: tuple[FairPool, ...] = ()
 
 
-def hub_services(core: HubCore, limits: Limits, threads: int) -> tuple[Service, ...]:
+def hub_services(
+    core: HubCore, limits: Limits, threads: int, cost: CallCost | None = None
+) -> tuple[Service, ...]:
     """Return Membership, Exchange and State. `threads`: pushes, and as many pulls, at a time.
+
+    cost: measures the small calls.
 
     Calls that wait for one of them do not hold up the small calls.
     """
     handlers = CallHandlers(limits)
-    small, joins, pushes = FairPool(8, "call"), FairPool(8, "join"), FairPool(threads, "push")
+    small, joins, pushes = FairPool(8, "call", cost=cost), FairPool(8, "join"), FairPool(threads, "push")
     # Other calls wait for what these bring; none of these waits.
     votes, looks = FairPool(4, "vote"), FairPool(2, "status")
     pulls, tails = FairPool(threads, "pull"), FairPool(4, "tail")
@@ -339,6 +343,8 @@ class CallHandlers:
                 loop, spoiled = asyncio.get_running_loop(), False
 
                 def begin(head: bytes, offset: int) -> frames.Assembly:
+                    if len(head) > SMALL_BYTES:
+                        raise ValueError(f"a head of {len(head)} bytes, at most {SMALL_BYTES} are allowed")
                     heads.append(hub_pb2.PushHead.FromString(head))
                     self._admit(heads[0], context)
                     limit_bytes = core.max_push_bytes(heads[0])
