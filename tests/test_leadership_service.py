@@ -253,3 +253,17 @@ def records_of_configurations(folder):
         for record in batch
         if isinstance(record, Configured)
     ]
+
+
+def test_a_leader_has_a_successor_before_its_newest_configuration_is_agreed(tmp_path):
+    """Found in simulation: a full disk kept the agreement out of the journal, and the leader led on."""
+    made, ledger, _ = leading(tmp_path)
+    made.confirm(STANDBY, ledger.journal.position)
+    tick(made, ledger)
+    made.confirm(STANDBY, ledger.journal.position)
+    assert not made.has_successor(), "the standby is in the newest configuration, and not in the one before"
+    made.count(VoteReply(STANDBY, made.identity, made.asks().ballot, True, 1))
+    made.confirm(STANDBY, ledger.journal.position)
+    tick(made, ledger, live=(NODE, NODE + 1))
+    assert len(made._replica.configs) == 2
+    assert made.has_successor()

@@ -377,11 +377,17 @@ class Leadership:
             return not self.has_others or self._replica.holds_lease(self._clock())
 
     def has_successor(self) -> bool:
-        """Return whether this hub leads, and a standby in sync has confirmed lately: it can be elected."""
+        """Return whether this hub leads, and a standby in sync has confirmed lately: it can be elected.
+
+        A leader that cannot write may not see the agreement on its newest configuration. The standby must be
+        in every configuration that counts.
+        """
         with self._change:
             replica, since_s = self._replica, self._clock() - SILENT_S
-            newest = replica.configs[-1].replicas if replica.is_agreed else ()
-            return any(replica.has_confirmed(one, since_s) for one in newest if one != self.identity)
+            if not replica.term or not replica.configs:
+                return False
+            in_all = set(replica.configs[0].replicas).intersection(*(one.replicas for one in replica.configs))
+            return any(replica.has_confirmed(one, since_s) for one in in_all - {self.identity})
 
     def in_sync(self) -> tuple[int, int]:
         """Return how many standbys the voters agreed to wait for, and how many nodes break ties."""

@@ -285,9 +285,12 @@ class Replica:
         self.term, self._votes, self._agreement = 0, None, None
 
     def resign(self, now: float) -> None:
-        """Lead no more, and do not stand for a while: another one may be able to write its journal."""
+        """Lead no more, and do not stand for a while: another one may be able to write its journal.
+
+        Those that have just given this hub their votes may stand earlier than it does.
+        """
         self.step_down()
-        self._yielded_s = now
+        self._yielded_s = now + self._promise_s
 
     def yield_to(self, replica: int, until_s: float) -> bool:
         """Give this leader's vote to a replica in sync that asks for it until then; return whether it may.

@@ -11,10 +11,11 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import aedit
@@ -44,7 +45,7 @@ from aedit.proto.rpc import (
     raise_descriptor_limit,
     serve,
 )
-from aedit.system import give_back_what_is_freed, write_atomically, write_if_changed
+from aedit.system import give_back_what_is_freed, is_full, write_atomically, write_if_changed
 from aedit.types import UserError
 
 if TYPE_CHECKING:
@@ -94,17 +95,14 @@ def _served(
 
     was_replaced: another replica leads, as this one has just found out.
     """
-    process = _Process(HubEndpoint.of(config, options), insecure=options.insecure)
+    with saying_why(options.directory):
+        process = _Process(HubEndpoint.of(config, options), insecure=options.insecure)
     try:
-        if was_replaced:
-            process.follow()
-        else:
-            try:
+        with saying_why(options.directory):
+            if was_replaced:
+                process.follow()
+            else:
                 process.start(force=options.force_lead, above=options.term_above)
-            except NoSpace as error:
-                raise UserError(
-                    f"{error}: make room on the disk of {options.directory}, and start again"
-                ) from None
         with suppress(OSError):  # standard output may be on a disk that is full
             print(welcome(process.endpoint, process.address), flush=True)
         if warning := open_to_others(process.endpoint, process.address):
@@ -121,6 +119,17 @@ def _served(
     finally:
         process.close(0.0 if process.may_follow and not stop.asked.is_set() else _GRACE_S)
     return process
+
+
+@contextmanager
+def saying_why(directory: Path) -> Iterator[None]:
+    """Turn a failure of the disk while a hub starts into a UserError."""
+    try:
+        yield
+    except (NoSpace, JournalBroken, OSError) as error:
+        full = isinstance(error, NoSpace) or (isinstance(error, OSError) and is_full(error))
+        remedy = f"make room on the disk of {directory}" if full else f"check the disk of {directory}"
+        raise UserError(f"{error}: {remedy}, and start again") from None
 
 
 class _Process:

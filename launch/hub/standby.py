@@ -252,7 +252,11 @@ class Standby:
 
     def _count(self, answer: VoteReply) -> None:
         """Count a vote, and lead once elected. Raises NoSpace, and this hub follows on."""
-        records = self._leadership.count(answer, self._window_s)
+        try:
+            records = self._leadership.count(answer, self._window_s)
+        except NoSpace:  # a hub that asked on would keep the votes from one that has room
+            self._leadership.resign(self._mirror.hub.state.configs)
+            raise
         if not records:
             return
         self.stop()

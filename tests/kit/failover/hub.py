@@ -1,392 +1,600 @@
-"""A simulated hub: the production state machine of leadership over a small model of a journal."""
+"""A hub of the simulation: the classes of `aedit hub`, with events in the place of threads and sockets."""
 
-from aedit.async_sgd.replication import Replica
-from aedit.async_sgd.rules import Agreed, Configured, Led
-from aedit.proto.rpc import Voter
+import json
+import logging
+import random
+from contextlib import contextmanager
+from functools import cache
+from hashlib import sha256
+from types import SimpleNamespace
+from unittest import mock
 
-FETCH_S, TICK_S, SYNC_S, MERGE_S = 0.1, 0.15, 0.02, 0.2
-YIELD_S = 1.0
-SILENT_S, LEASE_S, PROMISE_S, EXPIRE_S = 0.5, 0.4, 0.8, 1.0
+import grpc
+
+from aedit import system
+from aedit.async_sgd.journal import JournalBroken, NoSpace, Store, Unconfirmed, frames, journal, receipts
+from aedit.async_sgd.journal import snapshot as snapshots
+from aedit.async_sgd.journal import store as stores
+from aedit.async_sgd.replication import Leadership, mirror
+from aedit.async_sgd.rules import HubConfig, PushFilterConfig
+from aedit.async_sgd.service import HelloResponder, driver
+from aedit.edit import EditConfig
+from aedit.launch.config import RunConfig
+from aedit.launch.hub import main, standby
+from aedit.launch.hub.endpoint import HubEndpoint, OtherHubs, VoteRequests
+from aedit.proto.rpc import PROTOCOL, CallCost, HubRefused, HubUnreachable, NoNews, PortClosed, Refusal, votes
+from aedit.proto.rpc import hub_pb2 as pb
+from aedit.types import UserError
+from kit.failover.disk import DISKS, MMAP, SHUTIL, SYSTEM, TEMPFILE, Disk, SimPath
+from kit.failover.world import Process, Violation
+
+TICK_S, ASK_S, SILENT_S, RESTART_S = 0.5, 0.4, 3.0, 1.0
+FAILS = grpc.StatusCode.UNAVAILABLE
 
 
-class Disk:
-    """What a restart finds. Records behind `synced` may be lost with the process."""
+@cache
+def config_of(num_hubs):
+    """Return the configuration of a run with so many hubs."""
+    addresses = [address_of(number) for number in range(num_hubs)]
+    trusting = PushFilterConfig(threshold=1e9, cosine=False, clip=None, violations=10**9)
+    hub = HubConfig(
+        address=addresses[0],
+        standby=",".join(addresses[1:]),
+        codec="fp32",
+        endless=True,
+        expire_s=3.0,
+        grace=0.0,
+        threads=1,
+        snapshot_bytes=2**40,
+        push_filter=trusting,
+    )
+    return RunConfig(name="run", hub=hub, edit=EditConfig(landing="arrival"))
 
-    def __init__(self, identity):
-        self.voter = Voter(identity)
-        self.log, self.synced = [], 0
-        self.mirrored = 0
-        """Term of the leader whose journal this is; 0: this hub's own."""
 
-    def keep(self, length):
-        del self.log[length:]
-        self.synced = min(self.synced, length)
+def address_of(number):
+    return f"h{number}:1"
 
 
-class SimHub:
-    """One hub process: alive or dead, paused or not."""
+class Key:
+    """In the place of an Ed25519 key: as long, drawn with the seed, and faster."""
 
-    make = Replica
-    least = 1
-    """Replicas that must have what is acknowledged."""
-    volatile_votes = False
-    """Forget votes at a restart, as a mutant does that keeps them in memory only."""
+    pairs: dict = {}  # noqa: RUF012 - of all that were made
 
-    def __init__(self, world, number, hubs):
-        self.world, self.number, self.others = world, number, [h for h in hubs if h != number]
-        self.disk = Disk(100 + number)
-        self.alive, self.paused_until, self.life = False, 0.0, 0
-        self.handed_over = 0
-        """Number of times that it gave its vote to its successor."""
-        self.ruined = False
-        """True once its disk was lost for good, and another machine has taken its place."""
-        self.cut = 0
-        """Number of times that it took back records which a new leader did not have."""
+    def __init__(self, private=None):
+        self.bytes = SYSTEM.random.randbytes(32) if private is None else private
+        self.public = sha256(b"public" + self.bytes).digest()
+        self.pairs[self.public] = self.bytes
+        self.private = self
+
+    def private_bytes_raw(self):
+        return self.bytes
+
+    def sign(self, data):
+        return sha256(self.bytes + data).digest()
+
+    @classmethod
+    def verifies(cls, public, signature, data):
+        return public in cls.pairs and sha256(cls.pairs[public] + data).digest() == signature
+
+
+class AtOnce:
+    """In the place of a pool of threads."""
+
+    def __init__(self, *_):
+        pass
+
+    def submit(self, call, *args):
+        call(*args)
+
+    def shutdown(self, **_):
+        pass
+
+
+def wait(self, position, limit_s=0.0):
+    """Raise Unconfirmed where a thread would wait: nodes repeat a push until it is acknowledged."""
+    if not self.acknowledges(position):
+        raise Unconfirmed("another hub of the run must confirm this first: try again")
+
+
+@contextmanager
+def simulated():
+    """Let the modules of hubs use simulated disks, random numbers and keys, and start no thread."""
+    places = [frames, journal, snapshots, stores, mirror, system]
+    patches = [mock.patch.object(place, "os", SYSTEM) for place in places]
+    patches += [
+        mock.patch.object(frames, "mmap", MMAP),
+        mock.patch.object(stores, "shutil", SHUTIL),
+        mock.patch.object(system, "tempfile", TEMPFILE),
+        mock.patch.object(system, "Path", SimPath),
+        mock.patch.object(receipts, "secrets", SYSTEM),
+        mock.patch.object(driver, "secrets", SYSTEM),
+        mock.patch.object(standby, "random", SYSTEM),
+        mock.patch.object(votes, "SigningKey", Key),
+        mock.patch.object(votes, "is_signed_by", Key.verifies),
+        mock.patch.object(Leadership, "wait", wait),
+        mock.patch.object(standby.Standby, "start"),
+        mock.patch("aedit.async_sgd.service.hub_worker.ThreadPoolExecutor", AtOnce),
+    ]
+    logging.disable(logging.CRITICAL)
+    try:
+        for patch in patches:
+            patch.start()
+        yield
+    finally:
+        for patch in patches:
+            patch.stop()
+        logging.disable(logging.NOTSET)
+
+
+def begin_world(seed):
+    """Draw everything that follows from this seed."""
+    SYSTEM.random = random.Random(f"system {seed}")
+    SYSTEM.randbits, SYSTEM.uniform = SYSTEM.random.getrandbits, SYSTEM.random.uniform
+    Key.pairs.clear()
+    DISKS.clear()
+
+
+class Events:
+    """In the place of `Reports`: keeps the events."""
+
+    def __init__(self, host):
+        self._host = host
+
+    def event(self, event, **values):
+        self._host.events.append((event, values))
+
+    def start(self, *_):
+        pass
+
+    def record_applied(self, record):
+        pass
+
+    def status(self, now, after):
+        return json.dumps({name: now[name] for name in ("term", "segment", "offset") if name in now})
+
+
+class Others(OtherHubs):
+    """The other hubs, which were asked before: `answers` are what came."""
+
+    def __init__(self, endpoint, question, host):
+        super().__init__(endpoint, question)
+        self._host = host
+
+    def _hellos(self, stopping=None, limit_s=0.0, without=""):
+        yield from [(address, answer) for address, answer in self._host.answers if address != without]
+
+    def _hello(self, address, limit_s):
+        return self._at_once(address, "hello", self._question())
+
+    def _status(self, address):
+        answer = self._at_once(address, "status", pb.StatusRequest())
+        if isinstance(answer, Exception):
+            raise answer
+        return json.loads(answer.json)
+
+    def _at_once(self, address, method, request):
+        host = self._host
+        other = next(one for one in host.others if one.address == address)
+        pairs = {(host.number, other.number), (other.number, host.number)}
+        if host.world.network.cut & pairs or other.is_off or host.world.now < other.paused_until:
+            return HubUnreachable(address)
+        return other.serve(method, request) if other.alive else PortClosed(address)
+
+    def tell(self, term):
+        for other in self._host.others:
+            self._host.call(other, "confirm", pb.ConfirmRequest(term=term), then=lambda answer: None)
+
+
+class HubProcess(main._Process):
+    """`aedit hub` from recovery to exit, without its server, its threads and its reports."""
+
+    def __init__(self, host):
+        self.endpoint = HubEndpoint(
+            config_of(len(host.others) + 1),
+            host.directory,
+            (0, 1),
+            host.is_standby,
+            host.address,
+            None,
+            max(1, host.number),
+        )
+        self._host, self._clock, self._config = host, host.clock, self.endpoint.config
+        self._store = Store(host.directory)
+        self._reports = Events(host)
+        self._responder = HelloResponder(
+            protocol=PROTOCOL,
+            method={},
+            difference=lambda settings: None,
+            version="",
+            run="run",
+            config="",
+            addresses=tuple,
+            standby=lambda: "",
+        )
+        others = self.endpoint.num_others
+        self._leadership = host.leadership(
+            host.directory / "votes.json", others, host.clock, least=lambda: host.least
+        )
+        self._others = Others(
+            self.endpoint, lambda: self._responder.question(self._leadership.promised), host
+        )
+        self._vote_requests = VoteRequests(self.endpoint, self._leadership, self._count)
+        self._vote_requests.start = lambda: None
+        self._server = SimpleNamespace(address=host.address)
+        self._leading = self._standby = self.core = None
+        self._cost = CallCost()
+
+    def _start(self, leading):
+        leading.guard.trust(other_terms=self._others.terms, beside=self._host.ask_others)
+        self.core = leading.driver
+
+    def _serve(self, core):
+        self.core = core
+
+
+class Stream:
+    """The journal on its way from a leader to a follower: in order, until the connection breaks."""
+
+    def __init__(self, leader, follower, answers, opened):
+        self.leader, self.follower, self.answers = leader, follower, answers
+        self.lives, self.opened = (leader.life, follower.life), opened
+        self.last_s, self.is_open = 0.0, True
+        self.pause = None
+
+    def pump(self):
+        """Send what there is."""
+        world, pause = self.leader.world, self.pause
+        if pause is not None and pause[0].notifier.count == pause[0].seen and world.now < pause[1]:
+            return
+        while self.is_open:
+            try:
+                item = next(self.answers)
+            except StopIteration:
+                item, self.is_open = None, False
+            except Refusal as refusal:
+                item, self.is_open = HubRefused(refusal.code, refusal.text), False
+            except (JournalBroken, OSError) as error:
+                item, self.is_open = HubUnreachable(str(error)), False
+            if isinstance(item, NoNews):
+                self.pause = item, world.now + item.limit_s / self.leader.rate
+                return
+            net = world.network
+            if net.loss and world.random.random() < net.loss / 4:  # no packet for long, and it breaks
+                self.is_open = False
+                return
+            delay_s = net.delay_s * (0.2 + 2 * world.random.random())
+            self.last_s = max(self.last_s + 1e-9, world.now + delay_s)
+            world.at(self.last_s, self._arrive, item)
+
+    def _arrive(self, item):
+        pair = (self.leader.number, self.follower.number)
+        if pair in self.leader.world.network.cut:
+            self.is_open = False
+        else:
+            self.follower.awake(self.lives[1], self.opened, self, item)
+
+
+class SimHub(Process):
+    """The machine of one hub, and the supervisor that starts its process again."""
+
+    leadership = Leadership
+
+    def __init__(self, world, number, accounts, least=1):
+        super().__init__(world, number)
+        self.address, self.accounts, self.least = address_of(number), accounts, least
+        self.disk = DISKS[f"h{number}"] = Disk(world.random)
+        self.directory = SimPath(f"/h{number}")
+        self.is_standby = number > 0
+        self.others, self.answers, self.events = [], [], []
+        self.process, self.reasons = None, []
+        """Of each end of the process by itself."""
 
     # --- life
 
     def start(self):
-        self.alive, self.life = True, self.life + 1
-        if self.volatile_votes:
-            self.disk.voter = Voter(self.disk.voter.me)
-        self.machine = self.make(self.disk.voter, promise_s=PROMISE_S, lease_s=LEASE_S)
-        self.machine.least = self.least
-        self.waiting, self.nodes, self.turn = [], {}, 0
-        self.electing_until = 0.0
-        self._replay()
-        term = self._term()
-        if not (self.disk.log or self.number or self.disk.mirrored or self.ruined):
-            self._write(self.machine.found(0))
-        elif self.machine.may_resume(term):
-            self._write(self.machine.resume(self.world.now))
-        self._sync(self.life, len(self.disk.log))
-        self._save()
-        for period, call in ((FETCH_S, self._fetch), (TICK_S, self._tick), (MERGE_S, self._merge)):
-            self.world.after(period * self.world.random.random(), self._every, self.life, period, call)
+        self.alive, self.is_off, self.life = True, False, self.life + 1
+        self._begin(follows=False)
+        self._every(TICK_S, self._tick)
+        self._every(ASK_S, self._ask_for_votes)
 
-    def kill(self, loses):
-        """End the process; with `loses`, some of the records that were not synced are gone."""
-        self.alive = False
-        log, synced = self.disk.log, self.disk.synced
-        if loses:
-            self.disk.keep(self.world.random.randint(synced, len(log)))
+    def _begin(self, follows):
+        self.process, self.streams, self.stream = None, [], None
+        self.searches, self.confirms = False, 0
+        self.search_s = self.said_s = 0.0
+        try:
+            with main.saying_why(self.directory):
+                process = HubProcess(self)
+        except UserError as error:
+            return self._end(error)
+        self.identity = process._leadership.identity
 
-    def hand_over(self, other):
-        """Ask another hub to lead in the place of this one, as an owner of a part of a swarm does."""
-        if self.alive and self.machine.yield_to(100 + other, self.world.now + YIELD_S):
-            self.world.send(self.number, other, "stand")
+        def go_on():
+            try:
+                with main.saying_why(self.directory):
+                    process.follow() if follows else process.start()
+            except UserError as error:
+                return self._end(error)
+            self.process = process
 
-    def on_stand(self, sender):
-        self.stand(invited=True)
-
-    def stand(self, invited=False):
-        """Ask for votes, as a replica of a swarm does that was invited or has heard no owner for long."""
-        if self.alive and not self.machine.term:
-            self._ask_voters(self._asks(invited))
-
-    def damage(self):
-        """The disk has lost the journal; a follower notices, and fetches it anew."""
-        if self.alive and not self.machine.term and self.disk.mirrored:
-            self._forget()
-            self._replay()
-
-    def _every(self, life, period, call):
-        if self.alive and life == self.life:
-            if self.world.now >= self.paused_until:
-                call()
-            self.world.after(period, self._every, life, period, call)
-
-    # --- state that follows from the journal
-
-    def _replay(self):
-        self.received, self.pending, self.version, self.parts = {}, [], 0, {}
-        self.version_at = 0
-        self.machine.configs = ()
-        for at, entry in enumerate(self.disk.log):
-            self._apply(at + 1, entry)
-
-    def _apply(self, end, entry):
-        match entry:
-            case Configured():
-                if not self.machine.term:
-                    self.machine.configs = (*self.machine.configs, entry)
-            case Agreed(term, number):
-                if not self.machine.term:
-                    kept = tuple(c for c in self.machine.configs if c.ballot >= (term, number))
-                    self.machine.configs = kept
-            case ("push", node, seq):
-                self.received[node] = max(seq, self.received.get(node, 0))
-                self.pending.append((node, seq))
-            case ("version", version, parts):
-                self.version, self.version_at, self.pending = version, end, []
-                self.parts[version] = parts
-
-    def _term(self):
-        return max((entry.term for entry in self.disk.log if isinstance(entry, Led)), default=0)
-
-    def _write(self, entries):
-        if not entries:
-            return
-        for entry in entries:
-            self.disk.log.append(entry)
-            self._apply(len(self.disk.log), entry)
-        life = self.life
-        self.world.after(SYNC_S * self.world.random.random(), self._sync, life, len(self.disk.log))
-
-    def _sync(self, life, length):
-        if not (self.alive and life == self.life and length <= len(self.disk.log)):
-            return
-        self.disk.synced = max(self.disk.synced, length)
-        ends = [i + 1 for i, e in enumerate(self.disk.log[: self.disk.synced]) if isinstance(e, Configured)]
-        configs = self.machine.configs
-        if self.machine.term and ends and self.disk.log[ends[-1] - 1] == configs[-1]:
-            self.machine.placed((1, ends[-1]))
-            self._save()
-        self._release()
-
-    def _save(self):
-        self.disk.voter = self.machine.voter
-
-    # --- messages
-
-    def receive(self, sender, kind, args):
-        if not self.alive:
-            return
-        if self.world.now < self.paused_until:
-            self.world.at(self.paused_until, self.receive, sender, kind, args)  # the kernel has it
-            return
-        getattr(self, f"on_{kind}")(sender, *args)
-
-    def on_push(self, node, term, seq):
-        if not self._leads(term):
-            return self.world.send(self.number, node, "refused", self.number)
-        if seq > self.received.get(node, 0) + 1:
-            return None
-        if seq == self.received.get(node, 0) + 1:
-            self._write([("push", node, seq)])
-        self.waiting.append((len(self.disk.log), node, seq))
-        self._release()
-        return None
-
-    def on_beat(self, node, term, voter):
-        if not self._leads(term):
-            return self.world.send(self.number, node, "refused", self.number)
-        self.nodes[node] = voter, self.world.now
-        if not self._may_tell(self.version_at):
-            return self.world.send(self.number, node, "waits", self.number)
-        told = self.version, self.parts.get(self.version, ())
-        asks = self.machine.asks is not None
-        return self.world.send(self.number, node, "news", self.machine.term, *told, asks)
-
-    def on_poll(self, node, answer):
-        """Handle a node that offers its vote, with its answer to the last proposal."""
-        if answer is not None:
-            self._count(answer, from_node=True)
-        asks = self._asks()
-        self.world.send(self.number, node, "polled", self.machine.term, asks)
-
-    def on_propose(self, sender, proposal):
-        was = self.machine.term
-        yields = self.machine.yields_to(proposal.proposer, self.world.now)
-        answer = self.machine.answer(proposal, self.world.now)
-        self._save()
-        if was and not self.machine.term:
-            self.handed_over += yields
-            self._follow()
-        self.world.send(self.number, sender, "answer", answer)
-
-    def on_answer(self, sender, answer):
-        self._count(answer, from_node=False)
-
-    def on_fetch(self, sender, identity, term, log):
-        if not self.machine.term:
-            return
-        length, has_all = len(log), self._has(log)
-        if term == self.machine.term:
-            if has_all:
-                self.machine.confirm(identity, (1, length), self.world.now)
-                self._release()
-        elif not self._leads(term):
-            return
-        if not has_all:
-            last = max((entry.term for entry in log if isinstance(entry, Led)), default=0)
-            terms = [(i, e.term) for i, e in enumerate(self.disk.log) if isinstance(e, Led)]
-            began = next((i for i, term in terms if term > last), 0)
-            began -= began > 0 and isinstance(self.disk.log[began - 1], Agreed)  # perhaps written with it
-            lacks = last not in [term for _, term in terms]
-            self.world.send(self.number, sender, "differs", self.machine.term, began, lacks, log)
-            return
-        chunk = tuple(self.disk.log[length : self.disk.synced])
-        self.world.send(self.number, sender, "chunk", self.machine.term, log, chunk)
-
-    def _has(self, log):
-        """Return whether the journal begins with these records."""
-        return tuple(self.disk.log[: len(log)]) == log
-
-    def on_differs(self, sender, term, began, lacks, asked):
-        """Take back what the leader of a term does not have; fetch all of it if that is not enough."""
-        if asked != tuple(self.disk.log) or not self._follows(term):
-            return
-        if lacks:
-            began = asked.index(Led(self._term()))
-        if 0 < began < len(asked):
-            self.cut += 1
-            self.disk.keep(began)
+        if follows:
+            go_on()
         else:
-            self._forget()
-        self._replay()
-        self._fetch_from(sender)
+            self._gather(process, go_on)
 
-    def _follows(self, term):
-        """Return whether the leader of a term may be followed, and note that it is."""
-        if self.machine.term or not self.machine.may_confirm(term) or term < self.disk.mirrored:
-            return False
-        self.disk.mirrored = term
-        return True
+    def kill(self, loses=False, reason=""):
+        """End the process; with `loses` the machine, with what its disk had not been asked to write."""
+        self.alive, self.is_off = False, loses
+        for stream in [*getattr(self, "streams", ()), getattr(self, "stream", None)]:
+            if stream is not None and stream.is_open:
+                stream.is_open = False
+                if stream.leader is self and not loses:
+                    self.world.after(0.01, stream._arrive, HubUnreachable("connection reset"))
+        self.process = None
+        if loses:
+            self.disk.crash()
 
-    def on_chunk(self, sender, term, asked, entries):
-        if asked != tuple(self.disk.log) or not self._follows(term):
+    def _end(self, error):
+        reason = str(error)
+        self.reasons.append(reason)
+        if not reason:
+            raise Violation(f"hub {self.number} ends without a reason")
+        if "another hub leads this run" in reason:
+            self.is_standby = True
+        elif isinstance(error, UserError):
+            self.accounts.refuses_folder(self.number, reason)
+        self.kill()
+        self.world.after(RESTART_S, self.restart, self.life)
+
+    def restart(self, life):
+        if not self.alive and life == self.life:
+            self.start()
+
+    def _every(self, period_s, call):
+        def again():
+            self.after(period_s, again)
+            if self.process is not None:
+                call()
+
+        self.after(period_s * self.world.random.random(), again)
+
+    # --- calls of others
+
+    def serve(self, method, *args):
+        """Return the answer of this process to a call, or the error that the caller gets.
+
+        It may be a function to be called later, which returns the answer then.
+        """
+        process = self.process
+        if process is None:
+            return PortClosed("it starts")
+        answer = self._tried(lambda: self._answer(process.core, method, *args))
+        if process.core is not None and process._leading is not None:
+            if method == "push" and isinstance(answer, pb.PushReply) and answer.accepted:
+                self.accounts.acknowledges(self, args[0], answer.receipt)
+            self._pump()
+        return answer
+
+    def _tried(self, call):
+        try:
+            return call()
+        except Refusal as refusal:
+            return HubRefused(refusal.code, refusal.text)
+        except ValueError as error:
+            return HubRefused(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except (OSError, NoSpace, JournalBroken) as error:
+            return HubUnreachable(str(error))
+
+    def _answer(self, core, method, *args):
+        """Return the answer of a core, or a function that returns it once it may be given."""
+        if method != "join" or self.process._leading is None:
+            return getattr(core, method)(*args)
+        reply, position = core.admit(*args)
+        guard, until_s = self.process._leading.guard, self.clock() + 2.0
+
+        def settle():
+            if not guard.leadership.acknowledges(position) and self.clock() < until_s:
+                return answer
+            reply.news.receipt.CopyFrom(guard.durable(position))
+            return reply
+
+        def answer():
+            return self._tried(settle)
+
+        return answer
+
+    def open_stream(self, follower, request, opened):
+        """Begin to send the journal to a follower."""
+        process = self.process
+        if process is None or process._leading is None:
+            refusal = HubRefused(grpc.StatusCode.FAILED_PRECONDITION, "this hub is a standby")
+            stream = Stream(self, follower, iter(()), opened)
+            self.world.after(0.01, stream._arrive, refusal)
             return
-        self.machine.note_leader(self.world.now)
-        self.leader = sender
-        for entry in entries:
-            self.disk.log.append(entry)
-            self._apply(len(self.disk.log), entry)
-        if entries:
-            self._fetch_from(sender)
+        stream = Stream(self, follower, iter(process.core.tail(request)), opened)
+        self.streams = [one for one in self.streams if one.is_open and one.follower is not follower]
+        self.streams.append(stream)
+        stream.pump()
 
-    def on_who_leads(self, sender):
-        self.world.send(
-            self.number, sender, "leads", self.machine.term, self.disk.voter.me, self.disk.voter.term
-        )
+    # --- steps
 
-    def on_leads(self, sender, term, replica, promised):
-        if self._leads(term):
-            self.machine.note_promise(replica, promised)
+    def _gather(self, process, then):
+        """Ask all others for their term, and go on with the answers that came in time."""
+        answers, waiting, asked = [], len(self.others), process._others._question()
 
-    def _leads(self, term):
-        """Return whether this hub leads; it gives up when somebody knows a higher term."""
-        if term > self.machine.term > 0:
-            self.machine.step_down()
-            self._follow()
-        return self.machine.term > 0
+        def take(address, answer):
+            nonlocal waiting
+            answers.append((address, answer))
+            waiting -= 1
+            if not waiting:
+                self.answers = answers
+                then()
 
-    def _follow(self):
-        self.waiting = []
-        self._replay()
+        for other in self.others:
+            self.call(other, "hello", asked, then=lambda answer, a=other.address: take(a, answer))
 
-    # --- work
+    def ask_others(self, ask):
+        process = self.process
 
-    def _fetch(self):
-        if not self.machine.term:
-            self.turn += 1
-            self._fetch_from(self.others[self.turn % len(self.others)])
+        def then():
+            if self.process is process:
+                ask()
 
-    def _fetch_from(self, hub):
-        length = len(self.disk.log)
-        self.disk.synced = length  # flushed before it is confirmed
-        term = self.disk.mirrored if self.machine.may_confirm(self.disk.mirrored) else 0
-        self.world.send(self.number, hub, "fetch", self.disk.voter.me, term, tuple(self.disk.log))
-
-    def _forget(self):
-        self.machine.forget(self._extent())
-        self._save()
-        self.disk.keep(0)
-
-    def _merge(self):
-        if self.machine.term and self.pending:
-            self._write([("version", self.version + 1, tuple(self.pending))])
+        self._gather(process, then)
 
     def _tick(self):
-        machine, now = self.machine, self.world.now
-        if not machine.term:
-            if now < self.electing_until:
-                until = self.electing_until
-                self._ask_voters(self._asks())
-                self.electing_until = until
+        process = self.process
+        leading, follower = process._leading, process._standby
+        if leading is not None:
+            self._lead(leading)
+        else:
+            self._follow(follower)
+        if self.process is process and process.is_over:
+            self._finish(process)
+
+    def _lead(self, leading):
+        if leading.is_over:
             return
-        if machine.is_overtaken and machine.may_stand(now):
-            machine.stand(self._extent())
-        if not machine.holds_lease(now):
-            for other in self.others:
-                self.world.send(self.number, other, "who_leads")
-        self._write(machine.propose(*self._wanted()))
-        self._save()
-        self._ask_voters(machine.asks)
-        self._release()
+        try:
+            leading.engine.turn()
+            leading.ledger.journal.check_place()
+        except Exception as error:
+            leading.engine.fail(error)
+        if leading.leadership.has_others and not leading.is_over:
+            leading.look_at_voters()
+        self._pump()
 
-    def _wanted(self):
-        machine, now = self.machine, self.world.now
-        silent = machine.silent(now, SILENT_S)
-        heard = machine.followers(now - SILENT_S)
-        near = {one for one in heard if machine.confirmed(one) >= (1, len(self.disk.log) - 5)}
-        kept = set(machine.configs[-1].replicas) | near
-        live = sorted(voter for voter, at_s in self.nodes.values() if now - at_s < EXPIRE_S)
-        return kept - silent, live[:7]
+    def _pump(self):
+        for stream in list(self.streams):
+            stream.pump()
 
-    def _asks(self, invited=False):
-        """Return what this hub asks of voters: as a leader, or as a candidate."""
-        machine = self.machine
-        if machine.term:
-            return machine.asks
-        if machine.why_not(self._extent()) or not (invited or machine.may_stand(self.world.now)):
-            return None
-        self.electing_until = self.world.now + EXPIRE_S
-        return machine.stand(self._extent())
+    def _finish(self, process):
+        if process.may_follow:
+            for stream in self.streams:
+                stream.is_open = False
+            self.is_standby = True
+            return self._begin(follows=True)
+        try:
+            process.exit_code()
+            reason = (process._leading or process._standby).failure
+        except UserError as error:
+            reason = str(error)
+            if process._leading.guard.lacking:
+                self.accounts.lacks(self.number, reason)
+        self._end(Exception(reason))
 
-    def _extent(self):
-        return self._term(), 1, len(self.disk.log)
-
-    def _ask_voters(self, proposal):
-        if proposal is not None:
-            for other in self.others:
-                self.world.send(self.number, other, "propose", proposal)
-
-    def _count(self, answer, *, from_node):
-        machine, now = self.machine, self.world.now
-        before = machine.term
-        if answer.ballot[1]:
-            agreed = machine.count_acceptance(answer, now) if machine.term else []
-            self._write(agreed)
-            if any(entry.number == 1 for entry in agreed):
-                self._check()
-        elif not machine.term or machine.is_overtaken:
-            won = machine.count_vote(answer, now, now - EXPIRE_S)
-            self._save()
-            if won:
-                self.disk.mirrored = 0
-                if not before:
-                    self.waiting, self.nodes = [], {}
-                self._write(won)
-                if any(isinstance(entry, Agreed) for entry in won):
-                    self._check()
-        if before and not machine.term:
-            self._follow()
-        self._save()
-        self._release()
-
-    def _check(self):
-        self.world.accounts.check_log(self.number, self.pushes(), self.machine.term)
-
-    def pushes(self):
-        """Return (node, seq) of every push in the journal, in order."""
-        return [(e[1], e[2]) for e in self.disk.log if isinstance(e, tuple) and e[0] == "push"]
-
-    def _may_tell(self, position):
-        machine, agreed = self.machine, self.machine.configs[:1]
-        enough = bool(agreed) and (len(agreed[0].replicas) >= self.least or not agreed[0].electors)
-        return enough and position <= self.disk.synced and (1, position) <= machine.acknowledged()
-
-    def _release(self):
-        """Acknowledge what is on all disks that count."""
-        if not self.machine.term:
-            self.waiting = []
+    def _ask_for_votes(self):
+        requests, leadership = self.process._vote_requests, self.process._leadership
+        if (asks := leadership.asks()) is None:
             return
-        left = []
-        for position, node, seq in self.waiting:
-            if not self._may_tell(position):
-                left.append((position, node, seq))
-                continue
-            self.world.accounts.acknowledges(self.number, self.machine.term, (node, seq))
-            self.world.send(self.number, node, "acknowledged", self.machine.term, seq)
-        self.waiting = left
+        request = requests.request(asks)
+        for other in self.others:
+
+            def take(answer, address=other.address):
+                if isinstance(answer, pb.Answer):
+                    self._count(requests, address, answer)
+
+            self.call(other, "propose", request, then=take)
+
+    def _count(self, requests, address, answer):
+        process = self.process
+        try:
+            requests.take(address, answer)
+        except OSError:
+            if not process.is_over:
+                raise
+
+    # --- a follower
+
+    def _follow(self, follower):
+        while follower.apply():
+            pass
+        if follower.failure or follower.leading is not None:
+            return
+        if self.stream is not None:
+            if self.clock() - self.said_s > SILENT_S:
+                self._lost(follower, HubUnreachable("silent"))
+        elif not self.searches and self.clock() >= self.search_s:
+            self.searches = True
+            self._gather(self.process, lambda: self._found(follower))
+        self._confirm(follower)
+
+    def _found(self, follower):
+        self.searches = False
+        if self.process is None or self.process._standby is not follower or follower.leading is not None:
+            return
+        if (leader := follower.leader()) is None:
+            self._lost(follower, None)
+        else:
+            self._open(follower, leader)
+
+    def _open(self, follower, leader):
+        address, term = leader
+        other = next(one for one in self.others if one.address == address)
+        try:
+            request = follower.tail_request(term)
+        except Exception as error:
+            return self._lost(follower, error)
+        opened = SimpleNamespace(leader=leader)
+        self.stream = opened
+        self.said_s = self.clock()
+
+        def take(stream, item):
+            if self.stream is opened and self.process is not None and follower.leading is None:
+                opened.is_open, opened.leader_host = True, other
+                self._take(follower, stream, item, leader)
+
+        def reach():
+            other.awake(other.life, other.open_stream, self, request, take)
+
+        opened.is_open = False
+        self.world.carry(self, other, reach)
+
+    def _take(self, follower, stream, item, leader):
+        self.said_s = self.clock()
+        address, term = leader
+        if item is None or isinstance(item, Exception):
+            stream.is_open = False
+            return self._lost(follower, item)
+        try:
+            goes_on = follower.take(item, term, address)
+        except Exception as error:
+            stream.is_open = False
+            return self._lost(follower, error)
+        if not goes_on:
+            stream.is_open = False
+            return self._open(follower, leader)
+        if not self.confirms:
+            self.confirms += 1
+            self.after(0.1, self._confirm_soon, follower)
+
+    def _lost(self, follower, ended):
+        self.stream = None
+        try:
+            self.search_s = self.clock() + follower.lost_leader(ended)
+        except Exception as error:
+            follower._fail(error)
+
+    def _confirm_soon(self, follower):
+        self.confirms = 0
+        if self.process is not None and self.process._standby is follower and follower.leading is None:
+            while follower.apply():
+                pass
+            self._confirm(follower)
+
+    def _confirm(self, follower):
+        if self.stream is None or not follower.term:
+            return
+        try:
+            request = follower.confirmer.request(follower.term)
+        except Exception as error:
+            return follower._fail(error)
+        if request is None:
+            return
+        leader = next(one for one in self.others if one.address == self.stream.leader[0])
+
+        def then(answer):
+            wants = isinstance(answer, pb.ConfirmReply) and answer.stand
+            if wants and self.process is not None and self.process._standby is follower:
+                follower.ask_for_votes(invited=True)
+
+        self.call(leader, "confirm", request, then=then)

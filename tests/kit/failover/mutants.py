@@ -1,159 +1,147 @@
-"""The protocol as it was, one fault at a time, and other protocols that only look right."""
+"""Production code with one mistake each: what a simulation must find."""
 
-from aedit.async_sgd.replication import Replica
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+from aedit.async_sgd.journal import receipts
+from aedit.async_sgd.replication import Leadership, Mirror, Replica, replica, stream_journal
 from aedit.async_sgd.replication.replica import END
-from aedit.async_sgd.rules import Agreed, Configured
-from aedit.proto.rpc import Voter
-from kit.failover.hub import SimHub
-from kit.failover.node import SimNode
+from aedit.async_sgd.rules import Agreed
+from aedit.async_sgd.service import driver
+from aedit.launch.hub.leading import LeadingHub
+from aedit.launch.hub.standby import Standby
+from aedit.proto.rpc import Voter, votes
+from aedit.proto.rpc import hub_pb2 as pb
+from kit.failover.hub import HubProcess
 
 
-class LeadsWhatItMirrored(Replica):
-    """(a) A hub that followed leads after a restart, under the term in its journal."""
-
-    def may_resume(self, journal_term):
-        return journal_term > 0
-
-    def resume(self, now):
-        self.term = self.configs[-1].term
-        alone = Configured(self.term, self.configs[-1].number + 1, self.voter.me, (self.voter.me,))
-        self.configs = (alone,)
-        return [alone, Agreed(*alone.ballot)]
+@contextmanager
+def patched(*patches):
+    with ExitStack() as held:
+        for place, name, value in patches:
+            held.enter_context(mock.patch.object(place, name, value))
+        yield
 
 
-class TakesOverWithoutRecords(Replica):
-    """(b) A hub leads although it lacks records: voters do not ask for them, and neither does it."""
-
-    def why_not(self, extent):
-        return "" if self.configs else "it has no journal"
+def remove(self, segment=0, offset=0, *, keep):
+    """Delete what the leader does not have."""
+    original_remove(self, segment, offset, keep=False)
 
 
-class Credulous(Voter):
-    """(b) A voter that does not ask what a candidate has."""
-
-    __slots__ = ()
-
-    def answer(self, proposal, known_term=0):
-        after, answer = Voter(self.me, self.term, self.voted_for).answer(proposal, known_term)
-        return Credulous(after.me, after.term, after.voted_for, self.accepted, self.seen), answer
-
-
-class GoesOnAlone(Replica):
-    """(c) A leader that is cut off takes the silent replicas out by itself, and acknowledges."""
-
-    def propose(self, replicas, electors):
-        decided = super().propose(replicas, electors)
-        if decided and self._agreement is not None and len(self.configs[-1].replicas) == 1:
-            self.configs, self._agreement = self.configs[-1:], None
-            return [*decided, Agreed(*self.configs[-1].ballot)]
-        return decided
+@contextmanager
+def deciding(self):
+    """Decide on the state itself, and write it down afterwards."""
+    with self._change:
+        before = self._replica.voter
+        self._replica.least = self._least()
+        yield self._replica
+        if self._replica.voter != before:
+            self._save(self._replica.voter)
+        self._change.notify_all()
 
 
-class AcknowledgesAlone(Replica):
-    """A leader that acknowledges what only its own disk has."""
-
-    def acknowledged(self):
-        return END if self.term else (0, 0)
+def sync(self):
+    """Return what is written, and flush nothing."""
+    return self.position
 
 
-class NewestOnly(Replica):
-    """Agreement by the newest configuration, without the ones before it."""
+class Instead:
+    """Another object, but for some attributes."""
 
-    def _ask_for_agreement(self):
-        decided = super()._ask_for_agreement()
-        if self._agreement is not None:
-            self._agreement.configs = self.configs[-1:]
-            own = self.voter.answer(self._agreement.proposal)[1]
-            return self.count_acceptance(own, 0.0)
-        return decided
+    def __init__(self, other, **own):
+        self.__dict__.update(own, _other=other)
+
+    def __getattr__(self, name):
+        return getattr(self._other, name)
 
 
-class Appointed(SimHub):
-    """A successor that leads because the leader says so, without a vote."""
-
-    def on_stand(self, sender):
-        if not self.machine.term and self.machine.configs:
-            self.disk.mirrored = 0
-            self._write(self.machine.force(self._term(), 1))
-            self._save()
+def stream(ledger, request, check_leads):
+    """Stream what is written, and flush nothing."""
+    return stream_journal(
+        Instead(ledger, journal=Instead(ledger.journal, sync=lambda position: None)), request, check_leads
+    )
 
 
-class YieldsToAnybody(Replica):
-    """A leader that gives way to a hub that lacks records, and voters that do not ask for them."""
-
-    def yield_to(self, replica, until_s):
-        self._successor, self._yields_until_s = replica, until_s
-        return bool(self.term)
-
-    def why_not(self, extent):
-        return "" if self.configs else "it has no journal"
+def confirm(self, request):
+    """Count a confirmation of whatever term."""
+    self._guard.check_term(request.term)
+    if not request.replica:
+        return pb.ConfirmReply()
+    stand = self._guard.leadership.confirm(request.replica, (request.segment, request.offset), "")
+    return pb.ConfirmReply(stand=stand)
 
 
-class ComparesNothing(SimHub):
-    """A leader that lets a follower keep all that it has."""
-
-    def _has(self, log):
-        return len(log) <= len(self.disk.log)
+def granting(self, proposal):
+    """Vote for a proposer without what was acknowledged."""
+    return original_granting(Voter(self.me, self.term, self.voted_for, key=self.key), proposal)
 
 
-def hub_with(machine, *, voter=Voter, forgets=False):
-    """Return a simulated hub whose state machine is `machine`."""
-
-    class Mutant(SimHub):
-        make = machine
-        volatile_votes = forgets
-
-        def __init__(self, world, number, hubs):
-            super().__init__(world, number, hubs)
-            self.disk.voter = voter(self.disk.voter.me)
-
-    return Mutant
+def granting_twice(self, proposal):
+    """Vote for everybody who asks under one term."""
+    if proposal.number:
+        return original_granting(self, proposal)
+    lower = Voter(self.me, min(self.term, proposal.term - 1), 0, self.accepted, self.seen, key=self.key)
+    return original_granting(lower, proposal)
 
 
-def node_with(*, voter=Voter, forgets=False):
-    """Return a simulated node whose register is `voter`."""
-
-    class Mutant(SimNode):
-        volatile_votes = forgets
-
-        def __init__(self, world, number, hubs):
-            super().__init__(world, number, hubs)
-            self.voter = voter(self.voter.me)
-
-    return Mutant
+def propose(self, replicas, electors):
+    """Take silent replicas out without an agreement, and acknowledge."""
+    decided = original_propose(self, replicas, electors)
+    if decided and self._agreement is not None and len(self.configs[-1].replicas) == 1:
+        self.configs, self._agreement = self.configs[-1:], None
+        return [*decided, Agreed(*self.configs[-1].ballot)]
+    return decided
 
 
-class VotesTwice(Voter):
-    """(d) A voter that votes for everybody who asks under one term."""
+def ask_for_agreement(self):
+    """Ask for a quorum of the newest configuration, and not of those before it."""
+    decided = original_ask(self)
+    if self._agreement is not None:
+        self._agreement.configs = self.configs[-1:]
+        return self.count_acceptance(self.voter.answer(self._agreement.proposal)[1], 0.0)
+    return decided
 
-    __slots__ = ()
 
-    def answer(self, proposal, known_term=0):
-        term = min(self.term, proposal.term - 1) if not proposal.number else self.term
-        before = Voter(self.me, term, proposal.proposer, self.accepted, self.seen)
-        after, answer = before.answer(proposal, known_term)
-        return VotesTwice(after.me, after.term, after.voted_for, after.accepted, after.seen), answer
-
+original_remove, original_granting = Mirror._remove, Voter._granting
+original_propose, original_ask = Replica.propose, Replica._ask_for_agreement
+original_forget = Leadership.forget
 
 MUTANTS = {
-    "a: a restarted hub leads under a term that it only mirrored": (hub_with(LeadsWhatItMirrored), SimNode),
-    "b: a candidate that lacks acknowledged records is elected": (
-        hub_with(TakesOverWithoutRecords, voter=Credulous),
-        node_with(voter=Credulous),
-    ),
-    "c: a hub that is cut off goes on alone": (hub_with(GoesOnAlone), SimNode),
-    "d: a voter votes twice in one term": (hub_with(Replica, voter=VotesTwice), node_with(voter=VotesTwice)),
-    "d: votes are not on disk before they are sent": (
-        hub_with(Replica, forgets=True),
-        node_with(forgets=True),
-    ),
-    "a leader acknowledges what only its own disk has": (hub_with(AcknowledgesAlone), SimNode),
-    "a leader appoints its successor without a vote": (Appointed, SimNode),
-    "a leader hands over to a hub that is not in sync": (
-        hub_with(YieldsToAnybody, voter=Credulous),
-        node_with(voter=Credulous),
-    ),
-    "a follower keeps records that the leader does not have": (ComparesNothing, SimNode),
-    "a configuration needs no quorum of the one before": (hub_with(NewestOnly), SimNode),
+    "a hub leads with an older copy of its folder": [
+        (HubProcess, "_is_behind", lambda self, own: False),
+        (Mirror, "_remove", remove),
+    ],
+    "an answer counts for the voter that it names": [(votes, "check_signer", lambda message, voter: None)],
+    "the term of a refusal is believed without a bound": [
+        (replica, "TERM_STEP", 2**62),
+        (votes, "TERM_STEP", 2**62),
+    ],
+    "a vote is given before its write has succeeded": [(Leadership, "_deciding", deciding)],
+    "a leader without room leads on": [(LeadingHub, "_resign", lambda self: None)],
+    "no fdatasync before a confirmation": [(Mirror, "sync", sync)],
+    "a leader streams what it has not synced": [(driver, "stream_journal", stream)],
+    "confirmations of another term are counted": [(driver.Driver, "confirm", confirm)],
+    "other records are not compared": [
+        (receipts.Receipts, "has", lambda self, position, chain: position <= self._journal.position)
+    ],
+    "what is forgotten is not passed on": [(Replica, "forget", lambda self, confirmed: None)],
+    "a follower that fetches anew forgets what it confirmed": [
+        (Leadership, "forget", lambda self, confirmed: original_forget(self, (0, 0, 0)))
+    ],
+    "votes are never saved": [(Voter, "save", lambda self, path: None)],
+    "a candidate ignores what was acknowledged": [
+        (Replica, "why_not", lambda self, extent: "" if self.configs else "it has no journal")
+    ],
+    "a voter ignores what was acknowledged": [(Voter, "_granting", granting)],
+    "a voter votes twice in one term": [(Voter, "_granting", granting_twice)],
+    "a hub leads under a term that it only mirrored": [
+        (Replica, "may_resume", lambda self, term: bool(self.configs))
+    ],
+    "a hub that is cut off goes on alone": [(Replica, "propose", propose)],
+    "a leader acknowledges what only its own disk has": [
+        (Replica, "acknowledged", lambda self: END if self.term else (0, 0))
+    ],
+    "a configuration needs no quorum of the one before": [(Replica, "_ask_for_agreement", ask_for_agreement)],
+    "a follower goes on after a damaged chunk": [(Standby, "_fetch_anew", lambda self, error: None)],
 }
-"""By name: the simulated hub and node."""
+"""Attributes of production code and their replacements, by what is wrong with them."""

@@ -1,89 +1,200 @@
-"""A simulated node: it pushes, reports, and votes when its hub does not answer."""
+"""A node of the simulation: it joins, pushes, reports, and votes with the elector of production."""
 
-from aedit.proto.rpc import Voter
-from kit.failover.hub import EXPIRE_S
-from kit.failover.world import Violation
+import numpy as np
 
-BEAT_S = 0.2
+from aedit.proto.agent.membership import Elector
+from aedit.proto.rpc import MOST_TERM, Caller, HubRefused, votes
+from aedit.proto.rpc import hub_pb2 as pb
+from aedit.proto.rpc.votes import VoteReply, answer_out, identity_of
+from kit.failover.disk import DISKS, SYSTEM, Disk, SimPath
+from kit.failover.world import Process, Violation
+
+BEAT_S, AGAIN_S, SILENT_S = 1.5, 0.5, 2.5
+CALLER = Caller("ipv4:127.0.0.1")
 
 
-class SimNode:
-    """One node; `voter` and its accounts are on disk."""
+class SimNode(Process):
+    """One node; its votes are on disk."""
 
-    volatile_votes = False
+    elector = Elector
+    lies = False
+    """It signs false answers with its valid key."""
 
     def __init__(self, world, number, hubs):
-        self.world, self.number, self.hubs = world, number, hubs
-        self.voter = Voter(1000 * (number + 1))
-        self.seq, self.acked = 1, 0
-        self.version, self.known_term = 0, 0
-        self.alive, self.life, self.paused_until = False, 0, 0.0
+        super().__init__(world, number)
+        self.hubs, self.name = hubs, f"node{number}"
+        DISKS[f"n{number}"] = self.disk = Disk(world.random)
+        self.file = SimPath(f"/n{number}/votes.json")
+        self.who, self.hub, self.acked, self.seq = pb.Who(run="run"), hubs[0], 0, 0
+        self.receipt = pb.Receipt()
+        self.is_member = self.may_join = True
+        self.version = self.count = 0
+        self.brings = False
 
     def start(self):
         self.alive, self.life = True, self.life + 1
-        if self.volatile_votes:
-            self.voter = Voter(self.voter.me)
-        self.hub, self.term = self.hubs[0], 0
-        self.heard_s, self.turn, self.answered = self.world.now, 0, None
-        self.world.after(BEAT_S * self.world.random.random(), self._beat, self.life)
+        self.votes = self.elector(self.file)
+        self.is_member = self.is_joining = self.is_pushing = self.is_asking = False
+        self.again_s = 0.0
+        self.heard_s, self.turn = self.clock(), 0
+        self.after(BEAT_S * self.world.random.random(), self._beat)
 
-    def kill(self, loses):
+    def kill(self, loses=False):
         self.alive = False
         if loses:  # another machine takes its place: its votes are gone with its disk, and so is its identity
-            self.voter = Voter(self.voter.me + 1)
+            self.disk.names.pop(str(self.file), None)
 
-    def receive(self, sender, kind, args):
-        if self.alive:
-            getattr(self, f"on_{kind}")(sender, *args)
+    def restart(self, life):
+        if not self.alive and life == self.life:
+            self.start()
 
-    def _beat(self, life):
-        if not self.alive or life != self.life:
-            return
-        self.world.after(BEAT_S, self._beat, life)
-        self.answered = None
-        self.world.send(self.number, self.hub, "beat", self.term, self.voter.me)
-        self.world.send(self.number, self.hub, "push", self.term, self.seq)
-        if self.world.now - self.heard_s > EXPIRE_S:
+    def serve(self, method, *args):
+        raise AssertionError("nodes are not called")
+
+    def claim(self):
+        return pb.Claim(receipt=self.receipt, seqs=[self.acked], versions=[self.version])
+
+    def _beat(self):
+        self.after(BEAT_S, self._beat)
+        if self.clock() - self.heard_s > SILENT_S:
             self._ask_another()
+        elif not self.is_member:
+            self._join()
+        else:
+            request = pb.HeartbeatRequest(
+                who=self.who, steps=1, steps_per_s=1.0, state="training", claim=self.claim()
+            )
+            self.call(self.hub, "heartbeat", request, then=self._heard)
+            self._push()
+
+    def _join(self):
+        if self.is_joining:
+            return
+        self.is_joining, hub = True, self.hub
+        layout = [pb.Unit(name="unit", tensors=[pb.Tensor(name="w", shape=[2])])]
+        request = pb.JoinRequest(
+            who=self.who,
+            name=self.name,
+            layout=layout,
+            num_samples=1000,
+            offer=self.votes.shown,
+            rejoin=b"secret of " + self.name.encode(),
+            claim=self.claim(),
+        )
+
+        def joined(reply):
+            self.is_joining = False
+            if hub is not self.hub or self._is_refused(reply) or reply.term < self.who.term:
+                return
+            self.who = pb.Who(run="run", term=reply.term, node=reply.node, session=reply.session)
+            if reply.seqs[0] < self.acked and not self.hub.accounts.is_excused:
+                raise Violation(f"{self.name}: push {self.acked} was acknowledged, and {reply.seqs} is known")
+            self.seq = self.acked = reply.seqs[0]
+            self.is_member, self.brings = True, reply.founder
+            self._heard(reply.news)
+            self._push()
+
+        self.call(self.hub, "join", request, CALLER, then=joined, timeout_s=2.0)
+
+    def _push(self):
+        if self.is_pushing or not self.is_member or not (self.brings or self.version):
+            return
+        self.is_pushing, hub, seq = True, self.hub, self.seq + 1
+        data = np.array([seq, self.number], np.float32).tobytes()
+        head = pb.PushHead(
+            who=self.who,
+            unit=0,
+            seq=seq,
+            base=0 if self.brings else self.version,
+            steps=1,
+            tokens=10,
+            codec="fp32",
+            num_bytes=len(data),
+        )
+
+        def pushed(reply):
+            self.is_pushing = False
+            if hub is not self.hub or not self.is_member:
+                return
+            if self._is_refused(reply):
+                if self.clock() >= self.again_s:
+                    self.again_s = self.clock() + AGAIN_S
+                    self.after(AGAIN_S, self._push)
+                return
+            self.brings, self.seq = False, seq
+            if reply.accepted:
+                self.acked = seq
+                self.count += 1
+                self._note_receipt(reply.receipt)
+
+        self.call(hub, "push", head, memoryview(data), then=pushed, timeout_s=3.0)
+
+    def _note_receipt(self, receipt):
+        if (receipt.segment, receipt.offset) > (self.receipt.segment, self.receipt.offset):
+            self.receipt = receipt
+
+    def _is_refused(self, reply):
+        """Return whether a reply is an error, and act on it."""
+        if not isinstance(reply, Exception):
+            self.heard_s = self.clock()
+            return False
+        code = reply.code.name if isinstance(reply, HubRefused) else "UNAVAILABLE"
+        if code == "FAILED_PRECONDITION":
+            self._ask_another()
+        elif code in ("NOT_FOUND", "ABORTED", "INVALID_ARGUMENT"):
+            self.is_member = False
+        elif code == "RESOURCE_EXHAUSTED":  # the hub may wait for votes
+            self.heard_s = self.clock()
+            self._vote(self.hub)
+        return True
+
+    def _heard(self, news):
+        if self._is_refused(news):
+            return
+        self.who.term = max(self.who.term, news.term)
+        self._note_receipt(news.receipt)
+        for unit in news.units:
+            if unit.version < self.version and not self.hub.accounts.is_excused:
+                raise Violation(f"{self.name} had version {self.version}, and {unit.version} is shown")
+            self.version = unit.version
+        if news.asks:
+            self._vote(self.hub)
 
     def _ask_another(self):
         self.turn += 1
-        self.world.send(self.number, self.hubs[self.turn % len(self.hubs)], "poll", None)
+        self._vote(self.hubs[self.turn % len(self.hubs)])
 
-    def _is_current(self, term):
-        """Take over a higher term; return False for a lower one."""
-        if term < self.term:
-            return False
-        self.term = term
-        return True
-
-    def on_refused(self, sender, hub):
-        if hub == self.hub:
-            self._ask_another()
-
-    def on_waits(self, sender, hub):
-        if hub == self.hub:
-            self.world.send(self.number, hub, "poll", None)
-
-    def on_news(self, sender, term, version, parts, asks):
-        if sender != self.hub or not self._is_current(term):
+    def _vote(self, hub, answer=None, asked=None, count=0):
+        if not self.who.session or self.is_asking:
+            if not self.who.session and hub is not self.hub:
+                self.hub, self.heard_s = hub, self.clock()
             return
-        if asks:
-            self.world.send(self.number, sender, "poll", None)
-        self.heard_s = self.world.now
-        self.world.accounts.tells(version, parts)
-        if term > self.known_term and version < self.version:
-            raise Violation(f"node {self.number} had version {self.version}, and term {term} has {version}")
-        self.version, self.known_term = max(version, self.version), term
+        self.is_asking = True
+        request = pb.TakeOverRequest(who=self.who, answer=answer or self.votes.shown)
+        if self.lies:
+            request.answer.CopyFrom(self._lie(request.answer))
 
-    def on_acknowledged(self, sender, term, seq):
-        if seq == self.seq and self._is_current(term):
-            self.acked, self.seq = seq, seq + 1
+        def answered(reply):
+            self.is_asking = False
+            if isinstance(reply, Exception):
+                return
+            if reply.leads and reply.term >= self.who.term:
+                self.is_member = self.is_member and hub is self.hub and reply.term == self.who.term
+                self.hub, self.heard_s, self.who.term = hub, self.clock(), reply.term
+            if reply.HasField("asks") and reply.asks != asked and count < 3:
+                try:
+                    own = self.votes.answer(reply.asks, self.who.term)
+                except OSError:
+                    return
+                self._vote(hub, own, reply.asks, count + 1)
 
-    def on_polled(self, sender, term, proposal):
-        if proposal is not None and proposal != self.answered:
-            self.answered = proposal
-            self.voter, answer = self.voter.answer(proposal)
-            self.world.send(self.number, sender, "poll", answer)
-        elif term and self._is_current(term) and sender != self.hub and term >= self.term:
-            self.hub, self.heard_s = sender, self.world.now
+        self.call(hub, "take_over", request, then=answered)
+
+    def _lie(self, answer):
+        """Return a false answer: in the name of another voter, of a term far above, or one that grants."""
+        chance, key = SYSTEM.random, votes.SigningKey(bytes.fromhex(self.votes._voter.key))
+        term = chance.choice((answer.term, MOST_TERM - 1, 2**40, answer.term + 1))
+        voter = chance.choice((identity_of(key.public), *(hub.identity for hub in self.hubs)))
+        return answer_out(
+            VoteReply(voter, answer.proposer, (answer.ballot.term, answer.ballot.number), True, term), key
+        )

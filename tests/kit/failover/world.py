@@ -4,9 +4,10 @@ Deterministic: a history is its seed and its list of faults.
 """
 
 import heapq
-import math
 import random
 from dataclasses import dataclass, field
+
+from aedit.proto.rpc import HubUnreachable, PortClosed
 
 
 class Violation(AssertionError):
@@ -15,7 +16,7 @@ class Violation(AssertionError):
 
 @dataclass(frozen=True)
 class Fault:
-    """At `at_s` something happens to `who`; see `schedule.apply`."""
+    """At `at_s` something happens to `who`; see `histories.Simulation`."""
 
     at_s: float
     kind: str
@@ -38,37 +39,52 @@ class Network:
     """Ordered pairs (from, to) that let nothing through."""
 
 
-@dataclass
-class Accounts:
-    """Acknowledgements that nodes have received."""
+class Process:
+    """A process that may be dead, or paused; its clock has a rate and an origin of its own."""
 
-    acknowledged: dict = field(default_factory=dict)
-    """Term in which it was first acknowledged, by (node, seq) of a push."""
-    leaders: dict = field(default_factory=dict)
-    """Hub that has acknowledged something, by term."""
-    versions: dict = field(default_factory=dict)
-    """Pushes in an anchor, by its version."""
+    def __init__(self, world, number):
+        self.world, self.number = world, number
+        self.alive, self.is_off, self.paused_until, self.life = False, False, 0.0, 0
+        self.rate, self.began_s = world.random.uniform(0.9, 1.1), world.random.uniform(0, 1e4)
 
-    def acknowledges(self, hub, term, push):
-        first = self.leaders.setdefault(term, hub)
-        if first != hub:
-            raise Violation(f"hubs {first} and {hub} have both acknowledged under term {term}")
-        self.acknowledged.setdefault(push, term)
+    def clock(self):
+        return self.began_s + self.rate * self.world.now
 
-    def tells(self, version, parts):
-        if self.versions.setdefault(version, parts) != parts:
-            raise Violation(f"version {version} is {self.versions[version]} and {parts}")
+    def after(self, delay_s, call, *args):
+        """Call after a time by the clock of this process, if it is alive and no other one by then."""
+        self.world.after(delay_s / self.rate, self.awake, self.life, call, *args)
 
-    def check_log(self, hub, pushes, term=math.inf):
-        """Check the journal of a hub whose first configuration in a term is agreed, or that leads at the end.
+    def awake(self, life, call, *args):
+        if not self.alive or life != self.life:
+            return
+        if self.world.now < self.paused_until:
+            self.world.at(self.paused_until + 1e-6, self.awake, life, call, *args)
+        else:
+            call(*args)
 
-        A leader that was paused may learn of the agreement when another one leads already.
-        """
-        if len(set(pushes)) != len(pushes):
-            raise Violation(f"hub {hub} has a push twice: {sorted(pushes)}")
-        lost = {push for push, at in self.acknowledged.items() if at <= term} - set(pushes)
-        if lost:
-            raise Violation(f"hub {hub} leads and lacks acknowledged pushes: {sorted(lost)}")
+    def call(self, to, method, *args, then, timeout_s=1.0):
+        """Call another process; `then` gets its answer, HubRefused or HubUnreachable, exactly once."""
+        life, waits = self.life, [True]
+
+        def finish(answer):
+            if waits:
+                waits.clear()
+                then(answer)
+
+        def serve():
+            if not to.alive:
+                if not to.is_off:
+                    reply(PortClosed(f"{method}: nothing listens at {to.number}"))
+            else:
+                to.awake(to.life, lambda: reply(to.serve(method, *args)))
+
+        def reply(answer):
+            if callable(answer):  # the other one waits for something
+                return to.after(0.1, lambda: reply(answer()))
+            self.world.carry(to, self, self.awake, life, finish, answer)
+
+        self.world.carry(self, to, serve, may_repeat=True)
+        self.after(timeout_s, finish, HubUnreachable(f"{method}: no answer of {to.number}"))
 
 
 class World:
@@ -76,9 +92,10 @@ class World:
 
     def __init__(self, seed):
         self.now, self.random = 0.0, random.Random(seed)
-        self.network, self.accounts = Network(), Accounts()
-        self.processes = {}
+        self.network = Network()
         self._events, self._count = [], 0
+        self.check = lambda: None
+        """Called after every event."""
 
     def at(self, time_s, call, *args):
         self._count += 1
@@ -87,18 +104,19 @@ class World:
     def after(self, delay_s, call, *args):
         self.at(self.now + delay_s, call, *args)
 
-    def send(self, sender, to, kind, *args):
-        """Send a message; it may arrive late, twice, in another order or never."""
+    def carry(self, sender, to, call, *args, may_repeat=False):
+        """Carry a message; it may arrive late, in another order or never, and some of them twice."""
         net, chance = self.network, self.random.random
         if net.loss and chance() < net.loss:
             return
-        self.after(net.delay_s * (0.2 + 2 * chance()), self._deliver, sender, to, kind, args)
-        if net.repeat and chance() < net.repeat:
-            self.after(net.delay_s * 100 * chance(), self._deliver, sender, to, kind, args)
+        pair = (sender.number, to.number)
+        self.after(net.delay_s * (0.2 + 2 * chance()), self._arrive, pair, call, args)
+        if may_repeat and net.repeat and chance() < net.repeat:
+            self.after(net.delay_s * 100 * chance(), self._arrive, pair, call, args)
 
-    def _deliver(self, sender, to, kind, args):
-        if (sender, to) not in self.network.cut:
-            self.processes[to].receive(sender, kind, args)
+    def _arrive(self, pair, call, args):
+        if pair not in self.network.cut:
+            call(*args)
 
     def run(self, until_s, done=lambda: False):
         """Run until that time, or until `done`; return whether it was done."""
@@ -106,6 +124,7 @@ class World:
         while events and events[0][0] <= until_s:
             self.now, _, call, args = heapq.heappop(events)
             call(*args)
+            self.check()
             if done():
                 return True
         self.now = until_s
