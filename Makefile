@@ -16,7 +16,7 @@ WORKERS := 2
 BENCHMARKS := overhead run_cost straggler quality async_quality bandwidth hub agent swarm chaos poison elastic joining soak peers rollout choice decode vllm_engine drift idle tail off_policy rl_nodes rl_speed rl_servers versions audit serve heart \
 	offload_gpu rollout_gpu
 
-.PHONY: help install run run-rl run-heart vllm proto lint types check test suite test-slow test-vllm bench docs clean
+.PHONY: help install run run-rl run-heart vllm proto lint types check test suite test-slow test-vllm test-browser bench docs clean
 
 help:
 	@echo "make run        train a small model on an unequal cluster of three nodes on this machine"
@@ -27,6 +27,7 @@ help:
 	@echo "make test-slow  the slow tests"
 	@echo "make vllm       an environment with vLLM for rollout workers, .venv-vllm: some minutes, 3.4 GB"
 	@echo "make test-vllm  the tests of vLLM in rollout workers"
+	@echo "make test-browser  the tests of the page in a headless Chromium, which it installs from Debian's packages as root"
 	@echo "make bench      every benchmark, one after the other"
 	@echo "make docs       the documentation site, in build/site"
 	@echo "make proto      generate the code for proto/*.proto anew"
@@ -72,6 +73,13 @@ vllm: $(VLLM)/installed
 
 test-vllm: $(VENV)/installed-test $(VLLM)/installed
 	$(PYTEST) tests/test_vllm.py
+
+# Without Chromium and the right to install it the tests skip themselves, as in make test.
+test-browser: $(VENV)/installed-test
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+		&& apt-get update -q && apt-get install -qy --no-install-recommends chromium; } \
+		|| echo "no Chromium: install the package chromium as root"
+	$(PYTEST) -m browser tests/test_page_browser.py
 
 # One that needs root or a GPU says so where it has none.
 bench: $(VENV)/installed

@@ -16,10 +16,12 @@ from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
+import psutil
 import pytest
 from kit.hub_processes import Client, HubProcess, ending, write_run
 from kit.rl_runs import RLNode
 from kit.rl_runs import closing as closing_nodes
+from kit.swarm_processes import swarm
 from kit.waiting import until
 from test_hub_views import line, node_at, write
 from test_views import Writer, full_run
@@ -358,8 +360,8 @@ def test_the_tables_of_the_html_have_the_rows_of_the_data(tmp_path):
 
 
 @contextmanager
-def serving(read, listen="127.0.0.1:0", keys=None):
-    server = serve_page(read, listen, keys)
+def serving(read, listen="127.0.0.1:0", keys=None, rollouts=lambda most: ()):
+    server = serve_page(read, listen, keys, rollouts)
     try:
         yield server.address
     finally:
@@ -541,17 +543,21 @@ def test_a_page_that_cannot_be_written_gets_one_line(tmp_path, capsys):
 def test_the_command_serves_until_a_signal(tmp_path):
     run_dir = text_run(tmp_path)
     words = [sys.executable, "-m", "aedit", "view", str(run_dir)]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-    try:
-        url = process.stdout.readline().split()[0]
-        address = url.removeprefix("http://").rstrip("/")
-        assert "known" in get(address)[2]
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(words, text=True, **pipes) as process:
+        try:
+            url = process.stdout.readline().split()[0]
+            address = url.removeprefix("http://").rstrip("/")
+            assert "known" in get(address)[2]
+            host, _, port = address.rpartition(":")
+            with closing(http.client.HTTPConnection(host, int(port), timeout=60)) as call:
+                call.request("GET", "/events")  # a page that is open ends with the server, without noise
+                assert call.getresponse().readline().startswith(b"data: ")
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(60) == 0
+            assert process.stderr.read() == ""
+        finally:
+            process.kill()
 
 
 def test_the_page_of_a_real_hub_shows_what_the_hub_says(tmp_path):
@@ -572,3 +578,62 @@ def test_the_page_of_a_real_hub_shows_what_the_hub_says(tmp_path):
             assert rows("pushes")[0][1] == "3"
             assert rows("hubs")[0][:2] == ["0", "1"]
         node.hub.close()
+
+
+def url_in(log_file):
+    """Return the address of the page in the output of `aedit view`; "" if there is none yet."""
+    found = re.search(r"https?://(\S+)/", log_file.read_text() if log_file.exists() else "")
+    return found[1] if found else ""
+
+
+def test_a_hub_serves_the_page_of_its_run_and_starts_it_again_when_it_dies(tmp_path):
+    with ending():
+        hub = HubProcess(write_run(tmp_path), tmp_path / "run" / "hub", "--hub.view=127.0.0.1:0")
+        node = Client(hub.address, name="box").found()
+        log_file = tmp_path / "run" / "hub" / "view.log"
+        address = until(lambda: url_in(log_file), "the page", limit_s=90)
+
+        def shown(place):
+            page = json.loads(get(place, "/data.json")[2])
+            parts = [part for each in page["sections"] for part in each["tables"] if part["name"] == "pace"]
+            return [row[1] for part in parts for row in part["rows"]]
+
+        def child():
+            children = psutil.Process(hub.process.pid).children()
+            return next((each for each in children if "view" in each.cmdline()), None)
+
+        until(lambda: shown(address) == ["box"], "the node on the page", limit_s=90)
+        log_file.write_text("")
+        child().kill()
+        again = until(lambda: url_in(log_file), "the page of the next process", limit_s=90)
+        assert shown(again) == ["box"]
+        page = child()
+        node.hub.close()
+        hub.kill()
+        until(lambda: not page.is_running(), "the end of the page with its hub", limit_s=60)
+
+
+@pytest.mark.parametrize("where", ["used", "elsewhere", "x"])
+def test_a_hub_refuses_an_address_of_the_page_in_one_line(tmp_path, where):
+    with socket.socket() as used:
+        used.bind(("127.0.0.1", 0))
+        used.listen()
+        place = {"used": f"127.0.0.1:{used.getsockname()[1]}", "elsewhere": "0.0.0.0:0"}.get(where, where)
+        words = ["--directory", str(tmp_path / "run" / "hub"), f"--hub.view={place}"]
+        command = [sys.executable, "-m", "aedit", "hub", str(write_run(tmp_path)), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 2
+    (said,) = done.stderr.strip().splitlines()
+    assert "hub.view" in said
+    assert {"used": "in use", "elsewhere": "--keys", "x": "HOST:PORT"}[where] in said
+
+
+def test_a_peer_of_a_swarm_serves_the_page_of_the_swarm(tmp_path):
+    with swarm(tmp_path, peers=1, parts=1, copies=1, flags=("--hub.view=127.0.0.1:0",)) as peers:
+        address = until(lambda: url_in(peers.folder_of(0) / "view.log"), "the page", limit_s=90)
+
+        def names():
+            page = json.loads(get(address, "/data.json")[2])
+            return [part["name"] for each in page["sections"] for part in each["tables"]]
+
+        until(lambda: {"peers", "parts"} <= {*names()}, "peers and owners", limit_s=90)

@@ -282,6 +282,10 @@ class HubConfig:
     metrics_port: Annotated[int, Range(least=0, most=65535)] | None = None
     """Serve Prometheus metrics on this port of the hub's host."""
 
+    view: str = ""
+    """HOST:PORT of a page of the run for browsers, at the first hub, or at a peer of a swarm; empty: none.
+    Port 0 chooses a free one. Other hosts than 127.0.0.1 need keys of the hub."""
+
     policy_versions: PositiveInt = 4
     """Versions of the policy that the hub keeps for rollout servers: one that has any of them needs only what
     has changed since. Each takes up to 2 bytes per parameter (4 unless `rl.engine_dtype` is bf16), and only
@@ -304,6 +308,9 @@ class HubConfig:
             for place in filter(None, getattr(self, name).split(",")):
                 host, _, port = place.rpartition(":")
                 check(bool(host) and port.isdecimal(), f"hub.{name}", "must be HOST:PORT", repr(place))
+        host, _, port = self.view.rpartition(":")
+        fits = not self.view or (bool(host) and port.isdecimal() and port.isascii() and int(port) < 1 << 16)
+        check(fits, "hub.view", "must be HOST:PORT, such as 127.0.0.1:8080", repr(self.view))
         rule = 'must not order single elements with hub.codec = "topk", as few pushes have the same ones and'
         rule += ' the middle of their values is 0; use "mean" or "geometric-median"'
         check(self.codec != "topk" or self.merge not in ELEMENTWISE, "hub.merge", rule, repr(self.merge))

@@ -30,6 +30,7 @@ from aedit.launch.hub import folder
 from aedit.launch.hub.endpoint import HubEndpoint, HubOptions, OtherHubs, VoteRequests
 from aedit.launch.hub.folder import make_hub
 from aedit.launch.hub.leading import LeadingHub, Reports
+from aedit.launch.hub.page_process import PageProcess, run_directory
 from aedit.launch.hub.policy_versions import RECORD, PolicyPublisher, PolicyService, policy_service
 from aedit.launch.hub.standby import Standby
 from aedit.proto.rpc import (
@@ -111,7 +112,7 @@ def _served(
 
             Console(stderr=True).print(Text(warning, style="bold red"), soft_wrap=True)
         while not stop.asked.wait(0.2) and not process.is_over:
-            pass
+            process.look_at_page()
         if stop.by_hand:
             process.wait_for_leaving_nodes()
         if stop.asked.is_set() or not process.may_follow:  # else it is back at once, and votes then
@@ -169,6 +170,7 @@ class _Process:
         self._directory = CoreSwitch(None, f"the directory is at the run's first hub, {first}")
         self._policy = PolicyService(endpoint.part[1])
         self._page: MetricsPage | None = None
+        self._view: PageProcess | None = None
 
     def start(self, *, force: bool = False, above: int = 0) -> None:
         """Recover the state from the folder and begin to serve.
@@ -254,6 +256,17 @@ class _Process:
         assert self._server is not None
         return self._server.address
 
+    def look_at_page(self) -> None:
+        """Serve the page of the run, if it is this hub that does so. Raises UserError if it is refused."""
+        endpoint = self.endpoint
+        if not self._config.hub.view or endpoint.standby or endpoint.part[0] or endpoint.replicas is not None:
+            return
+        if self._view is None:
+            place = run_directory(endpoint.directory) or self.address
+            log_file = endpoint.directory / "view.log"
+            self._view = PageProcess(place, self._config.hub.view, endpoint.keys, log_file)
+        self._view.look()
+
     def wait_for_leaving_nodes(self) -> None:
         """Serve for up to `_LEAVE_S` seconds more while there are members.
 
@@ -287,6 +300,8 @@ class _Process:
             self._server.stop(grace_s)
         if self._page is not None:
             self._page.close()
+        if self._view is not None:
+            self._view.close()
         if self._standby is not None:
             self._standby.stop()
         if self._policy.versions is not None:
@@ -431,6 +446,8 @@ def welcome(endpoint: HubEndpoint, address: str) -> str:
     reach = ",".join(map(_public_address, endpoint.addresses() if endpoint.part[1] > 1 else (address,)))
     words = f"{reach}{_tls_options(endpoint, reach)}"
     lines += [f"  a node joins with  aedit join {words}", f"  see it with        aedit top {words}"]
+    if endpoint.config.hub.view and not endpoint.part[0]:
+        lines.append(f"  its page           {endpoint.config.hub.view}, see view.log there")
     if endpoint.keys and "KEYS" in words:
         lines.append("  KEYS is the folder that `aedit keys` made for the node")
     if all(map(is_loopback, reach.split(","))):

@@ -38,6 +38,7 @@ MAY_CHANGE = {
     "train.eval_every",
     "train.eval_samples",
     "rl.keep_rollouts",
+    "hub.view",
     "edit.prefetch",
     "edit.offload",
     "edit.timeout_s",

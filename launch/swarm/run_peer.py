@@ -11,6 +11,7 @@ from pathlib import Path
 
 from aedit.child import StopSignals, from_json, run_task
 from aedit.launch.config import RunConfig, load, to_toml
+from aedit.launch.hub import PageProcess
 from aedit.launch.records import claimed
 from aedit.launch.swarm.hosted_part import HostedPart, PartView, PeerOptions, Role, part_view, set_aside
 from aedit.launch.swarm.initial_peers import INTRODUCTION, make_discovery
@@ -137,6 +138,7 @@ class Peer:
         self._overview = Overview(swarm.lease_s)
         self._recent = RecentPeers(_RECENT_LEASES * swarm.lease_s)
         self._waits_since_s: dict[int, float] = {}
+        self._page: PageProcess | None = None
         certified = self._certified()
         fingerprint = certified.own.fingerprint if certified else ""
         self._card = OwnCard(config, options.name, directory, self._key, self._known, fingerprint)
@@ -208,6 +210,8 @@ class Peer:
             self._introduced = introduction
         for hosted in list(self._hosted.values()):
             hosted.look()
+        if self._config.hub.view:
+            self._look_at_page()
         if self._known.state != self._own_fault:
             self._own_fault = self._known.state
             log.error("%s", self._own_fault)
@@ -259,6 +263,20 @@ class Peer:
         for one in hosted:
             one.stop(max(0.1, deadline_s - time.monotonic()))
         self._gossip.close()
+        if self._page is not None:
+            self._page.close()
+
+    def _look_at_page(self) -> None:
+        """Serve the page of the run. A refused one is tried again: another peer may have the port."""
+        options = self._options
+        if self._page is None:
+            place = self.address or str(options.directory.parent.parent)
+            log_file = options.directory / "view.log"
+            self._page = PageProcess(place, self._config.hub.view, options.keys, log_file)
+        try:
+            self._page.look()
+        except UserError as error:
+            log.error("%s", error)
 
     def _follow_founding(self, part: int) -> None:
         """Keep a replica aside that is older than the founding of its part that counts; found the part."""

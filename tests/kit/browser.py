@@ -29,7 +29,7 @@ class Browser:
     def open(self, url, headers=None):
         self._call("Network.setExtraHTTPHeaders", headers=headers or {})
         self._call("Page.navigate", url=str(url))
-        self.until("document.readyState === 'complete'")
+        self.until(f"location.href === {json.dumps(str(url))} && document.readyState === 'complete'")
 
     def look(self, width, height=900, *, dark=False):
         """Set the size of the window, and light or dark."""
@@ -112,7 +112,7 @@ def browser(folder):
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run"]
     options += ["--disable-dev-shm-usage", "--hide-scrollbars", f"--user-data-dir={folder}"]
     # The browser reads at descriptor 3 and writes to 4.
-    command = ["sh", "-c", f'exec "$0" "$@" 3<&{to_browser} 4>&{from_browser}', PATH, *options]
+    command = ["bash", "-c", f'exec "$0" "$@" 3<&{to_browser} 4>&{from_browser}', PATH, *options]
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

@@ -42,6 +42,7 @@ MOST_LINES = 256
 FRESH_S = 1.0
 """Age at which the page is made anew."""
 UPDATE_S = 2.0
+LOOK_S = 0.25
 UPDATE_BYTES_PER_S = 250_000
 """An open page receives its updates not faster."""
 MOST_STREAMS = 32
@@ -83,8 +84,11 @@ class PageSource:
         return live_page(self.page(), self._rollouts(MOST_ROLLOUTS))
 
 
-def page_app(source: PageSource) -> Starlette:
-    """Return the application that serves the page, its data as JSON, its events and its files."""
+def page_app(source: PageSource, ending: threading.Event) -> Starlette:
+    """Return the application that serves the page, its data as JSON, its events and its files.
+
+    ending: ends the events once it is set.
+    """
     assets = {name: asset(name) for name in (*STYLES, *SCRIPTS, LICENSE)}
     streams = threading.BoundedSemaphore(MOST_STREAMS)
 
@@ -109,11 +113,13 @@ def page_app(source: PageSource) -> Starlette:
                 return
             sent = ""
             try:
-                while True:
+                while not ending.is_set():
                     found = await run_in_threadpool(lambda: as_json(source.page()))
                     yield f"data: {found}\n\n" if found != sent else ":\n\n"
                     sent = found
-                    await asyncio.sleep(max(UPDATE_S, len(found) / UPDATE_BYTES_PER_S))
+                    next_at = time.monotonic() + max(UPDATE_S, len(found) / UPDATE_BYTES_PER_S)
+                    while time.monotonic() < next_at and not ending.is_set():
+                        await asyncio.sleep(LOOK_S)
             finally:
                 streams.release()
 
@@ -187,7 +193,7 @@ def serve_page(
     listen: str,
     keys: Path | None = None,
     rollouts: Callable[[int], Sequence[KeptRollout]] = lambda most: (),
-) -> HttpServer:
+) -> "PageServer":
     """Serve the page of the run that `read` returns; return the server.
 
     Args:
@@ -209,12 +215,37 @@ def serve_page(
             )
         admitted = server_keys(keys)
         certificate = keys / f"{SERVER}.crt", keys / f"{SERVER}.key"
-    app = Guard(page_app(PageSource(read, rollouts)), host, admitted)
+    ending = threading.Event()
+    app = Guard(page_app(PageSource(read, rollouts), ending), host, admitted)
     try:
-        return HttpServer(app, host, port, LIMITS, certificate=certificate)
+        server = HttpServer(app, host, port, LIMITS, certificate=certificate)
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"--listen: cannot listen at {listen}: {reason}; choose another port") from None
+    return PageServer(server, ending, is_private=is_loopback(listen))
+
+
+class PageServer:
+    """Server of a page, until `close`."""
+
+    def __init__(self, server: HttpServer, ending: threading.Event, *, is_private: bool) -> None:
+        """Own `server`, whose events end with `ending`. is_private: only this machine reaches it."""
+        self._server, self._ending, self._is_private = server, ending, is_private
+
+    @property
+    def address(self) -> str:
+        """Return HOST:PORT."""
+        return self._server.address
+
+    @property
+    def url(self) -> str:
+        """Return the address of the page for a browser."""
+        return f"http{'' if self._is_private else 's'}://{self.address}/"
+
+    def close(self) -> None:
+        """End the open pages and the server."""
+        self._ending.set()
+        self._server.close()
 
 
 def _place(listen: str) -> tuple[str, int]:
@@ -239,13 +270,8 @@ def view_command(
         stop = StopSignals()
         server = serve_page(source.history, listen, keys, source.rollouts)
         try:
-            print(f"{page_url(server, listen)}  Ctrl-C ends it.", flush=True)
+            print(f"{server.url}  Ctrl-C ends it.", flush=True)
             while not stop.asked.wait(0.5):
                 pass
         finally:
             server.close()
-
-
-def page_url(server: HttpServer, listen: str) -> str:
-    """Return the address of a page for a browser."""
-    return f"http{'' if is_loopback(listen) else 's'}://{server.address}/"
