@@ -58,3 +58,17 @@ def test_a_finished_run_has_not_ended_before_its_replicas_have_what_was_decided_
     assert not worker.over.is_set(), "a node has had no time to come back"
     worker._look_for_the_end(105.0)
     assert worker.over.is_set()
+
+
+def test_a_finished_run_ends_though_its_replicas_are_always_a_little_behind(tmp_path):
+    """The hub writes each second how old the run is, and a follower has that a moment later."""
+    with leading_hub(tmp_path) as hub:
+        ledger = hub.leading.ledger
+    state = SimpleNamespace(members={0: None}, live={})
+    ledger.hub = SimpleNamespace(state=state, progress=lambda now: 1.0)
+    looks = iter([True, *[False] * 100])
+    ledger.is_confirmed = lambda position: next(looks)
+    worker = HubWorker(ledger, print, snapshot_bytes=1)
+    for second in range(5):
+        worker._look_for_the_end(float(second))
+    assert worker.over.is_set()

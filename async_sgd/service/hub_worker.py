@@ -209,10 +209,12 @@ class HubWorker:
             hub = self.ledger.hub
             ended = bool(hub.state.members) and not hub.state.live and hub.progress(now) >= 1.0
             position = self.ledger.journal.position
-        # A hub that acknowledges nothing has not replied: nodes may be waiting to come back.
-        if not (ended and self._ends_with_run and self.ledger.is_confirmed(position)):
+        if not (ended and self._ends_with_run):
             self._empty_since_s = None
         elif self._empty_since_s is None:
-            self._empty_since_s = now
+            # A hub that acknowledges nothing has not replied: nodes may be waiting to come back. Later
+            # records only say how old the run is: a standby is always a little behind those.
+            if self.ledger.is_confirmed(position):
+                self._empty_since_s = now
         elif now - self._empty_since_s >= _ENDED_S:
             self.over.set()
