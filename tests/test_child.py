@@ -1,5 +1,7 @@
 """Tests of child processes: options as JSON, the wait for readiness, restarts, and the end of groups."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -191,3 +193,27 @@ def test_a_child_ends_with_a_parent_that_is_killed_while_the_child_starts(tmp_pa
         parent.stdout.close()
         if child.is_running():
             child.kill()
+
+
+def test_a_signal_writes_where_all_threads_of_a_child_are(tmp_path):
+    program = (
+        "import sys, threading, time; from aedit.child import begin_child;"
+        "begin_child(sys.argv[1:]);"
+        "exec('def waits_for_an_answer(): time.sleep(600)');"
+        "threading.Thread(target=waits_for_an_answer, daemon=True).start();"
+        f"open({str(tmp_path / 'ready')!r}, 'w').close();"
+        "time.sleep(600)"
+    )
+    log = tmp_path / "log"
+    with log.open("wb") as stderr:
+        process = subprocess.Popen([sys.executable, "-c", program, str(os.getpid())], stderr=stderr)
+    try:
+        until((tmp_path / "ready").exists, "the start", 120)
+        process.send_signal(signal.SIGUSR1)
+        until(
+            lambda: "waits_for_an_answer" in log.read_text() and "<module>" in log.read_text(), "stacks", 60
+        )
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()

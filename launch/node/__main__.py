@@ -14,7 +14,7 @@ from pathlib import Path
 from aedit.child import from_json
 from aedit.launch.config import JoinOptions, NodeOptions, RunConfig, load
 from aedit.launch.records import FAILED
-from aedit.system import no_collections
+from aedit.system import no_collections, show_stacks_on_signal
 from aedit.types import RunFailed, UserError
 
 
@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("options", nargs="?", default="{}", help="NodeOptions as JSON")
     arguments = parser.parse_args()
     options = from_json(NodeOptions, arguments.options)
+    show_stacks_on_signal()
     with contextlib.ExitStack() as at_end:
         launcher = os.dup(2)  # later the log takes its place
         at_end.callback(os.close, launcher)

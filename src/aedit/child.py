@@ -24,7 +24,14 @@ from typing import IO, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import psutil
 
-from aedit.system import PARENT, end_with_named_parent, end_with_parent, exit_text, read_line
+from aedit.system import (
+    PARENT,
+    end_with_named_parent,
+    end_with_parent,
+    exit_text,
+    read_line,
+    show_stacks_on_signal,
+)
 from aedit.types import NonNegativeFloat, NonNegativeInt, RunFailed, UserError, checked
 
 T = TypeVar("T")
@@ -104,6 +111,7 @@ def begin_child(arguments: Sequence[str], *, bound: bool = True) -> list[str]:
             checked that the parent lives.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    show_stacks_on_signal()
     parent = int(arguments[0])
     if bound:
         end_with_parent(parent, signal.SIGKILL)  # also ends a suspended process
@@ -158,6 +166,7 @@ def run_task(task: Callable[[Path, str], int]) -> int:
     with 1, and the message, as they end a command of `aedit`.
     """
     end_with_named_parent()
+    show_stacks_on_signal()
     try:
         return task(Path(sys.argv[1]), sys.argv[2])
     except (UserError, RunFailed) as error:

@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import ctypes
 import errno
+import faulthandler
 import gc
 import json
 import mmap
@@ -340,6 +341,13 @@ def _outlive(parent: int) -> None:
         time.sleep(_LOOK_S)
     time.sleep(_END_S)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def show_stacks_on_signal() -> None:
+    """Have SIGUSR1 write the stacks of all threads to stderr: where a process waits that seems to hang."""
+    if hasattr(signal, "SIGUSR1"):
+        with contextlib.suppress(ValueError, OSError, RuntimeError):  # there is no stderr
+            faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
 
 
 def end_with_parent(parent: int, signal_number: int) -> None:

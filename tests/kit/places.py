@@ -1,7 +1,9 @@
 """A directory with a configuration, and the `aedit` commands that are started there as from a shell."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -51,10 +53,15 @@ class Place:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def shown(self):
-        """Return the processes, and the end of each log."""
+        """Return the processes, and the end of each log, with the stacks of all threads."""
+        for process in self.processes():
+            # Without its handler, as before it is set, the signal ends a process; the test has failed anyway.
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGUSR1)
+        time.sleep(2)
         lines = [" ".join(process.info["cmdline"]) for process in self.processes()]
         for log in sorted(self.directory.glob("runs/*/*.log")):
-            lines += [f"--- {log.name}", log.read_text(errors="replace")[-1500:]]
+            lines += [f"--- {log.name}", log.read_text(errors="replace")[-9000:]]
         return "\n".join(lines)
 
     def hold_until_the_others_are_done(self, name, others):
