@@ -300,6 +300,23 @@ def test_data_is_leased_ahead_and_what_was_used_is_said(hub):
     assert hub.position < 80, "a node leases for 4 steps, and asks again when a third is used"
 
 
+def test_a_trainer_that_waits_for_samples_as_the_run_ends_gets_them(hub):
+    """Another node's push ends the run after this one has looked whether it goes on."""
+    finished = {"finished": True, "progress": 1.0}
+    with node(plan([address(hub)], samples_per_step=4)) as link:
+        link.join(10)
+        until(lambda: list(link.leases()) == [(0, 16)], "a lease")
+        hub.news = finished
+        until(lambda: link.news().finished, "the news")
+        link.tell(Progress(steps=4, drawn=16))
+        until(lambda: sum(end - start for start, end in link.leases(20)) >= 20, "what the trainer asks for")
+        known = hub.position
+        beats = len(hub.heartbeats)
+        until(lambda: len(hub.heartbeats) > beats + 3, "more heartbeats")
+        assert hub.position == known, "no more than it asks for"
+        link.leave(10)
+
+
 def test_a_stock_of_many_leases_is_there_before_the_next_heartbeat(hub):
     more = {"samples_per_step": 4, "lease_samples": 4, "heartbeat_s": 60.0}
     with node(plan([address(hub)], **more)) as link:

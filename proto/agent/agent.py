@@ -326,11 +326,12 @@ class Agent:
     def _lease(self) -> None:
         """Lease the samples that are missing."""
         plan = self._plan
-        if not plan.samples_per_step or self._box.wanted() == Wants.LEAVE or self._news.current().finished:
+        if not plan.samples_per_step or self._box.wanted() == Wants.LEAVE:
             return
         with self._lease_lock:
-            missing, held = self._stock.missing(), self._stock.leases.held
-        if not missing:
+            missing, held, is_short = self._stock.missing(), self._stock.leases.held, self._stock.is_short
+        # A trainer may have begun to wait for samples before it knew that the run is over.
+        if not missing or (self._news.current().finished and not is_short):
             return
         membership = self._memberships[0]
         request = pb.LeaseRequest(

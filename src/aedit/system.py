@@ -345,8 +345,8 @@ def _outlive(parent: int) -> None:
 
 def show_stacks_on_signal() -> None:
     """Have SIGUSR1 write the stacks of all threads to stderr: where a process waits that seems to hang."""
-    if hasattr(signal, "SIGUSR1"):
-        with contextlib.suppress(ValueError, OSError, RuntimeError):  # there is no stderr
+    if hasattr(signal, "SIGUSR1") and sys.__stderr__ is not None:
+        with contextlib.suppress(ValueError, OSError):  # it is no file
             faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
 
 
