@@ -10,6 +10,7 @@ import threading
 from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet
@@ -19,10 +20,16 @@ from hypothesis import strategies as st
 from kit import text_nodes
 from kit.rl_hub import NodeThread, hub_of
 from kit.rl_nodes import config_of
+from zlib_ng.zlib_ng import crc32
 
+from aedit.async_sgd.hub import HubState
+from aedit.async_sgd.journal import Journal, Ledger, Payload, Store
+from aedit.async_sgd.journal.encoding import encode_records
+from aedit.async_sgd.rules import Accepted, Founded, Joined, Leased, Led, Push
 from aedit.launch.cli import main
 from aedit.launch.data.order import samples_at
 from aedit.launch.hub import accounts_line, journal_facts, read_accounts
+from aedit.launch.hub.leading import Reports
 from aedit.launch.node import objective
 from aedit.launch.node.rl_groups import GroupStream
 from aedit.launch.node.train import TrainingNode
@@ -36,7 +43,8 @@ from aedit.launch.records import (
     read_positions,
 )
 from aedit.launch.records.accounts import _compared
-from aedit.types import UserError
+from aedit.proto.codecs import codec
+from aedit.types import Layout, TensorLayout, UnitLayout, UserError
 
 RL = {"drafter__kind": "off", "checkpoint__every": 0, "rl__groups": 2, "rl__group_size": 3}
 
@@ -520,3 +528,114 @@ def test_random_lines_are_refused_or_accounted_for(tmp_path):
 
 def test_a_run_without_a_hub_has_no_journal(tmp_path):
     assert journal_facts(tmp_path) is None
+
+
+# -- the journal
+
+
+def hub_folder(path, batches, run="name = 'run'\n"):
+    """Write the journal of a hub."""
+    path.mkdir(parents=True)
+    (path / "part.json").write_text("[0, 1]")
+    (path / "run.toml").write_text(run)
+    journal = Journal(path, 1, fsync=False)
+    for batch in batches:
+        found = []
+        for record in batch:
+            if isinstance(record, Accepted):
+                values = codec("fp32").encode(np.zeros(4, np.float32))
+                data = memoryview(np.frombuffer(bytes(values), np.uint8))
+                place = journal.store(data)
+                payload = Payload("fp32", 4, crc32(data), *place, data.nbytes)
+                record = Accepted(replace(record.push, values=payload))
+            found.append(record)
+        journal.append(encode_records(found))
+    return journal
+
+
+def push(unit, seq, steps, base=1):
+    return Accepted(
+        Push(node=0, unit=unit, seq=seq, base=base, steps=steps, tokens=0, values=None, norms=(0.0,))
+    )
+
+
+LAYOUT = Layout(tuple(UnitLayout(f"u{i}", (TensorLayout("w", (4,)),)) for i in range(2)))
+BEGUN = [
+    [Led(1), Founded(LAYOUT, (), 1000), Joined("a", 0, 7, "", 0.0, 3)],
+    [push(0, 1, 0, base=0), push(1, 1, 0, base=0), Leased(0, 0, 40)],
+]
+PUSHES = [[push(0, 2, 10), push(1, 2, 10)]]
+
+
+def test_a_push_that_a_dead_hub_had_accepted_counts_if_its_successor_has_it(tmp_path):
+    written(tmp_path, 0, [(7, KILLED)])
+    (tmp_path / "run.toml").write_text("")
+    hub_folder(tmp_path / "hub", [*BEGUN, *PUSHES])
+    accounts = read_accounts(tmp_path)
+    assert accounts.disagreements == []
+    assert positions_with(accounts, SampleVerdict.ONCE) == set(range(20))
+    assert accounts.leased_to[:40].tolist() == [0] * 40
+    # The standby has led since, without the push: nothing of it was acknowledged.
+    hub_folder(tmp_path / "standby", [*BEGUN, [Led(2)]])
+    accounts = read_accounts(tmp_path)
+    assert accounts.disagreements == []
+    assert positions_with(accounts, SampleVerdict.NOT_COUNTED) == set(range(20))
+    assert accounts.reason(0) == "its push did not reach the hub"
+    shutil.rmtree(tmp_path / "standby")
+    hub_folder(tmp_path / "standby", [*BEGUN, *PUSHES, [Led(2)]])
+    assert read_accounts(tmp_path).count(SampleVerdict.ONCE) == 20
+
+
+def test_a_journal_that_is_damaged_before_its_end_is_one_line_and_one_that_is_being_written_is_none(
+    tmp_path, capsys
+):
+    written(tmp_path, 0, [(7, [*steps(1, 0), *PUSHED])])
+    (tmp_path / "run.toml").write_text("")
+    journal = hub_folder(tmp_path / "hub", [*BEGUN, *PUSHES])
+    path = journal.file.path
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"half a frame")
+    assert read_accounts(tmp_path).disagreements == []
+    path.write_bytes(whole)
+    journal.rotate()
+    broken = bytearray(whole)
+    broken[-10] ^= 1
+    path.write_bytes(broken)
+    assert main(["ledger", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "restore the folder" in error
+
+
+def test_what_a_pruned_journal_does_not_have_is_in_the_events_of_the_hub(tmp_path):
+    """The node was killed twice, once with a push that had arrived; then a snapshot deleted the journal."""
+    second = [*steps(1, 20), ("opened", 1, 10, (0, 1))]
+    third = [*steps(1, 40), *PUSHED]
+    written(tmp_path, 0, [(7, KILLED), (9, second), (11, third)])
+    (tmp_path / "run.toml").write_text("")
+    joins = [Joined("a", 0, 9, "", 1.0, 4), Joined("a", 0, 11, "", 2.0, 5)]
+    records = [*BEGUN, *PUSHES, [joins[0]], [joins[1], Leased(0, 40, 80)], [push(0, 3, 10), push(1, 3, 10)]]
+    journal = hub_folder(tmp_path / "hub", records)
+    expected = [20, 20, 0, 20]  # once, then by attempt
+    for pruned in (False, True):
+        if pruned:
+            state = HubState()
+            reports = Reports(tmp_path / "hub")
+            for record in (record for batch in records for record in batch):
+                reports.record_applied(record)
+                if isinstance(record, Accepted):
+                    state.changing(0).accept(record.push)
+                else:
+                    state.apply(record)
+                state.units = {}
+            reports.close()
+            Ledger(SimpleNamespace(state=state), journal, Store(tmp_path / "hub", fsync=False)).snapshot()
+            Ledger(SimpleNamespace(state=state), journal, Store(tmp_path / "hub", fsync=False)).snapshot()
+            assert not (tmp_path / "hub" / "journal-00000001").exists()
+        accounts = read_accounts(tmp_path)
+        assert accounts.disagreements == []
+        found = [
+            int((accounts.verdict[start : start + 20] == SampleVerdict.ONCE).sum()) for start in (0, 20, 40)
+        ]
+        assert found == expected[1:]
+        assert accounts.reason(25) == "its push did not reach the hub"
