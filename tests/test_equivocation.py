@@ -46,7 +46,7 @@ copies = 3
 
 
 def lie_to(peers, number, victim):
-    """Let the owner hosted by a peer give one node other anchors than all others, with valid signatures.
+    """Let the owner hosted by a peer give a node, or all for None, wrong anchors with valid signatures.
 
     Returns the versions that it has lied about, as a list that grows.
     """
@@ -55,7 +55,7 @@ def lie_to(peers, number, victim):
 
     def pull(request):
         head, data = true(request)
-        if request.who.node == victim:
+        if victim is None or request.who.node == victim:
             lies.append(head.version)
             values = np.frombuffer(data, dtype=np.float32) + np.float32(0.5)
             data = memoryview(values.tobytes())

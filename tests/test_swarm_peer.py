@@ -27,11 +27,14 @@ class Hosted:
     made = ()
 
     def __init__(self, part, swarm, options, keys, *, founds, above=0):
-        self.part, self.retired, self.is_over, self.others = part, False, False, 2
+        self.part, self.retired, self.is_over, self.others, self.faults = part, False, False, 2, ()
         self.state = PartReplica(address=f"127.0.0.1:{9000 + part}", term=1, leads=founds, in_sync=True)
         (options.folder(part)).mkdir(parents=True, exist_ok=True)
 
     def look(self):
+        pass
+
+    def compare(self, statements):
         pass
 
     def rest(self, rests):

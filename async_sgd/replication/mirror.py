@@ -65,6 +65,12 @@ class Mirror:
         if self.position == (1, FILE_BYTES):  # the first segment, which was begun here and not there
             self.clear(keep=False)
 
+    @property
+    def epoch(self) -> str:
+        """Return the epoch of the journal as far as it is applied; "" before its first segment."""
+        with self.lock:
+            return read_head(self._reading).epoch if self._applied[1] else ""
+
     def _recover(self) -> tuple[Hub, Journal]:
         hub = self._make()
         return hub, self._store.recover(hub)

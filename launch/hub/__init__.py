@@ -1,7 +1,8 @@
 """The hub process: `aedit hub`, its folder, standby and uplink. Imports no torch.
 
 `main` starts and ends the process (begin there); `leading` serves the nodes with anchors and writes records,
-`standby` follows the leading hub until it is elected, `uplink` connects to a parent hub. `endpoint` is the
+`standby` follows the leading hub until it is elected, `owner_check` compares what the owner of a part has
+signed with its journal, `uplink` connects to a parent hub. `endpoint` is the
 place of a hub among those of the run and asks the others who leads and for votes, `folder` its files and the
 replay of its journal, `page_process` the page of the run, `sample_accounts` what journals say of samples,
 `policy_versions` the policy versions made of its anchors. The command line, `launch.processes`,

@@ -19,6 +19,7 @@ from aedit.async_sgd.service import HelloResponder, check_part, fingerprint, mes
 from aedit.launch.hub import folder
 from aedit.launch.hub.endpoint import HubEndpoint, OtherHubs
 from aedit.launch.hub.leading import LeadingHub, Reports
+from aedit.launch.hub.owner_check import OwnerCheck
 from aedit.launch.records import resting_file
 from aedit.proto.rpc import (
     Extent,
@@ -102,6 +103,9 @@ class Standby:
         self._all_of: int | None = None
         """Term of the leader that has sent everything which the folder has; None if that is not known."""
         self._stopping, self._deciding = threading.Event(), threading.Lock()
+        self._check: OwnerCheck | None = None
+        if endpoint.replicas is not None:
+            self._check = OwnerCheck(mirror, endpoint, self._event, lambda: self._leader)
         self.confirmer = Confirmer(mirror, leadership, endpoint, clock)
         self._client: HubClient | None = None
         self._term = 0
@@ -158,6 +162,8 @@ class Standby:
         following |= {"is_needed": self.confirmer.is_needed or not (self._leader and is_current)}
         following |= {"other_replicas": len(in_sync - {self._leadership.identity})}
         following |= {"set_aside": moved_aside(self._endpoint.directory)}
+        following |= {"twins": [self.confirmer.twin] if self.confirmer.twin else []}
+        following |= {"false_statements": self._check.found if self._check is not None else []}
         following |= {"unconfirmed_s": self.confirmer.silent_s, "disk_full": self._full}
         return pb.StatusReply(json=self._reports.status(now | following, request.metrics_after))
 
@@ -165,6 +171,7 @@ class Standby:
         """Answer another hub of the run that asks for a vote."""
         self._check_part(request.run, request.part)
         self._endpoint.check_candidate(request)
+        self._check_twin()
         with _refusing():
             answer = self._leadership.answer(proposal_in(request.proposal), self._extent)
             return answer_out(answer, self._leadership.key)
@@ -193,6 +200,11 @@ class Standby:
                 self.leading.leadership.count(answer)
             elif self._still_stands():
                 self._count(answer)
+
+    def _check_twin(self) -> None:
+        """Raise Refusal if another process is the same voter: it answers, and one of them must not."""
+        if self.confirmer.twin:
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, f"no vote: {self.confirmer.twin}")
 
     def _check_part(self, run: str, part: int) -> None:
         if run != self._responder.run:
@@ -235,7 +247,9 @@ class Standby:
             while self._mirror.apply():
                 pass
             configs = self._mirror.hub.state.configs
-            reason = self._leadership.stand(configs, self._extent, window_s, invited=invited)
+            reason = self.confirmer.twin or self._leadership.stand(
+                configs, self._extent, window_s, invited=invited
+            )
         if reason != self._hindered:
             self._hindered = reason
             if reason:
@@ -520,8 +534,10 @@ class Standby:
     def _apply(self) -> None:
         stopping = self._stopping
         while not stopping.is_set():
-            seen = self.confirmer.num_arrived
-            if not self.apply():
+            seen, moved = self.confirmer.num_arrived, self.apply()
+            if self._check is not None:
+                self._check.note() if moved else self._check.compare()
+            if not moved:
                 self.confirmer.wait_for_more(seen)
 
     def apply(self) -> bool:
@@ -549,6 +565,8 @@ class Confirmer:
         """Confirm nothing yet."""
         self._mirror, self._leadership, self._endpoint = mirror, leadership, endpoint
         self._clock, self._last_s = clock, clock()
+        self.twin = ""
+        """Why the leader does not count this replica, as another process is the same one; "" if it does."""
         self._arrived, self.num_arrived = threading.Condition(), 0
         """Number of chunks of the journal that have come."""
 
@@ -602,10 +620,14 @@ class Confirmer:
             try:
                 if not stopping.is_set() and self._send(client, request).stand:
                     invited()
+                self.twin = ""
             except (HubUnreachable, HubRefused) as error:
-                log.warning("confirming: %s", error)
+                is_twin = isinstance(error, HubRefused) and error.code is grpc.StatusCode.ALREADY_EXISTS
+                if not (is_twin and self.twin):
+                    log.warning("confirming: %s", error)
+                self.twin = str(error) if is_twin else self.twin
                 confirmed = (0, 0)
-                stopping.wait(_SOON_S)
+                stopping.wait(_CONFIRM_S if is_twin else _SOON_S)
 
     def request(self, term: int) -> pb.ConfirmRequest | None:
         """Return the confirmation of all that is mirrored, which is on disk then; None if there must be none.

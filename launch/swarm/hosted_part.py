@@ -9,7 +9,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -20,7 +20,18 @@ from aedit.launch.hub import HUB_PROGRAM, HubOptions
 from aedit.launch.records import resting_file
 from aedit.proto.rpc import ClientKeys, HubClient, HubRefused, HubUnreachable
 from aedit.proto.rpc import hub_pb2 as pb
-from aedit.proto.swarm import REPLICAS, PartPlaces, PartReplica, PeerCard, candidates, ranking
+from aedit.proto.swarm import (
+    REPLICAS,
+    STATEMENTS,
+    Contradiction,
+    PartPlaces,
+    PartReplica,
+    PeerCard,
+    candidates,
+    ranking,
+    replay_difference,
+    write_statements,
+)
 from aedit.system import read_line
 
 log = logging.getLogger(__name__)
@@ -239,6 +250,9 @@ class HostedPart:
         self._reported_s = 0.0
         self.others = 0
         """Replicas on which the voters have agreed without this one, by its journal; 0 while it counts."""
+        self.faults: tuple[Contradiction, ...] = ()
+        """False statements of owners that the replica has found by its journal."""
+        self._told: list[bytes] = []
         self._unconfirmed_s = 0.0
         self._rests_since_s: float | None = None
         resting_file(self._folder).unlink(missing_ok=True)
@@ -257,6 +271,12 @@ class HostedPart:
             self._client = HubClient(address, self._keys, call_timeout_s=_STATUS_S)
         self._ask()
         self._founds = self._founds and self.state is None  # once it has led, its journal says how to go on
+
+    def compare(self, statements: Sequence[bytes]) -> None:
+        """Let the replica compare statements of owners with its journal. Raises OSError."""
+        if statements and statements != self._told:
+            write_statements(self._folder / STATEMENTS, statements)
+            self._told = list(statements)
 
     def rest(self, rests: bool) -> bool:
         """Let the replica confirm nothing to its owner, or confirm again.
@@ -353,6 +373,8 @@ class HostedPart:
         leads = "follows" not in status
         self.others = 0 if status.get("is_needed", True) else int(status.get("other_replicas", 0))
         self._unconfirmed_s = float(status.get("unconfirmed_s", 0.0))
+        found = ([bytes.fromhex(text) for text in pair] for pair in status.get("false_statements", ()))
+        self.faults = tuple(replay_difference(data, replayed) for data, replayed in found)
         return PartReplica(
             address=self._swarm.reached_at(self._address),
             term=int(status["term"]),

@@ -221,6 +221,11 @@ class Peer:
         for part in range(self._config.swarm.parts):
             self._follow_founding(part)
         self._gossip.received(self._received.changed())
+        for part, hosted in self._hosted.items():
+            hosted.compare(self._gossip.about(part))
+            for fault in hosted.faults:
+                if fault.public_key != self._key.public:
+                    self._known.shut_out(fault)
         self._other_models.name(self._known.live(time.monotonic()), self._key.public)
         self._recent.look(live, time.monotonic())
         faults, views = self._known.faults, self._views()

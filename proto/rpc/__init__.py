@@ -119,6 +119,7 @@ if TYPE_CHECKING:
         run_services,
     )
     from aedit.proto.rpc.statement import (
+        DIGEST_BYTES,
         MOST_GENERATIONS,
         VERSION,
         Statement,
@@ -158,6 +159,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CA",
     "CHUNK_BYTES",
+    "DIGEST_BYTES",
     "HUB",
     "KEY_BYTES",
     "LONGEST_REASON",

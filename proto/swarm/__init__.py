@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         write_statements,
     )
     from aedit.proto.swarm.placement import candidates, hosts_of, ranking
-    from aedit.proto.swarm.statements import Contradiction, Proofs, read_proof
+    from aedit.proto.swarm.statements import Contradiction, Proofs, read_proof, replay_difference
 
 __all__ = [
     "KEY",
@@ -81,6 +81,7 @@ __all__ = [
     "ranking",
     "read_node",
     "read_proof",
+    "replay_difference",
     "with_agreed",
     "with_force",
     "with_owner",

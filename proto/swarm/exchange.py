@@ -75,6 +75,10 @@ class Exchanges:
         """Take statements of owners that the node of this peer has received."""
         self._blame(self._statements.received(statements), now)
 
+    def about(self, part: int) -> Sequence[bytes]:
+        """Return the newest statements about a part that nodes have received."""
+        return self._statements.about(part)
+
     # -- which peers to call
 
     def hint(self, found: str | bytes, now: float) -> None:
@@ -259,7 +263,7 @@ class Exchanges:
         return hmac.digest(self._secret, key + str(window).encode(), hashlib.sha256)
 
     def _contradictions(self) -> Sequence[pb.Contradiction]:
-        faults = list(self.known.faults.values())
+        faults = [fault for fault in self.known.faults.values() if not fault.is_replayed]
         if len(faults) > MOST_CONTRADICTIONS:  # drawn, so that new ones hide no old one
             faults = self._chance.sample(faults, MOST_CONTRADICTIONS)
         return [pb.Contradiction(one=fault.one, other=fault.other) for fault in faults]

@@ -136,6 +136,10 @@ class Gossip:
         """Take statements of owners that the node of this peer has received, to tell and to compare."""
         self._exchanges.received(statements, monotonic())
 
+    def about(self, part: int) -> Sequence[bytes]:
+        """Return the newest statements about a part that nodes have received."""
+        return self._exchanges.about(part)
+
     def close(self) -> None:
         """End threads, calls, service and discovery. May be called more than once."""
         self._closed.set()

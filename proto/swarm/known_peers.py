@@ -156,9 +156,10 @@ class KnownPeers:
         return True
 
     def shut_out(self, found: Contradiction) -> None:
-        """Shut out a key against which an earlier process of this peer had proof."""
+        """Shut out a key against which this peer has proof: of an earlier process, or by its own journal."""
         with self._lock:
-            self._shut_out(found)
+            if found.public_key not in self._faults:
+                self._shut_out(found)
 
     def confirm(self, key: bytes, now: float, certificate: str = "") -> bool:
         """Let the peer count that has shown to have this key; return whether it does.

@@ -10,9 +10,18 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
-from aedit.proto.rpc import VERSION, Statement, contradict, is_signed_statement, parsed_statement, place_of
+from aedit.proto.rpc import (
+    DIGEST_BYTES,
+    VERSION,
+    Statement,
+    contradict,
+    is_signed_statement,
+    parsed_statement,
+    place_of,
+)
 from aedit.proto.swarm.card import decoded_card
 from aedit.system import write_atomically
 
@@ -32,6 +41,7 @@ class _Kept:
     number: int
     data: bytes
     sha256: bytes
+    part: int
 
 
 @dataclass(slots=True)
@@ -42,9 +52,9 @@ class _Sender:
     """Statements of this sender by `place_of`."""
     count: int = 0
 
-    def keep(self, data: bytes, sha256: bytes) -> None:
+    def keep(self, data: bytes, found: Statement) -> None:
         self.count += 1
-        self.kept[place_of(data)] = _Kept(self.count, data, sha256)
+        self.kept[place_of(data)] = _Kept(self.count, data, found.sha256, found.part)
         while len(self.kept) > MOST_KEPT:
             self.kept.popitem(last=False)
 
@@ -81,6 +91,15 @@ class Statements:
                 self._of_peers.popitem(last=False)
             return self._taken(found, statements)
 
+    def about(self, part: int) -> list[bytes]:
+        """Return the newest statements about a part: of each sender at most `MOST_SENT`, each once."""
+        with self._lock:
+            found: dict[bytes, None] = {}
+            for sender in (self._own, *self._of_peers.values()):
+                kept = (one.data for one in reversed(sender.kept.values()) if one.part == part)
+                found |= dict.fromkeys(islice(kept, MOST_SENT))
+            return sorted(found)
+
     def unsent(self, address: str) -> list[bytes]:
         """Return what the peer at an address was not sent: at most `MOST_SENT`, the newest."""
         with self._lock:
@@ -114,7 +133,7 @@ class Statements:
                 break
             proofs += [(data, other) for keeper, other in others if _is_true(keeper, place, other)]
             if place not in sender.kept:
-                sender.keep(data, found.sha256)
+                sender.keep(data, found)
         return proofs
 
 
@@ -138,6 +157,22 @@ class Contradiction:
     other: bytes
     statement: Statement | None = None
     """Version that two statements describe; None: the proof is two cards."""
+    is_replayed: bool = False
+    """`other` is the SHA-256 that the journal of the owner gives, as this machine has recomputed it. Others
+    cannot check that, and are not asked to believe it."""
+
+
+def replay_difference(data: bytes, replayed: bytes) -> Contradiction:
+    """Return the fault of an owner whose journal gives another value than it has signed.
+
+    replayed: SHA-256 of the version, as this machine has recomputed it. Raises ValueError if the statement is
+    not signed, or has that value.
+    """
+    said = parsed_statement(data)
+    if not is_signed_statement(data) or len(replayed) != DIGEST_BYTES or said.sha256 == replayed:
+        raise ValueError("no signed statement of another value")
+    reason = f"it has signed another value of {said.described()} than its journal gives"
+    return Contradiction(said.run, said.public_key, reason, data, replayed, said, is_replayed=True)
 
 
 def contradiction(one: bytes, other: bytes) -> Contradiction | None:
@@ -176,7 +211,7 @@ class Proofs:
         """Yield what the files prove. One that proves nothing is named and left out. Raises OSError."""
         for path in sorted(self._folder.glob("*.json"))[:_MOST_FILES]:
             try:
-                found = read_proof(path)
+                found = read_proof(path, of_this_machine=True)
             except ValueError as error:
                 log.warning("%s", error)
                 continue
@@ -200,12 +235,14 @@ class Proofs:
 
 def proof_text(found: Contradiction) -> str:
     """Return the content of a file with the proof."""
-    content = {"reason": found.reason, "key": found.public_key.hex()}
+    content = {"reason": found.reason, "key": found.public_key.hex(), "is_replayed": found.is_replayed}
     return json.dumps(content | {"one": found.one.hex(), "other": found.other.hex()}, indent=1) + "\n"
 
 
-def read_proof(path: Path) -> Contradiction:
+def read_proof(path: Path, *, of_this_machine: bool = False) -> Contradiction:
     """Return what a file proves. `reason` in the file is ignored.
+
+    of_this_machine: its peer has written the file, and recomputed what is in it.
 
     Raises:
         ValueError: It proves nothing.
@@ -215,11 +252,17 @@ def read_proof(path: Path) -> Contradiction:
         with path.open("rb") as file:
             content = json.loads(file.read(_MOST_BYTES))
         one, other = bytes.fromhex(content["one"]), bytes.fromhex(content["other"])
+        is_replayed = content.get("is_replayed") is True
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{path}: not a proof ({error}); expected JSON with `one` and `other` in hex"
         ) from None
-    found = contradiction(one, other)
+    if is_replayed and not of_this_machine:
+        raise ValueError(
+            f"{path}: no proof by itself: the peer that has written it has recomputed the version from the"
+            " journal in its part_K"
+        )
+    found = replay_difference(one, other) if is_replayed else contradiction(one, other)
     if found is None:
         raise ValueError(f"{path}: no proof: `one` and `other` are not two signed values of one version")
     return found
