@@ -18,6 +18,8 @@ SILENT_S = 2.0
 LEASE_S, _PROMISE_S = 2.0, 4.0
 NEAR_BYTES = 8 * 2**20
 """A standby that lags no further than this is to be waited for."""
+_TWIN_S = 4.0
+"""Time for which a replica that has confirmed from one address is not taken for one at another address."""
 _WAIT_LIMIT_S = 10.0
 _YIELD_S, _YIELD_EVERY_S = 3.0, 10.0
 """How long a leader gives way to its successor, and after how long it tries again."""
@@ -66,6 +68,8 @@ class Leadership:
         self._standing_until_s = self._yield_again_s = float("-inf")
         self._addresses: dict[int, str] = {}
         """HOST:PORT of the replicas of a swarm that have confirmed something, by identity."""
+        self.twins: dict[int, tuple[str, str]] = {}
+        """Addresses of two processes that confirm as one replica, by its identity."""
         self._since_s: dict[int, float] = {}
         """Time since when each replica has been in the newest configuration of this leader."""
         self._ahead: Extent = (0, 0, 0)
@@ -284,6 +288,21 @@ class Leadership:
 
     # --- leading
 
+    def twin_of(self, replica: int, address: str) -> str:
+        """Return the address of the process that is this replica already; "" if the one at `address` may be.
+
+        Two processes that were started from copies of one folder have one identity. To count both would be to
+        count records, and votes, that only one of them has.
+        """
+        with self._change:
+            other = self._addresses.get(replica, "")
+            if replica != self.identity:
+                recent = self._replica.has_confirmed(replica, self._clock() - _TWIN_S)
+                if not (recent and other and address and other != address):
+                    return ""
+            self.twins[replica] = other or "this hub", address
+            return other or "this hub"
+
     def confirm(self, replica: int, position: Position, address: str = "") -> bool:
         """Note that everything before `position` is on the disk of a standby.
 
@@ -293,6 +312,8 @@ class Leadership:
             now = self._clock()
             self._replica.confirm(replica, position, now)
             self._addresses[replica] = address
+            if replica in self.twins and self.twins[replica][1] == address:
+                del self.twins[replica]  # the other one has ended
             self._change.notify_all()
             return self._replica.yields_to(replica, now)
 

@@ -27,6 +27,7 @@ from aedit.proto.rpc import (
     proposal_out,
 )
 from aedit.proto.rpc import hub_pb2 as pb
+from aedit.types import printable
 
 log = logging.getLogger(__name__)
 
@@ -184,6 +185,13 @@ class Driver:
         if request.term != self._ledger.hub.state.term or self._guard.is_shut_out(request.address):
             return pb.ConfirmReply()
         check_signer(request, request.replica)
+        if other := self._guard.leadership.twin_of(request.replica, request.address):
+            here = printable(request.address) or "this process"
+            text = (
+                f"{here} and {printable(other)} are one replica: they were started from copies of one folder."
+                f" End {here}, delete votes.json in its folder, and start it again"
+            )
+            raise Refusal(grpc.StatusCode.ALREADY_EXISTS, text)
         stand = self._guard.leadership.confirm(request.replica, position, request.address)
         return pb.ConfirmReply(stand=stand)
 

@@ -311,6 +311,8 @@ class OtherHubs:
     def __init__(self, endpoint: HubEndpoint, question: Callable[[], pb.HelloRequest]) -> None:
         """Create them. question: returns the Hello of this hub."""
         self.endpoint, self._question = endpoint, question
+        self.leading: dict[int, str] = {}
+        """Addresses of the hubs that lead, by term, as `newest_term` has found them."""
 
     def newest_term(self) -> int:
         """Return the highest term that another hub knows; 0 if there is none or none answers.
@@ -321,6 +323,8 @@ class OtherHubs:
         for address, answer in self._hellos(limit_s=self._limit_s):
             if isinstance(answer, pb.HelloReply):
                 terms.append(answer.term)
+                if answer.leads:
+                    self.leading[answer.term] = address
             elif isinstance(answer, HubUnreachable):
                 log.warning("%s: another hub of the run does not answer: %s", address, answer)
             elif answer.code is grpc.StatusCode.FAILED_PRECONDITION:

@@ -297,6 +297,8 @@ class LeadingHub:
         """Votes of the live nodes, after so many changes of the roster."""
         self._stopping = threading.Event()
         self._lines = threading.Thread(target=self._write_lines, name="lines", daemon=True)
+        self._twins: dict[int, str] = {}
+        """Second addresses of replicas for which there was an event, by identity."""
         self._voters = threading.Thread(target=self._look_at_voters, name="voters", daemon=True)
 
     def begin(self, records: Sequence[Record]) -> None:
@@ -367,6 +369,7 @@ class LeadingHub:
         own = dict[str, Any](run=self._config.name, traffic=self.driver.exchange.status())
         own["alerts"] = list(self._alerts.active.values())
         own["set_aside"] = moved_aside(self._endpoint.directory)
+        own["twins"] = [f"{address} and {other}" for other, address in self.leadership.twins.values()]
         return self._reports.status(self.overview() | own, after)
 
     def _write_lines(self) -> None:
@@ -415,6 +418,10 @@ class LeadingHub:
             self.guard.end_term()
         elif (first := self._endpoint.successor) and self.leadership.hand_over(first):
             self._reports.event("hand_over", to=first)
+        for replica, (other, address) in list(self.leadership.twins.items()):
+            if self._twins.get(replica) != address:
+                self._twins[replica] = address
+                self._reports.event("twin", addresses=[other, address])
         now = self.leadership.in_sync()[0]
         if now != self._in_sync:
             event = "standby_follows" if now > self._in_sync else "standby_lost"

@@ -188,6 +188,13 @@ class _Process:
                 f"another hub leads this run under the newer term {newest}: start this hub with"
                 f" --standby --address {self.endpoint.address} to follow it"
             )
+        led = state.configs[-1:] and (state.configs[-1].term, state.configs[-1].leader)
+        if (twin := self._others.leading.get(own)) and led == (own, self._leadership.identity) and not force:
+            raise UserError(
+                f"{twin} leads this run under term {own}, for which the hub of {self.endpoint.directory} was"
+                " elected: one was started from a copy of the other's folder. Delete votes.json in the folder"
+                " of the one that is to be a standby, and start it with --standby"
+            )
         is_new = not mirrors and not self.endpoint.standby
         records: Sequence[Record] | None = None
         behind = not force and self._is_behind((state.term, *journal.position))

@@ -129,6 +129,9 @@ class HubSample:
     set_aside: tuple[str, ...] = ()
     """Folders with records that a standby had and its leader did not."""
 
+    twins: tuple[str, ...] = ()
+    """Processes that were started from copies of one folder."""
+
     founder: int | None
     """The node that uploaded the initial anchors; None while there are none."""
 
@@ -156,6 +159,7 @@ class HubSample:
             journal_bytes=float_or_nan(line.get("journal_bytes", own_bytes)),
             founder=None if line.get("founder") is None else int(line["founder"]),
             servers=tuple(record_of(ServerSample, server) for server in line.get("servers") or ()),
+            twins=tuple(map(str, line.get("twins") or ())),
             set_aside=tuple(f"{one['path']} ({one['bytes']} bytes)" for one in line.get("set_aside") or ()),
         )
 

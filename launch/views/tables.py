@@ -93,6 +93,8 @@ def hub_table(now: HubSample, detail: Detail = FULL) -> Iterator[RenderableType]
     versions = f"versions {fmt.spread(now.versions)}"
     for place in now.set_aside:
         yield Text(f"records that a leader did not have are set aside: {place}")
+    for twins in now.twins:
+        yield Text(f"started from copies of one folder: {twins}")
     if now.disk_full:
         yield Text(f"the disk is full: {now.disk_full}")
     if now.follows:
