@@ -1,4 +1,4 @@
-"""What the owner of a part has signed, compared with what its journal gives at a follower."""
+"""Check at a follower that the owner of a part has signed what its journal gives."""
 
 import hashlib
 import logging
