@@ -245,6 +245,17 @@ def test_a_hundred_nodes_and_ten_hours_are_read_as_a_sample_of_bounded_size(tmp_
     assert len(live_page(contents(run))) < 400_000
 
 
+def test_events_of_a_hub_that_views_show_are_found_among_many_others(tmp_path):
+    events = [{"t": float(t), "event": "refused", "node": 0, "reason": "stale"} for t in range(20_000)]
+    events[7000] = {"t": 7000.0, "event": "excluded", "node": 0, "name": "box-0", "reason": "norm"}
+    events[9000] = {"t": 9000.0, "event": "alert", "kind": "disk", "message": "full"}
+    write(tmp_path / "hub", [line(10.0, [node_at(0, 80)], [1])], events)
+    follower = RunFollower(tmp_path, MOST_LINES)
+    (hub,) = follower.poll().hubs
+    assert [notice.event for notice in hub.notices] == ["excluded", "alert"]
+    assert hub.alerts == ("full (since 9,000 s)",)
+
+
 def test_a_long_file_that_grows_is_followed_to_its_newest_line(tmp_path):
     writer = Writer(tmp_path, 0)
     writer.start()

@@ -1,20 +1,25 @@
 """Tests the page of a run in a real browser: a headless Chromium, where one is installed."""
 
 import json
+import subprocess
+import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from kit.browser import PATH, browser
 from kit.rl_runs import RLNode
 from kit.rl_runs import closing as closing_nodes
+from kit.waiting import until
 from test_kept_rollouts import kept
-from test_page import EVIL, evil_run, serving
+from test_page import EVIL, evil_run, serving, url_in
 from test_views import Writer, full_run
 
 from aedit.launch.records import KeptToken, RunFollower, read_run
 from aedit.launch.views.page.contents import contents
 from aedit.launch.views.page.html import file_page
 
+CONFIGS = Path(__file__).parent.parent / "configs"
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(PATH is None, reason="no Chromium here: `make test-browser` installs it where it may"),
@@ -192,3 +197,45 @@ def test_the_page_fits_a_phone_and_is_readable_in_light_and_dark(tmp_path, chrom
     text, behind = brightness("color"), brightness("backgroundColor")
     assert abs(text - behind) > 0.7
     assert (text > behind) is dark
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("preset", ["tiny", "tiny-rl"])
+def test_a_real_run_is_followed_from_its_hub_and_each_table_says_what_the_directory_says(
+    tmp_path, chromium, preset
+):
+    nodes, short = 3, ["--train.seconds", "40"]
+    if preset == "tiny-rl":
+        nodes, short = 2, ["--train.steps", "40", "--rl.supervised_steps", "10", "--rl.eval_every", "20"]
+    words = [sys.executable, "-m", "aedit", "run", str(CONFIGS / f"{preset}.toml"), "--local", str(nodes)]
+    words += ["--dir", str(tmp_path), "--hub.view", "127.0.0.1:0", *short]
+    run_dir = tmp_path / preset
+    with (tmp_path / "run.log").open("wb") as log:
+        process = subprocess.Popen(words, stdout=log, stderr=log)
+        try:
+            address = until(lambda: url_in(run_dir / "hub" / "view.log"), "the page", limit_s=240)
+            chromium.open(f"http://{address}/")
+            asked = f"document.querySelectorAll('#table-nodes tbody tr').length === {nodes}"
+            chromium.until(asked)
+            chromium.until("document.querySelectorAll('#lanes canvas').length === 1")
+            assert drawn(chromium, "#lanes canvas")
+            chromium.open("about:blank")
+            assert process.wait(480) == 0, (tmp_path / "run.log").read_text()[-2000:]
+        finally:
+            process.terminate()
+            process.wait(60)
+    follower = RunFollower(run_dir)
+    with live(chromium, follower.poll, follower.rollouts):
+        page = contents(follower.poll())
+        shown = [part.name for part in page.sections]
+        assert shown[:7] == ["run", "nodes", "speed", "quality", "pushes", "refused", "bytes"]
+        for part in page.sections:
+            for table in part.tables:
+                assert cells(chromium, table.name) == [list(row) for row in table.rows]
+        texts = chromium.value(
+            "[...document.querySelectorAll('details.rollout pre.tokens')].map(e => e.textContent)"
+        )
+        kept_ones = follower.rollouts(256)
+        assert texts == ["".join(token.text for token in each.tokens) for each in kept_ones]
+        assert bool(kept_ones) is (preset == "tiny-rl")

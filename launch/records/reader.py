@@ -4,7 +4,7 @@ Incomplete lines (a crash, a full disk) are skipped. After a resume the files co
 lines of the later attempt are used, and those of the earlier attempt after the resumed step are dropped.
 
 A follower with `most_lines` reads a sample of long files: so many lines of metrics and events of rounds,
-evenly spaced, and the end of the file. All other events are read.
+evenly spaced, and the end of the file. All other events that views show are read.
 """
 
 import json
@@ -54,6 +54,9 @@ WHOLE_BYTES = 2**17
 CHUNK_BYTES = 2**20
 MOST_LINE_BYTES = 2**24
 """A longer line of a file of which a sample is read is skipped."""
+OTHER_EVENT_OF_A_HUB = re.compile(
+    rb'\{"t": ?[^,"]{1,32}, ?"event": ?"(?!accused|%s)' % "|".join(SHOWN_OF_A_HUB).encode()
+)
 EVENT_OF_A_ROUND = re.compile(rb'\{"t": ?[^,"]{1,32}, ?"event": ?"round')
 
 
@@ -324,7 +327,7 @@ class HubFollower:
             if path not in self._tails:
                 self._tails[path] = (
                     Tail(path / "metrics.jsonl", self._most_lines),
-                    Tail(path / "events.jsonl"),
+                    Tail(path / "events.jsonl", self._most_lines, thins=OTHER_EVENT_OF_A_HUB),
                 )
 
     def poll(self) -> HubRecords:
