@@ -32,6 +32,7 @@ from aedit.launch.hub.folder import make_hub
 from aedit.launch.hub.standby import Standby
 from aedit.proto.rpc import NoNews
 from aedit.proto.rpc import hub_pb2 as pb
+from aedit.types import UserError
 
 
 class Follower:
@@ -130,6 +131,29 @@ def test_a_leader_that_has_only_the_head_of_the_newest_segment_keeps_it(book, tm
     leader = follower.lead(2)
     assert not leader.receipts.lacks(receipt)
     assert bytes_of(tmp_path / "b")[2].startswith(bytes_of(tmp_path / "a")[2])
+
+
+def test_a_copy_that_lost_records_in_a_power_failure_is_cut_off_and_fetched_again(book, tmp_path):
+    """Found in simulation: frames say what the leader has on disk, and the follower refused its folder."""
+    follower = Follower(tmp_path / "b")
+    follower.follow(book.ledger)
+    kept = follower.mirror.position
+    for _ in range(3):
+        book.push(0, 0)
+        book.ledger.durable(book.ledger.journal.position)
+    follower.follow(book.ledger)
+    end = follower.mirror.position
+    with segment_path(tmp_path / "b", 1).open("r+b") as file:
+        file.seek(kept[1])
+        file.write(bytes(8))  # a page that was not written, before one that was
+    with pytest.raises(UserError, match="it was whole before"):
+        Store(tmp_path / "b").recover(make_hub(config(), (0, 1)))
+    store, hub = Store(tmp_path / "b"), make_hub(config(), (0, 1))
+    assert store.recover(hub, is_copy=True).position == kept
+    assert store.lost_end == end, "this hub is no candidate before it has as much again"
+    again = Follower(tmp_path / "b")
+    again.follow(book.ledger)
+    same(again.mirror.hub, book.hub)
 
 
 def test_a_leader_that_was_replaced_follows_with_what_it_has_in_common(book, tmp_path):

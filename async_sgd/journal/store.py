@@ -29,7 +29,7 @@ from aedit.async_sgd.journal.frames import (
     is_vouched_for,
     read_head,
 )
-from aedit.async_sgd.journal.journal import NOTE, Journal, segment_path
+from aedit.async_sgd.journal.journal import NOTE, Journal, Position, segment_path
 from aedit.async_sgd.journal.snapshot import read_snapshot, write_snapshot
 from aedit.async_sgd.rules import Accepted, Led, Record
 from aedit.system import sync_directory
@@ -43,19 +43,23 @@ class Store:
 
     def __init__(self, directory: Path, *, fsync: bool = True) -> None:
         self.directory, self._fsync = directory, fsync
+        self.lost_end: Position | None = None
+        """End of a copy of a journal before `recover` cut off what its leader had on disk."""
 
-    def recover(self, hub: Hub, *, accept_loss: bool = False) -> Journal:
+    def recover(self, hub: Hub, *, accept_loss: bool = False, is_copy: bool = False) -> Journal:
         """Bring a new hub to the state of the folder's last one, and return the journal to continue.
 
         An incomplete end is cut off. Raises UserError if something that was acknowledged is damaged or gone.
 
         accept_loss: go on without segments that are missing at the end, under a new epoch.
+        is_copy: of the journal of another hub. Its frames say what was on the disk there; here, a machine
+            that failed may have written the last ones without those before. They are cut off, too.
         """
         for left in self.directory.glob("*.new"):
             left.unlink()
         if accept_loss:
             (self.directory / NOTE).unlink(missing_ok=True)
-        journal = self.open(self.read(hub, mend=True))
+        journal = self.open(self.read(hub, mend=True, is_copy=is_copy))
         if accept_loss:
             journal.rotate(new_epoch=True)
         return journal
@@ -70,7 +74,7 @@ class Store:
         after = read_head(File(path)) if path.exists() and not is_begun else None
         return Journal(self.directory, number, fsync=self._fsync, after=after)
 
-    def read(self, hub: Hub, *, mend: bool = False) -> int:
+    def read(self, hub: Hub, *, mend: bool = False, is_copy: bool = False) -> int:
         """Bring a new hub to the state of the folder's last one; return the number of the newest segment.
 
         Changes no file unless `mend` is true.
@@ -81,7 +85,8 @@ class Store:
         check_gapless(self.directory, first, segments)
         for number in segments:
             may_end_early = number == segments[-1]
-            self._replay(hub, number, may_end_early, has_head=number <= noted, mend=mend)
+            has_head = number <= noted
+            self._replay(hub, number, may_end_early, has_head=has_head, mend=mend, is_copy=is_copy)
         return segments[-1] if segments else first
 
     def save(self, state: Saved, number: int) -> int:
@@ -118,7 +123,9 @@ class Store:
             raise UserError(f"{self.directory}: no snapshot is whole; restore the folder from a copy")
         return 1
 
-    def _replay(self, hub: Hub, number: int, may_end_early: bool, *, has_head: bool, mend: bool) -> None:
+    def _replay(
+        self, hub: Hub, number: int, may_end_early: bool, *, has_head: bool, mend: bool, is_copy: bool
+    ) -> None:
         file = File(segment_path(self.directory, number))
         good = 0
         try:
@@ -131,7 +138,9 @@ class Store:
                 good = end
         except Damaged as error:
             was_whole = is_vouched_for(file, good) if good else has_head or file.num_bytes > FILE_BYTES
-            if not may_end_early or was_whole:
+            if may_end_early and was_whole and good and is_copy:
+                self.lost_end = number, file.num_bytes
+            elif was_whole or not may_end_early:
                 raise UserError(
                     f"{error}, and it was whole before: restore its folder from a copy"
                 ) from error

@@ -50,6 +50,12 @@ MIRROR = "mirror.json"
 """File with the term of the hub whose journal is in the folder; there is none in the folder of a leader."""
 
 
+def noted_term(directory: Path) -> int:
+    """Return the highest term whose leader was followed in this folder; 0 in the folder of a leader."""
+    noted = read_line(directory / MIRROR)
+    return int(json.loads(noted)["term"]) if noted else 0
+
+
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Lock the folder for this process until the block ends; create it for its owner if it does not exist.

@@ -180,7 +180,7 @@ class _Process:
             above: A hub that begins a journal does so with the term after this one.
         """
         hub = self._make()
-        journal = self._store.recover(hub, accept_loss=force)
+        journal = self._recovered(hub, force=force)
         state, mirrors = hub.state, (self.endpoint.directory / folder.MIRROR).exists()
         newest, own = self._others.newest_term(), max(state.term, above)
         if newest > own and not self.endpoint.standby and not force:
@@ -209,6 +209,18 @@ class _Process:
         self._vote_requests.start()
         write_atomically(self.endpoint.directory / "address", self.address)
 
+    def _recovered(self, hub: Hub, *, force: bool = False) -> Journal:
+        """Recover the state, and return the journal.
+
+        A copy of another hub's journal may have lost records that were on disk there. This hub is no
+        candidate before it has as much again.
+        """
+        noted = folder.noted_term(self.endpoint.directory)
+        journal = self._store.recover(hub, accept_loss=force, is_copy=noted > 0)
+        if (lost := self._store.lost_end) is not None:
+            self._leadership.forget((max(hub.state.term, noted), *lost))
+        return journal
+
     def _is_behind(self, own: Extent) -> bool:
         """Return whether another hub has more of this journal, and do not stand before it is here, too.
 
@@ -231,7 +243,7 @@ class _Process:
     def follow(self) -> None:
         """Recover the state from the folder and follow another hub: the successor waits for this replica."""
         hub = self._make()
-        self._follow(hub, self._store.recover(hub))
+        self._follow(hub, self._recovered(hub))
         self._vote_requests.start()
         write_if_changed(self.endpoint.directory / "address", self.address)
 

@@ -36,7 +36,7 @@ from aedit.proto.rpc import (
     sign,
 )
 from aedit.proto.rpc import hub_pb2 as pb
-from aedit.system import is_full, read_line, write_atomically
+from aedit.system import is_full, write_atomically
 
 log = logging.getLogger(__name__)
 _FULL_PAUSE_S = 1.0
@@ -317,7 +317,11 @@ class Standby:
 
     def leader(self) -> tuple[str, int] | None:
         """Return the address and term of a hub that leads, and may be followed; None if none was found."""
-        known = max(self._mirror.hub.state.term, self._noted_term(), self._leadership.promised)
+        known = max(
+            self._mirror.hub.state.term,
+            folder.noted_term(self._endpoint.directory),
+            self._leadership.promised,
+        )
         leader = self._others.leader(known, self._stopping, without=self._away)
         self._away = ""
         return None if leader is None or self._is_of_another_lineage(leader[1]) else leader
@@ -463,7 +467,9 @@ class Standby:
         It is not followed then, and another replica can be elected that has them; see `_OLDER_S`.
         """
         own = self._extent
-        if self._endpoint.replicas is None or not own[0] == term == self._noted_term():
+        if self._endpoint.replicas is None or not own[0] == term == folder.noted_term(
+            self._endpoint.directory
+        ):
             return False
         journal = json.loads(client.status(pb.StatusRequest()).json)["journal"]
         end = (int(journal["segment"]), int(journal["bytes"]))
@@ -482,15 +488,10 @@ class Standby:
         self._leadership.drop_leader()
         return now - self._older_since_s < _OLDER_S
 
-    def _noted_term(self) -> int:
-        """Return the highest term whose leader was followed; 0 without one."""
-        noted = read_line(self._endpoint.directory / folder.MIRROR)
-        return int(json.loads(noted)["term"]) if noted else 0
-
     def _trim(self, term: int) -> tuple[Position, bytes]:
         """Return where this journal ends. Delete a snapshot alone of another term: it cannot be compared."""
         end = self._mirror.trim()
-        if self._noted_term() != term:
+        if folder.noted_term(self._endpoint.directory) != term:
             if not end[1]:
                 self._leadership.forget((0, 0, 0))
                 self._mirror.clear(keep=True)
@@ -522,7 +523,7 @@ class Standby:
         """Fetch a damaged journal again. Until all of it is here, this hub cannot be elected."""
         log.error("%s; fetching the journal again from its start", error)
         self._leadership.forget((self._mirror.hub.state.term, *self._mirror.position))
-        leading = self._noted_term()
+        leading = folder.noted_term(self._endpoint.directory)
         self._mirror.forget(keep=self._all_of != leading)
         self._all_of = leading
 

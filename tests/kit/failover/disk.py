@@ -43,11 +43,11 @@ class Inode:
             _put(self.stable, offset, data)
         self.writes.clear()
 
-    def crash(self, chance, in_order):
+    def crash(self, chance):
         """Keep of the last writes what the disk has: the first and a part of the next, or any of them."""
         if not self.writes:
             return
-        data, any_order = self.stable[:], not in_order and chance.random() < 0.3
+        data, any_order = self.stable[:], chance.random() < 0.3
         kept = chance.randint(0, len(self.writes))
         for at, (offset, written) in enumerate(self.writes):
             if any_order and written is not None and chance.random() < 0.5:
@@ -118,9 +118,8 @@ class Disk:
                 names.pop(name, None)
             else:
                 names[name] = inode
-        follows = any(name.endswith("/mirror.json") for name in names)
         for inode in names.values():
-            inode.crash(self.random, in_order=follows)
+            inode.crash(self.random)
         self.names, self.stable, self.changes = names, dict(names), []
 
     def copied(self):

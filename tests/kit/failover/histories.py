@@ -51,7 +51,7 @@ def history(seed):
     faults = []
     for _ in range(chance.randint(1, 6)):
         kind = chance.choice(KINDS)
-        at_s, lasts_s = chance.uniform(3.0, FAULTS_S), chance.choice((0.5, 2.0, 5.0, 8.0)) * chance.random()
+        at_s, lasts_s = chance.uniform(3.0, FAULTS_S), chance.choice((0.5, 2.0, 5.0, 9.0)) * chance.random()
         who = chance.choice(hubs)
         if kind == "node":
             kind, who = chance.choice(("kill", "lose", "leave")), chance.choice(nodes)

@@ -3,7 +3,7 @@
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
-from aedit.async_sgd.journal import receipts
+from aedit.async_sgd.journal import Store, receipts
 from aedit.async_sgd.replication import Leadership, Mirror, Replica, replica, stream_journal
 from aedit.async_sgd.replication.replica import END
 from aedit.async_sgd.rules import Agreed
@@ -104,7 +104,7 @@ def ask_for_agreement(self):
 
 original_remove, original_granting = Mirror._remove, Voter._granting
 original_propose, original_ask = Replica.propose, Replica._ask_for_agreement
-original_forget = Leadership.forget
+original_forget, original_recover = Leadership.forget, Store.recover
 
 MUTANTS = {
     "a hub leads with an older copy of its folder": [
@@ -142,6 +142,9 @@ MUTANTS = {
         (Replica, "acknowledged", lambda self: END if self.term else (0, 0))
     ],
     "a configuration needs no quorum of the one before": [(Replica, "_ask_for_agreement", ask_for_agreement)],
+    "the end of a copy is judged as that of a leader": [
+        (Store, "recover", lambda self, hub, is_copy=False, **more: original_recover(self, hub, **more))
+    ],
     "a follower goes on after a damaged chunk": [(Standby, "_fetch_anew", lambda self, error: None)],
 }
 """Attributes of production code and their replacements, by what is wrong with them."""

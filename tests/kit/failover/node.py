@@ -56,6 +56,8 @@ class SimNode(Process):
 
     def _beat(self):
         self.after(BEAT_S, self._beat)
+        if self.lies:
+            self._vote(self.world.random.choice(self.hubs))
         if self.clock() - self.heard_s > SILENT_S:
             self._ask_another()
         elif not self.is_member:
@@ -194,7 +196,8 @@ class SimNode(Process):
         """Return a false answer: in the name of another voter, of a term far above, or one that grants."""
         chance, key = SYSTEM.random, votes.SigningKey(bytes.fromhex(self.votes._voter.key))
         term = chance.choice((answer.term, MOST_TERM - 1, 2**40, answer.term + 1))
+        grants = chance.random() < 0.7
         voter = chance.choice((identity_of(key.public), *(hub.identity for hub in self.hubs)))
         return answer_out(
-            VoteReply(voter, answer.proposer, (answer.ballot.term, answer.ballot.number), True, term), key
+            VoteReply(voter, answer.proposer, (answer.ballot.term, answer.ballot.number), grants, term), key
         )
