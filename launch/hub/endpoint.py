@@ -519,5 +519,5 @@ class VoteRequests:
         """Count the answer of the hub at `address` if it is signed and can be written down."""
         try:
             self._count(answer_in(answer))
-        except (NoSpace, JournalBroken, Refusal, ValueError) as error:
+        except (NoSpace, JournalBroken, OSError, Refusal, ValueError) as error:
             log.warning("an answer to a proposal does not count: %s: %s", address, error)

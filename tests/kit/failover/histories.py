@@ -15,7 +15,21 @@ FAULTS_S, HEAL_S = 11.0, 40.0
 """How long faults happen, and after how long all nodes must have pushed again."""
 NODE = 10
 """Number of the first node; hubs are numbered from 0."""
-KINDS = ("kill", "kill", "lose", "lose", "pause", "part", "cut", "damage", "node", "full", "fail", "snapshot")
+KINDS = (
+    "anew",
+    "kill",
+    "kill",
+    "lose",
+    "lose",
+    "pause",
+    "part",
+    "cut",
+    "damage",
+    "node",
+    "full",
+    "fail",
+    "snapshot",
+)
 
 
 @dataclass(frozen=True)
@@ -30,6 +44,8 @@ class History:
     delay_s: float
     chunk_bytes: int
     """Most bytes of the journal in one message."""
+    gap_s: float
+    """Between two of them."""
     has_liar: bool
     faults: tuple
     least: int = 1
@@ -37,7 +53,8 @@ class History:
 
     def __str__(self):
         head = f"seed {self.seed}: {self.num_hubs} hubs, {self.num_nodes} nodes, loss {self.loss:.2f}"
-        head += f", at least {self.least}, chunks of {self.chunk_bytes}, liar {self.has_liar}"
+        head += f", at least {self.least}, chunks of {self.chunk_bytes} every {self.gap_s} s"
+        head += ", one node lies" * self.has_liar
         return "\n".join([head, *map(str, self.faults)])
 
 
@@ -86,6 +103,7 @@ def history(seed):
         repeat,
         delay_s=chance.choice((0.002, 0.01, 0.05)),
         chunk_bytes=chance.choice((150, 700, 2**16)),
+        gap_s=chance.choice((0.0, 0.0, 0.02)),
         has_liar=chance.random() < 0.25,
         faults=tuple(faults),
         least=chance.choice((1, 1, 2)),
@@ -110,7 +128,7 @@ class Simulation:
             self.nodes[-1].lies = True
         self.everybody = [*self.hubs, *self.nodes]
         self.processes = {process.number: process for process in self.everybody}
-        self.world.network.delay_s = what.delay_s
+        self.world.network.delay_s, self.world.network.gap_s = what.delay_s, what.gap_s
         self.world.check = self._check
         self.is_full_for_good = set()
 
@@ -143,7 +161,7 @@ class Simulation:
     def _heal(self):
         world = self.world
         world.network.cut.clear()
-        world.network.loss = world.network.repeat = 0.0
+        world.network.loss = world.network.repeat = world.network.gap_s = 0.0
         for hub in self.hubs:
             hub.disk.full, hub.disk.failing = hub.number in self.is_full_for_good, 0
         for process in self.everybody:
@@ -176,10 +194,19 @@ class Simulation:
         self.processes[fault.who].paused_until = self.world.now + fault.lasts_s
 
     def _damage(self, fault):
-        """What a follower has received is damaged; it notices, and fetches it anew."""
+        """What a follower receives is damaged; it notices, and fetches it anew."""
         hub = self.processes[fault.who]
-        if hub.alive and hub.process is not None and hub.process._leading is None and hub.stream is not None:
+        follows = hub.alive and hub.process is not None and hub.process._leading is None
+        leader = getattr(hub.stream, "leader_host", None) if follows else None
+        if leader is not None and leader.process is not None and leader.process._leading is not None:
             hub._lost(hub.process._standby, Damaged("a bit has flipped"))
+
+    def _anew(self, fault):
+        """A follower fetches its journal anew, and its leader ends meanwhile."""
+        self._damage(fault)
+        leading = [hub for hub in self.hubs if hub.process and hub.process._leading]
+        for hub in leading:
+            self.world.after(0.3, self._kill, replace(fault, who=hub.number))
 
     def _full(self, fault):
         disk = self.processes[fault.who].disk

@@ -263,7 +263,7 @@ class Stream:
                 self.is_open = False
                 return
             delay_s = net.delay_s * (0.2 + 2 * world.random.random())
-            self.last_s = max(self.last_s + 1e-9, world.now + delay_s)
+            self.last_s = max(self.last_s + net.gap_s + 1e-9, world.now + delay_s)
             world.at(self.last_s, self._arrive, item)
 
     def _arrive(self, item):
@@ -491,17 +491,9 @@ class SimHub(Process):
 
             def take(answer, address=other.address):
                 if isinstance(answer, pb.Answer):
-                    self._count(requests, address, answer)
+                    requests.take(address, answer)
 
             self.call(other, "propose", request, then=take)
-
-    def _count(self, requests, address, answer):
-        process = self.process
-        try:
-            requests.take(address, answer)
-        except OSError:
-            if not process.is_over:
-                raise
 
     # --- a follower
 

@@ -35,6 +35,8 @@ class Network:
     loss: float = 0.0
     repeat: float = 0.0
     delay_s: float = 0.01
+    gap_s: float = 0.0
+    """Between two chunks of a stream, on a slow line."""
     cut: set = field(default_factory=set)
     """Ordered pairs (from, to) that let nothing through."""
 
