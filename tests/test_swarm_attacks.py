@@ -6,7 +6,8 @@ from contextlib import ExitStack, contextmanager
 
 import grpc
 import pytest
-from kit.hub_processes import Client, HubRefused, confirmation
+from kit.full_disk import full_disk
+from kit.hub_processes import Client, HubRefused, HubUnreachable, confirmation
 from kit.swarm import key_of
 from kit.waiting import until
 
@@ -15,9 +16,12 @@ from aedit.launch.hub.endpoint import HubEndpoint, VoteRequests
 from aedit.launch.hub.main import _Process
 from aedit.launch.swarm import peer_service
 from aedit.proto.rpc import (
+    MOST_TERM,
     PROTOCOL,
     Proposal,
     SigningKey,
+    VoteReply,
+    answer_out,
     identity_of,
     is_signed_statement,
     parsed_statement,
@@ -299,3 +303,59 @@ def test_with_a_list_of_peers_only_those_are_voted_for(tmp_path, monkeypatch):
     with replica(tmp_path / "one", 0) as (process, _):
         assert asked(process, honest).voter
         assert asked(process, other) is grpc.StatusCode.PERMISSION_DENIED
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_no_answer_of_a_node_deposes_an_owner_or_stops_an_election(tmp_path, leads):
+    """Found: one word of a node deposed an owner; terms of 2^64-1 left a part without one until restarts."""
+    with ExitStack() as held:
+        owner, _ = held.enter_context(replica(tmp_path / "owner", 0, standby=False))
+        follower, _ = held.enter_context(replica(tmp_path / "follower", 0, address(owner)))
+        until(lambda: follower._standby._leader == address(owner), "the owner's journal")
+        node = Client(address(owner))
+        node.join()
+        until(lambda: follower._standby._mirror.hub.state.members, "the node in the journal")
+        process = owner if leads else follower
+        hub, me = Client(address(process)).hub, node.elector._voter.me
+        leadership = owner._leadership
+        ballot, proposer = (1, 1), leadership.identity
+
+        def answered(reply, key=node.elector._key, voter=None):
+            message = answer_out(reply, key)
+            if voter is not None:
+                message.voter = voter
+                sign(message, key)
+            with pytest.raises(HubRefused) as refused:
+                hub.take_over(pb.TakeOverRequest(who=node.who, answer=message))
+            return refused.value
+
+        for term in (2**64 - 1, MOST_TERM):
+            told = answered(VoteReply(me, proposer, ballot, False, term))
+            assert "expected a number below" in str(told)
+        for voter in (owner._leadership.identity, follower._leadership.identity):
+            told = answered(VoteReply(me, proposer, ballot, True, 2), voter=voter)
+            assert "is not signed with its key" in str(told)
+        far = answer_out(VoteReply(me, proposer, ballot, False, MOST_TERM - 1), node.elector._key)
+        hub.take_over(pb.TakeOverRequest(who=node.who, answer=far))
+        voter = key_of(9)
+        proposal = proposal_out(Proposal(2**64 - 1, 0, identity_of(voter.public), (1, 2), (1, 1, 9)), voter)
+        request = pb.ProposeRequest(run="run", proposal=proposal, part=1)
+        sign(request, key_of(12))
+        with pytest.raises(HubRefused, match="expected a number below"):
+            hub.propose(request)
+        assert leadership.leads
+        assert not leadership._replica.is_overtaken
+        assert (leadership.promised, follower._leadership.promised <= 1) == (1, True)
+        assert not owner._leading.guard.replaced.is_set()
+
+
+def test_a_vote_that_could_not_be_written_is_not_given_at_the_second_ask(tmp_path):
+    """Found: it was given with nothing on disk, and after a restart another candidate of the term got it."""
+    with replica(tmp_path / "one", 0) as (process, _):
+        with full_disk(tmp_path / "one"):
+            for _ in range(2):
+                with pytest.raises(HubUnreachable, match="no space"):
+                    asked(process, key_of(12))
+            assert process._leadership.promised == 0
+        assert asked(process, key_of(12)).granted
+        assert json.loads((tmp_path / "one" / "votes.json").read_text())["term"] == 7
