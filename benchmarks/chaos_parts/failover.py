@@ -13,6 +13,7 @@ from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 
+from aedit.launch.hub import read_accounts
 from benchmarks.chaos_parts.accounts import Accounts, account, errors, keep
 from benchmarks.kit import netns
 from benchmarks.kit.cluster import Field, free_port, ledger_tail
@@ -189,6 +190,9 @@ class Story:
     """Processes that ended though nobody had killed them, with their last words."""
     left_behind: int = 0
     accounts: Accounts | None = None
+    samples: str = ""
+    """What `aedit ledger` says."""
+    samples_agree: bool = False
 
 
 @dataclass(slots=True)
@@ -278,6 +282,7 @@ def _bars(story: Story, found: Accounts, share: float, seconds: float) -> tuple[
         Bar(f"goodput {percent(share)} of the calm run, wanted >= {percent(GOODPUT, 0)}", reached),
         *(Bar(f"{text}: {number}", number == 0) for text, number in nothing.items()),
         Bar(f"{back}, wanted < {HEALS_WITHIN_S:g} s", story.healed_s < HEALS_WITHIN_S),
+        Bar(f"samples: {story.samples}", story.samples_agree),
         *(Bar(f"ended: {text}", False) for text in story.died),
     )
 
@@ -497,5 +502,7 @@ def _end(ground: Ground) -> None:
     ledgers = [ground.field.lines(name) for name in NODES]
     copies = sorted(ground.field.directory.glob("copies_*/journal-*"))
     story.accounts = account(ground.field.plan, ledgers, leader.directory, copies, ended_s)
+    samples = read_accounts(ground.field.directory)
+    story.samples, story.samples_agree = samples.summary(), not samples.disagreements
     times = sorted(line["t"] for lines in ledgers for line in lines if line["event"] == "acknowledged")
     story.longest_gap_s = max((b - a for a, b in pairwise(times)), default=0.0)
