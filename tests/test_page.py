@@ -231,7 +231,7 @@ def test_a_hundred_nodes_and_ten_hours_are_read_as_a_sample_of_bounded_size(tmp_
     assert size > 4 << 20
     assert all(tail.read_bytes < size / 10 for tail in tails)
     for node in run.nodes[::33]:
-        assert 2 * MOST_LINES <= len(node.metrics) <= 5 * MOST_LINES
+        assert MOST_LINES <= len(node.metrics) <= 5 * MOST_LINES
         assert node.metrics[-1].step == 36_000
         steps = [metric.step for metric in node.metrics]
         gaps = [after - before for before, after in pairwise(steps)]
@@ -243,6 +243,16 @@ def test_a_hundred_nodes_and_ten_hours_are_read_as_a_sample_of_bounded_size(tmp_
     assert len(text) < 300_000
     assert lane(page, 57, "training") == [75] * BINS
     assert len(live_page(contents(run))) < 400_000
+
+
+def test_the_newest_line_of_a_hub_of_many_nodes_is_read_however_long_it_is(tmp_path):
+    nodes = [node_at(i, 80) for i in range(400)]
+    write(tmp_path / "hub", [line(float(t), nodes, [t]) for t in range(1, 40)])
+    (hub,) = RunFollower(tmp_path, 4).poll().hubs
+    assert len(json.dumps(nodes)) > 100_000
+    assert hub.last.versions == (39,)
+    assert hub.lines[0].versions == (1,)
+    assert len(hub.lines) <= 4 + 4 * 16
 
 
 def test_events_of_a_hub_that_views_show_are_found_among_many_others(tmp_path):

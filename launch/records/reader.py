@@ -49,8 +49,10 @@ SHOWN = (
 MOST_ALERTS = 256
 """Active alerts of a node or hub that are followed."""
 SHOWN_OF_A_HUB = ("alert", "alert_over", "excluded", "lead", "standby_lost", "banned")
-WHOLE_BYTES = 2**17
+WHOLE_BYTES = 2**15
 """The end of a file of which a sample is read, without gaps; a shorter file is read whole."""
+NEWEST_LINES = 16
+"""Least number of lines in that end, which is longer if they are."""
 CHUNK_BYTES = 2**20
 MOST_LINE_BYTES = 2**24
 """A longer line of a file of which a sample is read is skipped."""
@@ -391,9 +393,9 @@ class Tail:
         with suppress(OSError), self._path.open("rb") as file:
             found = os.fstat(file.fileno())
             self.written_at = found.st_mtime
-            if self._most_lines is not None and found.st_size - self._offset > 2 * WHOLE_BYTES:
+            if self._most_lines is not None and found.st_size - self._offset > 4 * WHOLE_BYTES:
                 self._rest = b""
-                self._sample(file, found.st_size - WHOLE_BYTES, self._most_lines, take)
+                self._sample(file, self._whole_from(file, found.st_size), self._most_lines, take)
             file.seek(self._offset)
             new = file.read()
             self._offset += len(new)
@@ -402,7 +404,7 @@ class Tail:
             _take(lines, take)
 
     def _sample(self, file: BinaryIO, end: int, most: int, take: Callable[[Line], None]) -> None:
-        """Take lines that begin before `end`, and set the offset to the first one behind it."""
+        """Take lines that begin before `end`, where one begins, and set the offset to it."""
         if self._thins is not None:
             self._filter(file, end, most, take)
             return
@@ -417,10 +419,19 @@ class Tail:
             self.read_bytes += len(line)
             self._offset = file.tell()
             _take([line], take)
-        file.seek(max(self._offset, end - 1))
-        while not (rest := file.readline(MOST_LINE_BYTES)).endswith(b"\n") and rest:
-            pass
-        self._offset = file.tell()
+        self._offset = max(self._offset, end)
+
+    def _whole_from(self, file: BinaryIO, size: int) -> int:
+        """Return where the first line begins of those at the end of the file that are all read."""
+        num_bytes = WHOLE_BYTES
+        while num_bytes < size - self._offset:
+            file.seek(size - num_bytes)
+            _, _, behind = (end := file.read(num_bytes)).partition(b"\n")
+            self.read_bytes += len(end)
+            if behind.count(b"\n") >= NEWEST_LINES:
+                return size - len(behind)
+            num_bytes *= 4
+        return self._offset
 
     def _filter(self, file: BinaryIO, end: int, most: int, take: Callable[[Line], None]) -> None:
         """Take each line but those that `thins` matches, of which it takes every n-th."""
