@@ -81,7 +81,7 @@ def check_found(name, num_histories, capsys):
     assert not failure(least), "it is the mutant that fails, and not the protocol"
 
 
-QUICK = ("votes are never saved", "a leader without room leads on")
+QUICK = ("votes are never saved", "a hub leads with an older copy of its folder")
 
 
 @pytest.mark.timeout(600)
@@ -93,8 +93,8 @@ def test_a_mistake_in_production_code_is_found(name, capsys):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", sorted(set(MUTANTS) - set(QUICK)))
-def test_every_mistake_is_found_within_two_thousand_histories(name, capsys):
-    check_found(name, 2000, capsys)
+def test_every_mistake_is_found_within_a_hundred_histories(name, capsys):
+    check_found(name, 100, capsys)
 
 
 def test_a_history_is_decided_by_its_seed():
