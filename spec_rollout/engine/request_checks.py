@@ -109,10 +109,13 @@ def _partial_error(prompt: Prompt) -> str:
 @checked()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """Limits of an engine's prefill and of its prefix cache."""
+    """Limits of an engine's prefill and of its memory."""
 
     prefill_tokens: PositiveInt = 512
     """Upper limit of tokens of waiting samples that are computed between two passes over running samples.
     While no sample is running there is no limit."""
     prefix_cache_bytes: NonNegativeInt = 256 << 20
     """Upper limit of the prefix cache, which grows with its contents; 0 turns it off."""
+    packed_bytes: NonNegativeInt = 1 << 30
+    """Upper limit of a copy of the policy's weights that makes passes over several tokens faster on a CPU;
+    see `TargetModel.pack`. Weights that would take more are not copied; 0: none are."""

@@ -72,7 +72,7 @@ class WeightSwap:
             max_tokens=target.max_tokens,
             path="fast" if target.path == "fast" else "generic",
         )
-        limits = EngineLimits(prefill_tokens=2**31, prefix_cache_bytes=0)
+        limits = EngineLimits(prefill_tokens=2**31, prefix_cache_bytes=0, packed_bytes=0)
         old = Engine(twin, tokenizer=engine.tokenizer, limits=limits)
         old.update_weights(None, before)
         for prompt in begun:

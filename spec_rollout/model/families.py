@@ -8,7 +8,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
@@ -27,12 +27,12 @@ from aedit.spec_rollout.model.layers import (
     Function,
     Layer,
     LayerShape,
+    Linear,
     RMSNorm,
     Rotary,
     fused_gated_mlp,
     fused_qkv,
     gated_mlp,
-    linear,
     separate_qkv,
 )
 
@@ -148,6 +148,20 @@ class ModelWeights:
     """Number of positions that the model has; None where the number has no limit."""
     is_static: bool = True
     """Whether the calls do not depend on values, so that a CUDA graph can capture them."""
+    projections: tuple[Linear, ...] = ()
+    """Those of the layers."""
+    to_logits: Linear = field(init=False)
+    """The head."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "to_logits", Linear(self.head))
+
+    def pack(self, most_bytes: int) -> None:
+        """Pack the weights of the products, if the copies take at most `most_bytes`; see `Linear.pack`."""
+        found = [each for each in (*self.projections, self.to_logits) if each.can_be_packed]
+        if sum(each.weight.nbytes for each in found) <= most_bytes:
+            for each in found:
+                each.pack()
 
     def embed(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
         """Return the input of the first layer, (T, d)."""
@@ -162,7 +176,7 @@ class ModelWeights:
 
     def logits(self, features: Tensor) -> Tensor:
         """Return the logits (..., V) of features (..., f)."""
-        logits = linear(features[..., : self.embedding.shape[1]], self.head)
+        logits = self.to_logits(features[..., : self.embedding.shape[1]])
         if self.logit_cap is None:
             return logits
         return logits.div_(self.logit_cap).tanh_().mul_(self.logit_cap)
@@ -202,6 +216,7 @@ class ModelReader:
     activation: Function
     shape: LayerShape
     rotary: Rotary
+    projections: list[Linear] = field(default_factory=list)
 
     @classmethod
     def of(cls, model: Any, family: Family, activation: Function) -> "ModelReader":
@@ -227,7 +242,12 @@ class ModelReader:
             logit_cap=getattr(self.config, "final_logit_softcapping", None),
             max_positions=self.rotary.max_positions,
             is_static=not any(hasattr(layer.mlp, "experts") for layer in layers),
+            projections=tuple(self.projections),
         )
+
+    def _linear(self, module: Any) -> Linear:
+        self.projections.append(Linear(module.weight, module.bias))
+        return self.projections[-1]
 
     def _layer(self, index: int, module: Any) -> Layer:
         attention, norms = module.self_attn, self.family.norms
@@ -240,7 +260,7 @@ class ModelReader:
                 rotate if has_rope else None,
                 table,
                 (self.shape.num_heads, self.shape.num_kv_heads),
-                _linear(attention.o_proj),
+                self._linear(attention.o_proj),
             ),
             self._mlp(module.mlp),
             *(None if name is None else norms.read(getattr(module, name)) for name in names),
@@ -264,8 +284,8 @@ class ModelReader:
         head_dim = self.shape.head_dim
         if hasattr(module, "qkv_proj"):
             sizes = self.shape.num_heads + self.shape.num_kv_heads, self.shape.num_kv_heads
-            return fused_qkv(_linear(module.qkv_proj), head_dim, sizes)
-        projections = _linear(module.q_proj), _linear(module.k_proj), _linear(module.v_proj)
+            return fused_qkv(self._linear(module.qkv_proj), head_dim, sizes)
+        projections = self._linear(module.q_proj), self._linear(module.k_proj), self._linear(module.v_proj)
         if not hasattr(module, "q_norm"):
             return separate_qkv(projections, head_dim)
         norms = self.family.norms.read(module.q_norm), self.family.norms.read(module.k_norm)
@@ -278,13 +298,11 @@ class ModelReader:
             weights = router.weight, experts.gate_up_proj, experts.down_proj
             return Experts(*weights, router.top_k, is_normalized, self.activation)
         if hasattr(module, "gate_up_proj"):
-            return fused_gated_mlp(_linear(module.gate_up_proj), _linear(module.down_proj), self.activation)
-        gate, up, down = (_linear(one) for one in (module.gate_proj, module.up_proj, module.down_proj))
+            return fused_gated_mlp(
+                self._linear(module.gate_up_proj), self._linear(module.down_proj), self.activation
+            )
+        gate, up, down = (self._linear(one) for one in (module.gate_proj, module.up_proj, module.down_proj))
         return gated_mlp(gate, up, down, self.activation)
-
-
-def _linear(module: Any) -> Function:
-    return partial(linear, weight_oi=module.weight, bias_o=module.bias)
 
 
 def _gpt2(model: Any, activation: Function) -> ModelWeights:
@@ -296,9 +314,11 @@ def _gpt2(model: Any, activation: Function) -> ModelWeights:
         weight, bias, eps = module.weight, module.bias, module.eps
         return lambda x: F.layer_norm(x, weight.shape, weight, bias, eps)
 
-    def projection(module: Any) -> Function:
-        weight, bias = module.weight, module.bias
-        return lambda x: linear(x, weight.t(), bias)  # the weight is (in, out)
+    projections: list[Linear] = []
+
+    def projection(module: Any) -> Linear:
+        projections.append(Linear(module.weight, module.bias, is_transposed=True))
+        return projections[-1]
 
     def layer(module: Any) -> Layer:
         qkv = fused_qkv(projection(module.attn.c_attn), shape.head_dim, (2 * config.n_head, config.n_head))
@@ -321,6 +341,7 @@ def _gpt2(model: Any, activation: Function) -> ModelWeights:
         attention=tuple(AttentionSpec(module.attn.scaling) for module in inner.h[: config.n_layer]),
         position_embedding=inner.wpe.weight,
         max_positions=inner.wpe.weight.shape[0],
+        projections=tuple(projections),
     )
 
 

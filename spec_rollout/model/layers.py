@@ -221,6 +221,9 @@ def run_layer(x_Td: Tensor, layer: Layer, ropes: tuple[Rope, ...], attend: Atten
 SMALL_WEIGHTS = 1 << 17
 """Weights of fewer numbers stay in the cache, where the overhead of oneDNN is not worth it for few rows."""
 
+HUGE_WEIGHTS = 1 << 24
+"""Weights of at least as many numbers are in no cache: packing gains nothing for two or three rows."""
+
 MANY_ROWS = 32
 """Number of rows from which on oneDNN is faster with small weights, too."""
 
@@ -230,19 +233,62 @@ EXACT_ROWS = 32
 _HAS_ONEDNN = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def linear(x_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None = None) -> Tensor:
+@dataclass(slots=True, eq=False)
+class Linear:
+    """x W' + b with a model's own parameters, of which a packed copy can be used."""
+
+    weight: Tensor
+    """(o, i), or (i, o) if it is stored transposed (GPT-2)."""
+    bias_o: Tensor | None = None
+    is_transposed: bool = False
+    _packed: Tensor | None = None
+    _version: int = 0
+
+    def __call__(self, x_Ti: Tensor) -> Tensor:
+        """Return x W' + b, (..., o)."""
+        if self._packed is not None and self._version != self.weight._version:
+            self._packed = None  # the weight has changed in place
+        return linear(x_Ti, self._weight_oi, self.bias_o, self._packed)
+
+    @property
+    def _weight_oi(self) -> Tensor:
+        return self.weight.t() if self.is_transposed else self.weight
+
+    @property
+    def can_be_packed(self) -> bool:
+        """Return whether a packed copy makes products of several rows faster: large fp32 weights on a CPU."""
+        weight = self.weight
+        is_right = weight.dtype == torch.float32 and weight.device.type == "cpu" and not weight.is_inference()
+        return is_right and _HAS_ONEDNN and weight.numel() >= SMALL_WEIGHTS
+
+    def pack(self) -> None:
+        """Copy the weight into the layout that oneDNN multiplies by, which else it makes in each product.
+
+        The copy is used until the weight changes in place, as far as PyTorch counts that
+        (`Tensor._version`); a holder of this object that replaces values otherwise must make a new one.
+        """
+        weight_oi = self._weight_oi.detach().contiguous()
+        self._version = self.weight._version
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_oi, None)
+
+
+def linear(
+    x_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None = None, packed: Tensor | None = None
+) -> Tensor:
     """Return x W' + b, as `F.linear`, of another rounding.
 
     Calls that need gradients, and devices other than the CPU, use `F.linear` itself.
+
+    packed: The weight in oneDNN's layout, if there is one; see `Linear`.
     """
     if x_Ti.is_cuda or torch.is_grad_enabled() or not _HAS_ONEDNN:
         return F.linear(x_Ti, weight_oi, bias_o)
     rows = x_Ti.numel() // x_Ti.shape[-1]
     num_added = padded_rows(rows) - rows
     if not num_added or weight_oi.dtype == torch.float64:  # float64 has no kernels of oneDNN
-        return _product(x_Ti, weight_oi, bias_o, rows)
+        return _product(x_Ti, weight_oi, bias_o, rows, packed)
     padded_Ti = F.pad(x_Ti.reshape(rows, -1), (0, 0, 0, num_added))
-    out_To = _product(padded_Ti, weight_oi, bias_o, rows + num_added)
+    out_To = _product(padded_Ti, weight_oi, bias_o, rows + num_added, packed)
     return out_To[:rows].view(*x_Ti.shape[:-1], -1)
 
 
@@ -254,8 +300,12 @@ def padded_rows(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def _product(x_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None, rows: int) -> Tensor:
+def _product(
+    x_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None, rows: int, packed: Tensor | None
+) -> Tensor:
     """Return `F.linear` by the kernel that the rule selects."""
+    if packed is not None and rows > (3 if weight_oi.numel() >= HUGE_WEIGHTS else 1):
+        return torch.ops.mkldnn._linear_pointwise(x_Ti, packed, bias_o, "none", [], "")  # type: ignore[no-any-return]
     if not weight_oi.is_contiguous():
         # A weight that is stored transposed (GPT-2): oneDNN is faster for several rows.
         is_slow = weight_oi.dtype == torch.float32 and rows > 1 and weight_oi.numel() >= SMALL_WEIGHTS

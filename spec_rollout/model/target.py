@@ -213,6 +213,10 @@ class Target(TargetModel):
         """
         self.cache.write_kv(row, kv, start)
 
+    def pack(self, most_bytes: int) -> None:
+        """Copy weights into the layout in which products of several rows are fastest; see `TargetModel`."""
+        self.weights.pack(most_bytes)
+
     def update_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
         """Make `weights` the policy's weights, all or none; see `TargetModel.update_weights`."""
         moved = self._policy.update(weights, version)

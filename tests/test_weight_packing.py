@@ -1,0 +1,120 @@
+"""Tests that packed weights give the model's own results, are really used, and never outlive the weights."""
+
+import copy
+
+import pytest
+import torch
+from kit.families import FAMILIES, family_model
+from kit.rollouts import tiny_policy
+
+from aedit.spec_rollout.engine import Engine, EngineLimits
+from aedit.spec_rollout.engine.engine import PACK_AFTER
+from aedit.spec_rollout.model import Segment, Target, layers
+from aedit.spec_rollout.sampling import Prompt, Sampling
+
+pytestmark = pytest.mark.skipif(not layers._HAS_ONEDNN, reason="this PyTorch has no oneDNN")
+ALL = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _small_weights_count(monkeypatch):
+    monkeypatch.setattr(layers, "SMALL_WEIGHTS", 1)
+
+
+def packed(weights):
+    return [each._packed is not None for each in (*weights.projections, weights.to_logits)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_computes_the_same_with_packed_weights(name):
+    """The oracle is the model of `transformers` in float64."""
+    model = family_model(name).float()
+    exact = copy.deepcopy(model).double()
+    text = torch.randint(64, (17,), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = exact(text[None], use_cache=False).logits[0, 11:]
+    target = Target.of(model, rows=1, max_tokens=40)
+    target.prefill([Segment(0, 0, text[:11].tolist())])
+    plain = target.step(text[None, 11:], [11])[0][0]
+    target.pack(ALL)
+    assert all(packed(target.weights))
+    assert len(packed(target.weights)) > target.num_layers
+    found = target.step(text[None, 11:], [11])[0][0]
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, plain, rtol=4e-6, atol=4e-6)
+
+
+def test_the_packed_copy_is_what_is_multiplied_for_several_tokens_and_not_for_one():
+    target = Target.of(tiny_policy().float(), rows=2, max_tokens=16)
+    features = torch.randn(2, target.hidden_size, generator=torch.Generator().manual_seed(0))
+    before = target.logits(features)
+    target.pack(ALL)
+    target.head.data.mul_(2)  # not counted by `Tensor._version`
+    assert torch.allclose(target.logits(features), before)
+    assert torch.allclose(target.logits(features[:1]), 2 * before[:1], rtol=1e-4)
+
+
+def test_a_change_in_place_is_seen_at_once_and_new_weights_are_not_packed():
+    target = Target.of(tiny_policy().float(), rows=2, max_tokens=16)
+    features = torch.randn(2, target.hidden_size, generator=torch.Generator().manual_seed(0))
+    before = target.logits(features)
+    target.pack(ALL)
+    with torch.no_grad():
+        target.head.mul_(2)
+    assert torch.allclose(target.logits(features), 2 * before, rtol=1e-4)
+    target.update_weights(None, 1)
+    assert not any(packed(target.weights))
+
+
+def test_nothing_is_packed_that_takes_more_than_allowed():
+    target = Target.of(tiny_policy().float(), rows=2, max_tokens=16)
+    weights = target.weights
+    size = sum(each.weight.nbytes for each in (*weights.projections, weights.to_logits))
+    target.pack(size - 1)
+    assert not any(packed(weights))
+    target.pack(size)
+    assert all(packed(weights))
+
+
+def test_only_large_fp32_weights_are_packed(monkeypatch):
+    model = tiny_policy().float()
+    for dtype in (torch.float64, torch.bfloat16):
+        other = Target.of(copy.deepcopy(model).to(dtype), rows=2, max_tokens=16)
+        other.pack(ALL)
+        assert not any(packed(other.weights))
+    sizes = [each.weight.numel() for each in Target.of(model, rows=1, max_tokens=8).weights.projections]
+    monkeypatch.setattr(layers, "SMALL_WEIGHTS", max(sizes))
+    target = Target.of(model, rows=2, max_tokens=16)
+    target.pack(ALL)
+    assert packed(target.weights)[:-1] == [size == max(sizes) for size in sizes]
+
+
+def prompts(number, start=0):
+    how = Sampling(max_new_tokens=60)
+    return [Prompt(tokens=(1, 2 + i), rollout=start + i, sampling=how) for i in range(number)]
+
+
+def test_an_engine_packs_weights_that_are_in_use_for_long_and_makes_the_same_tokens():
+    model = tiny_policy().float()
+    plain = Engine.of(copy.deepcopy(model), rows=4, max_tokens=64, limits=EngineLimits(packed_bytes=0))
+    wanted = {each.prompt.rollout: each.tokens for each in plain.generate(prompts(8))}
+    assert not any(packed(plain.target.weights))
+    engine = Engine.of(model, rows=4, max_tokens=64)
+    for prompt in prompts(8):
+        engine.add(prompt)
+    found, steps = {}, 0
+    while engine.running or engine.waiting:
+        assert all(packed(engine.target.weights)) == (steps >= PACK_AFTER)
+        found |= {each.prompt.rollout: each.tokens for each in engine.step().finished}
+        steps += 1
+    assert found == wanted
+    assert steps >= 4 * PACK_AFTER
+    engine.update_weights(None, 1)
+    assert not any(packed(engine.target.weights))
+    engine.add(prompts(1, 100)[0])
+    engine.step()
+    engine.step()
+    assert not any(packed(engine.target.weights)), "a pass over one token is not faster"
+    engine.add(prompts(1, 101)[0])
+    engine.step()
+    assert all(packed(engine.target.weights)), "weights before were used for long"
