@@ -222,15 +222,20 @@ def test_an_owner_waits_for_no_replica_whose_key_is_shut_out(tmp_path):
     with replica(tmp_path / "owner", 0, standby=False) as (owner, file):
         leadership, hub = owner._leading.leadership, Client(address(owner)).hub
 
-        def confirms(number):
+        def confirms(number, address="10.0.0.9:1"):
             key = key_of(number)
-            hub.confirm(confirmation(key, address="10.0.0.9:1"))
+            hub.confirm(confirmation(key, address=address))
             return leadership._replica.has_confirmed(identity_of(key.public), 0.0)
 
         file.write([PartPlaces(("10.0.0.9:1",), "", keys=(LIAR,)), PartPlaces()])
         assert confirms(77)
         file.write([PartPlaces(), PartPlaces()], [LIAR])
         assert not confirms(78)
+        assert not confirms(79, ""), "it gives no address any more"
+        assert not confirms(80, "10.0.0.7:1"), "no card names that"
+        file.write([PartPlaces(("10.0.0.8:1",), "", keys=(HONEST,)), PartPlaces()], [LIAR])
+        assert confirms(81, "10.0.0.8:1")
+        assert not confirms(82, "10.0.0.8:1"), "that is the address of another replica"
 
 
 def test_the_owner_of_a_part_signs_with_the_key_in_the_folder_of_its_peer(tmp_path):

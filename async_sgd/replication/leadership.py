@@ -303,6 +303,14 @@ class Leadership:
             self.twins[replica] = other or "this hub", address
             return other or "this hub"
 
+    def is_of_another(self, replica: int, address: str) -> bool:
+        """Return whether another replica of a swarm confirms from this address."""
+        with self._change:
+            since_s = self._clock() - _TWIN_S
+            others = (one for one, place in self._addresses.items() if place == address and one != replica)
+            is_taken = any(self._replica.has_confirmed(one, since_s) for one in others)
+            return self._place is not None and bool(address) and is_taken
+
     def confirm(self, replica: int, position: Position, address: str = "") -> bool:
         """Note that everything before `position` is on the disk of a standby.
 

@@ -185,6 +185,8 @@ class Driver:
         if request.term != self._ledger.hub.state.term or self._guard.is_shut_out(request.address):
             return pb.ConfirmReply()
         check_signer(request, request.replica)
+        if self._guard.leadership.is_of_another(request.replica, request.address):
+            return pb.ConfirmReply()
         if other := self._guard.leadership.twin_of(request.replica, request.address):
             here = printable(request.address) or "this process"
             text = (

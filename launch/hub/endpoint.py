@@ -214,6 +214,16 @@ class HubEndpoint:
         """Return whether there is proof against the peer that hosts the replica at an address."""
         return self.replicas is not None and self.replicas.is_shut_out(address)
 
+    def may_not_confirm(self, address: str) -> bool:
+        """Return whether a replica at an address is not waited for.
+
+        Once a peer is shut out, only addresses that a signed card has named count: its replica could give
+        none, or one that it has made up.
+        """
+        found = self.replicas
+        is_unknown = found is not None and bool(found.shut_out()) and not found.is_named(address)
+        return is_unknown or self.is_shut_out(address)
+
     def check_candidate(self, request: pb.ProposeRequest) -> None:
         """Raise Refusal if the peer that asks for a vote in a swarm is shut out, or not let in."""
         if self.replicas is None:

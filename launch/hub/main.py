@@ -366,7 +366,7 @@ class _Process:
         )
         leading.guard.trust(
             other_terms=self._others.terms,
-            shut_out=self.endpoint.is_shut_out,
+            shut_out=self.endpoint.may_not_confirm,
             candidate=self.endpoint.check_candidate,
         )
         if (key := self.endpoint.signing_key()) is not None:

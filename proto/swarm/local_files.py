@@ -146,6 +146,12 @@ class ReplicasFile:
         with self._lock:
             return self._keys.get(address, set()) - set(shut_out)
 
+    def is_named(self, address: str) -> bool:
+        """Return whether a card has named the address for a replica so far."""
+        self._read()
+        with self._lock:
+            return address in self._keys
+
     def is_shut_out(self, address: str) -> bool:
         """Return whether all peers that have said that they host what listens at `address` are shut out.
 
