@@ -47,7 +47,7 @@ def live(chromium, read, rollouts=lambda most: ()):
     """Open the page of a server in the browser, which leaves it before the server ends."""
     with serving(read, rollouts=rollouts) as address:
         chromium.open(f"http://{address}/")
-        chromium.until("document.getElementById('live').textContent === 'live'")
+        chromium.until("document.getElementById('live')?.textContent === 'live'")
         yield
         chromium.open("about:blank")
 

@@ -29,7 +29,11 @@ class Browser:
     def open(self, url, headers=None):
         self._call("Network.setExtraHTTPHeaders", headers=headers or {})
         self._call("Page.navigate", url=str(url))
-        self.until(f"location.href === {json.dumps(str(url))} && document.readyState === 'complete'")
+        # For a moment after the navigation the document of the new address is an empty one.
+        self.until(
+            f"location.href === {json.dumps(str(url))} && document.readyState === 'complete'"
+            " && (location.href === 'about:blank' || document.body?.childElementCount > 0)"
+        )
 
     def look(self, width, height=900, *, dark=False):
         """Set the size of the window, and light or dark."""
