@@ -269,7 +269,8 @@ def test_people_can_see_how_it_stands(tmp_path):
         status = node.status()
         assert status["nodes"][0]["name"] == "node"
         assert [unit["version"] for unit in status["units"]] == [2, 1]
-        assert [event["event"] for event in status["events"]] == ["lead", "founded", "join"]
+        expected = ["lead", "founded", "join", "first_anchor", "first_anchor"]
+        assert [event["event"] for event in status["events"]] == expected
         assert status["events"][1]["t"] < 0.05, "the age of the run, not of the hub, as in the nodes' files"
         assert status["journal"]["bytes"] > 40_000
         lines = []
