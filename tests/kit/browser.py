@@ -57,9 +57,12 @@ class Browser:
         return found["result"].get("value")
 
     def until(self, expression):
-        """Wait until an expression is true; return its value."""
-        deadline = time.monotonic() + LIMIT_S
-        while not (value := self.value(expression)):
+        """Wait until an expression is true and has no error; return its value."""
+        deadline, tried = (
+            time.monotonic() + LIMIT_S,
+            f"(() => {{ try {{ return {expression}; }} catch {{}} }})()",
+        )
+        while not (value := self.value(tried)):
             assert time.monotonic() < deadline, f"never true: {expression}; {self.console}"
             time.sleep(0.1)
         return value
