@@ -76,12 +76,23 @@ def test_nothing_is_packed_that_takes_more_than_allowed():
     assert all(packed(weights))
 
 
-def test_only_large_fp32_weights_are_packed(monkeypatch):
+@pytest.mark.skipif(torch.bfloat16 not in layers._packed_dtypes(), reason="this CPU has no products in bf16")
+def test_in_bf16_products_of_one_row_use_the_copy_too_and_are_near_the_others():
+    target = Target.of(tiny_policy().bfloat16(), rows=2, max_tokens=16)
+    features = torch.randn(2, target.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
+    before = target.logits(features)
+    target.pack(ALL)
+    assert all(packed(target.weights))
+    target.head.data.mul_(2)  # not counted by `Tensor._version`: the copy is as it was
+    for rows in (1, 2):
+        torch.testing.assert_close(target.logits(features[:rows]), before[:rows], rtol=0.02, atol=0.02)
+
+
+def test_only_large_weights_are_packed(monkeypatch):
     model = tiny_policy().float()
-    for dtype in (torch.float64, torch.bfloat16):
-        other = Target.of(copy.deepcopy(model).to(dtype), rows=2, max_tokens=16)
-        other.pack(ALL)
-        assert not any(packed(other.weights))
+    other = Target.of(copy.deepcopy(model).double(), rows=2, max_tokens=16)
+    other.pack(ALL)
+    assert not any(packed(other.weights))
     sizes = [each.weight.numel() for each in Target.of(model, rows=1, max_tokens=8).weights.projections]
     monkeypatch.setattr(layers, "SMALL_WEIGHTS", max(sizes))
     target = Target.of(model, rows=2, max_tokens=16)

@@ -454,8 +454,8 @@ class Engine:
 
 
 PACK_AFTER = 16
-"""Passes over several tokens with the same weights after which they are packed: each pass then saves a fifth
-to a half, and the copy takes as long as five to ten."""
+"""Passes with the same weights after which they are packed: each pass then saves a tenth to a half, and the
+copy takes as long as five to ten."""
 
 
 class WeightPacking:
@@ -466,8 +466,8 @@ class WeightPacking:
         self._after, self._num_passes = PACK_AFTER, 0
 
     def passed(self, num_tokens: int) -> None:
-        """Count a pass over so many tokens; one over a single token is not faster with packed weights."""
-        if num_tokens > 1:
+        """Count a pass over so many tokens; in fp32 one over a single token gains nothing."""
+        if num_tokens > 1 or self._target.dtype == torch.bfloat16:
             self._num_passes += 1
             if self._num_passes == self._after:
                 self._target.pack(self._most_bytes)

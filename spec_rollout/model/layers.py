@@ -9,6 +9,7 @@ supplies attention: `attend` receives queries, keys and values and returns the a
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -222,7 +223,7 @@ SMALL_WEIGHTS = 1 << 17
 """Weights of fewer numbers stay in the cache, where the overhead of oneDNN is not worth it for few rows."""
 
 HUGE_WEIGHTS = 1 << 24
-"""Weights of at least as many numbers are in no cache: packing gains nothing for two or three rows."""
+"""Weights of at least as many numbers are in no cache: packing gains nothing for the fewest rows."""
 
 MANY_ROWS = 32
 """Number of rows from which on oneDNN is faster with small weights, too."""
@@ -230,7 +231,7 @@ MANY_ROWS = 32
 EXACT_ROWS = 32
 """Up to this number of rows, a step of decoding, no row is added."""
 
-_HAS_ONEDNN = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+_HAS_ONEDNN: bool = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 @dataclass(slots=True, eq=False)
@@ -256,10 +257,10 @@ class Linear:
 
     @property
     def can_be_packed(self) -> bool:
-        """Return whether a packed copy makes products of several rows faster: large fp32 weights on a CPU."""
+        """Return whether a packed copy makes products faster: large fp32 or bf16 weights on a CPU."""
         weight = self.weight
-        is_right = weight.dtype == torch.float32 and weight.device.type == "cpu" and not weight.is_inference()
-        return is_right and _HAS_ONEDNN and weight.numel() >= SMALL_WEIGHTS
+        is_large = weight.device.type == "cpu" and weight.numel() >= SMALL_WEIGHTS
+        return is_large and not weight.is_inference() and weight.dtype in _packed_dtypes()
 
     def pack(self) -> None:
         """Copy the weight into the layout that oneDNN multiplies by, which else it makes in each product.
@@ -270,6 +271,23 @@ class Linear:
         weight_oi = self._weight_oi.detach().contiguous()
         self._version = self.weight._version
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_oi, None)
+
+
+@cache
+def _packed_dtypes() -> tuple[torch.dtype, ...]:
+    """Return the dtypes for which this processor gains by packing."""
+    if not _HAS_ONEDNN:
+        return ()
+    has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return (torch.float32, torch.bfloat16) if has_bf16 else (torch.float32,)
+
+
+def _least_packed_rows(weight_oi: Tensor) -> int:
+    """Return the number of rows from which on a product with the packed weight is faster."""
+    is_huge = weight_oi.numel() >= HUGE_WEIGHTS
+    if weight_oi.dtype == torch.bfloat16:
+        return 2 if is_huge else 1
+    return 4 if is_huge else 2
 
 
 def linear(
@@ -304,7 +322,7 @@ def _product(
     x_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None, rows: int, packed: Tensor | None
 ) -> Tensor:
     """Return `F.linear` by the kernel that the rule selects."""
-    if packed is not None and rows > (3 if weight_oi.numel() >= HUGE_WEIGHTS else 1):
+    if packed is not None and rows >= _least_packed_rows(weight_oi):
         return torch.ops.mkldnn._linear_pointwise(x_Ti, packed, bias_o, "none", [], "")  # type: ignore[no-any-return]
     if not weight_oi.is_contiguous():
         # A weight that is stored transposed (GPT-2): oneDNN is faster for several rows.

@@ -147,11 +147,11 @@ class TargetModel(Protocol):
         """
 
     def pack(self, most_bytes: int) -> None:
-        """Make passes over several tokens faster by a copy of the weights, until the next `update_weights`.
+        """Make passes faster by a copy of the weights, until the next `update_weights`.
 
-        It takes as long as five to ten passes. On a CPU, weights in fp32 are multiplied in a layout that
-        oneDNN else makes anew in each product. Nothing is done elsewhere, or if the copies would take more
-        than `most_bytes`.
+        It takes as long as five to ten passes. On a CPU, large weights are multiplied in a layout that oneDNN
+        else makes anew in each product: in fp32 of several rows, in bf16 of any. Nothing is done elsewhere,
+        or if the copies would take more than `most_bytes`.
         """
 
     @property
