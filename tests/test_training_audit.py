@@ -98,6 +98,7 @@ def objective(groups, settings, audit):
         online=None,
         watch=None,
         directory=Path(),
+        kept=SimpleNamespace(add_first=lambda step, groups, samples: None),
         version=VERSION,
         started=True,
     )
