@@ -126,9 +126,9 @@ def test_a_node_records_a_round_when_the_hub_has_answered_and_says_if_it_took_no
     _, link, sync, _ = one_node(hub=Hub(judge=judge), every=3)
     written = []
     recorder = SimpleNamespace(event=lambda event, **values: written.append((event, values["refused"])))
-    sync.on_round = partial(
-        TrainingNode.record_round, SimpleNamespace(sync=sync, recorder=recorder, bytes_before=0)
-    )
+    positions = SimpleNamespace(ended=lambda *step, **outcome: None)
+    node = SimpleNamespace(sync=sync, recorder=recorder, positions=positions, bytes_before=0)
+    sync.on_round = partial(TrainingNode.record_round, node)
     rng = torch.Generator().manual_seed(0)
     with sync:
         link.away = True
