@@ -170,6 +170,7 @@ def test_the_page_shows_rollouts_and_their_tokens(tmp_path, write_page):
     assert "reward 0.5, advantage -0.250, 3 tokens, stop" in text
     assert "rewards: exact 1.000; policy versions: 3 (3 tokens); drafted: 1 of 3" in text
     assert '<s class="p1" title="1: -1.000, version 3, drafted">&lt;b&gt;</s>' in text
+    assert "<h3>Completion</h3><pre>\na&lt;b&gt;\n</pre>" in text
     found = [values for tag, values in Tables(text).tags if tag == "details"]
     assert [(each["data-node"], each["data-reward"], each["data-length"]) for each in found] == [
         ("1", "0.5", "3"),

@@ -1,6 +1,7 @@
 """Tests the page of a run in a real browser: a headless Chromium, where one is installed."""
 
 import json
+import signal
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -205,43 +206,78 @@ def test_the_page_fits_a_phone_and_is_readable_in_light_and_dark(tmp_path, chrom
     assert (text > behind) is dark
 
 
+def test_a_completion_is_shown_with_each_of_its_characters(tmp_path, chromium):
+    """Found: a carriage return, a NUL and a newline at the start, which an untrained policy writes."""
+    texts = ["\n", "\r", "\r\n", "\0", *map(chr, range(256))]
+    tokens = tuple(
+        KeptToken(id=i, text=text, logprob=-1.0, version=1, drafted=bool(i % 2))
+        for i, text in enumerate(texts)
+    )
+    rollout = kept(prompt="".join(texts), completion="".join(texts), tokens=tokens)
+    (tmp_path / "page.html").write_text(file_page(contents(read_run(full_run(tmp_path))), [rollout]))
+    chromium.open((tmp_path / "page.html").as_uri())
+    found = chromium.value("[...document.querySelectorAll('details.rollout pre')].map(e => e.textContent)")
+    assert found == ["".join(texts).replace("\0", "\N{SYMBOL FOR NULL}")] * 3
+
+
+PARTS = ["run", "nodes", "speed", "quality", "pushes", "refused", "bytes"]
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("preset", ["tiny", "tiny-rl"])
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("preset", "nodes", "words"),
+    [
+        ("tiny", 3, ["--train.seconds", "3600"]),
+        ("tiny-rl", 2, ["--train.steps", "100000", "--rl.supervised_steps", "10", "--rl.eval_every", "20"]),
+    ],
+)
 def test_a_real_run_is_followed_from_its_hub_and_each_table_says_what_the_directory_says(
-    tmp_path, chromium, preset
+    tmp_path, chromium, preset, nodes, words
 ):
-    nodes, short = 3, ["--train.seconds", "40"]
-    if preset == "tiny-rl":
-        nodes, short = 2, ["--train.steps", "40", "--rl.supervised_steps", "10", "--rl.eval_every", "20"]
-    words = [sys.executable, "-m", "aedit", "run", str(CONFIGS / f"{preset}.toml"), "--local", str(nodes)]
-    words += ["--dir", str(tmp_path), "--hub.view", "127.0.0.1:0", *short]
-    run_dir = tmp_path / preset
+    """The run goes on until the page has been seen: its hub ends with it, and the page's server with that."""
+    words = [
+        sys.executable,
+        "-m",
+        "aedit",
+        "run",
+        str(CONFIGS / f"{preset}.toml"),
+        "--local",
+        str(nodes),
+        *words,
+    ]
+    words += ["--dir", str(tmp_path), "--hub.view", "127.0.0.1:0"]
+    run_dir, follower = tmp_path / preset, None
+
+    def recorded():
+        page = contents(follower.poll())
+        has_all = [part.name for part in page.sections][: len(PARTS)] == PARTS
+        return has_all and (preset == "tiny" or bool(follower.rollouts(256)))
+
     with (tmp_path / "run.log").open("wb") as log:
         process = subprocess.Popen(words, stdout=log, stderr=log)
         try:
             address = until(lambda: url_in(run_dir / "hub" / "view.log"), "the page", limit_s=240)
             chromium.open(f"http://{address}/")
-            asked = f"document.querySelectorAll('#table-nodes tbody tr').length === {nodes}"
-            chromium.until(asked)
+            chromium.until(f"document.querySelectorAll('#table-nodes tbody tr').length === {nodes}")
             chromium.until("document.querySelectorAll('#lanes canvas').length === 1")
             assert drawn(chromium, "#lanes canvas")
             chromium.open("about:blank")
-            assert process.wait(480) == 0, (tmp_path / "run.log").read_text()[-2000:]
+            follower = RunFollower(run_dir)
+            until(recorded, "records of each kind", limit_s=240, look_s=1.0)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(240) == 130, (tmp_path / "run.log").read_text()[-2000:]
         finally:
             process.terminate()
             process.wait(60)
-    follower = RunFollower(run_dir)
+    page, rollouts = contents(follower.poll()), follower.rollouts(256)  # one thread at a time reads by it
     with live(chromium, follower.poll, follower.rollouts):
-        page = contents(follower.poll())
-        shown = [part.name for part in page.sections]
-        assert shown[:7] == ["run", "nodes", "speed", "quality", "pushes", "refused", "bytes"]
         for part in page.sections:
             for table in part.tables:
                 assert cells(chromium, table.name) == [list(row) for row in table.rows]
         texts = chromium.value(
             "[...document.querySelectorAll('details.rollout pre.tokens')].map(e => e.textContent)"
         )
-        kept_ones = follower.rollouts(256)
-        assert texts == ["".join(token.text for token in each.tokens) for each in kept_ones]
-        assert bool(kept_ones) is (preset == "tiny-rl")
+    wanted = ["".join(token.text for token in each.tokens) for each in rollouts]
+    assert texts == [text.replace("\0", "\N{SYMBOL FOR NULL}") for text in wanted]
+    assert bool(rollouts) is (preset == "tiny-rl")

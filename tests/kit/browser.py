@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PATH = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-LIMIT_S = 90.0
+LIMIT_S = 240.0
 
 
 class Browser:
