@@ -3,6 +3,7 @@
 import itertools
 import time
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,8 +133,8 @@ class _End:
 class Node:
     """A node of a pool of two, with clocks that the test sets."""
 
-    def __init__(self, rank, seed):
-        self.rounds, self.waited_s, self.steps = 0, 0.0, 0
+    def __init__(self, rank, seed, now_s):
+        self.rounds, self.waited_s, self.steps, self.now_s = 0, 0.0, 0, now_s
         self.policy = tiny_policy(seed=seed)
         own = EngineSource(Engine(make_target(self.policy, rows=16, max_tokens=64)))
         place = PoolPlace(
@@ -154,20 +155,26 @@ class Node:
     def next_version(self, share=0.0):
         """Hand over weights after a round of which the node has waited this share."""
         self.rounds += 1
-        self.waited_s += share * (time.monotonic() - self.source._round_began)
+        self.waited_s += share * (self.now_s[0] - self.source._round_began)
         self.version += 1
         self.source.update_weights(None, self.version)
 
     def begin(self, prompts):
+        self.now_s[0] += 1.0
         self.source.add(prompts)
 
 
 @pytest.fixture
 def pair(monkeypatch):
-    """Return two nodes of different policies; the second has waited for the first, which knows its speed."""
-    wires = Wires()
+    """Return two nodes of different policies; the second has waited for the first, which knows its speed.
+
+    The pool's clock advances as a batch begins, and not as long as a busy machine takes for it.
+    """
+    wires, now_s = Wires(), [1000.0]
+    clock = SimpleNamespace(monotonic=lambda: now_s[0], perf_counter=time.perf_counter)
+    monkeypatch.setattr(rank_pool, "time", clock)
     monkeypatch.setattr(rank_pool, "PoolLinks", wires.links)
-    nodes = [Node(rank, seed=rank) for rank in (0, 1)]
+    nodes = [Node(rank, rank, now_s) for rank in (0, 1)]
     for node in nodes:
         node.next_version()
         node.begin(prompts_of(2, seed=3))
@@ -353,11 +360,9 @@ def test_a_helper_that_takes_longer_than_predicted_is_given_less(pair, monkeypat
     """The lag is the seconds beside the prediction; a helper that is late has one, too."""
     _, slow, fast = pair
     give_all(monkeypatch)
-    now_s = [1000.0]
-    monkeypatch.setattr(rank_pool.time, "monotonic", lambda: now_s[0])
     slow.begin(asked())
     slow.source.step()
-    now_s[0] += 7.0
+    slow.now_s[0] += 7.0
     while fast.source.work():
         pass
     run(slow)

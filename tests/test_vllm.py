@@ -39,7 +39,6 @@ from kit.waiting import until
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.proto.versions import VersionsClient, VersionStore, patterns
 from aedit.spec_rollout import Engine, Prompt, RolloutSource, Sampling, WorkerConfig, WorkerSource
 from aedit.spec_rollout.choose import Fixed
@@ -731,7 +730,7 @@ class TestServer:
         prompts = prompts_of(4, max_new_tokens=24)
         with served_run(tmp_path, words=[*SERVED, "--http=127.0.0.1:0"], heads=1) as (founder, (server,)):
             wanted = decode_plainly(founder.model(), prompts)
-            with TrainerEnd(server.address, "run") as public:
+            with TrainerEnd(server.address, "run", beats=True) as public:
                 public.wait(lambda: public.opened, "Opened", LIMIT_S)
                 assert generated_by(public, prompts, 1) == wanted
                 for unit in range(len(founder.numels)):  # the next version
@@ -741,7 +740,7 @@ class TestServer:
                 assert {v for p in later for v in public.samples[p.key].versions} == {2}
                 public.end_quietly()
             model, versions = founder.model(), VersionStore(founder.run.layout)
-            with TrainerEnd(server.address, "trainer") as trainer:
+            with TrainerEnd(server.address, "trainer", beats=True) as trainer:
                 trainer.wait(lambda: trainer.opened, "Opened", LIMIT_S)
                 give(versions, model, 5, server.address, trainer.secret)
                 assert generated_by(trainer, prompts, 5) == decode_plainly(model, prompts)
@@ -868,7 +867,6 @@ def generated_by(trainer, prompts, min_version):
     keys = [prompt.key for prompt in prompts]
 
     def ended():
-        trainer.send(beat=pb.Beat())
         assert trainer.error is None
         assert trainer.rejected == []
         return all(trainer.samples[key].ended is not None for key in keys)

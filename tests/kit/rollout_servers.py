@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from kit.rollouts import tiny_policy
 RUN = "run"
 MAX_TOKENS = 128
 WAIT_S = 60.0
+BEAT_S = 0.5
+PATIENCE_S = 6000.0
 
 
 @dataclass
@@ -61,24 +64,46 @@ def values_of(model, layout):
     return {"rest": patterns(flat, layout.dtype)}
 
 
+def patient(**limits):
+    """Return limits whose timeouts no busy machine reaches, with these changes."""
+    timeouts = ("open_s", "silent_s", "stall_s", "version_s", "line_idle_s")
+    return StreamLimits(**(dict.fromkeys(timeouts, PATIENCE_S) | limits))
+
+
+class Clock:
+    """Monotonic seconds, to which a test adds."""
+
+    def __init__(self):
+        self.added_s = 0.0
+
+    def __call__(self):
+        return time.monotonic() + self.added_s
+
+    def pass_patience(self):
+        """Let more time pass than the timeouts of `patient`."""
+        self.added_s += PATIENCE_S + 1.0
+
+
 class TinyServer:
     """Server of rollouts with the services Rollouts and Versions.
 
     `publish` gives a line its weights past the network; `Author` does it as a trainer does.
+    Time passes by `clock` for its streams.
     """
 
     def __init__(
         self, name="server", *, rows=4, seed=9, limits=None, gate=lambda: None, keys=None, wire_limits=None
     ):
         self.name, self.rows, self.seed, self.gate = name, rows, seed, gate
-        self.limits = limits or StreamLimits()
+        self.limits, self.clock = limits or patient(), Clock()
         self.made = {}
         self.host = EngineHost(HostLimits())
         self.identity = ServerIdentity(RUN, name, SigningKey())
         num_lines = self.limits.lines + 1
         layout = layout_of(tiny_policy(seed))
-        self.lines = TrainerLines(self.host, self._make, layout, self.limits, ring=2, max_lines=num_lines)
-        self.service = RolloutService(self.identity, self.host, self.lines, self.limits)
+        more = {"ring": 2, "max_lines": num_lines, "clock": self.clock}
+        self.lines = TrainerLines(self.host, self._make, layout, self.limits, **more)
+        self.service = RolloutService(self.identity, self.host, self.lines, self.limits, clock=self.clock)
         services = [self.service.service(), self.lines.service(wire_limits)]
         self.server = Server(services, "127.0.0.1:0", keys=keys)
         self.address = self.server.address
@@ -142,9 +167,12 @@ class Received:
 
 
 class TrainerEnd:
-    """The trainer's end of a stream: what was received, by key. Reads in a thread until `close`."""
+    """The trainer's end of a stream: what was received, by key. Reads in a thread until `close`.
 
-    def __init__(self, address, line="line", *, secret=None, reads=True, **opening):
+    beats: reports by itself that it lives, which a server demands of a trainer every few seconds.
+    """
+
+    def __init__(self, address, line="line", *, secret=None, reads=True, beats=False, **opening):
         self.secret = secret or new_secret()
         self._channel = grpc.insecure_channel(address)
         self._out = queue.SimpleQueue()
@@ -161,6 +189,9 @@ class TrainerEnd:
         self.call = start(iter(self._out.get, None), metadata=author_metadata(self.secret))
         if reads:
             threading.Thread(target=self._read, daemon=True).start()
+        self._closed = threading.Event()
+        if beats:
+            threading.Thread(target=self._beat, daemon=True).start()
 
     def send(self, **message):
         self._out.put(pb.ToServer(**message))
@@ -208,6 +239,7 @@ class TrainerEnd:
         self.end()
 
     def close(self):
+        self._closed.set()
         self._out.put(None)
         self.call.cancel()
         self._channel.close()
@@ -217,6 +249,10 @@ class TrainerEnd:
 
     def __exit__(self, *error):
         self.close()
+
+    def _beat(self):
+        while not self._closed.wait(BEAT_S):
+            self.send(beat=pb.Beat())
 
     def _read(self):
         try:
