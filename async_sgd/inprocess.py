@@ -91,10 +91,13 @@ class InProcessHub:
             self._apply(self.hub.join(joiner, self.clock()))
             return self.hub.state.names[name]
 
-    def offer(self, push: Push) -> None:
-        """Judge a push, and merge if that makes a merge due. Raises Denied if its node is no live member."""
+    def offer(self, push: Push, used: Sequence[tuple[int, int]] = ()) -> None:
+        """Judge a push, and merge if that makes a merge due. Raises Denied if its node is no live member.
+
+        used: blocks of leased samples that are used once it is accepted.
+        """
         with self.lock:
-            self._apply(self.hub.offer(push, self.clock()))
+            self._apply(self.hub.offer(push, self.clock(), used))
             self.tick()
 
     def heartbeat(self, node: int, report: NodeReport) -> None:
@@ -198,14 +201,14 @@ class InProcessLink:
     def written(self, unit: int, seq: int) -> None:
         """See `Link.written`. There is one rank, which calls `send` next."""
 
-    def send(self, unit: int, seq: int, *, base: int, steps: int, tokens: int) -> None:
+    def send(self, unit: int, seq: int, *, base: int, steps: int, tokens: int, used: int = 0) -> None:
         """Push outbox[unit]. A node that is no member any more pushes nothing and gets no answer."""
         if not steps:
             self._asked[unit] = seq
             self._before[unit] = self._before.get(unit, 0) - 1
             return
         facts = {"base": base, "steps": steps, "tokens": tokens}
-        self._push(unit, seq + self._before.get(unit, 0), self.outbox[unit], facts)
+        self._push(unit, seq + self._before.get(unit, 0), self.outbox[unit], facts, used)
 
     def answer(self, unit: int, seq: int) -> Answer | None:
         """Return the hub's decision on push `seq` once there is one; anchors[unit] is then the newest."""
@@ -262,13 +265,14 @@ class InProcessLink:
         """Leave the run."""
         self.hub.leave(self.node)
 
-    def _push(self, unit: int, seq: int, values: Vector, facts: dict[str, int]) -> None:
+    def _push(self, unit: int, seq: int, values: Vector, facts: dict[str, int], used: int = 0) -> None:
         layout = self.hub.layout.units[unit]
         push = make_push(values.copy(), layout, node=self.node, unit=unit, seq=seq, **facts)
         self.bytes_sent += values.nbytes
         with self.hub.lock:
             if self.is_member:
-                self.hub.offer(self._tamper(push) if self._tamper and facts["base"] else push)
+                offered = self._tamper(push) if self._tamper and facts["base"] else push
+                self.hub.offer(offered, self._leases.consumed(used))
 
     def _fetch(self, unit: int) -> int:
         version, values = self.hub.hub.anchor(unit)

@@ -52,7 +52,7 @@ class UnitProgress:
     """Inner steps of this attempt when the unit's last round was opened."""
     used_steps: int = 0
     opened_samples: int = 0
-    """Samples drawn in this attempt when the unit's last round was opened."""
+    """Samples that the steps of this attempt had used up when the unit's last round was opened."""
     used_samples: int = 0
     answer: Answer | None = None
 
@@ -77,7 +77,8 @@ class PendingPush(Pending[Tensor]):
         link.written(self._i, self._seq)
         if self._sender.shards.leads:
             tokens = steps * self._sender.tokens_per_step
-            link.send(self._i, self._seq, base=place.version, steps=steps, tokens=tokens)
+            used = 0 if self._sender._is_apart(self._i) else place.opened_samples
+            link.send(self._i, self._seq, base=place.version, steps=steps, tokens=tokens, used=used)
 
     def done(self) -> bool:
         """Return whether the answer is there. Never waits."""
@@ -196,6 +197,8 @@ class HubExchange:
         self.before_leaving: Callable[[], None] = self._report_used
         """Called when all answers are there, before the node leaves: samples that the hub does not know to be
         used by then go to other nodes."""
+        self.samples_upto: Callable[[int], int] = lambda steps: self.report.trained if self.report else 0
+        """Returns the samples, of those drawn in this attempt, that its first steps have used up."""
         self.report: StepReport | None = None
         """Report to the hub after each step, if this exchange was made by `join`."""
         self.joined_units: tuple[UnitLayout, ...] | None = None
@@ -418,9 +421,10 @@ class HubExchange:
         G_L = self._measure(units)
         apart = [i for i in units if self._is_apart(i)]
         self._distrusted = self.detector.distrusted(G_L, self.steps_L, units, apart)
+        used = self.samples_upto(self.own_steps)
         for i in units:
             self._places[i].opened_steps = self.own_steps
-            self._places[i].opened_samples = self.report.drawn if self.report else 0
+            self._places[i].opened_samples = used
         news = self.link.news()
         nodes, total_steps = self.shards.decide([news.nodes, news.total_steps])
         outcome = RoundOutcome(

@@ -186,6 +186,8 @@ class StepReport:
         self.link, self.settings = link, settings
         self.tokens_per_step, self.leases_data = tokens_per_step, leases_data
         self.loss = float("nan")
+        self.trained = 0
+        """Samples drawn for the steps so far, in this attempt."""
         self._waiter = Waiter(Shards(), settings.edit.timeout_s)
         self._leased = LeasedPositions(link, self._waiter)
         self._progress = Progress()
@@ -212,6 +214,7 @@ class StepReport:
 
     def step(self, steps: int, waited_s: float, used: int) -> None:
         """Report an inner step: steps so far, seconds spent waiting, samples used."""
+        self.trained = self.drawn
         waited_s += self._waiter.waited_s
         busy_s = max(0.0, time.monotonic() - self._began_s - waited_s)
         self._progress = Progress(steps, steps * self.tokens_per_step, busy_s, waited_s)

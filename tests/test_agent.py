@@ -449,3 +449,75 @@ def test_leaving_pushes_what_is_under_way_first(hub):
         link.leave(10)
         assert link.answer(0, 1).verdict == link.answer(1, 1).verdict == Verdict.MERGED
     assert len(hub.pushed) == 2
+
+
+def leased(link, samples):
+    """Ask for so many samples and wait for them."""
+    until(lambda: sum(end - start for start, end in link.leases(samples)) >= samples, "leases")
+
+
+def test_a_push_says_what_it_has_used_before_any_report(hub):
+    with node(plan([address(hub)], samples_per_step=4, heartbeat_s=60.0, expire_s=300.0)) as link:
+        link.join(10)
+        leased(link, 20)
+        exchange(link, 0, 1, 0.5, 1, used=18)
+        assert hub.calls == [("push", 0), ("used", 18)]
+        assert sum(len(beat.consumed) for beat in hub.heartbeats) == 0
+        hub.refuse[1, 2] = pb.REFUSED
+        exchange(link, 1, 1, 0.5, 1, used=20)
+        assert hub.calls[2:] == [("push", 1)], "a refused push has used nothing"
+
+
+def test_blocks_that_are_used_up_are_reported_once_however_long_the_run_is(hub):
+    with node(plan([address(hub)], samples_per_step=4)) as link:
+        link.join(10)
+        for step in range(10, 400, 10):
+            leased(link, 4 * step)
+            link.tell(Progress(steps=step, used=4 * step, drawn=4 * step))
+            until(lambda n=4 * step: sum(u - s for s, u in hub.used.items()) == n, "the report")
+        assert len(hub.used) > 20
+        assert max(len(beat.consumed) for beat in hub.heartbeats[-5:]) <= 6
+
+
+@pytest.fixture
+def calls():
+    """Return two hubs that split the units, and their pushes and uses in one list."""
+    hubs, found = [MemoryHub(), MemoryHub()], []
+    for made in hubs:
+        made.calls = found
+        made.serve()
+    yield hubs, found
+    for made in hubs:
+        made.kill()
+
+
+def test_another_hub_gets_a_push_only_when_the_hub_that_leases_knows_what_it_uses(calls):
+    hubs, found = calls
+    settings = {"samples_per_step": 4, "heartbeat_s": 0.5, "expire_s": 60.0, "call_timeout_s": 1.0}
+    with node(plan([address(hub) for hub in hubs], **settings)) as link:
+        link.join(10)
+        leased(link, 20)
+        for push, used in ((1, 8), (2, 12)):
+            exchange(link, 1, push, 0.5, push, used=used)
+            assert found == [("used", used), ("push", 1)]
+            found.clear()
+        where = address(hubs[0])
+        hubs[0].kill()
+        order(link, 1, 3, 0.5, 3, used=16)
+        with pytest.raises(AssertionError, match="waited"):
+            until(lambda: found, "nothing", limit_s=1.0)
+        hubs[0].serve(where)
+        until(lambda: link.answer(1, 3), "the answer")
+        assert found == [("used", 16), ("push", 1)]
+
+
+def test_another_hub_gets_a_push_in_the_end_if_the_hub_that_leases_is_gone(calls):
+    hubs, found = calls
+    settings = {"samples_per_step": 4, "heartbeat_s": 0.1, "expire_s": 1.0, "call_timeout_s": 1.0}
+    with node(plan([address(hub) for hub in hubs], **settings)) as link:
+        link.join(10)
+        leased(link, 20)
+        hubs[0].kill()
+        exchange(link, 1, 1, 0.5, 1, used=8)
+        exchange(link, 1, 2, 0.5, 2, used=12)
+        assert found == [("push", 1)] * 2

@@ -311,12 +311,14 @@ def test_a_push_carries_the_report_in_place_of_heartbeats(tmp_path, monkeypatch)
 
 def test_a_push_goes_on_where_it_broke_off_whatever_its_report_says():
     pushes = PartialPushes(ByteBudget(2**20))
-    head = pb.PushHead(unit=1, seq=2, num_bytes=100, report=pb.HeartbeatRequest(steps=1))
+    used = [pb.Consumed(start=4, upto=9)]
+    head = pb.PushHead(unit=1, seq=2, num_bytes=100, report=pb.HeartbeatRequest(steps=1), consumed=used)
     arrival = pushes.begin(head, 0, 100)
     (first, *_) = frames.chunks(b"head", memoryview(bytes(100)), chunk_bytes=60)
     arrival.add(first)
     assert pushes.end(arrival, keeps=True)
     head.report.steps = 2
+    head.consumed[0].upto = 12
     assert pushes.find(head).num_bytes == 60
 
 
@@ -386,3 +388,18 @@ def test_measuring_runs_in_the_loop_of_a_real_hub(tmp_path):
         assert 0.2 * USUAL_CALL_S <= cost.call_s <= 2.5 * USUAL_CALL_S
         until(lambda: hub.leading.ledger.hub.clocks.call_s == cost.call_s, "the cost at the hub", LIMIT_S)
         crowd.close()
+
+
+def test_a_push_with_more_blocks_than_a_node_can_have_is_refused_and_changes_nothing(tmp_path):
+    with leading_hub(tmp_path, template=RUN) as hub:
+        client = hub.node().found()
+        client.seqs[0] += 1
+        data = np.full(client.numels[0], 1e-3, np.float32).tobytes()
+        head = pb.PushHead(who=client.who, unit=0, seq=client.seqs[0], base=1, steps=1, codec="fp32")
+        head.num_bytes = len(data)
+        head.consumed.extend(pb.Consumed(start=i, upto=i + 1) for i in range(2000))
+        with pytest.raises(HubRefused, match="2000 blocks in one message: a node has at most 1024 leases"):
+            client.hub.push(head, memoryview(data))
+        del head.consumed[1:]
+        assert client.hub.push(head, memoryview(data)).accepted
+        client.hub.close()

@@ -369,7 +369,7 @@ def test_only_steps_that_every_unit_has_brought_home_count_as_used():
 class SentReports:
     """Report of an exchange that was made by `join`; it keeps the samples that were told to be used."""
 
-    drawn, loss = 30, float("nan")
+    trained, loss = 30, float("nan")
 
     def __init__(self):
         self.used = []

@@ -365,7 +365,10 @@ clip = "none"
 
 
 class Pushing(Client):
-    """A node that pushes in the codec of its run."""
+    """A node that pushes in the codec of its run, and says with `consumed` what the push has used."""
+
+    codec = "fp32"
+    consumed = ()
 
     def push(self, unit, base=None, scale=0.01):
         if base == 0:
@@ -376,6 +379,7 @@ class Pushing(Client):
         data = codec(self.codec).encode(values)
         head = pb.PushHead(who=self.who, unit=unit, seq=self.seqs[unit], base=self.version(unit))
         head.steps, head.tokens, head.codec, head.num_bytes = 1 + self.who.node, 10, self.codec, len(data)
+        head.consumed.extend(self.consumed)
         reply = self.hub.push(head, data)
         assert reply.accepted, reply
         return reply
@@ -543,3 +547,27 @@ def test_a_parser_of_a_page_with_another_size_reads_no_journal(run, title, chang
     form = Format(before + header + "".join(lines))
     with pytest.raises(Wrong):
         list(form.batches(segments(run[0])[0]))
+
+
+def test_the_use_of_samples_is_in_the_frame_of_the_accepted_push(tmp_path):
+    """A hub that is killed between two frames has both or neither."""
+    with leading_hub(tmp_path, 'codec = "fp32"', template=RUN) as hub:
+        node = Pushing(hub.address, "a").found()
+        leases = node.hub.lease(pb.LeaseRequest(who=node.who, samples=64)).blocks
+        start = leases[0].start
+        for number, upto in enumerate((start + 10, start + 30)):
+            node.consumed = [pb.Consumed(start=start, upto=upto)]
+            node.push(number % 2)
+        until(lambda: node.news(1).seq >= node.seqs[1], "the merges", LIMIT_S)
+        with hub.leading.ledger.lock:
+            found = segments(tmp_path / "hub")
+        node.hub.close()
+    form = Format()
+    batches = [batch for data in found for batch in form.batches(data)]
+    kinds = [[record["kind"] for record in batch] for batch in batches]
+    assert [batch for batch in kinds if "Used" in batch] == [["Accepted", "Used"]] * 2
+    used = [record for batch in batches for record in batch if record["kind"] == "Used"]
+    assert [(record["start"], record["upto"]) for record in used] == [
+        (start, start + 10),
+        (start, start + 30),
+    ]

@@ -12,6 +12,7 @@ from kit.hub_journal import check_leases
 from kit.hub_machine import World, config, plan
 
 from aedit.async_sgd.hub.pool import Pool
+from aedit.async_sgd.rules import Accepted, Used
 from aedit.launch.data.order import samples_at
 from aedit.proto.agent import Progress
 from aedit.proto.agent.leases import Stock
@@ -154,7 +155,7 @@ class Trainer:
     def beat(self, now_s):
         hub, consumed = self.run.world.hub, self.stock.leases.consumed(self.used)
         self.run.world.do(hub.use(self.node, consumed))
-        self.stock.settle(sum(upto - start for start, upto in consumed))
+        self.stock.settle(self.stock.leases.known(consumed))
         self.stock.hub_answered(now_s)
         if missing := self.stock.missing():
             self.stock.more(self.run.world.lease(self.node, missing))
@@ -272,3 +273,85 @@ def test_rounds_of_any_length_need_few_leases():
             leased += missing
         stock.give()
     assert len(stock.leases.held) < 1024 / 2
+
+
+# -- a push carries what it has used
+
+
+def two_nodes():
+    world = World(plan(config(lease_samples=64, expire_s=5.0)))
+    for name in "ab":
+        world.join(name)
+    world.found()
+    return world
+
+
+def offered(world, node, used, **changes):
+    push = world.make(node, 0.1, **changes)
+    return world.do(world.hub.offer(push, world.now, used)), push
+
+
+def kinds(records):
+    return [type(record).__name__ for record in records]
+
+
+def test_an_accepted_push_and_the_use_of_its_samples_are_decided_together_and_once():
+    world = two_nodes()
+    (start, end), *_ = world.lease(0, 20)
+    decided, push = offered(world, 0, [(start, start + 12)])
+    assert decided == [Accepted(push), Used(0, start, start + 12)]
+    assert world.hub.offer(push, world.now, [(start, end)]) == [], "it is known"
+    assert world.hub.state.pool.outstanding(0) == [(start + 12, end)]
+    decided, push = offered(world, 0, [(start, start + 12)], unit=1)
+    assert decided == [Accepted(push)], "the first unit has said it"
+    world.do(world.hub.leave(0))
+    assert world.lease(1, 100)[0] == (start + 12, end), "what was not pushed goes to another node"
+
+
+def test_a_push_that_is_not_accepted_uses_nothing():
+    world = two_nodes()
+    ((start, end),) = world.lease(0, 20)
+    for changes in ({"base": 9}, {"norms": (float("nan"),) * 2}, {"steps": 10**9}):
+        decided, _ = offered(world, 0, [(start, end)], **changes)
+        assert kinds(decided) == ["Refused"]
+    assert world.hub.state.pool.outstanding(0) == [(start, end)]
+
+
+def test_a_push_uses_no_sample_of_another_node():
+    world = two_nodes()
+    ((start, end),) = world.lease(0, 20)
+    for used in ([(0, 2**63)], [(start, end)], [(start + 1, end), (end, 2**64)]):
+        decided, _ = offered(world, 1, used, unit=0)
+        assert kinds(decided) == ["Accepted"]
+        world.settle()
+    assert world.hub.state.pool.outstanding(0) == [(start, end)]
+
+
+def test_a_node_that_is_killed_after_any_accepted_push_has_no_sample_trained_twice():
+    """Nodes lease, train, push and die at random; nothing but their pushes says what they have used."""
+    num_twice = 0
+    for seed in range(20):
+        chance, world, kept = random.Random(seed), two_nodes(), Counter()
+        mine = {node: [] for node in (0, 1)}
+        for _ in range(80):
+            node, act = chance.choice((0, 1)), chance.random()
+            if not mine[node]:
+                mine[node] += [
+                    [start, start, end] for start, end in world.lease(node, chance.randrange(1, 9))
+                ]
+            if act < 0.7:
+                blocks = [block for block in mine[node] if block[1] < block[2]]
+                for block in blocks[: chance.randrange(1, 3)]:
+                    block[1] = chance.randrange(block[1] + 1, block[2] + 1)
+                decided, _ = offered(world, node, [(start, upto) for start, upto, _ in mine[node]])
+                assert "Accepted" in kinds(decided)
+                world.settle()
+                kept.update(p for block in mine[node] for p in range(block[0], block[1]))
+                mine[node] = [[upto, upto, end] for _, upto, end in mine[node] if upto < end]
+            else:
+                world.do(world.hub.leave(node))
+                world.join("ab"[node])
+                mine[node] = []
+        num_twice += sum(count > 1 for count in kept.values())
+        check_leases(world.journal, world.hub.state.pool, kept)
+    assert num_twice == 0

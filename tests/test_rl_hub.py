@@ -113,3 +113,31 @@ def test_the_rate_follows_the_live_nodes_and_the_rate_of_the_warm_up_does_not(tm
             second.sync.close()
         assert rate(first) == (1e-3, 1e-3)
         first.sync.close()
+
+
+def used_by(hub):
+    """Return the positions that the hub knows as used."""
+    pool = hub.hub.state.pool
+    unused = [*pool.returned, *(block for blocks in pool.leases.values() for block in blocks.values())]
+    return set(range(pool.watermark)) - {position for block in unused for position in range(*block)}
+
+
+def test_pushes_alone_say_exactly_which_groups_their_steps_have_trained(tmp_path, trained, monkeypatch):
+    """At every push, also while later groups are under way, and with several steps on each group."""
+    config = config_of(tmp_path, train__steps=12, rl__batches=2, rl__epochs=2, edit__every=3, **KEYS)
+    hub, seen = hub_of(config), []
+    offer = InProcessHub.offer
+
+    def offered(here, push, used=()):
+        offer(here, push, used)
+        if push.base:
+            seen.append((used_by(here), {position for _, position in trained}))
+
+    monkeypatch.setattr(InProcessHub, "offer", offered)
+    monkeypatch.setattr(InProcessHub, "use", lambda *_: None)  # no report says it
+    node = NodeThread(config, hub, "a")
+    node.start()
+    node.end()
+    assert len(seen) >= 4
+    assert all(used == known for used, known in seen)
+    assert len(seen[0][1]) < len(seen[-1][1])

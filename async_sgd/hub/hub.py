@@ -100,8 +100,11 @@ class Hub:
             raise Denied("replaced", f"another process of {member.name} has joined since")
         return member
 
-    def offer(self, push: Push, now: float) -> list[Record]:
+    def offer(self, push: Push, now: float, used: Iterable[Block] = ()) -> list[Record]:
         """Return Accepted or Refused (and Left if the node is excluded); nothing for a push decided before.
+
+        used: positions of the node's leases that the steps of the push, and all before them, have used; see
+        `use`. Its records follow Accepted: samples and steps are counted together or not at all.
 
         The same push may be offered repeatedly. Raises Denied if the pusher is not a live member, or the unit
         is not this hub's.
@@ -114,6 +117,7 @@ class Hub:
         decided = judged(self.state, push, self.plan, self.clocks, self.elapsed_s(now), founder)
         if any(isinstance(record, Accepted) for record in decided):
             self.clocks.came_s.setdefault((push.unit, push.node, push.seq), now)
+            decided += self.use(push.node, used)
         return decided
 
     def garbled(self, node: int, unit: int, reason: str) -> list[Record]:
@@ -166,7 +170,8 @@ class Hub:
     def use(self, node: int, consumed: Iterable[Block]) -> list[Record]:
         """Return Used for the positions start..upto of each block, at whose start a lease began.
 
-        They are in an accepted push. Positions that are known as used, or no longer the node's, are skipped.
+        They are in an accepted push, or in one that another hub of the run is about to get. Positions that
+        are known as used, or no longer the node's, are skipped.
         """
         blocks, at, reach = sorted(consumed), 0, 0
         decided: list[Record] = []

@@ -190,7 +190,10 @@ class Leased:
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """Positions of a lease below `upto` are in an accepted push."""
+    """Positions of a lease below `upto` are used.
+
+    They are in an accepted push: that of the record Accepted which was decided together with it, or others.
+    """
 
     node: int
     start: int

@@ -104,6 +104,7 @@ class Driver:
 
     def push(self, head: pb.PushHead, data: memoryview) -> pb.PushReply:
         """Accept the push, or say why not. The report in its head is a heartbeat."""
+        messages.check_blocks(head.consumed)
         reply = self.exchange.push(head, data)
         if head.HasField("report"):
             head.report.who.CopyFrom(head.who)

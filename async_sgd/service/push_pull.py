@@ -211,7 +211,8 @@ class PushPull:
         """
         with self._guard.deciding() as now:
             self._guard.speaker(head.who)
-            decided = self._hub.offer(push, now)
+            used = [(block.start, block.upto) for block in head.consumed]
+            decided = self._hub.offer(push, now, used)
             accepts, values = any(isinstance(record, Accepted) for record in decided), push.values
             if accepts and not (isinstance(values, Payload) and self._ledger.is_current(values)):
                 return False

@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil
 
+from aedit.launch.hub import read_accounts
 from aedit.launch.swarm import INTRODUCTION, MARK, is_maddrs
 from aedit.proto.swarm import REPLICAS
 from benchmarks.chaos_parts.accounts import LATE, Accounts, account, errors, history_of, keep, read
@@ -418,6 +419,9 @@ class SwarmStory:
     """Starts of machines."""
     absent_s: float = 0.0
     """Seconds for which machines were stopped, or had been killed and were not to start yet, summed."""
+    samples: str = ""
+    """What `aedit ledger` says."""
+    samples_agree: bool = False
     longest_gap_s: float = 0.0
     """Longest time in which no node saw a push of some part acknowledged; the largest over parts."""
     healed_s: float = 0.0
@@ -744,6 +748,7 @@ def _bars(story: SwarmStory, share: float, present: float, seconds: float) -> tu
         ),
         *(Bar(f"{text}: {number}", number == 0) for text, number in mistakes(story).items()),
         Bar(f"{back}, wanted < {HEALS_WITHIN_S:g} s", story.healed_s < HEALS_WITHIN_S),
+        Bar(f"samples: {story.samples}", story.samples_agree),
         *_table_bars(story),
         *(Bar(f"ended: {text}", False) for text in story.died),
     )
@@ -865,6 +870,8 @@ def finish(scene: Scene, look: Callable[[], object] = lambda: None) -> None:
         times = sorted(line["t"] for line in told if line["unit"] % parts == part)
         gap_s = max((b - a for a, b in pairwise(times)), default=0.0)
         story.longest_gap_s = max(story.longest_gap_s, gap_s)
+    samples = read_accounts(ground.directory)
+    story.samples, story.samples_agree = samples.summary(), not samples.disagreements
 
 
 def _see_tables(scene: Scene) -> None:

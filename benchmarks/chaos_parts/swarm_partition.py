@@ -136,7 +136,7 @@ class PartsLink:
     def written(self, unit: int, seq: int) -> None:
         """See `Link.written`. There is one rank, which calls `send` next."""
 
-    def send(self, unit: int, seq: int, *, base: int, steps: int, tokens: int) -> None:
+    def send(self, unit: int, seq: int, *, base: int, steps: int, tokens: int, used: int = 0) -> None:
         """Push outbox[unit], at once or when the part can be reached."""
         facts = {"base": base, "steps": steps, "tokens": tokens}
         self._sent[unit] = _Sent(seq, self.outbox[unit].copy(), facts)

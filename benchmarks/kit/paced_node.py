@@ -194,8 +194,8 @@ class Walker:
         self.records.opened(unit.round, self.steps, (i,))
         self.note("sent", unit=i, seq=unit.seq, base=unit.version, steps=unit.sent)
         self.link.written(i, unit.seq)
-        tokens = unit.sent * self.plan.samples_per_step
-        self.link.send(i, unit.seq, base=unit.version, steps=unit.sent, tokens=tokens)
+        tokens, used = (n * self.plan.samples_per_step for n in (unit.sent, self.steps))
+        self.link.send(i, unit.seq, base=unit.version, steps=unit.sent, tokens=tokens, used=used)
 
     def _land(self, i: int, unit: Unit, answer: Answer | None) -> None:
         if answer is None:

@@ -199,7 +199,8 @@ class HubMembership:
         return fingerprint(self.identity()[1])
 
     def begin(self, node: TrainingNode) -> None:
-        """Report once more before the node leaves, so that the hub can lease its unused samples to others."""
+        """Let pushes and reports say which samples are used; the unused ones go to other nodes at the end."""
+        self.exchange.samples_upto = node.objective.used
         self.exchange.before_leaving = lambda: self.record_step(node)
 
     def record_step(self, node: TrainingNode) -> None:

@@ -290,6 +290,7 @@ def train_policy(node: TrainingNode, policy: PolicyObjective) -> None:
                 node.accumulate_gradients()  # advantages, policy loss
                 node.sync.average_gradients()  # during the warm-up of `edit` only
                 node.inner_step()
+                node.end_step()
                 node.sync.step()  # opens a round if one is due
                 node.record_step()
             node.evaluate_if_due()

@@ -32,6 +32,7 @@ def train(node: "TrainingNode") -> None:
             node.accumulate_gradients()
             node.sync.average_gradients()  # during the warm-up only
             node.inner_step()
+            node.end_step()
             node.sync.step()  # opens a round if one is due; layers land during the next forward pass
             node.record_step()
             node.evaluate_if_due()
@@ -237,9 +238,12 @@ class TrainingNode:
         self.positions.trained(self.sync.steps + 1, self.objective.positions())
         self.meter.slow_down(self._waited_s, self.slowdown)
 
-    def record_step(self) -> None:
-        """Count tokens and time of the step, and write a line of metrics if one is due."""
+    def end_step(self) -> None:
+        """Count the step's tokens and samples, before `sync.step` opens a round that pushes them."""
         self.tokens += self.objective.end_step()
+
+    def record_step(self) -> None:
+        """Count the time of the step, and write a line of metrics if one is due."""
         self.recorder.clock.busy_s += self.meter.end_step(self._waited_s)
         if self.sync.shards.decide([self.recorder.line_is_due()])[0]:
             self.record_metrics()

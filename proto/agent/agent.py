@@ -120,8 +120,11 @@ class Agent:
         self._stock = Stock(
             samples_per_step=plan.samples_per_step, lasts_s=2 * plan.expire_s, most_steps=plan.steps_ahead
         )
-        self._lease_lock = threading.Lock()
+        self._lease_lock = threading.Condition()
+        """Notified when the first hub has received what is used."""
         self._leased_upto = self._demand = 0
+        self._announced = self._known_used = 0
+        """Samples of this attempt that count as used, accepted or not; and those that the first hub knows."""
         self._news, self._node_report = RunNews(), NodeStateFile(plan)
         self._watchdog, self._speed, self._report_lock = Watchdog(), Speed(), threading.Lock()
         self._started = [0] * len(plan.units)
@@ -129,6 +132,7 @@ class Agent:
         self._memberships = [Membership(k, plan, connections.hub) for k in range(len(plan.addresses))]
         self._transfers = UnitTransfers(plan, box, self._memberships, self._traffic)
         self._transfers.on_failure(self._fail)
+        self._transfers.consumed, self._transfers.announce_use = self._consumed, self.announce_use
         for membership in self._memberships:
             membership.known = self._transfers.known
             membership.awaits = partial(self._transfers.awaits, membership.part)
@@ -148,7 +152,7 @@ class Agent:
             if not self._until(lambda: self._box.wanted() == Wants.LEAVE and not self._transfers.under_way):
                 return False
             for membership in self._memberships:
-                membership.leave(self._consumed() if membership.part == 0 else [])
+                membership.leave(self._consumed(self._used()) if membership.part == 0 else [])
             self._box.end(AgentState.GONE)
             return True
         except Exception as error:
@@ -177,14 +181,15 @@ class Agent:
     def _start_ordered(self) -> bool:
         """Start the exchanges whose slices are complete; return whether others have been ordered."""
         waiting = False
-        for unit, (seq, base, steps, tokens) in enumerate(self._box.orders().tolist()):
+        for unit, (seq, base, steps, tokens, used) in enumerate(self._box.orders().tolist()):
             if seq <= self._started[unit]:
                 continue
             if not self._box.all_written(unit, seq):
                 waiting = True
                 continue
             self._started[unit] = seq
-            self._transfers.start(Transfer(unit, seq, base, steps, tokens, round=self._news.news.round))
+            round_ = self._news.news.round
+            self._transfers.start(Transfer(unit, seq, base, steps, tokens, used, round_))
         return waiting
 
     # --- begin and end
@@ -286,7 +291,7 @@ class Agent:
         heartbeat.bytes_up, heartbeat.bytes_down = self._traffic.bytes_up, self._traffic.bytes_down
         heartbeat.rl.update(progress.rl)
         heartbeat.state = self._state(now_s)
-        heartbeat.consumed.extend(self._consumed() if part == 0 else [])
+        heartbeat.consumed.extend(self._consumed(self._used()) if part == 0 else [])
         return heartbeat
 
     @property
@@ -300,7 +305,10 @@ class Agent:
         if part == 0:
             self._node_report.tell(heartbeat.steps_per_s)
             with self._lease_lock:
-                self._stock.settle(sum(c.upto - c.start for c in heartbeat.consumed))
+                known = self._stock.leases.known([(c.start, c.upto) for c in heartbeat.consumed])
+                self._stock.settle(known)
+                self._known_used = max(self._known_used, known)
+                self._lease_lock.notify_all()
                 self._stock.lasts_s = 2 * self._memberships[0].expire_s
                 self._stock.hub_answered(time.monotonic())
             self._lease()
@@ -318,9 +326,32 @@ class Agent:
 
     # --- data
 
-    def _consumed(self) -> list[pb.Consumed]:
+    def announce_use(self, used: int) -> None:
+        """Return when the first hub, which leases, knows the first `used` samples of this attempt as used.
+
+        Other hubs accept pushes without it: what it does not know as used then goes to another node if this
+        one is killed. It is waited for, but not if it has been silent for twice `hub.expire_s`.
+        """
+        first = self._memberships[0]
+        limit_s = 2 * first.expire_s
+        until_s = time.monotonic() + limit_s
         with self._lease_lock:
-            blocks = self._stock.leases.consumed(self._box.progress().used)
+            used = min(used, self._stock.leases.num_given)
+            self._announced = max(self._announced, used)
+            if self._known_used >= used:
+                return
+        first.ask_soon()
+        with self._lease_lock:
+            while self._known_used < used and time.monotonic() < until_s and not first.is_silent(limit_s):
+                self._lease_lock.wait(LOOK_S)
+
+    def _used(self) -> int:
+        """Return how many of the first samples of this attempt count as used."""
+        return max(self._box.progress().used, self._announced)
+
+    def _consumed(self, used: int) -> list[pb.Consumed]:
+        with self._lease_lock:
+            blocks = self._stock.leases.consumed(used)
         return [pb.Consumed(start=start, upto=upto) for start, upto in blocks]
 
     def _lease(self) -> None:

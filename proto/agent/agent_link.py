@@ -91,9 +91,9 @@ class AgentLink:
         """See `Link.written`."""
         self._box.written(unit, self._rank, seq)
 
-    def send(self, unit: int, seq: int, *, base: int, steps: int, tokens: int) -> None:
+    def send(self, unit: int, seq: int, *, base: int, steps: int, tokens: int, used: int = 0) -> None:
         """See `Link.send`."""
-        self._box.order(unit, seq, (base, steps, tokens))
+        self._box.order(unit, seq, (base, steps, tokens, used))
         self._first().ring()
 
     def answer(self, unit: int, seq: int) -> Answer | None:

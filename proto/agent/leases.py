@@ -79,6 +79,11 @@ class Leases:
             left -= end - start
         return found
 
+    def known(self, consumed: Sequence[Block]) -> int:
+        """Return how many of the first samples a hub knows to be used that has received `consumed`."""
+        upto = dict(consumed)
+        return self.settled + sum(upto[start] - start for start, _ in self.blocks if start in upto)
+
     def settle(self, used: int) -> "Leases":
         """Return leases after the hub has received `consumed(used)`: whole blocks are not reported again."""
         whole = [block for block in self.consumed(used) if block in self.blocks]

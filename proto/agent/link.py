@@ -82,8 +82,13 @@ class Link(Protocol):
     def written(self, unit: int, seq: int) -> None:
         """Say that this rank's slices of outbox[unit] are complete for exchange `seq`."""
 
-    def send(self, unit: int, seq: int, *, base: int, steps: int, tokens: int) -> None:
-        """Start an exchange. base: version of the anchor that the pseudo-gradient was measured from."""
+    def send(self, unit: int, seq: int, *, base: int, steps: int, tokens: int, used: int = 0) -> None:
+        """Start an exchange.
+
+        base: version of the anchor that the pseudo-gradient was measured from. used: the first samples of
+        this attempt that its steps, and all before them, have used; they are not leased again once it is
+        accepted.
+        """
 
     def answer(self, unit: int, seq: int) -> Answer | None:
         """Return the end of exchange `seq`, if it is there. The same on all ranks, sooner on some."""

@@ -29,7 +29,7 @@ from aedit.proto.agent.link import Answer, Progress
 from aedit.system import anonymous_memory, memory_fence
 from aedit.types import RL_REPORT, News, Verdict
 
-MAGIC = 0x41454449_54000002
+MAGIC = 0x41454449_54000003
 MAX_BLOCKS = 2**20
 """Leases of one attempt; pages that are never written take no memory."""
 MAX_ERROR_BYTES = 4096
@@ -125,14 +125,14 @@ class Mailbox:
         memory_fence()
         return there
 
-    def order(self, unit: int, seq: int, numbers: tuple[int, int, int]) -> None:
-        """Order exchange `seq` of a unit. numbers: base, steps, tokens."""
+    def order(self, unit: int, seq: int, numbers: tuple[int, int, int, int]) -> None:
+        """Order exchange `seq` of a unit. numbers: base, steps, tokens, used samples."""
         self._orders[unit, 1:] = numbers
         memory_fence()
         self._orders[unit, 0] = seq
 
     def orders(self) -> Ints:
-        """Return the last exchange ordered per unit: seq, base, steps, tokens.
+        """Return the last exchange ordered per unit: seq, base, steps, tokens, used samples.
 
         A row whose seq is new is complete.
         """
@@ -362,7 +362,7 @@ def _places(numels: Sequence[int], ranks: int, feedback: bool) -> Places:
         "head": (np.int64, (MailboxWord.NUMELS + units,)),
         "attached": (np.int64, (ranks,)),
         "written": (np.int64, (units, ranks)),
-        "orders": (np.int64, (units, 4)),
+        "orders": (np.int64, (units, 5)),
         "answers": (np.int64, (units, 3)),
         "versions": (np.int64, (units,)),
         "news_count": (np.int64, (1,)),

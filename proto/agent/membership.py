@@ -321,6 +321,10 @@ class Membership:
         """Return the silence after which the hub gives this node up, as it has said."""
         return self._expire_s
 
+    def is_silent(self, limit_s: float) -> bool:
+        """Return whether the hub has not answered for this long, or will not be called any more."""
+        return self._ended or time.monotonic() - self._heard_s > limit_s
+
     def _limit_s(self) -> float:
         return self.patience_s if self._here or not self._plan.replicas else next(self._limits_s)
 

@@ -165,6 +165,8 @@ class Transfer:
     base: int
     steps: int
     tokens: int
+    used: int = 0
+    """The first samples of this attempt that its steps, and all before them, have used."""
     round: int = 0
     number: int = 0
     """The hub's number: counts the node's pushes of this unit over restarts of the trainer."""
@@ -209,6 +211,10 @@ class UnitTransfers:
         self._brought: set[int] = set()
         """Units whose anchors are on their way to a part that was founded again, or there."""
         self._failed: Callable[[BaseException], None] = lambda error: None
+        self.consumed: Callable[[int], Sequence[pb.Consumed]] = lambda used: ()
+        """Returns the leased blocks that the first samples of this attempt, so many, reach into."""
+        self.announce_use: Callable[[int], None] = lambda used: None
+        """Returns when the hub that leases knows that these samples are used; see `Agent.announce_use`."""
 
     def on_failure(self, tell: Callable[[BaseException], None]) -> None:
         """Set the function that is called when an exchange cannot end."""
@@ -335,6 +341,8 @@ class UnitTransfers:
     def _push(self, transfer: Transfer) -> None:
         if transfer.payload is None:
             transfer.payload = self._encode(transfer.unit)
+        if transfer.used and transfer.unit % len(self._memberships):
+            self.announce_use(transfer.used)
         reply = self._deliver(transfer)
         with self._lock:
             transfer.arrived = True
@@ -385,6 +393,8 @@ class UnitTransfers:
         head = pb.PushHead(who=who, unit=transfer.unit, seq=transfer.number, base=transfer.base)
         head.steps, head.tokens, head.round = transfer.steps, transfer.tokens, transfer.round
         head.codec, head.num_bytes = "fp32" if founds else self._codec.name, len(transfer.payload)
+        if transfer.used and membership.part == 0:
+            head.consumed.extend(self.consumed(transfer.used))
         report = membership.report_in_push()
         if report is not None:
             head.report.CopyFrom(report)

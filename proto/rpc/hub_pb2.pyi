@@ -406,7 +406,7 @@ class Chunk(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., crc: _Optional[int] = ..., data: _Optional[bytes] = ..., head: _Optional[bytes] = ...) -> None: ...
 
 class PushHead(_message.Message):
-    __slots__ = ("who", "unit", "seq", "base", "steps", "tokens", "codec", "num_bytes", "round", "report")
+    __slots__ = ("who", "unit", "seq", "base", "steps", "tokens", "codec", "num_bytes", "round", "report", "consumed")
     WHO_FIELD_NUMBER: _ClassVar[int]
     UNIT_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
@@ -417,6 +417,7 @@ class PushHead(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
+    CONSUMED_FIELD_NUMBER: _ClassVar[int]
     who: Who
     unit: int
     seq: int
@@ -427,7 +428,8 @@ class PushHead(_message.Message):
     num_bytes: int
     round: int
     report: HeartbeatRequest
-    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., unit: _Optional[int] = ..., seq: _Optional[int] = ..., base: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., codec: _Optional[str] = ..., num_bytes: _Optional[int] = ..., round: _Optional[int] = ..., report: _Optional[_Union[HeartbeatRequest, _Mapping]] = ...) -> None: ...
+    consumed: _containers.RepeatedCompositeFieldContainer[Consumed]
+    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., unit: _Optional[int] = ..., seq: _Optional[int] = ..., base: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., codec: _Optional[str] = ..., num_bytes: _Optional[int] = ..., round: _Optional[int] = ..., report: _Optional[_Union[HeartbeatRequest, _Mapping]] = ..., consumed: _Optional[_Iterable[_Union[Consumed, _Mapping]]] = ...) -> None: ...
 
 class PartialPush(_message.Message):
     __slots__ = ("num_bytes", "sha256")

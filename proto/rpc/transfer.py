@@ -168,7 +168,7 @@ class _Push:
 
     key: _Key
     head: hub_pb2.PushHead
-    """Without session and report: a node that has joined again continues its pushes."""
+    """Without session, report and use: a node that has joined again continues its pushes."""
     num_bytes: int
     """Counted in the budget; 0 once they are given back."""
     data: memoryview
@@ -297,4 +297,5 @@ def _identity(head: hub_pb2.PushHead) -> tuple[_Key, hub_pb2.PushHead]:
     same.CopyFrom(head)
     same.who.ClearField("session")
     same.ClearField("report")
+    same.ClearField("consumed")
     return (head.who.part, head.who.node, head.unit), same

@@ -34,6 +34,7 @@ def moments():
         "drawing": (TrainingNode, "accumulate_gradients"),
         "drawn": (TrainingNode, "inner_step"),
         "stepped": (TrainingNode, "record_step"),
+        "landing": (TrainingNode, "record_round"),  # a push was accepted, and no report says so
         "waiting": (Stop, "while_waiting"),
         "renaming": (NodeCheckpoints, "_complete"),
         "done": (TrainingNode, "finish"),

@@ -177,3 +177,41 @@ def _spoil(directory, capsys):
     error = capsys.readouterr().err
     assert "part.json: expected [PART, PARTS]" in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.timeout(300)
+def test_a_node_that_is_killed_as_its_accepted_push_lands_has_no_sample_trained_twice(
+    node_server, tmp_path, capsys
+):
+    """Twice, at the moment at which nothing but the push has told the hub what it has used."""
+    directory = tmp_path / "test"
+    directory.mkdir()
+    write_text(directory / "text.txt")
+    slow = ("heartbeat_s = 0.1\nexpire_s = 3.0", "heartbeat_s = 20.0\nexpire_s = 60.0")
+    hub = HubProcess(directory, TOML.format(directory=directory, steps=40).replace(*slow))
+    hub.start()
+    nodes = Nodes(node_server, directory, hub.address)
+    try:
+        for step in (10, 5):
+            nodes.start("a", deeds=[deed(0, "landing", step, "SIGKILL")])
+            assert nodes.wait("a") == -signal.SIGKILL
+        nodes.start("a")
+        assert nodes.wait("a") == 0
+        until(lambda: hub.process.poll() is not None, "the end of the hub", LIMIT_S)
+    finally:
+        hub.process.kill()
+        hub.process.wait(10)
+    attempts, accepted = draws(directory, "a"), accepted_steps(directory / "hub")["a"]
+    assert len(attempts) == len(accepted) == 3
+    assert accepted[0] >= 10
+    assert accepted[1] >= 5
+    counted = Counter(
+        i for steps, n in zip(attempts, accepted, strict=True) for step in steps[:n] for i in step
+    )
+    assert counted.total() == 2 * sum(accepted)
+    assert set(counted.values()) == {1}
+    accounts = read_accounts(directory)
+    assert (accounts.disagreements, accounts.unreported) == ([], 0)
+    assert accounts.count(SampleVerdict.ONCE) == counted.total()
+    assert main(["ledger", str(directory)]) == 0
+    assert "twice" not in capsys.readouterr().out

@@ -50,16 +50,16 @@ def node(made, *, ranks=1, mode="thread", start=None):
         link.stop()
 
 
-def exchange(link, unit, seq, value, base, *, steps=1):
+def exchange(link, unit, seq, value, base, *, steps=1, used=0):
     """Push `value` and wait for its result."""
-    order(link, unit, seq, value, base, steps=steps)
+    order(link, unit, seq, value, base, steps=steps, used=used)
     return until(lambda: link.answer(unit, seq), f"the answer to push {seq} of unit {unit}")
 
 
-def order(link, unit, seq, value, base, *, steps=1):
+def order(link, unit, seq, value, base, *, steps=1, used=0):
     link.outbox[unit][:] = value
     link.written(unit, seq)
-    link.send(unit, seq, base=base, steps=steps, tokens=10 * steps)
+    link.send(unit, seq, base=base, steps=steps, tokens=10 * steps, used=used)
 
 
 class MemoryHub:
@@ -82,6 +82,7 @@ class MemoryHub:
         self.names, self.sessions, self.seqs, self.told = {}, {}, {}, {}
         self.founder, self.term, self.position = None, 1, 0
         self.pushed, self.waiting, self.heartbeats, self.used, self.broken = [], [], [], {}, []
+        self.calls = []  # pushes and uses in their order: ("push", unit), ("used", samples)
         self.leased = {}  # blocks by node
         self.donors, self.left, self.pulled_bytes, self.joins, self.leads = {}, set(), 0, 0, True
         self.refuse = {}
@@ -147,7 +148,7 @@ class MemoryHub:
         with self.lock:
             self._who(request.who)
             self.heartbeats.append(request)
-            self.used |= {c.start: c.upto for c in request.consumed}
+            self._use(request.consumed)
             while self.waiting and not self.keeps:
                 self._merge(*self.waiting.pop(0))
             return self._news(request.who.node)
@@ -174,10 +175,15 @@ class MemoryHub:
             self._die("lease")
             return pb.LeaseReply(blocks=lost)
 
+    def _use(self, consumed):
+        before, self.used = self.used, self.used | {c.start: c.upto for c in consumed}
+        if self.used != before:
+            self.calls.append(("used", sum(upto - start for start, upto in self.used.items())))
+
     def leave(self, request):
         with self.lock:
             self._who(request.who)
-            self.used |= {c.start: c.upto for c in request.consumed}
+            self._use(request.consumed)
             self.left.add(request.who.node)
             del self.sessions[request.who.node]
             return pb.LeaveReply()
@@ -208,6 +214,9 @@ class MemoryHub:
             if head.seq == self.seqs.get(key, 0) + 1:
                 verdict = self.refuse.pop((head.unit, head.seq), None)
                 self.seqs[key] = head.seq
+                if head.base:
+                    self.calls.append(("push", head.unit))
+                self._use(() if verdict else head.consumed)
                 if verdict:
                     self.told[key] = (head.seq, verdict)
                 elif self.slow and head.base:

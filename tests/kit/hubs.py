@@ -64,9 +64,9 @@ class SharedLink:
     def written(self, unit, seq):
         self.box.written(unit, self.rank, seq)
 
-    def send(self, unit, seq, *, base, steps, tokens):
+    def send(self, unit, seq, *, base, steps, tokens, used=0):
         assert self.rank == 0
-        self.box.order(unit, seq, (base, steps, tokens))
+        self.box.order(unit, seq, (base, steps, tokens, used))
 
     def answer(self, unit, seq):
         if self.rank == 0 and not self.away and self.box.all_written(unit, seq):
@@ -74,7 +74,7 @@ class SharedLink:
         return self.box.answered(unit, seq)
 
     def work(self, unit, seq):
-        ordered, base, steps, tokens = self.box.orders()[unit].tolist()
+        ordered, base, steps, tokens, _ = self.box.orders()[unit].tolist()
         if ordered != seq or self.box.answered(unit, seq):
             return
         verdict = self.hub.decide(Push(0, unit, seq, base, steps, tokens, self.outbox[unit].copy()))
@@ -121,7 +121,7 @@ class HubLink:
     def written(self, unit, seq):
         self._there[unit] = seq
 
-    def send(self, unit, seq, *, base, steps, tokens):
+    def send(self, unit, seq, *, base, steps, tokens, used=0):
         assert unit not in self._sent, "one exchange of a unit at a time"
         self._sent[unit] = Push(self.node, unit, seq, base, steps, tokens, self.outbox[unit].copy())
 
