@@ -13,10 +13,18 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 unexport PYTHONDONTWRITEBYTECODE
 # Test processes side by side. WORKERS=0 runs all tests in one process.
 WORKERS := 2
+# Tests that run all that uses torch in a way of its own: hub and nodes, FSDP2, compiled models, engine families,
+# drafters, checkpoints, reinforcement learning. TESTS=tests is the whole suite.
+TESTS := $(addprefix tests/test_, $(addsuffix .py, \
+	hub_nodes hub_runs library landing hooks order elastic export hf muon buffers hand_over own_resume \
+	linear weight_packing families families_engine generic_families engine_drafters eagle3 draft_training \
+	online_drafter target generate rl_loop rl_resume world))
+TORCH := .venv-torch-$(VERSION)
 BENCHMARKS := overhead run_cost straggler quality async_quality bandwidth hub agent swarm chaos poison elastic joining soak peers rollout choice decode vllm_engine drift idle tail off_policy rl_nodes rl_speed rl_servers versions audit serve heart \
 	offload_gpu rollout_gpu
 
-.PHONY: help install run run-rl run-heart vllm proto lint types check test suite test-slow test-vllm test-browser bench docs clean
+.PHONY: help install run run-rl run-heart vllm proto lint types check test suite test-slow test-vllm test-browser \
+	test-torch no-version outdated bench docs clean
 
 help:
 	@echo "make run        train a small model on an unequal cluster of three nodes on this machine"
@@ -28,10 +36,12 @@ help:
 	@echo "make vllm       an environment with vLLM for rollout workers, .venv-vllm: some minutes, 3.4 GB"
 	@echo "make test-vllm  the tests of vLLM in rollout workers"
 	@echo "make test-browser  the tests of the page in a headless Chromium, which it installs from Debian's packages as root"
+	@echo "make test-torch VERSION=2.10.0   whether this works with another torch, in .venv-torch-2.10.0: up to 7 GB"
+	@echo "make outdated   pins behind the newest release, and why each is held back"
 	@echo "make bench      every benchmark, one after the other"
 	@echo "make docs       the documentation site, in build/site"
 	@echo "make proto      generate the code for proto/*.proto anew"
-	@echo "make clean      remove .venv, .venv-vllm, caches and build folders; runs/ stays"
+	@echo "make clean      remove .venv, .venv-vllm, .venv-torch-*, caches and build folders; runs/ stays"
 
 run: install
 	$(BIN)/aedit run configs/tiny.toml --local 3
@@ -81,6 +91,22 @@ test-browser: $(VENV)/installed-test
 		|| echo "no Chromium: install the package chromium as root"
 	$(PYTEST) -m browser tests/test_page_browser.py
 
+# The closing line says whether all of it worked; `rm -r` of the environment gives its disk space back.
+test-torch: $(if $(VERSION),$(TORCH)/installed,no-version)
+	@$(TORCH)/bin/python -c "import torch, transformers; \
+		print('torch', torch.__version__, 'CUDA', torch.version.cuda, 'transformers', transformers.__version__)"
+	@OMP_NUM_THREADS=1 $(TORCH)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal \
+		-m "not slow and not gpu and not vllm" $(TESTS) \
+		&& echo "make test-torch: works with torch $(VERSION)" \
+		|| { echo "make test-torch: FAILED with torch $(VERSION)"; exit 1; }
+
+no-version:
+	@echo "make test-torch: VERSION: expected a release of torch such as 2.10.0, got nothing" >&2; exit 2
+
+# A pin that is behind without a reason beside it is an error.
+outdated: $(VENV)/installed-test
+	@PYTHONPATH=tests $(BIN)/python -m kit.outdated $(VENV)=constraints.txt $(VLLM)=constraints-vllm.txt
+
 # One that needs root or a GPU says so where it has none.
 bench: $(VENV)/installed
 	@set -e; for name in $(BENCHMARKS); do \
@@ -94,7 +120,7 @@ docs: $(VENV)/installed-test
 	@echo "build/site/index.html"
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) .venv-torch-* build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is younger than what it installed: nothing is installed twice.
@@ -107,6 +133,17 @@ $(VENV)/installed-test: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing into $(VENV); the first time takes some minutes"
 	$(INSTALL) ".[test]"
 	@touch $@ $(VENV)/installed
+
+# That torch alone; all other packages are those of .venv.
+.venv-torch-%/installed: $(VENV)/installed-test
+	@echo "installing torch $* into .venv-torch-$*; this takes some minutes"
+	rm -rf .venv-torch-$*
+	$(BIN)/python -m venv --without-pip .venv-torch-$*
+	echo "import site; site.addsitedir('$(CURDIR)/$(VENV)/lib/$$(ls $(VENV)/lib)/site-packages')" \
+		> .venv-torch-$*/lib/$$(ls $(VENV)/lib)/site-packages/others.pth
+	$(BIN)/python -m pip --disable-pip-version-check --python .venv-torch-$*/bin/python install --quiet \
+		"torch==$*"
+	@touch $@
 
 # vLLM wants another transformers, so it has an environment of its own. torchvision, torchaudio and torchcodec
 # may be builds for CUDA, whose import fails beside the torch for CPUs; text needs none of them. With

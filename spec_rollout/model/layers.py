@@ -323,13 +323,13 @@ def _product(
 ) -> Tensor:
     """Return `F.linear` by the kernel that the rule selects."""
     if packed is not None and rows >= _least_packed_rows(weight_oi):
-        return torch.ops.mkldnn._linear_pointwise(x_Ti, packed, bias_o, "none", [], "")  # type: ignore[no-any-return]
+        return _onednn(x_Ti, packed, bias_o)
     if not weight_oi.is_contiguous():
         # A weight that is stored transposed (GPT-2): oneDNN is faster for several rows.
         is_slow = weight_oi.dtype == torch.float32 and rows > 1 and weight_oi.numel() >= SMALL_WEIGHTS
         if not is_slow or not weight_oi.t().is_contiguous():
             return F.linear(x_Ti, weight_oi, bias_o)
-        return torch.ops.mkldnn._linear_pointwise(x_Ti, weight_oi, bias_o, "none", [], "")  # type: ignore[no-any-return]
+        return _onednn(x_Ti, weight_oi, bias_o)
     if weight_oi.dtype == torch.bfloat16 and rows == 1:
         return _without_onednn(x_Ti, weight_oi, bias_o)
     is_small = weight_oi.numel() < SMALL_WEIGHTS and rows < MANY_ROWS
@@ -338,6 +338,11 @@ def _product(
     out, size = weight_oi.shape
     if 2 <= rows <= 4 and out >= size and x_Ti.dim() == 2 and bias_o is None:
         return torch.mm(weight_oi, x_Ti.t()).t().contiguous()
+    return _onednn(x_Ti, weight_oi, bias_o)
+
+
+def _onednn(x_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None) -> Tensor:
+    """Return `F.linear` by oneDNN, whose own layout the weight may have."""
     return torch.ops.mkldnn._linear_pointwise(x_Ti, weight_oi, bias_o, "none", [], "")  # type: ignore[no-any-return]
 
 
