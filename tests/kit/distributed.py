@@ -86,10 +86,15 @@ class Worker:
         self.pipe.close()
 
     def told(self):
-        """Return the end of its output, without the long line of modules that faulthandler adds to stacks."""
+        """Return the end of its output, and after a crash all stacks, of which the first one is the cause's.
+
+        The long line of modules that faulthandler adds to stacks is left out.
+        """
         self.log.seek(0)
         lines = self.log.read().decode(errors="replace").splitlines(keepends=True)
-        return "".join(line for line in lines if not line.startswith("Extension modules: "))[-4000:]
+        text = "".join(line for line in lines if not line.startswith("Extension modules: "))
+        crash = text.rfind("Fatal Python error: ")
+        return text[-4000:] if crash < 0 else text[max(0, crash - 2000) :][:40000]
 
 
 class World:
