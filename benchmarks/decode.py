@@ -709,7 +709,8 @@ def _families(found: Sequence[FamilyGain]) -> Report:
     rows = tuple(
         (f"{one.family}, {one.rows}", _ms(one.generic_s), _ms(one.fast_s), str(one.ratio)) for one in found
     )
-    gains = {name: max(one.ratio.middle for one in found if one.family == name) for name in FAMILIES}
+    names = {one.family for one in found}
+    gains = {name: max(one.ratio.middle for one in found if one.family == name) for name in names}
     least = min(gains, key=gains.__getitem__)
     bar = Bar(
         f"least gain of a family: {least} {gains[least]:.2f}, bar {WANTED_OF_OWN:g}",
@@ -825,6 +826,7 @@ class Plan:
         Shape(1, 4000),
     )
     update_tokens: int = 260
+    families: tuple[str, ...] = tuple(FAMILIES)
     family_rows: tuple[int, ...] = FAMILY_ROWS
     handed: PolicyShape = HANDED
     """Sharded policy that is handed over."""
@@ -850,6 +852,8 @@ QUICK = Plan(
     new=3,
     prefills=(Shape(3, 4), Shape(1, 40)),
     update_tokens=12,
+    families=("GPT2LMHeadModel",),
+    family_rows=(1,),
     handed=TINY,
     tail=Batch(rows=3, max_tokens=64, samples=6, prompt=4, median=9.0),
     wide=Batch(rows=2, max_tokens=128, samples=2, prompt=4, median=3.0),
@@ -875,7 +879,7 @@ def measure(plan: Plan, say: Callable[[str], None], *, quick: bool = False) -> l
             say(f"{dtype}: noise adds {found.noises[-1].extra} of a step")
             gc.collect()
     if "families" in plan.parts:
-        for name, rows in product(FAMILIES, plan.family_rows):
+        for name, rows in product(plan.families, plan.family_rows):
             found.families.append(measure_family(name, rows, plan.new, plan.repeats))
             say(f"{name}, {rows} rows: its own forward takes {found.families[-1].ratio} times as long")
             gc.collect()
