@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import grpc
 import numpy as np
@@ -403,3 +404,59 @@ def test_a_push_with_more_blocks_than_a_node_can_have_is_refused_and_changes_not
         del head.consumed[1:]
         assert client.hub.push(head, memoryview(data)).accepted
         client.hub.close()
+
+
+# --- a long step of the trainer
+
+
+def long_step(scene, *, num_reports, computing=True, **plan):
+    """Return the interval after so many reports of the same number of steps."""
+    scene.node._plan = replace(scene.node._plan, **({"standbys": ()} | plan))
+    scene.node.is_computing = lambda: computing
+    owner = Owner()
+    owner.report = lambda part: pb.HeartbeatRequest(steps=3)
+    for _ in range(num_reports):
+        scene.node.turn(owner)
+    return scene.node.interval_s()
+
+
+def test_in_a_long_step_a_node_reports_more_and_more_rarely_but_often_enough_to_stay_a_member(tmp_path):
+    settings = {"swarm": False, "heartbeat_s": 0.125, "expire_s": 15.0}
+    found = [long_step(Scene(tmp_path, **settings), num_reports=n) for n in (1, 2, 3, 4, 9)]
+    assert found == [0.5, 1.0, 2.0, 3.0, 3.0], "five reports at least in `expire_s`"
+    assert long_step(Scene(tmp_path, **settings), num_reports=9, round_s=8.0) == 2.0, "it learns of rounds"
+    assert long_step(Scene(tmp_path, **settings | {"expire_s": 600.0}), num_reports=9) == 4.0
+
+
+def test_a_node_that_needs_nothing_reports_every_fourth_time_and_when_the_next_round_opens(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(membership, "time", SimpleNamespace(monotonic=lambda: 50.0))
+    settings = {"swarm": False, "heartbeat_s": 0.5, "expire_s": 15.0}
+    assert long_step(Scene(tmp_path, **settings), num_reports=1) == 2.0
+    scene = Scene(tmp_path, **settings)
+    scene.node._owner = Fast()
+    scene.node._owner.steps_per_s = 64.0
+    scene.node._plan = replace(scene.node._plan, steps_ahead=256)
+    assert long_step(scene, num_reports=1) == 1.0, "a quarter of the steps that its samples last for"
+    for elapsed_s, expected in ((99.0, 1.05), (91.0, 2.0), (100.0, 2.0), (float("nan"), 2.0)):
+        scene = Scene(tmp_path, **settings)
+        scene.hubs["a:1"].heartbeat = lambda request, timeout_s, s=elapsed_s: pb.News(term=1, elapsed_s=s)
+        assert long_step(scene, num_reports=1, round_s=10.0) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("why", [{"computing": False}, {"standbys": ("b:1",)}, {"replicas": "somewhere"}])
+def test_a_node_that_waits_or_whose_hub_may_be_replaced_reports_as_often_as_configured(tmp_path, why):
+    scene = Scene(tmp_path, swarm=False, heartbeat_s=0.5, expire_s=15.0)
+    assert long_step(scene, num_reports=9, **why) == 0.5
+
+
+def test_the_end_of_a_long_step_is_reported_soon(tmp_path):
+    scene = Scene(tmp_path, swarm=False, heartbeat_s=0.5, expire_s=15.0)
+    long_step(scene, num_reports=9)
+    scene.node._hurry.clear()
+    scene.node.has_stepped()
+    assert scene.node._hurry.is_set()
+    scene.node._hurry.clear()
+    scene.node.has_stepped()
+    assert not scene.node._hurry.is_set(), "the next step is reported at the usual time"

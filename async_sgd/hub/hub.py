@@ -43,6 +43,9 @@ from aedit.types import checked
 _TICK_S = 1.0
 """Interval at which the age of the run is written to the journal."""
 
+_LOOKS = 10
+"""Looks at silent members in `hub.expire_s`, at least."""
+
 _MOST_BLOCKS = 64
 """In one lease, however small the pieces are that have come back."""
 
@@ -150,6 +153,16 @@ class Hub:
             if unit.pending and index not in busy and self._is_due(index, unit, leaving, now):
                 decided.append(decide_merge(self.state, self.clocks, self.plan, index, elapsed_s))
         return decided
+
+    def quiet_s(self, now: float) -> float:
+        """Return for how long nothing becomes due by time alone; 0 while pushes wait for their merge."""
+        state = self.state
+        if any(unit.pending for unit in state.units.values()):
+            return 0.0
+        due_s = state.elapsed_s + _TICK_S
+        if self.plan.pace == "seconds" and state.is_founded:
+            due_s = min(due_s, state.round_at_s + self.plan.every)
+        return max(0.0, min(due_s - self.elapsed_s(now), self.config.expire_s / _LOOKS))
 
     def lease(self, node: int, samples: int, now: float) -> list[Record]:
         """Return leases of blocks of the sample stream, at most `hub.lease_samples` in all.

@@ -247,8 +247,9 @@ class HubConfig:
     node has."""
 
     heartbeat_s: PositiveFloat = 0.5
-    """How often a node reports and asks for news. Where the heartbeats of all members would take more than a
-    quarter of a core, the hub asks for longer intervals; a push may carry a report, too."""
+    """How often a node reports and asks for news while it awaits some; else up to four times as long. Where
+    the heartbeats of all members would take more than a quarter of a core, the hub asks for longer intervals;
+    a push may carry a report, too."""
 
     expire_s: float = 15.0
     """Silence after which a node is no longer counted on; its data goes to others. At least three of the

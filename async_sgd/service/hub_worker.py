@@ -14,6 +14,7 @@ from aedit.async_sgd.rules import Merged, Vector
 log = logging.getLogger(__name__)
 
 TICK_S = 0.05
+"""Interval of decisions while pushes wait for their merge."""
 _FULL_PAUSE_S = 1.0
 """Before what found no room on the disk is decided anew."""
 _FULL_GAP_S = 10.0
@@ -120,10 +121,15 @@ class HubWorker:
         try:
             while not self._stopping.is_set() and not self.over.is_set():
                 self.turn()
-                self._wake.wait(TICK_S)
+                self._wake.wait(self._pause_s())
                 self._wake.clear()
         except BaseException as error:
             self.fail(error)
+
+    def _pause_s(self) -> float:
+        """Return the time until the next turn; `wake` ends it sooner."""
+        with self.ledger.lock:
+            return max(TICK_S, self.ledger.hub.quiet_s(self.ledger.clock()))
 
     def turn(self) -> None:
         """Decide what is due now, and let it be done."""

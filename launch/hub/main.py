@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from aedit.async_sgd.service import MetricsPage
 
 log = logging.getLogger(__name__)
+_LOOK_S = 1.0
 _GRACE_S = 2.0
 """Time for calls in progress when the hub ends."""
 _HAND_OVER_S, _ANSWERS_S = 4.0, 1.0
@@ -111,7 +112,7 @@ def _served(
             from rich.text import Text
 
             Console(stderr=True).print(Text(warning, style="bold red"), soft_wrap=True)
-        while not stop.asked.wait(0.2) and not process.is_over:
+        while not stop.asked.wait(_LOOK_S) and not process.is_over:
             process.look_at_page()
         if stop.by_hand:
             process.wait_for_leaving_nodes()

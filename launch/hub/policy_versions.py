@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 LINE = "run"
 RECORD = "policy.json"
 _LOOK_S = 0.1
+_UNUSED_S = 1.0
+"""Interval of looks while no server is there."""
 _REST = 4.0
 """Pause after a version, in times of what it took: at most a fifth of a core."""
 _FAILED_PAUSE_S = 5.0
@@ -76,8 +78,11 @@ class PolicyPublisher:
         """Return the bytes of the versions that are kept."""
         return 0 if self._store is None else self._store.num_bytes
 
-    def turn(self) -> None:
-        """Make the newest version if it is new and servers are there; else free what is not needed."""
+    def turn(self) -> bool:
+        """Make the newest version if it is new and servers are there; else free what is not needed.
+
+        Return whether servers are there.
+        """
         ledger, hub = self._ledger, self._ledger.hub
         with ledger.lock:
             layout, wanted = hub.state.layout, self._num_servers(ledger.clock()) > 0
@@ -88,14 +93,14 @@ class PolicyPublisher:
                 self._store.close(LINE)
             self._made.clear()
         if not anchors or layout is None:
-            return
+            return wanted
         store = self._store or self._open(layout)
         versions = {layout.units[index].name: anchor.version for index, anchor in anchors.items()}
         serial, newest = min(versions.values()), None
         with suppress(LookupError):
             newest = store.newest(LINE)
         if (newest is not None and serial <= newest.serial) or not self._is_ours(serial, versions):
-            return
+            return wanted
         ledger.durable(position)  # before these anchors are announced
         made = self._made
         for index, anchor in anchors.items():
@@ -104,14 +109,15 @@ class PolicyPublisher:
                 made[name] = anchor.version, patterns(hub.as_held(index, anchor), self._dtype)
         write_atomically(self._record, json.dumps({"serial": serial, "units": versions}))
         store.publish(LINE, serial, {name: values for name, (_, values) in made.items()}, versions)
+        return wanted
 
     def _run(self) -> None:
         pause_s = _LOOK_S
         while not self._stopping.wait(pause_s):
             began_s = time.monotonic()
             try:
-                self.turn()
-                pause_s = max(_LOOK_S, _REST * (time.monotonic() - began_s))
+                look_s = _LOOK_S if self.turn() else _UNUSED_S
+                pause_s = max(look_s, _REST * (time.monotonic() - began_s))
             except Exception:  # servers then stay at their version; the run must not end for it
                 log.exception("no policy version")
                 pause_s = _FAILED_PAUSE_S

@@ -26,6 +26,9 @@ PEERS = "peers.txt"
 NODE_LEAVE_LIMIT_S = 60.0
 """Longest time of a node for its last evaluation and checkpoint after it has left the hub."""
 
+LOOK_S = 0.5
+"""Interval at which torchrun looks at its processes."""
+
 HUB_LEAVE_LIMIT_S = 30.0
 """Longest time of a hub for its snapshot after the last node has ended."""
 
@@ -253,8 +256,8 @@ def torchrun_command(
     ranks = ranks_per_node(config, placement)
     joined = placement.local and membership is None
     num_processes = ranks * placement.nodes if joined else ranks
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_processes}"]
-    command += [f"--max-restarts={config.restarts}"]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--monitor-interval={LOOK_S:g}"]
+    command += [f"--nproc-per-node={num_processes}", f"--max-restarts={config.restarts}"]
     if membership or placement.local or placement.nodes == 1:
         # The loopback address: a container's own name often cannot be resolved.
         command += ["--standalone", "--local-addr=127.0.0.1"]

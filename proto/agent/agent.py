@@ -100,8 +100,10 @@ def _news(news: pb.News) -> News:
     )
 
 
-LOOK_S = 0.25
+LOOK_S = 0.5
 """How often the agent looks around without having been woken."""
+LEAVING_S = 0.05
+"""The same while a trainer that leaves waits for its last exchanges."""
 SOON_S = 0.002
 """The same while an exchange waits for a rank that is still writing."""
 
@@ -128,6 +130,7 @@ class Agent:
         self._news, self._node_report = RunNews(), NodeStateFile(plan)
         self._watchdog, self._speed, self._report_lock = Watchdog(), Speed(), threading.Lock()
         self._started = [0] * len(plan.units)
+        self._steps = 0
         self._is_alive: Callable[[], bool] = lambda: True
         self._memberships = [Membership(k, plan, connections.hub) for k in range(len(plan.addresses))]
         self._transfers = UnitTransfers(plan, box, self._memberships, self._traffic)
@@ -136,6 +139,7 @@ class Agent:
         for membership in self._memberships:
             membership.known = self._transfers.known
             membership.awaits = partial(self._transfers.awaits, membership.part)
+            membership.is_computing = self._is_computing
         self._initial_sync = InitialSync(plan, box, self._transfers, self._traffic)
         self._threads: list[threading.Thread] = []
 
@@ -170,13 +174,27 @@ class Agent:
         while self._box.state() in (AgentState.IDLE, AgentState.MEMBER):
             pending = self._start_ordered()
             self._give()
+            self._note_steps()
             if not pending and is_over():
                 return True
-            if not self._wakeups.wait(SOON_S if pending else LOOK_S) or not self._is_alive():
+            look_s = LEAVING_S if self._box.wanted() == Wants.LEAVE else LOOK_S
+            if not self._wakeups.wait(SOON_S if pending else look_s) or not self._is_alive():
                 return False
             if self._box.all_attached():
                 remove(self._box)
         return False
+
+    def _note_steps(self) -> None:
+        """Let the memberships report soon that a long step of the trainer has ended."""
+        if (steps := self._box.progress().steps) != self._steps:
+            self._steps = steps
+            for membership in self._memberships:
+                membership.has_stepped()
+
+    def _is_computing(self) -> bool:
+        """Return whether the trainer is in a step and needs nothing of its hubs meanwhile."""
+        is_waiting = self._transfers.under_way or self._stock.is_short
+        return self._steps > 0 and not is_waiting and self._box.wanted() == Wants.JOIN
 
     def _start_ordered(self) -> bool:
         """Start the exchanges whose slices are complete; return whether others have been ordered."""

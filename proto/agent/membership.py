@@ -56,6 +56,12 @@ _SILENT_S = 2.0
 """Silence after which an owner in a swarm may have been replaced: all its replicas are asked."""
 _EARLY = 0.5
 """Part of the interval of heartbeats after which a push carries the next report."""
+_RELAXED = 4.0
+"""Times `hub.heartbeat_s`: interval of heartbeats while the trainer needs nothing of its hubs."""
+_RESTING_S, _RESTS = 4.0, 5
+"""Longest such interval, and the least number of them in `hub.expire_s`."""
+_PER_ROUND = 4
+"""Heartbeats between two rounds, at least, where nodes learn from the hub that one is due."""
 _PER_LEAD = 4
 """Heartbeats, at least, in the time of `max_steps_ahead` steps."""
 _MOST_WAITS = 16
@@ -118,6 +124,12 @@ class Membership:
         """Reports that pushes have carried, with the replies."""
         self.awaits: Callable[[], bool] = lambda: False
         """Returns whether this node waits for what the next news will say."""
+        self.is_computing: Callable[[], bool] = lambda: False
+        """Returns whether the trainer is in a step and needs nothing of its hubs meanwhile."""
+        self._steps, self._still = -1, 0
+        """Steps in the last report, and reports in a row after it that have said the same."""
+        self._round_s = 0.0
+        """When the next round opens, on the monotonic clock, if rounds are at multiples of an interval."""
 
     # --- for those who push and pull
 
@@ -252,14 +264,35 @@ class Membership:
         and doubles. A fast node reports before it has trained `max_steps_ahead` steps.
         """
         least_s = self._plan.heartbeat_s
+        longest_s = max(self._every_s, self._relaxed_s())
         speed = self._owner.steps_per_s if self._owner is not None else 0.0
-        ahead_s = self._plan.steps_ahead / _PER_LEAD / speed if speed > 0 else self._every_s
-        usual_s = max(least_s, min(self._every_s, ahead_s))
+        ahead_s = self._plan.steps_ahead / _PER_LEAD / speed if speed > 0 else longest_s
+        usual_s = max(least_s, min(longest_s, ahead_s))
         if self._here and self._member and not self.awaits():
             self._waits = 0
             return usual_s
         self._waits = min(self._waits + 1, _MOST_WAITS)
         return min(usual_s, least_s * 2.0 ** (self._waits - 1))
+
+    def _relaxed_s(self) -> float:
+        """Return the interval while the trainer needs nothing of its hubs; it doubles in a long step.
+
+        0 where it needs something, or other hubs may lead, which need the votes of nodes soon.
+        """
+        plan = self._plan
+        if not self.is_computing() or plan.standbys or plan.replicas:
+            return 0.0
+        bounds = [_RESTING_S, self._expire_s / _RESTS]
+        if plan.round_s:
+            left_s = self._round_s - time.monotonic()
+            bounds += [plan.round_s / _PER_ROUND, *([left_s + SOON_S] if left_s > 0 else [])]
+        return min(_RELAXED * plan.heartbeat_s * 2.0**self._still, *bounds)
+
+    def has_stepped(self) -> None:
+        """Report soon that the trainer has ended a long step."""
+        if self._still > 1:
+            self._still = 0
+            self.ask_soon()
 
     def turn(self, owner: "Agent") -> None:
         """Join or send a heartbeat, once; look for another hub if this one does not answer."""
@@ -302,7 +335,11 @@ class Membership:
 
     def _take(self, report: pb.HeartbeatRequest, news: pb.News, owner: "Agent") -> None:
         """Take the reply to a report."""
+        self._still = min(self._still + 1, _MOST_WAITS) if report.steps == self._steps else 0
+        self._steps = report.steps
         self._heard_s = time.monotonic()
+        if (every_s := self._plan.round_s) and 0.0 <= news.elapsed_s < float("inf"):
+            self._round_s = self._heard_s + every_s - news.elapsed_s % every_s
         self.acknowledged(news.receipt, news.term)
         self._follow_asked(news)
         owner.take_news(self.part, news)

@@ -55,6 +55,8 @@ class AgentPlan:
     """Transfers at a time."""
     heartbeat_s: float = 0.5
     expire_s: float = 15.0
+    round_s: float = 0.0
+    """Interval at which the hub opens rounds by the clock; 0: it does not."""
     call_timeout_s: float = 30.0
 
     @property

@@ -47,6 +47,8 @@ _MOST_DESCRIPTORS = 2**16
 _RESERVED = 256
 """Descriptors for the journal and everything else but connections."""
 _REMEMBERED = 8192
+_FEW = 256
+"""Descriptors that are counted in less than a tenth of a millisecond."""
 _LOOKS_AT_ALL_S = 10.0
 """Interval at which all connections are looked at while they are no more than before."""
 
@@ -73,8 +75,15 @@ class ConnectionLimit:
         self._most_per_host = most_per_host
         self._lock = threading.Lock()
         self._latest: OrderedDict[str, None] = OrderedDict()
+        self._num_before = _FEW + 1
+        """Descriptors at the last look."""
         self._num_seen, self._room, self._seen_s = 0, -1, -_LOOKS_AT_ALL_S
         """Descriptors at the last look at all of them, how many more the fullest host may have, and when."""
+
+    @property
+    def are_few(self) -> bool:
+        """Return whether there were so few connections at the last look that the next one is quick."""
+        return self._num_before <= _FEW
 
     def received(self, peer: str) -> None:
         """Note that a message of this peer, as gRPC writes it, has arrived."""
@@ -99,6 +108,7 @@ class ConnectionLimit:
         if not os.path.isdir(_DESCRIPTORS):
             return 0
         num, now_s = len(os.listdir(_DESCRIPTORS)), time.monotonic()
+        self._num_before = num
         has_room = num - self._num_seen <= self._room and now_s - self._seen_s < _LOOKS_AT_ALL_S
         if num <= self._most_per_host or has_room:
             return 0
@@ -447,7 +457,10 @@ class Server:
             while True:
                 await asyncio.sleep(_LOOK_S)
                 self._cost.measure(time.thread_time())
-                await loop.run_in_executor(None, self.connections.cut, self.port)
+                if self.connections.are_few:  # a thread would cost more than the look
+                    self.connections.cut(self.port)
+                else:
+                    await loop.run_in_executor(None, self.connections.cut, self.port)
 
         self._counting = asyncio.create_task(count_connections())
 
