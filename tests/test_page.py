@@ -230,14 +230,15 @@ def test_a_hundred_nodes_and_ten_hours_are_read_as_a_sample_of_bounded_size(tmp_
     size = (one.dir / "metrics.jsonl").stat().st_size
     assert size > 4 << 20
     assert all(tail.read_bytes < size / 10 for tail in tails)
+    each = MOST_LINES // 2  # of each of so many nodes
     for node in run.nodes[::33]:
-        assert MOST_LINES <= len(node.metrics) <= 5 * MOST_LINES
+        assert each <= len(node.metrics) <= 2 * each
         assert node.metrics[-1].step == 36_000
         steps = [metric.step for metric in node.metrics]
         gaps = [after - before for before, after in pairwise(steps)]
         assert min(gaps) > 0
-        assert max(gaps) <= 1.25 * 36_000 / MOST_LINES  # no part of the run is left out
-        assert MOST_LINES / 2 <= len(node.rounds) <= 5 * MOST_LINES
+        assert max(gaps) <= 1.25 * 36_000 / each  # no part of the run is left out
+        assert each / 2 <= len(node.rounds) <= 3 * each
         assert [notice.event for notice in node.notices] == ["heal"]  # one line among thousands
     page = json.loads(text := as_json(contents(run)))
     assert len(text) < 300_000

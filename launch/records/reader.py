@@ -4,7 +4,8 @@ Incomplete lines (a crash, a full disk) are skipped. After a resume the files co
 lines of the later attempt are used, and those of the earlier attempt after the resumed step are dropped.
 
 A follower with `most_lines` reads a sample of long files: so many lines of metrics and events of rounds,
-evenly spaced, and the end of the file. All other events that views show are read.
+evenly spaced, and the end of the file. All other events that views show are read. Of each of more than
+`MANY_NODES` nodes it reads half as many lines, and a shorter end.
 """
 
 import json
@@ -53,6 +54,9 @@ WHOLE_BYTES = 2**15
 """The end of a file of which a sample is read, without gaps; a shorter file is read whole."""
 NEWEST_LINES = 16
 """Least number of lines in that end, which is longer if they are."""
+MANY_NODES = 32
+SHORT_BYTES = 2**13
+"""`WHOLE_BYTES` of each of more than `MANY_NODES` nodes."""
 CHUNK_BYTES = 2**20
 MOST_LINE_BYTES = 2**24
 """A longer line of a file of which a sample is read is skipped."""
@@ -202,9 +206,13 @@ class RunFollower:
         names: list[str] = []
         with suppress(OSError):
             names = os.listdir(self._dir / "nodes")
+        most, whole_bytes = self._most_lines, WHOLE_BYTES
+        if most is not None and len(names) > MANY_NODES:
+            most, whole_bytes = most // 2, SHORT_BYTES
         for index in (int(name) for name in names if name.isascii() and name.isdecimal()):
             if index not in self._nodes and str(index) in names:
-                self._nodes[index] = NodeFollower(self._dir / "nodes" / str(index), index, self._most_lines)
+                folder = self._dir / "nodes" / str(index)
+                self._nodes[index] = NodeFollower(folder, index, most, whole_bytes)
         nodes = tuple(self._nodes[index].poll() for index in sorted(self._nodes))
         for name, folders in _replica_folders(self._dir).items():
             self._hubs.setdefault(name, HubFollower(self._most_lines)).follow(folders)
@@ -224,11 +232,19 @@ class RunFollower:
 class NodeFollower:
     """Reader of the two files of one node, without lines that a resume has invalidated."""
 
-    def __init__(self, directory: Path, index: int, most_lines: int | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        index: int,
+        most_lines: int | None = None,
+        whole_bytes: int = WHOLE_BYTES,
+    ) -> None:
         """Follow the node whose files are in `directory`."""
         self._index, self._most_lines = index, most_lines
-        self._metrics_tail = Tail(directory / "metrics.jsonl", most_lines)
-        self._events_tail = Tail(directory / "events.jsonl", most_lines, thins=EVENT_OF_A_ROUND)
+        self._metrics_tail = Tail(directory / "metrics.jsonl", most_lines, whole_bytes=whole_bytes)
+        self._events_tail = Tail(
+            directory / "events.jsonl", most_lines, thins=EVENT_OF_A_ROUND, whole_bytes=whole_bytes
+        )
         self._starts: list[StartEvent] = []
         self._metrics: list[Metric] = []
         self._rounds: dict[int, RoundEvent] = {}
@@ -371,7 +387,12 @@ class Tail:
     """
 
     def __init__(
-        self, path: Path, most_lines: int | None = None, *, thins: "re.Pattern[bytes] | None" = None
+        self,
+        path: Path,
+        most_lines: int | None = None,
+        *,
+        thins: "re.Pattern[bytes] | None" = None,
+        whole_bytes: int = WHOLE_BYTES,
     ) -> None:
         """Follow the file at `path`, which need not be there yet.
 
@@ -379,8 +400,10 @@ class Tail:
             path: The file.
             most_lines: Lines of a long file that are read before its end, evenly spaced; None: all.
             thins: Begins the lines to which `most_lines` applies; others are all read. None: all lines.
+            whole_bytes: End of a long file that is read without gaps.
         """
         self._path, self._most_lines, self._thins = path, most_lines, thins
+        self._whole_bytes = whole_bytes
         self._offset = 0
         self._rest = b""
         self.written_at = 0.0
@@ -393,7 +416,7 @@ class Tail:
         with suppress(OSError), self._path.open("rb") as file:
             found = os.fstat(file.fileno())
             self.written_at = found.st_mtime
-            if self._most_lines is not None and found.st_size - self._offset > 4 * WHOLE_BYTES:
+            if self._most_lines is not None and found.st_size - self._offset > 4 * self._whole_bytes:
                 self._rest = b""
                 self._sample(file, self._whole_from(file, found.st_size), self._most_lines, take)
             file.seek(self._offset)
@@ -423,7 +446,7 @@ class Tail:
 
     def _whole_from(self, file: BinaryIO, size: int) -> int:
         """Return where the first line begins of those at the end of the file that are all read."""
-        num_bytes = WHOLE_BYTES
+        num_bytes = self._whole_bytes
         while num_bytes < size - self._offset:
             file.seek(size - num_bytes)
             _, _, behind = (end := file.read(num_bytes)).partition(b"\n")
