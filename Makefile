@@ -15,15 +15,12 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS := 2
 # Tests that run all that uses torch in a way of its own: hub and nodes, FSDP2, compiled models, engine families,
 # drafters, checkpoints, reinforcement learning. TESTS=tests is the whole suite.
-TESTS := $(addprefix tests/test_, $(addsuffix .py, \
-	hub_nodes hub_runs library landing hooks order elastic export hf muon buffers hand_over own_resume \
-	linear weight_packing families families_engine generic_families engine_drafters eagle3 draft_training \
-	online_drafter target generate rl_loop rl_resume world))
+TESTS := $(addprefix tests/test_, $(addsuffix .py, linear weight_packing landing hooks library hub_nodes \
+	families_engine engine_drafters eagle3 hand_over export rl_loop own_resume muon))
 TORCH := .venv-torch-$(VERSION)
-BENCHMARKS := overhead run_cost straggler quality async_quality bandwidth hub agent swarm chaos poison elastic joining soak peers rollout choice decode vllm_engine drift idle tail off_policy rl_nodes rl_speed rl_servers versions audit serve heart \
-	offload_gpu rollout_gpu
+BENCHMARKS := overhead run_cost straggler quality async_quality bandwidth hub agent swarm chaos poison elastic joining soak peers rollout choice decode vllm_engine drift idle tail off_policy rl_nodes rl_speed rl_servers versions audit serve heart gpu
 
-.PHONY: help install run run-rl run-heart vllm proto lint types check test suite test-slow test-vllm test-browser \
+.PHONY: help install run run-rl run-heart vllm proto lint types check test suite test-slow test-vllm test-gpu test-browser \
 	test-torch no-version outdated bench docs clean
 
 help:
@@ -35,6 +32,7 @@ help:
 	@echo "make test-slow  the slow tests"
 	@echo "make vllm       an environment with vLLM for rollout workers, .venv-vllm: some minutes, 3.4 GB"
 	@echo "make test-vllm  the tests of vLLM in rollout workers"
+	@echo "make test-gpu   the tests that need a GPU, then benchmarks.gpu, which prints one table: some minutes"
 	@echo "make test-browser  the tests of the page in a headless Chromium, which it installs from Debian's packages as root"
 	@echo "make test-torch VERSION=2.10.0   whether this works with another torch, in .venv-torch-2.10.0: up to 7 GB"
 	@echo "make outdated   pins behind the newest release, and why each is held back"
@@ -83,6 +81,12 @@ vllm: $(VLLM)/installed
 
 test-vllm: $(VENV)/installed-test $(VLLM)/installed
 	$(PYTEST) tests/test_vllm.py
+
+# Without a GPU the tests skip themselves, and the benchmark says so. Figures of the table: runs/gpu.json.
+test-gpu: $(VENV)/installed-test
+	$(PYTEST) -n 0 -m gpu
+	@mkdir -p runs
+	$(BIN)/python -m benchmarks.gpu --json runs/gpu.json
 
 # Without Chromium and the right to install it the tests skip themselves, as in make test.
 test-browser: $(VENV)/installed-test

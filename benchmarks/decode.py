@@ -107,7 +107,7 @@ class Generate:
     model: PreTrainedModel
 
     def decode(self, prompts: Texts, new: int) -> Decoded:
-        ids = torch.tensor([list(prompt) for prompt in prompts])
+        ids = torch.tensor([list(prompt) for prompt in prompts], device=self.model.device)
         config = _config(
             max_new_tokens=new, min_new_tokens=new, do_sample=False, use_cache=True, pad_token_id=0
         )
@@ -115,8 +115,8 @@ class Generate:
         began_s = time.perf_counter()
         with torch.inference_mode():
             made = untyped.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-        seconds = time.perf_counter() - began_s
-        return Decoded(seconds, made[:, ids.shape[1] :].tolist())
+        tokens = made[:, ids.shape[1] :].tolist()  # on a GPU this waits for its last step
+        return Decoded(time.perf_counter() - began_s, tokens)
 
 
 class RivalError(Exception):
@@ -152,7 +152,7 @@ class Rival:
 
 @contextmanager
 def rivals(
-    pythons: Mapping[str, Path], saved: Path, dtype: str, max_tokens: int, rows: int
+    pythons: Mapping[str, Path], saved: Path, dtype: str, max_tokens: int, rows: int, device: str = "cpu"
 ) -> Iterator[tuple[dict[str, Rival], list[str]]]:
     """Start the rivals; they have ended afterwards.
 
@@ -162,6 +162,7 @@ def rivals(
         dtype: `fp32` or `bf16`.
         max_tokens: Longest text.
         rows: Largest batch.
+        device: `cpu` or `cuda`.
 
     Yields:
         The rivals that run, and why the others do not.
@@ -176,6 +177,7 @@ def rivals(
                 "dtype": dtype,
                 "max_tokens": max_tokens,
                 "rows": rows,
+                "device": device,
             }
             try:
                 found[name] = stack.enter_context(_running(name, python, told, saved.parent / f"{name}.log"))

@@ -264,8 +264,3 @@ def test_the_bandwidth_benchmark_runs_or_says_why_not(run):
     rows = printed_rows(text)
     hub = ["hub e3m0"] * 2  # over a switch and over a long wire
     assert [row[1] for row in rows] == ["ddp", "edit", "streaming", *hub] or "not run" in text
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_gpu_the_offload_benchmark_says_so(run):
-    assert run("offload_gpu", "--quick") == "offload_gpu: needs a CUDA device: not run\n"

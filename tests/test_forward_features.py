@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from kit.gpu import DEVICES
 from kit.tiny_policies import policy
 from torch.nn.functional import cross_entropy
 
@@ -37,7 +38,7 @@ def padded(texts):
 def train(model, texts, features=None):
     """Run the forward and backward pass of a training step, and return the gradients."""
     model.zero_grad()
-    tokens = padded(texts)
+    tokens = padded(texts).to(model.device)
 
     def loss():
         return cross_entropy(model(input_ids=tokens).logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
@@ -55,19 +56,20 @@ def train(model, texts, features=None):
 @torch.no_grad()
 def plain(model, text):
     """Return the features of all tokens but the last, from a forward pass of this text alone."""
-    return model.model(input_ids=torch.tensor([text.tokens])).last_hidden_state[0, :-1]
+    return model.model(input_ids=torch.tensor([text.tokens], device=model.device)).last_hidden_state[0, :-1]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_features_of_the_training_forward_are_those_of_a_plain_forward(kind):
-    model = policy(kind)
+def test_features_of_the_training_forward_are_those_of_a_plain_forward(kind, device):
+    model = policy(kind).to(device)
     sink, reader = sink_of(model)
     train(model, TEXTS, ForwardFeatures(sink))
     assert len(samples(reader)) == len(TEXTS)
     for sample, text in zip(samples(reader), TEXTS, strict=True):
         assert sample.tokens_N.tolist() == list(text.tokens)
         assert (sample.num_prompt, sample.version, sample.finished) == (text.num_prompt, VERSION, True)
-        torch.testing.assert_close(sample.features_MF, plain(model, text), rtol=0, atol=1e-12)
+        torch.testing.assert_close(sample.features_MF, plain(model, text).cpu(), rtol=0, atol=1e-12)
 
 
 def test_a_drafter_gets_the_same_samples_as_from_the_verify_pass():

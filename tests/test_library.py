@@ -21,7 +21,9 @@ from aedit.proto.transports import MemoryWorld
 JOBS = "tests/dist_jobs/library_jobs.py"
 
 
-def together(models, data, every, loss=loss, accumulate=1, config=None, wrap=None, after_step=None):
+def together(
+    models, data, every, loss=loss, accumulate=1, config=None, wrap=None, after_step=None, offload=False
+):
     """Train one model per thread with the five lines; return each node's parameters, sync and rounds.
 
     wrap: returns the transport to use for a given one. after_step: called with the sync, the step and the
@@ -33,7 +35,7 @@ def together(models, data, every, loss=loss, accumulate=1, config=None, wrap=Non
         model, transport, rounds = models[i], world.node(i), []
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         between = wrap(transport) if wrap else transport
-        exchange = MeanExchange(between, outer=Average(), penalty=PLAIN)
+        exchange = MeanExchange(between, outer=Average(), penalty=PLAIN, offload=offload)
         try:
             sync = LayerSync.of(model, inner, exchange=exchange, schedule=EverySteps(every), config=config)
             sync.on_round = lambda outcome, waited_s: rounds.append(outcome)

@@ -56,8 +56,13 @@ def vllm(settings: dict[str, Any]) -> Decode:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
+    import torch
     from vllm import LLM, SamplingParams
 
+    if settings["device"] == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("it is built for CPUs")
+    # On a GPU the other systems keep their memory meanwhile.
+    memory = {"gpu_memory_utilization": 0.3} if settings["device"] == "cuda" else {}
     engine = LLM(
         model=settings["directory"],
         dtype={"fp32": "float32", "bf16": "bfloat16"}[settings["dtype"]],
@@ -65,6 +70,7 @@ def vllm(settings: dict[str, Any]) -> Decode:
         max_num_seqs=settings["rows"],
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
+        **memory,
     )
 
     def decode(prompts: list[list[int]], new: int) -> list[list[int]]:

@@ -79,12 +79,13 @@ def handlers_put_back():
 
 
 @contextmanager
-def alone():
+def alone(device="cpu"):
     """Yield a world of one node with one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("sync", "shard"))
-        yield World(0, 1, 0, 1, torch.device("cpu"), mesh)
+        mesh = init_device_mesh(device, (1, 1), mesh_dim_names=("sync", "shard"))
+        yield World(0, 1, 0, 1, torch.device(device, 0) if device == "cuda" else torch.device(device), mesh)
     finally:
         dist.destroy_process_group()
 
@@ -93,7 +94,7 @@ def run(config, watch=lambda node: None, attempt=1):
     """Train a node alone; `watch` gets the node before its first step. Return the node, which is closed."""
     with (
         handlers_put_back(),
-        alone() as world,
+        alone(config.device) as world,
         build(config, world, NodeOptions(attempt=attempt), lambda *_: None) as node,
     ):
         watch(node)

@@ -52,7 +52,7 @@ def run(config, watch=lambda node: None, attempt=1):
     """Train a node alone; `watch` gets the node before its first step. Return the node, which is closed."""
     with (
         handlers_put_back(),
-        alone() as world,
+        alone(config.device) as world,
         build(config, world, NodeOptions(attempt=attempt), lambda *_: None) as node,
     ):
         watch(node)

@@ -5,8 +5,9 @@ chooser and a clock of its own: see `choose`.
 
 FOLDER has `config.json`, `1.safetensors` and `2.safetensors`, two versions of a policy, and `prompts.json`,
 batches of prompts as `encode_prompt` writes them; and `layer.json` and `layer.safetensors`, the shape and
-weights of a drafter that comes after the first batch, or neither. The last batch is generated while version 2
-comes. Writes `answers.json`, and what came of versions that do not fit.
+weights of a drafter that comes after the first batch, or neither; and `device`, the name of a device other
+than the CPU. The last batch is generated while version 2 comes. Writes `answers.json`, and what came of
+versions that do not fit.
 """
 
 import json
@@ -77,7 +78,7 @@ def main(folder, speculative):
     spec = EngineSpec(
         model=model,
         dtype="float32",
-        device="cpu",
+        device=(folder / "device").read_text() if (folder / "device").exists() else "cpu",
         rows=8,
         max_tokens=320,
         arms=("off",),
