@@ -239,16 +239,43 @@ def test_the_end_that_is_cut_off_is_set_aside(book, tmp_path):
     assert bytes_of(tmp_path / "b")[1][: kept[1]] + tail.read_bytes() == whole
 
 
-def test_what_the_same_leader_has_sent_is_not_set_aside(book, tmp_path):
-    """Else a leader could fill the disks of its followers."""
+def test_every_damaged_copy_is_set_aside_also_if_one_leader_has_sent_all_of_it(book, tmp_path):
+    """That leader may come back under its term with an older folder, and lack what this copy has."""
+    follower = Follower(tmp_path / "b")
+    for count in range(1, 4):
+        book.push(0, 0)
+        follower.follow(book.ledger)
+        before = files_of(tmp_path / "b")
+        follower.standby._fetch_anew(Damaged("a bit has flipped"))
+        assert files_of(tmp_path / "b" / "set_aside" / str(count)) == before
+    follower.follow(book.ledger)
+    same(follower.mirror.hub, book.hub)
+
+
+def test_what_an_older_leader_lacks_is_set_aside_also_after_all_was_fetched_from_it(book, tmp_path):
     follower = Follower(tmp_path / "b")
     follower.follow(book.ledger)
-    follower = Follower(tmp_path / "b")  # it does not know any more who sent this
-    for _ in range(3):
-        follower.standby._fetch_anew(Damaged("a bit has flipped"))
-        follower.follow(book.ledger)
-    assert len(moved_aside(tmp_path / "b")) == 1
-    same(follower.mirror.hub, book.hub)
+    follower.standby._fetch_anew(Damaged("a bit has flipped"))
+    shutil.copytree(tmp_path / "a", tmp_path / "older")
+    book.push(0, 0)
+    follower.follow(book.ledger)
+    whole = bytes_of(tmp_path / "b")[1]
+    hub, store = make_hub(config(), (0, 1)), Store(tmp_path / "older")
+    older = Ledger(hub, store.recover(hub), store, clock=lambda: 0.0)
+    follower.follow(older)
+    same(follower.mirror.hub, older.hub)
+    assert bytes_of(tmp_path / "b" / "set_aside" / "2")[1] == whole
+
+
+def test_a_follower_confirms_under_the_term_of_the_journal_that_it_gets(book, tmp_path):
+    """Found in simulation: its leader was elected again between two calls, and did not count it any more."""
+    follower = Follower(tmp_path / "b")
+    book.commit([Led(2)])
+    for chunk in (*follower._chunks(book.ledger, follower.standby.tail_request(1)), pb.TailChunk()):
+        follower.standby.take(chunk, 1, "h:1")
+        while follower.mirror.apply():
+            pass
+    assert follower.standby.term == 2
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -259,7 +286,7 @@ def test_records_are_set_aside_whole_or_stay(book, tmp_path, full):
     before, (segment, end) = files_of(tmp_path / "b"), follower.mirror.position
     error = OSError(errno.ENOSPC, "full")
     with mock.patch("shutil.copyfileobj", side_effect=error if full else None), suppress(OSError):
-        follower.mirror.cut((segment, end - 1), keep=True)
+        follower.mirror.cut((segment, end - 1))
     assert (files_of(tmp_path / "b") == before) == full
     assert len(moved_aside(tmp_path / "b")) == (not full)
 
@@ -287,7 +314,7 @@ def test_a_crash_while_records_are_set_aside_leaves_a_journal(book, tmp_path, mo
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", crashing)
         with pytest.raises(InterruptedError):
-            follower.mirror.forget(keep=True)
+            follower.mirror.forget()
     kept = sorted(files_of(tmp_path / "b").keys() | names)
     assert kept == sorted(before)
     Follower(tmp_path / "b").follow(book.ledger)

@@ -118,7 +118,7 @@ def test_a_hub_without_electors_waits_for_nobody():
 def test_a_candidate_is_elected_by_a_quorum_and_acknowledges_after_another_one():
     hub = replica(B, [config((A, B), (X, Y, Z))])
     assert hub.why_not((1, 1, 90)) == ""
-    proposal = hub.stand((1, 1, 90))
+    proposal = hub.stand((1, 1, 90), 0.0)
     assert (proposal.term, proposal.number, hub.voter.term) == (2, 0, 0), "nothing is promised yet"
     assert hub.count_vote(yes(X, proposal), 0.0) == []
     assert hub.count_vote(yes(Y, proposal), 0.0) == [Led(2), config((B,), (X, Y, Z), term=2)]
@@ -132,7 +132,7 @@ def test_a_candidate_is_elected_by_a_quorum_and_acknowledges_after_another_one()
 def test_replicas_that_have_voted_are_waited_for_from_the_first_record_on():
     """A disk that is lost after an election is not the only one with what was acknowledged since."""
     hub = replica(B, [config((A, B, C), (X,))])
-    proposal = hub.stand((1, 1, 90))
+    proposal = hub.stand((1, 1, 90), 0.0)
     assert hub.count_vote(yes(C, proposal), 5.0) == [Led(2), Configured(2, 1, B, (B, C), (X,))]
     hub.placed((1, 100))
     assert (hub.silent(6.0, 2.0), hub.asks) == ({A}, None), "C has a moment to catch up"
@@ -165,7 +165,7 @@ def test_a_replica_that_ends_before_it_is_agreed_on_is_replaced():
     """Else a leader that may not be alone would wait for it for ever."""
     hub = replica(B, [config((A, B), (X,))])
     hub.least = 2
-    proposal = hub.stand((1, 1, 90))
+    proposal = hub.stand((1, 1, 90), 0.0)
     assert hub.count_vote(yes(X, proposal), 0.0) == [Led(2), Configured(2, 1, B, (A, B), (X,))], "A is gone"
     hub.placed((1, 100))
     assert hub.asks is None
@@ -186,26 +186,44 @@ def test_a_leader_whose_replica_has_promised_a_higher_term_is_elected_again():
     assert not hub.is_overtaken
     hub.note_promise(B, 4)
     assert hub.is_overtaken
-    assert hub.stand((1, 1, 9)).term == 5
+    assert hub.stand((1, 1, 9), 0.0).term == 5
+
+
+@pytest.mark.parametrize("by_address", [False, True])
+def test_a_replica_that_was_taken_out_can_be_counted_again_after_it_promised_a_higher_term(by_address):
+    """Found in simulation: it confirmed nothing to that leader, which never stood again for its sake."""
+    hub = replica(A, [config((A, B, C), (X,))])
+    hub.resume(0.0)
+    if not by_address:
+        assert hub.propose((B,), (X,))
+        hub.configs = hub.configs[-1:]
+    else:
+        hub.configs = (config((A, B), (X,)),)
+        hub.note_promise(C, 4)
+        assert not hub.is_overtaken, "any member of a swarm could say so"
+    hub.note_promise(C, 4, is_hub=by_address)
+    assert hub.is_overtaken
+    assert hub.stand((1, 1, 9), 0.0).term == 5
 
 
 def test_no_message_raises_a_term_by_more_than_a_step():
     """Found: one answer with the term 2^64-1 made every later vote fail."""
     far, nearest = MOST_TERM - 1, 1 + TERM_STEP
     candidate = replica(B, [config((A, B), (X,))])
-    asked = candidate.stand((1, 1, 90))
+    asked = candidate.stand((1, 1, 90), 0.0)
     for voter, ballot in ((7, asked.ballot), (X, (9, 0))):
         candidate.count_vote(VoteReply(voter, B, ballot, False, far), 0.0)
-        assert candidate.stand((1, 1, 90)).term == 2, "of no voter, or to another question"
+        assert candidate.stand((1, 1, 90), 0.0).term == 2, "of no voter, or to another question"
     candidate.count_vote(VoteReply(X, B, asked.ballot, False, far), 0.0)
-    assert candidate.stand((1, 1, 90)).term == asked.term + TERM_STEP + 1
+    assert candidate.stand((1, 1, 90), 0.0).term == 2, "the others may still answer"
+    assert candidate.stand((1, 1, 90), 100.0).term == asked.term + TERM_STEP + 1
 
     leader = replica(A, [config((A, B), (X,))])
     leader.resume(0.0)
     leader.note_promise(X, far)
     assert not leader.is_overtaken, "no replica"
     leader.note_promise(B, far)
-    assert leader.stand((1, 1, 9)).term == nearest + 1
+    assert leader.stand((1, 1, 9), 0.0).term == nearest + 1
 
     voter, answer = Voter(X).answer(Proposal(far, 0, B, (1, 1)), 1)
     assert (voter.term, voter.voted_for, answer.granted, answer.term) == (nearest, 0, False, nearest)
@@ -246,9 +264,9 @@ def test_a_voter_that_is_not_needed_overtakes_no_leader():
 def test_a_candidate_asks_with_what_its_journal_has_now():
     """Found: it asked with an older journal than it had by then, and was refused for ever."""
     hub = replica(B, [config((A, B), (X,))])
-    first = hub.stand((1, 1, 90))
+    first = hub.stand((1, 1, 90), 0.0)
     hub.configs = (config((A, B), (X,), 2),)
-    second = hub.stand((1, 1, 120))
+    second = hub.stand((1, 1, 120), 0.0)
     assert (second.term, second.basis, second.extent) == (first.term, (1, 2), (1, 1, 120))
     voter = Voter(X, 1, A, accepted=(1, 2))
     assert not voter.answer(first)[1].granted
@@ -259,7 +277,7 @@ def test_a_candidate_asks_with_what_its_journal_has_now():
 def test_invented_voters_do_not_elect_anybody_however_many_they_are(number):
     """Only the identities in the configurations of the journal count."""
     made = replica(B, [config((A, B), (X, Y, Z))])
-    proposal = made.stand((1, 1, 100))
+    proposal = made.stand((1, 1, 100), 0.0)
     for invented in range(1000, 1000 + number):
         assert made.count_vote(yes(invented, proposal), 0.0) == []
     assert made.term == 0
@@ -269,7 +287,7 @@ def test_invented_voters_do_not_elect_anybody_however_many_they_are(number):
 
 def test_a_vote_of_long_ago_does_not_count():
     hub = replica(B, [config((A, B), (X, Y, Z))])
-    proposal = hub.stand((1, 1, 90))
+    proposal = hub.stand((1, 1, 90), 0.0)
     hub.count_vote(yes(X, proposal), 0.0)
     assert hub.count_vote(yes(Y, proposal), 9.0, since_s=5.0) == []
     assert hub.count_vote(yes(X, proposal), 9.5, since_s=5.0) != []
@@ -319,7 +337,7 @@ def test_a_leader_whose_voters_know_a_higher_term_is_elected_again():
     hub.confirm(B, (1, 9), 0.0)
     hub.count_acceptance(VoteReply(X, A, hub.asks.ballot, False, 4), 0.0)
     assert hub.is_overtaken
-    proposal = hub.stand((1, 1, 9))
+    proposal = hub.stand((1, 1, 9), 0.0)
     assert proposal.term == 5
     assert hub.count_vote(yes(X, proposal), 0.0)[0] == Led(5)
 
@@ -328,15 +346,15 @@ def test_an_agreement_that_the_leader_could_not_write_down_is_found_by_the_answe
     """Else a replica that was just added would need the vote of the leader that is gone."""
     added = [config((A,), (X,)), config((A, B), (X,), 2)]
     lacking = replica(B, added)
-    proposal = lacking.stand((1, 1, 90))
+    proposal = lacking.stand((1, 1, 90), 0.0)
     assert lacking.count_vote(yes(X, proposal), 0.0) == [], "nobody but A is known to have accepted it"
 
     hub = replica(B, added)
     hub.answer(Proposal(1, 2, A, (1, 2)), 0.0)
-    proposal = hub.stand((1, 1, 90))
+    proposal = hub.stand((1, 1, 90), 0.0)
     assert hub.count_vote(yes(X, proposal), 0.0)[:2] == [Agreed(1, 2), Led(2)]
 
-    proposal = lacking.stand((1, 1, 90))
+    proposal = lacking.stand((1, 1, 90), 0.0)
     told = VoteReply(X, B, proposal.ballot, True, 2, accepted=(1, 2))
     assert lacking.count_vote(told, 0.0)[:2] == [Agreed(1, 2), Led(2)]
 

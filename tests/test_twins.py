@@ -71,3 +71,23 @@ def test_a_hub_of_a_copied_folder_does_not_lead_the_term_of_the_other(tmp_path):
         again = HubProcess(toml, copied, "--standby")
         until(lambda: node.status()["in_sync"] == 1, "it to follow as another standby", LIMIT_S)
         assert status(again.address)["follows"] == primary.address
+
+
+def test_a_copy_of_a_standby_gives_no_vote_while_no_hub_leads(tmp_path):
+    """Found in simulation: two copies of one register voted for two hubs in one term."""
+    toml = write_run(tmp_path, 'standby = "127.0.0.1:0,127.0.0.1:0"')
+    primary = HubProcess(toml, tmp_path / "run" / "hub")
+    with ending():
+        node = Client(primary.address).found()
+        standby = HubProcess(toml, tmp_path / "run" / "standby", "--standby")
+        until(lambda: node.status()["in_sync"] == 1, "the standby", LIMIT_S)
+        primary.kill()
+        copied = tmp_path / "run" / "standby_2"
+        shutil.copytree(standby.directory, copied)
+        (copied / "address").unlink()
+        twin = HubProcess(toml, copied, "--standby", "--standby-number", "2")
+        assert f"{twin.address} and {standby.address} are one replica" in status(twin.address)["twins"][0]
+        key = key_of(9)
+        asked = proposal_out(Proposal(2, 0, identity_of(key.public), (9, 9), (9, 9, 9)), key)
+        with pytest.raises(HubRefused, match=r"no vote: .* are one replica"):
+            Client(twin.address).hub.propose(pb.ProposeRequest(run="run", proposal=asked))

@@ -14,7 +14,7 @@ from aedit.lazy import exports
 
 if TYPE_CHECKING:
     from aedit.async_sgd.replication.journal_stream import stream_journal
-    from aedit.async_sgd.replication.leadership import LEASE_S, Leadership
+    from aedit.async_sgd.replication.leadership import LEASE_S, Leadership, twin_text
     from aedit.async_sgd.replication.mirror import Mirror
     from aedit.async_sgd.replication.replica import Replica, placed_replicas
 
@@ -25,6 +25,7 @@ __all__ = [
     "Replica",
     "placed_replicas",
     "stream_journal",
+    "twin_text",
 ]
 
 if not TYPE_CHECKING:  # so that type checkers know which names there are

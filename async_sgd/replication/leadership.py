@@ -281,7 +281,7 @@ class Leadership:
             if extent < self._ahead and now < self._ahead_until_s:
                 reason = reason or f"its journal ends at {extent}, and another hub has it up to {self._ahead}"
             if not reason and (invited or replica.may_stand(now)):
-                replica.stand(extent)
+                replica.stand(extent, now)
                 if window_s is not None:
                     self._standing_until_s = now + window_s
             return reason
@@ -382,7 +382,7 @@ class Leadership:
                     return
                 now = self._clock()
                 if replica.is_overtaken and replica.may_stand(now):
-                    replica.stand(extent)
+                    replica.stand(extent, now)
                 if not self._owed:
                     # Those that break ties do so on; then others, in the order given.
                     voters = list(dict.fromkeys(voter for voter in live if voter))
@@ -398,7 +398,7 @@ class Leadership:
     def note_promise(self, promise: VoteReply) -> None:
         """Note the highest term that another hub has promised; see `Replica.note_promise`."""
         with self._change:
-            self._replica.note_promise(promise.voter, promise.term)
+            self._replica.note_promise(promise.voter, promise.term, is_hub=self._place is None)
 
     def holds_lease(self) -> bool:
         """Return whether every standby that is waited for has confirmed lately; true without standbys."""
@@ -462,3 +462,11 @@ class Leadership:
                 with self._deciding() as replica:
                     replica.placed(self._unplaced)
                 self._unplaced = None
+
+
+def twin_text(here: str, other: str) -> str:
+    """Return the text for two processes, at these addresses, that vote as one replica."""
+    return (
+        f"{here} and {other} are one replica: they were started from copies of one folder."
+        f" End {here}, delete votes.json in its folder, and start it again"
+    )

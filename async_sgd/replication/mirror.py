@@ -84,11 +84,11 @@ class Mirror:
         """Everything before it is written, here."""
         self._applied: Position = journal.position
 
-    def forget(self, *, keep: bool) -> None:
-        """Begin anew, without the part of a snapshot that has arrived. keep: see `clear`."""
+    def forget(self) -> None:
+        """Set aside what the folder has, and begin anew, without the part of a snapshot that has arrived."""
         with self.lock:
             self.partial.drop()
-            self.clear(keep=keep)
+            self.clear(keep=True)
 
     def clear(self, *, keep: bool) -> None:
         """Begin anew, and keep the part of a snapshot that has arrived: its leader compares its hash.
@@ -111,19 +111,17 @@ class Mirror:
                 self._file = self._reading
             return (segment, offset), chain_of(self._reading, offset).digest() if offset else b""
 
-    def cut(self, end: Position, *, keep: bool) -> bool:
-        """Take back all records from `end` on, and return True; or False if that is not possible here.
+    def cut(self, end: Position) -> bool:
+        """Set aside all records from `end` on, and return True; or False if that is not possible here.
 
         Then `forget` is what is left: there is nothing behind `end`, or the folder does not go back so far.
-
-        keep: set them aside; else delete them.
         """
         segment, offset = end
         with self.lock:
             path = segment_path(self._directory, segment)
             if end >= self._applied or offset < FILE_BYTES or not path.exists():
                 return False
-            self._remove(segment, offset, keep=keep)
+            self._remove(segment, offset, keep=True)
             os.truncate(path, offset)
             try:
                 self._load(*self._recover())

@@ -48,6 +48,8 @@ class Replica:
         self._follows_since_s = float("-inf")
         self._successor = self._followed = 0
         self._supported = 0
+        self._former: frozenset[int] = frozenset()
+        """Replicas that this leader has taken out."""
         self._votes: VoteCount | None = None
         self._accepted: dict[int, Ballot] = {}
         """Newest configuration that a voter has accepted, by voter, as of its last answer."""
@@ -177,13 +179,19 @@ class Replica:
         """Return whether this hub may ask for votes: not soon after another had its vote or began to lead."""
         return now - max(self._yielded_s, self._follows_since_s) >= self._promise_s
 
-    def stand(self, extent: Extent) -> Proposal:
-        """Return the request for votes of a hub that can become the leader, with what its journal has now."""
-        least = max(self.voter.term, self._known_term, extent[0], self.configs[-1].term)
+    def stand(self, extent: Extent, now: float) -> Proposal:
+        """Return the request for votes of a hub that can become the leader, with what its journal has now.
+
+        A voter that refuses for a higher term has it ask under another one, but not before others had time
+        to answer: else one voter could raise the term, and void all votes, with each message.
+        """
+        least = max(self.voter.term, extent[0], self.configs[-1].term)
         votes = self._votes if self._votes is not None and self._votes.proposal.term > least else None
-        term = least + 1 if votes is None else votes.proposal.term
+        if votes is not None and self._known_term >= votes.proposal.term:
+            votes = votes if now - votes.began_s < self._lease_s else None
+        term = max(least, self._known_term) + 1 if votes is None else votes.proposal.term
         asked = Proposal(term, 0, self.voter.me, self.configs[-1].ballot, extent)
-        self._votes = votes or VoteCount(asked, self.configs)
+        self._votes = votes or VoteCount(asked, self.configs, now)
         self._votes.proposal, self._votes.configs = asked, self.configs
         return asked
 
@@ -245,12 +253,15 @@ class Replica:
         ordered = tuple(sorted(set(replicas)))
         return ordered if len(ordered) % 2 or electors else (self.voter.me,)
 
-    def note_promise(self, replica: int, term: int) -> None:
+    def note_promise(self, replica: int, term: int, *, is_hub: bool = False) -> None:
         """Note that a replica has promised a term. It confirms nothing to a leader of a lower one.
 
-        Such a leader must be elected again, unless another hub is.
+        Such a leader must be elected again, unless another hub is: also for a replica that was taken out,
+        which could not be counted again else.
+
+        is_hub: it is a hub of the run, whether a configuration names it or not.
         """
-        if any(replica in one.replicas for one in self.configs):
+        if is_hub or replica in self._former or any(replica in one.replicas for one in self.configs):
             self._known_term = max(self._known_term, min(term, self.term + TERM_STEP))
             self.is_overtaken = self.is_overtaken or term > self.term > 0
 
@@ -346,7 +357,7 @@ class Replica:
         if not self.term or (ordered, chosen) == (newest.replicas, newest.electors):
             return []
         after = Configured(self.term, newest.number + 1, self.voter.me, ordered, chosen)
-        self.configs = (*self.configs, after)
+        self.configs, self._former = (*self.configs, after), self._former.union(newest.replicas)
         return [after, *self._ask_for_agreement()]
 
     def placed(self, position: Position) -> None:
@@ -438,6 +449,7 @@ class VoteCount:
     proposal: Proposal
     configs: Sequence[Configured]
     """Configurations that need a quorum each: the newest one that was agreed on, and all after it."""
+    began_s: float = 0.0
     _granted: dict[int, float] = field(default_factory=dict)
     """Time of the answer, by voter."""
 

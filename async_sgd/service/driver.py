@@ -10,7 +10,7 @@ import grpc
 
 from aedit.async_sgd.hub import Member
 from aedit.async_sgd.journal import Position
-from aedit.async_sgd.replication import stream_journal
+from aedit.async_sgd.replication import stream_journal, twin_text
 from aedit.async_sgd.rules import Joined, Leased, Record
 from aedit.async_sgd.service import messages
 from aedit.async_sgd.service.hello_responder import HelloResponder
@@ -190,11 +190,7 @@ class Driver:
             return pb.ConfirmReply()
         if other := self._guard.leadership.twin_of(request.replica, request.address):
             here = printable(request.address) or "this process"
-            text = (
-                f"{here} and {printable(other)} are one replica: they were started from copies of one folder."
-                f" End {here}, delete votes.json in its folder, and start it again"
-            )
-            raise Refusal(grpc.StatusCode.ALREADY_EXISTS, text)
+            raise Refusal(grpc.StatusCode.ALREADY_EXISTS, twin_text(here, printable(other)))
         stand = self._guard.leadership.confirm(request.replica, position, request.address)
         return pb.ConfirmReply(stand=stand)
 

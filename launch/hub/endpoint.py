@@ -323,6 +323,8 @@ class OtherHubs:
         self.endpoint, self._question = endpoint, question
         self.leading: dict[int, str] = {}
         """Addresses of the hubs that lead, by term, as `newest_term` has found them."""
+        self.voters: dict[int, str] = {}
+        """Addresses of the hubs that have answered then, by the identity under which they vote."""
 
     def newest_term(self) -> int:
         """Return the highest term that another hub knows; 0 if there is none or none answers.
@@ -333,6 +335,7 @@ class OtherHubs:
         for address, answer in self._hellos(limit_s=self._limit_s):
             if isinstance(answer, pb.HelloReply):
                 terms.append(answer.term)
+                self.voters[answer.promise.voter] = address
                 if answer.leads:
                     self.leading[answer.term] = address
             elif isinstance(answer, HubUnreachable):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import aedit
 from aedit.async_sgd.hub import Hub
 from aedit.async_sgd.journal import Journal, JournalBroken, Ledger, NoSpace, Store
-from aedit.async_sgd.replication import Leadership, Mirror
+from aedit.async_sgd.replication import Leadership, Mirror, twin_text
 from aedit.async_sgd.rules import Led, Record
 from aedit.async_sgd.service import CoreSwitch, HelloResponder, Signer
 from aedit.child import StopSignals, from_json, run_task
@@ -199,12 +199,13 @@ class _Process:
         is_new = not mirrors and not self.endpoint.standby
         records: Sequence[Record] | None = None
         behind = not force and self._is_behind((state.term, *journal.position))
-        if (newest <= own and not behind) or force:
+        twin = self._others.voters.get(self._leadership.identity, "")
+        if (newest <= own and not behind and not twin) or force:
             records = self._leadership.begin(own, state.configs, is_new=is_new)
         if force:
             records = self._force(hub)
         if records is None:
-            self._follow(hub, journal)
+            self._follow(hub, journal, twin)
         else:
             self._lead(hub, journal, records or ([] if state.term else [Led(own + 1)]))
         self._vote_requests.start()
@@ -412,7 +413,8 @@ class _Process:
         endpoint = self.endpoint
         leading.join_parent(Uplink(leading.engine, name, endpoint.client_keys(), endpoint.keys, secret))
 
-    def _follow(self, hub: Hub, journal: Journal) -> None:
+    def _follow(self, hub: Hub, journal: Journal, twin: str = "") -> None:
+        """Follow. twin: address of another hub with the register of this one, which gives no vote for now."""
         mirror = Mirror(self._store, self._make, (hub, journal))
         self._standby = Standby(
             self._others,
@@ -423,7 +425,10 @@ class _Process:
             lambda mirror, records: self._lead(mirror.hub, mirror.journal(), records),
             self._clock,
         )
+        self._standby.confirmer.twin = twin
         self._serve(self._standby)
+        if twin:
+            self._standby.confirmer.twin = twin_text(self.address, twin)
         self._standby.start()
 
     def _serve(self, core: HubCore) -> None:

@@ -51,6 +51,8 @@ Lead = Callable[[Mirror, Sequence[Record]], LeadingHub]
 """Start to lead with the state of the mirror and these first records."""
 _CONFIRM_S = 0.5
 """Longest time between two confirmations to the leading hub."""
+_COPY_WAITS_S = 6.0
+"""How long a process that may be the copy of another replica leaves each new leader to that one."""
 _SOON_S = 0.02
 """Pause of a follower that may confirm nothing now."""
 _APART_S, _FORMER_FIRST = 1.0, 10
@@ -100,8 +102,6 @@ class Standby:
         """Why this hub could not be elected when it was last asked."""
         self._full = ""
         """Why nothing could be written when it was last tried; "" if it could."""
-        self._all_of: int | None = None
-        """Term of the leader that has sent everything which the folder has; None if that is not known."""
         self._stopping, self._deciding = threading.Event(), threading.Lock()
         self._check: OwnerCheck | None = None
         if endpoint.replicas is not None:
@@ -443,7 +443,7 @@ class Standby:
         """
         self._others.check_leader(leader, self._event)
         if chunk.differs:
-            self._take_back(None if chunk.lacks_term else (chunk.segment, chunk.offset), term)
+            self._take_back(None if chunk.lacks_term else (chunk.segment, chunk.offset))
             return False
         self._mirror.take(chunk)
         if chunk.data and self._full:
@@ -451,8 +451,11 @@ class Standby:
             self._event("journal_has_room")
         if not self._leader:
             self._leadership.withdraw()
+            self.confirmer.follows_since_s = self._clock()
         self._leadership.note_leader(self._mirror.hub.state.configs)
-        self._term, self._leader, self._heard_s = term, leader, self._clock()
+        # Elected again since it named its term, the leader counts confirmations of the new one only.
+        self._term, self._leader = max(term, self._mirror.hub.state.term), leader
+        self._heard_s = self._clock()
         self.confirmer.note_arrival()
         return True
 
@@ -489,43 +492,38 @@ class Standby:
         return now - self._older_since_s < _OLDER_S
 
     def _trim(self, term: int) -> tuple[Position, bytes]:
-        """Return where this journal ends. Delete a snapshot alone of another term: it cannot be compared."""
+        """Return where this journal ends. Set aside a lone snapshot of another term: none compares it."""
         end = self._mirror.trim()
         if folder.noted_term(self._endpoint.directory) != term:
             if not end[1]:
                 self._leadership.forget((0, 0, 0))
                 self._mirror.clear(keep=True)
-                self._all_of, end = term, self._mirror.trim()
+                end = self._mirror.trim()
             write_atomically(self._endpoint.directory / folder.MIRROR, json.dumps({"term": term}))
         return end
 
-    def _take_back(self, end: Position | None, leading: int) -> None:
+    def _take_back(self, end: Position | None) -> None:
         """Cut off what only this hub has: it was not acknowledged, as the leader was elected without it.
 
         It is set aside all the same: the leader may have come back with an older copy of its folder. It is
         behind `end`, where the leader goes on to terms that are not known here. None: the leader has no
         record of the last term here, so that nothing of that was acknowledged.
-
-        leading: term of the leader.
         """
-        term, before, keep = self._mirror.hub.state.term, self._mirror.position, self._all_of != leading
+        term, before = self._mirror.hub.state.term, self._mirror.position
         if end is None:
             end, _ = begin_after(self._endpoint.directory, term - 1)
-        if self._mirror.cut(end, keep=keep):
+        if self._mirror.cut(end):
             log.warning("cut the journal from %s back to %s", before, end)
         else:
             log.warning("the leader has other records: fetching its journal from the start")
             self._leadership.forget((term, *before))
-            self._mirror.forget(keep=keep)
-            self._all_of = leading
+            self._mirror.forget()
 
     def _fetch_anew(self, error: Damaged) -> None:
-        """Fetch a damaged journal again. Until all of it is here, this hub cannot be elected."""
+        """Set a damaged journal aside and fetch it again. Until it is whole, this hub cannot be elected."""
         log.error("%s; fetching the journal again from its start", error)
         self._leadership.forget((self._mirror.hub.state.term, *self._mirror.position))
-        leading = folder.noted_term(self._endpoint.directory)
-        self._mirror.forget(keep=self._all_of != leading)
-        self._all_of = leading
+        self._mirror.forget()
 
     def _confirm(self) -> None:
         self.confirmer.run(
@@ -567,7 +565,9 @@ class Confirmer:
         self._mirror, self._leadership, self._endpoint = mirror, leadership, endpoint
         self._clock, self._last_s = clock, clock()
         self.twin = ""
-        """Why the leader does not count this replica, as another process is the same one; "" if it does."""
+        """Why this replica gives no vote, as another process is the same one; "" if none is."""
+        self.follows_since_s = clock()
+        """Time since when the present leader is followed."""
         self._arrived, self.num_arrived = threading.Condition(), 0
         """Number of chunks of the journal that have come."""
 
@@ -618,17 +618,12 @@ class Confirmer:
                 stopping.wait(_SOON_S)
                 continue
             confirmed = request.segment, request.offset
-            try:
-                if not stopping.is_set() and self._send(client, request).stand:
-                    invited()
-                self.twin = ""
-            except (HubUnreachable, HubRefused) as error:
-                is_twin = isinstance(error, HubRefused) and error.code is grpc.StatusCode.ALREADY_EXISTS
-                if not (is_twin and self.twin):
-                    log.warning("confirming: %s", error)
-                self.twin = str(error) if is_twin else self.twin
+            answer = self._send(client, request)
+            if self.answered(answer):
+                invited()
+            if isinstance(answer, Exception):
                 confirmed = (0, 0)
-                stopping.wait(_CONFIRM_S if is_twin else _SOON_S)
+                stopping.wait(_CONFIRM_S if self.twin else _SOON_S)
 
     def request(self, term: int) -> pb.ConfirmRequest | None:
         """Return the confirmation of all that is mirrored, which is on disk then; None if there must be none.
@@ -637,6 +632,8 @@ class Confirmer:
         """
         if not term or not self._leadership.may_confirm(term) or self._rests():
             return None
+        if self.twin and self._clock() - self.follows_since_s < _COPY_WAITS_S:
+            return None  # the other process is counted, if there is one still
         segment, offset = self._mirror.sync()
         request = pb.ConfirmRequest(
             term=term,
@@ -649,9 +646,24 @@ class Confirmer:
         self._last_s = self._clock()
         return request
 
-    def _send(self, client: HubClient, request: pb.ConfirmRequest) -> pb.ConfirmReply:
+    def answered(self, answer: pb.ConfirmReply | HubRefused | HubUnreachable) -> bool:
+        """Take the answer to a confirmation; return whether the leader wants this replica in its place."""
+        if isinstance(answer, pb.ConfirmReply):
+            self.twin = ""
+            return answer.stand
+        is_twin = isinstance(answer, HubRefused) and answer.code is grpc.StatusCode.ALREADY_EXISTS
+        if not (is_twin and self.twin):
+            log.warning("confirming: %s", answer)
+        self.twin = str(answer) if is_twin else self.twin
+        return False
+
+    def _send(
+        self, client: HubClient, request: pb.ConfirmRequest
+    ) -> pb.ConfirmReply | HubRefused | HubUnreachable:
         try:
             return client.confirm(request, timeout_s=1.0)
+        except (HubUnreachable, HubRefused) as error:
+            return error
         finally:
             self._last_s = self._clock()
 
