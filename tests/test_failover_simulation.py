@@ -5,17 +5,21 @@ Journals, votes and configurations are those of production, on simulated disks, 
 """
 
 import random
+import time
 from collections import Counter
 
 import pytest
 from kit.failover.disk import DISKS, SYSTEM, Disk, SimPath
-from kit.failover.histories import Simulation, failure, first_failure, history, shortest
+from kit.failover.histories import RECIPES, Simulation, failure, first_failure, history, shortest
 from kit.failover.hub import simulated
 from kit.failover.mutants import MUTANTS
 
 from aedit.system import write_atomically
 
-FAST, SLOW, SHARDS = 200, 100_000, 200
+FAST, SLOW, MOST = 180, 18_000, 180
+"""Histories in `make test` and in `make test-slow`, and until a mistake must be found."""
+LINE_S = 60.0
+EVENTS = ("behind", "cannot_lead", "journal_full", "resign", "snapshot", "standby_lost", "twin")
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +46,7 @@ def test_no_promise_is_broken_and_the_histories_contain_what_they_are_to_show():
         except Exception:
             check([seed])
             raise
+        seen[what.recipe] += 1
         seen["pushes"] += simulation.accounts.count
         seen["failovers"] += len(simulation.accounts.leaders) - 1
         seen["excused"] += simulation.accounts.is_excused
@@ -51,23 +56,27 @@ def test_no_promise_is_broken_and_the_histories_contain_what_they_are_to_show():
             events = Counter(name for name, _ in hub.events)
             seen["in sync again"] += events["standby_follows"] > 1
             seen["ends with a reason"] += len(hub.reasons)
-            for name in ("behind", "cannot_lead", "journal_full", "resign", "snapshot", "standby_lost"):
+            for name in EVENTS:
                 seen[name] += events[name]
             seen["set aside"] += any("/set_aside/" in name for name in hub.disk.names)
     assert seen["pushes"] > 10 * FAST
     assert seen["failovers"] > FAST / 4
     assert seen["excused"] < FAST / 5
     few = [name for name, count in seen.items() if count < FAST / 50]
-    assert len(seen) == 14, seen
+    assert len(seen) == 15 + len(set(RECIPES)), seen
     assert not few, seen
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("shard", range(SHARDS))
-def test_no_promise_is_broken_in_a_hundred_thousand_histories(shard):
-    size = SLOW // SHARDS
-    check(range(FAST + shard * size, FAST + (shard + 1) * size))
+@pytest.mark.timeout(7200)
+def test_no_promise_is_broken_in_many_more_histories(capsys):
+    began_s = last_s = time.monotonic()
+    for seed in range(FAST, FAST + SLOW):
+        check([seed])
+        if (now := time.monotonic()) - last_s > LINE_S:
+            last_s = now
+            with capsys.disabled():
+                print(f"\n{seed + 1 - FAST} of {SLOW} histories in {now - began_s:.0f} s", flush=True)
 
 
 def check_found(name, num_histories, capsys):
@@ -76,12 +85,12 @@ def check_found(name, num_histories, capsys):
     assert found is not None, f"{name}: not found in {num_histories} histories"
     seed, why, least = found
     with capsys.disabled():
-        print(f"\n{name}: found in history {seed + 1}, {len(least.faults)} faults: {why[:80]}")
+        print(f"\n{name}: history {seed + 1} ({least.recipe}), {len(least.faults)} faults: {why[:80]}")
     assert failure(least, MUTANTS[name]), "the shortest history fails as well"
     assert not failure(least), "it is the mutant that fails, and not the protocol"
 
 
-QUICK = ("votes are never saved", "a hub leads with an older copy of its folder")
+QUICK = ("votes are never saved", "a message counts for the voter that it names")
 
 
 @pytest.mark.timeout(600)
@@ -93,8 +102,8 @@ def test_a_mistake_in_production_code_is_found(name, capsys):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", sorted(set(MUTANTS) - set(QUICK)))
-def test_every_mistake_is_found_within_a_hundred_histories(name, capsys):
-    check_found(name, 100, capsys)
+def test_every_mistake_in_production_code_is_found(name, capsys):
+    check_found(name, MOST, capsys)
 
 
 def test_a_history_is_decided_by_its_seed():
@@ -109,7 +118,7 @@ def test_a_history_is_decided_by_its_seed():
 
 
 def test_the_shortest_history_has_only_the_faults_that_matter():
-    what = history(5)
+    what = history(4)
     guilty = what.faults[-1]
     assert shortest(what, lambda h: guilty in h.faults).faults == (guilty,)
 

@@ -5,12 +5,16 @@ from kit.failover.world import Violation
 
 
 class Accounts:
-    """The acknowledgements of all hubs. `check` raises Violation if a promise was broken."""
+    """Votes, elections and acknowledgements of all hubs. Each method raises Violation for a broken rule."""
 
     def __init__(self):
         self.hubs = []
-        self.leaders = {}
-        """Number of the hub that has acknowledged something, by term."""
+        self.forgiven = 0
+        """A voter of which there are two processes, which may not have met: it may support two hubs."""
+        self.votes = {}
+        """Term and proposer that a voter has supported last, by voter."""
+        self.elected, self.leaders = {}, {}
+        """Number of the hub that has led, and of the one that has acknowledged something, by term."""
         self.pushes = {}
         """Highest acknowledged push, by name of the node."""
         self.count = 0
@@ -18,45 +22,92 @@ class Accounts:
         """Acknowledged bytes of the newest segments, by segment."""
         self.replicas = ()
         """Identities of the hubs that had to have them."""
-        self.newest = None
-        """(hub, term) of the last acknowledgement."""
         self.is_excused = False
         """A fault has taken more from the disks than the protocol can bear."""
         self.removing = None
         """Number of a hub that has removed a part of a journal since the last check."""
 
-    def acknowledges(self, host, head, receipt):
-        leading = host.process._leading
-        state = leading.ledger.hub.state
-        term, name = state.term, state.members[head.who.node].name
-        first = self.leaders.setdefault(term, host.number)
-        if first != host.number:
-            raise Violation(f"hubs {first} and {host.number} have both acknowledged under term {term}")
-        if self.newest != (host.number, term):
-            self.check_leader(host)
-            self.newest = host.number, term
-        self.pushes[name] = max(head.seq, self.pushes.get(name, 0))
-        self.count += 1
-        config = leading.leadership._replica.configs[0]
-        self.replicas = config.replicas
-        for number in [number for number in self.bytes if number < receipt.segment - 1]:
-            del self.bytes[number]
-        data = _segment(host, receipt.segment)
-        before = self.bytes.get(receipt.segment, b"")
-        if len(before) < receipt.offset:
-            self.bytes[receipt.segment] = bytes(data[: receipt.offset])
-        if receipt.segment - 1 in self.bytes:
-            self.bytes[receipt.segment - 1] = bytes(_segment(host, receipt.segment - 1) or b"")
+    # --- votes and elections
 
-    def check_leader(self, host):
-        """Raise Violation unless a hub that leads has all that was acknowledged."""
-        state = host.process._leading.ledger.hub.state
+    def supports(self, voter, proposer, term):
+        """A voter supports one hub of a term, and none of a lower term afterwards."""
+        before = self.votes.get(voter, (0, proposer))
+        if voter != self.forgiven and (term, proposer) != before and term <= before[0]:
+            raise Violation(f"{voter} supports {proposer} in term {term}, and supported {before[::-1]}")
+        self.votes[voter] = term, proposer
+
+    def leads(self, host, leading):
+        """A term has one leader, which has everything that was acknowledged."""
+        term, identity = leading.ledger.hub.state.term, leading.leadership.identity
+        self.supports(identity, identity, term)
+        first = self.elected.get(term)
+        if first is None:
+            self.elected[term] = host.number
+            if term == max(self.elected):
+                self.check_leader(host, leading)
+        elif first != host.number:
+            raise Violation(f"hubs {first} and {host.number} have both led term {term}")
+
+    def check_leader(self, host, leading):
+        state = leading.ledger.hub.state
         for name, seq in self.pushes.items():
             has = state.members[state.names[name]].received.get(0, 0) if name in state.names else 0
             if has < seq:
                 raise Violation(f"hub {host.number} leads term {state.term} and lacks push {seq} of {name}")
-        if not self._has(host):
+        found = {number: _segment(host, number) for number in self.bytes}
+        if not all(data is None or data.startswith(self.bytes[number]) for number, data in found.items()):
             raise Violation(f"hub {host.number} leads term {state.term} and has other bytes before the end")
+
+    # --- acknowledgements
+
+    def acknowledges(self, host, head, receipt):
+        """What is acknowledged is on the disk of every replica that counts, and at every later leader."""
+        leading = host.process._leading
+        state, configs = leading.ledger.hub.state, leading.leadership._replica.configs
+        term, name = state.term, state.members[head.who.node].name
+        first = self.leaders.setdefault(term, host.number)
+        if first != host.number:
+            raise Violation(f"hubs {first} and {host.number} have both acknowledged under term {term}")
+        self.pushes[name] = max(head.seq, self.pushes.get(name, 0))
+        self.count += 1
+        self.replicas = configs[0].replicas
+        for number in [number for number in self.bytes if number < receipt.segment - 1]:
+            del self.bytes[number]
+        if len(self.bytes.get(receipt.segment, b"")) < receipt.offset:
+            self.bytes[receipt.segment] = bytes(_segment(host, receipt.segment)[: receipt.offset])
+        if receipt.segment - 1 in self.bytes:
+            self.bytes[receipt.segment - 1] = bytes(_segment(host, receipt.segment - 1) or b"")
+        for other in self.hubs:
+            if other.process and (later := other.process._leading) and later.ledger.hub.state.term >= term:
+                self.check_leader(other, later)
+        for replica in {replica for config in configs for replica in config.replicas}:
+            having = [hub for hub in self.hubs if hub.identity == replica]
+            if having and not any(map(self._has_durably, having)):
+                lacking = having[0].number
+                raise Violation(f"hub {host.number} acknowledges in term {term} what hub {lacking} lacks")
+
+    def confirms(self, host, request):
+        """A follower has nothing that its leader can lose."""
+        segment = host.disk.names.get(str(segment_path(host.directory, request.segment)))
+        if not host.is_unreliable and segment is not None and len(segment.stable) < request.offset:
+            raise Violation(f"hub {host.number} can lose what a follower has confirmed to it")
+
+    def _has_durably(self, host):
+        """Return whether a disk would have what was acknowledged after a power loss.
+
+        It may have it set aside: its hub cannot be elected then before it has as much again.
+        """
+        has_aside = any("/set_aside/" in name for name in host.disk.names)
+        if host.is_unreliable or (has_aside and self._holds(host)):
+            return True
+        disk, saved = host.disk, sum(segment_numbers(host.directory, "snapshot")[-1:])
+        found = {number: str(segment_path(host.directory, number)) for number in self.bytes}
+        return all(
+            number < saved or ((inode := disk.stable.get(found[number])) and inode.stable.startswith(data))
+            for number, data in self.bytes.items()
+        )
+
+    # --- ends and losses
 
     def lacks(self, number, reason):
         if not self.is_excused:
@@ -64,8 +115,7 @@ class Accounts:
 
     def refuses_folder(self, number, reason):
         """A hub refuses its folder: only a fault of the disk may be the cause."""
-        host = self.hubs[number]
-        if not host.disk_failed and "make room" not in reason:
+        if not self.hubs[number].is_unreliable and "make room" not in reason:
             raise Violation(f"hub {number}: {reason}")
 
     def excuse(self, *, always=False):
@@ -79,9 +129,8 @@ class Accounts:
         """Raise Violation if a hub has just removed what neither its leader nor a majority has now."""
         number, self.removing = self.removing, None
         leading = [host for host in self.hubs if host.process and host.process._leading]
-        leading = [*leading, self.hubs[self.newest[0]]] if self.newest else leading
-        has_it = any(self._holds(host) for host in (self.hubs[number], *leading))
-        if not has_it and not self._majority_has():
+        leading += [self.hubs[self.leaders[term]] for term in sorted(self.leaders)[-1:]]
+        if not any(map(self._holds, (self.hubs[number], *leading))) and not self._majority_has():
             raise Violation(f"hub {number} has deleted what was acknowledged: no leader or majority has it")
 
     def note_removal(self, number, name):
@@ -90,14 +139,8 @@ class Accounts:
             self.removing = number
 
     def _majority_has(self):
-        holding = [host for host in self.hubs if host.identity in self.replicas and self._holds(host)]
+        holding = {host.identity for host in self.hubs if self._holds(host)} & set(self.replicas)
         return 2 * len(holding) > len(self.replicas)
-
-    def _has(self, host):
-        return all(
-            (found := _segment(host, number)) is None or found.startswith(data)
-            for number, data in self.bytes.items()
-        )
 
     def _holds(self, host):
         """Return whether a disk has what was acknowledged, in place or set aside."""

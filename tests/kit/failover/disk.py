@@ -8,8 +8,7 @@ import errno
 import os
 import shutil
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
-from pathlib import PurePosixPath
+from fnmatch import fnmatchcase
 from types import SimpleNamespace
 
 
@@ -140,34 +139,54 @@ DISKS = {}
 """Disks of the simulation that runs, by the first part of a path."""
 
 
-class SimPath(PurePosixPath):
-    """A path on a simulated disk."""
+class SimPath:
+    """A path on a simulated disk: the part of `Path` that production uses there."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, path):
+        self.text = str(path)
+
+    def __str__(self):
+        return self.text
+
+    def __truediv__(self, name):
+        return SimPath(f"{self.text}/{name}")
+
+    @property
+    def name(self):
+        return self.text.rpartition("/")[2]
+
+    @property
+    def parent(self):
+        return SimPath(self.text.rpartition("/")[0])
+
+    def with_name(self, name):
+        return self.parent / name
 
     @property
     def disk(self):
-        return DISKS[self.parts[1]]
+        return DISKS[self.text.split("/", 2)[1]]
 
     @property
     def inode(self):
-        found = self.disk.names.get(str(self))
+        found = self.disk.names.get(self.text)
         if found is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
+            raise error(errno.ENOENT, self.text)
         return found
 
     def exists(self):
-        return str(self) in self.disk.names or self.is_dir()
+        return self.text in self.disk.names or self.is_dir()
 
     def is_dir(self):
-        return len(self.parts) == 2 or any(True for _ in self._inside())
-
-    def _inside(self):
-        start = f"{self}/"
-        return (name for name in self.disk.names if name.startswith(start))
+        start = f"{self.text}/"
+        return self.text.count("/") == 1 or any(name.startswith(start) for name in self.disk.names)
 
     def glob(self, pattern):
-        level = len(self.parts)
-        found = {SimPath(*SimPath(name).parts[: level + 1]) for name in self._inside()}
-        return [path for path in sorted(found) if fnmatch(path.name, pattern)]
+        start = f"{self.text}/"
+        inside = (name[len(start) :] for name in self.disk.names if name.startswith(start))
+        found = {name.partition("/")[0] for name in inside}
+        return [self / name for name in sorted(found) if fnmatchcase(name, pattern)]
 
     def iterdir(self):
         return iter(self.glob("*"))
@@ -182,19 +201,19 @@ class SimPath(PurePosixPath):
         return bytes(self.inode.data)
 
     def unlink(self, missing_ok=False):
-        if missing_ok and str(self) not in self.disk.names:
+        if missing_ok and self.text not in self.disk.names:
             return
         self.inode  # noqa: B018 - raises if there is none
         self.disk.check(self)
         if self.disk.removes:
             self.disk.removes(self.name)
-        self.disk.link(str(self), None)
+        self.disk.link(self.text, None)
 
     def rename(self, to):
         inode = self.inode
         self.disk.check(self)
         self.disk.link(str(to), inode)
-        self.disk.link(str(self), None)
+        self.disk.link(self.text, None)
 
     def mkdir(self, mode=0o777, parents=False, exist_ok=False):
         self.disk.room(self)

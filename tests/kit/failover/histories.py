@@ -8,13 +8,15 @@ from aedit.async_sgd.replication import journal_stream
 from kit.failover.accounts import Accounts
 from kit.failover.hub import SimHub, begin_world
 from kit.failover.mutants import patched
-from kit.failover.node import SimNode
+from kit.failover.node import Liar, SimNode
 from kit.failover.world import Fault, Violation, World
 
 FAULTS_S, HEAL_S = 11.0, 40.0
 """How long faults happen, and after how long all nodes must have pushed again."""
 NODE = 10
 """Number of the first node; hubs are numbered from 0."""
+LEADER = -1
+"""In the place of a number: the hub that leads then; -2, -3, ... are the others in order."""
 KINDS = (
     "anew",
     "kill",
@@ -37,77 +39,147 @@ class History:
     """Everything that decides what happens in one simulation."""
 
     seed: int
+    recipe: str
     num_hubs: int
     num_nodes: int
-    loss: float
-    repeat: float
-    delay_s: float
-    chunk_bytes: int
-    """Most bytes of the journal in one message."""
-    gap_s: float
-    """Between two of them."""
-    has_liar: bool
     faults: tuple
+    has_liar: bool = False
+    loss: float = 0.0
+    repeat: float = 0.0
+    delay_s: float = 0.01
+    chunk_bytes: int = 2**16
+    """Most bytes of the journal in one message."""
+    gap_s: float = 0.0
+    """Between two of them."""
     least: int = 1
     """Hubs that must have what is acknowledged, as in a swarm."""
 
     def __str__(self):
-        head = f"seed {self.seed}: {self.num_hubs} hubs, {self.num_nodes} nodes, loss {self.loss:.2f}"
+        head = f"seed {self.seed} ({self.recipe}): {self.num_hubs} hubs, {self.num_nodes} nodes"
+        head += f", loss {self.loss:.2f}, repeat {self.repeat:.2f}, delay {self.delay_s} s"
         head += f", at least {self.least}, chunks of {self.chunk_bytes} every {self.gap_s} s"
         head += ", one node lies" * self.has_liar
         return "\n".join([head, *map(str, self.faults)])
 
 
+def lags(chance, at_s):
+    """A follower is cut off until it is not waited for; when it is back, the leader is gone."""
+    lasts_s = chance.uniform(3.0, 5.0)
+    faults = [Fault(at_s, "cut", LEADER, -2, lasts_s), Fault(at_s + lasts_s - 0.3, "lose", LEADER, 0, 9.0)]
+    return chance.choice((2, 2, 3)), 3, faults
+
+
+def tails(chance, at_s):
+    """A leader alone with some of the nodes writes what nobody else has, and comes back."""
+    nodes, lasts_s = chance.randrange(1, 2**5), chance.uniform(3.0, 9.0)
+    faults = [Fault(at_s, "alone", LEADER, nodes, lasts_s)]
+    if chance.random() < 0.5:
+        faults.append(Fault(at_s + chance.uniform(0.5, 5.0), chance.choice(("kill", "lose")), LEADER, 0, 0.5))
+    return chance.choice((2, 3)), chance.choice((3, 5)), faults
+
+
+def promises(chance, at_s):
+    """A voter without room is asked twice, and killed; another candidate asks under the same term."""
+    full, winner, late = chance.sample((1, 2, 3), 3)
+    then_s = at_s + chance.uniform(4.0, 6.5)
+    faults = [
+        Fault(at_s, "kill", LEADER, 0, 10.0),
+        Fault(at_s, "full", full, 0, then_s - at_s),
+        Fault(at_s, "pause", late, 0, then_s - at_s),
+        Fault(then_s, "kill", full, 0, 0.2),
+        Fault(then_s, "pause", winner, 0, 6.0),
+    ]
+    return 4, 3, faults
+
+
+def lies(chance, at_s):
+    """A member with a valid key lies while another hub is elected."""
+    kind = chance.choice(("kill", "lose", "pause", "ruin"))
+    gone = Fault(at_s, kind, LEADER, 0, chance.uniform(1.0, 9.0))
+    return chance.choice((2, 3, 3)), chance.choice((3, 5)), [gone]
+
+
+def power(chance, at_s):
+    """Machines lose power again and again, and are back at once."""
+    faults = []
+    for turn in range(5):
+        who, gone_s = chance.choice((LEADER, LEADER, -2)), chance.uniform(0.1, 0.6)
+        faults.append(Fault(at_s + 1.5 * turn * chance.random(), "lose", who, 0, gone_s))
+    return chance.choice((2, 3)), 3, faults
+
+
+def older(chance, at_s):
+    """A folder is put back older while another hub is gone."""
+    who, lasts_s = chance.choice((LEADER, -2)), chance.uniform(1.0, 4.0)
+    gone = Fault(at_s + lasts_s + chance.uniform(-0.5, 1.0), "kill", LEADER, 0, chance.uniform(1.0, 8.0))
+    return chance.choice((2, 3, 3)), 3, [Fault(at_s, "old", who, 0, lasts_s), gone]
+
+
+def twin(chance, at_s):
+    """A hub is replaced by a copy of another one's folder, with its register; then the leader ends."""
+    copied = Fault(at_s, "twin", -2, -3, 0.5)
+    gone = Fault(at_s + chance.uniform(0.0, 4.0), chance.choice(("kill", "lose")), LEADER, 0, 6.0)
+    return chance.choice((3, 3, 4)), 3, [copied, gone]
+
+
+def anything(chance, at_s):
+    num_hubs = chance.choice((2, 2, 2, 3, 3, 3, 4, 5))
+    return num_hubs, chance.choice((1, 2, 3, 3, 3, 5, 9)) if num_hubs < 4 else chance.choice((1, 2, 3)), []
+
+
+RECIPES = (anything, lags, tails, promises, anything, lies, power, older, twin)
+"""A history begins with one of them, in turn; other faults follow."""
+
+
 def history(seed):
     """Return the history of a seed."""
     chance = random.Random(seed)
-    num_hubs = chance.choice((2, 2, 2, 3, 3, 3, 4, 5))
-    num_nodes = chance.choice((1, 2, 3, 3, 3, 5, 9)) if num_hubs < 4 else chance.choice((1, 2, 3))
-    hubs, nodes = range(num_hubs), range(NODE, NODE + num_nodes)
-    everybody = [*hubs, *nodes]
-    faults = []
-    for _ in range(chance.randint(1, 6)):
-        kind = chance.choice(KINDS)
-        at_s, lasts_s = chance.uniform(3.0, FAULTS_S), chance.choice((0.5, 2.0, 5.0, 9.0)) * chance.random()
-        who = chance.choice(hubs)
-        if kind == "node":
-            kind, who = chance.choice(("kill", "lose", "leave")), chance.choice(nodes)
-        elif kind in ("cut", "pause"):
-            who = chance.choice(everybody)
-        elif kind == "part":  # a bit per process: on which side it is
-            who = chance.randrange(2 ** len(everybody))
-        faults.append(Fault(at_s, kind, who, chance.choice(hubs), lasts_s))
-    for _ in range(chance.choice((0, 0, 0, 1, 2))):
-        at_s = chance.uniform(3.0, FAULTS_S)
-        faults += [Fault(at_s, "hand", who) for who in hubs]  # one of them leads
-    if num_hubs > 2 and chance.random() < 0.4:
-        kind, who, lasts_s = (
-            chance.choice(("brim", "old", "ruin")),
-            chance.choice(hubs),
-            chance.uniform(1.0, 6.0),
-        )
-        faults.append(Fault(chance.uniform(4.0, FAULTS_S), kind, who, 0, lasts_s))
-    if any(fault.kind in ("brim", "ruin", "old") for fault in faults):  # one voter is gone, and not two
-        gone = [fault.kind == "lose" and fault.who >= NODE for fault in faults]
+    recipe = RECIPES[seed % len(RECIPES)]
+    num_hubs, num_nodes, faults = recipe(chance, chance.uniform(3.0, 4.5))
+    most = 6 if recipe is anything else 2
+    for _ in range(chance.randint(recipe is anything, most)):
+        faults.append(_any_fault(chance, range(num_hubs), range(NODE, NODE + num_nodes)))
+    if recipe is anything:
+        for _ in range(chance.choice((0, 0, 0, 1, 2))):
+            faults.append(Fault(chance.uniform(3.0, FAULTS_S), "hand", LEADER))
+        if num_hubs > 2 and chance.random() < 0.4:
+            kind = chance.choice(("brim", "old", "ruin"))
+            lasts_s = chance.uniform(1.0, 6.0)
+            faults.append(Fault(chance.uniform(4.0, FAULTS_S), kind, chance.randrange(num_hubs), 0, lasts_s))
+    if any(fault.kind in ("brim", "ruin", "old", "twin") for fault in faults):
+        # One voter is gone, and not two.
+        is_gone = [fault.kind == "lose" and fault.who >= NODE for fault in faults]
         faults = [
-            replace(one, kind="kill") if is_gone else one for one, is_gone in zip(faults, gone, strict=True)
+            replace(one, kind="kill") if gone else one for one, gone in zip(faults, is_gone, strict=True)
         ]
-    faults.sort(key=lambda fault: fault.at_s)
-    rough = chance.random() < 0.4
-    loss, repeat = (0.15 * chance.random(), 0.1 * chance.random()) if rough else (0.0, 0.0)
+    rough = chance.random() < 0.3
     return History(
         seed,
+        recipe.__name__,
         num_hubs,
         num_nodes,
-        loss,
-        repeat,
+        tuple(sorted(faults, key=lambda fault: fault.at_s)),
+        has_liar=num_nodes > 2 and (recipe is lies or chance.random() < 0.1),
+        loss=rough * 0.15 * chance.random(),
+        repeat=rough * 0.1 * chance.random(),
         delay_s=chance.choice((0.002, 0.01, 0.05)),
         chunk_bytes=chance.choice((150, 700, 2**16)),
         gap_s=chance.choice((0.0, 0.0, 0.02)),
-        has_liar=chance.random() < 0.25,
-        faults=tuple(faults),
         least=chance.choice((1, 1, 2)),
     )
+
+
+def _any_fault(chance, hubs, nodes):
+    kind = chance.choice(KINDS)
+    at_s, lasts_s = chance.uniform(3.0, FAULTS_S), chance.choice((0.5, 2.0, 5.0, 9.0)) * chance.random()
+    who = chance.choice((LEADER, *hubs))
+    if kind == "node":
+        kind, who = chance.choice(("kill", "lose")), chance.choice(nodes)
+    elif kind in ("cut", "pause"):
+        who = chance.choice((*hubs, *nodes))
+    elif kind == "part":  # a bit per process: on which side it is
+        who = chance.randrange(2 ** (len(hubs) + len(nodes)))
+    return Fault(at_s, kind, who, chance.choice(hubs), lasts_s)
 
 
 class Simulation:
@@ -120,12 +192,12 @@ class Simulation:
         self.hubs = [SimHub(self.world, number, self.accounts, what.least) for number in range(what.num_hubs)]
         for hub in self.hubs:
             hub.others = [one for one in self.hubs if one is not hub]
-            hub.disk_failed, hub.identity = False, 0
             hub.disk.removes = lambda name, number=hub.number: self.accounts.note_removal(number, name)
         self.accounts.hubs = self.hubs
-        self.nodes = [SimNode(self.world, NODE + i, self.hubs) for i in range(what.num_nodes)]
-        if what.has_liar and what.num_nodes > 1:
-            self.nodes[-1].lies = True
+        kinds = [SimNode] * (what.num_nodes - what.has_liar) + [Liar] * what.has_liar
+        self.nodes = [made(self.world, NODE + i, self.hubs) for i, made in enumerate(kinds)]
+        for node in self.nodes:
+            node.nodes = self.nodes
         self.everybody = [*self.hubs, *self.nodes]
         self.processes = {process.number: process for process in self.everybody}
         self.world.network.delay_s, self.world.network.gap_s = what.delay_s, what.gap_s
@@ -141,18 +213,38 @@ class Simulation:
         world.network.loss, world.network.repeat = what.loss, what.repeat
         for fault in what.faults:
             world.run(fault.at_s)
-            getattr(self, f"_{fault.kind}")(fault)
+            who, other = self._number(fault.who), self._number(fault.other)
+            getattr(self, f"_{fault.kind}")(replace(fault, who=who, other=other))
         world.run(max(FAULTS_S, world.now))
         self._heal()
-        honest = [node for node in self.nodes if not node.lies]
+        honest = [node for node in self.nodes if not isinstance(node, Liar)]
         before = [node.count for node in honest]
-        done = world.run(
-            world.now + HEAL_S, lambda: all(n.count > b + 1 for n, b in zip(honest, before, strict=True))
-        )
-        if not done and not self.accounts.is_excused:
-            raise Violation(f"no progress within {HEAL_S} s after everything was healed")
-        if self.accounts.leaders:
-            self._check_end()
+
+        def goes_on():
+            return all(node.count > count + 1 for node, count in zip(honest, before, strict=True))
+
+        is_done = world.run(world.now + HEAL_S, lambda: goes_on() and self._is_whole())
+        if not is_done and not self.accounts.is_excused:
+            lack = "a replica that is back is not counted" if goes_on() else "no progress"
+            raise Violation(f"{lack} within {HEAL_S} s after everything was healed")
+
+    def _is_whole(self):
+        """Return whether all replicas that run, and have room, are in sync again."""
+        leading = self.processes[self._number(LEADER)]
+        configs = leading.process._leading.leadership._replica.configs if self._term(leading) else ()
+        there = {hub.identity for hub in self.hubs if hub.process and hub.number not in self.is_full_for_good}
+        return len(configs) == 1 and there <= set(configs[0].replicas)
+
+    def _number(self, who):
+        """Return the number of a process that is named by its role."""
+        if who >= 0:
+            return who
+        leading = max(self.hubs, key=lambda hub: (self._term(hub), -hub.number))
+        return [leading, *leading.others][LEADER - who].number
+
+    def _term(self, hub):
+        leading = hub.process and hub.process._leading
+        return leading.ledger.hub.state.term if leading else 0
 
     def _check(self):
         if self.accounts.removing is not None:
@@ -169,12 +261,6 @@ class Simulation:
             if not process.alive:
                 process.start()
 
-    def _check_end(self):
-        newest = self.accounts.leaders[max(self.accounts.leaders)]
-        host = self.hubs[newest]
-        if host.process is not None and host.process._leading is not None:
-            self.accounts.check_leader(host)
-
     # --- faults
 
     def _kill(self, fault, loses=False):
@@ -186,27 +272,21 @@ class Simulation:
     def _lose(self, fault):
         self._kill(fault, loses=True)
 
-    def _leave(self, fault):
-        """A node leaves, and comes back."""
-        self._kill(fault)
-
     def _pause(self, fault):
         self.processes[fault.who].paused_until = self.world.now + fault.lasts_s
 
     def _damage(self, fault):
         """What a follower receives is damaged; it notices, and fetches it anew."""
         hub = self.processes[fault.who]
-        follows = hub.alive and hub.process is not None and hub.process._leading is None
+        follows = hub.process is not None and hub.process._leading is None
         leader = getattr(hub.stream, "leader_host", None) if follows else None
-        if leader is not None and leader.process is not None and leader.process._leading is not None:
+        if leader is not None and self._term(leader):
             hub._lost(hub.process._standby, Damaged("a bit has flipped"))
 
     def _anew(self, fault):
         """A follower fetches its journal anew, and its leader ends meanwhile."""
         self._damage(fault)
-        leading = [hub for hub in self.hubs if hub.process and hub.process._leading]
-        for hub in leading:
-            self.world.after(0.3, self._kill, replace(fault, who=hub.number))
+        self.world.after(0.3, lambda: self._kill(replace(fault, who=self._number(LEADER))))
 
     def _full(self, fault):
         disk = self.processes[fault.who].disk
@@ -228,11 +308,11 @@ class Simulation:
     def _fail(self, fault):
         """A write of a disk fails; which of the next ones depends on the fault."""
         hub = self.processes[fault.who]
-        hub.disk.failing, hub.disk_failed = 1 + int(1000 * fault.lasts_s) % 12, True
+        hub.disk.failing, hub.is_unreliable = 1 + int(1000 * fault.lasts_s) % 12, True
 
     def _snapshot(self, fault):
         for hub in self.hubs:
-            if hub.alive and hub.process is not None and hub.process._leading is not None:
+            if self._term(hub):
                 hub.process._leading.engine._snapshot()
                 hub._pump()
 
@@ -246,6 +326,7 @@ class Simulation:
             if hub.alive:
                 hub.kill()
             hub.disk.put_back(files, but=("votes.json",))
+            hub.is_unreliable = True
             self.accounts.excuse(always=not can_bear)
             self.world.after(0.5, hub.restart, hub.life)
 
@@ -253,26 +334,45 @@ class Simulation:
 
     def _ruin(self, fault):
         """Lose the disk of a hub for good, and let another machine take its place."""
+        self._replace_by(fault, {})
+
+    def _twin(self, fault):
+        """Let another machine take the place of a hub, with a copy of the folder of a third one."""
+        other = self.processes[fault.other]
+        here, there = (str(self.processes[one].directory) for one in (fault.who, fault.other))
+        if other is not self.processes[self._number(LEADER)]:
+            files = {name.replace(there, here, 1): inode for name, inode in other.disk.copied().items()}
+            self._replace_by(fault, files)
+            if self.what.loss or len(self.what.faults) > 2:
+                self.accounts.forgiven = self.processes[fault.other].identity
+
+    def _replace_by(self, fault, files):
         hub = self.processes[fault.who]
         if not self._can_bear():
             return
         if hub.alive:
             hub.kill(loses=True)
-        hub.disk.put_back({})
-        hub.is_standby, hub.identity = True, 0
+        hub.disk.put_back(files)
+        hub.is_standby, hub.identity, hub.is_unreliable = True, 0, bool(files)
         self.accounts.excuse()
         self.world.after(0.5, hub.restart, hub.life)
 
     def _hand(self, fault):
         """Let a hub that leads hand over to a follower; one that follows does nothing."""
         hub = self.processes[fault.who]
-        if hub.alive and hub.process is not None and hub.process._leading is not None:
+        if self._term(hub):
             hub.process._leading.leadership.hand_over()
 
     def _cut(self, fault):
         """Cut one direction of one link, or both for an odd number of milliseconds."""
         pairs = {(fault.who, fault.other), (fault.other, fault.who)}
         self._cut_pairs(pairs if int(1000 * fault.lasts_s) % 2 else {(fault.who, fault.other)}, fault)
+
+    def _alone(self, fault):
+        """Cut off a hub with some of the nodes: a bit for each of them."""
+        mine = {fault.who, *(node.number for i, node in enumerate(self.nodes) if fault.other >> i & 1)}
+        others = {process.number for process in self.everybody} - mine
+        self._cut_pairs({pair for a in mine for b in others for pair in ((a, b), (b, a))}, fault)
 
     def _part(self, fault):
         sides = {p.number: fault.who >> i & 1 for i, p in enumerate(self.everybody)}
@@ -305,19 +405,9 @@ def shortest(what, fails):
             if fails(without):
                 what, smaller = without, True
                 break
-    for simpler in (
-        replace(what, loss=0.0, repeat=0.0),
-        replace(what, has_liar=False),
-        replace(what, least=1),
-    ):
-        calmer = replace(
-            what,
-            loss=min(what.loss, simpler.loss),
-            repeat=min(what.repeat, simpler.repeat),
-            has_liar=what.has_liar and simpler.has_liar,
-            least=min(what.least, simpler.least),
-        )
-        what = calmer if calmer != what and fails(calmer) else what
+    for calm in ({"loss": 0.0, "repeat": 0.0}, {"has_liar": False}, {"least": 1}, {"gap_s": 0.0}):
+        simpler = replace(what, **calm)
+        what = simpler if simpler != what and fails(simpler) else what
     return what
 
 

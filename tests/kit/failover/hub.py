@@ -16,7 +16,7 @@ from aedit.async_sgd.journal import JournalBroken, NoSpace, Store, Unconfirmed, 
 from aedit.async_sgd.journal import snapshot as snapshots
 from aedit.async_sgd.journal import store as stores
 from aedit.async_sgd.replication import Leadership, mirror
-from aedit.async_sgd.rules import HubConfig, PushFilterConfig
+from aedit.async_sgd.rules import HubConfig, OuterConfig, PushFilterConfig
 from aedit.async_sgd.service import HelloResponder, driver
 from aedit.edit import EditConfig
 from aedit.launch.config import RunConfig
@@ -47,8 +47,10 @@ def config_of(num_hubs):
         threads=1,
         snapshot_bytes=2**40,
         push_filter=trusting,
+        weights="uniform",
     )
-    return RunConfig(name="run", hub=hub, edit=EditConfig(landing="arrival"))
+    outer = OuterConfig(kind="average", lr=1.0)
+    return RunConfig(name="run", hub=hub, edit=EditConfig(landing="arrival"), outer=outer)
 
 
 def address_of(number):
@@ -212,7 +214,7 @@ class HubProcess(main._Process):
             standby=lambda: "",
         )
         others = self.endpoint.num_others
-        self._leadership = host.leadership(
+        self._leadership = Leadership(
             host.directory / "votes.json", others, host.clock, least=lambda: host.least
         )
         self._others = Others(
@@ -226,6 +228,7 @@ class HubProcess(main._Process):
 
     def _start(self, leading):
         leading.guard.trust(other_terms=self._others.terms, beside=self._host.ask_others)
+        self._host.accounts.leads(self._host, leading)
         self.core = leading.driver
 
     def _serve(self, core):
@@ -277,8 +280,6 @@ class Stream:
 class SimHub(Process):
     """The machine of one hub, and the supervisor that starts its process again."""
 
-    leadership = Leadership
-
     def __init__(self, world, number, accounts, least=1):
         super().__init__(world, number)
         self.address, self.accounts, self.least = address_of(number), accounts, least
@@ -286,8 +287,10 @@ class SimHub(Process):
         self.directory = SimPath(f"/h{number}")
         self.is_standby = number > 0
         self.others, self.answers, self.events = [], [], []
-        self.process, self.reasons = None, []
-        """Of each end of the process by itself."""
+        self.process, self.identity, self.reasons = None, 0, []
+        """reasons: of each end of the process by itself."""
+        self.is_unreliable = False
+        """Its disk has lost what was flushed, or may have."""
 
     # --- life
 
@@ -368,9 +371,14 @@ class SimHub(Process):
         if process is None:
             return PortClosed("it starts")
         answer = self._tried(lambda: self._answer(process.core, method, *args))
+        if isinstance(answer, pb.Answer) and answer.granted:
+            self.accounts.supports(answer.voter, answer.proposer, answer.ballot.term)
         if process.core is not None and process._leading is not None:
-            if method == "push" and isinstance(answer, pb.PushReply) and answer.accepted:
+            if isinstance(answer, pb.PushReply) and answer.accepted:
                 self.accounts.acknowledges(self, args[0], answer.receipt)
+            term = process._leading.ledger.hub.state.term
+            if isinstance(answer, pb.ConfirmReply) and args[0].replica and args[0].term == term:
+                self.accounts.confirms(self, args[0])
             self._pump()
         return answer
 
@@ -585,8 +593,7 @@ class SimHub(Process):
         leader = next(one for one in self.others if one.address == self.stream.leader[0])
 
         def then(answer):
-            wants = isinstance(answer, pb.ConfirmReply) and answer.stand
-            if wants and self.process is not None and self.process._standby is follower:
+            if self.process and self.process._standby is follower and follower.confirmer.answered(answer):
                 follower.ask_for_votes(invited=True)
 
         self.call(leader, "confirm", request, then=then)

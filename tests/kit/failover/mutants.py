@@ -1,13 +1,18 @@
 """Production code with one mistake each: what a simulation must find."""
 
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from unittest import mock
 
-from aedit.async_sgd.replication import Leadership, Mirror, Replica
+from aedit.async_sgd.journal import receipts
+from aedit.async_sgd.replication import Leadership, Mirror, Replica, replica, stream_journal
 from aedit.async_sgd.replication.replica import END
 from aedit.async_sgd.rules import Agreed
+from aedit.async_sgd.service import driver
 from aedit.launch.hub.leading import LeadingHub
-from aedit.proto.rpc import Voter
+from aedit.launch.hub.standby import Standby
+from aedit.proto.agent.membership import Elector
+from aedit.proto.rpc import Voter, votes
 from kit.failover.hub import HubProcess
 
 
@@ -24,9 +29,53 @@ def remove(self, segment=0, offset=0, *, keep):
     original_remove(self, segment, offset, keep=False)
 
 
+@contextmanager
+def deciding(self):
+    """Decide on the state itself, and write it down afterwards."""
+    with self._change:
+        before = self._replica.voter
+        self._replica.least = self._least()
+        yield self._replica
+        if self._replica.voter != before:
+            self._save(self._replica.voter)
+
+
 def sync(self):
     """Return what is written, and flush nothing."""
     return self.position
+
+
+class Instead:
+    """Another object, but for some attributes."""
+
+    def __init__(self, other, **own):
+        self.__dict__.update(own, _other=other)
+
+    def __getattr__(self, name):
+        return getattr(self._other, name)
+
+
+def stream(ledger, request, check_leads):
+    """Stream what is written, and flush nothing."""
+    journal = Instead(ledger.journal, sync=lambda position: None)
+    return stream_journal(Instead(ledger, journal=journal), request, check_leads)
+
+
+def granting(self, proposal):
+    """Vote for a proposer without what was acknowledged."""
+    after = original_granting(replace(self, accepted=(0, 0), seen=(0, 0, 0)), proposal)
+    return after and replace(after, accepted=max(self.accepted, after.accepted), seen=self.seen)
+
+
+def granting_twice(self, proposal):
+    """Vote for everybody who asks under one term."""
+    free = not proposal.number and self.term == proposal.term
+    return original_granting(replace(self, voted_for=proposal.proposer) if free else self, proposal)
+
+
+def answer(self, asks, term, seen=(0, 0, 0)):
+    """Vote without regard to receipts."""
+    return original_answer(self, asks, term)
 
 
 def propose(self, replicas, electors):
@@ -47,22 +96,42 @@ def ask_for_agreement(self):
     return decided
 
 
-original_remove = Mirror._remove
+def agrees(self):
+    """Ask for agreement at once, before the replicas have the configuration in their journals."""
+    return self._votes.proposal if self._votes else self._agreement and self._agreement.proposal
+
+
+def has(self, position, chain):
+    """Compare lengths only."""
+    return position <= self._journal.position
+
+
+original_remove, original_granting, original_answer = Mirror._remove, Voter._granting, Elector.answer
 original_propose, original_ask = Replica.propose, Replica._ask_for_agreement
 original_forget = Leadership.forget
+unbounded = [(place, "TERM_STEP", 2**62) for place in (replica, votes)]
+believed = [(place, "check_signer", lambda message, voter: None) for place in (votes, driver)]
 
 MUTANTS = {
     "a hub leads with an older copy of its folder": [
         (HubProcess, "_is_behind", lambda self, own: False),
         (Mirror, "_remove", remove),
     ],
+    "a message counts for the voter that it names": believed,
+    "the term of a refusal is believed without a bound": unbounded,
+    "a vote is given before its write has succeeded": [(Leadership, "_deciding", deciding)],
     "a leader without room leads on": [(LeadingHub, "_resign", lambda self: None)],
     "no fdatasync before a confirmation": [(Mirror, "sync", sync)],
+    "a leader streams what it has not synced": [(driver, "stream_journal", stream)],
+    "other records are not compared": [(receipts.Receipts, "has", has)],
     "what is forgotten is not passed on": [(Replica, "forget", lambda self, confirmed: None)],
     "a follower that fetches anew forgets what it confirmed": [
         (Leadership, "forget", lambda self, confirmed: original_forget(self, (0, 0, 0)))
     ],
     "votes are never saved": [(Voter, "save", lambda self, path: None)],
+    "a voter votes twice in one term": [(Voter, "_granting", granting_twice)],
+    "a voter ignores what was acknowledged": [(Voter, "_granting", granting)],
+    "a node votes without regard to its receipts": [(Elector, "answer", answer)],
     "a hub leads under a term that it only mirrored": [
         (Replica, "may_resume", lambda self, term: bool(self.configs))
     ],
@@ -71,5 +140,10 @@ MUTANTS = {
         (Replica, "acknowledged", lambda self: END if self.term else (0, 0))
     ],
     "a configuration needs no quorum of the one before": [(Replica, "_ask_for_agreement", ask_for_agreement)],
+    "a configuration is agreed before the replicas have it": [(Replica, "asks", property(agrees))],
+    "two processes of one folder are both counted": [
+        (Leadership, "twin_of", lambda self, replica, address: ""),
+        (Standby, "_check_twin", lambda self: None),
+    ],
 }
 """Attributes of production code and their replacements, by what is wrong with them."""

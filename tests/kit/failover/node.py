@@ -3,10 +3,10 @@
 import numpy as np
 
 from aedit.proto.agent.membership import Elector
-from aedit.proto.rpc import MOST_TERM, Caller, HubRefused, votes
+from aedit.proto.rpc import MOST_TERM, Caller, HubRefused, Proposal, votes
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.proto.rpc.votes import VoteReply, answer_out, identity_of
-from kit.failover.disk import DISKS, SYSTEM, Disk, SimPath
+from kit.failover.disk import DISKS, Disk, SimPath
 from kit.failover.world import Process, Violation
 
 BEAT_S, AGAIN_S, SILENT_S = 1.5, 0.5, 2.5
@@ -16,24 +16,21 @@ CALLER = Caller("ipv4:127.0.0.1")
 class SimNode(Process):
     """One node; its votes are on disk."""
 
-    elector = Elector
-    lies = False
-    """It signs false answers with its valid key."""
-
     def __init__(self, world, number, hubs):
         super().__init__(world, number)
         self.hubs, self.name = hubs, f"node{number}"
         DISKS[f"n{number}"] = self.disk = Disk(world.random)
         self.file = SimPath(f"/n{number}/votes.json")
         self.who, self.hub, self.acked, self.seq = pb.Who(run="run"), hubs[0], 0, 0
-        self.receipt = pb.Receipt()
+        self.receipt, self.seen = pb.Receipt(), (0, 0, 0)
         self.is_member = self.may_join = True
         self.version = self.count = 0
         self.brings = False
 
     def start(self):
         self.alive, self.life = True, self.life + 1
-        self.votes = self.elector(self.file)
+        self.votes = Elector(self.file)
+        self.identity = self.votes.shown.voter
         self.is_member = self.is_joining = self.is_pushing = self.is_asking = False
         self.again_s = 0.0
         self.heard_s, self.turn = self.clock(), 0
@@ -56,8 +53,6 @@ class SimNode(Process):
 
     def _beat(self):
         self.after(BEAT_S, self._beat)
-        if self.lies:
-            self._vote(self.world.random.choice(self.hubs))
         if self.clock() - self.heard_s > SILENT_S:
             self._ask_another()
         elif not self.is_member:
@@ -133,7 +128,7 @@ class SimNode(Process):
 
     def _note_receipt(self, receipt):
         if (receipt.segment, receipt.offset) > (self.receipt.segment, self.receipt.offset):
-            self.receipt = receipt
+            self.receipt, self.seen = receipt, (self.who.term, receipt.segment, receipt.offset)
 
     def _is_refused(self, reply):
         """Return whether a reply is an error, and act on it."""
@@ -167,14 +162,10 @@ class SimNode(Process):
         self._vote(self.hubs[self.turn % len(self.hubs)])
 
     def _vote(self, hub, answer=None, asked=None, count=0):
-        if not self.who.session or self.is_asking:
-            if not self.who.session and hub is not self.hub:
-                self.hub, self.heard_s = hub, self.clock()
+        if self.is_asking:
             return
         self.is_asking = True
         request = pb.TakeOverRequest(who=self.who, answer=answer or self.votes.shown)
-        if self.lies:
-            request.answer.CopyFrom(self._lie(request.answer))
 
         def answered(reply):
             self.is_asking = False
@@ -184,20 +175,51 @@ class SimNode(Process):
                 self.is_member = self.is_member and hub is self.hub and reply.term == self.who.term
                 self.hub, self.heard_s, self.who.term = hub, self.clock(), reply.term
             if reply.HasField("asks") and reply.asks != asked and count < 3:
-                try:
-                    own = self.votes.answer(reply.asks, self.who.term)
-                except OSError:
-                    return
+                own = self.votes.answer(reply.asks, self.who.term, self.seen)
+                if own.granted:
+                    self._check_vote(hub, reply.asks)
                 self._vote(hub, own, reply.asks, count + 1)
 
         self.call(hub, "take_over", request, then=answered)
 
-    def _lie(self, answer):
-        """Return a false answer: in the name of another voter, of a term far above, or one that grants."""
-        chance, key = SYSTEM.random, votes.SigningKey(bytes.fromhex(self.votes._voter.key))
-        term = chance.choice((answer.term, MOST_TERM - 1, 2**40, answer.term + 1))
-        grants = chance.random() < 0.7
-        voter = chance.choice((identity_of(key.public), *(hub.identity for hub in self.hubs)))
-        return answer_out(
-            VoteReply(voter, answer.proposer, (answer.ballot.term, answer.ballot.number), grants, term), key
+    def _check_vote(self, hub, asks):
+        hub.accounts.supports(self.identity, asks.proposer, asks.ballot.term)
+        extent = asks.extent.term, asks.extent.segment, asks.extent.offset
+        if not asks.ballot.number and extent < self.seen:
+            raise Violation(f"{self.name} votes for a hub that lacks what it has a receipt for")
+
+
+class Liar(SimNode):
+    """A member with a valid key that answers, asks and confirms in the names of others, with any numbers."""
+
+    def _beat(self):
+        super()._beat()
+        hub, key = self.world.random.choice(self.hubs), self.votes._key
+        if not self.who.session:
+            return
+
+        def answered(reply):
+            if not isinstance(reply, Exception) and reply.HasField("asks"):
+                asks = reply.asks
+                ballot = asks.ballot.term, asks.ballot.number
+                for other in (*self.hubs, *self.nodes[:-1]):
+                    self._says(hub, VoteReply(other.identity, asks.proposer, ballot, True, ballot[0], ballot))
+                own = identity_of(key.public)
+                self._says(hub, VoteReply(own, asks.proposer, ballot, False, MOST_TERM - 1))
+
+        self.call(hub, "take_over", pb.TakeOverRequest(who=self.who, answer=self.votes.shown), then=answered)
+        named, term = self.world.random.choice(self.hubs), self.who.term
+        leading = self.hub.process and self.hub.process._leading
+        segment, offset = leading.ledger.journal.complete if leading else (1, 0)
+        confirm = pb.ConfirmRequest(
+            term=term, segment=segment, offset=offset, replica=named.identity, address=named.address
         )
+        votes.sign(confirm, key)
+        self.call(self.hub, "confirm", confirm, then=lambda reply: None)
+        asks = Proposal(term + 1, 0, named.identity, (term, 2**31), (term, 2**31, 0))
+        request = pb.ProposeRequest(run="run", proposal=votes.proposal_out(asks, key))
+        self.call(hub, "propose", request, then=lambda reply: None)
+
+    def _says(self, hub, answer):
+        request = pb.TakeOverRequest(who=self.who, answer=answer_out(answer, self.votes._key))
+        self.call(hub, "take_over", request, then=lambda reply: None)
