@@ -1,5 +1,6 @@
 """Tests of the generic path where the model, its state or its caller is unusual."""
 
+import inspect
 import mmap
 import sys
 from dataclasses import replace
@@ -176,6 +177,23 @@ def test_adapters_of_peft_take_effect_and_prompt_learning_is_refused():
 
 
 # --- models that share passes less well, and those that are refused
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_keys_and_values_are_passed_by_the_name_that_the_forward_gives_them(name):
+    """transformers 5.24 calls them `cache`, and releases before `past_key_values`."""
+    model = tiny_model("Llama")
+    own = model.forward
+    signature = inspect.signature(own)
+    theirs = "cache" if "cache" in signature.parameters else "past_key_values"
+
+    def forward(**arguments):
+        return own(**{theirs if key == name else key: value for key, value in arguments.items()})
+
+    parameters = [p.replace(name=name) if p.name == theirs else p for p in signature.parameters.values()]
+    forward.__signature__ = signature.replace(parameters=parameters)
+    model.forward = forward
+    checked(model, ONE_PASS)
 
 
 def test_a_model_that_ignores_the_cache_computes_the_whole_text():

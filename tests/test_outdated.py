@@ -59,6 +59,7 @@ def test_a_pin_behind_with_its_reason_is_no_fault_and_pins_that_are_newest_are_n
     ("pin", "row"),
     [
         ("late==1.0", "late  1.0  1.10  NO REASON: raise the pin, or write the reason after it"),
+        ("late==1.9", "late  1.9  1.10  NO REASON: raise the pin, or write the reason after it"),
         ("eased==3.0  # a cap", "eased  3.0  3.0  NOT BEHIND: remove the reason: a cap"),
     ],
 )

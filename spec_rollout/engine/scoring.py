@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.model import cache_argument
 from aedit.spec_rollout.sampling import TopLogprobs
 
 PART_TOKENS = 256
@@ -59,7 +60,8 @@ class Scoring:
         part = self.tokens[self._num_done : self._num_done + most]
         with torch.inference_mode():
             ids = torch.tensor([part], device=target.device)
-            logits_TV = target.model(input_ids=ids, past_key_values=self._kv, use_cache=True).logits[0]
+            kv = {cache_argument(target.model): self._kv}
+            logits_TV = target.model(input_ids=ids, use_cache=True, **kv).logits[0]
             self._num_done += len(part)
             self._read(logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float())
         return self._num_done == len(self.tokens)

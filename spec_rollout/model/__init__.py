@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from aedit.spec_rollout.model.graphs import GraphCache, batch_bucket, context_bucket
     from aedit.spec_rollout.model.kv_storage import KVMemoryError, PagedTensor
     from aedit.spec_rollout.model.layers import linear
-    from aedit.spec_rollout.model.model_forward import HiddenStates, tapped_layers
+    from aedit.spec_rollout.model.model_forward import HiddenStates, cache_argument, tapped_layers
     from aedit.spec_rollout.model.model_support import to_device, unwrapped, whole
     from aedit.spec_rollout.model.prefill import Segment
     from aedit.spec_rollout.model.target import Target
@@ -39,6 +39,7 @@ __all__ = [
     "TargetModel",
     "ancestors",
     "batch_bucket",
+    "cache_argument",
     "context_bucket",
     "linear",
     "make_target",

@@ -327,7 +327,7 @@ class Probe:
         def whole(alone: bool) -> Make:
             return lambda rows, slots: WholePasses(forward, TextStore(rows, slots), alone=alone)
 
-        if forward.takes_cache:
+        if forward.cache_argument:
             if has_own_masks(forward) is None:
                 formats = mask_formats(forward.config, forward.attention, self._dtype)
                 for trees in (True, False):

@@ -41,7 +41,7 @@ class ModelForward:
         self._configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
         self.parameters = set(inspect.signature(self.model.forward).parameters)
         self.takes_positions = "position_ids" in self.parameters
-        self.takes_cache = "past_key_values" in self.parameters
+        self.cache_argument = cache_argument(model)
         self._bodies = bodies_of(model)
 
     @property
@@ -78,6 +78,15 @@ class ModelForward:
             if features.shape[:2] != tokens_Bq.shape:
                 raise ValueError(f"{type(self.model).__name__} has no hidden state for each token")
             return logits[:, logits.shape[1] - last :], features
+
+
+def cache_argument(model: Any) -> str:
+    """Return the name of the argument for keys and values of a model's forward; "" if it takes none.
+
+    It is `cache` from transformers 5.24 on, where the older name warns.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in parameters), "")
 
 
 def bodies_of(model: Any) -> list[nn.Module]:

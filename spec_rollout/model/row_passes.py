@@ -66,10 +66,8 @@ class MaskedPasses:
         slots_Bq = (starts_B[:, None] + torch.arange(q, device=device)).clamp(max=self.store.slots - 1)
         step = StepSlots(_rows(new.rows), torch.tensor(new.rows, device=device), slots_Bq, context)
         self.store.mark_used(new.rows, [start + q for start in new.starts])
-        cache = step_cache(self.store, step)
-        return self._forward(
-            new.tokens_Bq, last=q if logits else 0, past_key_values=cache, use_cache=True, **arguments
-        )
+        arguments[self._forward.cache_argument] = step_cache(self.store, step)
+        return self._forward(new.tokens_Bq, last=q if logits else 0, use_cache=True, **arguments)
 
 
 class EqualPasses:
@@ -105,8 +103,8 @@ class EqualPasses:
         return self._forward(
             tokens_Bq,
             last=count if logits else 0,
-            past_key_values=step_cache(self.store, step),
             use_cache=True,
+            **{self._forward.cache_argument: step_cache(self.store, step)},
         )
 
 
