@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import psutil
 import pytest
+from kit import commands
 from kit.distributed import World
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before `datasets` is imported: nothing is looked up on a network
@@ -41,6 +42,7 @@ def pytest_collection():
 
 def pytest_sessionfinish(session):
     """Fail the session when a process it started still runs, even one that has lost its parent."""
+    commands.close()
     _, left = psutil.wait_procs(_started_here(), timeout=END_S)
     if not left:
         return

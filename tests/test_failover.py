@@ -119,7 +119,7 @@ def test_a_hub_that_is_cut_off_with_a_minority_acknowledges_nothing(tmp_path):
             node.join()
         attached(nodes[0], electors=3)
         nodes[0].merged(0)
-        with stopped(standby), voting(nodes[0]):
+        with stopped(standby), voting(nodes[0]), nodes[0].impatient():
             with pytest.raises((HubRefused, HubUnreachable)):
                 nodes[0].push(1)
             with pytest.raises((HubRefused, HubUnreachable)):

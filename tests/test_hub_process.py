@@ -16,6 +16,7 @@ from contextlib import ExitStack
 import grpc
 import numpy as np
 import pytest
+from kit.full_disk import limit_files
 from kit.hub_processes import Client, HubProcess, HubRefused, HubUnreachable, ending, hello, write_run
 from kit.waiting import until
 
@@ -26,8 +27,8 @@ from aedit.proto.rpc import PROTOCOL, HubClient
 from aedit.proto.rpc import hub_pb2 as pb
 
 
-def start(tmp_path, *words, more="", file_limit=None, **values):
-    return HubProcess(write_run(tmp_path, more, **values), tmp_path / "hub", *words, file_limit=file_limit)
+def start(tmp_path, *words, more="", **values):
+    return HubProcess(write_run(tmp_path, more, **values), tmp_path / "hub", *words)
 
 
 def asking(settings):
@@ -143,11 +144,12 @@ def fill(node):
 
 
 def test_a_full_disk_refuses_pushes_and_nothing_else(tmp_path):
-    hub = start(tmp_path, file_limit=210 * 1024)
+    hub = start(tmp_path)
     with ending():
+        limit_files(hub.process, 210 * 1024)
         node = Client(hub.address).found()
         # Told to come again until the deadline, which may come while it asks.
-        with pytest.raises(HubUnreachable, match=r"no space|Deadline Exceeded"):
+        with node.impatient(), pytest.raises(HubUnreachable, match=r"no space|Deadline Exceeded"):
             fill(node)
         before = node.anchor(0)
         assert node.heartbeat().nodes == 1

@@ -2,9 +2,10 @@
 
 import os
 import subprocess
-import sys
 import time
 from contextlib import contextmanager
+
+from kit.commands import PROGRAM, Command
 
 CONFIG = """
 name = "test"
@@ -42,14 +43,13 @@ class HubProcess:
         told = self.folder / "hub" / "address"
         told.unlink(missing_ok=True)
         words = ["hub", "run.toml", "--address", self.address, "--directory", "hub", *self.flags]
-        with (self.folder / "log").open("a") as log:
-            self.process = subprocess.Popen(
-                [*self.prefix, sys.executable, "-m", "aedit.launch.cli", *words],
-                cwd=self.folder,
-                stdout=log,
-                stderr=log,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
+        env, log = os.environ | {"OMP_NUM_THREADS": "1"}, self.folder / "log"
+        if self.prefix:
+            with log.open("a") as out:
+                command = [*self.prefix, *PROGRAM, *words]
+                self.process = subprocess.Popen(command, cwd=self.folder, stdout=out, stderr=out, env=env)
+        else:
+            self.process = Command(words, log, cwd=self.folder, env=env)
         deadline = time.monotonic() + limit_s
         while not told.exists():
             assert self.process.poll() is None, (self.folder / "log").read_text()

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +14,12 @@ from aedit.proto.agent.membership import Elector
 from aedit.proto.codecs import codec
 from aedit.proto.rpc import PROTOCOL, HubClient, HubRefused, HubUnreachable, SigningKey, identity_of, sign
 from aedit.proto.rpc import hub_pb2 as pb
+from kit.commands import Command
 from kit.waiting import until
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
+CALL_S = 30.0
+"""Deadline of a call that is answered: long, as hubs and disks of a busy machine may be slow."""
 
 RUN = """
 name = "run"
@@ -53,25 +54,14 @@ class HubProcess:
 
     started = []  # noqa: RUF012 - those that `ending` sees to
 
-    def __init__(self, toml, directory, *words, file_limit=None):
+    def __init__(self, toml, directory, *words):
         self.directory, self.log = Path(directory), Path(f"{directory}.log")
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        words = [
-            sys.executable,
-            "-m",
-            "aedit.launch.cli",
-            "hub",
-            str(toml),
-            f"--directory={directory}",
-            *words,
-        ]
-        if file_limit:
-            words = ["bash", "-c", f'ulimit -f {file_limit // 1024}; exec "$@"', "bash", *words]
+        words = ["hub", str(toml), f"--directory={directory}", *words]
         address = self.directory / "address"
         before = _mark(address)
-        with self.log.open("a") as log:
-            env = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-            self.process = subprocess.Popen(words, stdout=log, stderr=log, env=env)
+        env = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self.process = Command(words, self.log, env=env)
         self.started.append(self.process)
         self.address = None
         until(lambda: self.process.poll() is not None or _mark(address) not in (None, before), "a hub")
@@ -121,7 +111,7 @@ class Client:
     accepted: list = field(default_factory=list)
 
     def __post_init__(self):
-        self.hub = HubClient(self.address, call_timeout_s=5.0)
+        self.hub = HubClient(self.address, call_timeout_s=CALL_S)
         self.who = pb.Who(run="run")
         self.elector = Elector(None)
         self.versions, self.seqs = [], []
@@ -191,14 +181,24 @@ class Client:
     def status(self):
         return json.loads(self.hub.status(pb.StatusRequest()).json)
 
+    @contextmanager
+    def impatient(self, call_timeout_s=3.0):
+        """Let calls in the block, which may not be answered, end soon."""
+        usual, self.hub = self.hub, HubClient(self.address, call_timeout_s=call_timeout_s)
+        try:
+            yield
+        finally:
+            self.hub.close()
+            self.hub = usual
+
     def leave(self):
         self.hub.leave(pb.LeaveRequest(who=self.who))
 
     def vote(self, address):
         """Offer the vote to a hub, as an agent does that cannot reach its own."""
-        other = HubClient(address, call_timeout_s=5.0)
+        other = HubClient(address, call_timeout_s=CALL_S)
         try:
-            return self.elector.offer(other, self.who, 5.0)
+            return self.elector.offer(other, self.who, CALL_S)
         finally:
             other.close()
 
@@ -209,7 +209,7 @@ class Client:
     def go_to(self, address):
         """Connect to another hub."""
         self.hub.close()
-        self.hub, self.address = HubClient(address, call_timeout_s=5.0), address
+        self.hub, self.address = HubClient(address, call_timeout_s=CALL_S), address
         self.who = pb.Who(run="run", session=self.who.session)
         return self.admitted()
 
@@ -242,7 +242,7 @@ def numbers(unit, seq, numel):
 
 
 def hello(address):
-    client = HubClient(address, call_timeout_s=5.0)
+    client = HubClient(address, call_timeout_s=CALL_S)
     try:
         return client.hello(pb.HelloRequest(protocol=PROTOCOL, version="test"))
     finally:
@@ -250,7 +250,7 @@ def hello(address):
 
 
 def status(address):
-    client = HubClient(address, call_timeout_s=5.0)
+    client = HubClient(address, call_timeout_s=CALL_S)
     try:
         return json.loads(client.status(pb.StatusRequest()).json)
     finally:

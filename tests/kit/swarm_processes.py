@@ -4,8 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +12,7 @@ import psutil
 
 from aedit.launch.hub import anchors_of, replayed
 from aedit.launch.swarm import MARK
+from kit.commands import Command
 from kit.waiting import until
 
 JOINS_S = 60.0
@@ -74,10 +73,7 @@ class Swarm:
         words += ["--insecure", f"--peers={self.folder}/peers.txt", "--swarm.listen=127.0.0.1:0", *self.flags]
         words += ["--found"] * (number == 0)
         words += self.words.get(number, ())
-        with (folder / "output.log").open("a") as log:
-            command = [sys.executable, "-m", "aedit.launch.cli", *words]
-            env = os.environ | {"OMP_NUM_THREADS": "1"}
-            return subprocess.Popen(command, stdout=log, stderr=log, env=env)
+        return Command(words, folder / "output.log", env=os.environ | {"OMP_NUM_THREADS": "1"})
 
     def add(self, *words):
         """Start one more peer, with more words in its command, now and when it starts again."""
