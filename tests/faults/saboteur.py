@@ -1,7 +1,6 @@
 """Node program that injects a fault into itself at a chosen point of its training, free of races.
 
     python saboteur.py --aedit run CONFIG ...     the command line, with this file as the node program
-    python saboteur.py --serve                    starts such nodes by fork, which saves the import time
     python saboteur.py run.toml OPTIONS           the node program, with the plan beside run.toml
 
 The plan is a list of deeds {"node": 1, "moment": "stepped", "step": 7, "act": "SIGKILL"}, each done once, in
@@ -145,19 +144,20 @@ def run_node(deeds, words):
     return node.main()
 
 
-def serve():
+def serve(pipe):
     """Fork one node per request; answer with its process id, or with its exit code once it has ended."""
     import torch
 
-    import aedit.launch.node.build  # noqa: F401
-
+    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     gc.freeze()  # no fork looks through what all have imported, nor copies its pages for that
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer = _exit_code(**request) if "pid" in request else _fork(**request)
-        print(json.dumps(answer), flush=True)
+    pipe.send("ready")
+    while True:
+        try:
+            request = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_exit_code(**request) if "pid" in request else _fork(**request))
 
 
 def _fork(env, deeds, words):
@@ -201,8 +201,6 @@ def run_aedit(words):
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--aedit"]:
         sys.exit(run_aedit(sys.argv[2:]))
-    elif sys.argv[1:] == ["--serve"]:
-        serve()
     else:
         plan = Path(sys.argv[1]).parent / PLAN
         sys.exit(run_node(json.loads(plan.read_text()) if plan.exists() else [], sys.argv[1:]))

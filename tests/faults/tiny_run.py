@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed.checkpoint as dcp
+from faults import saboteur
+from kit.distributed import FORKS
 from torch.distributed import TCPStore
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -47,20 +49,23 @@ class Server:
     """Process that forks nodes."""
 
     def __init__(self):
-        command = [sys.executable, str(SABOTEUR), "--serve"]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
-        )
-        assert json.loads(self.process.stdout.readline()) == "ready"
+        self.pipe, theirs = FORKS.Pipe()
+        self.process = FORKS.Process(target=saboteur.serve, args=(theirs,))
+        self.process.start()
+        theirs.close()
+        assert self.answer() == "ready"
 
     def ask(self, **request):
-        print(json.dumps(request), file=self.process.stdin, flush=True)
-        return json.loads(self.process.stdout.readline())
+        self.pipe.send(request)
+        return self.answer()
+
+    def answer(self):
+        assert self.pipe.poll(2 * LIMIT_S), "the server of nodes does not answer"
+        return self.pipe.recv()
 
     def close(self):
-        self.process.stdin.close()
-        self.process.wait(LIMIT_S)
+        self.pipe.close()
+        self.process.join(LIMIT_S)
 
 
 class Nodes:
