@@ -35,7 +35,7 @@ def test_a_served_run_generates_the_policy_of_hub_and_trainer_survives_the_hub_a
     with served_run(tmp_path, words=["--http=127.0.0.1:0"], drafter="auto") as (founder, (server,)):
         model = founder.model()
         wanted = decode_plainly(model, prompts)
-        with TrainerEnd(server.address, "run") as public:
+        with TrainerEnd(server.address, "run", beats=True) as public:
             public.wait(lambda: public.opened, "Opened", LIMIT_S)
             for prompt in prompts:
                 public.add(prompt)

@@ -2,7 +2,7 @@
 
 import time
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 
 def until(ask, what, limit_s=LIMIT_S, look_s=0.005):
