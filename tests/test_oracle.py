@@ -23,7 +23,11 @@ from aedit.async_sgd.rules import Average, Nesterov
 from aedit.edit import EditConfig, MeanExchange, PenaltyConfig
 
 JOBS = "tests/dist_jobs/oracle_jobs.py"
-GRID = [(nodes, ranks) for nodes in (1, 2, 3) for ranks in (1, 2)]
+GRID = [
+    *[(1, 1), (2, 1), (3, 1), (2, 2)],
+    *(pytest.param(shape, marks=pytest.mark.slow) for shape in [(1, 2), (3, 2)]),
+]
+"""Nodes and ranks. FSDP2 of a small model takes most of the time, and that of two nodes shows it all."""
 PLAIN = PenaltyConfig(weights="uniform", detector="off", clip=None)
 INNER = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),

@@ -27,7 +27,7 @@ def train_apart(rank, size, ranks):
         fully_shard(part, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
     inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    exchange = MeanExchange(TorchTransport(mesh.get_group("sync"), timeout_s=30), outer=Average())
+    exchange = MeanExchange(TorchTransport(mesh.get_group("sync"), timeout_s=120), outer=Average())
     config = EditConfig(every=8, warmup_steps=2)
     random = torch.Generator().manual_seed(rank)
     with LayerSync.of(model, inner, exchange=exchange, config=config) as sync:

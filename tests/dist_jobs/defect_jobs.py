@@ -17,7 +17,7 @@ def follow(rank, size, moves, rounds):
     Return the last parameters, their bits and the distrusted rounds.
     """
     mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("sync", "shard"))
-    transport = TorchTransport(mesh.get_group("sync"), timeout_s=30)
+    transport = TorchTransport(mesh.get_group("sync"), timeout_s=120)
     try:
         seen = follow_script(
             tower(), transport, moves[rank], [1] * rounds, outer=Nesterov(), penalty=PenaltyConfig()
@@ -43,7 +43,7 @@ def collectives_of_the_users_own(rank, size, nodes, timed, steps):
     inner steps at which rounds were opened, and the final parameters.
     """
     mesh = init_device_mesh("cpu", (nodes, size // nodes), mesh_dim_names=("sync", "shard"))
-    transport = TorchTransport(mesh.get_group("sync"), timeout_s=30)
+    transport = TorchTransport(mesh.get_group("sync"), timeout_s=120)
     model = sharded(mesh)
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
     clock = Ticking(1.7e9 + rank)
@@ -83,7 +83,7 @@ def accumulate_without_gradient_sync(rank, size, nodes, every, micro, steps):
     Return the inner step of every round.
     """
     mesh = init_device_mesh("cpu", (nodes, size // nodes), mesh_dim_names=("sync", "shard"))
-    transport = TorchTransport(mesh.get_group("sync"), timeout_s=30)
+    transport = TorchTransport(mesh.get_group("sync"), timeout_s=120)
     model = sharded(mesh)
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
     sync = LayerSync.of(model, inner, exchange=MeanExchange(transport), config=EditConfig(every=every))
@@ -109,7 +109,7 @@ def one_rank_goes_bad(rank, size, nodes):
     Return the round outcomes and the final bits.
     """
     mesh = init_device_mesh("cpu", (nodes, size // nodes), mesh_dim_names=("sync", "shard"))
-    transport = TorchTransport(mesh.get_group("sync"), timeout_s=30)
+    transport = TorchTransport(mesh.get_group("sync"), timeout_s=120)
     model = sharded(mesh)
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
     sync = LayerSync.of(model, inner, exchange=MeanExchange(transport), config=EditConfig(every=2))

@@ -68,7 +68,7 @@ def train_sharded(rank, size, nodes, ranks, every, num_steps, scaled=1.0):
         fully_shard(block, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    transport = TorchTransport(mesh.get_group("sync"), timeout_s=30)
+    transport = TorchTransport(mesh.get_group("sync"), timeout_s=120)
     exchange = MeanExchange(transport, outer=Average(), penalty=PLAIN)
     landed = []
 
@@ -97,7 +97,7 @@ def land_after_an_evaluation(rank, size):
         fully_shard(block, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    transport = TorchTransport(mesh.get_group("sync"), timeout_s=30)
+    transport = TorchTransport(mesh.get_group("sync"), timeout_s=120)
     exchange = MeanExchange(transport, penalty=PLAIN)  # Nesterov overshoots: landing moves the parameters
     sync = LayerSync.of(model, inner, exchange=exchange, schedule=EverySteps(1), config=EditConfig())
     with sync:
@@ -127,7 +127,7 @@ def train_after_an_evaluation(rank, size, units, sharded):
         fully_shard(block, mesh=mesh["shard"], reshard_after_forward=False)
     fully_shard(model, mesh=mesh["shard"], reshard_after_forward=False)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    transport = TorchTransport(mesh.get_group("sync"), timeout_s=30)
+    transport = TorchTransport(mesh.get_group("sync"), timeout_s=120)
     exchange = MeanExchange(transport, penalty=PLAIN)  # Nesterov overshoots: landing moves the parameters
     config = EditConfig(units=units)
     model(x)  # and the block is entered with everything gathered
@@ -162,7 +162,7 @@ def start_gathered(rank, size):
             p.add_(rank + 1)
     fully_shard(model, mesh=mesh["shard"], reshard_after_forward=False)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    transport = TorchTransport(mesh.get_group("sync"), timeout_s=30)
+    transport = TorchTransport(mesh.get_group("sync"), timeout_s=120)
     exchange = MeanExchange(transport, penalty=PLAIN)
     sync = LayerSync.of(model, inner, exchange=exchange, config=EditConfig(warmup_steps="all"))
     model(torch.ones(2, 5))

@@ -23,7 +23,7 @@ def everything(rank, size, nodes, ranks, averaging, steps, following):
     Returns the results of both, in the order of the cases.
     """
     mesh = init_device_mesh("cpu", (nodes, ranks), mesh_dim_names=("sync", "shard"))
-    transport = TorchTransport(mesh.get_group("sync"), timeout_s=30)
+    transport = TorchTransport(mesh.get_group("sync"), timeout_s=120)
     try:
         return (
             [average_every_step(sharded(mesh), transport, rank, *case, steps) for case in averaging],

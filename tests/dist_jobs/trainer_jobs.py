@@ -87,7 +87,7 @@ class Rounds(TrainerCallback):
 
 
 def train_together(rank, size, out, every, max_steps, accumulate=1, rows=2):
-    transport, model = TorchTransport(timeout_s=30), tiny_llama()
+    transport, model = TorchTransport(timeout_s=120), tiny_llama()
     added = callback(transport, every)
     rounds = Rounds(added)
     steps = max_steps[rank] if isinstance(max_steps, list) else max_steps
@@ -111,7 +111,7 @@ class Losses(TrainerCallback):
 
 def evaluate_and_save(rank, size, out, max_steps, options, count=32):
     """Return the checkpoints by step and the losses reported."""
-    transport, losses = TorchTransport(timeout_s=30), Losses()
+    transport, losses = TorchTransport(timeout_s=120), Losses()
     args = arguments(f"{out}/{rank}", max_steps=max_steps, **options)
     data, held_out = samples(rank, count), samples(9, 4)
     trainer(tiny_llama(), data, args, callback(transport, 2), losses, held_out=held_out).train()
@@ -136,7 +136,7 @@ class StopAtEvaluation(TrainerCallback):
 
 def stop_early(rank, size, out):
     """Evaluate every node on its own samples; return its final parameters and its own best checkpoint."""
-    transport, model = TorchTransport(timeout_s=30), tiny_llama()
+    transport, model = TorchTransport(timeout_s=120), tiny_llama()
     options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     args = arguments(f"{out}/{rank}", max_steps=9, load_best_model_at_end=True, **options)
     added, early = callback(transport, 3), StopAtEvaluation(4)
@@ -160,7 +160,7 @@ def stop_and_resume(rank, size, out, every, max_steps, stop_at):
     """Return the parameters of an uninterrupted training and of one that was killed and resumed."""
 
     def train(name, *callbacks, **options):
-        transport, model = TorchTransport(timeout_s=30), tiny_llama()
+        transport, model = TorchTransport(timeout_s=120), tiny_llama()
         penalty = PenaltyConfig(warmup_rounds=2)
         args = arguments(
             f"{out}/{name}/{rank}", max_steps=max_steps, save_strategy="steps", save_steps=stop_at,
@@ -180,7 +180,7 @@ def stop_and_resume(rank, size, out, every, max_steps, stop_at):
 
 
 def warm_up(rank, size, out, max_steps, max_grad_norm):
-    transport, model = TorchTransport(timeout_s=30), tiny_llama()
+    transport, model = TorchTransport(timeout_s=120), tiny_llama()
     added = callback(transport, config=EditConfig(warmup_steps="all"), max_grad_norm=max_grad_norm)
     trainer(model, samples(rank), arguments(f"{out}/{rank}", max_steps=max_steps), added).train()
     transport.close()
