@@ -32,7 +32,7 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     ["torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "aedit.launch.node.build"]
 )
-START_S = 60.0
+START_S = 120.0
 GRACE_S = 5.0
 
 
@@ -106,7 +106,7 @@ class World:
         self.store = None
         self.jobs = 0
 
-    def run(self, file, function, size, args=None, timeout_s=60.0):
+    def run(self, file, function, size, args=None, timeout_s=180.0):
         """Return what `function(rank, size, **args)` returned, by rank.
 
         Arguments and results travel by pickle. The first error of a worker is raised here with that worker's
