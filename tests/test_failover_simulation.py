@@ -16,7 +16,7 @@ from kit.failover.mutants import MUTANTS
 
 from aedit.system import write_atomically
 
-FAST, SLOW, MOST = 180, 18_000, 180
+FAST, SLOW, MOST = 180, 18_000, 2000
 """Histories in `make test` and in `make test-slow`, and until a mistake must be found."""
 LINE_S = 60.0
 EVENTS = ("behind", "cannot_lead", "journal_full", "resign", "snapshot", "standby_lost", "twin")

@@ -10,7 +10,6 @@ from aedit.async_sgd.replication.replica import END
 from aedit.async_sgd.rules import Agreed
 from aedit.async_sgd.service import driver
 from aedit.launch.hub.leading import LeadingHub
-from aedit.launch.hub.standby import Standby
 from aedit.proto.agent.membership import Elector
 from aedit.proto.rpc import Voter, votes
 from kit.failover.hub import HubProcess
@@ -96,11 +95,6 @@ def ask_for_agreement(self):
     return decided
 
 
-def agrees(self):
-    """Ask for agreement at once, before the replicas have the configuration in their journals."""
-    return self._votes.proposal if self._votes else self._agreement and self._agreement.proposal
-
-
 def has(self, position, chain):
     """Compare lengths only."""
     return position <= self._journal.position
@@ -140,10 +134,5 @@ MUTANTS = {
         (Replica, "acknowledged", lambda self: END if self.term else (0, 0))
     ],
     "a configuration needs no quorum of the one before": [(Replica, "_ask_for_agreement", ask_for_agreement)],
-    "a configuration is agreed before the replicas have it": [(Replica, "asks", property(agrees))],
-    "two processes of one folder are both counted": [
-        (Leadership, "twin_of", lambda self, replica, address: ""),
-        (Standby, "_check_twin", lambda self: None),
-    ],
 }
 """Attributes of production code and their replacements, by what is wrong with them."""
