@@ -521,3 +521,15 @@ def test_another_hub_gets_a_push_in_the_end_if_the_hub_that_leases_is_gone(calls
         exchange(link, 1, 1, 0.5, 1, used=8)
         exchange(link, 1, 2, 0.5, 2, used=12)
         assert found == [("push", 1)] * 2
+
+
+def test_all_hubs_of_a_run_know_a_process_of_a_node_by_one_number_and_the_next_one_by_another(calls):
+    """The journals of hubs that split the units are joined by it: see `aedit ledger`."""
+    hubs, found = calls[0], []
+    for _ in range(2):
+        with node(plan([address(hub) for hub in hubs])) as link:
+            link.join(10)
+            link.leave(10)
+        found.append({hub.processes[-1] for hub in hubs})
+    assert [len(numbers) for numbers in found] == [1, 1]
+    assert found[0] != found[1]

@@ -137,6 +137,7 @@ class Agent:
         self._transfers.on_failure(self._fail)
         self._transfers.consumed, self._transfers.announce_use = self._consumed, self.announce_use
         for membership in self._memberships:
+            membership.process = self._memberships[0].process
             membership.known = self._transfers.known
             membership.awaits = partial(self._transfers.awaits, membership.part)
             membership.is_computing = self._is_computing

@@ -92,7 +92,8 @@ class Membership:
         self._member = False
         self._here = False
         self._ended = False
-        self._process = secrets.randbits(63) | 1
+        self.process = secrets.randbits(63) | 1
+        """Number of this process of the node, equal at all its hubs: their journals name it."""
         self.donor = ""
         """HOST:PORT at which this node gives anchors to others; empty if it gives none."""
         self.known: Callable[[], pb.Claim] = pb.Claim
@@ -378,7 +379,7 @@ class Membership:
             request.layout.add(name=unit.name, tensors=tensors)
         request.facts.update(dict(plan.facts))
         request.donor, request.ranks = self.donor, self.ranks
-        request.process, request.rejoin = self._process, bytes.fromhex(plan.rejoin)
+        request.process, request.rejoin = self.process, bytes.fromhex(plan.rejoin)
         request.offer.CopyFrom(self._ballots.shown)
         request.prefers = 0 if plan.prefers is None else plan.prefers + 1
         if not self._is_of_now(hello.term):

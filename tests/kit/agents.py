@@ -84,6 +84,7 @@ class MemoryHub:
         self.pushed, self.waiting, self.heartbeats, self.used, self.broken = [], [], [], {}, []
         self.calls = []  # pushes and uses in their order: ("push", unit), ("used", samples)
         self.leased = {}  # blocks by node
+        self.processes = []  # numbers of processes, one for each join
         self.donors, self.left, self.pulled_bytes, self.joins, self.leads = {}, set(), 0, 0, True
         self.refuse = {}
         self.news = {}
@@ -128,6 +129,7 @@ class MemoryHub:
                 raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "unit1 has another number of parameters")
             node = self.names.setdefault(request.name, len(self.names))
             self.joins += 1
+            self.processes.append(request.process)
             self.sessions[node] = self.joins
             self.founder = node if self.founder is None else self.founder
             seqs = [self.seqs.get((node, unit), 0) for unit in range(len(self.numels))]
