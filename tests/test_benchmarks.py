@@ -12,10 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from benchmarks import quality
+from benchmarks import quality, run_cost
 from benchmarks.bandwidth import Row
 from benchmarks.kit import netns
 from benchmarks.kit import tables as table
+from benchmarks.kit.cpu_time import Spent
 from benchmarks.kit.paced import Pace, Walk
 from benchmarks.kit.small_llama import corpus, llama
 from benchmarks.kit.statistics import mean_and_half_width
@@ -150,6 +151,17 @@ def test_the_cost_of_a_round_is_spread_over_its_interval():
     assert found.round_s == pytest.approx(7.0)
     assert found.overhead(16) == pytest.approx((0.1 + 7 / 16) / 10)
     assert bootstrap(intervals, 16) == pytest.approx((found.overhead(16),) * 2)
+
+
+def test_the_cost_of_a_run_is_that_of_the_steps_that_it_has_done():
+    """A run ends with a round, so it does more steps than it was asked for."""
+    plain = [Spent(5.0, 0.0, {}), Spent(25.0, 0.0, {})]
+    few, many = Spent(9.0, 10.0, {"node": 7.0}), Spent(39.0, 60.0, {"node": 32.0, "hub": 2.0})
+    found = run_cost._per_step(plain, [(few, 150), (many, 650)], 400)
+    assert (found.plain_s, found.run_s, found.wall_s) == pytest.approx((20.0 / 400, 30.0 / 500, 50.0 / 500))
+    assert found.by_role == pytest.approx({"node": 25.0 / 500, "hub": 2.0 / 500})
+    with pytest.raises(RuntimeError, match="only 100 steps lie between the runs"):
+        run_cost._per_step(plain, [(few, 150), (many, 250)], 400)
 
 
 def test_solo_speed_is_that_of_the_very_steps_taken_in_company():

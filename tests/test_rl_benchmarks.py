@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from benchmarks import rl, rl_idle
 from benchmarks.kit import rl_runs
+from benchmarks.kit.cpu_time import Spent
 from kit.rl_runs import rl_run
 
 from aedit.launch.config import load
@@ -134,3 +135,28 @@ def test_a_node_of_the_roles_admits_what_its_staleness_allows_and_counts_its_wai
         assert node.waited_s["rollouts"] > 0
         waited = {"longest sample": 0.0, "rollouts": node.waited_s["rollouts"]}
         assert node._so_far(source) == waited | {"ahead": 0.5}
+
+
+def test_cpu_time_beside_trls_trainer_is_that_of_the_steps_between_two_runs():
+    trl = [(Spent(5.0, 9.0, {}), 0.1), (Spent(11.0, 20.0, {}), 0.5)]
+    run = [
+        (Spent(8.0, 9.0, {"node": 6.0}), 10, 0.2),
+        (Spent(20.0, 30.0, {"node": 15.0, "hub": 1.0}), 40, 0.4),
+    ]
+    found = rl._beside(trl, run, 20)
+    assert (found.trl_s, found.run_s) == pytest.approx((6.0 / 20, 12.0 / 30)), "the run has done 30 steps"
+    assert found.by_role == pytest.approx({"node": 9.0 / 30, "hub": 1.0 / 30})
+    assert found.rewards == (0.5, 0.4)
+    with pytest.raises(RuntimeError, match="has taken 10 steps, the shorter one 10"):
+        rl._beside(trl, [run[0], (run[1][0], 10, 0.4)], 20)
+
+
+def test_trls_trainer_gets_the_policy_and_the_rows_of_the_preset(tmp_path):
+    preset = load(rl.CONFIG, []).config
+    config = load(rl._config(tmp_path, tmp_path / "model"), [], strict=True).config
+    assert (config.model.pretrained, config.rl.supervised_steps) == (str(tmp_path / "model"), 0)
+    assert (config.prompts, config.rl.sampling, config.train.lr) == (
+        preset.prompts,
+        preset.rl.sampling,
+        preset.train.lr,
+    )
