@@ -18,7 +18,7 @@ from kit.distributed import FORKS
 from torch.distributed import TCPStore
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 SABOTEUR = Path(__file__).parent / "saboteur.py"
 
 RUN_TOML = """
