@@ -12,7 +12,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Hundreds of processes are started: compiled modules are kept, also where the environment says otherwise.
 unexport PYTHONDONTWRITEBYTECODE
 # Test processes side by side. WORKERS=0 runs all tests in one process.
-WORKERS := 2
+WORKERS := 3
 # Tests that run all that uses torch in a way of its own: hub and nodes, FSDP2, compiled models, engine families,
 # drafters, checkpoints, reinforcement learning. TESTS=tests is the whole suite.
 TESTS := $(addprefix tests/test_, $(addsuffix .py, linear weight_packing landing hooks library hub_nodes \

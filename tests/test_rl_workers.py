@@ -242,4 +242,11 @@ def test_workers_generate_while_the_node_trains_and_no_finished_sample_is_droppe
     mine = {rollout.prompt.rollout for rollout in finished if rollout.prompt.rollout < 1 << 62}
     assert set(positions) <= mine
     assert len(mine - set(positions)) <= 2
-    assert max(line["rl"]["staleness_max"] for line in records(config, "metrics") if line["rl"]) == 1
+    oldest = [
+        max(number - version for group in batch for rollout in group.rollouts for version in rollout.versions)
+        for number, batch in enumerate(batches, start=1)
+    ]
+    lines = [line for line in records(config, "metrics") if line["rl"] and line["step"]]
+    assert lines
+    for line in lines:
+        assert line["rl"]["staleness_max"] == oldest[line["step"] - 1]

@@ -11,7 +11,7 @@ from kit.failover.mutants import patched
 from kit.failover.node import Liar, SimNode
 from kit.failover.world import Fault, Violation, World
 
-FAULTS_S, HEAL_S = 11.0, 40.0
+FAULTS_S, HEAL_S = 11.0, 120.0
 """How long faults happen, and after how long all nodes must have pushed again."""
 NODE = 10
 """Number of the first node; hubs are numbered from 0."""
