@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections import Counter, defaultdict
 
 import pytest
@@ -74,7 +75,10 @@ class Nodes:
 
     def wait(self, name):
         code = self.server.ask(pid=self.pids[name], timeout_s=LIMIT_S)
-        assert code is not None, (self.directory / "output.log").read_text()[-3000:]
+        if code is None:  # the stacks of its threads say what it waits for
+            os.kill(self.pids[name], signal.SIGUSR1)
+            time.sleep(2)
+        assert code is not None, (self.directory / "output.log").read_text()[-12000:]
         return code
 
 
