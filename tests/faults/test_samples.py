@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import pytest
 from faults.tiny_run import LIMIT_S, deed, write_text
@@ -55,6 +56,11 @@ expire_s = 3.0
 lease_samples = 16
 push_filter = {{ threshold = 1e9, cosine = false, clip = 1e9 }}
 """
+
+
+def is_stopped(pid):
+    """Return whether a process is stopped by a signal; one that is not yet would never go on."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
 
 
 class Nodes:
@@ -124,6 +130,7 @@ def test_a_killed_node_and_a_killed_hub_leave_accounts_that_are_those_of_the_tes
         assert nodes.wait("a") == -signal.SIGKILL
         hub.kill()
         hub.start()
+        until(lambda: is_stopped(nodes.pids["b"]), "the stop of b", LIMIT_S)
         nodes.start("a")
         until(lambda: len(draws(directory, "a")) == 2, "steps of the second start", LIMIT_S)
         os.kill(nodes.pids["b"], signal.SIGCONT)
