@@ -54,3 +54,8 @@ class EditConfig:
             self.fragments,
         )
         check(self.units != (), "edit.units", "must name at least one module", self.units)
+
+    @property
+    def round_s(self) -> float:
+        """Return the interval of rounds in seconds; 0 if they are due by steps."""
+        return float(self.every) if self.schedule == "seconds" else 0.0

@@ -339,7 +339,7 @@ def node_plan(
         donor="127.0.0.1:0" if hub.address.startswith("127.") and not options.keys else "",
         heartbeat_s=hub.heartbeat_s,
         expire_s=hub.expire_s,
-        round_s=float(settings.edit.every) if settings.edit.schedule == "seconds" else 0.0,
+        round_s=settings.edit.round_s,
         call_timeout_s=hub.call_timeout_s,
     )
 

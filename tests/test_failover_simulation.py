@@ -37,7 +37,7 @@ def check(seeds):
 @pytest.mark.timeout(900)
 def test_no_promise_is_broken_and_the_histories_contain_what_they_are_to_show():
     """Failovers, replicas that come back, journals that are cut, snapshots, full disks, and real work."""
-    seen = Counter()
+    seen, num_resigned = Counter(), 0
     for seed in range(FAST):
         what = history(seed)
         simulation = Simulation(what)
@@ -56,6 +56,7 @@ def test_no_promise_is_broken_and_the_histories_contain_what_they_are_to_show():
             events = Counter(name for name, _ in hub.events)
             seen["in sync again"] += events["standby_follows"] > 1
             seen["ends with a reason"] += len(hub.reasons)
+            num_resigned += events["resign"]
             for name in EVENTS:
                 seen[f"event {name}"] += events[name]
             seen["set aside"] += any("/set_aside/" in name for name in hub.disk.names)
@@ -65,6 +66,7 @@ def test_no_promise_is_broken_and_the_histories_contain_what_they_are_to_show():
     few = [name for name, count in seen.items() if count < FAST / 50]
     assert len(seen) == 8 + len(EVENTS) + len(set(RECIPES)), seen
     assert not few, seen
+    assert num_resigned, "no leader has resigned"
 
 
 @pytest.mark.slow

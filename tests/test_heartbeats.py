@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import grpc
 import numpy as np
 import pytest
+import torch
 from benchmarks.programs.light_members import Crowd, Light
 from kit.agents import exchange, node, plan
 from kit.hub_machine import World, config
@@ -19,7 +20,9 @@ from test_membership import Owner, Scene
 
 from aedit.async_sgd.hub import Clocks, member_timeouts
 from aedit.async_sgd.hub.member_timeouts import allowed_silence, heartbeat_interval
-from aedit.async_sgd.rules import Configured, Left
+from aedit.async_sgd.rules import Configured, HubConfig, Left
+from aedit.edit import EditConfig
+from aedit.edit.hub_join import HubNodeOptions, HubSettings, node_plan
 from aedit.proto.agent import Progress, membership
 from aedit.proto.agent.agent import Agent
 from aedit.proto.rpc import USUAL_CALL_S, CallCost, HubRefused, frames
@@ -460,3 +463,11 @@ def test_the_end_of_a_long_step_is_reported_soon(tmp_path):
     scene.node._hurry.clear()
     scene.node.has_stepped()
     assert not scene.node._hurry.is_set(), "the next step is reported at the usual time"
+
+
+@pytest.mark.parametrize(("schedule", "expected"), [("seconds", 8.0), ("steps", 0.0)])
+def test_the_plan_of_an_agent_says_how_far_rounds_by_the_clock_are_apart(schedule, expected):
+    edit, hub = EditConfig(units=("0",), schedule=schedule, every=8), HubConfig(address="127.0.0.1:1")
+    settings = HubSettings(run="run", edit=edit, hub=hub)
+    plan = node_plan(torch.nn.Sequential(torch.nn.Linear(2, 2)), settings, HubNodeOptions(name="a"))
+    assert plan.round_s == expected

@@ -137,7 +137,7 @@ def agent_plan(
         donor=_donor_address(member, addresses),
         heartbeat_s=hub.heartbeat_s,
         expire_s=hub.expire_s,
-        round_s=float(config.edit.every) if config.edit.schedule == "seconds" else 0.0,
+        round_s=config.edit.round_s,
         call_timeout_s=hub.call_timeout_s,
     )
 

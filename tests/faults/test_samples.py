@@ -214,8 +214,9 @@ def test_a_node_that_is_killed_as_its_accepted_push_lands_has_no_sample_trained_
         hub.process.wait(10)
     attempts, accepted = draws(directory, "a"), accepted_steps(directory / "hub")["a"]
     assert len(attempts) == len(accepted) == 3
-    # What lands is the push of this round or, of a fast node, that of the round before.
-    assert min(accepted[:2]) >= 5
+    # Rounds are 5 steps apart. At step 10 the second push has landed, or only the first one.
+    assert accepted[0] in (5, 10)
+    assert accepted[1] >= 5
     counted = Counter(
         i for steps, n in zip(attempts, accepted, strict=True) for step in steps[:n] for i in step
     )

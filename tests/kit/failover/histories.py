@@ -12,7 +12,9 @@ from kit.failover.node import Liar, SimNode
 from kit.failover.world import Fault, Violation, World
 
 FAULTS_S, HEAL_S = 11.0, 120.0
-"""How long faults happen, and after how long all nodes must have pushed again."""
+"""How long faults happen, and after how long all nodes must have pushed again.
+
+Nine nodes behind a link of 700 bytes a turn take more than 40 s for it, while the run goes on steadily."""
 NODE = 10
 """Number of the first node; hubs are numbered from 0."""
 LEADER = -1
