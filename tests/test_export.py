@@ -154,7 +154,7 @@ def test_a_run_without_a_checkpoint_is_told_so_in_one_line(run_dir, tmp_path):
 
 def test_a_damaged_checkpoint_is_named(run_dir, tmp_path):
     train_and_save(run_dir, node=0, mark=Mark(1))
-    for path in (run_dir / "nodes/0/checkpoints/round_000001").glob("*.distcp"):
+    for path in (run_dir / "nodes/0/checkpoints/round_000001").glob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(UserError, match=r"round_000001 cannot be read .*remove it"):
         export(run_dir, tmp_path / "out")

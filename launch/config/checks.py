@@ -95,6 +95,8 @@ RULES: tuple[EffectRule, ...] = (
     ),
     ("swarm.averaging_s", "swarm.exchange", lambda _, c: c.swarm.has_parts, '"hivemind"'),
     ("swarm.", "swarm.discovery", lambda v, _: not v, '"file" or "hivemind"'),
+    ("checkpoint.time_share", "hub.address", lambda _, c: not c.has_hub, "HOST:PORT"),
+    ("checkpoint.time_share", "checkpoint.every", lambda v, _: v == 0, "1 or more"),
     ("hub.parent_every hub.parent_mix", "hub.parent", lambda v, _: not v, "HOST:PORT"),
     ("model.family model.sizes.", "model.pretrained", lambda v, _: bool(v), '""'),
     ("train.eval_in_waits", "train.eval_every", lambda v, _: v == 0, "1 or more"),

@@ -170,6 +170,10 @@ class CheckpointConfig:
     keep: PositiveInt = 2
     """Newest checkpoints kept per node."""
 
+    time_share: Annotated[float, Range(above=0, most=1)] = 0.02
+    """Share of a node's time that its checkpoints take at most, in a run with a hub, which has the anchors:
+    one that is due earlier is written later. 1: none waits."""
+
 
 @checked("alerts")
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,10 +2,10 @@
 
 `__main__` is the process that `torchrun` starts; `build` (begin there) makes the node and lets it join a
 world, a hub (`build_hub`) or hivemind peers (`build_averaging`). `train` is the loop over `objective` (text)
-with the drafter of `text_learner`, or `rl_objective` (rewards), with `budget`, `stop`, `checkpoint`, `world`
-and `model`. `rl_build` makes the objective of RL from `rl_groups` (prompts to rewarded groups), `rl_policy`
-(advantages and loss), `rl_engine` (with the learned drafter), `rl_audit` (of servers) and `rl_records`.
-`launch.processes` starts it; exports and serving use its model.
+with the drafter of `text_learner`, or `rl_objective` (rewards), with `budget`, `stop`, `world`, `model` and
+`checkpoint` (its files: `checkpoint_files`). `rl_build` makes the objective of RL from `rl_groups` (prompts
+to rewarded groups), `rl_policy` (advantages and loss), `rl_engine` (with the learned drafter), `rl_audit` (of
+servers) and `rl_records`. `launch.processes` starts it; exports and serving use its model.
 """
 
 from typing import TYPE_CHECKING

@@ -1,8 +1,8 @@
 """Checkpoints of one node, sharded over its ranks and renamed into place when complete.
 
-nodes/N/checkpoints/round_000012/ holds the files of torch.distributed.checkpoint, and meta.json, which is
-written last. A directory with any other name is not a checkpoint. Names end in _1, _2, ... if a node stops
-several times in one round.
+nodes/N/checkpoints/round_000012/ holds one safetensors file per rank, the metadata of
+torch.distributed.checkpoint, and meta.json, which is written last (see `checkpoint_files`). A directory with
+any other name is not a checkpoint. Names end in _1, _2, ... if a node stops several times in one round.
 
 To resume, the nodes exchange the lists of their checkpoints, so that all choose the same one, also if one of
 them lost its last or their number has changed: a node without a checkpoint takes the anchors of another.
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from aedit.edit import LayerSync, MeanExchange, Shards, snapshot
 from aedit.launch.data import SampleOrder, first_free
+from aedit.launch.node.checkpoint_files import SafetensorsReader, SafetensorsWriter
 from aedit.proto.transports import Rows, Transport
 from aedit.system import sync_directory, write_atomically
 from aedit.types import Round, UserError
@@ -114,7 +115,7 @@ class NodeCheckpoints:
         try:
             dcp.load(
                 into,
-                storage_reader=dcp.FileSystemReader(self.path(mark)),
+                storage_reader=SafetensorsReader(self.path(mark)),
                 process_group=self.shards.group,
                 no_dist=self.shards.size == 1,
             )
@@ -138,7 +139,7 @@ class NodeCheckpoints:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one rank needs none
             dcp.save(
                 dict(state),
-                storage_writer=dcp.FileSystemWriter(writing, sync_files=True),
+                storage_writer=SafetensorsWriter(writing),
                 process_group=self.shards.group,
                 no_dist=self.shards.size == 1,
             )
@@ -335,9 +336,8 @@ def _load(
     sync: LayerSync, checkpoints: NodeCheckpoints, mark: Mark, meta: dict[str, Any], *, weights: bool = True
 ) -> list[Round]:
     """Restore a checkpoint, with or without the parameters; return the rounds to open again."""
-    snapshot.blank(sync, meta["sync"])
-    state = training_state(sync)
-    state["sync"] = {name: tensor.clone() for name, tensor in state["sync"].items()}
+    exchange = snapshot.blank(sync, meta["sync"])
+    state = training_state(sync) | {"sync": exchange}
     checkpoints.load(mark, state)
     inners = sync.optimizers.outermost
     if weights:
@@ -345,7 +345,7 @@ def _load(
     else:
         set_optimizer_state_dict(sync.model, inners, state["inner"])
     torch.set_rng_state(state["rng"])
-    return snapshot.restore(sync, state["sync"], meta["sync"])
+    return snapshot.restore(sync, exchange, meta["sync"])
 
 
 def _exchange_progress(

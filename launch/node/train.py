@@ -128,6 +128,8 @@ class TrainingNode:
     alerts: NodeAlerts | None = None
     """Alerts of the node, on the rank that writes."""
     saved: Mark = field(default_factory=lambda: Mark(0))
+    saves_from_s: float = 0.0
+    """Time of the monotonic clock before which a node of a hub writes no checkpoint that is due."""
     evaluated_round: int = 0
     bytes_before: int = 0
     idle_used_before_s: float = 0.0
@@ -292,11 +294,14 @@ class TrainingNode:
     def save_after_a_round(self) -> None:
         """Save if `checkpoint.every` rounds have passed, at a step boundary with nothing in flight.
 
-        If there is no such boundary for a whole round, land first. A node of a hub saves at once: its agent
-        holds what is in flight.
+        If there is no such boundary for a whole round, land first. A node of a hub does not wait for one: its
+        agent holds what is in flight. It saves later if its checkpoints took more than their share of the
+        time: the hub has the anchors, and no other node needs a checkpoint of the same round.
         """
         every, behind = self.config.checkpoint.every, self.milestone - self.saved.round
         if not every or behind < every:
+            return
+        if self.hub is not None and self.sync.shards.decide([time.monotonic() < self.saves_from_s])[0]:
             return
         if self.sync.in_flight and behind > every and not self.sync.free:
             self.sync.finish()
@@ -318,8 +323,9 @@ class TrainingNode:
             print(f"aedit: checkpoint {mark.name} failed: {error}; older ones are intact", flush=True)
             return
         finally:
-            self.recorder.clock.other_s += time.monotonic() - began
-        seconds = time.monotonic() - began
+            seconds = time.monotonic() - began
+            self.recorder.clock.other_s += seconds
+            self.saves_from_s = began + seconds / self.config.checkpoint.time_share
         self.recorder.event(
             "checkpoint", round=mark.round, step=self.sync.steps, seconds=seconds, bytes=num_bytes
         )

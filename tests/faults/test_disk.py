@@ -106,7 +106,7 @@ def test_a_read_only_disk_is_refused_in_one_line(make_run, capsys):
     assert "Read-only file system" in line
 
 
-@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "meta.json"])
+@pytest.mark.parametrize("file", ["rank_0.safetensors", ".metadata", "meta.json"])
 def test_a_torn_checkpoint_is_named_and_the_older_one_goes_on_without_it(make_run, undisturbed, file):
     run = make_run()
     run.train(deeds=[deed(0, "drawn", 13, "SIGTERM"), deed(1, "drawn", 13, "SIGTERM")])

@@ -18,6 +18,8 @@ from kit.distributed import FORKS
 from torch.distributed import TCPStore
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from aedit.launch.node.checkpoint_files import SafetensorsReader
+
 LIMIT_S = 120.0
 SABOTEUR = Path(__file__).parent / "saboteur.py"
 
@@ -211,7 +213,7 @@ def write_text(path):
 
 def contents(checkpoint):
     """Return every tensor and number of a checkpoint that training depends on, by name, without times."""
-    reader = dcp.FileSystemReader(checkpoint)
+    reader = SafetensorsReader(checkpoint)
     known = reader.read_metadata().state_dict_metadata
     state = {
         name: torch.empty(about.size, dtype=about.properties.dtype)
