@@ -156,6 +156,30 @@ def test_a_copy_that_lost_records_in_a_power_failure_is_cut_off_and_fetched_agai
     same(again.mirror.hub, book.hub)
 
 
+def test_a_copy_whose_segment_lost_its_head_in_a_power_failure_is_fetched_again(book, tmp_path):
+    """Found in simulation: the follower refused its folder, as later bytes of the segment were on disk."""
+    Follower(tmp_path / "b").follow(book.ledger)
+    path = segment_path(tmp_path / "b", 1)
+    end = 1, path.stat().st_size
+    with path.open("r+b") as file:
+        file.write(bytes(FILE_BYTES))
+    store = Store(tmp_path / "b")
+    store.recover(make_hub(config(), (0, 1)), is_copy=True)
+    assert store.lost_end == end, "this hub is no candidate before it has as much again"
+    again = Follower(tmp_path / "b")
+    again.follow(book.ledger)
+    same(again.mirror.hub, book.hub)
+
+
+def test_a_hub_that_ended_as_it_began_a_segment_goes_on_with_the_one_before(book, tmp_path):
+    """It began another journal, to which no receipt belonged."""
+    before = book.ledger.journal.epoch, book.ledger.journal.position
+    segment_path(tmp_path / "a", 2).touch()
+    again = Book(tmp_path / "a")
+    assert (again.ledger.journal.epoch, again.ledger.journal.position) == before
+    same(again.hub, book.hub)
+
+
 def test_a_leader_that_was_replaced_follows_with_what_it_has_in_common(book, tmp_path):
     follower = Follower(tmp_path / "b")
     follower.follow(book.ledger)

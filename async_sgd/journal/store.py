@@ -87,7 +87,8 @@ class Store:
             may_end_early = number == segments[-1]
             has_head = number <= noted
             self._replay(hub, number, may_end_early, has_head=has_head, mend=mend, is_copy=is_copy)
-        return segments[-1] if segments else first
+        left = [number for number in segments if segment_path(self.directory, number).exists()]
+        return left[-1] if left else first
 
     def save(self, state: Saved, number: int) -> int:
         """Write the snapshot before segment `number`, delete what it makes unnecessary, and return its bytes.
@@ -138,7 +139,7 @@ class Store:
                 good = end
         except Damaged as error:
             was_whole = is_vouched_for(file, good) if good else has_head or file.num_bytes > FILE_BYTES
-            if may_end_early and was_whole and good and is_copy:
+            if may_end_early and was_whole and is_copy:
                 self.lost_end = number, file.num_bytes
             elif was_whole or not may_end_early:
                 raise UserError(
