@@ -61,6 +61,8 @@ class Mirror:
         self.partial = PartialSnapshot(self._directory)
         self._is_arriving = False
         """A chunk of a snapshot has come since the last `trim`, and its segment has not begun."""
+        self._marked: tuple[File, bytes] | None = None
+        """The segment whose mark was read last, and the mark."""
         self._load(*(recovered or self._recover()))
         if self.position == (1, FILE_BYTES):  # the first segment, which was begun here and not there
             self.clear(keep=False)
@@ -193,7 +195,7 @@ class Mirror:
                 return False
             if offset == self._reading.num_bytes:
                 return self._turn_over(segment + 1)
-            frame = frame_at(self._reading, read_head(self._reading).mark, offset)
+            frame = frame_at(self._reading, self._mark_of(self._reading), offset)
             if frame is None:
                 raise Damaged(f"{self._reading.path}: ends within the frame at byte {offset}")
             if frame.kind == RECORDS:
@@ -247,7 +249,13 @@ class Mirror:
             return True
         if self.position[1] < FILE_BYTES:
             return False
-        return frame_at(self._reading, read_head(self._reading).mark, offset) is not None
+        return frame_at(self._reading, self._mark_of(self._reading), offset) is not None
+
+    def _mark_of(self, file: File) -> bytes:
+        """Return the mark of a segment that has its head; it is read once. Raises Damaged."""
+        if self._marked is None or self._marked[0] is not file:
+            self._marked = file, read_head(file).mark
+        return self._marked[1]
 
     def _begin(self, segment: int) -> None:
         """Begin the next segment, or the first one after a snapshot or of a journal."""

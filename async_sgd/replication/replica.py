@@ -5,7 +5,6 @@ They only decide when a hub asks: what is acknowledged does not depend on them.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
-from copy import copy
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -62,7 +61,8 @@ class Replica:
 
     def copied(self) -> "Replica":
         """Return a copy on which may be decided what counts only once it is on disk."""
-        made = copy(self)
+        made = Replica.__new__(Replica)  # `copy` takes four times as long, and each message needs one
+        vars(made).update(vars(self))
         made._accepted, made._confirmed = dict(self._accepted), dict(self._confirmed)
         made._votes = self._votes and self._votes.copied()
         made._agreement = self._agreement and self._agreement.copied()

@@ -6,7 +6,6 @@ peer that hosts the candidate.
 """
 
 import json
-from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -188,7 +187,8 @@ def check_signer(message: Signed, identity: int) -> None:
 
 
 def _signed_bytes(message: Signed) -> bytes:
-    copy = deepcopy(message)
+    copy = type(message)()
+    copy.CopyFrom(message)
     copy.ClearField("signature")
     return _PURPOSES[type(message)] + copy.SerializeToString(deterministic=True)
 

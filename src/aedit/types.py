@@ -111,11 +111,12 @@ def checked(key: str | None = None) -> Callable[[C], C]:
             return get_type_hints(construct, None, _Names(construct.__globals__), include_extras=bounds)
 
         @functools.cache
-        def exact() -> dict[str, frozenset[type]]:
-            return {name: _exact_types(hint) for name, hint in hints().items()}
+        def exact() -> dict[str, frozenset[type] | None]:
+            return {name: None if _is_open(hint) else _exact_types(hint) for name, hint in hints().items()}
 
         def accept(made: type, name: str, value: object) -> Any:
-            if type(value) in exact().get(name, ()):
+            kinds = exact().get(name, frozenset())
+            if kinds is None or type(value) in kinds:
                 return value  # quickly: engines make checked objects in each step
             hint = hints().get(name, Any)
             taken = accepted(value, hint)
@@ -144,6 +145,13 @@ def checked(key: str | None = None) -> Callable[[C], C]:
 
 WRONG = object()
 """Result of `accepted` for a value that an annotation does not allow."""
+
+
+def _is_open(hint: Any) -> bool:
+    """Return whether `accepted` returns every value unchanged."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return _is_open(get_args(hint)[0])
+    return hint is Any or isinstance(hint, TypeVar)
 
 
 def _exact_types(hint: Any) -> frozenset[type]:
