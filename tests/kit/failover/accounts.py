@@ -45,6 +45,8 @@ class Accounts:
             self.elected[term] = host.number
             if term == max(self.elected):
                 self.check_leader(host, leading)
+        elif first != host.number and self.forgiven:
+            self.excuse(always=True)
         elif first != host.number:
             raise Violation(f"hubs {first} and {host.number} have both led term {term}")
 

@@ -11,7 +11,7 @@ from kit.failover.mutants import patched
 from kit.failover.node import Liar, SimNode
 from kit.failover.world import Fault, Violation, World
 
-FAULTS_S, HEAL_S = 11.0, 120.0
+FAULTS_S, HEAL_S = 9.0, 120.0
 """How long faults happen, and after how long all nodes must have pushed again.
 
 Nine nodes behind a link of 700 bytes a turn take more than 40 s for it, while the run goes on steadily."""
@@ -124,12 +124,24 @@ def twin(chance, at_s):
     return chance.choice((3, 3, 4)), 3, [copied, gone]
 
 
+def anew(chance, at_s):
+    """Both followers fetch their journals anew over a slow line, and their leader ends meanwhile."""
+    faults = [Fault(at_s + 0.3 * chance.random(), "damage", who) for who in (-2, -3)]
+    ends_s, kind = at_s + chance.uniform(0.6, 1.4), chance.choice(("kill", "lose"))
+    return 3, 3, [*faults, Fault(ends_s, kind, LEADER, 0, chance.uniform(5.0, 9.0))]
+
+
+def brims(chance, at_s):
+    """The disk of the leader becomes full for good, while the others have room."""
+    return 3, chance.choice((2, 3)), [Fault(at_s, "brim", LEADER)]
+
+
 def anything(chance, at_s):
     num_hubs = chance.choice((2, 2, 2, 3, 3, 3, 4, 5))
     return num_hubs, chance.choice((1, 2, 3, 3, 3, 5, 9)) if num_hubs < 4 else chance.choice((1, 2, 3)), []
 
 
-RECIPES = (anything, lags, tails, promises, anything, lies, power, older, twin)
+RECIPES = (anything, lags, tails, promises, anything, lies, power, older, twin, anew, brims)
 """A history begins with one of them, in turn; other faults follow."""
 
 
@@ -137,24 +149,24 @@ def history(seed):
     """Return the history of a seed."""
     chance = random.Random(seed)
     recipe = RECIPES[seed % len(RECIPES)]
-    num_hubs, num_nodes, faults = recipe(chance, chance.uniform(3.0, 4.5))
+    num_hubs, num_nodes, faults = recipe(chance, chance.uniform(2.2, 4.0))
     most = 6 if recipe is anything else 2
     for _ in range(chance.randint(recipe is anything, most)):
         faults.append(_any_fault(chance, range(num_hubs), range(NODE, NODE + num_nodes)))
     if recipe is anything:
         for _ in range(chance.choice((0, 0, 0, 1, 2))):
-            faults.append(Fault(chance.uniform(3.0, FAULTS_S), "hand", LEADER))
+            faults.append(Fault(chance.uniform(2.2, FAULTS_S), "hand", LEADER))
         if num_hubs > 2 and chance.random() < 0.4:
             kind = chance.choice(("brim", "old", "ruin"))
             lasts_s = chance.uniform(1.0, 6.0)
-            faults.append(Fault(chance.uniform(4.0, FAULTS_S), kind, chance.randrange(num_hubs), 0, lasts_s))
+            faults.append(Fault(chance.uniform(3.0, FAULTS_S), kind, chance.randrange(num_hubs), 0, lasts_s))
     if any(fault.kind in ("brim", "ruin", "old", "twin") for fault in faults):
         # One voter is gone, and not two.
         is_gone = [fault.kind == "lose" and fault.who >= NODE for fault in faults]
         faults = [
             replace(one, kind="kill") if gone else one for one, gone in zip(faults, is_gone, strict=True)
         ]
-    rough = chance.random() < 0.3
+    rough, is_slow = chance.random() < 0.3, recipe is anew
     return History(
         seed,
         recipe.__name__,
@@ -165,15 +177,15 @@ def history(seed):
         loss=rough * 0.15 * chance.random(),
         repeat=rough * 0.1 * chance.random(),
         delay_s=chance.choice((0.002, 0.01, 0.05)),
-        chunk_bytes=chance.choice((150, 700, 2**16)),
-        gap_s=chance.choice((0.0, 0.0, 0.02)),
+        chunk_bytes=150 if is_slow else chance.choice((150, 700, 2**16)),
+        gap_s=0.03 if is_slow else chance.choice((0.0, 0.0, 0.02)),
         least=chance.choice((1, 1, 2)),
     )
 
 
 def _any_fault(chance, hubs, nodes):
     kind = chance.choice(KINDS)
-    at_s, lasts_s = chance.uniform(3.0, FAULTS_S), chance.choice((0.5, 2.0, 5.0, 9.0)) * chance.random()
+    at_s, lasts_s = chance.uniform(2.2, FAULTS_S), chance.choice((0.5, 2.0, 5.0, 9.0)) * chance.random()
     who = chance.choice((LEADER, *hubs))
     if kind == "node":
         kind, who = chance.choice(("kill", "lose")), chance.choice(nodes)

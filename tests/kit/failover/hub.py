@@ -12,6 +12,7 @@ from unittest import mock
 import grpc
 
 from aedit import system
+from aedit.async_sgd.hub import outer_step
 from aedit.async_sgd.journal import JournalBroken, NoSpace, Store, Unconfirmed, frames, journal, receipts
 from aedit.async_sgd.journal import snapshot as snapshots
 from aedit.async_sgd.journal import store as stores
@@ -28,7 +29,7 @@ from aedit.types import UserError
 from kit.failover.disk import DISKS, MMAP, SHUTIL, SYSTEM, TEMPFILE, Disk, SimPath
 from kit.failover.world import Process, Violation
 
-TICK_S, ASK_S, SILENT_S, RESTART_S = 0.5, 0.4, 3.0, 1.0
+TICK_S, ASK_S, SILENT_S, RESTART_S, WAIT_S, CONFIRM_S = 0.5, 0.4, 3.0, 1.0, 1.0, 0.45
 FAILS = grpc.StatusCode.UNAVAILABLE
 
 
@@ -98,6 +99,21 @@ def wait(self, position, limit_s=0.0):
         raise Unconfirmed("another hub of the run must confirm this first: try again")
 
 
+MERGES = {}
+"""Results of `outer_step.merged`: leader, followers and replays all compute the same merges."""
+
+
+def merged(old, pushes, layout, rule, share=None):
+    """Return what production computes, once."""
+    key = old.version, old.values.tobytes(), share, tuple((part, push.values.crc) for push, part in pushes)
+    if key not in MERGES:
+        MERGES[key] = compute_merged(old, pushes, layout, rule, share)
+    return MERGES[key]
+
+
+compute_merged = outer_step.merged
+
+
 @contextmanager
 def simulated():
     """Let the modules of hubs use simulated disks, random numbers and keys, and start no thread."""
@@ -114,6 +130,7 @@ def simulated():
         mock.patch.object(votes, "SigningKey", Key),
         mock.patch.object(votes, "is_signed_by", Key.verifies),
         mock.patch.object(Leadership, "wait", wait),
+        mock.patch.object(outer_step, "merged", merged),
         mock.patch.object(standby.Standby, "start"),
         mock.patch("aedit.async_sgd.service.hub_worker.ThreadPoolExecutor", AtOnce),
     ]
@@ -132,8 +149,8 @@ def begin_world(seed):
     """Draw everything that follows from this seed."""
     SYSTEM.random = random.Random(f"system {seed}")
     SYSTEM.randbits, SYSTEM.uniform = SYSTEM.random.getrandbits, SYSTEM.random.uniform
-    Key.pairs.clear()
-    DISKS.clear()
+    for kept in (Key.pairs, MERGES, DISKS):
+        kept.clear()
 
 
 class Events:
@@ -303,7 +320,7 @@ class SimHub(Process):
     def _begin(self, follows):
         self.process, self.streams, self.stream = None, [], None
         self.searches, self.confirms = False, 0
-        self.search_s = self.said_s = 0.0
+        self.search_s = self.said_s = self.confirmed_s = 0.0
         try:
             with main.saying_why(self.directory):
                 process = HubProcess(self)
@@ -374,8 +391,6 @@ class SimHub(Process):
         if isinstance(answer, pb.Answer) and answer.granted:
             self.accounts.supports(answer.voter, answer.proposer, answer.ballot.term)
         if process.core is not None and process._leading is not None:
-            if isinstance(answer, pb.PushReply) and answer.accepted:
-                self.accounts.acknowledges(self, args[0], answer.receipt)
             term = process._leading.ledger.hub.state.term
             if isinstance(answer, pb.ConfirmReply) and args[0].replica and args[0].term == term:
                 self.accounts.confirms(self, args[0])
@@ -393,22 +408,44 @@ class SimHub(Process):
             return HubUnreachable(str(error))
 
     def _answer(self, core, method, *args):
-        """Return the answer of a core, or a function that returns it once it may be given."""
-        if method != "join" or self.process._leading is None:
+        """Return the answer of a core, or a function that returns it once the replicas have what it says."""
+        leading = self.process._leading
+        if leading is None or method not in ("join", "push"):
             return getattr(core, method)(*args)
-        reply, position = core.admit(*args)
-        guard, until_s = self.process._leading.guard, self.clock() + 2.0
+        if method == "join":
+            reply, position = core.admit(*args)
+        else:
+            reply, position = self._pushed(core, *args), leading.ledger.journal.position
+            if reply is not None:
+                return reply
+        until_s = self.clock() + WAIT_S
 
         def settle():
-            if not guard.leadership.acknowledges(position) and self.clock() < until_s:
+            if not leading.leadership.acknowledges(position) and self.clock() < until_s:
                 return answer
-            reply.news.receipt.CopyFrom(guard.durable(position))
+            if method == "push":
+                return self._acknowledged(args[0], core.exchange._decided(args[0]))
+            reply.news.receipt.CopyFrom(leading.guard.durable(position))
             return reply
 
         def answer():
             return self._tried(settle)
 
         return answer
+
+    def _pushed(self, core, head, data):
+        """Return the answer to a push; None if it is decided, and a replica does not have that yet."""
+        try:
+            return self._acknowledged(head, core.push(head, data))
+        except Refusal as refusal:
+            if not isinstance(refusal.__cause__, Unconfirmed):
+                raise
+            return None
+
+    def _acknowledged(self, head, reply):
+        if reply.accepted:
+            self.accounts.acknowledges(self, head, reply.receipt)
+        return reply
 
     def open_stream(self, follower, request, opened):
         """Begin to send the journal to a follower."""
@@ -516,7 +553,8 @@ class SimHub(Process):
         elif not self.searches and self.clock() >= self.search_s:
             self.searches = True
             self._gather(self.process, lambda: self._found(follower))
-        self._confirm(follower)
+        if self.clock() - self.confirmed_s > CONFIRM_S:
+            self._confirm(follower)
 
     def _found(self, follower):
         self.searches = False
@@ -590,6 +628,7 @@ class SimHub(Process):
             return follower._fail(error)
         if request is None:
             return
+        self.confirmed_s = self.clock()
         leader = next(one for one in self.others if one.address == self.stream.leader[0])
 
         def then(answer):

@@ -65,7 +65,7 @@ class SimNode(Process):
             self._push()
 
     def _join(self):
-        if self.is_joining:
+        if self.is_joining or self.is_member:
             return
         self.is_joining, hub = True, self.hub
         layout = [pb.Unit(name="unit", tensors=[pb.Tensor(name="w", shape=[2])])]
@@ -81,8 +81,10 @@ class SimNode(Process):
 
         def joined(reply):
             self.is_joining = False
-            if hub is not self.hub or self._is_refused(reply) or reply.term < self.who.term:
+            if hub is not self.hub:
                 return
+            if self._is_refused(reply) or reply.term < self.who.term:
+                return self.after(AGAIN_S, self._join)
             self.who = pb.Who(run="run", term=reply.term, node=reply.node, session=reply.session)
             if reply.seqs[0] < self.acked and not self.hub.accounts.is_excused:
                 raise Violation(f"{self.name}: push {self.acked} was acknowledged, and {reply.seqs} is known")
