@@ -186,7 +186,7 @@ def check_signer(message: Signed, identity: int) -> None:
         )
 
 
-def _signed_bytes(message: Signed) -> bytes:
+def _signed_bytes(message: Message) -> bytes:
     copy = type(message)()
     copy.CopyFrom(message)
     copy.ClearField("signature")
