@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from aedit import traces
 from aedit.async_sgd.rules import PenaltyConfig
 from aedit.edit import flat_layout
 from aedit.edit.anchor_store import history, named_history
@@ -55,6 +56,8 @@ class UnitProgress:
     """Samples that the steps of this attempt had used up when the unit's last round was opened."""
     used_samples: int = 0
     answer: Answer | None = None
+    span: traces.TraceSpan = traces.OFF
+    """Of the push under way, on the first rank."""
 
     def use(self) -> None:
         """Count the steps of the unit's last round as used."""
@@ -78,12 +81,15 @@ class PendingPush(Pending[Tensor]):
         if self._sender.shards.leads:
             tokens = steps * self._sender.tokens_per_step
             used = 0 if self._sender._is_apart(self._i) else place.opened_samples
-            link.send(self._i, self._seq, base=place.version, steps=steps, tokens=tokens, used=used)
+            with traces.below(place.span):
+                link.send(self._i, self._seq, base=place.version, steps=steps, tokens=tokens, used=used)
 
     def done(self) -> bool:
         """Return whether the answer is there. Never waits."""
         if self._place.answer is None:
-            self._place.answer = self._sender.link.answer(self._i, self._seq)
+            answer = self._place.answer = self._sender.link.answer(self._i, self._seq)
+            if answer is not None:
+                self._place.span.end(verdict=answer.verdict.name, version=answer.version)
         return self._place.answer is not None
 
     def verdict(self) -> Verdict:
@@ -451,6 +457,9 @@ class HubExchange:
             return Immediate(place.anchors.read)
         place.seq += 1
         place.sent_steps = steps
+        place.span = traces.OFF
+        if self.shards.leads and steps:
+            place.span = traces.opened("push", root=True, unit=self.units[i].name, seq=place.seq, steps=steps)
         push = self._under_way[i] = PendingPush(self, i, self.units[i], place)
         return push
 

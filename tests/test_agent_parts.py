@@ -42,14 +42,14 @@ def test_words_travel_both_ways(box):
     other = mailbox.attach_mailbox(box.path)
     assert other.wanted() == Wants.NOTHING
     box.want(Wants.LEAVE)
-    box.order(1, 3, (7, 8, 9, 6))
+    box.order(1, 3, (7, 8, 9, 6), (-1, 2, -3))
     box.written(1, 0, 3)
     assert not other.all_written(1, 3)
     box.written(1, 1, 3)
     box.tell(Progress(5, 6, 0.5, 0.25, 1.5, 7, 9))
     assert other.wanted() == Wants.LEAVE
     assert other.all_written(1, 3)
-    assert other.orders().tolist() == [[0, 0, 0, 0, 0], [3, 7, 8, 9, 6]]
+    assert other.orders().tolist() == [[0] * 8, [3, 7, 8, 9, 6, -1, 2, -3]]
     assert other.progress() == Progress(5, 6, 0.5, 0.25, 1.5, 7, 9)
 
     other.answer(1, Answer(3, 11, Verdict.REFUSED))

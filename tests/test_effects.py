@@ -67,6 +67,7 @@ USELESS = {
     "audit.rate": SERVED + "[audit]\non = false\nrate = 0.5\n",
     "audit.record_bytes": SERVED + "[audit]\nrecord_bytes = 4_000_000\n",
     "drafter.share": '[prompts]\nsource = "a.jsonl"\n[drafter]\nkind = "suffix"\nshare = false\n',
+    "traces.ratio": "[traces]\nratio = 0.5\n",
 }
 
 

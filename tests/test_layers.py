@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 WEIGHTS = ("weights",)
-LIBRARY = ("edit", "spec_rollout", "async_sgd", "proto", "types", "system", "clock", "child")
+LIBRARY = ("edit", "spec_rollout", "async_sgd", "proto", "types", "system", "clock", "child", "traces")
 WIRE = ("proto.rpc", "proto.codecs")
 
 MAY_IMPORT = {
@@ -41,6 +41,7 @@ MAY_IMPORT = {
     "launch.node": ("launch.records", "launch.data", "launch.config", *LIBRARY),
     "launch.hub": (
         "child",
+        "traces",
         "launch.records",
         "launch.config",
         "async_sgd",
@@ -50,6 +51,7 @@ MAY_IMPORT = {
     ),
     "launch.swarm": (
         "child",
+        "traces",
         "launch.hub",
         "launch.records",
         "launch.config",
@@ -70,7 +72,7 @@ MAY_IMPORT = {
     ),
     "launch.records": ("launch.config", "types", "system"),
     "launch.config": ("edit", "spec_rollout", "async_sgd.rules", "proto", "types", "system"),
-    "edit": ("async_sgd.rules", "proto", "types", "system", *WEIGHTS),
+    "edit": ("async_sgd.rules", "proto", "traces", "types", "system", *WEIGHTS),
     "launch.serve": (
         "launch.records",
         "launch.data",
@@ -135,6 +137,7 @@ MAY_IMPORT = {
     "spec_rollout.model": ("types", "system", *WEIGHTS),
     "async_sgd.inprocess": ("async_sgd.hub", "async_sgd.rules", "proto.agent", "types", "clock"),
     "async_sgd.service": (
+        "traces",
         "async_sgd.journal",
         "async_sgd.replication",
         "async_sgd.hub",
@@ -143,8 +146,9 @@ MAY_IMPORT = {
         "types",
         "system",
     ),
-    "async_sgd.journal": ("async_sgd.hub", "async_sgd.rules", *WIRE, "types", "system"),
+    "async_sgd.journal": ("async_sgd.hub", "async_sgd.rules", *WIRE, "traces", "types", "system"),
     "async_sgd.replication": (
+        "traces",
         "async_sgd.journal",
         "async_sgd.hub",
         "async_sgd.rules",
@@ -161,13 +165,13 @@ MAY_IMPORT = {
         "system",
     ),
     "async_sgd.rules": ("types", "system"),
-    "proto.agent": ("child", "proto.codecs", "proto.swarm", "proto.rpc", "types", "system"),
+    "proto.agent": ("child", "proto.codecs", "proto.swarm", "proto.rpc", "traces", "types", "system"),
     "proto.dht": ("child", "proto.swarm", "types", "system"),
     "proto.swarm": ("proto.rpc", "types", "system"),
     "proto.versions": ("proto.codecs", "proto.rpc", "types", "system"),
     "proto.transports": ("proto.rpc", "types", "system", "clock"),
     "proto.codecs": ("types", "system"),
-    "proto.rpc": ("types", "system"),
+    "proto.rpc": ("traces", "types", "system"),
 }
 """Sub-packages that the files of each sub-package may import, besides their own."""
 

@@ -2,8 +2,11 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
+from aedit import traces
 from aedit.async_sgd.hub import Computed, Hub, SavedUnit, Unit, frozen, save_numbers, save_unit
 from aedit.async_sgd.journal.encoding import Payload, encode_records
 from aedit.async_sgd.journal.journal import Journal, Position
@@ -12,6 +15,21 @@ from aedit.async_sgd.journal.store import Store
 from aedit.async_sgd.rules import Accepted, Merged, Mixed, Record
 from aedit.proto.rpc import Notifier
 from aedit.proto.rpc import hub_pb2 as pb
+
+_TRACED = 256
+"""Newest traced pushes that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedPush:
+    """An accepted push whose node traces it."""
+
+    key: tuple[int, int, int]
+    """Unit, node and number."""
+    end: Position
+    """Where its record ends in the journal."""
+    span: traces.TraceContext
+    """Of its arrival at the hub."""
 
 
 class Unconfirmed(Exception):
@@ -54,6 +72,7 @@ class Ledger:
         """Before it are the records of all versions."""
         self.num_pushes = 0
         """Accepted pushes that were written down since this process began."""
+        self.traced = deque[TracedPush](maxlen=_TRACED)
         self._saving = threading.Lock()
         self._units_lock = threading.Lock()
         self._unwritten: dict[int, Unit] = {}
@@ -79,6 +98,9 @@ class Ledger:
             self.hub.apply(record, computed if isinstance(record, Merged | Mixed) else None)
             self._applied(record)
         self.num_pushes += sum(isinstance(record, Accepted) for record in records)
+        if (span := traces.current().context) is not None:
+            pushes = [record.push for record in records if isinstance(record, Accepted)]
+            self.traced.extend(TracedPush((p.unit, p.node, p.seq), position, span) for p in pushes)
         if any(isinstance(record, Merged | Mixed) for record in records):
             self.versions_at = position
         self.grown.notify()
@@ -100,10 +122,27 @@ class Ledger:
 
         Raises JournalBroken or Unconfirmed.
         """
-        end = self.journal.sync(position)
-        self.confirmed(max(position, end[0]))
+        with traces.spanning("hub: journal sync"):
+            end = self.journal.sync(position)
+        with traces.spanning("hub: standby confirmation"):
+            self.confirmed(max(position, end[0]))
         self.receipt = receipt = self.receipts.give(end)
         return receipt
+
+    def traced_in(self, start: Position, end: int) -> list[traces.TraceContext]:
+        """Return the spans of traced pushes whose records end behind `start`, up to byte `end` there."""
+        if not traces.is_on():
+            return []
+        with self.lock:  # a record is in the file before its span is here
+            return [each.span for each in self.traced if start < each.end <= (start[0], end)]
+
+    def traced_pushes(self, merged: Merged) -> list[traces.TraceContext]:
+        """Return the spans of the traced pushes that a merge takes in."""
+        if not traces.is_on():
+            return []
+        parts = {(merged.unit, part.node, part.seq) for part in merged.parts}
+        with self.lock:
+            return [each.span for each in self.traced if each.key in parts]
 
     def snapshot_is_due(self, num_bytes: int) -> bool:
         """Return whether the journal has grown by `num_bytes`, and by enough, since the last snapshot."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from zlib_ng.zlib_ng import crc32
 
+from aedit import traces
 from aedit.async_sgd.journal import (
     File,
     Ledger,
@@ -56,7 +57,10 @@ def stream_journal(
         end = complete[1] if complete[0] == segment else file.num_bytes
         if offset < end:
             data = file.read(offset, min(_CHUNK_BYTES, end - offset))
-            yield _chunk((segment, offset), data)
+            spans = ledger.traced_in((segment, offset), offset + len(data))
+            chunk = _chunk((segment, offset), data)
+            chunk.traces.extend(map(str, spans[-traces.MOST_CONTEXTS :]))
+            yield chunk
             offset += len(data)
             sent_s = ledger.clock()
         elif ledger.journal.complete[0] > segment:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from zlib_ng.zlib_ng import crc32
 
+from aedit import traces
 from aedit.async_sgd.hub import parent_hub
 from aedit.async_sgd.journal import JournalBroken, Ledger, NoSpace
 from aedit.async_sgd.rules import Merged, Vector
@@ -178,10 +179,14 @@ class HubWorker:
         return True
 
     def _merge(self, record: Merged) -> None:
-        ledger = self.ledger
+        ledger, spans = self.ledger, list[traces.TraceSpan]()
         try:
             if not ledger.may_advance(record.unit):
                 return  # it is decided anew
+            spans = [
+                traces.opened("hub: merge", push, unit=record.unit, version=record.version)
+                for push in ledger.traced_pushes(record)
+            ]
             began = ledger.clock()
             computed = ledger.hub.compute(record)
             spent_s = ledger.clock() - began
@@ -191,6 +196,8 @@ class HubWorker:
                 ledger.commit([record], computed)
                 self.merge_s += spent_s
                 self.merges += 1
+                for span in spans:  # before a node can learn of the version
+                    span.end()
         except NoSpace as error:
             self.is_full(error)
         except BaseException as error:

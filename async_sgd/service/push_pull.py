@@ -12,6 +12,7 @@ import grpc
 import numpy as np
 from zlib_ng.zlib_ng import crc32
 
+from aedit import traces
 from aedit.async_sgd.hub import Member, check_first_anchor, is_next, skips
 from aedit.async_sgd.journal import Payload
 from aedit.async_sgd.rules import Accepted, ArrayValues, Push
@@ -83,10 +84,11 @@ class PushPull:
             is_new = is_next(member, head.unit, head.seq)
         if is_new:
             self.bytes_in += len(data)
-            push, crc = self._measured(head, data, layout), crc32(data)
+            with traces.spanning("hub: check"):
+                push, crc = self._measured(head, data, layout), crc32(data)
             # A snapshot may begin a new segment while the payload is on its way into the old one: then again.
             while not self._offer(head, push):
-                with self._guard.refusing():
+                with self._guard.refusing(), traces.spanning("hub: journal write"):
                     payload = self._ledger.store_payload(head.codec, layout.numel, crc, data)
                 push = replace(push, values=payload)
         data.release()  # it is in the file, and the disk may take a while to say so

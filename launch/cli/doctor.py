@@ -28,6 +28,7 @@ EXTRAS = {
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
     "trackio": ("trackio",),
+    "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
 }
 
 
@@ -81,7 +82,7 @@ def _torch() -> Iterator[Check]:
 
 def _extras() -> Iterator[Check]:
     for extra, modules in EXTRAS.items():
-        missing = [name for name in modules if importlib.util.find_spec(name) is None]
+        missing = [name for name in modules if not _is_installed(name)]
         found = f"no {', '.join(missing)}" if missing else "installed"
         yield _advised(f"extra {extra}", not missing, found, f"if you need it: pip install 'aedit[{extra}]'")
 
@@ -115,7 +116,7 @@ def _files(config: RunConfig) -> Iterator[Check]:
         what = "read when the run starts" if later else "there, readable and enough"
         yield "data", "ok", f"{source}: {what}", ""
     for extra in _needed(config):
-        missing = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
+        missing = [name for name in EXTRAS[extra] if not _is_installed(name)]
         state = f"no {', '.join(missing)}" if missing else "installed"
         yield _required(f"needs {extra}", not missing, state, f"pip install 'aedit[{extra}]'")
 
@@ -130,6 +131,8 @@ def _needed(config: RunConfig) -> Iterator[str]:
             yield "gym"
         if "math" in config.reward.functions:
             yield "math"
+    if config.traces.endpoint:
+        yield "otel"
 
 
 def _buildable(config: RunConfig) -> Check:
@@ -143,6 +146,13 @@ def _buildable(config: RunConfig) -> Check:
     except UserError as error:
         return "model", "fail", config.model.pretrained or config.model.family, str(error)
     return "model", "ok", f"{plan.num_params:,} parameters in {len(plan.units)} units, which fit here", ""
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it is in
+        return False
 
 
 def _required(name: str, fine: bool, found: str, advice: str = "") -> Check:

@@ -183,6 +183,7 @@ RULES: tuple[EffectRule, ...] = (
     (_all_but("audit", AuditConfig, "on"), "audit.on", lambda v, _: not v, "true"),
     ("audit.record_bytes audit.record_versions", "audit.record", lambda v, c: c.audit.on and not v, "true"),
     ("drafter.vocabulary", "drafter.form", lambda v, _: v == "own", '"eagle3"'),
+    ("traces.ratio", "traces.endpoint", lambda v, _: not v, "the URL of an OTLP receiver"),
     ("drafter.lr drafter.loss drafter.train", "drafter.idle_training", lambda v, _: not v, "true"),
 )
 

@@ -175,6 +175,16 @@ class CheckpointConfig:
     one that is due earlier is written later. 1: none waits."""
 
 
+def check_url(name: str, url: str) -> None:
+    """Raise ValueError unless the value of a key is empty or the URL of a web server."""
+    try:
+        parts = urlsplit(url)
+        fits = not url or (parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0)
+    except ValueError:
+        fits = False
+    check(fits, name, "must be an http:// or https:// URL", "a text that is not shown, as it may be secret")
+
+
 @checked("alerts")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertConfig:
@@ -194,13 +204,23 @@ class AlertConfig:
     """URL that gets each alert, and its end, as JSON by POST: `run`, `source`, `kind`, `text`, `over`."""
 
     def __post_init__(self) -> None:
-        try:
-            parts = urlsplit(self.webhook)
-            fits = not self.webhook or (parts.scheme in ("http", "https") and bool(parts.hostname))
-        except ValueError:
-            fits = False
-        shown = "a text that is not shown, as it may be secret"
-        check(fits, "alerts.webhook", "must be an http:// or https:// URL", shown)
+        check_url("alerts.webhook", self.webhook)
+
+
+@checked("traces")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceConfig:
+    """OpenTelemetry traces of pushes that this machine sends; a hub gives the URL to no node."""
+
+    endpoint: str = ""
+    """URL of an OTLP receiver over HTTP, such as http://127.0.0.1:4318/v1/traces; empty: no traces. Needs the
+    extra `otel`."""
+
+    ratio: Share = 1.0
+    """Share of the pushes and groups of this node that are traced, chosen at random."""
+
+    def __post_init__(self) -> None:
+        check_url("traces.endpoint", self.endpoint)
 
 
 @checked("local")
@@ -255,6 +275,7 @@ class RunConfig:
     audit: AuditConfig = field(default_factory=AuditConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     alerts: AlertConfig = field(default_factory=AlertConfig)
+    traces: TraceConfig = field(default_factory=TraceConfig)
     local: LocalConfig = field(default_factory=LocalConfig)
 
     def __post_init__(self) -> None:
@@ -353,9 +374,15 @@ def of_this_machine(config: RunConfig) -> RunConfig:
         log=own.log,
         local=LocalConfig(),
         alerts=own.alerts,
+        traces=own.traces,
         swarm=swarm,
         rollout=own.rollout,  # programs and paths of this machine: a hub must not name what is started here
     )
+
+
+def given_to_nodes(config: RunConfig) -> RunConfig:
+    """Return the configuration as a hub gives it to nodes: without its URLs, which may be secret."""
+    return replace(config, alerts=AlertConfig(), traces=TraceConfig())
 
 
 def samples_per_step(config: RunConfig) -> int:

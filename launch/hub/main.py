@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import aedit
+from aedit import traces
 from aedit.async_sgd.hub import Hub
 from aedit.async_sgd.journal import Journal, JournalBroken, Ledger, NoSpace, Store
 from aedit.async_sgd.replication import Leadership, Mirror, twin_text
 from aedit.async_sgd.rules import Led, Record
 from aedit.async_sgd.service import CoreSwitch, HelloResponder, Signer
 from aedit.child import StopSignals, from_json, run_task
-from aedit.launch.config import AlertConfig, RunConfig, difference, load, method, to_toml
+from aedit.launch.config import RunConfig, difference, given_to_nodes, load, method, to_toml
 from aedit.launch.hub import folder
 from aedit.launch.hub.endpoint import HubEndpoint, HubOptions, OtherHubs, VoteRequests
 from aedit.launch.hub.folder import make_hub
@@ -76,6 +77,7 @@ def hub(config: RunConfig, options: HubOptions) -> int:
     configuration, or another hub that leads this run by now.
     """
     logging.basicConfig(format="aedit hub: %(message)s", level=logging.WARNING)
+    traces.begin(config.traces.endpoint, "hub", run=config.name, folder=options.directory.name)
     give_back_what_is_freed()
     raise_descriptor_limit()
     stop = StopSignals()
@@ -87,6 +89,7 @@ def hub(config: RunConfig, options: HubOptions) -> int:
             if options.replicas is None:
                 options = replace(options, address=process.address)
             process = _served(config, options, stop, was_replaced=True)
+        traces.end_traces()
         return process.exit_code()
 
 
@@ -149,7 +152,7 @@ class _Process:
             difference=partial(difference, own),
             version=aedit.__version__,
             run=self._config.name,
-            config=to_toml(replace(self._config, alerts=AlertConfig()), defaults=False),
+            config=to_toml(given_to_nodes(self._config), defaults=False),
             addresses=endpoint.addresses,
             standby=lambda: ",".join(endpoint.others),
             part=endpoint.part_asked,

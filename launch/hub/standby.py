@@ -5,12 +5,14 @@ import logging
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import grpc
 
+from aedit import traces
 from aedit.async_sgd.hub import Denied, hub_status
 from aedit.async_sgd.journal import Damaged, NoSpace, Position, begin_after, moved_aside
 from aedit.async_sgd.replication import Leadership, Mirror
@@ -39,6 +41,7 @@ from aedit.proto.rpc import hub_pb2 as pb
 from aedit.system import is_full, write_atomically
 
 log = logging.getLogger(__name__)
+_SPANS = 256
 _FULL_PAUSE_S = 1.0
 """Pause before the next attempt to write to a full disk."""
 _RETRY_S = 0.2
@@ -445,7 +448,12 @@ class Standby:
         if chunk.differs:
             self._take_back(None if chunk.lacks_term else (chunk.segment, chunk.offset))
             return False
+        spans = [
+            traces.opened("standby: mirror", traces.parsed(text))
+            for text in chunk.traces[: traces.MOST_CONTEXTS]
+        ]
         self._mirror.take(chunk)
+        self.confirmer.spans.extend(spans)
         if chunk.data and self._full:
             self._full = ""
             self._event("journal_has_room")
@@ -570,6 +578,8 @@ class Confirmer:
         """Time since when the present leader is followed."""
         self._arrived, self.num_arrived = threading.Condition(), 0
         """Number of chunks of the journal that have come."""
+        self.spans = deque[traces.TraceSpan](maxlen=_SPANS)
+        """Of traced pushes that are mirrored and may not be on disk."""
 
     def note_arrival(self) -> None:
         """Note that another chunk of the journal has come, or that waits must end."""
@@ -634,7 +644,10 @@ class Confirmer:
             return None
         if self.twin and self._clock() - self.follows_since_s < _COPY_WAITS_S:
             return None  # the other process is counted, if there is one still
+        spans = [self.spans.popleft() for _ in range(len(self.spans))]
         segment, offset = self._mirror.sync()
+        for span in spans:
+            span.end()
         request = pb.ConfirmRequest(
             term=term,
             segment=segment,

@@ -11,6 +11,7 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
+from aedit import traces
 from aedit.child import from_json
 from aedit.launch.config import JoinOptions, NodeOptions, RunConfig, load
 from aedit.launch.records import FAILED
@@ -74,6 +75,9 @@ def _join_and_train(config: RunConfig, options: NodeOptions, at_end: contextlib.
     options = replace(options, attempt=attempt, membership=member)
     world = join_world(config.device, ranks, config.edit.timeout_s)
     at_end.callback(leave_world)
+    wanted = config.traces
+    traces.begin(wanted.endpoint, "node", ratio=wanted.ratio, run=config.name, rank=world.rank)
+    at_end.callback(traces.end_traces)
     if member is None:  # others log once they know their index
         _log_to(Path(config.dir) / config.name / "nodes" / str(world.node), attempt)
     with build(config, world, options, _log_to) as node:

@@ -133,6 +133,7 @@ def agent_plan(
         lease_samples=hub.lease_samples,
         codec=hub.codec,
         codec_down=hub.codec_down,
+        traces=config.traces.endpoint,
         keys=str(member.keys or ""),
         donor=_donor_address(member, addresses),
         heartbeat_s=hub.heartbeat_s,

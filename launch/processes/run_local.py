@@ -10,6 +10,7 @@ from types import FrameType
 
 import psutil
 
+from aedit import traces
 from aedit.child import Child
 from aedit.launch.config import (
     PEER_EXCHANGES,
@@ -236,6 +237,7 @@ def preflight(config: RunConfig, placement: Placement) -> None:
     Of a run with rewards, files of problems must exist, and each reward function must work in a first call.
     Errors that these checks cannot detect are reported when the nodes start.
     """
+    traces.check_package(config.traces.endpoint)
     if config.prompts.source:
         check_source(config.prompts.source)
         check_rewards(config)

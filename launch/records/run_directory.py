@@ -48,6 +48,8 @@ MAY_CHANGE = {
     "alerts.mismatch_kl",
     "alerts.disk_bytes",
     "alerts.webhook",
+    "traces.endpoint",
+    "traces.ratio",
     "local.slowdown",
     "local.ranks",
 }

@@ -5,13 +5,12 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import aedit
 from aedit.async_sgd.service import HelloResponder
-from aedit.launch.config import AlertConfig, RunConfig, difference, method, to_toml
+from aedit.launch.config import RunConfig, difference, given_to_nodes, method, to_toml
 from aedit.proto.rpc import (
     PROTOCOL,
     ClientKeys,
@@ -68,7 +67,7 @@ class PeerService:
             difference=partial(difference, own),
             version=aedit.__version__,
             run=config.name,
-            config=to_toml(replace(config, alerts=AlertConfig()), defaults=False),
+            config=to_toml(given_to_nodes(config), defaults=False),
             addresses=lambda: tuple(part.owner for part in replicas.parts()),
             standby=lambda: "",
         )

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from aedit import traces
 from aedit.child import StopSignals, from_json, run_task
 from aedit.launch.config import RunConfig, load, to_toml
 from aedit.launch.hub import PageProcess
@@ -84,6 +85,7 @@ def peer(config: RunConfig, options: PeerOptions) -> int:
     if not config.swarm.has_parts:
         raise UserError('swarm.exchange = "hivemind" has no parts to keep: a peer is a node, of aedit run')
     check_forcing(config.swarm, options.forces, founds=options.founds)
+    traces.begin(config.traces.endpoint, "peer", run=config.name, node=options.name)
     raise_descriptor_limit()
     stop = StopSignals().asked
     with claimed(options.directory, "peer"):
@@ -103,6 +105,7 @@ def peer(config: RunConfig, options: PeerOptions) -> int:
                 member.turn()
         finally:
             member.close()
+    traces.end_traces()
     return 0
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from aedit import traces
 from aedit.proto.agent.connections import Connections, Donor
 from aedit.proto.agent.joining import InitialSync
 from aedit.proto.agent.leases import Speed, Stock, Watchdog
@@ -200,7 +201,7 @@ class Agent:
     def _start_ordered(self) -> bool:
         """Start the exchanges whose slices are complete; return whether others have been ordered."""
         waiting = False
-        for unit, (seq, base, steps, tokens, used) in enumerate(self._box.orders().tolist()):
+        for unit, (seq, base, steps, tokens, used, *words) in enumerate(self._box.orders().tolist()):
             if seq <= self._started[unit]:
                 continue
             if not self._box.all_written(unit, seq):
@@ -208,7 +209,9 @@ class Agent:
                 continue
             self._started[unit] = seq
             round_ = self._news.news.round
-            self._transfers.start(Transfer(unit, seq, base, steps, tokens, used, round_))
+            self._transfers.start(
+                Transfer(unit, seq, base, steps, tokens, used, round_, traces.of_words(words))
+            )
         return waiting
 
     # --- begin and end

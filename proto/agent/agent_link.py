@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from aedit import traces
 from aedit.child import start_module, to_json
 from aedit.proto.agent import mailbox
 from aedit.proto.agent.link import Answer, Progress
@@ -93,7 +94,9 @@ class AgentLink:
 
     def send(self, unit: int, seq: int, *, base: int, steps: int, tokens: int, used: int = 0) -> None:
         """See `Link.send`."""
-        self._box.order(unit, seq, (base, steps, tokens, used))
+        span = traces.current().context
+        words = traces.NO_WORDS if span is None else span.words
+        self._box.order(unit, seq, (base, steps, tokens, used), words)
         self._first().ring()
 
     def answer(self, unit: int, seq: int) -> Answer | None:

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 
+from aedit import traces
 from aedit.child import begin_child, from_json
 from aedit.proto.agent import mailbox
 from aedit.proto.agent.agent import Agent
@@ -31,6 +32,7 @@ def main(arguments: list[str]) -> int:
     plan = from_json(AgentPlan, line.decode())
     box = mailbox.attach_mailbox(fd)
     try:
+        traces.begin(plan.traces, "agent", run=plan.run, node=plan.name)
         connections = Connections(plan)
     except UserError as error:
         box.end(AgentState.REFUSED, str(error))
@@ -41,6 +43,7 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
+    traces.end_traces()
     sys.stderr.flush()
     # Do not wait for threads of calls whose results are no longer needed.
     os._exit(code)

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from aedit.proto.agent.link import Answer, Progress
 from aedit.system import anonymous_memory, memory_fence
+from aedit.traces import NO_WORDS
 from aedit.types import RL_REPORT, News, Verdict
 
 MAGIC = 0x41454449_54000003
@@ -125,14 +126,23 @@ class Mailbox:
         memory_fence()
         return there
 
-    def order(self, unit: int, seq: int, numbers: tuple[int, int, int, int]) -> None:
-        """Order exchange `seq` of a unit. numbers: base, steps, tokens, used samples."""
-        self._orders[unit, 1:] = numbers
+    def order(
+        self,
+        unit: int,
+        seq: int,
+        numbers: tuple[int, int, int, int],
+        span: tuple[int, int, int] = NO_WORDS,
+    ) -> None:
+        """Order exchange `seq` of a unit.
+
+        numbers: base, steps, tokens, used samples. span: words of its trace context.
+        """
+        self._orders[unit, 1:] = (*numbers, *span)
         memory_fence()
         self._orders[unit, 0] = seq
 
     def orders(self) -> Ints:
-        """Return the last exchange ordered per unit: seq, base, steps, tokens, used samples.
+        """Return the last exchange ordered per unit: seq, numbers and span of `order`.
 
         A row whose seq is new is complete.
         """
@@ -362,7 +372,7 @@ def _places(numels: Sequence[int], ranks: int, feedback: bool) -> Places:
         "head": (np.int64, (MailboxWord.NUMELS + units,)),
         "attached": (np.int64, (ranks,)),
         "written": (np.int64, (units, ranks)),
-        "orders": (np.int64, (units, 5)),
+        "orders": (np.int64, (units, 8)),
         "answers": (np.int64, (units, 3)),
         "versions": (np.int64, (units,)),
         "news_count": (np.int64, (1,)),

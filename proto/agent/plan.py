@@ -46,6 +46,8 @@ class AgentPlan:
     """Secret of this node in hexadecimal digits, kept over restarts: it shows that the node is the same."""
     keys: str = ""
     """Folder that `aedit keys` wrote; empty: no TLS."""
+    traces: str = ""
+    """URL to which its agent sends traces; empty: none."""
     votes: str = ""
     """Folder of the files that keep what this node has promised in failovers; empty: a new process of it is
     another voter."""

@@ -19,6 +19,7 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
+from aedit import traces
 from aedit.proto.agent.link import Answer
 from aedit.proto.agent.mailbox import Mailbox
 from aedit.proto.agent.membership import Membership
@@ -33,6 +34,7 @@ from aedit.proto.rpc import (
 )
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.proto.swarm import STATEMENTS, write_statements
+from aedit.traces import TraceContext
 from aedit.types import Verdict
 
 log = logging.getLogger(__name__)
@@ -168,6 +170,9 @@ class Transfer:
     used: int = 0
     """The first samples of this attempt that its steps, and all before them, have used."""
     round: int = 0
+    trace: TraceContext | None = None
+    """Span of the trainer."""
+    span: traces.TraceSpan = traces.OFF
     number: int = 0
     """The hub's number: counts the node's pushes of this unit over restarts of the trainer."""
     payload: memoryview | None = None
@@ -225,6 +230,7 @@ class UnitTransfers:
         with self._lock:
             assert transfer.unit not in self._active, f"unit {transfer.unit}: two exchanges at a time"
             self._active[transfer.unit] = transfer
+        transfer.span = traces.opened("agent: push", transfer.trace, unit=transfer.unit, steps=transfer.steps)
         self._submit(self._push if transfer.steps else self._answer, transfer)
 
     def awaits(self, part: int) -> bool:
@@ -340,7 +346,8 @@ class UnitTransfers:
 
     def _push(self, transfer: Transfer) -> None:
         if transfer.payload is None:
-            transfer.payload = self._encode(transfer.unit)
+            with traces.spanning("agent: encode", transfer.span.context):
+                transfer.payload = self._encode(transfer.unit)
         if transfer.used and transfer.unit % len(self._memberships):
             self.announce_use(transfer.used)
         reply = self._deliver(transfer)
@@ -398,7 +405,7 @@ class UnitTransfers:
         report = membership.report_in_push()
         if report is not None:
             head.report.CopyFrom(report)
-        with self._traffic.moving():
+        with self._traffic.moving(), traces.below(transfer.span):
             continues, transfer.tried = transfer.tried, True
             reply = membership.client.push(head, transfer.payload, continues=continues)
         membership.acknowledged(reply.receipt, who.term)
@@ -423,7 +430,8 @@ class UnitTransfers:
         self._submit(self._answer, transfer)
 
     def _answer(self, transfer: Transfer) -> None:
-        version = (not transfer.steps and self._newest_here(transfer.unit)) or self.pull(transfer.unit)
+        with traces.spanning("agent: pull", transfer.span.context):
+            version = (not transfer.steps and self._newest_here(transfer.unit)) or self.pull(transfer.unit)
         if version == 0:
             return
         if self._codec.feedback and transfer.steps:
@@ -432,6 +440,7 @@ class UnitTransfers:
             if self.versions[transfer.unit] == version:
                 self._outdated.discard(transfer.unit)
             del self._active[transfer.unit]
+        transfer.span.end(number=transfer.number, verdict=transfer.verdict.name, version=version)
         self._box.answer(transfer.unit, Answer(transfer.seq, version, transfer.verdict))
 
     # --- anchors

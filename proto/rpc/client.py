@@ -16,6 +16,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 import aedit
+from aedit import traces
 from aedit.proto.rpc import frames, hub_pb2
 from aedit.proto.rpc.hub_pb2 import HelloReply, HelloRequest
 from aedit.proto.rpc.keys import ClientKeys, client_keys, is_loopback
@@ -313,7 +314,9 @@ class HubClient(Calls):
             nonlocal continues
             offset = prefix.resume_at(data, self._resumed(head, patience)) if continues else 0
             continues = True
-            reply = self.send_array("Exchange/Push", first, data, patience, offset=offset)
+            reply = self.send_array(
+                "Exchange/Push", first, data, patience, offset=offset, metadata=traces.sent()
+            )
             return hub_pb2.PushReply.FromString(reply)
 
         return self.retried(f"push unit {head.unit}", once, self.patience(data.nbytes))

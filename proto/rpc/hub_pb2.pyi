@@ -522,7 +522,7 @@ class TailRequest(_message.Message):
     def __init__(self, term: _Optional[int] = ..., segment: _Optional[int] = ..., offset: _Optional[int] = ..., chain: _Optional[bytes] = ..., last_term: _Optional[int] = ..., snapshot_segment: _Optional[int] = ..., snapshot_bytes: _Optional[int] = ..., snapshot_sha256: _Optional[bytes] = ...) -> None: ...
 
 class TailChunk(_message.Message):
-    __slots__ = ("segment", "offset", "data", "snapshot", "crc", "differs", "lacks_term")
+    __slots__ = ("segment", "offset", "data", "snapshot", "crc", "differs", "lacks_term", "traces")
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
@@ -530,6 +530,7 @@ class TailChunk(_message.Message):
     CRC_FIELD_NUMBER: _ClassVar[int]
     DIFFERS_FIELD_NUMBER: _ClassVar[int]
     LACKS_TERM_FIELD_NUMBER: _ClassVar[int]
+    TRACES_FIELD_NUMBER: _ClassVar[int]
     segment: int
     offset: int
     data: bytes
@@ -537,7 +538,8 @@ class TailChunk(_message.Message):
     crc: int
     differs: bool
     lacks_term: bool
-    def __init__(self, segment: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., snapshot: _Optional[bool] = ..., crc: _Optional[int] = ..., differs: _Optional[bool] = ..., lacks_term: _Optional[bool] = ...) -> None: ...
+    traces: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, segment: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., snapshot: _Optional[bool] = ..., crc: _Optional[int] = ..., differs: _Optional[bool] = ..., lacks_term: _Optional[bool] = ..., traces: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ConfirmRequest(_message.Message):
     __slots__ = ("term", "segment", "offset", "replica", "address", "public_key", "signature")

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from grpc import aio
 
+from aedit import traces
 from aedit.proto.rpc import frames, hub_pb2
 from aedit.proto.rpc.identity import secret_of, shown_identity
 from aedit.proto.rpc.limits import ByteBudget, CallCost, FairPool, Limits, Rates, StallWatch
@@ -338,6 +340,7 @@ class CallHandlers:
 
         async def behaviour(messages: AsyncIterator[bytes], context: CallContext) -> bytes:
             with self._answering(context, "push"):
+                began_ns = time.time_ns()
                 heads: list[hub_pb2.PushHead] = []
                 arrivals: list[Arrival] = []
                 loop, spoiled = asyncio.get_running_loop(), False
@@ -376,7 +379,8 @@ class CallHandlers:
                     raise
                 del receiver
                 self._pushes.complete(arrivals[0])
-                reply = await pool.run(peer, partial(core.push, heads[0], data))
+                parent = traces.received(context.invocation_metadata())
+                reply = await pool.run(peer, partial(_push, core, heads[0], data, (parent, began_ns)))
                 return reply.SerializeToString()
 
         return grpc.stream_unary_rpc_method_handler(behaviour)
@@ -452,6 +456,16 @@ class CallHandlers:
         """Log an invalid message, at a bounded rate, so that no peer can fill the disk."""
         if self._lines.allow(_host(context)):
             log.warning("%s from %s: %s", what, context.peer(), str(error))
+
+
+def _push(
+    core: HubCore, head: hub_pb2.PushHead, data: memoryview, sent: tuple[traces.TraceContext | None, int]
+) -> hub_pb2.PushReply:
+    """Return the reply to a push. sent: span of its sender, and Unix time in ns at which its call began."""
+    parent, began_ns = sent
+    with traces.spanning("hub: push", parent, begun_ns=began_ns, unit=head.unit, seq=head.seq):
+        traces.opened("hub: receive", begun_ns=began_ns, bytes=data.nbytes).end()
+        return core.push(head, data)
 
 
 def _name(core: HubCore, heads: list[hub_pb2.PushHead], error: ValueError) -> None:

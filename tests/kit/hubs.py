@@ -74,7 +74,7 @@ class SharedLink:
         return self.box.answered(unit, seq)
 
     def work(self, unit, seq):
-        ordered, base, steps, tokens, _ = self.box.orders()[unit].tolist()
+        ordered, base, steps, tokens, *_ = self.box.orders()[unit].tolist()
         if ordered != seq or self.box.answered(unit, seq):
             return
         verdict = self.hub.decide(Push(0, unit, seq, base, steps, tokens, self.outbox[unit].copy()))
