@@ -3,7 +3,8 @@
 Bars: from a push to the next anchor >= 0.3 GB/s of fp32 per core; a push >= 60 % as fast as over a bare
 socket, and at 20 or 80 Mbit/s and 80 ms >= 85 % of the wire (needs root); 64 nodes on 2 cores: 99 % of
 control calls within 50 ms; memory <= 3x the fp32 parameters + 150 MB; a heartbeat <= 0.3 ms of CPU time with
-10,000 members, without the network; 10,000 members over gRPC on one core.
+10,000 members, without the network; 10,000 members over gRPC on one core; while another host floods it with
+frames of HTTP/2, 99 % of heartbeats within 2 s and at most 256 MiB.
 
 The merge is timed in this process by CPU time; the rest is real processes over the loopback interface: a hub
 as `aedit hub` starts it, with its journal on the disk, and nodes that do all that a hub sees of a node. Calls
@@ -11,7 +12,9 @@ of many members are timed in this process, too.
 """
 
 import argparse
+import json
 import os
+import subprocess
 import threading
 import time
 import zlib
@@ -60,9 +63,12 @@ from aedit.proto.rpc import hub_pb2 as pb
 from aedit.system import give_back_what_is_freed
 from aedit.types import Layout, TensorLayout, UnitLayout
 from benchmarks.kit import tun_link
-from benchmarks.kit.processes import HubProcess, hub, run_jobs
+from benchmarks.kit.processes import STARTS_WITHIN_S, HubProcess, end, hub, run_jobs
+from benchmarks.kit.processes import start as start_process
 from benchmarks.kit.statistics import median, percent
 from benchmarks.kit.tables import Bar, Report, main
+from benchmarks.programs.flooder import KINDS as FLOODS
+from benchmarks.programs.flooder import Flood, Flooded
 from benchmarks.programs.hub_members import RUN, Crew, Seen
 from benchmarks.programs.light_members import Beats, Light
 from benchmarks.programs.push_rates import PushTimes, Way, filled, push_times
@@ -653,6 +659,53 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / CLOCK_TICK
 
 
+# -- measure how soon a hub answers its members while another host floods it
+
+
+FLOODED = 32
+"""Members that report meanwhile."""
+WANTED_FLOODED_S, WANTED_FLOODED_BYTES = 2.0, 2**28
+
+
+@dataclass(frozen=True, slots=True)
+class Flooding:
+    """A hub whose members report while connections send frames that become no message."""
+
+    kind: str
+    """Of the frames; empty: none are sent."""
+    answer_s: list[float]
+    """Time until the hub answered each heartbeat, or the end of the flood, ascending."""
+    peak_bytes: int
+    flooded: Flooded
+
+    @property
+    def late_s(self) -> float:
+        """Return the 99th percentile of the answers."""
+        return self.answer_s[int(0.99 * len(self.answer_s))]
+
+
+def flooding(kind: str, seconds: float) -> Flooding:
+    """Return what a flood of this kind does to a hub with the default configuration."""
+    with hub_process("") as hub:
+        flooded = Flooded()
+
+        def meanwhile(_: object) -> None:
+            nonlocal flooded
+            if not kind:
+                return
+            job = json.dumps(asdict(Flood(hub=hub.address, kind=kind, seconds=seconds)))
+            process = start_process("benchmarks.programs.flooder", job, stdout=subprocess.PIPE)
+            try:
+                flooded = Flooded(**json.loads(process.communicate(timeout=seconds + STARTS_WITHIN_S)[0]))
+            finally:
+                end([process])
+
+        job = Light(hub=hub.address, run=RUN, count=FLOODED, seconds=seconds, units=UNITS, numel=NUMEL)
+        beats = Beats(**run_jobs("benchmarks.programs.light_members", [job], meanwhile=meanwhile)[0])
+        answer_s = sorted([*beats.beat_s, *beats.open_s])
+        return Flooding(kind, answer_s, memory_bytes(hub.pid, "VmHWM"), flooded)
+
+
 # -- measure how soon a busy hub answers and how much memory it takes
 
 
@@ -911,6 +964,8 @@ def measure(args: argparse.Namespace) -> Sequence[Report]:
         reports.append(measure_members(args.quick))
     if args.only in (None, "heartbeats"):
         reports.append(measure_heartbeats(args.quick))
+    if args.only in (None, "floods"):
+        reports.append(measure_floods(args.quick))
     if args.only in (None, "merges"):
         reports.append(measure_merges(args.quick))
     if args.only in (None, "shards"):
@@ -1073,6 +1128,42 @@ def _reporting_row(one: Reporting) -> tuple[str, ...]:
     )
 
 
+def measure_floods(quick: bool) -> Report:
+    """Measure how soon a hub answers its members while another host floods it."""
+    kinds = ["", *list(FLOODS)[: 1 if quick else None]]
+    found = [flooding(kind, 3.0 if quick else 15.0) for kind in kinds]
+    late_s, most_bytes = max(one.late_s for one in found), max(one.peak_bytes for one in found)
+    bars = (
+        Bar(f"99 % of heartbeats answered within {late_s:.2f} s, bar {WANTED_FLOODED_S:g}",
+            late_s <= WANTED_FLOODED_S),
+        Bar(f"memory {most_bytes / MIB:.0f} MiB at most, bar {WANTED_FLOODED_BYTES / MIB:.0f} MiB",
+            most_bytes <= WANTED_FLOODED_BYTES),
+    )  # fmt: skip
+    return Report(
+        "hub: floods",
+        (
+            f"Heartbeats of {FLOODED} members, while 16 connections of another host send header blocks",
+            "without an end, and no token. One that is ended is made again. No answer: until the end.",
+        ),
+        ("frames", "heartbeats", "median, ms", "p99, ms", "longest, ms", "memory, MiB", "sent, MB", "ended"),
+        tuple(_flooding_row(one) for one in found),
+        tuple(Bar(bar.text, None) for bar in bars) if quick else bars,
+        {"floods": [asdict(one) for one in found]},
+    )
+
+
+def _flooding_row(one: Flooding) -> tuple[str, ...]:
+    times = (median(one.answer_s), one.late_s, one.answer_s[-1])
+    return (
+        one.kind or "none",
+        str(len(one.answer_s)),
+        *(f"{1e3 * seconds:.3g}" for seconds in times),
+        f"{one.peak_bytes / MIB:.0f}",
+        f"{1e-6 * one.flooded.sent_bytes:.0f}",
+        str(one.flooded.ended),
+    )
+
+
 def measure_hub(quick: bool) -> Report:
     """Measure merges, a crowd and the memory."""
     sizes = QUICK if quick else Sizes()
@@ -1192,7 +1283,7 @@ def _memory_bar(name: str, found: Memory) -> Bar:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    tables = ("hub", "push", "members", "heartbeats", "merges", "shards")
+    tables = ("hub", "push", "members", "heartbeats", "floods", "merges", "shards")
     parser.add_argument("--only", choices=tables, help="measure only one of the tables")
 
 

@@ -15,7 +15,7 @@ from kit.waiting import until
 from kit.wire import MemoryCore, noise
 
 from aedit.proto.rpc import HubClient, Limits, channel, frames, hub_pb2, serve
-from aedit.proto.rpc.server import ConnectionLimit
+from aedit.proto.rpc.connections import ConnectionLimit
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 MIB = 2**20

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 from benchmarks import hub as hub_benchmark
-from benchmarks.hub import ASYNC, CrowdedHub, Load, Size, crowd, memory, merging
+from benchmarks.hub import ASYNC, FLOODED, CrowdedHub, Load, Size, crowd, flooding, memory, merging
 from benchmarks.programs import push_rates as hub_push
 
 from aedit.async_sgd.journal import Journal
@@ -45,6 +45,16 @@ def test_a_real_hub_answers_a_small_crowd_and_its_memory_is_seen():
     assert found.params == 80_000
     assert found.idle <= found.peak < 2**30
     assert 0 < found.own <= found.peak
+
+
+@pytest.mark.slow
+def test_a_flood_of_a_real_hub_is_sent_and_ended_while_its_members_report():
+    found = flooding("indexed", 3.0)
+    assert found.flooded.sent_bytes > 2**20
+    assert found.flooded.ended > 0
+    assert len(found.answer_s) >= FLOODED
+    assert 0 < found.late_s <= found.answer_s[-1]
+    assert found.peak_bytes > 2**24
 
 
 def test_every_timed_call_of_a_crowded_hub_is_answered(tmp_path):

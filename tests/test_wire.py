@@ -11,7 +11,7 @@ from kit.waiting import until
 from kit.wire import MemoryCore, noise
 
 from aedit.proto.rpc import HubClient, HubRefused, Limits, channel, frames, hub_pb2, serve
-from aedit.proto.rpc.server import _accepted
+from aedit.proto.rpc.connections import accepted_sockets
 from aedit.types import UserError
 
 MIB = 2**20
@@ -340,7 +340,7 @@ def test_a_connection_whose_answer_was_not_read_in_time_is_ended(core):
         )
         next(call)
         until(lambda: not call.is_active(), "the call is ended")
-        until(lambda: not _accepted(server.port), "its connection is ended")
+        until(lambda: not list(accepted_sockets(server.port)), "its connection is ended")
 
 
 # --- what others expect of a server

@@ -53,6 +53,8 @@ class Beats:
     """Calls without an answer: a member that had expired, for one."""
     asked_s: float = 0.0
     """Interval that the last reply asked for."""
+    open_s: list[float] = field(default_factory=list)
+    """Seconds for which calls without an answer had waited at the end."""
 
 
 def frame(kind: int, flags: int, stream: int, body: bytes = b"") -> bytes:
@@ -182,6 +184,11 @@ class Crowd:
             member.socket.close()
         self._poll.close()
 
+    def note_open(self) -> None:
+        """Note the calls that have no answer yet."""
+        now = time.monotonic()
+        self.beats.open_s = [now - member.began_s for member in self._by_fd.values() if member.calls]
+
     def turn(self) -> None:
         """Send what is due, and take what has arrived."""
         now = time.monotonic()
@@ -258,6 +265,7 @@ def run(job: Light) -> Beats:
     sys.stdin.readline()
     crowd.counts = True
     crowd.run(job.seconds)
+    crowd.note_open()
     return crowd.beats
 
 

@@ -3,7 +3,7 @@
 - `service`, `server`: the services of a hub over `HubCore`, and the server that runs them; begin here
 - `client`, `retry`: calls of a hub, with deadlines and retries; the first call and the protocol's number
 - `frames`, `transfer`: arrays in chunks; downloads and uploads that continue after a cut
-- `limits`: what one peer may use of a server
+- `limits`, `connections`: what one peer may use of a server
 - `keys`, `identity`: TLS, signing keys, tokens, and which role may make which call
 - `votes`, `statement`: votes for leaders, and the signed values of anchors in a swarm
 - `directory`: the directory of rollout servers
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         check_address,
         greet,
     )
+    from aedit.proto.rpc.connections import raise_descriptor_limit
     from aedit.proto.rpc.directory import (
         LONGEST_REASON,
         MOST_EVIDENCE_BYTES,
@@ -106,7 +107,7 @@ if TYPE_CHECKING:
         why,
     )
     from aedit.proto.rpc.rollouts_pb2 import RolloutStatement, Span
-    from aedit.proto.rpc.server import Server, raise_descriptor_limit, serve
+    from aedit.proto.rpc.server import Server, serve
     from aedit.proto.rpc.service import (
         CallContext,
         Caller,

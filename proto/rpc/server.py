@@ -1,20 +1,15 @@
 """A gRPC server: event loop, handlers, limits of connections; health and reflection are on.
 
 gRPC's asynchronous stack has one completion queue per process: with a loop per server they would wake each
-other for every event. A call that waits for its peer takes no thread. gRPC accepts every connection and does
-not report it, so the sockets are found among the descriptors of this process.
+other for every event. A call that waits for its peer takes no thread.
 """
 
 import asyncio
 import inspect
 import logging
-import os
-import resource
-import socket
 import threading
 import time
 import traceback
-from collections import Counter, OrderedDict
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -34,6 +29,7 @@ from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from aedit.proto.rpc.connections import ConnectionLimit, most_connections
 from aedit.proto.rpc.frames import MESSAGE_BYTES
 from aedit.proto.rpc.identity import TokenReader, check_validity
 from aedit.proto.rpc.keys import ServerKeys
@@ -41,129 +37,6 @@ from aedit.proto.rpc.limits import CallCost, FairPool, Limits, ReadPermits, Wait
 from aedit.proto.rpc.retry import Refusal
 from aedit.proto.rpc.service import CallContext, HubCore, NoNews, Service, hub_services
 from aedit.types import UserError
-
-_DESCRIPTORS = "/proc/self/fd"
-_MOST_DESCRIPTORS = 2**16
-_RESERVED = 256
-"""Descriptors for the journal and everything else but connections."""
-_REMEMBERED = 8192
-_FEW = 256
-"""Descriptors that are counted in less than a tenth of a millisecond."""
-_LOOKS_AT_ALL_S = 10.0
-"""Interval at which all connections are looked at while they are no more than before."""
-
-
-def raise_descriptor_limit() -> None:
-    """Raise this process's limit of open descriptors as far as the system lets it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
-    if wanted > soft:
-        with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def most_connections() -> int:
-    """Return how many connections leave enough descriptors for everything else."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(soft // 2, soft - _RESERVED)
-
-
-class ConnectionLimit:
-    """Ends connections of a host that has more than `most_per_host`. Does nothing where there is no /proc."""
-
-    def __init__(self, most_per_host: int) -> None:
-        self._most_per_host = most_per_host
-        self._lock = threading.Lock()
-        self._latest: OrderedDict[str, None] = OrderedDict()
-        self._num_before = _FEW + 1
-        """Descriptors at the last look."""
-        self._num_seen, self._room, self._seen_s = 0, -1, -_LOOKS_AT_ALL_S
-        """Descriptors at the last look at all of them, how many more the fullest host may have, and when."""
-
-    @property
-    def are_few(self) -> bool:
-        """Return whether there were so few connections at the last look that the next one is quick."""
-        return self._num_before <= _FEW
-
-    def received(self, peer: str) -> None:
-        """Note that a message of this peer, as gRPC writes it, has arrived."""
-        with self._lock:
-            self._latest[peer] = None
-            self._latest.move_to_end(peer)
-            if len(self._latest) > _REMEMBERED:
-                self._latest.popitem(last=False)
-
-    def end(self, port: int, peer: str) -> None:
-        """End the connection of this peer to `port`."""
-        if os.path.isdir(_DESCRIPTORS):
-            for descriptor, (_, other) in _accepted(port).items():
-                if other == peer:
-                    _shut(descriptor, peer)
-
-    def cut(self, port: int) -> int:
-        """End the surplus connections to `port`, and return how many.
-
-        First those that have never sent a message, then those that were silent for longest.
-        """
-        if not os.path.isdir(_DESCRIPTORS):
-            return 0
-        num, now_s = len(os.listdir(_DESCRIPTORS)), time.monotonic()
-        self._num_before = num
-        has_room = num - self._num_seen <= self._room and now_s - self._seen_s < _LOOKS_AT_ALL_S
-        if num <= self._most_per_host or has_room:
-            return 0
-        found = _accepted(port)
-        with self._lock:
-            latest = {peer: place for place, peer in enumerate(self._latest)}
-        surplus = Counter(host for host, _ in found.values())
-        self._room = self._most_per_host - max(surplus.values(), default=0)
-        self._num_seen, self._seen_s, count = num, now_s, 0
-        for descriptor, (host, peer) in sorted(found.items(), key=lambda item: latest.get(item[1][1], -1)):
-            if surplus[host] > self._most_per_host:
-                surplus[host] -= 1
-                count += _shut(descriptor, peer)
-        return count
-
-
-def _accepted(port: int) -> dict[int, tuple[str, str]]:
-    """Return by descriptor the host and the peer of every connection that was made to `port`."""
-    found = {}
-    for name in os.listdir(_DESCRIPTORS):
-        with suppress(OSError), _copy_of(int(name)) as other:
-            peer = _peer(other)
-            if peer and other.getsockname()[1] == port:
-                found[int(name)] = peer
-    return found
-
-
-def _shut(descriptor: int, peer: str) -> bool:
-    """End the connection if the descriptor still has the same peer."""
-    with suppress(OSError), _copy_of(descriptor) as other:
-        now = _peer(other)
-        if now and now[1] == peer:
-            other.shutdown(socket.SHUT_RDWR)
-            return True
-    return False
-
-
-def _copy_of(descriptor: int) -> socket.socket:
-    """Return a socket with a copy of the descriptor. Raises OSError if it is not that of a socket."""
-    copy = os.dup(descriptor)
-    try:
-        return socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        raise
-
-
-def _peer(other: socket.socket) -> tuple[str, str] | None:
-    """Return the other end's host, and its name as gRPC writes it; None if it is not an internet socket."""
-    if other.family not in (socket.AF_INET, socket.AF_INET6):
-        return None
-    host, port = other.getpeername()[:2]
-    host = host.removeprefix("::ffff:")
-    return host, f"ipv6:%5B{host}%5D:{port}" if ":" in host else f"ipv4:{host}:{port}"
-
 
 T = TypeVar("T")
 
@@ -200,7 +73,7 @@ class _Messages:
     gRPC's own iterator holds each one until the next one comes, which may be never.
     """
 
-    def __init__(self, context: "aio.ServicerContext[Any, Any]", received: Callable[[], object]) -> None:
+    def __init__(self, context: "aio.ServicerContext[Any, Any]", received: Callable[[int], object]) -> None:
         self._context, self._received = context, received
         self.on_first: Callable[[], object] = _nothing
         """Called when the first message has arrived."""
@@ -219,7 +92,7 @@ class _Messages:
             raise StopAsyncIteration
         self.on_first()
         self._begun = True
-        self._received()
+        self._received(len(message))
         return message  # type: ignore[no-any-return]
 
 
@@ -290,8 +163,8 @@ async def _next(messages: AsyncIterator[bytes]) -> bytes | None:
 
 wall_s = time.time
 """Clock of certificates."""
-_LOOK_S = 1.0
-"""Interval at which connections are counted."""
+_MEASURED_EVERY_S = 1.0
+"""Interval at which the cost of calls is measured."""
 _CHECKED_EVERY_S = 1.0
 """Interval at which the server checks that the caller of a stream may still read it."""
 _FRAME_BYTES = 2**18
@@ -341,6 +214,7 @@ class Server:
         self._pools = [pool, *(p for service in services for p in service.pools)]
         limits, self._cost = limits or Limits(), cost or CallCost()
         self.connections = ConnectionLimit(limits.connections)
+        self._stopped = threading.Event()
         self._waiting = WaitingCalls(limits.silent_calls)
         self._uploads = ReadPermits(limits.unread_uploads)
         self._unread = WaitingCalls(limits.unread_answers)
@@ -351,7 +225,7 @@ class Server:
         """Take no more calls; those under way have `grace_s` to end, and end then. Returns when they have."""
 
         async def stop() -> None:
-            self._counting.cancel()
+            self._stopped.set()
             await self._health.enter_graceful_shutdown()
             await self._server.stop(grace_s)
 
@@ -380,8 +254,8 @@ class Server:
             peer, refusal = seen.peer(), None
             end = partial(seen.end, _LATER, _SILENT)
 
-            def received() -> None:
-                self.connections.received(peer)
+            def received(num_bytes: int) -> None:
+                self.connections.received(peer, num_bytes)
                 self._cost.message()
 
             messages = _Messages(context, received)
@@ -404,6 +278,8 @@ class Server:
                     self._unread.leave(peer, seen)
 
             try:
+                if replies_once:  # what it sends may wait to be read; a call without a token is none of these
+                    self.connections.received(peer, 0)
                 if not reads_more:
                     self._waiting.enter(peer, seen, end)
                     messages.on_first = partial(self._waiting.leave, peer, seen)
@@ -452,17 +328,20 @@ class Server:
         self.port = self._listen(address, keys)
         await self._server.start()
 
-        async def count_connections() -> None:
-            loop = asyncio.get_running_loop()
-            while True:
-                await asyncio.sleep(_LOOK_S)
-                self._cost.measure(time.thread_time())
-                if self.connections.are_few:  # a thread would cost more than the look
-                    self.connections.cut(self.port)
-                else:
-                    await loop.run_in_executor(None, self.connections.cut, self.port)
+        # Not in the loop, which a flood may hold up.
+        threading.Thread(
+            target=self._look, args=(threading.get_ident(),), name="connections", daemon=True
+        ).start()
 
-        self._counting = asyncio.create_task(count_connections())
+    def _look(self, loop_thread: int) -> None:
+        """End connections that flood, and measure the cost of calls, until the server stops."""
+        clock, due_s = time.pthread_getcpuclockid(loop_thread), 0.0
+        while not self._stopped.wait(self.connections.pause_s):
+            if self.connections.is_due(now_s := time.monotonic(), time.process_time()):
+                self.connections.cut(self.port)
+            if now_s >= due_s:
+                due_s = now_s + _MEASURED_EVERY_S
+                self._cost.measure(time.clock_gettime(clock))
 
     def _listen(self, address: str, keys: ServerKeys) -> int:
         try:
