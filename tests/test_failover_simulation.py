@@ -21,7 +21,7 @@ FAST, PARTS, SLOW, MOST = 150, 3, 18_000, 300
 """Histories of one part of `make test`, number of parts, histories in `make test-slow`, and until a mistake
 must be found."""
 LINE_S = 60.0
-EVENTS = ("behind", "cannot_lead", "journal_full", "snapshot", "standby_lost", "twin")
+EVENTS = ("behind", "cannot_lead", "journal_full", "must_be_elected", "snapshot", "standby_lost", "twin")
 
 
 @pytest.fixture(autouse=True)

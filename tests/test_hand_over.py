@@ -11,7 +11,7 @@ from aedit.async_sgd.replication import Leadership, Replica
 from aedit.async_sgd.rules import Configured
 from aedit.launch.hub.endpoint import HubEndpoint, OtherHubs
 from aedit.launch.hub.main import _Process
-from aedit.proto.rpc import Proposal, Voter
+from aedit.proto.rpc import HubUnreachable, Proposal, Voter
 from aedit.proto.rpc import hub_pb2 as pb
 
 ME, OTHER, THIRD, STRANGER = 1, 2, 3, 9
@@ -130,3 +130,25 @@ def test_an_owner_that_was_replaced_follows_though_no_other_replica_answers(tmp_
         assert "follows" in told
     finally:
         process.close(0.0)
+
+
+def test_a_hub_asks_what_each_other_one_has_or_had_before_it_was_damaged(monkeypatch):
+    """A follower that fetches its journal anew has less than what it has confirmed."""
+
+    def says(voter, term):
+        return pb.HelloReply(term=term, promise=pb.Answer(voter=voter))
+
+    hellos = {
+        "new:1": says(1, 4),
+        "old:1": says(2, 3),
+        "dumb:1": says(3, 4),
+        "gone:1": HubUnreachable("gone"),
+    }
+    found = {"new:1": {"term": 4, "segment": 2, "offset": 50, "confirmed": [4, 2, 900]}, "dumb:1": {}}
+    monkeypatch.setattr(OtherHubs, "_hellos", lambda self, limit_s: iter(hellos.items()))
+    monkeypatch.setattr(OtherHubs, "_limit_s", 1.0)
+    monkeypatch.setattr(OtherHubs, "_status", lambda self, address: found[address])
+    others = OtherHubs(None, None)
+    assert others.ahead_of((4, 2, 899)) == ("new:1", (4, 2, 900))
+    assert others.ahead_of((4, 2, 900)) is None
+    assert others.compared == {1, 2}, "one does not answer, and one does not say"

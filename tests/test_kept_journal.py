@@ -437,3 +437,22 @@ def test_a_follower_that_restarts_just_after_it_has_adopted_a_snapshot_loses_not
     again.follow(book.ledger)
     assert again.mirror.position == book.ledger.journal.position
     same(again.mirror.hub, book.hub)
+
+
+@pytest.mark.parametrize("lacks", [False, True])
+def test_a_journal_is_set_aside_before_a_snapshot_that_lacks_its_pushes(book, tmp_path, lacks):
+    """The leader has deleted the segment with which it would compare it; its folder was an older copy."""
+    follower = Follower(tmp_path / "b")
+    shutil.copytree(tmp_path / "a", tmp_path / "older")
+    book.push(0, 0)
+    follower.follow(book.ledger)
+    before = files_of(tmp_path / "b")
+    leader = Book(tmp_path / ("older" if lacks else "a"))
+    for _ in range(2):
+        leader.ledger.snapshot()
+    assert not segment_path(leader.ledger.journal.directory, 1).exists()
+    follower.follow(leader.ledger)
+    same(follower.mirror.hub, leader.hub)
+    assert len(moved_aside(tmp_path / "b")) == lacks
+    if lacks:
+        assert files_of(tmp_path / "b" / "set_aside" / "1") == before

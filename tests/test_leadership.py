@@ -78,12 +78,26 @@ def test_a_voter_refuses_a_candidate_that_may_lack_what_was_acknowledged():
 
 def test_a_hub_leads_only_a_term_for_which_it_was_elected():
     mirrored = [config((A, B), (X,), term=3)]
-    assert replica(A, mirrored).may_resume(3)
-    assert not replica(B, mirrored).may_resume(3)
-    assert not replica(A, mirrored).may_resume(4)
+    assert replica(A, mirrored).may_resume(3, {B})
+    assert not replica(B, mirrored).may_resume(3, {A})
+    assert not replica(A, mirrored).may_resume(4, {B})
     voted = Replica(Voter(A, term=4, voted_for=B), promise_s=3.0, lease_s=2.0)
     voted.configs = tuple(mirrored)
-    assert not voted.may_resume(3)
+    assert not voted.may_resume(3, {B})
+
+
+def test_a_hub_leads_its_term_on_only_if_a_quorum_says_how_much_it_has():
+    """Its folder may be an older copy, and the others have what was acknowledged since."""
+    two = [config((A, B), (X,), term=3)]
+    assert not replica(A, two).may_resume(3, set())
+    assert not replica(A, two).may_resume(3, {X}), "a node has no journal"
+    three = [config((A, B, C), (X,), term=3)]
+    assert replica(A, three).may_resume(3, {C})
+    assert not replica(A, [*two, *three]).may_resume(3, {C}), "both configurations count"
+    assert replica(A, [config((A,), (X,), term=3)]).may_resume(3, set())
+    older = Replica(Voter(A, term=3, voted_for=A, accepted=(3, 2)), promise_s=3.0, lease_s=2.0)
+    older.configs = tuple(three)
+    assert not older.may_resume(3, {B, C}), "it has accepted what its journal does not have"
 
 
 def test_nothing_is_acknowledged_that_a_replica_in_sync_lacks():

@@ -399,11 +399,11 @@ def copied(toml, primary, tmp_path):
     return node, HubProcess(toml, primary.directory)
 
 
-def with_copy(toml, primary, tmp_path):
+def with_copy(toml, primary, tmp_path, *options):
     """Put that copy back, and return the hub that begins with it."""
     shutil.rmtree(primary.directory)
     shutil.copytree(tmp_path / "older", primary.directory)
-    return HubProcess(toml, primary.directory)
+    return HubProcess(toml, primary.directory, *options)
 
 
 def test_an_older_copy_of_a_hubs_folder_does_not_cost_what_its_standby_has(tmp_path):
@@ -436,8 +436,8 @@ def test_an_older_copy_of_a_hubs_folder_does_not_cost_what_its_standby_has(tmp_p
             assert kept == set(node.accepted)
 
 
-def test_a_standby_sets_aside_what_its_leader_lacks_and_says_so(tmp_path):
-    """The standby does not answer while the older copy is put back, so that the hub cannot ask it."""
+def test_an_older_copy_does_not_lead_while_no_standby_says_how_much_it_has(tmp_path):
+    """Found: it led on under its term, and its standby set aside what was acknowledged."""
     toml, primary, standby = pair(tmp_path)
     with ending():
         node, primary = copied(toml, primary, tmp_path)
@@ -447,6 +447,48 @@ def test_a_standby_sets_aside_what_its_leader_lacks_and_says_so(tmp_path):
         primary.kill()
         standby.kill()
         primary = with_copy(toml, primary, tmp_path)
+        assert "may be an older copy" in primary.events("must_be_elected")[0]["reason"]
+        standby = HubProcess(toml, standby.directory, "--standby")
+        node.elect(standby.address)
+        assert node.go_to(standby.address).term == 2
+        attached(node)
+        node.merged(0)
+        assert not status(primary.address)["set_aside"]
+        assert (primary.stop(), standby.stop()) == (0, 0)
+        for hub in (primary, standby):
+            assert {(push.node, push.unit, push.seq) for push in pushes_of(hub.directory)} == set(
+                node.accepted
+            )
+
+
+def test_a_hub_that_starts_before_its_standby_leads_once_that_is_there(tmp_path):
+    """No node is alive that could offer its vote."""
+    toml, primary, standby = pair(tmp_path)
+    with ending():
+        node = Client(primary.address).found()
+        attached(node)
+        primary.kill()
+        standby.kill()
+        primary = HubProcess(toml, primary.directory)
+        assert primary.events("must_be_elected")
+        standby = HubProcess(toml, standby.directory, "--standby")
+        until(lambda: primary.events("lead")[-1]["term"] == 2, "the election")
+        assert node.go_to(primary.address).term == 2
+        attached(node)
+        node.merged(0)
+
+
+def test_a_standby_sets_aside_what_its_leader_lacks_and_says_so(tmp_path):
+    """An operator lets the older copy lead while the standby does not answer."""
+    toml, primary, standby = pair(tmp_path)
+    with ending():
+        node, primary = copied(toml, primary, tmp_path)
+        node.go_to(primary.address)
+        attached(node)
+        node.merged(1)
+        primary.kill()
+        standby.kill()
+        with_copy(toml, primary, tmp_path, "--force-lead")
         standby = HubProcess(toml, standby.directory, "--standby")
         aside = until(lambda: status(standby.address)["set_aside"], "the records to be set aside")
         assert [one["path"] for one in aside] == [str(standby.directory / "set_aside" / "1")]

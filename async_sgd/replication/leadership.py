@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -112,6 +112,11 @@ class Leadership:
         return self._replica.voter.term
 
     @property
+    def seen(self) -> Extent:
+        """Return the newest extent that this hub knows to be acknowledged, or has confirmed and set aside."""
+        return self._replica.voter.seen
+
+    @property
     def promise(self) -> pb.Answer:
         """Return the highest term that this hub has promised to support, signed."""
         return offer_out(self.key, self.promised)
@@ -129,11 +134,20 @@ class Leadership:
     # --- beginning
 
     def begin(
-        self, journal_term: int, configs: tuple[Configured, ...], *, is_new: bool
+        self,
+        journal_term: int,
+        configs: tuple[Configured, ...],
+        *,
+        is_new: bool,
+        answered: Set[int] = frozenset(),
     ) -> Sequence[Record] | None:
         """Return the records with which this hub begins to lead; None if it must follow or be elected.
 
-        is_new: no other hub can have a record of the run, or may have taken part in it.
+        Args:
+            journal_term: Of the journal.
+            configs: Of the journal.
+            is_new: No other hub can have a record of the run, or may have taken part in it.
+            answered: See `Replica.may_resume`.
         """
         with self._deciding() as replica:
             replica.configs = configs
@@ -145,7 +159,7 @@ class Leadership:
                 return (
                     None  # its folder may be an older copy: the other replicas say so, if it asks for votes
                 )
-            return replica.resume(self._clock()) if replica.may_resume(journal_term) else None
+            return replica.resume(self._clock()) if replica.may_resume(journal_term, answered) else None
 
     def force(self, journal_term: int, jump: int) -> Sequence[Record]:
         """Return the records with which this hub leads without a vote."""

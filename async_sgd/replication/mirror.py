@@ -4,12 +4,13 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from zlib_ng.zlib_ng import crc32
 
-from aedit.async_sgd.hub import Clocks, Hub, load_state, save_state
+from aedit.async_sgd.hub import Clocks, Hub, HubState, load_state, save_state
 from aedit.async_sgd.journal import (
     FILE_BYTES,
     RECORDS,
@@ -270,10 +271,14 @@ class Mirror:
             self.position = segment, 0
 
     def _adopt(self, segment: int) -> None:
-        """Replace everything by a snapshot that has arrived whole."""
+        """Replace everything by a snapshot that has arrived whole.
+
+        The leader has deleted the segments that it would have compared with those here. So these are deleted
+        only if the snapshot has all their pushes; else they are set aside.
+        """
         self._is_arriving = False
         self.partial.sync(segment)
-        self.clear(keep=False)
+        self.clear(keep=_lacks(self.partial.numbers(), self.hub.state))
         path = snapshot_path(self._directory, segment)
         self.partial.finish(path)
         load_state(read_snapshot(path), self.hub.state)
@@ -295,6 +300,16 @@ class Mirror:
         except OSError as error:
             log.error("no snapshot: %s", error)
         return True
+
+
+def _lacks(numbers: Mapping[str, Any], state: HubState) -> bool:
+    """Return whether a snapshot with these numbers lacks a term or a push that `state` has."""
+    known = {member["name"]: dict(member["received"]) for member in numbers["members"]}
+    return numbers["term"] < state.term or any(
+        seq > known.get(member.name, {}).get(unit, 0)
+        for member in state.members
+        for unit, seq in member.received.items()
+    )
 
 
 _NAME = "incoming_"
@@ -339,6 +354,11 @@ class PartialSnapshot:
         if self._file is None or segment != self._segment:
             raise Damaged(f"segment {segment} comes after snapshot {self._segment}")
         os.fsync(self._file.fd)
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the numbers of the snapshot, which is whole. Raises Damaged."""
+        assert self._file is not None
+        return read_snapshot(self._file.path)[0]
 
     def finish(self, path: Path) -> None:
         """Move the file, which is whole and flushed, to its place as a snapshot."""

@@ -74,13 +74,22 @@ class Replica:
         """Lead a run of which no other hub can have a record; return the records to write."""
         return self._begin(journal_term + 1)
 
-    def may_resume(self, journal_term: int) -> bool:
-        """Return whether this hub was elected for the term of its journal and has not voted since."""
+    def may_resume(self, journal_term: int, answered: Set[int]) -> bool:
+        """Return whether this hub was elected for the term of its journal, and may lead it on.
+
+        Not if it has voted in a higher term since. Its folder may also be an older copy: then its register
+        names a newer configuration than its journal, or another replica has more.
+
+        answered: hubs that have said how much of the journal they have, none of them more than this one.
+            They and this one must be a quorum without any node.
+        """
         newest = self.configs[-1] if self.configs else None
         return (
             newest is not None
             and (newest.term, newest.leader) == (journal_term, self.voter.me)
             and self.voter.term <= journal_term
+            and self.voter.accepted <= newest.ballot
+            and all(is_quorum(one, {self.voter.me, *answered} & set(one.replicas)) for one in self.configs)
         )
 
     def resume(self, now: float) -> Decided:

@@ -325,6 +325,8 @@ class OtherHubs:
         """Addresses of the hubs that lead, by term, as `newest_term` has found them."""
         self.voters: dict[int, str] = {}
         """Addresses of the hubs that have answered then, by the identity under which they vote."""
+        self.compared: set[int] = set()
+        """Identities of those that have said how much of the journal they have, as `ahead_of` has found."""
 
     def newest_term(self) -> int:
         """Return the highest term that another hub knows; 0 if there is none or none answers.
@@ -349,15 +351,22 @@ class OtherHubs:
     def ahead_of(self, own: Extent) -> tuple[str, Extent] | None:
         """Return the address and the extent of the hub that follows the term of `own` and has more of it.
 
-        That of the one which has most; None if none does or answers.
+        That of the one which has most; None if none does or answers. What a follower has confirmed counts as
+        what it has: it may be fetching that anew.
         """
         found = dict[str, Extent]()
         for address, answer in self._hellos(limit_s=self._limit_s):
-            if not isinstance(answer, pb.HelloReply) or answer.leads or answer.term != own[0]:
+            if not isinstance(answer, pb.HelloReply):
+                continue
+            if answer.leads or answer.term != own[0]:
+                self.compared.add(answer.promise.voter)  # an older term has less
                 continue
             try:
                 told = self._status(address)
-                found[address] = (int(told["term"]), int(told["segment"]), int(told["offset"]))
+                at = (int(told["term"]), int(told["segment"]), int(told["offset"]))
+                term, segment, offset = map(int, told.get("confirmed", at))
+                found[address] = max(at, (term, segment, offset))
+                self.compared.add(answer.promise.voter)
             except (HubUnreachable, HubRefused, ValueError, KeyError, TypeError, OverflowError) as error:
                 log.warning("%s does not say how much of the journal it has: %s", address, error)
         ahead = {address: extent for address, extent in found.items() if extent[0] == own[0] and extent > own}

@@ -204,7 +204,12 @@ class _Process:
         behind = not force and self._is_behind((state.term, *journal.position))
         twin = self._others.voters.get(self._leadership.identity, "")
         if (newest <= own and not behind and not twin) or force:
-            records = self._leadership.begin(own, state.configs, is_new=is_new)
+            records = self._leadership.begin(
+                own, state.configs, is_new=is_new, answered=self._others.compared
+            )
+            must_ask = led == (own, self._leadership.identity) and self.endpoint.replicas is None
+            if records is None and must_ask and not force:
+                self._say_it_must_be_elected()
         if force:
             records = self._force(hub)
         if records is None:
@@ -244,6 +249,17 @@ class _Process:
         is_swarm = self.endpoint.replicas is not None
         self._leadership.note_ahead(extent, _BELIEVED_S if is_swarm else math.inf)
         return True
+
+    def _say_it_must_be_elected(self) -> None:
+        """Report why this hub does not lead on: no quorum has said that it has no more than this one."""
+        others = ", ".join(self.endpoint.others) or "none is known"
+        reason = (
+            f"{self.endpoint.directory} may be an older copy, and too few of the other hubs ({others}) say"
+            " how much of the journal they have: this hub leads once it is elected. If they are gone for"
+            " good, start it with --force-lead"
+        )
+        log.error("%s", reason)
+        self._reports.event("must_be_elected", reason=reason)
 
     def follow(self) -> None:
         """Recover the state from the folder and follow another hub: the successor waits for this replica."""

@@ -89,10 +89,10 @@ class Standby:
         self._window_s = endpoint.config.hub.expire_s
         """Nodes repeat their votes; a node that has stopped voting has reached the leading hub again."""
         self._turn = ElectionTurn(self._window_s, clock)
-        newest = mirror.hub.state.configs[-1:]
-        if endpoint.replicas is not None and newest:
-            led, place = newest[0].leader == leadership.identity, endpoint.place_without("") or 0
-            self._turn.lost_owner(0 if led else _FORMER_FIRST + place)
+        if self._led_last:
+            self._turn.lost_owner(0)
+        elif endpoint.replicas is not None and mirror.hub.state.configs:
+            self._turn.lost_owner(_FORMER_FIRST + (endpoint.place_without("") or 0))
         self._older_since_s: float | None = None
         """Since when the owner lacks records that it has sent."""
         self._leader = ""
@@ -160,7 +160,7 @@ class Standby:
         leader = self._leader or next(iter(self._endpoint.others), "")
         in_sync = set(configs[-1].replicas if configs else ())
         following = {"follows": leader, "segment": segment, "offset": offset}
-        following |= {"is_replica": self._leadership.identity in in_sync}
+        following |= {"is_replica": self._leadership.identity in in_sync, "confirmed": self._leadership.seen}
         # If another hub may have extended the journal, its required replicas are unknown.
         following |= {"is_needed": self.confirmer.is_needed or not (self._leader and is_current)}
         following |= {"other_replicas": len(in_sync - {self._leadership.identity})}
@@ -332,7 +332,7 @@ class Standby:
     def lost_leader(self, ended: Exception | None) -> float:
         """Note that no leader is followed now; return the pause before the next search, in seconds.
 
-        In a swarm this hub asks for votes when its turn comes.
+        In a swarm, and after it has led, this hub asks for votes when its turn comes.
 
         ended: what ended the stream of the leader; None if it ended by itself, or none was found. It is
             raised if it says that the disk has failed.
@@ -353,9 +353,15 @@ class Standby:
         if lost:
             self._leadership.drop_leader()
             self._turn.lost_owner(self._endpoint.place_without(lost))
-        elif self._endpoint.replicas is not None and self._turn.take():
+        elif (self._led_last or self._endpoint.replicas is not None) and self._turn.take():
             self._stand_or_end()
         return _RETRY_S
+
+    @property
+    def _led_last(self) -> bool:
+        """Return whether this hub was the last leader, as far as its journal goes."""
+        newest = self._mirror.hub.state.configs[-1:]
+        return bool(newest) and newest[0].leader == self._leadership.identity
 
     def _note_full(self, error: NoSpace | OSError) -> None:
         """Note that the disk is full, and confirm nothing until the leader is found again.

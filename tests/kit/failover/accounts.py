@@ -40,15 +40,13 @@ class Accounts:
         """A term has one leader, which has everything that was acknowledged."""
         term, identity = leading.ledger.hub.state.term, leading.leadership.identity
         self.supports(identity, identity, term)
-        first = self.elected.get(term)
-        if first is None:
-            self.elected[term] = host.number
-            if term == max(self.elected):
-                self.check_leader(host, leading)
-        elif first != host.number and self.forgiven:
-            self.excuse(always=True)
-        elif first != host.number:
+        first = self.elected.setdefault(term, host.number)
+        if first != host.number and not self.forgiven:
             raise Violation(f"hubs {first} and {host.number} have both led term {term}")
+        if first != host.number:
+            self.excuse(always=True)
+        if term == max(self.elected):
+            self.check_leader(host, leading)
 
     def check_leader(self, host, leading):
         state = leading.ledger.hub.state

@@ -111,8 +111,11 @@ def power(chance, at_s):
 
 
 def older(chance, at_s):
-    """A folder is put back older while another hub is gone."""
+    """A folder is put back older while other hubs are gone."""
     who, lasts_s = chance.choice((LEADER, -2)), chance.uniform(1.0, 4.0)
+    if who == LEADER and chance.random() < 0.5:
+        others = [Fault(at_s + lasts_s - 0.1, "kill", one, 0, chance.uniform(2.0, 4.0)) for one in (-2, -3)]
+        return 3, 3, [Fault(at_s, "old", who, 0, lasts_s), *others]
     gone = Fault(at_s + lasts_s + chance.uniform(-0.5, 1.0), "kill", LEADER, 0, chance.uniform(1.0, 8.0))
     return chance.choice((2, 3, 3)), 3, [Fault(at_s, "old", who, 0, lasts_s), gone]
 

@@ -169,7 +169,8 @@ class Events:
         pass
 
     def status(self, now, after):
-        return json.dumps({name: now[name] for name in ("term", "segment", "offset") if name in now})
+        shown = ("term", "segment", "offset", "confirmed")
+        return json.dumps({name: now[name] for name in shown if name in now})
 
 
 class Others(OtherHubs):

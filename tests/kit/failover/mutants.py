@@ -9,10 +9,10 @@ from aedit.async_sgd.replication import Leadership, Mirror, Replica, replica, st
 from aedit.async_sgd.replication.replica import END
 from aedit.async_sgd.rules import Agreed
 from aedit.async_sgd.service import driver
+from aedit.launch.hub.endpoint import OtherHubs
 from aedit.launch.hub.leading import LeadingHub
 from aedit.proto.agent.membership import Elector
 from aedit.proto.rpc import Voter, votes
-from kit.failover.hub import HubProcess
 
 
 @contextmanager
@@ -86,6 +86,11 @@ def propose(self, replicas, electors):
     return decided
 
 
+def may_resume(self, journal_term, answered):
+    """Lead on without any answer."""
+    return original_may_resume(self, journal_term, self._needed())
+
+
 def ask_for_agreement(self):
     """Ask for a quorum of the newest configuration, and not of those before it."""
     decided = original_ask(self)
@@ -102,15 +107,16 @@ def has(self, position, chain):
 
 original_remove, original_granting, original_answer = Mirror._remove, Voter._granting, Elector.answer
 original_propose, original_ask = Replica.propose, Replica._ask_for_agreement
-original_forget = Leadership.forget
+original_forget, original_may_resume = Leadership.forget, Replica.may_resume
 unbounded = [(place, "TERM_STEP", 2**62) for place in (replica, votes)]
 believed = [(place, "check_signer", lambda message, voter: None) for place in (votes, driver)]
 
 MUTANTS = {
     "a hub leads with an older copy of its folder": [
-        (HubProcess, "_is_behind", lambda self, own: False),
+        (OtherHubs, "ahead_of", lambda self, own: self.compared.update(self.voters)),
         (Mirror, "_remove", remove),
     ],
+    "a hub leads on though no replica says how much it has": [(Replica, "may_resume", may_resume)],
     "a message counts for the voter that it names": believed,
     "the term of a refusal is believed without a bound": unbounded,
     "a vote is given before its write has succeeded": [(Leadership, "_deciding", deciding)],
@@ -127,7 +133,7 @@ MUTANTS = {
     "a voter ignores what was acknowledged": [(Voter, "_granting", granting)],
     "a node votes without regard to its receipts": [(Elector, "answer", answer)],
     "a hub leads under a term that it only mirrored": [
-        (Replica, "may_resume", lambda self, term: bool(self.configs))
+        (Replica, "may_resume", lambda self, term, answered: bool(self.configs))
     ],
     "a hub that is cut off goes on alone": [(Replica, "propose", propose)],
     "a leader acknowledges what only its own disk has": [
