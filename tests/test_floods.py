@@ -154,6 +154,12 @@ def test_an_honest_node_is_never_ended(seed):
         assert wires.look() == []
 
 
+def test_a_server_looks_often_while_it_is_busy_and_else_once_a_second():
+    limit = ConnectionLimit(1000)
+    assert sum(limit.is_due(100.0 + i / 8, 1.0) for i in range(1, 81)) == 10
+    assert all(limit.is_due(110.0 + i / 8, 1.0 + i / 20) for i in range(1, 81))
+
+
 # --- the filter of a listening socket
 
 

@@ -8,10 +8,11 @@ from kit.hub_processes import Client
 from kit.waiting import until
 from test_swarm_attacks import address, replica
 
+from aedit.async_sgd.journal import moved_aside
 from aedit.launch.config import SwarmConfig
 from aedit.launch.records import resting_file
 from aedit.launch.swarm import hosted_part
-from aedit.launch.swarm.hosted_part import HostedPart, PeerOptions
+from aedit.launch.swarm.hosted_part import MARK, HostedPart, PeerOptions
 from aedit.proto.rpc import HubUnreachable
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.proto.swarm import PartPlaces
@@ -156,3 +157,22 @@ def test_events_of_a_follower_have_the_age_of_the_run(tmp_path):
         (event,) = [event for line in lines if (event := json.loads(line))["event"] == "cannot_lead"]
         age_s = first._standby._mirror.hub.state.elapsed_s
         assert age_s <= event["t"] < age_s + 30
+
+
+def test_a_replica_that_is_given_up_leaves_its_records_and_what_was_set_aside(tmp_path, monkeypatch):
+    """Found: the whole peer ended, and again after each start, as what was set aside is a folder."""
+    monkeypatch.setattr(hosted_part, "Child", Process)
+    options = PeerOptions(directory=tmp_path, name="a")
+    folder, hosted = options.folder(1), hosted_by(options)
+    (folder / "set_aside" / "1").mkdir(parents=True)
+    for name in (MARK, "journal-00000001", "metrics.jsonl", "set_aside/1/journal-00000001"):
+        (folder / name).write_text("x")
+
+    def left():
+        return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+    hosted.retire()
+    assert left() == ["metrics.jsonl", "set_aside/1/journal-00000001"]
+    hosted_by(options).stop()
+    assert left() == ["metrics.jsonl", "set_aside/1/journal-00000001"], "it is kept anew"
+    assert [one["bytes"] for one in moved_aside(folder)] == [1]

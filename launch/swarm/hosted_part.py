@@ -295,7 +295,7 @@ class HostedPart:
         return min(now - self._rests_since_s, self._unconfirmed_s) >= _REST_S
 
     def retire(self) -> None:
-        """End the process and forget the replica, all but its records of the run."""
+        """End the process and forget the replica, all but records of the run and what was set aside."""
         self.stop()
         _clear(self._folder)
 
@@ -393,8 +393,8 @@ def set_aside(folder: Path) -> None:
 
 
 def _clear(folder: Path) -> None:
-    """Remove all but the records of the run; first what makes it a replica."""
+    """Remove a replica, first what makes it one; records of the run and what was set aside stay."""
     (folder / MARK).unlink(missing_ok=True)
     for path in folder.iterdir():
-        if path.name not in RECORDS:
+        if path.name not in RECORDS and not path.is_dir():
             path.unlink(missing_ok=True)

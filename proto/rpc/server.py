@@ -329,19 +329,21 @@ class Server:
         await self._server.start()
 
         # Not in the loop, which a flood may hold up.
-        threading.Thread(
-            target=self._look, args=(threading.get_ident(),), name="connections", daemon=True
-        ).start()
+        threading.Thread(target=self._look, name="connections", daemon=True).start()
 
-    def _look(self, loop_thread: int) -> None:
-        """End connections that flood, and measure the cost of calls, until the server stops."""
-        clock, due_s = time.pthread_getcpuclockid(loop_thread), 0.0
+    def _look(self) -> None:
+        """End connections that flood, and have the cost of calls measured, until the server stops."""
+        due_s = 0.0
         while not self._stopped.wait(self.connections.pause_s):
             if self.connections.is_due(now_s := time.monotonic(), time.process_time()):
-                self.connections.cut(self.port)
+                with suppress(OSError):  # no descriptor is left to look with
+                    self.connections.cut(self.port)
             if now_s >= due_s:
                 due_s = now_s + _MEASURED_EVERY_S
-                self._cost.measure(time.clock_gettime(clock))
+                event_loop().call_soon_threadsafe(self._measure)
+
+    def _measure(self) -> None:
+        self._cost.measure(time.thread_time())
 
     def _listen(self, address: str, keys: ServerKeys) -> int:
         try:
