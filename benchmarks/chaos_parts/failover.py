@@ -1,6 +1,9 @@
 """Faults of a run with standbys: all processes and links can fail, the leading hub at its worst moments."""
 
+import json
 import random
+import resource
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -19,7 +22,7 @@ from benchmarks.kit import netns
 from benchmarks.kit.cluster import Field, free_port, ledger_tail
 from benchmarks.kit.netns import Place, set_link
 from benchmarks.kit.paced_node import PacedNode
-from benchmarks.kit.processes import end, start
+from benchmarks.kit.processes import copy_folder, end, limit_files, put_back, start
 from benchmarks.kit.statistics import percent
 from benchmarks.kit.tables import Bar, Report
 
@@ -96,6 +99,11 @@ class Replicas:
         assert hub.place is not None
         set_link(hub.place, state)
 
+    def fill(self, hub: Replica, num_bytes: int = resource.RLIM_INFINITY) -> None:
+        """Let no file of a hub, if it runs, grow beyond so many bytes; its next process has no such limit."""
+        if hub.process is not None:
+            limit_files(hub.process.pid, num_bytes)
+
     def at(self, address: str) -> Replica | None:
         """Return the hub at `address`."""
         return next((hub for hub in self.hubs if hub.address == address), None)
@@ -104,6 +112,7 @@ class Replicas:
         """Let all hubs go on, be reached and be started."""
         for hub in self.hubs:
             self.stop(hub, signal.SIGCONT)
+            self.fill(hub)
             hub.due_s = 0.0
             if hub.place is not None:
                 set_link(hub.place, "up")
@@ -168,11 +177,17 @@ CALM_S = 60.0
 GOODPUT, DECIDES_S = 0.90, 300.0
 """Wanted goodput, and how long a run must be to tell."""
 NODE_FAULT_EVERY_S, HUB_FAULT_EVERY_S = 20.0, 25.0
+JOINS_WITHIN_S = 300.0
+"""On a busy machine."""
 HEALS_WITHIN_S = 60.0
 """After the last fault every node must have seen a push acknowledged."""
 AIM_S = 8.0
 """How long a fault waits for its worst moment."""
-KEEP_EVERY_S = 0.3
+KEEP_EVERY_S, ANSWERS_S = 0.3, 5.0
+FULL_S = 20.0
+"""How long a disk is full."""
+IN_SYNC_WITHIN_S = 30.0
+"""How long an older folder waits until another hub has all that was acknowledged: else none would have it."""
 
 
 @dataclass(slots=True)
@@ -335,7 +350,7 @@ def _ground(
             hubs.supervise()
             for name in NODES:
                 _start(ground, name)
-            if not ground.until(lambda: len(ground.acknowledged()) == len(NODES), 120):
+            if not ground.until(lambda: len(ground.acknowledged()) == len(NODES), JOINS_WITHIN_S):
                 raise TimeoutError(f"not all nodes have joined:\n{hubs.hubs[0].log.read_text()[-3000:]}")
             yield ground
         finally:
@@ -354,6 +369,7 @@ def _plan(seconds: float, chance: random.Random, wires: bool) -> list[tuple[floa
     """Return (second, duration, fault) in order."""
     nodes: list[Callable[[str], Act]] = [_kill_node, _stop_node]
     kinds: list[Act] = [_kill_leader, _kill_at_push, _kill_twice, _stop_leader, _kill_standby, _stop_standby]
+    kinds += [_fill_disk, _older_folder]
     if wires:
         nodes.append(_cut_node)
         kinds += [_cut_leader, _cut_standby]
@@ -361,7 +377,8 @@ def _plan(seconds: float, chance: random.Random, wires: bool) -> list[tuple[floa
     at_s, bag = HUB_FAULT_EVERY_S / 2, list[Act]()
     while at_s < seconds - 5:
         bag = bag or chance.sample([*kinds, _kill_all], len(kinds) + 1)  # all kinds by turns
-        found.append((at_s, chance.uniform(3, 14), bag.pop()))
+        act, seconds_long = bag.pop(), chance.uniform(3, 14)
+        found.append((at_s, FULL_S if act is _fill_disk else seconds_long, act))
         at_s += HUB_FAULT_EVERY_S
     at_s = NODE_FAULT_EVERY_S / 2
     while at_s < seconds - 5:
@@ -471,6 +488,46 @@ def _cut_standby(ground: Ground) -> Callable[[], None]:
     hub = _standby(ground)
     ground.hubs.cut(hub, "down")
     return partial(ground.hubs.cut, hub, "up")
+
+
+def _fill_disk(ground: Ground) -> Callable[[], None]:
+    hub = ground.chance.choice(ground.hubs.hubs)
+    _note(ground, "leader's disk full" if hub is ground.leader() else "standby's disk full")
+    ground.hubs.fill(hub, 0)
+    return partial(ground.hubs.fill, hub)
+
+
+def _older_folder(ground: Ground) -> Callable[[], None]:
+    """Copy the leader's folder; later kill that hub, and let it start with the copy."""
+    hub, older = ground.leader(), ground.field.directory / "older"
+    ground.hubs.stop(hub, signal.SIGSTOP)
+    copy_folder(hub.directory, older)
+    ground.hubs.stop(hub, signal.SIGCONT)
+
+    def put_older_back() -> None:
+        if not ground.until(lambda: _has_standby(ground), IN_SYNC_WITHIN_S):
+            _note(ground, "older folder not put back, as no standby was in sync")
+            shutil.rmtree(older)
+            return
+        _note(
+            ground,
+            "leader killed, older folder put back" if hub is ground.leader() else "older folder put back",
+        )
+        ground.hubs.kill(hub, ground.chance.uniform(0.2, 3))
+        ground.keep()
+        put_back(hub.directory, older)
+
+    return put_older_back
+
+
+def _has_standby(ground: Ground) -> bool:
+    """Return whether the leader says that another hub has all that it has acknowledged."""
+    leader = ground.leader()
+    asked = start("benchmarks.kit.cluster", leader.address, place=leader.place, stdout=subprocess.PIPE)
+    if not ground.until(lambda: asked.poll() is not None, ANSWERS_S):
+        end([asked])
+    told = asked.communicate()[0]
+    return asked.returncode == 0 and json.loads(told).get("in_sync", 0) > 0
 
 
 def _pushes_large(ledger: Path) -> bool:

@@ -7,6 +7,8 @@ import importlib.util
 import json
 import random
 import re
+import resource
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -30,7 +32,7 @@ from benchmarks.kit import netns
 from benchmarks.kit.cluster import TOML, free_port, ledger_lines, ledger_tail, left_behind
 from benchmarks.kit.netns import Place, set_link
 from benchmarks.kit.paced_node import STRIDE, PacedNode
-from benchmarks.kit.processes import end, start
+from benchmarks.kit.processes import copy_folder, end, last_line, limit_files, put_back, start
 from benchmarks.kit.statistics import percent
 from benchmarks.kit.tables import Bar, Report
 
@@ -107,6 +109,11 @@ class SwarmPeer:
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
 
+    def fill(self, num_bytes: int = resource.RLIM_INFINITY) -> None:
+        """Let no file of the peer and its hubs grow beyond so many bytes; the node has another disk."""
+        if self.process is not None:
+            limit_files(self.process.pid, num_bytes)
+
     def kill(self) -> None:
         """Kill all processes of the machine at once, as a power cut does."""
         found = self.processes()
@@ -119,10 +126,12 @@ class SwarmPeer:
         self.process = self.node = None
 
     def ended(self) -> list[str]:
-        """Return which processes have ended by themselves, with their exit codes."""
+        """Return which processes have ended by themselves, with exit codes and last words."""
         named = ((f"{self.name} (node)", self.node), (self.name, self.process))
         return [
-            f"{name}: exit code {one.returncode}" for name, one in named if one and one.poll() is not None
+            f"{name}: exit code {one.returncode}: {last_line(self.log)}"
+            for name, one in named
+            if one and one.poll() is not None
         ]
 
 
@@ -474,9 +483,10 @@ class Scene:
 
     def heal(self) -> None:
         """End all faults."""
-        for _, mend in list(self.mends):  # one that waits for something adds itself again
+        mends, self.mends = self.mends, []
+        for _, mend in mends:
             mend()
-        self.mends = []
+        self.mends = []  # one that waits for something has added itself again
         for peer in self.ground.peers:
             peer.due_s = 0.0
 
@@ -530,9 +540,9 @@ class Scene:
             self.kept_s = now
             self.ground.keep()
             self.story.tables.look(self.with_tables())
-        for due_s, mend in [entry for entry in self.mends if entry[0] <= now]:
-            mend()
-            self.mends.remove((due_s, mend))
+        while due := next((entry for entry in self.mends if entry[0] <= now), None):
+            self.mends.remove(due)  # before, as it may take turns itself
+            due[1]()
         for peer in self.ground.peers:
             if ended := peer.ended():
                 self.story.died += ended
@@ -545,6 +555,10 @@ class Scene:
 
 
 KILL_EVERY_S, AWAY_EVERY_S, AWAY_S = 20.0, 40.0, 30.0
+FULL_S = 20.0
+"""How long a disk is full."""
+OLDER_S, OLDER_WAITS_S = 8.0, 60.0
+"""Age of a folder that is put back, and how much older it may get until all parts have all their copies."""
 TABLES_FROM_S, TABLES_EVERY_S, TABLES_WAIT_S = 47.0, 60.0, 30.0
 """The first time, and every second one after it, is between two times at which a machine is away."""
 AIM_S = 6.0
@@ -557,8 +571,8 @@ def fault_plan(
     seconds: float, chance: random.Random, away_s: float, *, wires: bool, tables: int = 0
 ) -> list[tuple[float, Act]]:
     """Return (second, fault) in order. tables: machines that have a hash table."""
-    kills: list[Act] = [_kill_owner, _kill_at_push, _kill_first, _kill_any]
-    aways: list[Act] = [partial(_stop, away_s), partial(_cut if wires else _stop, away_s)]
+    kills: list[Act] = [_kill_owner, _kill_at_push, _kill_first, _kill_any, _older_folder]
+    aways: list[Act] = [partial(_stop, away_s), partial(_cut if wires else _stop, away_s), _fill_disk]
     found: list[tuple[float, Act]] = []
     # A machine is stopped or cut off between two kills: the one that was killed last is about to be back.
     for every_s, first_s, kinds in ((KILL_EVERY_S, 5.0, kills), (AWAY_EVERY_S, 15.0, aways)):
@@ -664,6 +678,48 @@ def _cut(away_s: float, scene: Scene) -> None:
     scene.mends.append((time.monotonic() + away_s, partial(_mend, scene, peer)))
 
 
+def _fill_disk(scene: Scene) -> None:
+    """Let the peer of a machine and its hubs write nothing, as on a disk without room."""
+    peer = scene.owner(scene.chance.randrange(scene.ground.shape.parts)) or scene.ground.peers[0]
+    scene.note("disk full", peer)
+    peer.is_away = True
+    peer.fill(0)
+    scene.mends.append((time.monotonic() + FULL_S, partial(_empty_disk, peer)))
+
+
+def _empty_disk(peer: SwarmPeer) -> None:
+    peer.is_away = False
+    peer.fill()
+
+
+def _older_folder(scene: Scene) -> None:
+    """Copy the folder of an owner; later kill that machine, and start it with the copy."""
+    peer = scene.owner(scene.chance.randrange(scene.ground.shape.parts)) or scene.present()[0]
+    older = scene.ground.directory / f"older_{peer.name}"
+    peer.send(signal.SIGSTOP)
+    copy_folder(peer.directory, older)
+    peer.send(signal.SIGCONT)
+    now = time.monotonic()
+    act = partial(_put_back, scene, peer, peer.number, older, now + OLDER_S + OLDER_WAITS_S)
+    scene.mends.append((now + OLDER_S, act))
+
+
+def _put_back(scene: Scene, peer: SwarmPeer, number: int, older: Path, until_s: float) -> None:
+    """Put an older folder back once all parts have all their copies: else nobody could have what it lacks."""
+    now = time.monotonic()
+    if now > until_s or peer.number != number:  # another machine is in its place
+        shutil.rmtree(older)
+    elif peer not in scene.present() or not all_in_sync(scene, peer):
+        scene.mends.append((now + 1.0, partial(_put_back, scene, peer, number, older, until_s)))
+    else:
+        scene.note("machine killed, older folder put back", peer)
+        peer.kill()
+        scene.ground.keep()
+        put_back(peer.directory, older)
+        peer.due_s = time.monotonic() + (absent_s := scene.chance.uniform(0.0, scene.back_within_s))
+        scene.story.absent_s += absent_s
+
+
 def _mend(scene: Scene, peer: SwarmPeer) -> None:
     peer.is_away = False
     scene.ground.cut(peer, "up")
@@ -688,7 +744,7 @@ NODE = PacedNode(
 CALM_S = 60.0
 GOODPUT, DECIDES_S = 0.90, 300.0
 """Wanted goodput, and how long a run must be to tell."""
-JOINS_WITHIN_S, HEALS_WITHIN_S, ENDS_WITHIN_S = 120.0, 60.0, 90.0
+JOINS_WITHIN_S, HEALS_WITHIN_S, ENDS_WITHIN_S = 300.0, 60.0, 90.0
 
 
 def measure(

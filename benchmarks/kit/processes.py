@@ -2,20 +2,23 @@
 
 import json
 import os
+import resource
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+import psutil
 from rich.console import Console
 from rich.progress import track
 
@@ -60,6 +63,32 @@ def end(processes: "Iterable[subprocess.Popen[str]]") -> None:
     for process in processes:
         process.kill()
         process.wait(10)
+
+
+def limit_files(pid: int, num_bytes: int = resource.RLIM_INFINITY) -> None:
+    """Let no file of a process and of its children grow beyond this, as on a disk without room."""
+    with suppress(ProcessLookupError, psutil.NoSuchProcess):
+        limits = num_bytes, resource.RLIM_INFINITY
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)  # first, as its children begin with its limits
+        for child in psutil.Process(pid).children(recursive=True):
+            with suppress(ProcessLookupError):
+                resource.prlimit(child.pid, resource.RLIMIT_FSIZE, limits)
+
+
+def copy_folder(folder: Path, into: Path) -> None:
+    """Copy the folder of processes that stand still, without their logs."""
+    shutil.copytree(folder, into, ignore=shutil.ignore_patterns("*.log"))
+
+
+def put_back(folder: Path, older: Path) -> None:
+    """Put a copy in the place of the folder of processes that have ended; their logs stay."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.suffix != ".log":
+            path.unlink()
+    shutil.copytree(older, folder, dirs_exist_ok=True)
+    shutil.rmtree(older)
 
 
 class Dialogue:

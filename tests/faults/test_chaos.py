@@ -3,12 +3,15 @@
 Processes are killed, and the accounts still agree.
 """
 
+import errno
 import inspect
 import json
 import random
+import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from subprocess import PIPE, Popen
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +22,7 @@ from benchmarks.chaos_parts.accounts import attempts, expected, history_of, keep
 from benchmarks.chaos_parts.swarm import SwarmPeer, Tables, _kill_tables, fault_plan, machines_with_tables
 from benchmarks.kit import netns, paced_node
 from benchmarks.kit.paced_node import PacedNode
+from benchmarks.kit.processes import copy_folder, limit_files, put_back
 from benchmarks.programs import chaos_witness
 from test_journal import Book
 
@@ -127,6 +131,68 @@ def test_the_hash_tables_of_all_machines_are_killed_at_once_and_of_one_by_turns(
     assert [b[0] - a[0] for a, b in pairwise(kills(2))] == [60.0] * 9
     without = fault_plan(600, random.Random(1), 30.0, wires=True)
     assert len(fault_plan(600, random.Random(1), 30.0, wires=True, tables=2)) == len(without) + 10
+
+
+def test_ten_minutes_of_hubs_and_of_a_swarm_have_a_full_disk_and_an_older_folder():
+    hubs = [act for _, _, act in failover._plan(600, random.Random(1), wires=True)]
+    machines = [act for _, act in fault_plan(600, random.Random(1), 30.0, wires=True)]
+    for acts, module in ((hubs, failover), (machines, swarm)):
+        assert acts.count(module._fill_disk) >= 2
+        assert acts.count(module._older_folder) >= 2
+    plan = failover._plan(600, random.Random(1), wires=True)
+    assert {long_s for _, long_s, act in plan if act is failover._fill_disk} == {20.0}
+
+
+def test_a_copy_of_a_folder_is_put_back_without_logs_and_without_what_came_later(tmp_path):
+    folder, older = tmp_path / "hub", tmp_path / "older"
+    (folder / "part_0").mkdir(parents=True)
+    for name in ("journal-1", "part_0/journal-1", "output.log", "part_0/part.log"):
+        (folder / name).write_text("old")
+    copy_folder(folder, older)
+    (folder / "part_1").mkdir()
+    for name in ("journal-1", "journal-2", "part_1/journal-1", "output.log"):
+        (folder / name).write_text("new")
+    put_back(folder, older)
+    found = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    assert found == {"journal-1": "old", "part_0/journal-1": "old", "output.log": "new"}
+    assert not older.exists()
+
+
+def test_the_disk_of_a_process_and_its_children_is_full_until_it_is_not(tmp_path):
+    """A child is started while the disk is full, and has room with its parent."""
+    with Popen([sys.executable, "-c", WRITER, tmp_path], stdin=PIPE, stdout=PIPE, text=True) as writer:
+
+        def writes():
+            writer.stdin.write("\n")
+            writer.stdin.flush()
+            return writer.stdout.readline().split()
+
+        assert writes() == ["0", "0"]
+        limit_files(writer.pid, 0)
+        assert writes() == [str(errno.EFBIG)] * 2
+        limit_files(writer.pid)
+        assert writes() == ["0", "0"]
+        writer.stdin.close()
+
+
+WRITER = """
+import multiprocessing, sys
+from pathlib import Path
+
+def wrote(name):
+    try:
+        with Path(sys.argv[1], name).open("ab", 0) as file:
+            file.write(b"x")
+    except OSError as error:
+        return error.errno
+    return 0
+
+if __name__ == "__main__":
+    for number, _ in enumerate(sys.stdin):
+        pools = pools if number else [multiprocessing.get_context("fork").Pool(1)]
+        print(wrote("a"), pools[0].apply(wrote, ["b"]), flush=True)
+    pools[0].terminate()
+"""
 
 
 def machine(tmp_path, name, pid=7):
