@@ -175,7 +175,7 @@ class Watched:
     def choose(self, view: EngineView) -> Arm:
         return self.inner.choose(view)
 
-    def trim(self, view: EngineView, arm: Arm, draft: Draft) -> int:
+    def trim(self, view: EngineView, arm: Arm, draft: Draft) -> int | Sequence[int]:
         return self.inner.trim(view, arm, draft)
 
     def learn(self, observed: StepObservation) -> None:

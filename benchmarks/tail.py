@@ -181,11 +181,15 @@ class PacedTarget(Target):
         """Copy times of samples that came with their keys and values."""
 
     def step(
-        self, tokens_Bq: Tensor, lengths_B: Sequence[int] | Tensor, parents_BN: Tensor | None = None
+        self,
+        tokens_Bq: Tensor,
+        lengths_B: Sequence[int] | Tensor,
+        parents_BN: Tensor | None = None,
+        counts_B: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         num_rows, q = tokens_Bq.shape
         self.clock.now_s += self.times.step(num_rows, q - 1)
-        return super().step(tokens_Bq, lengths_B, parents_BN)
+        return super().step(tokens_Bq, lengths_B, parents_BN, counts_B)
 
     def prefill(self, segments: Sequence[Segment]) -> list[Tensor]:
         self.clock.now_s += sum(self.times.prefill(len(segment.tokens)) for segment in segments)

@@ -22,8 +22,8 @@ def test_a_fixed_arm_is_always_the_same():
 
 def test_nodes_that_no_row_has_are_not_verified():
     chooser = Fixed.of("suffix:4")
-    assert chooser.trim(VIEW, chooser.arm, draft(rows=2, counts=[1, 3])) == 3
-    assert chooser.trim(VIEW, chooser.arm, draft(rows=2, counts=[0, 0])) == 0
+    assert chooser.trim(VIEW, chooser.arm, draft(rows=2, counts=[1, 3])) == [1, 3]
+    assert chooser.trim(VIEW, chooser.arm, draft(rows=2, counts=[0, 0])) == [0, 0]
 
 
 def test_without_its_drafter_a_fixed_arm_is_off():

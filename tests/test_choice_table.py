@@ -215,7 +215,7 @@ def outcome(rng, draft, verified, agrees):
     says = rng.random(said.shape) < agrees(said)
     if draft.counts_B is not None:
         says &= np.arange(says.shape[1]) < draft.counts_B.numpy()[:, None]
-    says[:, verified:] = False
+    says &= np.arange(says.shape[1]) < verified[:, None]
     return np.cumprod(says, axis=1).sum(1)
 
 
@@ -224,11 +224,12 @@ def outcome(rng, draft, verified, agrees):
 def test_scores_become_chances_whatever_is_verified(agrees, least):
     rng, acceptance, arm = np.random.default_rng(0), Acceptance(), parse_arm("layer:6")
     for _ in range(800):
-        draft, verified = chains(rng, 4, 6, short=True), int(rng.integers(least, 7))
-        acceptance.learn(arm, score_bins(draft), verified, outcome(rng, draft, verified, agrees).tolist())
+        draft, verified = chains(rng, 4, 6, short=True), rng.integers(least, 7, 4)
+        accepted = outcome(rng, draft, verified, agrees).tolist()
+        acceptance.learn(arm, score_bins(draft), verified.tolist(), accepted)
     unseen = chains(np.random.default_rng(1), 20_000, 6)
     promised = acceptance.chances(arm, score_bins(unseen))
-    came = np.arange(6) < outcome(np.random.default_rng(2), unseen, 6, agrees)[:, None]
+    came = np.arange(6) < outcome(np.random.default_rng(2), unseen, np.full(20_000, 6), agrees)[:, None]
     assert abs(promised.mean(0) - came.mean(0)).max() <= 0.06
 
 
@@ -260,7 +261,7 @@ def test_a_tree_has_chances_of_its_own():
     bins = score_bins(draft)
     before = acceptance.chances(chain, bins)
     for _ in range(50):
-        acceptance.learn(tree, bins, 4, [0] * 4, [[0]] * 4)
+        acceptance.learn(tree, bins, [4] * 4, [0] * 4, [[0]] * 4)
     assert (acceptance.chances(chain, bins) == before).all()
     assert acceptance.chances(tree, bins).max() < 0.1
 
@@ -269,6 +270,18 @@ def test_accepted_nodes_of_a_tree_are_those_of_its_path():
     accepted = accepted_nodes((1, 6), [2], [[0, 1, 2, 5]])
     assert accepted[0].tolist() == [True, True, False, False, False, False]
     assert accepted_nodes((3, 4), [2, 4, 0], None).sum(1).tolist() == [2, 4, 0]
+
+
+def test_costs_of_other_numbers_of_rows_are_begun_with_as_they_change():
+    arm, other = parse_arm("layer:8"), parse_arm("layer:4")
+    many = RelativeCosts()
+    for step in range(12):
+        many.learn(arm if step % 2 else OFF, 4.0 if step % 2 else 1.0, step, 0.0)
+    few = RelativeCosts(many, {arm: math.log(0.5), other: 7.0})
+    assert many.difference(arm, OFF)[0] == pytest.approx(math.log(4), abs=0.02)
+    assert few.difference(arm, OFF)[0] == pytest.approx(many.difference(arm, OFF)[0] + math.log(0.5))
+    assert few.difference(arm, OFF)[1] > many.difference(arm, OFF)[1] + 0.1
+    assert not few.knows(other)
 
 
 def test_costs_beside_each_other_are_those_of_the_exact_posterior():

@@ -4,6 +4,7 @@ The reference makes each token by a full forward pass of transformers' own model
 """
 
 import multiprocessing
+from collections import Counter
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from kit.rollouts import (
     FLIPS,
     KINDS,
     VOCABULARY,
+    Flips,
     Insider,
     Stubborn,
     decode_plainly,
@@ -77,6 +79,29 @@ def test_a_flip_of_the_arm_changes_no_token(policy, mixed, plain, texts, rows):
     engine = engine_of(policy, rows, Insider(texts, seed=1), *FLIPS)
     assert tokens_of(engine, mixed[some]) == plain[some]
     assert set(engine.status()["arms"]) == set(FLIPS)
+
+
+@pytest.mark.parametrize("layout", ["rows", "blocks"])
+def test_drafts_that_are_cut_row_by_row_change_no_token(policy, mixed, plain, texts, layout, monkeypatch):
+    monkeypatch.setattr(cache, "default_layout", lambda device: layout)
+    engine = engine_of(policy, 4, Insider(texts), *FLIPS)
+    engine.chooser = Flips(*FLIPS, cuts=True)
+    computed, layers = [], engine.target._layers
+
+    def counted(tokens_T, positions_T, attend):
+        computed.append(len(tokens_T))
+        return layers(tokens_T, positions_T, attend)
+
+    monkeypatch.setattr(engine.target, "_layers", counted)
+    assert tokens_of(engine, mixed) == plain
+    seen = [observed for observed in engine.chooser.seen if observed.nodes]
+    assert any(len(set(observed.verified_B)) > 1 for observed in seen)
+    for observed in seen:
+        assert all(map(int.__le__, observed.accepted_B, observed.verified_B))
+        assert observed.nodes == -(-sum(observed.verified_B) // observed.view.rows)
+    passes = [observed.view.rows + sum(observed.verified_B) for observed in seen]
+    assert not Counter(passes) - Counter(computed), "tokens that are cut are not computed"
+    assert engine.status()["accepted_length"] > 1.3
 
 
 def test_keys_and_values_in_blocks_change_no_token(policy, mixed, plain, texts, monkeypatch):

@@ -39,11 +39,15 @@ def test_prompt_steps_chain_and_tree_are_as_the_models_own(name):
     hidden = prefilled(target, text[:11])
     close(hidden, features[:11])
     close(target.logits(hidden), logits[:11])
+    cut = target.step(text[None, 11:17], [11], None, [3])
+    close(cut[0][0, :3], logits[11:14])
+    close(cut[1][0, :3], features[11:14])
     for start, end in ((11, 12), (12, 13), (13, 17)):
         stepped = target.step(text[None, start:end], [start])
         close(stepped[0][0], logits[start:end])
         close(stepped[1][0], features[start:end])
-    stepped = target.step(tree, [17], TREE)
+    cut, stepped = target.step(tree, [17], TREE, [7]), target.step(tree, [17], TREE)
+    close(cut[0][:, :7], stepped[0][:, :7])
     for nodes in ([0, 1, 2, 3, 4, 5, 6], [0, 7, 8]):
         logits, features = own(model, torch.cat([text, tree[0, nodes]]))
         close(stepped[0][0, nodes], logits[17:])

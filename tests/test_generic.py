@@ -282,6 +282,17 @@ def test_a_rope_that_changes_with_the_length_is_limited_to_the_length_where_it_d
 # --- engine
 
 
+@pytest.mark.parametrize("family", ["Mistral", "Bloom", "Mamba"])
+def test_drafts_that_are_cut_row_by_row_change_no_token(family):
+    model, prompts = tiny_model(family), prompts_of(6, seed=5)
+    plain = decode_plainly(model, prompts)
+    texts = [[*prompt.tokens, *tokens] for prompt, tokens in zip(prompts, plain, strict=True)]
+    chooser = Flips("layer:4", "off", "layer:2", cuts=True)
+    engine = Engine(generic(model), drafters={"layer": Insider(texts)}, chooser=chooser)
+    assert tokens_of(engine, prompts) == plain
+    assert any(len(set(observed.verified_B)) > 1 for observed in chooser.seen)
+
+
 def test_a_tree_is_refused_where_it_cannot_be_verified():
     target = generic(tiny_model("Bloom"))
     engine = Engine(target, drafters={"layer": Stubborn()}, chooser=Flips("layer:2x2x4"))

@@ -22,7 +22,7 @@ def _small_weights_count(monkeypatch):
 
 
 def packed(weights):
-    return [each._packed is not None for each in (*weights.projections, weights.to_logits)]
+    return [each.is_packed for each in (*weights.projections, weights.to_logits)]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -54,6 +54,39 @@ def test_the_packed_copy_is_what_is_multiplied_for_several_tokens_and_not_for_on
     assert torch.allclose(target.logits(features[:1]), 2 * before[:1], rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("part", ["q_proj", "v_proj"])
+def test_a_change_of_one_joined_weight_or_bias_is_seen_at_once(name, part):
+    """The oracle is the model of `transformers`."""
+    model = family_model(name).float()
+    target = Target.of(model, rows=1, max_tokens=40)
+    target.pack(ALL)
+    module = getattr(model.model.layers[0].self_attn, part)
+    text = torch.randint(64, (1, 9), generator=torch.Generator().manual_seed(0))
+    for parameter in module.parameters():
+        with torch.no_grad():
+            parameter.mul_(-1.5)
+            wanted = model(text, use_cache=False).logits[0]
+        torch.testing.assert_close(target.step(text, [0])[0][0], wanted, rtol=1e-4, atol=1e-4)
+        target.pack(ALL)
+
+
+def test_weights_of_one_input_are_one_product_with_their_copy_and_several_without():
+    target = Target.of(tiny_policy().float(), rows=2, max_tokens=16)
+    joined = [each for each in target.weights.projections if isinstance(each, layers.JoinedLinear)]
+    assert [len(each.parts) for each in joined] == [3, 2] * target.num_layers
+    x = torch.randn(2, target.hidden_size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert joined[0].joined(x) is None
+        plain = joined[0](x)
+        target.pack(ALL)
+        found = joined[0].joined(x)
+        torch.testing.assert_close(found, torch.cat(plain, -1))
+        assert joined[0].joined(x[:1]) is None, "one row in fp32 reads the weights once in any layout"
+        torch.testing.assert_close(joined[0](x), plain)
+    assert joined[0].joined(x) is None, "a copy has no gradient"
+
+
 def test_a_change_in_place_is_seen_at_once_and_new_weights_are_not_packed():
     target = Target.of(tiny_policy().float(), rows=2, max_tokens=16)
     features = torch.randn(2, target.hidden_size, generator=torch.Generator().manual_seed(0))
@@ -69,7 +102,7 @@ def test_a_change_in_place_is_seen_at_once_and_new_weights_are_not_packed():
 def test_nothing_is_packed_that_takes_more_than_allowed():
     target = Target.of(tiny_policy().float(), rows=2, max_tokens=16)
     weights = target.weights
-    size = sum(each.weight.nbytes for each in (*weights.projections, weights.to_logits))
+    size = sum(each.nbytes for each in (*weights.projections, weights.to_logits))
     target.pack(size - 1)
     assert not any(packed(weights))
     target.pack(size)
@@ -93,7 +126,7 @@ def test_only_large_weights_are_packed(monkeypatch):
     other = Target.of(copy.deepcopy(model).double(), rows=2, max_tokens=16)
     other.pack(ALL)
     assert not any(packed(other.weights))
-    sizes = [each.weight.numel() for each in Target.of(model, rows=1, max_tokens=8).weights.projections]
+    sizes = [each.nbytes // 4 for each in Target.of(model, rows=1, max_tokens=8).weights.projections]
     monkeypatch.setattr(layers, "SMALL_WEIGHTS", max(sizes))
     target = Target.of(model, rows=2, max_tokens=16)
     target.pack(ALL)

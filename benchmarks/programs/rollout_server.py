@@ -84,12 +84,16 @@ class PacedTarget(Target):
         self._ended_s = 0.0
 
     def step(
-        self, tokens_Bq: Tensor, lengths_B: Sequence[int] | Tensor, parents_BN: Tensor | None = None
+        self,
+        tokens_Bq: Tensor,
+        lengths_B: Sequence[int] | Tensor,
+        parents_BN: Tensor | None = None,
+        counts_B: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         began_s = time.monotonic()
         follows = began_s - self._ended_s < self.step_s
         due_s = (self._ended_s if follows else began_s) + self.step_s
-        made = super().step(tokens_Bq, lengths_B, parents_BN)
+        made = super().step(tokens_Bq, lengths_B, parents_BN, counts_B)
         time.sleep(max(0.0, due_s - time.monotonic()))
         self._ended_s = max(due_s, time.monotonic() - self.step_s)
         return made

@@ -33,14 +33,15 @@ def bucket(rows: int) -> int:
     return BUCKETS[max(bisect_right(BUCKETS, rows) - 1, 0)]
 
 
-def num_real_nodes(draft: Draft) -> int:
-    """Return the largest number of real nodes of a row: nodes beyond it are never accepted.
+def real_nodes(draft: Draft) -> int | list[int]:
+    """Return the number of real nodes of each row: nodes beyond it are never accepted.
 
     Returns all nodes on a GPU, where reading the counts would synchronize.
     """
     if draft.counts_B is None or draft.counts_B.is_cuda:
         return draft.tokens_BN.shape[1]
-    return int(draft.counts_B.max())
+    counts: list[int] = draft.counts_B.tolist()
+    return counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,9 @@ class StepObservation:
     draft_s: float = 0.0
     """Cost of drafting, including missed pairs that were computed first."""
     nodes: int = 0
-    """Verified nodes per row: `arm.nodes`, or fewer if trimmed."""
+    """Verified nodes per row: `arm.nodes`, or fewer if trimmed. The mean, rounded up."""
+    verified_B: Sequence[int] = ()
+    """Verified nodes of each row; empty: `nodes` each."""
     draft: Draft | None = None
     """The whole proposal, or None. Read its tensors at once: they may be reused afterwards."""
     accepted_B: Sequence[int] = ()
@@ -122,10 +125,11 @@ class ArmChooser(Protocol):
     def choose(self, view: EngineView) -> Arm:
         """Return the arm of the next step."""
 
-    def trim(self, view: EngineView, arm: Arm, draft: Draft) -> int:
-        """Return how many of the drafted nodes to verify: the first ones of each row; 0 is plain decoding.
+    def trim(self, view: EngineView, arm: Arm, draft: Draft) -> int | Sequence[int]:
+        """Return how many of the drafted nodes to verify, of all rows or of each; 0 is plain decoding.
 
-        Returns all of them if `draft.logq_BNV` is set; see the module's documentation.
+        They are the first nodes of a row. Returns all of them if `draft.logq_BNV` is set;
+        see the module's documentation.
         """
 
     def learn(self, observed: StepObservation) -> None:
@@ -151,9 +155,9 @@ class Fixed:
         """Return the arm."""
         return self.arm if view.has(self.arm) else OFF
 
-    def trim(self, view: EngineView, arm: Arm, draft: Draft) -> int:
-        """Return the number of real nodes."""
-        return num_real_nodes(draft)
+    def trim(self, view: EngineView, arm: Arm, draft: Draft) -> int | list[int]:
+        """Return the number of real nodes of each row."""
+        return real_nodes(draft)
 
     def learn(self, observed: StepObservation) -> None:
         """Ignore the observation."""

@@ -8,8 +8,9 @@ better, its uncertainty taken off, but not if it gains hardly anything over off.
 is kept, else off is chosen, else the one with the fewest verified tokens. A measured factor of each arm
 corrects accepted tokens beyond the end of a sample.
 
-After drafting: the number of nodes n with the largest E[tokens] - rate * seconds. There the rate cannot be
-improved (Dinkelbach; the time of drafting is spent already).
+After drafting: the nodes of all rows are ranked by their chance of being accepted, and the best n of them are
+verified, however many of each row that is: the n with the largest E[tokens] - rate * seconds. There the rate
+cannot be improved (Dinkelbach; the time of drafting is spent already).
 
 Uncertain arms are tried in short trials if an optimistic estimate says that they may be better; plain
 decoding is timed again now and then. The cost of trials, compared with the arm that would have been used, is
@@ -27,19 +28,22 @@ from itertools import accumulate
 from math import inf
 from statistics import median
 
+import numpy as np
+
 from aedit.spec_rollout.choose.arms import (
     BUCKETS,
     EngineView,
     SkippedSteps,
     StepObservation,
     bucket,
-    num_real_nodes,
+    real_nodes,
 )
 from aedit.spec_rollout.choose.table import (
     MIN_S,
     WINDOW,
     Acceptance,
     Bins,
+    Floats,
     RelativeCosts,
     StepCost,
     rounded_rows,
@@ -94,8 +98,7 @@ multiplications). With 8 rows and more only the first step took longer."""
 MEASURED_STEPS = 4
 """Timed plain steps after those, in a trial."""
 SIZES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Numbers of verified nodes per row that a draft is cut to. Each is a shape of its own that must be timed
-and, on a GPU, captured."""
+"""Mean numbers of verified nodes per row that a draft is cut to. Each must be timed."""
 MIN_TRIM_SAVING = 0.01
 """Share of a step's time that trimming a draft must save."""
 
@@ -215,27 +218,27 @@ class Goodput:
         self._next_compare = self._steps + interval
         return self.arm if self._trial is None else self._trial.arm
 
-    def trim(self, view: EngineView, arm: Arm, draft: Draft) -> int:
-        """Return the number of drafted nodes that pay for their verification."""
+    def trim(self, view: EngineView, arm: Arm, draft: Draft) -> int | list[int]:
+        """Return the number of each row's drafted nodes that pay for their verification."""
         self._bins = None
         never = draft.logq_BNV is not None or draft.scores_BN.is_cuda
         if never or self._trial is not None or not self._may_learn:
-            return num_real_nodes(draft)
+            return real_nodes(draft)
         bins = score_bins(draft)
         self._bins = draft, bins
-        by_node: list[float] = self.drafters[arm.drafter].chances(arm, bins).sum(axis=0).tolist()
-        gains = [0.0, *accumulate(by_node)]
-        most = sum(gain > 0 for gain in by_node)
+        ranking, gains = ranked_nodes(self.drafters[arm.drafter].chances(arm, bins))
+        rows, most = len(bins), len(ranking)
         if not most:
             return 0
         sizes, seconds = self._size_times(view, arm)
-        whole = next(i for i, size in enumerate(sizes) if size >= most)
+        whole = next(i for i, size in enumerate(sizes) if size * rows >= most)
         rate = self._table_rate
-        worth = [gains[min(sizes[i], most)] - rate * seconds[i] for i in range(whole + 1)]
+        worth = [gains[min(sizes[i] * rows, most)] - rate * seconds[i] for i in range(whole + 1)]
         best = worth.index(max(worth))
         if worth[best] <= worth[whole] + MIN_TRIM_SAVING * rate * seconds[whole]:
-            return most
-        return min(sizes[best], most)
+            best = whole
+        kept: list[int] = np.bincount(ranking[: sizes[best] * rows], minlength=rows).tolist()
+        return kept
 
     def _size_times(self, view: EngineView, arm: Arm) -> tuple[list[int], list[float]]:
         """Return the sizes that the arm's drafts may be cut to, and the seconds of such passes.
@@ -311,21 +314,34 @@ class Goodput:
         stats.last = self._steps
         if not missing:
             rows = rounded_rows(view.rows)
-            costs = self._costs_at(rows)
+            costs = self._costs_at(view)
             if rows != self._rows:
                 costs.forget_speed()
                 self._rows = rows
-            prior = 0.0 if arm.is_off else math.log(self._table_s(view, arm) / self._table_s(view, OFF))
-            costs.learn(arm, observed.total_s, self._steps, prior)
+            costs.learn(arm, observed.total_s, self._steps, self._log_ratio(view, arm))
         self.cost.learn(observed, missing)
 
-    def _costs_at(self, rows: int) -> RelativeCosts:
-        """Return the costs of arms beside each other at so many rounded rows."""
+    def _costs_at(self, view: EngineView) -> RelativeCosts:
+        """Return the costs of arms beside each other at about as many rows.
+
+        Those of the nearest number of rows are taken over at first, changed as the table says.
+        """
+        rows = rounded_rows(view.rows)
         found = self._costs.get(rows)
         if found is None:
             near = min(self._costs, key=lambda other: abs(math.log(other / rows)), default=None)
-            found = self._costs[rows] = RelativeCosts(None if near is None else self._costs[near])
+            if near is None:
+                found = RelativeCosts()
+            else:
+                there = EngineView(near, view.context * near // view.rows)
+                change = {arm: self._log_ratio(view, arm) - self._log_ratio(there, arm) for arm in self.arms}
+                found = RelativeCosts(self._costs[near], change)
+            self._costs[rows] = found
         return found
+
+    def _log_ratio(self, view: EngineView, arm: Arm) -> float:
+        """Return the logarithm of the cost of a step of the arm over that of a plain one, by the table."""
+        return math.log(self._table_s(view, arm) / self._table_s(view, OFF))
 
     def _table_s(self, view: EngineView, arm: Arm) -> float:
         """Return the seconds of a step by the table, without missing tokens."""
@@ -343,7 +359,7 @@ class Goodput:
         if self._steps % steps:
             return
         bins = self._bins[1] if self._bins is not None and self._bins[0] is draft else score_bins(draft)
-        arm, verified = observed.arm, min(observed.nodes, bins.shape[1])
+        arm, verified = observed.arm, observed.verified_B or [observed.nodes] * len(bins)
         accepted = acceptance.learn(arm, bins, verified, observed.accepted_B, observed.path_Bm, steps)
         ratio = observed.emitted / (observed.view.rows + accepted)
         stats.token_factor += (ratio - stats.token_factor) * steps / min(stats.num_played + 8, 32)
@@ -376,7 +392,7 @@ class Goodput:
         seconds = self.cost.verify_s(view.rows, 0, view.context)
         if arm.is_off:
             return float(view.rows), seconds
-        costs = self._costs_at(rounded_rows(view.rows))
+        costs = self._costs_at(view)
         if costs.knows(arm) and costs.knows(OFF):
             seconds *= math.exp(costs.difference(arm, OFF)[0])
         else:
@@ -387,7 +403,7 @@ class Goodput:
 
     def _deviation(self, view: EngineView, arm: Arm, other: Arm) -> float:
         """Return the relative standard deviation of one arm's cost beside that of another."""
-        costs = self._costs_at(rounded_rows(view.rows))
+        costs = self._costs_at(view)
         return costs.difference(arm, other)[1] if costs.knows(arm) and costs.knows(other) else 0.0
 
     def bounds(self) -> dict[str, float]:
@@ -550,6 +566,18 @@ def best_arm(values: Mapping[Arm, float], current: Arm) -> Arm:
     return best if values[best] > SWITCH_MARGIN * values[current] else current
 
 
+def ranked_nodes(chances_BN: Floats) -> tuple[Bins, list[float]]:
+    """Return the rows of the nodes, the best node first, and the sums of the chances of the first n.
+
+    Nodes without a chance are left out. A node is ranked below those of its row before it, its parent among
+    them.
+    """
+    sure_BN = np.minimum.accumulate(chances_BN, axis=1)
+    order = np.argsort(-sure_BN, axis=None, kind="stable")[: np.count_nonzero(sure_BN)]
+    gains: list[float] = chances_BN.ravel()[order].cumsum().tolist()
+    return order // chances_BN.shape[1], [0.0, *gains]
+
+
 def _trial_length(view: EngineView, arm: Arm) -> int:
     """Return the number of steps of a trial."""
     if arm.is_off:
@@ -603,9 +631,9 @@ class Bandit:
             return self._random.choice(arms)
         return max(arms, key=lambda arm: self.median_reward(first, arm))
 
-    def trim(self, view: EngineView, arm: Arm, draft: Draft) -> int:
-        """Return the number of real nodes: a bandit does not trim drafts."""
-        return num_real_nodes(draft)
+    def trim(self, view: EngineView, arm: Arm, draft: Draft) -> int | list[int]:
+        """Return the number of real nodes of each row: a bandit does not trim drafts."""
+        return real_nodes(draft)
 
     def learn(self, observed: StepObservation) -> None:
         """Add the reward of a step."""

@@ -14,7 +14,7 @@ Shapes: B rows, N nodes of a draft.
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -248,7 +248,7 @@ STEP_DEVIATION = 0.1
 """Relative deviation of the cost of a step at the same speed."""
 COST_DEVIATION = 1e-3
 """Relative change of what an arm costs beside others, from one step to the next."""
-UNKNOWN_DEVIATION, NEAR_DEVIATION = 0.5, 0.1
+UNKNOWN_DEVIATION, NEAR_DEVIATION = 0.5, 0.15
 """Relative deviation of the prior cost of an arm, and of one that was measured at other numbers of rows."""
 MAX_SPEED_VARIANCE = 1.0
 COUNTED_STEPS = 8
@@ -271,13 +271,23 @@ class RelativeCosts:
     first and the last ones count: the others say nothing about other arms, and cost next to nothing.
     """
 
-    def __init__(self, near: "RelativeCosts | None" = None) -> None:
-        """Make a filter that begins with the costs of another one, measured at other numbers of rows."""
+    def __init__(
+        self, near: "RelativeCosts | None" = None, change: Mapping[Arm, float] | None = None
+    ) -> None:
+        """Make a filter.
+
+        Args:
+            near: Another one, of another number of rows, whose costs it begins with.
+            change: What is added to the logarithms of these costs, by arm.
+        """
         self._index: dict[Arm, int] = {} if near is None else dict(near._index)
         size = 1 + len(self._index)
         self._mean: Floats = np.zeros(size) if near is None else near._mean.copy()
         self._variance: Floats = np.zeros((size, size)) if near is None else near._variance.copy()
         self._variance[1:, 1:] += NEAR_DEVIATION**2 * np.eye(size - 1)
+        for arm, more in (change or {}).items():
+            if arm in self._index:
+                self._mean[self._index[arm]] += more
         self._scale: float = 1.0 if near is None else near._scale
         """Variance of measurements over what the constants say."""
         self._step = 0
@@ -473,7 +483,7 @@ class Acceptance:
         self,
         arm: Arm,
         bins: Bins,
-        verified: int,
+        verified_B: Sequence[int],
         accepted_B: Sequence[int],
         path_Bm: Sequence[Sequence[int]] | None = None,
         steps: int = 1,
@@ -486,7 +496,7 @@ class Acceptance:
         Args:
             arm: Arm of the draft.
             bins: See `score_bins`.
-            verified: Nodes of each row that were verified.
+            verified_B: Nodes of each row that were verified.
             accepted_B: Accepted nodes of each row.
             path_Bm: See `StepObservation.path_Bm`.
             steps: See `count`.
@@ -497,13 +507,11 @@ class Acceptance:
         rows, num_nodes = bins.shape
         chances = self._chances_of(arm)
         accepted_BN = accepted_nodes((rows, num_nodes), accepted_B, path_Bm)
-        survived_BN: NDArray[Any] = accepted_BN
-        if verified < num_nodes:
-            survived_BN = accepted_BN.astype(np.float64)
-            survived_BN[:, verified:] = chances.table[bins[:, verified:]]
+        is_verified_BN = np.arange(num_nodes) < np.asarray(verified_B)[:, None]
+        survived_BN = np.where(is_verified_BN, accepted_BN, chances.table[bins])
         self.count(arm, survived_BN, steps)
-        if verified:
-            chances.learn(bins[:, :verified], accepted_BN[:, :verified], steps)
+        if is_verified_BN.any():
+            chances.learn(bins[is_verified_BN], accepted_BN[is_verified_BN], steps)
         return float(survived_BN.sum())
 
     def count(self, arm: Arm, survived_BN: NDArray[Any], steps: int = 1) -> None:

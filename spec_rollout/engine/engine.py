@@ -27,6 +27,7 @@ from aedit.spec_rollout.engine.verification import (
     Verification,
     VerifyMode,
     truncate_draft,
+    verified_nodes,
     verify_within_memory,
 )
 from aedit.spec_rollout.model import TargetModel, make_target
@@ -333,20 +334,21 @@ class Engine:
         if view is not None and not arm.is_off:
             proposal = self._propose(arm)
             drafting.stop()
-            num_nodes = min(self.chooser.trim(view, arm, proposal), self.target.nodes)
+            kept = self.chooser.trim(view, arm, proposal)
             self._choosing_s += self.cost_clock() - drafting.ended_s
-            draft = truncate_draft(proposal, num_nodes)
+            draft = truncate_draft(proposal, kept, self.target.nodes)
         verification, is_whole = verify_within_memory(rows, draft, arm.depth, self.mode)
         if not is_whole:
             arm, proposal, draft, view = OFF, None, None, rows.view()
         rollouts = tuple(each.rollout for each in rows.running)
         verification.check_finite(rollouts, self.target.version)
-        kept, ended = self._append_tokens(verification)
-        counts = tuple(map(len, kept))
+        emitted, ended = self._append_tokens(verification)
+        counts = tuple(map(len, emitted))
+        verified = () if draft is None else verified_nodes(draft)
         following_s, collecting_s = math.inf, math.inf  # when they began
         if rows.is_followed:
             following_s = self.cost_clock()
-            collecting_s = rows.follow(kept, counts, verification.features, self.cost_clock, following_s)
+            collecting_s = rows.follow(emitted, counts, verification.features, self.cost_clock, following_s)
         whole.stop()
         pass_s, after_s, overhead_s = whole.seconds(), 0.0, 0.0
         if self.target.device.type == "cpu":  # on CUDA the host's work is hidden behind the device's
@@ -358,7 +360,8 @@ class Engine:
             counts=counts,
             finished=tuple(rollouts[row] for row in ended),
             arm=arm,
-            nodes=0 if draft is None else draft.tokens_BN.shape[1],
+            nodes=-(-sum(verified) // len(counts)),
+            verified=verified,
             accepted=verification.accepted,
             total_s=self.clock() - began_s,
             cost_s=pass_s + after_s,
@@ -439,6 +442,7 @@ class Engine:
                 draft_s=step.draft_s,
                 learning_s=learning_s,
                 nodes=step.nodes,
+                verified_B=step.verified,
                 draft=proposal,
                 accepted_B=step.accepted,
                 path_Bm=path,

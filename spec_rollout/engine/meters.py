@@ -25,7 +25,9 @@ class Step:
     """Those of the rollouts that have ended."""
     arm: Arm = OFF
     nodes: int = 0
-    """Drafted nodes per row that were verified."""
+    """Drafted nodes per row that were verified; the mean, rounded up."""
+    verified: tuple[int, ...] = ()
+    """The same of each row; empty: `nodes` each."""
     accepted: tuple[int, ...] = ()
     """Accepted drafted nodes of each row, including those beyond the end of the rollout."""
     total_s: float = 0.0
@@ -185,16 +187,17 @@ class Meters:
             overhead_s=step.overhead_s,
         )
         if step.nodes:
-            self._add_draft(min(step.nodes, step.arm.depth), step.accepted)
+            verified = step.verified or (step.nodes,) * len(step.accepted)
+            self._add_draft([min(nodes, step.arm.depth) for nodes in verified], step.accepted)
 
-    def _add_draft(self, depth: int, accepted: Sequence[int]) -> None:
-        missing = depth - len(self._reached)
+    def _add_draft(self, depths: Sequence[int], accepted: Sequence[int]) -> None:
+        missing = max(depths) - len(self._reached)
         if missing > 0:
             self._reached += [0] * missing
             self._accepted += [0] * missing
-        for i in range(depth):
-            self._reached[i] += len(accepted)
-        for count in accepted:
+        for depth, count in zip(depths, accepted, strict=True):
+            for i in range(depth):
+                self._reached[i] += 1
             for i in range(count):
                 self._accepted[i] += 1
 

@@ -53,9 +53,11 @@ def try_chooser(
         if not tried.is_off:
             draft = _plain_draft(tried, target)
             kept = chooser.trim(view, tried, draft)
-            if type(kept) is not int or kept < 0:
+            counts = kept if isinstance(kept, Sequence) else [kept]
+            if len(counts) != 1 or type(counts[0]) is not int or counts[0] < 0:
                 raise ValueError(
-                    f"trim returned {kept!r}, expected an int from 0 to {draft.tokens_BN.shape[1]}"
+                    f"trim returned {kept!r}, expected an int from 0 to {draft.tokens_BN.shape[1]}, or one "
+                    "for each row"
                 )
         proposal = None if arm.is_off else draft
         chooser.learn(

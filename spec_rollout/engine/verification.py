@@ -99,12 +99,23 @@ class Verification:
         return features_Bmf.masked_fill(is_filler_Bm[..., None], 0)
 
 
-def truncate_draft(draft: Draft, num_nodes: int) -> Draft | None:
-    """Return the first `num_nodes` nodes of each row; None if there are none."""
-    if num_nodes >= draft.tokens_BN.shape[1]:
-        return draft
+def truncate_draft(draft: Draft, kept: int | Sequence[int], most: int) -> Draft | None:
+    """Return the first nodes of each row; None if there are none.
+
+    Args:
+        draft: Draft of B rows.
+        kept: Number of nodes that are kept, of all rows or of each.
+        most: Upper limit of it.
+    """
+    num_nodes = min(kept if isinstance(kept, int) else max(kept), most, draft.tokens_BN.shape[1])
     if num_nodes <= 0:
         return None
+    counts_B = draft.counts_B
+    if not isinstance(kept, int) and min(kept) < num_nodes:
+        kept_B = to_device(kept, draft.tokens_BN.device)
+        counts_B = kept_B if counts_B is None else torch.minimum(counts_B, kept_B)
+    elif num_nodes == draft.tokens_BN.shape[1]:
+        return draft
 
     def cut(x: Tensor | None) -> Tensor | None:
         return None if x is None else x[:, :num_nodes]
@@ -113,10 +124,18 @@ def truncate_draft(draft: Draft, num_nodes: int) -> Draft | None:
         draft,
         tokens_BN=draft.tokens_BN[:, :num_nodes],
         parents_BN=cut(draft.parents_BN),
-        counts_B=None if draft.counts_B is None else draft.counts_B.clamp(max=num_nodes),
+        counts_B=None if counts_B is None else counts_B.clamp(max=num_nodes),
         scores_BN=draft.scores_BN[:, :num_nodes],
         logq_BNV=cut(draft.logq_BNV),
     )
+
+
+def verified_nodes(draft: Draft) -> tuple[int, ...]:
+    """Return the number of nodes of each row that a pass verifies, on a GPU with those that are not real."""
+    num_rows, num_nodes = draft.tokens_BN.shape
+    if draft.counts_B is None or draft.counts_B.is_cuda:
+        return (num_nodes,) * num_rows
+    return tuple(draft.counts_B.tolist())
 
 
 def verify_within_memory(
@@ -159,7 +178,9 @@ def verify_drafts(rows: RowScheduler, draft: Draft | None, depth: int, mode: Ver
     verify_pass, parents_BN = _VerifyPass.of(rows, draft, depth), None if draft is None else draft.parents_BN
     # Copies to the device are queued before the pass: later ones could have to wait for it.
     random_numbers, num_drawn_Bq = verify_pass.random_numbers(mode), verify_pass.num_drawn()
-    logits_BqV, hidden_Bqf = rows.target.step(verify_pass.tokens_Bq, verify_pass.lengths, parents_BN)
+    logits_BqV, hidden_Bqf = rows.target.step(
+        verify_pass.tokens_Bq, verify_pass.lengths, parents_BN, verify_pass.counts()
+    )
     adjustments = rows.adjustments
     adjusted_BqV = logits_BqV if adjustments is None else adjustments.apply(logits_BqV, draft)
     warped_BqV = warp_logits(adjusted_BqV, rows.sampling, num_drawn_Bq)
@@ -203,6 +224,12 @@ class _VerifyPass:
         if draft.parents_BN is None:
             return cls(rows, draft, draft.tokens_BN.shape[1], lengths, tokens_Bq, None)
         return cls(rows, draft, depth, lengths, tokens_Bq, node_depths(draft.parents_BN, depth))
+
+    def counts(self) -> list[int] | None:
+        """Return the number of tokens of each row to verify; None if it is q for all, or not known here."""
+        if self.draft is None or self.draft.counts_B is None or self.draft.counts_B.is_cuda:
+            return None
+        return (self.draft.counts_B + 1).tolist()
 
     def accepted(
         self, warped_BqV: Tensor, random_numbers: Tensor | NoiseKeys | None, mode: VerifyMode

@@ -25,6 +25,7 @@ from aedit.spec_rollout.model.layers import (
     AttentionSpec,
     Experts,
     Function,
+    JoinedLinear,
     Layer,
     LayerShape,
     Linear,
@@ -148,7 +149,7 @@ class ModelWeights:
     """Number of positions that the model has; None where the number has no limit."""
     is_static: bool = True
     """Whether the calls do not depend on values, so that a CUDA graph can capture them."""
-    projections: tuple[Linear, ...] = ()
+    projections: tuple[Linear | JoinedLinear, ...] = ()
     """Those of the layers."""
     to_logits: Linear = field(init=False)
     """The head."""
@@ -159,7 +160,7 @@ class ModelWeights:
     def pack(self, most_bytes: int) -> None:
         """Pack the weights of the products, if the copies take at most `most_bytes`; see `Linear.pack`."""
         found = [each for each in (*self.projections, self.to_logits) if each.can_be_packed]
-        if sum(each.weight.nbytes for each in found) <= most_bytes:
+        if sum(each.nbytes for each in found) <= most_bytes:
             for each in found:
                 each.pack()
 
@@ -216,7 +217,7 @@ class ModelReader:
     activation: Function
     shape: LayerShape
     rotary: Rotary
-    projections: list[Linear] = field(default_factory=list)
+    projections: list[Linear | JoinedLinear] = field(default_factory=list)
 
     @classmethod
     def of(cls, model: Any, family: Family, activation: Function) -> "ModelReader":
@@ -246,8 +247,14 @@ class ModelReader:
         )
 
     def _linear(self, module: Any) -> Linear:
-        self.projections.append(Linear(module.weight, module.bias))
-        return self.projections[-1]
+        linear = Linear(module.weight, module.bias)
+        self.projections.append(linear)
+        return linear
+
+    def _joined(self, *modules: Any) -> JoinedLinear:
+        joined = JoinedLinear(tuple(Linear(module.weight, module.bias) for module in modules))
+        self.projections.append(joined)
+        return joined
 
     def _layer(self, index: int, module: Any) -> Layer:
         attention, norms = module.self_attn, self.family.norms
@@ -282,14 +289,14 @@ class ModelReader:
 
     def _qkv(self, module: Any) -> QKV:
         head_dim = self.shape.head_dim
+        sizes = self.shape.num_heads + self.shape.num_kv_heads, self.shape.num_kv_heads
         if hasattr(module, "qkv_proj"):
-            sizes = self.shape.num_heads + self.shape.num_kv_heads, self.shape.num_kv_heads
             return fused_qkv(self._linear(module.qkv_proj), head_dim, sizes)
-        projections = self._linear(module.q_proj), self._linear(module.k_proj), self._linear(module.v_proj)
+        to_qkv = self._joined(module.q_proj, module.k_proj, module.v_proj)
         if not hasattr(module, "q_norm"):
-            return separate_qkv(projections, head_dim)
+            return separate_qkv(to_qkv, head_dim, sizes)
         norms = self.family.norms.read(module.q_norm), self.family.norms.read(module.k_norm)
-        return separate_qkv(projections, head_dim, norms, norms_heads=not self.family.has_whole_qk_norm)
+        return separate_qkv(to_qkv, head_dim, sizes, norms, norms_heads=not self.family.has_whole_qk_norm)
 
     def _mlp(self, module: Any) -> Function:
         if hasattr(module, "experts"):
@@ -301,8 +308,8 @@ class ModelReader:
             return fused_gated_mlp(
                 self._linear(module.gate_up_proj), self._linear(module.down_proj), self.activation
             )
-        gate, up, down = (self._linear(one) for one in (module.gate_proj, module.up_proj, module.down_proj))
-        return gated_mlp(gate, up, down, self.activation)
+        gate_up = self._joined(module.gate_proj, module.up_proj)
+        return gated_mlp(gate_up, self._linear(module.down_proj), self.activation)
 
 
 def _gpt2(model: Any, activation: Function) -> ModelWeights:

@@ -175,7 +175,11 @@ class GenericTarget(TargetModel):
 
     @torch.inference_mode()
     def step(
-        self, tokens_Bq: Tensor, lengths_B: Sequence[int] | Tensor, parents_BN: Tensor | None = None
+        self,
+        tokens_Bq: Tensor,
+        lengths_B: Sequence[int] | Tensor,
+        parents_BN: Tensor | None = None,
+        counts_B: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute q new tokens of each of the rows 0 .. B - 1; see `TargetModel.step`.
 
@@ -188,7 +192,8 @@ class GenericTarget(TargetModel):
         if parents_BN is not None and not self.supports_trees:
             raise ValueError(f"{type(self.model).__name__} cannot verify trees: use chains")
         # What follows from the last position on is never emitted.
-        counts = [max(1, min(q, self._limit - length)) for length in lengths]
+        most = counts_B or [q] * len(lengths)
+        counts = [max(1, min(n, self._limit - length)) for n, length in zip(most, lengths, strict=True)]
         new = RowTokens(range(len(lengths)), lengths, tokens_Bq, counts, parents_BN)
         logits, features = self._passes.run(new, logits=True)
         return logits.to(self.device), features.to(self.device, self.dtype)

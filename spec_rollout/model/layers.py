@@ -122,27 +122,31 @@ def _heads(x_Td: Tensor, head_dim: int) -> Tensor:
 
 
 def separate_qkv(
-    projections: tuple[Function, Function, Function],
+    to_qkv: "JoinedLinear",
     head_dim: int,
+    sizes: tuple[int, int],
     norms: tuple[Function, Function] | None = None,
     *,
     norms_heads: bool = False,
 ) -> QKV:
     """Return the projections to queries, keys and values with a weight each.
 
+    sizes: J and K, numbers of heads.
     norms: of queries and keys; over each head for itself with `norms_heads`, else over all heads together, as
     in OLMo 2.
     """
-    to_q, to_k, to_v = projections
 
     def project(x_Td: Tensor) -> tuple[Tensor, Tensor]:
-        q, k = to_q(x_Td), to_k(x_Td)
+        if norms is None and (joined := to_qkv.joined(x_Td)) is not None:
+            heads_TJh, v_TKh = _heads(joined, head_dim).split_with_sizes(sizes, 1)
+            return heads_TJh, v_TKh
+        q, k, v = to_qkv(x_Td)
         if norms_heads:
             q, k = _heads(q, head_dim), _heads(k, head_dim)
         if norms is not None:
             q, k = norms[0](q), norms[1](k)
         qk = torch.cat((q, k), -2) if norms_heads else _heads(torch.cat((q, k), -1), head_dim)
-        return qk, _heads(to_v(x_Td), head_dim)
+        return qk, _heads(v, head_dim)
 
     return project
 
@@ -179,9 +183,14 @@ class Attention:
         return self.output(attend(q_THh, k_TKh, v_TKh))
 
 
-def gated_mlp(gate: Function, up: Function, down: Function, activation: Function) -> Function:
-    """Return the MLP down(activation(gate) * up)."""
-    return lambda x_Td: down(activation(gate(x_Td)) * up(x_Td))
+def gated_mlp(gate_up: "JoinedLinear", down: Function, activation: Function) -> Function:
+    """Return the MLP down(activation(gate) * up), whose gate and up have a weight each."""
+
+    def run(x_Td: Tensor) -> Tensor:
+        gate, up = gate_up(x_Td)
+        return down(activation(gate) * up)
+
+    return run
 
 
 def fused_gated_mlp(gate_up: Function, down: Function, activation: Function) -> Function:
@@ -249,18 +258,27 @@ class Linear:
         """Return x W' + b, (..., o)."""
         if self._packed is not None and self._version != self.weight._version:
             self._packed = None  # the weight has changed in place
-        return linear(x_Ti, self._weight_oi, self.bias_o, self._packed)
+        return linear(x_Ti, self.weight_oi, self.bias_o, self._packed)
 
     @property
-    def _weight_oi(self) -> Tensor:
+    def weight_oi(self) -> Tensor:
+        """Return the weight, (o, i)."""
         return self.weight.t() if self.is_transposed else self.weight
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of a packed copy, in bytes."""
+        return self.weight.nbytes
 
     @property
     def can_be_packed(self) -> bool:
         """Return whether a packed copy makes products faster: large fp32 or bf16 weights on a CPU."""
-        weight = self.weight
-        is_large = weight.device.type == "cpu" and weight.numel() >= SMALL_WEIGHTS
-        return is_large and not weight.is_inference() and weight.dtype in _packed_dtypes()
+        return _can_be_packed(self.weight) and self.weight.numel() >= SMALL_WEIGHTS
+
+    @property
+    def is_packed(self) -> bool:
+        """Return whether there is a packed copy."""
+        return self._packed is not None
 
     def pack(self) -> None:
         """Copy the weight into the layout that oneDNN multiplies by, which else it makes in each product.
@@ -268,9 +286,78 @@ class Linear:
         The copy is used until the weight changes in place, as far as PyTorch counts that
         (`Tensor._version`); a holder of this object that replaces values otherwise must make a new one.
         """
-        weight_oi = self._weight_oi.detach().contiguous()
         self._version = self.weight._version
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_oi, None)
+        self._packed = _packed_copy(self.weight_oi.detach())
+
+
+@dataclass(slots=True, eq=False)
+class JoinedLinear:
+    """Several `Linear`s of one input. With a packed copy of all weights, one product computes them."""
+
+    parts: tuple[Linear, ...]
+    _packed: Tensor | None = None
+    _bias_o: Tensor | None = None
+    _versions: tuple[int, ...] = ()
+
+    def __call__(self, x_Ti: Tensor) -> tuple[Tensor, ...]:
+        """Return the outputs of the parts, (..., o) each."""
+        joined = self.joined(x_Ti)
+        if joined is None:
+            return tuple(part(x_Ti) for part in self.parts)
+        return joined.split_with_sizes([len(part.weight_oi) for part in self.parts], -1)
+
+    def joined(self, x_Ti: Tensor) -> Tensor | None:
+        """Return the outputs of all parts beside each other. None where each part computes its own."""
+        if self._packed is None:
+            return None
+        if self._versions != self._current_versions():
+            self._packed = self._bias_o = None  # a weight or a bias has changed in place
+            return None
+        rows, dtype = x_Ti.numel() // x_Ti.shape[-1], self.parts[0].weight.dtype
+        if torch.is_grad_enabled() or rows < _least_packed_rows(self._packed.numel(), dtype):
+            return None
+        packed, bias_o = self._packed, self._bias_o
+        return _with_added_rows(x_Ti, rows, lambda x_Ti, _: _onednn(x_Ti, packed, bias_o))
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of a packed copy, in bytes."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def can_be_packed(self) -> bool:
+        """Return whether a packed copy makes products faster; see `Linear.can_be_packed`."""
+        weights = [part.weight for part in self.parts]
+        is_uniform = len({(part.weight.dtype, part.bias_o is None) for part in self.parts}) == 1
+        is_large = sum(weight.numel() for weight in weights) >= SMALL_WEIGHTS
+        return is_uniform and is_large and all(map(_can_be_packed, weights))
+
+    @property
+    def is_packed(self) -> bool:
+        """Return whether there is a packed copy."""
+        return self._packed is not None
+
+    def pack(self) -> None:
+        """Copy the weights of all parts into one packed weight; see `Linear.pack`."""
+        self._versions = self._current_versions()
+        self._packed = _packed_copy(torch.cat([part.weight_oi.detach() for part in self.parts]))
+        biases = [part.bias_o for part in self.parts if part.bias_o is not None]
+        self._bias_o = torch.cat([bias_o.detach() for bias_o in biases]) if biases else None
+
+    def _current_versions(self) -> tuple[int, ...]:
+        tensors = [
+            tensor for part in self.parts for tensor in (part.weight, part.bias_o) if tensor is not None
+        ]
+        return tuple(tensor._version for tensor in tensors)
+
+
+def _can_be_packed(weight: Tensor) -> bool:
+    return weight.device.type == "cpu" and not weight.is_inference() and weight.dtype in _packed_dtypes()
+
+
+def _packed_copy(weight_oi: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_oi.contiguous(), None)
+    return packed
 
 
 @cache
@@ -282,10 +369,10 @@ def _packed_dtypes() -> tuple[torch.dtype, ...]:
     return (torch.float32, torch.bfloat16) if has_bf16 else (torch.float32,)
 
 
-def _least_packed_rows(weight_oi: Tensor) -> int:
-    """Return the number of rows from which on a product with the packed weight is faster."""
-    is_huge = weight_oi.numel() >= HUGE_WEIGHTS
-    if weight_oi.dtype == torch.bfloat16:
+def _least_packed_rows(size: int, dtype: torch.dtype) -> int:
+    """Return the number of rows from which on a product with a packed weight of `size` numbers is faster."""
+    is_huge = size >= HUGE_WEIGHTS
+    if dtype == torch.bfloat16:
         return 2 if is_huge else 1
     return 4 if is_huge else 2
 
@@ -302,12 +389,18 @@ def linear(
     if x_Ti.is_cuda or torch.is_grad_enabled() or not _HAS_ONEDNN:
         return F.linear(x_Ti, weight_oi, bias_o)
     rows = x_Ti.numel() // x_Ti.shape[-1]
-    num_added = padded_rows(rows) - rows
-    if not num_added or weight_oi.dtype == torch.float64:  # float64 has no kernels of oneDNN
+    if weight_oi.dtype == torch.float64:  # has no kernels of oneDNN
         return _product(x_Ti, weight_oi, bias_o, rows, packed)
+    return _with_added_rows(x_Ti, rows, lambda x_Ti, rows: _product(x_Ti, weight_oi, bias_o, rows, packed))
+
+
+def _with_added_rows(x_Ti: Tensor, rows: int, product: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Return product(x, number of its rows), computed for `padded_rows`."""
+    num_added = padded_rows(rows) - rows
+    if not num_added:
+        return product(x_Ti, rows)
     padded_Ti = F.pad(x_Ti.reshape(rows, -1), (0, 0, 0, num_added))
-    out_To = _product(padded_Ti, weight_oi, bias_o, rows + num_added, packed)
-    return out_To[:rows].view(*x_Ti.shape[:-1], -1)
+    return product(padded_Ti, rows + num_added)[:rows].view(*x_Ti.shape[:-1], -1)
 
 
 def padded_rows(rows: int) -> int:
@@ -322,7 +415,7 @@ def _product(
     x_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None, rows: int, packed: Tensor | None
 ) -> Tensor:
     """Return `F.linear` by the kernel that the rule selects."""
-    if packed is not None and rows >= _least_packed_rows(weight_oi):
+    if packed is not None and rows >= _least_packed_rows(weight_oi.numel(), weight_oi.dtype):
         return _onednn(x_Ti, packed, bias_o)
     if not weight_oi.is_contiguous():
         # A weight that is stored transposed (GPT-2): oneDNN is faster for several rows.

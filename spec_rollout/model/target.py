@@ -169,7 +169,11 @@ class Target(TargetModel):
 
     @torch.inference_mode()
     def step(
-        self, tokens_Bq: Tensor, lengths_B: Sequence[int] | Tensor, parents_BN: Tensor | None = None
+        self,
+        tokens_Bq: Tensor,
+        lengths_B: Sequence[int] | Tensor,
+        parents_BN: Tensor | None = None,
+        counts_B: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute q new tokens of each row; see `TargetModel.step`."""
         lengths, q = self._step_lengths(tokens_Bq, lengths_B), tokens_Bq.shape[1]
@@ -177,7 +181,11 @@ class Target(TargetModel):
         if self.graphs is not None:
             return self._captured_step(tokens_Bq, lengths, parents_BN)
         extents = kv_extents(lengths, q, self.cache.min_saved_slots)
-        return self._forward(extents, tokens_Bq, self._lengths_tensor(lengths), parents_BN)
+        needed_T = None
+        if counts_B is not None and min(counts_B) < q:
+            is_needed_Bq = torch.arange(q, device=self.device) < self._lengths_tensor(counts_B)[:, None]
+            needed_T = is_needed_Bq.flatten().nonzero().squeeze(1)
+        return self._forward(extents, tokens_Bq, self._lengths_tensor(lengths), parents_BN, needed_T)
 
     @torch.inference_mode()
     def keep_path(self, lengths_B: Sequence[int] | Tensor, path_Bm: Tensor, counts_B: Tensor) -> None:
@@ -225,9 +233,18 @@ class Target(TargetModel):
             self.graphs.clear()  # captured kernels would read the old addresses
 
     def _forward(
-        self, extents: list[KVExtent], tokens_Bq: Tensor, lengths_B: Tensor, parents_BN: Tensor | None
+        self,
+        extents: list[KVExtent],
+        tokens_Bq: Tensor,
+        lengths_B: Tensor,
+        parents_BN: Tensor | None,
+        needed_T: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run the forward pass with tensor operations only, so that a CUDA graph can capture it."""
+        """Run the forward pass with tensor operations only, so that a CUDA graph can capture it.
+
+        needed_T: int64, indices of the tokens to compute, of the B * q tokens; None for all. The keys and
+        values of the others are 0, and so are their results.
+        """
         num_rows, q = tokens_Bq.shape
         if parents_BN is None:
             positions = lengths_B[:, None] + torch.arange(q, device=lengths_B.device)
@@ -236,9 +253,16 @@ class Target(TargetModel):
             is_ancestor = ancestors(parents_BN)
             positions = lengths_B[:, None] + relative_positions(is_ancestor)
         past = self.cache.prepare(lengths_B, q, extents, is_ancestor)
-        hidden_Tf = self._layers(tokens_Bq.reshape(-1), positions.reshape(-1), past.attend)
-        logits = self.logits(hidden_Tf)
-        return logits.view(num_rows, q, -1), hidden_Tf.view(num_rows, q, -1)
+        tokens_T, positions_T = tokens_Bq.reshape(-1), positions.reshape(-1)
+        if needed_T is None:
+            hidden_Tf = self._layers(tokens_T, positions_T, past.attend)
+            logits_TV = self.logits(hidden_Tf)
+        else:
+            attend = partial(_attend_padded, past.attend, needed_T, len(tokens_T))
+            hidden_Tf = self._layers(tokens_T[needed_T], positions_T[needed_T], attend)
+            logits_TV = _padded(self.logits(hidden_Tf), needed_T, len(tokens_T))
+            hidden_Tf = _padded(hidden_Tf, needed_T, len(tokens_T))
+        return logits_TV.view(num_rows, q, -1), hidden_Tf.view(num_rows, q, -1)
 
     def _layers(self, tokens_T: Tensor, positions_T: Tensor, attend: LayerAttend) -> Tensor:
         """Return hidden states after the final norm, followed by those of the taps, (T, f)."""
@@ -279,3 +303,16 @@ class Target(TargetModel):
     def _lengths_tensor(self, numbers: Sequence[int]) -> Tensor:
         """Return the numbers as a tensor on the device, without a synchronization."""
         return to_device(numbers, self.device, torch.int64)
+
+
+def _attend_padded(
+    attend: LayerAttend, needed_T: Tensor, num_tokens: int, layer: int, *qkv: Tensor
+) -> Tensor:
+    """Return the attention output of some of `num_tokens` tokens; `attend` gets all of them."""
+    q_THh, k_TKh, v_TKh = (_padded(x, needed_T, num_tokens) for x in qkv)
+    return attend(layer, q_THh, k_TKh, v_TKh).index_select(0, needed_T)
+
+
+def _padded(x: Tensor, needed_T: Tensor, num_tokens: int) -> Tensor:
+    """Return x with `num_tokens` entries: its own at these indices, zeros elsewhere."""
+    return x.new_zeros(num_tokens, *x.shape[1:]).index_copy_(0, needed_T, x)

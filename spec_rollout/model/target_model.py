@@ -80,7 +80,11 @@ class TargetModel(Protocol):
         """
 
     def step(
-        self, tokens_Bq: Tensor, lengths_B: Sequence[int] | Tensor, parents_BN: Tensor | None = None
+        self,
+        tokens_Bq: Tensor,
+        lengths_B: Sequence[int] | Tensor,
+        parents_BN: Tensor | None = None,
+        counts_B: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute q new tokens of each of the rows 0 .. B - 1.
 
@@ -94,10 +98,12 @@ class TargetModel(Protocol):
             lengths_B: Number of cached tokens of each row. Pass numbers: a GPU tensor forces a
                 synchronization.
             parents_BN: int64, parent of each node of a tree (N = q - 1; -1 is the root); None for a chain.
+            counts_B: Number of tokens of each row whose results are needed, from 1 to q: the first ones. None
+                for all. The others may be left out of the pass.
 
         Returns:
-            Logits (B, q, V) and hidden states after the final norm (B, q, f). On CUDA the logits are valid
-            until the next step.
+            Logits (B, q, V) and hidden states after the final norm (B, q, f). Those beyond `counts_B` are
+            arbitrary. On CUDA the logits are valid until the next step.
 
         Raises:
             ValueError: The numbers of rows differ, a row would exceed `max_tokens`, or trees are not

@@ -86,12 +86,13 @@ class World:
         view = EngineView(rows, context, self.versions(self.step))
         is_resting = self.skipped.num_steps < self.num_resting and self.skipped.rows == rows
         arm = OFF if is_resting else chooser.choose(view)
-        draft, nodes, accepted, drafting_s = None, 0, np.zeros(rows, dtype=int), 0.0
+        draft, nodes, kept, accepted, drafting_s = None, 0, [], np.zeros(rows, dtype=int), 0.0
         if not arm.is_off:
             drafting_s = draft_s(arm, rows, min(self.pending, context) if arm.drafter == "layer" else 0)
             draft, says = self.draft(arm, rows)
-            nodes = chooser.trim(view, arm, draft)
-            accepted = says[:, :nodes].sum(1)
+            kept = np.broadcast_to(chooser.trim(view, arm, draft), rows).tolist()
+            nodes = -(-sum(kept) // rows)
+            accepted = np.minimum(says.sum(1), kept)
         rng = np.random.default_rng([self.seed, self.step])
         slow = math.exp(self.noise * rng.normal()) * (10 if rng.random() < 0.1 * self.noise else 1)
         slow *= self.pace(self.step)
@@ -109,7 +110,7 @@ class World:
             return None
         accepted_B = accepted.tolist()
         seen = StepObservation(
-            view, arm, emitted, total_s, drafting_s, nodes, draft, accepted_B, skipped=self.skipped
+            view, arm, emitted, total_s, drafting_s, nodes, kept, draft, accepted_B, skipped=self.skipped
         )
         chooser.learn(seen)
         self.skipped = SkippedSteps(rows)

@@ -235,16 +235,22 @@ class Insider(Follower):
 
 
 class Flips:
-    """Chooser that takes another arm at every step, in turn."""
+    """Chooser that takes another arm at every step, in turn.
 
-    def __init__(self, *arms):
+    With `cuts`, it verifies another number of nodes of each row, from none to more than there are.
+    """
+
+    def __init__(self, *arms, cuts=False):
         self.arms, self.seen = [parse_arm(arm) for arm in arms], []
+        self.cuts = random.Random(0) if cuts else None
 
     def choose(self, view):
         return self.arms[len(self.seen) % len(self.arms)]
 
     def trim(self, view, arm, draft):
-        return draft.tokens_BN.shape[1]
+        if self.cuts is None:
+            return draft.tokens_BN.shape[1]
+        return [self.cuts.randint(0, arm.nodes + 1) for _ in range(view.rows)]
 
     def learn(self, observed):
         self.seen.append(observed)
