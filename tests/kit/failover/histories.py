@@ -19,21 +19,8 @@ NODE = 10
 """Number of the first node; hubs are numbered from 0."""
 LEADER = -1
 """In the place of a number: the hub that leads then; -2, -3, ... are the others in order."""
-KINDS = (
-    "anew",
-    "kill",
-    "kill",
-    "lose",
-    "lose",
-    "pause",
-    "part",
-    "cut",
-    "damage",
-    "node",
-    "full",
-    "fail",
-    "snapshot",
-)
+KINDS = ("anew", "kill", "kill", "lose", "lose", "pause", "part", "cut")
+KINDS += ("damage", "node", "full", "fail", "snapshot")
 
 
 @dataclass(frozen=True)

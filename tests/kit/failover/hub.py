@@ -30,7 +30,6 @@ from kit.failover.disk import DISKS, MMAP, SHUTIL, SYSTEM, TEMPFILE, Disk, SimPa
 from kit.failover.world import Process, Violation
 
 TICK_S, ASK_S, SILENT_S, RESTART_S, WAIT_S, CONFIRM_S = 0.5, 0.4, 3.0, 1.0, 1.0, 0.45
-FAILS = grpc.StatusCode.UNAVAILABLE
 
 
 @cache
