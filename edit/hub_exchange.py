@@ -459,7 +459,14 @@ class HubExchange:
         place.sent_steps = steps
         place.span = traces.OFF
         if self.shards.leads and steps:
-            place.span = traces.opened("push", root=True, unit=self.units[i].name, seq=place.seq, steps=steps)
+            place.span = traces.opened(
+                "push",
+                root=True,
+                links=traces.trained_groups(steps),
+                unit=self.units[i].name,
+                seq=place.seq,
+                steps=steps,
+            )
         push = self._under_way[i] = PendingPush(self, i, self.units[i], place)
         return push
 

@@ -88,6 +88,7 @@ MAY_IMPORT = {
     ),
     "spec_rollout.vllm": (),
     "spec_rollout.server": (
+        "traces",
         *(f"spec_rollout.{part}" for part in ("audit", "training", "engine", "rl", "vllm")),
         *(f"spec_rollout.{part}" for part in ("choose", "sampling", "drafters", "model")),
         "child",
@@ -98,6 +99,7 @@ MAY_IMPORT = {
         *WEIGHTS,
     ),
     "spec_rollout.remote": (
+        "traces",
         *(f"spec_rollout.{part}" for part in ("server", "audit", "engine", "training", "rl")),
         *(f"spec_rollout.{part}" for part in ("choose", "sampling", "drafters", "model")),
         "child",
@@ -130,7 +132,7 @@ MAY_IMPORT = {
         "types",
         "system",
     ),
-    "spec_rollout.rl": ("child", "spec_rollout.sampling", "types", "system"),
+    "spec_rollout.rl": ("child", "spec_rollout.sampling", "traces", "types", "system"),
     "spec_rollout.choose": ("spec_rollout.drafters", "types", "system"),
     "spec_rollout.sampling": ("spec_rollout.drafters", "spec_rollout.model", "types", "system"),
     "spec_rollout.drafters": ("spec_rollout.model", "types", "system"),

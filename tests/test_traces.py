@@ -18,6 +18,11 @@ from pathlib import Path
 import pytest
 from kit.hub_processes import Client, HubProcess, ending, hello, status, write_run
 from kit.places import LIMIT_S, Place
+from kit.rl_hub import NodeThread, hub_of
+from kit.rl_nodes import config_of
+from kit.rollout_servers import TrainerEnd, tiny_server
+from kit.rollouts import prompts_of, tiny_policy
+from kit.served_runs import ServeProcess
 from kit.waiting import until
 from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -27,6 +32,7 @@ from aedit import traces
 from aedit.launch.cli import main
 from aedit.launch.config import RunConfig, TraceConfig, load, of_this_machine
 from aedit.launch.hub.folder import pushes_of
+from aedit.launch.node.rl_groups import GroupStream
 from aedit.proto.rpc import client as rpc_client
 from aedit.types import UserError
 
@@ -204,6 +210,118 @@ def test_a_push_is_one_trace_over_trainer_agent_hub_and_standby(tmp_path):
     assert all(span.end >= span.begin > 0 for span in found.spans)
 
 
+# -- a rollout
+
+SERVED = """
+name = "x"
+dir = "{dir}"
+device = "cpu"
+[model]
+sizes = {{ hidden_size = 32, intermediate_size = 48, num_hidden_layers = 1, num_attention_heads = 2 }}
+[data]
+seq_len = 64
+[train]
+steps = 100000
+[prompts]
+source = "aedit.spec_rollout.rl.tasks.arithmetic:rows"
+[rl]
+servers = "hub"
+groups = 2
+group_size = 2
+eval_every = 0
+[rl.sampling]
+max_new_tokens = 8
+[drafter]
+kind = "off"
+[edit]
+every = 2
+landing = "arrival"
+[hub]
+address = "127.0.0.1:0"
+expire_s = 600.0
+quorum = 1
+[serve]
+rows = 4
+[traces]
+endpoint = "{more}"
+"""
+
+
+def test_a_group_is_one_trace_from_request_to_training_and_the_pushes_that_have_it_name_it(
+    tmp_path, monkeypatch
+):
+    """The hub is in this process, and the engine in that of the trainer."""
+    settings = {"drafter__kind": "off", "checkpoint__every": 0, "rl__groups": 2, "rl__group_size": 3}
+    config = config_of(tmp_path, train__steps=4, **settings)
+    positions, original = [], GroupStream.trained
+
+    def follow(stream, count):
+        groups = original(stream, count)
+        positions.extend(group.position for group in groups)
+        return groups
+
+    monkeypatch.setattr(GroupStream, "trained", follow)
+    with collector() as found:
+        traces.begin(found.url, "node")
+        node = NodeThread(config, hub_of(config), "a")
+        node.start()
+        node.end()
+        traces.end_traces()
+    trained = found.named("train")
+    groups = {span.id: span for span in found.named("group")}
+    assert sorted(groups[span.parent].facts["aedit.position"] for span in trained) == sorted(positions)
+    assert len({span.trace for span in trained}) == len(positions) >= 4 * 2
+    for span in trained:
+        group = groups[span.parent]
+        assert (group.trace, group.parent) == (span.trace, b"")
+        assert found.below(group).keys() == {"reward", "train"}
+    pushes = found.named("push")
+    for unit in (units := {push.facts["aedit.unit"] for push in pushes}):
+        linked = [link.span_id for push in pushes if push.facts["aedit.unit"] == unit for link in push.links]
+        assert sorted(linked) == sorted(span.id for span in trained), "each group is in one push of each unit"
+    assert len(units) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_sample_of_a_server_is_below_its_group_over_all_processes(tmp_path):
+    place = Place(tmp_path)
+    with collector() as found, ending():
+        hub = HubProcess(write_run(tmp_path, found.url, template=SERVED), tmp_path / "run" / "hub")
+        endpoint = f"--traces.endpoint={found.url}"
+        server = ServeProcess(hub.address, tmp_path, endpoint)
+        try:
+            until(lambda: list(tmp_path.glob("x/servers/s1/events.jsonl")), "the server", LIMIT_S)
+            node = place.aedit("join", hub.address, endpoint, f"--dir={tmp_path}/node", "--device=cpu")
+
+            def is_there():
+                assert node.poll() is None, node.communicate()
+                linked = {link.span_id for push in found.named("push") for link in push.links}
+                traced = {span.trace for span in found.named("server: generate")}
+                return [span for span in found.named("train") if span.trace in traced and span.id in linked]
+
+            trained = until(is_there, "a group of the server in a push", LIMIT_S)[0]
+            node.terminate()
+            node.communicate(timeout=LIMIT_S)
+            server.stop()
+        finally:
+            place.end()
+            server.process.kill()
+            server.process.wait(LIMIT_S)
+    by_id = {span.id: span for span in found.spans}
+    group = by_id[trained.parent]
+    assert (group.name, group.parent, group.process["service.name"]) == ("group", b"", "aedit-node")
+    generated = [span for span in found.named("server: generate") if span.trace == group.trace]
+    for span in generated:
+        sample = by_id[span.parent]
+        assert (sample.name, sample.parent) == ("sample", group.id)
+        assert sample.process == group.process == trained.process
+        assert span.process["service.name"] == "aedit-serve"
+        assert span.facts["aedit.sample"] == sample.facts["aedit.sample"]
+        assert span.facts["aedit.tokens"] == sample.facts["aedit.tokens"] > 0
+    assert generated
+
+
 # -- what a peer sends
 
 VALID = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -267,6 +385,21 @@ def test_a_hub_takes_each_push_whatever_trace_its_node_names(tmp_path, monkeypat
     (received,) = found.named("hub: push")
     assert (received.trace.hex(), received.parent.hex()) == tuple(VALID.split("-")[1:3])
     assert received.facts["aedit.seq"] == len(INVALID) + 2  # after the first anchor
+
+
+def test_a_server_takes_each_sample_whatever_trace_its_trainer_names():
+    texts = (*INVALID, VALID)
+    with collector() as found, tiny_server(rows=len(texts)) as server, TrainerEnd(server.address) as end:
+        traces.begin(found.url, "serve")
+        end.wait(lambda: end.opened, "Opened")
+        server.publish("line", tiny_policy(3), 1)
+        for prompt, text in zip(prompts_of(len(texts), max_new_tokens=4), texts, strict=True):
+            end.add(prompt, traceparent=text)
+        end.ends(len(texts))
+        traces.end_traces()
+    (span,) = found.named("server: generate")
+    assert (span.trace.hex(), span.parent.hex()) == tuple(VALID.split("-")[1:3])
+    assert (span.facts["aedit.sample"], span.facts["aedit.tokens"]) == (len(INVALID), 4)
 
 
 # -- the endpoint
@@ -367,14 +500,15 @@ def test_the_span_of_a_block_that_fails_names_the_error():
 
 
 def test_without_the_key_no_process_imports_opentelemetry():
-    """Those of hub and agent are looked at; others have no import of it besides those of `begin`."""
+    """Those of hub and agent are looked at; no other module imports it but `traces`."""
     code = "import sys, aedit.launch.hub.main, aedit.proto.agent.agent_main; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True)
     assert "aedit.traces" in done.stdout.split()
     assert [name for name in done.stdout.split() if name.startswith("opentelemetry")] == []
-    files = (file for part in PARTS for file in (ROOT / part).rglob("*.py"))
-    assert [file for file in files if "import opentelemetry" in file.read_text()] == []
-    assert [file for file in files if "from opentelemetry" in file.read_text()] == []
+    files = [file for part in PARTS for file in (ROOT / part).rglob("*.py")]
+    assert len(files) > 300
+    wanted = re.compile(r"^\s*(from|import) opentelemetry", re.M)
+    assert [file for file in files if wanted.search(file.read_text())] == []
 
 
 def test_without_the_key_no_span_or_block_is_made():
@@ -394,6 +528,15 @@ def test_a_missing_package_is_one_line(tmp_path, monkeypatch, capsys, command):
     assert main([command[0], str(toml), *command[1:]]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("aedit: traces.endpoint: needs OpenTelemetry: pip install 'aedit[otel]'")
+
+
+def test_a_wrong_environment_variable_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("OTEL_SPAN_LINK_COUNT_LIMIT", "many")
+    toml = write_run(tmp_path, '[traces]\nendpoint = "http://127.0.0.1:4318/v1/traces"\n')
+    assert main(["hub", str(toml)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("aedit: traces.endpoint: OpenTelemetry cannot start: ")
+    assert line.endswith("check the environment variables OTEL_*")
 
 
 @pytest.mark.parametrize(

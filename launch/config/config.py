@@ -210,7 +210,7 @@ class AlertConfig:
 @checked("traces")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceConfig:
-    """OpenTelemetry traces of pushes that this machine sends; a hub gives the URL to no node."""
+    """OpenTelemetry traces of pushes and rollouts that this machine sends; a hub gives the URL to no node."""
 
     endpoint: str = ""
     """URL of an OTLP receiver over HTTP, such as http://127.0.0.1:4318/v1/traces; empty: no traces. Needs the

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from aedit import traces
 from aedit.edit import Shards
 from aedit.launch.config import RLConfig, RunConfig
 from aedit.launch.data import Order, evaluation_indices
@@ -64,9 +65,10 @@ class GroupPipeline:
     """Time in steps of the source."""
     reward_s: float = 0.0
     """Time that nothing but rewards was waited for."""
-    _open: dict[int, tuple[Problem, list[Rollout | None]]] = field(default_factory=dict)
-    """Groups whose samples run: problem, and the finished samples by their numbers."""
-    _rewarding: set[int] = field(default_factory=set)
+    _open: dict[int, tuple[Problem, list[Rollout | None], traces.TraceSpan]] = field(default_factory=dict)
+    """Groups whose samples run: problem, finished samples by their numbers, and span."""
+    _rewarding: dict[int, tuple[traces.TraceSpan, ...]] = field(default_factory=dict)
+    """Groups whose rewards are computed, with their spans, innermost first."""
 
     @property
     def busy(self) -> bool:
@@ -75,9 +77,11 @@ class GroupPipeline:
 
     def start(self, position: int, problem: Problem, sampling: Sampling, size: int) -> None:
         """Request `size` samples of a problem. position: key of their noise, with the sample's number."""
-        self._open[position] = problem, [None] * size
+        span = traces.opened("group", root=True, position=position, problem=problem.index, samples=size)
+        self._open[position] = problem, [None] * size, span
         common = Prompt(tokens=problem.tokens, rollout=position, sample=0, group=position, sampling=sampling)
-        self.source.add([replace(common, sample=i) for i in range(size)])
+        with traces.below(span):
+            self.source.add([replace(common, sample=i) for i in range(size)])
 
     def advance(self) -> None:
         """Take one step of the source, or wait a moment for rewards; collect what is complete.
@@ -99,7 +103,8 @@ class GroupPipeline:
         except RewardFailed as error:
             raise RunFailed(str(error)) from None
         for group, found in rewarded:
-            self._rewarding.discard(group.position)
+            for span in self._rewarding.pop(group.position, ()):
+                span.end()
             self.done[group.position] = group
             self.report(group, found)
 
@@ -125,14 +130,14 @@ class GroupPipeline:
     def _finish(self, rollout: Rollout) -> None:
         """Keep a finished sample; submit its group if it is the last one."""
         position = rollout.prompt.rollout
-        problem, samples = self._open[position]
+        problem, samples, span = self._open[position]
         samples[rollout.prompt.sample] = rollout
         rollouts = tuple(sample for sample in samples if sample is not None)
         if len(rollouts) < len(samples):
             return
         del self._open[position]
-        group = Group(position=position, problem=problem, rollouts=rollouts)
-        self._rewarding.add(position)
+        group = Group(position=position, problem=problem, rollouts=rollouts, trace=span.context)
+        self._rewarding[position] = traces.opened("reward", span.context), span
         self.rewards.submit(group, [self.decode(rollout.tokens) for rollout in rollouts])
 
 

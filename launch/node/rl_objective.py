@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from aedit import traces
 from aedit.edit import LayerSync
 from aedit.launch.config import RunConfig
 from aedit.launch.data import AnswerTokens, Curriculum, solved_of
@@ -102,6 +103,8 @@ class PolicyObjective:
     _is_first: bool = False
     """True until the first inner step on this batch: until then the weights are those of `version`."""
     _tokens: int = 0
+    _spans: Sequence[traces.TraceSpan] = ()
+    """Of the groups of the step under way."""
     _used: list[int] = field(default_factory=lambda: [0])
     """At [s], the draws that the first s steps of this attempt have used up."""
     _evaluated_step: int = 0
@@ -143,6 +146,7 @@ class PolicyObjective:
         """Run the forward and backward passes of the next inner step on the batch."""
         began = time.perf_counter()
         groups = self._steps[0]
+        self._spans = [traces.opened("train", group.trace, step=self.sync.steps) for group in groups or ()]
         if groups is None:
             self._tokens = self.warm_up.accumulate(self.sync.steps, add_loss)
         else:
@@ -166,6 +170,7 @@ class PolicyObjective:
     def end_step(self) -> int:
         """Count the step and its groups as trained; return its tokens."""
         groups, self._is_first = self._steps.popleft(), False
+        traces.end_trained(self._spans)
         if groups is None:
             self.records.supervised_steps += 1
         elif self._new:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from aedit import traces
 from aedit.child import StopSignals
 from aedit.launch.config import (
     RunConfig,
@@ -167,6 +168,8 @@ def serve_run(request: ServeRequest) -> int:
     server_keys = request.places.server_keys(request.keys, config, insecure=request.insecure)
     stop = StopSignals()
     with ExitStack() as opened:
+        traces.begin(config.traces.endpoint, "serve", run=config.name)
+        opened.callback(traces.end_traces)
         member = opened.enter_context(_member(request, config, reply, server_keys))
         print(member.welcome(), flush=True)
         while not stop.asked.wait(LOOK_S) and not member.is_over:

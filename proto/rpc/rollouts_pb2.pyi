@@ -35,7 +35,7 @@ class Open(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., run: _Optional[str] = ..., line: _Optional[str] = ..., trainer: _Optional[str] = ..., rank: _Optional[int] = ..., on_new_version: _Optional[str] = ...) -> None: ...
 
 class Add(_message.Message):
-    __slots__ = ("rollout", "sample", "group", "prompt", "sampling", "min_version", "tokens", "logprobs", "spans")
+    __slots__ = ("rollout", "sample", "group", "prompt", "sampling", "min_version", "tokens", "logprobs", "spans", "traceparent")
     ROLLOUT_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class Add(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     rollout: int
     sample: int
     group: int
@@ -54,7 +55,8 @@ class Add(_message.Message):
     tokens: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     spans: _containers.RepeatedCompositeFieldContainer[Span]
-    def __init__(self, rollout: _Optional[int] = ..., sample: _Optional[int] = ..., group: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[bytes] = ..., min_version: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, rollout: _Optional[int] = ..., sample: _Optional[int] = ..., group: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[bytes] = ..., min_version: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Span(_message.Message):
     __slots__ = ("version", "start", "end")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from aedit import traces
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.spec_rollout.audit import spans_of
 from aedit.spec_rollout.engine import EngineSpeed
@@ -37,6 +38,7 @@ class RequestedSample:
     """Workers that have died, or failed, with it since its last token."""
     left: set[int] = field(default_factory=set)
     """Indices of servers that did not advance it in time: it is not given to them again."""
+    span: traces.TraceSpan = traces.OFF
     given: int = field(init=False)
     """Tokens that it came with."""
 
@@ -67,6 +69,7 @@ class RequestedSample:
             tokens=text.tokens,
             logprobs=text.logprobs,
             spans=[pb.Span(version=v, start=start, end=end) for v, start, end in spans_of(text.versions)],
+            traceparent=str(self.span.context or ""),
         )
 
     def extend(self, found: pb.Tokens, server: str) -> None:
@@ -360,6 +363,7 @@ class Dispatcher:
         sample = self.samples.pop(key)
         sample.rollout.finish_reason = found.finish_reason  # type: ignore[assignment]
         sample.rollout.passes = sample.passes_before + found.passes
+        sample.span.end(worker=worker.name, tokens=len(sample.rollout.tokens), finish=found.finish_reason)
         self.finished.append(sample.rollout)
         self._reallocator.record_finished(sample.rollout)
         self.num_finished += 1

@@ -22,6 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from aedit import traces
 from aedit.spec_rollout.engine import check_prompt
 from aedit.spec_rollout.model import unwrapped
 from aedit.spec_rollout.remote.dispatcher import Dispatcher, Report, RequestedSample
@@ -186,7 +187,8 @@ class WorkerSource:
             sampling = encode_sampling(prompt.sampling, f"sample {prompt.name}")
             if not prompt.has_key or prompt.key in samples or prompt.key in new:
                 raise ValueError(f"prompt {prompt.name}: give it ids (rollout, sample) that no other one has")
-            new[prompt.key] = RequestedSample(prompt.to_rollout(), sampling)
+            span = traces.opened("sample", sample=prompt.sample)
+            new[prompt.key] = RequestedSample(prompt.to_rollout(), sampling, span=span)
         samples.update(new)
         self._dispatcher.place_waiting()
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from aedit.spec_rollout.sampling import Prompt, Rollout
+from aedit.traces import TraceContext
 from aedit.types import NonNegativeInt, check, checked
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class Group:
     """One per rollout; None: no reward could be computed, the rollout is left out."""
     values: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
     """For each reward function its values before weighting, one per rollout."""
+    trace: TraceContext | None = None
+    """Span of its generation and rewards; None: it is not traced."""
 
 
 def answered(problem: Problem, texts: Sequence[str]) -> Group:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
+from aedit import traces
 from aedit.proto.rpc import SigningKey
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.spec_rollout.audit import Origin, signature_of, statement_of, versions_of
@@ -163,6 +164,7 @@ class StreamSample:
     """Requests to return it, which are answered when it has left the engine."""
     late: str = ""
     """Why it was given up before its first token."""
+    span: traces.TraceSpan = traces.OFF
 
     def tokens(self, rollout: Rollout, start: int) -> None:
         """Queue new tokens."""
@@ -256,6 +258,7 @@ class TrainerStream:
         if refusal:
             self._reject(key, refusal, retry_after_s=RETRY_S)
             return
+        sample.span = traces.opened("server: generate", traces.parsed(add.traceparent), sample=key[1])
         try:
             sample.ticket = self._host.submit(
                 self.line.name, prompt, sample, priority=Priority.RUN, min_version=wanted
@@ -284,6 +287,11 @@ class TrainerStream:
     def take_end(self, sample: StreamSample, rollout: Rollout) -> None:
         """Queue the end of a sample, or that it was removed."""
         is_aborted = rollout.finish_reason == "abort"
+        sample.span.end(
+            tokens=len(rollout.tokens) - sample.num_given,
+            version=max(rollout.versions, default=0),
+            finish=rollout.finish_reason or "",
+        )
         with self._lock:  # so that the answer to a removal comes after the end
             self._leave(sample)
             if not is_aborted:
@@ -300,6 +308,7 @@ class TrainerStream:
         """Queue the reason for which a sample has no end."""
         if self.identity is None and self._host.error is not None:
             return  # the process of this worker ends with this error
+        sample.span.end(error=type(error).__name__)
         with self._lock:
             self._leave(sample)
             self._reject(sample.key, str(error) or type(error).__name__, retry_after_s=RETRY_S)

@@ -176,6 +176,7 @@ class _Tracing:
         quiet.propagate = False
         quiet.addHandler(self._log)
         self.steps = deque[tuple[TraceContext, ...]](maxlen=MOST_CONTEXTS)
+        """Spans of the groups that each of the newest inner steps has trained."""
         self._provider = TracerProvider(
             ParentBased(TraceIdRatioBased(ratio)), Resource.create(names), shutdown_on_exit=False
         )
@@ -216,12 +217,15 @@ class _Tracing:
     def export(self, spans: "Sequence[ReadableSpan]") -> "SpanExportResult":
         """Export spans, in the thread of the exports."""
         self._log.status = ""
-        result = self._exporter.export(spans)
-        with self._lock:
-            self._waiting -= len(spans)
-            self._answers = result.name == "SUCCESS"
-            if not self._answers:
-                self._dropped += len(spans)
+        answers = False
+        try:
+            result = self._exporter.export(spans)
+            answers = result.name == "SUCCESS"
+        finally:
+            with self._lock:
+                self._waiting -= len(spans)
+                self._dropped += 0 if answers else len(spans)
+                self._answers = answers
         if time.monotonic() - self._warned_s >= _WARN_S:
             self._warn()
         return result
@@ -255,7 +259,7 @@ class _Tracing:
 
 
 def check_package(endpoint: str) -> None:
-    """Raise UserError if traces are wanted and the package is missing."""
+    """Raise UserError if traces are wanted and the package is missing, or refuses its environment."""
     if not endpoint:
         return
     try:
@@ -265,6 +269,14 @@ def check_package(endpoint: str) -> None:
         raise UserError(
             f"traces.endpoint: needs OpenTelemetry: pip install 'aedit[otel]', or leave the key out ({error})"
         ) from None
+    except ValueError as error:
+        raise _environment_fault(error) from None
+
+
+def _environment_fault(error: Exception) -> UserError:
+    return UserError(
+        f"traces.endpoint: OpenTelemetry cannot start: {error}; check the environment variables OTEL_*"
+    )
 
 
 def begin(endpoint: str, service: str, *, ratio: float = 1.0, **facts: Fact) -> None:
@@ -278,7 +290,7 @@ def begin(endpoint: str, service: str, *, ratio: float = 1.0, **facts: Fact) -> 
         facts: Attributes of the process.
 
     Raises:
-        UserError: The package is missing.
+        UserError: The package is missing, or refuses an environment variable.
     """
     global _tracing
     if not endpoint or _tracing is not None:
@@ -291,8 +303,11 @@ def begin(endpoint: str, service: str, *, ratio: float = 1.0, **facts: Fact) -> 
     parts = urlsplit(endpoint)
     place = f"{parts.hostname}:{parts.port}" if parts.port else str(parts.hostname)
     names = {"service.name": f"aedit-{service}", **{f"aedit.{name}": value for name, value in facts.items()}}
-    exporter = OTLPSpanExporter(endpoint=endpoint, timeout=LIMIT_S)
-    _tracing = _Tracing(exporter, ratio, place, names)
+    try:
+        exporter = OTLPSpanExporter(endpoint=endpoint, timeout=LIMIT_S)
+        _tracing = _Tracing(exporter, ratio, place, names)
+    except (ValueError, RuntimeError, OSError, ImportError) as error:
+        raise _environment_fault(error) from None
 
 
 def end_traces() -> None:
@@ -335,6 +350,20 @@ def opened(
     span = TraceSpan(recorded)
     span.note(**facts)
     return span
+
+
+def end_trained(spans: Sequence[TraceSpan]) -> None:
+    """End the spans of the groups that an inner step of this process has trained; see `trained_groups`."""
+    if _tracing is not None:
+        _tracing.steps.append(tuple(span.context for span in spans if span.context is not None))
+        for span in spans:
+            span.end()
+
+
+def trained_groups(steps: int) -> list[TraceContext]:
+    """Return the spans of the groups that the last `steps` inner steps have trained: links of their push."""
+    newest = list(_tracing.steps)[-steps:] if _tracing is not None else []
+    return [context for step in newest for context in step]
 
 
 def is_on() -> bool:

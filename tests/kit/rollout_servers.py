@@ -196,13 +196,12 @@ class TrainerEnd:
     def send(self, **message):
         self._out.put(pb.ToServer(**message))
 
-    def add(self, prompt, min_version=1):
-        """Request a sample of an `Engine`'s prompt."""
+    def add(self, prompt, min_version=1, **more):
+        """Request a sample of an `Engine`'s prompt. more: further fields of the request."""
         begun = prompt.partial
-        more = {}
         if begun is not None:
             spans = [pb.Span(version=v, start=a, end=b) for v, a, b in spans_of(begun.versions)]
-            more = {"tokens": begun.tokens, "logprobs": begun.logprobs, "spans": spans}
+            more |= {"tokens": begun.tokens, "logprobs": begun.logprobs, "spans": spans}
         request = pb.Add(
             rollout=prompt.rollout,
             sample=prompt.sample,
