@@ -557,8 +557,9 @@ class Scene:
 KILL_EVERY_S, AWAY_EVERY_S, AWAY_S = 20.0, 40.0, 30.0
 FULL_S = 20.0
 """How long a disk is full."""
-OLDER_S, OLDER_WAITS_S = 8.0, 60.0
-"""Age of a folder that is put back, and how much older it may get until all parts have all their copies."""
+OLDER_S, OLDER_WAITS_S = 10.0, 60.0
+"""Age of a folder that is put back, and how much older it may get until all parts have all their copies: not
+shortly before a machine is away, as two of three copies would be missing."""
 TABLES_FROM_S, TABLES_EVERY_S, TABLES_WAIT_S = 47.0, 60.0, 30.0
 """The first time, and every second one after it, is between two times at which a machine is away."""
 AIM_S = 6.0

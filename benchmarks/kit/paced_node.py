@@ -27,7 +27,7 @@ from aedit.launch.records import PositionLog
 from aedit.proto.agent import AgentLink, AgentPlan, Answer, Link, Progress, replicas_of_parts, start_agent
 from aedit.types import TensorLayout, UnitLayout, Verdict
 
-_OWNERS_S = 60.0
+_OWNERS_S = 300.0
 """Longest time until all parts of a swarm have an owner."""
 LATE_S = 0.1
 """A step that takes so much longer than it should is put on record."""
