@@ -193,3 +193,20 @@ def test_a_node_of_a_hub_waits_for_it_as_long_as_before(tmp_path):
     for _ in range(3):
         scene.turn()
         assert owner.waits[-2] == scene.node.patience_s
+
+
+def test_a_hub_that_ends_while_a_report_of_a_push_is_taken_does_not_end_the_node(scene):
+    """Found by chaos: the lease that followed the report was asked for outside of every handler."""
+
+    class Leasing(Owner):
+        steps_per_s = 0.0
+
+        def beaten(self, part, report):
+            scene.node.stop()
+            raise PortClosed("a:1, asked to Lease: no program listens there")
+
+    scene.hubs["c:1"].leads = True
+    scene.node.carried(pb.HeartbeatRequest(), pb.News(term=1))
+    scene.node._is_wanted = False
+    scene.node.run(Leasing())
+    assert scene.node.address == "c:1"

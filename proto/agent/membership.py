@@ -7,8 +7,8 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -251,7 +251,9 @@ class Membership:
         self._owner = owner
         while not self._ended:
             self._hurry.clear()
-            is_told = self._take_carried(owner)
+            is_told = False
+            with self._reacting(owner):
+                is_told = self._take_carried(owner)
             if self._is_wanted or not (is_told and self._here and self._member):
                 self.turn(owner)
             # Nodes whose hub was away must not all come back to it at one time.
@@ -301,7 +303,7 @@ class Membership:
         if self._finder.is_shut_out(self._address):
             why = f"there is proof that the owner at {self._address} gives nodes different anchors"
             return self._lost(why, at_once=True)
-        try:
+        with self._reacting(owner):
             if not self._member:
                 owner.joined(self.part, self._join(owner))
                 self.ask_soon()
@@ -318,6 +320,12 @@ class Membership:
                     self._offer(self.client, min(self.patience_s, _OWN_HUB_S))
             self._heard_s = time.monotonic()
             self._set(here=True, member=True)
+
+    @contextmanager
+    def _reacting(self, owner: "Agent") -> Iterator[None]:
+        """Look for another hub if this one does not answer inside the block, or act on what it refuses."""
+        try:
+            yield
         except HubUnreachable as error:
             self._lost(str(error), has_ended=isinstance(error, PortClosed))
         except HubRefused as error:
