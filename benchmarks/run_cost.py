@@ -1,8 +1,9 @@
 """Measure what `aedit run` costs beyond the training: CPU time of all its processes over a plain loop.
 
-Bar: at most 1.15 for one node of the tiny preset, hub and agent included. Each program runs with few and with
-many steps; the difference leaves out start-up, end and report. CPU time, as nothing here waits for the clock
-but the polls of idle processes: on a busy machine the same steps take longer and hold more of those.
+Bars: at most 1.15 for one node of the tiny preset, hub and agent included, and at most 0.15 for the processes
+beside the node: hub, agent, launcher and torchrun. Each program runs with few and with many steps; the
+difference leaves out start-up, end and report. CPU time, as nothing here waits for the clock but the polls of
+idle processes: on a busy machine the same steps take longer and hold more of those.
 """
 
 import argparse
@@ -26,7 +27,8 @@ from benchmarks.kit.small_llama import corpus, inner_step, llama
 from benchmarks.kit.statistics import median
 from benchmarks.kit.tables import Bar, Report, main
 
-MOST = 1.15
+MOST, MOST_BESIDE = 1.15, 0.15
+"""Bars: all processes, and those beside the node, as shares of the plain loop."""
 PRESET = ROOT / "configs" / "tiny.toml"
 
 
@@ -65,6 +67,7 @@ def measure(args: argparse.Namespace) -> Report:
         rows.append((f"aedit run: {role}", f"{1e3 * seconds:.1f}", f"{seconds / whole:.2f}"))
     ratios = [each.run_s / each.plain_s for each in costs]
     found, everything = median(ratios), median([each.run_s for each in costs])
+    beside = median([(sum(each.by_role.values()) - each.by_role["node"]) / each.plain_s for each in costs])
     rows.append(("aedit run, all", f"{1e3 * everything:.1f}", f"{found:.2f}"))
     return Report(
         "cost of a run, one node",
@@ -77,7 +80,13 @@ def measure(args: argparse.Namespace) -> Report:
         ),
         ("program", "CPU ms per step", "share of the plain loop"),
         tuple(rows),
-        (Bar(f"{found:.2f} times the plain loop, bar {MOST}", None if args.quick else found <= MOST),),
+        (
+            Bar(f"{found:.2f} times the plain loop, bar {MOST}", None if args.quick else found <= MOST),
+            Bar(
+                f"{beside:.2f} of the plain loop beside the node, bar {MOST_BESIDE}",
+                None if args.quick else beside <= MOST_BESIDE,
+            ),
+        ),
         {"per_step": [asdict(each) for each in costs]},
     )
 

@@ -135,6 +135,15 @@ def test_the_overhead_benchmark_runs_plain_and_sharded(run):
     assert [row[0] for row in rows] == ["plain module"] * 6 + ["FSDP2, one rank"] * 6
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_memory_benchmark_finds_every_process_of_the_plan(run):
+    rows = printed_rows(run("memory", "--quick"))
+    names = ["node", "agent", "hub", "worker", "drafter's trainer", "torchrun", "aedit run"]
+    assert [row[0] for row in rows] == names
+    assert all(int(row[2]) > 20 for row in rows), "MiB of a Python process"
+
+
 def test_the_quality_benchmark_compares_all_methods(monkeypatch):
     """All runs in this process, which has torch already, and with one round each."""
     monkeypatch.setattr(quality, "in_parallel", lambda call, jobs: [call(*job) for job in jobs])

@@ -116,6 +116,52 @@ def test_the_plan_of_a_run_with_rewards_has_the_memory_of_its_engine():
     assert config.prompts.source in render(plan)
 
 
+def test_the_plan_says_which_process_needs_which_copy_of_the_weights():
+    """In copies of the fp32 weights. What two processes share is in both, and once in the sum."""
+    path = next(path for path in CONFIGS if path.stem == "tiny-rl")
+    keys = ["--rl.workers", "2", "--drafter.kind", "off"]
+    plan = measure(load(path, keys).config, Placement(nodes=2, local=True))
+    found, copy = {each.name: each for each in plan.processes()}, 4 * plan.num_params
+    largest = 4 * max(numel for _, numel in plan.units)
+    without = {name: sum(each.own.values()) - each.own["program"] for name, each in found.items()}
+    assert without["node"] == 5 * copy, "parameters, gradients, two moments, values at the last push"
+    assert without["agent"] == copy // 2 + 4 * largest, "a push in bf16, four units under way"
+    assert without["hub"] == copy + 3 * largest, "anchors, a unit in merge; its outer optimizer has no state"
+    assert without["worker"] == 3 * copy + 2**28, "in use, packed, and one that arrives; the prefix cache"
+    assert sum(found["agent"].shared.values()) == 2 * copy, "anchors and outbox"
+    assert sum(found["worker"].shared.values()) == 2 * copy, "two versions"
+    assert sum(found["node"].shared.values()) == 4 * copy, "both"
+    numbers = {name: each.number for name, each in found.items()}
+    assert numbers == {"node": 2, "agent": 2, "hub": 1, "worker": 4, "torchrun": 2, "aedit run": 1}
+    own = sum(each.number * sum(each.own.values()) for each in found.values())
+    assert f"memory here      {(own + 2 * 4 * copy) / 2**30:.4g} GiB of " in render(plan)
+    with_momentum = measure(load(path, [*keys, "--outer.kind", "nesterov"]).config, Placement(local=True))
+    (hub,) = (each for each in with_momentum.processes() if each.name == "hub")
+    assert hub.own["outer optimizer"] == copy
+
+
+def test_the_plan_of_a_run_without_a_hub_has_anchors_in_the_node_and_no_other_process_with_weights():
+    plan = measure(tiny(local=LocalConfig(ranks=2)), Placement(nodes=3, local=True))
+    found = {each.name: each for each in plan.processes()}
+    assert found.keys() == {"node", "torchrun", "aedit run"}
+    assert (found["node"].number, found["torchrun"].number) == (6, 1)
+    assert sum(found["node"].own.values()) == found["node"].own["program"] + 6 * 4 * plan.num_params // 2
+    assert not found["node"].shared
+
+
+def test_the_plan_counts_the_drafter_that_a_process_beside_the_rank_trains():
+    path = next(path for path in CONFIGS if path.stem == "tiny-rl")
+    config = load(path, ["--drafter.kind", "layer"]).config
+    plan = measure(config, Placement())
+    assert plan.drafter_params > 0
+    found = {each.name: each for each in plan.processes()}["drafter's trainer"]
+    assert found.own["features"] == config.drafter.memory_bytes
+    assert found.own["layer"] == 6 * 4 * plan.drafter_params
+    off = measure(load(path, ["--drafter.kind", "suffix"]).config, Placement())
+    assert off.drafter_params == 0
+    assert "drafter's trainer" not in render(off)
+
+
 def test_the_plan_of_a_clocked_run_counts_rounds_by_time():
     edit = EditConfig(schedule="seconds", every=30)
     assert measure(tiny(edit=edit, train=TrainConfig(seconds=100)), Placement()).num_rounds == 3 + 1

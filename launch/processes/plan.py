@@ -1,5 +1,6 @@
 """`aedit run --dry-run`: sizes of a run, computed before anything is downloaded or started."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -20,13 +21,47 @@ from aedit.launch.config import (
     trains_on_cpu,
 )
 from aedit.launch.data import load_tokenizer
-from aedit.launch.node import check_text_drafter, outline
+from aedit.launch.node import check_text_drafter, draft_form, outline
 from aedit.launch.processes.run_local import nodes_here
+from aedit.proto.agent import STREAMS
 from aedit.proto.codecs import codec
+from aedit.spec_rollout.drafters import layer_of
+from aedit.spec_rollout.engine import EngineLimits
 from aedit.types import UserError
 from aedit.weights import gather_bytes
 
 WIRES_MBIT = (10, 100, 1000)
+
+MIB = 2**20
+SLOTS = "two versions of the policy"
+"""Need of a rank and its workers; what else is shared is once per node."""
+PROGRAM_BYTES = {
+    "node": 500 * MIB,
+    "worker": 440 * MIB,
+    "drafter's trainer": 440 * MIB,
+    "agent": 92 * MIB,
+    "hub": 97 * MIB,
+    "torchrun": 225 * MIB,
+    "aedit run": 140 * MIB,
+}
+"""Resident memory of each process without anything of the model, with torch for CPUs: benchmarks.memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """Resident memory of the processes of one kind on this machine, for the whole run, in bytes."""
+
+    name: str
+    number: int
+    own: Mapping[str, int]
+    """By need."""
+    shared: Mapping[str, int]
+    """By need, of the memory that each maps and that another process has too."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """Return the resident memory of one of the processes."""
+        return sum(self.own.values()) + sum(self.shared.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +79,8 @@ class Plan:
     """Shapes of all parameters."""
     kv_values_per_token: int = 0
     """Numbers that an engine keeps per token of a sample: keys and values of all layers. 0: unknown."""
+    drafter_params: int = 0
+    """Number of parameters of the drafter that a process beside each rank trains; 0: none does."""
 
     @property
     def synchronous(self) -> bool:
@@ -109,6 +146,50 @@ class Plan:
         node = state_bytes(self.config, self.num_params, self.num_trained)
         return {name: size // self.ranks for name, size in node.items()}
 
+    def processes(self) -> list[ProcessMemory]:
+        """Return the memory of each kind of process on this machine, without activations.
+
+        Needs that two processes share are in both; a caller that adds them up counts them once per node.
+        """
+        config, held = self.config, self.num_trained * FP32_BYTES
+        hub, ranks, largest = config.hub, self.here * self.ranks, max(numel for _, numel in self.units)
+        node, mailbox, slots = self.memory(), dict[str, int](), dict[str, int]()
+        others: list[ProcessMemory] = []
+        if config.has_hub:
+            names = [name for name in ("anchors", "outbox", "error feedback") if node.pop(name, 0)]
+            mailbox = dict.fromkeys(names, held)
+            if config.edit.landing == "arrival":
+                node["values at the last push"] = held // self.ranks
+            sent = {"encoded pushes": self.wire_bytes, "units under way": STREAMS * largest * FP32_BYTES}
+            others.append(_process("agent", self.here, sent, mailbox))
+        if hub.address:
+            parts = len(hub.addresses)
+            arrays = {"average": 0, "delayed-nesterov": 2}.get(config.outer.kind, 1)
+            kept = {"anchors": held // parts, "outer optimizer": arrays * held // parts}
+            kept["a unit in merge"] = 3 * largest * FP32_BYTES
+            if hub.codec_down != "fp32":
+                kept["deltas, at most"] = held // parts
+            others.append(_process("hub", parts + len(hub.standbys_of(0)), kept))
+        if config.prompts.source and config.rl.engine == "aedit" and config.rl.num_workers:
+            weights = self.num_params * _engine_dtype(config).itemsize
+            slots = {SLOTS: 2 * weights}
+            engine = {"weights": weights, "a version that arrives": weights}
+            if weights <= EngineLimits().packed_bytes:
+                engine["packed weights"] = weights
+            engine["prefix cache, at most"] = EngineLimits().prefix_cache_bytes
+            others.append(_process("worker", ranks * config.rl.num_workers, engine, slots))
+        if self.drafter_params:
+            # Parameters, gradients, two moments, the best so far, and what is published.
+            layer = {"features": config.drafter.memory_bytes, "layer": 6 * self.drafter_params * FP32_BYTES}
+            others.append(_process("drafter's trainer", ranks, layer))
+        torchruns = self.here if config.has_hub else 1
+        return [
+            _process("node", ranks, node, mailbox | slots),
+            *others,
+            _process("torchrun", torchruns, {}),
+            _process("aedit run", 1, {}),
+        ]
+
 
 def measure(config: RunConfig, placement: Placement) -> Plan:
     """Return the sizes of the run that `config` describes on the machines of `placement`.
@@ -127,7 +208,31 @@ def measure(config: RunConfig, placement: Placement) -> Plan:
     num_params = sum(map(prod, shapes))
     sizes = tuple((unit.name, unit.numel) for unit in units)
     here, kv = nodes_here(placement), _kv_values(model)
-    return Plan(config, placement.nodes, ranks, num_params, sizes, here, shapes, kv)
+    trained = _drafter_params(config, model)
+    return Plan(config, placement.nodes, ranks, num_params, sizes, here, shapes, kv, trained)
+
+
+def _drafter_params(config: RunConfig, model: Any) -> int:
+    """Return the number of parameters of the drafter that a process trains in waits, on a CPU; 0: none."""
+    drafter, rl = config.drafter, config.prompts.source and config.rl.engine == "aedit"
+    if not (rl and drafter.kind in ("layer", "auto") and drafter.idle_training and trains_on_cpu(config)):
+        return 0
+    try:
+        shape = draft_form(drafter).shape(model.config)
+    except ValueError:
+        return 0
+    with torch.device("meta"):
+        return sum(tensor.numel() for tensor in layer_of(shape).state_dict().values())
+
+
+def _process(
+    name: str, number: int, own: Mapping[str, int], shared: Mapping[str, int] | None = None
+) -> ProcessMemory:
+    return ProcessMemory(name, number, {"program": PROGRAM_BYTES[name], **own}, dict(shared or {}))
+
+
+def _engine_dtype(config: RunConfig) -> torch.dtype:
+    return {"bf16": torch.bfloat16, "fp64": torch.float64}.get(config.rl.engine_dtype, torch.float32)
 
 
 def _kv_values(model: nn.Module) -> int:
@@ -154,7 +259,6 @@ def render(plan: Plan) -> str:
     memory = plan.memory()
     rank_bytes = sum(memory.values())
     parts = ", ".join(f"{name} {_bytes(size)}" for name, size in memory.items())
-    here = f"{_bytes(plan.here * plan.ranks * rank_bytes)} of {_bytes(machine_bytes())}"
     rows = [
         ("run", f"{config.dir}/{config.name}: nodes {plan.nodes}, processes per node {plan.ranks}"),
         ("model", f"{source}, {plan.num_params:,} parameters, {plan.num_trained:,} of them trained"),
@@ -170,8 +274,24 @@ def render(plan: Plan) -> str:
         ("rollout engine", _engine_line(plan)),
     ]
     if trains_on_cpu(config):
-        rows.append(("memory here", f"nodes {plan.here}: {here}, without activations"))
+        rows += _memory_rows(plan)
     return "\n".join(f"{name:<16} {text}" for name, text in rows)
+
+
+def _memory_rows(plan: Plan) -> list[tuple[str, str]]:
+    """Return a row per kind of process on this machine, and one with the sum: shared memory counts once."""
+    rows, whole, regions = list[tuple[str, str]](), 0, dict[str, int]()
+    for each in plan.processes():
+        whole += each.number * sum(each.own.values())
+        regions |= each.shared
+        times = f"{each.number} x " if each.number > 1 else ""
+        needs = [f"{need} {_bytes(size)}" for need, size in each.own.items() if size]
+        needs += [f"shared {need} {_bytes(size)}" for need, size in each.shared.items()]
+        rows.append((f"  {each.name}", f"{times}{_bytes(each.resident_bytes)}: {', '.join(needs)}"))
+    whole += plan.here * sum(size * (plan.ranks if need == SLOTS else 1) for need, size in regions.items())
+    peers = " and peers" if plan.config.swarm.on else ""
+    text = f"{_bytes(whole)} of {_bytes(machine_bytes())}, without activations{peers}; by process"
+    return [("memory here", text), *rows]
 
 
 def _units(plan: Plan) -> str:
@@ -237,7 +357,7 @@ def _engine_line(plan: Plan) -> str:
 def _rollouts_line(plan: Plan) -> str:
     """Return the memory of a rank for rollouts, as text: weights besides the trainer's, keys and values."""
     rl = plan.config.rl
-    dtype = {"bf16": torch.bfloat16, "fp64": torch.float64}.get(rl.engine_dtype, torch.float32)
+    dtype = _engine_dtype(plan.config)
     rows = rl.rows or rl.groups // plan.ranks * rl.group_size
     size = rows * plan.config.data.seq_len * plan.kv_values_per_token * dtype.itemsize
     kv = f"{rows} rows with {_bytes(size)} of keys and values"

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from aedit.proto.agent.leases import Leases
     from aedit.proto.agent.link import Answer, Link, Progress
     from aedit.proto.agent.membership import replicas_of_parts
-    from aedit.proto.agent.plan import AgentPlan, rejoin_secret
+    from aedit.proto.agent.plan import STREAMS, AgentPlan, rejoin_secret
 
 __all__ = [
+    "STREAMS",
     "AgentLink",
     "AgentLost",
     "AgentPlan",

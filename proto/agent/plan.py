@@ -8,6 +8,9 @@ from pathlib import Path
 from aedit.proto.codecs import codec
 from aedit.types import UnitLayout, UserError
 
+STREAMS = 4
+"""Transfers of a node's agent at a time."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentPlan:
@@ -53,7 +56,7 @@ class AgentPlan:
     another voter."""
     donor: str = ""
     """HOST:PORT where this node gives anchors to others, port 0 for a free one; empty: it does not."""
-    streams: int = 4
+    streams: int = STREAMS
     """Transfers at a time."""
     heartbeat_s: float = 0.5
     expire_s: float = 15.0
