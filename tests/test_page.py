@@ -201,8 +201,9 @@ def test_held_out_loss_is_drawn_over_the_tokens_of_all_nodes(tmp_path):
 # -- large runs
 
 
-def test_a_hundred_nodes_and_ten_hours_are_read_as_a_sample_of_bounded_size(tmp_path):
-    one = Writer(tmp_path, 0)
+def hundred_nodes(run_dir):
+    """Write the records of a hundred nodes over ten hours; return those of the first."""
+    one = Writer(run_dir, 0)
     one.start()
     common = {"lr": 1e-3, "grad_norm": 0.5, "idle_used_s": 0.0, "other_s": 0.0, "progress": 0.5}
     with (one.dir / "metrics.jsonl").open("a") as file:
@@ -219,10 +220,15 @@ def test_a_hundred_nodes_and_ten_hours_are_read_as_a_sample_of_bounded_size(tmp_
                 line = {"t": 10.0 * id, "event": "heal", "round": id, "from_node": 3}
                 file.write(json.dumps(line) + "\n")
     for index in range(1, 100):
-        folder = tmp_path / "nodes" / str(index)
+        folder = run_dir / "nodes" / str(index)
         folder.mkdir()
         for name in ("metrics.jsonl", "events.jsonl"):
             os.link(one.dir / name, folder / name)
+    return one
+
+
+def test_a_hundred_nodes_and_ten_hours_are_read_as_a_sample_of_bounded_size(tmp_path):
+    one = hundred_nodes(tmp_path)
     follower = RunFollower(tmp_path, MOST_LINES)
     run = follower.poll()
     assert len(run.nodes) == 100

@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,12 +14,13 @@ from kit.rl_runs import RLNode
 from kit.rl_runs import closing as closing_nodes
 from kit.waiting import until
 from test_kept_rollouts import kept
-from test_page import EVIL, evil_run, serving, url_in
+from test_page import EVIL, evil_run, hundred_nodes, serving, url_in
 from test_views import Writer, full_run
 
 from aedit.launch.records import KeptToken, RunFollower, read_run
 from aedit.launch.views.page.contents import contents
 from aedit.launch.views.page.html import file_page
+from aedit.launch.views.page.server import MOST_LINES
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 pytestmark = [
@@ -131,6 +133,17 @@ def test_a_run_of_learning_shows_lanes_by_cause_and_rollouts_that_can_be_filtere
     assert visible(text="answer 4") == [40]
     assert visible(node="1", least_reward="0.6") == [30]
     assert visible(least_reward="x") == [0, 10, 20, 30, 40]
+
+
+def test_a_hundred_nodes_and_ten_hours_are_shown(tmp_path, chromium):
+    """It prints the seconds from the start of the server until the browser has drawn the page."""
+    hundred_nodes(tmp_path)
+    began_s = time.monotonic()
+    with live(chromium, RunFollower(tmp_path, MOST_LINES).poll):
+        assert drawn(chromium, "#lanes canvas")
+        print(f"100 nodes, ten hours: {time.monotonic() - began_s:.2f} s")
+        assert len(cells(chromium, "nodes")) == 100
+        assert cells(chromium, "nodes")[57][2] == "36,000"
 
 
 def runs_nothing(chromium):
