@@ -27,8 +27,8 @@ def seen_by_engine(monkeypatch, model, sampling):
     engine, seen = Engine.of(model, rows=1, max_tokens=64), []
     step = engine.target.step
 
-    def recorded(tokens_Bq, lengths_B, parents_BN=None):
-        logits_BqV, hidden = step(tokens_Bq, lengths_B, parents_BN)
+    def recorded(tokens_Bq, lengths_B, parents_BN=None, counts_B=None):
+        logits_BqV, hidden = step(tokens_Bq, lengths_B, parents_BN, counts_B)
         seen.append(logits_BqV[0, -1].clone())
         return logits_BqV, hidden
 

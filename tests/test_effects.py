@@ -31,6 +31,7 @@ USELESS = {
     "outer.correction": "[outer]\ncorrection = 0.5\n",
     "hub.staleness.power": HUB + '[hub.staleness]\nrule = "constant"\npower = 1.0\n',
     "hub.staleness.rate": HUB + "[hub.staleness]\nrate = 1.0\n",
+    "checkpoint.time_share": "[checkpoint]\nevery = 2\ntime_share = 0.1\n",
     "serve.rows": "[serve]\nrows = 3\n",
     "swarm.parts": "[swarm]\nparts = 2\n",
     "swarm.averaging_s": '[swarm]\ndiscovery = "file"\naveraging_s = 20.0\n',

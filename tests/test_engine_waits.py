@@ -15,7 +15,9 @@ from kit.drafters import engine_of, fresh
 from kit.rollouts import KINDS, samples, tiny_policy
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from aedit.spec_rollout.engine.verification import _to_host
+from aedit.spec_rollout.choose.arms import real_nodes
+from aedit.spec_rollout.drafters import Draft
+from aedit.spec_rollout.engine.verification import _to_host, verified_nodes
 from aedit.weights import WeightWatch
 
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero"}
@@ -64,8 +66,9 @@ def watch(monkeypatch):
 
     monkeypatch.setattr(WeightWatch, "changed", unseen)
     verdict = (_to_host.__module__, _to_host.__name__)
+    counts = (verified_nodes.__module__, verified_nodes.__name__)  # reads nothing on a device
     for name in ("tolist", "numpy", "cpu", "item"):
-        note(torch.Tensor, name, {verdict} if name == "tolist" else set())
+        note(torch.Tensor, name, {verdict, counts} if name == "tolist" else set())
     for name in ("tensor", "as_tensor", "from_numpy"):
         note(torch, name, {(SENDING, "to_device")})
     return mode
@@ -87,6 +90,14 @@ def seen_by(watch, policy, arms):
 @pytest.fixture(scope="module")
 def policy():
     return tiny_policy(dtype=torch.float32)
+
+
+def test_counts_of_a_draft_on_a_device_are_not_read():
+    """The tensors of the device "meta" have no values: reading one fails."""
+    tokens = torch.zeros(3, 4, dtype=torch.int64, device="meta")
+    draft = Draft(tokens, None, tokens[:, 0], torch.zeros(3, 4, device="meta"))
+    assert verified_nodes(draft) == (4, 4, 4)
+    assert real_nodes(draft) == 4
 
 
 def test_a_step_waits_for_nothing_but_its_verdict(policy, watch):

@@ -18,7 +18,7 @@ USED = {
     "torch.ops.mkldnn._linear_pointwise": "spec_rollout/model/layers.py::_onednn",
     "torch_module._global_forward_hooks": "spec_rollout/model/families.py::unsupported_reason",
     "torch_module._global_forward_pre_hooks": "spec_rollout/model/families.py::unsupported_reason",
-    "torch.ops.mkldnn._reorder_linear_weight": "spec_rollout/model/layers.py::Linear.pack",
+    "torch.ops.mkldnn._reorder_linear_weight": "spec_rollout/model/layers.py::_packed_copy",
 }
 """The place of each private name. `make test-torch` shows whether another torch has them."""
 

@@ -496,7 +496,7 @@ def test_a_node_refuses_before_the_others_can_see_it_leave(tmp_path, monkeypatch
     happened = []
     monkeypatch.setattr(sys, "argv", ["node", str(tmp_path / "run.toml"), '{"attempt": 3}'])
     monkeypatch.setattr(os, "write", lambda file, line: happened.append((os.fstat(file).st_ino, line)))
-    monkeypatch.setattr(world, "join_world", lambda *_: SimpleNamespace(node=1))
+    monkeypatch.setattr(world, "join_world", lambda *_: SimpleNamespace(node=1, rank=0))
     monkeypatch.setattr(world, "leave_world", lambda: happened.append("left"))
     monkeypatch.setattr(build, "build", refuse)
     saved = [os.dup(1), os.dup(2)]

@@ -138,7 +138,7 @@ def held(function):
     """Yield the tensors that a function of closures and partials keeps."""
     kept = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     kept += [*getattr(function, "args", ()), *getattr(function, "keywords", {}).values()]
-    kept += [getattr(function, name) for name in ("weight", "bias") if hasattr(function, name)]
+    kept += [getattr(function, name) for name in ("weight", "bias", "parts") if hasattr(function, name)]
     for each in [part for value in kept for part in (value if isinstance(value, tuple) else (value,))]:
         if isinstance(each, torch.Tensor):
             yield each

@@ -100,7 +100,9 @@ class ConnectionLimit:
         self._at_s = self._asked_s = self._cpu_s = self._took_s = 0.0
         """Times of the last look and of the last question, CPU time then, and how long the look took."""
         self.pause_s = _LOOK_S
-        """Time until the next question."""
+        """Time between two looks of a busy process."""
+        self.ask_in_s = _LOOK_IDLE_S
+        """Time until `is_due` is to be asked again."""
 
     def received(self, peer: str, num_bytes: int) -> None:
         """Note that a message of this peer, as gRPC writes it, has arrived."""
@@ -137,6 +139,7 @@ class ConnectionLimit:
         """
         is_busy = cpu_s - self._cpu_s > _BUSY * (now_s - self._asked_s)
         self._asked_s, self._cpu_s = now_s, cpu_s
+        self.ask_in_s = self.pause_s if is_busy else _LOOK_IDLE_S
         is_due = now_s - self._at_s >= max(
             self.pause_s if is_busy else _LOOK_IDLE_S, _TIMES_LOOK * self._took_s
         )

@@ -334,7 +334,7 @@ class Server:
     def _look(self) -> None:
         """End connections that flood, and have the cost of calls measured, until the server stops."""
         due_s = 0.0
-        while not self._stopped.wait(self.connections.pause_s):
+        while not self._stopped.wait(self.connections.ask_in_s):
             if self.connections.is_due(now_s := time.monotonic(), time.process_time()):
                 with suppress(OSError):  # no descriptor is left to look with
                     self.connections.cut(self.port)

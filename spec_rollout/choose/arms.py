@@ -38,7 +38,7 @@ def real_nodes(draft: Draft) -> int | list[int]:
 
     Returns all nodes on a GPU, where reading the counts would synchronize.
     """
-    if draft.counts_B is None or draft.counts_B.is_cuda:
+    if draft.counts_B is None or draft.counts_B.device.type != "cpu":
         return draft.tokens_BN.shape[1]
     counts: list[int] = draft.counts_B.tolist()
     return counts

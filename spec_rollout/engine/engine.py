@@ -27,7 +27,6 @@ from aedit.spec_rollout.engine.verification import (
     Verification,
     VerifyMode,
     truncate_draft,
-    verified_nodes,
     verify_within_memory,
 )
 from aedit.spec_rollout.model import TargetModel, make_target
@@ -344,7 +343,6 @@ class Engine:
         verification.check_finite(rollouts, self.target.version)
         emitted, ended = self._append_tokens(verification)
         counts = tuple(map(len, emitted))
-        verified = () if draft is None else verified_nodes(draft)
         following_s, collecting_s = math.inf, math.inf  # when they began
         if rows.is_followed:
             following_s = self.cost_clock()
@@ -360,8 +358,8 @@ class Engine:
             counts=counts,
             finished=tuple(rollouts[row] for row in ended),
             arm=arm,
-            nodes=-(-sum(verified) // len(counts)),
-            verified=verified,
+            nodes=-(-sum(verification.verified) // len(counts)),
+            verified=verification.verified,
             accepted=verification.accepted,
             total_s=self.clock() - began_s,
             cost_s=pass_s + after_s,

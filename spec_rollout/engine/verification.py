@@ -57,6 +57,8 @@ class Verification:
     """For a tree: indices of the accepted tokens of each row, root first, as many as there are new tokens."""
     features_BMf: Tensor
     """The policy's hidden states of the accepted tokens, followed by others."""
+    verified: tuple[int, ...] = ()
+    """Drafted nodes of each row that the pass has verified; empty without a draft."""
     top_logprobs: list[list[TopLogprobs]] | None = None
     """The most likely tokens at the places of the accepted ones, followed by others. None if no row asks."""
 
@@ -131,9 +133,12 @@ def truncate_draft(draft: Draft, kept: int | Sequence[int], most: int) -> Draft 
 
 
 def verified_nodes(draft: Draft) -> tuple[int, ...]:
-    """Return the number of nodes of each row that a pass verifies, on a GPU with those that are not real."""
+    """Return the number of nodes of each row that a pass verifies, on a GPU with those that are not real.
+
+    There, reading the counts would wait for the device.
+    """
     num_rows, num_nodes = draft.tokens_BN.shape
-    if draft.counts_B is None or draft.counts_B.is_cuda:
+    if draft.counts_B is None or draft.counts_B.device.type != "cpu":
         return (num_nodes,) * num_rows
     return tuple(draft.counts_B.tolist())
 
@@ -176,10 +181,14 @@ def verify_drafts(rows: RowScheduler, draft: Draft | None, depth: int, mode: Ver
         mode: How drafts are verified.
     """
     verify_pass, parents_BN = _VerifyPass.of(rows, draft, depth), None if draft is None else draft.parents_BN
+    verified = () if draft is None else verified_nodes(draft)
     # Copies to the device are queued before the pass: later ones could have to wait for it.
     random_numbers, num_drawn_Bq = verify_pass.random_numbers(mode), verify_pass.num_drawn()
     logits_BqV, hidden_Bqf = rows.target.step(
-        verify_pass.tokens_Bq, verify_pass.lengths, parents_BN, verify_pass.counts()
+        verify_pass.tokens_Bq,
+        verify_pass.lengths,
+        parents_BN,
+        [1 + nodes for nodes in verified] if verified else None,
     )
     adjustments = rows.adjustments
     adjusted_BqV = logits_BqV if adjustments is None else adjustments.apply(logits_BqV, draft)
@@ -194,6 +203,7 @@ def verify_drafts(rows: RowScheduler, draft: Draft | None, depth: int, mode: Ver
         is_possible_BM = _scores(warped_BqV, accepted) > -torch.inf
         logprobs_BM = logprobs_BM.where(is_possible_BM, torch.nan)
     made = _to_host(accepted, logprobs_BM, hidden_Bqf, is_tree=parents_BN is not None)
+    made = replace(made, verified=verified)
     if not rows.sampling.max_top_logprobs:
         return made
     settings = [each.rollout.prompt.sampling for each in rows.running]
@@ -224,12 +234,6 @@ class _VerifyPass:
         if draft.parents_BN is None:
             return cls(rows, draft, draft.tokens_BN.shape[1], lengths, tokens_Bq, None)
         return cls(rows, draft, depth, lengths, tokens_Bq, node_depths(draft.parents_BN, depth))
-
-    def counts(self) -> list[int] | None:
-        """Return the number of tokens of each row to verify; None if it is q for all, or not known here."""
-        if self.draft is None or self.draft.counts_B is None or self.draft.counts_B.is_cuda:
-            return None
-        return (self.draft.counts_B + 1).tolist()
 
     def accepted(
         self, warped_BqV: Tensor, random_numbers: Tensor | NoiseKeys | None, mode: VerifyMode

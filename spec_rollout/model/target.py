@@ -183,8 +183,8 @@ class Target(TargetModel):
         extents = kv_extents(lengths, q, self.cache.min_saved_slots)
         needed_T = None
         if counts_B is not None and min(counts_B) < q:
-            is_needed_Bq = torch.arange(q, device=self.device) < self._lengths_tensor(counts_B)[:, None]
-            needed_T = is_needed_Bq.flatten().nonzero().squeeze(1)
+            needed = [row * q + i for row, count in enumerate(counts_B) for i in range(count)]
+            needed_T = self._lengths_tensor(needed)
         return self._forward(extents, tokens_Bq, self._lengths_tensor(lengths), parents_BN, needed_T)
 
     @torch.inference_mode()
