@@ -26,8 +26,8 @@ def other_logits(change):
     def lie(engine):
         step = engine.target.step
 
-        def changed(tokens, lengths, parents=None):
-            logits, hidden = step(tokens, lengths, parents)
+        def changed(tokens, lengths, parents=None, counts=None):
+            logits, hidden = step(tokens, lengths, parents, counts)
             return change(logits), hidden
 
         engine.target.step = changed
