@@ -162,7 +162,7 @@ def test_a_hub_that_was_cut_off_is_told_that_it_is_over_and_ends(tmp_path):
         node.elect(standby.address)  # the primary is alive, and the only node cannot reach it
         assert primary.process.wait(60) == 2
         assert "another hub leads this run" in primary.log.read_text()
-        assert node.go_to(standby.address).term == 2
+        assert node.go_to(standby.address).term >= 2
 
 
 def test_without_another_hub_nobody_can_know_of_a_higher_term(tmp_path):

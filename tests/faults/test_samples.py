@@ -55,6 +55,8 @@ heartbeat_s = 0.1
 expire_s = 3.0
 lease_samples = 16
 push_filter = {{ threshold = 1e9, cosine = false, clip = 1e9 }}
+[checkpoint]
+time_share = 1.0
 """
 
 

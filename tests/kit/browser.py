@@ -7,11 +7,15 @@ import select
 import shutil
 import subprocess
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PATH = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 LIMIT_S = 240.0
+
+
+class NavigatedError(Exception):
+    """The page was left while an expression was evaluated in it."""
 
 
 class Browser:
@@ -62,9 +66,13 @@ class Browser:
             time.monotonic() + LIMIT_S,
             f"(() => {{ try {{ return {expression}; }} catch {{}} }})()",
         )
-        while not (value := self.value(tried)):
+        value = None
+        while not value:
             assert time.monotonic() < deadline, f"never true: {expression}; {self.console}"
-            time.sleep(0.1)
+            with suppress(NavigatedError):  # a page loads itself anew when it gets another part
+                value = self.value(tried)
+            if not value:
+                time.sleep(0.1)
         return value
 
     def picture(self, path, selector=None, *, quality=80):
@@ -88,6 +96,8 @@ class Browser:
         while True:
             found = self._next(deadline - time.monotonic())
             if found.get("id") == self._number:
+                if "navigated" in found.get("error", {}).get("message", ""):
+                    raise NavigatedError(method)
                 assert "error" not in found, (method, found["error"])
                 return found["result"]
 
