@@ -911,7 +911,7 @@ WANTED_GB_S, WANTED_SHARE, WANTED_FILLED, WANTED_BEAT_S, WANTED_CALL_S = 0.3, 0.
 MEMBERS = (100, 1_000, 10_000)
 THREADS = (1, 2)
 HUBS, NODES_OF_70B, ROUND_MIN = (1, 2, 4, 8, 16, 27, 81), 8, (60, 30, 10)
-CODECS: tuple[Codec, ...] = ("fp32", "bf16", "int8", "e3m0", "topk")
+CODECS: tuple[Codec, ...] = ("fp32", "bf16", "int8", "e3m0", "ternary", "topk")
 KINDS = (
     *(Kind(text=name, codec=name) for name in CODECS),
     Kind(text="bf16, quorum of 4", codec="bf16", quorum=4),
@@ -1216,7 +1216,8 @@ def _merge_bar(name: str, found: Speeds) -> Bar:
 def _push_rows(num_bytes: int, times: PushTimes) -> Iterator[tuple[str, ...]]:
     ways = {
         "push over gRPC": times.grpc,
-        "the same bytes over gRPC, unchecked": times.unchecked,
+        "gRPC alone, threads": times.bare_threads,
+        "gRPC alone, asyncio": times.bare_asyncio,
         "push over a TCP connection that gRPC opens": times.channel,
         "bare socket": times.bare,
     }

@@ -222,7 +222,7 @@ def test_a_hub_of_an_older_term_is_not_believed():
     second.kill()
 
 
-@pytest.mark.parametrize("codec_down", ["bf16", "e3m0", "topk"])
+@pytest.mark.parametrize("codec_down", ["bf16", "e3m0", "ternary", "topk"])
 def test_anchors_that_come_as_deltas_have_the_bits_of_the_hub(codec_down):
     hub = MemoryHub(codec_down=codec_down)
     where = hub.serve()
@@ -247,7 +247,7 @@ def test_anchors_that_come_as_deltas_have_the_bits_of_the_hub(codec_down):
     hub.kill()
 
 
-@pytest.mark.parametrize("name", ["e3m0", "topk"])
+@pytest.mark.parametrize("name", ["e3m0", "ternary", "topk"])
 def test_all_that_was_pushed_is_merged_less_what_is_owed(hub, name):
     rng = np.random.default_rng(1)
     with node(plan([address(hub)], codec=name)) as link:

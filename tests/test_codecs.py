@@ -12,9 +12,9 @@ from hypothesis.extra.numpy import arrays
 from aedit.proto.codecs import Feedback, codec, topk
 from aedit.proto.codecs.codecs import GRAIN
 
-NAMES = ("fp32", "bf16", "int8", "e3m0", "topk")
-COARSE = ("e3m0", "topk")
-BLOCK = {"fp32": 1, "bf16": 1, "int8": 256, "e3m0": 256, "topk": 4096}
+NAMES = ("fp32", "bf16", "int8", "e3m0", "ternary", "topk")
+COARSE = ("e3m0", "ternary", "topk")
+BLOCK = {"fp32": 1, "bf16": 1, "int8": 256, "e3m0": 256, "ternary": 256, "topk": 4096}
 LARGEST = 1.5 * 2.0**127  # bf16 calls what is above 3.39e38 infinite
 NEGLIGIBLE = 127 * 2.0**-100
 
@@ -103,7 +103,24 @@ def topk_reference(chunk):
     return [kept.get(i, 0.0) for i in range(len(chunk))]
 
 
-REFERENCE = {"int8": int8_reference, "e3m0": e3m0_reference, "topk": topk_reference}
+def ternary_reference(block):
+    """Try every number of kept magnitudes; keep the one with the least squared error."""
+    size = np.sort(np.abs(block.astype(np.float64)))[::-1]
+    size = np.concatenate([size, np.zeros(256 - len(size))])  # a short block counts as a whole one
+
+    def error(m):
+        return ((size[:m] - size[:m].mean()) ** 2).sum() + (size[m:] ** 2).sum()
+
+    scale = scale_of(size[: min(range(1, 257), key=error)].mean(), 1.0)
+    return [np.sign(x) * scale if scale and abs(float(x)) > scale / 2 else 0.0 for x in block]
+
+
+REFERENCE = {
+    "int8": int8_reference,
+    "e3m0": e3m0_reference,
+    "ternary": ternary_reference,
+    "topk": topk_reference,
+}
 
 
 @pytest.mark.parametrize("name", REFERENCE)
@@ -133,7 +150,7 @@ def test_bf16_rounds_what_lies_in_the_middle_to_even():
 # --- what is lost
 
 
-@pytest.mark.parametrize("name", ["int8", "e3m0", "topk"])
+@pytest.mark.parametrize("name", REFERENCE)
 @given(x=FINITE)
 @settings(max_examples=60, deadline=None)
 def test_what_is_lost_is_bounded(name, x):
@@ -151,6 +168,8 @@ def bound(name, block):
     if name == "e3m0":
         # sqrt(2) either way, and the scale itself is rounded by 2^-8; zero below scale * 2^-6.5
         return np.maximum(size * (2**0.5 - 1), 2**-6.5 * top) * (1 + 2**-7) + NEGLIGIBLE
+    if name == "ternary":  # a mean of some of them; what is below half of it becomes 0
+        return np.maximum(top - size, size) * (1 + 2**-8) + NEGLIGIBLE
     kept = np.sort(size)[-kept_of(len(size)) :]
     between = (kept[-1] - kept[0]) * (1 + 2**-8) + kept[-1] * 2**-8
     return np.where(size > kept[0], between, size + between) + NEGLIGIBLE
@@ -203,7 +222,7 @@ def test_what_is_not_finite_stays_visible_and_harms_no_other_block(name, poison,
     poisoned = through(name, x)
     start = place // BLOCK[name] * BLOCK[name]
     assert not np.isfinite(poisoned[start : start + BLOCK[name]]).all()
-    if name in ("fp32", "bf16", "int8", "e3m0"):
+    if name in ("fp32", "bf16", "int8", "e3m0", "ternary"):
         assert not np.isfinite(poisoned[place])
     elsewhere = np.ones(x.size, bool)
     elsewhere[start : start + BLOCK[name]] = False
@@ -255,7 +274,8 @@ def test_what_is_decoded_belongs_to_the_caller():
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("fp32", 4), ("bf16", 2), ("int8", 1.01), ("e3m0", 0.52), ("topk", 0.05)]
+    ("name", "most"),
+    [("fp32", 4), ("bf16", 2), ("int8", 1.01), ("e3m0", 0.52), ("ternary", 0.21), ("topk", 0.05)],
 )
 def test_bytes_per_parameter_are_as_promised(name, most):
     assert codec(name).num_bytes(1_000_000) <= most * 1_000_000
@@ -294,6 +314,11 @@ UPPER = 4 + 48 + 96  # offset of the places' upper bits
         ("int8", spoiled("int8", NUMEL, -9, -128, np.int8), "-128"),
         ("e3m0", spoiled("e3m0", NUMEL, 64, 0xFFC0, np.uint16), "scales"),
         ("e3m0", spoiled("e3m0", NUMEL, -1, 0x10), "after the last"),
+        ("ternary", bytes(66 + 2 * 820), "bytes"),
+        ("ternary", spoiled("ternary", NUMEL, 64, 0xFFC0, np.uint16), "scales"),
+        ("ternary", spoiled("ternary", NUMEL, 66, 243), "above 242"),
+        ("ternary", spoiled("ternary", NUMEL, 66 + 819, 3), "after the last"),  # 4096 = 5 * 819 + 1
+        ("ternary", spoiled("ternary", NUMEL, -1, 3), "after the last"),
         ("topk", bytes(2 * RECORD - 1), "bytes"),
         ("topk", spoiled("topk", NUMEL, 0, 0x8000, np.uint16), "scales"),
         ("topk", spoiled("topk", NUMEL, RECORD, 0x7FC1, np.uint16), "scales"),
@@ -329,6 +354,34 @@ def test_places_beyond_repeated_or_out_of_order_are_refused():
         codec("topk").is_valid(topk_payload([1, 0, *lower[2:]], upper), 4096)
     with pytest.raises(ValueError, match="beyond"):  # place 47 of a chunk of 42
         codec("topk").is_valid(bytes.fromhex("803f00400202f309"), 42)
+
+
+def test_a_ternary_payload_has_the_documented_bytes():
+    """Scale 2.0 (0x4000); seven numbers 0 2 -2 0 0 | 2 0: 3 * 1 + 9 * 2 = 21, then 1."""
+    x = np.array([0.5, 2, -2, 0, 0.9, 2, -0.1], np.float32)
+    assert bytes(codec("ternary").encode(x)).hex() == "0040" + "15" + "01"
+    assert through("ternary", x).tolist() == [0, 2, -2, 0, 0, 2, 0]
+
+
+@given(st.integers(0, 2**32), st.sampled_from((1, 42, 300, 4096, 8193)), st.integers(1, 40))
+@settings(max_examples=100, deadline=None)
+def test_a_damaged_ternary_payload_is_refused_or_decodes_to_numbers_of_its_scales(seed, numel, flips):
+    how, rng = codec("ternary"), np.random.default_rng(seed)
+    payload = bytearray(how.encode(random_numbers(seed, numel, 1.0)))
+    for at in rng.integers(0, 8 * len(payload), flips):
+        payload[at // 8] ^= 1 << at % 8
+    try:
+        how.is_valid(payload, numel)
+    except ValueError:
+        return
+    num = -(-numel // 256)
+    scale = (np.frombuffer(payload, "<u2", num).astype(np.uint32) << 16).view(np.float32)
+    size = np.abs(how.decode(payload, numel, 0, numel))
+    of_scale = np.repeat(scale, 256)[:numel]
+    assert np.all((size == 0) | (size == of_scale) | (np.isnan(size) & np.isnan(of_scale)))
+    for start in range(0, numel, GRAIN):  # each part alone is what it is in the whole
+        stop = min(start + GRAIN, numel)
+        np.testing.assert_array_equal(np.abs(how.decode(payload, numel, start, stop)), size[start:stop])
 
 
 def test_a_record_has_the_documented_bytes():

@@ -214,9 +214,22 @@ def decoded(name, data, n):
     if name == "int8":
         return scale_n * np.frombuffer(data, np.int8, n, 2 * num).astype(np.float32)
     byte = np.frombuffer(data, np.uint8, offset=2 * num)
+    if name == "ternary":
+        sizes = [-(-min(4096, n - first) // 5) for first in range(0, n, 4096)]
+        grains = np.split(byte, np.cumsum(sizes)[:-1])
+        codes = [(grain[:, None] // [1, 3, 9, 27, 81] % 3).reshape(-1)[:4096] for grain in grains]
+        return scale_n * np.array([0, 1, -1], np.float32)[np.concatenate(codes)[:n]]
     code_n = np.stack([byte & 15, byte >> 4], axis=1).reshape(-1)[:n].astype(int)
     size_n = np.where(code_n & 7, 2.0 ** ((code_n & 7) - 7), 0.0) * np.where(code_n & 8, -1, 1)
     return scale_n * size_n.astype(np.float32)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "e3m0", "ternary", "topk"])
+@pytest.mark.parametrize("numel", [1, 4096, 9003])
+def test_a_payload_is_read_by_the_table_of_the_page(name, numel):
+    x = np.random.default_rng(numel).standard_normal(numel, np.float32)
+    data = bytes(codec(name).encode(x))
+    np.testing.assert_array_equal(decoded(name, data, numel), codec(name).decode(data, numel, 0, numel))
 
 
 def chunks(data, n):

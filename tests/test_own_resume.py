@@ -142,7 +142,7 @@ def test_a_state_in_the_middle_of_a_round_is_refused():
         assert sync.state_dict()["progress"].tolist() == [2, 1, 1, 2, 1, 2]
 
 
-@pytest.mark.parametrize("name", ["e3m0", "topk"])
+@pytest.mark.parametrize("name", ["e3m0", "ternary", "topk"])
 def test_a_node_of_a_hub_resumes_with_what_only_it_knows(tmp_path, name):
     """It rejoins under its name, with its counters and its codec's residuals; anchors come from the hub."""
     config = HUB.replace('codec = "fp32"', f'codec = "{name}"\ncodec_down = "{name}"')

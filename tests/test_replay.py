@@ -49,6 +49,10 @@ RULES = {
         HubConfig(address="h:1", quorum="all", weights="uniform", codec="topk", codec_down="topk"),
         OuterConfig(kind="average", lr=1.0),
     ),
+    "ternary": (
+        HubConfig(address="h:1", quorum="all", weights="uniform", codec="ternary", codec_down="ternary"),
+        OuterConfig(),
+    ),
     "rda": (
         HubConfig(address="h:1", quorum=2, merge="rda", weights="tokens", codec_down="int8"),
         OuterConfig(),

@@ -19,7 +19,7 @@ from aedit.types import (
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
-Codec = Literal["fp32", "bf16", "int8", "e3m0", "topk"]
+Codec = Literal["fp32", "bf16", "int8", "e3m0", "ternary", "topk"]
 
 MergeRule = Literal["mean", "rda", "trimmed", "median", "geometric-median", "multi-krum", "centered-clip"]
 
@@ -239,8 +239,9 @@ class HubConfig:
     before: they last for `2 * expire_s`, or twice as long as the hub was away of late."""
 
     codec: Codec | ImportPath = "bf16"
-    """How pseudo-gradients travel up: `e3m0` is 4 bits, `topk` keeps 192 of every 4096 in 2 bits. Or a class
-    of your own as `package.module:Name`, which the hub and every node must be able to import."""
+    """How pseudo-gradients travel up: `e3m0` is 4 bits, `ternary` 1.7, `topk` keeps 192 of every 4096 in 2
+    bits. Or a class of your own as `package.module:Name`, which the hub and every node must be able to
+    import."""
 
     codec_down: Codec | ImportPath = "fp32"
     """How anchors travel down: `fp32` sends them whole, the others what has changed since the version the

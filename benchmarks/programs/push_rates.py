@@ -1,13 +1,15 @@
 """Compare the rate of pushes over gRPC with that of a bare socket. Part of `benchmarks.hub`.
 
 One process sends 1 MiB chunks to another, by turns: over gRPC as nodes push (protobuf, a CRC at both ends,
-limits, deadlines), over gRPC without any of that, over a plain TCP connection that gRPC opens, with a CRC,
-and over a bare TCP socket with an 8-byte length before each chunk and one byte back.
+limits, deadlines), over servers and channels of `grpc` and `grpc.aio` as they come, over a plain TCP
+connection that gRPC opens, with a CRC, and over a bare TCP socket with an 8-byte length before each chunk and
+one byte back.
 
 As a program, the hub's end of a thin wire: `python -m benchmarks.programs.push_rates ADDRESS BYTES`, or a
 node's with the repetitions as a third argument.
 """
 
+import asyncio
 import multiprocessing
 import secrets
 import socket
@@ -15,7 +17,8 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -29,7 +32,6 @@ from zlib_ng.zlib_ng import crc32
 
 from aedit.proto.rpc import (
     CHUNK_BYTES,
-    CallContext,
     CallHandlers,
     FairPool,
     HubClient,
@@ -37,7 +39,6 @@ from aedit.proto.rpc import (
     Limits,
     Server,
     Service,
-    channel,
 )
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.system import give_back_what_is_freed
@@ -128,8 +129,10 @@ class PushTimes:
     """Times of the ways to push, by turns."""
 
     grpc: Way
-    unchecked: Way
-    """Over gRPC, without checksum, limits and deadlines: what gRPC itself costs."""
+    bare_threads: Way
+    """Over `grpc.server` and a channel, nothing else: what gRPC itself costs."""
+    bare_asyncio: Way
+    """The same over `grpc.aio` at both ends."""
     channel: Way
     bare: Way
 
@@ -141,14 +144,17 @@ def push_times(num_bytes: int, repeats: int) -> PushTimes:
     """
     data = memoryview(np.random.default_rng(0).bytes(num_bytes))
     with _receiver(num_bytes) as (ports, receiver), ExitStack() as held:
-        address = f"{HOST}:{ports[0]}"
-        client = HubClient(address, call_timeout_s=MOVES_WITHIN_S)
+        client = HubClient(f"{HOST}:{ports.hub}", call_timeout_s=MOVES_WITHIN_S)
         held.callback(client.close)
-        line = held.enter_context(channel(address, None))
-        bare, tcp = (held.enter_context(_connected(port)) for port in ports[1:])
+        line = held.enter_context(grpc.insecure_channel(f"{HOST}:{ports.threads}"))
+        bare, tcp = (held.enter_context(_connected(port)) for port in (ports.bare, ports.tcp))
+        runner = held.enter_context(asyncio.Runner())
+        aio_line = grpc.aio.insecure_channel(f"{HOST}:{ports.asyncio}")
+        held.callback(lambda: runner.run(aio_line.close()))
         ways: tuple[Callable[[], object], ...] = (
             lambda: push_over_grpc(client, data),
-            lambda: _send_unchecked(line, data),
+            lambda: _stream(line, data),
+            lambda: runner.run(_stream_aio(aio_line, data)),
             lambda: push_over_channel(client, tcp, data),
             lambda: _send(bare, data),
         )
@@ -180,10 +186,18 @@ def push_over_grpc(client: HubClient, data: memoryview) -> None:
     assert reply.accepted
 
 
-def _send_unchecked(line: grpc.Channel, data: memoryview) -> None:
-    pieces = (bytes(data[start : start + CHUNK_BYTES]) for start in range(0, data.nbytes, CHUNK_BYTES))
-    sent: Any = line.stream_unary("/aedit.v1.Unchecked/Push")
-    assert sent(pieces, timeout=MOVES_WITHIN_S) == b"!"
+def _stream(line: grpc.Channel, data: memoryview) -> None:
+    sent: Any = line.stream_unary(_METHOD)
+    assert sent(_pieces(data), timeout=MOVES_WITHIN_S) == b"!"
+
+
+async def _stream_aio(line: "grpc.aio.Channel", data: memoryview) -> None:
+    sent: Any = line.stream_unary(_METHOD)
+    assert await sent(_pieces(data), timeout=MOVES_WITHIN_S) == b"!"
+
+
+def _pieces(data: memoryview) -> Iterator[bytes]:
+    return (bytes(data[start : start + CHUNK_BYTES]) for start in range(0, data.nbytes, CHUNK_BYTES))
 
 
 def _send(bare: socket.socket, data: memoryview) -> None:
@@ -198,9 +212,20 @@ def _send(bare: socket.socket, data: memoryview) -> None:
 # --- the receiving process
 
 
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Ports of the receiver: gRPC as a hub has it, gRPC alone in two kinds, and two sockets."""
+
+    hub: int
+    threads: int
+    asyncio: int
+    bare: int
+    tcp: int
+
+
 @contextmanager
-def _receiver(num_bytes: int) -> Iterator[tuple[tuple[int, int, int], psutil.Process]]:
-    """Start the receiver; yield its ports (gRPC, bare socket, TCP connection) and its process."""
+def _receiver(num_bytes: int) -> Iterator[tuple[Ports, psutil.Process]]:
+    """Start the receiver; yield its ports and its process."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_receive, args=(there, num_bytes), daemon=True)
@@ -238,15 +263,19 @@ def _receive(asked: Connection, num_bytes: int) -> None:
     pool = FairPool(4, "push")
     handlers, core = CallHandlers(Limits(in_flight_bytes=2 * num_bytes)), cast(HubCore, Sink(num_bytes))
     opened = ChannelReceiver(num_bytes)
-    unchecked: Any = grpc.stream_unary_rpc_method_handler(_unchecked(num_bytes))
     services = [
         Service("aedit.v1.Exchange", {"Push": handlers.push(core, pool)}, (pool,)),
-        Service("aedit.v1.Unchecked", {"Push": unchecked}),
         opened.service(handlers, pool),
     ]
     server = Server(services, f"{HOST}:0")
-    with socket.create_server((HOST, 0)) as listener, socket.create_server((HOST, 0)) as other:
-        asked.send((server.port, listener.getsockname()[1], other.getsockname()[1]))
+    with (
+        _threads_server(num_bytes) as threads_port,
+        _aio_server(num_bytes) as asyncio_port,
+        socket.create_server((HOST, 0)) as listener,
+        socket.create_server((HOST, 0)) as other,
+    ):
+        sockets = (each.getsockname()[1] for each in (listener, other))
+        asked.send(Ports(server.port, threads_port, asyncio_port, *sockets))
         for each in (listener, other):
             each.settimeout(STARTS_WITHIN_S)
         threading.Thread(target=opened.serve, args=(other, MOVES_WITHIN_S), daemon=True).start()
@@ -254,19 +283,66 @@ def _receive(asked: Connection, num_bytes: int) -> None:
         with bare:
             bare.settimeout(MOVES_WITHIN_S)
             _receive_bare(bare, num_bytes)
-    if asked.poll(MOVES_WITHIN_S):
-        server.stop(0)
+        if asked.poll(MOVES_WITHIN_S):
+            server.stop(0)
 
 
-def _unchecked(num_bytes: int) -> Callable[..., Any]:
-    async def behaviour(messages: AsyncIterator[bytes], context: CallContext) -> bytes:
+_SERVICE, _PUSH = "bare.Receiver", "Push"
+_METHOD = f"/{_SERVICE}/{_PUSH}"
+
+
+@contextmanager
+def _threads_server(num_bytes: int) -> Iterator[int]:
+    """Serve with `grpc.server` alone; yield the port."""
+
+    def receive(messages: Iterable[bytes], context: object) -> bytes:
+        buffer, received = np.empty(num_bytes, np.uint8).data, 0
+        for message in messages:
+            buffer[received : received + len(message)] = message
+            received += len(message)
+        return b"!" if received == num_bytes else b"?"
+
+    server = grpc.server(ThreadPoolExecutor(2))
+    port = _added(server, grpc.stream_unary_rpc_method_handler(receive))
+    server.start()
+    try:
+        yield port
+    finally:
+        server.stop(0).wait(10)
+
+
+@contextmanager
+def _aio_server(num_bytes: int) -> Iterator[int]:
+    """Serve with `grpc.aio` alone, on an event loop in a thread of its own; yield the port."""
+
+    async def receive(messages: AsyncIterator[bytes], context: object) -> bytes:
         buffer, received = np.empty(num_bytes, np.uint8).data, 0
         async for message in messages:
             buffer[received : received + len(message)] = message
             received += len(message)
         return b"!" if received == num_bytes else b"?"
 
-    return behaviour
+    async def start() -> tuple[Any, int]:
+        server = grpc.aio.server()
+        port = _added(server, grpc.stream_unary_rpc_method_handler(receive))
+        await server.start()
+        return server, port
+
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    server, port = asyncio.run_coroutine_threadsafe(start(), loop).result(STARTS_WITHIN_S)
+    try:
+        yield port
+    finally:
+        asyncio.run_coroutine_threadsafe(server.stop(0), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+
+
+def _added(server: Any, handler: Any) -> int:
+    """Add the handler and a free port; return that."""
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {_PUSH: handler}),))
+    port: int = server.add_insecure_port(f"{HOST}:0")
+    return port
 
 
 def _receive_bare(bare: socket.socket, num_bytes: int) -> None:

@@ -1,6 +1,6 @@
 """Encodings of a unit's numbers. NumPy only.
 
-- `codecs`: the interface, fp32, bf16, int8, 4 bits, and error feedback; begin here
+- `codecs`: the interface, fp32, bf16, int8, 4 bits, ternary, and error feedback; begin here
 - `blocks`, `topk`: scales of blocks, and the largest values of each block
 
 Called by `proto.agent`, `proto.versions`, `async_sgd` and `launch`.

@@ -95,6 +95,67 @@ def check_int8(codes: NDArray[np.int8]) -> None:
         raise ValueError("-128 is no code")
 
 
+# --- ternary: scale * (-1, 0 or 1), five to a byte
+
+
+TRITS, TRIPLES = 5, (1, 3, 9, 27, 81)
+"""Codes in a byte, and the weight of each: 243 of the 256 values are used."""
+
+
+def ternary_scales(x_BK: Floats) -> Scales:
+    """Return the scale a of each block for which its numbers as -a, 0 or a have the least squared error.
+
+    That is the mean of the m largest magnitudes, with the m for which (their sum)^2 / m is largest. Sums are
+    in float64 and in one order, so that every machine finds the same bits.
+    """
+    size_BK = np.abs(x_BK)
+    finite_B = np.isfinite(size_BK).all(1)
+    size_BK[~finite_B] = 0
+    size_BK.sort(axis=1)
+    sum_BK = np.cumsum(size_BK[:, ::-1], axis=1, dtype=np.float64)
+    num_K = np.arange(1, x_BK.shape[1] + 1)
+    at_B = (sum_BK * sum_BK / num_K).argmax(1)
+    mean_B = (sum_BK[np.arange(len(at_B)), at_B] / num_K[at_B]).astype(np.float32)
+    top_B = mean_B.view(np.uint32)
+    top_B[~finite_B] = INFINITE
+    return scales(top_B, np.float32(1), LARGEST_E3M0)
+
+
+def encode_ternary(x_BK: Floats, scales_B: Scales) -> Bytes:
+    """Return a code per number: 1 above half of the scale, 2 below minus half of it, else 0; [B, K]."""
+    usable_B = (scales_B != 0) & (scales_B != NOT_FINITE)
+    half_B1 = np.where(usable_B, from_bf16(scales_B) / 2, np.float32(np.inf))[:, None]
+    code_BK = (x_BK > half_B1).view(np.uint8)
+    code_BK += 2 * (x_BK < -half_B1).view(np.uint8)
+    return code_BK
+
+
+def pack_ternary(codes: Bytes) -> Bytes:
+    """Return codes below 3 packed five to a byte, the first one with weight 1; their number is any."""
+    five = np.zeros((-(-codes.size // TRITS), TRITS), np.uint8)
+    five.reshape(-1)[: codes.size] = codes
+    packed = five[:, 0].copy()
+    for i in range(1, TRITS):
+        packed += TRIPLES[i] * five[:, i]
+    return packed
+
+
+def decode_ternary(packed: Bytes) -> Floats:
+    """Return the five numbers -1, 0 or 1 of each byte; those of a byte above 242 are 0."""
+    return np.take(_FIVES, packed, axis=0, mode="clip").reshape(-1)
+
+
+def _fives() -> Floats:
+    """Return the five numbers of a byte, for each of the 256."""
+    trits = np.arange(3**TRITS)[:, None] // np.array(TRIPLES) % 3
+    fives = np.zeros((256, TRITS), np.float32)
+    fives[: len(trits)] = np.array([0, 1, -1], np.float32)[trits]
+    return fives
+
+
+_FIVES = _fives()
+
+
 # --- e3m0: scale * (0 or +-2^-6..2^0), two to a byte
 
 

@@ -6,11 +6,12 @@ A payload has no header: its length follows from the number of elements, and it 
     int8         a scale (2 bytes) per 256 numbers, then a byte each: 1.008 bytes per number
     e3m0         a scale (2 bytes) per 256 numbers, then 4 bits each: sign and power of two, 0.508 bytes
                  (Streaming DiLoCo, arXiv:2501.18512, section 3.3)
+    ternary      a scale (2 bytes) per 256 numbers, then -1, 0 or 1 times it, five to a byte: 0.208 bytes
     topk         the 192 largest of every 4096, each as one of two magnitudes with its sign: 0.0498 bytes
                  (chunked, with 2-bit values, as in SparseLoCo, arXiv:2508.15706)
 
-What is not finite stays visible: it decodes to what is not finite, with its whole block of 256 (int8, e3m0)
-or the kept ones of its chunk (topk). So the receiver can detect it.
+What is not finite stays visible: it decodes to what is not finite, with its whole block of 256 (int8, e3m0,
+ternary) or the kept ones of its chunk (topk). So the receiver can detect it.
 """
 
 from abc import ABC, abstractmethod
@@ -94,16 +95,17 @@ class Codec(ABC):
 
 
 def codec(name: str) -> Codec:
-    """Return the codec of that name: fp32, bf16, int8, e3m0, topk, or a class by import path.
+    """Return the codec of that name: fp32, bf16, int8, e3m0, ternary, topk, or a class by import path.
 
     Raises ValueError for other names, and for what cannot be imported or is no codec. Never call it with a
     name that a peer has chosen.
     """
-    for kind in (Fp32, Bf16, Int8, E3M0, TopK):
+    for kind in (Fp32, Bf16, Int8, E3M0, Ternary, TopK):
         if kind.name == name:
             return kind()
     if not is_import_path(name):
-        raise ValueError(f"no codec is called {name!r}: fp32, bf16, int8, e3m0, topk or package.module:Name")
+        known = "fp32, bf16, int8, e3m0, ternary, topk"
+        raise ValueError(f"no codec is called {name!r}: {known} or package.module:Name")
     made: Codec = imported(name, "hub.codec", ("num_bytes", "encode_slice", "decode"))()
     made.name = name
     return made
@@ -192,7 +194,7 @@ class _Blocks(Codec):
     def encode_slice(self, x: Floats, out: memoryview, numel: int, start: int) -> None:
         scales, codes = self._parts(out, numel)
         x_BK = _padded(x, BLOCK).reshape(-1, BLOCK)
-        scales_B = blocks.scales(blocks.magnitudes(x_BK).max(1), self.step, self.largest)
+        scales_B = self._scales(x_BK)
         scales[start // BLOCK : start // BLOCK + len(scales_B)] = scales_B
         packed = self._pack(x_BK, scales_B)[: self._code_bytes(x.size)]
         first = self._code_bytes(start)
@@ -217,6 +219,10 @@ class _Blocks(Codec):
         """Return scales and codes, as views."""
         num_scales = _up(numel, BLOCK)
         return np.frombuffer(data, np.uint16, num_scales), np.frombuffer(data, np.uint8)[2 * num_scales :]
+
+    def _scales(self, x_BK: Floats) -> blocks.Scales:
+        """Return the scale of each block."""
+        return blocks.scales(blocks.magnitudes(x_BK).max(1), self.step, self.largest)
 
     def _check(self, data: Payload, numel: int) -> None:
         scales, codes = self._parts(data, numel)
@@ -278,6 +284,48 @@ class E3M0(_Blocks):
     def _check_codes(self, codes: Bytes, numel: int) -> None:
         if numel % 2 and codes[-1] >> 4:
             raise ValueError("something stands after the last number")
+
+
+class Ternary(_Blocks):
+    """One of three numbers, -a, 0 and a: a is the block's scale, for which the squared error is least.
+
+    The codes of each GRAIN begin at a byte: five of them take one.
+    """
+
+    name = "ternary"
+    feedback = True
+    largest = blocks.LARGEST_E3M0
+
+    def _scales(self, x_BK: Floats) -> blocks.Scales:
+        return blocks.ternary_scales(x_BK)
+
+    def _code_bytes(self, numel: int) -> int:
+        grains, rest = divmod(numel, GRAIN)
+        return grains * _up(GRAIN, blocks.TRITS) + _up(rest, blocks.TRITS)
+
+    def _pack(self, x_BK: Floats, scales_B: blocks.Scales) -> Bytes:
+        codes = blocks.encode_ternary(x_BK, scales_B).reshape(-1)
+        return np.concatenate(
+            [blocks.pack_ternary(codes[at : at + GRAIN]) for at in range(0, codes.size, GRAIN)]
+        )
+
+    def _unpack(self, packed: Bytes, scales_B: blocks.Scales, out_BK: Floats) -> None:
+        out, per_grain = out_BK.reshape(-1), _up(GRAIN, blocks.TRITS)
+        for i, start in enumerate(range(0, out.size, GRAIN)):
+            numbers = blocks.decode_ternary(packed[i * per_grain : (i + 1) * per_grain])
+            room = out[start : start + GRAIN]
+            room[numbers.size :] = 0
+            room[: numbers.size] = numbers[: room.size]
+        out_BK *= blocks.from_bf16(scales_B)[:, None]
+
+    def _check_codes(self, codes: Bytes, numel: int) -> None:
+        if codes.size and codes.max() >= 3**blocks.TRITS:
+            raise ValueError("a byte above 242 is no code")
+        for start in range(0, numel, GRAIN):
+            stop = min(start + GRAIN, numel)
+            used = (stop - start) % blocks.TRITS
+            if used and codes[self._code_bytes(stop) - 1] >= 3**used:
+                raise ValueError("something stands after the last number of a grain")
 
 
 class TopK(Codec):
