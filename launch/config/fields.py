@@ -168,21 +168,24 @@ def method(config: RunConfig) -> dict[str, str]:
     return {name: literal(value) for name, value in found if name not in usual or usual[name] != value}
 
 
-def defaults() -> dict[str, str]:
+@cache
+def defaults() -> Mapping[str, str]:
     """Return the defaults of all settings that determine the result, as TOML text."""
     return {name: literal(value) for name, value in values(RunConfig()) if _decides(name)}
 
 
 def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, str, str] | None:
     """Return the first setting that differs, its value in `ours` and in `theirs`; None if all are equal."""
-    usual = defaults()
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
-            default = usual.get(name, "its default")
+            default = defaults().get(name, "its default")
             return name, ours.get(name, default), theirs.get(name, default)
     return None
 
 
+_DECIDING = frozenset(_DECIDES.split())
+_DECIDING_TABLES = tuple(key for key in _DECIDING if key.endswith("."))
+
+
 def _decides(name: str) -> bool:
-    keys = _DECIDES.split()
-    return name in keys or name.startswith(tuple(key for key in keys if key.endswith(".")))
+    return name in _DECIDING or name.startswith(_DECIDING_TABLES)
