@@ -9,12 +9,16 @@ import pytest
 from kit.hub_processes import Client, HubProcess, HubRefused, HubUnreachable, ending, write_run
 from kit.leading_hub import leading_hub
 from test_journal import Book, config, same
+from test_journal_format import Format
 
 from aedit.async_sgd.hub import Denied
 from aedit.async_sgd.journal import (
     Damaged,
+    Journal,
     JournalBroken,
     Store,
+    chain_of,
+    frames,
     segment_numbers,
     segment_path,
     snapshot_path,
@@ -402,6 +406,46 @@ def test_a_standby_that_takes_over_has_the_epoch_and_what_its_leader_gave_receip
     book.push(0, 1)
     assert Receipts(journal).lacks(book.ledger.receipt)
     Store(tmp_path / "b").recover(make_hub(config(), (0, 1)))
+
+
+@pytest.mark.parametrize("sizes", [50, 4096])
+def test_the_chain_that_is_kept_is_that_of_the_bytes(tmp_path, sizes):
+    """Written, mirrored, cut back, taken over and read: the parser of the page computes it anew."""
+    (tmp_path / "a").mkdir()
+    book, form = Book(tmp_path / "a").join("a"), Format()
+    for _ in range(3):
+        book.push(0, 0)
+
+    def checked(journal):
+        data = segment_path(journal.directory, 1).read_bytes()
+        ends = [end for name, _, end, _ in form.frames(data) if name == "RECORDS"]
+        chains = [form.chain(data[:end]) for end in ends]
+        assert [journal.chain_at((1, end)) for end in ends] == chains
+        assert journal.chain.digest == form.chain(data)
+        return list(zip(ends, chains, strict=True))
+
+    known = checked(book.ledger.journal)
+    mirror = mirrored(tmp_path / "a", tmp_path / "b", sizes)
+    for back in (1, 4):
+        end, chain = known[-back]
+        mirror.cut((1, end))
+        assert mirror.trim() == ((1, end), chain)
+    journal = mirror.journal()
+    assert mirror.trim() == ((1, end), chain), "after an election that failed"
+    journal.append(b"[]")
+    assert len(checked(journal)) == len(known) - 2
+    checked(Store(tmp_path / "b").recover(make_hub(config(), (0, 1))))
+
+
+def test_a_journal_keeps_its_chain_at_a_bounded_number_of_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(frames, "_KNOWN_ENDS", 3)
+    journal = Journal(tmp_path, 1, fsync=False)
+    ends = [journal.append(b"[]") for _ in range(5)]
+    assert [journal.chain_at(end) is not None for end in ends] == [False, False, True, True, True]
+    receipts = Receipts(journal)
+    for end in ends:
+        assert receipts.has(end, chain_of(journal.file, end[1]).digest)
+        assert not receipts.has(end, bytes(32))
 
 
 def test_a_mirror_refuses_a_segment_that_was_not_written_after_its_last_one(tmp_path):

@@ -37,6 +37,8 @@ _ANY_FORMAT = b"aedit-"
 SEED_BYTES, CHAIN_BYTES = 16, 32
 FILE_BYTES, FRAME_BYTES = _FILE.size, _FRAME.size
 PIECE_BYTES = 2**22
+_KNOWN_ENDS = 2**14
+"""Ends of batches of the newest segment at which its chain is kept: nodes and followers show recent ones."""
 
 
 class Damaged(Exception):
@@ -114,6 +116,8 @@ class Frame:
     offset: int
     length: int
     synced: int
+    header: bytes
+    """As it is in the file."""
 
     @property
     def end(self) -> int:
@@ -180,15 +184,37 @@ def read_head(file: File) -> FileHead:
     return FileHead(mark, before_bytes, seed, chain)
 
 
-def chain_of(file: File, end: int | None = None) -> "hashlib._Hash":
-    """Return the chain of a segment, as a hash to continue, up to the byte `end`; default: all of it.
+class Chain:
+    """The chain of a segment, which grows with it, and its values at the ends of the newest batches."""
+
+    def __init__(self, head: FileHead) -> None:
+        """Begin behind the head of the segment."""
+        self._hash = hashlib.sha256(head.pack())
+        self.digest = self._hash.digest()
+        """Up to the newest batch."""
+        self._ends = {FILE_BYTES: self.digest}
+
+    def add(self, frame: bytes, end: int) -> None:
+        """Go on with a RECORDS frame, header and body, which ends at the byte `end`."""
+        self._hash.update(frame)
+        self.digest = self._ends[end] = self._hash.digest()
+        if len(self._ends) > _KNOWN_ENDS:
+            del self._ends[next(iter(self._ends))]
+
+    def at(self, end: int) -> bytes | None:
+        """Return the chain up to the byte at which a batch ends; None if that is not known any more."""
+        return self._ends.get(end)
+
+
+def chain_of(file: File, end: int | None = None) -> Chain:
+    """Return the chain of a segment up to the byte `end`; default: all of it.
 
     Raises Damaged if a frame before it is not whole.
     """
-    chain = hashlib.sha256(read_head(file).pack())
+    chain = Chain(read_head(file))
     for frame, body in frames(file, end=end):
         if frame.kind == RECORDS:
-            chain.update(file.read(frame.offset - FRAME_BYTES, FRAME_BYTES) + body)
+            chain.add(frame.header + body, frame.end)
     return chain
 
 
@@ -198,10 +224,12 @@ def frame_header(mark: bytes, kind: int, length: int, crc: int, synced: int) -> 
     return first + struct.pack("<I", crc32(first))
 
 
-def frame_at(file: File, mark: bytes, offset: int) -> Frame | None:
+def frame_at(file: File, mark: bytes, offset: int, num_bytes: int | None = None) -> Frame | None:
     """Return the frame that begins at `offset`, without its body; None if the file ends within it.
 
     Raises Damaged if there is none.
+
+    num_bytes: of the file, if they are known.
     """
     header = file.read(offset, FRAME_BYTES)
     if len(header) < FRAME_BYTES:
@@ -211,18 +239,20 @@ def frame_at(file: File, mark: bytes, offset: int) -> Frame | None:
     found, kind, crc, length, synced, _ = _FRAME.unpack(header)
     if found != mark:
         raise Damaged(f"{file.path}: another file's frame at byte {offset}")
-    frame = Frame(file, kind, crc, offset + FRAME_BYTES, length, synced)
-    return frame if frame.end <= file.num_bytes else None
+    frame = Frame(file, kind, crc, offset + FRAME_BYTES, length, synced, header)
+    return frame if frame.end <= (file.num_bytes if num_bytes is None else num_bytes) else None
 
 
 def frames(file: File, offset: int = FILE_BYTES, end: int | None = None) -> Iterator[tuple[Frame, bytes]]:
     """Yield all frames from `offset` to `end` with their bodies, which are empty for PAYLOAD and ARRAY.
 
+    What is written meanwhile does not count.
+
     Raises Damaged at the first that is not whole.
     """
-    mark = read_head(file).mark
-    while offset < (file.num_bytes if end is None else end):
-        frame = frame_at(file, mark, offset)
+    mark, size = read_head(file).mark, file.num_bytes
+    while offset < (size if end is None else end):
+        frame = frame_at(file, mark, offset, size)
         if frame is None:
             raise Damaged(f"{file.path}: ends within the frame at byte {offset}")
         yield frame, b"" if frame.kind in (PAYLOAD, ARRAY) else frame.read()

@@ -5,7 +5,6 @@ One thread at a time appends small records; payloads are written next to each ot
 of several threads at once.
 """
 
-import hashlib
 import hmac
 import json
 import os
@@ -20,6 +19,7 @@ from aedit.async_sgd.journal.frames import (
     PAYLOAD,
     RECORDS,
     SEED_BYTES,
+    Chain,
     File,
     FileHead,
     chain_of,
@@ -55,10 +55,23 @@ DurableEnd = tuple[Position, bytes]
 class Journal:
     """The newest segment of a folder, open for writing. Any thread may call."""
 
-    def __init__(self, directory: Path, number: int, *, fsync: bool, after: FileHead | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        number: int,
+        *,
+        fsync: bool,
+        after: FileHead | None = None,
+        chain: Chain | None = None,
+    ) -> None:
         """Continue at the end of segment `number`, which must be whole; create it if there is none.
 
-        after: the head with which to create it, apart from the mark. By default a new journal begins.
+        Args:
+            directory: Of the hub.
+            number: Of the segment.
+            fsync: Flush what is to be durable.
+            after: The head with which to create it, apart from the mark. By default a new journal begins.
+            chain: Of the segment, if it is known; else it is read.
         """
         self.directory, self.number, self._fsync = directory, number, fsync
         self._lock, self._sync_lock = threading.Lock(), threading.Lock()
@@ -71,9 +84,9 @@ class Journal:
         if path.exists():
             self.file = File(path)
             head = read_head(self.file)
-            self._mark, self._seed, self._chain = head.mark, head.seed, chain_of(self.file)
+            self._mark, self._seed, self._chain = head.mark, head.seed, chain or chain_of(self.file)
             self._written = self._recorded = self.file.num_bytes
-            self._durable: DurableEnd = (number, self._recorded), self._chain.digest()
+            self._durable: DurableEnd = (number, self._recorded), self._chain.digest
             self._note(number, head.epoch)
         elif after is not None:
             self._begin(number, new_head(after.seed, after.before_bytes, after.chain))
@@ -91,7 +104,7 @@ class Journal:
             except OSError as error:
                 raise self._not_written(start, error) from error
             self._written = self._recorded = start + len(frame)
-            self._chain.update(frame)
+            self._chain.add(frame, self._written)
             return self.number, self._written
 
     def store(self, data: memoryview) -> tuple[File, int]:
@@ -135,7 +148,7 @@ class Journal:
                 number, file = self.number, self.file
                 # Not beyond: a payload that is being written may be taken back, and its place used again.
                 safe = max(self._recorded, min(self._filling, default=self._written))
-                end = (number, self._recorded), self._chain.digest()
+                end = (number, self._recorded), self._chain.digest
             if position <= (number, self._synced) or position[0] < number:
                 return self._durable
             if self._fsync:
@@ -165,11 +178,21 @@ class Journal:
             self._check_place(self.file, 0)
             try:
                 seed = os.urandom(SEED_BYTES) if new_epoch else self._seed
-                self._begin(self.number + 1, new_head(seed, self._written, self._chain.digest()))
+                self._begin(self.number + 1, new_head(seed, self._written, self._chain.digest))
             except OSError as error:
                 segment_path(self.directory, self.number + 1).unlink(missing_ok=True)
                 raise self._judged(error) from error
             return self.number
+
+    @property
+    def chain(self) -> Chain:
+        """Return the chain of the newest segment."""
+        return self._chain
+
+    def chain_at(self, position: Position) -> bytes | None:
+        """Return the chain up to a position; None if it is not known any more, or no batch ends there."""
+        with self._lock:
+            return self._chain.at(position[1]) if position[0] == self.number else None
 
     @property
     def epoch(self) -> str:
@@ -211,10 +234,10 @@ class Journal:
         sync_directory(self.directory)
         self._note(number, head.epoch)
         self.file, self.number, self._mark, self._seed = file, number, head.mark, head.seed
-        self._chain = hashlib.sha256(head.pack())
+        self._chain = Chain(head)
         self._filling.clear()
         self._written = self._recorded = FILE_BYTES
-        self._synced, self._durable = 0, ((number, FILE_BYTES), self._chain.digest())
+        self._synced, self._durable = 0, ((number, FILE_BYTES), self._chain.digest)
 
     def _note(self, number: int, epoch: str) -> None:
         """Write beside the journal which one it is, so that the loss of segments is noticed."""

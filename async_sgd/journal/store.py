@@ -21,6 +21,7 @@ from aedit.async_sgd.journal.encoding import Payload, decode_records
 from aedit.async_sgd.journal.frames import (
     FILE_BYTES,
     RECORDS,
+    Chain,
     Damaged,
     File,
     FileHead,
@@ -59,23 +60,25 @@ class Store:
             left.unlink()
         if accept_loss:
             (self.directory / NOTE).unlink(missing_ok=True)
-        journal = self.open(self.read(hub, mend=True, is_copy=is_copy))
+        journal = self.open(*self.read(hub, mend=True, is_copy=is_copy))
         if accept_loss:
             journal.rotate(new_epoch=True)
         return journal
 
-    def open(self, number: int) -> Journal:
+    def open(self, number: int, chain: Chain | None = None) -> Journal:
         """Return the journal to continue in segment `number`, the newest one.
 
         It is begun if it is not there: as the snapshot before it says, or as the first of a new journal.
+
+        chain: of the segment, if it is known.
         """
         path = snapshot_path(self.directory, number)
         is_begun = segment_path(self.directory, number).exists()
         after = read_head(File(path)) if path.exists() and not is_begun else None
-        return Journal(self.directory, number, fsync=self._fsync, after=after)
+        return Journal(self.directory, number, fsync=self._fsync, after=after, chain=chain)
 
-    def read(self, hub: Hub, *, mend: bool = False, is_copy: bool = False) -> int:
-        """Bring a new hub to the state of the folder's last one; return the number of the newest segment.
+    def read(self, hub: Hub, *, mend: bool = False, is_copy: bool = False) -> tuple[int, Chain | None]:
+        """Bring a new hub to the state of the last one; return number and chain of the newest segment.
 
         Changes no file unless `mend` is true.
         """
@@ -83,12 +86,14 @@ class Store:
         first = self._load_newest(hub)
         segments = [number for number in segment_numbers(self.directory, "journal") if number >= first]
         check_gapless(self.directory, first, segments)
+        newest, chain = first, None
         for number in segments:
             may_end_early = number == segments[-1]
             has_head = number <= noted
-            self._replay(hub, number, may_end_early, has_head=has_head, mend=mend, is_copy=is_copy)
-        left = [number for number in segments if segment_path(self.directory, number).exists()]
-        return left[-1] if left else first
+            found = self._replay(hub, number, may_end_early, has_head=has_head, mend=mend, is_copy=is_copy)
+            if found is not None:
+                newest, chain = number, found
+        return newest, chain
 
     def save(self, state: Saved, number: int) -> int:
         """Write the snapshot before segment `number`, delete what it makes unnecessary, and return its bytes.
@@ -126,17 +131,21 @@ class Store:
 
     def _replay(
         self, hub: Hub, number: int, may_end_early: bool, *, has_head: bool, mend: bool, is_copy: bool
-    ) -> None:
-        file = File(segment_path(self.directory, number))
+    ) -> Chain | None:
+        """Apply a segment, and return its chain; None if not even its head was written."""
+        file, chain = File(segment_path(self.directory, number)), None
         good = 0
         try:
-            read_head(file)
+            chain = Chain(read_head(file))
             good = FILE_BYTES
-            for batch, end in batches(file):
-                check_payloads(batch)
-                for record in batch:
-                    hub.apply(record)
-                good = end
+            for frame, body in frames(file):
+                if frame.kind == RECORDS:
+                    batch = decode_records(body, file)
+                    check_payloads(batch)
+                    for record in batch:
+                        hub.apply(record)
+                    chain.add(frame.header + body, frame.end)
+                good = frame.end
         except Damaged as error:
             was_whole = is_vouched_for(file, good) if good else has_head or file.num_bytes > FILE_BYTES
             if may_end_early and was_whole and is_copy:
@@ -147,13 +156,14 @@ class Store:
                 ) from error
             log.warning("%s: nothing from byte %d on counts, as nothing was acknowledged", error, good)
             if not mend:
-                return
+                return chain
             if good:
                 os.ftruncate(file.fd, good)
                 os.fsync(file.fd)
             else:  # not even its head was written
                 file.path.unlink()
             sync_directory(self.directory)
+        return chain
 
 
 def batches(file: File, offset: int = FILE_BYTES) -> Iterator[tuple[list[Record], int]]:
@@ -213,7 +223,7 @@ def check_gapless(directory: Path, first: int, segments: list[int]) -> None:
 def is_before(segment: File, head: FileHead) -> bool:
     """Return whether a segment with this head was begun at the end of `segment`."""
     is_whole = segment.num_bytes == head.before_bytes
-    return is_whole and head.chain == chain_of(segment).digest()
+    return is_whole and head.chain == chain_of(segment).digest
 
 
 def check_noted(directory: Path) -> int:

@@ -14,6 +14,7 @@ from aedit.async_sgd.hub import Clocks, Hub, HubState, load_state, save_state
 from aedit.async_sgd.journal import (
     FILE_BYTES,
     RECORDS,
+    Chain,
     Damaged,
     File,
     Journal,
@@ -25,7 +26,6 @@ from aedit.async_sgd.journal import (
     decode_records,
     delete_after,
     frame_at,
-    is_before,
     move_aside,
     read_head,
     read_snapshot,
@@ -86,6 +86,8 @@ class Mirror:
         self.position: Position = journal.position
         """Everything before it is written, here."""
         self._applied: Position = journal.position
+        self._chain: Chain | None = journal.chain
+        """Of the segment that is being applied, up to there; None: it is to be read."""
 
     def forget(self) -> None:
         """Set aside what the folder has, and begin anew, without the part of a snapshot that has arrived."""
@@ -112,7 +114,7 @@ class Mirror:
             segment, offset = self.position = self._end()
             if offset:
                 self._file = self._reading
-            return (segment, offset), chain_of(self._reading, offset).digest() if offset else b""
+            return (segment, offset), self._known_chain().digest if offset else b""
 
     def cut(self, end: Position) -> bool:
         """Set aside all records from `end` on, and return True; or False if that is not possible here.
@@ -191,7 +193,7 @@ class Mirror:
                     return False
                 self._reading = File(segment_path(self._directory, segment))
                 offset = FILE_BYTES  # the head is confirmed as records are: it is not given up without need
-                self._applied = segment, offset
+                self._applied, self._chain = (segment, offset), None
             if not self._is_whole(segment, offset):
                 return False
             if offset == self._reading.num_bytes:
@@ -200,8 +202,10 @@ class Mirror:
             if frame is None:
                 raise Damaged(f"{self._reading.path}: ends within the frame at byte {offset}")
             if frame.kind == RECORDS:
-                for record in decode_records(frame.read(), frame.file):
+                body = frame.read()
+                for record in decode_records(body, frame.file):
                     self.hub.apply(record)
+                self._known_chain().add(frame.header + body, frame.end)
             self._applied = segment, frame.end
             return True
 
@@ -212,10 +216,11 @@ class Mirror:
         """
         with self.lock:
             self.partial.drop()
-            segment, _ = self._end()
+            segment, offset = self._end()
+            chain, self._chain = self._known_chain() if offset else None, None
             self.hub.clocks = Clocks()  # the time while it followed is not the run's
             try:
-                return self._store.open(segment)
+                return self._store.open(segment, chain)
             except OSError as error:
                 if not is_full(error):
                     raise
@@ -251,6 +256,12 @@ class Mirror:
         if self.position[1] < FILE_BYTES:
             return False
         return frame_at(self._reading, self._mark_of(self._reading), offset) is not None
+
+    def _known_chain(self) -> Chain:
+        """Return the chain of the segment that is being applied, up to there. Raises Damaged."""
+        if self._chain is None:
+            self._chain = chain_of(self._reading, self._applied[1])
+        return self._chain
 
     def _mark_of(self, file: File) -> bytes:
         """Return the mark of a segment that has its head; it is read once. Raises Damaged."""
@@ -292,7 +303,8 @@ class Mirror:
         """
         if self.position < (segment, FILE_BYTES):
             return False
-        if not is_before(self._reading, read_head(File(segment_path(self._directory, segment)))):
+        head = read_head(File(segment_path(self._directory, segment)))
+        if (self._reading.num_bytes, self._known_chain().digest) != (head.before_bytes, head.chain):
             raise Damaged(f"segment {segment} was not written after {self._reading.path}")
         self._applied = segment, 0
         try:
