@@ -42,7 +42,7 @@ class Replica:
         self._known_term = 0
         """Highest term that any voter has named."""
         self.is_overtaken = False
-        """True if a voter refuses this leader's configuration for a higher term: it must be elected again."""
+        """True if voters that it needs support another hub: this leader must be elected again."""
         self._leader_at_s = self._yielded_s = self._yields_until_s = float("-inf")
         self._follows_since_s = float("-inf")
         self._successor = self._followed = 0
@@ -54,7 +54,7 @@ class Replica:
         """Newest configuration that a voter has accepted, by voter, as of its last answer."""
         self._agreement: VoteCount | None = None
         self._refusing: frozenset[int] = frozenset()
-        """Voters that refuse the newest configuration for a higher term."""
+        """Voters that refuse the newest configuration: of a higher term, or with another vote in this one."""
         self._confirmed: dict[int, tuple[Position, float]] = {}
         self._placed: Position = END
         """End of the newest configuration in the journal, once that is on disk."""
@@ -404,7 +404,7 @@ class Replica:
             return []
         if not tally.count(answer, now):
             self._learn(answer, tally)
-            if answer.ballot == tally.proposal.ballot and answer.term > self.term:
+            if answer.ballot == tally.proposal.ballot and answer.term >= self.term:
                 self._refusing |= {answer.voter}
         if not tally.is_carried(tally.voters()):
             # Voters that are not needed overtake no leader: one of them could do so again and again.

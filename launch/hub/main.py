@@ -11,7 +11,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -88,24 +88,24 @@ def hub(config: RunConfig, options: HubOptions) -> int:
             options = replace(options, standby=True, force_lead=False)
             if options.replicas is None:
                 options = replace(options, address=process.address)
-            process = _served(config, options, stop, was_replaced=True)
+            process = _served(config, options, stop, process)
         traces.end_traces()
         return process.exit_code()
 
 
 def _served(
-    config: RunConfig, options: HubOptions, stop: StopSignals, *, was_replaced: bool = False
+    config: RunConfig, options: HubOptions, stop: StopSignals, before: "_Process | None" = None
 ) -> "_Process":
     """Serve until the run is over, a signal arrives or another hub leads; return the closed process.
 
-    was_replaced: another replica leads, as this one has just found out.
+    before: the process that led in this folder until another replica did.
     """
     with saying_why(options.directory):
         process = _Process(HubEndpoint.of(config, options), insecure=options.insecure)
     try:
         with saying_why(options.directory):
-            if was_replaced:
-                process.follow()
+            if before is not None:
+                process.follow(has_resigned=before.has_resigned)
             else:
                 process.start(force=options.force_lead, above=options.term_above)
         with suppress(OSError):  # standard output may be on a disk that is full
@@ -140,8 +140,10 @@ def saying_why(directory: Path) -> Iterator[None]:
 class _Process:
     """One hub process, from recovery to exit."""
 
-    def __init__(self, endpoint: HubEndpoint, *, insecure: bool) -> None:
-        self.endpoint, self._clock = endpoint, time.monotonic
+    def __init__(
+        self, endpoint: HubEndpoint, *, insecure: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.endpoint, self._clock = endpoint, clock
         self._keys = endpoint.server_keys(insecure=insecure)
         self._config = folder.claim(endpoint.directory, endpoint.config, endpoint.part)
         self._store = Store(endpoint.directory, fsync=endpoint.config.hub.fsync)
@@ -160,6 +162,7 @@ class _Process:
         self._leadership = Leadership(
             endpoint.directory / "votes.json",
             endpoint.num_others,
+            clock,
             least=lambda: endpoint.least_replicas,
             place=endpoint.place_of if endpoint.replicas is not None else None,
         )
@@ -261,10 +264,16 @@ class _Process:
         log.error("%s", reason)
         self._reports.event("must_be_elected", reason=reason)
 
-    def follow(self) -> None:
-        """Recover the state from the folder and follow another hub: the successor waits for this replica."""
+    def follow(self, *, has_resigned: bool = False) -> None:
+        """Recover the state from the folder and follow another hub: the successor waits for this replica.
+
+        has_resigned: this hub has just given up its lease, and does not ask for votes before others could.
+        """
         hub = self._make()
-        self._follow(hub, self._recovered(hub))
+        journal = self._recovered(hub)
+        if has_resigned:
+            self._leadership.resign(hub.state.configs)
+        self._follow(hub, journal)
         self._vote_requests.start()
         write_if_changed(self.endpoint.directory / "address", self.address)
 
@@ -354,12 +363,17 @@ class _Process:
         self._reports.close()
 
     @property
+    def has_resigned(self) -> bool:
+        """Return whether this hub has led, and leads no more as its disk is full."""
+        return self._leading is not None and self._leading.has_resigned
+
+    @property
     def may_follow(self) -> bool:
         """Return whether this hub leads no more, and can follow another one in this process."""
         leading = self._leading
         if leading is None or leading.guard.lacking or leading.failure:
             return False
-        may_follow = leading.has_resigned or self.endpoint.replicas is not None
+        may_follow = self.has_resigned or self.endpoint.replicas is not None
         return may_follow and leading.guard.replaced.is_set()
 
     def exit_code(self) -> int:

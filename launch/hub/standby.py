@@ -451,6 +451,10 @@ class Standby:
         NoSpace or OSError, and HubRefused if the leader must not be followed any more.
         """
         self._others.check_leader(leader, self._event)
+        promised = self._leadership.promised
+        if promised > max(term, self._mirror.hub.state.term) and self.confirmer.silent_s > _SILENT_S:
+            # It learns of the promise when this hub looks for a leader, and is elected again.
+            raise HubUnreachable(f"{leader} leads term {term}, and this hub has promised term {promised}")
         if chunk.differs:
             self._take_back(None if chunk.lacks_term else (chunk.segment, chunk.offset))
             return False

@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -537,15 +537,25 @@ class Elector:
         Raises HubUnreachable, HubRefused, ValueError if the hub has not signed what it asks, or OSError if
         the promise cannot be written.
         """
-        request = pb.TakeOverRequest(who=who, answer=self.shown)
-        reply, asked = hub.take_over(request, timeout_s), None
+        offering = self.offering(who, seen)
+        request = next(offering)
+        while True:
+            reply = hub.take_over(request, timeout_s)
+            try:
+                request = offering.send(reply)
+            except StopIteration:
+                return reply
+
+    def offering(
+        self, who: pb.Who, seen: Extent = (0, 0, 0)
+    ) -> Generator[pb.TakeOverRequest, pb.TakeOverReply, None]:
+        """Yield the requests of an `offer`; the hub's reply to each is sent in."""
+        reply, asked = (yield pb.TakeOverRequest(who=who, answer=self.shown)), None
         for _ in range(_QUESTIONS):
             if not reply.HasField("asks") or reply.asks == asked:
-                break
+                return
             asked = reply.asks
-            request.answer.CopyFrom(self.answer(asked, who.term, seen))
-            reply = hub.take_over(request, timeout_s)
-        return reply
+            reply = yield pb.TakeOverRequest(who=who, answer=self.answer(asked, who.term, seen))
 
     def answer(self, asks: pb.Proposal, term: int, seen: Extent = (0, 0, 0)) -> pb.Answer:
         """Return the signed answer to what a hub asks, once its promise is in the file.

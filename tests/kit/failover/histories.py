@@ -4,7 +4,6 @@ import random
 from dataclasses import dataclass, replace
 
 from aedit.async_sgd.journal import Damaged
-from aedit.async_sgd.replication import journal_stream
 from kit.failover.accounts import Accounts
 from kit.failover.hub import SimHub, begin_world
 from kit.failover.mutants import patched
@@ -190,10 +189,9 @@ class Simulation:
     """One history as it happens."""
 
     def __init__(self, what):
-        begin_world(what.seed)
-        journal_stream._CHUNK_BYTES = what.chunk_bytes
+        begin_world(what.seed, what.least, what.chunk_bytes)
         self.what, self.world, self.accounts = what, World(what.seed), Accounts()
-        self.hubs = [SimHub(self.world, number, self.accounts, what.least) for number in range(what.num_hubs)]
+        self.hubs = [SimHub(self.world, number, self.accounts) for number in range(what.num_hubs)]
         for hub in self.hubs:
             hub.others = [one for one in self.hubs if one is not hub]
             hub.disk.removes = lambda name, number=hub.number: self.accounts.note_removal(number, name)
@@ -282,10 +280,8 @@ class Simulation:
     def _damage(self, fault):
         """What a follower receives is damaged; it notices, and fetches it anew."""
         hub = self.processes[fault.who]
-        follows = hub.process is not None and hub.process._leading is None
-        leader = getattr(hub.stream, "leader_host", None) if follows else None
-        if leader is not None and self._term(leader):
-            hub._lost(hub.process._standby, Damaged("a bit has flipped"))
+        if hub.standby and hub.stream and self._term(hub.stream.leader):
+            hub._lost(hub.standby, Damaged("a bit has flipped"))
 
     def _anew(self, fault):
         """A follower fetches its journal anew, and its leader ends meanwhile."""

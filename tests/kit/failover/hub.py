@@ -13,23 +13,25 @@ import grpc
 
 from aedit import system
 from aedit.async_sgd.hub import outer_step
-from aedit.async_sgd.journal import JournalBroken, NoSpace, Store, Unconfirmed, frames, journal, receipts
+from aedit.async_sgd.journal import JournalBroken, NoSpace, Unconfirmed, frames, journal, receipts
 from aedit.async_sgd.journal import snapshot as snapshots
 from aedit.async_sgd.journal import store as stores
-from aedit.async_sgd.replication import Leadership, mirror
+from aedit.async_sgd.replication import Leadership, journal_stream, mirror
 from aedit.async_sgd.rules import HubConfig, OuterConfig, PushFilterConfig
-from aedit.async_sgd.service import HelloResponder, driver
+from aedit.async_sgd.service import driver
 from aedit.edit import EditConfig
 from aedit.launch.config import RunConfig
-from aedit.launch.hub import main, standby
+from aedit.launch.hub import folder, main, standby
 from aedit.launch.hub.endpoint import HubEndpoint, OtherHubs, VoteRequests
-from aedit.proto.rpc import PROTOCOL, CallCost, HubRefused, HubUnreachable, NoNews, PortClosed, Refusal, votes
+from aedit.proto.rpc import HubRefused, HubUnreachable, NoNews, PortClosed, Refusal, votes
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.types import UserError
 from kit.failover.disk import DISKS, MMAP, SHUTIL, SYSTEM, TEMPFILE, Disk, SimPath
 from kit.failover.world import Process, Violation
 
 TICK_S, ASK_S, SILENT_S, RESTART_S, WAIT_S, CONFIRM_S = 0.5, 0.4, 3.0, 1.0, 1.0, 0.45
+AWAY_S = 6.0
+"""Least time for which a hub that has given up its lease for lack of room lets others be elected."""
 
 
 @cache
@@ -55,6 +57,14 @@ def config_of(num_hubs):
 
 def address_of(number):
     return f"h{number}:1"
+
+
+HOSTS = {}
+"""Machines of the hubs of the simulation that runs, by the name of their folder."""
+
+
+def hub_at(address):
+    return HOSTS[address.partition(":")[0]]
 
 
 class Key:
@@ -131,6 +141,14 @@ def simulated():
         mock.patch.object(Leadership, "wait", wait),
         mock.patch.object(outer_step, "merged", merged),
         mock.patch.object(standby.Standby, "start"),
+        mock.patch.object(VoteRequests, "start"),
+        mock.patch.object(HubEndpoint, "least_replicas", 1),
+        mock.patch.object(journal_stream, "_CHUNK_BYTES", 1),
+        mock.patch.object(main, "OtherHubs", Others),
+        mock.patch.object(main, "Reports", Events),
+        mock.patch.object(folder, "claim", lambda directory, config, part: config),
+        mock.patch.object(main, "method", return_value={}),
+        mock.patch.object(main, "to_toml", return_value=""),
         mock.patch("aedit.async_sgd.service.hub_worker.ThreadPoolExecutor", AtOnce),
     ]
     logging.disable(logging.CRITICAL)
@@ -144,22 +162,23 @@ def simulated():
         logging.disable(logging.NOTSET)
 
 
-def begin_world(seed):
-    """Draw everything that follows from this seed."""
+def begin_world(seed, least, chunk_bytes):
+    """Draw everything that follows from this seed. least, chunk_bytes: see `History`."""
+    HubEndpoint.least_replicas, journal_stream._CHUNK_BYTES = least, chunk_bytes
     SYSTEM.random = random.Random(f"system {seed}")
     SYSTEM.randbits, SYSTEM.uniform = SYSTEM.random.getrandbits, SYSTEM.random.uniform
-    for kept in (Key.pairs, MERGES, DISKS):
+    for kept in (Key.pairs, MERGES, DISKS, HOSTS):
         kept.clear()
 
 
 class Events:
     """In the place of `Reports`: keeps the events."""
 
-    def __init__(self, host):
-        self._host = host
+    def __init__(self, directory):
+        self._events = HOSTS[directory.name].events
 
     def event(self, event, **values):
-        self._host.events.append((event, values))
+        self._events.append((event, values))
 
     def start(self, *_):
         pass
@@ -175,9 +194,9 @@ class Events:
 class Others(OtherHubs):
     """The other hubs, which were asked before: `answers` are what came."""
 
-    def __init__(self, endpoint, question, host):
+    def __init__(self, endpoint, question):
         super().__init__(endpoint, question)
-        self._host = host
+        self._host = HOSTS[endpoint.directory.name]
 
     def _hellos(self, stopping=None, limit_s=0.0, without=""):
         yield from [(address, answer) for address, answer in self._host.answers if address != without]
@@ -192,8 +211,7 @@ class Others(OtherHubs):
         return json.loads(answer.json)
 
     def _at_once(self, address, method, request):
-        host = self._host
-        other = next(one for one in host.others if one.address == address)
+        host, other = self._host, hub_at(address)
         pairs = {(host.number, other.number), (other.number, host.number)}
         if host.world.network.cut & pairs or other.is_off or host.world.now < other.paused_until:
             return HubUnreachable(address)
@@ -205,43 +223,13 @@ class Others(OtherHubs):
 
 
 class HubProcess(main._Process):
-    """`aedit hub` from recovery to exit, without its server, its threads and its reports."""
+    """`aedit hub` from recovery to exit, without its server and its threads."""
 
     def __init__(self, host):
-        self.endpoint = HubEndpoint(
-            config_of(len(host.others) + 1),
-            host.directory,
-            (0, 1),
-            host.is_standby,
-            host.address,
-            None,
-            max(1, host.number),
-        )
-        self._host, self._clock, self._config = host, host.clock, self.endpoint.config
-        self._store = Store(host.directory)
-        self._reports = Events(host)
-        self._responder = HelloResponder(
-            protocol=PROTOCOL,
-            method={},
-            difference=lambda settings: None,
-            version="",
-            run="run",
-            config="",
-            addresses=tuple,
-            standby=lambda: "",
-        )
-        others = self.endpoint.num_others
-        self._leadership = Leadership(
-            host.directory / "votes.json", others, host.clock, least=lambda: host.least
-        )
-        self._others = Others(
-            self.endpoint, lambda: self._responder.question(self._leadership.promised), host
-        )
-        self._vote_requests = VoteRequests(self.endpoint, self._leadership, self._count)
-        self._vote_requests.start = lambda: None
-        self._server = SimpleNamespace(address=host.address)
-        self._leading = self._standby = self.core = None
-        self._cost = CallCost()
+        others, number = len(host.others), max(1, host.number)
+        place = host.directory, (0, 1), host.is_standby, host.address, None, number
+        super().__init__(HubEndpoint(config_of(others + 1), *place), insecure=True, clock=host.clock)
+        self._host, self._server = host, SimpleNamespace(address=host.address)
 
     def _start(self, leading):
         leading.guard.trust(other_terms=self._others.terms, beside=self._host.ask_others)
@@ -255,11 +243,21 @@ class HubProcess(main._Process):
 class Stream:
     """The journal on its way from a leader to a follower: in order, until the connection breaks."""
 
-    def __init__(self, leader, follower, answers, opened):
-        self.leader, self.follower, self.answers = leader, follower, answers
-        self.lives, self.opened = (leader.life, follower.life), opened
-        self.last_s, self.is_open = 0.0, True
-        self.pause = None
+    def __init__(self, follower, standby, leader):
+        address, self.term = leader
+        self.leader, self.follower, self.standby = hub_at(address), follower, standby
+        self.life, self.last_s, self.is_open, self.pause = follower.life, 0.0, True, None
+
+    def begin(self, request):
+        """Begin to send, if the other end leads."""
+        leader, process = self.leader, self.leader.process
+        if process is None or process._leading is None:
+            refusal = HubRefused(grpc.StatusCode.FAILED_PRECONDITION, "this hub is a standby")
+            return leader.world.after(0.01, self._arrive, refusal)
+        self.answers = iter(process.core.tail(request))
+        leader.streams = [one for one in leader.streams if one.is_open and one.follower is not self.follower]
+        leader.streams.append(self)
+        self.pump()
 
     def pump(self):
         """Send what there is."""
@@ -291,19 +289,20 @@ class Stream:
         if pair in self.leader.world.network.cut:
             self.is_open = False
         else:
-            self.follower.awake(self.lives[1], self.opened, self, item)
+            self.follower.awake(self.life, self.follower.take, self, item)
 
 
 class SimHub(Process):
     """The machine of one hub, and the supervisor that starts its process again."""
 
-    def __init__(self, world, number, accounts, least=1):
+    def __init__(self, world, number, accounts):
         super().__init__(world, number)
-        self.address, self.accounts, self.least = address_of(number), accounts, least
-        self.disk = DISKS[f"h{number}"] = Disk(world.random)
+        self.address, self.accounts = address_of(number), accounts
+        self.disk, HOSTS[f"h{number}"] = Disk(world.random), self
+        DISKS[f"h{number}"] = self.disk
         self.directory = SimPath(f"/h{number}")
         self.is_standby = number > 0
-        self.others, self.answers, self.events = [], [], []
+        self.others, self.answers, self.events, self.streams, self.stream = [], [], [], [], None
         self.process, self.identity, self.reasons = None, 0, []
         """reasons: of each end of the process by itself."""
         self.is_unreliable = False
@@ -313,13 +312,14 @@ class SimHub(Process):
 
     def start(self):
         self.alive, self.is_off, self.life = True, False, self.life + 1
-        self._begin(follows=False)
+        self.resigned_s = float("-inf")
+        self._begin()
         self._every(TICK_S, self._tick)
         self._every(ASK_S, self._ask_for_votes)
 
-    def _begin(self, follows):
+    def _begin(self, before=None):
         self.process, self.streams, self.stream = None, [], None
-        self.searches, self.confirms = False, 0
+        self.searches = self.confirms = False
         self.search_s = self.said_s = self.confirmed_s = 0.0
         try:
             with main.saying_why(self.directory):
@@ -331,20 +331,20 @@ class SimHub(Process):
         def go_on():
             try:
                 with main.saying_why(self.directory):
-                    process.follow() if follows else process.start()
+                    process.follow(has_resigned=before.has_resigned) if before else process.start()
             except UserError as error:
                 return self._end(error)
             self.process = process
 
-        if follows:
+        if before:
             go_on()
         else:
             self._gather(process, go_on)
 
-    def kill(self, loses=False, reason=""):
+    def kill(self, loses=False):
         """End the process; with `loses` the machine, with what its disk had not been asked to write."""
         self.alive, self.is_off = False, loses
-        for stream in [*getattr(self, "streams", ()), getattr(self, "stream", None)]:
+        for stream in [*self.streams, self.stream]:
             if stream is not None and stream.is_open:
                 stream.is_open = False
                 if stream.leader is self and not loses:
@@ -382,83 +382,54 @@ class SimHub(Process):
     def serve(self, method, *args):
         """Return the answer of this process to a call, or the error that the caller gets.
 
-        It may be a function to be called later, which returns the answer then.
+        While the replicas lack what a join or a push has decided, it is a function that asks again.
         """
         process = self.process
         if process is None:
             return PortClosed("it starts")
-        answer = self._tried(lambda: self._answer(process.core, method, *args))
-        if isinstance(answer, pb.Answer) and answer.granted:
-            self.accounts.supports(answer.voter, answer.proposer, answer.ballot.term)
-        if process.core is not None and process._leading is not None:
-            term = process._leading.ledger.hub.state.term
-            if isinstance(answer, pb.ConfirmReply) and args[0].replica and args[0].term == term:
-                self.accounts.confirms(self, args[0])
-            self._pump()
-        return answer
+        core, until_s = process.core, self.clock() + WAIT_S
+        may_wait = process._leading is not None and method in ("join", "push")
+        admit = cache(lambda: core.admit(*args))
 
-    def _tried(self, call):
-        try:
-            return call()
-        except Refusal as refusal:
-            return HubRefused(refusal.code, refusal.text)
-        except ValueError as error:
-            return HubRefused(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        except (OSError, NoSpace, JournalBroken) as error:
-            return HubUnreachable(str(error))
-
-    def _answer(self, core, method, *args):
-        """Return the answer of a core, or a function that returns it once the replicas have what it says."""
-        leading = self.process._leading
-        if leading is None or method not in ("join", "push"):
-            return getattr(core, method)(*args)
-        if method == "join":
-            reply, position = core.admit(*args)
-        else:
-            reply, position = self._pushed(core, *args), leading.ledger.journal.position
-            if reply is not None:
-                return reply
-        until_s = self.clock() + WAIT_S
-
-        def settle():
-            if not leading.leadership.acknowledges(position) and self.clock() < until_s:
-                return answer
+        def ask():
+            if not may_wait:
+                return getattr(core, method)(*args)
             if method == "push":
-                return self._acknowledged(args[0], core.exchange._decided(args[0]))
-            reply.news.receipt.CopyFrom(leading.guard.durable(position))
+                return core.push(args[0], memoryview(args[1]))
+            reply, position = admit()
+            reply.news.receipt.CopyFrom(process._leading.guard.durable(position))
             return reply
 
         def answer():
-            return self._tried(settle)
+            if self.process is not process:
+                return HubUnreachable("it has ended")
+            try:
+                reply = ask()
+            except Refusal as refusal:
+                waits = may_wait and isinstance(refusal.__cause__, Unconfirmed) and self.clock() < until_s
+                return answer if waits else HubRefused(refusal.code, refusal.text)
+            except ValueError as error:
+                return HubRefused(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            except (OSError, NoSpace, JournalBroken) as error:
+                return HubUnreachable(str(error))
+            self._note(process._leading, args[0], reply)
+            return reply
 
-        return answer
-
-    def _pushed(self, core, head, data):
-        """Return the answer to a push; None if it is decided, and a replica does not have that yet."""
-        try:
-            return self._acknowledged(head, core.push(head, data))
-        except Refusal as refusal:
-            if not isinstance(refusal.__cause__, Unconfirmed):
-                raise
-            return None
-
-    def _acknowledged(self, head, reply):
-        if reply.accepted:
-            self.accounts.acknowledges(self, head, reply.receipt)
+        reply = answer()
+        self._pump()
         return reply
 
-    def open_stream(self, follower, request, opened):
-        """Begin to send the journal to a follower."""
-        process = self.process
-        if process is None or process._leading is None:
-            refusal = HubRefused(grpc.StatusCode.FAILED_PRECONDITION, "this hub is a standby")
-            stream = Stream(self, follower, iter(()), opened)
-            self.world.after(0.01, stream._arrive, refusal)
+    def _note(self, leading, request, reply):
+        """Let the accounts check what this process answers; `leading` if it leads."""
+        if isinstance(reply, pb.Answer) and reply.granted:
+            self.accounts.supports(reply.voter, reply.proposer, reply.ballot.term)
+        if leading is None:
             return
-        stream = Stream(self, follower, iter(process.core.tail(request)), opened)
-        self.streams = [one for one in self.streams if one.is_open and one.follower is not follower]
-        self.streams.append(stream)
-        stream.pump()
+        if isinstance(reply, pb.PushReply) and reply.accepted:
+            self.accounts.acknowledges(self, request, reply.receipt)
+        is_own = isinstance(request, pb.ConfirmRequest) and request.term == leading.ledger.hub.state.term
+        if is_own and request.replica:
+            self.accounts.confirms(self, request)
 
     # --- steps
 
@@ -517,7 +488,8 @@ class SimHub(Process):
             for stream in self.streams:
                 stream.is_open = False
             self.is_standby = True
-            return self._begin(follows=True)
+            self.resigned_s = self.world.now
+            return self._begin(process)
         try:
             process.exit_code()
             reason = (process._leading or process._standby).failure
@@ -531,6 +503,8 @@ class SimHub(Process):
         requests, leadership = self.process._vote_requests, self.process._leadership
         if (asks := leadership.asks()) is None:
             return
+        if self.disk.full and self.world.now - self.resigned_s < AWAY_S:
+            raise Violation(f"hub {self.number} has led without room, and asks for votes again at once")
         request = requests.request(asks)
         for other in self.others:
 
@@ -542,97 +516,85 @@ class SimHub(Process):
 
     # --- a follower
 
-    def _follow(self, follower):
-        while follower.apply():
+    @property
+    def standby(self):
+        """The standby of this process while it follows."""
+        standby = self.process and self.process._standby
+        return standby if standby and standby.leading is None else None
+
+    def _follow(self, standby):
+        while standby.apply():
             pass
-        if follower.failure or follower.leading is not None:
+        if standby.failure or standby.leading is not None:
             return
         if self.stream is not None:
             if self.clock() - self.said_s > SILENT_S:
-                self._lost(follower, HubUnreachable("silent"))
+                self._lost(standby, HubUnreachable("silent"))
         elif not self.searches and self.clock() >= self.search_s:
             self.searches = True
-            self._gather(self.process, lambda: self._found(follower))
+            self._gather(self.process, lambda: self._found(standby))
         if self.clock() - self.confirmed_s > CONFIRM_S:
-            self._confirm(follower)
+            self._confirm(standby)
 
-    def _found(self, follower):
+    def _found(self, standby):
         self.searches = False
-        if self.process is None or self.process._standby is not follower or follower.leading is not None:
+        if self.standby is standby:
+            leader = standby.leader()
+            self._open(standby, leader) if leader else self._lost(standby, None)
+
+    def _open(self, standby, leader):
+        self.said_s = self.clock()
+        try:
+            request = standby.tail_request(leader[1])
+        except Exception as error:
+            return self._lost(standby, error)
+        self.stream = stream = Stream(self, standby, leader)
+        other = stream.leader
+        self.world.carry(self, other, lambda: other.awake(other.life, stream.begin, request))
+
+    def take(self, stream, item):
+        """Take what has come in a stream: a part of the journal, or what has ended it; None: it has ended."""
+        standby, leader = stream.standby, stream.leader.address
+        if self.stream is not stream or self.standby is not standby:
             return
-        if (leader := follower.leader()) is None:
-            self._lost(follower, None)
-        else:
-            self._open(follower, leader)
-
-    def _open(self, follower, leader):
-        address, term = leader
-        other = next(one for one in self.others if one.address == address)
-        try:
-            request = follower.tail_request(term)
-        except Exception as error:
-            return self._lost(follower, error)
-        opened = SimpleNamespace(leader=leader)
-        self.stream = opened
         self.said_s = self.clock()
-
-        def take(stream, item):
-            if self.stream is opened and self.process is not None and follower.leading is None:
-                opened.is_open, opened.leader_host = True, other
-                self._take(follower, stream, item, leader)
-
-        def reach():
-            other.awake(other.life, other.open_stream, self, request, take)
-
-        opened.is_open = False
-        self.world.carry(self, other, reach)
-
-    def _take(self, follower, stream, item, leader):
-        self.said_s = self.clock()
-        address, term = leader
         if item is None or isinstance(item, Exception):
-            stream.is_open = False
-            return self._lost(follower, item)
+            return self._lost(standby, item)
         try:
-            goes_on = follower.take(item, term, address)
+            goes_on = standby.take(item, stream.term, leader)
         except Exception as error:
-            stream.is_open = False
-            return self._lost(follower, error)
+            return self._lost(standby, error)
         if not goes_on:
             stream.is_open = False
-            return self._open(follower, leader)
-        if not self.confirms:
-            self.confirms += 1
-            self.after(0.1, self._confirm_soon, follower)
+            self._open(standby, (leader, stream.term))
+        elif not self.confirms:
+            self.confirms = True
+            self.after(0.1, self._confirm, standby)
 
-    def _lost(self, follower, ended):
-        self.stream = None
+    def _lost(self, standby, ended):
+        if self.stream is not None:
+            self.stream.is_open, self.stream = False, None
         try:
-            self.search_s = self.clock() + follower.lost_leader(ended)
+            self.search_s = self.clock() + standby.lost_leader(ended)
         except Exception as error:
-            follower._fail(error)
+            standby._fail(error)
 
-    def _confirm_soon(self, follower):
-        self.confirms = 0
-        if self.process is not None and self.process._standby is follower and follower.leading is None:
-            while follower.apply():
-                pass
-            self._confirm(follower)
-
-    def _confirm(self, follower):
-        if self.stream is None or not follower.term:
+    def _confirm(self, standby):
+        self.confirms = False
+        if self.standby is not standby or self.stream is None or not standby.term:
             return
+        while standby.apply():
+            pass
         try:
-            request = follower.confirmer.request(follower.term)
+            request = standby.confirmer.request(standby.term)
         except Exception as error:
-            return follower._fail(error)
+            return standby._fail(error)
         if request is None:
             return
         self.confirmed_s = self.clock()
-        leader = next(one for one in self.others if one.address == self.stream.leader[0])
 
         def then(answer):
-            if self.process and self.process._standby is follower and follower.confirmer.answered(answer):
-                follower.ask_for_votes(invited=True)
+            if self.standby is standby and standby.confirmer.answered(answer):
+                standby.ask_for_votes(invited=True)
 
-        self.call(leader, "confirm", request, then=then)
+        self.call(self.stream.leader, "confirm", request, then=then)

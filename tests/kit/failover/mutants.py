@@ -121,6 +121,9 @@ MUTANTS = {
     "the term of a refusal is believed without a bound": unbounded,
     "a vote is given before its write has succeeded": [(Leadership, "_deciding", deciding)],
     "a leader without room leads on": [(LeadingHub, "_resign", lambda self: None)],
+    "a leader that has given up its lease asks for votes at once": [
+        (Replica, "resign", lambda self, now: self.step_down())
+    ],
     "no fdatasync before a confirmation": [(Mirror, "sync", sync)],
     "a leader streams what it has not synced": [(driver, "stream_journal", stream)],
     "other records are not compared": [(receipts.Receipts, "has", has)],

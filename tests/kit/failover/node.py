@@ -1,5 +1,7 @@
 """A node of the simulation: it joins, pushes, reports, and votes with the elector of production."""
 
+from contextlib import suppress
+
 import numpy as np
 
 from aedit.proto.agent.membership import Elector
@@ -23,7 +25,7 @@ class SimNode(Process):
         self.file = SimPath(f"/n{number}/votes.json")
         self.who, self.hub, self.acked, self.seq = pb.Who(run="run"), hubs[0], 0, 0
         self.receipt, self.seen = pb.Receipt(), (0, 0, 0)
-        self.is_member = self.may_join = True
+        self.is_member = True
         self.version = self.count = 0
         self.brings = False
 
@@ -126,7 +128,7 @@ class SimNode(Process):
                 self.count += 1
                 self._note_receipt(reply.receipt)
 
-        self.call(hub, "push", head, memoryview(data), then=pushed, timeout_s=3.0)
+        self.call(hub, "push", head, data, then=pushed, timeout_s=3.0)
 
     def _note_receipt(self, receipt):
         if (receipt.segment, receipt.offset) > (self.receipt.segment, self.receipt.offset):
@@ -163,11 +165,10 @@ class SimNode(Process):
         self.turn += 1
         self._vote(self.hubs[self.turn % len(self.hubs)])
 
-    def _vote(self, hub, answer=None, asked=None, count=0):
+    def _vote(self, hub):
         if self.is_asking:
             return
-        self.is_asking = True
-        request = pb.TakeOverRequest(who=self.who, answer=answer or self.votes.shown)
+        self.is_asking, offering = True, self.votes.offering(self.who, self.seen)
 
         def answered(reply):
             self.is_asking = False
@@ -176,13 +177,14 @@ class SimNode(Process):
             if reply.leads and reply.term >= self.who.term:
                 self.is_member = self.is_member and hub is self.hub and reply.term == self.who.term
                 self.hub, self.heard_s, self.who.term = hub, self.clock(), reply.term
-            if reply.HasField("asks") and reply.asks != asked and count < 3:
-                own = self.votes.answer(reply.asks, self.who.term, self.seen)
-                if own.granted:
+            with suppress(StopIteration):
+                request = offering.send(reply)
+                if request.answer.granted:
                     self._check_vote(hub, reply.asks)
-                self._vote(hub, own, reply.asks, count + 1)
+                self.is_asking = True
+                self.call(hub, "take_over", request, then=answered)
 
-        self.call(hub, "take_over", request, then=answered)
+        self.call(hub, "take_over", next(offering), then=answered)
 
     def _check_vote(self, hub, asks):
         hub.accounts.supports(self.identity, asks.proposer, asks.ballot.term)

@@ -1,4 +1,4 @@
-"""Virtual time, a network that loses, delays, repeats and reorders, and the accounts of what was promised.
+"""Virtual time, processes, and a network that loses, delays, repeats and reorders.
 
 Deterministic: a history is its seed and its list of faults.
 """
