@@ -218,7 +218,7 @@ class HubExchange:
         self._places: list[UnitProgress] = []
         self._under_way: dict[int, PendingPush] = {}
         self._distrusted: frozenset[int] = frozenset()
-        self._left = False
+        self._left = self._traces = False
 
     @classmethod
     def join(
@@ -232,6 +232,8 @@ class HubExchange:
         directory: str | Path | None = None,
         drafter: TrainedApart | None = None,
         tokens_per_step: int = 0,
+        traces: str = "",
+        trace_ratio: float = 1.0,
     ) -> "HubExchange":
         """Return the exchange of a node of the run that the hub at `address` leads.
 
@@ -253,13 +255,22 @@ class HubExchange:
             drafter: An `OnlineDrafter` that the nodes of the run share; the hub has `drafter.kind = "layer"`
                 then.
             tokens_per_step: Tokens of the whole node in an inner step, for runs that weigh pushes by them.
+            traces: URL of an OTLP receiver over HTTP, which gets a trace of each push until the node leaves;
+                empty: no traces. Needs the extra `otel`.
+            trace_ratio: Share of the pushes that are traced, chosen at random.
 
         Raises:
             ValueError: No hub answers within 10 seconds, it refuses this node, the keys cannot be read, or
                 the model does not have the units that the run names.
         """
         options = HubNodeOptions(
-            name=name, keys=keys, num_samples=num_samples, directory=directory, drafter=drafter
+            name=name,
+            keys=keys,
+            num_samples=num_samples,
+            directory=directory,
+            drafter=drafter,
+            traces=traces,
+            trace_ratio=trace_ratio,
         )
         return cls.of(address, model, options, tokens_per_step)
 
@@ -268,8 +279,13 @@ class HubExchange:
         cls, address: str, model: nn.Module, options: HubNodeOptions, tokens_per_step: int = 0
     ) -> "HubExchange":
         """Return what `join` returns, with all options of the node."""
-        shared = shared_drafter(model, options)
-        link, settings, units = open_link(address, model, options, shared)
+        shared, was_traced = shared_drafter(model, options), traces.is_on()
+        try:
+            link, settings, units = open_link(address, model, options, shared)
+        except ValueError:
+            if not was_traced:
+                traces.end_traces()
+            raise
         exchange = cls(
             link,
             max_steps_ahead=settings.hub.max_steps_ahead,
@@ -278,6 +294,7 @@ class HubExchange:
             timeout_s=settings.edit.timeout_s,
         )
         exchange.joined_units = units
+        exchange._traces = traces.is_on() and not was_traced
         if shared is not None and options.drafter is not None:
             shared.attach(exchange)
             shared.connect(options.drafter, shards_of(list(model.parameters())))
@@ -496,6 +513,7 @@ class HubExchange:
         self.before_leaving()
         if self.shards.leads:
             self.link.leave(self.timeout_s)
+        self._end_traces()
 
     def withdraw(self) -> None:
         """Leave within 10 seconds, so that the hub need not wait until this node counts as lost."""
@@ -510,11 +528,19 @@ class HubExchange:
             self._report_used()
             if self.shards.leads:
                 self.link.leave(self.timeout_s)
+        self._end_traces()
 
     def close(self) -> None:
         """End the node's agent, if the exchange is not entered after all. The hub gets no notice."""
         if isinstance(self.link, AgentLink):
             self.link.stop()
+        self._end_traces()
+
+    def _end_traces(self) -> None:
+        """Export what is left of the traces that began with this exchange."""
+        if self._traces:
+            self._traces = False
+            traces.end_traces()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the histories of the node's norms, and the residuals of its codec.

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 import aedit
+from aedit import traces
 from aedit.async_sgd.rules import DRAFTER, HubConfig
 from aedit.edit import flat_layout
 from aedit.edit.config import EditConfig
@@ -29,7 +30,7 @@ from aedit.edit.units import SyncUnit, find_units
 from aedit.edit.waiting import Waiter
 from aedit.proto.agent import AgentLink, AgentPlan, Link, Progress, attach_agent, rejoin_secret, start_agent
 from aedit.proto.rpc import HelloReply
-from aedit.types import UnitLayout, UserError
+from aedit.types import Share, UnitLayout, UserError, check_url, checked
 
 Positions = NDArray[np.int64]
 T = TypeVar("T")
@@ -226,6 +227,7 @@ class StepReport:
             self.link.tell(replace(self._progress, loss=self.loss, used=used, drawn=self.drawn))
 
 
+@checked()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubNodeOptions:
     """The options that each node sets for itself."""
@@ -244,6 +246,13 @@ class HubNodeOptions:
     """Place of the network traffic: a process of its own, or a thread."""
     drafter: TrainedApart | None = None
     """Drafter that the nodes of the run share."""
+    traces: str = ""
+    """URL of an OTLP receiver over HTTP that gets the traces of the pushes; empty: no traces."""
+    trace_ratio: Share = 1.0
+    """Share of the pushes that are traced."""
+
+    def __post_init__(self) -> None:
+        check_url("traces", self.traces)
 
 
 def open_link(
@@ -278,6 +287,7 @@ def open_link(
 
     def start() -> str:
         nonlocal link
+        traces.begin(options.traces, "node", ratio=options.trace_ratio, run=settings.run, node=options.name)
         link = start_agent(plan, ranks=shards.size, mode=options.agent)
         return link.path
 
@@ -335,6 +345,7 @@ def node_plan(
         rejoin=rejoin_secret(Path(options.directory) / "rejoin" if options.directory else None),
         codec=hub.codec,
         codec_down=hub.codec_down,
+        traces=options.traces,
         keys=str(options.keys or ""),
         donor="127.0.0.1:0" if hub.address.startswith("127.") and not options.keys else "",
         heartbeat_s=hub.heartbeat_s,

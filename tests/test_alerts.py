@@ -16,7 +16,7 @@ from test_views import Writer
 
 from aedit.launch.cli import main
 from aedit.launch.config import AlertConfig, RunConfig, load, of_this_machine
-from aedit.launch.records import Alerts, Clock, HubWatch, NodeWatch, Recorder, RLMetric, read_run
+from aedit.launch.records import Alerts, Clock, HubWatch, NodeAlerts, NodeWatch, Recorder, RLMetric, read_run
 from aedit.launch.records.alerts import AcceptedPushes, of_disk
 from aedit.launch.records.recorder import Tracker
 from aedit.types import UserError
@@ -145,6 +145,23 @@ def test_an_alert_is_one_event_at_its_begin_one_at_its_end_and_goes_to_trackers(
     assert read_run(tmp_path).nodes[0].alerts == ()  # a new process looks anew
 
 
+def test_a_node_whose_pushes_are_not_accepted_any_more_gives_an_alert_to_its_trackers(tmp_path):
+    numbers = []
+    tracker = Tracker("kept", lambda values, step: numbers.append((values, step)), lambda: None)
+    out = Recorder(tmp_path / "nodes" / "0", Clock(lambda: 5.0), writes=True, trackers=lambda: [tracker])
+    config = AlertConfig(disk_bytes=0)
+    node = NodeAlerts(config, tmp_path, Alerts(config, "run", "node 0", out.event))
+    for t in range(200):
+        # A push is accepted every 4 s, and none from 80 s to 150 s: ten intervals are 40 s.
+        accepted = min(t, 80) // 4 + max(0, t - 150)
+        node.look(2.0, None, t, accepted=accepted, spent_s=float(t))
+    out.close()
+    assert numbers == [
+        ({"alert/pushes": 1.0, "step": 120}, 120),
+        ({"alert/pushes": 0.0, "step": 151}, 151),
+    ]
+
+
 def test_active_alerts_are_in_status_and_on_the_page(tmp_path, capsys):
     writer = Writer(tmp_path, 3)
     writer.start()
@@ -211,7 +228,10 @@ def test_a_wrong_url_gets_one_line_that_does_not_show_it(tmp_path, url):
 def test_a_node_records_a_loss_that_is_not_finite(tmp_path):
     config = config_of(tmp_path, train__steps=3, alerts__disk_bytes=1 << 60, drafter__kind="off")
 
+    nodes = []
+
     def spoil(node):
+        nodes.append(node)
         original, steps = node.meter.mean_loss, []
 
         def mean_loss(shards):
@@ -226,6 +246,8 @@ def test_a_node_records_a_loss_that_is_not_finite(tmp_path):
     run(config, spoil)
     kinds = [event["kind"] for event in records(config, "events") if event["event"] == "alert"]
     assert kinds == ["disk", "loss"]
+    landed = [event for event in records(config, "events") if event["event"] == "round"]
+    assert nodes[0].num_accepted == len(landed) > 0
 
 
 def test_a_real_hub_gives_its_alerts_to_status_and_webhook_and_its_webhook_to_no_node(tmp_path, capsys):

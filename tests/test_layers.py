@@ -82,6 +82,7 @@ MAY_IMPORT = {
         *WEIGHTS,
     ),
     "spec_rollout.http": (
+        "traces",
         *(f"spec_rollout.{part}" for part in ("server", "engine", "sampling")),
         "types",
         "system",

@@ -28,7 +28,7 @@ from test_views import Writer, full_run
 
 from aedit.launch.cli import main
 from aedit.launch.cli.keys import make_keys
-from aedit.launch.records import RunFollower, read_run
+from aedit.launch.records import RunFollower, read_run, reader
 from aedit.launch.views.page.contents import as_json, contents
 from aedit.launch.views.page.histories import BINS
 from aedit.launch.views.page.html import LICENSE, asset, file_page, live_page
@@ -286,6 +286,62 @@ def test_a_long_file_that_grows_is_followed_to_its_newest_line(tmp_path):
     assert len(metrics) <= 64  # also in memory
 
 
+def long_run(run_dir, judged=None, resumed_at=None):
+    """Write two nodes of 4,000 rounds without a hub, of four fragments; the first one evaluates.
+
+    judged: Units of node 1 that are distrusted, and rolled back, by round. resumed_at: Round after which a
+    second attempt repeats the others, without any.
+    """
+    for index in (0, 1):
+        node = Writer(run_dir, index)
+        node.start()
+        lines = [(id, True) for id in range(1, 4001)]
+        if resumed_at is not None:
+            lines += [(id, False) for id in range(resumed_at + 1, 4001)]
+        with (node.dir / "events.jsonl").open("a") as file:
+            for place, (id, is_first) in enumerate(lines):
+                t = float(place)
+                if is_first is False and lines[place - 1][1]:
+                    start = {"t": t - 0.5, "event": "start", "attempt": 1, "step": 10 * resumed_at}
+                    file.write(json.dumps(start) + "\n")
+                distrusted, rolled_back = (judged or {}).get(id, ([], [])) if index and is_first else ([], [])
+                line = {"t": t, "event": "round", "id": id, "step": 10 * id, "nodes": 2}
+                line |= {"bytes": bytes_of(id, index), "norms": [0.5] * 8, "weights": [0.5] * 8}
+                line |= {"distrusted": distrusted, "effective_nodes": [2.0] * 8, "rolled_back": rolled_back}
+                file.write(json.dumps(line) + "\n")
+                if not index and not id % 3:
+                    file.write(json.dumps({"t": t, "event": "eval", "step": 10 * id, "loss": 2.0}) + "\n")
+    return run_dir
+
+
+def bytes_of(id, node):
+    return 1000 * (id % 4) + 100 * node + id // 1000
+
+
+def test_the_bytes_of_a_round_are_those_of_all_nodes_however_few_rounds_are_read(tmp_path):
+    follower = RunFollower(long_run(tmp_path), 32)
+    run = follower.poll()
+    sizes = [node._events_tail.read_bytes for node in follower._nodes.values()]
+    assert all(size > 4 * reader.WHOLE_BYTES for size in sizes)
+    assert all(len(node.rounds) < 400 for node in run.nodes)
+    ids, curves = chart(json.loads(as_json(contents(run))), "bytes")
+    assert curves["all nodes"] == [bytes_of(id, 0) + bytes_of(id, 1) for id in ids]
+    assert {id % 4 for id in ids} == {0, 1, 2, 3}, "rounds of each fragment"
+    assert ids[-1] == 4000
+    older = [id for id in ids if id <= 3800]
+    assert 16 <= len(older) <= 64
+    assert max(after - before for before, after in pairwise([0, *older])) < 4 * 4000 / 32
+
+
+@pytest.mark.parametrize("resumed_at", [None, 2000])
+def test_each_distrusted_unit_is_counted_however_few_rounds_are_read(tmp_path, resumed_at):
+    judged = {7: ([1, 2], []), 1500: ([3], [5, 6]), 3000: ([0], [])}
+    page = page_of(long_run(tmp_path, judged, resumed_at), 32)
+    num_distrusted = 4 if resumed_at is None else 3
+    assert table(page, "refused") == [["1", "distrusted", str(num_distrusted)], ["1", "rolled back", "2"]]
+    assert section(page_of(tmp_path, None), "refused") == section(page, "refused")
+
+
 def test_without_a_limit_every_line_is_read(tmp_path):
     writer = Writer(tmp_path, 0)
     writer.start()
@@ -455,6 +511,43 @@ def test_events_bring_what_a_run_has_written_since(tmp_path):
             assert table(update(), "nodes")[0][2] == "77"
 
 
+def test_a_browser_that_has_the_newest_page_gets_the_next_one_first(tmp_path):
+    """It names what it has in the address, and after a lost connection as the id of the last event."""
+    writer = Writer(tmp_path, 0)
+    writer.start()
+    writer.metric(1.0, step=1)
+    runs = [read_run(tmp_path)]
+
+    @contextmanager
+    def events(path, headers):
+        with closing(http.client.HTTPConnection(host, int(port), timeout=60)) as call:
+            call.request("GET", path, headers=headers)
+            yield call.getresponse()
+
+    def update(answer):
+        lines = []
+        while not lines or not lines[-1].startswith("data: "):
+            lines.append(answer.readline().decode().strip())
+        return lines[-2].removeprefix("id: "), json.loads(lines[-1].removeprefix("data: "))
+
+    with serving(lambda: runs[-1]) as address:
+        host, _, port = address.rpartition(":")
+        (have,) = re.findall(r'data-have="(\w+)"', get(address)[2])
+        with events("/events", {}) as answer:
+            first, page = update(answer)
+        assert (first, table(page, "nodes")[0][2]) == (have, "1")
+        with events(f"/events?have={have}", {}) as answer:
+            assert answer.readline() == b":\n"
+            writer.metric(2.0, step=77)
+            runs.append(read_run(tmp_path))
+            second, page = update(answer)
+        assert table(page, "nodes")[0][2] == "77"
+        with events(f"/events?have={have}", {"Last-Event-ID": second}) as answer:
+            assert answer.readline() == b":\n"
+        with events(f"/events?have={second}", {"Last-Event-ID": have}) as answer:
+            assert table(update(answer)[1], "nodes")[0][2] == "77"
+
+
 def test_a_run_that_cannot_be_read_any_more_is_shown_as_it_was_with_the_reason(tmp_path):
     run = read_run(text_run(tmp_path))
     calls = []
@@ -580,7 +673,7 @@ def test_the_command_serves_until_a_signal(tmp_path):
             host, _, port = address.rpartition(":")
             with closing(http.client.HTTPConnection(host, int(port), timeout=60)) as call:
                 call.request("GET", "/events")  # a page that is open ends with the server, without noise
-                assert call.getresponse().readline().startswith(b"data: ")
+                assert call.getresponse().readline().startswith(b"id: ")
                 process.send_signal(signal.SIGTERM)
                 assert process.wait(60) == 0
             assert process.stderr.read() == ""

@@ -4,36 +4,47 @@ The endpoint is a receiver of OTLP over HTTP that reads the protocol with OpenTe
 """
 
 import contextlib
+import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 from collections import Counter
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from kit.hub_process import real_hub
 from kit.hub_processes import Client, HubProcess, ending, hello, status, write_run
 from kit.places import LIMIT_S, Place
 from kit.rl_hub import NodeThread, hub_of
 from kit.rl_nodes import config_of
 from kit.rollout_servers import TrainerEnd, tiny_server
 from kit.rollouts import prompts_of, tiny_policy
-from kit.served_runs import ServeProcess
+from kit.served_models import saved
+from kit.served_runs import ServeProcess, write_served_run
+from kit.serving import ask, byte_tokenizer, served, text_policy
 from kit.waiting import until
 from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from test_own_hub_loop import HUB, Net, steps
 
 from aedit import traces
-from aedit.launch.cli import main
+from aedit.edit import HubExchange, LayerSync
+from aedit.launch.cli import main, serve_model
 from aedit.launch.config import RunConfig, TraceConfig, load, of_this_machine
 from aedit.launch.hub.folder import pushes_of
 from aedit.launch.node.rl_groups import GroupStream
 from aedit.proto.rpc import client as rpc_client
+from aedit.spec_rollout.server.tickets import Priority
 from aedit.types import UserError
 
 
@@ -212,38 +223,17 @@ def test_a_push_is_one_trace_over_trainer_agent_hub_and_standby(tmp_path):
 
 # -- a rollout
 
-SERVED = """
-name = "x"
-dir = "{dir}"
-device = "cpu"
-[model]
-sizes = {{ hidden_size = 32, intermediate_size = 48, num_hidden_layers = 1, num_attention_heads = 2 }}
-[data]
-seq_len = 64
-[train]
-steps = 100000
-[prompts]
-source = "aedit.spec_rollout.rl.tasks.arithmetic:rows"
+OF_A_SERVED_RUN = """
 [rl]
 servers = "hub"
 groups = 2
 group_size = 2
 eval_every = 0
-[rl.sampling]
-max_new_tokens = 8
-[drafter]
-kind = "off"
 [edit]
 every = 2
 landing = "arrival"
-[hub]
-address = "127.0.0.1:0"
-expire_s = 600.0
-quorum = 1
-[serve]
-rows = 4
 [traces]
-endpoint = "{more}"
+endpoint = "{url}"
 """
 
 
@@ -287,11 +277,12 @@ def test_a_group_is_one_trace_from_request_to_training_and_the_pushes_that_have_
 def test_a_sample_of_a_server_is_below_its_group_over_all_processes(tmp_path):
     place = Place(tmp_path)
     with collector() as found, ending():
-        hub = HubProcess(write_run(tmp_path, found.url, template=SERVED), tmp_path / "run" / "hub")
+        toml = write_served_run(tmp_path, drafter="off", more=OF_A_SERVED_RUN.format(url=found.url))
+        hub = HubProcess(toml, tmp_path / "run" / "hub")
         endpoint = f"--traces.endpoint={found.url}"
         server = ServeProcess(hub.address, tmp_path, endpoint)
         try:
-            until(lambda: list(tmp_path.glob("x/servers/s1/events.jsonl")), "the server", LIMIT_S)
+            until(lambda: list(tmp_path.glob("run/servers/s1/events.jsonl")), "the server", LIMIT_S)
             node = place.aedit("join", hub.address, endpoint, f"--dir={tmp_path}/node", "--device=cpu")
 
             def is_there():
@@ -402,6 +393,223 @@ def test_a_server_takes_each_sample_whatever_trace_its_trainer_names():
     assert (span.facts["aedit.sample"], span.facts["aedit.tokens"]) == (len(INVALID), 4)
 
 
+# -- requests over HTTP
+
+TEXT_ROUTES = {
+    "/v1/completions": {"prompt": "the quick brown", "max_tokens": 6, "n": 2, "ignore_eos": True},
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": "the"}],
+        "max_tokens": 6,
+        "n": 2,
+        "ignore_eos": True,
+    },
+    "/inference/v1/generate": {
+        "token_ids": [5, 6, 7],
+        "sampling_params": {"max_tokens": 6, "n": 2, "ignore_eos": True},
+    },
+}
+
+
+@contextmanager
+def traced_server(found, ratio=1.0, **options):
+    """Serve a tiny policy over HTTP in this process, whose traces go to the collector."""
+    tokenizer = byte_tokenizer()
+    with served(text_policy(tokenizer), tokenizer, **options) as (service, address):
+        traces.begin(found.url, "serve", ratio=ratio)
+        yield service, address
+    traces.end_traces()
+
+
+def children(found, parent, name):
+    return [span for span in found.named(name) if (span.trace, span.parent) == (parent.trace, parent.id)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_over_http_goes_on_with_the_trace_of_its_client(stream):
+    with collector() as found, traced_server(found) as (service, address):
+        for path, body in TEXT_ROUTES.items():
+            status, _, _ = ask(address, path, body | {"stream": stream}, headers={"traceparent": VALID})
+            assert status == 200
+        version = service.engine.version
+    requests = {span.facts["aedit.route"]: span for span in found.named("server: request")}
+    assert requests.keys() == TEXT_ROUTES.keys()
+    for request in requests.values():
+        assert (request.trace.hex(), request.parent.hex()) == tuple(VALID.split("-")[1:3])
+        assert (request.process["service.name"], request.facts["aedit.status"]) == ("aedit-serve", 200)
+        generated = children(found, request, "server: generate")
+        assert [span.facts["aedit.tokens"] for span in generated] == [6, 6]
+        assert {span.facts["aedit.version"] for span in generated} == {version}
+        assert {span.facts["aedit.finish"] for span in generated} == {"length"}
+        for span in generated:
+            (queue,) = children(found, span, "server: queue")
+            assert request.begin <= span.begin <= queue.begin <= queue.end <= span.end <= request.end
+    assert len(found.spans) == 3 * (1 + 2 + 2)
+
+
+def test_a_sample_that_waits_for_a_row_is_queued_until_another_one_has_ended():
+    with collector() as found, traced_server(found, rows=1) as (_, address):
+        ask(address, "/v1/completions", TEXT_ROUTES["/v1/completions"])
+    (request,) = found.named("server: request")
+    first, second = sorted(children(found, request, "server: generate"), key=lambda span: span.end)
+    (of_first,), (of_second,) = (children(found, span, "server: queue") for span in (first, second))
+    assert of_first.end <= first.end <= of_second.end <= second.end
+
+
+def test_a_sample_that_gives_its_row_to_a_trainer_is_queued_twice():
+    steps, receiver = [], SimpleNamespace(tokens=lambda *_: None, ended=lambda *_: None)
+
+    def between_steps():
+        steps.append(1)
+        if len(steps) == 3:
+            (prompt,) = prompts_of(1, max_new_tokens=2)
+            service.host.submit("model", prompt, receiver, priority=Priority.RUN)
+
+    options = {"rows": 1, "between_steps": between_steps}
+    with collector() as found, traced_server(found, **options) as (service, address):
+        body = TEXT_ROUTES["/v1/completions"] | {"n": 1}
+        assert ask(address, "/v1/completions", body)[2]["usage"]["completion_tokens"] == 6
+    (request,) = found.named("server: request")
+    (generated,) = children(found, request, "server: generate")
+    assert generated.facts["aedit.tokens"] == 6, "each token is counted once"
+    before, after = sorted(children(found, generated, "server: queue"), key=lambda span: span.begin)
+    assert before.end < after.begin
+    assert len(found.named("server: generate")) == 1, "a trainer that names no trace has none"
+
+
+def test_only_a_sampled_trace_of_a_client_is_followed_and_others_begin_by_the_ratio():
+    body = TEXT_ROUTES["/v1/completions"] | {"n": 1}
+
+    def requests(ratio, *values):
+        with collector() as found, traced_server(found, ratio) as (_, address):
+            host, _, port = address.rpartition(":")
+            for traceparents in values:
+                with contextlib.closing(HTTPConnection(host, int(port), timeout=LIMIT_S)) as call:
+                    call.putrequest("POST", "/v1/completions")
+                    for text in traceparents:
+                        call.putheader("traceparent", text)
+                    call.putheader("content-length", str(len(data := json.dumps(body).encode())))
+                    call.endheaders(data)
+                    assert call.getresponse().status == 200
+        return [span.trace.hex() if span.parent else "" for span in found.named("server: request")]
+
+    theirs = VALID.split("-")[1]
+    assert requests(0.0, [VALID], [], [VALID.upper()], [VALID, VALID]) == [theirs]
+    unsampled, longer = VALID[:-1] + "0", "00-" + "a" * 6000
+    assert requests(1.0, [unsampled], [longer], [VALID, VALID], [], [VALID]) == ["", "", "", theirs]
+
+
+def test_a_refused_request_is_a_span_with_its_status_and_one_without_a_key_is_none():
+    with collector() as found, traced_server(found, keys=("key",)) as (_, address):
+        path, key = "/v1/completions", {"authorization": "Bearer key"}
+        assert ask(address, path, {"prompt": ""}, headers=key)[0] == 400
+        assert ask(address, path, TEXT_ROUTES[path], headers={"traceparent": VALID})[0] == 401
+        assert ask(address, "/v1/models", headers=key)[0] == 200
+        scored = {"prompt": "the quick", "max_tokens": 0, "echo": True, "logprobs": 1}
+        answer = ask(address, path, scored, headers=key)[2]
+    refused, accepted = found.named("server: request")
+    assert [refused.facts["aedit.status"], accepted.facts["aedit.status"]] == [400, 200]
+    assert not children(found, refused, "server: generate")
+    (score,) = children(found, accepted, "server: score")
+    assert score.facts["aedit.tokens"] == answer["usage"]["prompt_tokens"]
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield saved("llama", tmp_path / "model")
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_a_served_model_directory_sends_traces(model_folder, monkeypatch):
+    servers, original, answers = [], serve_model.start_servers, []
+
+    def start_servers(*arguments):
+        servers.extend(found := original(*arguments))
+        return found
+
+    def client():
+        try:
+            until(lambda: servers, "the server")
+            body = {"prompt": "t1 t2", "max_tokens": 3, "ignore_eos": True}
+            answers.append(ask(servers[0].address, "/v1/completions", body)[0])
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(serve_model, "start_servers", start_servers)
+    with collector() as found:
+        thread = threading.Thread(target=client)
+        thread.start()
+        code = main(
+            ["serve", str(model_folder), "--port=0", f"--traces.endpoint={found.url}", "--device=cpu"]
+        )
+        thread.join(LIMIT_S)
+    assert (code, answers) == (0, [200])
+    (request,) = found.named("server: request")
+    assert request.process["aedit.model"] == "model"
+    (generated,) = children(found, request, "server: generate")
+    assert generated.facts["aedit.tokens"] == 3
+    assert not traces.is_on()
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--traces.ratio=0.5"], "flag: traces.ratio has no effect with traces.endpoint"),
+        (["--traces.endpoint=ftp://h/secret"], "traces.endpoint must be an http:// or https:// URL"),
+        (
+            ["--traces.endpoint=http://127.0.0.1:1/v1/traces"],
+            "needs OpenTelemetry: pip install 'aedit[otel]'",
+        ),
+    ],
+)
+def test_wrong_traces_of_a_served_model_are_one_line(model_folder, monkeypatch, capsys, words, text):
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
+    assert main(["serve", str(model_folder), "--device=cpu", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("aedit: ")
+    assert text in line
+    assert "secret" not in line.replace("may be secret", "")
+
+
+# -- a loop of one's own
+
+
+@pytest.mark.filterwarnings("ignore:buffers of this model change")
+def test_a_loop_of_ones_own_gives_the_trace_of_each_push(tmp_path):
+    with collector() as found, real_hub(tmp_path, f'{HUB}[traces]\nendpoint = "{found.url}"\n') as hub:
+        model = Net(1)
+        exchange = HubExchange.join(hub.address, model, name="a", tokens_per_step=7, traces=found.url)
+        sync = LayerSync.of(model, torch.optim.SGD(model.parameters(), lr=0.1), exchange=exchange)
+        with sync:
+            steps(sync, torch.Generator().manual_seed(1), 7)
+        assert not traces.is_on(), "they end with the exchange"
+        accepted = {(push.unit, push.seq) for push in pushes_of(tmp_path / "hub") if push.base}
+        until(lambda: len(found.named("hub: push")) >= len(accepted), "the spans of the hub", LIMIT_S)
+    traced = set()
+    for push in found.named("push"):
+        assert (push.process["service.name"], push.process["aedit.node"]) == ("aedit-node", "a")
+        assert (push.parent, push.facts["aedit.verdict"]) == (b"", "MERGED")
+        (sent,) = children(found, push, "agent: push")
+        assert sent.process["service.name"] == "aedit-agent"
+        (received,) = children(found, sent, "hub: push")
+        traced.add((received.facts["aedit.unit"], received.facts["aedit.seq"]))
+    assert traced == accepted
+    assert accepted
+
+
+def test_wrong_traces_of_a_loop_of_ones_own_are_an_error_without_the_url(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="traces must be an http:// or https:// URL") as caught:
+        HubExchange.join("127.0.0.1:1", Net(1), name="a", traces="ftp://secret")
+    assert "//secret" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"trace_ratio must be in \[0, 1\], got 2"):
+        HubExchange.join("127.0.0.1:1", Net(1), name="a", trace_ratio=2)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
+    with real_hub(tmp_path, HUB) as hub, pytest.raises(ValueError, match="pip install 'aedit"):
+        HubExchange.join(hub.address, Net(1), name="a", traces="http://127.0.0.1:1/")
+    assert not traces.is_on()
+
+
 # -- the endpoint
 
 
@@ -445,6 +653,7 @@ def test_an_endpoint_that_does_not_answer_stops_nothing_and_what_it_costs_is_cou
         traces.end_traces()
     seen = {(span.trace, span.id) for span in found.spans}
     assert len(seen) == len(found.spans) >= traces.MOST_WAITING
+    assert len(seen) <= traces.MOST_WAITING + 512, "one batch may have been on its way"
     assert len(seen) + dropped(log) == 10 + 3 * traces.MOST_WAITING
 
 

@@ -239,7 +239,8 @@ def _serve_model(options: Options) -> int:
     from aedit.launch.cli.arguments import check_model_folder
     from aedit.launch.cli.service_options import check_model_options, model_flags
 
-    options.device, options.vllm = model_flags(options)
+    config = model_flags(options)
+    options.device, options.vllm, options.traces = config.device, config.rollout.vllm, config.traces
     check_model_options(options)
     check_model_folder(options.place)  # before torch is imported
     from aedit.launch.cli.serve_model import serve_model

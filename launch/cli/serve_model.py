@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from aedit import traces
 from aedit.child import StopSignals
 from aedit.launch.cli.export import FOLDER
 from aedit.launch.cli.generate import AUTO, drafting_engine
@@ -37,17 +38,22 @@ def serve_model(options: Namespace) -> int:
     keep_one_arena()
     addresses = _addresses(options)
     stop = StopSignals()
+    wanted, name = options.traces, options.served_name or Path(options.place).resolve().name
+    traces.begin(wanted.endpoint, "serve", ratio=wanted.ratio, model=name)
+    try:
+        return _serve(options, addresses, stop, name)
+    finally:
+        traces.end_traces()
+
+
+def _serve(options: Namespace, addresses: Addresses, stop: StopSignals, name: str) -> int:
     policy = read_directory(options.place, Path(options.place))
     make = _vllm_engine if options.engine == "vllm" else _engine
     engine = make(policy, options)
     host = EngineHost(HostLimits(max_waiting_public=options.max_waiting))
     host.open(LINE, lambda: engine)
     service = HttpService(
-        host=host,
-        line=LINE,
-        codec=TextCodec(policy.tokenizer),
-        model=options.served_name or Path(options.place).resolve().name,
-        eos=policy.stop_tokens,
+        host=host, line=LINE, codec=TextCodec(policy.tokenizer), model=name, eos=policy.stop_tokens
     )
     service.metrics.follow(host.status)
     servers = start_servers(service, addresses)

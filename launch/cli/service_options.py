@@ -4,6 +4,7 @@ Imports no torch.
 """
 
 import argparse
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from aedit.system import host_name
 from aedit.types import UserError, name_fault
 
 if TYPE_CHECKING:
-    from aedit.launch.config import VllmConfig
+    from aedit.launch.config import RunConfig
     from aedit.launch.serve import ServeRequest
 
 
@@ -215,24 +216,27 @@ def refuse_options(command: Parser, options: argparse.Namespace, names: tuple[st
             raise UserError(f"{shown} has no effect with {place}: remove it")
 
 
-def model_flags(options: argparse.Namespace) -> tuple[str, "VllmConfig"]:
-    """Return device and settings of vLLM, which are configuration flags for runs.
+def model_flags(options: argparse.Namespace) -> "RunConfig":
+    """Return device, settings of vLLM and traces, which are configuration flags for runs, in a configuration.
 
     Raises:
-        UserError: There are other flags, or options that have no effect with this engine.
+        UserError: There are other flags, or some that have no effect with this engine.
     """
-    from aedit.launch.config import RunConfig, with_flags
+    from aedit.launch.config import RunConfig, check_effects, flag_keys, with_flags
     from aedit.launch.serve import check_served_engine
 
     for flag in options.flags:
         name = flag.partition("=")[0]
-        if name.startswith("--") and name != "--device" and not name.startswith("--rollout.vllm."):
+        known = name == "--device" or name.startswith(("--rollout.vllm.", "--traces."))
+        if name.startswith("--") and not known:
             raise UserError(f"{name} has no effect with MODEL_DIR: remove it")
     config = with_flags(RunConfig(), list(options.flags))
+    of_traces = flag_keys(options.flags) & {"traces.endpoint", "traces.ratio"}
+    check_effects(config, dict.fromkeys(of_traces, 1), defaultdict(lambda: "flag"))
     check_served_engine(options.engine, config.rollout.vllm)
     if options.engine == "vllm":
         refuse_options(options.command, options, ("arm", "drafter"), "--engine vllm")
-    return config.device, config.rollout.vllm
+    return config
 
 
 def is_model_folder(place: str) -> bool:

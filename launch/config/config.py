@@ -5,7 +5,6 @@ Imports no torch, so that `aedit --help` is fast.
 
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from aedit.async_sgd.rules import DRAFTER, HubConfig, OuterConfig, UnitRule, UnitRules
 from aedit.edit import EditConfig
@@ -27,6 +26,7 @@ from aedit.types import (
     Range,
     Share,
     check,
+    check_url,
     checked,
     name_fault,
 )
@@ -175,24 +175,14 @@ class CheckpointConfig:
     one that is due earlier is written later. 1: none waits."""
 
 
-def check_url(name: str, url: str) -> None:
-    """Raise ValueError unless the value of a key is empty or the URL of a web server."""
-    try:
-        parts = urlsplit(url)
-        fits = not url or (parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0)
-    except ValueError:
-        fits = False
-    check(fits, name, "must be an http:// or https:// URL", "a text that is not shown, as it may be secret")
-
-
 @checked("alerts")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertConfig:
     """Bounds of alerts, and the URL that gets them. Of this machine: a hub gives none of it to its nodes."""
 
     intervals: NonNegativeInt = 10
-    """Usual intervals between accepted pushes after which a hub that accepts none gives an alert, at least
-    30 s; 0: never."""
+    """Usual intervals between accepted pushes after which a hub that accepts none gives an alert, and a node
+    of which none is accepted, at least 30 s; 0: never."""
 
     mismatch_kl: NonNegativeFloat = 0.05
     """Mismatch of engine and trainer, in nats per token, above which there is an alert; 0: never."""
@@ -210,14 +200,18 @@ class AlertConfig:
 @checked("traces")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceConfig:
-    """OpenTelemetry traces of pushes and rollouts that this machine sends; a hub gives the URL to no node."""
+    """OpenTelemetry traces of pushes, rollouts and requests that this machine sends.
+
+    A hub gives the URL to no node.
+    """
 
     endpoint: str = ""
     """URL of an OTLP receiver over HTTP, such as http://127.0.0.1:4318/v1/traces; empty: no traces. Needs the
     extra `otel`."""
 
     ratio: Share = 1.0
-    """Share of the pushes and groups of this node that are traced, chosen at random."""
+    """Share of the traces that this process begins which are recorded, chosen at random: of pushes and groups
+    of a node, and of requests at a server whose client names no trace."""
 
     def __post_init__(self) -> None:
         check_url("traces.endpoint", self.endpoint)

@@ -49,8 +49,11 @@ def flags_help() -> str:
 
 
 def with_flags(config: RunConfig, flags: list[str]) -> RunConfig:
-    """Return the configuration with the values of these flags. Raises UserError if a flag cannot be read."""
-    return with_values(config, flag_tree(flags))
+    """Return the configuration with the values of these flags. Raises UserError if a flag is wrong."""
+    try:
+        return with_values(config, flag_tree(flags))
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def flag_tree(flags: list[str]) -> dict[str, Any]:

@@ -127,6 +127,8 @@ class TrainingNode:
     """Reinforcement learning in the last line of metrics; None in a run on text."""
     alerts: NodeAlerts | None = None
     """Alerts of the node, on the rank that writes."""
+    num_accepted: int = 0
+    """Rounds that have landed in this attempt, without those that the hub has refused."""
     saved: Mark = field(default_factory=lambda: Mark(0))
     saves_from_s: float = 0.0
     """Time of the monotonic clock before which a node of a hub writes no checkpoint that is due."""
@@ -382,6 +384,7 @@ class TrainingNode:
             rolled_back=outcome.rolled_back,
         )
         refused = bool(outcome.units) and {*outcome.units} <= {*outcome.refused}
+        self.num_accepted += not refused
         self.recorder.event(
             "round_refused" if refused else "round",
             id=outcome.round.id,
@@ -410,7 +413,10 @@ class TrainingNode:
         own = self.objective.metrics()
         self.rl = RLMetric.of(own.get("rl"))
         if self.alerts is not None:
-            self.alerts.look(self.newest_loss, self.rl, self.sync.steps)
+            spent_s = clock.busy_s + self.sync.waited_s
+            self.alerts.look(
+                self.newest_loss, self.rl, self.sync.steps, accepted=self.num_accepted, spent_s=spent_s
+            )
         self.recorder.metrics(
             step=self.sync.steps,
             round=self.sync.round_id,

@@ -1,7 +1,8 @@
 """Alerts of a run: states that need attention, as events, at trackers and at a webhook.
 
-`Alerts` of a node look at its loss, mismatch, rewards and disk; those of a hub at accepted pushes and its
-disk. An alert is recorded once when its state begins (`alert`), and once when it ends (`alert_over`).
+`Alerts` of a node look at its loss, mismatch, rewards, accepted pushes and disk; those of a hub at its disk
+and the pushes of all nodes. An alert is recorded once when its state begins (`alert`), and once when it ends
+(`alert_over`).
 """
 
 import json
@@ -79,7 +80,7 @@ def of_disk(config: AlertConfig, folder: Path) -> dict[str, str]:
 
 @dataclass(slots=True)
 class AcceptedPushes:
-    """Times of a hub's accepted pushes, from a total that is looked at now and then."""
+    """Times of accepted pushes, from a total that is looked at now and then."""
 
     config: AlertConfig
     _total: int = -1
@@ -214,9 +215,20 @@ class NodeAlerts:
     def __init__(self, config: AlertConfig, folder: Path, alerts: Alerts) -> None:
         """Look at a node whose records are in `folder`."""
         self._config, self._folder, self._alerts = config, folder, alerts
-        self._watch = NodeWatch(config)
+        self._watch, self._pushes = NodeWatch(config), AcceptedPushes(config)
 
-    def look(self, loss: float, rl: RLMetric | None, step: int) -> None:
-        """Record the alerts of a line of metrics; see `NodeWatch.alerts`."""
+    def look(self, loss: float, rl: RLMetric | None, step: int, *, accepted: int, spent_s: float) -> None:
+        """Record the alerts of a line of metrics; see `NodeWatch.alerts`.
+
+        Args:
+            loss: Newest training loss.
+            rl: State of the node's reinforcement learning, if there is one.
+            step: Inner steps so far.
+            accepted: Rounds whose push was accepted so far; without a hub those that have landed.
+            spent_s: Seconds of training and waiting so far; evaluations and checkpoints do not count.
+        """
         found = self._watch.alerts(loss, rl) | of_disk(self._config, self._folder)
+        if self._pushes.alerts(accepted, spent_s, expected=True):
+            often = self._config.intervals
+            found["pushes"] = f"no push of this node was accepted for more than {often} usual intervals"
         self._alerts.update(found, step=step)

@@ -4,7 +4,8 @@ Incomplete lines (a crash, a full disk) are skipped. After a resume the files co
 lines of the later attempt are used, and those of the earlier attempt after the resumed step are dropped.
 
 A follower with `most_lines` reads a sample of long files: so many lines of metrics and events of rounds,
-evenly spaced, and the end of the file. All other events that views show are read. Of each of more than
+evenly spaced, and the end of the file. All other events that views show are read, and all rounds in which
+something was distrusted or rolled back. All nodes have the same sample of rounds. Of each of more than
 `MANY_NODES` nodes it reads half as many lines, and a shorter end.
 """
 
@@ -16,9 +17,12 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from math import inf
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
+
+from pydantic_core import from_json
 
 from aedit.launch.records.hub_records import HubRecords, HubSample, SwarmSample
 from aedit.launch.records.kept_rollouts import KeptRollout, read_rollouts
@@ -37,6 +41,7 @@ from aedit.launch.records.records import (
 from aedit.types import UserError
 
 T = TypeVar("T")
+Choose = Callable[[bytes, float], list[bytes]]
 SHOWN = (
     "alert",
     "alert_over",
@@ -57,13 +62,18 @@ NEWEST_LINES = 16
 MANY_NODES = 32
 SHORT_BYTES = 2**13
 """`WHOLE_BYTES` of each of more than `MANY_NODES` nodes."""
-CHUNK_BYTES = 2**20
+CHUNK_BYTES = 2**17
 MOST_LINE_BYTES = 2**24
 """A longer line of a file of which a sample is read is skipped."""
 OTHER_EVENT_OF_A_HUB = re.compile(
     rb'\{"t": ?[^,"]{1,32}, ?"event": ?"(?!accused|%s)' % "|".join(SHOWN_OF_A_HUB).encode()
 )
-EVENT_OF_A_ROUND = re.compile(rb'\{"t": ?[^,"]{1,32}, ?"event": ?"round')
+ID_OF_A_ROUND = re.compile(rb'\{"t": [^,"]{1,32}, "event": "round(?:_refused)?", "id": (\d{1,15}),')
+OF_A_ROUND = b'"event": "round'
+JUDGED = re.compile(rb'"(?:distrusted|rolled_back)": ?\[(?!\])')
+"""Begins a list of units that is not empty."""
+HEAD_BYTES = 64
+"""Beginning of a line in which its event is named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +97,12 @@ class NodeRecords:
     rl_evaluations: tuple[EvalEvent, ...] = ()
     alerts: tuple[str, ...] = ()
     """Texts of the active alerts."""
+
+    distrusted: int = 0
+    """Units of all rounds, also of those that are not in `rounds`, in which the node was distrusted."""
+
+    rolled_back: int = 0
+    """The same of those that were rolled back."""
 
     @property
     def of_attempt(self) -> tuple[Metric, ...]:
@@ -242,12 +258,15 @@ class NodeFollower:
         """Follow the node whose files are in `directory`."""
         self._index, self._most_lines = index, most_lines
         self._metrics_tail = Tail(directory / "metrics.jsonl", most_lines, whole_bytes=whole_bytes)
+        sample = RoundSample(most_lines) if most_lines is not None else None
         self._events_tail = Tail(
-            directory / "events.jsonl", most_lines, thins=EVENT_OF_A_ROUND, whole_bytes=whole_bytes
+            directory / "events.jsonl", most_lines, choose=sample, whole_bytes=whole_bytes
         )
         self._starts: list[StartEvent] = []
         self._metrics: list[Metric] = []
         self._rounds: dict[int, RoundEvent] = {}
+        self._judged: dict[int, RoundEvent] = {}
+        """Rounds in which something was distrusted or rolled back."""
         self._evaluations: dict[tuple[int, float], EvalEvent] = {}
         self._rl_evaluations: dict[float, EvalEvent] = {}
         self._notices: list[Notice] = []
@@ -259,7 +278,7 @@ class NodeFollower:
         self._events_tail.each(self._event)
         self._metrics_tail.each(self._metric)
         self._metrics = thinned(self._metrics, self._most_lines)
-        if len(kept := thinned(sorted(self._rounds), self._most_lines)) < len(self._rounds):
+        if len(kept := thinned_rounds(sorted(self._rounds), self._most_lines)) < len(self._rounds):
             self._rounds = {id: self._rounds[id] for id in kept}
         written_at = max(self._events_tail.written_at, self._metrics_tail.written_at)
         return NodeRecords(
@@ -273,6 +292,8 @@ class NodeFollower:
             quiet_s=max(0.0, time.time() - written_at) if written_at else 0.0,
             rl_evaluations=tuple(self._rl_evaluations.values()),
             alerts=tuple(self._alerts.values()),
+            distrusted=sum(len(judged.distrusted) for judged in self._judged.values()),
+            rolled_back=sum(len(judged.rolled_back) for judged in self._judged.values()),
         )
 
     def _event(self, line: Line) -> None:
@@ -284,6 +305,9 @@ class NodeFollower:
             case "round" | "round_refused":
                 landed = record_of(RoundEvent, line)
                 self._rounds[landed.id] = landed
+                self._judged.pop(landed.id, None)
+                if landed.distrusted or landed.rolled_back:
+                    self._judged[landed.id] = landed
             case "eval":
                 evaluation = record_of(EvalEvent, line)
                 self._evaluations[evaluation.round, evaluation.step] = evaluation
@@ -299,6 +323,7 @@ class NodeFollower:
         self._starts.append(start)
         self._metrics = [metric for metric in self._metrics if not _undone(metric, start)]
         self._rounds = {key: r for key, r in self._rounds.items() if r.step <= start.step}
+        self._judged = {key: r for key, r in self._judged.items() if r.step <= start.step}
         self._evaluations = {key: e for key, e in self._evaluations.items() if e.step <= start.step}
         self._rl_evaluations = {key: e for key, e in self._rl_evaluations.items() if e.step <= start.step}
 
@@ -345,7 +370,7 @@ class HubFollower:
             if path not in self._tails:
                 self._tails[path] = (
                     Tail(path / "metrics.jsonl", self._most_lines),
-                    Tail(path / "events.jsonl", self._most_lines, thins=OTHER_EVENT_OF_A_HUB),
+                    Tail(path / "events.jsonl", self._most_lines, choose=_shown_of_a_hub),
                 )
 
     def poll(self) -> HubRecords:
@@ -380,6 +405,75 @@ def thinned(values: list[T], most: int | None) -> list[T]:
     return [older[i * len(older) // most] for i in range(most)] + newest
 
 
+GOLDEN = 0x9E3779B97F4A7C15
+"""2^64 divided by the golden ratio: its multiples modulo 2^64 are evenly spaced."""
+
+
+def _is_kept(id: int, every: float) -> bool:
+    """Return whether the round is one of about each `every` rounds: evenly spaced, equal for all nodes.
+
+    One that is kept is also kept for each smaller `every`, so that samples of several nodes have rounds in
+    common; and their ids have no common divisor, as each fragment may have the rounds of some remainder.
+    """
+    return (id * GOLDEN & 0xFFFFFFFFFFFFFFFF) * every < 2.0**64
+
+
+@lru_cache(maxsize=256)
+def _kept(first: int, last: int, every: float) -> tuple[int, ...]:
+    return tuple(id for id in range(first, last + 1) if _is_kept(id, every))
+
+
+def thinned_rounds(ids: list[int], most: int | None) -> list[int]:
+    """Return the ids of rounds as `thinned` does, but such that several nodes have many in common."""
+    if most is None or len(ids) <= 4 * most:
+        return ids
+    older, newest = ids[:-most], ids[-most:]
+    every = (older[-1] - older[0] + 1) / most
+    return [id for id in older if _is_kept(id, every)] + newest
+
+
+class RoundSample:
+    """Choice of the lines of a node's events that are read: all but those of most rounds."""
+
+    def __init__(self, most_rounds: int) -> None:
+        """Choose about so many rounds."""
+        self._most, self._every = most_rounds, 0.0
+
+    def __call__(self, text: bytes, share: float) -> list[bytes]:
+        """Return those of the lines of the text that are read. share: its part of the file."""
+        lines, judged = text.split(b"\n"), JUDGED.search(text) is not None
+        places = [
+            i
+            for i, line in enumerate(lines)
+            if line.find(OF_A_ROUND, 0, HEAD_BYTES) >= 0 and not (judged and JUDGED.search(line))
+        ]
+        if not places:
+            return lines
+        if not self._every:
+            self._every = max(1.0, len(places) / share / self._most)
+        left_out = set(places).difference(self._sampled(lines, places))
+        return [line for i, line in enumerate(lines) if i not in left_out]
+
+    def _sampled(self, lines: list[bytes], places: list[int]) -> Iterable[int]:
+        """Return those of the places of rounds that are read."""
+        first, last = _id_of(lines[places[0]]), _id_of(lines[places[-1]])
+        if last - first + 1 == len(places):  # then the ids rise by one, unless an attempt repeats some
+            kept = {id: places[id - first] for id in _kept(first, last, self._every)}
+            if all(_id_of(lines[place]) == id for id, place in kept.items()):
+                return kept.values()
+        return [place for place in places if (id := _id_of(lines[place])) < 0 or _is_kept(id, self._every)]
+
+
+def _id_of(line: bytes) -> int:
+    """Return the id of a round; -1 for a line of another form."""
+    found = ID_OF_A_ROUND.match(line)
+    return int(found[1]) if found else -1
+
+
+def _shown_of_a_hub(text: bytes, share: float) -> list[bytes]:
+    return [line for line in text.split(b"\n") if not OTHER_EVENT_OF_A_HUB.match(line)]
+
+
 class Tail:
     """Reader of the complete lines that were added to a JSON lines file.
 
@@ -391,7 +485,7 @@ class Tail:
         path: Path,
         most_lines: int | None = None,
         *,
-        thins: "re.Pattern[bytes] | None" = None,
+        choose: Choose | None = None,
         whole_bytes: int = WHOLE_BYTES,
     ) -> None:
         """Follow the file at `path`, which need not be there yet.
@@ -399,10 +493,11 @@ class Tail:
         Args:
             path: The file.
             most_lines: Lines of a long file that are read before its end, evenly spaced; None: all.
-            thins: Begins the lines to which `most_lines` applies; others are all read. None: all lines.
+            choose: Returns the lines of a text that are read, of a long file before its end. Called with
+                whole lines and their share of that part; None: `most_lines`.
             whole_bytes: End of a long file that is read without gaps.
         """
-        self._path, self._most_lines, self._thins = path, most_lines, thins
+        self._path, self._most_lines, self._choose = path, most_lines, choose
         self._whole_bytes = whole_bytes
         self._offset = 0
         self._rest = b""
@@ -428,8 +523,8 @@ class Tail:
 
     def _sample(self, file: BinaryIO, end: int, most: int, take: Callable[[Line], None]) -> None:
         """Take lines that begin before `end`, where one begins, and set the offset to it."""
-        if self._thins is not None:
-            self._filter(file, end, most, take)
+        if self._choose is not None:
+            self._filter(file, end, self._choose, take)
             return
         start = self._offset
         for k in range(most):
@@ -456,39 +551,45 @@ class Tail:
             num_bytes *= 4
         return self._offset
 
-    def _filter(self, file: BinaryIO, end: int, most: int, take: Callable[[Line], None]) -> None:
-        """Take each line but those that `thins` matches, of which it takes every n-th."""
-        assert self._thins is not None
+    def _filter(
+        self,
+        file: BinaryIO,
+        end: int,
+        choose: Choose,
+        take: Callable[[Line], None],
+    ) -> None:
+        """Take the lines that begin before `end` and that `choose` returns."""
         file.seek(self._offset)
-        rest, every, num_thinned = b"", 0, 0
+        rest, num_bytes = b"", end - self._offset
         while file.tell() < end and (chunk := file.read(min(CHUNK_BYTES, end - file.tell()))):
             self.read_bytes += len(chunk)
-            *lines, rest = (rest + chunk).split(b"\n")
-            rest = rest if len(rest) <= MOST_LINE_BYTES else b""
-            wanted = []
-            if not every:
-                share = len(chunk) / (end - self._offset)
-                every = max(1, int(sum(map(bool, map(self._thins.match, lines))) / share) // most)
-            for line in lines:
-                if self._thins.match(line):
-                    num_thinned += 1
-                    if num_thinned % every:
-                        continue
-                wanted.append(line)
-            _take(wanted, take)
+            text, _, after = (rest + chunk).rpartition(b"\n")
+            rest = after if len(after) <= MOST_LINE_BYTES else b""
+            _take(choose(text, len(chunk) / num_bytes), take)
         self._offset, self._rest = file.tell(), rest
 
 
 def _take(lines: Iterable[bytes], take: Callable[[Line], None]) -> None:
-    for line in filter(None, map(_parsed, lines)):
-        with suppress(*BAD_LINE):  # valid JSON that is none of our lines: skipped like a torn one
-            take(line)
+    for text in lines:
+        if text and (line := _parsed(text)) is not None:
+            try:
+                take(line)
+            except BAD_LINE:  # valid JSON that is none of our lines: skipped like a torn one
+                continue
 
 
 def _parsed(text: bytes) -> Line | None:
+    try:
+        line = from_json(text)
+    except ValueError:
+        line = _parsed_slowly(text)
+    return line if isinstance(line, dict) else None
+
+
+def _parsed_slowly(text: bytes) -> Any:
+    """Return the value of a text that is torn, or that has half of a surrogate pair; None for any other."""
     # A crash may leave half a line without its end; the next attempt's first line then follows right behind.
     for candidate in (text, text[max(text.rfind(b'{"'), 0) :]):
         with suppress(ValueError, RecursionError):
-            line = json.loads(candidate)
-            return line if isinstance(line, dict) else None
+            return json.loads(candidate)
     return None

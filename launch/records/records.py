@@ -41,6 +41,13 @@ def _counts(value: object) -> dict[str, float]:
     return {str(name): float(each) for name, each in known if isinstance(each, int | float)}
 
 
+def _floats(values: object) -> tuple[float, ...]:
+    """Return the values of a list as floats, NaN for each that is not a number; () for what is no list."""
+    if not isinstance(values, list):
+        return ()
+    return tuple(values) if {*map(type, values)} == {float} else tuple(map(float_or_nan, values))
+
+
 _READ: dict[Any, Callable[[Any], Any]] = {
     float: float_or_nan,
     int: lambda value: int(value or 0),
@@ -48,7 +55,7 @@ _READ: dict[Any, Callable[[Any], Any]] = {
     bool: bool,
     tuple[int, ...]: lambda values: tuple(map(int, values or ())),
     tuple[str, ...]: lambda values: tuple(map(text, values or ())),
-    tuple[float, ...]: lambda values: tuple(map(float_or_nan, values)) if isinstance(values, list) else (),
+    tuple[float, ...]: _floats,
     Mapping[str, float]: _counts,
     Mapping[str, int]: lambda values: {text(name): int(each) for name, each in (values or {}).items()},
     Mapping[str, Any]: lambda values: values if isinstance(values, Mapping) else {},
@@ -60,8 +67,11 @@ _READ: dict[Any, Callable[[Any], Any]] = {
 
 
 @cache
-def _readers(cls: type) -> tuple[tuple[str, str, bool, Callable[[Any], Any]], ...]:
-    """Return name, key, need and reader of each field that `record_of` reads."""
+def _readers(cls: type) -> tuple[tuple[str, str, bool, Any, Callable[[Any], Any]], ...]:
+    """Return name, key, need, type of values that are taken as they are, and reader of others, of each field.
+
+    That is of each that `record_of` reads.
+    """
     found = []
     hints = get_type_hints(cls)
     for each in fields(cls):
@@ -69,21 +79,25 @@ def _readers(cls: type) -> tuple[tuple[str, str, bool, Callable[[Any], Any]], ..
         hint = hints[each.name]
         read = float if needed and hint is float else int if needed and hint is int else _READ.get(hint)
         if read is not None:
-            found.append((each.name, each.metadata.get("key", each.name), needed, read))
+            exact = hint if hint in (float, int, bool) else None
+            found.append((each.name, each.metadata.get("key", each.name), needed, exact, read))
     return tuple(found)
 
 
 def record_of(cls: type[R], line: Line, **own: Any) -> R:
     """Return a record of `cls` from a parsed line. own: fields that are not read from it by their type."""
     hashable: Any = cls
-    for name, key, needed, read in _readers(hashable):
-        if name not in own:
-            value = line[key] if needed else line.get(key)
-            # Empty text gives the default as well.
-            if value is not None and (value != "" or needed):
-                own[name] = read(value)
-            elif needed:
-                raise ValueError(f"{key} is null")
+    for name, key, needed, exact, read in _readers(hashable):
+        if name in own:
+            continue
+        value = line.get(key)
+        if type(value) is exact:
+            own[name] = value
+        # Empty text gives the default as well.
+        elif value is not None and (value != "" or needed):
+            own[name] = read(value)
+        elif needed:
+            raise KeyError(f"{key} is missing or null")
     return cls(**own)
 
 

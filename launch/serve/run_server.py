@@ -4,6 +4,7 @@ The folder is kept over restarts, and used by one process at a time.
 """
 
 import socket
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +16,9 @@ from aedit.child import StopSignals
 from aedit.launch.config import (
     RunConfig,
     VllmConfig,
+    check_effects,
     check_imports,
+    flag_keys,
     of_this_machine,
     parse_config,
     with_flags,
@@ -168,7 +171,7 @@ def serve_run(request: ServeRequest) -> int:
     server_keys = request.places.server_keys(request.keys, config, insecure=request.insecure)
     stop = StopSignals()
     with ExitStack() as opened:
-        traces.begin(config.traces.endpoint, "serve", run=config.name)
+        traces.begin(config.traces.endpoint, "serve", ratio=config.traces.ratio, run=config.name)
         opened.callback(traces.end_traces)
         member = opened.enter_context(_member(request, config, reply, server_keys))
         print(member.welcome(), flush=True)
@@ -184,6 +187,8 @@ def run_config(reply: HelloReply, request: ServeRequest) -> RunConfig:
     """Return the run's configuration with the settings of this machine."""
     shared = parse_config(reply.config, f"the configuration of {request.hub}")
     config = with_flags(of_this_machine(shared), [*request.flags, "--rl.engine", request.engine])
+    of_traces = flag_keys(list(request.flags)) & {"traces.endpoint", "traces.ratio"}
+    check_effects(config, dict.fromkeys(of_traces, 1), defaultdict(lambda: "flag"))
     check_served_engine(request.engine, config.rollout.vllm)
     if config.rollout.vllm.has_own_drafter:
         raise UserError(

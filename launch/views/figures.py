@@ -1,6 +1,6 @@
 """Figures that the views show, computed from a run's records by pure functions; NaN if unknown."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -109,6 +109,21 @@ def rounds(run: Run) -> dict[int, list[tuple[int, RoundEvent]]]:
         for landed in node.rounds:
             by_id[landed.id].append((node.index, landed))
     return dict(sorted(by_id.items()))
+
+
+def whole_rounds(run: Run) -> dict[int, list[tuple[int, RoundEvent]]]:
+    """Return `rounds`, without those of which the record of a node is missing, as a sample was read.
+
+    That is of a node whose first record is of an earlier or the same round, and whose last of a later one.
+    """
+    firsts = sorted(node.rounds[0].id for node in run.nodes if node.rounds)
+    lasts = sorted(node.rounds[-1].id for node in run.nodes if node.rounds)
+
+    def is_whole(id: int, rows: Sequence[tuple[int, RoundEvent]]) -> bool:
+        here = bisect_right(firsts, id) - bisect_left(lasts, id)
+        return len(rows) >= min(here, max(landed.num_nodes for _, landed in rows) or here)
+
+    return {id: rows for id, rows in rounds(run).items() if is_whole(id, rows)}
 
 
 def first_loss(node: NodeRecords) -> float:

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from aedit import traces
 from aedit.spec_rollout.http.chat import ChatPrompt, chat_completions
 from aedit.spec_rollout.http.completions import completions
 from aedit.spec_rollout.http.errors import ApiError, bad_request
@@ -46,7 +47,8 @@ def make_app(service: HttpService, keys: Sequence[str] = (), more_routes: Sequen
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.state.service = service
     app.router.redirect_slashes = False
-    guarded = _with_keys(app, keys) if keys else app
+    traced = _traced(app)
+    guarded = _with_keys(traced, keys) if keys else traced
     return _measured(guarded, service.metrics, frozenset(route.path for route in routes))
 
 
@@ -158,6 +160,29 @@ def _with_keys(app: ASGIApp, keys: Sequence[str]) -> ASGIApp:
         await app(scope, receive, send)
 
     return guarded
+
+
+def _traced(app: ASGIApp) -> ASGIApp:
+    """Return an application that traces requests for text, below the span that the client names."""
+
+    async def traced(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] not in TEXT_ROUTES or not traces.is_on():
+            await app(scope, receive, send)
+            return
+        span = traces.requested("server: request", scope["headers"], route=scope["path"])
+
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                span.note(status=message["status"])
+            await send(message)
+
+        try:
+            with traces.below(span):
+                await app(scope, receive, noted)
+        finally:
+            span.end()
+
+    return traced
 
 
 def _measured(app: ASGIApp, metrics: HttpMetrics, paths: frozenset[str]) -> ASGIApp:

@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from aedit import traces
 from aedit.spec_rollout.engine import Scoring
 from aedit.spec_rollout.http.errors import ApiError, bad_request, host_error
 from aedit.spec_rollout.http.fields import RouteBody, parse_body
@@ -89,7 +90,9 @@ class Generation:
                 temperature = 1.0 if call.sampling is None else call.sampling.temperature
                 for tokens in call.prompts:
                     scoring = Scoring(tokens, temperature=temperature, top=call.prompt_logprobs)
-                    self._scorings.append(service.host.score(service.line, scoring))
+                    future = service.host.score(service.line, scoring)
+                    _end_with(future, traces.opened("server: score", tokens=len(tokens)))
+                    self._scorings.append(future)
             if call.sampling is not None:
                 self._submit(call.sampling)
         except Exception as error:
@@ -193,6 +196,11 @@ class Generation:
         rollout, _ = self.feed.samples[i].state
         assert rollout is not None
         return rollout
+
+
+def _end_with(future: Future[Scoring], span: traces.TraceSpan) -> None:
+    if span is not traces.OFF:
+        future.add_done_callback(lambda _: span.end())
 
 
 def check_call(service: HttpService, call: Call) -> None:

@@ -34,6 +34,7 @@ from aedit.spec_rollout.server.tickets import (
     SampleReceiver,
     WaitingSamples,
 )
+from aedit.traces import TraceContext
 
 T = TypeVar("T")
 
@@ -152,6 +153,7 @@ class EngineHost:
         priority: Priority = Priority.PUBLIC,
         min_version: int = 0,
         deadline_s: float | None = None,
+        trace: TraceContext | None = None,
     ) -> HostTicket:
         """Queue a sample. While another sample with the same ids is here, it waits for that one's end.
 
@@ -162,6 +164,7 @@ class EngineHost:
             priority: Samples of priority RUN come first, and take the rows of public ones.
             min_version: Policy version that the sample waits for.
             deadline_s: Seconds from now after which it fails with `DeadlinePassed`.
+            trace: Span above those of the sample; None: that of the calling block.
 
         Raises:
             ValueError: The engine of this line cannot serve the prompt.
@@ -179,6 +182,7 @@ class EngineHost:
             until_s = math.inf if deadline_s is None else self._clock() + deadline_s
             ticket = HostTicket(line, prompt, receiver, priority, min_version, until_s)
             self._waiting.check_room(ticket, self._figures.refuse)
+            ticket.trace(trace)
             self._waiting.append(ticket)
             self._num_live += 1
             self._next_deadline_s = min(self._next_deadline_s, until_s)

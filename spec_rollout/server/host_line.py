@@ -238,6 +238,7 @@ class HostLine:
             assert ticket.rollout is not None
             del self.tickets[ticket.rollout.prompt.key]
             ticket.prompt, ticket.rollout = self.engine.remove(ticket.rollout), None
+            ticket.queue()
             evicted.append(ticket)
         return evicted
 
@@ -261,6 +262,7 @@ class HostLine:
                 self.fail(ticket, error)
                 continue
             ticket.rollout = rollout
+            ticket.queued.end()
             self.tickets[rollout.prompt.key] = ticket
 
     def step(self, *, starts: bool = True) -> None:
@@ -310,6 +312,7 @@ class HostLine:
         """End a sample that waits or is in the engine."""
         rollout = ticket.prompt.to_rollout() if ticket.rollout is None else self._drop(ticket)
         rollout.finish_reason = "abort"
+        ticket.end_spans(rollout)
         self._leave(ticket)
         _report_to(ticket, ticket.receiver.ended, rollout)
 
@@ -317,6 +320,7 @@ class HostLine:
         """Let a sample fail that waits or is in the engine."""
         if ticket.rollout is not None:
             self._drop(ticket)
+        ticket.end_spans(error=error)
         self._leave(ticket)
         _report_to(ticket, ticket.receiver.failed, error)
 
@@ -332,6 +336,7 @@ class HostLine:
             elif not is_received:
                 self._drop(ticket)
             if not is_received or key in finished:
+                ticket.end_spans(rollout)
                 self._leave(ticket)
             if is_received and key in finished:
                 _report_to(ticket, ticket.receiver.ended, rollout)

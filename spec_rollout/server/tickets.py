@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
+from aedit import traces
 from aedit.spec_rollout.sampling import Prompt, Rollout
 from aedit.types import check
 
@@ -105,12 +106,38 @@ class HostTicket:
     """Its rollout in the engine; None while the sample waits."""
     is_over: bool = False
     """`ended` or `failed` was called, or will be in this step."""
+    span: traces.TraceSpan = traces.OFF
+    """From its submission to its end."""
+    queued: traces.TraceSpan = traces.OFF
+    """While it waits for a row; below `span`."""
+    num_given: int = 0
+    """Tokens of the answer that it has brought along, of a sample that is traced."""
 
     @property
     def num_tokens(self) -> int:
         """Return the tokens that wait with it."""
         partial = self.prompt.partial
         return len(self.prompt.tokens) + (len(partial.tokens) if partial else 0)
+
+    def trace(self, parent: traces.TraceContext | None) -> None:
+        """Begin its spans, below a span of its client or else below that of the block."""
+        self.span = traces.opened("server: generate", parent, sample=self.prompt.sample)
+        self.num_given = len(self.prompt.partial.tokens) if self.prompt.partial else 0
+        self.queue()
+
+    def queue(self) -> None:
+        """Begin a wait for a row."""
+        if self.span.context is not None:
+            self.queued = traces.opened("server: queue", self.span.context)
+
+    def end_spans(self, rollout: Rollout | None = None, error: Exception | None = None) -> None:
+        """End its spans with the rollout, or with the reason for which it has none."""
+        self.queued.end()
+        if rollout is not None:
+            num_new, version = len(rollout.tokens) - self.num_given, max(rollout.versions, default=0)
+            self.span.end(tokens=num_new, version=version, finish=rollout.finish_reason or "")
+        else:
+            self.span.end(error=type(error).__name__)
 
 
 class WaitingSamples:

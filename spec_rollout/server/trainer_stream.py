@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from aedit import traces
 from aedit.proto.rpc import SigningKey
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.spec_rollout.audit import Origin, signature_of, statement_of, versions_of
@@ -24,6 +23,7 @@ from aedit.spec_rollout.sampling import Prompt, Rollout, SampleKey, Sampling, To
 from aedit.spec_rollout.server.host import EngineHost
 from aedit.spec_rollout.server.tickets import HostTicket, Overloaded, Priority
 from aedit.spec_rollout.server.trainer_lines import StreamLimits, TrainerLine
+from aedit.traces import parsed
 
 PART_TOKENS = 512
 """Most tokens of one message."""
@@ -164,7 +164,6 @@ class StreamSample:
     """Requests to return it, which are answered when it has left the engine."""
     late: str = ""
     """Why it was given up before its first token."""
-    span: traces.TraceSpan = traces.OFF
 
     def tokens(self, rollout: Rollout, start: int) -> None:
         """Queue new tokens."""
@@ -258,10 +257,14 @@ class TrainerStream:
         if refusal:
             self._reject(key, refusal, retry_after_s=RETRY_S)
             return
-        sample.span = traces.opened("server: generate", traces.parsed(add.traceparent), sample=key[1])
         try:
             sample.ticket = self._host.submit(
-                self.line.name, prompt, sample, priority=Priority.RUN, min_version=wanted
+                self.line.name,
+                prompt,
+                sample,
+                priority=Priority.RUN,
+                min_version=wanted,
+                trace=parsed(add.traceparent),
             )
         except (Overloaded, LookupError, RuntimeError) as error:
             with self._lock:
@@ -287,11 +290,6 @@ class TrainerStream:
     def take_end(self, sample: StreamSample, rollout: Rollout) -> None:
         """Queue the end of a sample, or that it was removed."""
         is_aborted = rollout.finish_reason == "abort"
-        sample.span.end(
-            tokens=len(rollout.tokens) - sample.num_given,
-            version=max(rollout.versions, default=0),
-            finish=rollout.finish_reason or "",
-        )
         with self._lock:  # so that the answer to a removal comes after the end
             self._leave(sample)
             if not is_aborted:
@@ -308,7 +306,6 @@ class TrainerStream:
         """Queue the reason for which a sample has no end."""
         if self.identity is None and self._host.error is not None:
             return  # the process of this worker ends with this error
-        sample.span.end(error=type(error).__name__)
         with self._lock:
             self._leave(sample)
             self._reject(sample.key, str(error) or type(error).__name__, retry_after_s=RETRY_S)

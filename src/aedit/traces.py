@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -84,21 +84,28 @@ def parsed(text: object) -> TraceContext | None:
 
     None also without traces in this process.
     """
-    if _tracing is None or not isinstance(text, str) or len(text) != _LENGTH:
-        return None
-    found = _FORM.fullmatch(text)
-    if found is None or not int(found[3], 16) & 1:
-        return None
+    context, is_sampled = _read(text) if _tracing is not None else (None, False)
+    return context if is_sampled else None
+
+
+def _read(text: object) -> tuple[TraceContext | None, bool]:
+    """Return the span that a `traceparent` names, None if it has another form, and whether it is sampled."""
+    if not isinstance(text, str) or len(text) != _LENGTH or not (found := _FORM.fullmatch(text)):
+        return None, False
     trace, span = int(found[1], 16), int(found[2], 16)
-    return TraceContext(trace, span) if trace and span else None
+    context = TraceContext(trace, span) if trace and span else None
+    return context, context is not None and bool(int(found[3], 16) & 1)
 
 
 def received(metadata: Sequence[tuple[str, object]]) -> TraceContext | None:
-    """Return the context in the metadata of a call; None unless exactly one is there and valid."""
-    if _tracing is None:
-        return None
+    """Return the context in the metadata of a call; None unless exactly one is there, valid and sampled."""
+    return None if _tracing is None else parsed(_only_value(metadata))
+
+
+def _only_value(metadata: Iterable[tuple[str, object]]) -> object:
+    """Return the value of `KEY`; None unless there is exactly one."""
     values = [value for key, value in metadata if key == KEY]
-    return parsed(values[0]) if len(values) == 1 else None
+    return values[0] if len(values) == 1 else None
 
 
 def sent() -> tuple[tuple[str, str], ...]:
@@ -282,6 +289,8 @@ def _environment_fault(error: Exception) -> UserError:
 def begin(endpoint: str, service: str, *, ratio: float = 1.0, **facts: Fact) -> None:
     """Export the spans of this process to a receiver of OTLP over HTTP; "" does nothing.
 
+    Does nothing either if they are exported already.
+
     Args:
         endpoint: URL, such as http://127.0.0.1:4318/v1/traces.
         service: Kind of this process, such as "node": `service.name` in the traces is "aedit-node".
@@ -348,6 +357,28 @@ def opened(
     if recorded is None:
         return OFF
     span = TraceSpan(recorded)
+    span.note(**facts)
+    return span
+
+
+def requested(name: str, headers: Iterable[tuple[bytes, bytes]], **facts: Fact) -> TraceSpan:
+    """Return a new span for a request over HTTP, whose client may name the span of its own above it.
+
+    It is below that span. It begins a trace if the client names none, or not in exactly one valid header.
+    Nothing is recorded if the client's trace is not sampled.
+
+    Args:
+        name: What is done.
+        headers: Names in lower case, and values.
+        facts: Attributes.
+    """
+    if _tracing is None:
+        return OFF
+    values = ((key.decode("latin-1"), value.decode("latin-1")) for key, value in headers)
+    parent, is_sampled = _read(_only_value(values))
+    if parent is not None and not is_sampled:
+        return OFF
+    span = opened(name, parent, root=parent is None)
     span.note(**facts)
     return span
 

@@ -30,6 +30,7 @@ from typing import (
     get_type_hints,
     is_typeddict,
 )
+from urllib.parse import urlsplit
 
 _LONGEST_HOST = 253
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]")
@@ -456,7 +457,8 @@ class RunFailed(Exception):
 
 def printable(text: str, most: int | None = None) -> str:
     """Return foreign text for a terminal: `?` for control characters, at most `most` characters."""
-    return "".join(one if one.isprintable() else "?" for one in text[:most])
+    text = text[:most]
+    return text if text.isprintable() else "".join(one if one.isprintable() else "?" for one in text)
 
 
 def first_line(error: BaseException) -> str:
@@ -495,6 +497,16 @@ def check(ok: bool, name: str, rule: str, value: object) -> None:
     """Raise ValueError for a configuration value: `check(n > 0, "train.steps", "must be above 0", n)`."""
     if not ok:
         raise ValueError(f"{name} {rule}, got {value}")
+
+
+def check_url(name: str, url: str) -> None:
+    """Raise ValueError unless the value of a key is empty or the URL of a web server."""
+    try:
+        parts = urlsplit(url)
+        fits = not url or (parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0)
+    except ValueError:
+        fits = False
+    check(fits, name, "must be an http:// or https:// URL", "a text that is not shown, as it may be secret")
 
 
 def imported(path: str, key: str, methods: tuple[str, ...] = ()) -> Any:

@@ -42,12 +42,14 @@ codec = "fp32"
 [serve]
 rows = 4
 lines = 2
+{more}
 """
 
 
-def write_served_run(directory, *, drafter="suffix", steps=100000, heads=2):
+def write_served_run(directory, *, drafter="suffix", steps=100000, heads=2, more=""):
+    """Write a configuration file whose run is in `directory`. more: further tables."""
     path = directory / "served.toml"
-    path.write_text(RUN.format(dir=directory, drafter=drafter, steps=steps, heads=heads))
+    path.write_text(RUN.format(dir=directory, drafter=drafter, steps=steps, heads=heads, more=more))
     return path
 
 

@@ -3,10 +3,10 @@
 `contents` returns them for a run; `as_json` and `aedit.launch.views.page.html` write them.
 """
 
+import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import islice
 from math import isfinite, nan
 from typing import Any
@@ -28,6 +28,7 @@ from aedit.launch.views.figures import (
     share_of_solo,
     sum_so_far,
     total_known,
+    whole_rounds,
 )
 from aedit.launch.views.page.histories import (
     BINS,
@@ -163,17 +164,22 @@ def contents(run: Run) -> RunPage:
 
 def as_json(page: RunPage) -> str:
     """Return the page as JSON in ASCII, safe inside of HTML; NaN and infinite values become null."""
-    text = json.dumps(_plain(asdict(page)), separators=(",", ":"))
+    text = json.dumps(_plain(page), separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def page_digest(data: str) -> str:
+    """Return a digest of a page as JSON, by which a browser names the one that it has."""
+    return hashlib.blake2b(data.encode(), digest_size=16).hexdigest()
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.6g}") if isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+    if isinstance(value, tuple):
+        return value if all(type(each) is int for each in value) else [_plain(each) for each in value]
+    if is_dataclass(value):
+        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
     return value
 
 
@@ -407,14 +413,14 @@ def _refused(run: Run) -> PageSection | None:
         tables = [page_table("refused", ("node", "reason", "pushes"), rows or [("none", "", "")])]
         tables += [page_table("excluded", ("node", "reason"), out, "Excluded nodes")] if out else []
         return PageSection(name="refused", title="Refused pushes", charts=(chart,), tables=tuple(tables))
-    judged = Counter[tuple[str, str]]()
-    for node in run.nodes:
-        for landed in node.rounds:
-            judged[str(node.index), "distrusted"] += len(landed.distrusted)
-            judged[str(node.index), "rolled back"] += len(landed.rolled_back)
-    rows = [(node, what, fmt.count(count)) for (node, what), count in judged.items() if count]
-    if not judged:
+    if not any(node.rounds for node in run.nodes):
         return None
+    judged = [
+        (str(node.index), what, count)
+        for node in run.nodes
+        for what, count in (("distrusted", node.distrusted), ("rolled back", node.rolled_back))
+    ]
+    rows = [(node, what, fmt.count(count)) for node, what, count in judged if count]
     shown = page_table("refused", ("node", "what", "units of rounds"), rows or [("none", "", "")])
     return PageSection(name="refused", title="Distrusted pseudo-gradients", tables=(shown,))
 
@@ -433,7 +439,7 @@ def _bytes(run: Run) -> PageSection | None:
             series=tuple(Curve(way, tuple(found[i] for i in kept)) for way, found in sums.items()),
         )
     else:
-        by_id = [(id, total_known(r.bytes for _, r in rows)) for id, rows in rounds(run).items()]
+        by_id = [(id, total_known(r.bytes for _, r in rows)) for id, rows in whole_rounds(run).items()]
         if not by_id:
             return None
         kept = _even(len(by_id))

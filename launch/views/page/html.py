@@ -13,7 +13,7 @@ from math import isfinite
 
 from aedit.launch.records import KeptRollout, KeptToken
 from aedit.launch.views import formatting as fmt
-from aedit.launch.views.page.contents import PageChart, PageSection, PageTable, RunPage, as_json
+from aedit.launch.views.page.contents import PageChart, PageSection, PageTable, RunPage, as_json, page_digest
 
 STYLES, SCRIPTS = ("uPlot.min.css", "page.css"), ("uPlot.iife.min.js", "page.js")
 LICENSE = "uPlot.LICENSE"
@@ -46,14 +46,15 @@ def file_page(page: RunPage, rollouts: Sequence[KeptRollout] = ()) -> str:
     head = f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">'
     head += "".join(f"<style>{text}</style>" for text in styles)
     script = "".join(f"<script>{text}</script>" for text in scripts)
-    return _document(page, rollouts, head, script, live=False)
+    return _document(page, rollouts, as_json(page), head, script, 'id="live">A copy of the page at one time.')
 
 
-def live_page(page: RunPage, rollouts: Sequence[KeptRollout] = ()) -> str:
-    """Return the page of a server with these rollouts, which follows the run."""
+def live_page(page: RunPage, rollouts: Sequence[KeptRollout] = (), data: str = "") -> str:
+    """Return the page of a server with these rollouts, which follows the run. data: `as_json(page)`."""
+    data = data or as_json(page)
     head = "".join(f'<link rel="stylesheet" href="static/{name}">' for name in STYLES)
     script = "".join(f'<script src="static/{name}"></script>' for name in SCRIPTS)
-    return _document(page, rollouts, head, script, live=True)
+    return _document(page, rollouts, data, head, script, f'id="live" data-have="{page_digest(data)}">')
 
 
 def _hash(text: str) -> str:
@@ -61,21 +62,21 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _document(page: RunPage, rollouts: Sequence[KeptRollout], head: str, scripts: str, *, live: bool) -> str:
+def _document(
+    page: RunPage, rollouts: Sequence[KeptRollout], data: str, head: str, scripts: str, state: str
+) -> str:
     links = "".join(f'<a href="#{escape(each.name)}">{escape(each.title)}</a>' for each in page.sections[1:])
     links += '<a href="#rollouts">Rollouts</a>' if rollouts else ""
     alerts = "".join(f"<li>{escape(text)}</li>" for text in page.alerts)
     body = "".join(map(_section, page.sections)) + (_rollouts(rollouts) if rollouts else "")
-    mark = ' data-live="1"' if live else ""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="referrer" content="no-referrer">'
         f"<title>{escape(page.title)} - aedit</title>{head}</head>"
-        f"<body{mark}><h1>{escape(page.title)}</h1>"
-        f'<nav>{links}</nav><p id="live">{"" if live else "A copy of the page at one time."}</p>'
+        f"<body><h1>{escape(page.title)}</h1><nav>{links}</nav><p {state}</p>"
         f'<ul class="alerts" id="alerts">{alerts}</ul><main>{body}</main>'
-        f'<script type="application/json" id="data">{as_json(page)}</script>{scripts}</body></html>\n'
+        f'<script type="application/json" id="data">{data}</script>{scripts}</body></html>\n'
     )
 
 

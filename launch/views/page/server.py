@@ -11,6 +11,7 @@ import binascii
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -22,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from aedit.child import StopSignals
 from aedit.launch.records import KeptRollout, Run
-from aedit.launch.views.page.contents import RunPage, as_json, contents
+from aedit.launch.views.page.contents import RunPage, as_json, contents, page_digest
 from aedit.launch.views.page.html import (
     LICENSE,
     LIVE_POLICY,
@@ -39,8 +40,8 @@ from aedit.types import UserError
 
 MOST_LINES = 256
 """Lines of each long file of the run that are read, evenly spaced."""
-FRESH_S = 1.0
-"""Age at which the page is made anew."""
+FRESH_S, REST = 1.0, 4.0
+"""Age at which the page is made anew, and the same in multiples of the time that this takes."""
 UPDATE_S = 2.0
 LOOK_S = 0.25
 UPDATE_BYTES_PER_S = 250_000
@@ -59,29 +60,56 @@ HEADERS = (
 TYPES = {".css": "text/css", ".js": "text/javascript", ".LICENSE": "text/plain"}
 
 
+@dataclass(frozen=True, slots=True)
+class MadePage:
+    """The page of a run at one time."""
+
+    page: RunPage
+    data: str
+    """As JSON."""
+    digest: str
+    """Of `data`."""
+
+    @staticmethod
+    def of(page: RunPage) -> "MadePage":
+        """Return the page with its JSON and digest."""
+        data = as_json(page)
+        return MadePage(page, data, page_digest(data))
+
+
 class PageSource:
     """The page of one run, made anew when it is asked for and old. Any thread may call."""
 
     def __init__(self, read: Callable[[], Run], rollouts: Callable[[int], Sequence[KeptRollout]]) -> None:
         """Read the run by `read`, and up to a number of rollouts. Raises UserError if it cannot be read."""
         self._read, self._rollouts, self._lock = read, rollouts, threading.Lock()
-        self._page, self._at_s = contents(read()), time.monotonic()
+        began_s = time.monotonic()
+        self._made = MadePage.of(contents(read()))
+        self._keep(began_s)
 
-    def page(self) -> RunPage:
-        """Return the page, at most `FRESH_S` old; if the run cannot be read, the last one with the reason."""
+    def _keep(self, began_s: float) -> None:
+        self._old_s = time.monotonic() + max(FRESH_S, REST * (time.monotonic() - began_s))
+
+    def made(self) -> MadePage:
+        """Return the page, as old as `FRESH_S` or, if it takes long, `REST` times as long as it takes.
+
+        If the run cannot be read, the last one with the reason.
+        """
         with self._lock:
-            if time.monotonic() - self._at_s >= FRESH_S:
+            if (began_s := time.monotonic()) >= self._old_s:
                 try:
-                    self._page = contents(self._read())
+                    self._made = MadePage.of(contents(self._read()))
                 except UserError as error:
-                    last = self._page
-                    self._page = RunPage(title=last.title, alerts=(str(error),), sections=last.sections)
-                self._at_s = time.monotonic()
-            return self._page
+                    last = self._made.page
+                    failed = RunPage(title=last.title, alerts=(str(error),), sections=last.sections)
+                    self._made = MadePage.of(failed)
+                self._keep(began_s)
+            return self._made
 
     def html(self) -> str:
         """Return the whole page with the kept rollouts."""
-        return live_page(self.page(), self._rollouts(MOST_ROLLOUTS))
+        made = self.made()
+        return live_page(made.page, self._rollouts(MOST_ROLLOUTS), made.data)
 
 
 def page_app(source: PageSource, ending: threading.Event) -> Starlette:
@@ -97,8 +125,8 @@ def page_app(source: PageSource, ending: threading.Event) -> Starlette:
         return Response(found, media_type="text/html")
 
     async def data(request: Request) -> Response:
-        found = await run_in_threadpool(lambda: as_json(source.page()))
-        return Response(found, media_type="application/json")
+        found = await run_in_threadpool(source.made)
+        return Response(found.data, media_type="application/json")
 
     async def static(request: Request) -> Response:
         name = request.path_params["name"]
@@ -111,13 +139,14 @@ def page_app(source: PageSource, ending: threading.Event) -> Starlette:
             if not streams.acquire(blocking=False):
                 yield "retry: 10000\n\n"  # too many open pages: the browser asks again
                 return
-            sent = ""
+            has = request.headers.get("last-event-id") or request.query_params.get("have", "")
             try:
                 while not ending.is_set():
-                    found = await run_in_threadpool(lambda: as_json(source.page()))
-                    yield f"data: {found}\n\n" if found != sent else ":\n\n"
-                    sent = found
-                    next_at = time.monotonic() + max(UPDATE_S, len(found) / UPDATE_BYTES_PER_S)
+                    found = await run_in_threadpool(source.made)
+                    news = f"id: {found.digest}\ndata: {found.data}\n\n"
+                    yield news if found.digest != has else ":\n\n"
+                    has = found.digest
+                    next_at = time.monotonic() + max(UPDATE_S, len(found.data) / UPDATE_BYTES_PER_S)
                     while time.monotonic() < next_at and not ending.is_set():
                         await asyncio.sleep(LOOK_S)
             finally:

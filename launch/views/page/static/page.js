@@ -75,20 +75,26 @@
     pen.font = "11px system-ui, sans-serif";
     pen.textBaseline = "middle";
     const left = Math.min(120, width / 4), bins = found.bins, step = (width - left) / bins;
+    pen.fillStyle = style("--text");
     found.names.forEach((name, i) => {
-      const top = i * row + 1;
-      pen.fillStyle = style("--text");
-      if (row > 10 || i % 4 === 0) pen.fillText(name.slice(0, 18), 0, top + row / 2, left - 6);
-      for (let bin = 0; bin < bins; bin++) {
-        let bottom = top + row - 2;
-        found.uses.forEach((use, k) => {
-          const share = (found.shares[i][k] || [])[bin] || 0, size = (share / 100) * (row - 2);
-          if (!size || use === "away") return;
-          pen.fillStyle = colourOf(use, found.uses);
-          pen.fillRect(left + bin * step, bottom - size, Math.ceil(step), size);
-          bottom -= size;
-        });
-      }
+      if (row > 10 || i % 4 === 0) pen.fillText(name.slice(0, 18), 0, i * row + 1 + row / 2, left - 6);
+    });
+    found.names.forEach((_, i) => {
+      const used = new Array(bins).fill(0), top = i * row + 1;
+      found.uses.forEach((use, k) => {
+        const shares = found.shares[i][k];
+        if (!shares.length || use === "away") return;
+        pen.fillStyle = colourOf(use, found.uses);
+        for (let bin = 0, next; bin < bins; bin = next) {
+          const share = shares[bin], below = used[bin];
+          for (next = bin; next < bins && shares[next] === share && used[next] === below; next++) {
+            used[next] += share;
+          }
+          if (!share) continue;
+          const bottom = top + (1 - below / 100) * (row - 2), size = (share / 100) * (row - 2);
+          pen.fillRect(left + bin * step, bottom - size, (next - bin - 1) * step + Math.ceil(step), size);
+        }
+      });
     });
     pen.fillStyle = style("--dim");
     pen.fillText("0", left, height - 8);
@@ -184,12 +190,10 @@
     form.addEventListener("submit", (event) => event.preventDefault());
   }
   const live = document.getElementById("live");
-  if (document.body.dataset.live) {
-    const source = new EventSource("events");
-    source.onmessage = (event) => {
-      update(JSON.parse(event.data));
-      live.textContent = "live";
-    };
+  if ("have" in live.dataset) {
+    const source = new EventSource("events?have=" + live.dataset.have);  // no message with what is here
+    source.onopen = () => { live.textContent = "live"; };
+    source.onmessage = (event) => update(JSON.parse(event.data));
     source.onerror = () => { live.textContent = "not connected: trying again"; };
   }
 })();
