@@ -16,13 +16,14 @@ from benchmarks import quality, run_cost
 from benchmarks.bandwidth import Row
 from benchmarks.kit import netns
 from benchmarks.kit import tables as table
-from benchmarks.kit.cpu_time import Spent
 from benchmarks.kit.paced import Pace, Walk
 from benchmarks.kit.small_llama import corpus, llama
 from benchmarks.kit.statistics import mean_and_half_width
 from benchmarks.overhead import Interval, bootstrap, cost
 from benchmarks.programs.gloo_node import Seen
+from benchmarks.programs.metered_node import Line, Meter
 from benchmarks.quality import BAD_NODE, METHODS, NODES, Setting, held_out_loss, train
+from benchmarks.run_cost import Reading
 from kit.waiting import until
 
 from aedit.launch.data.order import permutation
@@ -162,15 +163,40 @@ def test_the_cost_of_a_round_is_spread_over_its_interval():
     assert bootstrap(intervals, 16) == pytest.approx((found.overhead(16),) * 2)
 
 
-def test_the_cost_of_a_run_is_that_of_the_steps_that_it_has_done():
-    """A run ends with a round, so it does more steps than it was asked for."""
-    plain = [Spent(5.0, 0.0, {}), Spent(25.0, 0.0, {})]
-    few, many = Spent(9.0, 10.0, {"node": 7.0}), Spent(39.0, 60.0, {"node": 32.0, "hub": 2.0})
-    found = run_cost._per_step(plain, [(few, 150), (many, 650)], 400)
-    assert (found.plain_s, found.run_s, found.wall_s) == pytest.approx((20.0 / 400, 30.0 / 500, 50.0 / 500))
-    assert found.by_role == pytest.approx({"node": 25.0 / 500, "hub": 2.0 / 500})
-    with pytest.raises(RuntimeError, match="only 100 steps lie between the runs"):
-        run_cost._per_step(plain, [(few, 150), (many, 250)], 400)
+def test_the_cost_of_a_run_is_all_but_the_training_between_two_readings():
+    before = Reading(Line(60, 100.0, 10.0, {"training": 6.0, "rounds": 1.0}), {"hub": 3.0, "agent": 2.0})
+    after = Reading(Line(160, 150.0, 35.0, {"training": 26.0, "rounds": 3.0}), {"hub": 4.0, "agent": 4.0})
+    found = run_cost.window(before, after)
+    assert found.training_s == pytest.approx(20.0 / 100)
+    assert found.by_step_s == pytest.approx({"rounds": 2.0 / 100, "other threads": 3.0 / 100})
+    assert found.by_clock_s == pytest.approx({"hub": 1.0 / 100, "agent": 2.0 / 100})
+    assert found.core_share == pytest.approx(25.0 / 50.0)
+    assert found.beyond(with_a_core=False) == pytest.approx((2 + 3 + 1 + 2) / 20)
+    assert found.beyond() == pytest.approx((2 + 3 + (1 + 2) / 2) / 20), (
+        "half the time for what goes by the clock"
+    )
+
+
+def test_the_time_of_a_part_is_without_that_of_the_parts_that_it_calls():
+    now_s = [0.0]
+
+    def works(seconds):
+        now_s[0] += seconds
+
+    meter = Meter(lambda: now_s[0])
+    inner = meter.part("rounds", works)
+
+    def outer():
+        works(1.0)
+        inner(2.0)
+        works(4.0)
+        raise KeyError
+
+    works(8.0)
+    with pytest.raises(KeyError):
+        meter.part("training", outer)()
+    works(16.0)
+    assert meter.parts_s() == {"training": 5.0, "rounds": 2.0, "rest": 24.0}
 
 
 def test_solo_speed_is_that_of_the_very_steps_taken_in_company():

@@ -476,6 +476,23 @@ def test_a_follower_gets_every_version_and_waits_for_the_next_one(served):
     assert client.newest("run", after=3, wait_s=0.01).serial == 3
 
 
+def test_a_client_that_is_closed_ends_its_wait_for_a_version(served):
+    client, errors = served(VersionsCore(author(2)[0], nobody)), []
+
+    def follow():
+        try:
+            client.newest("run", after=2, wait_s=25.0)
+        except HubUnreachable as error:
+            errors.append(str(error))
+
+    assert client.newest("run", after=1, wait_s=1.0).serial == 2
+    following = threading.Thread(target=follow)
+    following.start()
+    client.close()  # it waits by now, or is about to ask
+    following.join(60)
+    assert errors == [f"{client.address}, asked to Newest: closed here"]
+
+
 def test_a_version_is_continued_at_another_server_and_a_liar_is_named(served):
     source, values = author(2)
     wrong = [{name: x ^ np.uint16(1) for name, x in units.items()} for units in values]

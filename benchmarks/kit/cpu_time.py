@@ -18,6 +18,7 @@ ROLES = {
     "rewards.worker": "rewards",
     "trainer_process": "trainer of the drafter",
     "aedit.launch.node": "node",
+    "metered_node": "node",
     "aedit.launch.hub": "hub",
 }
 """Part of a command line, the first that fits; torchrun's holds that of the node."""
@@ -32,6 +33,29 @@ class Spent:
     by_role: dict[str, float]
 
 
+class Descendants:
+    """A program with the processes that it has started, and their CPU seconds. Not thread-safe."""
+
+    def __init__(self, pid: int) -> None:
+        self._top = psutil.Process(pid)
+        self._seen: dict[psutil.Process, tuple[str, float]] = {}
+
+    def look(self) -> dict[str, float]:
+        """Return the CPU seconds so far by role; those of processes that have ended are of the last look."""
+        below = []
+        with suppress(psutil.Error):
+            below = self._top.children(recursive=True)
+        for one in (self._top, *below):
+            with suppress(psutil.Error):  # one that has ended hides none of the others
+                times = one.cpu_times()
+                role = _role(one, self._top) or self._seen.get(one, ("torchrun", 0.0))[0]
+                self._seen[one] = (role, times.user + times.system)
+        found: defaultdict[str, float] = defaultdict(float)
+        for role, seconds in self._seen.values():
+            found[role] += seconds
+        return dict(found)
+
+
 def extra(few_and_many: "list[Spent]") -> float:
     """Return the CPU seconds that the longer of two runs took beyond the shorter one."""
     few, many = few_and_many
@@ -44,20 +68,13 @@ def spent(process: "subprocess.Popen[str]", limit_s: float = ENDS_WITHIN_S) -> S
     Raises RuntimeError if it fails, and subprocess.TimeoutExpired after `limit_s`.
     """
     began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    seen: dict[psutil.Process, tuple[str, float]] = {}
-    top = psutil.Process(process.pid)
-    over = threading.Event()
+    found, over = Descendants(process.pid), threading.Event()
+    by_role = found.look()
 
     def watch() -> None:
+        nonlocal by_role
         while not over.wait(POLL_S):
-            below = []
-            with suppress(psutil.Error):
-                below = top.children(recursive=True)
-            for one in (top, *below):
-                with suppress(psutil.Error):  # one that has ended hides none of the others
-                    times = one.cpu_times()
-                    role = _role(one, top) or seen.get(one, ("torchrun", 0.0))[0]
-                    seen[one] = (role, times.user + times.system)
+            by_role = found.look()
 
     watcher = threading.Thread(target=watch, name="cpu times")
     watcher.start()
@@ -70,11 +87,8 @@ def spent(process: "subprocess.Popen[str]", limit_s: float = ENDS_WITHIN_S) -> S
     if code:
         raise RuntimeError(f"exit code {code}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    by_role: defaultdict[str, float] = defaultdict(float)
-    for role, seconds in seen.values():
-        by_role[role] += seconds
     total = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return Spent(total, time.monotonic() - began, dict(by_role))
+    return Spent(total, time.monotonic() - began, by_role)
 
 
 def _role(process: psutil.Process, top: psutil.Process) -> str:

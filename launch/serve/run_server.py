@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 
 LEAVE_S = 20.0
 """Longest wait after a signal for trainers that take their samples back."""
-LOOK_S = 0.2
+LOOK_S = 1.0
+"""Interval of looks at what no event reports: a first policy for HTTP, and a line of metrics that is due."""
 MOST_HERE = 64
 """Servers without a name in one run directory."""
 _EVERYWHERE = ("0.0.0.0", "::", "")

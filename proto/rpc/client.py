@@ -7,13 +7,15 @@ import itertools
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
+from grpc import aio
 
 import aedit
 from aedit import traces
@@ -97,15 +99,21 @@ class Calls:
         self._has_answered = False
         self._sleep: Callable[[float], object] = self._closed.wait
         self._watch = StallWatch(call_timeout_s)
-        self._encrypted = keys is not None
+        self._keys, self._encrypted = keys, keys is not None
         self._channels = [channel(address, keys, quick=i == 0) for i in range(1 + channels)]
         self._bulk = itertools.cycle(self._channels[1:])
+        self._late: aio.Channel | None = None
+        """Connection for `call_late`, which the event loop makes and uses."""
+        self._has_late = False
+        """True from the first `call_late` on."""
 
     def close(self) -> None:
         """Close all connections. Calls of other threads end with HubUnreachable."""
         self._closed.set()
         for channel in self._channels:
             channel.close()
+        if self._has_late:
+            _finish(self._end_late())
 
     def call(
         self,
@@ -122,6 +130,34 @@ class Calls:
 
         total_s = self._timeout_s if timeout_s is None else timeout_s
         return self.retried(method.rpartition("/")[2], once, Patience(total_s, total_s))
+
+    def call_late(self, method: str, request: Message, kind: type[M], timeout_s: float) -> M:
+        """Return the reply to a small call that the other side answers when there is something to tell.
+
+        A blocking call of gRPC looks for signals five times a second; in this one the thread sleeps.
+        """
+
+        async def ask(patience: Patience) -> bytes:
+            if self._closed.is_set():
+                raise TransferBroken("closed here")
+            if self._late is None:
+                self._late = _aio_channel(self.address, self._keys)
+            call: Any = self._late.unary_unary(f"/aedit.v1.{method}")
+            reply: bytes = await call(request.SerializeToString(), timeout=patience.call_s)
+            return reply
+
+        def once(patience: Patience) -> M:
+            try:
+                return kind.FromString(_finish(ask(patience)))
+            except CancelledError as error:
+                raise TransferBroken("closed here") from error
+
+        self._has_late = True
+        return self.retried(method.rpartition("/")[2], once, Patience(timeout_s, timeout_s))
+
+    async def _end_late(self) -> None:
+        if self._late is not None:
+            await self._late.close()
 
     def call_once(
         self,
@@ -257,6 +293,20 @@ def channel(address: str, keys: ClientKeys, *, quick: bool = False) -> grpc.Chan
     if keys is None:
         return grpc.insecure_channel(address, options)
     return grpc.secure_channel(address, keys, options)
+
+
+def _aio_channel(address: str, keys: ClientKeys) -> aio.Channel:
+    """Return a connection as `channel` does, for small calls in the event loop. Called there."""
+    options = _OPTIONS + _QUICK
+    if keys is None:
+        return aio.insecure_channel(address, options)
+    return aio.secure_channel(address, keys, options)
+
+
+def _finish(work: Coroutine[Any, Any, T]) -> T:
+    from aedit.proto.rpc.server import finish  # here: processes without a server start faster
+
+    return finish(work)
 
 
 class HubClient(Calls):

@@ -34,7 +34,8 @@ class VersionsClient(Calls):
         """
         request = pb.NewestRequest(line=line, after=after, wait_s=wait_s)
         try:
-            reply = self.call("Versions/Newest", request, pb.Manifest, wait_s + _ANSWERS_WITHIN_S)
+            ask = self.call_late if wait_s > 0 else self.call
+            reply = ask("Versions/Newest", request, pb.Manifest, wait_s + _ANSWERS_WITHIN_S)
         except HubRefused as refused:
             if refused.code is grpc.StatusCode.NOT_FOUND:
                 return None

@@ -18,7 +18,8 @@ from aedit.spec_rollout.server.trainer_lines import StreamLimits, TrainerLines
 from aedit.spec_rollout.server.trainer_stream import PROTOCOL, ServerIdentity, TrainerStream
 
 NAME = "aedit.v1.Rollouts"
-WATCH_S = 0.5
+WATCH_S, IDLE_WATCH_S = 0.5, 10.0
+"""Interval at which calls are looked at, and unused lines while there is no call."""
 SPARE_THREADS = 8
 """Threads for streams beyond the limit, which are refused."""
 ON_NEW_VERSION = ("recompute", "finish")
@@ -57,6 +58,8 @@ class RolloutService:
         self._calls: set[_Call] = set()
         self._is_ending = False
         self._is_closed = threading.Event()
+        self._has_begun = threading.Event()
+        """A call has begun, or the service is closed."""
         self._watcher = threading.Thread(target=self._watch, name="watch streams", daemon=True)
         self._watcher.start()
 
@@ -92,6 +95,7 @@ class RolloutService:
         """End all streams."""
         self.end()
         self._is_closed.set()
+        self._has_begun.set()
         with self._lock:
             calls = list(self._calls)
         for call in calls:
@@ -161,6 +165,7 @@ class RolloutService:
                     oldest = min(unopened, key=lambda each: each.began_s)
                     break
             self._calls.add(call)
+        self._has_begun.set()
         if oldest is not None:
             text = "another stream has taken the place of this one, which had not sent open"
             oldest.end(Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, text))
@@ -236,7 +241,10 @@ class RolloutService:
     def _watch(self) -> None:
         """End streams that are silent or do not read, and close unused lines."""
         limits = self._limits
-        while not self._is_closed.wait(WATCH_S):
+        while not self._is_closed.wait(WATCH_S if self.num_calls else 0.0):
+            if not self.num_calls:
+                self._has_begun.wait(IDLE_WATCH_S)
+            self._has_begun.clear()
             with self._lock:
                 calls = [call for call in self._calls if call.stream is not None]
             for call in calls:
