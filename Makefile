@@ -18,7 +18,7 @@ WORKERS := 3
 TESTS := $(addprefix tests/test_, $(addsuffix .py, linear weight_packing landing hooks library hub_nodes \
 	families_engine engine_drafters eagle3 hand_over export rl_loop own_resume muon))
 TORCH := .venv-torch-$(VERSION)
-BENCHMARKS := overhead run_cost memory straggler quality async_quality bandwidth hub agent swarm chaos poison elastic joining soak peers rollout choice decode vllm_engine drift idle tail off_policy rl_nodes rl_speed rl_servers versions audit serve heart gpu
+BENCHMARKS := overhead run_cost memory straggler quality async_quality sparse bandwidth hub agent swarm chaos poison elastic joining soak peers rollout choice decode vllm_engine drift idle tail off_policy rl_nodes rl_speed rl_servers versions audit serve heart gpu
 
 .PHONY: help install run run-rl run-heart vllm proto lint types check test suite test-slow test-vllm test-gpu test-browser \
 	test-torch no-version outdated bench docs clean
