@@ -240,6 +240,7 @@ def facts(**changed):
         is_whole=True,
         names={0: "a", 1: "b"},
         steps={0: 20, 1: 20},
+        pushes={0: 2, 1: 2},
         numbers={(node, unit): 1 for node in (0, 1) for unit in (0, 1)},
         refusals={},
         begins={node: ((frozenset({7 + node}), {}),) for node in (0, 1)},
@@ -287,7 +288,7 @@ def test_two_nodes_whose_pushes_were_accepted_agree_with_the_journal(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"steps": {0: 10, 1: 20}}, "node 0: 10 steps in accepted pushes by the journal"),
+        ({"steps": {0: 10, 1: 20}, "pushes": {0: 1, 1: 2}}, "node 0: 1 accepted pushes by the journal"),
         ({"steps": {0: 20, 1: 40}}, "node 1: 40 steps in accepted pushes by the journal"),
         ({"unused": ()}, "20 positions are used by the journal and in no record, such as 40"),
         ({"watermark": 30, "unused": (), "leases": ()}, "10 trained positions were never leased, such as 30"),
@@ -305,22 +306,31 @@ def test_a_journal_that_says_otherwise_is_a_disagreement(tmp_path, changed, mess
 KILLED = [*steps(1, 0), ("opened", 1, 10, (0, 1))]
 
 
+def test_a_push_that_counts_as_fewer_steps_than_it_has_is_no_disagreement(tmp_path):
+    """A hub lowers a claim of more steps than the time since the last push allows."""
+    written(tmp_path, 0, [(7, [*steps(1, 0), *PUSHED])])
+    written(tmp_path, 1, [(8, [*steps(1, 20), *PUSHED])])
+    accounts = accounts_of(read_positions(tmp_path), facts(steps={0: 13, 1: 20}))
+    assert accounts.disagreements == []
+    assert positions_with(accounts, SampleVerdict.ONCE) == set(range(40))
+
+
 def test_a_push_whose_answer_its_node_has_not_seen_counts_if_the_journal_has_it(tmp_path):
     written(tmp_path, 0, [(7, KILLED)])
     one = facts(names={0: "a"}, steps={0: 20}, unused=((20, 60),))
     accounts = accounts_of(read_positions(tmp_path), one)
     assert accounts.disagreements == []
     assert positions_with(accounts, SampleVerdict.ONCE) == set(range(20))
-    lost = replace(one, numbers={}, steps={0: 0}, unused=((0, 60),))
+    lost = replace(one, numbers={}, steps={0: 0}, pushes={}, unused=((0, 60),))
     accounts = accounts_of(read_positions(tmp_path), lost)
     assert accounts.disagreements == []
     assert positions_with(accounts, SampleVerdict.NOT_COUNTED) == set(range(20))
     assert accounts.reason(3) == "its push did not reach the hub"
-    refused = replace(one, steps={0: 0}, refusals={(0, unit, 1): True for unit in (0, 1)})
+    refused = replace(one, steps={0: 0}, pushes={}, refusals={(0, unit, 1): True for unit in (0, 1)})
     accounts = accounts_of(read_positions(tmp_path), refused)
     assert accounts.disagreements == []
     assert accounts.reason(3) == "its push was distrusted"
-    half = replace(one, steps={0: 10}, numbers={(0, 0): 1})
+    half = replace(one, steps={0: 10}, pushes={0: 1}, numbers={(0, 0): 1})
     accounts = accounts_of(read_positions(tmp_path), half)
     assert positions_with(accounts, SampleVerdict.ONCE) == set(range(20))
     assert accounts.reason(3) == "its push did not reach the hub, in 1 of 2 units"
@@ -353,7 +363,7 @@ def test_steps_of_a_refused_push_are_in_the_next_one(tmp_path):
     for name, *arguments in [*steps(11, 20), *second]:
         getattr(log, name)(*arguments)
     log.close()
-    one = facts(names={0: "a"}, steps={0: 40}, numbers={(0, 0): 2, (0, 1): 2})
+    one = facts(names={0: "a"}, steps={0: 40}, numbers={(0, 0): 2, (0, 1): 2}, pushes={0: 2})
     accounts = accounts_of(read_positions(tmp_path), one)
     assert accounts.disagreements == []
     assert positions_with(accounts, SampleVerdict.ONCE) == set(range(40))

@@ -1,6 +1,7 @@
 """Facts about positions and pushes from the journals of a run directory, without the values of any push."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -47,6 +48,8 @@ class _Replay:
     refusals: dict[tuple[int, int, int], bool] = field(default_factory=dict)
     begins: dict[int, list[tuple[set[int], dict[int, int], int]]] = field(default_factory=dict)
     """Attempts of each node: sessions, newest push by unit before, process."""
+    pushes: Counter[int] = field(default_factory=Counter)
+    """Accepted pushes of units that count, by node, but those of first anchors."""
 
     def apply(self, record: Record) -> None:
         """Apply a record without the values of pushes and anchors."""
@@ -57,6 +60,8 @@ class _Replay:
                 self.state.changing(push.node).accept(push, counts=not is_apart)
                 if push.base == 0:
                     self._founded(push.node, push.unit, push.seq)
+                elif not is_apart:
+                    self.pushes[push.node] += 1
                 return
             case Merged(unit, _, parts):
                 for part in parts:
@@ -183,6 +188,7 @@ def _joined(parts: list[_Replay], events: list[list[Line]]) -> JournalFacts:
     """Return the facts of hubs that split the units: the first one leases, each has its own pushes."""
     pool, names, steps = parts[0].state.pool, dict[int, str](), dict[int, int]()
     numbers, refusals = dict[tuple[int, int], int](), dict[tuple[int, int, int], bool]()
+    pushes = Counter[int]()
     for part in parts:
         for member in part.state.members:
             if member.name:
@@ -190,6 +196,7 @@ def _joined(parts: list[_Replay], events: list[list[Line]]) -> JournalFacts:
                 steps[member.node] = steps.get(member.node, 0) + member.steps
                 numbers |= {(member.node, unit): seq for unit, seq in member.received.items()}
         refusals |= part.refusals
+        pushes += part.pushes
     unused = [*pool.returned, *(block for each in pool.leases.values() for block in each.values())]
     return JournalFacts(
         watermark=pool.watermark,
@@ -198,6 +205,7 @@ def _joined(parts: list[_Replay], events: list[list[Line]]) -> JournalFacts:
         is_whole=all(part.is_whole for part in parts),
         names=names,
         steps=steps,
+        pushes=pushes,
         numbers=numbers,
         refusals=refusals,
         begins={node: _begins(parts, events, node) for node in names},

@@ -61,7 +61,10 @@ class JournalFacts:
     """Whether the journal is there from its beginning, so that `leases` and `verdicts` are complete."""
     names: Mapping[int, str]
     steps: Mapping[int, int]
-    """Steps in accepted pushes by node, summed over the units of the model."""
+    """Steps that accepted pushes count as by node, summed over the units of the model. A hub lowers a claim
+    of more than the time since the last push allows."""
+    pushes: Mapping[int, int]
+    """Accepted pushes by node, summed over these units, if `is_whole`."""
     numbers: Mapping[tuple[int, int], int]
     """Number of the newest decided push by node and unit."""
     refusals: Mapping[tuple[int, int, int], bool]
@@ -291,8 +294,8 @@ class _Follower:
         """Ends of rounds by round and unit; None for a refused push."""
         self._sent: dict[int, list[int]] = {}
         """Rounds of this attempt in which a unit was pushed."""
-        self._accepted = self._dropped = 0
-        """Steps in pushes, over all units: accepted, and distrusted by the hub or the node."""
+        self._accepted, self._dropped = _PushSums(), _PushSums()
+        """Pushes of all units: accepted, and distrusted by the hub or the node."""
 
     def pieces(self) -> list[TrainedPiece]:
         """Return all trained positions with what became of them."""
@@ -402,13 +405,13 @@ class _Follower:
                 self._decide(later, unit, due)
         elif fate.counts:
             self._settle(due, fate, unit)
-            self._accepted += sum(map(_num_steps, due))
+            self._accepted.add(due)
         else:
             self._drop(due, unit, fate)
 
     def _drop(self, due: Sequence[StepRange], unit: int, fate: Fate) -> None:
         self._settle(due, fate, unit)
-        self._dropped += sum(map(_num_steps, due))
+        self._dropped.add(due)
 
     def _end(self, place: int, attempt: Attempt) -> None:
         """Settle what the attempt has left: pushes without an answer, and steps that it has not pushed."""
@@ -435,7 +438,8 @@ class _Follower:
                 if due:
                     fate = self._without_answer(attempt, unit, arrived, opening)
                     self._settle(due, fate, unit)
-                    self._accepted += sum(map(_num_steps, due)) if fate.counts else 0
+                    if fate.counts:
+                        self._accepted.add(due)
         for unit in attempt.units:
             why = "left without a push" if attempt.ended else "its node ended before a push"
             self._settle([*self._pending.get(unit, ()), tail], Fate(False, reason=why), unit)
@@ -464,18 +468,40 @@ class _Follower:
             segment.fates[unit] = fate
 
     def _compare_steps(self) -> None:
-        """Compare the steps in accepted pushes with the journal's; a merge may drop accepted ones."""
-        if self._journal is None or not self._attempts[-1].leases:
+        """Compare accepted pushes and their steps with the journal's; a merge may drop accepted ones.
+
+        Each push must be there. It may count as fewer steps than the node has made.
+        """
+        journal, accepted, dropped = self._journal, self._accepted, self._dropped
+        if journal is None or not self._attempts[-1].leases:
             return
-        known = self._journal.steps.get(self._node)
-        if known is None:
+        if self._node not in journal.steps:
             self._wrong.append(f"node {self._node}: it has records, and the journal does not know it")
-        elif not self._accepted <= known <= self._accepted + self._dropped:
-            most = f" to {self._accepted + self._dropped}" if self._dropped else ""
-            self._wrong.append(
-                f"node {self._node}: {known} steps in accepted pushes by the journal, over all units, and"
-                f" {self._accepted}{most} by its records"
-            )
+            return
+        known = _PushSums(journal.steps[self._node], journal.pushes.get(self._node, 0))
+        least = accepted.number if journal.is_whole else 0
+        sums = {
+            "accepted pushes": (known.number, least, accepted.number + dropped.number),
+            "steps in accepted pushes": (known.steps, 0, accepted.steps + dropped.steps),
+        }
+        for what, (found, lowest, most) in sums.items():
+            if not lowest <= found <= most:
+                span = f"{most}" if lowest in (0, most) else f"{lowest} to {most}"
+                where = f"node {self._node}: {found} {what} by the journal, over all units"
+                self._wrong.append(f"{where}, and {span} by its records")
+
+
+@dataclass(slots=True)
+class _PushSums:
+    """Sums over pushes."""
+
+    steps: int = 0
+    number: int = 0
+
+    def add(self, due: Sequence[StepRange]) -> None:
+        """Add a push of these steps; one without steps is none."""
+        self.steps += sum(map(_num_steps, due))
+        self.number += bool(due)
 
 
 def _segments(attempt: Attempt, first: int, last: float) -> list[StepRange]:

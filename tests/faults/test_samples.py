@@ -113,8 +113,6 @@ def accepted_steps(folder):
     return found
 
 
-# On a busy machine the last push of a run may be in a node's records and not in the journal: an open fault.
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_killed_node_and_a_killed_hub_leave_accounts_that_are_those_of_the_test(
     node_server, tmp_path, capsys
