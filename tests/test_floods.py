@@ -160,6 +160,17 @@ def test_a_server_looks_often_while_it_is_busy_and_else_once_a_second():
     assert all(limit.is_due(110.0 + i / 8, 1.0 + i / 20) for i in range(1, 81))
 
 
+def test_a_server_without_connections_sleeps_until_the_first_message():
+    limit = ConnectionLimit(1000)
+    alone_s = limit.pause_s
+    assert limit.flooding([], 1.0) == []
+    assert limit.pause_s == alone_s >= 1.0
+    assert not limit.awake.is_set()
+    limit.received("ipv4:10.0.0.1:5", 100)
+    assert limit.awake.is_set()
+    assert limit.pause_s <= 0.1
+
+
 # --- the filter of a listening socket
 
 

@@ -13,7 +13,7 @@ from kit.waiting import until
 
 from aedit.proto.agent import Progress
 
-OWN_PER_S, ALL_PER_S = 6.5, 60.0
+OWN_PER_S, ALL_PER_S = 5.0, 60.0
 """Waits of all threads but gRPC's, and of all: gRPC's look for work up to 30 times a second after
 each call, and then more and more rarely."""
 GRPC = ("event_engine", "grpc", "lifeguard")

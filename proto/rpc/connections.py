@@ -29,6 +29,8 @@ _REMEMBERED = 2**17
 """Peers; more than there can be connections."""
 _LOOK_S, _LOOK_IDLE_S, _LOOK_AGAIN_S = 0.1, 1.0, 0.02
 """Interval between two looks, also in an idle process and while a connection may begin a flood."""
+_LOOK_ALONE_S = 2.0
+"""The same without a connection: an idle process is to sleep."""
 _BUSY = 0.2
 """Share of a core from which on this process is busy."""
 _TIMES_LOOK = 50
@@ -98,14 +100,17 @@ class ConnectionLimit:
         self._shut_out: dict[str, float] = {}
         """Hosts that have flooded, and the end of the time in which they are shut out."""
         self._at_s = self._asked_s = self._cpu_s = self._took_s = 0.0
-        """Times of the last look and of the last question, CPU time then, and how long the look took."""
-        self.pause_s = _LOOK_S
-        """Time between two looks of a busy process."""
-        self.ask_in_s = _LOOK_IDLE_S
-        """Time until `is_due` is to be asked again."""
+        """Times of the last look and of the last question, CPU time then, and that of the look."""
+        self.pause_s = _LOOK_ALONE_S
+        """Time until the next question, unless `awake` is set."""
+        self.awake = threading.Event()
+        """The first connection has sent a message, or the server ends."""
 
     def received(self, peer: str, num_bytes: int) -> None:
         """Note that a message of this peer, as gRPC writes it, has arrived."""
+        if self.pause_s == _LOOK_ALONE_S:
+            self.pause_s = _LOOK_S
+            self.awake.set()
         with self._lock:
             before = self._accounted.pop(peer, 0.0)
             self._accounted[peer] = before + _PER_BYTE * num_bytes + _PER_MESSAGE
@@ -123,13 +128,13 @@ class ConnectionLimit:
         """End the connections to `port` that flood, and those above the limit of a host; return how many."""
         if not os.path.isdir(_DESCRIPTORS):
             return 0
-        began_s, before = time.monotonic(), self._shut_out.keys()
-        ended = [*self.flooding(accepted_sockets(port), began_s), *self.surplus()]
+        began_s, before = time.thread_time(), self._shut_out.keys()
+        ended = [*self.flooding(accepted_sockets(port), time.monotonic()), *self.surplus()]
         if self._shut_out.keys() != before:
             for listener in _listeners(port):
                 with suppress(OSError), listener:
                     _attach(listener, source_filter(self._shut_out))
-        self._took_s = time.monotonic() - began_s
+        self._took_s = time.thread_time() - began_s
         return sum(map(_shut, ended))
 
     def is_due(self, now_s: float, cpu_s: float) -> bool:
@@ -139,9 +144,8 @@ class ConnectionLimit:
         """
         is_busy = cpu_s - self._cpu_s > _BUSY * (now_s - self._asked_s)
         self._asked_s, self._cpu_s = now_s, cpu_s
-        self.ask_in_s = self.pause_s if is_busy else _LOOK_IDLE_S
         is_due = now_s - self._at_s >= max(
-            self.pause_s if is_busy else _LOOK_IDLE_S, _TIMES_LOOK * self._took_s
+            min(self.pause_s, _LOOK_S) if is_busy else _LOOK_IDLE_S, _TIMES_LOOK * self._took_s
         )
         if is_due:
             self._at_s = now_s
@@ -175,7 +179,7 @@ class ConnectionLimit:
         self._shut_out = dict(list(kept.items())[-_MOST_SHUT_OUT:])
         most |= {peer: _SHUT_OUT_BYTES for peer in silent if seen[peer][0].host in self._shut_out}
         may_begin = any(seen[peer][1] > _SHUT_OUT_BYTES for peer in silent)
-        self.pause_s = _LOOK_AGAIN_S if may_begin else _LOOK_S
+        self.pause_s = _LOOK_AGAIN_S if may_begin else _LOOK_S if seen else _LOOK_ALONE_S
         return [found for found, unread in seen.values() if unread > most[found.peer]]
 
     def surplus(self) -> list[AcceptedSocket]:

@@ -226,6 +226,7 @@ class Server:
 
         async def stop() -> None:
             self._stopped.set()
+            self.connections.awake.set()
             await self._health.enter_graceful_shutdown()
             await self._server.stop(grace_s)
 
@@ -334,7 +335,9 @@ class Server:
     def _look(self) -> None:
         """End connections that flood, and have the cost of calls measured, until the server stops."""
         due_s = 0.0
-        while not self._stopped.wait(self.connections.ask_in_s):
+        while not self._stopped.is_set():
+            self.connections.awake.wait(self.connections.pause_s)
+            self.connections.awake.clear()
             if self.connections.is_due(now_s := time.monotonic(), time.process_time()):
                 with suppress(OSError):  # no descriptor is left to look with
                     self.connections.cut(self.port)

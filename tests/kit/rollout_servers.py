@@ -174,7 +174,8 @@ class TrainerEnd:
 
     def __init__(self, address, line="line", *, secret=None, reads=True, beats=False, **opening):
         self.secret = secret or new_secret()
-        self._channel = grpc.insecure_channel(address)
+        # Otherwise all ends of this process share one connection, and are cut off with it.
+        self._channel = grpc.insecure_channel(address, (("grpc.use_local_subchannel_pool", 1),))
         self._out = queue.SimpleQueue()
         self.changed = threading.Condition()
         self.samples = defaultdict(Received)
