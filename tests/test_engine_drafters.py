@@ -170,7 +170,7 @@ class Rarely:
     def __init__(self, every, rests):
         self.every, self.steps, self.seen = every, 0, []
         if rests:
-            self.rest = lambda view: every - 2 if self.steps % every == 1 else 0
+            self.rest = lambda view: (parse_arm("off"), every - 2 if self.steps % every == 1 else 0)
 
     def choose(self, view):
         return parse_arm("suffix:4") if self.steps % self.every == 0 else parse_arm("off")

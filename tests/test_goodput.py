@@ -443,6 +443,26 @@ def test_where_plain_decoding_is_settled_it_is_asked_in_one_of_eight_steps_and_m
     assert spent_s == pytest.approx(here.now_s)
 
 
+def test_where_steps_are_too_short_to_learn_from_each_the_arm_goes_on_without_a_question():
+    """As choosing takes a fifth of a step here; what is learned is in one of eight steps anyway."""
+    chooser, here, asked = Goodput(ARMS), world(GOOD), []
+    learn = chooser.learn
+    chooser.learn = lambda seen: learn(replace(seen, learning_s=0.2 * seen.total_s))
+    arms = Counter()
+    for step in range(1600):
+        seen = here.play(chooser, 4, 400)
+        if seen is not None:
+            asked.append(step)
+            arms[seen.arm] += 1
+        else:
+            arms[here.skipped.arm] += 1
+    assert sum(count for arm, count in arms.items() if not arm.is_off) > 1200
+    assert 1200 / 8 <= len([step for step in asked if step >= 400]) <= 1200 / 3
+    assert chooser._steps + here.skipped.num_steps == 1600
+    spent_s = sum(s for s, _ in chooser._spent.values()) + here.skipped.total_s
+    assert spent_s == pytest.approx(here.now_s)
+
+
 @pytest.mark.parametrize(("since", "budget"), [(1, 1.0), (1023, 1.0), (1024, 1 / 3)])
 def test_long_after_the_last_gain_less_is_spent_on_choosing(since, budget):
     chooser, view = Goodput(ARMS[4:]), EngineView(1, 100, {"suffix": 0})

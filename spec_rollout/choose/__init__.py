@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         SkippedSteps,
         StepObservation,
         bucket,
+        real_nodes,
     )
     from aedit.spec_rollout.choose.goodput import Bandit, Goodput
     from aedit.spec_rollout.choose.table import Floats, accepted_nodes, score_bins
@@ -32,6 +33,7 @@ __all__ = [
     "StepObservation",
     "accepted_nodes",
     "bucket",
+    "real_nodes",
     "score_bins",
 ]
 

@@ -64,10 +64,12 @@ class EngineView:
 
 @dataclass(slots=True)
 class SkippedSteps:
-    """Sums over plain steps for which the chooser was not asked; see `ArmChooser`."""
+    """Sums over steps for which the chooser was not asked; see `ArmChooser`."""
 
     rows: int = 0
     """Number of running rows of each."""
+    arm: Arm = OFF
+    """Arm of each."""
     num_steps: int = 0
     emitted: int = 0
     """Number of emitted tokens."""
@@ -109,7 +111,7 @@ class StepObservation:
     learning_s: float = 0.0
     """Cost of `choose` and `learn` for the step before."""
     skipped: SkippedSteps = field(default_factory=SkippedSteps)
-    """Plain steps before this one that were not observed."""
+    """Steps before this one that were not observed."""
 
 
 class ArmChooser(Protocol):
@@ -117,9 +119,9 @@ class ArmChooser(Protocol):
 
     The same observations in the same order give the same arms on every rank.
 
-    A chooser may have a method `rest(view)`, which is called after `learn`. It returns the number of
-    following plain steps without a call of `choose` and `learn`, as long as the number of rows stays.
-    The next observation has their sums.
+    A chooser may have a method `rest(view)`, which is called after `learn`. It returns an arm and the number
+    of following steps that take it without a call of `choose`, `trim` and `learn`, as long as the number of
+    rows stays. The next observation has their sums.
     """
 
     def choose(self, view: EngineView) -> Arm:

@@ -282,11 +282,21 @@ class Goodput:
                 self._learn_draft(observed, stats)
         self._update_budget(observed)
 
-    def rest(self, view: EngineView) -> int:
-        """Return the number of plain steps that follow without a choice, where plain decoding is settled."""
-        if not (self.arm.is_off and self._trial is None and self._is_timed_enough(view.rows)):
-            return 0
-        return SPARSE_FACTOR - 1 - self._num_plain_steps % SPARSE_FACTOR
+    def rest(self, view: EngineView) -> tuple[Arm, int]:
+        """Return the arm in use, and the number of steps that follow with it without a choice.
+
+        These are plain ones where plain decoding is settled, and those with an arm from which nothing would
+        be learned, as this chooser has no time left.
+        """
+        if self._trial is not None or self._steps < PLAIN_STEPS:
+            return OFF, 0
+        if self.arm.is_off:
+            is_settled = self._is_timed_enough(view.rows)
+            return OFF, SPARSE_FACTOR - 1 - self._num_plain_steps % SPARSE_FACTOR if is_settled else 0
+        if self._learning_budget_s >= 0 or not view.has(self.arm) or not self._steps % STARVED_STEPS:
+            return self.arm, 0
+        num_steps = STARVED_STEPS - 1 - self._steps % STARVED_STEPS
+        return self.arm, max(0, min(num_steps, self._next_compare - self._steps))
 
     @property
     def _share(self) -> float:
@@ -294,17 +304,19 @@ class Goodput:
         return 1.0 if self._steps - self._last_gain < SETTLED_STEPS else 1 / SETTLED_FACTOR
 
     def _skip(self, skipped: SkippedSteps) -> None:
-        """Count plain steps that were not observed one by one."""
+        """Count steps that were not observed one by one."""
         self._steps += skipped.num_steps
-        self._num_plain_steps += skipped.num_steps
-        self._stats_of(EngineView(skipped.rows, 0), OFF).num_played += skipped.num_steps
+        self._num_plain_steps = self._num_plain_steps + skipped.num_steps if skipped.arm.is_off else 0
+        self._stats_of(EngineView(skipped.rows, 0), skipped.arm).num_played += skipped.num_steps
         rows = rounded_rows(skipped.rows)
         spent_s, context = self._spent.get(rows, (0.0, 0))
         self._spent[rows] = spent_s + skipped.total_s, context
         self._learning_budget_s += self._share * LEARNING_SHARE * skipped.total_s
         self.exploration_budget_s += self._share * EXPLORATION_SHARE * skipped.total_s
-        for each in self.drafters.values():
+        for kind, each in self.drafters.items():
             each.missing_tokens += skipped.emitted if each.version is not None else 0
+            if kind == skipped.arm.drafter:
+                each.missing_tokens, each.last_used = 0, self._steps
 
     def _learn_time(self, observed: StepObservation, stats: ArmStats) -> None:
         """Add the step's cost to the table and to the costs beside other arms."""

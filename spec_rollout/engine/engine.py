@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from aedit.spec_rollout.choose import ArmChooser, EngineView, Fixed, SkippedSteps, StepObservation
+from aedit.spec_rollout.choose import (
+    ArmChooser,
+    EngineView,
+    Fixed,
+    SkippedSteps,
+    StepObservation,
+    real_nodes,
+)
 from aedit.spec_rollout.drafters import OFF, Arm, Draft, Drafter, DrafterKind, FeatureSink
 from aedit.spec_rollout.engine.meters import Meters, Step, Stopwatch
 from aedit.spec_rollout.engine.request_checks import EngineLimits, check_prompt
@@ -322,7 +329,7 @@ class Engine:
     def _step(self) -> Step:
         began_s = self.clock()
         whole = Stopwatch(self.target.device, self.cost_clock)
-        rows, view, arm = self._rows, None, OFF
+        rows, view, arm = self._rows, None, self._skipped.arm
         if not self._is_resting():
             view = rows.view()
             arm = self._choose(view)
@@ -330,10 +337,10 @@ class Engine:
         drafting = Stopwatch(self.target.device, self.cost_clock)
         self._choosing_s = drafting.began_s - whole.began_s
         proposal = draft = None
-        if view is not None and not arm.is_off:
+        if not arm.is_off:
             proposal = self._propose(arm)
             drafting.stop()
-            kept = self.chooser.trim(view, arm, proposal)
+            kept = real_nodes(proposal) if view is None else self.chooser.trim(view, arm, proposal)
             self._choosing_s += self.cost_clock() - drafting.ended_s
             draft = truncate_draft(proposal, kept, self.target.nodes)
         verification, is_whole = verify_within_memory(rows, draft, arm.depth, self.mode)
@@ -413,9 +420,11 @@ class Engine:
         return kept, ended
 
     def _is_resting(self) -> bool:
-        """Return true if the chooser has said that this step, at as many rows, is plain without a choice."""
-        skipped = self._skipped
-        return skipped.num_steps < self._num_resting and skipped.rows == len(self._rows.running)
+        """Return true if the chooser has said which arm this step takes, at as many rows."""
+        skipped, rows = self._skipped, self._rows
+        if skipped.num_steps >= self._num_resting or skipped.rows != len(rows.running):
+            return False
+        return skipped.arm.is_off or (rows.follows(skipped.arm.drafter) and rows.max_remaining > 1)
 
     def _observe(
         self,
@@ -447,9 +456,9 @@ class Engine:
                 skipped=self._skipped,
             )
         )
-        self._skipped = SkippedSteps(view.rows)
-        rest: Callable[[EngineView], int] | None = getattr(self.chooser, "rest", None)
-        self._num_resting = 0 if rest is None else rest(view)
+        rest: Callable[[EngineView], tuple[Arm, int]] | None = getattr(self.chooser, "rest", None)
+        arm, self._num_resting = (OFF, 0) if rest is None else rest(view)
+        self._skipped = SkippedSteps(view.rows, arm)
         self._after_s = self.cost_clock() - began_s
         self._learning_s = self._after_s + self._choosing_s
         self.meters.choosing_s += self._learning_s

@@ -141,6 +141,10 @@ class RowScheduler:
         context = sum([sample.length for sample in self.running])
         return EngineView(len(self.running), context, versions)
 
+    def follows(self, kind: str) -> bool:
+        """Return true if the drafter of this kind follows the running samples."""
+        return kind in self._followers
+
     def wake_drafters(self) -> None:
         """Let drafters that have been trained since the last call follow the rows from the next pass on.
 

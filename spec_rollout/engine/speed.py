@@ -21,6 +21,10 @@ class EngineSpeed:
         """Return the seconds per token of each sample."""
         return self.fixed_s + live * self.row_s
 
+    def times(self, factor: float) -> "EngineSpeed":
+        """Return the speed of an engine whose steps take `factor` times as long."""
+        return EngineSpeed(self.fixed_s * factor, self.row_s * factor, self.prefill_s * factor)
+
 
 class SpeedMeter:
     """Estimate of an engine's speed from its steps.

@@ -65,6 +65,9 @@ MOVE_LEAST_S = 0.1
 MOVES = MigrationRule(overhead_s=0.02)
 STEP_WAIT_S = 0.05
 HISTORY = 512
+MOST_PACE = 8.0
+LEAST_GAIN = 0.1
+"""Share of the time without helpers that giving samples away must save."""
 MOST_LOTS = 16
 """Parts of equally many groups, at most, into which a batch is divided."""
 
@@ -86,6 +89,7 @@ def divide_groups(
 
     Each group in turn goes to the engine that would finish first with it, the first engine at equal times.
     The groups are cut in this order, so that each engine has neighbouring ones, the first engine the first.
+    If that saves less than `LEAST_GAIN`, the first engine has all: fewer rows may take hardly less time.
 
     Args:
         groups: Samples of each group.
@@ -104,6 +108,10 @@ def divide_groups(
         best = min(range(len(engines)), key=with_it.__getitem__)
         taken[best] += more
         counts[best], finish_s[best] = counts[best] + len(groups[first : first + lot]), with_it[best]
+    home, everything = engines[0], tuple(sample for group in groups for sample in group)
+    alone_s = home.delay_s + drain_s(EngineLoad(everything, home.rows, home.speed), lengths)
+    if max(finish_s) > (1 - LEAST_GAIN) * alone_s:
+        return [0] * len(groups), [alone_s, *[0.0] * (len(engines) - 1)]
     return [i for i, count in enumerate(counts) for _ in range(count)], finish_s
 
 
@@ -228,6 +236,9 @@ class PooledSource:
         self._ended: deque[int] = deque(maxlen=HISTORY)
         self._cut: deque[int] = deque(maxlen=HISTORY)
         self._meter = SpeedMeter()
+        self._own_s, self._predicted_s, self._pace = 0.0, math.nan, 1.0
+        """Seconds that the own samples of this batch took, the prediction if it holds, and seconds over those
+        that were predicted in batches before: drafts and the longest samples make the difference."""
         self._parts: dict[tuple[int, int], _Part] = {}
         self._lag_s: dict[int, float] = {}
         """By helper: seconds that its parts took longer than predicted: copies of weights, few drafts."""
@@ -430,13 +441,14 @@ class PooledSource:
         if not answers or speed is None:
             self.inner.add(new)
             return
-        engines = [PoolEngine(speed, self.engine.target.rows)]
+        engines = [PoolEngine(speed.times(self._pace), self.engine.target.rows)]
         for rank, answer in answers.items():
             delay_s = answer["delay_s"] + self._lag_of(rank)
             engines.append(PoolEngine(EngineSpeed(*answer["speed"]), answer["rows"], delay_s))
         lengths = LengthDistribution.of(self._ended, self._cut)
         samples = [[UnfinishedSample.of(p.to_rollout()) for p in group] for group in groups.values()]
         owners, finish_s = divide_groups(samples, engines, lengths)
+        self._own_s, self._predicted_s = 0.0, finish_s[0] / self._pace
         parts: list[list[Prompt]] = [[] for _ in engines]
         for owner, group in zip(owners, groups.values(), strict=True):
             parts[owner] += group
@@ -506,6 +518,7 @@ class PooledSource:
             theirs = tuple(map(UnfinishedSample.of, moved))
             expected_s = drain_s(EngineLoad(theirs, answer["rows"], loads[rank].speed), lengths)
             self.counts.moved += len(moved)
+            self._predicted_s = math.nan
             self._give(rank, [engine.remove(rollout) for rollout in moved], answer, expected_s)
             self._looks_in_vain = 0
 
@@ -554,6 +567,10 @@ class PooledSource:
             self._meter.add(num_live, took_s * num_live / (meters.num_tokens - num_tokens))
         for rollout in finished:
             self._given.pop(rollout.prompt.key, None)
+        self._own_s += took_s
+        if not self.inner.running and self._predicted_s > 0:
+            self._pace = (self._pace + min(self._own_s / self._predicted_s, MOST_PACE)) / 2
+            self._predicted_s = math.nan
         return finished
 
     def _arrivals(self) -> list[Rollout]:
@@ -614,6 +631,7 @@ class PooledSource:
             self._sent.pop(rank, None)
             self._skip(rank)
         mine = [each for each in self._given.values() if (each.rank, each.number) in late]
+        self._predicted_s = math.nan
         self.inner.add([each.prompt for each in mine])
         for each in mine:
             each.is_here_too = True

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from scipy.special import betaincinv
 
-from aedit.spec_rollout.choose import EngineView, SkippedSteps, StepObservation
+from aedit.spec_rollout.choose import EngineView, SkippedSteps, StepObservation, real_nodes
 from aedit.spec_rollout.drafters import OFF, Draft
 
 # Measured on two CPU cores: by rows, milliseconds of a plain step, then its multiples for 2, 4, 8, 16 and 32
@@ -85,12 +85,13 @@ class World:
         """Run one step of an engine; return its observation, None if the chooser was not asked."""
         view = EngineView(rows, context, self.versions(self.step))
         is_resting = self.skipped.num_steps < self.num_resting and self.skipped.rows == rows
-        arm = OFF if is_resting else chooser.choose(view)
+        arm = self.skipped.arm if is_resting else chooser.choose(view)
         draft, nodes, kept, accepted, drafting_s = None, 0, [], np.zeros(rows, dtype=int), 0.0
         if not arm.is_off:
             drafting_s = draft_s(arm, rows, min(self.pending, context) if arm.drafter == "layer" else 0)
             draft, says = self.draft(arm, rows)
-            kept = np.broadcast_to(chooser.trim(view, arm, draft), rows).tolist()
+            kept = real_nodes(draft) if is_resting else chooser.trim(view, arm, draft)
+            kept = np.broadcast_to(kept, rows).tolist()
             nodes = -(-sum(kept) // rows)
             accepted = np.minimum(says.sum(1), kept)
         rng = np.random.default_rng([self.seed, self.step])
@@ -113,8 +114,8 @@ class World:
             view, arm, emitted, total_s, drafting_s, nodes, kept, draft, accepted_B, skipped=self.skipped
         )
         chooser.learn(seen)
-        self.skipped = SkippedSteps(rows)
-        self.num_resting = chooser.rest(view) if hasattr(chooser, "rest") else 0
+        arm, self.num_resting = chooser.rest(view) if hasattr(chooser, "rest") else (OFF, 0)
+        self.skipped = SkippedSteps(rows, arm)
         return seen
 
     def run(self, chooser, rows, steps):
