@@ -8,6 +8,7 @@ from kit.families import FAMILIES, family_model
 from kit.rollouts import tiny_policy
 
 from aedit.spec_rollout.engine import Engine, EngineLimits
+from aedit.spec_rollout.engine import engine as engine_module
 from aedit.spec_rollout.engine.engine import PACK_AFTER
 from aedit.spec_rollout.model import Segment, Target, layers
 from aedit.spec_rollout.sampling import Prompt, Sampling
@@ -162,3 +163,24 @@ def test_an_engine_packs_weights_that_are_in_use_for_long_and_makes_the_same_tok
     engine.add(prompts(1, 101)[0])
     engine.step()
     assert all(packed(engine.target.weights)), "weights before were used for long"
+
+
+@pytest.mark.parametrize("length", [33, 20])
+def test_an_engine_packs_weights_before_a_long_prompt(monkeypatch, length):
+    """Each two tokens count as a pass here."""
+    monkeypatch.setattr(engine_module, "PACK_TOKENS", 2)
+    model, how = tiny_policy().float(), Sampling(max_new_tokens=8)
+    prompt = Prompt(tokens=tuple(range(1, 1 + length)), rollout=1, sampling=how)
+    plain = Engine.of(copy.deepcopy(model), rows=1, max_tokens=64, limits=EngineLimits(packed_bytes=0))
+    (wanted,) = plain.generate([prompt])
+    engine = Engine.of(model, rows=1, max_tokens=64)
+    was_packed, prefill = [], engine.target.prefill
+
+    def watched(segments):
+        was_packed.append(all(packed(engine.target.weights)))
+        return prefill(segments)
+
+    monkeypatch.setattr(type(engine.target), "prefill", lambda self, segments: watched(segments))
+    (found,) = engine.generate([prompt])
+    assert was_packed == [length - 1 >= 2 * PACK_AFTER]
+    assert found.tokens == wanted.tokens

@@ -102,6 +102,7 @@ class Engine:
         limits = limits or EngineLimits()
         self._rows = RowScheduler(target, noise, drafters or {}, tokenizer, limits)
         self._packing = WeightPacking(target, limits.packed_bytes)
+        self._rows.prefill.on_pass = self._packing.begins
         if target.device.type != "cpu":  # collecting is hidden behind the device's work
             self._rows.collecting_budget_s = math.inf
 
@@ -464,9 +465,10 @@ class Engine:
         self.meters.choosing_s += self._learning_s
 
 
-PACK_AFTER = 16
-"""Passes with the same weights after which they are packed: each pass then saves a tenth to a half, and the
-copy takes as long as five to ten."""
+PACK_AFTER, PACK_TOKENS = 16, 32
+"""Passes with the same weights after which they are packed, and tokens beyond which one counts as several:
+each pass then saves a tenth to a half, and the copy takes as long as five to ten, or 500 tokens of a prompt.
+"""
 
 
 class WeightPacking:
@@ -479,9 +481,17 @@ class WeightPacking:
     def passed(self, num_tokens: int) -> None:
         """Count a pass over so many tokens; in fp32 one over a single token gains nothing."""
         if num_tokens > 1 or self._target.dtype == torch.bfloat16:
-            self._num_passes += 1
-            if self._num_passes == self._after:
-                self._target.pack(self._most_bytes)
+            self._count(1 + num_tokens // PACK_TOKENS)
+
+    def begins(self, num_tokens: int) -> None:
+        """Count a pass over so many tokens of prompts, before it: a long one is then faster itself."""
+        self._count(num_tokens // PACK_TOKENS)
+
+    def _count(self, num_passes: int) -> None:
+        before = self._num_passes
+        self._num_passes += num_passes
+        if before < self._after <= self._num_passes:
+            self._target.pack(self._most_bytes)
 
     def weights_changed(self) -> None:
         """Begin anew: at once if the last weights were used for long."""

@@ -250,6 +250,8 @@ class Prefill:
         """Tokens that were computed."""
         self.num_restored = 0
         """Tokens that were not computed, as their keys and values came along."""
+        self.on_pass: Callable[[int], None] = lambda num_tokens: None
+        """Called with the number of tokens before each pass."""
 
     def plan(self, rollout: Rollout, rows: Iterable[PromptRow], starts: Sequence[SampleStart]) -> SampleStart:
         """Return the start of a waiting sample from the source that leaves the least to compute.
@@ -366,6 +368,7 @@ class Prefill:
         for start in computed:
             end = len(start.tokens) - 1 if most is None else min(len(start.tokens) - 1, start.length + most)
             segments.append(Segment(start.row, start.length, start.tokens[start.length : end]))
+        self.on_pass(sum(len(segment.tokens) for segment in segments))
         for start, features_Tf in zip(computed, self.target.prefill(segments), strict=True):
             start.length += len(features_Tf)
             self.num_computed += len(features_Tf)
