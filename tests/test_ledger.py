@@ -5,6 +5,7 @@ import csv
 import json
 import random
 import shutil
+import subprocess
 import sys
 import threading
 from collections import Counter, defaultdict
@@ -418,6 +419,17 @@ def test_the_files_have_a_row_for_every_position_and_are_equal(run_dir, tmp_path
     assert verdicts == {"never"}
     table = pyarrow.parquet.read_table(tmp_path / "a.parquet").to_pylist()
     assert [{k: "" if v is None else str(v) for k, v in row.items()} for row in table] == rows
+
+
+def test_the_files_are_written_also_for_a_reader_that_ends_early(run_dir, tmp_path):
+    files = ["--csv", tmp_path / "a", "--parquet", tmp_path / "b"]
+    words = [sys.executable, "-m", "aedit", "ledger", run_dir, *files]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        said = process.stderr.read()
+        assert (process.wait(120), said) == (0, b"")
+    assert (tmp_path / "a").stat().st_size > 0
+    assert (tmp_path / "b").stat().st_size > 0
 
 
 def test_a_sample_that_was_trained_twice_is_exit_code_1(run_dir, capsys):

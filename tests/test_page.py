@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import http.client
+import inspect
 import json
 import os
 import re
@@ -432,6 +433,15 @@ def test_the_file_needs_nothing_else_and_its_policy_allows_its_own_scripts_only(
     assert asset(LICENSE) in text
 
 
+def test_the_manual_has_a_picture_of_each_view():
+    """`python -m kit.pictures` takes them."""
+    source = inspect.getsource(sys.modules[contents.__module__])
+    views = {*re.findall(r'PageSection\(\s*name="(\w+)"', source), "rollouts", "phone"} - {"run"}
+    assert len(views) == 12
+    manual = (Path(__file__).parent.parent / "docs" / "operating.md").read_text()
+    assert {f"img/page-{view}.webp" for view in views} == set(re.findall(r"img/page-\w+\.webp", manual))
+
+
 def test_the_tables_of_the_html_have_the_rows_of_the_data(tmp_path):
     page = contents(read_run(full_run(tmp_path)))
     parsed = Tables(live_page(page))
@@ -585,6 +595,26 @@ def test_elsewhere_a_reader_needs_a_token_over_tls(tmp_path):
         assert (status, "revoked" in text) == (401, True)
         with pytest.raises((http.client.HTTPException, OSError)):
             get(place, headers={"Authorization": f"Bearer {token}"})  # without TLS
+
+
+def test_no_token_key_or_secret_url_of_the_run_is_shown(tmp_path):
+    run_dir = full_run(tmp_path)
+    make_keys(run_dir / "keys", hosts=["127.0.0.1"], readers=["eve"])
+    secrets = [path.read_text() for path in run_dir.glob("keys/**/*") if path.is_file()]
+    secrets = [line for text in secrets for line in text.splitlines() if len(line) > 20]
+    for name in ("rejoin/box", "peers/box/key", "servers/s1/signing.key"):
+        (run_dir / name).parent.mkdir(parents=True)
+        (run_dir / name).write_text(secret := f"secret of {name}")
+        secrets.append(secret)
+    with (run_dir / "run.toml").open("a") as file:
+        for table, key in (("alerts", "webhook"), ("traces", "endpoint"), ("rollout.vllm", "server")):
+            secrets.append(url := f"https://user:word@{table}.example/path")
+            file.write(f'[{table}]\n{key} = "{url}"\n')
+    with serving(RunFollower(run_dir, MOST_LINES).poll) as address:
+        shown = "".join(get(address, path)[2] for path in ("/", "/data.json"))
+    shown += file_page(contents(read_run(run_dir)))
+    assert len(secrets) > 20
+    assert [secret for secret in secrets if secret in shown or "user:word" in shown] == []
 
 
 # -- command line

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from contextlib import contextmanager
 from http.client import HTTPConnection
@@ -44,6 +45,7 @@ from aedit.launch.config import RunConfig, TraceConfig, load, of_this_machine
 from aedit.launch.hub.folder import pushes_of
 from aedit.launch.node.rl_groups import GroupStream
 from aedit.proto.rpc import client as rpc_client
+from aedit.spec_rollout.sampling import Rollout
 from aedit.spec_rollout.server.tickets import Priority
 from aedit.types import UserError
 
@@ -384,13 +386,18 @@ def test_a_server_takes_each_sample_whatever_trace_its_trainer_names():
         traces.begin(found.url, "serve")
         end.wait(lambda: end.opened, "Opened")
         server.publish("line", tiny_policy(3), 1)
-        for prompt, text in zip(prompts_of(len(texts), max_new_tokens=4), texts, strict=True):
+        *prompts, begun = prompts_of(len(texts) + 1, max_new_tokens=4)
+        for prompt, text in zip(prompts, texts, strict=True):
             end.add(prompt, traceparent=text)
         end.ends(len(texts))
+        end.add(Rollout(begun, [5], [-1.0], [1]).to_prompt(), traceparent=VALID)
+        end.ends(len(texts) + 1)
         traces.end_traces()
-    (span,) = found.named("server: generate")
-    assert (span.trace.hex(), span.parent.hex()) == tuple(VALID.split("-")[1:3])
-    assert (span.facts["aedit.sample"], span.facts["aedit.tokens"]) == (len(INVALID), 4)
+    spans = found.named("server: generate")
+    for span in spans:
+        assert (span.trace.hex(), span.parent.hex()) == tuple(VALID.split("-")[1:3])
+    numbers = [(span.facts["aedit.sample"], span.facts["aedit.tokens"]) for span in spans]
+    assert numbers == [(len(INVALID), 4), (len(texts), 3)], "a token that comes with a sample is not counted"
 
 
 # -- requests over HTTP
@@ -447,12 +454,15 @@ def test_a_request_over_http_goes_on_with_the_trace_of_its_client(stream):
 
 
 def test_a_sample_that_waits_for_a_row_is_queued_until_another_one_has_ended():
-    with collector() as found, traced_server(found, rows=1) as (_, address):
+    steps_ns = []
+    options = {"rows": 1, "between_steps": lambda: steps_ns.append(time.time_ns())}
+    with collector() as found, traced_server(found, **options) as (_, address):
         ask(address, "/v1/completions", TEXT_ROUTES["/v1/completions"])
     (request,) = found.named("server: request")
     first, second = sorted(children(found, request, "server: generate"), key=lambda span: span.end)
     (of_first,), (of_second,) = (children(found, span, "server: queue") for span in (first, second))
-    assert of_first.end <= first.end <= of_second.end <= second.end
+    assert of_first.end <= steps_ns[0] <= first.end <= of_second.end
+    assert of_second.end <= min(step_ns for step_ns in steps_ns if step_ns >= first.end)
 
 
 def test_a_sample_that_gives_its_row_to_a_trainer_is_queued_twice():

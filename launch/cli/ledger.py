@@ -57,16 +57,16 @@ def print_ledger(options: Namespace) -> int:
     if options.parquet is not None:
         _pyarrow()
     accounts = read_accounts(Path(options.run))
-    print("\n".join(_shown(options.run, accounts)))
     try:
         if options.csv is not None:
             _write_csv(accounts, options.csv)
-            print(options.csv)
         if options.parquet is not None:
             _write_parquet(accounts, options.parquet)
-            print(options.parquet)
     except OSError as error:
         raise UserError(f"{error.filename or 'file'}: cannot be written: {error.strerror}") from None
+    # After the files: the reader of the output may end early, as `head` does.
+    written = map(str, filter(None, (options.csv, options.parquet)))
+    print("\n".join([*_shown(options.run, accounts), *written]), flush=True)
     return int(bool(accounts.disagreements) or accounts.count(SampleVerdict.TWICE) > 0)
 
 

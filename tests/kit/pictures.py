@@ -1,6 +1,6 @@
 """Pictures of the views of a page, for docs/img: PYTHONPATH=tests python -m kit.pictures RUN [VIEW ...].
 
-Without names of views it takes all that the run has, and `phone`, the first views on a phone at night.
+Without names of views it takes all that the run has, and `phone`, the first one on a phone at night.
 """
 
 import sys
@@ -31,7 +31,7 @@ def main(run, *views):
                 "document.querySelectorAll('details.rollout')"
                 ".forEach((each, i) => { each.open = i === 0; each.hidden = i > 4; })"
             )
-            place = None if name == "phone" else f"#{name}"
+            place = "#nodes" if name == "phone" else f"#{name}"
             chromium.picture(PLACE / f"page-{name}.webp", place, quality=60)
             print(PLACE / f"page-{name}.webp")
 
