@@ -12,7 +12,7 @@ from unittest import mock
 import grpc
 
 from aedit import system
-from aedit.async_sgd.hub import outer_step
+from aedit.async_sgd.hub import Hub, outer_step
 from aedit.async_sgd.journal import JournalBroken, NoSpace, Unconfirmed, frames, journal, receipts
 from aedit.async_sgd.journal import snapshot as snapshots
 from aedit.async_sgd.journal import store as stores
@@ -53,6 +53,12 @@ def config_of(num_hubs):
     )
     outer = OuterConfig(kind="average", lr=1.0)
     return RunConfig(name="run", hub=hub, edit=EditConfig(landing="arrival"), outer=outer)
+
+
+@cache
+def plan_of(num_hubs):
+    """Return what its hubs need of that; making it anew takes long."""
+    return folder.make_hub(config_of(num_hubs), (0, 1)).plan
 
 
 def address_of(number):
@@ -149,6 +155,8 @@ def simulated():
         mock.patch.object(folder, "claim", lambda directory, config, part: config),
         mock.patch.object(main, "method", return_value={}),
         mock.patch.object(main, "to_toml", return_value=""),
+        mock.patch.object(main, "given_to_nodes"),
+        mock.patch.object(main, "make_hub", lambda config, _: Hub(plan_of(1 + len(config.hub.standbys_of(0))))),
         mock.patch("aedit.async_sgd.service.hub_worker.ThreadPoolExecutor", AtOnce),
     ]
     logging.disable(logging.CRITICAL)
@@ -387,26 +395,30 @@ class SimHub(Process):
         process = self.process
         if process is None:
             return PortClosed("it starts")
-        core, until_s = process.core, self.clock() + WAIT_S
-        may_wait = process._leading is not None and method in ("join", "push")
-        admit = cache(lambda: core.admit(*args))
+        core, until_s, leading = process.core, self.clock() + WAIT_S, process._leading
+        may_wait, admitted, position = leading is not None and method in ("join", "push"), None, None
 
         def ask():
+            nonlocal admitted
             if not may_wait:
                 return getattr(core, method)(*args)
             if method == "push":
                 return core.push(args[0], memoryview(args[1]))
-            reply, position = admit()
-            reply.news.receipt.CopyFrom(process._leading.guard.durable(position))
+            reply, to = admitted = admitted or core.admit(*args)
+            reply.news.receipt.CopyFrom(leading.guard.durable(to))
             return reply
 
         def answer():
+            nonlocal position
             if self.process is not process:
                 return HubUnreachable("it has ended")
+            if position and self.clock() < until_s and not leading.leadership.acknowledges(position):
+                return answer
             try:
                 reply = ask()
             except Refusal as refusal:
                 waits = may_wait and isinstance(refusal.__cause__, Unconfirmed) and self.clock() < until_s
+                position = leading.ledger.journal.position if waits else position
                 return answer if waits else HubRefused(refusal.code, refusal.text)
             except ValueError as error:
                 return HubRefused(grpc.StatusCode.INVALID_ARGUMENT, str(error))
