@@ -30,7 +30,7 @@ from aedit.async_sgd.replication import Leadership, Mirror, stream_journal
 from aedit.async_sgd.rules import Led
 from aedit.launch.hub.folder import make_hub
 from aedit.launch.hub.standby import Standby
-from aedit.proto.rpc import NoNews
+from aedit.proto.rpc import HubUnreachable, NoNews, Proposal
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.types import UserError
 
@@ -456,3 +456,17 @@ def test_a_journal_is_set_aside_before_a_snapshot_that_lacks_its_pushes(book, tm
     assert len(moved_aside(tmp_path / "b")) == lacks
     if lacks:
         assert files_of(tmp_path / "b" / "set_aside" / "1") == before
+
+
+def test_a_follower_that_may_not_confirm_looks_for_a_leader_again(book, tmp_path):
+    """Found by simulation: a leader with its lease never learned of the promise, nor counted the replica."""
+    follower = Follower(tmp_path / "b")
+    follower.follow(book.ledger)
+    standby, votes = follower.standby, follower.standby._leadership
+    votes.leader_ended()
+    assert votes.answer(Proposal(2, 0, 5, (0, 0))).granted
+    assert standby.take(pb.TailChunk(), 1, "h:1"), "its confirmation may be on its way"
+    standby.confirmer._last_s -= 60.0
+    with pytest.raises(HubUnreachable, match="has promised term 2"):
+        standby.take(pb.TailChunk(), 1, "h:1")
+    assert standby.take(pb.TailChunk(), 2, "h:1"), "a leader of that term is followed"

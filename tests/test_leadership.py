@@ -356,6 +356,19 @@ def test_a_leader_whose_voters_know_a_higher_term_is_elected_again():
     assert hub.count_vote(yes(X, proposal), 0.0)[0] == Led(5)
 
 
+def test_a_leader_whose_voters_have_voted_for_another_hub_in_its_term_is_elected_again():
+    """Found by simulation: nodes that it needed could accept nothing in its term, and it waited for ever."""
+    hub = replica(A, [config((A, B), (X, Y, Z))])
+    hub.resume(0.0)
+    hub.placed((1, 9))
+    hub.confirm(B, (1, 9), 0.0)
+    for voter in (X, Y):
+        assert not hub.is_overtaken
+        hub.count_acceptance(VoteReply(voter, A, hub.asks.ballot, False, 1), 0.0)
+    assert hub.is_overtaken
+    assert hub.stand((1, 1, 9), 9.0).term == 2
+
+
 def test_an_agreement_that_the_leader_could_not_write_down_is_found_by_the_answers():
     """Else a replica that was just added would need the vote of the leader that is gone."""
     added = [config((A,), (X,)), config((A, B), (X,), 2)]

@@ -156,7 +156,9 @@ def simulated():
         mock.patch.object(main, "method", return_value={}),
         mock.patch.object(main, "to_toml", return_value=""),
         mock.patch.object(main, "given_to_nodes"),
-        mock.patch.object(main, "make_hub", lambda config, _: Hub(plan_of(1 + len(config.hub.standbys_of(0))))),
+        mock.patch.object(
+            main, "make_hub", lambda config, _: Hub(plan_of(1 + len(config.hub.standbys_of(0))))
+        ),
         mock.patch("aedit.async_sgd.service.hub_worker.ThreadPoolExecutor", AtOnce),
     ]
     logging.disable(logging.CRITICAL)

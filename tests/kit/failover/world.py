@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from aedit.proto.rpc import HubUnreachable, PortClosed
 
-
 DONE_EVERY = 8
 """Events that are made between two looks whether a run is done."""
 
