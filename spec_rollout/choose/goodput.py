@@ -88,7 +88,7 @@ trims and compares more rarely. A third of it once plain decoding is settled."""
 SETTLED_STEPS, SETTLED_FACTOR = 1024, 3
 """Steps since an arm was last chosen after which plain decoding is settled: what an arm would gain is known,
 and only what is new in the text can change that."""
-STARVED_STEPS = 8
+STARVED_STEPS = 16
 """Steps of which one is learned from where that share is used up: the calls alone may take it in the short
 steps of a small policy, and what an arm was worth long ago would decide for ever."""
 SETTLING_STEPS = 8
