@@ -66,9 +66,11 @@ def test_a_finished_run_ends_though_its_replicas_are_always_a_little_behind(tmp_
         ledger = hub.leading.ledger
     state = SimpleNamespace(members={0: None}, live={})
     ledger.hub = SimpleNamespace(state=state, progress=lambda now: 1.0)
-    looks = iter([True, *[False] * 100])
-    ledger.is_confirmed = lambda position: next(looks)
+    ledger.journal = SimpleNamespace(position=(1, 100))
+    ledger.is_confirmed = lambda position: position < ledger.journal.position
     worker = HubWorker(ledger, print, snapshot_bytes=1)
-    for second in range(5):
+    for second in range(6):
+        assert not worker.over.is_set()
         worker._look_for_the_end(float(second))
+        ledger.journal.position = (1, 100 + second)
     assert worker.over.is_set()

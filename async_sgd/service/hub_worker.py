@@ -9,7 +9,7 @@ from zlib_ng.zlib_ng import crc32
 
 from aedit import traces
 from aedit.async_sgd.hub import parent_hub
-from aedit.async_sgd.journal import JournalBroken, Ledger, NoSpace
+from aedit.async_sgd.journal import JournalBroken, Ledger, NoSpace, Position
 from aedit.async_sgd.rules import Merged, Vector
 
 log = logging.getLogger(__name__)
@@ -68,6 +68,8 @@ class HubWorker:
         self._full_until_s = 0.0
         self._full: tuple[float, float, int] | None = None
         """When the disk was first and last found full, and the pushes that were written down before."""
+        self._end: Position | None = None
+        """End of the journal when the run was first seen to have ended."""
         self._empty_since_s: float | None = None
 
     def start(self) -> None:
@@ -223,11 +225,12 @@ class HubWorker:
             ended = bool(hub.state.members) and not hub.state.live and hub.progress(now) >= 1.0
             position = self.ledger.journal.position
         if not (ended and self._ends_with_run):
-            self._empty_since_s = None
+            self._end = self._empty_since_s = None
         elif self._empty_since_s is None:
             # A hub that acknowledges nothing has not replied: nodes may be waiting to come back. Later
             # records only say how old the run is: a standby is always a little behind those.
-            if self.ledger.is_confirmed(position):
+            self._end = self._end or position
+            if self.ledger.is_confirmed(self._end):
                 self._empty_since_s = now
         elif now - self._empty_since_s >= _ENDED_S:
             self.over.set()
