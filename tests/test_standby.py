@@ -21,6 +21,7 @@ from aedit.launch.config import RunConfig
 from aedit.launch.hub import anchors_of
 from aedit.launch.hub.folder import make_hub, pushes_of
 from aedit.launch.records.hub_records import HubSample
+from aedit.launch.views.sources import HubSource
 from aedit.launch.views.tables import hub_table
 from aedit.proto.agent.membership import Elector
 from aedit.proto.rpc import HubClient
@@ -84,6 +85,10 @@ def test_a_standby_takes_over_with_the_same_bits_and_the_old_hub_does_not_lead_a
             other.merged(1)
         before = [node.anchor(unit) for unit in range(2)]
         assert status(standby.address)["follows"] == primary.address
+        source = HubSource(standby.address)
+        shown = "\n".join(map(str, hub_table(source.poll().hubs[0].lines[-1])))
+        source.close()
+        assert f"follows the hub at {primary.address}" in shown
         primary.kill()
 
         assert not node.vote(standby.address).leads  # one of two is not more than half

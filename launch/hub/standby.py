@@ -159,7 +159,8 @@ class Standby:
         segment, offset = self._mirror.position
         leader = self._leader or next(iter(self._endpoint.others), "")
         in_sync = set(configs[-1].replicas if configs else ())
-        following = {"follows": leader, "segment": segment, "offset": offset}
+        following: dict[str, Any] = {"run": self._endpoint.config.name, "follows": leader}
+        following |= {"segment": segment, "offset": offset}
         following |= {"is_replica": self._leadership.identity in in_sync, "confirmed": self._leadership.seen}
         # If another hub may have extended the journal, its required replicas are unknown.
         following |= {"is_needed": self.confirmer.is_needed or not (self._leader and is_current)}
