@@ -176,7 +176,7 @@ class Exchange:
 
 
 def train(recipe: Recipe, setting: Setting) -> Outcome:
-    """Train all nodes with `recipe`; in the end every unit moves once more."""
+    """Train all nodes with `recipe`; after the last round the other fragments move once more."""
     torch.set_num_threads(1)
     start = warm_up(setting)
     nodes = [start_model(setting, start) for _ in range(setting.nodes)]
@@ -186,7 +186,7 @@ def train(recipe: Recipe, setting: Setting) -> Outcome:
     exchange = Exchange(recipe, numels, setting.nodes, _flat(params_N[0]))
     rounds = setting.steps // setting.every
     curve = []
-    for number in range(1, rounds + recipe.parts + 1):
+    for number in range(1, rounds + recipe.parts):
         if number <= rounds:
             for (model, inners), shard in zip(nodes, shards, strict=True):
                 for step in range((number - 1) * setting.every, number * setting.every):

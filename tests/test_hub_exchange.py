@@ -127,7 +127,7 @@ def test_a_node_records_a_round_when_the_hub_has_answered_and_says_if_it_took_no
     written = []
     recorder = SimpleNamespace(event=lambda event, **values: written.append((event, values["refused"])))
     positions = SimpleNamespace(ended=lambda *step, **outcome: None)
-    node = SimpleNamespace(sync=sync, recorder=recorder, positions=positions, bytes_before=0)
+    node = SimpleNamespace(sync=sync, recorder=recorder, positions=positions, bytes_before=0, num_accepted=0)
     sync.on_round = partial(TrainingNode.record_round, node)
     rng = torch.Generator().manual_seed(0)
     with sync:
@@ -138,6 +138,7 @@ def test_a_node_records_a_round_when_the_hub_has_answered_and_says_if_it_took_no
         link.away = False
         moved_step(sync, rng)
         assert written[0] == ("round_refused" if len(refused) == 4 else "round", refused)
+        assert node.num_accepted == len([event for event, _ in written if event == "round"])
 
 
 def test_units_whose_owner_cannot_be_reached_are_left_out_and_travel_whole_when_it_is_back():

@@ -74,8 +74,9 @@ def part(tmp_path, monkeypatch):
         yield owner, a, b, end
 
 
-def test_replicas_whose_owner_has_ended_elect_the_first_of_those_left_without_waiting(part):
-    """Their promise to support it, and its time to answer, would last for 1000 s."""
+def test_replicas_whose_owner_has_ended_elect_the_first_of_those_left_without_waiting(part, monkeypatch):
+    """Their promise to support it, its time to answer, and the turn of the second would last for 1000 s."""
+    monkeypatch.setattr(standby_module, "_APART_S", 1000.0)
     owner, a, b, end = part
     end(owner)
     until(lambda: b.leads, "the election of the first in the ranking")
