@@ -372,6 +372,11 @@ class Absent(EveryOther):
     def choose(self, view): return Arm("layer", 2, 1, 2)
 class Fraction(EveryOther):
     def trim(self, view, arm, draft): return 0.5
+class Rests(EveryOther):
+    def rest(self, view):
+        return 3
+
+
 class Forgetful(EveryOther):
     def learn(self, observed): self.total += observed.emitted
 class Endless(EveryOther):
@@ -394,6 +399,7 @@ class Endless(EveryOther):
         ("--arm", "Text", "refused: choose returned str, expected Arm"),
         ("--arm", "Absent", "refused: choose returned layer:2, whose drafter is not there"),
         ("--arm", "Fraction", "refused: trim returned 0.5, expected an int"),
+        ("--arm", "Rests", "refused: rest returned 3, expected an Arm and a number of steps"),
         ("--arm", "Forgetful", "AttributeError: .* has no attribute 'total'"),
         ("--arm", "Endless", "TimeoutError: did not return within 1 s"),
     ],

@@ -94,7 +94,7 @@ class Engine:
         self.meters = Meters()
         self._choosing_s = self._learning_s = self._after_s = 0.0
         self._num_resting = 0
-        """Number of plain steps without a choice after the last one with a choice."""
+        """Number of steps without a choice after the last one with a choice."""
         self._skipped = SkippedSteps()
         dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
         noise = RowNoise(target.rows, target.vocabulary, device=target.device, dtype=dtype)

@@ -73,6 +73,10 @@ def try_chooser(
                 path_Bm=None if arm.is_chain else [[0]],
             )
         )
+        if rest := getattr(chooser, "rest", None):
+            following = rest(view)
+            if not isinstance(following, tuple) or [*map(type, following)] != [Arm, int]:
+                raise ValueError(f"rest returned {following!r}, expected an Arm and a number of steps")
 
 
 def try_engine(engine: object, *, rows: int, max_tokens: int) -> None:

@@ -66,6 +66,7 @@ MOVES = MigrationRule(overhead_s=0.02)
 STEP_WAIT_S = 0.05
 HISTORY = 512
 MOST_PACE = 8.0
+"""Seconds of a batch over those that were predicted, at most: one slow batch is soon forgotten."""
 LEAST_GAIN = 0.1
 """Share of the time without helpers that giving samples away must save."""
 MOST_LOTS = 16
