@@ -61,6 +61,7 @@ def test_a_run_in_which_nodes_generate_for_each_other_is_that_without_it_bit_for
 
 
 SPEEDS = [((1.0, 0.1), (3.0, 0.3)), ((1.0, 0.0), (3.0, 0.0)), ((0.2, 1.0), (0.1, 0.5), (1.0, 2.0))]
+SPEEDS += [((10.0, 0.1), (10.0, 0.1))]  # half of the rows save a tenth, but for a little
 
 
 @pytest.mark.parametrize("speeds", SPEEDS)
