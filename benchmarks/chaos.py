@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from aedit.launch.hub import read_accounts
+from aedit.launch.records import SampleVerdict
 from benchmarks.chaos_parts import failover, swarm, swarm_partition
 from benchmarks.chaos_parts.accounts import Books, compare, journal_kept
 from benchmarks.chaos_parts.failover import NODES, network_of
@@ -86,6 +87,8 @@ class Story:
     samples: str = ""
     """What `aedit ledger` says."""
     samples_agree: bool = False
+    samples_twice: int = 0
+    """Samples that were trained twice."""
 
 
 def measure(args: argparse.Namespace) -> Report | list[Report]:
@@ -160,6 +163,7 @@ def _bars(story: Story, books: Books, share: float, quick: bool) -> tuple[Bar, .
         Bar(f"nodes that ended though nobody killed them: {story.died}", story.died == 0),
         Bar(f"processes left behind: {story.left_behind}", story.left_behind == 0),
         Bar(f"samples: {story.samples}", story.samples_agree),
+        Bar(f"samples trained twice: {story.samples_twice}", story.samples_twice == 0),
     )
 
 
@@ -279,6 +283,7 @@ def _end(ground: Field, story: Story) -> None:
     story.books = compare(ground, ended_s)
     accounts = read_accounts(ground.directory)
     story.samples, story.samples_agree = accounts.summary(), not accounts.disagreements
+    story.samples_twice = accounts.count(SampleVerdict.TWICE)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from kit.hub_machine import Training, World, config, joiner, kinds, plan, values, world
+from kit.hub_machine import Training, World, config, joiner, kinds, plan, through_a_file, values, world
 
 from aedit.async_sgd.hub import Denied
 from aedit.async_sgd.hub.status import hub_status, run_news
@@ -340,12 +340,75 @@ def test_a_process_that_was_given_up_too_soon_gets_back_what_nobody_else_has_got
     made.now += 16
     made.heartbeat(1)
     made.tick()
+    assert made.lease(1, 2) == [(20, 22)], "it may be back soon"
+    made.do(made.hub.use(1, [(20, 22)]))
+    for _ in range(31):
+        made.now += 10
+        made.heartbeat(1)
+        made.tick()
     assert made.lease(1, 4) == [(3, 7)]
     decided = made.do(made.hub.join(joiner("node0", session=session), made.now))
     assert decided[:-1] == [Leased(0, 7, 10), Leased(0, 10, 20)]
     made.do(made.hub.use(0, [(0, 10)]))  # it speaks of the lease by the position at which that began
     assert made.hub.state.pool.outstanding(0) == [(10, 20)]
     assert made.hub.state.pool.outstanding(1) == [(3, 7)]
+
+
+def silent_with_leases():
+    """Return a hub of three of which node 0 has fallen silent with (3, 10), and the next new position."""
+    made = world(3, expire_s=15)
+    made.lease(0, 10)
+    made.do(made.hub.use(0, [(0, 3)]))
+    made.now += 16
+    made.heartbeat(1), made.heartbeat(2)
+    made.tick()
+    assert made.hub.state.members[0].gone == "silent for 15 s"
+    assert made.hub.state.pool.returned == [(3, 10)]
+    return made, 10
+
+
+def test_a_silent_node_that_is_back_has_all_its_samples_and_no_other_node_was_given_one():
+    made, new = silent_with_leases()
+    session = made.hub.state.members[0].session
+    assert made.lease(1, 5) == [(new, new + 5)]
+    decided = made.do(made.hub.join(joiner("node0", session=session), made.now))
+    assert decided[:-1] == [Leased(0, 3, 10)]
+    assert made.hub.state.pool.outstanding(0) == [(3, 10)]
+    made.do(made.hub.leave(0))
+    assert made.lease(1, 5) == [(3, 8)], "one that leaves does not come back for them"
+
+
+def test_samples_of_a_silent_node_go_to_others_at_once_when_another_process_of_it_has_joined():
+    made, _ = silent_with_leases()
+    made.join("node0")
+    assert made.lease(1, 5) == [(3, 8)]
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_samples_of_a_silent_node_wait_for_it_over_a_restart_of_the_hub(saved):
+    made, new = silent_with_leases()
+    again, numbers = World(made.plan), through_a_file(made.hub.saved()) if saved else None
+    again.hub, again.now = made.replayed(numbers, since=len(made.journal) if saved else 0), 5.0
+    assert again.hub.state.pool.returned == [(3, 10)]
+    assert again.lease(1, 5) == [(new, new + 5)]
+    for _ in range(32):
+        again.now += 10
+        again.heartbeat(1)
+        again.tick()
+    assert again.lease(1, 5) == [(3, 8)]
+
+
+def test_samples_wait_only_for_their_own_node_among_all_that_were_returned():
+    made = world(4, expire_s=15)
+    for node in (0, 1, 2, 0, 1):
+        made.lease(node, 10)
+    made.do(made.hub.leave(0))
+    made.now += 16
+    made.heartbeat(2), made.heartbeat(3)
+    made.tick()
+    assert made.hub.state.pool.returned == [(0, 20), (30, 50)]
+    assert made.lease(3, 25) == [(0, 10), (30, 40), (50, 55)], "(10, 20) and (40, 50) are of a silent node"
+    assert made.hub.state.pool.returned == [(10, 20), (40, 50)]
 
 
 def test_it_gets_back_its_own_and_leaves_what_others_gave_back_around_it():

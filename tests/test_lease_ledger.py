@@ -355,3 +355,36 @@ def test_a_node_that_is_killed_after_any_accepted_push_has_no_sample_trained_twi
         num_twice += sum(count > 1 for count in kept.values())
         check_leases(world.journal, world.hub.state.pool, kept)
     assert num_twice == 0
+
+
+def test_nodes_that_fall_silent_and_train_on_have_no_sample_trained_twice_if_they_come_back_in_time():
+    """Cut off or stopped for longer than `expire_s`: they train on, and push that when they are back."""
+    num_back, expire_s = 0, 5.0
+    for seed in range(10):
+        chance, world = random.Random(seed), World(plan(config(lease_samples=64, expire_s=expire_s)))
+        nodes = [world.join(name, process=number) for number, name in enumerate("abc", 1)]
+        world.found()
+        held, unsaid = {node: [] for node in nodes}, {node: [] for node in nodes}
+        back_s, trained = dict.fromkeys(nodes, 0.0), []
+        for second in range(400):
+            world.tick(1.0)
+            for node in nodes:
+                if second == 399 or world.now >= back_s[node]:
+                    if node not in world.hub.state.live:
+                        num_back += 1
+                        assert world.join("abc"[node], process=1 + node) == node
+                    world.heartbeat(node)
+                    world.do(world.hub.use(node, unsaid[node]))
+                    unsaid[node] = []
+                    if sum(end - upto for _, upto, end in held[node]) < 20:
+                        held[node] += [[start, start, end] for start, end in world.lease(node, 12)]
+                    if chance.random() < 0.02:
+                        back_s[node] = world.now + chance.uniform(1.0, 19 * expire_s)
+                if held[node] and second < 399:
+                    start, upto, end = held[node][0]
+                    held[node][0][1] = min(end, upto + 2)
+                    trained += range(upto, held[node][0][1])
+                    unsaid[node].append((start, held[node][0][1]))
+                    held[node] = held[node][held[node][0][1] == end :]
+        check_leases(world.journal, world.hub.state.pool, trained)
+    assert num_back > 50

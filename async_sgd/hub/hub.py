@@ -14,7 +14,7 @@ from aedit.async_sgd.hub.decide_join import Joiner, joining
 from aedit.async_sgd.hub.decide_merge import decide_merge, is_due
 from aedit.async_sgd.hub.decide_push import exclusion, judged
 from aedit.async_sgd.hub.member_timeouts import MemberTimeouts, allowed_silence, heartbeat_interval
-from aedit.async_sgd.hub.members import Clocks, Member, NodeReport
+from aedit.async_sgd.hub.members import SILENT, Clocks, Member, NodeReport
 from aedit.async_sgd.hub.outer_step import AdvanceRule, Anchor, Computed, Quantiser
 from aedit.async_sgd.hub.pool import Block
 from aedit.async_sgd.hub.recovery_anchors import RecoveryAnchors
@@ -48,6 +48,9 @@ _LOOKS = 10
 
 _MOST_BLOCKS = 64
 """In one lease, however small the pieces are that have come back."""
+
+_WITHHELD = 20.0
+"""Times `hub.expire_s`: how long the samples of a silent node wait for its return before others get them."""
 
 MOST_LEASES = 1024
 """Unused leases of one node; who has more must train first."""
@@ -118,7 +121,11 @@ class Hub:
         self.clocks.seen[push.node] = now
         founder = self.recovery_anchors.founder(push.unit, now)
         decided = judged(self.state, push, self.plan, self.clocks, self.elapsed_s(now), founder)
-        if any(isinstance(record, Accepted) for record in decided):
+        if accepted := next((record.push for record in decided if isinstance(record, Accepted)), None):
+            made_s = step_bounds.next_made_s(
+                self.state, accepted, self.plan, self.clocks, self.elapsed_s(now)
+            )
+            self.clocks.next_made_s[push.unit, push.node] = made_s
             self.clocks.came_s.setdefault((push.unit, push.node, push.seq), now)
             decided += self.use(push.node, used)
         return decided
@@ -169,15 +176,17 @@ class Hub:
 
         0 asks for that many.
 
-        Blocks that others have returned come first, so there may be several blocks, and fewer samples. Raises
-        Denied if the node holds too many unused samples.
+        Blocks that others have returned come first, so there may be several blocks, and fewer samples. Those
+        of a node that has fallen silent wait for a while: it may train on them, and gets them back if it
+        joins again. Raises Denied if the node holds too many unused samples.
         """
         self._must_be_live(node)
         self.clocks.seen[node] = now
         if len(self.state.pool.outstanding(node)) >= MOST_LEASES:
             raise Denied("full", f"node {node} has {MOST_LEASES} leases that it has not used")
         most = self.config.lease_samples
-        blocks = self.state.pool.offer(min(samples, most) if samples else most)
+        withheld = self._withheld(self.elapsed_s(now))
+        blocks = self.state.pool.offer(min(samples, most) if samples else most, withheld)
         return [Leased(node, start, end) for start, end in blocks[:_MOST_BLOCKS]]
 
     def use(self, node: int, consumed: Iterable[Block]) -> list[Record]:
@@ -329,7 +338,22 @@ class Hub:
         if self.clocks.offset_s is None:
             self.clocks.offset_s = self.state.elapsed_s - now
             self.clocks.began_s = -1.0 if self.state.layout is None else self.state.elapsed_s
+            for node in self.state.lost:
+                if node not in self.clocks.lost_s:
+                    self._note_lost(node)
         return self.clocks.offset_s
+
+    def _withheld(self, elapsed_s: float) -> list[Block]:
+        """Return the unused positions of the nodes that have fallen silent of late and may come back."""
+        lost_s, since_s = self.clocks.lost_s, elapsed_s - _WITHHELD * self.config.expire_s
+        self.clocks.lost_s = {node: at_s for node, at_s in lost_s.items() if at_s > since_s}
+        return [block for node in self.clocks.lost_s for block in self.state.lost.get(node, ())]
+
+    def _note_lost(self, node: int) -> None:
+        """Note whether a node has fallen silent that had leases."""
+        self.clocks.lost_s.pop(node, None)
+        if self.state.lost.get(node) and self.state.members[node].gone.startswith(SILENT):
+            self.clocks.lost_s[node] = self.state.elapsed_s
 
     def _advance_rule(self, index: int) -> AdvanceRule:
         return self.rules.get(self.state.unit_name(index), self.rule)
@@ -392,10 +416,14 @@ class Hub:
                 came_s = self.clocks.came_s.get((push.unit, push.node, push.seq))
                 if came_s is not None:
                     self.clocks.pushed_s[push.unit, push.node] = self.elapsed_s(came_s)
+                made_s = self.clocks.next_made_s.pop((push.unit, push.node), None)
+                if made_s is not None:
+                    self.clocks.made_s[push.unit, push.node] = made_s
                 step_bounds.note(self.state, self.clocks, push.node)
             case Joined(_, node):
                 step_bounds.note(self.state, self.clocks, node)
             case Left(node):
+                self._note_lost(node)
                 self.clocks.seen.pop(node, None)
                 self.clocks.reports.pop(node, None)
                 self.clocks.silent_s.pop(node, None)

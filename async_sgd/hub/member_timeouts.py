@@ -8,7 +8,7 @@ made at the first check.
 from collections.abc import Set
 from heapq import heappop, heappush
 
-from aedit.async_sgd.hub.members import Clocks, Ranking
+from aedit.async_sgd.hub.members import SILENT, Clocks, Ranking
 from aedit.async_sgd.hub.state import AWAITED_MISSES, HubState
 from aedit.async_sgd.rules import (
     Accepted,
@@ -114,7 +114,7 @@ class MemberTimeouts:
         """
         live, limit = self._state.live, self._config.push_filter.violations
         self._offenders = {n for n in self._offenders if n in live and live[n].violations >= limit}
-        found = {node: Left(node, f"silent for {limit_s:g} s") for node, limit_s in self._silent(now)}
+        found = {node: Left(node, f"{SILENT} for {limit_s:g} s") for node, limit_s in self._silent(now)}
         for node in self._offenders:
             reason = f"excluded after {live[node].violations} violations"
             found[node] = Left(node, reason, excluded=True)

@@ -14,6 +14,9 @@ NORM = "norm"
 """Kind of reason for what is too long to be trusted: the part of a reason before its first colon."""
 
 
+SILENT = "silent"
+"""First word of why a member has left that has not reported for too long."""
+
 CERTIFIED = "certified"
 """Proof of a node whose name is that of its certificate or token."""
 
@@ -299,5 +302,15 @@ class Clocks:
         self.silent_s: dict[int, tuple[float, float]] = {}
         """How long a node may be silent by the last reply to it, and by the one before, which may be the last
         that it has; nodes that are asked for nothing unusual are left out."""
+        self.lost_s: dict[int, float] = {}
+        """Age of the run at which a node was given up as silent that had leases; at which this hub process
+        began if that was before."""
+        self.made_s: dict[tuple[int, int], float] = {}
+        """Age of the run before which the steps of a node's next push cannot have begun, by unit and node.
+
+        See `made_until`. Where it is unknown it is the time of the push before the newest one.
+        """
+        self.next_made_s: dict[tuple[int, int], float] = {}
+        """The same after the push that has been decided, and is not applied yet."""
         self.speeds = Ranking()
         """Inner steps per second of the live nodes that have pushed, each as of its last report."""

@@ -20,10 +20,13 @@ class Pool:
     leases: dict[int, dict[int, Block]] = field(default_factory=dict)
     """Position up to which a lease is used, and its end, by node and first position."""
 
-    def offer(self, samples: int) -> list[Block]:
-        """Return the blocks that a node gets that asks for this many samples. Changes nothing."""
+    def offer(self, samples: int, withheld: Iterable[Block] = ()) -> list[Block]:
+        """Return the blocks that a node gets that asks for this many samples. Changes nothing.
+
+        withheld: positions that it does not get though they were returned.
+        """
         blocks: list[Block] = []
-        for start, end in self.returned:
+        for start, end in _without(self.returned, withheld):
             if samples == 0:
                 return blocks
             taken = min(samples, end - start)
@@ -37,7 +40,9 @@ class Pool:
             assert start == self.watermark, f"position {self.watermark} would be left out"
             self.watermark = end
         else:
-            self.returned = list(_without(self.returned, (start, end)))
+            inside = any(first <= start and end <= last for first, last in self.returned)
+            assert inside, f"{(start, end)} is not there to be leased"
+            self.returned = _without(self.returned, [(start, end)])
         self.leases.setdefault(node, {})[start] = (start, end)
 
     def use(self, node: int, start: int, upto: int) -> None:
@@ -75,14 +80,17 @@ def _joined(blocks: Sequence[Block]) -> list[Block]:
     return whole
 
 
-def _without(blocks: Sequence[Block], taken: Block) -> list[Block]:
-    """Return the same positions but those of `taken`, which lie in one of the blocks."""
-    rest = []
-    found = False
+def _without(blocks: Iterable[Block], taken: Iterable[Block]) -> list[Block]:
+    """Return the positions of `blocks` that are in none of `taken`; blocks are in order, without overlap."""
+    rest, gone, first = list[Block](), sorted(taken), 0
     for start, end in blocks:
-        inside = start <= taken[0] and taken[1] <= end
-        found |= inside
-        pieces = ((start, taken[0]), (taken[1], end)) if inside else ((start, end),)
-        rest += [piece for piece in pieces if piece[0] < piece[1]]
-    assert found, f"{taken} is not there to be leased"
+        while first < len(gone) and gone[first][1] <= start:
+            first += 1
+        at = first
+        while at < len(gone) and gone[at][0] < end:
+            if start < gone[at][0]:
+                rest.append((start, gone[at][0]))
+            start, at = max(start, gone[at][1]), at + 1
+        if start < end:
+            rest.append((start, end))
     return rest

@@ -13,13 +13,16 @@ from aedit.async_sgd.hub.members import Clocks, NodeReport, Ranking
 from aedit.async_sgd.hub.state import HubState, Unit
 from aedit.async_sgd.rules import (
     MOST_CLAIM,
+    SLACK,
     TOP_STEPS_PER_S,
     HubPlan,
     Push,
     PushTimes,
     is_early,
     least_gap,
+    made_until,
     possible_at_once,
+    possible_speed,
     possible_steps,
 )
 from aedit.proto.rpc import lineage
@@ -85,21 +88,54 @@ def bounded_push(
     return replace(push, steps=counted, tokens=tokens), most, early
 
 
+def next_made_s(state: HubState, push: Push, plan: HubPlan, clocks: Clocks, now_s: float) -> float:
+    """Return the age of the run before which the steps after those of an accepted push cannot have begun.
+
+    Args: as of `bounded_push`; the push as it counts, before it is applied.
+    """
+    times = state.units[push.unit].times.get(push.node, PushTimes.began(now_s))
+    after, every = times.pushed(now_s, push.steps), None if plan.pace == "seconds" else plan.every
+    if _brings(state, times, clocks):  # its steps took time that the clock does not have: it seems faster
+        share = min(1.0, times.speed_before / after.best_speed) if after.best_speed else 0.0
+        return after.at_s - share * (after.at_s - after.before_s)
+    if push.steps <= possible_at_once(times, now_s, every):  # no look at the others is needed
+        speed = SLACK * times.best_speed
+    else:
+        speed = _possible_speed(state, push, plan, clocks, now_s)
+    return made_until(after, _made_s(times, push, clocks), speed)
+
+
 def _in_time(state: HubState, push: Push, plan: HubPlan, clocks: Clocks, now_s: float) -> float:
     """Return the steps that the node can have made since its last push of the unit."""
+    times = state.units[push.unit].times.get(push.node, PushTimes.began(now_s))
+    every = None if plan.pace == "seconds" else plan.every
+    speed = _possible_speed(state, push, plan, clocks, now_s)
+    steps = possible_steps(times, now_s, _made_s(times, push, clocks), speed, every)
+    return steps + plan.hub.max_steps_ahead if _brings(state, times, clocks) else steps
+
+
+def _brings(state: HubState, times: PushTimes, clocks: Clocks) -> bool:
+    """Return whether a node's next push can hold steps that took time which the run's clock does not have.
+
+    The first push after a restart of the hub may have been on its way, and the second one holds what was made
+    meanwhile. A part that was founded again does not know what its nodes bring.
+    """
+    return times.before_s <= clocks.began_s or (lineage(state.term) > 0 and not times.num)
+
+
+def _made_s(times: PushTimes, push: Push, clocks: Clocks) -> float:
+    """Return the age of the run before which the steps of the push cannot have begun."""
+    known_s = clocks.made_s.get((push.unit, push.node), times.before_s)
+    return min(times.at_s, max(times.before_s, known_s))
+
+
+def _possible_speed(state: HubState, push: Push, plan: HubPlan, clocks: Clocks, now_s: float) -> float:
+    """Return the steps per second that the node can make at most, by its pushes of the unit and by others."""
     unit = state.units[push.unit]
     times = unit.times.get(push.node, PushTimes.began(now_s))
-    others = [
-        found
-        for node in state.live
-        if node != push.node and (found := _speed(unit, node, clocks.reports, now_s))
-    ]
+    speeds = (_speed(unit, node, clocks.reports, now_s) for node in state.live if node != push.node)
     every = None if plan.pace == "seconds" else plan.every
-    steps = possible_steps(times, now_s, times.best_speed, [speed for speed in others if speed], every)
-    # The first push after a restart of the hub may have been on its way, and the second one holds what was
-    # made meanwhile. A part that was founded again does not know what its nodes bring.
-    brings = times.before_s <= clocks.began_s or (lineage(state.term) > 0 and not times.num)
-    return steps + plan.hub.max_steps_ahead if brings else steps
+    return possible_speed(times.best_speed, [speed for speed in speeds if speed], every)
 
 
 def _speed(unit: Unit, node: int, reports: Mapping[int, NodeReport], now_s: float) -> float:

@@ -41,11 +41,14 @@ if TYPE_CHECKING:
     from aedit.async_sgd.rules.push_filter import SizeHistory, directions, judge_push, outliers, shortening
     from aedit.async_sgd.rules.push_shares import Contribution, counted, round_shares
     from aedit.async_sgd.rules.push_times import (
+        SLACK,
         TOP_STEPS_PER_S,
         PushTimes,
         is_early,
         least_gap,
+        made_until,
         possible_at_once,
+        possible_speed,
         possible_steps,
     )
     from aedit.async_sgd.rules.push_weights import (
@@ -89,6 +92,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DRAFTER",
     "MOST_CLAIM",
+    "SLACK",
     "THIRD",
     "TOP_STEPS_PER_S",
     "Accepted",
@@ -141,6 +145,7 @@ __all__ = [
     "judge_push",
     "least_gap",
     "limited",
+    "made_until",
     "make_outer",
     "merge",
     "merge_rules",
@@ -149,6 +154,7 @@ __all__ = [
     "outliers",
     "penalty_weights",
     "possible_at_once",
+    "possible_speed",
     "possible_steps",
     "push_norm",
     "raw_weights",

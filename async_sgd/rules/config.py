@@ -253,8 +253,9 @@ class HubConfig:
     a push may carry a report, too."""
 
     expire_s: float = 15.0
-    """Silence after which a node is no longer counted on; its data goes to others. At least three of the
-    intervals that the hub has asked for, where these are longer than `heartbeat_s`."""
+    """Silence after which a node is no longer counted on. Its data goes to others when 20 times as long has
+    passed. At least three of the intervals that the hub has asked for, where these are longer than
+    `heartbeat_s`."""
 
     lease_samples: PositiveInt = 4096
     """Most samples in one lease; no sample is with two nodes."""

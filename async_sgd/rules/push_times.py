@@ -22,6 +22,9 @@ BURST = 4.0
 TOP_STEPS_PER_S = 1000.0
 """Largest speed of a node of which nothing else is known: an inner step of a millisecond."""
 
+_FADES = 0.9
+"""Factor by which a speed of before counts less with every push: delays make the speed of late too low."""
+
 _KEPT = 0.75
 """Weight of the pushes before the newest one in a node's usual speed."""
 
@@ -47,7 +50,8 @@ class PushTimes:
     num_steps: float = 0.0
     num_s: float = 0.0
     speed_before: float = 0.0
-    """Speed in the pushes before the newest one; 0 if it is unknown."""
+    """Highest speed in the pushes before the newest one, that of each earlier push a tenth lower; 0 if it is
+    unknown."""
 
     @classmethod
     def began(cls, at_s: float) -> "PushTimes":
@@ -69,7 +73,7 @@ class PushTimes:
             1 + _KEPT * self.num,
             steps + _KEPT * self.num_steps,
             max(0.0, at_s - self.since_s) + _KEPT * self.num_s,
-            self.num_steps / self.num_s if self.num_s else 0.0,
+            max(self.num_steps / self.num_s if self.num_s else 0.0, _FADES * self.speed_before),
         )
 
     @property
@@ -97,7 +101,7 @@ class PushTimes:
         """Return what its steps per second may be, whatever its newest push shows.
 
         Infinity before its third push. A push that stood for long holds the steps before that only, and the
-        next one holds the rest: the speed before it counts too.
+        next one holds the rest; without samples a node makes no steps: the speeds before count too.
         """
         if not self.is_regular:
             return math.inf
@@ -105,31 +109,61 @@ class PushTimes:
 
 
 def possible_steps(
-    times: PushTimes, now_s: float, own: float | None, others: Sequence[float], every: float | None
+    times: PushTimes, now_s: float, made_s: float, steps_per_s: float, every: float | None
 ) -> float:
     """Return the steps that a push can hold that arrives at `now_s`.
 
     `BURST` local phases of `every` steps are possible whatever the speeds, if no more than `top_steps`. More
-    take time: `SLACK` times the steps that the node can do in it, at its own speed of late or at the usual
-    one of the others, whichever is higher. Its own speed counts up to `MOST_CLAIM` times the usual one; up to
-    `FASTEST` times that of a single other node, which does not say what is usual. Without others it is
-    `top_steps`.
+    take time, from `made_s` on.
 
     Args:
         times: Of the node and unit.
         now_s: Age of the run.
+        made_s: Age of the run before which the steps of the push cannot have begun; see `made_until`.
+        steps_per_s: Of `possible_speed`.
+        every: Steps in a local phase; None if local phases are not counted in steps.
+    """
+    if math.isinf(steps_per_s):
+        return top_steps(times, now_s, every)
+    return max(possible_at_once(times, now_s, every), steps_per_s * max(0.0, now_s - made_s))
+
+
+def possible_speed(own: float | None, others: Sequence[float], every: float | None) -> float:
+    """Return the steps per second that a node can make at most; infinity without others.
+
+    `SLACK` times its own speed of late or the usual one of the others, whichever is higher. Its own speed
+    counts up to `MOST_CLAIM` times the usual one; up to `FASTEST` times that of a single other node, which
+    does not say what is usual.
+
+    Args:
         own: Speed of the node in steps per second, if it is known.
         others: Speeds of the other live nodes, as far as they are known.
         every: Steps in a local phase; None if local phases are not counted in steps: then all nodes may be
             `MOST_CLAIM` times as fast as usual.
     """
     if not others:
-        return top_steps(times, now_s, every)
+        return math.inf
     usual = median_high(others)
     most = usual * (MOST_CLAIM if len(others) > 1 else FASTEST)
     least = usual if every is not None else most
-    speed = max(least, min(own or 0.0, most))
-    return max(possible_at_once(times, now_s, every), _steps_at(SLACK * speed, times, now_s))
+    return SLACK * max(least, min(own or 0.0, most))
+
+
+def made_until(times: PushTimes, made_s: float, steps_per_s: float) -> float:
+    """Return the age of the run before which the steps of the next push cannot have begun.
+
+    A node sends a push after the answer to the one before, and its steps take time. A push may be long on its
+    way, again and again, and the next one holds what was made meanwhile: only the sum over all pushes takes
+    as much time as the steps. It is the theoretical arrival time of the generic cell rate algorithm (ITU-T
+    I.371), in between the last two arrivals.
+
+    Args:
+        times: Of the node and unit, with the newest push.
+        made_s: The same time of the push before the newest one.
+        steps_per_s: What the node can make at most.
+    """
+    took_s = times.steps / steps_per_s if steps_per_s > 0 else math.inf
+    return min(times.at_s, max(times.before_s, made_s + took_s))
 
 
 def possible_at_once(times: PushTimes, now_s: float, every: float | None) -> float:

@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from aedit.launch.hub import read_accounts
+from aedit.launch.records import SampleVerdict
 from benchmarks.chaos_parts.accounts import Accounts, account, errors, keep
 from benchmarks.kit import netns
 from benchmarks.kit.cluster import Field, free_port, ledger_tail
@@ -208,6 +209,8 @@ class Story:
     samples: str = ""
     """What `aedit ledger` says."""
     samples_agree: bool = False
+    samples_twice: int = 0
+    """Samples that were trained twice."""
 
 
 @dataclass(slots=True)
@@ -298,6 +301,7 @@ def _bars(story: Story, found: Accounts, share: float, seconds: float) -> tuple[
         *(Bar(f"{text}: {number}", number == 0) for text, number in nothing.items()),
         Bar(f"{back}, wanted < {HEALS_WITHIN_S:g} s", story.healed_s < HEALS_WITHIN_S),
         Bar(f"samples: {story.samples}", story.samples_agree),
+        Bar(f"samples trained twice: {story.samples_twice}", story.samples_twice == 0),
         *(Bar(f"ended: {text}", False) for text in story.died),
     )
 
@@ -561,5 +565,6 @@ def _end(ground: Ground) -> None:
     story.accounts = account(ground.field.plan, ledgers, leader.directory, copies, ended_s)
     samples = read_accounts(ground.field.directory)
     story.samples, story.samples_agree = samples.summary(), not samples.disagreements
+    story.samples_twice = samples.count(SampleVerdict.TWICE)
     times = sorted(line["t"] for lines in ledgers for line in lines if line["event"] == "acknowledged")
     story.longest_gap_s = max((b - a for a, b in pairwise(times)), default=0.0)

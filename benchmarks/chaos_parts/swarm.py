@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 
 from aedit.launch.hub import read_accounts
+from aedit.launch.records import SampleVerdict
 from aedit.launch.swarm import INTRODUCTION, MARK, is_maddrs
 from aedit.proto.swarm import REPLICAS
 from benchmarks.chaos_parts.accounts import LATE, Accounts, account, errors, history_of, keep, read
@@ -431,6 +432,8 @@ class SwarmStory:
     samples: str = ""
     """What `aedit ledger` says."""
     samples_agree: bool = False
+    samples_twice: int = 0
+    """Samples that were trained twice."""
     longest_gap_s: float = 0.0
     """Longest time in which no node saw a push of some part acknowledged; the largest over parts."""
     healed_s: float = 0.0
@@ -832,6 +835,7 @@ def mistakes(story: SwarmStory) -> dict[str, int]:
     """Return the number of errors of each kind, by description; without an error all are 0."""
     return {
         **errors(story.accounts),
+        "samples trained twice": story.samples_twice,
         "calls that ended over 1 s after their deadline": story.late_calls,
         "processes that ended though nobody killed them": len(story.died),
         "processes left behind": story.left_behind,
@@ -929,6 +933,7 @@ def finish(scene: Scene, look: Callable[[], object] = lambda: None) -> None:
         story.longest_gap_s = max(story.longest_gap_s, gap_s)
     samples = read_accounts(ground.directory)
     story.samples, story.samples_agree = samples.summary(), not samples.disagreements
+    story.samples_twice = samples.count(SampleVerdict.TWICE)
 
 
 def _see_tables(scene: Scene) -> None:

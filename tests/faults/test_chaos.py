@@ -46,6 +46,7 @@ def test_nodes_and_hub_are_killed_and_wires_cut_and_no_accepted_push_is_lost_or_
     assert books.replayed
     assert books.late_calls == 0
     assert story.samples_agree, story.samples
+    assert story.samples_twice == 0, story.samples
     assert story.died == 0, "a node ended because of the hub"
     assert story.left_behind == 0
 

@@ -13,11 +13,13 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
+from benchmarks.kit.cluster import Field
+from benchmarks.kit.paced_node import PacedNode
 from faults.tiny_run import LIMIT_S, deed, write_text
 from kit.hub_process import HubProcess
 from kit.waiting import until
 
-from aedit.async_sgd.rules import Accepted, Joined
+from aedit.async_sgd.rules import Accepted, Joined, Left
 from aedit.launch.cli import main
 from aedit.launch.config import load
 from aedit.launch.data import load_corpus, load_tokenizer
@@ -227,3 +229,45 @@ def test_a_node_that_is_killed_as_its_accepted_push_lands_has_no_sample_trained_
     assert accounts.count(SampleVerdict.ONCE) == counted.total()
     assert main(["ledger", str(directory)]) == 0
     assert "twice" not in capsys.readouterr().out
+
+
+def test_a_node_that_is_stopped_until_it_is_given_up_has_no_sample_trained_twice_when_it_goes_on(tmp_path):
+    """Found in a swarm: others had got the stock of the stopped machine, which trained it when it went on."""
+    plan = PacedNode(hub="", name="", ledger="", expire_s=2.0, units=2)
+    with Field(tmp_path, plan) as field:
+
+        def trained(name, more):
+            before = len(field.lines(name))
+
+            def steps():
+                lines = field.lines(name)[before:]
+                return sum(
+                    line["steps"] for line in lines if line["event"] == "answered" and line["unit"] == 0
+                )
+
+            until(lambda: steps() >= more, f"{more} steps of {name} in pushes", LIMIT_S)
+
+        field.start_hub()
+        for name in ("node-0", "node-1"):
+            field.start_node(name)
+            trained(name, 50)
+        field.signal_node("node-0", signal.SIGSTOP)
+        until(lambda: "gone: silent for 2 s" in states(field), "the end of the membership", LIMIT_S)
+        trained("node-1", 400)  # more than its stock: it has leased again
+        field.signal_node("node-0", signal.SIGCONT)
+        trained("node-0", 400)
+        assert field.end_nodes() == {"node-0": 0, "node-1": 0}
+        field.end_hub()
+    assert any(
+        isinstance(record, Left) and record.reason == "silent for 2 s"
+        for record in records_of(tmp_path / "hub")
+    )
+    accounts = read_accounts(tmp_path)
+    assert (accounts.disagreements, accounts.unreported) == ([], 0)
+    assert accounts.count(SampleVerdict.TWICE) == 0
+    assert accounts.count(SampleVerdict.ONCE) >= 4 * 900
+
+
+def states(field):
+    status = field.status()
+    return [node["state"] for node in status["nodes"]] if status else []
