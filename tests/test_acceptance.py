@@ -14,10 +14,14 @@ def lines(*lengths, nodes=8):
     return (np.arange(nodes) < np.array(lengths)[:, None]).astype(float)
 
 
+def count(acceptance, arm, survived, steps=1):
+    acceptance.count(arm, len(survived), survived.sum(axis=0).tolist(), steps)
+
+
 def taught(arm, survived, times=200):
     acceptance = Acceptance()
     for _ in range(times):
-        acceptance.count(arm, survived)
+        count(acceptance, arm, survived)
     return acceptance
 
 
@@ -38,7 +42,7 @@ def test_a_tree_starts_from_the_chain_of_its_depth_and_soon_has_a_mean_of_its_ow
     acceptance = taught(FOUR, lines(2, nodes=4))
     assert acceptance.expected(FOUR) < acceptance.expected(TREE) < 1.2 * acceptance.expected(FOUR)
     for _ in range(100):
-        acceptance.count(TREE, lines(4))
+        count(acceptance, TREE, lines(4))
     assert acceptance.expected(TREE) == pytest.approx(5.0, rel=0.03)
     assert acceptance.expected(FOUR) == pytest.approx(3.0, rel=0.02), "a tree says nothing of chains"
 
@@ -56,7 +60,7 @@ def test_hope_is_larger_the_less_is_known():
 def test_what_was_long_ago_weighs_less_than_what_is_new():
     acceptance = taught(EIGHT, lines(8), times=1000)
     for _ in range(1000):
-        acceptance.count(EIGHT, lines(0))
+        count(acceptance, EIGHT, lines(0))
     assert acceptance.expected(EIGHT) < 1.2
 
 
@@ -64,14 +68,14 @@ def test_each_fourth_draft_gives_the_estimate_of_all_drafts_and_fades_as_fast():
     every, fourth = Acceptance(), Acceptance()
     rows = lines(*(n % 9 for n in range(16)))
     for step in range(200):
-        every.count(EIGHT, rows)
+        count(every, EIGHT, rows)
         if step % 4 == 0:
-            fourth.count(EIGHT, rows, steps=4)
+            count(fourth, EIGHT, rows, steps=4)
     assert fourth.expected(EIGHT) == pytest.approx(every.expected(EIGHT), rel=0.03)
     for step in range(40):
-        every.count(EIGHT, 0 * rows)
+        count(every, EIGHT, 0 * rows)
         if step % 4 == 0:
-            fourth.count(EIGHT, 0 * rows, steps=4)
+            count(fourth, EIGHT, 0 * rows, steps=4)
     assert fourth.expected(EIGHT) == pytest.approx(every.expected(EIGHT), rel=0.06)
 
 
@@ -84,11 +88,11 @@ def test_a_new_version_is_doubted_and_the_same_one_is_not():
     acceptance.begin_step(4, 2)
     assert 0.05 * known < acceptance.num_rows < 0.2 * known
     for _ in range(30):
-        acceptance.count(EIGHT, lines(0))
+        count(acceptance, EIGHT, lines(0))
     assert acceptance.expected(EIGHT) < 3
     unannounced = taught(EIGHT, lines(8))
     for _ in range(30):
-        unannounced.count(EIGHT, lines(0))
+        count(unannounced, EIGHT, lines(0))
     assert unannounced.expected(EIGHT) > 5
 
 

@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from benchmarks import choice
-from benchmarks.choice import AUTO, FIXED, OFF, QUICK, Cell
+from benchmarks.choice import AGAIN, AUTO, FIXED, OFF, QUICK, Cell
 
 
 def spent(**others):
-    return {name: [1.0, 1.0, 1.0] for name in (OFF, AUTO, *FIXED)} | others
+    return {name: [1.0, 1.0, 1.0] for name in (OFF, AGAIN, AUTO, *FIXED)} | others
 
 
 def test_a_cell_compares_auto_with_off_and_with_the_cheapest_fixed_arm():
@@ -16,6 +16,16 @@ def test_a_cell_compares_auto_with_off_and_with_the_cheapest_fixed_arm():
     assert cell.best == "suffix:4"
     assert cell.speed(AUTO, OFF).middle == 2.0
     assert cell.speed(AUTO, cell.best).middle == 1.0
+
+
+def test_off_is_the_mean_of_two_equal_engines_whose_ratio_is_shown():
+    cell = Cell("1m", 8, "random", spent(**{OFF: [0.9] * 3, AGAIN: [1.1] * 3}), 0.01, {"off": 9})
+    assert cell.speed(AUTO, OFF).middle == 1.0
+    assert cell.control.middle == 0.9 / 1.1
+    report = choice.report([cell], quick=False)
+    row = dict(zip(report.columns, report.rows[0], strict=True))
+    assert row["off / off"].startswith("0.82")
+    assert row[OFF] == "1000000"
 
 
 def test_the_bars_are_those_of_the_worst_cells():
@@ -32,7 +42,7 @@ def test_all_contestants_make_the_same_samples(monkeypatch):
     monkeypatch.setitem(choice.SHAPES, "tiny", (32, 32, 64, 2, 16))
     model = choice.sharp_policy("tiny")
     texts = []
-    for name in (OFF, AUTO, "suffix:4"):
+    for name in (OFF, AGAIN, AUTO, "suffix:4"):
         racer = choice.contestant(model, 2, name, 0.0)
         assert racer.turn(100) > 0
         texts.append({r.prompt.rollout: tuple(r.tokens[:20]) for r in racer.source.engine.running})

@@ -88,9 +88,11 @@ trims and compares more rarely. A third of it once plain decoding is settled."""
 SETTLED_STEPS, SETTLED_FACTOR = 1024, 3
 """Steps since an arm was last chosen after which plain decoding is settled: what an arm would gain is known,
 and only what is new in the text can change that."""
-STARVED_STEPS = 16
-"""Steps of which one is learned from where that share is used up: the calls alone may take it in the short
-steps of a small policy, and what an arm was worth long ago would decide for ever."""
+STARVED_STEPS = 32
+"""Steps of which at least one is learned from where that share is used up: the calls alone may take it in the
+short steps of a small policy, and what an arm was worth long ago would decide for ever."""
+MAX_FACTOR_RATE = 0.25
+"""Largest share of one step in `ArmStats.token_factor`: that of an ending sample is far from the mean."""
 SETTLING_STEPS = 8
 """Plain steps of one row after other ones that are not timed: they took up to a third longer than later ones
 on two CPU cores and needed ten steps to settle. The cause is unknown (perhaps a lower clock after wide
@@ -165,6 +167,12 @@ class Goodput:
         """The last step belonged to a trial."""
         self._learning_budget_s = 0.0
         """Seconds that this chooser may still take."""
+        self._allowance_s = 0.0
+        """Seconds that each step adds to them."""
+        self._learned = 0
+        """Last step that was learned from."""
+        self._rests = False
+        """Steps without a choice lie before the next one."""
         self._stats: dict[tuple[int, Arm], ArmStats] = {}
         self._sizes: dict[tuple[int, Arm], tuple[list[int], list[float]]] = {}
         self._bins: tuple[Draft, Bins] | None = None
@@ -222,8 +230,8 @@ class Goodput:
         """Return the number of each row's drafted nodes that pay for their verification."""
         self._bins = None
         never = draft.logq_BNV is not None or draft.scores_BN.is_cuda
-        if never or self._trial is not None or not self._may_learn:
-            return real_nodes(draft)
+        if never or self._trial is not None or self._rests or self._learning_budget_s < 0:
+            return real_nodes(draft)  # one trimmed draft of many saves less than trimming takes
         bins = score_bins(draft)
         self._bins = draft, bins
         ranking, gains = ranked_nodes(self.drafters[arm.drafter].chances(arm, bins))
@@ -264,12 +272,15 @@ class Goodput:
         rows = rounded_rows(view.rows)
         self._spent[rows] = self._spent.get(rows, (0.0, 0))[0] + observed.total_s, view.context
         self._learning_budget_s += self._share * LEARNING_SHARE * observed.total_s
+        spent_s = (skipped.total_s + observed.total_s) / (skipped.num_steps + 1)
+        self._allowance_s = self._share * LEARNING_SHARE * spent_s
         if not self._was_trial:  # the budget of trials pays for theirs
             least_s = -INITIAL_BUDGET_STEPS * observed.total_s  # so that it recovers when steps are longer
             self._learning_budget_s = max(self._learning_budget_s - observed.learning_s, least_s)
         if self._steps == PLAIN_STEPS:
             self._learning_budget_s = INITIAL_BUDGET_STEPS * observed.total_s
-        if self._is_timed(view.rows):
+        may_learn = self._may_learn or self._trial is not None
+        if self._is_timed(view.rows, may_learn=may_learn):
             self._learn_time(observed, stats)
         for kind, each in self.drafters.items():
             if kind in view.versions:
@@ -278,25 +289,28 @@ class Goodput:
                 each.missing_tokens = 0
         if not arm.is_off:
             self.drafters[arm.drafter].missing_tokens = 0
-            if self._may_learn or self._trial is not None:
+            if may_learn:
                 self._learn_draft(observed, stats)
+        if may_learn:
+            self._learned = self._steps
         self._update_budget(observed)
 
     def rest(self, view: EngineView) -> tuple[Arm, int]:
         """Return the arm in use, and the number of steps that follow with it without a choice.
 
-        These are plain ones where plain decoding is settled, and those with an arm from which nothing would
-        be learned, as this chooser has no time left.
+        These are plain ones where plain decoding is settled, and those with an arm until this chooser has
+        time to learn again.
         """
+        self._rests = False
         if self._trial is not None or self._steps < PLAIN_STEPS:
             return OFF, 0
         if self.arm.is_off:
             is_settled = self._is_timed_enough(view.rows)
             return OFF, SPARSE_FACTOR - 1 - self._num_plain_steps % SPARSE_FACTOR if is_settled else 0
-        if self._learning_budget_s >= 0 or not view.has(self.arm) or not self._steps % STARVED_STEPS:
+        if self._learning_budget_s >= 0 or not view.has(self.arm):
             return self.arm, 0
-        num_steps = STARVED_STEPS - 1 - self._steps % STARVED_STEPS
-        return self.arm, max(0, min(num_steps, self._next_compare - self._steps))
+        self._rests = True
+        return self.arm, min(math.ceil(-self._learning_budget_s / self._allowance_s), STARVED_STEPS - 1)
 
     @property
     def _share(self) -> float:
@@ -330,7 +344,8 @@ class Goodput:
             if rows != self._rows:
                 costs.forget_speed()
                 self._rows = rows
-            costs.learn(arm, observed.total_s, self._steps, self._log_ratio(view, arm))
+            prior = 0.0 if costs.knows(arm) else self._log_ratio(view, arm)
+            costs.learn(arm, observed.total_s, self._steps, prior)
         self.cost.learn(observed, missing)
 
     def _costs_at(self, view: EngineView) -> RelativeCosts:
@@ -365,30 +380,31 @@ class Goodput:
         acceptance.last_used = self._steps
         if draft is None or draft.tokens_BN.shape[1] == 0:
             return
-        steps = LEARN_STEPS if acceptance.num_rows > KNOWN_ROWS and self._trial is None else 1
-        if self._learning_budget_s < 0 and self._trial is None:
-            steps = STARVED_STEPS
-        if self._steps % steps:
-            return
+        steps = 1 if self._trial is not None else min(self._steps - self._learned, STARVED_STEPS)
+        if steps == 1 and self._trial is None and acceptance.num_rows > KNOWN_ROWS:
+            steps = LEARN_STEPS
+            if self._steps % LEARN_STEPS:
+                return
         bins = self._bins[1] if self._bins is not None and self._bins[0] is draft else score_bins(draft)
         arm, verified = observed.arm, observed.verified_B or [observed.nodes] * len(bins)
         accepted = acceptance.learn(arm, bins, verified, observed.accepted_B, observed.path_Bm, steps)
         ratio = observed.emitted / (observed.view.rows + accepted)
-        stats.token_factor += (ratio - stats.token_factor) * steps / min(stats.num_played + 8, 32)
+        rate = min(steps / min(stats.num_played + 8, 32), MAX_FACTOR_RATE)
+        stats.token_factor += (ratio - stats.token_factor) * rate
 
-    def _is_timed(self, rows: int) -> bool:
+    def _is_timed(self, rows: int, *, may_learn: bool) -> bool:
         """Return true if the time of the last step is used."""
         run = self._num_plain_steps
         if self._is_timed_enough(rows):
             return run % SPARSE_FACTOR == 0
         if run <= PLAIN_STEPS and 0 < run <= _settling_steps(rows):
             return False
-        return self._may_learn or self._trial is not None or self._steps < PLAIN_STEPS
+        return may_learn or self._steps < PLAIN_STEPS
 
     @property
     def _may_learn(self) -> bool:
         """Return true if this chooser has time left, or has not learned for long."""
-        return self._learning_budget_s >= 0 or self._steps % STARVED_STEPS == 0
+        return self._learning_budget_s >= 0 or self._steps - self._learned >= STARVED_STEPS
 
     def _is_timed_enough(self, rows: int) -> bool:
         """Return true if a series of plain steps has filled the window of times."""
@@ -400,15 +416,21 @@ class Goodput:
         return tokens / seconds
 
     def _predict(self, view: EngineView, arm: Arm) -> tuple[float, float]:
-        """Return the expected tokens and seconds of one step in a long series."""
-        seconds = self.cost.verify_s(view.rows, 0, view.context)
+        """Return the expected tokens and seconds of one step in a long series.
+
+        A step with drafts takes at least as long as a plain one and its drafting. Where other programs use
+        the machine, measured steps seem shorter than that at times; drafts that nothing is accepted of would
+        then be chosen.
+        """
+        plain_s = self.cost.verify_s(view.rows, 0, view.context)
         if arm.is_off:
-            return float(view.rows), seconds
+            return float(view.rows), plain_s
         costs = self._costs_at(view)
         if costs.knows(arm) and costs.knows(OFF):
-            seconds *= math.exp(costs.difference(arm, OFF)[0])
+            seconds = plain_s * math.exp(costs.difference(arm, OFF)[0])
         else:
             seconds = self._table_s(view, arm)
+        seconds = max(seconds, plain_s + self.cost.draft_s(arm, view.rows))
         seconds += self._catching_up_s(view, arm) / CATCH_UP_STEPS
         tokens = view.rows * self.drafters[arm.drafter].expected(arm)
         return tokens * self._stats_of(view, arm).token_factor, seconds
@@ -462,7 +484,7 @@ class Goodput:
     def _compare(self, view: EngineView) -> None:
         """Choose the arm to use from now on, and perhaps start a trial of another."""
         expected = {arm: self._predict(view, arm) for arm in self.arms if view.has(arm)}
-        values = {arm: self.value(view, arm) for arm in expected}
+        values = {arm: tokens / seconds for arm, (tokens, seconds) in expected.items()}
         if self.arm not in values:
             self.arm = OFF
         known = {

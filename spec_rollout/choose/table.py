@@ -16,7 +16,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -282,9 +281,12 @@ class RelativeCosts:
         """
         self._index: dict[Arm, int] = {} if near is None else dict(near._index)
         size = 1 + len(self._index)
-        self._mean: Floats = np.zeros(size) if near is None else near._mean.copy()
-        self._variance: Floats = np.zeros((size, size)) if near is None else near._variance.copy()
-        self._variance[1:, 1:] += NEAR_DEVIATION**2 * np.eye(size - 1)
+        self._mean: list[float] = [0.0] * size if near is None else list(near._mean)
+        self._variance: list[list[float]] = (
+            [[0.0] * size for _ in range(size)] if near is None else [list(row) for row in near._variance]
+        )
+        for at in range(1, size):
+            self._variance[at][at] += NEAR_DEVIATION**2
         for arm, more in (change or {}).items():
             if arm in self._index:
                 self._mean[self._index[arm]] += more
@@ -302,8 +304,10 @@ class RelativeCosts:
         """Take the slowness for unknown: steps at other numbers of rows lie between."""
         self._count_waiting()
         self._run = 0
-        self._variance[0, :] = self._variance[:, 0] = 0.0
-        self._variance[0, 0] = MAX_SPEED_VARIANCE
+        self._variance[0] = [0.0] * len(self._mean)
+        for row in self._variance:
+            row[0] = 0.0
+        self._variance[0][0] = MAX_SPEED_VARIANCE
         self._mean[0] = math.nan
 
     def knows(self, arm: Arm) -> bool:
@@ -328,10 +332,12 @@ class RelativeCosts:
             return
         if arm not in self._index:
             self._index[arm] = len(self._mean)
-            self._mean = np.append(self._mean, prior)
-            self._variance = np.pad(self._variance, (0, 1))
+            self._mean.append(prior)
+            for row in self._variance:
+                row.append(0.0)
             # The first cost is the unit of all others.
-            self._variance[-1, -1] = UNKNOWN_DEVIATION**2 if len(self._index) > 1 else 0.0
+            own = UNKNOWN_DEVIATION**2 if len(self._index) > 1 else 0.0
+            self._variance.append([0.0] * len(self._variance) + [own])
         self._count(arm, cost_s, step)
 
     def _count_waiting(self) -> None:
@@ -339,34 +345,40 @@ class RelativeCosts:
             self._count(self._last, *self._waiting.popleft())
 
     def _count(self, arm: Arm, cost_s: float, step: int) -> None:
-        """Update the state with the cost of a step."""
-        at, elapsed, variance = self._index[arm], step - self._step, self._variance
+        """Update the state with the cost of a step.
+
+        These are lists, as calls of numpy take longer for so few arms.
+        """
+        at, elapsed, mean, variance = self._index[arm], step - self._step, self._mean, self._variance
         self._step = step
         log_cost = math.log(max(cost_s, MIN_S))
-        if math.isnan(self._mean[0]):
-            self._mean[0] = log_cost - self._mean[at]
+        if math.isnan(mean[0]):
+            mean[0] = log_cost - mean[at]
         walked = elapsed * self._scale * SPEED_DEVIATION**2
-        variance[0, 0] = min(variance[0, 0] + walked, MAX_SPEED_VARIANCE)
-        variance[at, at] += elapsed * COST_DEVIATION**2
-        shared = variance[0] + variance[at]
-        total = float(shared[0] + shared[at]) + self._scale * STEP_DEVIATION**2
+        variance[0][0] = min(variance[0][0] + walked, MAX_SPEED_VARIANCE)
+        variance[at][at] += elapsed * COST_DEVIATION**2
+        shared = [slowness + own for slowness, own in zip(variance[0], variance[at], strict=True)]
+        total = shared[0] + shared[at] + self._scale * STEP_DEVIATION**2
         limit = OUTLIER_DEVIATIONS * math.sqrt(total)
-        surprise = log_cost - float(self._mean[0] + self._mean[at])
+        surprise = log_cost - (mean[0] + mean[at])
         surprise = min(max(surprise, -limit), limit)
         scale = self._scale + (surprise**2 / total - 1) * self._scale / SCALE_STEPS
         self._scale = min(max(scale, MIN_SCALE), MAX_SCALE)
-        self._mean += shared * (surprise / total)
-        variance -= np.outer(shared, shared) / total
+        for i, gain in enumerate(shared):
+            gain /= total
+            mean[i] += gain * surprise
+            variance[i] = [old - gain * more for old, more in zip(variance[i], shared, strict=True)]
 
     def difference(self, arm: Arm, other: Arm) -> tuple[float, float]:
         """Return the logarithm of the cost of an arm over that of another, and its standard deviation."""
         a, b, variance = self._index[arm], self._index[other], self._variance
-        spread = float(variance[a, a] + variance[b, b] - 2 * variance[a, b])
-        return float(self._mean[a] - self._mean[b]), math.sqrt(max(spread, 0.0))
+        spread = variance[a][a] + variance[b][b] - 2 * variance[a][b]
+        return self._mean[a] - self._mean[b], math.sqrt(max(spread, 0.0))
 
 
 NUM_BINS = 16
-CENTRES: Floats = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
+CENTRES = tuple((i + 0.5) / NUM_BINS for i in range(NUM_BINS))
+BIN_EDGES: Floats = np.log(np.arange(1, NUM_BINS) / NUM_BINS)
 PRIOR_NODES = 2.0
 """Prior nodes of each bin, accepted as often as the drafter's probability times its usual bias."""
 MEMORY_NODES = 4000.0
@@ -390,8 +402,7 @@ def score_bins(draft: Draft) -> Bins:
 
     It is read at once: the draft's tensors may be reused.
     """
-    chances = np.exp(draft.scores_BN.numpy(force=True))
-    bins: Bins = np.minimum((chances * NUM_BINS).astype(np.int64), NUM_BINS - 1)
+    bins: Bins = BIN_EDGES.searchsorted(draft.scores_BN.numpy(force=True), side="right")
     if draft.counts_B is not None:
         bins[np.arange(bins.shape[1]) >= draft.counts_B.numpy(force=True)[:, None]] = NUM_BINS
     return bins
@@ -413,32 +424,32 @@ class PathChances:
     """Share of accepted nodes by the drafter's probability of their path."""
 
     def __init__(self) -> None:
-        self.num_observed: Floats = np.zeros(NUM_BINS)
-        self.num_accepted: Floats = np.zeros(NUM_BINS)
-        self.table: Floats = np.append(CENTRES, 0.0)
+        self.num_observed = [0.0] * NUM_BINS
+        self.num_accepted = [0.0] * NUM_BINS
+        self.table = [*CENTRES, 0.0]
         """Chance of each bin; of padding 0."""
         self._num_updates = 0
 
-    def learn(self, bins: Bins, accepted: NDArray[Any], steps: int = 1) -> None:
-        """Add verified nodes of a step that stands for `steps`."""
-        counts = np.bincount(bins.ravel(), minlength=NUM_BINS + 1)[:NUM_BINS]
-        kept = math.exp(-max(bins.size / MEMORY_NODES, steps / MEMORY_STEPS))
-        self.num_observed = kept * self.num_observed + counts
-        hits = np.bincount(bins.ravel(), accepted.ravel(), NUM_BINS + 1)[:NUM_BINS]
-        self.num_accepted = kept * self.num_accepted + hits
+    def learn(self, observed: Sequence[int], accepted: Sequence[int], steps: int = 1) -> None:
+        """Add the numbers of verified and of accepted nodes by bin, of a step that stands for `steps`."""
+        kept = math.exp(-steps * max(sum(observed) / MEMORY_NODES, 1 / MEMORY_STEPS))
+        for sums, new in ((self.num_observed, observed), (self.num_accepted, accepted)):
+            sums[:] = [kept * old + steps * count for old, count in zip(sums, new, strict=True)]
         self._num_updates += 1
         if self._num_updates % 4 == 0 or self._num_updates < 4:
             self._fit()
 
     def _fit(self) -> None:
-        bias = (self.num_accepted.sum() + 1) / (self.num_observed @ CENTRES + 1)
-        prior = PRIOR_NODES * np.minimum(bias * CENTRES, 1.0)
-        self.table[:NUM_BINS] = (self.num_accepted + prior) / (self.num_observed + PRIOR_NODES)
+        promised = sum(seen * centre for seen, centre in zip(self.num_observed, CENTRES, strict=True))
+        bias = (sum(self.num_accepted) + 1) / (promised + 1)
+        for i, centre in enumerate(CENTRES):
+            prior = PRIOR_NODES * min(bias * centre, 1.0)
+            self.table[i] = (self.num_accepted[i] + prior) / (self.num_observed[i] + PRIOR_NODES)
 
     def fade(self, kept: float) -> None:
         """Multiply the weight of all observations."""
-        self.num_observed *= kept
-        self.num_accepted *= kept
+        self.num_observed = [kept * old for old in self.num_observed]
+        self.num_accepted = [kept * old for old in self.num_accepted]
 
 
 class Acceptance:
@@ -477,7 +488,8 @@ class Acceptance:
 
     def chances(self, arm: Arm, bins: Bins) -> Floats:
         """Return the chance that the path to each node is accepted, (B, N)."""
-        return self._chances_of(arm).table[bins]
+        chances: Floats = np.array(self._chances_of(arm).table)[bins]
+        return chances
 
     def learn(
         self,
@@ -504,31 +516,38 @@ class Acceptance:
         Returns:
             The accepted tokens of all rows, as if all nodes had been verified.
         """
-        rows, num_nodes = bins.shape
         chances = self._chances_of(arm)
-        accepted_BN = accepted_nodes((rows, num_nodes), accepted_B, path_Bm)
-        is_verified_BN = np.arange(num_nodes) < np.asarray(verified_B)[:, None]
-        survived_BN = np.where(is_verified_BN, accepted_BN, chances.table[bins])
-        self.count(arm, survived_BN, steps)
-        if is_verified_BN.any():
-            chances.learn(bins[is_verified_BN], accepted_BN[is_verified_BN], steps)
-        return float(survived_BN.sum())
+        num_nodes = bins.shape[1]
+        sums, observed, hits = [0.0] * num_nodes, [0] * (NUM_BINS + 1), [0] * (NUM_BINS + 1)
+        accepted_BN = accepted_nodes((len(bins), num_nodes), accepted_B, path_Bm).tolist()
+        # Most drafts are of a few nodes, for which calls of numpy take longer than this.
+        for row_bins, row_accepted, verified in zip(bins.tolist(), accepted_BN, verified_B, strict=True):
+            for j, at in enumerate(row_bins):
+                if j < verified:
+                    observed[at] += 1
+                    hits[at] += row_accepted[j]
+                    sums[j] += row_accepted[j]
+                else:
+                    sums[j] += chances.table[at]
+        self.count(arm, len(bins), sums, steps)
+        if any(observed[:NUM_BINS]):
+            chances.learn(observed[:NUM_BINS], hits[:NUM_BINS], steps)
+        return sum(sums)
 
-    def count(self, arm: Arm, survived_BN: NDArray[Any], steps: int = 1) -> None:
+    def count(self, arm: Arm, rows: int, sums: Sequence[float], steps: int = 1) -> None:
         """Count the outcome of a draft.
 
         Args:
             arm: Arm of the draft.
-            survived_BN: For each row and node 1 if its path was accepted, or the chance that it would have
-                been.
-            steps: Number of steps that it stands for.
+            rows: Number of rows.
+            sums: For each node, the rows in which its path was accepted, or the sum of the chances that it
+                would have been.
+            steps: Number of steps that it stands for, and counts as often.
         """
-        rows = len(survived_BN)
         kept = math.exp(-steps * max(1 / MEMORY_STEPS, rows / MEMORY_ROWS))
-        sums: list[float] = survived_BN.sum(axis=0).tolist()
         if not arm.is_chain:
             accepted, seen = self._trees.get(arm, (0.0, 0.0))
-            self._trees[arm] = (kept * accepted + sum(sums), kept * seen + rows)
+            self._trees[arm] = (kept * accepted + steps * sum(sums), kept * seen + steps * rows)
             return
         missing = len(sums) - len(self._reached)
         if missing > 0:
@@ -536,8 +555,8 @@ class Acceptance:
             self._accepted += [0.0] * missing
         before = float(rows)
         for j, survived in enumerate(sums):
-            self._reached[j] = kept * self._reached[j] + before
-            self._accepted[j] = kept * self._accepted[j] + survived
+            self._reached[j] = kept * self._reached[j] + steps * before
+            self._accepted[j] = kept * self._accepted[j] + steps * survived
             before = survived
         for j in range(len(sums), len(self._reached)):
             self._reached[j] *= kept
