@@ -79,11 +79,16 @@ def test_scale_window_and_softcap_of_each_layer_are_those_written_out(tree, min_
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_one_new_token_of_each_row_attends_as_written_out(dtype, monkeypatch):
+@pytest.mark.parametrize("min_saved", [0, 10**9])
+@pytest.mark.parametrize("large", [0, 10**9])
+def test_one_new_token_of_each_row_attends_as_written_out(dtype, large, min_saved, monkeypatch):
     monkeypatch.setattr(cache_module, "L2_BYTES", 0)
+    monkeypatch.setattr(cache_module, "LARGE_VALUES", large)
     torch.manual_seed(0)
     lengths, cache = [7, 2, 12], filled_cache(3, 24, "rows", dtype)
-    step = cache.prepare(torch.tensor(lengths), 1, kv_extents(lengths, 1, 10**9))
+    step = cache.prepare(torch.tensor(lengths), 1, kv_extents(lengths, 1, min_saved))
+    has_sums = dtype != torch.float64 and not large
+    assert [view.values is not None for view in step.views] == [has_sums] * (1 if min_saved else 3)
     for layer, spec in enumerate(SPECS):
         queries, keys, values = (torch.randn(3, n, SIZE, dtype=dtype) for n in (HEADS, KV_HEADS, KV_HEADS))
         ours = step.attend(layer, queries, keys, values)

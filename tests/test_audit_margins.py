@@ -25,14 +25,14 @@ SETTINGS = {
 def seen_by_engine(monkeypatch, model, sampling):
     """Return the rollout of an engine and the logits that it drew each token from, (T, V)."""
     engine, seen = Engine.of(model, rows=1, max_tokens=64), []
-    step = engine.target.step
+    logits = engine.target.logits
 
-    def recorded(tokens_Bq, lengths_B, parents_BN=None, counts_B=None):
-        logits_BqV, hidden = step(tokens_Bq, lengths_B, parents_BN, counts_B)
-        seen.append(logits_BqV[0, -1].clone())
-        return logits_BqV, hidden
+    def recorded(features):
+        found = logits(features)
+        seen.append(found.flatten(0, -2)[-1].clone())
+        return found
 
-    monkeypatch.setattr(engine.target, "step", recorded)
+    monkeypatch.setattr(engine.target, "logits", recorded)
     rollout = next(engine.generate([Prompt(tokens=PROMPT, rollout=-9, sample=3, sampling=sampling)]))
     return rollout, torch.stack(seen)
 

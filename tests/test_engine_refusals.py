@@ -248,8 +248,8 @@ def test_a_sample_whose_allowed_tokens_are_all_impossible_is_an_error_and_not_to
     infinite = torch.zeros(VOCABULARY)
     infinite[5] = -torch.inf
     engine = engine_of(broken, 1)
-    step = engine.target.step
-    engine.target.step = lambda *args: (lambda logits, hidden: (logits + infinite, hidden))(*step(*args))
+    logits = engine.target.logits
+    engine.target.logits = lambda features: logits(features) + infinite
     engine.add(prompts_of(1, allowed=allowed)[0])
     with pytest.raises(ValueError, match="no allowed token has a finite one"):
         engine.step()

@@ -46,8 +46,50 @@ def test_the_members_of_a_group_need_their_prompt_once(policy, monkeypatch):
     events = watched(engine, monkeypatch)
     made = [engine.add(replace(prompt, sample=i)) for i, prompt in enumerate(asked)]
     tokens = finish(engine, made)
-    assert [event for event in events if event != "pass"] == [[(0, 0, 29), (3, 0, 29)]]
+    assert [event for event in events if event != "pass"] == [[(0, 0, 30), (3, 0, 30)]]
     assert tokens == decode_plainly(policy, [rollout.prompt for rollout in made])
+
+
+@pytest.mark.parametrize("others", ["none", "a drafter", "a running sample", "a prompt of one token"])
+def test_the_first_tokens_of_samples_that_start_together_need_no_pass_of_their_own(
+    policy, monkeypatch, others
+):
+    """They are drawn from the features of the prompts' last tokens, which a sink gets as those of a pass."""
+    asked = long_prompts([30, 7, 12], group=2)
+    if others == "a prompt of one token":
+        asked[1] = replace(asked[1], tokens=asked[1].tokens[:1])
+    drafters = {"drafter": Insider([[]], 0)} if others == "a drafter" else {"drafter": None}
+    engine = engine_of(policy, **drafters)
+    engine.sink = sink = Recorder()
+    made = []
+    if others == "a running sample":
+        made.append(engine.add(replace(long_prompts([5])[0], sample=9)))
+        engine.step()
+    made += [engine.add(prompt) for prompt in asked]
+    events = watched(engine, monkeypatch)
+    engine.step()
+    counts = [len(prompt.tokens) - (others != "none") for prompt in asked if len(prompt.tokens) > 1]
+    assert [count for _, _, count in events[0]] == counts
+    assert events.count("pass") == (others != "none")
+    assert all(len(rollout.tokens) == 1 for rollout in made[-3:])
+    engine.step()
+    assert events.count("pass") == 1 + (others != "none")
+    assert finish(engine, made) == decode_plainly(policy, [rollout.prompt for rollout in made])
+    for tokens, features, *_ in sink.ended:
+        torch.testing.assert_close(torch.cat(features), features_of(policy, tokens)[:-1], rtol=0, atol=1e-9)
+
+
+def test_a_continued_sample_and_its_group_begin_with_their_own_last_tokens(policy, monkeypatch):
+    first, second = (replace(each, sample=i) for i, each in enumerate(long_prompts([20] * 2, group=1)))
+    other = engine_of(policy)
+    moved = other.add(first)
+    other.step()
+    other.step()
+    engine = engine_of(policy)
+    events = watched(engine, monkeypatch)
+    made = [engine.add(other.remove(moved)), engine.add(second)]
+    assert finish(engine, made) == decode_plainly(policy, [first, second])
+    assert events[:2] == [[(0, 0, 21)], "pass"], "the second one has its whole prompt from the first"
 
 
 def test_new_weights_compute_all_running_samples_together(policy, monkeypatch):
@@ -61,8 +103,8 @@ def test_new_weights_compute_all_running_samples_together(policy, monkeypatch):
     events = watched(engine, monkeypatch)
     engine.update_weights(policy.state_dict(), 1)
     assert events == [
-        [(0, 0, 19 + 3), (3, 0, 8 + 3), (4, 0, 13 + 3)],
-        [(1, 19, 3), (2, 19, 3)],
+        [(0, 0, 20 + 3), (3, 0, 9 + 3), (4, 0, 14 + 3)],
+        [(1, 19, 4), (2, 19, 4)],
     ]
     assert finish(engine, made) == decode_plainly(policy, asked)
 
@@ -92,7 +134,7 @@ def test_nothing_is_held_back_while_no_sample_is_running(policy, monkeypatch):
     events = watched(engine, monkeypatch)
     made = [engine.add(prompt) for prompt in asked]
     tokens = finish(engine, made)
-    assert [event for event in events if event != "pass"] == [[(0, 0, 100), (1, 0, 49)], [(0, 0, 59)]]
+    assert [event for event in events if event != "pass"] == [[(0, 0, 101), (1, 0, 50)], [(0, 0, 60)]]
     assert tokens == decode_plainly(policy, asked)
 
 

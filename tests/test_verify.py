@@ -21,6 +21,7 @@ from aedit.spec_rollout.sampling import (
     Sampling,
     accept_path,
     coupled_tokens,
+    distribution,
     logprobs,
     node_depths,
     warp_logits,
@@ -106,11 +107,16 @@ def test_of_equally_likely_tokens_top_p_takes_the_first():
     assert torch.isfinite(result[0, 0]).tolist() == [True] * 4 + [False] * 4
 
 
-def test_the_log_probability_is_that_at_the_temperature_before_any_mask():
-    logits, tokens = draw_logits(len(ALL_KINDS), 3, V), torch.randint(V, (len(ALL_KINDS), 3))
-    result = logprobs(logits, tokens, RowSampling.of(ALL_KINDS, V))
-    for row, sampling in enumerate(ALL_KINDS):
+@pytest.mark.parametrize("at_once", [0, 2 * 3 * V, 10**9])
+def test_the_log_probability_is_that_at_the_temperature_before_any_mask(at_once, monkeypatch):
+    """Large logits are computed a few rows at once."""
+    monkeypatch.setattr(distribution, "CACHED_NUMBERS", at_once)
+    kinds = [*ALL_KINDS, Sampling(temperature=1e-3)]
+    logits, tokens = draw_logits(len(kinds), 3, V), torch.randint(V, (len(kinds), 3))
+    result = logprobs(logits, tokens, RowSampling.of(kinds, V))
+    for row, sampling in enumerate(kinds):
         x = logits[row].numpy() / (np.float32(sampling.temperature) or 1.0)
+        x = x - x.max(-1, keepdims=True)
         wanted = x - np.log(np.exp(x).sum(-1, keepdims=True))
         np.testing.assert_allclose(result[row], wanted[np.arange(3), tokens[row]], rtol=1e-12)
 

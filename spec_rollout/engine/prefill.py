@@ -83,7 +83,8 @@ class PromptRow:
 class SampleStart:
     """A waiting sample whose row is being filled.
 
-    Its state is that of all tokens but the last, which has not been through the policy.
+    Its state is that of all tokens but the last, which goes through the policy in the next pass, or together
+    with them.
     """
 
     rollout: Rollout
@@ -97,6 +98,13 @@ class SampleStart:
     features: list[Tensor] = field(default_factory=list)
     """Features of the tokens from `first_feature` to `length`."""
     first_feature: int = 0
+    last_f: Tensor | None = None
+    """Features of the last token, if it has been through the policy together with those before it."""
+
+    @property
+    def is_copied_whole(self) -> bool:
+        """Return true if its text is that of its source, which is computed in this call."""
+        return isinstance(self.source, SampleStart) and self.source.tokens == self.tokens
 
     @property
     def num_missing(self) -> int:
@@ -311,27 +319,34 @@ class Prefill:
         if start.row >= 0:
             self.target.release_row(start.row)
 
-    def compute(self, starts: Sequence[SampleStart], most: int | None = None) -> None:
+    def compute(
+        self, starts: Sequence[SampleStart], most: int | None = None, *, with_last: bool = False
+    ) -> None:
         """Compute what is missing of samples that have a row.
 
         Args:
             starts: The samples.
             most: Upper limit of computed tokens of each sample; None computes all.
+            with_last: Compute `SampleStart.last_f`, too, if that takes no further pass; `most` is None.
 
         Raises:
             KVMemoryError: Memory is short.
         """
-        self._pass([start for start in starts if not isinstance(start.source, SampleStart)], most)
+        # Where a sample lacks nothing but the last token, the next pass computes it for all of them.
+        with_last = with_last and all(start.num_missing or start.is_copied_whole for start in starts)
+        self._pass([start for start in starts if not isinstance(start.source, SampleStart)], most, with_last)
         followers = [start for start in starts if isinstance(start.source, SampleStart)]
         for start in followers:
             first = start.source
             assert isinstance(first, SampleStart)
-            self.target.copy_row(first.row, start.row, start.length)
+            if start.is_copied_whole:
+                start.last_f = first.last_f
+            self.target.copy_row(first.row, start.row, start.length + (start.last_f is not None))
             if first.first_feature == 0 and first.features:
                 start.features = [torch.cat(first.features)[: start.length]]
             else:
                 start.first_feature = start.length
-        self._pass(followers, most)
+        self._pass(followers, most, with_last)
 
     def features(self, start: SampleStart) -> Tensor:
         """Return the features of the tokens from `first_feature` on."""
@@ -360,16 +375,19 @@ class Prefill:
 
         self.cache.insert(known, tokens, self.target.version, read)
 
-    def _pass(self, starts: Sequence[SampleStart], most: int | None) -> None:
+    def _pass(self, starts: Sequence[SampleStart], most: int | None, with_last: bool) -> None:
         computed = [start for start in starts if start.num_missing]
         if not computed:
             return
         segments = []
         for start in computed:
-            end = len(start.tokens) - 1 if most is None else min(len(start.tokens) - 1, start.length + most)
+            num_tokens = start.num_missing + with_last if most is None else min(start.num_missing, most)
+            end = start.length + num_tokens
             segments.append(Segment(start.row, start.length, start.tokens[start.length : end]))
         self.on_pass(sum(len(segment.tokens) for segment in segments))
         for start, features_Tf in zip(computed, self.target.prefill(segments), strict=True):
+            if with_last:
+                features_Tf, start.last_f = features_Tf[:-1], features_Tf[-1]
             start.length += len(features_Tf)
             self.num_computed += len(features_Tf)
             if self.needs_features:

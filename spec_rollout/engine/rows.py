@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from aedit.spec_rollout.choose import EngineView
@@ -122,6 +123,12 @@ class RowScheduler:
     def max_remaining(self) -> int:
         """Return the upper limit of new tokens of all running samples, at least 1."""
         return max(sample.max_remaining for sample in self.running)
+
+    @property
+    def last_Bf(self) -> Tensor | None:
+        """Return the features of all rows' last tokens, or None if a row's have not been computed."""
+        known = [sample.last_f for sample in self.running if sample.last_f is not None]
+        return torch.stack(known) if len(known) == len(self.running) else None
 
     @property
     def feature_bytes(self) -> int:
@@ -354,7 +361,7 @@ class RowScheduler:
             gaps = list(ended)
             starts = self._take(gaps, dict(rows), budget, most)
             try:
-                self._begin(starts)
+                self._begin(starts, are_alone=len(ended) == len(self.running))
                 return gaps, None
             except KVMemoryError as error:
                 for start, _ in reversed(starts):
@@ -431,8 +438,11 @@ class RowScheduler:
             if not self.prefill.needs_features or (live.features is not None and live.features.start == 0)
         }
 
-    def _begin(self, starts: Sequence[tuple[SampleStart, int]]) -> None:
+    def _begin(self, starts: Sequence[tuple[SampleStart, int]], are_alone: bool) -> None:
         """Fill the rows of these samples and run them.
+
+        are_alone: No other sample is running. Then their last tokens are computed with the texts before them,
+        as the next pass would read all weights for these tokens alone.
 
         Raises:
             KVMemoryError: Memory is short. None of them runs.
@@ -441,7 +451,8 @@ class RowScheduler:
             return
         for start, row in starts:
             self.prefill.place(start, row)
-        self.prefill.compute([start for start, _ in starts])
+        with_last = are_alone and self.target.has_logits and not self.drafters
+        self.prefill.compute([start for start, _ in starts], with_last=with_last)
         self.catch_up()
         begun = [self._run(start) for start, _ in starts]
         self._sampling = None
@@ -463,6 +474,7 @@ class RowScheduler:
         self.prefill.store(row, tokens[:-1], history)
         self.noise.begin(row, prompt.rollout, prompt.sample)
         self.running[row : row + 1] = [RunningSample.of(rollout, self.tokenizer, history)]
+        self.running[row].last_f = start.last_f
         return RowStart(row, prompt.group, tokens, features_Tf, len(prompt.tokens))
 
     def _release(self, row: int, finished: bool) -> None:
@@ -507,6 +519,8 @@ class RunningSample:
     """Number of the rollout's tokens that drafters which read tokens alone have."""
     is_collected: bool = False
     """The sink follows this sample."""
+    last_f: Tensor | None = None
+    """Features of `last`, until the next pass, if they were computed with the text before it."""
 
     @classmethod
     def of(cls, rollout: Rollout, tokenizer: TokenDecoder | None, features: FeatureHistory | None) -> Self:
@@ -559,7 +573,7 @@ class RunningSample:
         rollout.versions += [version] * len(tokens)
         rollout.passes += 1
         self.length += len(tokens)
-        self.last = tokens[-1]
+        self.last, self.last_f = tokens[-1], None
 
 
 def _version(drafter: Drafter) -> int:

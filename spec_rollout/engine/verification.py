@@ -184,12 +184,7 @@ def verify_drafts(rows: RowScheduler, draft: Draft | None, depth: int, mode: Ver
     verified = () if draft is None else verified_nodes(draft)
     # Copies to the device are queued before the pass: later ones could have to wait for it.
     random_numbers, num_drawn_Bq = verify_pass.random_numbers(mode), verify_pass.num_drawn()
-    logits_BqV, hidden_Bqf = rows.target.step(
-        verify_pass.tokens_Bq,
-        verify_pass.lengths,
-        parents_BN,
-        [1 + nodes for nodes in verified] if verified else None,
-    )
+    logits_BqV, hidden_Bqf = verify_pass.computed(parents_BN, verified)
     adjustments = rows.adjustments
     adjusted_BqV = logits_BqV if adjustments is None else adjustments.apply(logits_BqV, draft)
     warped_BqV = warp_logits(adjusted_BqV, rows.sampling, num_drawn_Bq)
@@ -234,6 +229,14 @@ class _VerifyPass:
         if draft.parents_BN is None:
             return cls(rows, draft, draft.tokens_BN.shape[1], lengths, tokens_Bq, None)
         return cls(rows, draft, depth, lengths, tokens_Bq, node_depths(draft.parents_BN, depth))
+
+    def computed(self, parents_BN: Tensor | None, verified: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Return the logits (B, q, V) and hidden states (B, q, f) of the pass; see `TargetModel.step`."""
+        target = self.rows.target
+        if self.draft is None and (last_Bf := self.rows.last_Bf) is not None:  # computed with the prompts
+            return target.logits(last_Bf[:, None]), last_Bf[:, None]
+        counts = [1 + nodes for nodes in verified] if verified else None
+        return target.step(self.tokens_Bq, self.lengths, parents_BN, counts)
 
     def accepted(
         self, warped_BqV: Tensor, random_numbers: Tensor | NoiseKeys | None, mode: VerifyMode

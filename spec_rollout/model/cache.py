@@ -22,6 +22,10 @@ MIN_SAVED_BYTES = 64 << 10
 core."""
 L2_BYTES = 2 << 20
 """Bytes of keys of one layer that a CPU core's second cache does not hold."""
+LARGE_VALUES = 256 << 10
+"""Bytes of values of one layer from which on sums by index are faster than a product with a single row."""
+MOST_READS = 4
+"""Query heads per key/value head up to which reading the values once for each is not slower."""
 
 
 def default_layout(device: torch.device) -> Literal["rows", "blocks"]:
@@ -72,6 +76,9 @@ class KVCache:
         self._flat = storage.tensor.flatten(2, 4)
         self._flat_keys = self._flat[:, 0].unbind(0)
         self._flat_values = self._flat[:, 1].unbind(0)
+        is_plain = self.dtype in (torch.float32, torch.bfloat16) and isinstance(storage, KVRows)
+        self._has_sums = is_plain and self.device.type == "cpu"
+        """`ValueSlots` are possible."""
         self._seen = torch.zeros(1, 1, 1, dtype=self.dtype, device=self.device)
 
     @property
@@ -124,7 +131,19 @@ class KVCache:
                 mask = mask_BqC.to(self.dtype)[:, None, :, None]
                 mask = mask.expand(-1, self.shape.num_kv_heads, -1, self.shape.group, -1)
                 masks[window] = mask.reshape(-1, q * self.shape.group, context)
-        return KVView(extent.num_rows, reader, masks)
+        token_bytes = self.shape.num_kv_heads * self.shape.head_dim * self.dtype.itemsize
+        is_large = extent.num_rows * context * token_bytes >= LARGE_VALUES
+        if q > 1 or self.shape.group > MOST_READS or not is_large or not self._has_sums:
+            return KVView(extent.num_rows, reader, masks)
+        rows = torch.arange(extent.first_row, extent.first_row + extent.num_rows)
+        slots = self.storage.flat_slots(rows[:, None], torch.arange(context))
+        slots_BKGC = (
+            slots.view(len(rows), context, -1, 1).permute(0, 2, 3, 1).expand(-1, -1, self.shape.group, -1)
+        )
+        values = ValueSlots(
+            self._flat_values, slots_BKGC.flatten(), torch.arange(0, slots_BKGC.numel(), context)
+        )
+        return KVView(extent.num_rows, reader, masks, values)
 
     def write(self, layer: int, slots: Tensor, keys_TKh: Tensor, values_TKh: Tensor) -> None:
         """Write the keys and values of T new tokens of one layer to flat `slots`."""
@@ -176,6 +195,28 @@ class KVCache:
 
 
 @dataclass(frozen=True, slots=True)
+class ValueSlots:
+    """Slots of the values that one new token of each row attends to."""
+
+    flat_values: Sequence[Tensor]
+    """Values of each layer by flat slots, (slots, h)."""
+    slots: Tensor
+    """int64, (B * K * G * C): flat slots that each query head reads."""
+    starts: Tensor
+    """int64, (B * K * G): where they begin in `slots`."""
+
+    def weighted(self, layer: int, weights: Tensor) -> Tensor:
+        """Return the sums of the values times their weights (B * K, G, C): (B * K, G, h).
+
+        Measured over 12 layers, 16 rows, 12 heads and 200 tokens: 9 instead of 16 ms in fp32, 5 instead of 8
+        in bf16. A product with one row on the left reads memory at half the speed.
+        """
+        flat = self.flat_values[layer], self.slots, self.starts
+        sums, *_ = torch.embedding_bag(*flat, mode=0, per_sample_weights=weights.flatten())
+        return sums.view(*weights.shape[:2], -1)
+
+
+@dataclass(frozen=True, slots=True)
 class KVView:
     """Keys and values of a few consecutive rows, with the masks of their new tokens."""
 
@@ -183,6 +224,8 @@ class KVView:
     reader: KVReader
     masks: Mapping[int | None, Tensor]
     """Mask of each window size: (B * K, q * G, C), 0 or -inf; (1, 1, 1) if no slot is masked."""
+    values: "ValueSlots | None" = None
+    """Where the values are; None if a product with them is as fast as sums by index."""
 
     def attend(self, layer: int, queries: Tensor, spec: AttentionSpec) -> Tensor:
         """Return the attention output of `queries`, (B * K, q * G, h), in the same shape."""
@@ -192,7 +235,8 @@ class KVView:
         else:
             scores = _products(queries.new_zeros(1, 1, 1), queries, keys, spec.scale / spec.softcap)
             scores = torch.add(mask, scores.tanh_(), alpha=spec.softcap)
-        return torch.bmm(torch.softmax(scores, -1), values)
+        weights = torch.softmax(scores, -1)
+        return torch.bmm(weights, values) if self.values is None else self.values.weighted(layer, weights)
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,10 +162,15 @@ class Target(TargetModel):
         empty = torch.empty(0, self.feature_size, dtype=self.dtype, device=self.device)
         return [torch.cat(part) if part else empty for part in parts]
 
+    @property
+    def has_logits(self) -> bool:
+        """Return true: `logits` computes them."""
+        return True
+
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits (..., V) of hidden states (..., f)."""
-        return self.weights.logits(hidden)
+    def logits(self, features: Tensor) -> Tensor:
+        """Return the logits (..., V) of features (..., f)."""
+        return self.weights.logits(features)
 
     @torch.inference_mode()
     def step(

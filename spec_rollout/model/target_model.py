@@ -59,6 +59,19 @@ class TargetModel(Protocol):
         """Return the number of decoder layers."""
 
     @property
+    def has_logits(self) -> bool:
+        """Return whether `logits` computes the policy's logits of features; else only `step` does."""
+        return False
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Return the logits (..., V) of features (..., f), as results of `prefill`.
+
+        Raises:
+            NotImplementedError: `has_logits` is false.
+        """
+        raise NotImplementedError(f"{type(self).__name__} computes logits in `step` alone")
+
+    @property
     def kv_bytes(self) -> int:
         """Return the bytes that keys and values take now."""
 

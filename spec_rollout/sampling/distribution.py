@@ -19,6 +19,10 @@ from aedit.spec_rollout.sampling.samples import Sampling
 
 COLD = 1e-2
 """Temperature below which logits are shifted before they are divided."""
+CACHED_NUMBERS = 1 << 18
+"""Logits whose log-probabilities are computed at once on a CPU: larger temporaries leave the cache of a core,
+and the system gives their pages anew in each step."""
+ALL_ROWS = slice(None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,15 +145,15 @@ def warp_logits(logits_BqV: Tensor, rows: RowSampling, drawn_Bq: Tensor | None =
     return x
 
 
-def _divide(x_BqV: Tensor, rows: RowSampling) -> Tensor:
-    """Divide by the temperature.
+def _divide(x_BqV: Tensor, rows: RowSampling, some: slice = ALL_ROWS) -> Tensor:
+    """Divide by the temperatures of `some` rows, those of `x_BqV`.
 
     At a low temperature the quotients are so large that float32 does not resolve the noise that is added to
     them. There the largest logit is subtracted first, which changes no distribution.
     """
     if rows.is_cold_B11 is not None:
-        x_BqV = x_BqV - x_BqV.amax(-1, keepdim=True) * rows.is_cold_B11
-    return x_BqV if rows.divisor_B11 is None else x_BqV / rows.divisor_B11
+        x_BqV = x_BqV - x_BqV.amax(-1, keepdim=True) * rows.is_cold_B11[some]
+    return x_BqV if rows.divisor_B11 is None else x_BqV / rows.divisor_B11[some]
 
 
 def _top_k(x_BqV: Tensor, k_B11: Tensor, largest: int) -> Tensor:
@@ -172,8 +176,14 @@ def logprobs(logits_BqV: Tensor, tokens_Bq: Tensor, rows: RowSampling) -> Tensor
 
     They are log softmax(logits / T), where T is 1 for rows at temperature 0.
     """
-    x = _divide(_upcast(logits_BqV), rows)
-    return x.log_softmax(-1).gather(-1, tokens_Bq[..., None])[..., 0]
+    num_rows = len(logits_BqV)
+    at_once = num_rows if logits_BqV.is_cuda else max(1, CACHED_NUMBERS // logits_BqV[0].numel())
+    parts = []
+    for first in range(0, num_rows, at_once):
+        some = slice(first, first + at_once)
+        x = _divide(_upcast(logits_BqV[some]), rows, some)
+        parts.append(x.log_softmax(-1).gather(-1, tokens_Bq[some, :, None])[..., 0])
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def top_logprobs(logits_BqV: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor]:
