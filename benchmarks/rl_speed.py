@@ -179,7 +179,7 @@ class Stepper:
         self._version += 1
         self._engine.update_weights(None, self._version)
         if self._engine.sink is not None:
-            self.online.after_update(kl_nats=0.0)
+            self.online.after_update()
 
     @contextmanager
     def attached(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Tests that only a better drafter is published, and that training pauses when it does not help."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,12 +10,15 @@ from kit.tiny_policies import drafter, ends, policy, said
 from aedit.spec_rollout.training import GateConfig, Match, held_out_match, pack_samples
 from aedit.spec_rollout.training.gate import (
     GateState,
+    after_move,
+    after_rest,
     decide,
     difference_error,
+    is_near_peak,
     match_sums,
-    reset_after_move,
+    rest_versions,
     row_noise,
-    should_pause,
+    should_rest,
     with_measurement,
 )
 from aedit.spec_rollout.training.losses import predict_features
@@ -80,38 +84,47 @@ def settled(num_rejected=3):
 
 
 def test_training_rests_only_when_it_finds_nothing_better():
-    assert should_pause(settled(), 0.0, CONFIG)
-    assert not should_pause(settled(num_rejected=2), 0.0, CONFIG)
-    assert not should_pause(GateState(), 0.0, CONFIG)
+    assert should_rest(settled(), CONFIG)
+    assert not should_rest(settled(num_rejected=2), CONFIG)
+    assert not should_rest(GateState(), CONFIG)
+    assert should_rest(after_move(settled()), CONFIG), "a policy moves in each step"
 
 
-def test_training_wakes_when_the_policy_has_moved():
-    assert should_pause(settled(), 0.049, CONFIG)
-    for kl_nats in (0.05, 1.0, math.inf, math.nan):
-        assert not should_pause(settled(), kl_nats, CONFIG)
-
-
-def test_training_wakes_when_the_drafter_in_use_matches_less_than_at_its_best():
+def test_a_rest_ends_when_the_drafter_in_use_matches_less_than_at_its_best():
     state = settled()
     for _ in range(10):
         state = with_measurement(0.59, state, CONFIG)
-    assert should_pause(state, 0.0, CONFIG)
+    assert is_near_peak(state, CONFIG)
     for _ in range(10):
         state = with_measurement(0.58, state, CONFIG)
-    assert not should_pause(state, 0.0, CONFIG)
+    assert not is_near_peak(state, CONFIG)
+    assert not should_rest(state, CONFIG)
+    anew = after_rest(replace(state, num_rests=4), CONFIG)
+    assert (anew.num_rejected, anew.num_rests, anew.lr_factor) == (0, 0, 1.0)
 
 
-def test_one_bad_measurement_does_not_wake_it():
-    assert should_pause(with_measurement(0.565, settled(), CONFIG), 0.0, CONFIG)
+def test_one_bad_measurement_does_not_end_it():
+    assert is_near_peak(with_measurement(0.565, settled(), CONFIG), CONFIG)
+
+
+def test_rests_in_a_row_grow_longer_and_one_evaluation_decides_about_the_next():
+    state, lengths = settled(), []
+    for _ in range(6):
+        assert should_rest(state, CONFIG)
+        lengths.append(rest_versions(state, CONFIG))
+        state = after_rest(state, CONFIG)
+        assert not should_rest(state, CONFIG)
+        _, state = decide(0.6, 0.6, 0.0, state, CONFIG)
+    assert lengths == [8, 16, 32, 64, 64, 64]
+    decision, found = decide(0.6, 0.7, 0.0, after_rest(state, CONFIG), CONFIG)
+    assert (decision, rest_versions(found, CONFIG)) == ("publish", 8)
+    assert rest_versions(replace(state, num_rests=10**6), CONFIG) == 64
 
 
 def test_a_move_of_the_policy_raises_the_rate():
     state = GateState(lr_factor=0.125, num_rejected=3, average=0.6, peak=0.6)
-    for kl_nats, factor in ((0.06, 1.0), (0.04, 0.25), (math.nan, 0.25)):
-        moved = reset_after_move(state, kl_nats, CONFIG)
-        assert moved == GateState(lr_factor=factor, num_rejected=0, average=0.6, peak=0.6)
-        assert not should_pause(moved, 0.0, CONFIG)
-    assert reset_after_move(GateState(lr_factor=0.75), math.nan, CONFIG).lr_factor == 1.0
+    assert after_move(state) == replace(state, lr_factor=0.25)
+    assert after_move(GateState(lr_factor=0.75)).lr_factor == 1.0
 
 
 def test_the_rate_of_a_match_is_the_share_of_a_chain_that_is_accepted():
@@ -163,19 +176,23 @@ def test_coupled_matches_are_near_what_the_overlap_promises():
     assert match.coupled_D[0] < 1
 
 
-def test_samples_of_another_policy_do_not_judge():
+def test_samples_of_the_versions_before_judge_too():
+    """Their features are of another version; what they say follows the text and the present head alone."""
     model = policy()
     now, old = said(model, [[1, 2, 3]], 8), said(model, [[4, 5, 6]], 20, version=0)
-    alone = held_out_match(drafter(model), pack_samples(now, 64), ends(model), 2)
-    assert (
-        held_out_match(drafter(model), pack_samples(now + old, 64), ends(model), 2).num_pairs
-        == alone.num_pairs
+    both, alone = (
+        held_out_match(drafter(model), pack_samples(samples, 64), ends(model), 2)
+        for samples in (now + old, old)
     )
+    assert both.num_pairs > alone.num_pairs
+    first = held_out_match(drafter(model), pack_samples(now, 64), ends(model), 2)
+    assert both.num_pairs == first.num_pairs + alone.num_pairs
     with pytest.raises(ValueError, match="no held-out pair"):
-        held_out_match(drafter(model), pack_samples(old, 64), ends(model), 2)
+        held_out_match(drafter(model), [], ends(model), 2)
 
 
 def test_rules_that_mean_nothing_are_refused():
-    for wrong in ({"gain": -1.0}, {"smoothing": 0.0}, {"patience": 0}, {"smallest_lr": 2.0}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            GateConfig(**wrong)
+    wrong = {"gain": -1.0, "smoothing": 0.0, "patience": 0, "rest_versions": 0, "smallest_lr": 2.0}
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=name):
+            GateConfig(**{name: value})

@@ -264,7 +264,7 @@ def test_a_trainer_in_windows_publishes_and_its_death_stops_nothing(tmp_path):
         assert not online.adopt()
         assert tokens(engine.generate(asked)) == expected
         engine.update_weights({name: 1.01 * value for name, value in model.state_dict().items()}, 1)
-        online.after_update(kl_nats=0.2)
+        online.after_update()
         other = plain(model, asked)
         used_s, adopted = online.used_s, online.state()
         os.kill(pid, signal.SIGKILL)

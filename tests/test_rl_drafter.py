@@ -60,6 +60,7 @@ def test_a_run_records_its_drafter_and_ends_its_trainer(first):
     assert last["arms"].keys() <= {"layer:3", "off"}
     assert last["drafter"].keys() == {
         "steps", "published", "adopted", "refused", "accepted_length", "version", "starved",
+        "rests",
     }  # fmt: skip
     accepted = last["drafter"]["accepted_length"]
     assert accepted is None or accepted >= 1, "an untrained drafter is not tried"
@@ -76,6 +77,13 @@ def test_a_run_records_its_drafter_and_ends_its_trainer(first):
         if "trainer_process" in str(child.cmdline())
     ]
     assert started == []
+
+
+def test_a_drafter_learns_from_all_rollouts_and_the_engine_pays_nothing_for_it(first):
+    config, node = first
+    trained = records(config, "metrics")[-1]["rl"]["rollouts"]
+    assert node.objective.online.sink.ring.status()["begun"] == trained > 0
+    assert node.objective.stream.pipeline.source.engine.sink is None
 
 
 def test_the_drafter_is_saved_beside_the_checkpoints_and_a_resume_continues_with_it(first):

@@ -1,6 +1,5 @@
 """Tests the loop of the trainer's process turn by turn, in this process."""
 
-import math
 import os
 
 import pytest
@@ -197,12 +196,3 @@ def test_the_shared_memory_of_a_trainer_is_in_no_folder():
         assert os.fstat(fd).st_nlink == 0
     finally:
         os.close(fd)
-
-
-def test_how_far_the_policy_has_moved_is_forgotten_with_the_next_publication(memory):
-    node, trainer = memory()
-    assert math.isnan(trainer.kl_nats)
-    node.kl_nats = 0.25
-    assert trainer.kl_nats == 0.25
-    trainer.drafter.publish(trainees.weights(), 1)
-    assert math.isnan(trainer.kl_nats)

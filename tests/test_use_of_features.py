@@ -22,7 +22,7 @@ class Trainer(NoTraining):
     def status(self):
         return super().status() | {"state": "waiting", "idle_s": self.idle_s}
 
-    def update_policy(self, policy, version, kl_nats=0.0):
+    def update_policy(self, policy, version):
         self.versions.append(version)
 
 
@@ -120,6 +120,15 @@ def test_waits_that_the_trainer_does_not_use_end_the_collection_and_attempts_gro
     assert shares[-1] <= RETRY_VERSIONS / 400
     use.next_version(use._idle_s + 1.0, use._used_s + 0.2, use._began_s + 1.0)
     assert all(_next(use) for _ in range(PATIENCE - 1)), "a used wait"
+
+
+def test_a_trainer_that_rests_by_its_own_choice_keeps_its_features():
+    kept = [0, 0]
+    for rests in (False, True):
+        use = UseOfFeatures(patience=2)
+        kept[rests] = sum(use.next_version(5.0 * t, 0.0, 10.0 * t, rests=rests) for t in range(1, 100))
+    assert kept[True] == 99
+    assert kept[False] < 60
 
 
 def _next(use):

@@ -170,7 +170,7 @@ def make_source(
 ) -> tuple[RolloutSource, OnlineDrafter | None, ForwardLearner | None]:
     """Return the source of this rank's rollouts and its learned drafter; closing them ends their processes.
 
-    The third is there if the drafter learns from the training forward, as the rank has no engine.
+    The third lets the drafter learn from the training forward.
 
     longest: tokens of the longest prompt. Raises UserError if the model is not supported.
     """
@@ -182,7 +182,8 @@ def make_source(
         )
     if not config.rl.num_workers:
         own, online = make_engine_source(parts, longest)
-        return (_pooled(own, online, parts, window) if is_pooled(config, world) else own), online, None
+        learner = None if online is None else ForwardLearner.of(parts, own.engine.target, online)
+        return (_pooled(own, online, parts, window) if is_pooled(config, world) else own), online, learner
     directory = parts.recorder.directory / "workers" / str(world.rank)
 
     def record(event: str, fields: Mapping[str, Any]) -> None:

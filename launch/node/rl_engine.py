@@ -73,8 +73,6 @@ def make_engine_source(parts: NodeParts, longest: int) -> tuple[EngineSource, On
     engine = Engine(
         target, drafters=drafters, chooser=choose_among(drafters, target), tokenizer=StopDecoder(tokenizer)
     )
-    if online is not None:
-        engine.sink = online.sink
     return EngineSource(engine, online), online
 
 
@@ -214,18 +212,29 @@ def start_online(parts: NodeParts, policy: PolicySource) -> OnlineDrafter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardLearner:
-    """Learned drafter of a rank whose rollouts come from workers: it learns from the training forward."""
+    """Learned drafter of a rank, which learns from the training forward: that computes its features anyway.
 
-    policy: TrainedPolicy
+    Steps of an engine would be slowed down, so that only a part of their features could be collected.
+    """
+
+    policy: PolicySource
+    """Target of the rank's engine, or the trained model of a rank without one."""
     online: OnlineDrafter
     features: ForwardFeatures
+
+    @classmethod
+    def of(cls, parts: NodeParts, policy: PolicySource, online: OnlineDrafter) -> "ForwardLearner":
+        """Return the learner of the drafter `online` of this policy."""
+        taps = taps_of(parts.config.drafter, unwrapped(parts.sync.model))
+        return cls(policy=policy, online=online, features=ForwardFeatures(online.sink, taps))
 
     def begin(self, version: int) -> None:
         """Read the policy of which features follow. All ranks of the node together.
 
         Not at the hand-over: in the wait for rollouts after that, the features are of the version before.
         """
-        self.policy.update(version)
+        if isinstance(self.policy, TrainedPolicy):
+            self.policy.update(version)
         self.online.after_update()
 
     def collecting(self, model: nn.Module, samples: Sequence[Rollout]) -> AbstractContextManager[None]:
@@ -243,12 +252,9 @@ def make_learner(parts: NodeParts) -> ForwardLearner | None:
     """
     if parts.config.rl.engine == "vllm" and not parts.config.rollout.vllm.has_own_drafter:
         return None
-    taps = taps_of(parts.config.drafter, unwrapped(parts.sync.model))
-    policy = TrainedPolicy(parts.sync.model, taps=taps)
+    policy = TrainedPolicy(parts.sync.model, taps=taps_of(parts.config.drafter, unwrapped(parts.sync.model)))
     online = make_online(parts, policy)
-    if online is None:
-        return None
-    return ForwardLearner(policy=policy, online=online, features=ForwardFeatures(online.sink, taps))
+    return None if online is None else ForwardLearner.of(parts, policy, online)
 
 
 STARVED_SHARE, STARVED_OVER_S = 0.1, 60.0

@@ -70,7 +70,7 @@ class PolicyGradient:
     shards: Shards
     device: torch.device
     learner: ForwardLearner | None = None
-    """Drafter that learns from these forward passes; None where rollouts give it what it learns from."""
+    """Drafter that learns from these forward passes; None without one."""
     audit: TrainingAudit | None = None
     """Checks samples of rollout servers in these forward passes."""
     proximal: dict[SampleKey, Tensor] = field(default_factory=dict)

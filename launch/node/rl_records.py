@@ -180,7 +180,12 @@ class RLRecords:
         totals["drafting_bound"] = self.pipeline.source.status().get("drafting_bound")  # of the first rank
         if self.online is not None:
             length = totals["drafted_length"]
-            totals["drafter"] |= {"accepted_length": length, "version": totals["drafter"]["adopted"]}
+            rests = int(bool(self.online.status()["training"].get("rests")))
+            totals["drafter"] |= {
+                "accepted_length": length,
+                "version": totals["drafter"]["adopted"],
+                "rests": rests,
+            }
         return totals | self.newest
 
 

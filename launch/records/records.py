@@ -22,7 +22,7 @@ KEY_FILE = "signing.key"
 """File with a server's key in its folder. Folders of nodes and hubs do not have it."""
 IN_WAIT = "in a wait"
 """Text of a notice of an evaluation after which the node goes on waiting."""
-DRAFTER = ("steps", "published", "adopted", "refused", "accepted_length", "version", "starved")
+DRAFTER = ("steps", "published", "adopted", "refused", "accepted_length", "version", "starved", "rests")
 
 
 def text(value: object) -> str:
@@ -213,7 +213,8 @@ class RLMetric:
     drafter: Mapping[str, float] = field(default_factory=dict)
     """State of the node's drafter by `DRAFTER`, NaN where unknown; empty if it has no trained one: training
     steps so far, published drafters and those that the engine has taken, trained ones that the gate has
-    refused; `starved` is 1 while its trainer gets hardly any processor time."""
+    refused; `starved` is 1 while its trainer gets hardly any processor time, `rests` while it leaves waits
+    unused, as its last drafters were not better."""
 
     servers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Work of each rollout server for the node's first rank, since the node's process began: `tokens`,

@@ -10,7 +10,7 @@ from statistics import fmean
 from rich.console import Console
 from rich.table import Table
 
-from aedit.launch.records import NodeRecords, Run, Totals, read_run, totals
+from aedit.launch.records import NodeRecords, RLMetric, Run, Totals, read_run, totals
 from aedit.launch.views import formatting as fmt
 from aedit.launch.views.figures import (
     LAST_LINES,
@@ -281,9 +281,15 @@ def rl_facts(run: Run) -> Facts:
     if any(rl.drafter for rl in map(newest, run.nodes) if rl is not None):
         counts = (totals.drafter_steps, totals.published, totals.refused, totals.adopted)
         text = "{} steps of training, {} published, {} refused by the gate, {} taken"
-        yield "drafter", text.format(*map(fmt.count, counts))
+        resting = [str(node.index) for node in run.nodes if _rests(newest(node))]
+        why = f"; training rests on node {', '.join(resting)}, as it found nothing better" if resting else ""
+        yield "drafter", text.format(*map(fmt.count, counts)) + why
     if failed := sum(notice.event == "reward_error" for node in run.nodes for notice in node.notices):
         yield "rewards", f"{fmt.some(failed, 'error')} in reward functions; see events.jsonl of the nodes"
+
+
+def _rests(rl: RLMetric | None) -> bool:
+    return rl is not None and rl.drafter.get("rests", 0) > 0
 
 
 def _why(totals: RLTotals) -> str:

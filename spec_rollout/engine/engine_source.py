@@ -39,7 +39,8 @@ class EngineSource:
 
         Args:
             engine: The engine.
-            online: Its learned drafter: follows the policy, and is replaced between two steps.
+            online: Its learned drafter: replaced between two steps. It follows the policy here if it learns
+                from the engine's steps, as `engine.sink`.
         """
         self.engine, self.online = engine, online
         self.bound = inf
@@ -65,7 +66,8 @@ class EngineSource:
         before = self.engine.version
         self.engine.update_weights(weights, version)
         if self.online is not None and version != before:
-            self.online.after_update()
+            if self.engine.sink is not None:
+                self.online.after_update()
             self._drafted_tokens, self._drafted_passes = self._drafted_tokens / 2, self._drafted_passes / 2
 
     def add(self, prompts: Sequence[Prompt]) -> None:

@@ -19,9 +19,6 @@ from torch import Tensor
 Buffer = Any
 """Writable bytes that both sides map: a memoryview of shared memory, an mmap, a bytearray."""
 
-SMALL_KL_NATS = 0.05
-"""KL divergence per token below which samples of an older policy remain useful."""
-
 MAGIC = 0x6165646974463031
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HEADER_WORDS = 8
@@ -157,20 +154,15 @@ class FeatureRing:
         self._num_begun = self._num_evicted = self._num_given_up = self._num_groups = 0
         self._version, self._step_has_samples = 0, False
 
-    def begin_step(self, kl_nats: float | None = None) -> None:
+    def begin_step(self) -> None:
         """Start a new step of reinforcement learning and evict samples older than two steps.
 
         Samples of a new policy start a step of their own if this is not called.
-
-        Args:
-            kl_nats: KL divergence per token between the policy and that of the oldest sample. Below 0.05 old
-                samples stay while there is room. None: unknown.
         """
         self.step, self._step_has_samples = self.step + 1, False
         self._groups.clear()
-        if kl_nats is None or kl_nats >= SMALL_KL_NATS:
-            for sample in [s for s in self._samples if s.step < self.step - 2 and not s.is_open]:
-                self._evict(sample)
+        for sample in [s for s in self._samples if s.step < self.step - 2 and not s.is_open]:
+            self._evict(sample)
 
     def begin(
         self, first_token: int, num_prompt: int, version: int, prompt: Hashable = None

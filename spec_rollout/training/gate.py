@@ -33,13 +33,15 @@ class GateConfig:
     deviations: float = 1.5
     """Standard errors by which an increase or decrease must differ from 0 besides."""
     near_peak: float = 0.98
-    """Training pauses only while the published drafter's match rate is at least this share of its peak."""
-    small_kl_nats: float = 0.05
-    """Training pauses only while the policy's KL divergence per token since the publication is below this."""
+    """Training rests only while the published drafter's match rate is at least this share of its peak."""
     smoothing: float = 0.3
     """Weight of a new measurement in the moving average of the published drafter's match rate."""
     patience: int = 3
-    """Training pauses only after this many evaluations in a row have found nothing better."""
+    """Training rests after this many evaluations in a row have found nothing better."""
+    rest_versions: int = 8
+    """Versions of the policy that the first rest lasts; each later one in a row lasts twice as many."""
+    most_rest_versions: int = 64
+    """Upper limit of that."""
     smallest_lr: float = 1 / 16
     """Lower limit of the factor of the learning rate."""
 
@@ -47,7 +49,8 @@ class GateConfig:
         for name in ("gain", "deviations"):
             check(getattr(self, name) >= 0, name, "must be 0 or more", getattr(self, name))
         check(0 < self.smoothing <= 1, "smoothing", "must be above 0 and at most 1", self.smoothing)
-        check(self.patience >= 1, "patience", "must be 1 or more", self.patience)
+        for name in ("patience", "rest_versions", "most_rest_versions"):
+            check(getattr(self, name) >= 1, name, "must be 1 or more", getattr(self, name))
         check(0 < self.smallest_lr <= 1, "smallest_lr", "must be above 0 and at most 1", self.smallest_lr)
 
 
@@ -78,7 +81,9 @@ class GateState:
 
     lr_factor: float = 1.0
     num_rejected: int = 0
-    """Evaluations since the last publication."""
+    """Evaluations in a row that found nothing better."""
+    num_rests: int = 0
+    """Rests in a row that ended as the policy had moved often enough."""
     average: float | None = None
     """Moving average of the published drafter's match rate."""
     peak: float = 0.0
@@ -137,36 +142,43 @@ def with_measurement(rate: float, state: GateState, config: GateConfig) -> GateS
     return replace(state, average=average, peak=max(state.peak, average))
 
 
-def should_pause(state: GateState, kl_nats: float, config: GateConfig) -> bool:
+def should_rest(state: GateState, config: GateConfig) -> bool:
     """Return true if further training would gain nothing.
 
-    That is so if no better drafter was found for a while, the published one is near its peak, and the policy
-    has hardly moved (a static drafter loses nothing below 0.05 nats per token).
-
-    Args:
-        state: State of the gate.
-        kl_nats: KL divergence per token between the policy now and at the publication; infinite or NaN:
-            unknown.
-        config: Settings.
+    That is so if no better drafter was found for a while, in whatever versions of the policy, and the
+    published one is near its peak.
     """
-    is_done = state.num_rejected >= config.patience
-    is_good = state.average is not None and state.average >= config.near_peak * state.peak
-    return is_done and is_good and kl_nats < config.small_kl_nats
+    return state.num_rejected >= config.patience and is_near_peak(state, config)
 
 
-def reset_after_move(state: GateState, kl_nats: float, config: GateConfig) -> GateState:
-    """Return the state after a move of the policy: a higher learning rate, and no evaluations.
+def is_near_peak(state: GateState, config: GateConfig) -> bool:
+    """Return true if the published drafter matches the policy about as well as at its best."""
+    return state.average is not None and state.average >= config.near_peak * state.peak
 
-    The rate is the full one after a large move, else twice the last one. A policy moves in each step of
-    reinforcement learning, mostly by little, and a trained drafter needs a low rate.
 
-    Args:
-        state: State of the gate.
-        kl_nats: As for `should_pause`.
-        config: Settings.
+def rest_versions(state: GateState, config: GateConfig) -> int:
+    """Return how many versions of the policy the next rest lasts at most."""
+    return int(min(config.most_rest_versions, config.rest_versions * 2 ** min(state.num_rests, 30)))
+
+
+def after_rest(state: GateState, config: GateConfig) -> GateState:
+    """Return the state after a rest.
+
+    If the published drafter has become worse, training begins anew at the full rate. Else it is a trial: the
+    next evaluation decides whether the next, longer rest begins.
     """
-    factor = 1.0 if kl_nats >= config.small_kl_nats else min(1.0, 2 * state.lr_factor)
-    return replace(state, lr_factor=factor, num_rejected=0)
+    if not is_near_peak(state, config):
+        return replace(state, lr_factor=1.0, num_rejected=0, num_rests=0)
+    return replace(state, num_rejected=config.patience - 1, num_rests=state.num_rests + 1)
+
+
+def after_move(state: GateState) -> GateState:
+    """Return the state after a move of the policy: twice the learning rate, up to its initial value.
+
+    A policy moves in each step of reinforcement learning, mostly by little, and a trained drafter needs a low
+    rate.
+    """
+    return replace(state, lr_factor=min(1.0, 2 * state.lr_factor))
 
 
 @torch.no_grad()
@@ -175,8 +187,8 @@ def held_out_match(
 ) -> Match:
     """Return a drafter's match with the policy at each of `depth` positions of a chain, on packed rows.
 
-    Only pairs whose features are of the same policy version as `embeddings` count. The same rows get the same
-    noise, so that drafters can be compared.
+    The same rows get the same noise, so that drafters can be compared. Features of the versions before count
+    too, as the policy moves little in the few steps that a ring holds: a comparison has the same for both.
 
     Raises:
         ValueError: No pair counts.
@@ -205,9 +217,9 @@ def match_sums(
     sums = torch.zeros(3, depth, dtype=torch.float64)
     reached_P = torch.ones(len(packed.counts_P), dtype=torch.float64)
     accepted_P = torch.zeros(len(packed.counts_P), dtype=torch.float64)
-    exact_P = packed.counts_P & (packed.versions_P == embeddings.version)
     features_Pd = packed.features_Pw[:, : embeddings.head_Vd.shape[1]]
-    for s, made in enumerate(predict_features(layer, packed, embeddings.embedding_Vd, depth, exact_P)):
+    passes = predict_features(layer, packed, embeddings.embedding_Vd, depth, packed.counts_P)
+    for s, made in enumerate(passes):
         at_C, predicted_Cd = made.at_C, made.predicted_Cd
         logp_CV = log_probabilities(features_Pd[at_C + 1].to(predicted_Cd.dtype), embeddings.head_Vd)
         logq_CV = F.log_softmax(layer.logits(predicted_Cd, embeddings.head_Vd), -1)
@@ -223,7 +235,7 @@ def match_sums(
         sums[:, s] = sums.new_tensor([float(overlaps_C.sum()), int(is_same_C.sum()), len(at_C)])
         reached_P[starts_C] *= overlaps_C
         accepted_P[starts_C] += reached_P[starts_C] / depth
-    return sums, accepted_P[exact_P.cpu()]
+    return sums, accepted_P[packed.counts_P.cpu()]
 
 
 def match_from_sums(sums_3D: Tensor) -> Match:
@@ -234,7 +246,7 @@ def match_from_sums(sums_3D: Tensor) -> Match:
     """
     overlaps, coupled, counts = sums_3D
     if counts[0] == 0:
-        raise ValueError("no held-out pair was computed by this policy version: wait for samples of it")
+        raise ValueError("no held-out pair: wait for samples")
     counts = counts.clamp_min(1)
     return Match(tuple((overlaps / counts).tolist()), tuple((coupled / counts).tolist()), int(counts[0]))
 
@@ -276,11 +288,10 @@ class LocalGate:
             held_out_only: Compare on samples that the training of this node leaves out.
 
         Returns:
-            None if there are too few such samples of this policy version.
+            None if there are too few such samples.
         """
-        entries = [entry for entry in self._reader.entries() if entry.version == embeddings.version]
         choose = newest_held_out if held_out_only else newest_samples
-        chosen = choose(entries, HELD_OUT_TOKENS)
+        chosen = choose(self._reader.entries(), HELD_OUT_TOKENS)
         samples = [sample for entry in chosen if (sample := self._reader.read(entry)) is not None]
         if sum(len(sample.features_MF) for sample in samples) < MIN_TOKENS:
             return None

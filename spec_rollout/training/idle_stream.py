@@ -5,7 +5,6 @@ flag between them, and at most one is queued. CUDA has no priority below the def
 runs on a stream of priority -1, as captured graphs do (graphs.py).
 """
 
-import math
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -63,8 +62,6 @@ class StreamTraining:
         self._training, self._device, self._drafter = training, device, dict(drafter)
         self._policy, self._current_policy = _Given(policy, version), _Given(policy, -1)
         self._offered = self._current_offer = _Given({}, 0)
-        self.kl_nats = math.nan
-        """KL divergence per token between the policy and that of the newest drafter; NaN if unknown."""
         self._lock = threading.Lock()
         self.windows = Windows()
         self._published: tuple[Publication, torch.cuda.Event | None] | None = None
@@ -104,9 +101,9 @@ class StreamTraining:
                 tensor.record_stream(stream)
         return found[0]
 
-    def update_policy(self, policy: Mapping[str, Tensor], version: int, kl_nats: float = math.nan) -> None:
+    def update_policy(self, policy: Mapping[str, Tensor], version: int) -> None:
         """Use copies of this embedding and head of the policy from now on; see `DrafterTraining`."""
-        self._policy, self.kl_nats = self._copied(policy, version), kl_nats
+        self._policy = self._copied(policy, version)
 
     def offer(self, drafter: Mapping[str, Tensor]) -> int:
         """Continue from copies of these tensors; return the number of the newest publication so far."""

@@ -5,7 +5,7 @@ All work is split into pieces of about 50 ms, as a trainer on a GPU can be pause
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -31,7 +31,7 @@ from aedit.spec_rollout.training.trainer_supervisor import DrafterTraining, Idle
 from aedit.types import check
 
 MIN_EVALUATION_TOKENS = 256
-"""Held-out tokens of a new policy that an early evaluation needs."""
+"""Held-out tokens that an early evaluation needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,6 @@ class LayerTraining:
         layer: DraftLayer,
         features: Buffer,
         config: LearningConfig,
-        kl_nats: Callable[[], float] = lambda: math.nan,
         *,
         is_trained: bool = False,
     ) -> None:
@@ -117,11 +116,9 @@ class LayerTraining:
             layer: Layer to be trained, in place.
             features: Memory in which a `FeatureRing` is or will be.
             config: Settings.
-            kl_nats: Returns the KL divergence per token between the policy and that of the last publication;
-                NaN if unknown.
             is_trained: The layer is not a new one.
         """
-        self._config, self._features, self._kl_nats = config, features, kl_nats
+        self._config, self._features = config, features
         self._is_trained = is_trained
         self._trainer = DraftTrainer(layer, config.training, is_trained=is_trained)
         self._published = layer_of(layer.shape).to(layer.gain).requires_grad_(False)
@@ -134,6 +131,7 @@ class LayerTraining:
         self._last: Metrics | None = None
         self._rates = (math.nan, math.nan)
         self._num_evaluations, self._evaluated_version = 0, -1
+        self._rests = False
         self._pieces = self._learn()
 
     def set_policy(self, policy: Mapping[str, Tensor], version: int) -> None:
@@ -177,6 +175,7 @@ class LayerTraining:
             "match_candidate": candidate,
             "lr_factor": self._gate_state.lr_factor,
             "rejected": self._gate_state.num_rejected,
+            "rests": float(self._rests),
             "evaluations": self._num_evaluations,
         }
         if self._last is not None:
@@ -188,21 +187,36 @@ class LayerTraining:
     def _learn(self) -> Iterator[bool]:
         """Train and evaluate forever; yield after each piece, False if there was nothing to do."""
         while True:
-            version = self._embeddings.version if self._embeddings else None
+            version = self._version
             for number in range(self._config.evaluate_every_steps):
                 if number >= self._config.evaluate_moved_steps and self._has_moved():
                     break
                 yield from self._train_step()
             yield from self._evaluate()
-            while gate.should_pause(self._gate_state, self._kl_nats(), self._config.gate):
-                yield False
-            if self._embeddings and self._embeddings.version != version:
-                self._gate_state = gate.reset_after_move(self._gate_state, self._kl_nats(), self._config.gate)
+            if gate.should_rest(self._gate_state, self._config.gate):
+                yield from self._rest()
+            if self._version != version:
+                self._gate_state = gate.after_move(self._gate_state)
                 self._trainer.lr_factor = self._gate_state.lr_factor
+
+    def _rest(self) -> Iterator[bool]:
+        """Only measure the published drafter, once a version, until it is worse or a trial is due."""
+        self._rests = True
+        ends = self._version + gate.rest_versions(self._gate_state, self._config.gate)
+        while self._version < ends and gate.is_near_peak(self._gate_state, self._config.gate):
+            if self._version != self._evaluated_version:
+                yield from self._measure()
+            yield False
+        self._gate_state, self._rests = gate.after_rest(self._gate_state, self._config.gate), False
+
+    @property
+    def _version(self) -> int:
+        """Return the version of the policy; -1 before there is one."""
+        return self._embeddings.version if self._embeddings else -1
 
     def _has_moved(self) -> bool:
         """Return true if the policy has moved since the last evaluation and an evaluation is possible."""
-        is_new = self._embeddings is not None and self._embeddings.version != self._evaluated_version
+        is_new = self._version != self._evaluated_version
         least = min(MIN_EVALUATION_TOKENS, self._config.held_out_tokens)
         return is_new and sum(entry.num_tokens for entry in self._held_out_entries()) >= least
 
@@ -230,6 +244,17 @@ class LayerTraining:
             self._rates = published[0][0].rate, candidate[0][0].rate
             self._evaluated_version = embeddings.version
             self._decide(gate.difference_error(published[0][1], candidate[0][1]))
+
+    def _measure(self) -> Iterator[bool]:
+        """Measure the published drafter on held-out samples."""
+        embeddings, samples = self._embeddings, self._read(self._held_out_entries())
+        published: list[Measured] = []
+        if embeddings is not None and samples:
+            yield from self._match(self._published, samples, embeddings, published)
+        if embeddings is not None and published:
+            rate = published[0][0].rate
+            self._rates, self._evaluated_version = (rate, self._rates[1]), embeddings.version
+            self._gate_state = gate.with_measurement(rate, self._gate_state, self._config.gate)
 
     def _match(
         self,
@@ -275,10 +300,8 @@ class LayerTraining:
         return self._reader.entries()
 
     def _held_out_entries(self) -> list[RingEntry]:
-        """Return the held-out samples of the current policy."""
-        version = self._embeddings.version if self._embeddings else None
-        exact = [entry for entry in self._entries() if entry.version == version]
-        return newest_held_out(exact, self._config.held_out_tokens)
+        """Return the newest held-out samples."""
+        return newest_held_out(self._entries(), self._config.held_out_tokens)
 
     def _choose_entries(self) -> list[RingEntry]:
         entries = self._entries()
@@ -345,7 +368,7 @@ def _make_training(
 ) -> LayerTraining:
     """Make the training in the trainer's process."""
     layer = layer_of(shape).to(memory.plan.drafter.specs[0].dtype)
-    return LayerTraining(layer, memory.features, config, lambda: memory.kl_nats, is_trained=is_trained)
+    return LayerTraining(layer, memory.features, config, is_trained=is_trained)
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -9,7 +9,6 @@ It joins the ring of features, the trainer process (on CUDA: a low-priority stre
 adoption. Nothing here changes a token: an engine verifies each drafted token.
 """
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -66,7 +65,7 @@ class Trainer(Protocol):
     def unpause(self) -> None:
         """End `pause`."""
 
-    def update_policy(self, policy: Mapping[str, Tensor], version: int, kl_nats: float = math.nan) -> None:
+    def update_policy(self, policy: Mapping[str, Tensor], version: int) -> None:
         """Train for this embedding and head from now on."""
 
     def offer(self, drafter: Mapping[str, Tensor]) -> int:
@@ -255,27 +254,24 @@ class OnlineDrafter:
 
     # -- what the rollout loop calls
 
-    def after_update(self, kl_nats: float = math.nan) -> None:
-        """Tell the trainer of a new policy. Call it after each hand-over of weights to the engine.
+    def after_update(self) -> None:
+        """Tell the trainer of a new policy, of which features follow: from the engine or a forward pass.
 
         Embedding and head are copied into the memory of the trainer, and the features of this version are
         collected: neither where the trainer has not used a wait for long (`UseOfFeatures`), unless a drafter
         of other nodes is to be compared.
-
-        Args:
-            kl_nats: KL divergence per token between this policy and the one before, if known: below 0.05 the
-                samples of older policies stay, and the trainer may pause. NaN: unknown.
         """
         self._num_looks = 0
         status = self._trainer.status()
         idle_s = 0.0 if status["state"] == "off" else status["idle_s"]
-        is_used = self._use_of_features.next_version(idle_s, self.used_s, time.monotonic())
+        rests = bool(status["training"].get("rests"))
+        is_used = self._use_of_features.next_version(idle_s, self.used_s, time.monotonic(), rests=rests)
         self.sink.collects = self._can_gain and (is_used or self._shared is not None)
         if not self.sink.collects:
             return
         embeddings = embeddings_of(self._policy)
-        self._trainer.update_policy(policy_tensors(embeddings), embeddings.version, kl_nats)
-        self.sink.ring.begin_step(None if math.isnan(kl_nats) else kl_nats)
+        self._trainer.update_policy(policy_tensors(embeddings), embeddings.version)
+        self.sink.ring.begin_step()
 
     def adopt(self) -> bool:
         """Draft with the newest drafter that has passed the gate; return whether it is another one.
@@ -445,7 +441,7 @@ def _start(
     memory = bytearray(ring.num_bytes)
     trained = layer_of(layer.shape).to(layer.gain)
     stream = StreamTraining(
-        LayerTraining(trained, memory, config.learning, lambda: stream.kl_nats, is_trained=is_trained),
+        LayerTraining(trained, memory, config.learning, is_trained=is_trained),
         policy.device,
         drafter=layer.state_dict(),
         policy=policy_tensors(embeddings),

@@ -110,10 +110,11 @@ class TrainerLoop:
             self._status.checkpoint_error = self._checkpoints.error
 
     def _report(self, learned: bool) -> None:
-        if learned:
-            self._status.set_metrics(self._training.metrics())
         words = self._status.words
-        words[StatusWord.STATE] = TrainerState.TRAINING if learned else TrainerState.NOTHING_TO_LEARN
+        state = TrainerState.TRAINING if learned else TrainerState.NOTHING_TO_LEARN
+        if learned or words[StatusWord.STATE] != state:
+            self._status.set_metrics(self._training.metrics())
+        words[StatusWord.STATE] = state
         words[StatusWord.CPU_US] = round(1e6 * (time.process_time() - self._cpu_start_s))
         self._count(StatusWord.HEARTBEATS)
 

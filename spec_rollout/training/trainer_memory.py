@@ -1,7 +1,6 @@
 """Memory that a node shares with its trainer process, and its contents."""
 
 import json
-import math
 import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -79,7 +78,6 @@ class TrainerPlan:
         """
         parts = {
             "board": TrainerStatus.NUM_BYTES,
-            "moved": BLOCK_BYTES,
             "drafter": self.drafter.num_bytes,
             "offered": self.drafter.num_bytes,
             "policy": self.policy.num_bytes,
@@ -194,7 +192,6 @@ class TrainerMemory:
         }
         self.plan = plan
         self.trainer_status = TrainerStatus(parts["board"])
-        self._moved: NDArray[np.float64] = np.frombuffer(parts["moved"], np.float64, 2)
         self.drafter = SharedSlots(plan.drafter, parts["drafter"])
         """The node publishes number 1, the initial drafter; then the trainer publishes."""
         self.offered = SharedSlots(plan.drafter, parts["offered"])
@@ -204,19 +201,6 @@ class TrainerMemory:
         """The node publishes, the trainer reads."""
         self.features = parts["features"][: plan.feature_bytes]
         """Ring of features: the node writes, the trainer reads."""
-
-    @property
-    def kl_nats(self) -> float:
-        """Return the KL divergence per token between the policy and that of the newest drafter.
-
-        NaN if it is unknown. The node writes it.
-        """
-        number, kl_nats = self._moved.tolist()
-        return kl_nats if number == self.drafter.newest_number else math.nan
-
-    @kl_nats.setter
-    def kl_nats(self, kl_nats: float) -> None:
-        self._moved[:] = self.drafter.newest_number, kl_nats
 
 
 def _write(memory: NDArray[np.uint8], text: str) -> None:

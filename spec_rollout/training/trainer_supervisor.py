@@ -1,6 +1,5 @@
 """Drafter training in a process of its own: start, windows, detection of death and hangs, restart."""
 
-import math
 import os
 import threading
 import time
@@ -335,20 +334,17 @@ class DrafterTraining:
         """
         return self._memory.drafter.newest(after)
 
-    def update_policy(self, policy: Mapping[str, Tensor], version: int, kl_nats: float = math.nan) -> None:
+    def update_policy(self, policy: Mapping[str, Tensor], version: int) -> None:
         """Publish the policy's current embedding and head to the trainer.
 
         Args:
             policy: Embedding and head; they are copied.
             version: Version of the policy.
-            kl_nats: KL divergence per token between this policy and the one of the newest drafter, if known.
-                The trainer may pause while it is small.
 
         Raises:
             ValueError: Names, shapes or dtypes differ from those given to `of`.
         """
         self._memory.policy.publish(policy, version)
-        self._memory.kl_nats = kl_nats
 
     def offer(self, drafter: Mapping[str, Tensor]) -> int:
         """Let the trainer continue from these tensors; return the number of the newest publication so far.

@@ -1,6 +1,5 @@
 """Times in which a node waited, by cause, and whether features find a use."""
 
-import math
 import threading
 import time
 from collections import deque
@@ -104,19 +103,20 @@ class UseOfFeatures:
     _used_s: float = 0.0
     _began_s: float = 0.0
 
-    def next_version(self, idle_s: float, used_s: float, now_s: float) -> bool:
+    def next_version(self, idle_s: float, used_s: float, now_s: float, *, rests: bool = False) -> bool:
         """Return whether to collect the features of the next version.
 
         Args:
             idle_s: All time that the node has waited so far.
             used_s: All processor time that the trainer has computed in it.
             now_s: Time, of any clock.
+            rests: The trainer leaves waits unused by its own choice, and measures on the features.
         """
         waited_s, computed_s = idle_s - self._idle_s, used_s - self._used_s
         lasted_s = now_s - self._began_s
         self._idle_s, self._used_s, self._began_s = idle_s, used_s, now_s
         has_wait = waited_s > 0 and waited_s >= min(LEAST_S, LEAST_SHARE * lasted_s)
-        if has_wait and computed_s >= USED_SHARE * waited_s:
+        if has_wait and (rests or computed_s >= USED_SHARE * waited_s):
             self.patience = max(self.patience, 2 * self._since)
             self.unused = self._since = self._waits = 0
             self._rest = 1
@@ -165,7 +165,7 @@ class NoTraining:
     def unpause(self) -> None:
         """Do nothing."""
 
-    def update_policy(self, policy: Mapping[str, Tensor], version: int, kl_nats: float = math.nan) -> None:
+    def update_policy(self, policy: Mapping[str, Tensor], version: int) -> None:
         """Do nothing."""
 
     def offer(self, drafter: Mapping[str, Tensor]) -> int:

@@ -89,7 +89,7 @@ class TrainsInWindows(NoTraining):
         number = len(self.published) + 1
         return Publication(number, 0, self.published[-1]) if number > after else None
 
-    def update_policy(self, policy, version, kl_nats=0.0):
+    def update_policy(self, policy, version):
         self.training.set_policy({name: value.clone() for name, value in policy.items()}, version)
 
     def status(self):
