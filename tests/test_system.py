@@ -2,6 +2,8 @@
 
 import gc
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -51,3 +53,36 @@ def test_a_file_is_judged_by_what_was_opened(tmp_path):
     with pytest.raises(ValueError, match="no regular file"), opened_below(root / "pipe", root):
         pass
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+PRINTS = """
+import resource, sys
+from aedit.system import drop_output_without_room
+{drops}
+print("first", flush=True)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+print("lost", flush=True)
+print("lost too", file=sys.stderr)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print("last")
+print("and the end", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_a_log_on_a_full_disk_loses_lines_and_does_not_end_its_process(tmp_path, drops):
+    """Found: a hub that gave up its lease for lack of room ended as it could not print a warning."""
+    log = tmp_path / "log"
+    with log.open("a") as file:
+        code = PRINTS.format(drops="drop_output_without_room()" if drops else "")
+        done = subprocess.run([sys.executable, "-c", code], stdout=file, stderr=file, timeout=60)
+    assert (done.returncode == 0) is drops
+    if drops:
+        assert log.read_text().splitlines() == ["first", "last", "and the end"]
+
+
+def test_output_into_a_pipe_stays_as_it_is():
+    code = "import sys\nfrom aedit.system import drop_output_without_room\nbefore = sys.stdout\n"
+    code += "drop_output_without_room()\nprint(sys.stdout is before)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "True"

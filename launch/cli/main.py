@@ -24,7 +24,7 @@ from aedit.launch.cli.service_options import (
     run_peer,
     serve_request,
 )
-from aedit.system import end_with_named_parent
+from aedit.system import drop_output_without_room, end_with_named_parent
 from aedit.types import RunFailed, UserError, printable
 
 USER_ERROR = 2
@@ -145,6 +145,7 @@ def _dispatch(arguments: list[str]) -> int:
     if arguments[:1] in with_flags or arguments[:2] in SETS_VALUES:
         from aedit.launch.config import split_flags
 
+        drop_output_without_room()
         arguments, flags = split_flags(arguments)
     options = parser().parse_args(arguments or ["--help"], Options(flags=flags))
     task: Task = options.task

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -108,8 +108,7 @@ def _served(
                 process.follow(has_resigned=before.has_resigned)
             else:
                 process.start(force=options.force_lead, above=options.term_above)
-        with suppress(OSError):  # standard output may be on a disk that is full
-            print(welcome(process.endpoint, process.address), flush=True)
+        print(welcome(process.endpoint, process.address), flush=True)
         if warning := open_to_others(process.endpoint, process.address):
             from rich.console import Console  # here: few hubs warn, and all shall start fast
             from rich.text import Text

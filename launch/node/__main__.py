@@ -15,7 +15,7 @@ from aedit import traces
 from aedit.child import from_json
 from aedit.launch.config import JoinOptions, NodeOptions, RunConfig, load
 from aedit.launch.records import FAILED
-from aedit.system import no_collections, show_stacks_on_signal
+from aedit.system import drop_output_without_room, no_collections, show_stacks_on_signal
 from aedit.types import RunFailed, UserError
 
 
@@ -99,6 +99,7 @@ def _log_to(directory: Path, attempt: int) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+    drop_output_without_room()
 
 
 if __name__ == "__main__":

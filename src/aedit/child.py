@@ -26,6 +26,7 @@ import psutil
 
 from aedit.system import (
     PARENT,
+    drop_output_without_room,
     end_with_named_parent,
     end_with_parent,
     exit_text,
@@ -112,6 +113,7 @@ def begin_child(arguments: Sequence[str], *, bound: bool = True) -> list[str]:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     show_stacks_on_signal()
+    drop_output_without_room()
     parent = int(arguments[0])
     if bound:
         end_with_parent(parent, signal.SIGKILL)  # also ends a suspended process
@@ -167,6 +169,7 @@ def run_task(task: Callable[[Path, str], int]) -> int:
     """
     end_with_named_parent()
     show_stacks_on_signal()
+    drop_output_without_room()
     try:
         return task(Path(sys.argv[1]), sys.argv[2])
     except (UserError, RunFailed) as error:

@@ -9,6 +9,7 @@ import ctypes
 import errno
 import faulthandler
 import gc
+import io
 import json
 import mmap
 import os
@@ -23,7 +24,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 PR_SET_PDEATHSIG = 1
 """`prctl` option of Linux: the signal that a process gets when its parent ends."""
@@ -372,6 +376,38 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def is_full(error: OSError) -> bool:
     """Return whether an error says that a disk has no room."""
     return error.errno in _FULL
+
+
+class _Output(io.FileIO):
+    """A log on a disk, which drops what the disk has no room for."""
+
+    def write(self, data: "ReadableBuffer", /) -> int:
+        """Write the data, or return as if it was written."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            return memoryview(data).nbytes
+
+
+def drop_output_without_room() -> None:
+    """Drop what this process prints while the disk of its stdout or stderr is full: a log must not end it.
+
+    Only for processes whose output is a log. Streams that are no files on a disk stay as they are.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        try:
+            fd = stream.fileno()
+            is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+        except (AttributeError, OSError, ValueError):
+            continue
+        if is_file:
+            stream.flush()
+            output = io.BufferedWriter(_Output(fd, "w", closefd=False))
+            kept = io.TextIOWrapper(output, stream.encoding, "replace", line_buffering=True)
+            setattr(sys, name, kept)
 
 
 def exit_text(code: int) -> str:
