@@ -620,7 +620,7 @@ class Drift:
             self._engine.update_weights(self._policies[0].state_dict(), self._step)
         self._idle.follow(self._target)
         self._wait("sync", used)
-        self._control.sink.ring.begin_step(kl_nats=0.0)
+        self._control.sink.ring.begin_step()
         for _ in self._frozen.generate(asked):
             pass
         self._control.go_on(self._idle.microbatches)
