@@ -117,9 +117,9 @@ class Learning:
         self.forwards, self.begun, self.published = [], [], []
         begin = FeatureRing.begin
 
-        def begin_sample(ring, first_token, num_prompt, version):
+        def begin_sample(ring, first_token, num_prompt, version, prompt=None):
             self.begun.append(version)
-            return begin(ring, first_token, num_prompt, version)
+            return begin(ring, first_token, num_prompt, version, prompt)
 
         monkeypatch.setattr(FeatureRing, "begin", begin_sample)
 
