@@ -84,11 +84,13 @@ def test_a_run_whose_drafter_is_trained_and_used_is_that_without_it_bit_for_bit(
         plain, run_with("layer:4", tmp_path / "layer", trained, watch, drafter__kind="layer", **keys)
     )
     (online,) = found
-    assert online.status()["adopted"] == 2
-    by_version = [[each for each in counts if each[0] == version] for version in (-1, 1, 2)]
-    assert min(map(len, by_version)) >= 5, "steps with each drafter"
-    assert all(rows == tokens for _, rows, tokens in by_version[0]), "an untrained drafter is not used"
-    for part in by_version[1:]:
+    assert online.status()["adopted"] >= 2
+    by_version = {version: [each for each in counts if each[0] == version] for version, *_ in counts}
+    untrained = by_version.pop(-1)
+    assert all(rows == tokens for _, rows, tokens in untrained), "an untrained drafter is not used"
+    used = [part for part in by_version.values() if len(part) >= 5]
+    assert len(used) >= 2, "steps with each drafter"
+    for part in used:
         length = sum(tokens for _, _, tokens in part) / sum(rows for _, rows, _ in part)
         assert 1.1 < length < 4, "some drafted tokens are accepted, some refused"
 
