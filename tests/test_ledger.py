@@ -661,3 +661,45 @@ def test_what_a_pruned_journal_does_not_have_is_in_the_events_of_the_hub(tmp_pat
         ]
         assert found == expected[1:]
         assert accounts.reason(25) == "its push did not reach the hub"
+
+
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_the_events_of_all_replicas_tell_what_a_pruned_journal_of_a_swarm_does_not_have(tmp_path, is_removed):
+    """Found in a swarm: the replica that had led at first was removed, but for its events.
+
+    The killed process had joined again at the second owner, and its last push had arrived.
+    """
+    written(tmp_path, 0, [(7, KILLED), (11, [*steps(1, 20), *PUSHED])])
+    (tmp_path / "run.toml").write_text("")
+    joins = [Joined("a", 0, 8, "", 1.0, 3), Joined("a", 0, 11, "", 2.0, 5)]
+    records = [
+        *BEGUN,
+        *PUSHES,
+        [Led(2)],
+        [joins[0]],
+        [joins[1], Leased(0, 40, 80)],
+        [push(0, 3, 10), push(1, 3, 10)],
+    ]
+    folder = tmp_path / "peers" / "y" / "part_0"
+    journal = hub_folder(folder, records)
+    hub_folder(first := tmp_path / "peers" / "x" / "part_0", [*BEGUN, *PUSHES])
+    for path in first.iterdir() if is_removed else ():
+        path.unlink()
+    state, owners = HubState(), [Reports(first), Reports(folder)]
+    for record in (record for batch in records for record in batch):
+        if record == Led(2):
+            owners[1].start(1.0, state.members)
+        owners[state.term > 1 or record == Led(2)].record_applied(record)
+        if isinstance(record, Accepted):
+            state.changing(0).accept(record.push)
+        else:
+            state.apply(record)
+        state.units = {}
+    for owner in owners:
+        owner.close()
+    for _ in range(2):
+        Ledger(SimpleNamespace(state=state), journal, Store(folder, fsync=False)).snapshot()
+    assert not (folder / "journal-00000001").exists()
+    accounts = read_accounts(tmp_path)
+    assert accounts.disagreements == []
+    assert accounts.count(SampleVerdict.ONCE) == 40

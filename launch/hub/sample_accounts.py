@@ -135,6 +135,12 @@ def journal_facts(run_dir: Path) -> JournalFacts | None:
         key = replay.term, not (folder / MIRROR).exists()
         if part not in leaders or key > leaders[part][0]:
             leaders[part] = key, replay
+    for path in sorted(
+        run_dir.glob("peers/*/part_*/events.jsonl")
+    ):  # a replica that was removed leaves its own
+        number = path.parent.name.removeprefix("part_")
+        if number.isascii() and number.isdecimal() and not (path.parent / "part.json").exists():
+            Tail(path).each(events.setdefault(int(number), []).append)
     if not leaders:
         return None
     return _joined([leaders[part][1] for part in sorted(leaders)], [events[part] for part in sorted(leaders)])
@@ -236,7 +242,7 @@ def _known_begins(part: _Replay, events: list[Line], node: int) -> list[_Begin]:
     if part.is_whole:
         return found
     sessions = {session for each, _, _ in found for session in each}
-    firsts, early = set[tuple[int, int]](), list[_Begin]()
+    firsts, of_process = set[tuple[int, int]](), dict[int, _Begin]()
     for line in events:
         with suppress(*BAD_LINE):
             if line.get("node") != node or line.get("name", part.name_of(node)) != part.name_of(node):
@@ -244,11 +250,12 @@ def _known_begins(part: _Replay, events: list[Line], node: int) -> list[_Begin]:
             if line["event"] == "first_anchor" or str(line.get("reason", "")).startswith("founded"):
                 firsts.add((int(line["unit"]), int(line["seq"])))
             elif line["event"] == "join" and line["session"] not in sessions:
+                process = int(line["process"])
                 before = {int(unit): int(number) for unit, number in line["pushes"]}
-                if early and early[-1][2] == line["process"]:
-                    early[-1][0].add(int(line["session"]))
-                else:
-                    early.append(({int(line["session"])}, before, int(line["process"])))
+                known = of_process.get(process, (set(), before, process))
+                first = min(known[1], before, key=lambda each: sum(each.values()))
+                of_process[process] = {*known[0], int(line["session"])}, first, process
+    early = list(of_process.values())
     for _, before, _ in early:
         for unit in {unit for unit, _ in firsts}:
             while (unit, before.get(unit, 0) + 1) in firsts:
