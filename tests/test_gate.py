@@ -40,6 +40,15 @@ def test_one_that_is_hardly_better_is_kept_back_and_learns_at_half_the_rate():
         assert (state.lr_factor, state.num_rejected, state.average) == (0.5, 1, 0.5)
 
 
+def test_one_that_is_no_better_after_few_steps_goes_on_as_before():
+    state = GateState(lr_factor=0.5, num_rejected=1, average=0.5, peak=0.5)
+    for candidate in (0.504, 0.485):
+        assert decide(0.5, candidate, 0.0, state, CONFIG, is_early=True) == ("keep", state)
+    assert decide(0.5, 0.51, 0.0, state, CONFIG, is_early=True)[0] == "publish"
+    decision, spoilt = decide(0.5, 0.47, 0.0, state, CONFIG, is_early=True)
+    assert (decision, spoilt.num_rejected, spoilt.lr_factor) == ("revert", 2, 0.25)
+
+
 def test_one_that_was_spoilt_goes_back_to_what_was_published():
     assert decide(0.5, 0.47, 0.0, GateState(), CONFIG)[0] == "revert"
 

@@ -167,6 +167,25 @@ def test_a_rest_ends_at_once_when_the_drafter_in_use_becomes_worse(world):
     assert learning.metrics()["rests"] == 0
 
 
+def test_evaluations_after_few_steps_bring_no_rest_however_many_they_are(world):
+    """A wait may be long enough for few steps only, each time on another version."""
+    model, samples = world
+    config = replace(NOTHING_IS_BETTER, evaluate_every_steps=32, evaluate_moved_steps=1, held_out_tokens=64)
+    learning, _, _ = learning_of(model, samples, config)
+    rested = {}
+    for version in range(1, 400):
+        learning.set_policy(policy_tensors(ends(model)), version)
+        for _ in range(12):
+            learning.microbatch()
+        found = learning.metrics()
+        if found["rests"]:
+            rested[version] = found
+            break
+    (found,) = rested.values()
+    assert found["steps"] >= 3 * 32
+    assert found["evaluations"] > 10
+
+
 def test_without_features_there_is_nothing_to_learn(world):
     model, samples = world
     memory = bytearray(shape_of(model).num_bytes)

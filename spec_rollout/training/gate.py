@@ -91,13 +91,20 @@ class GateState:
 
 
 def decide(
-    published: float, candidate: float, error: float, state: GateState, config: GateConfig
+    published: float,
+    candidate: float,
+    error: float,
+    state: GateState,
+    config: GateConfig,
+    *,
+    is_early: bool = False,
 ) -> tuple[GateDecision, GateState]:
     """Return the decision on a trained drafter, and the new state.
 
     A drafter that is not better is not published, and the learning rate is halved; after a better one it is
     doubled, up to its initial value. One that seems better, but not by more than chance explains, goes on to
-    train: of many drafters that are measured on few samples, the luckiest would be published.
+    train: of many drafters that are measured on few samples, the luckiest would be published. So does one
+    that is not better after few steps.
 
     Args:
         published: Match rate of the published drafter.
@@ -105,6 +112,7 @@ def decide(
         error: Standard error of their difference; see `difference_error`.
         state: State of the gate.
         config: Settings.
+        is_early: The drafter had few steps since the last evaluation that was not early.
     """
     difference, chance = candidate - published, config.deviations * error
     if difference >= config.gain:
@@ -112,8 +120,10 @@ def decide(
             return "keep", state
         factor = min(1.0, 2 * state.lr_factor)
         return "publish", GateState(lr_factor=factor, average=candidate, peak=candidate)
-    factor = max(config.smallest_lr, state.lr_factor / 2)
     decision: GateDecision = "revert" if difference < -max(config.harm, chance) else "keep"
+    if is_early and decision == "keep":
+        return decision, state
+    factor = max(config.smallest_lr, state.lr_factor / 2)
     return decision, replace(state, lr_factor=factor, num_rejected=state.num_rejected + 1)
 
 

@@ -131,6 +131,8 @@ class LayerTraining:
         self._last: Metrics | None = None
         self._rates = (math.nan, math.nan)
         self._num_evaluations, self._evaluated_version = 0, -1
+        self._judged_steps = 0
+        """Training steps before the last evaluation that was not early."""
         self._rests = False
         self._pieces = self._learn()
 
@@ -148,10 +150,12 @@ class LayerTraining:
         # A step or an evaluation under way is of the drafter before.
         self._pieces, self._to_publish, self._gate_state = self._learn(), None, GateState()
         self._trainer.lr_factor = self._gate_state.lr_factor
+        self._judged_steps = self._trainer.num_steps
 
     def resume(self, state: Mapping[str, Tensor]) -> None:
         """Continue from the state of an earlier process."""
         self._trainer.resume(state)
+        self._judged_steps = self._trainer.num_steps
 
     def state(self) -> Mapping[str, Tensor]:
         """Return the state of the training; see `DraftTrainer.state`."""
@@ -281,13 +285,18 @@ class LayerTraining:
         published, candidate = self._rates
         self._num_evaluations += 1
         state = gate.with_measurement(published, self._gate_state, self._config.gate)
-        decision, self._gate_state = gate.decide(published, candidate, error, state, self._config.gate)
+        is_early = self._trainer.num_steps - self._judged_steps < self._config.evaluate_every_steps
+        decision, self._gate_state = gate.decide(
+            published, candidate, error, state, self._config.gate, is_early=is_early
+        )
         self._trainer.lr_factor = self._gate_state.lr_factor
         if decision == "publish":
             self._to_publish = {n: t.clone() for n, t in self._trainer.averaged.state_dict().items()}
             self._published.load_state_dict(self._to_publish)
         elif decision == "revert":
             self._trainer.restart(self._published.state_dict())
+        if not is_early or decision != "keep":
+            self._judged_steps = self._trainer.num_steps
 
     # --- samples
 
