@@ -332,6 +332,28 @@ def test_a_follower_supports_the_leader_that_it_hears():
     assert not hub.may_confirm(2)
 
 
+@pytest.mark.parametrize(
+    ("configs", "votes"),
+    [
+        ([config((A, B, C))], False),
+        ([], False),
+        ([config((A, B, C)), config((A, B), number=2)], False),
+        ([config((A, B), number=2)], True),
+    ],
+    ids=["of the configuration", "just started", "on its way out", "not of the configuration"],
+)
+def test_a_follower_votes_for_none_that_lacks_what_it_has_confirmed(configs, votes):
+    """Found: one that had just started, or was on its way out, elected a hub with an older folder."""
+    hub = replica(C, configs)
+    assert (
+        hub.answer(
+            Proposal(3, 0, A, configs[-1].ballot if configs else (1, 1), (1, 1, 80)), 9.0, (1, 1, 90)
+        ).granted
+        is votes
+    )
+    assert hub.answer(Proposal(4, 0, A, (1, 2), (1, 1, 90)), 19.0, (1, 1, 90)).granted
+
+
 def test_a_leader_gives_way_only_without_its_replicas():
     hub = replica(A)
     hub.found(0)

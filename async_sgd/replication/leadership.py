@@ -379,7 +379,7 @@ class Leadership:
             enough = len(agreed.replicas) >= self._least() or not agreed.electors
             return enough and position <= self._replica.acknowledged()
 
-    def tick(self, live: Iterable[int], complete: Position, extent: Extent) -> None:
+    def tick(self, live: Iterable[int], complete: Position, extent: Extent, *, is_full: bool = False) -> None:
         """Propose another configuration if replicas or nodes have come or gone.
 
         Raises NoSpace or JournalBroken.
@@ -388,6 +388,8 @@ class Leadership:
             live: Votes of the live nodes, by which they are known.
             complete: End of the journal.
             extent: Of the journal.
+            is_full: The disk has no room for pushes. Small records may have: a configuration without the
+                other hubs could be written then, and none of them be elected any more.
         """
         with self._change:
             decided: list[Record] = []
@@ -397,7 +399,7 @@ class Leadership:
                 now = self._clock()
                 if replica.is_overtaken and replica.may_stand(now):
                     replica.stand(extent, now)
-                if not self._owed:
+                if not self._owed and not is_full:
                     # Those that break ties do so on; then others, in the order given.
                     voters = list(dict.fromkeys(voter for voter in live if voter))
                     electors = replica.configs[-1].electors

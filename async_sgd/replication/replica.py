@@ -143,7 +143,8 @@ class Replica:
         A leader gives way, and a configuration is accepted, only if that hub is a replica as far as the
         journal here goes. A follower may vote for one that it does not know: its journal may end too early.
 
-        extent: of the journal of a follower, which votes for none that has less if it can be elected itself.
+        extent: of the journal of a follower, which votes for none that has less: it has confirmed its records
+            to a leader, which counted on them, unless no configuration that it knows has it.
         """
         is_known = not self.configs or any(proposal.proposer in one.replicas for one in self.configs)
         is_refused = not is_known and (self.term > 0 or proposal.number > 0)
@@ -167,7 +168,8 @@ class Replica:
             return (self.holds_lease(now) or lacks) and not self.yields_to(proposal.proposer, now)
         if proposal.proposer != self._supported and now - self._leader_at_s < self._promise_s:
             return True
-        return proposal.extent < extent and not self.why_not(extent)
+        counts = not self.configs or any(self.voter.me in one.replicas for one in self.configs)
+        return proposal.extent < extent and counts
 
     # --- becoming the leader
 

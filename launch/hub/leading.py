@@ -405,7 +405,8 @@ class LeadingHub:
                 self._live, self._changes = [roster.live[one].voter for one in roster.order], roster.changes
             extent = (ledger.hub.state.term, *ledger.journal.position)
         try:
-            self.leadership.tick(self._live, ledger.journal.complete, extent)
+            is_full = self.engine.full_s is not None
+            self.leadership.tick(self._live, ledger.journal.complete, extent, is_full=is_full)
         except NoSpace as error:
             self.engine.is_full(error)
         except (JournalBroken, OSError) as error:

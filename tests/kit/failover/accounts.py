@@ -3,6 +3,9 @@
 from aedit.async_sgd.journal import segment_numbers, segment_path
 from kit.failover.world import Violation
 
+LATE_S = 2.0
+"""Longest time from a confirmation to the acknowledgement that it allows."""
+
 
 class Accounts:
     """Votes, elections and acknowledgements of all hubs. Each method raises Violation for a broken rule."""
@@ -24,6 +27,8 @@ class Accounts:
         """Identities of the hubs that had to have them."""
         self.is_excused = False
         """A fault has taken more from the disks than the protocol can bear."""
+        self.replaced_s = float("-inf")
+        """When the files of a hub were last replaced: it may have confirmed what is acknowledged now."""
         self.removing = None
         """Number of a hub that has removed a part of a journal since the last check."""
 
@@ -45,7 +50,7 @@ class Accounts:
             raise Violation(f"hubs {first} and {host.number} have both led term {term}")
         if first != host.number:
             self.excuse(always=True)
-        if term == max(self.elected):
+        if term == max(*self.elected, *self.leaders, term):
             self.check_leader(host, leading)
 
     def check_leader(self, host, leading):
@@ -70,6 +75,12 @@ class Accounts:
             raise Violation(f"hubs {first} and {host.number} have both acknowledged under term {term}")
         self.pushes[name] = max(head.seq, self.pushes.get(name, 0))
         self.count += 1
+        newest = max(self.leaders)
+        for other in self.hubs:
+            if other.process and (later := other.process._leading) and later.ledger.hub.state.term >= newest:
+                self.check_leader(other, later)
+        if term < newest:
+            return  # what it had confirmed by a majority before it was paused, say, has the later leader
         self.replicas = configs[0].replicas
         for number in [number for number in self.bytes if number < receipt.segment - 1]:
             del self.bytes[number]
@@ -77,9 +88,8 @@ class Accounts:
             self.bytes[receipt.segment] = bytes(_segment(host, receipt.segment)[: receipt.offset])
         if receipt.segment - 1 in self.bytes:
             self.bytes[receipt.segment - 1] = bytes(_segment(host, receipt.segment - 1) or b"")
-        for other in self.hubs:
-            if other.process and (later := other.process._leading) and later.ledger.hub.state.term >= term:
-                self.check_leader(other, later)
+        if host.world.now < self.replaced_s + LATE_S:
+            self.excuse()
         for replica in {replica for config in configs for replica in config.replicas}:
             having = [hub for hub in self.hubs if hub.identity == replica]
             if having and not any(map(self._has_durably, having)):

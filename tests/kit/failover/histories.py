@@ -329,6 +329,7 @@ class Simulation:
                 hub.kill()
             hub.disk.put_back(files, but=("votes.json",))
             hub.is_unreliable = True
+            self.accounts.replaced_s = self.world.now
             self.accounts.excuse(always=not can_bear)
             self.world.after(0.5, hub.restart, hub.life)
 
@@ -355,7 +356,8 @@ class Simulation:
         if hub.alive:
             hub.kill(loses=True)
         hub.disk.put_back(files)
-        hub.is_standby, hub.identity, hub.is_unreliable = True, 0, bool(files)
+        hub.is_standby, hub.identity, hub.is_unreliable, hub.disk.failing = True, 0, bool(files), 0
+        self.accounts.replaced_s = self.world.now
         self.accounts.excuse()
         self.world.after(0.5, hub.restart, hub.life)
 

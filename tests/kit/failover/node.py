@@ -168,7 +168,8 @@ class SimNode(Process):
     def _vote(self, hub):
         if self.is_asking:
             return
-        self.is_asking, offering = True, self.votes.offering(self.who, self.seen)
+        self.is_asking, seen = True, self.seen
+        offering = self.votes.offering(self.who, seen)
 
         def answered(reply):
             self.is_asking = False
@@ -180,16 +181,16 @@ class SimNode(Process):
             with suppress(StopIteration):
                 request = offering.send(reply)
                 if request.answer.granted:
-                    self._check_vote(hub, reply.asks)
+                    self._check_vote(hub, reply.asks, seen)
                 self.is_asking = True
                 self.call(hub, "take_over", request, then=answered)
 
         self.call(hub, "take_over", next(offering), then=answered)
 
-    def _check_vote(self, hub, asks):
+    def _check_vote(self, hub, asks, seen):
         hub.accounts.supports(self.identity, asks.proposer, asks.ballot.term)
         extent = asks.extent.term, asks.extent.segment, asks.extent.offset
-        if not asks.ballot.number and extent < self.seen:
+        if not asks.ballot.number and extent < seen:
             raise Violation(f"{self.name} votes for a hub that lacks what it has a receipt for")
 
 
