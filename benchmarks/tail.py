@@ -180,6 +180,11 @@ class PacedTarget(Target):
         self.copies_s: list[float] = []
         """Copy times of samples that came with their keys and values."""
 
+    @property
+    def has_logits(self) -> bool:
+        """Return false: each token takes a step of declared time."""
+        return False
+
     def step(
         self,
         tokens_Bq: Tensor,

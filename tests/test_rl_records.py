@@ -108,7 +108,7 @@ def test_totals_of_earlier_attempts_are_counted_and_so_is_their_use_of_idle_time
     def attempt(before):
         engine = {"rollout_tokens": 10, "arms": {"off": 2}, "compared_s": 0.5, "worker_idle_s": 0.25}
         source = SimpleNamespace(status=lambda: engine)
-        used = {"used_by_cause_s": {"hub": 2.0, "rewards": 1.0}}
+        used = {"used_by_cause_s": {"hub": 2.0, "rewards": 1.0}, "training": {"rests": 1.0}}
         online = SimpleNamespace(status=lambda: used)
         sync = SimpleNamespace(free=True, waited_s=4.0, idle_used_s=3.0)
         pipeline = SimpleNamespace(source=source, rollout_s=1.0, reward_s=0.25)
@@ -132,6 +132,7 @@ def test_totals_of_earlier_attempts_are_counted_and_so_is_their_use_of_idle_time
     assert (first.used_s, first.worker_idle_s) == ({"hub": 2.0, "rewards": 1.0}, 0.25)
     assert (second.used_s, second.worker_idle_s) == ({"hub": 4.0, "rewards": 2.0}, 0.5)
     assert (second.arms, second.compared_s) == ({"off": 4}, 1.0)
+    assert first.drafter["rests"] == second.drafter["rests"] == 1, "a state, and no total"
 
 
 def report_after(n):

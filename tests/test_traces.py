@@ -676,7 +676,9 @@ def test_an_endpoint_that_refuses_is_one_warning_with_its_status(code, log):
         until(lambda: dropped(log) == 5, "the warning")
         end_spans(7)
         traces.end_traces()
-    assert all(line.endswith(f"answers with status {code}") for line in log)
+    assert log[0].endswith(f"answers with status {code}")
+    late = ("does not take them in time", f"answers with status {code}")  # at the end on a busy machine
+    assert log[-1].endswith(late)
     assert dropped(log) == 12
     assert len(log) == 2, "one a minute, and one at the end"
 

@@ -25,7 +25,7 @@ class Node:
             trainees.faulty(self.orders),
             checkpoint=self.checkpoint,
             checkpoint_every_s=0.0,
-            hung_after_s=1.0,
+            hung_after_s=4.0,
             memory_bytes=2**30,
         )
         self.drafter = None

@@ -83,6 +83,11 @@ class PacedTarget(Target):
         self.step_s = step_s
         self._ended_s = 0.0
 
+    @property
+    def has_logits(self) -> bool:
+        """Return false: each token takes a step."""
+        return False
+
     def step(
         self,
         tokens_Bq: Tensor,
