@@ -4,11 +4,11 @@
 
 Random policies generate two kinds of text. At temperature 1 no draft is ever accepted: nothing can be gained,
 and `auto` must lose nothing. At temperature 0 the text soon repeats itself, and the suffix drafter finds what
-follows. `auto` has what a run gives it: the suffix drafter, an untrained draft layer, and the collection of
-features for its training. All make the same tokens, by short turns; only processor time counts.
+follows. `auto` has what a server gives it: the suffix drafter, an untrained draft layer, and the collection
+of features for its training. All make the same tokens, by short turns; only processor time counts.
 
-Engines that do the same differ by up to 8 %, by where their memory lies. So plain decoding has two of them:
-`off` is their mean, and their ratio shows what cannot be told apart.
+Engines that do the same differ by up to 12 %, for a reason that is not known. So plain decoding has two of
+them: `off` is their mean, and their ratio shows what cannot be told apart.
 """
 
 import argparse
@@ -37,7 +37,7 @@ ABOUT = "The choice of the drafting arm: auto beside off and each fixed arm, pro
 METHOD = (
     "Random policies, fp32, one thread; the same tokens by turns; processor time of steps and prompts.",
     "Text: random (T = 1, nothing is accepted) or repeating (T = 0). Ratios: median over turns [95 %].",
-    "Off is the mean of two equal engines; off / off is one over the other, by where their memory lies.",
+    "Off is the mean of two equal engines; off / off is one over the other.",
 )
 SHAPES = {
     "0.3m": (256, 96, 256, 3, 32),
