@@ -90,9 +90,9 @@ def test_no_promise_is_broken_in_many_more_histories(capsys):
                 print(f"\n{seed + 1 - first} of {SLOW} histories in {now - began_s:.0f} s", flush=True)
 
 
-@pytest.mark.parametrize("seed", [2537, 5749, 8290, 35295, 12363, 29622])
+@pytest.mark.parametrize("seed", [2537, 5749, 8290, 35295, 34800, 12363, 29622])
 def test_histories_that_found_a_fault_break_no_promise(seed):
-    """In the first four an older folder was elected; then a hub with a full disk had put out all others."""
+    """An older folder was elected in four, and led on in the fifth; then a full hub had put out the rest."""
     check([seed])
 
 

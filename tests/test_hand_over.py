@@ -142,13 +142,21 @@ def test_a_hub_asks_what_each_other_one_has_or_had_before_it_was_damaged(monkeyp
         "new:1": says(1, 4),
         "old:1": says(2, 3),
         "dumb:1": says(3, 4),
+        "anew:1": says(4, 0),
         "gone:1": HubUnreachable("gone"),
     }
-    found = {"new:1": {"term": 4, "segment": 2, "offset": 50, "confirmed": [4, 2, 900]}, "dumb:1": {}}
+    found = {
+        "new:1": {"term": 4, "segment": 2, "offset": 50, "confirmed": [4, 2, 900]},
+        "old:1": {"term": 3, "segment": 9, "offset": 999},
+        "dumb:1": {},
+        "anew:1": {"term": 0, "segment": 1, "offset": 0, "confirmed": [4, 2, 950]},
+    }
     monkeypatch.setattr(OtherHubs, "_hellos", lambda self, limit_s: iter(hellos.items()))
     monkeypatch.setattr(OtherHubs, "_limit_s", 1.0)
     monkeypatch.setattr(OtherHubs, "_status", lambda self, address: found[address])
     others = OtherHubs(None, None)
+    assert others.ahead_of((4, 2, 899)) == ("anew:1", (4, 2, 950))
+    assert others.ahead_of((4, 2, 950)) is None
+    assert others.compared == {1, 2, 4}, "one does not answer, and one does not say"
+    del hellos["anew:1"]
     assert others.ahead_of((4, 2, 899)) == ("new:1", (4, 2, 900))
-    assert others.ahead_of((4, 2, 900)) is None
-    assert others.compared == {1, 2}, "one does not answer, and one does not say"

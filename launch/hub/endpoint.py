@@ -358,8 +358,8 @@ class OtherHubs:
         for address, answer in self._hellos(limit_s=self._limit_s):
             if not isinstance(answer, pb.HelloReply):
                 continue
-            if answer.leads or answer.term != own[0]:
-                self.compared.add(answer.promise.voter)  # an older term has less
+            if answer.leads or answer.term > own[0]:
+                self.compared.add(answer.promise.voter)
                 continue
             try:
                 told = self._status(address)
