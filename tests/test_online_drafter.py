@@ -164,7 +164,7 @@ def test_a_node_that_never_trained_takes_a_good_drafter_with_the_first_samples(b
     assert not online.adopt(), "now it is compared on held-out samples, of which there are none"
 
 
-def test_a_drafter_of_another_node_waits_for_samples_of_the_present_policy():
+def test_a_drafter_of_another_node_waits_for_samples():
     model = policy()
     online, engine = online_of(model)
     online.take_shared(drafter(model).state_dict())

@@ -135,9 +135,8 @@ def journal_facts(run_dir: Path) -> JournalFacts | None:
         key = replay.term, not (folder / MIRROR).exists()
         if part not in leaders or key > leaders[part][0]:
             leaders[part] = key, replay
-    for path in sorted(
-        run_dir.glob("peers/*/part_*/events.jsonl")
-    ):  # a replica that was removed leaves its own
+    # A replica that was removed leaves its events.
+    for path in sorted(run_dir.glob("peers/*/part_*/events.jsonl")):
         number = path.parent.name.removeprefix("part_")
         if number.isascii() and number.isdecimal() and not (path.parent / "part.json").exists():
             Tail(path).each(events.setdefault(int(number), []).append)

@@ -209,7 +209,7 @@ class LayerTraining:
         ends = self._version + gate.rest_versions(self._gate_state, self._config.gate)
         while self._version < ends and gate.is_near_peak(self._gate_state, self._config.gate):
             if self._version != self._evaluated_version:
-                yield from self._measure()
+                yield from self._evaluate(published_only=True)
             yield False
         self._gate_state, self._rests = gate.after_rest(self._gate_state, self._config.gate), False
 
@@ -235,30 +235,23 @@ class LayerTraining:
         if rows == 0:
             yield False
 
-    def _evaluate(self) -> Iterator[bool]:
-        """Compare the trained layer with the published one on held-out samples."""
+    def _evaluate(self, *, published_only: bool = False) -> Iterator[bool]:
+        """Measure the published drafter on held-out samples, and decide on the trained one beside it."""
         embeddings, samples = self._embeddings, self._read(self._held_out_entries())
         if embeddings is None or not samples:
             return
-        published: list[Measured] = []
-        candidate: list[Measured] = []
-        yield from self._match(self._published, samples, embeddings, published)
-        yield from self._match(self._trainer.averaged, samples, embeddings, candidate)
-        if published and candidate:
-            self._rates = published[0][0].rate, candidate[0][0].rate
-            self._evaluated_version = embeddings.version
-            self._decide(gate.difference_error(published[0][1], candidate[0][1]))
-
-    def _measure(self) -> Iterator[bool]:
-        """Measure the published drafter on held-out samples."""
-        embeddings, samples = self._embeddings, self._read(self._held_out_entries())
-        published: list[Measured] = []
-        if embeddings is not None and samples:
-            yield from self._match(self._published, samples, embeddings, published)
-        if embeddings is not None and published:
-            rate = published[0][0].rate
-            self._rates, self._evaluated_version = (rate, self._rates[1]), embeddings.version
-            self._gate_state = gate.with_measurement(rate, self._gate_state, self._config.gate)
+        layers = [self._published] if published_only else [self._published, self._trainer.averaged]
+        found: list[Measured] = []
+        for layer in layers:
+            yield from self._match(layer, samples, embeddings, found)
+        if len(found) < len(layers):
+            return
+        published = found[0][0].rate
+        self._rates = published, self._rates[1] if published_only else found[1][0].rate
+        self._evaluated_version = embeddings.version
+        self._gate_state = gate.with_measurement(published, self._gate_state, self._config.gate)
+        if not published_only:
+            self._decide(gate.difference_error(found[0][1], found[1][1]))
 
     def _match(
         self,
@@ -284,10 +277,9 @@ class LayerTraining:
     def _decide(self, error: float) -> None:
         published, candidate = self._rates
         self._num_evaluations += 1
-        state = gate.with_measurement(published, self._gate_state, self._config.gate)
         is_early = self._trainer.num_steps - self._judged_steps < self._config.evaluate_every_steps
         decision, self._gate_state = gate.decide(
-            published, candidate, error, state, self._config.gate, is_early=is_early
+            published, candidate, error, self._gate_state, self._config.gate, is_early=is_early
         )
         self._trainer.lr_factor = self._gate_state.lr_factor
         if decision == "publish":
