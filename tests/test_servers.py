@@ -340,12 +340,12 @@ def timed(source, asked):
 
 
 def test_a_sample_moves_away_from_a_server_that_does_not_answer_when_it_is_asked_to_return_it(opened):
-    """It draws a token every 0.4 s, so that nothing stalls: its samples of 60 tokens would take 24 s."""
+    """It draws a token every 0.4 s, so that nothing stalls: its samples of 160 tokens would take 64 s."""
     serve, start = opened
     server = serve("deaf")
     source, events = start(server, does="serve")
     server.deaf, server.token_s = True, 0.4
-    longest_s, _ = timed(source, samples(16, length=60))
+    longest_s, _ = timed(source, samples(16, length=160))
     assert longest_s < 5.0, "a step waits 50 ms when nothing comes; a busy machine takes longer"
     status = source.status()
     assert status["moved"] >= status["servers"]["deaf"]["moved"] > 0
