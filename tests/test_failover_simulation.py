@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from kit.failover.disk import DISKS, SYSTEM, Disk, SimPath
-from kit.failover.histories import RECIPES, Simulation, failure, first_failure, history, shortest
+from kit.failover.histories import RECIPES, History, Simulation, failure, first_failure, history, shortest
 from kit.failover.hub import simulated
 from kit.failover.mutants import MUTANTS
+from kit.failover.world import Fault, Process, World
 
 from aedit.system import write_atomically
 
@@ -21,6 +22,10 @@ FAST, PARTS, SLOW, MOST = 175, 3, 18_000, 300
 """Histories of one part of `make test`, number of parts, histories in `make test-slow`, and until a mistake
 must be found."""
 LINE_S = 60.0
+OLDER, FULL = (2537, 5749, 8290, 35295, 34800), (12363, 29622, 23858, 37663)
+"""Histories in which an older folder led or was elected; in which a full hub put out the rest, or ended."""
+SHOWN, OF_THE_TEST = (10781,), (14293, 41580)
+"""A node was shown a version that was not on disk; a paused node took an old answer, a second disk went."""
 EVENTS = ("behind", "cannot_lead", "journal_full", "must_be_elected", "snapshot", "standby_lost", "twin")
 
 
@@ -90,10 +95,33 @@ def test_no_promise_is_broken_in_many_more_histories(capsys):
                 print(f"\n{seed + 1 - first} of {SLOW} histories in {now - began_s:.0f} s", flush=True)
 
 
-@pytest.mark.parametrize("seed", [2537, 5749, 8290, 35295, 34800, 12363, 29622])
+@pytest.mark.parametrize("seed", [*OLDER, *FULL, *SHOWN, *OF_THE_TEST])
 def test_histories_that_found_a_fault_break_no_promise(seed):
-    """An older folder was elected in four, and led on in the fifth; then a full hub had put out the rest."""
     check([seed])
+
+
+def test_a_full_hub_that_starts_again_sends_its_journal_and_leads_on():
+    """It ended: the file with its address could not be written, though it was there."""
+    full = Fault(3.0, "full", 0, 0, 4.0)
+    simulation = Simulation(History(1, "full", 2, 1, (full, Fault(3.5, "kill", 0, 0, 0.2))))
+    simulation.run()
+    assert not [reason for hub in simulation.hubs for reason in hub.reasons]
+    assert simulation.accounts.count > 3
+
+
+def test_what_comes_to_a_paused_process_is_done_in_order_when_it_goes_on():
+    world, done = World(1), []
+    process = Process(world, 0)
+    process.alive = True
+    process.pause(5.0)
+    for at_s in (1.0, 2.0, 3.0, 6.0):
+        world.at(at_s, process.awake, process.life, done.append, at_s)
+    world.run(2.5)
+    process.pause(world.now)
+    world.run(4.0)
+    assert done == [1.0, 2.0, 3.0]
+    world.run(9.0)
+    assert done == [1.0, 2.0, 3.0, 6.0]
 
 
 def check_found(name, num_histories, capsys):

@@ -1,6 +1,7 @@
 """Tests the leadership of a hub process: what waits for replicas, and promises that are on disk."""
 
 import errno
+import os
 from unittest import mock
 
 import pytest
@@ -9,6 +10,7 @@ from kit.full_disk import full_disk
 from aedit.async_sgd.journal import File, Ledger, NoSpace, Store, Unconfirmed, batches, segment_path
 from aedit.async_sgd.replication import Leadership
 from aedit.async_sgd.rules import Configured, Led
+from aedit.async_sgd.service import RequestGuard
 from aedit.launch.config import RunConfig
 from aedit.launch.hub.folder import make_hub
 from aedit.proto.rpc import (
@@ -65,6 +67,18 @@ def test_whoever_waits_for_the_disk_waits_for_the_standby_that_has_joined(tmp_pa
     ledger.durable(ledger.journal.position)
     made.count(VoteReply(STANDBY, made.identity, made.asks().ballot, True, 1))
     assert made.in_sync() == (1, 1)
+
+
+def test_a_version_is_shown_once_it_is_on_disk(tmp_path):
+    """Found in simulation: after a power loss a leader without standbys showed an older one."""
+    made, ledger, _ = leading(tmp_path)
+    guard = RequestGuard(ledger, None, "run", made)
+    with mock.patch.object(os, "fdatasync", wraps=os.fdatasync) as flush:
+        position = ledger.commit([Led(1)])
+        assert flush.call_count == 0
+        guard.shown(position)
+        guard.shown(position)
+    assert flush.call_count == 1
 
 
 def test_a_part_goes_to_the_replica_of_the_best_place_only_once_that_has_been_in_sync_for_a_while(tmp_path):

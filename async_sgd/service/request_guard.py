@@ -203,11 +203,12 @@ class RequestGuard:
         return self.durable(position)
 
     def shown(self, position: Position) -> None:
-        """Return when another hub that may lead cannot lack what is before `position`.
+        """Return when neither a crash nor another hub that leads can take back what is before `position`.
 
-        A reply shows versions: they must not go back when that hub leads.
+        A reply shows versions: they must not go back.
         """
         with self.refusing():
+            self.ledger.journal.sync(position)
             self.leadership.wait(position, SHOWN_LIMIT_S)
         self.check_leads()
 

@@ -47,7 +47,7 @@ from aedit.proto.rpc import (
     raise_descriptor_limit,
     serve,
 )
-from aedit.system import give_back_what_is_freed, is_full, write_atomically, write_if_changed
+from aedit.system import give_back_what_is_freed, is_full, write_if_changed
 from aedit.types import UserError
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ class _Process:
         else:
             self._lead(hub, journal, records or ([] if state.term else [Led(own + 1)]))
         self._vote_requests.start()
-        write_atomically(self.endpoint.directory / "address", self.address)
+        write_if_changed(self.endpoint.directory / "address", self.address)  # also on a full disk
 
     def _recovered(self, hub: Hub, *, force: bool = False) -> Journal:
         """Recover the state, and return the journal.

@@ -153,11 +153,17 @@ class Accounts:
         holding = {host.identity for host in self.hubs if self._holds(host)} & set(self.replicas)
         return 2 * len(holding) > len(self.replicas)
 
-    def _holds(self, host):
-        """Return whether a disk has what was acknowledged, in place or set aside."""
+    def is_whole(self, host):
+        """Return whether a hub has what was acknowledged in place, and all that it has ever confirmed."""
+        follows = host.standby
+        lacks = follows is not None and follows._extent < follows._leadership.seen
+        return not lacks and self._holds(host, is_aside=False)
+
+    def _holds(self, host, *, is_aside=True):
+        """Return whether a disk has what was acknowledged, in place or (`is_aside`) set aside."""
         saved = segment_numbers(host.directory, "snapshot")[-1:]
         return all(
-            number < sum(saved) or any(found.startswith(data) for found in _all_of(host, number))
+            number < sum(saved) or any(found.startswith(data) for found in _all_of(host, number, is_aside))
             for number, data in self.bytes.items()
         )
 
@@ -167,13 +173,13 @@ def _segment(host, number):
     return None if inode is None else inode.data
 
 
-def _all_of(host, number):
-    """Yield the contents of a segment on a disk: its own, and those that were set aside."""
+def _all_of(host, number, is_aside=True):
+    """Yield the contents of a segment on a disk: its own, and (`is_aside`) those that were set aside."""
     path = segment_path(host.directory, number)
     own = _segment(host, number)
     if own is not None:
         yield own
-    for name, inode in host.disk.names.items():
+    for name, inode in host.disk.names.items() if is_aside else ():
         if "/set_aside/" in name and f"/{path.name}" in name:
             _, _, start = name.partition(".from-")
             if not start:

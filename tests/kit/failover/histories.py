@@ -261,7 +261,7 @@ class Simulation:
         for hub in self.hubs:
             hub.disk.full, hub.disk.failing = hub.number in self.is_full_for_good, 0
         for process in self.everybody:
-            process.paused_until = 0.0
+            process.pause(world.now)
             if not process.alive:
                 process.start()
 
@@ -277,7 +277,7 @@ class Simulation:
         self._kill(fault, loses=True)
 
     def _pause(self, fault):
-        self.processes[fault.who].paused_until = self.world.now + fault.lasts_s
+        self.processes[fault.who].pause(self.world.now + fault.lasts_s)
 
     def _damage(self, fault):
         """What a follower receives is damaged; it notices, and fetches it anew."""
@@ -295,11 +295,20 @@ class Simulation:
         disk.full = True
         self.world.after(fault.lasts_s, lambda: setattr(disk, "full", fault.who in self.is_full_for_good))
 
-    def _can_bear(self):
-        """Return whether a majority has everything without one hub: one fault of that kind at a time."""
+    def _can_bear(self, gone=None):
+        """Return whether a majority has everything without one hub: one fault of that kind at a time.
+
+        gone: the hub whose disk goes; another one that fetches its journal anew would be a second fault.
+        """
         leading = [hub.process._leading for hub in self.hubs if hub.process and hub.process._leading]
         configs = [one.leadership._replica.configs for one in leading]
-        return bool(configs) and all(len(each) == 1 and len(each[0].replicas) > 2 for each in configs)
+        left = {hub.identity for hub in self.hubs if hub is not gone and self.accounts.is_whole(hub)}
+        return bool(configs) and all(
+            len(each) == 1
+            and len(replicas := each[0].replicas) > 2
+            and (gone is None or 2 * len(left & set(replicas)) > len(replicas))
+            for each in configs
+        )
 
     def _brim(self, fault):
         """A disk becomes full, and stays so: the others have room."""
@@ -324,7 +333,7 @@ class Simulation:
         files = hub.disk.copied()
 
         def put_back():
-            can_bear = self._can_bear()
+            can_bear = self._can_bear(hub)
             if hub.alive:
                 hub.kill()
             hub.disk.put_back(files, but=("votes.json",))
@@ -351,7 +360,7 @@ class Simulation:
 
     def _replace_by(self, fault, files):
         hub = self.processes[fault.who]
-        if not self._can_bear():
+        if not self._can_bear(hub):
             return
         if hub.alive:
             hub.kill(loses=True)

@@ -50,6 +50,8 @@ class Process:
     def __init__(self, world, number):
         self.world, self.number = world, number
         self.alive, self.is_off, self.paused_until, self.life = False, False, 0.0, 0
+        self._held = []
+        """What has come while it was paused."""
         self.rate, self.began_s = world.random.uniform(0.9, 1.1), world.random.uniform(0, 1e4)
 
     def clock(self):
@@ -62,10 +64,21 @@ class Process:
     def awake(self, life, call, *args):
         if not self.alive or life != self.life:
             return
-        if self.world.now < self.paused_until:
-            self.world.at(self.paused_until + 1e-6, self.awake, life, call, *args)
+        if self._held or self.world.now < self.paused_until:
+            self._held.append((life, call, args))
         else:
             call(*args)
+
+    def pause(self, until_s):
+        """Do nothing until then; afterwards everything that has come, in order."""
+        self.paused_until = until_s
+        self.world.at(until_s, self._go_on)
+
+    def _go_on(self):
+        if self.world.now >= self.paused_until:
+            held, self._held = self._held, []
+            for life, call, args in held:
+                self.awake(life, call, *args)
 
     def call(self, to, method, *args, then, timeout_s=1.0):
         """Call another process; `then` gets its answer, HubRefused or HubUnreachable, exactly once."""
