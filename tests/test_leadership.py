@@ -20,10 +20,15 @@ def subsets(items):
     return chain.from_iterable(combinations(items, n) for n in range(len(items) + 1))
 
 
-def replica(me, configs=()):
-    made = Replica(Voter(me), promise_s=3.0, lease_s=2.0)
+def replica(me, configs=(), voter=None):
+    made = Replica(voter or Voter(me), promise_s=3.0, lease_s=2.0)
     made.configs = tuple(configs)
     return made
+
+
+def elected(me, configs):
+    """Return a hub whose register has its vote for itself in the newest term."""
+    return replica(me, configs, Voter(me, term=configs[-1].term, voted_for=me))
 
 
 def yes(voter, proposal):
@@ -78,25 +83,58 @@ def test_a_voter_refuses_a_candidate_that_may_lack_what_was_acknowledged():
 
 def test_a_hub_leads_only_a_term_for_which_it_was_elected():
     mirrored = [config((A, B), (X,), term=3)]
-    assert replica(A, mirrored).may_resume(3, {B})
+    assert elected(A, mirrored).may_resume(3, {B})
     assert not replica(B, mirrored).may_resume(3, {A})
-    assert not replica(A, mirrored).may_resume(4, {B})
-    voted = Replica(Voter(A, term=4, voted_for=B), promise_s=3.0, lease_s=2.0)
-    voted.configs = tuple(mirrored)
-    assert not voted.may_resume(3, {B})
+    assert not elected(A, mirrored).may_resume(4, {B})
+    for voter in (Voter(A, term=4, voted_for=B), Voter(A, term=4, voted_for=A)):
+        assert not replica(A, mirrored, voter).may_resume(3, {B})
+
+
+def test_a_copy_of_a_followers_folder_does_not_lead_the_term_of_the_other():
+    """Found in simulation: it had mirrored the term for which the hub of its identity was elected then."""
+    mirrored = [config((A, B), (X,), term=3)]
+    for voter in (Voter(A), Voter(A, term=2, voted_for=A), Voter(A, term=3, voted_for=B)):
+        assert not replica(A, mirrored, voter).may_resume(3, {B})
+
+
+def test_a_vote_is_for_one_of_two_processes_of_one_identity():
+    """Found in simulation: two of them were elected for one term, each with the votes for both."""
+    one, other = (Replica(Voter(A), promise_s=3.0, lease_s=2.0, process=number) for number in (1, 2))
+    voter, elector = replica(B, [config((A, B, C), (X,))]), Voter(X)
+    one.configs = other.configs = voter.configs
+    first, second = one.stand((1, 1, 100), 9.0), other.stand((1, 1, 100), 9.0)
+    assert (first.term, first.proposer) == (second.term, second.proposer)
+    said = voter.answer(first, 9.0)
+    assert said.granted
+    assert not voter.answer(second, 9.0).granted
+    assert other.count_vote(said, 9.0) == [], "the vote is for the first"
+    assert one.count_vote(said, 9.0)[0] == Led(2)
+    elector, said = elector.answer(one._agreement.proposal, 2)
+    assert said.granted, "a configuration of the one that was elected"
+    assert not elector.answer(second, 2)[1].granted
+    again = Replica(one.voter, promise_s=3.0, lease_s=2.0, process=3)
+    again.configs = one.configs
+    again.resume(10.0)
+    assert elector.answer(again._agreement.proposal, 2)[1].granted, "it leads its term on"
+
+
+def test_a_voter_of_an_older_build_names_no_process_and_counts():
+    hub = Replica(Voter(A), promise_s=3.0, lease_s=2.0, process=5)
+    hub.configs = (config((A, B, C), (X,)),)
+    asked = hub.stand((1, 1, 100), 9.0)
+    assert hub.count_vote(yes(B, asked), 9.0)[0] == Led(2)
 
 
 def test_a_hub_leads_its_term_on_only_if_a_quorum_says_how_much_it_has():
     """Its folder may be an older copy, and the others have what was acknowledged since."""
     two = [config((A, B), (X,), term=3)]
-    assert not replica(A, two).may_resume(3, set())
-    assert not replica(A, two).may_resume(3, {X}), "a node has no journal"
+    assert not elected(A, two).may_resume(3, set())
+    assert not elected(A, two).may_resume(3, {X}), "a node has no journal"
     three = [config((A, B, C), (X,), term=3)]
-    assert replica(A, three).may_resume(3, {C})
-    assert not replica(A, [*two, *three]).may_resume(3, {C}), "both configurations count"
-    assert replica(A, [config((A,), (X,), term=3)]).may_resume(3, set())
-    older = Replica(Voter(A, term=3, voted_for=A, accepted=(3, 2)), promise_s=3.0, lease_s=2.0)
-    older.configs = tuple(three)
+    assert elected(A, three).may_resume(3, {C})
+    assert not elected(A, [*two, *three]).may_resume(3, {C}), "both configurations count"
+    assert elected(A, [config((A,), (X,), term=3)]).may_resume(3, set())
+    older = replica(A, three, Voter(A, term=3, voted_for=A, accepted=(3, 2)))
     assert not older.may_resume(3, {B, C}), "it has accepted what its journal does not have"
 
 

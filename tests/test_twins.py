@@ -2,15 +2,18 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
+import grpc
 import pytest
-from kit.hub_processes import Client, HubProcess, HubRefused, ending, status, write_run
+from kit.hub_processes import Client, HubProcess, HubRefused, ending, hello, status, write_run
 from kit.swarm import key_of
 from kit.waiting import until
 
+from aedit.launch.hub.standby import Confirmer
 from aedit.launch.records.hub_records import HubSample
 from aedit.launch.views.tables import hub_table
-from aedit.proto.rpc import Proposal, identity_of, proposal_out
+from aedit.proto.rpc import HubUnreachable, PortClosed, Proposal, identity_of, proposal_out
 from aedit.proto.rpc import hub_pb2 as pb
 
 LIMIT_S = 60.0
@@ -42,6 +45,8 @@ def test_a_standby_of_a_copied_folder_is_named_on_both_sides_and_does_not_count(
         asked = proposal_out(Proposal(2, 0, identity_of(key.public), (9, 9), (9, 9, 9)), key)
         with pytest.raises(HubRefused, match=r"no vote: .* are one replica"):
             Client(twin.address).hub.propose(pb.ProposeRequest(run="run", proposal=asked))
+        assert not hello(twin.address).HasField("promise"), "none that starts leaves the votes to it"
+        assert hello(standby.address).HasField("promise")
         before = json.loads((standby.directory / "votes.json").read_text())["me"]
         assert node.push(1).accepted, "the standby that was there first counts"
         assert node.status()["in_sync"] == 1
@@ -91,3 +96,26 @@ def test_a_copy_of_a_standby_gives_no_vote_while_no_hub_leads(tmp_path):
         asked = proposal_out(Proposal(2, 0, identity_of(key.public), (9, 9), (9, 9, 9)), key)
         with pytest.raises(HubRefused, match=r"no vote: .* are one replica"):
             Client(twin.address).hub.propose(pb.ProposeRequest(run="run", proposal=asked))
+
+
+@pytest.mark.parametrize(
+    ("answer", "votes"),
+    [
+        (pb.HelloReply(promise=pb.Answer(voter=7)), False),
+        (pb.HelloReply(promise=pb.Answer(voter=8)), True),
+        (pb.HelloReply(), True),
+        (PortClosed("b:1"), True),
+        (HubUnreachable("b:1"), False),
+        (None, False),
+    ],
+)
+def test_a_hub_votes_again_once_the_other_process_of_its_identity_has_ended_or_gives_no_vote(answer, votes):
+    """Found in simulation: each of two left the votes to the other, and no hub could be elected."""
+    made = Confirmer(None, SimpleNamespace(identity=7), None, lambda: 0.0)
+    made.twin, made.twin_at = "b:1 and a:1 are one replica", "b:1"
+    made.take_hellos({"b:1": answer, "c:1": pb.HelloReply()} if answer else {"c:1": pb.HelloReply()})
+    assert (not made.twin) == votes
+    refused = HubRefused(grpc.StatusCode.ALREADY_EXISTS, "a:1 and b:1 are one replica")
+    made.answered(refused)
+    made.take_hellos({"b:1": pb.HelloReply()})
+    assert made.twin, "a leader that counts the other one has decided"

@@ -1,5 +1,6 @@
 """The leadership of a hub process: its state machine, with a clock, votes on disk, records in the journal."""
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -26,6 +27,7 @@ _YIELD_S, _YIELD_EVERY_S = 3.0, 10.0
 _SETTLED_S = 10.0
 """How long a replica must have been in sync, under one leader, before the part goes to it by its place: each
 change of owners costs an election, and a machine that has just come back may be about to go again."""
+_PROCESS_BITS = 63
 MOST_ELECTORS = 7
 """Nodes that break ties: few, so that the configuration seldom changes in a large run."""
 
@@ -58,7 +60,8 @@ class Leadership:
         voter = Voter.load(file)
         self.key = voter.signing_key
         """Key with which this hub signs what it asks, answers and confirms."""
-        self._replica = Replica(voter, promise_s=_PROMISE_S, lease_s=LEASE_S)
+        process = secrets.randbits(_PROCESS_BITS) | 1
+        self._replica = Replica(voter, promise_s=_PROMISE_S, lease_s=LEASE_S, process=process)
         self._ledger: Ledger | None = None
         self._writing = threading.Lock()
         self._owed: list[Record] = []

@@ -21,16 +21,17 @@ Decided = list[Led | Configured | Agreed]
 class Replica:
     """The leadership of one hub. Its `voter` must be on disk before what a method returns is used."""
 
-    def __init__(self, voter: Voter, *, promise_s: float, lease_s: float) -> None:
+    def __init__(self, voter: Voter, *, promise_s: float, lease_s: float, process: int = 0) -> None:
         """Create a follower. promise_s: how long it supports a leader after its last message.
 
         lease_s: a leader whose replicas were silent for longer gives way to a candidate; below promise_s.
+        process: number that this process drew; see `Proposal.process`.
         """
         if not 0 < lease_s < promise_s:
             raise ValueError(
                 f"lease_s = {lease_s}: expected a value above 0 and below promise_s = {promise_s}"
             )
-        self.voter, self._promise_s, self._lease_s = voter, promise_s, lease_s
+        self.voter, self._promise_s, self._lease_s, self._process = voter, promise_s, lease_s, process
         self.configs: tuple[Configured, ...] = ()
         """Configurations in its journal, from the newest one that the voters are known to have agreed on."""
         self.least = 1
@@ -77,8 +78,9 @@ class Replica:
     def may_resume(self, journal_term: int, answered: Set[int]) -> bool:
         """Return whether this hub was elected for the term of its journal, and may lead it on.
 
-        Not if it has voted in a higher term since. Its folder may also be an older copy: then its register
-        names a newer configuration than its journal, or another replica has more.
+        Not if its register names another vote than its own in that term: it has voted in a higher term since,
+        or is a copy of the folder of a follower that was elected then. Its folder may also be an older copy:
+        then its register names a newer configuration than its journal, or another replica has more.
 
         answered: hubs that have said how much of the journal they have, none of them more than this one.
             They and this one must be a quorum without any node.
@@ -87,7 +89,7 @@ class Replica:
         return (
             newest is not None
             and (newest.term, newest.leader) == (journal_term, self.voter.me)
-            and self.voter.term <= journal_term
+            and (self.voter.term, self.voter.voted_for) == (journal_term, self.voter.me)
             and self.voter.accepted <= newest.ballot
             and all(is_quorum(one, {self.voter.me, *answered} & set(one.replicas)) for one in self.configs)
         )
@@ -201,7 +203,7 @@ class Replica:
         if votes is not None and self._known_term >= votes.proposal.term:
             votes = votes if now - votes.began_s < self._lease_s else None
         term = max(least, self._known_term) + 1 if votes is None else votes.proposal.term
-        asked = Proposal(term, 0, self.voter.me, self.configs[-1].ballot, extent)
+        asked = Proposal(term, 0, self.voter.me, self.configs[-1].ballot, extent, self._process)
         self._votes = votes or VoteCount(asked, self.configs, now)
         self._votes.proposal, self._votes.configs = asked, self.configs
         return asked
@@ -379,8 +381,7 @@ class Replica:
         self._placed = position
         if self.term:
             newest = self.configs[-1]
-            asked = Proposal(newest.term, newest.number, self.voter.me, newest.ballot)
-            self.voter, _ = self.voter.answer(asked, asked.term)
+            self.voter, _ = self.voter.answer(self._proposal(newest), newest.term)
 
     @property
     def asks(self) -> Proposal | None:
@@ -420,13 +421,18 @@ class Replica:
         return {one for config in self.configs for one in config.replicas} - {self.voter.me}
 
     def _ask_for_agreement(self) -> Decided:
-        newest = self.configs[-1]
-        proposal = Proposal(newest.term, newest.number, self.voter.me, newest.ballot)
+        proposal = self._proposal(self.configs[-1])
         self._agreement, self._placed = VoteCount(proposal, self.configs), END
         self._votes, self.is_overtaken, self._refusing = None, False, frozenset()
         after, own = self.voter.answer(proposal, proposal.term)
         self.voter = replace(after, accepted=self.voter.accepted)  # until it is `placed`
         return self.count_acceptance(own, 0.0)
+
+    def _proposal(self, config: Configured) -> Proposal:
+        """Return the proposal of a configuration, by the process that was elected for its term."""
+        me, voter = self.voter.me, self.voter
+        process = voter.process if (voter.term, voter.voted_for) == (config.term, me) else self._process
+        return Proposal(config.term, config.number, me, config.ballot, process=process)
 
     def _is_answered_by(self, answer: VoteReply) -> bool:
         """Return whether an answer is to this hub, and of a voter of a configuration that counts."""
@@ -471,6 +477,7 @@ class VoteCount:
     def count(self, answer: VoteReply, now: float) -> bool:
         """Note an answer; return False if it belongs to another proposal or does not grant this one."""
         ours = (answer.proposer, answer.ballot) == (self.proposal.proposer, self.proposal.ballot)
+        ours = ours and answer.process in (0, self.proposal.process)  # 0: older voters do not know it
         if ours and answer.granted:
             self._granted[answer.voter] = now
         return ours and answer.granted

@@ -327,6 +327,8 @@ class OtherHubs:
         """Addresses of the hubs that have answered then, by the identity under which they vote."""
         self.compared: set[int] = set()
         """Identities of those that have said how much of the journal they have, as `ahead_of` has found."""
+        self.answers: dict[str, Hello] = {}
+        """Answers to the last search of `leader`, by address."""
 
     def newest_term(self) -> int:
         """Return the highest term that another hub knows; 0 if there is none or none answers.
@@ -388,7 +390,9 @@ class OtherHubs:
             stopping: Ends the search once it is set.
             without: Address of a hub that is not asked.
         """
+        self.answers = {}
         for address, answer in self._hellos(stopping, self._limit_s, without):
+            self.answers[address] = answer
             if isinstance(answer, pb.HelloReply) and answer.leads and answer.term >= least_term:
                 return address, answer.term
         return None

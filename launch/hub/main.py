@@ -47,7 +47,7 @@ from aedit.proto.rpc import (
     raise_descriptor_limit,
     serve,
 )
-from aedit.system import give_back_what_is_freed, is_full, write_if_changed
+from aedit.system import give_back_what_is_freed, is_full, read_line, write_atomically, write_if_changed
 from aedit.types import UserError
 
 if TYPE_CHECKING:
@@ -219,7 +219,12 @@ class _Process:
         else:
             self._lead(hub, journal, records or ([] if state.term else [Led(own + 1)]))
         self._vote_requests.start()
-        write_if_changed(self.endpoint.directory / "address", self.address)  # also on a full disk
+        place = self.endpoint.directory / "address"
+        try:
+            write_atomically(place, self.address)  # anew: that it changes shows that the hub has started
+        except OSError as error:
+            if not is_full(error) or read_line(place) != self.address:
+                raise  # else it starts on a full disk: followers may need its journal
 
     def _recovered(self, hub: Hub, *, force: bool = False) -> Journal:
         """Recover the state, and return the journal.
@@ -457,7 +462,7 @@ class _Process:
             lambda mirror, records: self._lead(mirror.hub, mirror.journal(), records),
             self._clock,
         )
-        self._standby.confirmer.twin = twin
+        self._standby.confirmer.twin = self._standby.confirmer.twin_at = twin
         self._serve(self._standby)
         if twin:
             self._standby.confirmer.twin = twin_text(self.address, twin)

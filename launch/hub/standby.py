@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -28,6 +28,7 @@ from aedit.proto.rpc import (
     HubClient,
     HubRefused,
     HubUnreachable,
+    PortClosed,
     Refusal,
     VoteReply,
     answer_in,
@@ -148,7 +149,9 @@ class Standby:
 
     def hello(self, request: pb.HelloRequest) -> pb.HelloReply:
         """Return the answer to a node or another hub that asks for this run."""
-        return self._responder.reply(request, self._mirror.hub.state.term, promise=self._leadership.promise)
+        # Another process of this identity that starts must not leave the votes to one which gives none.
+        promise = None if self.confirmer.twin else self._leadership.promise
+        return self._responder.reply(request, self._mirror.hub.state.term, promise=promise)
 
     def status(self, request: pb.StatusRequest) -> pb.StatusReply:
         """Return the state of this standby as JSON."""
@@ -327,6 +330,7 @@ class Standby:
             self._leadership.promised,
         )
         leader = self._others.leader(known, self._stopping, without=self._away)
+        self.confirmer.take_hellos(self._others.answers)
         self._away = ""
         return None if leader is None or self._is_of_another_lineage(leader[1]) else leader
 
@@ -585,6 +589,8 @@ class Confirmer:
         self._clock, self._last_s = clock, clock()
         self.twin = ""
         """Why this replica gives no vote, as another process is the same one; "" if none is."""
+        self.twin_at = ""
+        """Address of that process if it was there when this one started, and no leader has decided."""
         self.follows_since_s = clock()
         """Time since when the present leader is followed."""
         self._arrived, self.num_arrived = threading.Condition(), 0
@@ -673,13 +679,26 @@ class Confirmer:
     def answered(self, answer: pb.ConfirmReply | HubRefused | HubUnreachable) -> bool:
         """Take the answer to a confirmation; return whether the leader wants this replica in its place."""
         if isinstance(answer, pb.ConfirmReply):
-            self.twin = ""
+            self.twin = self.twin_at = ""
             return answer.stand
         is_twin = isinstance(answer, HubRefused) and answer.code is grpc.StatusCode.ALREADY_EXISTS
+        self.twin_at = "" if is_twin else self.twin_at
         if not (is_twin and self.twin):
             log.warning("confirming: %s", answer)
         self.twin = str(answer) if is_twin else self.twin
         return False
+
+    def take_hellos(self, answers: Mapping[str, pb.HelloReply | HubRefused | HubUnreachable]) -> None:
+        """Give votes again if the process of this identity has ended, or gives none itself.
+
+        answers: to the Hello of this hub, by address.
+        """
+        if not self.twin_at:
+            return
+        answer, me = answers.get(self.twin_at), self._leadership.identity
+        gives_none = isinstance(answer, pb.HelloReply) and answer.promise.voter != me
+        if gives_none or isinstance(answer, PortClosed):
+            self.twin = self.twin_at = ""
 
     def _send(
         self, client: HubClient, request: pb.ConfirmRequest

@@ -358,23 +358,25 @@ class Extent(_message.Message):
     def __init__(self, term: _Optional[int] = ..., segment: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class Proposal(_message.Message):
-    __slots__ = ("ballot", "proposer", "basis", "extent", "public_key", "signature")
+    __slots__ = ("ballot", "proposer", "basis", "extent", "public_key", "signature", "process")
     BALLOT_FIELD_NUMBER: _ClassVar[int]
     PROPOSER_FIELD_NUMBER: _ClassVar[int]
     BASIS_FIELD_NUMBER: _ClassVar[int]
     EXTENT_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     ballot: Ballot
     proposer: int
     basis: Ballot
     extent: Extent
     public_key: bytes
     signature: bytes
-    def __init__(self, ballot: _Optional[_Union[Ballot, _Mapping]] = ..., proposer: _Optional[int] = ..., basis: _Optional[_Union[Ballot, _Mapping]] = ..., extent: _Optional[_Union[Extent, _Mapping]] = ..., public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+    process: int
+    def __init__(self, ballot: _Optional[_Union[Ballot, _Mapping]] = ..., proposer: _Optional[int] = ..., basis: _Optional[_Union[Ballot, _Mapping]] = ..., extent: _Optional[_Union[Extent, _Mapping]] = ..., public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., process: _Optional[int] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("voter", "proposer", "ballot", "granted", "term", "accepted", "public_key", "signature")
+    __slots__ = ("voter", "proposer", "ballot", "granted", "term", "accepted", "public_key", "signature", "process")
     VOTER_FIELD_NUMBER: _ClassVar[int]
     PROPOSER_FIELD_NUMBER: _ClassVar[int]
     BALLOT_FIELD_NUMBER: _ClassVar[int]
@@ -383,6 +385,7 @@ class Answer(_message.Message):
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     voter: int
     proposer: int
     ballot: Ballot
@@ -391,7 +394,8 @@ class Answer(_message.Message):
     accepted: Ballot
     public_key: bytes
     signature: bytes
-    def __init__(self, voter: _Optional[int] = ..., proposer: _Optional[int] = ..., ballot: _Optional[_Union[Ballot, _Mapping]] = ..., granted: _Optional[bool] = ..., term: _Optional[int] = ..., accepted: _Optional[_Union[Ballot, _Mapping]] = ..., public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+    process: int
+    def __init__(self, voter: _Optional[int] = ..., proposer: _Optional[int] = ..., ballot: _Optional[_Union[Ballot, _Mapping]] = ..., granted: _Optional[bool] = ..., term: _Optional[int] = ..., accepted: _Optional[_Union[Ballot, _Mapping]] = ..., public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., process: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("offset", "crc", "data", "head")

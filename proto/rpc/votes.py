@@ -50,6 +50,11 @@ class Proposal:
     """Newest configuration in the proposer's journal."""
     extent: Extent = (0, 0, 0)
     """End of the proposer's journal."""
+    process: int = 0
+    """Number that the process of the proposer drew; a leader that starts again keeps it for its term.
+
+    Two processes that were started from copies of one folder have one identity and two such numbers. 0: of an
+    older build."""
 
     @property
     def ballot(self) -> Ballot:
@@ -69,6 +74,8 @@ class VoteReply:
     """Highest term that the voter has promised."""
     accepted: Ballot = (0, 0)
     """Newest configuration that the voter has accepted."""
+    process: int = 0
+    """Of the proposal; 0: of an older build, which counts only once per identity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +93,8 @@ class Voter:
     """Newest extent that it knows to be acknowledged."""
     key: str = field(default="", repr=False)
     """Its private key, in hexadecimal. `me` follows from it, so that a lost register makes another voter."""
+    process: int = 0
+    """The only process of `voted_for` which it supports in that term, see `Proposal.process`."""
 
     @classmethod
     def load(cls, path: Path | None) -> "Voter":
@@ -99,7 +108,8 @@ class Voter:
         try:
             fields = json.loads(path.read_text())
             pairs = {name: tuple(fields[name]) for name in ("accepted", "seen")}
-            voter = cls(fields["me"], fields["term"], fields["voted_for"], key=fields["key"], **pairs)
+            key, process = fields["key"], fields.get("process", 0)  # older builds write no process
+            voter = cls(fields["me"], fields["term"], fields["voted_for"], key=key, process=process, **pairs)
             if identity_of(voter.signing_key.public) != voter.me:
                 raise ValueError("its key is that of another voter")
             return voter
@@ -129,15 +139,19 @@ class Voter:
         """
         nearest = max(self.term, self.seen[0], known_term) + TERM_STEP
         if proposal.term > nearest:
-            raised = replace(self, term=nearest, voted_for=0)
-            return raised, VoteReply(self.me, proposal.proposer, proposal.ballot, False, nearest)
+            raised = replace(self, term=nearest, voted_for=0, process=0)
+            return raised, VoteReply(
+                self.me, proposal.proposer, proposal.ballot, False, nearest, process=proposal.process
+            )
         after = self._granting(proposal)
         known = max(self.term, proposal.term if after is not None else 0)
         accepted = (after or self).accepted
-        said = VoteReply(
-            self.me, proposal.proposer, proposal.ballot, after is not None, known, accepted=accepted
-        )
-        return after or self, said
+        ballot, granted, process = proposal.ballot, after is not None, proposal.process
+        return after or self, VoteReply(self.me, proposal.proposer, ballot, granted, known, accepted, process)
+
+    def supports(self, proposer: int, term: int, process: int) -> bool:
+        """Return whether it has voted for this process, or accepted a configuration of it, in that term."""
+        return (self.term, self.voted_for, self.process) == (term, proposer, process)
 
     def saw(self, extent: Extent) -> "Voter":
         """Return the state after records up to `extent` are known to be acknowledged."""
@@ -146,9 +160,10 @@ class Voter:
     def _granting(self, proposal: Proposal) -> "Voter | None":
         if proposal.term < self.term:
             return None
-        if proposal.term == self.term and self.voted_for != proposal.proposer:
+        proposer, process = proposal.proposer, proposal.process
+        if proposal.term == self.term and not self.supports(proposer, proposal.term, process):
             return None
-        chosen = replace(self, term=proposal.term, voted_for=proposal.proposer)
+        chosen = replace(self, term=proposal.term, voted_for=proposer, process=process)
         if proposal.number:
             return replace(chosen, accepted=max(self.accepted, proposal.ballot))
         if proposal.basis < self.accepted or proposal.extent < self.seen:
@@ -201,6 +216,7 @@ def proposal_out(proposal: Proposal, key: SigningKey) -> pb.Proposal:
         proposer=proposal.proposer,
         basis=pb.Ballot(term=proposal.basis[0], number=proposal.basis[1]),
         extent=pb.Extent(term=term, segment=segment, offset=offset),
+        process=proposal.process,
     )
     sign(message, key)
     return message
@@ -226,6 +242,7 @@ def proposal_in(message: pb.Proposal) -> Proposal:
         message.proposer,
         (basis.term, basis.number),
         (extent.term, extent.segment, extent.offset),
+        message.process,
     )
 
 
@@ -238,6 +255,7 @@ def answer_out(answer: VoteReply, key: SigningKey) -> pb.Answer:
         granted=answer.granted,
         term=answer.term,
         accepted=pb.Ballot(term=answer.accepted[0], number=answer.accepted[1]),
+        process=answer.process,
     )
     sign(message, key)
     return message
@@ -261,7 +279,9 @@ def answer_in(message: pb.Answer) -> VoteReply:
     check_signer(message, message.voter)
     ballot = message.ballot.term, message.ballot.number
     accepted = message.accepted.term, message.accepted.number
-    return VoteReply(message.voter, message.proposer, ballot, message.granted, message.term, accepted)
+    return VoteReply(
+        message.voter, message.proposer, ballot, message.granted, message.term, accepted, message.process
+    )
 
 
 def _check_range(message: Message, *ballots: pb.Ballot) -> None:

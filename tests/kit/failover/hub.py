@@ -6,6 +6,7 @@ import random
 from contextlib import contextmanager
 from functools import cache
 from hashlib import sha256
+from itertools import count
 from types import SimpleNamespace
 from unittest import mock
 
@@ -16,7 +17,7 @@ from aedit.async_sgd.hub import Hub, outer_step
 from aedit.async_sgd.journal import JournalBroken, NoSpace, Unconfirmed, frames, journal, receipts
 from aedit.async_sgd.journal import snapshot as snapshots
 from aedit.async_sgd.journal import store as stores
-from aedit.async_sgd.replication import Leadership, journal_stream, mirror
+from aedit.async_sgd.replication import Leadership, journal_stream, leadership, mirror
 from aedit.async_sgd.rules import HubConfig, OuterConfig, PushFilterConfig
 from aedit.async_sgd.service import driver
 from aedit.edit import EditConfig
@@ -114,6 +115,8 @@ def wait(self, position, limit_s=0.0):
         raise Unconfirmed("another hub of the run must confirm this first: try again")
 
 
+PROCESSES = [count()]
+"""Numbers of processes that hubs draw."""
 MERGES = {}
 """Results of `outer_step.merged`: leader, followers and replays all compute the same merges."""
 
@@ -145,6 +148,9 @@ def simulated():
         mock.patch.object(votes, "SigningKey", Key),
         mock.patch.object(votes, "is_signed_by", Key.verifies),
         mock.patch.object(Leadership, "wait", wait),
+        mock.patch.object(
+            leadership, "secrets", SimpleNamespace(randbits=lambda bits: next(PROCESSES[0]) << 1)
+        ),
         mock.patch.object(outer_step, "merged", merged),
         mock.patch.object(standby.Standby, "start"),
         mock.patch.object(VoteRequests, "start"),
@@ -177,6 +183,7 @@ def begin_world(seed, least, chunk_bytes):
     HubEndpoint.least_replicas, journal_stream._CHUNK_BYTES = least, chunk_bytes
     SYSTEM.random = random.Random(f"system {seed}")
     SYSTEM.randbits, SYSTEM.uniform = SYSTEM.random.getrandbits, SYSTEM.random.uniform
+    PROCESSES[0] = count(1)
     for kept in (Key.pairs, MERGES, DISKS, HOSTS):
         kept.clear()
 
@@ -436,7 +443,7 @@ class SimHub(Process):
     def _note(self, leading, request, reply):
         """Let the accounts check what this process answers; `leading` if it leads."""
         if isinstance(reply, pb.Answer) and reply.granted:
-            self.accounts.supports(reply.voter, reply.proposer, reply.ballot.term)
+            self.accounts.supports(reply.voter, (reply.proposer, reply.process), reply.ballot.term)
         if leading is None:
             return
         if isinstance(reply, pb.PushReply) and reply.accepted:

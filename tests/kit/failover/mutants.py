@@ -69,7 +69,8 @@ def granting(self, proposal):
 def granting_twice(self, proposal):
     """Vote for everybody who asks under one term."""
     free = not proposal.number and self.term == proposal.term
-    return original_granting(replace(self, voted_for=proposal.proposer) if free else self, proposal)
+    freed = replace(self, voted_for=proposal.proposer, process=proposal.process) if free else self
+    return original_granting(freed, proposal)
 
 
 def answer(self, asks, term, seen=(0, 0, 0)):
