@@ -138,6 +138,25 @@ def test_a_hub_that_was_away_finds_the_pushes_waiting_and_forgotten_members_back
         assert link.session == hub.sessions[0] > before
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_the_next_number_of_a_push_is_the_one_that_the_hub_has_it_under(hub, mode):
+    """With pushes that the hub refuses, a restart of the hub, and a second process of the node."""
+    where = address(hub)
+    hub.refuse = {(1, 3): pb.REFUSED, (1, 4): pb.DISTRUSTED}
+    for attempt in (0, 1):
+        with node(plan([where]), mode=mode) as link:
+            link.join(10)
+            assert link.next_number(0) == 2
+            for seq in (1, 2, 3, 4):
+                if seq == 4:
+                    hub.kill()
+                    hub.sessions.clear()
+                    hub.serve(where)
+                assert link.next_number(1) == 4 * attempt + seq + 1
+                exchange(link, 1, seq, 1.0, 1)
+                assert hub.seqs[0, 1] == 4 * attempt + seq + 1
+
+
 def test_a_push_whose_acknowledgement_is_lost_with_the_hub_is_merged_once(hub):
     with node(plan([address(hub)], call_timeout_s=0.3)) as link:
         link.join(10)

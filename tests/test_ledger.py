@@ -26,11 +26,10 @@ from zlib_ng.zlib_ng import crc32
 from aedit.async_sgd.hub import HubState
 from aedit.async_sgd.journal import Journal, Ledger, Payload, Store
 from aedit.async_sgd.journal.encoding import encode_records
-from aedit.async_sgd.rules import Accepted, Founded, Joined, Leased, Led, Push
+from aedit.async_sgd.rules import Accepted, Founded, Joined, Leased, Led, Left, Push, Refused
 from aedit.launch.cli import main
 from aedit.launch.data.order import samples_at
 from aedit.launch.hub import accounts_line, journal_facts, read_accounts
-from aedit.launch.hub.leading import Reports
 from aedit.launch.node import objective
 from aedit.launch.node.rl_groups import GroupStream
 from aedit.launch.node.train import TrainingNode
@@ -241,30 +240,22 @@ def facts(**changed):
         is_whole=True,
         names={0: "a", 1: "b"},
         steps={0: 20, 1: 20},
-        pushes={0: 2, 1: 2},
+        pushes={(node, unit): {1: 10} for node in (0, 1) for unit in (0, 1)},
+        since={},
+        renumbered=(),
         numbers={(node, unit): 1 for node in (0, 1) for unit in (0, 1)},
         refusals={},
-        begins={node: ((frozenset({7 + node}), {}),) for node in (0, 1)},
     )
     return replace(base, **changed)
 
 
 def written(directory, node, attempts):
-    """Write the records of a node: for each attempt its session, and its events."""
+    """Write the records of a node: the events of each attempt."""
     folder = directory / "nodes" / str(node)
     folder.mkdir(parents=True)
-    for number, (session, events) in enumerate(attempts, 1):
+    for number, events in enumerate(attempts, 1):
         log = PositionLog(folder)
-        log.start(
-            attempt=number,
-            node=node,
-            kind="text",
-            step=0,
-            units=[[0, 2]],
-            leases=True,
-            warmup=0,
-            session=session,
-        )
+        log.start(attempt=number, node=node, kind="text", step=0, units=[[0, 2]], leases=True, warmup=0)
         for name, *arguments in events:
             getattr(log, name)(*arguments)
         log.close()
@@ -274,12 +265,20 @@ def steps(first, start, count=10):
     return [("trained", first + i, [start + 2 * i, start + 2 * i + 1]) for i in range(count)]
 
 
-PUSHED = [("opened", 1, 10, (0, 1)), ("ended", 1, 10), ("stop", 10, "done")]
+def opened(number, step=10, round_id=1):
+    return ("opened", round_id, step, (0, 1), (), (number, number))
+
+
+def pushed(number):
+    return [opened(number), ("ended", 1, 10), ("stop", 10, "done")]
+
+
+PUSHED = pushed(1)
 
 
 def test_two_nodes_whose_pushes_were_accepted_agree_with_the_journal(tmp_path):
-    written(tmp_path, 0, [(7, [*steps(1, 0), *PUSHED])])
-    written(tmp_path, 1, [(8, [*steps(1, 20), *PUSHED])])
+    written(tmp_path, 0, [[*steps(1, 0), *PUSHED]])
+    written(tmp_path, 1, [[*steps(1, 20), *PUSHED]])
     accounts = accounts_of(read_positions(tmp_path), facts())
     assert accounts.disagreements == []
     assert positions_with(accounts, SampleVerdict.ONCE) == set(range(40))
@@ -289,39 +288,49 @@ def test_two_nodes_whose_pushes_were_accepted_agree_with_the_journal(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"steps": {0: 10, 1: 20}, "pushes": {0: 1, 1: 2}}, "node 0: 1 accepted pushes by the journal"),
+        (
+            {"steps": {0: 10, 1: 20}, "pushes": {(0, 0): {1: 10}}},
+            "node 0: push 1 of unit 1, of 10 steps, was accepted by its records, and the journal lacks it",
+        ),
         ({"steps": {0: 20, 1: 40}}, "node 1: 40 steps in accepted pushes by the journal"),
+        (
+            {"pushes": facts().pushes | {(1, 0): {1: 9, 2: 1}, (1, 1): {1: 11}}},
+            "node 1: push 2 of unit 0 has 1 steps by the journal, and 0 by its records, and 1 more pushes",
+        ),
         ({"unused": ()}, "20 positions are used by the journal and in no record, such as 40"),
         ({"watermark": 30, "unused": (), "leases": ()}, "10 trained positions were never leased, such as 30"),
         ({"names": {0: "a"}, "steps": {0: 20}}, "node 1: it has records, and the journal does not know it"),
     ],
-    ids=["a refused push", "a lost push", "a lost record", "never leased", "a foreign node"],
+    ids=["a lost push", "steps", "pushes of no record", "a lost record", "never leased", "a foreign node"],
 )
 def test_a_journal_that_says_otherwise_is_a_disagreement(tmp_path, changed, message):
-    written(tmp_path, 0, [(7, [*steps(1, 0), *PUSHED])])
-    written(tmp_path, 1, [(8, [*steps(1, 20), *PUSHED])])
+    written(tmp_path, 0, [[*steps(1, 0), *PUSHED]])
+    written(tmp_path, 1, [[*steps(1, 20), *PUSHED]])
     found = accounts_of(read_positions(tmp_path), facts(**changed)).disagreements
     assert any(message in text for text in found), found
 
 
-KILLED = [*steps(1, 0), ("opened", 1, 10, (0, 1))]
+KILLED = [*steps(1, 0), opened(1)]
 
 
 def test_a_push_that_counts_as_fewer_steps_than_it_has_is_no_disagreement(tmp_path):
     """A hub lowers a claim of more steps than the time since the last push allows."""
-    written(tmp_path, 0, [(7, [*steps(1, 0), *PUSHED])])
-    written(tmp_path, 1, [(8, [*steps(1, 20), *PUSHED])])
-    accounts = accounts_of(read_positions(tmp_path), facts(steps={0: 13, 1: 20}))
+    written(tmp_path, 0, [[*steps(1, 0), *PUSHED]])
+    written(tmp_path, 1, [[*steps(1, 20), *PUSHED]])
+    lowered = facts().pushes | {(0, 0): {1: 3}}
+    accounts = accounts_of(read_positions(tmp_path), facts(steps={0: 13, 1: 20}, pushes=lowered))
     assert accounts.disagreements == []
     assert positions_with(accounts, SampleVerdict.ONCE) == set(range(40))
 
 
 def test_a_push_whose_answer_its_node_has_not_seen_counts_if_the_journal_has_it(tmp_path):
-    written(tmp_path, 0, [(7, KILLED)])
+    written(tmp_path, 0, [KILLED])
     one = facts(names={0: "a"}, steps={0: 20}, unused=((20, 60),))
     accounts = accounts_of(read_positions(tmp_path), one)
     assert accounts.disagreements == []
     assert positions_with(accounts, SampleVerdict.ONCE) == set(range(20))
+    pruned = replace(one, pushes={}, since=one.numbers, is_whole=False)
+    assert accounts_of(read_positions(tmp_path), pruned).disagreements == []
     lost = replace(one, numbers={}, steps={0: 0}, pushes={}, unused=((0, 60),))
     accounts = accounts_of(read_positions(tmp_path), lost)
     assert accounts.disagreements == []
@@ -331,40 +340,88 @@ def test_a_push_whose_answer_its_node_has_not_seen_counts_if_the_journal_has_it(
     accounts = accounts_of(read_positions(tmp_path), refused)
     assert accounts.disagreements == []
     assert accounts.reason(3) == "its push was distrusted"
-    half = replace(one, steps={0: 10}, pushes={0: 1}, numbers={(0, 0): 1})
+    dropped_by_a_merge = replace(refused, steps={0: 20}, pushes=one.pushes)
+    assert accounts_of(read_positions(tmp_path), dropped_by_a_merge).disagreements == []
+    half = replace(one, steps={0: 10}, pushes={(0, 0): {1: 10}}, numbers={(0, 0): 1})
     accounts = accounts_of(read_positions(tmp_path), half)
+    assert accounts.disagreements == []
     assert positions_with(accounts, SampleVerdict.ONCE) == set(range(20))
     assert accounts.reason(3) == "its push did not reach the hub, in 1 of 2 units"
 
 
+@pytest.mark.parametrize("arrived", [True, False])
+def test_the_number_of_the_next_push_says_whether_a_killed_process_had_delivered_its_last_one(
+    tmp_path, arrived
+):
+    """The next process has the number of the push again if the hub has not got it."""
+    second, third = [*steps(1, 20), *pushed(1 + arrived)], [*steps(1, 40), *pushed(2 + arrived)]
+    written(tmp_path, 0, [KILLED, second, third])
+    there = {1: 10, 2: 10} | ({3: 10} if arrived else {})
+    of_hub = facts(
+        names={0: "a"},
+        steps={0: 20 * len(there)},
+        pushes={(0, unit): there for unit in (0, 1)},
+        numbers={(0, unit): len(there) for unit in (0, 1)},
+        leases=(Lease(0, 0, 60),),
+        unused=() if arrived else ((0, 20),),
+    )
+    accounts = accounts_of(read_positions(tmp_path), of_hub)
+    assert accounts.disagreements == []
+    assert positions_with(accounts, SampleVerdict.ONCE) == set(range(0 if arrived else 20, 60))
+
+
+@pytest.mark.parametrize("renumbered", [(), (0,)])
+def test_a_hub_that_gives_the_number_of_an_accepted_push_again_has_lost_it(tmp_path, renumbered):
+    """Unless its part was lost and founded again, with another journal."""
+    again = [*steps(11, 20), opened(1, 20, 2), ("ended", 2, 20), ("stop", 20, "done")]
+    written(tmp_path, 0, [[*steps(1, 0), opened(1), ("ended", 1, 10), *again]])
+    one = facts(names={0: "a"}, renumbered=renumbered, unused=((40, 60),))
+    text = "node 0: push 1 of unit {} was accepted by its records, and its number is given again"
+    expected = [text.format(unit) for unit in (0, 1)] if not renumbered else []
+    assert accounts_of(read_positions(tmp_path), one).disagreements == expected
+
+
+def test_records_of_an_earlier_version_have_no_numbers_and_do_not_disagree(tmp_path):
+    written(tmp_path, 0, [[*steps(1, 0), ("opened", 1, 10, (0, 1))]])
+    one = facts(names={0: "a"}, steps={0: 20}, unused=((0, 60),))
+    accounts = accounts_of(read_positions(tmp_path), one)
+    assert accounts.disagreements == []
+    assert accounts.reason(3) == "its node ended before an answer, and has not recorded its number"
+
+
 def test_samples_of_an_accepted_push_that_go_back_are_trained_twice(tmp_path):
     """Node a is killed after its push was accepted and before its heartbeat: b gets its samples again."""
-    written(tmp_path, 0, [(7, KILLED)])
-    written(tmp_path, 1, [(8, [*steps(1, 0), *PUSHED])])
+    written(tmp_path, 0, [KILLED])
+    written(tmp_path, 1, [[*steps(1, 0), *PUSHED]])
     again = facts(leases=(Lease(0, 0, 20), Lease(1, 0, 20)), watermark=20, unused=())
     accounts = accounts_of(read_positions(tmp_path), again)
     assert accounts.disagreements == []
     assert positions_with(accounts, SampleVerdict.TWICE) == set(range(20))
     assert accounts.leased.tolist() == [2] * 20
     not_yet = facts(leases=(Lease(0, 0, 20),), watermark=20, unused=((0, 20),), names={0: "a"}, steps={0: 20})
-    written(tmp_path / "other", 0, [(7, KILLED)])
+    written(tmp_path / "other", 0, [KILLED])
     assert accounts_of(read_positions(tmp_path / "other"), not_yet).unreported == 20
 
 
 def test_steps_of_a_refused_push_are_in_the_next_one(tmp_path):
-    second = [("opened", 2, 20, (0, 1)), ("ended", 2, 21), ("stop", 20, "done")]
+    second = [opened(2, 20, 2), ("ended", 2, 21), ("stop", 20, "done")]
     refused = PositionLog.ended
     folder = tmp_path / "nodes" / "0"
     folder.mkdir(parents=True)
     log = PositionLog(folder)
-    log.start(attempt=1, node=0, kind="text", step=0, units=[[0, 2]], leases=True, warmup=0, session=7)
-    for name, *arguments in [*steps(1, 0), ("opened", 1, 10, (0, 1))]:
+    log.start(attempt=1, node=0, kind="text", step=0, units=[[0, 2]], leases=True, warmup=0)
+    for name, *arguments in [*steps(1, 0), opened(1)]:
         getattr(log, name)(*arguments)
     refused(log, 1, 11, refused=(0, 1))
     for name, *arguments in [*steps(11, 20), *second]:
         getattr(log, name)(*arguments)
     log.close()
-    one = facts(names={0: "a"}, steps={0: 40}, numbers={(0, 0): 2, (0, 1): 2}, pushes={0: 2})
+    one = facts(
+        names={0: "a"},
+        steps={0: 40},
+        numbers={(0, 0): 2, (0, 1): 2},
+        pushes={(0, unit): {2: 20} for unit in (0, 1)},
+    )
     accounts = accounts_of(read_positions(tmp_path), one)
     assert accounts.disagreements == []
     assert positions_with(accounts, SampleVerdict.ONCE) == set(range(40))
@@ -372,7 +429,7 @@ def test_steps_of_a_refused_push_are_in_the_next_one(tmp_path):
 
 
 def test_a_node_whose_records_are_on_another_machine_is_said_to_be_elsewhere(tmp_path):
-    written(tmp_path, 0, [(7, [*steps(1, 0), *PUSHED])])
+    written(tmp_path, 0, [[*steps(1, 0), *PUSHED]])
     accounts = accounts_of(read_positions(tmp_path), facts())
     assert accounts.disagreements == []
     assert positions_with(accounts, SampleVerdict.ELSEWHERE) == set(range(20, 40))
@@ -398,8 +455,8 @@ def test_a_random_choice_is_no_bias_and_a_choice_by_length_is_one():
 def run_dir(tmp_path):
     """Return the directory of a run of two nodes without a hub's folder."""
     directory = tmp_path / "run"
-    written(directory, 0, [(7, [*steps(1, 0), *PUSHED])])
-    written(directory, 1, [(8, [*steps(1, 30), *PUSHED])])
+    written(directory, 0, [[*steps(1, 0), *PUSHED]])
+    written(directory, 1, [[*steps(1, 30), *PUSHED]])
     (directory / "run.toml").write_text('name = "run"\n')
     return directory
 
@@ -434,7 +491,7 @@ def test_the_files_are_written_also_for_a_reader_that_ends_early(run_dir, tmp_pa
 
 def test_a_sample_that_was_trained_twice_is_exit_code_1(run_dir, capsys):
     shutil.rmtree(run_dir / "nodes" / "1")
-    written(run_dir, 1, [(8, [*steps(1, 10), *PUSHED])])
+    written(run_dir, 1, [[*steps(1, 10), *PUSHED]])
     assert main(["ledger", str(run_dir)]) == 1
     assert "10 trained twice" in capsys.readouterr().out
 
@@ -514,7 +571,7 @@ def test_hostile_names_do_no_harm(run_dir, capsys, tmp_path):
 
 def test_a_full_disk_costs_records_and_says_so(tmp_path, monkeypatch):
     log = PositionLog(tmp_path)
-    log.start(attempt=1, node=0, kind="text", step=0, units=[[0, 1]], leases=False, warmup=0, session=0)
+    log.start(attempt=1, node=0, kind="text", step=0, units=[[0, 1]], leases=False, warmup=0)
     import os
 
     write = os.write
@@ -535,7 +592,7 @@ def test_a_full_disk_costs_records_and_says_so(tmp_path, monkeypatch):
 
 def test_random_lines_are_refused_or_accounted_for(tmp_path):
     """A reader of files that others have written raises UserError, or nothing."""
-    written(tmp_path, 0, [(7, [*steps(1, 0), *PUSHED])])
+    written(tmp_path, 0, [[*steps(1, 0), *PUSHED]])
     path = tmp_path / "nodes" / "0" / "positions.jsonl"
     lines, chance = path.read_text().splitlines(), random.Random(0)
     values = [None, True, -1, 0, 1 << 70, 1.5, "x", [], [[0]], [[0, 1]], {}, [[0, 1, 2, 3]], float("nan")]
@@ -590,7 +647,7 @@ PUSHES = [[push(0, 2, 10), push(1, 2, 10)]]
 
 
 def test_a_push_that_a_dead_hub_had_accepted_counts_if_its_successor_has_it(tmp_path):
-    written(tmp_path, 0, [(7, KILLED)])
+    written(tmp_path, 0, [[*steps(1, 0), opened(2)]])
     (tmp_path / "run.toml").write_text("")
     hub_folder(tmp_path / "hub", [*BEGUN, *PUSHES])
     accounts = read_accounts(tmp_path)
@@ -611,7 +668,7 @@ def test_a_push_that_a_dead_hub_had_accepted_counts_if_its_successor_has_it(tmp_
 def test_a_journal_that_is_damaged_before_its_end_is_one_line_and_one_that_is_being_written_is_none(
     tmp_path, capsys
 ):
-    written(tmp_path, 0, [(7, [*steps(1, 0), *PUSHED])])
+    written(tmp_path, 0, [[*steps(1, 0), *pushed(2)]])
     (tmp_path / "run.toml").write_text("")
     journal = hub_folder(tmp_path / "hub", [*BEGUN, *PUSHES])
     path = journal.file.path
@@ -629,49 +686,31 @@ def test_a_journal_that_is_damaged_before_its_end_is_one_line_and_one_that_is_be
     assert "restore the folder" in error
 
 
-def test_what_a_pruned_journal_does_not_have_is_in_the_events_of_the_hub(tmp_path):
-    """The node was killed twice, once with a push that had arrived; then a snapshot deleted the journal."""
-    second = [*steps(1, 20), ("opened", 1, 10, (0, 1))]
-    third = [*steps(1, 40), *PUSHED]
-    written(tmp_path, 0, [(7, KILLED), (9, second), (11, third)])
+def kept_by_snapshots(folder, journal, records):
+    """Write two snapshots of the state after these records, so that the segments before are deleted."""
+    state = HubState()
+    for record in (record for batch in records for record in batch):
+        if isinstance(record, Accepted):
+            state.changing(0).accept(record.push)
+        else:
+            state.apply(record)
+        state.units = {}
+    for _ in range(2):
+        Ledger(SimpleNamespace(state=state), journal, Store(folder, fsync=False)).snapshot()
+    assert not (folder / "journal-00000001").exists()
+
+
+@pytest.mark.parametrize("folder", ["hub", "peers/y/part_0"])
+def test_what_a_pruned_journal_does_not_have_is_in_the_records_of_the_nodes(tmp_path, folder):
+    """The node was killed twice, once with a push that had arrived; then a snapshot deleted the journal.
+
+    Found in a swarm: no file of events tells of the joins, as the disk of the owner was full, or its folder
+    was put back older. The ledger took the push for one that had not arrived.
+    """
+    second, third = [*steps(1, 20), opened(3)], [*steps(1, 40), *pushed(3)]
+    written(tmp_path, 0, [[*steps(1, 0), opened(2)], second, third])
     (tmp_path / "run.toml").write_text("")
     joins = [Joined("a", 0, 9, "", 1.0, 4), Joined("a", 0, 11, "", 2.0, 5)]
-    records = [*BEGUN, *PUSHES, [joins[0]], [joins[1], Leased(0, 40, 80)], [push(0, 3, 10), push(1, 3, 10)]]
-    journal = hub_folder(tmp_path / "hub", records)
-    expected = [20, 20, 0, 20]  # once, then by attempt
-    for pruned in (False, True):
-        if pruned:
-            state = HubState()
-            reports = Reports(tmp_path / "hub")
-            for record in (record for batch in records for record in batch):
-                reports.record_applied(record)
-                if isinstance(record, Accepted):
-                    state.changing(0).accept(record.push)
-                else:
-                    state.apply(record)
-                state.units = {}
-            reports.close()
-            Ledger(SimpleNamespace(state=state), journal, Store(tmp_path / "hub", fsync=False)).snapshot()
-            Ledger(SimpleNamespace(state=state), journal, Store(tmp_path / "hub", fsync=False)).snapshot()
-            assert not (tmp_path / "hub" / "journal-00000001").exists()
-        accounts = read_accounts(tmp_path)
-        assert accounts.disagreements == []
-        found = [
-            int((accounts.verdict[start : start + 20] == SampleVerdict.ONCE).sum()) for start in (0, 20, 40)
-        ]
-        assert found == expected[1:]
-        assert accounts.reason(25) == "its push did not reach the hub"
-
-
-@pytest.mark.parametrize("is_removed", [True, False])
-def test_the_events_of_all_replicas_tell_what_a_pruned_journal_of_a_swarm_does_not_have(tmp_path, is_removed):
-    """Found in a swarm: the replica that had led at first was removed, but for its events.
-
-    The killed process had joined again at the second owner, and its last push had arrived.
-    """
-    written(tmp_path, 0, [(7, KILLED), (11, [*steps(1, 20), *PUSHED])])
-    (tmp_path / "run.toml").write_text("")
-    joins = [Joined("a", 0, 8, "", 1.0, 3), Joined("a", 0, 11, "", 2.0, 5)]
     records = [
         *BEGUN,
         *PUSHES,
@@ -680,26 +719,43 @@ def test_the_events_of_all_replicas_tell_what_a_pruned_journal_of_a_swarm_does_n
         [joins[1], Leased(0, 40, 80)],
         [push(0, 3, 10), push(1, 3, 10)],
     ]
-    folder = tmp_path / "peers" / "y" / "part_0"
-    journal = hub_folder(folder, records)
-    hub_folder(first := tmp_path / "peers" / "x" / "part_0", [*BEGUN, *PUSHES])
-    for path in first.iterdir() if is_removed else ():
-        path.unlink()
-    state, owners = HubState(), [Reports(first), Reports(folder)]
-    for record in (record for batch in records for record in batch):
-        if record == Led(2):
-            owners[1].start(1.0, state.members)
-        owners[state.term > 1 or record == Led(2)].record_applied(record)
-        if isinstance(record, Accepted):
-            state.changing(0).accept(record.push)
-        else:
-            state.apply(record)
-        state.units = {}
-    for owner in owners:
-        owner.close()
-    for _ in range(2):
-        Ledger(SimpleNamespace(state=state), journal, Store(folder, fsync=False)).snapshot()
-    assert not (folder / "journal-00000001").exists()
+    journal = hub_folder(tmp_path / folder, records)
+    for pruned in (False, True):
+        if pruned:
+            kept_by_snapshots(tmp_path / folder, journal, records)
+        assert not (tmp_path / folder / "events.jsonl").exists()
+        accounts = read_accounts(tmp_path)
+        assert accounts.disagreements == []
+        found = accounts.verdict.reshape(-1, 20)[:3] == SampleVerdict.ONCE
+        assert found.sum(axis=1).tolist() == [20, 0, 20]
+        assert accounts.reason(25) == "its push did not reach the hub"
+
+
+def test_a_snapshot_says_whether_the_newest_push_of_a_killed_node_was_refused(tmp_path):
+    written(tmp_path, 0, [[*steps(1, 0), opened(2)]])
+    (tmp_path / "run.toml").write_text("")
+    refused = [Refused(0, unit, 2, "norm: too long", True, True) for unit in (0, 1)]
+    journal = hub_folder(tmp_path / "hub", records := [*BEGUN, refused])
+    kept_by_snapshots(tmp_path / "hub", journal, records)
     accounts = read_accounts(tmp_path)
     assert accounts.disagreements == []
-    assert accounts.count(SampleVerdict.ONCE) == 40
+    assert accounts.reason(0) == "its push was distrusted"
+
+
+def test_pushes_of_a_node_that_the_hub_has_forgotten_are_not_those_of_the_next_one_with_its_index(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("aedit.async_sgd.hub.state.KEPT_MEMBERS", 0)
+    written(tmp_path, 1, [[*steps(1, 0), *pushed(1)]])
+    (tmp_path / "run.toml").write_text("")
+    of_one = [Accepted(replace(each.push, node=1)) for each in (push(0, 1, 10), push(1, 1, 10))]
+    before = [
+        Joined("b", 1, 8, "", 0.5, 4),
+        *(Refused(1, unit, 1, "stale: x", False, False) for unit in (0, 1)),
+    ]
+    now = [Left(1, "bye"), Joined("c", 1, 9, "", 1.0, 5), Leased(1, 40, 80)]
+    hub_folder(tmp_path / "hub", [*BEGUN, before, now, of_one])
+    found = journal_facts(tmp_path)
+    assert found.names == {0: "a", 1: "c"}
+    assert found.pushes == {(1, 0): {1: 10}, (1, 1): {1: 10}}
+    assert (found.refusals, found.renumbered) == ({}, {1})

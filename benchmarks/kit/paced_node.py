@@ -22,9 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from aedit.async_sgd.service import fingerprint
 from aedit.launch.records import PositionLog
-from aedit.proto.agent import AgentLink, AgentPlan, Answer, Link, Progress, replicas_of_parts, start_agent
+from aedit.proto.agent import AgentLink, AgentPlan, Answer, Progress, replicas_of_parts, start_agent
 from aedit.types import TensorLayout, UnitLayout, Verdict
 
 _OWNERS_S = 300.0
@@ -105,7 +104,7 @@ class Walker:
     def __init__(
         self,
         plan: PacedNode,
-        link: Link,
+        link: AgentLink,
         note: Callable[..., None],
         ending: threading.Event,
     ) -> None:
@@ -191,7 +190,7 @@ class Walker:
         unit.seq, unit.sent = unit.seq + 1, unit.steps
         self.rounds += 1
         unit.round = self.rounds
-        self.records.opened(unit.round, self.steps, (i,))
+        self.records.opened(unit.round, self.steps, (i,), numbers=(self.link.next_number(i),))
         self.note("sent", unit=i, seq=unit.seq, base=unit.version, steps=unit.sent)
         self.link.written(i, unit.seq)
         tokens, used = (n * self.plan.samples_per_step for n in (unit.sent, self.steps))
@@ -291,7 +290,6 @@ def records_of(plan: PacedNode, link: AgentLink) -> PositionLog:
         units=[[0, plan.units]],
         leases=True,
         warmup=0,
-        session=fingerprint(link.session),
     )
     return records
 

@@ -96,15 +96,11 @@ class Reports:
         self._lines = MetricBuffer()
         self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
         self._names: dict[int, str] = {}
-        self._pushes: dict[int, dict[int, int]] = {}
-        """Number of the newest decided push by node and unit."""
 
     def start(self, elapsed_s: float, members: Iterable[Member] = ()) -> None:
         """Continue at `elapsed_s` seconds of the run, with these members, live or not."""
         self._clock.start(elapsed_s)
-        for member in members:
-            if member.name:
-                self._names[member.node], self._pushes[member.node] = member.name, dict(member.received)
+        self._names |= {member.node: member.name for member in members if member.name}
 
     def event(self, event: str, **values: Any) -> None:
         """Write an event."""
@@ -120,21 +116,15 @@ class Reports:
                 self._clock.start(0.0)  # the run begins now, for its nodes and in the metrics
                 numel = sum(unit.numel for unit in layout.units)
                 self.event("founded", units=len(layout.units), parameters=numel, samples=num_samples)
-            case records.Joined(name, node, session=session, process=process):
-                if self._names.get(node) != name:
-                    self._names[node], self._pushes[node] = name, {}
-                # Snapshots make the journal before them unnecessary, and `sample_accounts` needs these.
-                pushes = sorted(self._pushes[node].items())
-                self.event("join", node=node, name=name, session=session, process=process, pushes=pushes)
-            case records.Accepted(push):
-                self._pushes.setdefault(push.node, {})[push.unit] = push.seq
-                if not push.base:
-                    self.event("first_anchor", node=push.node, unit=push.unit, seq=push.seq)
+            case records.Joined(name, node):
+                self._names[node] = name
+                self.event("join", node=node, name=name)
+            case records.Accepted(push) if not push.base:
+                self.event("first_anchor", node=push.node, unit=push.unit)
             case records.Left(node, reason, excluded):
                 event = "excluded" if excluded else "leave"
                 self.event(event, node=node, name=self._names.get(node), reason=reason)
             case records.Refused():
-                self._pushes.setdefault(record.node, {})[record.unit] = record.seq
                 self.event(
                     "refused", node=record.node, unit=record.unit, seq=record.seq, reason=record.reason
                 )

@@ -1,9 +1,7 @@
 """Facts about positions and pushes from the journals of a run directory, without the values of any push."""
 
 import json
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,17 +19,15 @@ from aedit.async_sgd.rules import Accepted, Founded, Joined, Leased, Merged, Mix
 from aedit.launch.config import load, unit_rules
 from aedit.launch.hub.folder import MIRROR
 from aedit.launch.records import (
-    BAD_LINE,
     Accounts,
     JournalFacts,
     Lease,
-    Line,
-    Tail,
     accounts_of,
     read_positions,
     require_run,
 )
-from aedit.types import UserError
+from aedit.proto.rpc import lineage
+from aedit.types import UserError, Verdict
 
 _FOLDERS = ("hub", "hub_*", "standby", "standby_*", "peers/*/part_*")
 
@@ -46,22 +42,32 @@ class _Replay:
     term: int = 0
     leases: list[Lease] = field(default_factory=list)
     refusals: dict[tuple[int, int, int], bool] = field(default_factory=dict)
-    begins: dict[int, list[tuple[set[int], dict[int, int], int]]] = field(default_factory=dict)
-    """Attempts of each node: sessions, newest push by unit before, process."""
-    pushes: Counter[int] = field(default_factory=Counter)
-    """Accepted pushes of units that count, by node, but those of first anchors."""
+    pushes: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
+    """Steps of accepted pushes of units that count, by node and unit and then by number, but those of first
+    anchors."""
+    since: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Number of the newest push before the journal here begins, by node and unit."""
+    renumbered: set[int] = field(default_factory=set)
+    """Nodes whose pushes were counted from 1 again."""
+
+    def begin(self) -> None:
+        """Take from the state of a snapshot what it says of pushes."""
+        for member in self.state.members:
+            self.since |= {(member.node, unit): seq for unit, seq in member.received.items()}
+            for unit, last in member.decisions.items():
+                if last.verdict in (Verdict.REFUSED, Verdict.DISTRUSTED):
+                    self.refusals[member.node, unit, last.seq] = last.verdict == Verdict.DISTRUSTED
 
     def apply(self, record: Record) -> None:
         """Apply a record without the values of pushes and anchors."""
+        members = self.state.members
         match record:
             case Accepted(push):
                 assert self.state.layout is not None
                 is_apart = self.state.layout.units[push.unit].name in self.apart
                 self.state.changing(push.node).accept(push, counts=not is_apart)
-                if push.base == 0:
-                    self._founded(push.node, push.unit, push.seq)
-                elif not is_apart:
-                    self.pushes[push.node] += 1
+                if push.base and not is_apart:
+                    self.pushes.setdefault((push.node, push.unit), {})[push.seq] = push.steps
                 return
             case Merged(unit, _, parts):
                 for part in parts:
@@ -70,14 +76,12 @@ class _Replay:
                 return
             case Mixed() | SentUp():
                 return
-            case Refused(node, unit, seq, reason, distrusted):
+            case Refused(node, unit, seq, _, distrusted):
                 self.refusals[node, unit, seq] = distrusted
-                if reason.startswith("founded"):
-                    self._founded(node, unit, seq)
             case Leased(node, start, end):
                 self.leases.append(Lease(node, start, end))
-            case Joined(node=node, session=session, process=process):
-                self._join(node, session, process)
+            case Joined(name, node) if node >= len(members) or members[node].name != name:
+                self._forget(node)
             case _:
                 pass
         self.state.apply(record)
@@ -85,22 +89,13 @@ class _Replay:
             self.state.units = {}
         self.term = self.state.term
 
-    def name_of(self, node: int) -> str:
-        """Return the name of a node; "" for one that is not known."""
-        return self.state.members[node].name if node < len(self.state.members) else ""
-
-    def _founded(self, node: int, unit: int, seq: int) -> None:
-        """Count a push of first anchors as one before the attempt: it has no steps."""
-        if begins := self.begins.get(node):
-            begins[-1][1][unit] = seq
-
-    def _join(self, node: int, session: int, process: int) -> None:
-        begins = self.begins.setdefault(node, [])
-        known = self.state.members[node] if node < len(self.state.members) else None
-        if begins and process and begins[-1][2] == process:
-            begins[-1][0].add(session)
-        else:
-            begins.append(({session}, dict(known.received) if known else {}, process))
+    def _forget(self, node: int) -> None:
+        """Forget the pushes of the node that had an index before, if any: the hub has forgotten it."""
+        if any(each == node for each, *_ in (*self.pushes, *self.since, *self.refusals)):
+            self.renumbered.add(node)
+        self.pushes = {key: each for key, each in self.pushes.items() if key[0] != node}
+        self.since = {key: each for key, each in self.since.items() if key[0] != node}
+        self.refusals = {key: each for key, each in self.refusals.items() if key[0] != node}
 
 
 def read_accounts(run_dir: Path) -> Accounts:
@@ -124,25 +119,16 @@ def journal_facts(run_dir: Path) -> JournalFacts | None:
     damaged before its end.
     """
     leaders: dict[int, tuple[tuple[int, bool], _Replay]] = {}
-    events: dict[int, list[Line]] = {}
     for folder in _folders(run_dir):
         try:
             part = int(json.loads((folder / "part.json").read_text())[0])
         except (OSError, ValueError, TypeError, LookupError):
             raise UserError(f"{folder}/part.json: expected [PART, PARTS]; restore the folder") from None
         replay = _replayed(folder)
-        Tail(folder / "events.jsonl").each(events.setdefault(part, []).append)
         key = replay.term, not (folder / MIRROR).exists()
         if part not in leaders or key > leaders[part][0]:
             leaders[part] = key, replay
-    # A replica that was removed leaves its events.
-    for path in sorted(run_dir.glob("peers/*/part_*/events.jsonl")):
-        number = path.parent.name.removeprefix("part_")
-        if number.isascii() and number.isdecimal() and not (path.parent / "part.json").exists():
-            Tail(path).each(events.setdefault(int(number), []).append)
-    if not leaders:
-        return None
-    return _joined([leaders[part][1] for part in sorted(leaders)], [events[part] for part in sorted(leaders)])
+    return _joined([leaders[part][1] for part in sorted(leaders)]) if leaders else None
 
 
 def _folders(run_dir: Path) -> Iterator[Path]:
@@ -165,6 +151,7 @@ def _replayed(folder: Path) -> _Replay:
             except Damaged:
                 continue
             replay, first = _Replay(state, frozenset(rules), is_whole=False, term=state.term), number
+            replay.begin()
             break
         else:
             if segments:
@@ -189,11 +176,12 @@ def _replayed(folder: Path) -> _Replay:
     return replay
 
 
-def _joined(parts: list[_Replay], events: list[list[Line]]) -> JournalFacts:
+def _joined(parts: list[_Replay]) -> JournalFacts:
     """Return the facts of hubs that split the units: the first one leases, each has its own pushes."""
     pool, names, steps = parts[0].state.pool, dict[int, str](), dict[int, int]()
     numbers, refusals = dict[tuple[int, int], int](), dict[tuple[int, int, int], bool]()
-    pushes = Counter[int]()
+    pushes, since = dict[tuple[int, int], dict[int, int]](), dict[tuple[int, int], int]()
+    renumbered = set[int]()
     for part in parts:
         for member in part.state.members:
             if member.name:
@@ -201,7 +189,9 @@ def _joined(parts: list[_Replay], events: list[list[Line]]) -> JournalFacts:
                 steps[member.node] = steps.get(member.node, 0) + member.steps
                 numbers |= {(member.node, unit): seq for unit, seq in member.received.items()}
         refusals |= part.refusals
-        pushes += part.pushes
+        pushes |= part.pushes
+        since |= part.since
+        renumbered |= set(names) if lineage(part.term) else part.renumbered
     unused = [*pool.returned, *(block for each in pool.leases.values() for block in each.values())]
     return JournalFacts(
         watermark=pool.watermark,
@@ -211,55 +201,8 @@ def _joined(parts: list[_Replay], events: list[list[Line]]) -> JournalFacts:
         names=names,
         steps=steps,
         pushes=pushes,
+        since=since,
+        renumbered=renumbered,
         numbers=numbers,
         refusals=refusals,
-        begins={node: _begins(parts, events, node) for node in names},
     )
-
-
-def _begins(
-    parts: list[_Replay], events: list[list[Line]], node: int
-) -> tuple[tuple[frozenset[int], dict[int, int]], ...]:
-    """Return the attempts of a node, as the first hub has seen them; the others know them by process."""
-    known = [_known_begins(part, each, node) for part, each in zip(parts, events, strict=True)]
-    found = []
-    for sessions, before, process in known[0]:
-        newest = dict(before)
-        for other in known[1:]:
-            newest |= next((b for _, b, p in other if process and p == process), {})
-        found.append((frozenset(sessions), newest))
-    return tuple(found)
-
-
-_Begin = tuple[set[int], dict[int, int], int]
-"""Sessions, number of the newest push by unit before, and process of an attempt."""
-
-
-def _known_begins(part: _Replay, events: list[Line], node: int) -> list[_Begin]:
-    """Return the attempts of a node at one hub: by its journal, and by its events before that begins."""
-    found = part.begins.get(node, [])
-    if part.is_whole:
-        return found
-    sessions = {session for each, _, _ in found for session in each}
-    firsts, of_process = set[tuple[int, int]](), dict[int, _Begin]()
-    for line in events:
-        with suppress(*BAD_LINE):
-            if line.get("node") != node or line.get("name", part.name_of(node)) != part.name_of(node):
-                continue
-            if line["event"] == "first_anchor" or str(line.get("reason", "")).startswith("founded"):
-                firsts.add((int(line["unit"]), int(line["seq"])))
-            elif line["event"] == "join" and line["session"] not in sessions:
-                process = int(line["process"])
-                before = {int(unit): int(number) for unit, number in line["pushes"]}
-                known = of_process.get(process, (set(), before, process))
-                first = min(known[1], before, key=lambda each: sum(each.values()))
-                of_process[process] = {*known[0], int(line["session"])}, first, process
-    early = list(of_process.values())
-    for _, before, _ in early:
-        for unit in {unit for unit, _ in firsts}:
-            while (unit, before.get(unit, 0) + 1) in firsts:
-                before[unit] = before.get(unit, 0) + 1
-    early.sort(key=lambda begin: sum(begin[1].values()))
-    if early and found and early[-1][2] == found[0][2]:
-        return [*early[:-1], (early[-1][0] | found[0][0], early[-1][1], found[0][2]), *found[1:]]
-    return [*early, *found]

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 import aedit
-from aedit.async_sgd.service import fingerprint
 from aedit.edit import HubExchange, SharedModule, find_units, flat_layout, make_pace
 from aedit.launch.config import JoinOptions, RunConfig, method, samples_per_step, tokens_per_step
 from aedit.launch.data import LeasedOrder
@@ -94,6 +93,7 @@ def hub_member(start: "NodeStart") -> Iterator[NodeParts]:
                 link=link,
                 exchange=exchange,
                 identity=lambda: (link.node, link.session),
+                next_number=link.next_number,
             ),
         )
     finally:
@@ -192,13 +192,10 @@ class HubMembership:
     exchange: HubExchange
     identity: Callable[[], tuple[int, int]] = lambda: (0, 0)
     """Returns index and session of the node; the session changes when the node joins again."""
+    next_number: Callable[[int], int] = lambda unit: 0
+    """Returns the number that the hub gives the next push of a unit; 0 if that is unknown."""
     leave_within_s: float = LEAVE_HUB_WITHIN_S
     """Longest wait of a leaving node for a hub that does not answer."""
-
-    @property
-    def journal_session(self) -> int:
-        """Return the fingerprint under which the hub's journal has this session; 0 if it is unknown."""
-        return fingerprint(self.identity()[1])
 
     def begin(self, node: TrainingNode) -> None:
         """Let pushes and reports say which samples are used; the unused ones go to other nodes at the end."""

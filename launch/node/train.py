@@ -360,12 +360,12 @@ class TrainingNode:
             units=ranges_of(np.array(own, np.int64)),
             leases=self.hub is not None,
             warmup=self.config.edit.warmup_steps,
-            session=self.hub.journal_session if self.hub is not None else 0,
         )
 
     def record_open(self, outcome: RoundOutcome) -> None:
         """Record a round that is about to send its units. Called by `sync`."""
-        self.positions.opened(outcome.round.id, self.sync.steps, outcome.units, outcome.distrusted)
+        numbers = list(map(self.hub.next_number, outcome.units)) if self.hub is not None else ()
+        self.positions.opened(outcome.round.id, self.sync.steps, outcome.units, outcome.distrusted, numbers)
 
     def record_round(self, outcome: RoundOutcome, waited_s: float) -> None:
         """Record a round that has landed, or that the hub has refused as a whole. Called by `sync`."""

@@ -2,11 +2,12 @@
 
 A position is drawn by one node, trained by an inner step, and counts when that step is in a push that was
 accepted, or in a round that has landed. `accounts_of` follows the steps of each node from push to push and
-compares the result with what the hub has written down. It trusts neither side: what differs is listed.
+compares each push with the hub's journal, in which it has the number that the node has recorded. It trusts
+neither side: what differs is listed.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from math import erfc, inf, nan, sqrt
@@ -63,14 +64,18 @@ class JournalFacts:
     steps: Mapping[int, int]
     """Steps that accepted pushes count as by node, summed over the units of the model. A hub lowers a claim
     of more than the time since the last push allows."""
-    pushes: Mapping[int, int]
-    """Accepted pushes by node, summed over these units, if `is_whole`."""
+    pushes: Mapping[tuple[int, int], Mapping[int, int]]
+    """Steps that an accepted push counts as, by node and unit and then by number, as far as the journal goes
+    back."""
+    since: Mapping[tuple[int, int], int]
+    """Number of the newest push before the journal begins, by node and unit; 0 if it is not named."""
+    renumbered: Collection[int]
+    """Nodes whose pushes the hub has counted from 1 again: it had forgotten the node, or the part of a swarm
+    was lost, and founded again with another journal."""
     numbers: Mapping[tuple[int, int], int]
     """Number of the newest decided push by node and unit."""
     refusals: Mapping[tuple[int, int, int], bool]
     """Whether its steps were dropped, of refused pushes by node, unit and number, as far as is known."""
-    begins: Mapping[int, tuple[tuple[frozenset[int], Mapping[int, int]], ...]]
-    """Attempts of each node: its sessions, and the number of the newest push by unit before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,10 +297,16 @@ class _Follower:
         """Next round with the same unit, by round and unit."""
         self._outcomes: dict[tuple[int, int], Fate | None] = {}
         """Ends of rounds by round and unit; None for a refused push."""
-        self._sent: dict[int, list[int]] = {}
-        """Rounds of this attempt in which a unit was pushed."""
-        self._accepted, self._dropped = _PushSums(), _PushSums()
-        """Pushes of all units: accepted, and distrusted by the hub or the node."""
+        self._steps = 0
+        """Most steps that the journal may have: of pushes that were accepted, or distrusted."""
+        self._claims: dict[int, dict[int, tuple[int, bool]]] = {}
+        """By unit, and by number at the hub: steps of a push, and whether it was accepted."""
+        self._firsts: dict[int, int] = {}
+        """First number of a push by unit."""
+        self._newest: dict[int, int] = {}
+        """Newest number in `_claims` by unit."""
+        self._number_of: dict[tuple[int, int], int] = {}
+        """Number of a push at the hub, by round and unit."""
 
     def pieces(self) -> list[TrainedPiece]:
         """Return all trained positions with what became of them."""
@@ -308,7 +319,7 @@ class _Follower:
                     case "round":
                         self._ended(event)
             self._end(place, attempt)
-        self._compare_steps()
+        self._compare()
         found = []
         for place, attempt in enumerate(self._attempts):
             for trained in attempt.trained:
@@ -323,7 +334,7 @@ class _Follower:
     def _begin(self, place: int, attempt: Attempt) -> None:
         """Undo what a resume has undone, in a run without a hub; the rest of it is trained on from."""
         self._segments[place] = []
-        for known in (self._open, self._after, self._outcomes, self._sent):
+        for known in (self._open, self._after, self._outcomes, self._number_of):
             known.clear()
         if attempt.leases:
             self._pending = {unit: [] for unit in attempt.units}
@@ -368,13 +379,15 @@ class _Follower:
                     if not attempt.leases:  # with a hub each unit lands when its answer is there
                         text = f"the end of round {other} is not recorded, and round {event.id} follows"
                         self._wrong.append(f"node {self._node}: {text}")
+            if number := event.numbers.get(unit):
+                self._firsts[unit] = min(number, self._firsts.get(unit, number))
+                self._number_of[event.id, unit] = number
+                self._give_again(unit, number)
             due, self._pending[unit] = self._pending.get(unit, []), []
             if unit in event.dropped:
-                self._drop(due, unit, Fate(False, event.id, event.step, event.dropped[unit]))
+                self._settle(due, Fate(False, event.id, event.step, event.dropped[unit]), unit)
             else:
                 taken[unit] = due
-                if due:
-                    self._sent.setdefault(unit, []).append(event.id)
         self._open[event.id] = event, taken
 
     def _ended(self, event: Event) -> None:
@@ -403,15 +416,35 @@ class _Follower:
                 pushes[unit] = due + pushes.get(unit, [])
             elif (later, unit) in self._outcomes:
                 self._decide(later, unit, due)
-        elif fate.counts:
-            self._settle(due, fate, unit)
-            self._accepted.add(due)
         else:
-            self._drop(due, unit, fate)
+            self._settle(due, fate, unit)
+            self._claim(round_id, unit, due, fate.counts)
 
-    def _drop(self, due: Sequence[StepRange], unit: int, fate: Fate) -> None:
-        self._settle(due, fate, unit)
-        self._dropped.add(due)
+    def _give_again(self, unit: int, number: int) -> None:
+        """Forget the pushes from this number on, as the hub has none of them.
+
+        It has lost them, unless it has not believed them, or counts from 1 again.
+        """
+        journal = self._journal
+        if number > self._newest.get(unit, 0):
+            return
+        claims, self._newest[unit] = self._claims[unit], number - 1
+        again = [each for each in claims if each >= number]
+        was_accepted = any(claims[each][1] for each in again)
+        if was_accepted and journal is not None and self._node not in journal.renumbered:
+            text = f"push {number} of unit {unit} was accepted by its records, and its number is given again"
+            self._wrong.append(f"node {self._node}: {text}")
+        for each in again:
+            del claims[each]
+
+    def _claim(self, round_id: int, unit: int, due: Sequence[StepRange], accepted: bool) -> None:
+        """Add these steps, if any, to the push of a round, which the hub has taken, or may have."""
+        steps = sum(map(_num_steps, due))
+        self._steps += steps
+        if steps and (number := self._number_of.get((round_id, unit))):
+            claims = self._claims.setdefault(unit, {})
+            self._newest[unit] = max(number, self._newest.get(unit, 0))
+            claims[number] = claims.get(number, (0, False))[0] + steps, accepted
 
     def _end(self, place: int, attempt: Attempt) -> None:
         """Settle what the attempt has left: pushes without an answer, and steps that it has not pushed."""
@@ -430,78 +463,71 @@ class _Follower:
                 for unit, each in (*sent, *self._pending.items(), *((u, [tail]) for u in attempt.units)):
                     self._settle(each, fate, unit)
             return
-        arrived = _numbers_in(self._journal, attempt)
         for number, (opening, pushes) in sorted(self._open.items()):
             if attempt.ended:
                 self._wrong.append(f"node {self._node}: the end of round {number} is not recorded")
             for unit, due in pushes.items():
                 if due:
-                    fate = self._without_answer(attempt, unit, arrived, opening)
+                    fate, is_there = self._without_answer(place, unit, opening)
                     self._settle(due, fate, unit)
-                    if fate.counts:
-                        self._accepted.add(due)
+                    if is_there:
+                        self._claim(number, unit, due, fate.counts)
         for unit in attempt.units:
             why = "left without a push" if attempt.ended else "its node ended before a push"
             self._settle([*self._pending.get(unit, ()), tail], Fate(False, reason=why), unit)
 
-    def _without_answer(
-        self, attempt: Attempt, unit: int, arrived: "_Numbers | None", opening: Event
-    ) -> Fate:
-        """Return what became of a push whose answer its node has not seen."""
-        own = Fate(False, opening.id, opening.step, "its node ended before an answer, and no journal is here")
-        if arrived is None:
-            return own
-        before, upto = arrived.get(unit, (0, 0))
-        number = before + 1 + self._sent[unit].index(opening.id)
-        if number > upto:
-            return Fate(False, opening.id, opening.step, "its push did not reach the hub")
-        assert self._journal is not None
-        refusal = self._journal.refusals.get((self._node, unit, number))
+    def _without_answer(self, place: int, unit: int, opening: Event) -> tuple[Fate, bool]:
+        """Return the end of a push whose answer its node has not seen, and whether the hub may have it."""
+        journal, number, own = self._journal, opening.numbers.get(unit), (opening.id, opening.step)
+        if journal is None:
+            return Fate(False, *own, "its node ended before an answer, and no journal is here"), False
+        if number is None:  # by an earlier version
+            return Fate(False, *own, "its node ended before an answer, and has not recorded its number"), True
+        # The next attempt has recorded up to where the hub had the pushes of this one.
+        later = (event for attempt in self._attempts[place + 1 :] for event in attempt.events)
+        after = next((event.numbers[unit] for event in later if unit in event.numbers), inf)
+        if number >= after or number > journal.numbers.get((self._node, unit), 0):
+            return Fate(False, *own, "its push did not reach the hub"), False
+        refusal = journal.refusals.get((self._node, unit, number))
         if refusal is None:
-            return Fate(True, opening.id, opening.step)
-        return Fate(
-            False, opening.id, opening.step, "its push was distrusted" if refusal else "its push was refused"
-        )
+            return Fate(True, *own), True
+        return Fate(False, *own, "its push was distrusted" if refusal else "its push was refused"), refusal
 
     def _settle(self, segments: Sequence[StepRange], fate: Fate, unit: int) -> None:
         for segment in segments:
             segment.fates[unit] = fate
 
-    def _compare_steps(self) -> None:
-        """Compare accepted pushes and their steps with the journal's; a merge may drop accepted ones.
+    def _compare(self) -> None:
+        """Compare pushes and their steps with the journal's.
 
-        Each push must be there. It may count as fewer steps than the node has made.
+        A push may count as fewer steps than the node has made. A merge may drop one that was accepted.
         """
-        journal, accepted, dropped = self._journal, self._accepted, self._dropped
+        journal = self._journal
         if journal is None or not self._attempts[-1].leases:
             return
         if self._node not in journal.steps:
             self._wrong.append(f"node {self._node}: it has records, and the journal does not know it")
             return
-        known = _PushSums(journal.steps[self._node], journal.pushes.get(self._node, 0))
-        least = accepted.number if journal.is_whole else 0
-        sums = {
-            "accepted pushes": (known.number, least, accepted.number + dropped.number),
-            "steps in accepted pushes": (known.steps, 0, accepted.steps + dropped.steps),
-        }
-        for what, (found, lowest, most) in sums.items():
-            if not lowest <= found <= most:
-                span = f"{most}" if lowest in (0, most) else f"{lowest} to {most}"
-                where = f"node {self._node}: {found} {what} by the journal, over all units"
-                self._wrong.append(f"{where}, and {span} by its records")
+        if (found := journal.steps[self._node]) > self._steps:
+            text = f"{found} steps in accepted pushes by the journal, over all units, and {self._steps}"
+            self._wrong.append(f"node {self._node}: {text} by its records")
+        differ = [text for unit in sorted(self._firsts) for text in self._different(journal, unit)]
+        more = f", and {len(differ) - 1} more pushes" if len(differ) > 1 else ""
+        self._wrong += [f"node {self._node}: {text}{more}" for text in differ[:1]]
 
-
-@dataclass(slots=True)
-class _PushSums:
-    """Sums over pushes."""
-
-    steps: int = 0
-    number: int = 0
-
-    def add(self, due: Sequence[StepRange]) -> None:
-        """Add a push of these steps; one without steps is none."""
-        self.steps += sum(map(_num_steps, due))
-        self.number += bool(due)
+    def _different(self, journal: JournalFacts, unit: int) -> Iterator[str]:
+        """Yield what differs between the records of a unit's pushes and the journal, push for push."""
+        claims, key = self._claims.get(unit, {}), (self._node, unit)
+        there = journal.pushes.get(key, {})
+        for number, steps in there.items():
+            claimed = claims.get(number, (0, False))[0]
+            if number >= self._firsts[unit] and steps > claimed:
+                text = f"push {number} of unit {unit} has {steps} steps by the journal"
+                yield f"{text}, and {claimed} by its records"
+        for number, (steps, accepted) in claims.items():
+            if accepted and number > journal.since.get(key, 0) and number not in there:
+                text = f"push {number} of unit {unit}, of {steps} steps, was accepted by its records"
+                yield f"{text}, and the journal lacks it"
 
 
 def _segments(attempt: Attempt, first: int, last: float) -> list[StepRange]:
@@ -514,21 +540,6 @@ def _segments(attempt: Attempt, first: int, last: float) -> list[StepRange]:
         return parts
     begin = max(first, int(cut) + 1)
     return [*parts, StepRange(attempt, begin, last)] if begin <= last else parts
-
-
-_Numbers = Mapping[int, tuple[int, int]]
-
-
-def _numbers_in(journal: JournalFacts | None, attempt: Attempt) -> _Numbers | None:
-    """Return by unit the numbers of the newest push before and at the end of an attempt; None if unknown."""
-    begins = journal.begins.get(attempt.node, ()) if journal else ()
-    for i, (sessions, before) in enumerate(begins):
-        if attempt.session in sessions:
-            assert journal is not None
-            newest = {unit: journal.numbers.get((attempt.node, unit), 0) for unit in attempt.units}
-            after = begins[i + 1][1] if i + 1 < len(begins) else newest
-            return {unit: (before.get(unit, 0), after.get(unit, 0)) for unit in attempt.units}
-    return None
 
 
 def _split(segment: StepRange, step: int) -> StepRange:

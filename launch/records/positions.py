@@ -100,15 +100,23 @@ class PositionLog:
             ranges = ranges_of(np.concatenate(positions))
             self._write("trained", {"from": steps[0], "to": steps[-1], "positions": ranges})
 
-    def opened(self, round_id: int, step: int, units: Sequence[int], unsent: Iterable[int] = ()) -> None:
+    def opened(
+        self,
+        round_id: int,
+        step: int,
+        units: Sequence[int],
+        unsent: Iterable[int] = (),
+        numbers: Sequence[int] = (),
+    ) -> None:
         """Note that a round is about to send these units with what all steps up to `step` have trained.
 
-        unsent: units that the node itself distrusts.
+        unsent: units that the node itself distrusts. numbers: those that the hub gives the pushes, one per
+        unit: by them `accounts` finds a push in the journal.
         """
         self.flush()
         if self.leads:
-            facts = {"id": round_id, "step": step, "units": _units(units)}
-            self._write("open", facts | {"unsent": sorted(unsent)})
+            facts = {"id": round_id, "step": step, "units": _units(units), "unsent": sorted(unsent)}
+            self._write("open", facts | ({"numbers": list(numbers)} if any(numbers) else {}))
 
     def ended(self, round_id: int, step: int, **units: Sequence[int]) -> None:
         """Note the end of a round at `step`: which units were refused, distrusted or rolled back."""
@@ -216,6 +224,8 @@ class Event:
     units: tuple[int, ...] = ()
     dropped: Mapping[int, str] = field(default_factory=dict)
     """Why by unit: steps that do not count. Of `open`: units that are not sent."""
+    numbers: Mapping[int, int] = field(default_factory=dict)
+    """Number that a push has at the hub, or would have, by unit; empty in records of earlier versions."""
     refused: tuple[int, ...] = ()
     """Units whose steps are in the next push again."""
     place: int = 0
@@ -240,8 +250,6 @@ class Attempt:
     warmup: float
     """Steps up to this one are averaged over the nodes as they are taken."""
     name: str = ""
-    session: int = 0
-    """Fingerprint of its session at the hub; 0 if it is unknown."""
     events: list[Event] = field(default_factory=list)
     trained: list[Trained] = field(default_factory=list)
     drawn: list[tuple[int, tuple[slice, ...]]] = field(default_factory=list)
@@ -330,7 +338,6 @@ def _take(attempts: list[Attempt], line: Any, rank: int, node: int) -> None:
                 leases=bool(line["leases"]),
                 warmup=float("inf") if warmup == "all" else _number(warmup),
                 name=str(line.get("name", "")),
-                session=_number(line.get("session", 0), most=1 << 128),
             )
         )
         return
@@ -348,14 +355,20 @@ def _take(attempts: list[Attempt], line: Any, rank: int, node: int) -> None:
         case "open":
             dropped = {_number(unit): "distrusted by its own node" for unit in line["unsent"]}
             units = _numbers(_slices(line["units"]))
-            numbers = _number(line["id"]), _number(line["step"])
-            attempt.events.append(Event("open", *numbers, units, dropped))
+            numbers = tuple(map(_number, line.get("numbers", ())))
+            if numbers and len(numbers) != len(units):
+                raise ValueError(f"{len(numbers)} numbers of {len(units)} units")
+            known = dict(zip(units, numbers, strict=False))
+            attempt.events.append(
+                Event("open", _number(line["id"]), _number(line["step"]), units, dropped, known)
+            )
         case "round":
             why = {"distrusted": "its push was distrusted", "rolled_back": "its round was rolled back"}
             dropped = {_number(u): text for name, text in why.items() for u in line.get(name, ())}
             refused = tuple(map(_number, line.get("refused", ())))
-            numbers = _number(line["id"]), _number(line["step"])
-            attempt.events.append(Event("round", *numbers, (), dropped, refused))
+            attempt.events.append(
+                Event("round", _number(line["id"]), _number(line["step"]), (), dropped, refused=refused)
+            )
         case "put_back":
             attempt.events.append(Event("put_back", place=_number(line["place"])))
         case "stop":

@@ -69,6 +69,13 @@ class AgentLink:
         """
         return self._box.session
 
+    def next_number(self, unit: int) -> int:
+        """Return the number that the hub gives the next push of a unit. Ask while none is under way.
+
+        It counts the pushes of all processes of this node.
+        """
+        return self._box.pushed(unit) + 1
+
     @property
     def bytes_sent(self) -> int:
         """Return the payload bytes handed to the network so far."""

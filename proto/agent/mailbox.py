@@ -30,7 +30,7 @@ from aedit.system import anonymous_memory, memory_fence
 from aedit.traces import NO_WORDS
 from aedit.types import RL_REPORT, News, Verdict
 
-MAGIC = 0x41454449_54000003
+MAGIC = 0x41454449_54000004
 MAX_BLOCKS = 2**20
 """Leases of one attempt; pages that are never written take no memory."""
 MAX_ERROR_BYTES = 4096
@@ -94,6 +94,7 @@ class Mailbox:
         self._orders: Ints = arrays["orders"]
         self._answers: Ints = arrays["answers"]
         self._versions: Ints = arrays["versions"]
+        self._pushed: Ints = arrays["pushed"]
         self._news = _Published(arrays["news_count"], arrays["news"])
         self._progress = _Published(arrays["progress_count"], arrays["progress"])
         self._blocks: Ints = arrays["blocks"]
@@ -260,6 +261,14 @@ class Mailbox:
         """Return the session of this node with the first hub; 0 before it has joined."""
         return int(self._head[MailboxWord.SESSION])
 
+    def set_pushed(self, unit: int, number: int) -> None:
+        """Publish the number of the newest push of a unit that the hub has decided on or accepted."""
+        self._pushed[unit] = number
+
+    def pushed(self, unit: int) -> int:
+        """Return the number of the newest push of a unit that the hub has; 0 without one."""
+        return int(self._pushed[unit])
+
     def versions(self) -> tuple[int, ...]:
         """Return the versions of the anchors at the join."""
         return tuple(int(version) for version in self._versions)
@@ -375,6 +384,7 @@ def _places(numels: Sequence[int], ranks: int, feedback: bool) -> Places:
         "orders": (np.int64, (units, 8)),
         "answers": (np.int64, (units, 3)),
         "versions": (np.int64, (units,)),
+        "pushed": (np.int64, (units,)),
         "news_count": (np.int64, (1,)),
         "news": (np.float64, (2, 10)),
         "progress_count": (np.int64, (1,)),

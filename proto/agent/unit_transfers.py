@@ -255,7 +255,7 @@ class UnitTransfers:
         units = range(part, len(numbers), len(self._memberships))
         with self._lock:
             for unit in units:
-                self._accepted[unit] = numbers[unit]
+                self._count(unit, numbers[unit])
             lost = [p for unit in units if (p := self._active.get(unit)) and p.is_lost(numbers[unit])]
             for transfer in lost:
                 transfer.arrived = False
@@ -280,7 +280,7 @@ class UnitTransfers:
                     )
                     self._outdated.add(unit)
                     self._brought.discard(unit)
-                    self._accepted[unit] = 0
+                    self._count(unit, 0)
                     self._news.pop(unit, None)
                     transfer = self._active.get(unit)
             if transfer is not None and transfer.arrived:
@@ -416,8 +416,13 @@ class UnitTransfers:
         self._traffic.count(up=len(transfer.payload))
         self._box.sent(self._traffic.bytes_up)
         with self._lock:
-            self._accepted[transfer.unit] = max(self._accepted[transfer.unit], transfer.number)
+            self._count(transfer.unit, max(self._accepted[transfer.unit], transfer.number))
         return reply
+
+    def _count(self, unit: int, number: int) -> None:
+        """Set the number of the newest push of a unit that the hub has. The caller holds the lock."""
+        self._accepted[unit] = number
+        self._box.set_pushed(unit, number)
 
     def _consider(self, transfer: Transfer, news: pb.UnitNews) -> None:
         """End the transfer if `news` has its decision."""
