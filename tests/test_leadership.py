@@ -118,7 +118,10 @@ def test_a_vote_is_for_one_of_two_processes_of_one_identity():
     assert elector.answer(again._agreement.proposal, 2)[1].granted, "it leads its term on"
 
 
-def test_a_voter_of_an_older_build_names_no_process_and_counts():
+def test_a_voter_or_a_register_of_an_older_build_names_no_process_and_counts():
+    upgraded, answer = Voter(X, term=5, voted_for=A).answer(Proposal(5, 1, A, (1, 1), process=9))
+    assert answer.granted
+    assert not upgraded.answer(Proposal(5, 1, A, (1, 1), process=8))[1].granted
     hub = Replica(Voter(A), promise_s=3.0, lease_s=2.0, process=5)
     hub.configs = (config((A, B, C), (X,)),)
     asked = hub.stand((1, 1, 100), 9.0)

@@ -149,10 +149,6 @@ class Voter:
         ballot, granted, process = proposal.ballot, after is not None, proposal.process
         return after or self, VoteReply(self.me, proposal.proposer, ballot, granted, known, accepted, process)
 
-    def supports(self, proposer: int, term: int, process: int) -> bool:
-        """Return whether it has voted for this process, or accepted a configuration of it, in that term."""
-        return (self.term, self.voted_for, self.process) == (term, proposer, process)
-
     def saw(self, extent: Extent) -> "Voter":
         """Return the state after records up to `extent` are known to be acknowledged."""
         return replace(self, seen=max(self.seen, extent))
@@ -161,7 +157,9 @@ class Voter:
         if proposal.term < self.term:
             return None
         proposer, process = proposal.proposer, proposal.process
-        if proposal.term == self.term and not self.supports(proposer, proposal.term, process):
+        # An older build has noted no process: this voter may have been upgraded within the term.
+        is_same = proposer == self.voted_for and self.process in (0, process)
+        if proposal.term == self.term and not is_same:
             return None
         chosen = replace(self, term=proposal.term, voted_for=proposer, process=process)
         if proposal.number:

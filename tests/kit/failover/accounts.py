@@ -13,7 +13,7 @@ class Accounts:
     def __init__(self):
         self.hubs = []
         self.forgiven = 0
-        """A voter of which there are two processes, which may not have met: it may support two hubs."""
+        """A voter of which there are two processes, which may not have met: each may support a hub."""
         self.votes = {}
         """Term and proposer that a voter has supported last, by voter."""
         self.elected, self.leaders = {}, {}
@@ -34,20 +34,22 @@ class Accounts:
 
     # --- votes and elections
 
-    def supports(self, voter, proposer, term):
+    def supports(self, host, voter, proposer, term):
         """A voter supports one process of one hub in a term, and none of a lower term afterwards.
 
+        host: that the voter runs on.
         proposer: identity, and number of the process.
         """
-        before = self.votes.get(voter, (0, proposer))
-        if voter != self.forgiven and (term, proposer) != before and term <= before[0]:
+        key = (voter, host.number) if voter == self.forgiven else voter
+        before = self.votes.get(key, (0, proposer))
+        if (term, proposer) != before and term <= before[0]:
             raise Violation(f"{voter} supports {proposer} in term {term}, and supported {before[::-1]}")
-        self.votes[voter] = term, proposer
+        self.votes[key] = term, proposer
 
     def leads(self, host, leading):
         """A term has one leader, which has everything that was acknowledged."""
         term, identity = leading.ledger.hub.state.term, leading.leadership.identity
-        self.supports(identity, (identity, leading.leadership._replica.voter.process), term)
+        self.supports(host, identity, (identity, leading.leadership._replica.voter.process), term)
         first = self.elected.setdefault(term, host.number)
         if first != host.number:
             raise Violation(f"hubs {first} and {host.number} have both led term {term}")

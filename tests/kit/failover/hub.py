@@ -443,7 +443,8 @@ class SimHub(Process):
     def _note(self, leading, request, reply):
         """Let the accounts check what this process answers; `leading` if it leads."""
         if isinstance(reply, pb.Answer) and reply.granted:
-            self.accounts.supports(reply.voter, (reply.proposer, reply.process), reply.ballot.term)
+            proposer = reply.proposer, reply.process
+            self.accounts.supports(self, reply.voter, proposer, reply.ballot.term)
         if leading is None:
             return
         if isinstance(reply, pb.PushReply) and reply.accepted:

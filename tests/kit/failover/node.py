@@ -188,7 +188,7 @@ class SimNode(Process):
         self.call(hub, "take_over", next(offering), then=answered)
 
     def _check_vote(self, hub, asks, seen):
-        hub.accounts.supports(self.identity, (asks.proposer, asks.process), asks.ballot.term)
+        hub.accounts.supports(self, self.identity, (asks.proposer, asks.process), asks.ballot.term)
         extent = asks.extent.term, asks.extent.segment, asks.extent.offset
         if not asks.ballot.number and extent < seen:
             raise Violation(f"{self.name} votes for a hub that lacks what it has a receipt for")
