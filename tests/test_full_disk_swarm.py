@@ -1,6 +1,7 @@
 """Tests peers of a swarm whose disk is full: the part goes on, and they are back when there is room."""
 
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -9,7 +10,7 @@ from kit.hub_processes import Client, HubRefused, HubUnreachable, status
 from kit.peers_in_process import peers_here
 from kit.swarm_processes import swarm
 from kit.waiting import until
-from test_older_folder import in_sync, kept, owner_of
+from test_older_folder import Part, in_sync, kept, owner_of, with_followers
 
 from aedit.launch.config import parse_config
 
@@ -45,6 +46,51 @@ def test_a_peer_whose_disk_is_full_goes_on_and_its_replica_is_back_once_there_is
         node.merged(0)
         assert kept(tmp_path / "peer-1" / "part_0") == set(node.accepted)
     assert not peers.errors
+
+
+@pytest.fixture
+def part(tmp_path):
+    made = Part(tmp_path, replace(CONFIG, hub=replace(CONFIG.hub, expire_s=4.0)))
+    made.start(0, founds=True)
+    yield made
+    made.end_all()
+
+
+def test_a_replica_that_starts_while_its_disk_is_full_goes_on_and_follows_once_there_is_room(part):
+    """Found: it could not write its address, and ended."""
+    node = with_followers(part)
+    part.end(1)
+    address = part.folder_of(1) / "address"
+    address.unlink()  # as its peer does
+    until(lambda: part.running[0]._leadership.in_sync()[0] == 1, "the owner to go on without it", LIMIT_S)
+    with full_disk(part.folder_of(1)):
+        part.start(1)
+        process = part.running[1]
+        for _ in range(3):
+            process.look()
+        assert "no space" in status(process.address)["disk_full"].lower()
+        assert not address.exists()
+        node.merged(0)
+    process.look()
+    assert address.read_text() == process.address
+    until(lambda: part.running[0]._leadership.in_sync()[0] == 2, "it to be back", LIMIT_S)
+    assert status(process.address)["disk_full"] == ""
+    node.merged(0)
+    assert kept(part.folder_of(1)) == set(node.accepted)
+    assert [len(part.events(1, f"address_{what}")) for what in ("unwritten", "written")] == [1, 1]
+
+
+def test_an_owner_alone_that_starts_while_its_disk_is_full_leads_once_there_is_room(part):
+    """Found: it ended, as it could not write the records with which it leads on."""
+    node = Client(part.addresses[0]).found()
+    node.merged(0)
+    part.end(0)
+    with full_disk(part.folder_of(0)):
+        part.start(0)
+        assert part.running[0]._leading is None
+    assert node.go_to(part.addresses[0]).term > 1, "it is elected by the node"
+    assert part.events(0, "cannot_lead")
+    node.merged(0)
 
 
 @pytest.mark.slow

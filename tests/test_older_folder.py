@@ -33,8 +33,8 @@ CONFIG = parse_config(
 class Part:
     """Three replicas of the only part, in this process; the first one begins it and owns it."""
 
-    def __init__(self, folder):
-        self.folder, self.running, self.addresses = folder, {}, {}
+    def __init__(self, folder, config=CONFIG):
+        self.folder, self.config, self.running, self.addresses = folder, config, {}, {}
         self.held = ExitStack()
 
     def folder_of(self, number):
@@ -45,7 +45,9 @@ class Part:
         folder.mkdir(parents=True, exist_ok=True)
         self.write()
         file = ReplicasFile(folder.parent / "replicas.json")
-        made = HubEndpoint(CONFIG, folder, (0, 1), not founds, "127.0.0.1:0", None, replicas=file, copies=3)
+        made = HubEndpoint(
+            self.config, folder, (0, 1), not founds, "127.0.0.1:0", None, replicas=file, copies=3
+        )
         self.running[number] = process = _Process(made, insecure=False)
         process.start()
         self.addresses[number] = process._server.address
@@ -67,6 +69,11 @@ class Part:
     def end_all(self):
         for number in list(self.running):
             self.end(number)
+
+    def events(self, number, name):
+        """Return the events of a replica with this name."""
+        lines = (self.folder_of(number) / "events.jsonl").read_text().splitlines()
+        return [one for one in map(json.loads, lines) if one["event"] == name]
 
     def leader(self):
         """Return the number, in a list, of the replica that leads and can acknowledge."""

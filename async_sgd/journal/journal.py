@@ -87,7 +87,11 @@ class Journal:
             self._mark, self._seed, self._chain = head.mark, head.seed, chain or chain_of(self.file)
             self._written = self._recorded = self.file.num_bytes
             self._durable: DurableEnd = (number, self._recorded), self._chain.digest
-            self._note(number, head.epoch)
+            try:
+                self._note(number, head.epoch)
+            except OSError as error:
+                if not is_full(error):  # a hub starts on a full disk, too: its next segment is noted
+                    raise
         elif after is not None:
             self._begin(number, new_head(after.seed, after.before_bytes, after.chain))
         else:

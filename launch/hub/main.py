@@ -47,7 +47,7 @@ from aedit.proto.rpc import (
     raise_descriptor_limit,
     serve,
 )
-from aedit.system import give_back_what_is_freed, is_full, read_line, write_atomically, write_if_changed
+from aedit.system import give_back_what_is_freed, is_full, read_line, write_atomically
 from aedit.types import UserError
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _served(
 
             Console(stderr=True).print(Text(warning, style="bold red"), soft_wrap=True)
         while not stop.asked.wait(_LOOK_S) and not process.is_over:
-            process.look_at_page()
+            process.look()
         if stop.by_hand:
             process.wait_for_leaving_nodes()
         if stop.asked.is_set() or not process.may_follow:  # else it is back at once, and votes then
@@ -177,6 +177,8 @@ class _Process:
         self._policy = PolicyService(endpoint.part[1])
         self._page: MetricsPage | None = None
         self._view: PageProcess | None = None
+        self._unwritten = ""
+        """Why the address is not in the folder; "" if it is."""
 
     def start(self, *, force: bool = False, above: int = 0) -> None:
         """Recover the state from the folder and begin to serve.
@@ -217,14 +219,9 @@ class _Process:
         if records is None:
             self._follow(hub, journal, twin)
         else:
-            self._lead(hub, journal, records or ([] if state.term else [Led(own + 1)]))
+            self._lead_or_follow(hub, journal, records or ([] if state.term else [Led(own + 1)]))
         self._vote_requests.start()
-        place = self.endpoint.directory / "address"
-        try:
-            write_atomically(place, self.address)  # anew: that it changes shows that the hub has started
-        except OSError as error:
-            if not is_full(error) or read_line(place) != self.address:
-                raise  # else it starts on a full disk: followers may need its journal
+        self._note_address()
 
     def _recovered(self, hub: Hub, *, force: bool = False) -> Journal:
         """Recover the state, and return the journal.
@@ -279,7 +276,28 @@ class _Process:
             self._leadership.resign(hub.state.configs)
         self._follow(hub, journal)
         self._vote_requests.start()
-        write_if_changed(self.endpoint.directory / "address", self.address)
+        self._note_address()
+
+    def _note_address(self) -> None:
+        """Write the address into the folder, or say once that the disk is full; `look` tries again.
+
+        It is written anew: that the file changes shows that the hub has started.
+        """
+        path, before, self._unwritten = self.endpoint.directory / "address", self._unwritten, ""
+        try:
+            write_atomically(path, self.address)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            if read_line(path) != self.address:
+                self._unwritten = f"{path}: no space ({error.strerror})"
+        if self._standby is not None:
+            self._standby.unwritten = self._unwritten
+        if self._unwritten and not before:
+            log.error("%s: others do not know that this hub is at %s", self._unwritten, self.address)
+            self._reports.event("address_unwritten", reason=self._unwritten)
+        elif before and not self._unwritten:
+            self._reports.event("address_written", address=self.address)
 
     def _force(self, hub: Hub) -> Sequence[Record]:
         """Return the records with which this hub leads without a vote; print what may be lost."""
@@ -309,8 +327,13 @@ class _Process:
         assert self._server is not None
         return self._server.address
 
-    def look_at_page(self) -> None:
-        """Serve the page of the run, if it is this hub that does so. Raises UserError if it is refused."""
+    def look(self) -> None:
+        """Write the address if the disk had no room for it, and serve the page of the run if it is due here.
+
+        Raises UserError if the page is refused.
+        """
+        if self._unwritten:
+            self._note_address()
         endpoint = self.endpoint
         if not self._config.hub.view or endpoint.standby or endpoint.part[0] or endpoint.replicas is not None:
             return
@@ -415,6 +438,21 @@ class _Process:
         self._leading = leading
         self._start(leading)
         return leading
+
+    def _lead_or_follow(self, hub: Hub, journal: Journal, records: Sequence[Record]) -> None:
+        """Lead; or follow until it is elected if the disk has no room for these records.
+
+        Raises NoSpace if there are no other hubs, or the run has not begun.
+        """
+        try:
+            self._lead(hub, journal, records)
+        except NoSpace as error:
+            if not (self._leadership.has_others and hub.state.term):
+                raise
+            log.error("this hub cannot lead: %s", error)
+            self._reports.event("cannot_lead", reason=str(error))
+            self._leadership.resign(hub.state.configs)
+            self._follow(hub, journal)
 
     def _start(self, leading: LeadingHub) -> None:
         """Start the threads of a hub that leads, and all that it serves."""

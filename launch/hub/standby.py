@@ -106,6 +106,8 @@ class Standby:
         """Why this hub could not be elected when it was last asked."""
         self._full = ""
         """Why nothing could be written when it was last tried; "" if it could."""
+        self.unwritten = ""
+        """Why the address of this hub is not in its folder; "" if it is."""
         self._stopping, self._deciding = threading.Event(), threading.Lock()
         self._check: OwnerCheck | None = None
         if endpoint.replicas is not None:
@@ -171,7 +173,7 @@ class Standby:
         following |= {"set_aside": moved_aside(self._endpoint.directory)}
         following |= {"twins": [self.confirmer.twin] if self.confirmer.twin else []}
         following |= {"false_statements": self._check.found if self._check is not None else []}
-        following |= {"unconfirmed_s": self.confirmer.silent_s, "disk_full": self._full}
+        following |= {"unconfirmed_s": self.confirmer.silent_s, "disk_full": self._full or self.unwritten}
         return pb.StatusReply(json=self._reports.status(now | following, request.metrics_after))
 
     def propose(self, request: pb.ProposeRequest) -> pb.Answer:
