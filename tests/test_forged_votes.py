@@ -30,6 +30,7 @@ from aedit.proto.rpc import (
     answer_out,
     client_keys,
     identity_of,
+    proposal_in,
     proposal_out,
     sign,
 )
@@ -294,3 +295,20 @@ def test_an_answer_of_one_hub_in_the_name_of_another_is_not_counted(caplog):
     assert counted == [reply]
     assert [record.message.count("\n") for record in caplog.records] == [0, 0, 0]
     assert all("is not signed with its key" in record.message for record in caplog.records)
+
+
+def test_a_request_for_votes_is_signed_once_until_it_changes(monkeypatch):
+    """A thread for each other hub sends it five times a second."""
+    signed = []
+
+    def sign_once(asks, key):
+        signed.append(asks)
+        return proposal_out(asks, key)
+
+    monkeypatch.setattr("aedit.launch.hub.endpoint.proposal_out", sign_once)
+    requests = VoteRequests(Endpoint(None), Asking, lambda answer: None)
+    first, second = (Proposal(term, 0, identity_of(Asking.key.public), (1, 2)) for term in (2, 3))
+    for asks in (first, second, first):
+        for _ in range(3):
+            assert proposal_in(requests.request(asks).proposal) == asks
+    assert signed == [first, second, first]

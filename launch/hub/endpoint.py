@@ -495,6 +495,8 @@ class VoteRequests:
     ) -> None:
         self._endpoint, self._leadership, self._count = endpoint, leadership, count
         self._stopping = threading.Event()
+        self._signed: tuple[Proposal, pb.ProposeRequest] | None = None
+        """The newest proposal, and its message."""
         self._threads = [
             threading.Thread(target=self._run, args=(index,), name="request_votes", daemon=True)
             for index in range(endpoint.num_others)
@@ -523,7 +525,9 @@ class VoteRequests:
                 self._ask(mine[turn % len(mine)], asks)
 
     def request(self, asks: Proposal) -> pb.ProposeRequest:
-        """Return the signed message for a proposal."""
+        """Return the signed message for a proposal: the same one until the proposal changes."""
+        if (signed := self._signed) is not None and signed[0] == asks:
+            return signed[1]
         request = pb.ProposeRequest(
             run=self._endpoint.config.name,
             proposal=proposal_out(asks, self._leadership.key),
@@ -531,6 +535,7 @@ class VoteRequests:
         )
         if (key := self._endpoint.signing_key()) is not None:
             sign(request, key)
+        self._signed = asks, request
         return request
 
     def _ask(self, address: str, asks: Proposal) -> None:
