@@ -130,6 +130,22 @@ def test_a_silent_standby_is_taken_out_when_the_nodes_agree(tmp_path):
     assert made.in_sync() == (0, 1)
 
 
+def test_a_full_leader_whose_standby_has_promised_a_higher_term_gives_way_and_asks_for_no_votes(tmp_path):
+    """Found in simulation: it won each vote and could not write it down, and the others could not stand."""
+    made, ledger, clock = leading(tmp_path)
+    made.confirm(STANDBY, ledger.journal.position)
+    tick(made, ledger)
+    made.confirm(STANDBY, ledger.journal.position)
+    made.count(VoteReply(STANDBY, made.identity, made.asks().ballot, True, 1))
+    clock.now += 10.0
+    assert not made.has_successor()
+    made.note_promise(VoteReply(STANDBY, 0, (0, 0), False, 5))
+    extent = (ledger.hub.state.term, *ledger.journal.position)
+    made.tick((NODE,), ledger.journal.complete, extent, is_full=True)
+    assert made.asks() is None
+    assert made.has_successor()
+
+
 def test_a_hub_without_others_writes_no_configuration(tmp_path):
     made, ledger, _ = leading(tmp_path, num_others=0)
     ledger.durable(ledger.commit([Led(1)]))

@@ -392,7 +392,8 @@ class Leadership:
             complete: End of the journal.
             extent: Of the journal.
             is_full: The disk has no room for pushes. Small records may have: a configuration without the
-                other hubs could be written then, and none of them be elected any more.
+                other hubs could be written then, and none of them be elected any more. Votes that it asked
+                for would be lost to those that have room.
         """
         with self._change:
             decided: list[Record] = []
@@ -400,7 +401,7 @@ class Leadership:
                 if not replica.term:
                     return
                 now = self._clock()
-                if replica.is_overtaken and replica.may_stand(now):
+                if replica.is_overtaken and replica.may_stand(now) and not is_full:
                     replica.stand(extent, now)
                 if not self._owed and not is_full:
                     # Those that break ties do so on; then others, in the order given.
@@ -425,17 +426,19 @@ class Leadership:
             return not self.has_others or self._replica.holds_lease(self._clock())
 
     def has_successor(self) -> bool:
-        """Return whether this hub leads, and a standby in sync has confirmed lately: it can be elected.
+        """Return whether this hub leads, and another can be elected, as far as it knows.
 
-        A leader that cannot write may not see the agreement on its newest configuration. The standby must be
-        in every configuration that counts.
+        That is a standby in sync which has confirmed lately; or voters that it needs support another hub,
+        and it must be elected again itself. A leader that cannot write may not see the agreement on its
+        newest configuration. The standby must be in every configuration that counts.
         """
         with self._change:
             replica, since_s = self._replica, self._clock() - SILENT_S
             if not replica.term or not replica.configs:
                 return False
             in_all = set(replica.configs[0].replicas).intersection(*(one.replicas for one in replica.configs))
-            return any(replica.has_confirmed(one, since_s) for one in in_all - {self.identity})
+            confirmed = any(replica.has_confirmed(one, since_s) for one in in_all - {self.identity})
+            return confirmed or replica.is_overtaken
 
     def in_sync(self) -> tuple[int, int]:
         """Return how many standbys the voters agreed to wait for, and how many nodes break ties."""
