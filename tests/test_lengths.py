@@ -5,7 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aedit.spec_rollout.remote.reallocate import LengthDistribution
+from aedit.spec_rollout.engine import EngineSpeed
+from aedit.spec_rollout.remote.reallocate import (
+    EngineLoad,
+    LengthDistribution,
+    UnfinishedSample,
+    batch_drain_s,
+)
 
 sizes = st.integers(1, 60)
 
@@ -19,6 +25,37 @@ def test_when_all_have_ended_it_is_the_mean_of_those_that_were_longer(ended, emi
         assert found == pytest.approx(np.mean(longer))
     else:
         assert found == min(emitted, most - emitted)
+
+
+@given(st.lists(sizes, min_size=1, max_size=24), st.integers(0, 59), st.integers(1, 80), st.data())
+def test_of_a_part_it_is_the_mean_of_that_part_of_those_that_were_longer(ended, emitted, most, data):
+    most = max(most, emitted)
+    longer = [min(length, most) - emitted for length in sorted(ended) if length > emitted]
+    if not longer:
+        return
+    num = data.draw(st.sampled_from([num for num in range(1, len(longer) + 1) if len(longer) % num == 0]))
+    lengths = LengthDistribution.of(ended)
+    found = [lengths.expected_remaining(emitted, most, part=(i / num, (i + 1) / num)) for i in range(num)]
+    assert found == pytest.approx([np.mean(part) for part in np.split(np.array(longer), num)])
+
+
+@given(st.lists(sizes), st.lists(sizes), st.integers(0, 90), st.integers(1, 150), st.integers(1, 9))
+def test_parts_ascend_and_their_mean_is_that_of_all(ended, growing, emitted, most, num):
+    most, lengths = max(most, emitted), LengthDistribution.of(ended, growing)
+    found = [lengths.expected_remaining(emitted, most, part=(i / num, (i + 1) / num)) for i in range(num)]
+    assert np.mean(found) == pytest.approx(lengths.expected_remaining(emitted, most))
+    assert found == pytest.approx(sorted(found))
+
+
+@given(st.lists(sizes, min_size=1, max_size=12), st.floats(0.0, 2.0), st.floats(0.0, 2.0))
+def test_a_batch_ends_with_its_longest_sample(ended, fixed_s, row_s):
+    """The oracle takes the steps of a batch with just the lengths that were seen."""
+    samples = tuple(UnfinishedSample((0, i), 9, 0, 100) for i in range(len(ended)))
+    load = EngineLoad(samples, len(ended), EngineSpeed(fixed_s, row_s, 0.0))
+    rows = [sum(length > step for length in ended) for step in range(max(ended))]
+    assert batch_drain_s(load, LengthDistribution.of(ended)) == pytest.approx(
+        sum(fixed_s + row_s * live for live in rows)
+    )
 
 
 @given(st.lists(sizes, min_size=1), st.lists(sizes))

@@ -19,7 +19,7 @@ from aedit.spec_rollout.remote.reallocate import (
     LengthDistribution,
     Migration,
     UnfinishedSample,
-    drain_s,
+    batch_drain_s,
 )
 
 JOBS = "tests/dist_jobs/rl_jobs.py"
@@ -80,7 +80,7 @@ def test_groups_are_divided_so_that_the_last_engine_finishes_as_early_as_it_can(
 
     def finish_s(engine, count):
         load = EngineLoad(tuple(group * count), engine.rows, engine.speed)
-        return engine.delay_s + drain_s(load, lengths) if count else 0.0
+        return engine.delay_s + batch_drain_s(load, lengths) if count else 0.0
 
     ways = [each for each in itertools.product(range(7), repeat=len(engines)) if sum(each) == 6]
     best, alone_s = min(max(map(finish_s, engines, way)) for way in ways), finish_s(engines[0], 6)
@@ -248,7 +248,7 @@ def test_equal_nodes_send_nothing(pair):
 def test_a_node_that_is_behind_does_not_help(pair, monkeypatch):
     _, slow, _fast = pair
     give_all(monkeypatch)
-    slow.steps = 1
+    slow.steps = 2
     prompts = asked()
     slow.begin(prompts)
     assert run(slow)[0] == expected(slow, prompts)
@@ -333,12 +333,12 @@ def move_all(monkeypatch):
 
 
 def behind(slow, fast, prompts, steps=3):
-    """Begin samples at the slow node while the other is a step behind, and take a few steps."""
-    slow.steps = 1
+    """Begin samples at the slow node while the other is two steps behind, and take a few steps."""
+    slow.steps = 2
     slow.begin(prompts)
     found = [each for _ in range(steps) for each in slow.source.step()]
     assert slow.source.counts.given == 0
-    fast.steps = 1
+    fast.steps = 2
     return found
 
 
@@ -387,6 +387,47 @@ def test_a_helper_that_takes_longer_than_predicted_is_given_less(pair, monkeypat
     slow.source.step()
     assert engines[1].delay_s == pytest.approx(3.0)
     assert not slow.source._parts
+
+
+def test_the_first_samples_of_a_helper_may_take_longer_as_it_makes_its_engine(pair, monkeypatch):
+    _, slow, fast = pair
+    monkeypatch.setattr(rank_pool, "divide_groups", lambda groups, *_: ([1] * len(groups), [0.0, 10.0]))
+    for spare_s in (rank_pool.FIRST_S, rank_pool.LATE_S):
+        slow.begin(asked())
+        slow.source.step()
+        late_s = [each.late_at - slow.now_s[0] for each in slow.source._given.values()]
+        assert late_s == pytest.approx([2 * 10.0 + spare_s] * len(late_s))
+        run(slow, fast)
+
+
+def test_a_helper_says_how_long_its_work_after_a_batch_takes_without_its_waits(pair):
+    _, _, fast = pair
+    source = fast.source
+    usual_s = source._apart_s
+    for work_s, waited_s in ((3.0, 0.0), (3.0, 40.0), (5.0, 9.0)):
+        fast.begin(prompts_of(1, seed=4))
+        while source.running:
+            source.step()
+        fast.now_s[0] += 1.0
+        assert source._answer(0, 0)["delay_s"] == pytest.approx(max(0.0, usual_s - 1.0))
+        fast.now_s[0] += work_s - 1.0 + waited_s
+        fast.waited_s += waited_s
+        if waited_s:
+            source.work()
+        else:
+            source.update_weights(None, source.version + 1)
+        usual_s = (usual_s + work_s) / 2 if usual_s else work_s
+        assert source._apart_s == pytest.approx(usual_s)
+        assert source._answer(0, 0)["delay_s"] == 0.0
+
+
+def test_a_helper_that_leaves_a_round_a_moment_later_helps(pair):
+    """In the midst of a batch a node that is a step behind does not help: it is the slower one now."""
+    _, _, fast = pair
+    assert [fast.source._answer(0, steps)["helps"] for steps in (0, 1, 2)] == [True, True, False]
+    fast.begin(prompts_of(1, seed=4))
+    fast.source.step()
+    assert [fast.source._answer(0, steps)["helps"] for steps in (0, 1, 2)] == [True, False, False]
 
 
 @pytest.mark.parametrize("predicted_s", [2.0, 40.0])

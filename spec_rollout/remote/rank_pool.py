@@ -45,6 +45,7 @@ from aedit.spec_rollout.remote.reallocate import (
     LengthDistribution,
     MigrationRule,
     UnfinishedSample,
+    batch_drain_s,
     drain_s,
     plan,
 )
@@ -53,8 +54,9 @@ from aedit.spec_rollout.sampling import Prompt, Rollout, SampleKey, decode_promp
 ANSWER_WITHIN_S = 0.2
 HELPER_SHARE = 0.1
 """A node helps after a round of which it has waited and helped for at least this share."""
-LATE_FACTOR, LATE_S = 2.0, 0.2
-"""Samples are late after so many times the predicted time, and so many seconds more."""
+LATE_FACTOR, LATE_S, FIRST_S = 2.0, 0.2, 5.0
+"""Samples are late after so many times the predicted time, and so many seconds more; the first ones of a
+helper, which makes its engine for them, still later."""
 MOST_SKIPPED = 64
 """Batches at most for which a helper that did not answer is not asked."""
 MOVE_EVERY = 16
@@ -103,14 +105,14 @@ def divide_groups(
     for first in range(0, len(groups), lot):
         more = [sample for group in groups[first : first + lot] for sample in group]
         with_it = [
-            each.delay_s + drain_s(EngineLoad((*taken[i], *more), each.rows, each.speed), lengths)
+            each.delay_s + batch_drain_s(EngineLoad((*taken[i], *more), each.rows, each.speed), lengths)
             for i, each in enumerate(engines)
         ]
         best = min(range(len(engines)), key=with_it.__getitem__)
         taken[best] += more
         counts[best], finish_s[best] = counts[best] + len(groups[first : first + lot]), with_it[best]
     home, everything = engines[0], tuple(sample for group in groups for sample in group)
-    alone_s = home.delay_s + drain_s(EngineLoad(everything, home.rows, home.speed), lengths)
+    alone_s = home.delay_s + batch_drain_s(EngineLoad(everything, home.rows, home.speed), lengths)
     if max(finish_s) > (1 - LEAST_GAIN) * alone_s:
         return [0] * len(groups), [alone_s, *[0.0] * (len(engines) - 1)]
     return [i for i, count in enumerate(counts) for _ in range(count)], finish_s
@@ -252,7 +254,11 @@ class PooledSource:
         self._queued_weights = self._loaded_weights = (-1, -1)
         """Rank and number of the weights of the last task, and of those in the engine."""
         self._task_s = self._usual_task_s = 0.0
-        self._apart_s, self._apart_since = 0.0, math.nan
+        self._apart_s, self._apart_since, self._apart_idle_s = 0.0, math.nan, 0.0
+        """Seconds from the end of a batch until this rank can work for others again, which it can in waits;
+        when they began, and `_idle_s` then."""
+        self._is_between = True
+        """No batch of this rank is under way."""
         self._round = self._place.rounds()
         self._round_began, self._round_idle_s, self._is_new = time.monotonic(), self._idle_s(), True
         self.links = PoolLinks(place.group, self._receive)
@@ -277,9 +283,7 @@ class PooledSource:
         """Hand the weights to the engine; a round that has ended decides whether this rank helps."""
         self.inner.update_weights(weights, version)
         now = time.monotonic()
-        if not math.isnan(self._apart_since):
-            apart_s = now - self._apart_since
-            self._apart_s = (self._apart_s + apart_s) / 2 if self._apart_s else apart_s
+        self._end_apart()
         is_new, self._is_new = self._is_new, False
         if self._place.rounds() == self._round:
             if is_new:  # the start of the process is no part of its first round
@@ -296,6 +300,7 @@ class PooledSource:
     def add(self, prompts: Sequence[Prompt]) -> None:
         """Queue one sample per prompt, until the next step."""
         self._new += prompts
+        self._is_between = False
 
     def step(self) -> list[Rollout]:
         """Work for another rank or take one step of the engine, or wait a moment; return finished samples."""
@@ -317,7 +322,8 @@ class PooledSource:
         for rollout in finished:
             (self._ended if rollout.finish_reason == "stop" else self._cut).append(len(rollout.tokens))
         if not self.running:
-            self._apart_since = time.monotonic()
+            self._apart_since, self._apart_idle_s = time.monotonic(), self._idle_s()
+            self._is_between = True
         return finished
 
     def pending(self) -> list[Prompt]:
@@ -361,7 +367,7 @@ class PooledSource:
 
     def work(self) -> bool:
         """Advance samples of another rank by one step; return whether there were any."""
-        self._apart_since = math.nan
+        self._end_apart()
         if not self.has_work:
             return False
         began = time.perf_counter()
@@ -421,6 +427,13 @@ class PooledSource:
             self.links.send(task.rank, Message(DONE, task.number, text))
         return not engine.running and not engine.waiting
 
+    def _end_apart(self) -> None:
+        """Note how long the work after a batch took, without the waits in it."""
+        if not math.isnan(self._apart_since):
+            apart_s = time.monotonic() - self._apart_since - (self._idle_s() - self._apart_idle_s)
+            self._apart_s = (self._apart_s + apart_s) / 2 if self._apart_s else apart_s
+            self._apart_since = math.nan
+
     def _idle_s(self) -> float:
         """Return the seconds so far in which this rank could help, or did."""
         return self._place.waited_s() + self.counts.helped_s
@@ -476,7 +489,8 @@ class PooledSource:
         expected_s: Predicted seconds until it has finished, without its lag.
         """
         now_s = time.monotonic()
-        late_at = now_s + LATE_FACTOR * (expected_s + self._lag_of(rank)) + LATE_S
+        spare_s = LATE_S if rank in self._lag_s else FIRST_S
+        late_at = now_s + LATE_FACTOR * (expected_s + self._lag_of(rank)) + spare_s
         self._parts[rank, self._number] = _Part(now_s, expected_s, len(prompts))
         self.counts.given += len(prompts)
         self._given |= {prompt.key: _Given(prompt, rank, self._number, late_at) for prompt in prompts}
@@ -517,7 +531,7 @@ class PooledSource:
             if not moved:
                 continue
             theirs = tuple(map(UnfinishedSample.of, moved))
-            expected_s = drain_s(EngineLoad(theirs, answer["rows"], loads[rank].speed), lengths)
+            expected_s = batch_drain_s(EngineLoad(theirs, answer["rows"], loads[rank].speed), lengths)
             self.counts.moved += len(moved)
             self._predicted_s = math.nan
             self._give(rank, [engine.remove(rollout) for rollout in moved], answer, expected_s)
@@ -695,7 +709,8 @@ class PooledSource:
     def _answer(self, rank: int, steps: int) -> dict[str, Any]:
         """Return whether this rank helps that one, which has taken so many steps, and when it could begin."""
         speed = self._meter.speed()
-        if not self._helps or speed is None or self._place.steps() < steps:
+        behind = steps - self._place.steps()  # by one until both have left a round
+        if not self._helps or speed is None or behind > int(self._is_between):
             return {"helps": False}
         delay_s = self._usual_task_s * (len(self._tasks) + (self._task is not None))
         if not math.isnan(since := self._apart_since):

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import add
+from operator import add, neg
 
 from aedit.spec_rollout.engine import EngineSpeed
 from aedit.spec_rollout.sampling import Rollout, SampleKey
@@ -56,28 +56,40 @@ class LengthDistribution:
             at_risk -= ends[length] + cut[length]
         return cls(tuple(at), tuple(longer), tuple(area))
 
-    def expected_remaining(self, emitted: int, max_length: int, scale: float = 1.0) -> float:
+    def expected_remaining(
+        self, emitted: int, max_length: int, scale: float = 1.0, part: tuple[float, float] = (0.0, 1.0)
+    ) -> float:
         """Return the expected number of tokens after the first `emitted` of an unfinished sample.
 
-        Beyond the longest observed length it is `emitted`; without completed samples it is half of what is
-        allowed.
+        Beyond the longest observed length it is `emitted`; without completed samples all lengths that are
+        allowed are equally likely.
 
         Args:
             emitted: Tokens so far.
             max_length: Upper limit of the sample's length.
             scale: Length of the sample's group relative to all samples (`group_scales`).
+            part: Quantiles between which the sample's length is, such as (0.75, 1.0) for the longest quarter.
         """
-        return scale * self._expected_remaining(emitted / scale, max_length / scale)
+        return scale * self._expected_remaining(emitted / scale, max_length / scale, *part)
 
-    def _expected_remaining(self, emitted: float, max_length: float) -> float:
+    def _expected_remaining(self, emitted: float, max_length: float, low: float, high: float) -> float:
         room = max_length - emitted
         if len(self.at) == 1:
-            return room / 2
+            return room * (low + high) / 2
         here = self._longer(emitted)
         if emitted >= self.at[-1] or not here:
             return min(emitted, room)
-        beyond = self.longer[-1] * min(self.at[-1], max(0.0, max_length - self.at[-1]))
-        return (self._area(min(max_length, self.at[-1])) - self._area(emitted) + beyond) / here
+        # The mean of the quantiles is the integral of the curve, cut below at 1 - high and above at 1 - low.
+        last = min(max_length, 2 * self.at[-1])
+        end = min(self._falls_below(here * (1 - high)), last)
+        begin = min(self._falls_below(here * (1 - low)), end)
+        inside = (self._area(end) - self._area(begin)) / here - (1 - high) * (end - begin)
+        return begin - emitted + inside / (high - low)
+
+    def _falls_below(self, share: float) -> float:
+        """Return the length from which the curve is below a share."""
+        i = bisect_right(self.longer, -share, key=neg)
+        return self.at[i] if i < len(self.at) else math.inf
 
     def _longer(self, length: float) -> float:
         return self.longer[bisect_right(self.at, length) - 1]
@@ -117,9 +129,11 @@ class UnfinishedSample:
         most = prompt.sampling.max_new_tokens
         return cls(prompt.key, len(prompt.tokens) + emitted, emitted, most, prompt.group)
 
-    def expected_remaining(self, lengths: LengthDistribution) -> float:
-        """Return the expected number of further tokens."""
-        return lengths.expected_remaining(self.emitted, self.max_new_tokens, self.scale)
+    def expected_remaining(
+        self, lengths: LengthDistribution, part: tuple[float, float] = (0.0, 1.0)
+    ) -> float:
+        """Return the expected number of further tokens; see `LengthDistribution.expected_remaining`."""
+        return lengths.expected_remaining(self.emitted, self.max_new_tokens, self.scale, part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +219,28 @@ def drain_s(load: EngineLoad, lengths: LengthDistribution) -> float:
     order, each at the average number of tokens per row of all before it (water filling over the rows), as it
     is not known which row will be free first.
     """
-    expected = [sample.expected_remaining(lengths) for sample in load.samples]
+    return _drain_s(load, [sample.expected_remaining(lengths) for sample in load.samples])
+
+
+def batch_drain_s(load: EngineLoad, lengths: LengthDistribution) -> float:
+    """Return the same as `drain_s`, for samples whose lengths will be unequal, as those before were.
+
+    Of n samples the shortest is expected among the shortest 1/n of all, and so on. The longest ones decide
+    when an engine has finished, so that half of the samples take more than half of the time.
+    """
+    num = max(len(load.samples), 1)
+    parts = [(i / num, (i + 1) / num) for i in _spread_order(len(load.samples))]
+    pairs = zip(load.samples, parts, strict=True)
+    return _drain_s(load, [sample.expected_remaining(lengths, part) for sample, part in pairs])
+
+
+def _spread_order(num: int) -> list[int]:
+    """Return 0 .. num - 1 with small and large numbers everywhere: waiting samples are not the longest."""
+    step = next(k for k in range(max(1, round(num * 0.618)), num + 2) if math.gcd(k, max(num, 1)) == 1)
+    return [i * step % num for i in range(num)]
+
+
+def _drain_s(load: EngineLoad, expected: Sequence[float]) -> float:
     live, waiting = sorted(expected[: load.rows]), expected[load.rows :]
     begin = list(_fill_levels(live, waiting))
     full = begin.pop() if waiting else 0.0
