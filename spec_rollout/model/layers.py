@@ -89,28 +89,30 @@ class RMSNorm:
     weight: Tensor
     eps: float
     eps_1: Tensor | None
-    """`eps` as a one-element tensor, for the CPU path. None where the fused kernel is used."""
+    """`eps` as a one-element tensor, in fp32 or fp64, for the CPU. None where there is a fused kernel."""
     adds_one: bool = False
 
     @classmethod
     def of(cls, weight: Tensor, eps: float, *, adds_one: bool = False) -> "RMSNorm":
         """Return the norm with this weight."""
-        is_fused = weight.device.type != "cpu" or weight.dtype == torch.bfloat16
-        return cls(weight, eps, None if is_fused else torch.tensor([eps], dtype=weight.dtype), adds_one)
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        eps_1 = torch.tensor([eps], dtype=exact) if weight.device.type == "cpu" else None
+        return cls(weight, eps, eps_1, adds_one)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x normalized over the last dimension."""
-        if self.eps_1 is not None:
-            # Takes half the time of F.rms_norm, which on the CPU runs eight kernels instead of a fused one.
-            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            normed = x * torch.addcmul(self.eps_1, norm, norm, value=1 / x.shape[-1]).rsqrt_()
-            return torch.addcmul(normed, normed, self.weight) if self.adds_one else normed * self.weight
-        if not self.adds_one:
+        if self.eps_1 is None and not self.adds_one:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        exact = x.float() if x.dtype == torch.bfloat16 else x
+        if self.eps_1 is None:
+            normed = F.rms_norm(exact, self.weight.shape, None, self.eps)
+        else:
+            # Takes half the time of F.rms_norm, which on the CPU runs eight kernels instead of a fused one.
+            norm = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
+            normed = exact * torch.addcmul(self.eps_1, norm, norm, value=1 / x.shape[-1]).rsqrt_()
         # 1 + weight in bf16 would round small weights away.
-        exact = torch.promote_types(x.dtype, torch.float32)
-        normed = F.rms_norm(x.to(exact), self.weight.shape, None, self.eps)
-        return torch.addcmul(normed, normed, self.weight).to(x.dtype)
+        normed = torch.addcmul(normed, normed, self.weight) if self.adds_one else normed.mul_(self.weight)
+        return normed if exact is x else normed.bfloat16()
 
 
 QKV = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -188,7 +190,7 @@ def gated_mlp(gate_up: "JoinedLinear", down: Function, activation: Function) -> 
 
     def run(x_Td: Tensor) -> Tensor:
         gate, up = gate_up(x_Td)
-        return down(activation(gate) * up)
+        return down(activation(gate).mul_(up))
 
     return run
 
@@ -198,7 +200,7 @@ def fused_gated_mlp(gate_up: Function, down: Function, activation: Function) -> 
 
     def run(x_Td: Tensor) -> Tensor:
         gate, up = gate_up(x_Td).chunk(2, -1)
-        return down(activation(gate) * up)
+        return down(activation(gate).mul_(up))
 
     return run
 
@@ -222,10 +224,10 @@ def run_layer(x_Td: Tensor, layer: Layer, ropes: tuple[Rope, ...], attend: Atten
     """
     inner = x_Td if layer.before_attention is None else layer.before_attention(x_Td)
     inner = layer.attention(inner, ropes, attend)
-    x_Td = x_Td + (inner if layer.after_attention is None else layer.after_attention(inner))
+    x_Td = (inner if layer.after_attention is None else layer.after_attention(inner)).add_(x_Td)
     inner = x_Td if layer.before_mlp is None else layer.before_mlp(x_Td)
     inner = layer.mlp(inner)
-    return x_Td + (inner if layer.after_mlp is None else layer.after_mlp(inner))
+    return (inner if layer.after_mlp is None else layer.after_mlp(inner)).add_(x_Td)
 
 
 SMALL_WEIGHTS = 1 << 17
@@ -292,12 +294,14 @@ class Linear:
 
 @dataclass(slots=True, eq=False)
 class JoinedLinear:
-    """Several `Linear`s of one input. With a packed copy of all weights, one product computes them."""
+    """Several `Linear`s of one input. With a copy of all weights in one, one product computes them."""
 
     parts: tuple[Linear, ...]
-    _packed: Tensor | None = None
+    _copy: Tensor | None = None
+    """The weights below each other, in the layout of `Linear.pack` if they are large."""
     _bias_o: Tensor | None = None
-    _versions: tuple[int, ...] = ()
+    _versions: tuple[tuple[Tensor, int], ...] = ()
+    """Weights and biases, and what PyTorch's counts of their changes were when they were copied."""
 
     def __call__(self, x_Ti: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs of the parts, (..., o) each."""
@@ -308,16 +312,17 @@ class JoinedLinear:
 
     def joined(self, x_Ti: Tensor) -> Tensor | None:
         """Return the outputs of all parts beside each other. None where each part computes its own."""
-        if self._packed is None:
+        if self._copy is None or torch.is_grad_enabled():
             return None
-        if self._versions != self._current_versions():
-            self._packed = self._bias_o = None  # a weight or a bias has changed in place
+        if any(tensor._version != version for tensor, version in self._versions):
+            self._copy = self._bias_o = None  # a weight or a bias has changed in place
             return None
-        rows, dtype = x_Ti.numel() // x_Ti.shape[-1], self.parts[0].weight.dtype
-        if torch.is_grad_enabled() or rows < _least_packed_rows(self._packed.numel(), dtype):
+        if not self._copy.is_mkldnn:
+            return linear(x_Ti, self._copy, self._bias_o)
+        rows = x_Ti.numel() // x_Ti.shape[-1]
+        if rows < _least_packed_rows(self._copy.numel(), self._copy.dtype):
             return None
-        packed, bias_o = self._packed, self._bias_o
-        return _with_added_rows(x_Ti, rows, lambda x_Ti, _: _onednn(x_Ti, packed, bias_o))
+        return _with_added_rows(x_Ti, rows, self._copy, self._bias_o, self._copy)
 
     @property
     def nbytes(self) -> int:
@@ -326,29 +331,25 @@ class JoinedLinear:
 
     @property
     def can_be_packed(self) -> bool:
-        """Return whether a packed copy makes products faster; see `Linear.can_be_packed`."""
-        weights = [part.weight for part in self.parts]
+        """Return whether a copy makes products faster: weights on a CPU in fp32 or bf16, also small ones."""
         is_uniform = len({(part.weight.dtype, part.bias_o is None) for part in self.parts}) == 1
-        is_large = sum(weight.numel() for weight in weights) >= SMALL_WEIGHTS
-        return is_uniform and is_large and all(map(_can_be_packed, weights))
+        return is_uniform and all(_can_be_packed(part.weight) for part in self.parts)
 
     @property
     def is_packed(self) -> bool:
-        """Return whether there is a packed copy."""
-        return self._packed is not None
+        """Return whether there is a copy."""
+        return self._copy is not None
 
     def pack(self) -> None:
-        """Copy the weights of all parts into one packed weight; see `Linear.pack`."""
-        self._versions = self._current_versions()
-        self._packed = _packed_copy(torch.cat([part.weight_oi.detach() for part in self.parts]))
-        biases = [part.bias_o for part in self.parts if part.bias_o is not None]
-        self._bias_o = torch.cat([bias_o.detach() for bias_o in biases]) if biases else None
-
-    def _current_versions(self) -> tuple[int, ...]:
+        """Copy the weights of all parts into one; see `Linear.pack`."""
         tensors = [
             tensor for part in self.parts for tensor in (part.weight, part.bias_o) if tensor is not None
         ]
-        return tuple(tensor._version for tensor in tensors)
+        self._versions = tuple((tensor, tensor._version) for tensor in tensors)
+        joined = torch.cat([part.weight_oi.detach() for part in self.parts])
+        self._copy = joined if joined.numel() < SMALL_WEIGHTS else _packed_copy(joined)
+        biases = [part.bias_o for part in self.parts if part.bias_o is not None]
+        self._bias_o = torch.cat([bias_o.detach() for bias_o in biases]) if biases else None
 
 
 def _can_be_packed(weight: Tensor) -> bool:
@@ -389,18 +390,21 @@ def linear(
     if x_Ti.is_cuda or torch.is_grad_enabled() or not _HAS_ONEDNN:
         return F.linear(x_Ti, weight_oi, bias_o)
     rows = x_Ti.numel() // x_Ti.shape[-1]
-    if weight_oi.dtype == torch.float64:  # has no kernels of oneDNN
+    if rows <= EXACT_ROWS or weight_oi.dtype == torch.float64:  # which has no kernels of oneDNN
         return _product(x_Ti, weight_oi, bias_o, rows, packed)
-    return _with_added_rows(x_Ti, rows, lambda x_Ti, rows: _product(x_Ti, weight_oi, bias_o, rows, packed))
+    return _with_added_rows(x_Ti, rows, weight_oi, bias_o, packed)
 
 
-def _with_added_rows(x_Ti: Tensor, rows: int, product: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """Return product(x, number of its rows), computed for `padded_rows`."""
+def _with_added_rows(
+    x_Ti: Tensor, rows: int, weight_oi: Tensor, bias_o: Tensor | None, packed: Tensor | None
+) -> Tensor:
+    """Return `_product`, computed for `padded_rows`."""
     num_added = padded_rows(rows) - rows
     if not num_added:
-        return product(x_Ti, rows)
+        return _product(x_Ti, weight_oi, bias_o, rows, packed)
     padded_Ti = F.pad(x_Ti.reshape(rows, -1), (0, 0, 0, num_added))
-    return product(padded_Ti, rows + num_added)[:rows].view(*x_Ti.shape[:-1], -1)
+    product = _product(padded_Ti, weight_oi, bias_o, rows + num_added, packed)
+    return product[:rows].view(*x_Ti.shape[:-1], -1)
 
 
 def padded_rows(rows: int) -> int:
