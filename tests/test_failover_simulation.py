@@ -11,7 +11,17 @@ from pathlib import Path
 
 import pytest
 from kit.failover.disk import DISKS, SYSTEM, Disk, SimPath
-from kit.failover.histories import RECIPES, History, Simulation, failure, first_failure, history, shortest
+from kit.failover.histories import (
+    RECIPES,
+    History,
+    Simulation,
+    copying_the_leader,
+    failure,
+    first_failure,
+    history,
+    shortest,
+    twin,
+)
 from kit.failover.hub import simulated
 from kit.failover.mutants import MUTANTS
 from kit.failover.world import Fault, Process, World
@@ -100,6 +110,12 @@ def test_no_promise_is_broken_in_many_more_histories(capsys):
 @pytest.mark.parametrize("seed", [*OLDER, *FULL, *SHOWN, *OF_THE_TEST, *TWINS])
 def test_histories_that_found_a_fault_break_no_promise(seed):
     check([seed])
+
+
+def test_a_copy_of_the_leaders_folder_at_another_address_leads_no_term_of_the_leader():
+    """Found so: it led the term on while the leader was paused or gone, and that one led on as well."""
+    for seed in range(RECIPES.index(twin), 500, len(RECIPES)):
+        assert not failure(copying_the_leader(history(seed))), seed
 
 
 def test_a_full_hub_that_starts_again_sends_its_journal_and_leads_on():

@@ -12,6 +12,7 @@ from aedit.async_sgd.replication import Leadership
 from aedit.async_sgd.rules import Configured, Led
 from aedit.async_sgd.service import RequestGuard
 from aedit.launch.config import RunConfig
+from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.folder import make_hub
 from aedit.proto.rpc import (
     Proposal,
@@ -152,6 +153,30 @@ def test_a_hub_without_others_writes_no_configuration(tmp_path):
     assert ledger.hub.state.configs == ()
     assert made.leads
     assert not (tmp_path / "votes.json").exists()
+
+
+def test_a_copy_of_a_leaders_folder_at_another_address_must_be_elected_also_when_it_starts_again(tmp_path):
+    made, _, _ = leading(tmp_path)
+    file, me = tmp_path / "votes.json", made.identity
+
+    def begins(*replicas, is_moved):
+        configs = (Configured(1, 1, me, replicas, (NODE,)),)
+        return Leadership(file, 1).begin(1, configs, is_new=False, answered={STANDBY}, is_moved=is_moved)
+
+    assert begins(me, is_moved=True) is not None, "it is all that there is"
+    assert begins(me, STANDBY, is_moved=False) is not None
+    assert begins(me, STANDBY, is_moved=True) is None
+    assert begins(me, STANDBY, is_moved=False) is None
+    assert Leadership(file, 1).answer(Proposal(2, 0, me, (1, 1))).granted, "it votes under other terms"
+
+
+@pytest.mark.parametrize(
+    ("before", "address", "is_moved"),
+    [("a:1", "b:1", True), ("a:1", "a:1", False), ("", "a:1", False), ("a:1", "a:0", False)],
+)
+def test_a_folder_is_moved_if_its_hub_listened_at_another_address(tmp_path, before, address, is_moved):
+    (tmp_path / "address").write_text(before)
+    assert HubEndpoint(RunConfig(), tmp_path, (0, 1), False, address, None).is_moved == is_moved
 
 
 def test_a_promise_is_on_disk_before_the_answer(tmp_path):

@@ -143,6 +143,7 @@ class Leadership:
         *,
         is_new: bool,
         answered: Set[int] = frozenset(),
+        is_moved: bool = False,
     ) -> Sequence[Record] | None:
         """Return the records with which this hub begins to lead; None if it must follow or be elected.
 
@@ -151,6 +152,8 @@ class Leadership:
             configs: Of the journal.
             is_new: No other hub can have a record of the run, or may have taken part in it.
             answered: See `Replica.may_resume`.
+            is_moved: The folder may be a copy, and the hub that has led with the other one may lead on. With
+                other replicas this one must be elected then, also after it has started once more.
         """
         with self._deciding() as replica:
             replica.configs = configs
@@ -162,6 +165,8 @@ class Leadership:
                 return (
                     None  # its folder may be an older copy: the other replicas say so, if it asks for votes
                 )
+            if is_moved and configs and len(configs[-1].replicas) > 1:
+                replica.renounce(journal_term)
             return replica.resume(self._clock()) if replica.may_resume(journal_term, answered) else None
 
     def force(self, journal_term: int, jump: int) -> Sequence[Record]:

@@ -94,6 +94,11 @@ class Replica:
             and all(is_quorum(one, {self.voter.me, *answered} & set(one.replicas)) for one in self.configs)
         )
 
+    def renounce(self, term: int) -> None:
+        """Support no hub in a term for which this one was elected: the process that was may lead on."""
+        if (self.voter.term, self.voter.voted_for) == (term, self.voter.me):
+            self.voter = replace(self.voter, voted_for=0, process=0)
+
     def resume(self, now: float) -> Decided:
         """Lead on after a restart, see `may_resume`; return the records to write.
 

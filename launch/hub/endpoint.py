@@ -162,6 +162,12 @@ class HubEndpoint:
         return before if self.address.endswith(":0") and same_host else self.address
 
     @property
+    def is_moved(self) -> bool:
+        """Return whether the hub of the folder listened at another address before: this may be a copy."""
+        before = read_line(self.directory / "address")
+        return bool(before) and before != self.address and not self.address.endswith(":0")
+
+    @property
     def uses_standby_address(self) -> bool:
         """Return whether the hub listens at a configured standby address, whatever its role is now."""
         return self.standby and self.address in self._standbys[self.number - 1 : self.number]

@@ -208,8 +208,9 @@ class _Process:
         behind = not force and self._is_behind((state.term, *journal.position))
         twin = self._others.voters.get(self._leadership.identity, "")
         if (newest <= own and not behind and not twin) or force:
+            is_moved, others = self.endpoint.is_moved, self._others.compared
             records = self._leadership.begin(
-                own, state.configs, is_new=is_new, answered=self._others.compared
+                own, state.configs, is_new=is_new, answered=others, is_moved=is_moved
             )
             must_ask = led == (own, self._leadership.identity) and self.endpoint.replicas is None
             if records is None and must_ask and not force:
@@ -255,12 +256,12 @@ class _Process:
         return True
 
     def _say_it_must_be_elected(self) -> None:
-        """Report why this hub does not lead on: no quorum has said that it has no more than this one."""
+        """Report why this hub does not lead on: no quorum says that it has no more, or it may be a copy."""
         others = ", ".join(self.endpoint.others) or "none is known"
         reason = (
-            f"{self.endpoint.directory} may be an older copy, and too few of the other hubs ({others}) say"
-            " how much of the journal they have: this hub leads once it is elected. If they are gone for"
-            " good, start it with --force-lead"
+            f"{self.endpoint.directory} may be an older copy: it was that of a hub at another address, or too"
+            f" few of the other hubs ({others}) say how much of the journal they have. This hub leads once it"
+            " is elected. If they are gone for good, start it with --force-lead"
         )
         log.error("%s", reason)
         self._reports.event("must_be_elected", reason=reason)

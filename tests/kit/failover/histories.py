@@ -186,6 +186,12 @@ def _any_fault(chance, hubs, nodes):
     return Fault(at_s, kind, who, chance.choice(hubs), lasts_s)
 
 
+def copying_the_leader(what):
+    """Return a history in which the folder that is copied is that of the leader."""
+    faults = (replace(one, other=LEADER) if one.kind == "twin" else one for one in what.faults)
+    return replace(what, faults=tuple(faults))
+
+
 class Simulation:
     """One history as it happens."""
 
@@ -352,11 +358,10 @@ class Simulation:
         """Let another machine take the place of a hub, with a copy of the folder of a third one."""
         other = self.processes[fault.other]
         here, there = (str(self.processes[one].directory) for one in (fault.who, fault.other))
-        if other is not self.processes[self._number(LEADER)]:
-            files = {name.replace(there, here, 1): inode for name, inode in other.disk.copied().items()}
-            self._replace_by(fault, files)
-            if self.what.loss or len(self.what.faults) > 2:
-                self.accounts.forgiven = self.processes[fault.other].identity
+        files = {name.replace(there, here, 1): inode for name, inode in other.disk.copied().items()}
+        self._replace_by(fault, files)
+        if self.what.loss or len(self.what.faults) > 2:
+            self.accounts.forgiven = other.identity
 
     def _replace_by(self, fault, files):
         hub = self.processes[fault.who]
