@@ -33,8 +33,8 @@ CONFIG = parse_config(
 class Part:
     """Three replicas of the only part, in this process; the first one begins it and owns it."""
 
-    def __init__(self, folder, config=CONFIG):
-        self.folder, self.config, self.running, self.addresses = folder, config, {}, {}
+    def __init__(self, folder):
+        self.folder, self.running, self.addresses = folder, {}, {}
         self.held = ExitStack()
 
     def folder_of(self, number):
@@ -45,9 +45,7 @@ class Part:
         folder.mkdir(parents=True, exist_ok=True)
         self.write()
         file = ReplicasFile(folder.parent / "replicas.json")
-        made = HubEndpoint(
-            self.config, folder, (0, 1), not founds, "127.0.0.1:0", None, replicas=file, copies=3
-        )
+        made = HubEndpoint(CONFIG, folder, (0, 1), not founds, "127.0.0.1:0", None, replicas=file, copies=3)
         self.running[number] = process = _Process(made, insecure=False)
         process.start()
         self.addresses[number] = process._server.address

@@ -220,7 +220,7 @@ class _Process:
         if records is None:
             self._follow(hub, journal, twin)
         else:
-            self._lead_or_follow(hub, journal, records or ([] if state.term else [Led(own + 1)]))
+            self._lead(hub, journal, records or ([] if state.term else [Led(own + 1)]))
         self._vote_requests.start()
         self._note_address()
 
@@ -439,21 +439,6 @@ class _Process:
         self._leading = leading
         self._start(leading)
         return leading
-
-    def _lead_or_follow(self, hub: Hub, journal: Journal, records: Sequence[Record]) -> None:
-        """Lead; or follow until it is elected if the disk has no room for these records.
-
-        Raises NoSpace if there are no other hubs, or the run has not begun.
-        """
-        try:
-            self._lead(hub, journal, records)
-        except NoSpace as error:
-            if not (self._leadership.has_others and hub.state.term):
-                raise
-            log.error("this hub cannot lead: %s", error)
-            self._reports.event("cannot_lead", reason=str(error))
-            self._leadership.resign(hub.state.configs)
-            self._follow(hub, journal)
 
     def _start(self, leading: LeadingHub) -> None:
         """Start the threads of a hub that leads, and all that it serves."""
