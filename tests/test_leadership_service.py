@@ -14,6 +14,7 @@ from aedit.async_sgd.service import RequestGuard
 from aedit.launch.config import RunConfig
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.folder import make_hub
+from aedit.proto.agent.membership import Elector
 from aedit.proto.rpc import (
     Proposal,
     Voter,
@@ -177,6 +178,13 @@ def test_a_copy_of_a_leaders_folder_at_another_address_must_be_elected_also_when
 def test_a_folder_is_moved_if_its_hub_listened_at_another_address(tmp_path, before, address, is_moved):
     (tmp_path / "address").write_text(before)
     assert HubEndpoint(RunConfig(), tmp_path, (0, 1), False, address, None).is_moved == is_moved
+
+
+def test_a_node_that_starts_again_before_it_has_voted_is_the_same_voter(tmp_path):
+    """Found in simulation: configurations named electors that were gone, and none could be agreed on."""
+    file = tmp_path / "votes" / "box"
+    assert Elector(file).shown.voter == Elector(file).shown.voter
+    assert Elector(None).shown.voter != Elector(None).shown.voter
 
 
 def test_a_promise_is_on_disk_before_the_answer(tmp_path):

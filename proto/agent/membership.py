@@ -523,6 +523,9 @@ class Elector:
     def __init__(self, file: Path | None) -> None:
         """Continue with the promises in the file. Raises UserError if it is damaged."""
         self._file, self._voter = file, Voter.load(file)
+        if file is not None and not file.exists():
+            with suppress(OSError):  # kept from now on: configurations may name it before it votes
+                self._voter.save(file)
         self._key = self._voter.signing_key
         self.shown = offer_out(self._key)
         """Shows to a hub under which identity this node votes."""
