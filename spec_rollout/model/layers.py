@@ -294,11 +294,11 @@ class Linear:
 
 @dataclass(slots=True, eq=False)
 class JoinedLinear:
-    """Several `Linear`s of one input. With a copy of all weights in one, one product computes them."""
+    """Several `Linear`s of one input. With a packed copy of all weights, one product computes them."""
 
     parts: tuple[Linear, ...]
     _copy: Tensor | None = None
-    """The weights below each other, in the layout of `Linear.pack` if they are large."""
+    """The weights below each other, packed; see `Linear.pack`."""
     _bias_o: Tensor | None = None
     _versions: tuple[tuple[Tensor, int], ...] = ()
     """Weights and biases, and what PyTorch's counts of their changes were when they were copied."""
@@ -317,8 +317,6 @@ class JoinedLinear:
         if any(tensor._version != version for tensor, version in self._versions):
             self._copy = self._bias_o = None  # a weight or a bias has changed in place
             return None
-        if not self._copy.is_mkldnn:
-            return linear(x_Ti, self._copy, self._bias_o)
         rows = x_Ti.numel() // x_Ti.shape[-1]
         if rows < _least_packed_rows(self._copy.numel(), self._copy.dtype):
             return None
@@ -331,23 +329,23 @@ class JoinedLinear:
 
     @property
     def can_be_packed(self) -> bool:
-        """Return whether a copy makes products faster: weights on a CPU in fp32 or bf16, also small ones."""
+        """Return whether a packed copy makes products faster; see `Linear.can_be_packed`."""
         is_uniform = len({(part.weight.dtype, part.bias_o is None) for part in self.parts}) == 1
-        return is_uniform and all(_can_be_packed(part.weight) for part in self.parts)
+        is_large = sum(part.weight.numel() for part in self.parts) >= SMALL_WEIGHTS
+        return is_uniform and is_large and all(_can_be_packed(part.weight) for part in self.parts)
 
     @property
     def is_packed(self) -> bool:
-        """Return whether there is a copy."""
+        """Return whether there is a packed copy."""
         return self._copy is not None
 
     def pack(self) -> None:
-        """Copy the weights of all parts into one; see `Linear.pack`."""
+        """Copy the weights of all parts into one packed weight; see `Linear.pack`."""
         tensors = [
             tensor for part in self.parts for tensor in (part.weight, part.bias_o) if tensor is not None
         ]
         self._versions = tuple((tensor, tensor._version) for tensor in tensors)
-        joined = torch.cat([part.weight_oi.detach() for part in self.parts])
-        self._copy = joined if joined.numel() < SMALL_WEIGHTS else _packed_copy(joined)
+        self._copy = _packed_copy(torch.cat([part.weight_oi.detach() for part in self.parts]))
         biases = [part.bias_o for part in self.parts if part.bias_o is not None]
         self._bias_o = torch.cat([bias_o.detach() for bias_o in biases]) if biases else None
 
