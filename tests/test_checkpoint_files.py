@@ -218,7 +218,9 @@ def test_checkpoints_are_put_off_at_a_hub_if_they_take_more_than_their_share(
 
     def join(node):
         if at_a_hub:
-            node.hub = SimpleNamespace(begin=lambda node: None, record_step=lambda node: None)
+            node.hub = SimpleNamespace(
+                begin=lambda node: None, record_step=lambda node: None, next_number=lambda unit: 0
+            )
 
     node = text_nodes.run(text_nodes.config_of(tmp_path, **keys), join)
     events = map(json.loads, (node.recorder.directory / "events.jsonl").read_text().splitlines())
