@@ -89,7 +89,6 @@ def test_one_new_token_of_each_row_attends_as_written_out(dtype, large, min_save
     step = cache.prepare(torch.tensor(lengths), 1, kv_extents(lengths, 1, min_saved))
     has_sums = dtype != torch.float64 and not large
     assert [view.values is not None for view in step.views] == [has_sums] * (1 if min_saved else 3)
-    assert {view.is_converted for view in step.views} == {dtype == torch.bfloat16 and not has_sums}
     for layer, spec in enumerate(SPECS):
         queries, keys, values = (torch.randn(3, n, SIZE, dtype=dtype) for n in (HEADS, KV_HEADS, KV_HEADS))
         ours = step.attend(layer, queries, keys, values)

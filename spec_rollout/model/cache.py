@@ -23,8 +23,7 @@ core."""
 L2_BYTES = 2 << 20
 """Bytes of keys of one layer that a CPU core's second cache does not hold."""
 LARGE_VALUES = 256 << 10
-"""Bytes of values of one layer from which on sums by index are faster than a product with a single row. Keys
-and values in bf16 that take less are converted to fp32 on a CPU: small products take half the time in it."""
+"""Bytes of values of one layer from which on sums by index are faster than a product with a single row."""
 MOST_READS = 4
 """Query heads per key/value head up to which reading the values once for each is not slower."""
 
@@ -124,19 +123,18 @@ class KVCache:
         context, reader = self.storage.reader(extent.first_row, extent.num_rows, extent.context)
         token_bytes = self.shape.num_kv_heads * self.shape.head_dim * self.dtype.itemsize
         is_large = extent.num_rows * context * token_bytes >= LARGE_VALUES
-        is_converted = self.dtype == torch.bfloat16 and self.device.type == "cpu" and not is_large
-        dtype, masks = torch.float32 if is_converted else self.dtype, {}
+        masks = {}
         for window in self._windows:
-            masks[window] = self._seen.float() if is_converted else self._seen
+            masks[window] = self._seen
             is_cut = context > extent.context or (window is not None and window < context)
             if extent.needs_mask or is_cut:
                 mask_BqC = attention_mask(lengths_B, q, context, ancestors_Bqq, window)
                 # As scores are laid out: (B * K, q * G, C).
-                mask = mask_BqC.to(dtype)[:, None, :, None]
+                mask = mask_BqC.to(self.dtype)[:, None, :, None]
                 mask = mask.expand(-1, self.shape.num_kv_heads, -1, self.shape.group, -1)
                 masks[window] = mask.reshape(-1, q * self.shape.group, context)
         if q > 1 or self.shape.group > MOST_READS or not is_large or not self._has_sums:
-            return KVView(extent.num_rows, reader, masks, is_converted=is_converted)
+            return KVView(extent.num_rows, reader, masks)
         rows = torch.arange(extent.first_row, extent.first_row + extent.num_rows)
         slots = self.storage.flat_slots(rows[:, None], torch.arange(context))
         slots_BKGC = (
@@ -228,14 +226,10 @@ class KVView:
     """Mask of each window size: (B * K, q * G, C), 0 or -inf; (1, 1, 1) if no slot is masked."""
     values: "ValueSlots | None" = None
     """Where the values are; None if a product with them is as fast as sums by index."""
-    is_converted: bool = False
-    """Keys and values are converted to fp32, the dtype of the masks."""
 
     def attend(self, layer: int, queries: Tensor, spec: AttentionSpec) -> Tensor:
         """Return the attention output of `queries`, (B * K, q * G, h), in the same shape."""
         mask, (keys, values) = self.masks[spec.window], self.reader(layer)
-        if self.is_converted:
-            queries, keys, values = queries.float(), keys.float(), values.float()
         if spec.softcap is None:
             scores = _products(mask, queries, keys, spec.scale)
         else:
@@ -244,8 +238,7 @@ class KVView:
         weights = torch.softmax(scores, -1)
         if self.values is not None:
             return self.values.weighted(layer, weights)
-        output = torch.bmm(weights, values)
-        return output.bfloat16() if self.is_converted else output
+        return torch.bmm(weights, values)
 
 
 @dataclass(frozen=True, slots=True)
