@@ -13,6 +13,7 @@ import pytest
 import torch
 from kit.drafters import engine_of, fresh
 from kit.rollouts import KINDS, samples, tiny_policy
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from aedit.spec_rollout.choose.arms import real_nodes
@@ -47,6 +48,7 @@ class StallWatch(TorchDispatchMode):
 @pytest.fixture
 def watch(monkeypatch):
     mode = StallWatch()
+    _device_constructors()  # remembers the functions that it finds at its first call
 
     def note(owner, name, allowed):
         right = getattr(owner, name)
