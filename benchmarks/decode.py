@@ -211,10 +211,6 @@ def random_texts(vocabulary: int, num: int, length: int, rng: random.Random) -> 
 # -- race of the systems: the same prompts, by turns in random order, one batch shape after the other
 
 
-RESOLUTION_S = 1e-6
-"""Shortest time of plain steps, for models so small that noise could make it negative."""
-
-
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Batch of prompts."""
@@ -238,7 +234,8 @@ class Race:
     first_s: dict[str, list[float]]
     """Seconds to the first tokens of all prompts."""
     rates: dict[str, list[float]]
-    """Tokens per second of the plain steps, all rows together; empty without plain steps."""
+    """Tokens per second of the plain steps, all rows together; empty without plain steps, or if their time is
+    not known."""
     equal: dict[str, float]
     """Share of the tokens that are those of the first system, each text up to its first difference."""
 
@@ -292,9 +289,17 @@ def race_systems(systems: Mapping[str, System], dtype: str, shape: Shape, turns:
 
 
 def _rates(shape: Shape, first_s: Sequence[float], whole_s: Sequence[float]) -> list[float]:
-    """Return the tokens per second of the plain steps of each turn."""
-    prompts_s = median(first_s) if first_s else 0.0
-    return [shape.rows * shape.new / max(seconds - prompts_s, RESOLUTION_S) for seconds in whole_s]
+    """Return the tokens per second of the plain steps of each turn.
+
+    None if their time is less than that of the first tokens varies by: it is a difference to those.
+    """
+    if not whole_s:
+        return []
+    prompts_s = median(first_s)
+    steps_s = [seconds - prompts_s for seconds in whole_s]
+    if min(steps_s) <= max(first_s) - min(first_s):
+        return []
+    return [shape.rows * shape.new / seconds for seconds in steps_s]
 
 
 def _same_tokens(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
@@ -727,8 +732,9 @@ def line(race: Race) -> str:
 def _decodes(races: Sequence[Race]) -> Report:
     rows, bars = [], []
     for one in races:
-        over = {name: one.speedup(OURS, name) for name in OTHERS if name in one.rates}
-        cells = [f"{median(one.rates[name]):.1f}" if name in one.rates else "-" for name in (OURS, *OTHERS)]
+        rates = {name: found for name, found in one.rates.items() if found}
+        over = {name: one.speedup(OURS, name) for name in OTHERS if OURS in rates and name in rates}
+        cells = [f"{median(rates[name]):.1f}" if name in rates else "-" for name in (OURS, *OTHERS)]
         ratios = [str(over[name]) if name in over else "-" for name in OTHERS]
         equal = [percent(one.equal[name], 0) if name in one.equal else "-" for name in OTHERS]
         rows.append((f"{one.dtype}, {one.shape.rows}", *cells, *ratios, " / ".join(equal)))

@@ -62,6 +62,20 @@ def test_a_turn_tells_prompts_from_steps_and_all_see_the_same_prompts():
     assert found.speedup("ours", "generate", prompts=True).middle == 2.0
 
 
+def test_steps_that_take_less_than_the_prompts_vary_by_have_no_speed():
+    class Unsteady(Clockwork):
+        def decode(self, prompts, new):
+            found = super().decode(prompts, new)
+            return replace(found, seconds=found.seconds + 5 * (len(self.seen) % 4 == 1))
+
+    turns = Turns(repeats=4, vocabulary=50)
+    found = race_systems({"ours": Clockwork(), "generate": Unsteady()}, "bf16", Shape(3, 5, 8), turns)
+    assert found.rates == {"ours": [12.0] * 4, "generate": []}
+    report = decode._decodes([found])
+    assert report.rows[0][1:3] == ("12.0", "-")
+    assert report.bars == ()
+
+
 def test_a_race_of_prompts_alone_takes_no_steps():
     ours = Clockwork()
     found = race_systems({"ours": ours}, "fp32", Shape(2, 7), Turns(repeats=3, vocabulary=50))
