@@ -49,7 +49,7 @@ from benchmarks.rollout import whole_numbers
 # -- systems that decode the same policy: our engine, `transformers.generate`, and rivals in other processes
 
 
-OURS, GENERATE, CTRANSLATE2, VLLM = "ours", "generate", "ctranslate2", "vllm"
+OURS, NOT_PACKED, GENERATE, CTRANSLATE2, VLLM = "ours", "not packed", "generate", "ctranslate2", "vllm"
 RIVALS = (CTRANSLATE2, VLLM)
 """In virtual environments of their own: each pins another version of torch."""
 RIVAL = Path(__file__).parent / "programs" / "decode_rival.py"
@@ -67,6 +67,9 @@ class Decoded:
     """New tokens of each prompt."""
 
 
+UNPACKED = EngineLimits(packed_bytes=0)
+
+
 class System(Protocol):
     """A system that decodes one batch at a time; all prompts have the same length."""
 
@@ -78,6 +81,7 @@ class Ours:
     """The engine without speculation. An engine has as many rows as the batch, as `generate` does."""
 
     model: PreTrainedModel
+    limits: EngineLimits = field(default_factory=EngineLimits)
     _engine: Engine | None = None
     _names: Iterator[int] = field(default_factory=count)
 
@@ -97,7 +101,7 @@ class Ours:
         if old is not None and old.target.rows == rows and old.target.max_tokens >= max_tokens:
             return old
         self._engine = None  # one at a time in memory
-        self._engine = Engine.of(self.model, rows=rows, max_tokens=max_tokens)
+        self._engine = Engine.of(self.model, rows=rows, max_tokens=max_tokens, limits=self.limits)
         return self._engine
 
 
@@ -487,7 +491,6 @@ def measure_operations(
 
 
 FAMILY_ROWS = (1, 16)
-UNPACKED = EngineLimits(packed_bytes=0)
 FAMILY_SIZES = {
     "vocab_size": 8192,
     "hidden_size": 512,
@@ -676,7 +679,7 @@ METHOD = (
     "Decoding is the time of 1 + n tokens less that of 1; prefill is the time of the first tokens of all"
     " prompts, greedy. A first turn of each, for one-time work, is left out.",
 )
-OTHERS = (GENERATE, *RIVALS)
+OTHERS = (NOT_PACKED, GENERATE, *RIVALS)
 WANTED_OF_OWN = 1.1
 """A family that gains less than this has no forward pass of ours."""
 WANTED_OF_GENERATE, WANTED_PREFILL, WANTED_NOISE = 1.0, 1.0, 0.05
@@ -994,7 +997,11 @@ def _races(plan: Plan, model: PreTrainedModel, dtype: str, said: list[str]) -> I
         shapes += [shape for shape in plan.prefills if (shape.rows, shape.prompt) not in known]
     if not shapes:
         return
-    systems: dict[str, System] = {OURS: Ours(model), GENERATE: Generate(model)}
+    systems: dict[str, System] = {
+        OURS: Ours(model),
+        NOT_PACKED: Ours(model, UNPACKED),
+        GENERATE: Generate(model),
+    }
     plan.root.mkdir(parents=True, exist_ok=True)
     saved = saved_policy(model, plan.root / dtype) if plan.pythons else plan.root
     rows = max(shape.rows for shape in shapes)
