@@ -72,6 +72,21 @@ def test_it_soon_does_as_well_as_the_best_fixed_arm_in_hindsight(agree, rows, go
     assert best > 1.2 * then(Fixed.of("off"))
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("rows", [4, 8, 16])
+def test_what_the_first_pass_of_a_size_takes_once_is_not_what_its_arm_costs(rows, seed):
+    """oneDNN prepares products of each number of tokens: in a model of 0.3 M, nine steps for one arm."""
+
+    def then(chooser):
+        here = World(always({"suffix": 0.8}), noise=0.02, seed=seed, once_s=9 * verify_s(rows, 0, 64 * rows))
+        here.run(chooser, rows, 300)
+        return here.run(chooser, rows, 300)
+
+    best = max(then(Fixed.of(arm)) for arm in ("suffix:2", "suffix:4", "suffix:8"))
+    assert best > 1.3 * plain(rows, 300)
+    assert then(Goodput(ARMS[4:])) >= 0.9 * best
+
+
 @pytest.mark.parametrize("rows", [1, 16])
 def test_with_useless_drafters_it_is_as_fast_as_plain_decoding(rows):
     chooser = Listening(Goodput(ARMS))
@@ -87,7 +102,10 @@ def test_a_new_engine_decodes_plainly_first_and_then_tries_for_a_few_steps():
 
 
 def test_a_drafter_that_is_replaced_is_found_out_within_100_steps():
-    """The drafter is bad for 200 steps, good for 200, then bad again: both directions are tested."""
+    """The drafter is bad for 200 steps, good for 200, then bad again: both directions are tested.
+
+    Plain decoding is timed beside a good one, for six steps each time.
+    """
     here = World(
         {"layer": lambda step: 0.85 if 200 <= step < 400 else 0.02},
         noise=0.02,
@@ -97,7 +115,7 @@ def test_a_drafter_that_is_replaced_is_found_out_within_100_steps():
     here.run(chooser, 4, 600)
     off = [arm.is_off for arm in chooser.arms]
     assert sum(off[100:200]) >= 85
-    assert sum(off[300:400]) <= 10
+    assert sum(off[300:400]) <= 18
     assert sum(off[500:600]) >= 85
 
 
@@ -146,14 +164,17 @@ def drained(chooser, here):
 
 
 def test_its_second_drain_is_as_good_as_with_any_one_arm_and_far_better_than_plain():
-    def second_drain(chooser):
-        here = world(GOOD)
-        drained(chooser, here)
-        return drained(chooser, here)
+    """The mean of four worlds: in one, a trial at a bad moment costs two percent."""
 
-    found = second_drain(Goodput(ARMS))
+    def second_drains(make):
+        worlds = [(make(), world(GOOD, seed=seed)) for seed in range(4)]
+        for chooser, here in worlds:
+            drained(chooser, here)
+        return np.array([drained(chooser, here) for chooser, here in worlds])
+
+    found = second_drains(lambda: Goodput(ARMS))
     for arm, least in (("off", 1.4), ("layer:2", 1.05), ("layer:4", 0.98), ("layer:8", 0.98)):
-        assert found >= least * second_drain(Fixed.of(arm)), arm
+        assert (found / second_drains(lambda arm=arm: Fixed.of(arm))).mean() >= least, arm
 
 
 def test_a_log_replays_it_and_ranks_that_are_told_the_same_choose_the_same():

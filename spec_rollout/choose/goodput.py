@@ -177,6 +177,8 @@ class Goodput:
         self._sizes: dict[tuple[int, Arm], tuple[list[int], list[float]]] = {}
         self._bins: tuple[Draft, Bins] | None = None
         """Scores of the last draft that was trimmed."""
+        self._sizes_passed: set[tuple[int, int]] = set()
+        """Rows and nodes per row of the passes with drafts so far."""
         self._spent: dict[int, tuple[float, int]] = {}
         """Cost of the steps and newest context by rounded rows."""
         self._costs: dict[int, RelativeCosts] = {}
@@ -280,7 +282,8 @@ class Goodput:
         if self._steps == PLAIN_STEPS:
             self._learning_budget_s = INITIAL_BUDGET_STEPS * observed.total_s
         may_learn = self._may_learn or self._trial is not None
-        if self._is_timed(view.rows, may_learn=may_learn):
+        is_new = self._is_new(observed)
+        if not is_new and self._is_timed(view.rows, may_learn=may_learn):
             self._learn_time(observed, stats)
         for kind, each in self.drafters.items():
             if kind in view.versions:
@@ -293,7 +296,7 @@ class Goodput:
                 self._learn_draft(observed, stats)
         if may_learn:
             self._learned = self._steps
-        self._update_budget(observed)
+        self._update_budget(observed, is_new=is_new)
 
     def rest(self, view: EngineView) -> tuple[Arm, int]:
         """Return the arm in use, and the number of steps that follow with it without a choice.
@@ -391,6 +394,17 @@ class Goodput:
         ratio = observed.emitted / (observed.view.rows + accepted)
         rate = min(steps / min(stats.num_played + 8, 32), MAX_FACTOR_RATE)
         stats.token_factor += (ratio - stats.token_factor) * rate
+
+    def _is_new(self, observed: StepObservation) -> bool:
+        """Return true for the first pass over drafts of a size: it may have one-time work of several steps.
+
+        oneDNN prepares products of each number of tokens once. That says nothing about later steps.
+        """
+        size = observed.view.rows, observed.nodes
+        if observed.arm.is_off or size in self._sizes_passed:
+            return False
+        self._sizes_passed.add(size)
+        return True
 
     def _is_timed(self, rows: int, *, may_learn: bool) -> bool:
         """Return true if the time of the last step is used."""
@@ -559,8 +573,11 @@ class Goodput:
         more = acceptance.expected(arm, optimistic=True) / acceptance.expected(arm)
         return (more if stats.num_timed else 1.1 * more) * value > SWITCH_MARGIN * self.rate
 
-    def _update_budget(self, observed: StepObservation) -> None:
-        """Add a share of the step's time to the budget and subtract what a trial has cost."""
+    def _update_budget(self, observed: StepObservation, *, is_new: bool) -> None:
+        """Add a share of the step's time to the budget and subtract what a trial has cost.
+
+        A trial does not pay for a step of one-time work, which says nothing.
+        """
         if self._steps == PLAIN_STEPS:
             self.exploration_budget_s = INITIAL_BUDGET_STEPS * observed.total_s
         self.exploration_budget_s += self._share * EXPLORATION_SHARE * observed.total_s
@@ -568,7 +585,7 @@ class Goodput:
             self.exploration_budget_s -= observed.learning_s
         trial = self._trial
         self._was_trial = trial is not None and trial.arm == observed.arm
-        if trial is not None and trial.arm == observed.arm:
+        if trial is not None and trial.arm == observed.arm and not is_new:
             trial.num_left -= 1
             if not trial.is_free:
                 usual_s = self.cost.slowdown * observed.emitted / self.rate

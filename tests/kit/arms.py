@@ -49,11 +49,15 @@ class World:
     scores carry some information about it. noise: of the times, with an occasional step ten times as long.
     Worlds of the same seed draw the same random numbers for a step, whatever is chosen. lame: how much longer
     a plain step takes after a drafted one; five plain steps later it is a third of that. pace: factor of all
-    times at each step. `plain_s` is what plain decoding would have taken for the same tokens.
+    times at each step. once_s: what the first pass over drafts of each size takes in addition. `plain_s` is
+    what plain decoding would have taken for the same tokens.
     """
 
-    def __init__(self, agree, *, seed=0, noise=0.08, versions=None, lame=0.0, pace=lambda step: 1.0):
+    def __init__(
+        self, agree, *, seed=0, noise=0.08, versions=None, lame=0.0, pace=lambda step: 1.0, once_s=0.0
+    ):
         self.pace, self.plain_s = pace, 0.0
+        self.once_s, self.sizes = once_s, set()
         self.agree, self.noise = agree, noise
         self.versions = versions or (lambda step: dict.fromkeys(agree, 0))
         self.seed = seed
@@ -102,6 +106,9 @@ class World:
         if arm.is_off:
             slow *= 1 + self.lame * 3 ** (-self.plain_run / 5)
         total_s = drafting_s + verify_s(rows, nodes, context) * slow
+        if not arm.is_off and (rows, nodes) not in self.sizes:
+            self.sizes.add((rows, nodes))
+            total_s += self.once_s
         emitted = int(rows + accepted.sum())
         self.plain_s += emitted / rows * verify_s(rows, 0, context) * self.pace(self.step)
         self.pending = 0 if arm.drafter == "layer" else self.pending + emitted
