@@ -111,15 +111,18 @@ def test_nothing_is_packed_that_takes_more_than_allowed():
 
 
 @pytest.mark.skipif(torch.bfloat16 not in layers._packed_dtypes(), reason="this CPU has no products in bf16")
-def test_in_bf16_products_of_one_row_use_the_copy_too_and_are_near_the_others():
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_in_bf16_products_of_one_row_use_the_copy_unless_inputs_are_wide(is_wide, monkeypatch):
+    monkeypatch.setattr(layers, "WIDE_INPUTS", 1 if is_wide else 1 << 20)
     target = Target.of(tiny_policy().bfloat16(), rows=2, max_tokens=16)
     features = torch.randn(2, target.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
     before = target.logits(features)
     target.pack(ALL)
     assert all(packed(target.weights))
     target.head.data.mul_(2)  # not counted by `Tensor._version`: the copy is as it was
-    for rows in (1, 2):
-        torch.testing.assert_close(target.logits(features[:rows]), before[:rows], rtol=0.02, atol=0.02)
+    torch.testing.assert_close(target.logits(features), before, rtol=0.02, atol=0.02)
+    factor = 2 if is_wide else 1
+    torch.testing.assert_close(target.logits(features[:1]), factor * before[:1], rtol=0.02, atol=0.02)
 
 
 def test_only_large_weights_are_packed(monkeypatch):
