@@ -99,8 +99,46 @@ def draws(directory, name):
     return [found[start] for start in sorted(found)]
 
 
-def accepted_steps(folder):
-    """Return for each node the steps in accepted pushes of unit 0, one number per process that has joined."""
+def accepted_steps(directory):
+    """Return for each node the steps in accepted pushes of unit 0, one number per process that has joined.
+
+    The journal says which pushes were accepted, and the node how many steps each had: a hub counts fewer if
+    more have been made than the time allows by the pace that it knows, as of a node that was stopped.
+    """
+    counted = counted_steps(directory / "hub")
+    sizes = pushed_steps(directory)
+    for name, attempts in counted.items():
+        for steps, made in zip(attempts, sizes[name], strict=True):
+            assert all(few <= all_of_it for few, all_of_it in zip(steps, made, strict=False)), (steps, made)
+    return {
+        name: [sum(made[: len(steps)]) for steps, made in zip(attempts, sizes[name], strict=True)]
+        for name, attempts in counted.items()
+    }
+
+
+def pushed_steps(directory):
+    """Return for each node the steps of each push, a list per process.
+
+    A push that the hub did not get is part of the next one, which has its number.
+    """
+    found, at, number = defaultdict(list), 0, None
+    for path in sorted(directory.glob("nodes/*/positions.jsonl")):
+        for line in map(json.loads, path.read_text().splitlines()):
+            if line["event"] == "start":
+                name, at, number = line["name"], line["step"], None
+                found[name].append([])
+            elif line["event"] == "open":
+                more, (this, *_) = line["step"] - at, line["numbers"]
+                if this == number:
+                    found[name][-1][-1] += more
+                else:
+                    found[name][-1].append(more)
+                at, number = line["step"], this
+    return found
+
+
+def counted_steps(folder):
+    """Return for each node the steps that each accepted push of unit 0 counts as, a list per process."""
     found, process = defaultdict(list), {}
     names = {}
     for record in records_of(folder):
@@ -109,9 +147,9 @@ def accepted_steps(folder):
                 names[node] = name
                 if process.get(node) != number:
                     process[node] = number
-                    found[name].append(0)
+                    found[name].append([])
             case Accepted(push) if push.unit == 0 and push.base:
-                found[names[push.node]][-1] += push.steps
+                found[names[push.node]][-1].append(push.steps)
     return found
 
 
@@ -147,7 +185,7 @@ def test_a_killed_node_and_a_killed_hub_leave_accounts_that_are_those_of_the_tes
     samples = load_corpus(config.data, load_tokenizer(config.data), directory / "data").train
     sample_at = samples_at(range_of(len(accounts.verdict)), len(samples), config.seed)
     for name in "ab":
-        attempts, accepted = draws(directory, name), accepted_steps(directory / "hub")[name]
+        attempts, accepted = draws(directory, name), accepted_steps(directory)[name]
         assert len(attempts) == len(accepted) == (2 if name == "a" else 1)
         counted = Counter(
             i for steps, n in zip(attempts, accepted, strict=True) for step in steps[:n] for i in step
@@ -214,7 +252,7 @@ def test_a_node_that_is_killed_as_its_accepted_push_lands_has_no_sample_trained_
     finally:
         hub.process.kill()
         hub.process.wait(10)
-    attempts, accepted = draws(directory, "a"), accepted_steps(directory / "hub")["a"]
+    attempts, accepted = draws(directory, "a"), accepted_steps(directory)["a"]
     assert len(attempts) == len(accepted) == 3
     # Rounds are 5 steps apart. At step 10 the second push has landed, or only the first one.
     assert accepted[0] in (5, 10)
