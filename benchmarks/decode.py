@@ -295,7 +295,8 @@ def race_systems(systems: Mapping[str, System], dtype: str, shape: Shape, turns:
 def _rates(shape: Shape, first_s: Sequence[float], whole_s: Sequence[float]) -> list[float]:
     """Return the tokens per second of the plain steps of each turn.
 
-    None if their time is less than that of the first tokens varies by: it is a difference to those.
+    The list is empty if the steps take less time than the first tokens vary by: what they take is the
+    difference of a whole turn and the first tokens.
     """
     if not whole_s:
         return []

@@ -104,19 +104,23 @@ def test_a_new_engine_decodes_plainly_first_and_then_tries_for_a_few_steps():
 def test_a_drafter_that_is_replaced_is_found_out_within_100_steps():
     """The drafter is bad for 200 steps, good for 200, then bad again: both directions are tested.
 
-    Plain decoding is timed beside a good one, for six steps each time.
+    Plain decoding is timed beside a good one, for six steps each time, and how often differs between worlds.
     """
-    here = World(
-        {"layer": lambda step: 0.85 if 200 <= step < 400 else 0.02},
-        noise=0.02,
-        versions=lambda step: {"layer": step // 200},
-    )
-    chooser = Listening(Goodput(ARMS[:4]))
-    here.run(chooser, 4, 600)
-    off = [arm.is_off for arm in chooser.arms]
-    assert sum(off[100:200]) >= 85
-    assert sum(off[300:400]) <= 18
-    assert sum(off[500:600]) >= 85
+    in_use = []
+    for seed in range(8):
+        here = World(
+            {"layer": lambda step: 0.85 if 200 <= step < 400 else 0.02},
+            noise=0.02,
+            seed=seed,
+            versions=lambda step: {"layer": step // 200},
+        )
+        chooser = Listening(Goodput(ARMS[:4]))
+        here.run(chooser, 4, 600)
+        off = [arm.is_off for arm in chooser.arms]
+        assert sum(off[100:200]) >= 85
+        in_use.append(sum(off[300:400]))
+        assert sum(off[500:600]) >= 85
+    assert np.mean(in_use) <= 10
 
 
 @pytest.mark.parametrize(("rows", "choosing"), [(16, 0.0), (16, 0.05), (1, 0.0), (1, 0.05)])

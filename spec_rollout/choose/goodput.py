@@ -14,7 +14,7 @@ cannot be improved (Dinkelbach; the time of drafting is spent already).
 
 Uncertain arms are tried in short trials if an optimistic estimate says that they may be better; plain
 decoding is timed again now and then. The cost of trials, compared with the arm that would have been used, is
-limited to half a percent of all time.
+limited to half a percent of all time, but for the first pass over drafts of each size.
 
 All decisions are functions of the observations in order, so that a log replays them and all ranks agree.
 """
