@@ -699,7 +699,7 @@ def _empty_disk(peer: SwarmPeer) -> None:
 def _older_folder(scene: Scene) -> None:
     """Copy the folder of an owner; later kill that machine, and start it with the copy."""
     peer = scene.owner(scene.chance.randrange(scene.ground.shape.parts)) or scene.present()[0]
-    older = scene.ground.directory / f"older_{peer.name}"
+    older = Path(tempfile.mkdtemp(prefix="older_", dir=scene.ground.directory)) / "peer"
     peer.send(signal.SIGSTOP)
     copy_folder(peer.directory, older)
     peer.send(signal.SIGCONT)
