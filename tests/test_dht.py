@@ -52,7 +52,7 @@ def store_as_stranger(maddr, records):
     """Store (subkey or None, value, lifetime) under the key of the run; return how many were taken."""
     line = json.dumps([[subkey and subkey.hex(), value.hex(), lasts_s] for subkey, value, lasts_s in records])
     words = [sys.executable, str(STRANGER), maddr, record_key(RUN)]
-    done = subprocess.run(words, input=line, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(words, input=line, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
 
@@ -230,7 +230,7 @@ def test_two_hundred_records_of_made_up_peers_are_hints_beside_the_true_one_or_n
         up(second)
         first.announce(discovery_contract.card_of_number(1))
         keys = [(n, key_of(1000 + n)) for n in range(200)]
-        sybils = [(key.public, data_of(key, address=f"10.9.0.{n}:1"), 100.0) for n, key in keys]
+        sybils = [(key.public, data_of(key, address=f"10.9.0.{n}:1"), 300.0) for n, key in keys]
         assert store_as_stranger(up(first)[0], sybils) == taken
         for each in (first, second):
             until(lambda each=each: len(each.found()) == taken + 1, "all records")

@@ -333,6 +333,19 @@ def test_a_complete_stop_string_is_held_back_until_it_is_known_whether_the_answe
     assert shown + grown.take() == grown.text == ("the quick br" if by_stop else "the quick brown")
 
 
+def test_a_stop_string_that_has_not_ended_the_answer_does_not_cut_it_beside_a_longer_one(tokenizer):
+    """With `min_tokens` the first one counts as text. Found: the answer was cut there in the end."""
+    codec = TextCodec(tokenizer)
+    grown = AnswerText(codec, (), ("a longer one that is not there", "own"))
+    shown = []
+    for token in codec.encode("brown, own"):
+        grown.add([token])
+        shown.append(grown.take())
+    assert "".join(shown) == "brown, "
+    grown.finish(by_stop=True)
+    assert "".join(shown) + grown.take() == grown.text == "brown, "
+
+
 # --- noise
 
 

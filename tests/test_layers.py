@@ -115,6 +115,7 @@ MAY_IMPORT = {
         "proto.rpc",
         "types",
         "system",
+        *WEIGHTS,
     ),
     "spec_rollout.engine": (
         *(f"spec_rollout.{part}" for part in ("choose", "sampling", "drafters", "model")),
@@ -136,7 +137,7 @@ MAY_IMPORT = {
     "spec_rollout.rl": ("child", "spec_rollout.sampling", "traces", "types", "system"),
     "spec_rollout.choose": ("spec_rollout.drafters", "types", "system"),
     "spec_rollout.sampling": ("spec_rollout.drafters", "spec_rollout.model", "types", "system"),
-    "spec_rollout.drafters": ("spec_rollout.model", "types", "system"),
+    "spec_rollout.drafters": ("spec_rollout.model", "types", "system", *WEIGHTS),
     "spec_rollout.model": ("types", "system", *WEIGHTS),
     "async_sgd.inprocess": ("async_sgd.hub", "async_sgd.rules", "proto.agent", "types", "clock"),
     "async_sgd.service": (

@@ -162,6 +162,28 @@ WRONG = {
     "three ascending numbers from 1 to 4, got [0, 2, 4]": lambda f: with_config(
         f, eagle_aux_hidden_state_layer_ids=[0, 2, 4]
     ),
+    "transformer_layer_config must be an object, got null": lambda f: with_config(
+        f, transformer_layer_config=None
+    ),
+    "Field 'num_attention_heads' expected int, got str": lambda f: with_config(
+        f, transformer_layer_config__num_attention_heads="4"
+    ),
+    "transformer_layer_config must have intermediate_size of 1 or more, got 0": lambda f: with_config(
+        f, transformer_layer_config__intermediate_size=0
+    ),
+    "draft_vocab_size must be an integer, got [12]": lambda f: with_config(f, draft_vocab_size=[12]),
+    "ascending numbers from 1 to 4, got ['1', 2, 4]": lambda f: with_config(
+        f, eagle_aux_hidden_state_layer_ids=["1", 2, 4]
+    ),
+    "tensor 'fc.weight' must be in floating point, got torch.int32": lambda f: with_tensors(
+        f, lambda t: t.update({"fc.weight": t["fc.weight"].int()})
+    ),
+    "tensor 'norm.weight' must have finite values": lambda f: with_tensors(
+        f, lambda t: t["norm.weight"][:1].fill_(torch.nan)
+    ),
+    "d2t must hold integers, got torch.float32": lambda f: with_tensors(
+        f, lambda t: t.update({"d2t": t["d2t"].float()})
+    ),
     "not a safetensors file": lambda f: (f / "model.safetensors").write_bytes(b"no"),
 }
 

@@ -158,6 +158,17 @@ def test_the_parameters_stay_shared_with_a_trainer_on_the_same_rank():
     assert found <= set(addresses)
 
 
+def test_after_a_cast_there_and_back_positions_rotate_as_in_the_model():
+    """It rounds the frequencies of rotary positions, which are no weights."""
+    policy, text = tiny_policy().float(), torch.arange(200)[None] % 48
+    target = Target.of(policy, rows=1, max_tokens=256)
+    policy.half().float()
+    target.update_weights(None, 1)
+    with torch.no_grad():
+        wanted = policy(text, use_cache=False).logits[0]
+    torch.testing.assert_close(target.step(text, [0])[0][0], wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_training_that_leaves_the_weights_alone_raises_nothing():
     policy, engine = engine_with()
     policy(input_ids=torch.arange(12)[None], labels=torch.arange(12)[None]).loss.backward()

@@ -88,6 +88,22 @@ def test_weights_of_one_input_are_one_product_with_their_copy_and_several_withou
     assert joined[0].joined(x) is None, "a copy has no gradient"
 
 
+def test_biases_that_do_not_count_their_changes_are_not_copied():
+    """Tensors made in inference mode do not. Found: an error after some passes of an engine."""
+    model = family_model("qwen2").float()
+    with torch.inference_mode():
+        for module in model.modules():
+            if getattr(module, "bias", None) is not None:
+                module.bias = torch.nn.Parameter(module.bias.clone(), requires_grad=False)
+    target = Target.of(model, rows=1, max_tokens=40)
+    target.pack(ALL)
+    assert target.weights.to_logits.is_packed
+    text = torch.randint(64, (1, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = model(text, use_cache=False).logits[0]
+    torch.testing.assert_close(target.step(text, [0])[0][0], wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_a_change_in_place_is_seen_at_once_and_new_weights_are_not_packed():
     target = Target.of(tiny_policy().float(), rows=2, max_tokens=16)
     features = torch.randn(2, target.hidden_size, generator=torch.Generator().manual_seed(0))

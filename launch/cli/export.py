@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedModel
@@ -290,8 +291,9 @@ def written_whole(out: Path) -> Iterator[Path]:
         for path in writing.rglob("*.*"):  # safetensors makes files readable by the owner only
             path.chmod((writing / "config.json").stat().st_mode)
         os.rename(writing, out)
-    except OSError as error:
-        raise UserError(f"{out}: cannot be written: {error.strerror or error}") from None
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise UserError(f"{out}: cannot be written: {reason}") from None
     finally:
         shutil.rmtree(writing, ignore_errors=True)
 

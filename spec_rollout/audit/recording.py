@@ -6,9 +6,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-
 from aedit.proto.rpc import RolloutStatement
 from aedit.spec_rollout.audit.statement import (
     HeldRollout,
@@ -18,6 +15,7 @@ from aedit.spec_rollout.audit.statement import (
     versions_of,
 )
 from aedit.spec_rollout.sampling import decode_sampling
+from aedit.weights import save_tensors
 
 FILE = "rollouts.jsonl"
 OLDER = "rollouts.1.jsonl"
@@ -71,10 +69,7 @@ class Recording:
     def _write(self, version: int, tensors: Mapping[str, Any]) -> None:
         path = self._directory / weights_name(version)
         partial = path.with_suffix(".partial")
-        try:
-            save_file({name: each.contiguous() for name, each in tensors.items()}, partial)
-        except SafetensorError as error:
-            raise OSError(str(error)) from None
+        save_tensors(tensors, partial)
         partial.replace(path)
         for old in sorted(weights_files(self._directory))[: -self._versions]:
             (self._directory / weights_name(old)).unlink()

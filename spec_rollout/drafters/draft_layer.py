@@ -27,12 +27,12 @@ from typing import Any, Literal, Self
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from aedit.spec_rollout.model import whole
-from aedit.types import check
+from aedit.types import check, first_line
+from aedit.weights import save_tensors
 
 SHARED = ("embed", "lm_head", "head", "wte")
 """Substrings of the names of tensors that belong to the policy."""
@@ -285,11 +285,13 @@ class DraftLayer(nn.Module):
         Args:
             path: File.
             steps: Training steps so far, for `trained_steps`; 0: unknown.
+
+        Raises:
+            OSError: The file cannot be written. An older one is as it was.
         """
         part = path.with_name(f"{path.name}.part")
-        state = {name: value.detach().contiguous() for name, value in self.state_dict().items()}
         about = {_SHAPE: json.dumps(asdict(self.shape))} | ({_STEPS: str(steps)} if steps else {})
-        save_file(state, part, about)
+        save_tensors(self.state_dict(), part, about)
         part.replace(path)
 
     @classmethod
@@ -301,27 +303,33 @@ class DraftLayer(nn.Module):
             model: The policy, or only its configuration.
 
         Raises:
-            ValueError: The file is not a draft layer, or was saved for a policy of other sizes.
+            ValueError: The file is not a draft layer, was saved for a policy of other sizes, or holds values
+                that are no finite numbers.
         """
+        config, damaged = getattr(model, "config", model), f"{path}: its metadata is damaged"
         try:
             with safe_open(path, "pt") as file:
                 saved = json.loads((file.metadata() or {}).get(_SHAPE, "{}"))
                 state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(f"{path}: not a safetensors file: {error}") from error
-        if "taps" not in saved:
+        except ValueError as error:
+            raise ValueError(f"{damaged}: {first_line(error)}") from error
+        if not isinstance(saved, dict) or "taps" not in saved:
             raise ValueError(f"{path}: not a draft layer: its metadata lacks the sizes of a policy")
-        config = getattr(model, "config", model)
         if "tap_layers" in saved:
-            shape: DraftShape = shape_from(saved)
             wanted = {"hidden_size": config.hidden_size, "vocabulary": config.vocab_size}
         else:
+            check(type(saved["taps"]) is int, f"{path}: taps", "must be an integer", saved["taps"])
             shape = DraftShape.of(config, taps=saved["taps"])
             wanted = json.loads(json.dumps(asdict(shape)))
         if others := [f"{k} {saved.get(k)}, not {wanted[k]}" for k in wanted if saved.get(k) != wanted[k]]:
             raise ValueError(f"{path}: saved for a policy of other sizes: {'; '.join(others)}")
-        layer = layer_of(shape)
-        layer.load_state_dict(state, assign=True)
+        try:
+            layer = layer_of(shape_from(saved))
+        except (TypeError, ArithmeticError, RuntimeError) as error:
+            raise ValueError(f"{damaged}: {first_line(error)}") from error
+        layer.load_state_dict(checked_weights(state, path), assign=True)
         return layer if isinstance(model, PretrainedConfig) else layer.to(model.device)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -464,6 +472,22 @@ def shape_from(fields: Mapping[str, Any]) -> DraftShape:
     """Return the shape of which `dataclasses.asdict` made these values, possibly through JSON."""
     values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
     return Eagle3Shape(**values) if "tap_layers" in values else DraftShape(**values)
+
+
+def checked_weights(tensors: Mapping[str, Tensor], where: Path) -> dict[str, Tensor]:
+    """Return the weights of a drafter's file in fp32, or wider: they may be trained further.
+
+    Raises:
+        ValueError: One holds no floating-point numbers, or NaN or infinity: no draft would ever be accepted.
+    """
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise ValueError(f"{where}: tensor {name!r} must be in floating point, got {tensor.dtype}")
+        if not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{where}: tensor {name!r} must have finite values, got NaN or infinity")
+    return {
+        name: value.to(torch.promote_types(value.dtype, torch.float32)) for name, value in tensors.items()
+    }
 
 
 def _wrong(name: str, own: Tensor | None, given: Tensor | None) -> str:

@@ -13,12 +13,19 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
-from aedit.spec_rollout.drafters.draft_layer import DraftLayer, DraftShape, Eagle3Layer, Eagle3Shape
+from aedit.spec_rollout.drafters.draft_layer import (
+    DraftLayer,
+    DraftShape,
+    Eagle3Layer,
+    Eagle3Shape,
+    checked_weights,
+)
 from aedit.types import first_line
+from aedit.weights import save_tensors
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 VERSION = "0.9.0"
@@ -37,6 +44,7 @@ _NAMES = {
 _QKV = [f"{_LAYER}self_attn.{name}_proj.weight" for name in "qkv"]
 _GATE_UP = [f"{_LAYER}mlp.{name}_proj.weight" for name in ("gate", "up")]
 _EMBEDDING = "embed_tokens.weight"
+_VOCABULARY = ("d2t", "t2d")
 _NEEDED = ("speculators_model_type", "speculators_config", "transformer_layer_config", "draft_vocab_size")
 _KEYS = {
     *_NEEDED, "speculators_version", "target_hidden_size", "eagle_aux_hidden_state_layer_ids",
@@ -104,6 +112,7 @@ def write_speculator(
         num_tokens: Tokens that an engine drafts at a time.
 
     Raises:
+        OSError: A file cannot be written.
         ValueError: The layer is not of this policy.
     """
     config = {
@@ -135,7 +144,7 @@ def write_speculator(
     }
     if _shape(config, policy, layer.draft_tokens, folder) != layer.shape:
         raise ValueError(f"{folder}: the drafter has other rotary positions or sizes than this policy")
-    save_file(exported_tensors(layer), folder / WEIGHTS, {"format": "pt"})
+    save_tensors(exported_tensors(layer), folder / WEIGHTS, {"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -158,16 +167,14 @@ def read_speculator(folder: Path, model: Any) -> Eagle3Layer:
     except SafetensorError as error:
         raise ValueError(f"{folder / WEIGHTS}: not a safetensors file: {error}") from error
     tensors = {name.replace("midlayer.", _LAYER): value for name, value in found.items()}
-    for name, value in tensors.items():
-        if value.is_floating_point():  # it may be trained further
-            tensors[name] = value.to(torch.promote_types(value.dtype, torch.float32))
     where, vocabulary = folder / WEIGHTS, int(policy.vocab_size)
-    tokens = _draft_tokens(tensors, int(config["draft_vocab_size"] or vocabulary), vocabulary, where)
+    tokens = _draft_tokens(tensors, config["draft_vocab_size"] or vocabulary, vocabulary, where)
+    tensors = checked_weights({name: t for name, t in tensors.items() if name not in _VOCABULARY}, where)
     _check_embedding(tensors.pop(_EMBEDDING, None), model, where)
     shape = _shape(config, policy, tokens, folder / CONFIG)
     layer = Eagle3Layer(shape)
     wanted = exported_tensors(layer)
-    for name in sorted({*wanted, *tensors} - {"d2t", "t2d"}):
+    for name in sorted({*wanted, *tensors}.difference(_VOCABULARY)):
         if name not in wanted:
             raise ValueError(f"{where}: tensor {name!r} is unknown")
         if name not in tensors:
@@ -209,7 +216,11 @@ def _shape(config: Mapping[str, Any], policy: Any, tokens: Tensor | None, where:
         raise ValueError(
             f"{where}: transformer_layer_config.model_type must be llama, got {fields['model_type']}"
         )
-    layer: Any = LlamaConfig(**fields)
+    try:
+        layer: Any = LlamaConfig(**fields)
+        sizes = asdict(DraftShape.of(layer, taps=3))
+    except Exception as error:  # transformers refuses values by errors of many classes
+        raise ValueError(f"{where}: transformer_layer_config: {_reason(error)}") from error
     for name, wanted in (
         ("num_hidden_layers", 1),
         ("hidden_act", "silu"),
@@ -222,12 +233,16 @@ def _shape(config: Mapping[str, Any], policy: Any, tokens: Tensor | None, where:
             raise ValueError(f"{where}: transformer_layer_config.{name} must be {wanted}, got {value}")
     num_layers = policy.num_hidden_layers
     ids = config.get("eagle_aux_hidden_state_layer_ids") or [2, num_layers // 2, num_layers - 3]
-    if len(ids) != 3 or [*ids] != sorted(set(ids)) or not 1 <= ids[0] <= ids[-1] <= num_layers:
+    are_ids = isinstance(ids, list) and len(ids) == 3 and all(type(each) is int for each in ids)
+    if not are_ids or ids != sorted(set(ids)) or not 1 <= ids[0] <= ids[-1] <= num_layers:
         rule = f"must be three ascending numbers from 1 to {num_layers}"
         raise ValueError(f"{where}: eagle_aux_hidden_state_layer_ids {rule}, got {ids}")
-    sizes = asdict(DraftShape.of(layer, taps=3)) | {"has_qk_norm": False, "has_qkv_bias": False}
+    for name in ("intermediate_size", "num_heads", "num_kv_heads", "head_size"):
+        if sizes[name] < 1:
+            rule = f"transformer_layer_config must have {name} of 1 or more"
+            raise ValueError(f"{where}: {rule}, got {sizes[name]}")
     return Eagle3Shape(
-        **sizes,
+        **sizes | {"has_qk_norm": False, "has_qkv_bias": False},
         tap_layers=tuple(i - 1 for i in ids),
         draft_tokens=() if tokens is None else tuple(tokens.tolist()),
         residual_after_norm=bool(config.get("norm_before_residual", True)),
@@ -244,6 +259,12 @@ def _read_config(path: Path) -> dict[str, Any]:
     for key in _NEEDED:
         if key not in config:
             raise ValueError(f"{path}: key {key!r} is missing")
+    for key, kinds, rule in (
+        ("transformer_layer_config", dict, "an object"),
+        ("draft_vocab_size", int | None, "an integer"),
+    ):
+        if not isinstance(config[key], kinds):
+            raise ValueError(f"{path}: {key} must be {rule}, got {json.dumps(config[key])}")
     if unknown := sorted(config.keys() - _KEYS - PretrainedConfig().to_dict().keys() - {"auto_map"}):
         raise ValueError(f"{path}: key {unknown[0]!r} is unknown")
     for key, wanted in (
@@ -256,6 +277,11 @@ def _read_config(path: Path) -> dict[str, Any]:
         if config.get(key, wanted[0]) not in wanted:
             raise ValueError(f"{path}: {key} must be {json.dumps(wanted[0])}, got {json.dumps(config[key])}")
     return config
+
+
+def _reason(error: Exception) -> str:
+    """Return an error of transformers on one line: the first one may end before the reason."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _draft_tokens(
@@ -271,6 +297,8 @@ def _draft_tokens(
         raise ValueError(f"{where}: tensor {'d2t' if offsets is None else 't2d'!r} is missing")
     if offsets is None or known is None:
         return None
+    if offsets.is_floating_point():
+        raise ValueError(f"{where}: d2t must hold integers, got {offsets.dtype}")
     if offsets.shape != (num_tokens,) or known.shape != (vocabulary,):
         sizes = f"({num_tokens},) and ({vocabulary},), got {tuple(offsets.shape)} and {tuple(known.shape)}"
         raise ValueError(f"{where}: d2t and t2d must be of shapes {sizes}")

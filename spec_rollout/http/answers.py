@@ -99,10 +99,11 @@ class AnswerText:
 
     def _first_stop(self) -> int:
         """Return the end of the text if the last token has completed a stop string; if not, its length."""
-        longest = max(map(len, self._stops), default=1)
-        first = max(0, self._num_before_last - longest + 1)
-        found = [(place, stop) for stop in self._stops if (place := self.text.find(stop, first)) >= 0]
-        ends = [place + (len(stop) if stop in self._kept else 0) for place, stop in found]
+        ends = []
+        for stop in self._stops:
+            place = self.text.find(stop, max(0, self._num_before_last - len(stop) + 1))
+            if place >= 0:
+                ends.append(place + (len(stop) if stop in self._kept else 0))
         return min(ends, default=len(self.text))
 
     def _begin_window(self, tokens: list[int]) -> None:

@@ -335,7 +335,7 @@ class JoinedLinear:
         """Return whether a packed copy makes products faster; see `Linear.can_be_packed`."""
         is_uniform = len({(part.weight.dtype, part.bias_o is None) for part in self.parts}) == 1
         is_large = sum(part.weight.numel() for part in self.parts) >= SMALL_WEIGHTS
-        return is_uniform and is_large and all(_can_be_packed(part.weight) for part in self.parts)
+        return is_uniform and is_large and all(map(_can_be_packed, self._tensors()))
 
     @property
     def is_packed(self) -> bool:
@@ -344,13 +344,14 @@ class JoinedLinear:
 
     def pack(self) -> None:
         """Copy the weights of all parts into one packed weight; see `Linear.pack`."""
-        tensors = [
-            tensor for part in self.parts for tensor in (part.weight, part.bias_o) if tensor is not None
-        ]
-        self._versions = tuple((tensor, tensor._version) for tensor in tensors)
+        self._versions = tuple((tensor, tensor._version) for tensor in self._tensors())
         self._copy = _packed_copy(torch.cat([part.weight_oi.detach() for part in self.parts]))
         biases = [part.bias_o for part in self.parts if part.bias_o is not None]
         self._bias_o = torch.cat([bias_o.detach() for bias_o in biases]) if biases else None
+
+    def _tensors(self) -> list[Tensor]:
+        """Return all weights and biases."""
+        return [each for part in self.parts for each in (part.weight, part.bias_o) if each is not None]
 
 
 def _can_be_packed(weight: Tensor) -> bool:

@@ -234,8 +234,10 @@ class Target(TargetModel):
         """Make `weights` the policy's weights, all or none; see `TargetModel.update_weights`."""
         moved = self._policy.update(weights, version)
         self.weights = read_weights(self.model)
-        if moved and self.graphs is not None:
-            self.graphs.clear()  # captured kernels would read the old addresses
+        if moved:
+            self.ropes = read_ropes(self.model, self.cache.slots)  # a cast there and back has rounded them
+            if self.graphs is not None:
+                self.graphs.clear()  # captured kernels would read the old addresses
 
     def _forward(
         self,

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from aedit.spec_rollout.server.vllm_engine import (
@@ -32,6 +31,7 @@ from aedit.spec_rollout.server.vllm_engine import (
     engine_over,
     model_of,
 )
+from aedit.weights import save_tensors
 
 if TYPE_CHECKING:
     from aedit.spec_rollout.server.worker_engine import EngineSpec
@@ -151,9 +151,12 @@ class ServedVllm:
         _check(weights, self._wanted)
         path = self._folder / f"aedit-{self._host}-{self._port}.safetensors"
         try:
-            save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path)
-            with path.open("rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            try:
+                save_tensors(weights, path)
+                with path.open("rb") as file:
+                    sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            except OSError as error:
+                raise VllmServerError(f"{path} cannot be written: {error}") from error
             if not self._has_base:
                 self._call("/init_weight_transfer_engine", {"init_info": {"base": str(path)}})
                 self._has_base = True

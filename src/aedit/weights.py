@@ -1,4 +1,4 @@
-"""Weights of a module: notice that they have changed, and gather sharded ones tensor by tensor.
+"""Weights of a module: notice that they have changed, gather sharded ones tensor by tensor, write files.
 
 `WeightWatch` costs far less than a forward pass. PyTorch counts in-place changes of a tensor
 (`Tensor._version`). The count misses changes through `p.data`, by fused optimizers and by other processes, so
@@ -11,12 +11,17 @@ and dropped before the next one, so that no rank ever holds a second copy of the
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from math import ceil, prod
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from aedit.types import first_line
 
 NUM_SAMPLED = 128
 """Elements of each tensor that are compared, evenly spaced."""
@@ -287,3 +292,20 @@ def gather_bytes(shapes: Iterable[tuple[int, ...]], num_ranks: int, dtype: torch
         return part * (2 * num_ranks + 1)
 
     return max((needed(shape) for shape in shapes), default=0) * dtype.itemsize
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, about: dict[str, str] | None = None) -> None:
+    """Write a safetensors file, whole or not at all.
+
+    Args:
+        tensors: Tensors by name, on any device and in any layout.
+        path: File.
+        about: Metadata.
+
+    Raises:
+        OSError: It cannot be written, such as on a full disk. `save_file` raises an error of its own then.
+    """
+    try:
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, about)
+    except SafetensorError as error:
+        raise OSError(first_line(error)) from error
