@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from aedit.edit import snapshot
@@ -69,6 +70,7 @@ class LayerSync(Waiter):
         config: EditConfig,
         weight_states: Sequence[str] | None = None,
     ) -> None:
+        _check_values(model)
         check_new(exchange, _NEW_EXCHANGE)
         check_new(schedule, f"make a new {type(schedule).__name__} for each LayerSync")
         reshard(model.modules())
@@ -439,13 +441,31 @@ class LayerSync(Waiter):
         return fragment(round_id, self.config.fragments, len(self.units))
 
 
+def _check_values(model: nn.Module) -> None:
+    """Raise ValueError if a parameter has no values yet."""
+    for name, p in model.named_parameters():
+        if is_lazy(p):
+            raise ValueError(f"parameter {name} has no shape yet: run a batch through the model first")
+        if p.is_meta:
+            raise ValueError(
+                f"parameter {name} is on the meta device, without values: call model.to_empty(device=...) and"
+                " load its weights first"
+            )
+
+
 def chosen_settings(
     exchange: Exchange, schedule: RoundSchedule | None, config: EditConfig | None
 ) -> tuple[RoundSchedule, EditConfig]:
     """Return schedule and configuration of a node: its own, else the exchange's, else the default ones.
 
-    Raises ValueError for settings in `config` that belong to the exchange.
+    Raises ValueError for settings in `config` that belong to the exchange, and for an exchange that is none.
     """
+    if isinstance(exchange, type) or not hasattr(exchange, "defaults"):
+        found = getattr(exchange, "__qualname__", None) or type(exchange).__qualname__
+        raise ValueError(
+            f"exchange must be an Exchange, such as MeanExchange(TorchTransport()), got {found}"
+            f"{' itself: call it' if isinstance(exchange, type) else ''}"
+        )
     if defaults := exchange.defaults():
         config, schedule = config or defaults[0], schedule or defaults[1]
     config = config or EditConfig()

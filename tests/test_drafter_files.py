@@ -1,7 +1,6 @@
 """Tests that a run's drafter is exported with the model, and that `aedit generate` drafts with it."""
 
 import json
-import os
 import re
 import shutil
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from dist_jobs.export_jobs import train_and_save
-from kit.full_disk import limit_files
+from kit.full_disk import small_files
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -132,27 +131,20 @@ def test_a_run_with_a_damaged_drafter_is_not_exported_silently(capsys, exported,
     assert not (tmp_path / "out" / "drafter").exists()
 
 
-@pytest.fixture
-def full(request):
-    """Let no file of this process become larger than 16 KiB, as on a disk without room."""
-    here = SimpleNamespace(pid=os.getpid())
-    limit_files(here, 1 << 14)
-    yield
-    limit_files(here)
-
-
-def test_on_a_full_disk_a_run_keeps_its_older_drafter_and_goes_on(capsys, exported, tmp_path, full):
+def test_on_a_full_disk_a_run_keeps_its_older_drafter_and_goes_on(capsys, exported, tmp_path):
     """Found: safetensors raises an error of its own, which ended the node."""
     layer = DraftLayer.load(exported[0] / "nodes" / "0" / "drafter.safetensors", _config(exported[0]))
     (tmp_path / "drafter.safetensors").write_text("older")
-    save_drafter(SimpleNamespace(layer=layer), tmp_path)
+    with small_files(1 << 14):
+        save_drafter(SimpleNamespace(layer=layer), tmp_path)
     found = f"aedit: {tmp_path / 'drafter.safetensors'} was not written: .*File too large.*\n"
     assert re.fullmatch(found, capsys.readouterr().err)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["older"]
 
 
-def test_on_a_full_disk_an_export_is_one_line_and_exit_code_2(capsys, exported, tmp_path, full):
-    code, _, err = said(capsys, "export", exported[0], tmp_path / "out")
+def test_on_a_full_disk_an_export_is_one_line_and_exit_code_2(capsys, exported, tmp_path):
+    with small_files(1 << 14):
+        code, _, err = said(capsys, "export", exported[0], tmp_path / "out")
     assert code == 2
     assert re.fullmatch(f"aedit: {tmp_path / 'out'}: cannot be written: .*File too large.*\n", err)
     assert not list(tmp_path.iterdir())

@@ -590,6 +590,29 @@ def test_parameters_that_anchors_cannot_hold_are_refused(p, message):
     LayerSync.of(model, inner, exchange=MeanExchange(alone()))
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.LazyLinear(2), "parameter weight has no shape yet: run a batch"),
+        (lambda: nn.Linear(3, 2, device="meta"), "parameter weight is on the meta device, without values"),
+    ],
+)
+def test_parameters_without_values_are_refused(make, message):
+    model = make()
+    with pytest.raises(ValueError, match=message):
+        of(model, torch.optim.SGD(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("exchange", "got"), [(MeanExchange, "MeanExchange itself: call it"), (None, "NoneType")]
+)
+def test_what_is_no_exchange_is_named(exchange, got):
+    model = tower()
+    rule = rf"exchange must be an Exchange, such as MeanExchange\(TorchTransport\(\)\), got {got}"
+    with pytest.raises(ValueError, match=rule):
+        LayerSync.of(model, torch.optim.SGD(model.parameters()), exchange=exchange)
+
+
 def of(model, inner):
     return LayerSync.of(model, inner, exchange=MeanExchange(alone()))
 

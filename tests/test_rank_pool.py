@@ -525,6 +525,15 @@ def test_a_cancelled_batch_leaves_nothing_behind(pair, monkeypatch):
 
 
 def test_links_are_closed_without_the_other_rank(world):
-    received, left = world.run(JOBS, "lose_a_link", size=2)[0]
+    received, left, printed = world.run(JOBS, "lose_a_link", size=2)[0]
     assert received[0] == "hello"
     assert left == []
+    assert printed == ""
+
+
+def test_an_error_of_the_group_is_printed_once_as_the_pool_is_off_from_then_on(world):
+    error, printed = world.run(JOBS, "break_a_link", size=2)[0]
+    assert error == "rank 1 sent something that is no message of the pool"
+    assert printed == (
+        f"aedit: rl.pool is off until the next start, nodes generate their own rollouts: {error}\n"
+    )

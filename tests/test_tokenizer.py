@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.full_disk import small_files
 from kit.served_models import sentencepiece_like
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerFast
@@ -325,3 +326,10 @@ def test_stop_strings_are_searched_in_the_text_with_special_tokens(kinds):
     assert ours.decode(ids, raw=True) == "<s>the<x>"
     stops = StopStrings(["<x>"], StopDecoder(ours))
     assert [stops.completes(token) for token in ids] == [False] * (len(ids) - 1) + [True]
+
+
+def test_a_full_disk_is_an_error_of_the_disk_whichever_library_writes(tmp_path):
+    """Found: a bare Exception, and a traceback of `aedit export`."""
+    for num_bytes in (10, 1000, 4000):
+        with small_files(num_bytes), pytest.raises(OSError, match="File too large"):
+            BYTE.save(tmp_path)

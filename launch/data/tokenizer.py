@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from aedit.launch.config import DataConfig
 from aedit.spec_rollout.sampling import TextTokens
 from aedit.system import check_folder
-from aedit.types import UserError
+from aedit.types import UserError, first_line
 
 EOS = "<|endoftext|>"
 _PROBE = "def f(x):\n\treturn  x ** 2 # 3.14, 1000000 \u00e9\u4e2d\U0001f600\r\n"
@@ -85,14 +85,14 @@ class ByteTokenizer:
         return bytes(id for id in map(int, ids) if id != self.eos_id).decode(errors="replace")
 
     def save(self, directory: Path) -> None:
-        """Write files from which `AutoTokenizer` loads an equal tokenizer."""
+        """Write files from which `AutoTokenizer` loads an equal tokenizer. Raises OSError."""
         fast = FastTokenizer(models.BPE(vocab=_byte_vocabulary(), merges=[]))
         fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         fast.decoder = decoders.ByteLevel()
         # Split special tokens, so that a text that contains the eos token is encoded as bytes.
         settings = {"clean_up_tokenization_spaces": False, "split_special_tokens": True}
         wrap: Any = PreTrainedTokenizerFast
-        wrap(tokenizer_object=fast, eos_token=EOS, **settings).save_pretrained(directory)
+        _save(wrap(tokenizer_object=fast, eos_token=EOS, **settings), directory)
 
 
 class PretrainedTokenizer:
@@ -154,8 +154,8 @@ class PretrainedTokenizer:
         return self._texts.decode(ids)
 
     def save(self, directory: Path) -> None:
-        """Write the files of the tokenizer."""
-        self._loaded.save_pretrained(directory)
+        """Write the files of the tokenizer. Raises OSError."""
+        _save(self._loaded, directory)
         again = TextTokens(AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False))
         if (again.before, again.behind) != (self._texts.before, self._texts.behind):
             kind = type(self._loaded).__name__  # a class may add its own when it is loaded
@@ -171,6 +171,19 @@ class PretrainedTokenizer:
 
 CorpusTokenizer = ByteTokenizer | PretrainedTokenizer
 """Tokenizer of corpora and checkpoints."""
+
+
+def _save(tokenizer: Any, directory: Path) -> None:
+    """Write the files of a transformers tokenizer.
+
+    Raises OSError. The library `tokenizers` raises a bare Exception on a full disk.
+    """
+    try:
+        tokenizer.save_pretrained(directory)
+    except Exception as error:
+        if isinstance(error, OSError) or type(error) is not Exception:
+            raise
+        raise OSError(first_line(error)) from error
 
 
 def _remove_special_tokens(loaded: Any, name: str) -> None:

@@ -5,6 +5,7 @@ Messages pass through `RankChannel`: a header, text as JSON, weights as raw memo
 
 import json
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -58,6 +59,9 @@ class PoolLinks:
         """What broke the group; empty while it works."""
         self.sent = self.bytes_sent = 0
         self._group, self._receive = group, receive
+        self._closes = False
+        self._left: set[int] = set()
+        """Ranks that have said good-bye."""
         self._outbox: queue.SimpleQueue[tuple[int, Message] | None] = queue.SimpleQueue()
         self.peers = [rank for rank in range(self.size) if rank != self.rank]
         self.threads = [threading.Thread(target=self._send_all, daemon=True)]
@@ -68,12 +72,13 @@ class PoolLinks:
             thread.start()
 
     def send(self, rank: int, message: Message) -> None:
-        """Send a message as soon as possible; return at once."""
-        if not self.error:
+        """Send a message as soon as possible, unless the rank has left; return at once."""
+        if not self.error and (rank not in self._left or message.kind == BYE):
             self._outbox.put((rank, message))
 
     def close(self) -> None:
         """Say good-bye, wait a moment for that of the others, and end the threads."""
+        self._closes = True
         for peer in self.peers:
             self.send(peer, Message(BYE))
         self._outbox.put(None)
@@ -89,7 +94,7 @@ class PoolLinks:
             try:
                 self._send(*item)
             except (OSError, RuntimeError) as error:
-                self.error = self.error or str(error)
+                self._fail(error)
                 return
 
     def _send(self, rank: int, message: Message) -> None:
@@ -116,12 +121,24 @@ class PoolLinks:
                 weights = None
                 if num_bytes:
                     weights = channel.receive(torch.empty(num_bytes, dtype=torch.uint8), "weights")
+                if kind == BYE:
+                    self._left.add(peer)
                 self._receive(peer, Message(kind, number, json.loads(text.numpy().tobytes()), weights))
                 if kind == BYE:
                     return
         except (OSError, RuntimeError, ValueError) as error:
-            self.error = self.error or str(error)
+            self._fail(error)
             self._receive(peer, Message(BYE))
+
+    def _fail(self, error: Exception) -> None:
+        """Send nothing any more; print the first error, unless the links end."""
+        if not self.error and not self._closes:
+            print(
+                f"aedit: rl.pool is off until the next start, nodes generate their own rollouts: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
+        self.error = self.error or str(error)
 
 
 def weights_bytes(model: nn.Module) -> Tensor:

@@ -1,6 +1,9 @@
 """Jobs of tests/test_rl_ranks.py and tests/test_rl_step.py: a node whose ranks are processes."""
 
+import io
+import threading
 import time
+from contextlib import redirect_stderr
 
 import torch
 import torch.distributed as dist
@@ -16,6 +19,7 @@ from aedit.launch.node.rl_groups import GroupStream
 from aedit.launch.node.rl_objective import train_policy
 from aedit.launch.node.world import World
 from aedit.spec_rollout.remote import rank_links, rank_pool
+from aedit.spec_rollout.remote.rank_transfer import RankChannel
 
 
 def train(rank, size, directory, keys, scripts=()):
@@ -127,20 +131,40 @@ def _whole(p):
 
 
 def lose_a_link(rank, size):
-    """Let rank 1 send a message and no more; return what rank 0 received and its threads that are left."""
+    """Let rank 1 send a message and no more.
+
+    Returns what rank 0 received, its threads that are left, and what it has printed.
+    """
     received, group = [], dist.new_group(list(range(size)), backend="gloo")
     names = {rank_links.HELPS: "hello", rank_links.BYE: "bye"}
-    links = rank_links.PoolLinks(group, lambda peer, message: received.append(names[message.kind]))
-    if rank == 1:
-        links.send(0, rank_links.Message(rank_links.HELPS, text=True))
-        while not links.sent:
+    with redirect_stderr(io.StringIO()) as printed:
+        links = rank_links.PoolLinks(group, lambda peer, message: received.append(names[message.kind]))
+        if rank == 1:
+            links.send(0, rank_links.Message(rank_links.HELPS, text=True))
+            while not links.sent:
+                time.sleep(0.01)
+            dist.barrier()
+            return None
+        while not received:
             time.sleep(0.01)
+        links.close()
+        for thread in links.threads:
+            thread.join(30)
+    dist.barrier()
+    return received, [thread.name for thread in links.threads if thread.is_alive()], printed.getvalue()
+
+
+def break_a_link(rank, size):
+    """Let rank 1 send what is no message; return the error of rank 0, and what it has printed."""
+    group, left = dist.new_group(list(range(size)), backend="gloo"), threading.Event()
+    if rank == 1:
+        header = torch.zeros(rank_links.HEADER_WORDS, dtype=torch.int64)
+        RankChannel.to(0, group, 30.0).send(header, "header")
         dist.barrier()
         return None
-    while not received:
-        time.sleep(0.01)
-    links.close()
-    for thread in links.threads:
-        thread.join(30)
+    with redirect_stderr(io.StringIO()) as printed:
+        links = rank_links.PoolLinks(group, lambda peer, message: left.set())
+        assert left.wait(30.0)
+        links.close()
     dist.barrier()
-    return received, [thread.name for thread in links.threads if thread.is_alive()]
+    return links.error, printed.getvalue()

@@ -6,6 +6,7 @@ import resource
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 
@@ -29,6 +30,17 @@ def full_disk(folder):
 
     with mock.patch.object(os, "pwrite", pwrite), mock.patch.object(tempfile, "NamedTemporaryFile", named):
         yield
+
+
+@contextmanager
+def small_files(num_bytes):
+    """Let no file of this process grow beyond this, as on a disk without room."""
+    here = SimpleNamespace(pid=os.getpid())
+    limit_files(here, num_bytes)
+    try:
+        yield
+    finally:
+        limit_files(here)
 
 
 def limit_files(process, num_bytes=resource.RLIM_INFINITY):
