@@ -94,6 +94,10 @@ def test_a_large_vocabulary_gives_the_same_margins_in_parts():
     assert found.margins_T.tolist() == (sums_TV.amax(-1) - mine_T).double().tolist()
     best_T2 = sums_TV.topk(2).values
     assert found.gaps_T.tolist() == (best_T2[:, 0] - best_T2[:, 1]).double().tolist()
+    for t in (0, 150, 299):
+        score_V = logits_TV[t].double().numpy() / 0.8 + noise((5, 6), 20 + t, vocabulary)
+        assert found.right_T[t] == score_V.argmax()
+        assert float(found.margins_T[t]) == pytest.approx(score_V.max() - score_V[tokens[t]], abs=1e-4)
 
 
 def test_another_key_place_or_temperature_is_seen():

@@ -25,7 +25,7 @@ from aedit.spec_rollout.audit import (
 from aedit.spec_rollout.audit.auditor import AuditSettings, RateRule, SpotAuditor
 from aedit.spec_rollout.audit.recording import Recording, to_line
 from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.sampling import Prompt, Sampling
+from aedit.spec_rollout.sampling import ROLLOUT_PROTOCOL, Prompt, Sampling
 
 SAMPLING = Sampling(max_new_tokens=24, stop_tokens=(0,))
 VERSION = 3
@@ -329,6 +329,19 @@ def test_damaged_lines_are_named(tmp_path, change):
     path = tmp_path / "rollouts.jsonl"
     path.write_text(lines[0] + json.dumps(json.loads(lines[1]) | change) + "\n")
     with pytest.raises(ValueError, match=r"rollouts\.jsonl, line 2: "):
+        list(read_recording(path))
+
+
+@pytest.mark.parametrize("protocol", [1, ROLLOUT_PROTOCOL + 1])
+def test_a_recording_of_another_protocol_is_refused_in_one_line(tmp_path, protocol):
+    fields = json.loads(to_line(held(honest(1)[0]))) | {"protocol": protocol}
+    if protocol == 1:
+        del fields["protocol"]  # older builds did not write it
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(json.dumps(fields) + "\n")
+    with pytest.raises(
+        ValueError, match=f"line 1: a rollout of protocol {protocol}, expected {ROLLOUT_PROTOCOL}: audit"
+    ):
         list(read_recording(path))
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
+from kit.own_draws import Judge
 from kit.rollouts import (
     FLIPS,
     KINDS,
@@ -28,7 +29,7 @@ from kit.rollouts import (
 
 from aedit.spec_rollout.model import cache
 from aedit.spec_rollout.model.kv_storage import KVBlocks
-from aedit.spec_rollout.sampling import noise
+from aedit.spec_rollout.sampling import LARGE_VOCABULARY
 
 ARMS = ["off", "layer:1", "layer:2", "layer:4", "layer:8", "layer:3x2x6", "layer:4x3x12"]
 
@@ -112,14 +113,18 @@ def test_keys_and_values_in_blocks_change_no_token(policy, mixed, plain, texts, 
     assert engine.status()["kv_bytes"] == 0, "all blocks are free again"
 
 
-def test_a_large_vocabulary_whose_noise_is_not_computed_ahead_changes_no_token(
-    policy, mixed, plain, texts, monkeypatch
-):
-    monkeypatch.setattr(noise, "LARGE_VOCABULARY", 1)
+@pytest.mark.parametrize("vocabulary", [LARGE_VOCABULARY - 1, LARGE_VOCABULARY + 3])
+def test_in_a_large_vocabulary_every_token_is_that_of_an_independent_oracle(mixed, vocabulary):
+    policy, some = tiny_policy(vocabulary=vocabulary), mixed[1::2]
+    made = {each.prompt.key: each for each in engine_of(policy, 4).generate(some)}
+    plain = [made[prompt.key] for prompt in some]
+    assert not any(each.any() for each in Judge(policy).shortfalls(plain))
+    assert len({token for each in plain for token in each.tokens}) > 100
+    texts = [[*each.prompt.tokens, *each.tokens] for each in plain]
     engine = engine_of(policy, 4, Insider(texts, seed=1), *FLIPS)
-    assert tokens_of(engine, mixed) == plain
+    assert tokens_of(engine, some) == [each.tokens for each in plain]
     assert set(engine.status()["arms"]) == set(FLIPS)
-    assert engine.status()["noise_bytes"] == 0
+    assert bool(engine.status()["noise_bytes"]) == (vocabulary < LARGE_VOCABULARY)
 
 
 @pytest.mark.parametrize("drafter", [lambda texts: Stubborn(), lambda texts: Insider(texts, honesty=0.0)])

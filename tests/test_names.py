@@ -31,7 +31,8 @@ from aedit.proto.rpc.rollouts_pb2 import Opened
 from aedit.proto.swarm import decoded_card, encoded_card
 from aedit.proto.versions.manifest import check_line
 from aedit.spec_rollout.audit import Origin
-from aedit.spec_rollout.remote.connection import PROTOCOL, Connection, Violation
+from aedit.spec_rollout.remote.connection import Connection, Violation
+from aedit.spec_rollout.sampling import ROLLOUT_PROTOCOL
 from aedit.system import host_name
 from aedit.types import LONGEST_NAME, TensorLayout, UnitLayout, UserError, name_fault
 
@@ -107,10 +108,13 @@ def test_a_rollout_server_that_answers_has_a_name():
     origin = Origin("run", "line", "")
     for name in (*ENCODABLE, "x" * 129):
         with pytest.raises(Violation, match="is not 1 to 128 letters"):
-            Connection.open(None, Opened(server=name, protocol=PROTOCOL), origin)
+            Connection.open(None, Opened(server=name, protocol=ROLLOUT_PROTOCOL), origin)
     for name in GOOD_NAMES:
         with pytest.raises(Violation, match="its key has 0 bytes"):  # the next thing that is checked
-            Connection.open(None, Opened(server=name, protocol=PROTOCOL), origin)
+            Connection.open(None, Opened(server=name, protocol=ROLLOUT_PROTOCOL), origin)
+    older = ROLLOUT_PROTOCOL - 1
+    with pytest.raises(Violation, match=f"it speaks protocol {older}, expected {ROLLOUT_PROTOCOL}"):
+        Connection.open(None, Opened(server="a", protocol=older), origin)
 
 
 def test_a_name_on_the_command_line_becomes_no_path_before_it_was_checked(tmp_path):

@@ -7,9 +7,10 @@ import pytest
 import torch
 from scipy import stats
 
-from aedit.spec_rollout.sampling import RowNoise, gumbel
+from aedit.spec_rollout.sampling import LARGE_VOCABULARY, NoiseKeys, RowNoise, gumbel
 from aedit.spec_rollout.sampling import noise as module
-from aedit.spec_rollout.sampling.noise import _between_0_and_1, philox, uniforms
+from aedit.spec_rollout.sampling.noise import _arrivals, _between_0_and_1, num_arrivals, philox, uniforms
+from aedit.spec_rollout.sampling.noisy_argmax import noisy_argmax
 
 WORD = 0xFFFFFFFF
 
@@ -43,11 +44,26 @@ def test_the_generator_is_philox_by_the_vectors_of_its_authors(counter, key, wor
     assert reference_philox(counter, key) == words
 
 
-def expected_gumbel(rollout, sample, position, token):
+def expected_arrivals(rollout, sample, position, vocabulary):
+    """Return tokens and times of all arrivals by the definition, in Python's integers and floats."""
+    tokens, times, now = [], [], 0.0
+    for block in range(vocabulary // 256 if vocabulary >= 16_384 else 0):
+        counter = [2**31 + block, position, (rollout >> 32) & WORD, (sample >> 32) & WORD]
+        first, second, third, _ = reference_philox(counter, [rollout & WORD, sample & WORD])
+        now += -math.log((third + 0.5) / 2**32) / vocabulary
+        tokens.append((first * 2**32 + second) * vocabulary // 2**64)
+        times.append(now)
+    return tokens, times
+
+
+def expected_gumbel(rollout, sample, position, token, vocabulary):
     """Compute one number by the definition, in Python's integers and floats."""
+    tokens, times = expected_arrivals(rollout, sample, position, vocabulary)
+    if token in tokens:
+        return -math.log(times[tokens.index(token)])
     counter = [token // 4, position, (rollout >> 32) & WORD, (sample >> 32) & WORD]
     bits = reference_philox(counter, [rollout & WORD, sample & WORD])[token % 4]
-    return -math.log(-math.log((bits + 0.5) / 2**32))
+    return -math.log((times[-1] if times else 0.0) - math.log((bits + 0.5) / 2**32))
 
 
 def test_each_number_is_a_function_of_rollout_sample_position_and_token():
@@ -55,10 +71,28 @@ def test_each_number_is_a_function_of_rollout_sample_position_and_token():
     positions = [[0, 1], [77, 1000], [2**32 - 1, 4]]
     made = gumbel(long(*rollouts), long(*samples), torch.tensor(positions), 10, torch.float64)
     wanted = [
-        [[expected_gumbel(r, s, p, v) for v in range(10)] for p in places]
+        [[expected_gumbel(r, s, p, v, 10) for v in range(10)] for p in places]
         for r, s, places in zip(rollouts, samples, positions, strict=True)
     ]
     np.testing.assert_allclose(made.numpy(), wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize("vocabulary", [LARGE_VOCABULARY - 1, LARGE_VOCABULARY, 50_257])
+def test_in_a_large_vocabulary_a_token_has_its_first_arrival_or_what_remains_after_the_last(vocabulary):
+    keys = [(-1, 2**63 - 1, 77), ((5 << 32) + 7, 1 << 33, 2**32 - 1)]
+    if vocabulary >= LARGE_VOCABULARY:  # and one with a token that arrives twice
+        arrived = ((p, expected_arrivals(0, 0, p, vocabulary)[0]) for p in range(200))
+        keys.append(next((0, 0, p) for p, tokens in arrived if len(set(tokens)) < len(tokens)))
+    for key in keys:
+        tokens, times = expected_arrivals(*key, vocabulary)
+        asked = np.array([*tokens, *range(0, vocabulary, 1 + vocabulary // 40), vocabulary - 1])
+        wanted = [expected_gumbel(*key, token, vocabulary) for token in asked.tolist()]
+        rollout, sample, position = key
+        made = gumbel(long(rollout), long(sample), long(position)[None], vocabulary, torch.float64)[0, 0]
+        np.testing.assert_allclose(made[torch.from_numpy(asked)].numpy(), wanted, rtol=1e-12)
+        one = NoiseKeys(*(np.full(len(asked), number) for number in key))
+        np.testing.assert_allclose(one.gumbel_of(asked, vocabulary, torch.float64), wanted, rtol=1e-12)
+        assert (made > -math.log(times[-1] if times else 1e-12) - 1e-9).sum() == len(set(tokens))
 
 
 def test_ids_that_share_their_low_words_do_not_share_their_noise():
@@ -67,8 +101,8 @@ def test_ids_that_share_their_low_words_do_not_share_their_noise():
     assert len({tuple(row) for row in rows[:, 0].tolist()}) == 4
 
 
-def test_a_token_has_the_same_noise_in_a_larger_vocabulary():
-    small, large = (gumbel(long(4), long(2), long(9)[None], size) for size in (6, 11))
+def test_below_the_large_vocabularies_a_token_has_the_same_noise_in_each():
+    small, large = (gumbel(long(4), long(2), long(9)[None], size) for size in (6, LARGE_VOCABULARY - 1))
     assert torch.equal(small, large[..., :6])
 
 
@@ -81,6 +115,54 @@ def test_the_noise_is_gumbel_and_the_uniforms_are_uniform_and_independent_of_it(
     columns = torch.cat((noise, both), dim=-1).flatten(0, 1).T
     apart = torch.corrcoef(columns) - torch.eye(10)
     assert apart.abs().max() < 5 / math.sqrt(10_000)
+
+
+def test_the_noise_of_a_large_vocabulary_is_gumbel_and_independent_between_tokens():
+    """The number of tokens above a level is binomial if they are independent: compare its whole histogram."""
+    num, vocabulary = 600, 16_411
+    noise = gumbel(7, 8, torch.arange(num)[None], vocabulary, torch.float64)[0].numpy()
+    assert stats.kstest(noise[:100].ravel(), "gumbel_r").pvalue > 1e-3
+    # Most levels are those of tokens with arrivals, whose noise is above 5 to 6.
+    for level in (-0.5, 2.0, 4.5, 5.3, 5.55, 5.8, 7.0, 9.0):
+        counts = (noise > level).sum(1)
+        share = -math.expm1(-math.exp(-level))
+        assert stats.binomtest(int(counts.sum()), num * vocabulary, share).pvalue > 1e-3, level
+        expected = stats.binom(vocabulary, share)
+        edges = np.unique(expected.ppf([0.1, 0.3, 0.5, 0.7, 0.9]))
+        found = np.bincount(np.searchsorted(edges, counts), minlength=len(edges) + 1)
+        cells = np.diff([0.0, *expected.cdf(edges), 1.0])
+        assert stats.chisquare(found, cells * num).pvalue > 1e-3, level
+    ranks = np.exp(-np.exp(-noise[:, [0, 1, 2, 3, 4, 8000, 16_410]]))
+    apart = np.corrcoef(np.vstack((ranks.T, np.roll(ranks[:, 0], 1)))) - np.eye(8)
+    assert np.abs(apart).max() < 5 / math.sqrt(num)
+
+
+@pytest.mark.parametrize("vocabulary", [LARGE_VOCABULARY, 50_257, 3 << 30])
+def test_arrivals_mark_all_tokens_equally_often(vocabulary):
+    """Thirty-two bits would mark every third of 3 * 2**30 tokens twice as often as the others."""
+    words = [torch.from_numpy(np.random.default_rng(i).integers(0, 1 << 32, 60_000)) for i in range(4)]
+    marked = _arrivals(words, vocabulary)[0].numpy()
+    assert marked.min() >= 0
+    assert marked.max() < vocabulary
+    assert stats.kstest((marked + 0.5) / vocabulary, "uniform").pvalue > 1e-3
+    for parts in (3, 16):
+        assert stats.chisquare(np.bincount(marked % parts, minlength=parts)).pvalue > 1e-3
+
+
+def test_tokens_of_a_large_vocabulary_are_drawn_with_their_probabilities():
+    num, vocabulary = 20_000, 16_387
+    x_V = torch.zeros(vocabulary)
+    x_V[0], x_V[77], x_V[-40:] = (math.log(vocabulary / parts) for parts in (3, 9, 100))
+    drawn = []
+    for first in range(0, num, 500):
+        keys = NoiseKeys(np.full(500, 5), np.full(500, -9), np.arange(first, first + 500))
+        drawn.append(noisy_argmax(x_V.expand(500, 1, -1), keys))
+    tokens = torch.cat(drawn).ravel().numpy()
+    # Two likely tokens, forty with some more than their share, and the others in ten ranges.
+    kinds = 10 * np.arange(vocabulary) // vocabulary
+    kinds[[0, 77]], kinds[-40:] = (10, 11), 12
+    wanted = np.bincount(kinds, weights=x_V.double().softmax(0).numpy())
+    assert stats.chisquare(np.bincount(kinds[tokens], minlength=13), wanted * num).pvalue > 1e-3
 
 
 def test_the_extreme_bits_give_finite_noise():
@@ -196,17 +278,21 @@ def kept_bytes(rows, vocabulary):
     return noise.num_bytes
 
 
-def test_noise_without_a_ring_is_that_of_the_ring():
-    noise = begun(1000)
+@pytest.mark.parametrize("vocabulary", [1000, LARGE_VOCABULARY + 3])
+def test_noise_without_a_ring_is_that_of_the_ring(vocabulary):
+    noise = begun(vocabulary)
     for row, first in [(3, 0), (0, 65), (1, 2**32 - 9)]:
         keys = noise.keys([row], [first], np.arange(8)[None])
-        tokens = np.array([0, 1, 2, 3, 4, 500, 998, 999])
+        tokens = np.array([0, 1, 2, 3, 4, 500, 998, vocabulary - 1])
+        if num_arrivals(vocabulary):
+            tokens[1::2] = keys.arrivals(vocabulary)[0][1::2, 7]
         for dtype in (torch.float32, torch.float64):
             positions = torch.arange(first, first + 8)[None]
-            wanted = gumbel(long(100 + row), long(7 * row), positions, 1000, dtype)[0]
-            assert torch.equal(
-                keys.gumbel_of(tokens, dtype), wanted[torch.arange(8), torch.from_numpy(tokens)]
-            )
+            wanted = gumbel(long(100 + row), long(7 * row), positions, vocabulary, dtype)[0]
+            wanted = wanted[torch.arange(8), torch.from_numpy(tokens)]
+            assert torch.equal(keys.gumbel_of(tokens, vocabulary, dtype), wanted)
+            if dtype == torch.float32:
+                assert torch.equal(noise.at([row], [first], 8)[0, torch.arange(8), tokens], wanted)
     noise.end(2)
     with pytest.raises(ValueError, match="row 2 has no sample"):
         noise.keys([2], [0], np.arange(1)[None])
@@ -220,7 +306,11 @@ def test_a_gpu_has_the_same_bits_and_the_same_noise_to_the_last_place():
         philox(counter, (1, WORD)), philox([c.cuda() for c in counter], (1, WORD)), strict=True
     ):
         assert torch.equal(here, there.cpu())
-    here, there = begun(vocabulary=1000), begun(vocabulary=1000, device="cuda")
+    for vocabulary in (1000, LARGE_VOCABULARY + 3):
+        check_gpu(begun(vocabulary), begun(vocabulary, device="cuda"))
+
+
+def check_gpu(here, there):
     for first, count in [(0, 5), (60, 9), (200, 70)]:
         rows, firsts = [0, 2, 3], [first, first + 1, 2 * first]
         wanted, got = (noise.at(rows, firsts, count) for noise in (here, there))

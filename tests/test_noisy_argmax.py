@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from aedit.spec_rollout.sampling import NoiseKeys, coupled_tokens, gumbel, noisy_best_two
-from aedit.spec_rollout.sampling import noisy_argmax as module
-from aedit.spec_rollout.sampling.noisy_argmax import SMALL_NOISE, noisy_argmax
+from aedit.spec_rollout.sampling import NoiseKeys, coupled_tokens, gumbel, noise, noisy_best_two
+from aedit.spec_rollout.sampling.noisy_argmax import _limits, noisy_argmax
 
 NOTHING = -torch.inf
 
@@ -58,7 +57,7 @@ INPUTS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", INPUTS)
 def test_the_token_is_that_of_the_whole_noise(name, dtype):
-    for seed, shape in enumerate([(1, 1, 20_003), (3, 1, 5000), (2, 5, 777), (4, 3, 9), (1, 2, 1)]):
+    for seed, shape in enumerate([(1, 1, 20_003), (3, 1, 16_384), (2, 5, 16_389), (4, 3, 9), (1, 2, 1)]):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
         x, keys = INPUTS[name](x), keys_of(*shape[:2], seed)
         assert torch.equal(noisy_argmax(x, keys), (x + all_noise(keys, shape, dtype)).argmax(-1)), shape
@@ -67,7 +66,7 @@ def test_the_token_is_that_of_the_whole_noise(name, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", INPUTS)
 def test_the_two_best_sums_are_those_of_the_whole_noise(name, dtype):
-    for seed, shape in enumerate([(1, 1, 20_003), (3, 1, 5000), (10, 1, 777), (12, 1, 9), (2, 1, 2)]):
+    for seed, shape in enumerate([(1, 1, 20_003), (3, 1, 16_384), (10, 1, 16_389), (12, 1, 9), (2, 1, 2)]):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
         x, keys = INPUTS[name](x), keys_of(*shape[:2], seed)
         sums = (x + all_noise(keys, shape, dtype))[:, 0]
@@ -76,14 +75,28 @@ def test_the_two_best_sums_are_those_of_the_whole_noise(name, dtype):
         assert torch.equal(torch.stack((best, second), -1), sums.topk(2).values), shape
 
 
-def test_many_positions_draw_what_the_whole_noise_draws_however_many_are_computed_at_once(monkeypatch):
-    shape = (700, 1, 1100)
+@pytest.mark.parametrize("num_arrivals", [1, 6, 50])
+@pytest.mark.parametrize("name", INPUTS)
+def test_tokens_that_arrive_more_than_once_have_their_first_time(name, num_arrivals, monkeypatch):
+    """In a small vocabulary most tokens have arrivals, and most of these several."""
+    monkeypatch.setattr(noise, "num_arrivals", lambda vocabulary: num_arrivals)
+    for dtype in (torch.float32, torch.float64):
+        shape = (80, 1, 9)
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
+        x, keys = INPUTS[name](x), keys_of(80, 1)
+        sums = (x + all_noise(keys, shape, dtype))[:, 0]
+        assert torch.equal(noisy_argmax(x, keys)[:, 0], sums.argmax(-1))
+        token, best, second = noisy_best_two(x[:, 0], keys)
+        assert torch.equal(token, sums.argmax(-1))
+        assert torch.equal(torch.stack((best, second), -1), sums.topk(2).values)
+
+
+def test_many_positions_draw_what_the_whole_noise_draws():
+    shape = (700, 1, 16_384)
     x, keys = 3 * torch.randn(shape, generator=torch.Generator().manual_seed(0)), keys_of(700, 1)
     wanted = (x + all_noise(keys, shape, x.dtype)).argmax(-1)
     assert len(wanted.unique()) > 300
-    for at_once in (1, 1000, 1 << 20):
-        monkeypatch.setattr(module, "BLOCKS_AT_ONCE", at_once)
-        assert torch.equal(noisy_argmax(x, keys), wanted)
+    assert torch.equal(noisy_argmax(x, keys), wanted)
 
 
 def test_the_padding_of_the_last_token_block_draws_nothing():
@@ -91,14 +104,19 @@ def test_the_padding_of_the_last_token_block_draws_nothing():
         assert noisy_argmax(torch.zeros(1, 1, 1), keys_of(1, 1, seed)).item() == 0
 
 
-def test_no_other_token_has_more_than_the_small_noise():
-    words = torch.arange(module.LARGE_WORD - 5000, module.LARGE_WORD + 5000, dtype=torch.float64)
-    noise = -(-((words + 0.5) * 2.0**-32).log()).log()
-    assert noise[:5000].max() < SMALL_NOISE < noise[0] + 2e-3
+def test_tokens_below_the_limit_lose_whatever_their_words_are():
+    for dtype in (torch.float32, torch.float64):
+        best = torch.tensor([-1e6, -3.0, 0.0, 1.0, 40.0, 1e6], dtype=dtype)
+        for last in (0.1, 0.0039, 1e-5):
+            limits = _limits(best, torch.full((6,), last, dtype=torch.float64))
+            below = limits.nextafter(torch.tensor(-torch.inf, dtype=dtype))
+            most = -torch.tensor(last, dtype=torch.float64).to(dtype).log()
+            assert (below + most < best).all()
+            assert (limits + most > best - 2e-3 - 1e-5 * best.abs()).all()
 
 
 def test_greedy_rows_ignore_their_keys():
-    x, keys = torch.randn(3, 2, 3000, generator=torch.Generator().manual_seed(4)), keys_of(3, 2)
+    x, keys = torch.randn(3, 2, 17_000, generator=torch.Generator().manual_seed(4)), keys_of(3, 2)
     temperature = torch.tensor([1.0, 0.0, 0.3])
     wanted = coupled_tokens(x, all_noise(keys, x.shape, x.dtype), temperature)
     assert torch.equal(coupled_tokens(x, keys, temperature), wanted)
@@ -106,7 +124,7 @@ def test_greedy_rows_ignore_their_keys():
 
 
 def test_a_row_that_is_not_a_number_gives_its_first_such_token_and_harms_no_other():
-    x, keys = torch.randn(3, 1, 3000, generator=torch.Generator().manual_seed(4)), keys_of(3, 1)
+    x, keys = torch.randn(3, 1, 17_000, generator=torch.Generator().manual_seed(4)), keys_of(3, 1)
     x[1] = torch.nan
     wanted = (x + all_noise(keys, x.shape, x.dtype)).argmax(-1)
     assert wanted[1] == 0

@@ -12,7 +12,7 @@ from kit.waiting import until
 from aedit.proto.rpc import HubRefused, new_secret
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.spec_rollout.audit import Origin, is_signed, statement_of
-from aedit.spec_rollout.sampling import Rollout, Sampling, encode_sampling
+from aedit.spec_rollout.sampling import ROLLOUT_PROTOCOL, Rollout, Sampling, encode_sampling
 
 
 def test_trainers_get_the_tokens_of_a_plain_engine_with_signed_ends_on_lines_of_their_own():
@@ -263,7 +263,9 @@ def test_a_stream_beyond_the_limit_is_refused_if_all_others_are_open():
 
 def test_a_stream_is_refused_with_its_reason():
     refused = {
-        "speaks 1": {"protocol": 99},
+        f"protocol {ROLLOUT_PROTOCOL - 1} was asked for, and this server speaks {ROLLOUT_PROTOCOL}": {
+            "protocol": ROLLOUT_PROTOCOL - 1
+        },
         "serves the run 'run', not 'another'": {"run": "another"},
         "expected recompute or finish": {"on_new_version": "restart"},
         "needs a secret of 64 characters": {"secret": "short"},

@@ -458,7 +458,7 @@ class ClientPool(Generic[C]):
             self.drop(address)
 
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Equal for all that take part in one run. It changes with whatever an older build would misunderstand
 or compute otherwise: messages, journal records, arithmetic, defaults of settings that decide the result."""
 

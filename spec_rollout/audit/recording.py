@@ -14,7 +14,7 @@ from aedit.spec_rollout.audit.statement import (
     spans_of,
     versions_of,
 )
-from aedit.spec_rollout.sampling import decode_sampling
+from aedit.spec_rollout.sampling import ROLLOUT_PROTOCOL, decode_sampling
 from aedit.weights import save_tensors
 
 FILE = "rollouts.jsonl"
@@ -97,6 +97,7 @@ def weights_files(directory: Path) -> dict[int, Path]:
 def to_line(held: HeldRollout) -> str:
     """Return a rollout as a line of JSON."""
     fields = {
+        "protocol": ROLLOUT_PROTOCOL,
         "server": held.server,
         "public_key": held.public_key.hex(),
         "key": held.key,
@@ -124,7 +125,7 @@ def of_line(line: str) -> HeldRollout:
         rollout, sample = map(_integer, found["key"])
         sampling = found["sampling"].encode()
         decode_sampling(sampling)
-        return HeldRollout(
+        held = HeldRollout(
             server=str(found["server"]),
             public_key=bytes.fromhex(found["public_key"]),
             key=(rollout, sample),
@@ -142,6 +143,12 @@ def of_line(line: str) -> HeldRollout:
         )
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"no recorded rollout ({type(error).__name__}: {error})") from None
+    if (protocol := found.get("protocol", 1)) != ROLLOUT_PROTOCOL:
+        raise ValueError(
+            f"a rollout of protocol {protocol}, expected {ROLLOUT_PROTOCOL}: audit it with the release of"
+            " aedit that recorded it"
+        )
+    return held
 
 
 def read_recording(path: Path) -> Iterator[HeldRollout]:

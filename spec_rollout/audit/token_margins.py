@@ -174,7 +174,8 @@ def _draw(
     else:
         keys = _keys(claimed.key, positions_T)
         right_T, best_T, second_T = noisy_best_two(warped_TV, keys)
-        mine_T = warped_TV[places_T, tokens_T] + keys.gumbel_of(tokens_T.numpy(), warped_TV.dtype)
+        noise_T = keys.gumbel_of(tokens_T.numpy(), warped_TV.shape[1], warped_TV.dtype)
+        mine_T = warped_TV[places_T, tokens_T] + noise_T
         return right_T, best_T, second_T, mine_T
     right_T = sums_TV.argmax(-1)
     best_T = sums_TV[places_T, right_T]

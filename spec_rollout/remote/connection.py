@@ -21,11 +21,9 @@ from aedit.spec_rollout.remote.discovery import Place
 from aedit.spec_rollout.remote.publisher import VersionGiven, VersionSender
 from aedit.spec_rollout.remote.report_checks import Violation
 from aedit.spec_rollout.remote.session import ServerFacts, Session
+from aedit.spec_rollout.sampling import ROLLOUT_PROTOCOL
 from aedit.spec_rollout.server import Channel
 from aedit.types import name_fault
-
-PROTOCOL = 1
-
 
 METHOD = "/aedit.v1.Rollouts/Generate"
 
@@ -126,8 +124,8 @@ class Connection:
             Violation: It is none, or that of another server than expected.
         """
         name, key = found.server, found.public_key
-        if found.protocol != PROTOCOL:
-            raise Violation(f"it speaks protocol {found.protocol}, expected {PROTOCOL}")
+        if found.protocol != ROLLOUT_PROTOCOL:
+            raise Violation(f"it speaks protocol {found.protocol}, expected {ROLLOUT_PROTOCOL}")
         if fault := name_fault(name):
             raise Violation(f"its name {fault}")
         if len(key) != KEY_BYTES:

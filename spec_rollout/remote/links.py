@@ -21,7 +21,7 @@ from aedit.proto.rpc import DirectoryClient, client_keys, make_accusation
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.proto.versions import LineUnknown, VersionsClient, VersionStore
 from aedit.spec_rollout.audit import Auditor, AuditVerdict, HeldRollout, Origin, try_auditor
-from aedit.spec_rollout.remote.connection import PROTOCOL, Connection, ServerStream
+from aedit.spec_rollout.remote.connection import Connection, ServerStream
 from aedit.spec_rollout.remote.discovery import Place, ServerDiscovery
 from aedit.spec_rollout.remote.publisher import (
     VersionGiven,
@@ -32,7 +32,7 @@ from aedit.spec_rollout.remote.publisher import (
 )
 from aedit.spec_rollout.remote.report_checks import Violation
 from aedit.spec_rollout.remote.session import Held
-from aedit.spec_rollout.sampling import TokenDecoder
+from aedit.spec_rollout.sampling import ROLLOUT_PROTOCOL, TokenDecoder
 from aedit.spec_rollout.server import Channel, Message
 from aedit.spec_rollout.training import ArrayReader
 from aedit.types import (
@@ -349,7 +349,7 @@ class Links:
         self._last_number += 1
         number, settings = self._last_number, self.settings
         begin = pb.Open(
-            protocol=PROTOCOL,
+            protocol=ROLLOUT_PROTOCOL,
             run=settings.run,
             line=self._line,
             trainer=settings.trainer,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from aedit.spec_rollout.sampling.samples import (
         MIN_TOP_P,
+        ROLLOUT_PROTOCOL,
         Constraint,
         FinishReason,
         Prompt,
@@ -54,6 +55,7 @@ __all__ = [
     "MIN_TOP_P",
     "NUM_CONTEXT_TOKENS",
     "REPLACEMENT",
+    "ROLLOUT_PROTOCOL",
     "AcceptedTokens",
     "Constraint",
     "FinishReason",

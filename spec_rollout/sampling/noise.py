@@ -2,14 +2,23 @@
 
 Plain decoding, a chain, a tree, or another engine after a migration see the same numbers at a position, so
 they draw the same token. The generator is Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as
-1, 2, 3, SC 2011): integer arithmetic, the same bits on every device. The logarithms of the Gumbel noise may
-differ between devices in the last bit.
+1, 2, 3, SC 2011): integer arithmetic, the same bits on every device. The logarithms of the Gumbel noise, and
+sums of them, may differ between devices in the last bit.
 
 Key: the low words of the two ids. Counter: token block (with the stream in its high bits), position, the ids'
 high words. Four tokens share a block. So no two of (stream, rollout, sample, position, block) share a
-counter.
+counter. A word w is the uniform number u = (w + 1/2) / 2**32.
 
-Shapes: B rows, m positions, V vocabulary, W numbers per position.
+The Gumbel noise of a token is -log of a time, which has the distribution Exp(1). Below `LARGE_VOCABULARY`
+tokens the time is -log u, with the token's word. In a larger vocabulary the tokens with large noise can be
+enumerated. A Poisson process of rate V has the arrivals T_1 < ... < T_K, K = V >> 8, one in each block of a
+stream of its own. Of its words w0, w1, w2, the last one gives the gap before it, -log(u2) / V, and the others
+the token that it marks, (w0 * 2**32 + w1) * V >> 64. The time of a marked token is its first arrival. That of
+another token is T_K - log u, with the token's word. By thinning, the first arrivals of the tokens are
+independent and Exp(1); by memorylessness, so is what remains after T_K. V is the number of columns of the
+policy's logits.
+
+Shapes: B rows, m positions, V vocabulary, K arrivals, W numbers per position.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,8 +38,8 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
-# Streams, above the token block, which has at most 30 bits: Gumbel noise, uniforms of rejection sampling.
-_GUMBEL, _UNIFORM = 0, 1 << 30
+# Streams, above the block, which has at most 30 bits: Gumbel noise, uniforms of rejection sampling, arrivals.
+_GUMBEL, _UNIFORM, _ARRIVAL = 0, 1 << 30, 2 << 30
 
 Ints = NDArray[np.int64]
 _Words = TypeVar("_Words", Tensor, Ints)
@@ -44,7 +53,12 @@ _AT_ONCE, _AT_ONCE_CUDA = 1 << 16, 1 << 24
 
 
 LARGE_VOCABULARY = 1 << 14
-"""Vocabulary from which on a CPU searches for the best token without computing all noise ahead."""
+"""Vocabulary from which on the noise has arrivals, so that a CPU finds the best token without all noise."""
+
+
+def num_arrivals(vocabulary: int) -> int:
+    """Return K, the number of arrivals at a position."""
+    return vocabulary >> 8 if vocabulary >= LARGE_VOCABULARY else 0
 
 
 def philox(counter: Sequence[_Words], key: Sequence[_Words | int]) -> list[_Words]:
@@ -81,12 +95,18 @@ def gumbel(
         rollouts: Rollout ids.
         samples: Sample ids.
         positions_Bm: int64, absolute positions below 2**32.
-        vocabulary: V.
+        vocabulary: V, that of the policy.
         dtype: Dtype of the result.
     """
-    blocks = torch.arange(-(-vocabulary // 4), device=positions_Bm.device)
-    bits = _bits(rollouts, samples, positions_Bm, blocks + _GUMBEL)[..., :vocabulary]
-    return _to_gumbel(bits, dtype)
+    blocks = torch.arange(-(-vocabulary // 4), device=positions_Bm.device) + _GUMBEL
+    words = _words(rollouts, samples, positions_Bm, blocks)
+    times_BmV = _exponentials(torch.stack(words, dim=-1).flatten(-2)[..., :vocabulary])
+    if num := num_arrivals(vocabulary):
+        blocks = torch.arange(num, device=positions_Bm.device) + _ARRIVAL
+        marked_BmK, arrivals_BmK = _arrivals(_words(rollouts, samples, positions_Bm, blocks), vocabulary)
+        times_BmV += arrivals_BmK[..., -1:]
+        times_BmV.scatter_reduce_(-1, marked_BmK, arrivals_BmK, "amin")
+    return to_gumbel(times_BmV, dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,24 +120,39 @@ class NoiseKeys:
     samples_N: Ints
     positions_N: Ints
 
-    def __getitem__(self, index: slice | Ints) -> "NoiseKeys":
+    def __getitem__(self, index: Ints) -> "NoiseKeys":
         """Return the keys of some of the positions."""
         return NoiseKeys(self.rollouts_N[index], self.samples_N[index], self.positions_N[index])
 
-    def words(self, blocks: Ints) -> list[Ints]:
-        """Return the random words of the four tokens of each token block, four arrays (N, ...).
+    def arrivals(self, vocabulary: int) -> tuple[Ints, Tensor, Tensor]:
+        """Return the tokens with large noise, (N, K), their times, and the last time of each position, (N,).
 
-        Args:
-            blocks: Token // 4, (N, 1), or (..) for the same blocks at all positions.
+        A token may be marked more than once; its first time counts. Times are float64. Without arrivals the
+        last time is 0.
         """
-        ids = self.rollouts_N[:, None], self.samples_N[:, None]
-        counter = (blocks + _GUMBEL, self.positions_N[:, None], *((x >> 32) & _WORD for x in ids))
-        return philox(counter, [x & _WORD for x in ids])
+        words = self._words(np.arange(num_arrivals(vocabulary)) + _ARRIVAL)
+        marked_NK, times_NK = _arrivals([torch.from_numpy(each) for each in words], vocabulary)
+        last_N = times_NK[:, -1] if times_NK.shape[1] else times_NK.new_zeros(len(times_NK))
+        return marked_NK.numpy(), times_NK, last_N
 
-    def gumbel_of(self, tokens_N: Ints, dtype: torch.dtype) -> Tensor:
+    def times_after(self, last_N: Tensor, tokens_N: Ints) -> Tensor:
+        """Return the time of a token without arrival at each position, (N,); last_N: of the last arrival."""
+        words_4N = np.stack(self._words((tokens_N[:, None] >> 2) + _GUMBEL))[..., 0]
+        words_N = torch.from_numpy(words_4N[tokens_N & 3, np.arange(len(tokens_N))])
+        return _exponentials(words_N).add_(last_N)
+
+    def gumbel_of(self, tokens_N: Ints, vocabulary: int, dtype: torch.dtype) -> Tensor:
         """Return the noise of one token at each position, (N,): the numbers that `gumbel` returns."""
-        words_4N = np.stack(self.words(tokens_N[:, None] >> 2))[..., 0]
-        return _to_gumbel(torch.from_numpy(words_4N[tokens_N & 3, np.arange(len(tokens_N))]), dtype)
+        marked_NK, times_NK, last_N = self.arrivals(vocabulary)
+        others_NK = torch.from_numpy(marked_NK != tokens_N[:, None])
+        after_N1 = self.times_after(last_N, tokens_N)[:, None]
+        return to_gumbel(torch.cat((times_NK.masked_fill(others_NK, torch.inf), after_N1), 1).amin(1), dtype)
+
+    def _words(self, blocks: Ints) -> list[Ints]:
+        """Return four arrays of random words, (N, ...), of blocks (N, 1), or (...) for all positions."""
+        ids = self.rollouts_N[:, None], self.samples_N[:, None]
+        counter = (blocks, self.positions_N[:, None], *((x >> 32) & _WORD for x in ids))
+        return philox(counter, [x & _WORD for x in ids])
 
 
 def uniforms(rollouts: Ids, samples: Ids, positions_Bm: Tensor) -> Tensor:
@@ -126,18 +161,18 @@ def uniforms(rollouts: Ids, samples: Ids, positions_Bm: Tensor) -> Tensor:
     The first decides whether the drafted token is accepted, the second draws its replacement.
     """
     block = torch.full((1,), _UNIFORM, device=positions_Bm.device)
-    return _between_0_and_1(_bits(rollouts, samples, positions_Bm, block)[..., :2])
+    first, second, *_ = _words(rollouts, samples, positions_Bm, block)
+    return _between_0_and_1(torch.cat((first, second), dim=-1))
 
 
-def _bits(rollouts: Ids, samples: Ids, positions_Bm: Tensor, blocks: Tensor) -> Tensor:
-    """Return random words, (B, m, 4 * blocks)."""
-    rollout, rollout_high = _words(rollouts, positions_Bm.device)
-    sample, sample_high = _words(samples, positions_Bm.device)
-    words = philox((blocks, positions_Bm[..., None], rollout_high, sample_high), (rollout, sample))
-    return torch.stack(words, dim=-1).flatten(-2)
+def _words(rollouts: Ids, samples: Ids, positions_Bm: Tensor, blocks: Tensor) -> list[Tensor]:
+    """Return four tensors of random words, (B, m, blocks)."""
+    rollout, rollout_high = _split(rollouts, positions_Bm.device)
+    sample, sample_high = _split(samples, positions_Bm.device)
+    return philox((blocks, positions_Bm[..., None], rollout_high, sample_high), (rollout, sample))
 
 
-def _words(ids: Ids, device: torch.device) -> tuple[Tensor | int, Tensor]:
+def _split(ids: Ids, device: torch.device) -> tuple[Tensor | int, Tensor]:
     """Return the low word, for the key, and the high word, (B, 1, 1), of each id."""
     if isinstance(ids, int):
         # One eighth faster than a key in tensors.
@@ -145,13 +180,25 @@ def _words(ids: Ids, device: torch.device) -> tuple[Tensor | int, Tensor]:
     return ids[:, None, None] & _WORD, (ids[:, None, None] >> 32) & _WORD
 
 
-def _to_gumbel(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return -log(-log u) for words. float64 resolves the 33 bits of u; for -log u, float32 is enough."""
-    return _between_0_and_1(bits).log_().neg_().to(dtype).log_().neg_()
+def _arrivals(words: Sequence[Tensor], vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Return the marked tokens and the times of consecutive arrivals, (..., K), from their words."""
+    high, low, gaps, _ = words
+    # Products may wrap into the sign bit, as in `philox`.
+    marked = (high * vocabulary + ((low * vocabulary >> 32) & _WORD) >> 32) & _WORD
+    return marked, (_exponentials(gaps) / vocabulary).cumsum(-1)
 
 
-def _between_0_and_1(bits: Tensor) -> Tensor:
-    return bits.to(torch.float64).add_(0.5).mul_(2.0**-32)
+def to_gumbel(times: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return -log t: float64 resolves the 33 bits of a time's word; for its logarithm, float32 is enough."""
+    return times.to(dtype).log().neg_()
+
+
+def _exponentials(words: Tensor) -> Tensor:
+    return _between_0_and_1(words).log_().neg_()
+
+
+def _between_0_and_1(words: Tensor) -> Tensor:
+    return words.to(torch.float64).add_(0.5).mul_(2.0**-32)
 
 
 class RowNoise:

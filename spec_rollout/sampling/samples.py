@@ -19,6 +19,9 @@ number of the sample in the group."""
 TopLogprobs = tuple[tuple[int, float], ...]
 """Tokens with their log-probabilities, as in `Rollout.logprobs`, the most likely one first."""
 
+ROLLOUT_PROTOCOL = 2
+"""Equal on trainers, servers and verifiers; it changes with whatever an older build would misunderstand, or
+draw otherwise from the same logits and key."""
 UNASSIGNED = 1 << 63
 """Id that the engine replaces. It does not fit into 64 bits, so it is no id of a sample."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30

@@ -13,9 +13,10 @@ from google.protobuf.message import DecodeError
 
 from aedit.proto.rpc import CallContext, CallHandlers, FairPool, Limits, Refusal, Service, secret_of
 from aedit.proto.rpc import rollouts_pb2 as pb
+from aedit.spec_rollout.sampling import ROLLOUT_PROTOCOL
 from aedit.spec_rollout.server.host import EngineHost
 from aedit.spec_rollout.server.trainer_lines import StreamLimits, TrainerLines
-from aedit.spec_rollout.server.trainer_stream import PROTOCOL, ServerIdentity, TrainerStream
+from aedit.spec_rollout.server.trainer_stream import ServerIdentity, TrainerStream
 
 NAME = "aedit.v1.Rollouts"
 WATCH_S, IDLE_WATCH_S = 0.5, 10.0
@@ -220,11 +221,11 @@ class RolloutService:
         return stream
 
     def _check(self, opening: pb.Open) -> None:
-        if opening.protocol != PROTOCOL:
+        if opening.protocol != ROLLOUT_PROTOCOL:
             raise Refusal(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"protocol {opening.protocol} was asked for, and this server speaks {PROTOCOL}: use the same"
-                " release of aedit",
+                f"protocol {opening.protocol} was asked for, and this server speaks {ROLLOUT_PROTOCOL}: use"
+                " the same release of aedit",
             )
         if opening.run != self._identity.run:
             raise Refusal(

@@ -19,7 +19,15 @@ from aedit.proto.rpc import SigningKey
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.spec_rollout.audit import Origin, signature_of, statement_of, versions_of
 from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.sampling import Prompt, Rollout, SampleKey, Sampling, TopLogprobs, decode_sampling
+from aedit.spec_rollout.sampling import (
+    ROLLOUT_PROTOCOL,
+    Prompt,
+    Rollout,
+    SampleKey,
+    Sampling,
+    TopLogprobs,
+    decode_sampling,
+)
 from aedit.spec_rollout.server.host import EngineHost
 from aedit.spec_rollout.server.tickets import HostTicket, Overloaded, Priority
 from aedit.spec_rollout.server.trainer_lines import StreamLimits, TrainerLine
@@ -28,8 +36,6 @@ from aedit.traces import parsed
 PART_TOKENS = 512
 """Most tokens of one message."""
 RETRY_S = 1.0
-PROTOCOL = 1
-"""Equal on trainers and servers; it changes with whatever an older build would misunderstand."""
 MAX_STOPS = 256
 """Most stop tokens, and most stop strings, of a sample from a trainer: each one costs time at each token."""
 MAX_STOP_CHARS = 1024
@@ -212,7 +218,7 @@ class TrainerStream:
         """Return the answer to Open."""
         target = self.line.engine.target
         message = pb.Opened(
-            protocol=PROTOCOL,
+            protocol=ROLLOUT_PROTOCOL,
             server=self.identity.name if self.identity else "",
             rows=target.rows,
             max_waiting=self._limits.waiting,

@@ -53,4 +53,14 @@ def noise(key, position, vocabulary):
     for block in range(-(-vocabulary // 4)):
         words += philox((block, position, rollout >> 32, sample >> 32), (rollout & WORD, sample & WORD))
     u = (np.array(words[:vocabulary], dtype=np.float64) + 0.5) / 2**32
-    return -np.log(-np.log(u))
+    times, now = -np.log(u), 0.0
+    if vocabulary >= 2**14:
+        marked = {}
+        for block in range(vocabulary // 2**8):
+            counter = (2**31 + block, position, rollout >> 32, sample >> 32)
+            first, second, gap, _ = philox(counter, (rollout & WORD, sample & WORD))
+            now += -np.log((gap + 0.5) / 2**32) / vocabulary
+            marked.setdefault((first * 2**32 + second) * vocabulary // 2**64, now)
+        times += now
+        times[list(marked)] = list(marked.values())
+    return -np.log(times)

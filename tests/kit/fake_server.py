@@ -22,6 +22,7 @@ from aedit.proto.rpc import FairPool, Server, Service, SigningKey, secret_of
 from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.proto.versions import VersionLayout, VersionsCore, VersionStore, versions_service
 from aedit.spec_rollout.audit.statement import PURPOSE
+from aedit.spec_rollout.sampling import ROLLOUT_PROTOCOL
 from kit.fake_worker import token
 
 LIE_AT = 5
@@ -92,7 +93,11 @@ class _Stream:
         server.store.open(self.line)
         threading.Thread(target=self._read, daemon=True).start()
         facts = pb.Opened(
-            protocol=1, server=server.name, rows=server.rows, max_waiting=8, public_key=server.key.public
+            protocol=ROLLOUT_PROTOCOL,
+            server=server.name,
+            rows=server.rows,
+            max_waiting=8,
+            public_key=server.key.public,
         )
         while not server.opens and not self.over:
             time.sleep(0.01)
@@ -230,7 +235,7 @@ class _Stream:
         elif lie == "garbage":
             yield b"\xff\xff\xff"
         elif lie == "opened again":
-            yield _out(opened=pb.Opened(protocol=1))
+            yield _out(opened=pb.Opened(protocol=ROLLOUT_PROTOCOL))
         elif lie == "a return that nobody asked for":
             yield _out(removed=pb.Removed(rollout=sample.add.rollout, sample=sample.add.sample, found=True))
         else:

@@ -13,6 +13,7 @@ import sys
 import time
 
 from aedit.proto.rpc import rollouts_pb2 as pb
+from aedit.spec_rollout.sampling import ROLLOUT_PROTOCOL
 from aedit.spec_rollout.server import WORKER_LANE, Channel
 from aedit.system import end_with_parent
 
@@ -35,7 +36,7 @@ def main(parent, fd):
                 does = json.loads(data)["engine"]["options"]["does"]
                 if does == "end":
                     sys.exit(3)
-                send(opened=pb.Opened(protocol=1, rows=4)) if does != "be silent" else None
+                send(opened=pb.Opened(protocol=ROLLOUT_PROTOCOL, rows=4)) if does != "be silent" else None
                 continue
             message = pb.ToServer.FromString(data)
             if message.HasField("add"):

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from aedit.proto.rpc import author_metadata, directory_pb2, rollouts_pb2, versions_pb2
 from aedit.proto.rpc.directory import card_statement
-from aedit.spec_rollout.server.trainer_stream import PROTOCOL
+from aedit.spec_rollout.sampling import ROLLOUT_PROTOCOL
 from kit.fuzz import Wild
 
 CALL_S = 60.0
@@ -138,7 +138,7 @@ class ServerFuzzer(Wild):
 
     def _stream(self):
         opening = rollouts_pb2.Open(
-            protocol=PROTOCOL, run="run", line=self.rng.choice(self.lines), trainer="t"
+            protocol=ROLLOUT_PROTOCOL, run="run", line=self.rng.choice(self.lines), trainer="t"
         )
         if self.rng.random() < 0.3:
             self.one_wild_field(opening)

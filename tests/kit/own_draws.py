@@ -2,7 +2,9 @@
 
 It imports nothing of the package. The token at a position is the one with the largest
 logits / T + noise(rollout, sample, position, token) in float64, among those that mask, top-k and top-p keep;
-the noise is -log(-log u) with u from Philox4x32-10 (Salmon et al., SC 2011).
+the noise is -log t, with times t from words of Philox4x32-10 (Salmon et al., SC 2011): -log u of the token's
+word, or from 16,384 tokens on the token's first arrival among V / 256 of a Poisson process of rate V, or for
+other tokens the last arrival plus -log u.
 """
 
 from copy import deepcopy
@@ -43,8 +45,21 @@ def gumbel_noise(rollout, sample, positions, vocabulary):
         (sample >> high) & low,
     )
     words = np.stack(np.broadcast_arrays(*philox4x32(counter, (rollout & low, sample & low))), -1)
-    u = (words.reshape(len(positions), -1)[:, :vocabulary].astype(np.float64) + 0.5) / 2.0**32
-    return -np.log(-np.log(u))
+    times = waits(words.reshape(len(positions), -1)[:, :vocabulary])
+    if vocabulary >= 16_384:
+        blocks = np.arange(vocabulary // 256, dtype=np.uint64)[None] | np.uint64(0x80000000)
+        upper, lower, gaps, _ = philox4x32((blocks, *counter[1:]), (rollout & low, sample & low))
+        arrivals = np.cumsum(waits(gaps) / vocabulary, axis=1)
+        times += arrivals[:, -1:]
+        for row, at in np.ndindex(*arrivals.shape):
+            token = ((int(upper[row, at]) << 32 | int(lower[row, at])) * vocabulary) >> 64
+            times[row, token] = min(times[row, token], arrivals[row, at])
+    return -np.log(times)
+
+
+def waits(words):
+    """Return -log of the uniform numbers that words stand for: waiting times of rate 1."""
+    return -np.log((words.astype(np.float64) + 0.5) / 2.0**32)
 
 
 def kept(scores, sampling, top_p):

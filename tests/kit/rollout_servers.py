@@ -15,7 +15,7 @@ from aedit.proto.rpc import rollouts_pb2 as pb
 from aedit.proto.versions import VersionLayout, VersionsClient, VersionStore, patterns
 from aedit.spec_rollout.audit.statement import spans_of
 from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.sampling import encode_sampling
+from aedit.spec_rollout.sampling import ROLLOUT_PROTOCOL, encode_sampling
 from aedit.spec_rollout.server import (
     EngineHost,
     HostLimits,
@@ -24,7 +24,6 @@ from aedit.spec_rollout.server import (
     StreamLimits,
     TrainerLines,
 )
-from aedit.spec_rollout.server.trainer_stream import PROTOCOL
 from aedit.types import Layout, TensorLayout, UnitLayout
 from kit.rollouts import tiny_policy
 
@@ -180,7 +179,7 @@ class TrainerEnd:
         self.changed = threading.Condition()
         self.samples = defaultdict(Received)
         self.rejected, self.removed, self.figures, self.opened, self.error = [], [], [], None, None
-        settings = {"protocol": PROTOCOL, "run": RUN, "line": line, "trainer": "trainer"} | opening
+        settings = {"protocol": ROLLOUT_PROTOCOL, "run": RUN, "line": line, "trainer": "trainer"} | opening
         self.send(open=pb.Open(**settings))
         start = self._channel.stream_stream(
             "/aedit.v1.Rollouts/Generate",

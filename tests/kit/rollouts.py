@@ -39,11 +39,15 @@ KINDS = {
 FLIPS = ["layer:4", "off", "layer:4x3x12", "layer:1", "layer:2x2x4", "layer:8"]
 
 
-def tiny_policy(seed=0, dtype=torch.float64, kind=(LlamaConfig, LlamaForCausalLM), spread=0.3):
+def tiny_policy(
+    seed=0, dtype=torch.float64, kind=(LlamaConfig, LlamaForCausalLM), spread=0.3, vocabulary=VOCABULARY
+):
     """Return a policy with random weights, so large that some next tokens are likely and others are not."""
     torch.manual_seed(seed)
     config, model = kind
-    return normalize_exactly(model(config(**SIZES, initializer_range=spread)).to(dtype).eval())
+    return normalize_exactly(
+        model(config(**SIZES | {"vocab_size": vocabulary}, initializer_range=spread)).to(dtype).eval()
+    )
 
 
 def prefilled(target, tokens_T, row, start=0):
