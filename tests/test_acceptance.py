@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from aedit.spec_rollout.choose.table import IDLE_STEPS, Acceptance
+from aedit.spec_rollout.choose.table import Acceptance
 from aedit.spec_rollout.drafters import parse_arm
 
 EIGHT, FOUR, TREE = map(parse_arm, ("layer:8", "layer:4", "layer:4x2x8"))
@@ -81,11 +81,11 @@ def test_each_fourth_draft_gives_the_estimate_of_all_drafts_and_fades_as_fast():
 
 def test_a_new_version_is_doubted_and_the_same_one_is_not():
     acceptance = taught(EIGHT, lines(8))
-    acceptance.begin_step(3, 0)
+    acceptance.begin_step(3, 0, is_off=True)
     known = acceptance.num_rows
-    acceptance.begin_step(3, 1)
+    acceptance.begin_step(3, 1, is_off=True)
     assert acceptance.num_rows == known, "the first version that is seen is that of all so far"
-    acceptance.begin_step(4, 2)
+    acceptance.begin_step(4, 2, is_off=True)
     assert 0.05 * known < acceptance.num_rows < 0.2 * known
     for _ in range(30):
         count(acceptance, EIGHT, lines(0))
@@ -96,13 +96,13 @@ def test_a_new_version_is_doubted_and_the_same_one_is_not():
     assert unannounced.expected(EIGHT) > 5
 
 
-def test_at_rest_trust_fades_and_the_estimate_stays():
-    acceptance = taught(EIGHT, lines(2))
-    known, expected = acceptance.num_rows, acceptance.expected(EIGHT)
-    for step in range(0, 3001, IDLE_STEPS):
-        acceptance.begin_step(0, step)
-    assert acceptance.num_rows == pytest.approx(known / np.e, rel=0.03)
-    assert acceptance.expected(EIGHT) == pytest.approx(expected, rel=0.05)
-    for step in range(3001, 100_000, IDLE_STEPS):
-        acceptance.begin_step(0, step)
-    assert acceptance.expected(EIGHT, optimistic=True) == pytest.approx(9, rel=0.01)
+def test_at_rest_all_is_forgotten_each_time_after_twice_as_many_steps():
+    acceptance, forgotten = taught(EIGHT, lines(2)), []
+    acceptance.last_used, acceptance.last_gain = 30, 10
+    for step in range(31, 3000):
+        count(acceptance, EIGHT, lines(2))
+        acceptance.begin_step(0, step, is_off=True)
+        if not acceptance.num_rows:
+            forgotten.append(step)
+            assert acceptance.expected(EIGHT, optimistic=True) == 9
+    assert forgotten == [94, 178, 346, 682, 1354, 2698]

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from kit import arms
 from kit.arms import World, draft_s, verify_s
 
 from aedit.spec_rollout.choose import EngineView, Fixed, Goodput, StepObservation, score_bins
@@ -85,6 +86,36 @@ def test_what_the_first_pass_of_a_size_takes_once_is_not_what_its_arm_costs(rows
     best = max(then(Fixed.of(arm)) for arm in ("suffix:2", "suffix:4", "suffix:8"))
     assert best > 1.3 * plain(rows, 300)
     assert then(Goodput(ARMS[4:])) >= 0.9 * best
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize("late", [60, 400])
+def test_an_arm_that_was_useless_at_first_is_found_soon_after_it_is_useful(rows, late):
+    """Text that begins to repeat itself: of 64 rows, once some were seen, it took 18,000 steps."""
+    for seed in range(3):
+        here, chooser = (
+            World({"suffix": lambda step: 0.9 * (step >= late)}, seed=seed, noise=0.02),
+            Goodput.of("suffix:2", "suffix:4", "suffix:8"),
+        )
+        here.run(chooser, rows, late)
+        assert chooser.arm.is_off
+        here.run(chooser, rows, 256)
+        assert not chooser.arm.is_off, seed
+
+
+@pytest.mark.parametrize(("rows", "seed", "slow", "steps"), [(8, 0, 3, 60), (64, 2, 2, 400)])
+def test_an_arm_whose_first_steps_were_slow_is_found_all_the_same(monkeypatch, rows, seed, slow, steps):
+    """A neighbour on the machine, for example. It took 15,000 steps, or more than 20,000."""
+    here = World({"suffix": lambda step: 0.9}, seed=seed, noise=0.02)
+    chooser = Goodput.of("suffix:2", "suffix:4", "suffix:8")
+    with monkeypatch.context() as then:
+        factors = {0: 1}
+        then.setattr(
+            arms, "verify_s", lambda rows, nodes, at: factors.get(nodes, slow) * verify_s(rows, nodes, at)
+        )
+        here.run(chooser, rows, steps)
+    here.run(chooser, rows, 400)
+    assert not chooser.arm.is_off
 
 
 @pytest.mark.parametrize("rows", [1, 16])

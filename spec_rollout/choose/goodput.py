@@ -13,8 +13,10 @@ verified, however many of each row that is: the n with the largest E[tokens] - r
 cannot be improved (Dinkelbach; the time of drafting is spent already).
 
 Uncertain arms are tried in short trials if an optimistic estimate says that they may be better; plain
-decoding is timed again now and then. The cost of trials, compared with the arm that would have been used, is
-limited to half a percent of all time, but for the first pass over drafts of each size.
+decoding is timed again now and then. What is known of an arm that rests is doubted after a while, each time
+after twice as many steps, and it is tried again: texts change, and first steps may mislead. The cost of
+trials, compared with the arm that would have been used, is limited to half a percent of all time, but for the
+first pass over drafts of each size.
 
 All decisions are functions of the observations in order, so that a log replays them and all ranks agree.
 """
@@ -40,12 +42,14 @@ from aedit.spec_rollout.choose.arms import (
 )
 from aedit.spec_rollout.choose.table import (
     MIN_S,
+    RETRY_STEPS,
     WINDOW,
     Acceptance,
     Bins,
     Floats,
     RelativeCosts,
     StepCost,
+    retry_steps,
     rounded_rows,
     score_bins,
 )
@@ -72,8 +76,6 @@ CATCH_UP_STEPS = 32
 """Number of steps over which the cost of missing tokens is spread."""
 TRIAL_STEPS = 4
 """Steps of a trial with a drafter; two where there are more rows, which are as informative."""
-RETRY_STEPS = 64
-"""Steps before an arm is tried again, if it may still be better."""
 RETIME_STEPS, MAX_RETIME_STEPS = 32, 128
 """Steps with an arm before plain decoding is timed again at as many rows, if the budget of trials allows it;
 if the arm's advantage is not certain, in any case, but each time after twice as many steps, up to a limit."""
@@ -128,6 +130,8 @@ class ArmStats:
     num_timed: int = 0
     last: int = 0
     """Last timed step."""
+    last_gain: int = 0
+    """Step at which the arm was last in use outside of trials."""
 
 
 @checked()
@@ -214,7 +218,7 @@ class Goodput:
             return self.arm
         for kind, version in view.versions.items():
             if kind in self.drafters:
-                self.drafters[kind].begin_step(version, self._steps)
+                self.drafters[kind].begin_step(version, self._steps, is_off=self.arm.is_off)
         if trial is not None and view.has(trial.arm) and trial.first == bucket(view.rows) and trial.num_left:
             return trial.arm
         if last is not None and last.versions != view.versions:
@@ -513,7 +517,8 @@ class Goodput:
             best = OFF if surely < KEEP_MARGIN * known[OFF] else best
         self.arm = best
         if not best.is_off:
-            self._last_gain = self._steps
+            self._last_gain = self.drafters[best.drafter].last_gain = self._steps
+            self._stats_of(view, best).last_gain = self._steps
         self.rate = values[self.arm]
         self._table_rate = expected[self.arm][0] / self._table_s(view, self.arm)
         if self.arm.is_off:
@@ -524,13 +529,14 @@ class Goodput:
             return
         if self.exploration_budget_s < 0:
             return
-        costs_s = {
-            arm: self._trial_cost_s(view, arm, *expected[arm])
-            for arm in values
-            if arm != self.arm and self._may_be_better(view, arm, values[arm])
-        }
+        others = [arm for arm in values if arm != self.arm]
+        retried = [arm for arm in others if self._must_retry(view, arm)]
+        likely = [arm for arm in others if self._may_be_better(view, arm, values[arm])]
+        costs_s = {arm: self._trial_cost_s(view, arm, *expected[arm]) for arm in likely or retried}
         cheapest = min(costs_s, key=costs_s.__getitem__, default=OFF)
         if costs_s and costs_s[cheapest] <= self.exploration_budget_s:
+            if cheapest in retried:
+                self._costs_at(view).doubt(cheapest)
             self._trial = Trial(cheapest, bucket(view.rows), _trial_length(view, cheapest))
 
     def _must_retime(self, view: EngineView, values: Mapping[Arm, float]) -> bool:
@@ -572,6 +578,12 @@ class Goodput:
         acceptance = self.drafters[arm.drafter]
         more = acceptance.expected(arm, optimistic=True) / acceptance.expected(arm)
         return (more if stats.num_timed else 1.1 * more) * value > SWITCH_MARGIN * self.rate
+
+    def _must_retry(self, view: EngineView, arm: Arm) -> bool:
+        """Return true if an arm is to be tried again whatever is known of it."""
+        stats = self._stats_of(view, arm)
+        least = retry_steps(self._steps, stats.last_gain, is_off=self.arm.is_off)
+        return not arm.is_off and stats.num_timed > 0 and self._steps - stats.last >= least
 
     def _update_budget(self, observed: StepObservation, *, is_new: bool) -> None:
         """Add a share of the step's time to the budget and subtract what a trial has cost.

@@ -369,6 +369,11 @@ class RelativeCosts:
             mean[i] += gain * surprise
             variance[i] = [old - gain * more for old, more in zip(variance[i], shared, strict=True)]
 
+    def doubt(self, arm: Arm) -> None:
+        """Take what is known of an arm for uncertain: its next steps say more than all before."""
+        if arm in self._index:
+            self._variance[self._index[arm]][self._index[arm]] += UNKNOWN_DEVIATION**2
+
     def difference(self, arm: Arm, other: Arm) -> tuple[float, float]:
         """Return the logarithm of the cost of an arm over that of another, and its standard deviation."""
         a, b, variance = self._index[arm], self._index[other], self._variance
@@ -387,8 +392,24 @@ VERSION_DECAY = 0.1
 """Weight of observations of older versions of the drafter."""
 MEMORY_STEPS, MEMORY_ROWS = 150.0, 600.0
 """Steps and rows after which the weight of an old one is 1 / e, whichever come first."""
-IDLE_STEPS, IDLE_MEMORY_STEPS = 64, 3000.0
-"""Steps without the drafter that are counted together; the memory in such steps."""
+RETRY_STEPS, RETRY_SHARE = 64, 0.5
+"""Steps without an arm, or without all of a drafter, after which what is known of it is doubted, and their
+share of the steps since it was last in use: it is tried again each time after twice as many steps."""
+RETRY_BESIDE = 1024
+"""The same while another arm is in use, which gains something."""
+
+
+def retry_steps(step: int, last_gain: int, *, is_off: bool) -> float:
+    """Return the steps without an arm or a drafter after which it is tried again.
+
+    Args:
+        step: Number of the step.
+        last_gain: Step at which it was last in use outside of trials.
+        is_off: Plain decoding is in use.
+    """
+    return max(RETRY_STEPS if is_off else RETRY_BESIDE, RETRY_SHARE * (step - last_gain))
+
+
 PRIOR_ROWS, PRIOR_CHANCE = 2.0, 0.5
 """Prior of the first node; deeper nodes have the estimate of the node before as prior."""
 OPTIMISTIC_ROWS = 4.0
@@ -460,8 +481,8 @@ class Acceptance:
         """Version of the drafter; None before it is known."""
         self.missing_tokens = 1 << 30
         """Tokens emitted since its last draft. It may have to compute all cached tokens."""
-        self.last_used = 0
-        """Step of its last draft."""
+        self.last_used = self.last_gain = 0
+        """Steps of its last draft, and at which one of its arms was last in use outside of trials."""
         self._reached: list[float] = []
         self._accepted: list[float] = []
         self._trees: dict[Arm, tuple[float, float]] = {}
@@ -472,18 +493,19 @@ class Acceptance:
         """Return the weighted number of observed rows."""
         return self._reached[0] if self._reached else 0.0
 
-    def begin_step(self, version: int, step: int) -> None:
-        """Prepare for a step. Observations of older versions and of long ago weigh less.
+    def begin_step(self, version: int, step: int, *, is_off: bool) -> None:
+        """Prepare for a step. Observations of older versions weigh less, and those of long ago nothing.
 
         Args:
             version: Version of the drafter's weights.
             step: Number of the step.
+            is_off: Plain decoding is in use.
         """
         if self.version is not None and version != self.version:
             self._fade(VERSION_DECAY)
         self.version = version
-        if step - self.last_used >= IDLE_STEPS:
-            self._fade(math.exp(-IDLE_STEPS / IDLE_MEMORY_STEPS))
+        if step - self.last_used >= retry_steps(step, self.last_gain, is_off=is_off):
+            self._fade(0.0)
             self.last_used = step
 
     def chances(self, arm: Arm, bins: Bins) -> Floats:
