@@ -119,6 +119,6 @@ def test_a_single_hub_asks_nobody(tmp_path):
         node.merged(0)
         primary.kill()
         again = HubProcess(toml, primary.directory)
-        assert node.go_to(again.address).term == 1
+        assert node.go_to(again.address).term == 2
         node.merged(0)
     assert STANDBY in toml.read_text()

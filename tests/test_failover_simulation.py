@@ -116,7 +116,7 @@ def test_histories_that_found_a_fault_break_no_promise(seed):
 
 def test_a_copy_of_the_leaders_folder_at_another_address_leads_no_term_of_the_leader():
     """Found so: it led the term on while the leader was paused or gone, and that one led on as well."""
-    for seed in range(RECIPES.index(twin), 500, len(RECIPES)):
+    for seed in (seed for seed in range(500) if RECIPES[seed % len(RECIPES)] is twin):
         assert not failure(copying_the_leader(history(seed))), seed
 
 

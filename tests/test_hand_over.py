@@ -83,7 +83,7 @@ def test_a_follower_of_a_leader_that_says_it_has_ended_votes_for_another_at_once
 def test_the_replica_at_an_address_is_told_to_stand_when_it_confirms_next_and_not_again_soon(tmp_path):
     now = [0.0]
     leadership = Leadership(tmp_path / "votes.json", 3, clock=lambda: now[0])
-    leadership.begin(0, (), is_new=True)
+    leadership.begin((0, 1, 0), (), is_new=True)
     me = leadership.identity
     leadership._replica.configs = (Configured(1, 2, me, (me, OTHER, THIRD), ()),)
     assert not leadership.confirm(OTHER, (1, 10), "b:1")
@@ -102,7 +102,7 @@ def test_the_replica_at_an_address_is_told_to_stand_when_it_confirms_next_and_no
 def test_an_owner_acknowledges_nothing_alone_while_other_peers_could_have_it(tmp_path):
     least = [2]
     leadership = Leadership(tmp_path / "votes.json", 3, least=lambda: least[0])
-    leadership.begin(0, (), is_new=True)
+    leadership.begin((0, 1, 0), (), is_new=True)
     me = leadership.identity
     leadership.wait((1, 10), 0.0)  # no node has joined: nothing can be lost
     leadership._replica.configs = (Configured(1, 2, me, (me,), (50, 51, 52)),)
@@ -157,6 +157,6 @@ def test_a_hub_asks_what_each_other_one_has_or_had_before_it_was_damaged(monkeyp
     others = OtherHubs(None, None)
     assert others.ahead_of((4, 2, 899)) == ("anew:1", (4, 2, 950))
     assert others.ahead_of((4, 2, 950)) is None
-    assert others.compared == {1, 2, 4}, "one does not answer, and one does not say"
+    assert others.ahead_of((3, 9, 999)) == ("anew:1", (4, 2, 950)), "of a later term"
     del hellos["anew:1"]
     assert others.ahead_of((4, 2, 899)) == ("new:1", (4, 2, 900))

@@ -26,9 +26,13 @@ def replica(me, configs=(), voter=None):
     return made
 
 
-def elected(me, configs):
-    """Return a hub whose register has its vote for itself in the newest term."""
-    return replica(me, configs, Voter(me, term=configs[-1].term, voted_for=me))
+def leading(me, configs):
+    """Return a hub that leads under the newest configuration, on which the voters are to agree."""
+    made = replica(me, configs)
+    made.term = configs[-1].term
+    made._confirmed = dict.fromkeys(made._needed(), ((0, 0), 0.0))
+    made._ask_for_agreement()
+    return made
 
 
 def yes(voter, proposal):
@@ -81,22 +85,6 @@ def test_a_voter_refuses_a_candidate_that_may_lack_what_was_acknowledged():
     assert voter.answer(Proposal(2, 0, B, (1, 3), (2, 1, 0)))[1].granted
 
 
-def test_a_hub_leads_only_a_term_for_which_it_was_elected():
-    mirrored = [config((A, B), (X,), term=3)]
-    assert elected(A, mirrored).may_resume(3, {B})
-    assert not replica(B, mirrored).may_resume(3, {A})
-    assert not elected(A, mirrored).may_resume(4, {B})
-    for voter in (Voter(A, term=4, voted_for=B), Voter(A, term=4, voted_for=A)):
-        assert not replica(A, mirrored, voter).may_resume(3, {B})
-
-
-def test_a_copy_of_a_followers_folder_does_not_lead_the_term_of_the_other():
-    """Found in simulation: it had mirrored the term for which the hub of its identity was elected then."""
-    mirrored = [config((A, B), (X,), term=3)]
-    for voter in (Voter(A), Voter(A, term=2, voted_for=A), Voter(A, term=3, voted_for=B)):
-        assert not replica(A, mirrored, voter).may_resume(3, {B})
-
-
 def test_a_vote_is_for_one_of_two_processes_of_one_identity():
     """Found in simulation: two of them were elected for one term, each with the votes for both."""
     one, other = (Replica(Voter(A), promise_s=3.0, lease_s=2.0, process=number) for number in (1, 2))
@@ -114,8 +102,8 @@ def test_a_vote_is_for_one_of_two_processes_of_one_identity():
     assert not elector.answer(second, 2)[1].granted
     again = Replica(one.voter, promise_s=3.0, lease_s=2.0, process=3)
     again.configs = one.configs
-    again.resume(10.0)
-    assert elector.answer(again._agreement.proposal, 2)[1].granted, "it leads its term on"
+    asked = again.stand((2, 1, 150), 10.0)
+    assert (asked.term, asked.process) == (3, 3), "a process that starts leads no term of another one"
 
 
 def test_a_voter_or_a_register_of_an_older_build_names_no_process_and_counts():
@@ -128,17 +116,26 @@ def test_a_voter_or_a_register_of_an_older_build_names_no_process_and_counts():
     assert hub.count_vote(yes(B, asked), 9.0)[0] == Led(2)
 
 
-def test_a_hub_leads_its_term_on_only_if_a_quorum_says_how_much_it_has():
-    """Its folder may be an older copy, and the others have what was acknowledged since."""
+def test_a_hub_that_starts_leads_a_new_term_and_only_if_it_needs_no_other_voter():
+    """The process that led may run on: that folder, or this one, is a copy."""
+    alone = replica(A, [config((A,), (X,), term=3)], Voter(A, term=3, voted_for=A, process=9))
+    assert alone.begin_alone((3, 1, 90), 0.0)[:2] == [Led(4), config((A,), (X,), term=4)]
+    assert (alone.voter.term, alone.voter.voted_for) == (4, A)
     two = [config((A, B), (X,), term=3)]
-    assert not elected(A, two).may_resume(3, set())
-    assert not elected(A, two).may_resume(3, {X}), "a node has no journal"
-    three = [config((A, B, C), (X,), term=3)]
-    assert elected(A, three).may_resume(3, {C})
-    assert not elected(A, [*two, *three]).may_resume(3, {C}), "both configurations count"
-    assert elected(A, [config((A,), (X,), term=3)]).may_resume(3, set())
-    older = replica(A, three, Voter(A, term=3, voted_for=A, accepted=(3, 2)))
-    assert not older.may_resume(3, {B, C}), "it has accepted what its journal does not have"
+    for configs in (two, [*two, config((A,), (X,), 2, 3)], []):
+        assert replica(A, configs).begin_alone((3, 1, 90), 0.0) == []
+    promised = replica(A, [config((A,), (X,), term=3)], Voter(A, term=7))
+    assert promised.begin_alone((3, 1, 90), 0.0)[0] == Led(8)
+
+
+@pytest.mark.parametrize("voter", [Voter(A, accepted=(3, 2)), Voter(A, seen=(3, 1, 91))])
+def test_a_hub_that_starts_with_less_than_its_register_says_does_not_lead(voter):
+    assert replica(A, [config((A,), (X,), term=3)], voter).begin_alone((3, 1, 90), 0.0) == []
+
+
+def test_a_copy_of_a_followers_folder_does_not_lead():
+    """Found in simulation: it had mirrored the term for which the hub of its identity was elected then."""
+    assert replica(B, [config((A,), (X,), term=3)]).begin_alone((3, 1, 90), 0.0) == []
 
 
 def test_nothing_is_acknowledged_that_a_replica_in_sync_lacks():
@@ -235,8 +232,7 @@ def test_a_replica_that_ends_before_it_is_agreed_on_is_replaced():
 
 def test_a_leader_whose_replica_has_promised_a_higher_term_is_elected_again():
     """The other candidate is gone, and the replica confirms nothing to a leader of a lower term."""
-    hub = replica(A, [config((A, B, C), (X,))])
-    hub.resume(0.0)
+    hub = leading(A, [config((A, B, C), (X,))])
     hub.note_promise(B, 1)
     assert not hub.is_overtaken
     hub.note_promise(B, 4)
@@ -247,8 +243,7 @@ def test_a_leader_whose_replica_has_promised_a_higher_term_is_elected_again():
 @pytest.mark.parametrize("by_address", [False, True])
 def test_a_replica_that_was_taken_out_can_be_counted_again_after_it_promised_a_higher_term(by_address):
     """Found in simulation: it confirmed nothing to that leader, which never stood again for its sake."""
-    hub = replica(A, [config((A, B, C), (X,))])
-    hub.resume(0.0)
+    hub = leading(A, [config((A, B, C), (X,))])
     if not by_address:
         assert hub.propose((B,), (X,))
         hub.configs = hub.configs[-1:]
@@ -273,8 +268,7 @@ def test_no_message_raises_a_term_by_more_than_a_step():
     assert candidate.stand((1, 1, 90), 0.0).term == 2, "the others may still answer"
     assert candidate.stand((1, 1, 90), 100.0).term == asked.term + TERM_STEP + 1
 
-    leader = replica(A, [config((A, B), (X,))])
-    leader.resume(0.0)
+    leader = leading(A, [config((A, B), (X,))])
     leader.note_promise(X, far)
     assert not leader.is_overtaken, "no replica"
     leader.note_promise(B, far)
@@ -306,8 +300,7 @@ def test_a_forced_term_may_be_far_above_all_others():
 
 def test_a_voter_that_is_not_needed_overtakes_no_leader():
     """Found: a node that named a higher term at each question kept a leader from leading."""
-    hub = replica(A, [config((A, B), (X, Y, Z))])
-    hub.resume(0.0)
+    hub = leading(A, [config((A, B), (X, Y, Z))])
     hub.placed((1, 9))
     hub.confirm(B, (1, 9), 0.0)
     hub.count_acceptance(VoteReply(X, A, hub.asks.ballot, False, 4), 0.0)
@@ -408,8 +401,7 @@ def test_a_leader_gives_way_only_without_its_replicas():
 
 
 def test_a_leader_whose_voters_know_a_higher_term_is_elected_again():
-    hub = replica(A, [config((A, B), (X,))])
-    hub.resume(0.0)
+    hub = leading(A, [config((A, B), (X,))])
     hub.placed((1, 9))
     hub.confirm(B, (1, 9), 0.0)
     hub.count_acceptance(VoteReply(X, A, hub.asks.ballot, False, 4), 0.0)
@@ -421,8 +413,7 @@ def test_a_leader_whose_voters_know_a_higher_term_is_elected_again():
 
 def test_a_leader_whose_voters_have_voted_for_another_hub_in_its_term_is_elected_again():
     """Found by simulation: nodes that it needed could accept nothing in its term, and it waited for ever."""
-    hub = replica(A, [config((A, B), (X, Y, Z))])
-    hub.resume(0.0)
+    hub = leading(A, [config((A, B), (X, Y, Z))])
     hub.placed((1, 9))
     hub.confirm(B, (1, 9), 0.0)
     for voter in (X, Y):

@@ -12,7 +12,6 @@ from aedit.async_sgd.replication import Leadership
 from aedit.async_sgd.rules import Configured, Led
 from aedit.async_sgd.service import RequestGuard
 from aedit.launch.config import RunConfig
-from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.folder import make_hub
 from aedit.proto.agent.membership import Elector
 from aedit.proto.rpc import (
@@ -27,7 +26,7 @@ from aedit.proto.rpc import (
 from aedit.proto.rpc import hub_pb2 as pb
 from aedit.types import UserError
 
-STANDBY, NODE = 7, 8
+STANDBY, NODE, OTHER = 7, 8, 9
 
 
 class Clock:
@@ -45,7 +44,7 @@ def leading(tmp_path, num_others=1):
     ledger = Ledger(hub, store.recover(hub), store)
     clock = Clock()
     made = Leadership(tmp_path / "votes.json", num_others, clock)
-    position = ledger.commit(made.begin(0, (), is_new=True) or [Led(1)])
+    position = ledger.commit(made.begin((0, 1, 0), (), is_new=True) or [Led(1)])
     ledger.journal.sync(position)
     made.attach(ledger, position)
     return made, ledger, clock
@@ -156,28 +155,23 @@ def test_a_hub_without_others_writes_no_configuration(tmp_path):
     assert not (tmp_path / "votes.json").exists()
 
 
-def test_a_copy_of_a_leaders_folder_at_another_address_must_be_elected_also_when_it_starts_again(tmp_path):
+def test_a_hub_that_starts_must_be_elected_unless_it_is_the_only_replica(tmp_path):
     made, _, _ = leading(tmp_path)
     file, me = tmp_path / "votes.json", made.identity
 
-    def begins(*replicas, is_moved):
+    def begins(*replicas):
+        again = Leadership(file, 2)
         configs = (Configured(1, 1, me, replicas, (NODE,)),)
-        return Leadership(file, 1).begin(1, configs, is_new=False, answered={STANDBY}, is_moved=is_moved)
+        return again, again.begin((1, 1, 100), configs, is_new=False)
 
-    assert begins(me, is_moved=True) is not None, "it is all that there is"
-    assert begins(me, STANDBY, is_moved=False) is not None
-    assert begins(me, STANDBY, is_moved=True) is None
-    assert begins(me, STANDBY, is_moved=False) is None
-    assert Leadership(file, 1).answer(Proposal(2, 0, me, (1, 1))).granted, "it votes under other terms"
-
-
-@pytest.mark.parametrize(
-    ("before", "address", "is_moved"),
-    [("a:1", "b:1", True), ("a:1", "a:1", False), ("", "a:1", False), ("a:1", "a:0", False)],
-)
-def test_a_folder_is_moved_if_its_hub_listened_at_another_address(tmp_path, before, address, is_moved):
-    (tmp_path / "address").write_text(before)
-    assert HubEndpoint(RunConfig(), tmp_path, (0, 1), False, address, None).is_moved == is_moved
+    again, records = begins(me, STANDBY, OTHER)
+    assert records is None
+    assert again.needs_nodes(set())
+    assert not again.needs_nodes({OTHER})
+    assert again.promised == 1
+    again, records = begins(me)
+    assert records[0] == Led(2)
+    assert Leadership(file, 2).promised == 2, "on disk"
 
 
 def test_a_node_that_starts_again_before_it_has_voted_is_the_same_voter(tmp_path):
@@ -189,7 +183,7 @@ def test_a_node_that_starts_again_before_it_has_voted_is_the_same_voter(tmp_path
 
 def test_a_promise_is_on_disk_before_the_answer(tmp_path):
     made = Leadership(tmp_path / "votes.json", 1)
-    made.begin(0, (Configured(3, 1, 99, (98, 99, made.identity), (NODE,)),), is_new=False)
+    made.begin((3, 1, 100), (Configured(3, 1, 99, (98, 99, made.identity), (NODE,)),), is_new=False)
     assert made.answer(Proposal(5, 0, 99, (3, 1))).granted
     again = Leadership(tmp_path / "votes.json", 1)
     assert again.identity == made.identity
@@ -222,7 +216,7 @@ def yes(voter, proposal):
 def test_a_vote_that_cannot_be_written_is_not_given_however_often_it_is_asked_for(tmp_path):
     """Found: the second time it was given with nothing on disk, and after a restart to another hub, too."""
     made = Leadership(tmp_path / "votes.json", 1)
-    made.begin(0, (Configured(3, 1, 99, (99, made.identity), (NODE,)),), is_new=False)
+    made.begin((3, 1, 100), (Configured(3, 1, 99, (99, made.identity), (NODE,)),), is_new=False)
     with full_disk(tmp_path):
         for _ in range(2):
             with pytest.raises(NoSpace, match="no space"):
@@ -244,7 +238,7 @@ def test_what_was_acknowledged_and_cannot_be_written_is_not_forgotten(tmp_path):
 def test_an_election_on_a_full_disk_can_be_won_once_there_is_room(tmp_path):
     made = Leadership(tmp_path / "votes.json", 1)
     config = Configured(3, 1, 99, (99, made.identity), (NODE,))
-    made.begin(3, (config,), is_new=False)
+    made.begin((3, 1, 100), (config,), is_new=False)
     made.stand((config,), (3, 1, 90), 60.0)
     asked = made.asks()
     with full_disk(tmp_path):
@@ -261,13 +255,13 @@ def test_a_hub_that_could_not_write_its_first_records_supports_others_and_stands
     clock = Clock()
     made = Leadership(tmp_path / "votes.json", 1, clock)
     config = Configured(3, 1, 99, (99, made.identity), (NODE,))
-    made.begin(3, (config,), is_new=False)
+    made.begin((3, 1, 100), (config,), is_new=False)
     made.stand((config,), (3, 1, 90), 60.0)
     assert made.count(yes(NODE, made.asks()))[0] == Led(4)
     made.resign((config,))
     assert (made.leads, made.asks()) == (False, None)
     for one in (made, Leadership(tmp_path / "votes.json", 1, Clock())):  # it goes on, or was killed
-        one.begin(3, (config,), is_new=False)
+        one.begin((3, 1, 100), (config,), is_new=False)
         clock.now += 10.0
         assert one.stand((config,), (3, 1, 90), 60.0) == ""
         assert one.answer(Proposal(5, 0, 99, (3, 1), (3, 1, 90))).granted

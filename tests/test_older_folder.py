@@ -12,6 +12,7 @@ from kit.swarm import key_of
 from kit.swarm_processes import swarm
 from kit.waiting import until
 
+from aedit.async_sgd.rules import Ticked
 from aedit.launch.config import parse_config
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.folder import pushes_of
@@ -161,10 +162,14 @@ def test_an_older_folder_of_a_follower_does_not_win_an_election(part, tmp_path):
     assert has_all(part, node)
 
 
+@pytest.mark.parametrize("is_longer", [False, True])
 def test_an_owner_that_comes_back_with_the_folder_of_the_time_when_it_was_alone_is_not_followed(
-    part, tmp_path
+    part, tmp_path, is_longer
 ):
-    """It needs nobody's vote to lead on, as far as its own journal goes; the others have what it has sent."""
+    """It needs no other vote to lead, as far as its own journal goes; the others have what it has sent.
+
+    Found: they followed once its journal had become longer than theirs, and set that aside.
+    """
     Client(part.addresses[0]).found()
     part.end(0)
     shutil.copytree(part.folder_of(0), tmp_path / "older")
@@ -172,10 +177,14 @@ def test_an_owner_that_comes_back_with_the_folder_of_the_time_when_it_was_alone_
     node = with_followers(part)
     for _ in range(3):
         node.merged(1)
+    ended = part.running[0]._leading.ledger.journal.position
     part.end_all()
     put_back(part, 0, tmp_path / "older")
     part.start(0)
-    assert part.running[0]._leading is not None
+    ledger = part.running[0]._leading.ledger
+    while is_longer and ledger.journal.position < ended:
+        with ledger.lock:
+            ledger.commit([Ticked(0.0)])
     for number in (1, 2):
         part.start(number)
         part.running[number]._standby._turn.lost_owner(None)  # it compares itself with the owner first

@@ -401,7 +401,8 @@ def with_older_copy(toml, primary, tmp_path):
     primary.kill()
     shutil.copytree(primary.directory, tmp_path / "older")
     primary = HubProcess(toml, primary.directory)
-    assert node.go_to(primary.address).term == 1, "it leads on: its standby has no more than it"
+    until(lambda: primary.events("lead")[-1]["term"] == 2, "its election by the standby")
+    node.go_to(primary.address)
     attached(node)
     for _ in range(3):
         node.merged(1)
@@ -420,7 +421,7 @@ def with_copy(toml, primary, tmp_path, *options):
 def go_on_at(standby, node, primary):
     """Let the standby lead and the primary follow it; no acknowledged push is lost on either disk."""
     node.elect(standby.address)
-    assert node.go_to(standby.address).term == 2
+    assert node.go_to(standby.address).term > 2
     anchor = node.anchor(1)
     attached(node)
     node.merged(0)
@@ -483,14 +484,17 @@ def test_a_standby_sets_aside_what_its_leader_lacks_and_says_so(tmp_path):
         standby.kill()
         with_copy(toml, primary, tmp_path, "--force-lead")
         standby = HubProcess(toml, standby.directory, "--standby")
-        aside = until(lambda: status(standby.address)["set_aside"], "the records to be set aside")
-        assert [one["path"] for one in aside] == [str(standby.directory / "set_aside" / "1")]
-        assert aside[0]["bytes"] > 20_000, "at least the push of 5000 numbers"
+        (aside,) = until(lambda: status(standby.address)["set_aside"], "the records to be set aside")
+        assert aside["path"] == str(standby.directory / "set_aside" / "1")
+        assert aside["bytes"] > 2000, "at least three pushes"
         shown = str(next(hub_table(HubSample.of(status(standby.address)))))
-        assert f"set aside: {standby.directory / 'set_aside' / '1'} ({aside[0]['bytes']} bytes)" in shown
+        assert f"set aside: {aside['path']} ({aside['bytes']} bytes)" in shown
         standby.kill()
+        (tail,) = (standby.directory / "set_aside" / "1").glob("journal-*.from-*")
         place = tmp_path / "restored"
-        shutil.copytree(standby.directory / "set_aside" / "1", place)
+        place.mkdir()
+        name, _, start = tail.name.partition(".from-")
+        (place / name).write_bytes((standby.directory / name).read_bytes()[: int(start)] + tail.read_bytes())
         for name in ("run.toml", "part.json"):
             shutil.copy(standby.directory / name, place)
     assert kept(place) == set(node.accepted)

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         delete_after,
         move_aside,
         moved_aside,
+        records_after,
         segment_numbers,
         snapshot_path,
     )
@@ -74,6 +75,7 @@ __all__ = [
     "moved_aside",
     "read_head",
     "read_snapshot",
+    "records_after",
     "segment_numbers",
     "segment_path",
     "snapshot_path",

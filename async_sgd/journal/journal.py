@@ -80,6 +80,8 @@ class Journal:
         self._written = self._recorded = self._synced = 0
         """Bytes of the newest segment: all, up to the last batch of records, and those on disk."""
         self._broken = ""
+        self.is_closed = False
+        """True if nothing may be written, as its hub leads without a vote, on a full disk."""
         path = segment_path(directory, number)
         if path.exists():
             self.file = File(path)
@@ -100,7 +102,7 @@ class Journal:
     def append(self, body: bytes) -> Position:
         """Append a batch of records and return the position after it. Raises NoSpace or JournalBroken."""
         with self._lock:
-            self._check()
+            self._check(writes=True)
             start = self._written
             frame = self._header(RECORDS, len(body), crc32(body)) + body
             try:
@@ -117,7 +119,7 @@ class Journal:
         Raises NoSpace or JournalBroken.
         """
         with self._lock:
-            self._check()
+            self._check(writes=True)
             start, file = self._written, self.file
             offset, end = start + FRAME_BYTES, start + FRAME_BYTES + data.nbytes
             try:
@@ -176,7 +178,7 @@ class Journal:
         new_epoch: it begins another journal, for whose nodes the receipts of this one do not count.
         """
         with self._sync_lock, self._lock:
-            self._check()
+            self._check(writes=True)
             if self._fsync:
                 self._flush(self.file)
             self._check_place(self.file, 0)
@@ -280,9 +282,11 @@ class Journal:
             self._broken = f"{file.path}: {error.strerror}"
             raise JournalBroken(self._broken) from error
 
-    def _check(self) -> None:
+    def _check(self, *, writes: bool = False) -> None:
         if self._broken:
             raise JournalBroken(self._broken)
+        if writes and self.is_closed:
+            raise NoSpace("journal: there was no space when this hub started: it must be elected first")
 
 
 def segment_path(directory: Path, number: int) -> Path:

@@ -172,6 +172,13 @@ def batches(file: File, offset: int = FILE_BYTES) -> Iterator[tuple[list[Record]
         yield decode_records(body, file) if frame.kind == RECORDS else [], frame.end
 
 
+def records_after(directory: Path, position: Position) -> Iterator[Record]:
+    """Yield the records behind a position. Raises Damaged."""
+    for number in segment_numbers(directory, "journal"):
+        for batch, end in batches(File(segment_path(directory, number))) if number >= position[0] else ():
+            yield from batch if (number, end) > position else ()
+
+
 def begin_after(directory: Path, term: int) -> tuple[tuple[int, int], bool]:
     """Return the segment and the byte at which the first term above `term` begins; (0, 0) without one.
 

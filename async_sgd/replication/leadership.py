@@ -137,37 +137,53 @@ class Leadership:
     # --- beginning
 
     def begin(
-        self,
-        journal_term: int,
-        configs: tuple[Configured, ...],
-        *,
-        is_new: bool,
-        answered: Set[int] = frozenset(),
-        is_moved: bool = False,
+        self, extent: Extent, configs: tuple[Configured, ...], *, is_new: bool
     ) -> Sequence[Record] | None:
         """Return the records with which this hub begins to lead; None if it must follow or be elected.
 
         Args:
-            journal_term: Of the journal.
+            extent: Of the journal.
             configs: Of the journal.
             is_new: No other hub can have a record of the run, or may have taken part in it.
-            answered: See `Replica.may_resume`.
-            is_moved: The folder may be a copy, and the hub that has led with the other one may lead on. With
-                other replicas this one must be elected then, also after it has started once more.
         """
         with self._deciding() as replica:
             replica.configs = configs
             if not self.has_others:
                 return []
             if is_new and not configs:
-                return replica.found(journal_term)
-            if self._place is not None and configs and len(configs[-1].replicas) > 1:
-                return (
-                    None  # its folder may be an older copy: the other replicas say so, if it asks for votes
-                )
-            if is_moved and configs and len(configs[-1].replicas) > 1:
-                replica.renounce(journal_term)
-            return replica.resume(self._clock()) if replica.may_resume(journal_term, answered) else None
+                return replica.found(extent[0])
+            if configs and configs[-1].leader == self.identity and self._place is None:
+                replica.note_leader(self._clock())  # else it might vote for one that votes for it
+                replica.drop_leader()
+            return replica.begin_alone(extent, self._clock()) or None
+
+    def send(self, journal_term: int, configs: tuple[Configured, ...], answered: Set[int]) -> bool:
+        """Lead the old term on without room on the disk, only to send the journal; return whether it does.
+
+        answered: See `Replica.send`.
+        """
+        with self._deciding() as replica:
+            replica.configs = configs
+            if configs and configs[-1].leader == self.identity and not self.has_room():
+                replica.send(journal_term, answered)
+            return replica.only_sends
+
+    def has_room(self) -> bool:
+        """Return whether a promise could be written now."""
+        with self._change, suppress(NoSpace):
+            self._save(self._replica.voter)
+            return True
+        return False
+
+    @property
+    def only_sends(self) -> bool:
+        """Return whether this hub leads only to send its journal: its disk was full when it started."""
+        return self._replica.only_sends
+
+    def needs_nodes(self, hubs: Set[int]) -> bool:
+        """Return whether the votes of these hubs do not suffice to elect this one."""
+        with self._change:
+            return not self._replica.is_elected_by({self.identity, *hubs})
 
     def force(self, journal_term: int, jump: int) -> Sequence[Record]:
         """Return the records with which this hub leads without a vote."""
@@ -403,7 +419,7 @@ class Leadership:
         with self._change:
             decided: list[Record] = []
             with self._deciding() as replica:
-                if not replica.term:
+                if not replica.term or replica.only_sends:
                     return
                 now = self._clock()
                 if replica.is_overtaken and replica.may_stand(now) and not is_full:

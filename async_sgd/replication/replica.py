@@ -40,6 +40,8 @@ class Replica:
         Else a single disk would have what is acknowledged next. It changes with the number of machines."""
         self.term = 0
         """The term that it leads; 0: it does not lead."""
+        self.only_sends = False
+        """True if it leads its old term on without room on its disk; see `send`."""
         self._known_term = 0
         """Highest term that any voter has named."""
         self.is_overtaken = False
@@ -75,38 +77,38 @@ class Replica:
         """Lead a run of which no other hub can have a record; return the records to write."""
         return self._begin(journal_term + 1)
 
-    def may_resume(self, journal_term: int, answered: Set[int]) -> bool:
-        """Return whether this hub was elected for the term of its journal, and may lead it on.
+    def begin_alone(self, extent: Extent, now: float) -> Decided:
+        """Lead a new term by its own vote, if that is a quorum; return the records to write.
 
-        Not if its register names another vote than its own in that term: it has voted in a higher term since,
-        or is a copy of the folder of a follower that was elected then. Its folder may also be an older copy:
-        then its register names a newer configuration than its journal, or another replica has more.
+        A process that starts never leads the term of the one before, which may run on: its folder may be a
+        copy. Returns [] if other voters are needed, or this hub lacks something.
+
+        extent: of its journal.
+        """
+        if self.why_not(extent) or not self.is_elected_by({self.voter.me}):
+            return []
+        asked = self.stand(extent, now)
+        return self.count_vote(self.voter.answer(asked, asked.term)[1], now)
+
+    def send(self, journal_term: int, answered: Set[int]) -> None:
+        """Lead the old term on, only to let others fetch the journal, if they have no more than this hub.
+
+        Nothing is written or acknowledged: the process that was elected for this term may run on. Not if the
+        register names another vote, or a newer configuration than the journal.
 
         answered: hubs that have said how much of the journal they have, none of them more than this one.
             They and this one must be a quorum without any node.
         """
-        newest = self.configs[-1] if self.configs else None
-        return (
-            newest is not None
-            and (newest.term, newest.leader) == (journal_term, self.voter.me)
-            and (self.voter.term, self.voter.voted_for) == (journal_term, self.voter.me)
-            and self.voter.accepted <= newest.ballot
-            and all(is_quorum(one, {self.voter.me, *answered} & set(one.replicas)) for one in self.configs)
-        )
+        newest, voter = self.configs[-1], self.voter
+        was_elected = (newest.term, newest.leader) == (journal_term, voter.me)
+        has_promised = (voter.term, voter.voted_for) == (journal_term, voter.me)
+        if was_elected and has_promised and voter.accepted <= newest.ballot:
+            self.only_sends = self.is_elected_by({voter.me, *answered})
+            self.term = newest.term if self.only_sends else 0
 
-    def renounce(self, term: int) -> None:
-        """Support no hub in a term for which this one was elected: the process that was may lead on."""
-        if (self.voter.term, self.voter.voted_for) == (term, self.voter.me):
-            self.voter = replace(self.voter, voted_for=0, process=0)
-
-    def resume(self, now: float) -> Decided:
-        """Lead on after a restart, see `may_resume`; return the records to write.
-
-        Its replicas count as recent: they had no chance to confirm.
-        """
-        self.term = self.configs[-1].term
-        self._confirmed = dict.fromkeys(self._needed(), ((0, 0), now))
-        return self._ask_for_agreement()
+    def is_elected_by(self, voters: Container[int]) -> bool:
+        """Return whether these voters are a quorum of every configuration that counts."""
+        return all(is_quorum(one, voters) for one in self.configs)
 
     def force(self, journal_term: int, jump: int) -> Decided:
         """Lead without a vote, as an operator has decided; return the records to write.
@@ -311,7 +313,7 @@ class Replica:
 
     def step_down(self) -> None:
         """Lead no more: another hub leads under a higher term."""
-        self.term, self._votes, self._agreement = 0, None, None
+        self.term, self._votes, self._agreement, self.only_sends = 0, None, None, False
 
     def resign(self, now: float) -> None:
         """Lead no more, and do not stand for a while: another one may be able to write its journal.
@@ -348,7 +350,7 @@ class Replica:
 
     def acknowledged(self) -> Position:
         """Return the position before which everything may be acknowledged; (0, 0) without agreement."""
-        if not self.term or self.configs[0].term != self.term:
+        if not self.term or self.configs[0].term != self.term or self.only_sends:
             return (0, 0)
         return min((self.confirmed(one) for one in self._needed()), default=END)
 
@@ -434,10 +436,7 @@ class Replica:
         return self.count_acceptance(own, 0.0)
 
     def _proposal(self, config: Configured) -> Proposal:
-        """Return the proposal of a configuration, by the process that was elected for its term."""
-        me, voter = self.voter.me, self.voter
-        process = voter.process if (voter.term, voter.voted_for) == (config.term, me) else self._process
-        return Proposal(config.term, config.number, me, config.ballot, process=process)
+        return Proposal(config.term, config.number, self.voter.me, config.ballot, process=self._process)
 
     def _is_answered_by(self, answer: VoteReply) -> bool:
         """Return whether an answer is to this hub, and of a voter of a configuration that counts."""

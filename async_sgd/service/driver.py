@@ -69,7 +69,7 @@ class Driver:
             known_by(messages.joiner(request), request, caller, self._hub.config.limits),
             new_session=fingerprint(session),
         )
-        self._guard.check_claim(request.claim, self._hub.state.names.get(who.name))
+        self._guard.check_claim(request.claim, self._hub.state.names.get(who.name), request.who.term)
         with self._guard.deciding() as now:
             self._guard.check_who(request.who)
             decided = self._hub.join(who, now)
@@ -87,7 +87,7 @@ class Driver:
         messages.check_blocks(request.consumed)
         report = messages.report_of(request)
         self._guard.check_lineage(request.who)
-        self._guard.check_claim(request.claim, request.who.node)
+        self._guard.check_claim(request.claim, request.who.node, request.who.term)
         with self._guard.deciding() as now:
             member = self._guard.speaker(request.who)
             self._hub.heartbeat(member.node, report, now)

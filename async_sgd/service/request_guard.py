@@ -134,8 +134,11 @@ class RequestGuard:
         self.replaced.set()
         self.ledger.grown.notify()
 
-    def ask_the_others(self) -> None:
-        """Find out beside this call whether another hub leads under a higher term, at most once a second."""
+    def ask_the_others(self, lacking: str = "") -> None:
+        """Find out beside this call whether another hub leads under a higher term, at most once a second.
+
+        lacking: becomes `lacking` if none is known to have led.
+        """
         now = self.ledger.clock()
         if now - self._asked_s < _ASK_S or not self._asking.acquire(blocking=False):
             return
@@ -146,6 +149,8 @@ class RequestGuard:
                 leads, promises = self._other_terms()
                 if leads > self.ledger.hub.state.term:
                     self.end_term()
+                elif lacking:
+                    self.lacking = lacking
                 else:
                     for promise in promises:
                         self.leadership.note_promise(promise)
@@ -168,17 +173,22 @@ class RequestGuard:
             text = f"this hub led under term {term}, which is over: ask the other one"
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, text)
 
-    def check_claim(self, claim: pb.Claim, node: int | None) -> None:
-        """Raise Refusal unless the journal has what was acknowledged to a node.
+    def check_claim(self, claim: pb.Claim, node: int | None, term: int = 0) -> None:
+        """Raise Refusal unless the journal has what was acknowledged to a node that knows this term.
 
-        A receipt of this journal proves that something is missing: then this hub leads no longer. One of
-        another journal proves nothing to this hub, and only its node is refused.
+        A receipt of this journal proves that something is missing: then this hub leads no longer. Under a
+        higher term another hub may have acknowledged it, which is asked first. A receipt of another journal
+        proves nothing to this hub, and only its node is refused.
         """
         with self.refusing():
             if not self.ledger.receipts.lacks(claim.receipt):
                 return
         with self.ledger.lock:
-            self.lacking = describe_loss(self.ledger, claim, node)
+            lacking = describe_loss(self.ledger, claim, node)
+        if term > self.ledger.hub.state.term and self.leadership.has_others:
+            self.ask_the_others(lacking)
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, lacking)
+        self.lacking = lacking
         self.check_leads()
 
     def durable(self, position: Position) -> pb.Receipt:

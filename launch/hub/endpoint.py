@@ -162,12 +162,6 @@ class HubEndpoint:
         return before if self.address.endswith(":0") and same_host else self.address
 
     @property
-    def is_moved(self) -> bool:
-        """Return whether the hub of the folder listened at another address before: this may be a copy."""
-        before = read_line(self.directory / "address")
-        return bool(before) and before != self.address and not self.address.endswith(":0")
-
-    @property
     def uses_standby_address(self) -> bool:
         """Return whether the hub listens at a configured standby address, whatever its role is now."""
         return self.standby and self.address in self._standbys[self.number - 1 : self.number]
@@ -357,7 +351,7 @@ class OtherHubs:
         return max(terms)
 
     def ahead_of(self, own: Extent) -> tuple[str, Extent] | None:
-        """Return the address and the extent of the hub that follows the term of `own` and has more of it.
+        """Return the address and the extent of the follower that has more of the journal than `own`.
 
         That of the one which has most; None if none does or answers. What a follower has confirmed counts as
         what it has: it may be fetching that anew.
@@ -366,7 +360,7 @@ class OtherHubs:
         for address, answer in self._hellos(limit_s=self._limit_s):
             if not isinstance(answer, pb.HelloReply):
                 continue
-            if answer.leads or answer.term > own[0]:
+            if answer.leads:
                 self.compared.add(answer.promise.voter)
                 continue
             try:
@@ -377,14 +371,14 @@ class OtherHubs:
                 self.compared.add(answer.promise.voter)
             except (HubUnreachable, HubRefused, ValueError, KeyError, TypeError, OverflowError) as error:
                 log.warning("%s does not say how much of the journal it has: %s", address, error)
-        ahead = {address: extent for address, extent in found.items() if extent[0] == own[0] and extent > own}
-        return max(ahead.items(), key=lambda item: item[1], default=None)
+        address, extent = max(found.items(), key=lambda item: item[1], default=("", own))
+        return (address, extent) if extent > own else None
 
     def terms(self) -> tuple[int, Sequence[VoteReply]]:
-        """Return the highest term under which another hub leads, 0 for none, and what they have promised."""
+        """Return the highest term that another hub has led, 0 for none, and what they have promised."""
         answers = [answer for _, answer in self._hellos() if isinstance(answer, pb.HelloReply)]
-        leads = max((answer.term for answer in answers if answer.leads), default=0)
-        return leads, [answer_in(answer.promise) for answer in answers if answer.HasField("promise")]
+        led = max((answer.term for answer in answers), default=0)
+        return led, [answer_in(answer.promise) for answer in answers if answer.HasField("promise")]
 
     def leader(
         self, least_term: int, stopping: threading.Event, *, without: str = ""

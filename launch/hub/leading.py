@@ -373,9 +373,8 @@ class LeadingHub:
             self._reports.line(metrics(now))
             self._alerts.update(self._watch.alerts(now, time.monotonic()))
 
-    def _resign(self) -> None:
-        """Lead no more, as nothing can be written here: a standby that has room can be elected."""
-        reason = f"the disk of {self._endpoint.directory} is full: a standby may lead"
+    def _resign(self, reason: str) -> None:
+        """Lead no more: another hub, or this one once it has room, can be elected."""
         log.error("%s", reason)
         self._reports.event("resign", reason=reason)
         with self.ledger.lock:
@@ -404,7 +403,9 @@ class LeadingHub:
         if not self.leadership.holds_lease():
             self.guard.ask_the_others()  # it may have been replaced while it could not be reached
         if (self.engine.full_s or 0.0) >= LEASE_S and self.leadership.has_successor():
-            self._resign()
+            self._resign(f"the disk of {self._endpoint.directory} is full: a standby may lead")
+        elif self.leadership.only_sends and self.leadership.has_room():
+            self._resign(f"there is room on the disk of {self._endpoint.directory}: this hub can be elected")
         if not self.leadership.leads:
             self.guard.end_term()
         elif (first := self._endpoint.successor) and self.leadership.hand_over(first):

@@ -191,7 +191,7 @@ class _Process:
         journal = self._recovered(hub, force=force)
         state, mirrors = hub.state, (self.endpoint.directory / folder.MIRROR).exists()
         newest, own = self._others.newest_term(), max(state.term, above)
-        if newest > own and not self.endpoint.standby and not force:
+        if max(self._others.leading, default=0) > own and not self.endpoint.standby and not force:
             raise UserError(
                 f"another hub leads this run under the newer term {newest}: start this hub with"
                 f" --standby --address {self.endpoint.address} to follow it"
@@ -207,20 +207,23 @@ class _Process:
         records: Sequence[Record] | None = None
         behind = not force and self._is_behind((state.term, *journal.position))
         twin = self._others.voters.get(self._leadership.identity, "")
-        if (newest <= own and not behind and not twin) or force:
-            is_moved, others = self.endpoint.is_moved, self._others.compared
-            records = self._leadership.begin(
-                own, state.configs, is_new=is_new, answered=others, is_moved=is_moved
-            )
-            must_ask = led == (own, self._leadership.identity) and self.endpoint.replicas is None
-            if records is None and must_ask and not force:
-                self._say_it_must_be_elected()
+        may_lead = newest <= own and not behind and not twin and not force
+        led_last = may_lead and led == (own, self._leadership.identity) and self.endpoint.replicas is None
+        if led_last and self._leadership.send(own, state.configs, self._others.compared):
+            journal.is_closed, records = True, []
+        elif may_lead or force:
+            extent = own, *journal.position
+            records = self._leadership.begin(extent, state.configs, is_new=is_new)
         if force:
             records = self._force(hub)
-        if records is None:
-            self._follow(hub, journal, twin)
-        else:
+        if records is not None:
             self._lead(hub, journal, records or ([] if state.term else [Led(own + 1)]))
+        else:
+            standby = self._follow(hub, journal, twin)
+            if led_last:
+                if self._leadership.needs_nodes(self._others.compared):
+                    self._say_it_must_be_elected()
+                standby.ask_for_votes()
         self._vote_requests.start()
         self._note_address()
 
@@ -256,12 +259,11 @@ class _Process:
         return True
 
     def _say_it_must_be_elected(self) -> None:
-        """Report why this hub does not lead on: no quorum says that it has no more, or it may be a copy."""
+        """Report that too few other hubs answer for an election without nodes."""
         others = ", ".join(self.endpoint.others) or "none is known"
         reason = (
-            f"{self.endpoint.directory} may be an older copy: it was that of a hub at another address, or too"
-            f" few of the other hubs ({others}) say how much of the journal they have. This hub leads once it"
-            " is elected. If they are gone for good, start it with --force-lead"
+            f"{self.endpoint.directory} may be an older copy, and too few other hubs ({others}) answer."
+            " This hub leads once it is elected. If they are gone for good, start it with --force-lead"
         )
         log.error("%s", reason)
         self._reports.event("must_be_elected", reason=reason)
@@ -474,10 +476,10 @@ class _Process:
         endpoint = self.endpoint
         leading.join_parent(Uplink(leading.engine, name, endpoint.client_keys(), endpoint.keys, secret))
 
-    def _follow(self, hub: Hub, journal: Journal, twin: str = "") -> None:
+    def _follow(self, hub: Hub, journal: Journal, twin: str = "") -> Standby:
         """Follow. twin: address of another hub with the register of this one, which gives no vote for now."""
         mirror = Mirror(self._store, self._make, (hub, journal))
-        self._standby = Standby(
+        self._standby = standby = Standby(
             self._others,
             mirror,
             self._reports,
@@ -486,11 +488,12 @@ class _Process:
             lambda mirror, records: self._lead(mirror.hub, mirror.journal(), records),
             self._clock,
         )
-        self._standby.confirmer.twin = self._standby.confirmer.twin_at = twin
-        self._serve(self._standby)
+        standby.confirmer.twin = standby.confirmer.twin_at = twin
+        self._serve(standby)
         if twin:
-            self._standby.confirmer.twin = twin_text(self.address, twin)
-        self._standby.start()
+            standby.confirmer.twin = twin_text(self.address, twin)
+        standby.start()
+        return standby
 
     def _serve(self, core: HubCore) -> None:
         if self._switch is not None:

@@ -14,9 +14,9 @@ import grpc
 
 from aedit import traces
 from aedit.async_sgd.hub import Denied, hub_status
-from aedit.async_sgd.journal import Damaged, NoSpace, Position, begin_after, moved_aside
+from aedit.async_sgd.journal import Damaged, NoSpace, Position, begin_after, moved_aside, records_after
 from aedit.async_sgd.replication import Leadership, Mirror
-from aedit.async_sgd.rules import Led, Record
+from aedit.async_sgd.rules import Configured, Led, Record
 from aedit.async_sgd.service import HelloResponder, check_part, fingerprint, messages
 from aedit.launch.hub import folder
 from aedit.launch.hub.endpoint import HubEndpoint, OtherHubs
@@ -431,7 +431,7 @@ class Standby:
         Returns False if that was not where these end: they are cut off, and it may be tried again.
         """
         for chunk in client.tail(self.tail_request(term)):
-            if self._stopping.is_set() or (chunk.differs and self._is_older(client, term, leader)):
+            if self._stopping.is_set() or (chunk.differs and self._is_older(chunk, term, leader)):
                 return True
             if not self.take(chunk, term, leader):
                 return False
@@ -463,7 +463,7 @@ class Standby:
             # It learns of the promise when this hub looks for a leader, and is elected again.
             raise HubUnreachable(f"{leader} leads term {term}, and this hub has promised term {promised}")
         if chunk.differs:
-            self._take_back(None if chunk.lacks_term else (chunk.segment, chunk.offset))
+            self._take_back(self._cut_at(chunk))
             return False
         spans = [
             traces.opened("standby: mirror", traces.parsed(text))
@@ -489,25 +489,24 @@ class Standby:
         """Return the term of the leader whose journal is mirrored; 0 without one."""
         return self._term
 
-    def _is_older(self, client: HubClient, term: int, leader: str) -> bool:
-        """Return whether the owner lacks records of its own term: it came back with an older folder.
+    def _is_older(self, chunk: pb.TailChunk, term: int, leader: str) -> bool:
+        """Return whether the owner lacks a configuration on which the replicas have agreed, and what follows.
 
-        It is not followed then, and another replica can be elected that has them; see `_OLDER_S`.
+        It has elected itself with an older folder then: it is not followed, and another replica can be
+        elected that has the rest; see `_OLDER_S`.
         """
-        own = self._extent
-        if self._endpoint.replicas is None or not own[0] == term == folder.noted_term(
-            self._endpoint.directory
-        ):
+        end, configs = self._cut_at(chunk), self._mirror.hub.state.configs
+        if self._endpoint.replicas is None or not configs:
             return False
-        journal = json.loads(client.status(pb.StatusRequest()).json)["journal"]
-        end = (int(journal["segment"]), int(journal["bytes"]))
-        if end >= own[1:]:
+        behind = records_after(self._endpoint.directory, end)
+        if not any(isinstance(one, Configured) and one.ballot == configs[0].ballot for one in behind):
             return False
         now = self._clock()
         if self._older_since_s is None:
             self._older_since_s = now
             reason = (
-                f"{leader} leads term {term} up to {end}, and has sent up to {own[1:]}: its folder is older"
+                f"{leader} leads term {term}, and its journal is other than here from {end} on, before"
+                f" configuration {configs[0].ballot}, on which the replicas have agreed: its folder is older"
             )
             log.error("%s; another replica should lead", reason)
             self._event("owner_is_older", owner=leader, reason=reason)
@@ -527,16 +526,22 @@ class Standby:
             write_atomically(self._endpoint.directory / folder.MIRROR, json.dumps({"term": term}))
         return end
 
-    def _take_back(self, end: Position | None) -> None:
+    def _cut_at(self, chunk: pb.TailChunk) -> Position:
+        """Return where what only this hub has begins, if the leader has other records.
+
+        There the leader goes on to terms that are not known here. If it has no record of the last term here,
+        nothing of that was acknowledged.
+        """
+        if not chunk.lacks_term:
+            return chunk.segment, chunk.offset
+        return begin_after(self._endpoint.directory, self._mirror.hub.state.term - 1)[0]
+
+    def _take_back(self, end: Position) -> None:
         """Cut off what only this hub has: it was not acknowledged, as the leader was elected without it.
 
-        It is set aside all the same: the leader may have come back with an older copy of its folder. It is
-        behind `end`, where the leader goes on to terms that are not known here. None: the leader has no
-        record of the last term here, so that nothing of that was acknowledged.
+        It is set aside all the same: the leader may have come back with an older copy of its folder.
         """
         term, before = self._mirror.hub.state.term, self._mirror.position
-        if end is None:
-            end, _ = begin_after(self._endpoint.directory, term - 1)
         if self._mirror.cut(end):
             log.warning("cut the journal from %s back to %s", before, end)
         else:

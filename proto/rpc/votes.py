@@ -51,10 +51,9 @@ class Proposal:
     extent: Extent = (0, 0, 0)
     """End of the proposer's journal."""
     process: int = 0
-    """Number that the process of the proposer drew; a leader that starts again keeps it for its term.
+    """Number that the process of the proposer drew: one of two with one folder leads a term.
 
-    Two processes that were started from copies of one folder have one identity and two such numbers. 0: of an
-    older build."""
+    0: of an older build."""
 
     @property
     def ballot(self) -> Ballot:

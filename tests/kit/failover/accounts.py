@@ -1,6 +1,9 @@
 """What hubs have promised, and the check of every promise, by the bytes on the simulated disks."""
 
+from collections import defaultdict
+
 from aedit.async_sgd.journal import segment_numbers, segment_path
+from aedit.async_sgd.replication.replica import is_quorum
 from kit.failover.world import Violation
 
 LATE_S = 2.0
@@ -16,8 +19,11 @@ class Accounts:
         """A voter of which there are two processes, which may not have met: each may support a hub."""
         self.votes = {}
         """Term and proposer that a voter has supported last, by voter."""
-        self.elected, self.leaders = {}, {}
-        """Number of the hub that has led, and of the one that has acknowledged something, by term."""
+        self.supporters = defaultdict(set)
+        """Voters that have supported a proposer, by term and proposer."""
+        self.elected, self.leaders, self.elected_by = {}, {}, {}
+        """By term, number and proposer of the hub that has led, and number of the one that has acknowledged
+        something; voters of each leader, by its number and term."""
         self.pushes = {}
         """Highest acknowledged push, by name of the node."""
         self.count = 0
@@ -45,24 +51,43 @@ class Accounts:
         if (term, proposer) != before and term <= before[0]:
             raise Violation(f"{voter} supports {proposer} in term {term}, and supported {before[::-1]}")
         self.votes[key] = term, proposer
+        self.supporters[term, proposer].add(voter)
 
-    def leads(self, host, leading):
-        """A term has one leader, which has everything that was acknowledged."""
+    def leads(self, host, leading, configs):
+        """A term has one leader, which a quorum has elected, and which has everything that was acknowledged.
+
+        configs: of its journal when it was elected.
+        """
         term, identity = leading.ledger.hub.state.term, leading.leadership.identity
-        self.supports(host, identity, (identity, leading.leadership._replica.voter.process), term)
-        first = self.elected.setdefault(term, host.number)
-        if first != host.number:
-            raise Violation(f"hubs {first} and {host.number} have both led term {term}")
+        proposer = identity, leading.leadership._replica.voter.process
+        self.supports(host, identity, proposer, term)
+        self.elected_by[host.number, term] = self.supporters[term, proposer]
+        if configs and not is_quorum(configs[-1], self.supporters[term, proposer]):
+            raise Violation(f"hub {host.number} leads term {term} without a quorum of {configs[-1]}")
+        first = self.elected.setdefault(term, (host.number, proposer))
+        if first != (host.number, proposer):
+            if first[1] == proposer or not self.forgiven:
+                raise Violation(f"hubs {first[0]} and {host.number} have both led term {term}")
+            self.excuse(always=True)  # each by another quorum, which share the voter of two processes
         if term == max(*self.elected, *self.leaders, term):
-            try:
-                self.check_leader(host, leading)
-            except Violation:
-                others = [hub for hub in self.hubs if hub is not host and hub.identity == identity]
-                if identity != self.forgiven or not any(map(self._holds, others)):
-                    raise
-                self.excuse(always=True)  # one of two processes has confirmed what the other one lacks
+            self.check_leader(host, leading)
 
-    def check_leader(self, host, leading):
+    def check_leader(self, host, leading, by=None):
+        """A leader has everything that was acknowledged, the last push by the hub `by`.
+
+        But for what one of two processes has confirmed, if the other one has elected it.
+        """
+        try:
+            self._check_leader(host, leading)
+        except Violation:
+            elected_by = self.elected_by[host.number, leading.ledger.hub.state.term]
+            twins = [hub for hub in self.hubs if hub is not host and hub.identity == self.forgiven]
+            is_of_twin = self.forgiven in elected_by and (by in twins or any(map(self._holds, twins)))
+            if not (is_of_twin or (self.forgiven and self.is_excused)):
+                raise
+            self.excuse(always=True)
+
+    def _check_leader(self, host, leading):
         state = leading.ledger.hub.state
         for name, seq in self.pushes.items():
             has = state.members[state.names[name]].received.get(0, 0) if name in state.names else 0
@@ -80,14 +105,14 @@ class Accounts:
         state, configs = leading.ledger.hub.state, leading.leadership._replica.configs
         term, name = state.term, state.members[head.who.node].name
         first = self.leaders.setdefault(term, host.number)
-        if first != host.number:
+        if first != host.number and not self.is_excused:
             raise Violation(f"hubs {first} and {host.number} have both acknowledged under term {term}")
         self.pushes[name] = max(head.seq, self.pushes.get(name, 0))
         self.count += 1
         newest = max(self.leaders)
         for other in self.hubs:
             if other.process and (later := other.process._leading) and later.ledger.hub.state.term >= newest:
-                self.check_leader(other, later)
+                self.check_leader(other, later, host)
         if term < newest:
             return  # what it had confirmed by a majority before it was paused, say, has the later leader
         self.replicas = configs[0].replicas
@@ -134,7 +159,8 @@ class Accounts:
 
     def refuses_folder(self, number, reason):
         """A hub refuses its folder: only a fault of the disk may be the cause."""
-        if not self.hubs[number].is_unreliable and "make room" not in reason:
+        is_expected = self.is_excused or self.hubs[number].is_unreliable
+        if not is_expected and "make room" not in reason:
             raise Violation(f"hub {number}: {reason}")
 
     def excuse(self, *, always=False):

@@ -3,7 +3,8 @@
 import random
 from dataclasses import dataclass, replace
 
-from aedit.async_sgd.journal import Damaged
+from aedit.async_sgd.journal import Damaged, segment_numbers, segment_path
+from aedit.proto.rpc import Voter
 from aedit.system import no_collections
 from kit.failover.accounts import Accounts
 from kit.failover.hub import SimHub, begin_world
@@ -114,6 +115,21 @@ def twin(chance, at_s):
     return chance.choice((3, 3, 4)), 3, [copied, gone]
 
 
+def images(chance, at_s):
+    """A copy of the leader's machine is started at its address, or elsewhere, while the leader runs on.
+
+    The leader is cut off from those that reach the copy, or paused until it is long replaced.
+    """
+    num_hubs, num_nodes = chance.choice((2, 2, 3)), chance.choice((2, 3, 5))
+    if chance.random() < 0.4:
+        return 3, num_nodes, [Fault(at_s, "twin", -2, LEADER, 0.5)]
+    begins_s, sides = chance.choice((0.0, 0.0, 1.0, 2.0)) * chance.random(), chance.getrandbits(24)
+    faults = [Fault(at_s, "image", LEADER, sides, begins_s)]
+    if chance.random() < 0.5:
+        faults.append(Fault(at_s + 0.9 * begins_s, "pause", LEADER, 0, chance.uniform(2.5, 7.0)))
+    return num_hubs, num_nodes, faults
+
+
 def anew(chance, at_s):
     """Both followers fetch their journals anew over a slow line, and their leader ends meanwhile."""
     faults = [Fault(at_s + 0.3 * chance.random(), "damage", who) for who in (-2, -3)]
@@ -131,7 +147,8 @@ def anything(chance, at_s):
     return num_hubs, chance.choice((1, 2, 3, 3, 3, 5, 9)) if num_hubs < 4 else chance.choice((1, 2, 3)), []
 
 
-RECIPES = (anything, lags, tails, promises, anything, lies, power, older, twin, anew, brims)
+RECIPES = (anything, lags, tails, promises, images, lies, power, older, twin, anew, brims)
+RECIPES += tuple(anything if recipe is images else recipe for recipe in RECIPES)
 """A history begins with one of them, in turn; other faults follow."""
 
 
@@ -150,7 +167,7 @@ def history(seed):
             kind = chance.choice(("brim", "old", "ruin"))
             lasts_s = chance.uniform(1.0, 6.0)
             faults.append(Fault(chance.uniform(3.0, FAULTS_S), kind, chance.randrange(num_hubs), 0, lasts_s))
-    if any(fault.kind in ("brim", "ruin", "old", "twin") for fault in faults):
+    if any(fault.kind in ("brim", "ruin", "old", "twin", "image") for fault in faults):
         # One voter is gone, and not two.
         is_gone = [fault.kind == "lose" and fault.who >= NODE for fault in faults]
         faults = [
@@ -212,6 +229,8 @@ class Simulation:
         self.world.network.delay_s, self.world.network.gap_s = what.delay_s, what.gap_s
         self.world.check = self._check
         self.is_full_for_good = set()
+        self.copied = {}
+        """By a machine that was copied: whether, of the two, the copy stays if they are equal in the end."""
 
     @no_collections()  # a sixth of the time: one collection after it finds as much
     def run(self):
@@ -268,8 +287,9 @@ class Simulation:
             hub.disk.full, hub.disk.failing = hub.number in self.is_full_for_good, 0
         for process in self.everybody:
             process.pause(world.now)
-            if not process.alive:
-                process.start()
+            if process in self.copied and not process.is_gone:
+                self._take_one_away(process)
+            process.restart(process.life)
 
     # --- faults
 
@@ -362,6 +382,50 @@ class Simulation:
         self._replace_by(fault, files)
         if self.what.loss or len(self.what.faults) > 2:
             self.accounts.forgiven = other.identity
+
+    def _image(self, fault):
+        """Let a machine and a copy of it, as it is now, run at one address; each process reaches one of them.
+
+        other: 10 bits for the processes that reach the copy while both sides are cut off from each other, 10
+            for those that reach it then; whether the original still reaches the first ones, whether the copy
+            stays in the end, and for how long they are cut off.
+        """
+        hub = self.processes[fault.who]
+        if self.copied:
+            return
+        copy = SimHub(self.world, len(self.hubs), self.accounts, hub)
+        copy.disk.removes = lambda name: self.accounts.note_removal(copy.number, name)
+        others = [process.number for process in self.everybody if process is not hub]
+        first, later = ({one for i, one in enumerate(others) if fault.other >> i + at & 1} for at in (0, 10))
+        flags, cut_s = fault.other >> 20, (1.5, 4.0, 8.0, 99.0)[fault.other >> 22 & 3]
+        self.copied[hub] = flags >> 1 & 1
+        pairs = {(one, hub.number) for one in first} | {(hub.number, one) for one in first if flags & 1}
+        for one in {*others} - first:
+            pairs |= {(one, copy.number), (copy.number, one)}
+
+        def begin():
+            self.hubs.append(copy)
+            self.everybody.append(copy)
+            self.processes[copy.number], self.accounts.forgiven = copy, hub.identity
+            hub.copy, hub.callers = copy, first
+            self._cut_pairs(pairs, replace(fault, lasts_s=cut_s))
+            copy.start()
+            self.world.after(cut_s, lambda: hub.is_gone or copy.is_gone or setattr(hub, "callers", later))
+
+        self.world.after(fault.lasts_s, begin)
+
+    def _take_one_away(self, hub):
+        """Take away the one of two machines at an address that has less: all reach the other one then."""
+
+        def has(one):
+            numbers = segment_numbers(one.directory, "journal")[-1:]
+            ends = [(number, segment_path(one.directory, number).stat().st_size) for number in numbers]
+            return Voter.load(one.directory / "votes.json").accepted, ends
+
+        copy_stays = has(hub.copy) > has(hub) or (has(hub.copy) == has(hub) and self.copied[hub])
+        gone = hub if copy_stays else hub.copy
+        gone.is_gone, hub.callers = True, {*self.processes} if copy_stays else ()
+        gone.kill()
 
     def _replace_by(self, fault, files):
         hub = self.processes[fault.who]

@@ -228,7 +228,8 @@ class Others(OtherHubs):
         return json.loads(answer.json)
 
     def _at_once(self, address, method, request):
-        host, other = self._host, hub_at(address)
+        host = self._host
+        other = hub_at(address).seen_by(host)
         pairs = {(host.number, other.number), (other.number, host.number)}
         if host.world.network.cut & pairs or other.is_off or host.world.now < other.paused_until:
             return HubUnreachable(address)
@@ -243,14 +244,19 @@ class HubProcess(main._Process):
     """`aedit hub` from recovery to exit, without its server and its threads."""
 
     def __init__(self, host):
-        others, number = len(host.others), max(1, host.number)
+        others, number = len(host.others), max(1, int(host.address[1:-2]))
         place = host.directory, (0, 1), host.is_standby, host.address, None, number
         super().__init__(HubEndpoint(config_of(others + 1), *place), insecure=True, clock=host.clock)
         self._host, self._server = host, SimpleNamespace(address=host.address)
 
+    def _lead(self, hub, journal, records):
+        self._before = hub.state.configs
+        return super()._lead(hub, journal, records)
+
     def _start(self, leading):
         leading.guard.trust(other_terms=self._others.terms, beside=self._host.ask_others)
-        self._host.accounts.leads(self._host, leading)
+        if not leading.leadership.only_sends:
+            self._host.accounts.leads(self._host, leading, self._before)
         self.core = leading.driver
 
     def _serve(self, core):
@@ -262,7 +268,7 @@ class Stream:
 
     def __init__(self, follower, standby, leader):
         address, self.term = leader
-        self.leader, self.follower, self.standby = hub_at(address), follower, standby
+        self.leader, self.follower, self.standby = hub_at(address).seen_by(follower), follower, standby
         self.life, self.last_s, self.is_open, self.pause = follower.life, 0.0, True, None
 
     def begin(self, request):
@@ -312,9 +318,10 @@ class Stream:
 class SimHub(Process):
     """The machine of one hub, and the supervisor that starts its process again."""
 
-    def __init__(self, world, number, accounts):
+    def __init__(self, world, number, accounts, original=None):
+        """Create the machine. original: another one, at whose address it is, with a copy of its disk."""
         super().__init__(world, number)
-        self.address, self.accounts = address_of(number), accounts
+        self.address, self.accounts = original.address if original else address_of(number), accounts
         self.disk, HOSTS[f"h{number}"] = Disk(world.random), self
         DISKS[f"h{number}"] = self.disk
         self.directory = SimPath(f"/h{number}")
@@ -324,6 +331,14 @@ class SimHub(Process):
         """reasons: of each end of the process by itself."""
         self.is_unreliable = False
         """Its disk has lost what was flushed, or may have."""
+        self.copy, self.callers, self.is_gone = None, (), False
+        """Another machine at this address, the numbers of the processes that reach that one, and whether this
+        one was taken away."""
+        if original:
+            files, here, there = original.disk.copied(), str(self.directory), str(original.directory)
+            self.disk.put_back({name.replace(there, here, 1): inode for name, inode in files.items()})
+            self.is_standby, self.others = original.is_standby, original.others
+            self.is_unreliable = original.is_unreliable
 
     # --- life
 
@@ -383,8 +398,11 @@ class SimHub(Process):
         self.world.after(RESTART_S, self.restart, self.life)
 
     def restart(self, life):
-        if not self.alive and life == self.life:
+        if not self.alive and life == self.life and not self.is_gone:
             self.start()
+
+    def seen_by(self, caller):
+        return self.copy if caller.number in self.callers else self
 
     def _every(self, period_s, call):
         def again():

@@ -4,12 +4,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from unittest import mock
 
-from aedit.async_sgd.journal import receipts
+from aedit.async_sgd.journal import Journal, receipts
 from aedit.async_sgd.replication import Leadership, Mirror, Replica, replica, stream_journal
 from aedit.async_sgd.replication.replica import END
 from aedit.async_sgd.rules import Agreed
 from aedit.async_sgd.service import driver
-from aedit.launch.hub.endpoint import OtherHubs
 from aedit.launch.hub.leading import LeadingHub
 from aedit.proto.agent.membership import Elector
 from aedit.proto.rpc import Voter, votes
@@ -21,11 +20,6 @@ def patched(*patches):
         for place, name, value in patches:
             held.enter_context(mock.patch.object(place, name, value))
         yield
-
-
-def remove(self, segment=0, offset=0, *, keep):
-    """Delete what the leader does not have."""
-    original_remove(self, segment, offset, keep=False)
 
 
 @contextmanager
@@ -87,9 +81,38 @@ def propose(self, replicas, electors):
     return decided
 
 
-def may_resume(self, journal_term, answered):
-    """Lead on without any answer."""
-    return original_may_resume(self, journal_term, self._needed())
+def lead_on(self, configs):
+    """Lead the term of the journal on, in the name of the process that was elected for it."""
+    with self._deciding() as replica:
+        replica.configs, replica.term, replica._process = configs, configs[-1].term, replica.voter.process
+        replica._confirmed = dict.fromkeys(replica._needed(), ((0, 0), self._clock()))
+        return replica._ask_for_agreement()
+
+
+def leading_on(may_lead):
+    """Return a beginning that leads the term of the journal on if `may_lead(its leader, register)`."""
+
+    def begin(self, extent, configs, *, is_new):
+        if configs and may_lead(configs[-1], self._replica.voter):
+            return lead_on(self, configs)
+        return original_begin(self, extent, configs, is_new=is_new)
+
+    return begin
+
+
+def send(self, journal_term, configs, answered):
+    """Lead the old term on, and not only to send the journal, if no hub of a quorum has more."""
+    asked = self._replica.copied()
+    asked.configs = configs
+    if configs:
+        asked.send(journal_term, answered)
+    if asked.only_sends:
+        lead_on(self, configs)
+    return self._replica.term > 0
+
+
+def was_elected(config, voter):
+    return (voter.term, voter.voted_for) == (config.term, config.leader) == (config.term, voter.me)
 
 
 def ask_for_agreement(self):
@@ -106,22 +129,26 @@ def has(self, position, chain):
     return position <= self._journal.position
 
 
-original_remove, original_granting, original_answer = Mirror._remove, Voter._granting, Elector.answer
-original_propose, original_ask = Replica.propose, Replica._ask_for_agreement
-original_forget, original_may_resume = Leadership.forget, Replica.may_resume
+original_granting, original_answer = Voter._granting, Elector.answer
+original_vote, original_propose, original_ask = Replica.answer, Replica.propose, Replica._ask_for_agreement
+original_check = Journal._check
+original_forget, original_begin = Leadership.forget, Leadership.begin
 unbounded = [(place, "TERM_STEP", 2**62) for place in (replica, votes)]
 believed = [(place, "check_signer", lambda message, voter: None) for place in (votes, driver)]
 
 MUTANTS = {
-    "a hub leads with an older copy of its folder": [
-        (OtherHubs, "ahead_of", lambda self, own: self.compared.update(self.voters)),
-        (Mirror, "_remove", remove),
+    "a replica votes for a hub that has less of the journal": [
+        (Replica, "answer", lambda self, proposal, now, extent=(0, 0, 0): original_vote(self, proposal, now))
     ],
-    "a hub leads on though no replica says how much it has": [(Replica, "may_resume", may_resume)],
+    "a hub leads on though no replica says how much it has": [(Leadership, "begin", leading_on(was_elected))],
+    "a copy of the leader's folder leads its term on": [
+        (Leadership, "send", send),
+        (Journal, "_check", lambda self, writes=False: original_check(self)),
+    ],
     "a message counts for the voter that it names": believed,
     "the term of a refusal is believed without a bound": unbounded,
     "a vote is given before its write has succeeded": [(Leadership, "_deciding", deciding)],
-    "a leader without room leads on": [(LeadingHub, "_resign", lambda self: None)],
+    "a leader without room leads on": [(LeadingHub, "_resign", lambda self, reason: None)],
     "a leader that has given up its lease asks for votes at once": [
         (Replica, "resign", lambda self, now: self.step_down())
     ],
@@ -137,7 +164,7 @@ MUTANTS = {
     "a voter ignores what was acknowledged": [(Voter, "_granting", granting)],
     "a node votes without regard to its receipts": [(Elector, "answer", answer)],
     "a hub leads under a term that it only mirrored": [
-        (Replica, "may_resume", lambda self, term, answered: bool(self.configs))
+        (Leadership, "begin", leading_on(lambda config, voter: True))
     ],
     "a hub that is cut off goes on alone": [(Replica, "propose", propose)],
     "a leader acknowledges what only its own disk has": [
