@@ -742,6 +742,23 @@ def test_a_snapshot_says_whether_the_newest_push_of_a_killed_node_was_refused(tm
     assert accounts.reason(0) == "its push was distrusted"
 
 
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_the_steps_at_the_hub_say_whether_a_push_before_its_journal_was_refused(tmp_path, is_refused):
+    """Found: it counted, as no record of its refusal is left, and its samples seemed to be trained twice."""
+    killed = [[*steps(1, 0), opened(2)], [*steps(1, 40), opened(4)]]
+    written(tmp_path, 0, [killed[0], [*steps(1, 20), *pushed(3)], killed[1]])
+    (tmp_path / "run.toml").write_text("")
+    refused, newest = ([Refused(0, unit, seq, "stale: x", False, False) for unit in (0, 1)] for seq in (2, 4))
+    joined = [Joined("a", 0, 9, "", 1.0, 4), Leased(0, 40, 60)]
+    again = [joined, [push(0, 3, 10), push(1, 3, 10)], newest]
+    records = [*BEGUN, *([refused] if is_refused else PUSHES), *again]
+    kept_by_snapshots(tmp_path / "hub", hub_folder(tmp_path / "hub", records), records)
+    accounts = read_accounts(tmp_path)
+    assert accounts.disagreements == []
+    assert positions_with(accounts, SampleVerdict.ONCE) == set(range(20 * is_refused, 40))
+    assert (accounts.reason(0) == "its push was refused") == is_refused
+
+
 def test_pushes_of_a_node_that_the_hub_has_forgotten_are_not_those_of_the_next_one_with_its_index(
     tmp_path, monkeypatch
 ):

@@ -307,6 +307,8 @@ class _Follower:
         """Newest number in `_claims` by unit."""
         self._number_of: dict[tuple[int, int], int] = {}
         """Number of a push at the hub, by round and unit."""
+        self._doubtful: dict[tuple[int, int], tuple[list[StepRange], Fate]] = {}
+        """Steps and end of pushes of killed processes from before the journal begins, by unit and number."""
 
     def pieces(self) -> list[TrainedPiece]:
         """Return all trained positions with what became of them."""
@@ -319,6 +321,7 @@ class _Follower:
                     case "round":
                         self._ended(event)
             self._end(place, attempt)
+        self._refuse_doubtful()
         self._compare()
         found = []
         for place, attempt in enumerate(self._attempts):
@@ -472,6 +475,9 @@ class _Follower:
                     self._settle(due, fate, unit)
                     if is_there:
                         self._claim(number, unit, due, fate.counts)
+                        since = self._journal.since.get((self._node, unit), 0) if self._journal else 0
+                        if fate.counts and opening.numbers[unit] <= since:
+                            self._doubtful[unit, opening.numbers[unit]] = due, fate
         for unit in attempt.units:
             why = "left without a push" if attempt.ended else "its node ended before a push"
             self._settle([*self._pending.get(unit, ()), tail], Fate(False, reason=why), unit)
@@ -492,6 +498,20 @@ class _Follower:
         if refusal is None:
             return Fate(True, *own), True
         return Fate(False, *own, "its push was distrusted" if refusal else "its push was refused"), refusal
+
+    def _refuse_doubtful(self) -> None:
+        """Settle the doubtful pushes as refused if the hub has no more steps than those of all others."""
+        journal, known = self._journal, 0
+        if journal is None or self._node in journal.renumbered:
+            return
+        for unit, claims in self._claims.items():
+            there = journal.pushes.get((self._node, unit), {})
+            for number, (steps, accepted) in claims.items():
+                if accepted and (unit, number) not in self._doubtful:
+                    known += there.get(number, steps)
+        if journal.steps.get(self._node, 0) <= known:
+            for (unit, _), (due, fate) in self._doubtful.items():
+                self._settle(due, Fate(False, fate.round, fate.at_step, "its push was refused"), unit)
 
     def _settle(self, segments: Sequence[StepRange], fate: Fate, unit: int) -> None:
         for segment in segments:
