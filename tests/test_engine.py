@@ -18,7 +18,7 @@ from kit.rollouts import (
 
 from aedit.spec_rollout.choose import Fixed
 from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.model import Target
+from aedit.spec_rollout.model import Target, make_target
 from aedit.spec_rollout.sampling import Prompt, Rollout, Sampling
 
 
@@ -233,6 +233,25 @@ def test_a_bad_prompt_is_refused_in_a_line_and_harms_no_other_sample(policy, cha
     assert engine.waiting == []
     finish(engine)
     assert [rollout.tokens for rollout in made] == decode_plainly(policy, good)
+
+
+@pytest.mark.parametrize("path", ["fast", "generic"])
+def test_inside_autocast_a_policy_generates_in_the_dtype_of_its_weights(path):
+    """Found: an error about dtypes of keys and values. A training loop may be inside autocast as a whole."""
+    found = []
+    for is_on in (False, True):
+        policy = tiny_policy(seed=1).float()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_on):
+            engine = Engine(make_target(policy, rows=2, max_tokens=64, path=path))
+            rollouts = [engine.add(prompt) for prompt in prompts_of(3, seed=2, max_new_tokens=20)]
+            for _ in range(5):
+                engine.step()
+            with torch.no_grad():
+                policy.lm_head.weight.mul_(1.5)
+            engine.update_weights(None, 1)
+            finish(engine)
+        found.append([(rollout.tokens, rollout.logprobs) for rollout in rollouts])
+    assert found[0] == found[1]
 
 
 def test_a_row_can_be_filled_to_the_last_token_while_others_draft(policy):

@@ -36,7 +36,7 @@ from aedit.spec_rollout.engine.verification import (
     truncate_draft,
     verify_within_memory,
 )
-from aedit.spec_rollout.model import TargetModel, make_target
+from aedit.spec_rollout.model import TargetModel, generating, make_target
 from aedit.spec_rollout.sampling import Prompt, Rollout, RowNoise, TokenDecoder
 from aedit.types import checked
 from aedit.weights import take_part
@@ -241,7 +241,7 @@ class Engine:
         self.target.update_weights(weights, version)
         self._packing.weights_changed()
         if version != before:
-            with torch.inference_mode():
+            with generating(self.target.device):
                 self._rows.recompute(in_steps=in_steps)
 
     def weight_swap(self) -> "WeightSwap":
@@ -276,7 +276,7 @@ class Engine:
         """
         if self._rows.running or self._rows.waiting:
             self.target.check_weights(thorough=not self._rows.running)
-        with torch.inference_mode():
+        with generating(self.target.device):
             self._rows.start_waiting()
             if self._rows.running:
                 return self._step()

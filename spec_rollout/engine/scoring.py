@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.model import cache_argument
+from aedit.spec_rollout.model import cache_argument, generating
 from aedit.spec_rollout.sampling import TopLogprobs
 
 PART_TOKENS = 256
@@ -58,7 +58,7 @@ class Scoring:
             self._begin(target.version)
         most = max(1, min(PART_TOKENS, PART_BYTES // (4 * target.vocabulary)))
         part = self.tokens[self._num_done : self._num_done + most]
-        with torch.inference_mode():
+        with generating(target.device):
             ids = torch.tensor([part], device=target.device)
             kv = {cache_argument(target.model): self._kv}
             logits_TV = target.model(input_ids=ids, use_cache=True, **kv).logits[0]

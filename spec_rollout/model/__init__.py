@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from aedit.spec_rollout.model.kv_storage import KVMemoryError, PagedTensor
     from aedit.spec_rollout.model.layers import linear
     from aedit.spec_rollout.model.model_forward import HiddenStates, cache_argument, tapped_layers
-    from aedit.spec_rollout.model.model_support import to_device, unwrapped, whole
+    from aedit.spec_rollout.model.model_support import generating, to_device, unwrapped, whole
     from aedit.spec_rollout.model.prefill import Segment
     from aedit.spec_rollout.model.target import Target
     from aedit.spec_rollout.model.target_model import TargetModel
@@ -41,6 +41,7 @@ __all__ = [
     "batch_bucket",
     "cache_argument",
     "context_bucket",
+    "generating",
     "linear",
     "make_target",
     "tapped_layers",

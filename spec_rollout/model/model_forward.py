@@ -67,6 +67,7 @@ class ModelForward:
             arguments["logits_to_keep"] = max(last, 1)
         # Buffers that a forward replaces must stay usable by a later training step: no inference tensors.
         with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
+            stack.enter_context(torch.autocast(tokens_Bq.device.type, enabled=False))  # see `generating`
             stack.enter_context(_evaluating(self.model))
             stack.enter_context(_attention(self._configs.values(), self.attention))
             captured = HiddenStates()

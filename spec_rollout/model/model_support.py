@@ -1,7 +1,8 @@
 """Checks of models and sizes that all targets take, and copies of small host data to a device."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,17 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
+
+
+@contextmanager
+def generating(device: torch.device) -> Iterator[None]:
+    """Enter inference mode without autocast: a policy generates in the dtype of its weights.
+
+    A training loop may call an engine inside its own `torch.autocast`, where products have another dtype than
+    keys and values.
+    """
+    with torch.inference_mode(), torch.autocast(device.type, enabled=False):
+        yield
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
