@@ -161,6 +161,36 @@ def test_without_vllm_the_plug_in_needs_only_torch_and_numpy(what):
     assert done.returncode == 0, done.stderr
 
 
+NOISE = """
+import sys; sys.path.insert(0, sys.argv[1])
+import numpy, torch, noise
+assert noise._search()  # numba is there
+random = numpy.random.default_rng(0)
+for trial in range(300):
+    num = 1 + trial % 7
+    vocabulary = [1, 3, 5, 96, 127, 128, 129, 1000, 16_383, 16_384, 20_001][trial % 11]
+    x = random.normal(0.0, [0.0, 0.1, 1.0, 5.0, 100.0][trial % 5], (num, vocabulary)) + 1000.0 * (trial % 2)
+    x = torch.tensor(x, dtype=torch.float32)
+    if trial % 6 == 0:
+        x[:, 2:] = -torch.inf
+    if trial % 50 == 0:
+        x[0] = -torch.inf
+    if trial % 40 == 0:
+        x[0, -1] = [torch.nan, torch.inf][trial % 80 // 40]
+    keys = [(int(a), int(b), abs(int(a)) % 2**20) for a, b in random.integers(-(2**40), 2**40, (num, 2))]
+    drawn = (x + noise.keyed_gumbel(keys, vocabulary)).argmax(-1)
+    assert torch.equal(noise.keyed_draw(x, keys), drawn), trial
+"""
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-vllm: `make vllm` builds it")
+def test_the_compiled_search_draws_what_the_noise_of_all_tokens_draws():
+    command = [PYTHON, "-c", NOISE, ROOT / "spec_rollout" / "vllm"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 class TestDrafters:
     """vLLM in one process, under each drafter that it has."""
 
