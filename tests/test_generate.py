@@ -370,6 +370,10 @@ def changed(path, **values):
     path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | values))
 
 
+def an_activation_that_is_none(path):
+    changed(path / "config.json", hidden_act="x")
+
+
 def weights_elsewhere(path):
     names = load_file(path / "model.safetensors")
     (path / "model.safetensors").unlink()
@@ -413,7 +417,8 @@ def vocabulary_elsewhere(path):
         (shard_missing, "no usable model there"),
         (configuration_is_no_json, "no usable model there"),
         (configuration_is_a_list, "no usable model there"),
-        (configuration_of_other_types, "no usable model there"),
+        (configuration_of_other_types, "for field 'hidden_size': TypeError: Field 'hidden_size' expected"),
+        (an_activation_that_is_none, "no usable model there (KeyError: 'x')"),
         (configuration_of_other_sizes, "no usable model there"),
         (weights_in_eight_bits, ""),
         (weights_with_nan, "its logits are NaN"),

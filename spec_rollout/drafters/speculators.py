@@ -220,7 +220,7 @@ def _shape(config: Mapping[str, Any], policy: Any, tokens: Tensor | None, where:
         layer: Any = LlamaConfig(**fields)
         sizes = asdict(DraftShape.of(layer, taps=3))
     except Exception as error:  # transformers refuses values by errors of many classes
-        raise ValueError(f"{where}: transformer_layer_config: {_reason(error)}") from error
+        raise ValueError(f"{where}: transformer_layer_config: {first_line(error)}") from error
     for name, wanted in (
         ("num_hidden_layers", 1),
         ("hidden_act", "silu"),
@@ -277,11 +277,6 @@ def _read_config(path: Path) -> dict[str, Any]:
         if config.get(key, wanted[0]) not in wanted:
             raise ValueError(f"{path}: {key} must be {json.dumps(wanted[0])}, got {json.dumps(config[key])}")
     return config
-
-
-def _reason(error: Exception) -> str:
-    """Return an error of transformers on one line: the first one may end before the reason."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _draft_tokens(

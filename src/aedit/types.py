@@ -462,8 +462,15 @@ def printable(text: str, most: int | None = None) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its class."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip()
+    """Return the first line of an error's message, or the name of its class.
+
+    With the next line where the first one ends with a colon, as in transformers' validation of fields, and
+    with the class of a KeyError, whose message is the key alone.
+    """
+    kind = type(error).__name__
+    lines = str(error).strip().splitlines() or [kind]
+    line = f"{kind}: {lines[0]}" if isinstance(error, KeyError) else lines[0].rstrip()
+    return f"{line} {lines[1].strip()}" if line.endswith(":") and len(lines) > 1 else line
 
 
 LONGEST_NAME = 128
