@@ -288,6 +288,22 @@ def test_the_other_hub_is_asked_and_believed(tmp_path):
         until(lambda: hub.process.is_over, "the end of the replaced hub")
 
 
+@pytest.mark.parametrize("led", [2, 0])
+def test_a_receipt_of_a_later_term_is_a_loss_only_if_no_other_hub_has_led(tmp_path, led):
+    """Found in simulation: a leader that was replaced meanwhile said that its journal had lost records."""
+    with leading_hub(tmp_path, STANDBY) as hub:
+        node, receipts = hub.node().found(), hub.leading.ledger.receipts
+        receipt = receipts.give(((9, 10**6), bytes(32)))
+        receipt.process ^= 2
+        receipt.mac = receipts._mac(receipt)
+        hub.leading.guard.trust(other_terms=lambda: (led, ()))
+        node.who.term = 2
+        request = pb.HeartbeatRequest(who=node.who, state="training", claim=pb.Claim(receipt=receipt))
+        assert code(lambda: node.hub.heartbeat(request)) == "FAILED_PRECONDITION"
+        until(lambda: hub.process.is_over, "the end of the hub")
+        assert ("has lost what was acknowledged" in hub.leading.guard.lacking) == (not led)
+
+
 # -- sequence numbers
 
 
