@@ -13,6 +13,7 @@ from aedit.async_sgd.rules import MergePart, Push, Record, Values, Vector, recor
 from aedit.proto.codecs import codec
 
 _KINDS = {kind.__name__: kind for kind in get_args(Record)}
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 _PUSH = ("node", "unit", "seq", "base", "steps", "tokens")
 
 
@@ -43,12 +44,12 @@ class Payload:
 
 def encode_records(batch: Sequence[Record]) -> bytes:
     """Return a batch as JSON: records that were decided together, and are applied together or not at all."""
-    return json.dumps([_out(record) for record in batch], separators=(",", ":")).encode()
+    return _ENCODER.encode([_out(record) for record in batch]).encode()
 
 
 def decode_records(data: bytes, file: File) -> list[Record]:
     """Return the batch that `encode_records` was given. file: that has it, and its payloads."""
-    return [_in(plain, file) for plain in json.loads(data)]
+    return [_in(plain, file) for plain in json.loads(data.decode())]
 
 
 def push_out(push: Push) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from aedit.async_sgd.journal import (
     Chain,
     Damaged,
     File,
+    Frame,
     Journal,
     JournalBroken,
     NoSpace,
@@ -180,7 +181,7 @@ class Mirror:
             segment, offset = self._applied
             if self.position <= self._applied or self.position == (segment, 0):
                 return True
-            return offset > 0 and self.position[0] == segment and not self._is_whole(segment, offset)
+            return offset > 0 and self.position[0] == segment and self._frame(segment, offset) is None
 
     def apply(self) -> bool:
         """Apply one batch of records and return True, or return False if there is none. Raises Damaged."""
@@ -194,13 +195,13 @@ class Mirror:
                 self._reading = File(segment_path(self._directory, segment))
                 offset = FILE_BYTES  # the head is confirmed as records are: it is not given up without need
                 self._applied, self._chain = (segment, offset), None
-            if not self._is_whole(segment, offset):
-                return False
-            if offset == self._reading.num_bytes:
-                return self._turn_over(segment + 1)
-            frame = frame_at(self._reading, self._mark_of(self._reading), offset)
+            frame = self._frame(segment, offset)
             if frame is None:
-                raise Damaged(f"{self._reading.path}: ends within the frame at byte {offset}")
+                if self.position[0] == segment:
+                    return False
+                if offset < self._reading.num_bytes:
+                    raise Damaged(f"{self._reading.path}: ends within the frame at byte {offset}")
+                return self._turn_over(segment + 1)
             if frame.kind == RECORDS:
                 body = frame.read()
                 for record in decode_records(body, frame.file):
@@ -249,13 +250,11 @@ class Mirror:
                 place,
             )
 
-    def _is_whole(self, segment: int, offset: int) -> bool:
-        """Return whether the next frame, or the segment's end, has arrived."""
-        if self.position[0] > segment:
-            return True
-        if self.position[1] < FILE_BYTES:
-            return False
-        return frame_at(self._reading, self._mark_of(self._reading), offset) is not None
+    def _frame(self, segment: int, offset: int) -> Frame | None:
+        """Return the next frame of the segment that is being applied; None if not all of it has arrived."""
+        if self.position < (segment, FILE_BYTES):
+            return None
+        return frame_at(self._reading, self._mark_of(self._reading), offset)
 
     def _known_chain(self) -> Chain:
         """Return the chain of the segment that is being applied, up to there. Raises Damaged."""

@@ -135,7 +135,8 @@ def round_shares(
 
 def _possible(T_N: Array, every: float) -> Array:
     """Return the most steps of each push: `every` of them per shortest interval of the other nodes."""
-    shortest_N = np.full(len(T_N), T_N.min())
-    shortest_N[T_N.argmin()] = np.delete(T_N, T_N.argmin()).min(initial=np.inf)
+    shortest, second = np.partition(np.append(T_N, np.inf), 1)[:2]
+    shortest_N = np.full(len(T_N), shortest)
+    shortest_N[T_N.argmin()] = second
     possible_N: Array = every * np.maximum(1.0, T_N / shortest_N)
     return possible_N

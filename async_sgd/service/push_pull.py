@@ -5,6 +5,7 @@ import logging
 import threading
 from collections import OrderedDict
 from dataclasses import replace
+from itertools import accumulate
 from math import sqrt
 from typing import Any
 
@@ -298,7 +299,7 @@ class Signer:
 
 def tensor_norms(data: bytes | memoryview, codec: Codec, layout: UnitLayout) -> tuple[float, ...]:
     """Return the Euclidean norm of each tensor, slice by slice; NaN or infinite if an element is."""
-    ends = np.cumsum([tensor.numel for tensor in layout.tensors])
+    ends = list(accumulate(tensor.numel for tensor in layout.tensors))
     squares = [0.0] * len(layout.tensors)
     tensor = 0
     with np.errstate(over="ignore", invalid="ignore"):
@@ -308,7 +309,7 @@ def tensor_norms(data: bytes | memoryview, codec: Codec, layout: UnitLayout) -> 
             while at < stop:
                 while ends[tensor] <= at:
                     tensor += 1
-                until = min(stop, int(ends[tensor]))
+                until = min(stop, ends[tensor])
                 piece = values[at - start : until - start]
                 squares[tensor] += float(np.dot(piece, piece))
                 at = until

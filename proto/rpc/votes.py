@@ -6,7 +6,7 @@ peer that hosts the candidate.
 """
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TypeAlias
@@ -105,10 +105,10 @@ class Voter:
             made = SigningKey()
             return cls(identity_of(made.public), key=made.private.private_bytes_raw().hex())
         try:
-            fields = json.loads(path.read_text())
-            pairs = {name: tuple(fields[name]) for name in ("accepted", "seen")}
-            key, process = fields["key"], fields.get("process", 0)  # older builds write no process
-            voter = cls(fields["me"], fields["term"], fields["voted_for"], key=key, process=process, **pairs)
+            kept = json.loads(path.read_text())
+            pairs = {name: tuple(kept[name]) for name in ("accepted", "seen")}
+            key, process = kept["key"], kept.get("process", 0)  # older builds write no process
+            voter = cls(kept["me"], kept["term"], kept["voted_for"], key=key, process=process, **pairs)
             if identity_of(voter.signing_key.public) != voter.me:
                 raise ValueError("its key is that of another voter")
             return voter
@@ -122,7 +122,8 @@ class Voter:
         """Write the state; it is on disk on return. None: it is kept in memory only. Raises OSError."""
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(asdict(self)), mode=0o600)
+            content = {each.name: getattr(self, each.name) for each in fields(self)}
+            write_atomically(path, json.dumps(content), mode=0o600)
 
     @property
     def signing_key(self) -> SigningKey:
@@ -180,12 +181,16 @@ _PURPOSES: dict[type[Message], bytes] = {
 def sign(message: Signed, key: SigningKey) -> None:
     """Sign a message; it must not change afterwards."""
     message.public_key = key.public
+    message.ClearField("signature")
     message.signature = key.private.sign(_signed_bytes(message))
 
 
 def signer_of(message: Signed) -> bytes:
     """Return the public key with which a message is signed; empty if it is not."""
-    is_signed = is_signed_by(message.public_key, message.signature, _signed_bytes(message))
+    unsigned = type(message)()
+    unsigned.CopyFrom(message)
+    unsigned.ClearField("signature")
+    is_signed = is_signed_by(message.public_key, message.signature, _signed_bytes(unsigned))
     return message.public_key if is_signed else b""
 
 
@@ -198,11 +203,8 @@ def check_signer(message: Signed, identity: int) -> None:
         )
 
 
-def _signed_bytes(message: Message) -> bytes:
-    copy = type(message)()
-    copy.CopyFrom(message)
-    copy.ClearField("signature")
-    return _PURPOSES[type(message)] + copy.SerializeToString(deterministic=True)
+def _signed_bytes(unsigned: Message) -> bytes:
+    return _PURPOSES[type(unsigned)] + unsigned.SerializeToString(deterministic=True)
 
 
 def proposal_out(proposal: Proposal, key: SigningKey) -> pb.Proposal:

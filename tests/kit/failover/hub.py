@@ -115,6 +115,18 @@ def wait(self, position, limit_s=0.0):
         raise Unconfirmed("another hub of the run must confirm this first: try again")
 
 
+def nothing(_):
+    """Do nothing. A `Mock` in its place would keep all its calls."""
+
+
+def no_settings(config):
+    return {}
+
+
+def no_text(config, *, defaults):
+    return ""
+
+
 PROCESSES = [count()]
 """Numbers of processes that hubs draw."""
 MERGES = {}
@@ -152,16 +164,16 @@ def simulated():
             leadership, "secrets", SimpleNamespace(randbits=lambda bits: next(PROCESSES[0]) << 1)
         ),
         mock.patch.object(outer_step, "merged", merged),
-        mock.patch.object(standby.Standby, "start"),
-        mock.patch.object(VoteRequests, "start"),
+        mock.patch.object(standby.Standby, "start", nothing),
+        mock.patch.object(VoteRequests, "start", nothing),
         mock.patch.object(HubEndpoint, "least_replicas", 1),
         mock.patch.object(journal_stream, "_CHUNK_BYTES", 1),
         mock.patch.object(main, "OtherHubs", Others),
         mock.patch.object(main, "Reports", Events),
         mock.patch.object(folder, "claim", lambda directory, config, part: config),
-        mock.patch.object(main, "method", return_value={}),
-        mock.patch.object(main, "to_toml", return_value=""),
-        mock.patch.object(main, "given_to_nodes"),
+        mock.patch.object(main, "method", no_settings),
+        mock.patch.object(main, "to_toml", no_text),
+        mock.patch.object(main, "given_to_nodes", nothing),
         mock.patch.object(
             main, "make_hub", lambda config, _: Hub(plan_of(1 + len(config.hub.standbys_of(0))))
         ),
@@ -315,6 +327,43 @@ class Stream:
             self.follower.awake(self.life, self.follower.take, self, item)
 
 
+class Waiting:
+    """A join or a push at a leader, which is repeated until the replicas have it, or for `WAIT_S`."""
+
+    def __init__(self, host, method, args):
+        self.host, self.process, self.args, self.position = host, host.process, args, None
+        self.core, self.leading = self.process.core, self.process._leading
+        self.until_s = host.clock() + WAIT_S
+        self.ask, self.admitted = self.push if method == "push" else self.join, None
+
+    def __call__(self):
+        """Return the answer, or this object if it is to be called again."""
+        host = self.host
+        if host.process is not self.process:
+            return HubUnreachable("it has ended")
+        waits = self.position is not None and host.clock() < self.until_s
+        if waits and not self.leading.leadership.acknowledges(self.position):
+            return self
+        return host.reply(self._ask, self.args)
+
+    def _ask(self, *args):
+        try:
+            return self.ask(*args)
+        except Refusal as refusal:
+            if not isinstance(refusal.__cause__, Unconfirmed) or self.host.clock() >= self.until_s:
+                raise
+            self.position = self.leading.ledger.journal.position
+            return self
+
+    def push(self, head, data):
+        return self.core.push(head, memoryview(data))
+
+    def join(self, *args):
+        reply, to = self.admitted = self.admitted or self.core.admit(*args)
+        reply.news.receipt.CopyFrom(self.leading.guard.durable(to))
+        return reply
+
+
 class SimHub(Process):
     """The machine of one hub, and the supervisor that starts its process again."""
 
@@ -417,45 +466,30 @@ class SimHub(Process):
     def serve(self, method, *args):
         """Return the answer of this process to a call, or the error that the caller gets.
 
-        While the replicas lack what a join or a push has decided, it is a function that asks again.
+        While the replicas lack what a join or a push has decided, it is a `Waiting`, which asks again.
         """
         process = self.process
         if process is None:
             return PortClosed("it starts")
-        core, until_s, leading = process.core, self.clock() + WAIT_S, process._leading
-        may_wait, admitted, position = leading is not None and method in ("join", "push"), None, None
-
-        def ask():
-            nonlocal admitted
-            if not may_wait:
-                return getattr(core, method)(*args)
-            if method == "push":
-                return core.push(args[0], memoryview(args[1]))
-            reply, to = admitted = admitted or core.admit(*args)
-            reply.news.receipt.CopyFrom(leading.guard.durable(to))
-            return reply
-
-        def answer():
-            nonlocal position
-            if self.process is not process:
-                return HubUnreachable("it has ended")
-            if position and self.clock() < until_s and not leading.leadership.acknowledges(position):
-                return answer
-            try:
-                reply = ask()
-            except Refusal as refusal:
-                waits = may_wait and isinstance(refusal.__cause__, Unconfirmed) and self.clock() < until_s
-                position = leading.ledger.journal.position if waits else position
-                return answer if waits else HubRefused(refusal.code, refusal.text)
-            except ValueError as error:
-                return HubRefused(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-            except (OSError, NoSpace, JournalBroken) as error:
-                return HubUnreachable(str(error))
-            self._note(process._leading, args[0], reply)
-            return reply
-
-        reply = answer()
+        if process._leading is not None and method in ("join", "push"):
+            reply = Waiting(self, method, args)()
+        else:
+            reply = self.reply(getattr(process.core, method), args)
         self._pump()
+        return reply
+
+    def reply(self, ask, args):
+        """Return what this process answers, or the error that the caller gets."""
+        process = self.process
+        try:
+            reply = ask(*args)
+        except Refusal as refusal:
+            return HubRefused(refusal.code, refusal.text)
+        except ValueError as error:
+            return HubRefused(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except (OSError, NoSpace, JournalBroken) as error:
+            return HubUnreachable(str(error))
+        self._note(process._leading, args[0], reply)
         return reply
 
     def _note(self, leading, request, reply):

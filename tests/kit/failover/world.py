@@ -86,27 +86,49 @@ class Process:
 
     def call(self, to, method, *args, then, timeout_s=1.0):
         """Call another process; `then` gets its answer, HubRefused or HubUnreachable, exactly once."""
-        life, waits, to = self.life, [True], to.seen_by(self)
+        to = to.seen_by(self)
+        call = Call(self, to, method, args, then)
+        self.world.carry(self, to, call.serve, may_repeat=True)
+        self.after(timeout_s, call.expire)
 
-        def finish(answer):
-            if waits:
-                waits.clear()
-                then(answer)
 
-        def serve():
-            if not to.alive:
-                if not to.is_off:
-                    reply(PortClosed(f"{method}: nothing listens at {to.number}"))
-            else:
-                to.awake(to.life, lambda: reply(to.serve(method, *args)))
+class Call:
+    """A call on its way, without references in a cycle: most objects of a history belong to calls."""
 
-        def reply(answer):
-            if callable(answer):  # the other one waits for something
-                return to.after(0.1, lambda: reply(answer()))
-            self.world.carry(to, self, self.awake, life, finish, answer)
+    __slots__ = ("_args", "_life", "_method", "_sender", "_then", "_to")
 
-        self.world.carry(self, to, serve, may_repeat=True)
-        self.after(timeout_s, finish, HubUnreachable(f"{method}: no answer of {to.number}"))
+    def __init__(self, sender, to, method, args, then):
+        self._sender, self._to, self._method, self._args, self._then = sender, to, method, args, then
+        self._life = sender.life
+
+    def serve(self):
+        to = self._to
+        if to.alive:
+            to.awake(to.life, self._ask)
+        elif not to.is_off:
+            self._reply(PortClosed(f"{self._method}: nothing listens at {to.number}"))
+
+    def _ask(self):
+        self._reply(self._to.serve(self._method, *self._args))
+
+    def _ask_again(self, ask):
+        self._reply(ask())
+
+    def _reply(self, answer):
+        to, sender = self._to, self._sender
+        if callable(answer):  # the other one waits for something
+            to.after(0.1, self._ask_again, answer)
+        else:
+            to.world.carry(to, sender, sender.awake, self._life, self._finish, answer)
+
+    def _finish(self, answer):
+        if self._then is not None:
+            then, self._then = self._then, None
+            then(answer)
+
+    def expire(self):
+        if self._then is not None:
+            self._finish(HubUnreachable(f"{self._method}: no answer of {self._to.number}"))
 
 
 class World:
@@ -124,7 +146,8 @@ class World:
         heapq.heappush(self._events, (time_s, self._count, call, args))
 
     def after(self, delay_s, call, *args):
-        self.at(self.now + delay_s, call, *args)
+        self._count += 1
+        heapq.heappush(self._events, (self.now + delay_s, self._count, call, args))
 
     def carry(self, sender, to, call, *args, may_repeat=False):
         """Carry a message; it may arrive late, in another order or never, and some of them twice."""
