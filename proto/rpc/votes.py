@@ -187,7 +187,7 @@ def sign(message: Signed, key: SigningKey) -> None:
 
 def signer_of(message: Signed) -> bytes:
     """Return the public key with which a message is signed; empty if it is not."""
-    unsigned = type(message)()
+    unsigned: Message = type(message)()
     unsigned.CopyFrom(message)
     unsigned.ClearField("signature")
     is_signed = is_signed_by(message.public_key, message.signature, _signed_bytes(unsigned))
