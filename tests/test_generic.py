@@ -142,6 +142,7 @@ def test_a_model_can_be_trained_after_it_has_generated():
     assert not any(buffer.is_inference() for buffer in model.buffers())
 
 
+@torch._dynamo.config.patch(recompile_limit=1)  # a second for each graph, and none of them is tested
 def test_wrapped_models_are_unwrapped_and_a_compiled_layer_takes_effect(tmp_path):
     model = tiny_model("OPT")
     checked(torch.compile(model, backend="eager"), ONE_PASS)

@@ -77,19 +77,23 @@ def place(tmp_path):
     made.end()
 
 
-def test_a_local_run_has_a_hub_and_a_torchrun_per_node_and_ends_with_a_report(place):
+def test_a_local_run_ends_with_a_report_and_a_node_that_starts_late_is_told_so_at_once(place):
+    """It has a hub, and a torchrun per node; the last node starts when the others are done."""
     configure(place, 24)
-    out = ends_well(place.aedit("run", place.toml, "--local", 2, f"--dir={place.directory}/runs"), place)
-    assert "run x: 2 nodes" in out
+    run = place.aedit("run", place.toml, "--local", 3, f"--dir={place.directory}/runs")
+    place.hold_until_the_others_are_done("local-2", [0, 1])
+    out = ends_well(run, place)
+    assert "run x: 3 nodes" in out
     assert "held-out loss" in out
-    for node in (0, 1):
-        assert place.events(node)[-1]["reason"] == "done"
+    assert [place.events(node)[-1]["reason"] for node in range(3)] == ["done"] * 3
     hub = place.directory / "runs" / "x" / "hub"
     pushed = Counter()
     for push in pushes_of(hub):
         pushed[push.node] += push.steps if push.unit == 0 else 0
     # One may have used up the budget before the other was there.
-    assert [steps_in(place.events(node), "stop")[-1] for node in (0, 1)] == [pushed[0], pushed[1]]
+    stops = [steps_in(place.events(node), "stop")[-1] for node in range(3)]
+    assert stops == [pushed[0], pushed[1], 0]
+    assert pushed[2] == 0
     assert len(anchors_of(hub)) == 3
     assert place.processes() == []
     assert main(["export", str(place.directory / "runs" / "x"), str(place.directory / "out")]) == 0
@@ -97,15 +101,6 @@ def test_a_local_run_has_a_hub_and_a_torchrun_per_node_and_ends_with_a_report(pl
     anchors = torch.cat([torch.from_numpy(values.copy()) for _, values in sorted(anchors_of(hub).items())])
     exported = torch.cat([p.detach().flatten() for p in model.parameters()])
     assert torch.equal(exported.sort().values, anchors.sort().values), "the anchors, bit for bit"
-
-
-def test_a_node_that_starts_after_the_others_are_done_is_told_so_at_once(place):
-    configure(place, 12)
-    run = place.aedit("run", place.toml, "--local", 2, f"--dir={place.directory}/runs")
-    place.hold_until_the_others_are_done("local-1", [0])
-    ends_well(run, place)
-    assert [place.events(node)[-1]["reason"] for node in (0, 1)] == ["done"] * 2
-    assert place.processes() == []
 
 
 @pytest.mark.slow
