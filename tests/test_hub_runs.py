@@ -96,6 +96,7 @@ def test_a_local_run_ends_with_a_report_and_a_node_that_starts_late_is_told_so_a
     assert pushed[2] == 0
     assert len(anchors_of(hub)) == 3
     assert place.processes() == []
+    assert not list(place.temporary.glob("torchelastic_*")), "folders that nobody deletes"
     assert main(["export", str(place.directory / "runs" / "x"), str(place.directory / "out")]) == 0
     model = AutoModelForCausalLM.from_pretrained(place.directory / "out")
     anchors = torch.cat([torch.from_numpy(values.copy()) for _, values in sorted(anchors_of(hub).items())])

@@ -3,10 +3,13 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import psutil
 
@@ -20,6 +23,8 @@ class Place:
 
     def __init__(self, directory):
         self.directory, self.started = directory, []
+        self.temporary = Path(tempfile.mkdtemp())
+        """Temporary files of the commands; not in `directory`, as the name of a socket must be short."""
         self.toml = directory / "run.toml"
         (directory / "text.txt").write_text("one two three four five six seven " * 2000)
 
@@ -29,7 +34,7 @@ class Place:
 
     def aedit(self, *words):
         command = [sys.executable, "-m", "aedit.launch.cli", *map(str, words)]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(self.temporary)}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         process = subprocess.Popen(command, env=env, **pipes)
         self.started.append(process)
@@ -88,6 +93,7 @@ class Place:
             process.communicate()
         for process in self.processes():
             process.kill()
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 def named(name):
