@@ -511,5 +511,5 @@ def twin_text(here: str, other: str) -> str:
     """Return the text for two processes, at these addresses, that vote as one replica."""
     return (
         f"{here} and {other} are one replica: they were started from copies of one folder."
-        f" End {here}, delete votes.json in its folder, and start it again"
+        " End the one that has less of the journal, delete votes.json in its folder, and start it again"
     )
