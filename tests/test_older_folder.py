@@ -168,7 +168,8 @@ def test_an_owner_that_comes_back_with_the_folder_of_the_time_when_it_was_alone_
 ):
     """It needs no other vote to lead, as far as its own journal goes; the others have what it has sent.
 
-    Found: they followed once its journal had become longer than theirs, and set that aside.
+    Found: they followed once its journal had become longer than theirs, and set that aside; and it took the
+    one that was elected for older than itself.
     """
     Client(part.addresses[0]).found()
     part.end(0)
@@ -206,6 +207,7 @@ def test_an_owner_that_comes_back_with_the_folder_of_the_time_when_it_was_alone_
     part.start(0)
     assert has_all(part, node)
     assert not [one for number in (1, 2) for one in part.folder_of(number).glob("set_aside/*")]
+    assert not part.events(0, "owner_is_older")
 
 
 # -- peers as real processes, killed

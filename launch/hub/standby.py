@@ -493,10 +493,10 @@ class Standby:
         """Return whether the owner lacks a configuration on which the replicas have agreed, and what follows.
 
         It has elected itself with an older folder then: it is not followed, and another replica can be
-        elected that has the rest; see `_OLDER_S`.
+        elected that has the rest; see `_OLDER_S`. To a configuration of this hub alone no other has agreed.
         """
         end, configs = self._cut_at(chunk), self._mirror.hub.state.configs
-        if self._endpoint.replicas is None or not configs:
+        if self._endpoint.replicas is None or not configs or len(configs[0].replicas) < 2:
             return False
         behind = records_after(self._endpoint.directory, end)
         if not any(isinstance(one, Configured) and one.ballot == configs[0].ballot for one in behind):
