@@ -257,8 +257,8 @@ def torchrun_command(
     joined = placement.local and membership is None
     num_processes = ranks * placement.nodes if joined else ranks
     command = [sys.executable, "-m", "torch.distributed.run", f"--monitor-interval={LOOK_S:g}"]
-    command += [f"--nproc-per-node={num_processes}", f"--max-restarts={config.restarts}"]
     command += [f"--log-dir={os.devnull}"]  # else each start leaves an empty folder in TMPDIR
+    command += [f"--nproc-per-node={num_processes}", f"--max-restarts={config.restarts}"]
     if membership or placement.local or placement.nodes == 1:
         # The loopback address: a container's own name often cannot be resolved.
         command += ["--standalone", "--local-addr=127.0.0.1"]
