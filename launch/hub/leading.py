@@ -393,9 +393,11 @@ class LeadingHub:
             if self._changes != roster.changes:
                 self._live, self._changes = [roster.live[one].voter for one in roster.order], roster.changes
             extent = (ledger.hub.state.term, *ledger.journal.position)
+        has_room_again = False
         try:
             is_full = self.engine.full_s is not None
             self.leadership.tick(self._live, ledger.journal.complete, extent, is_full=is_full)
+            has_room_again = self.leadership.only_sends and self.leadership.has_room()
         except NoSpace as error:
             self.engine.is_full(error)
         except (JournalBroken, OSError) as error:
@@ -404,7 +406,7 @@ class LeadingHub:
             self.guard.ask_the_others()  # it may have been replaced while it could not be reached
         if (self.engine.full_s or 0.0) >= LEASE_S and self.leadership.has_successor():
             self._resign(f"the disk of {self._endpoint.directory} is full: a standby may lead")
-        elif self.leadership.only_sends and self.leadership.has_room():
+        elif has_room_again:
             self._resign(f"there is room on the disk of {self._endpoint.directory}: this hub can be elected")
         if not self.leadership.leads:
             self.guard.end_term()
