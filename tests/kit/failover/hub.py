@@ -18,6 +18,7 @@ from aedit.async_sgd.journal import JournalBroken, NoSpace, Unconfirmed, frames,
 from aedit.async_sgd.journal import snapshot as snapshots
 from aedit.async_sgd.journal import store as stores
 from aedit.async_sgd.replication import Leadership, journal_stream, leadership, mirror
+from aedit.async_sgd.replication.replica import Replica
 from aedit.async_sgd.rules import HubConfig, OuterConfig, PushFilterConfig
 from aedit.async_sgd.service import driver
 from aedit.edit import EditConfig
@@ -143,6 +144,18 @@ def merged(old, pushes, layout, rule, share=None):
 
 compute_merged = outer_step.merged
 
+ELECTED = {}
+"""Configurations by which a process was elected to lead a term, by its identity, its number and the term."""
+
+
+def begin(self, term, *voters):
+    """Return the records of production, and note by which configurations it was elected."""
+    ELECTED[self.voter.me, self._process, term] = self.configs
+    return begin_to_lead(self, term, *voters)
+
+
+begin_to_lead = Replica._begin
+
 
 @contextmanager
 def simulated():
@@ -164,6 +177,7 @@ def simulated():
             leadership, "secrets", SimpleNamespace(randbits=lambda bits: next(PROCESSES[0]) << 1)
         ),
         mock.patch.object(outer_step, "merged", merged),
+        mock.patch.object(Replica, "_begin", begin),
         mock.patch.object(standby.Standby, "start", nothing),
         mock.patch.object(VoteRequests, "start", nothing),
         mock.patch.object(HubEndpoint, "least_replicas", 1),
@@ -196,7 +210,7 @@ def begin_world(seed, least, chunk_bytes):
     SYSTEM.random = random.Random(f"system {seed}")
     SYSTEM.randbits, SYSTEM.uniform = SYSTEM.random.getrandbits, SYSTEM.random.uniform
     PROCESSES[0] = count(1)
-    for kept in (Key.pairs, MERGES, DISKS, HOSTS):
+    for kept in (Key.pairs, MERGES, ELECTED, DISKS, HOSTS):
         kept.clear()
 
 
@@ -261,14 +275,9 @@ class HubProcess(main._Process):
         super().__init__(HubEndpoint(config_of(others + 1), *place), insecure=True, clock=host.clock)
         self._host, self._server = host, SimpleNamespace(address=host.address)
 
-    def _lead(self, hub, journal, records):
-        self._before = hub.state.configs
-        return super()._lead(hub, journal, records)
-
     def _start(self, leading):
         leading.guard.trust(other_terms=self._others.terms, beside=self._host.ask_others)
-        if not leading.leadership.only_sends:
-            self._host.accounts.leads(self._host, leading, self._before)
+        self._host.check_term(leading)
         self.core = leading.driver
 
     def _serve(self, core):
@@ -401,6 +410,7 @@ class SimHub(Process):
     def _begin(self, before=None):
         self.process, self.streams, self.stream = None, [], None
         self.searches = self.confirms = False
+        self.led = 0
         self.search_s = self.said_s = self.confirmed_s = 0.0
         try:
             with main.saying_why(self.directory):
@@ -499,6 +509,7 @@ class SimHub(Process):
             self.accounts.supports(self, reply.voter, proposer, reply.ballot.term)
         if leading is None:
             return
+        self.check_term(leading)
         if isinstance(reply, pb.PushReply) and reply.accepted:
             self.accounts.acknowledges(self, request, reply.receipt)
         is_own = isinstance(request, pb.ConfirmRequest) and request.term == leading.ledger.hub.state.term
@@ -544,6 +555,7 @@ class SimHub(Process):
     def _lead(self, leading):
         if leading.is_over:
             return
+        self.check_term(leading)
         try:
             leading.engine.turn()
             leading.ledger.journal.check_place()
@@ -552,6 +564,13 @@ class SimHub(Process):
         if leading.leadership.has_others and not leading.is_over:
             leading.look_at_voters()
         self._pump()
+
+    def check_term(self, leading):
+        """Let the accounts check a term that this process leads; one that was overtaken is elected anew."""
+        term, replica = leading.ledger.hub.state.term, leading.leadership._replica
+        if term != self.led and not leading.leadership.only_sends:
+            self.led = term
+            self.accounts.leads(self, leading, ELECTED[self.identity, replica._process, term])
 
     def _pump(self):
         for stream in list(self.streams):
