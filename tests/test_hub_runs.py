@@ -78,22 +78,25 @@ def place(tmp_path):
 
 
 def test_a_local_run_ends_with_a_report_and_a_node_that_starts_late_is_told_so_at_once(place):
-    """It has a hub, and a torchrun per node; the last node starts when the others are done."""
+    """It has a hub, and a torchrun per node; the second node starts when the first is done.
+
+    Nodes that train beside each other: `test_examples.py`, `test_hub_nodes.py` and the slow tests below.
+    """
     configure(place, 24)
-    run = place.aedit("run", place.toml, "--local", 3, f"--dir={place.directory}/runs")
-    place.hold_until_the_others_are_done("local-2", [0, 1])
+    run = place.aedit("run", place.toml, "--local", 2, f"--dir={place.directory}/runs")
+    place.hold_until_the_others_are_done("local-1", [0])
     out = ends_well(run, place)
-    assert "run x: 3 nodes" in out
+    assert "run x: 2 nodes" in out
     assert "held-out loss" in out
-    assert [place.events(node)[-1]["reason"] for node in range(3)] == ["done"] * 3
+    assert [place.events(node)[-1]["reason"] for node in range(2)] == ["done"] * 2
     hub = place.directory / "runs" / "x" / "hub"
     pushed = Counter()
     for push in pushes_of(hub):
         pushed[push.node] += push.steps if push.unit == 0 else 0
-    # One may have used up the budget before the other was there.
-    stops = [steps_in(place.events(node), "stop")[-1] for node in range(3)]
-    assert stops == [pushed[0], pushed[1], 0]
-    assert pushed[2] == 0
+    stops = [steps_in(place.events(node), "stop")[-1] for node in range(2)]
+    assert stops == [pushed[0], 0]
+    assert pushed[0] >= 24
+    assert pushed[1] == 0
     assert len(anchors_of(hub)) == 3
     assert place.processes() == []
     assert not list(place.temporary.glob("torchelastic_*")), "folders that nobody deletes"

@@ -171,7 +171,9 @@ def test_a_good_run_leaves_its_configuration_and_code_and_a_killed_node_is_start
     ("mode", "restarts", "message"),
     [
         ("refuse first", "50", "aedit: data.source: no file matches nothing.txt"),
-        ("refuse behind", "50", "aedit: data.source: no file matches nothing.txt"),
+        pytest.param(
+            "refuse behind", "50", "aedit: data.source: no file matches nothing.txt", marks=pytest.mark.slow
+        ),
         ("refuse behind", "0", "aedit: data.source: no file matches nothing.txt"),
         ("refuse early", "50", "aedit: run.toml is of another make"),
     ],

@@ -45,7 +45,7 @@ def collectives_of_the_users_own(rank, size, nodes, timed, steps):
     mesh = init_device_mesh("cpu", (nodes, size // nodes), mesh_dim_names=("sync", "shard"))
     transport = TorchTransport(mesh.get_group("sync"), timeout_s=120)
     model = sharded(mesh)
-    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
     clock = Ticking(1.7e9 + rank)
     schedule = EverySeconds(5.0, clock) if timed else EverySteps(5)
     exchange = MeanExchange(transport)
