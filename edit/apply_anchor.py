@@ -136,7 +136,9 @@ class OwnValues:
 
     def landing(self, i: int) -> None:
         """Remember the values of unit `i`, which is about to land."""
-        if self._sample is not None and i in self._places:
+        if self._sample is None:  # it lands outside of a pass; older values may be put back until the step
+            self._sample, self._exactly = self._sampled(), True
+        if i in self._places:
             self._before.setdefault(i, self._sample[self._places[i]].clone())
 
     def landed(self, i: int) -> None:

@@ -356,7 +356,7 @@ class MeanExchange:
             momentum = fetch(f"{name}/momentum", state.momentum)
             if state.pending is None:
                 return OuterState(momentum)
-            count = fetch(f"{name}/count", torch.tensor([float(state.count)]))
+            count = fetch(f"{name}/count", torch.tensor([state.count], dtype=torch.float32))
             return OuterState(momentum, fetch(f"{name}/pending", state.pending), int(count))
 
         def fetched() -> Iterator[Kept]:

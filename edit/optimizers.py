@@ -168,12 +168,30 @@ class InnerOptimizers:
             if not self._depth:
                 self._after_step()
 
+    def check_forms(self) -> None:
+        """Raise ValueError if something cannot land: cast or moved parameters, adapters that are merged."""
+        for (name, p), before in zip(self._params, self._forms, strict=True):
+            if (now := _form(p)) != before:
+                raise ValueError(
+                    f"parameter {name} was {_described(before)} at LayerSync.of and is {_described(now)} now:"
+                    f" the anchors are of the first. {_REMEDY}"
+                )
+        for name, module in self._adapted:
+            if module.merged is True and any(p.requires_grad for p in module.parameters()):
+                raise ValueError(
+                    f"{name} has adapters that are merged into its weights, and what lands in the adapters"
+                    " would be missing there when they are taken out again: unmerge them (PEFT:"
+                    " model.unmerge_adapter(), loralib: model.train()) before sync.step(), finish(), land(),"
+                    " update_engine() and the end of the block"
+                )
+
     def check_unchanged(self) -> None:
         """Raise ValueError if other parameters are trained than those of the units, or by other optimizers.
 
         Compares objects: about 0.1 ms for some hundred parameters.
         """
         self._depth = 0  # an error may have ended a step
+        self.check_forms()
         thawed = [name for name, p in self._frozen if p.requires_grad]
         if thawed:
             raise ValueError(_in_no_unit(thawed, "has become trainable"))
@@ -211,6 +229,8 @@ class InnerOptimizers:
         held = [each for module in self._model.modules() for each in (module._parameters, module._modules)]
         self._held = [(each, tuple(each.values())) for each in held]
         self._stepped = self._now_stepped()
+        self._forms = [_form(p) for _, p in self._params]
+        self._adapted: list[tuple[str, Any]] = [(n, m) for n, m in self._model.named_modules() if _merges(m)]
 
     def _same_objects(self) -> bool:
         """Return whether all are the same objects as before."""
@@ -430,6 +450,21 @@ def _in_no_unit(names: Sequence[str], what: str) -> str:
         f"parameter {_some(names)} {what} since LayerSync.of: it is in no unit and would not be exchanged."
         f" {_REMEDY}"
     )
+
+
+def _form(p: Tensor) -> tuple[torch.dtype, torch.Size, torch.device]:
+    return p.dtype, p.shape, p.device
+
+
+def _described(form: tuple[torch.dtype, torch.Size, torch.device]) -> str:
+    dtype, shape, device = form
+    return f"{dtype} of shape {tuple(shape)} on {device}"
+
+
+def _merges(module: nn.Module) -> bool:
+    """Return whether a layer can merge its adapters into its weights, as those of PEFT and loralib do."""
+    keys = (*module._parameters, *module._modules)
+    return hasattr(module, "merged") and any(key.startswith("lora_") or key == "base_layer" for key in keys)
 
 
 def _same(now: Collection[object], before: Collection[object]) -> bool:

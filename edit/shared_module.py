@@ -51,7 +51,8 @@ class SharedModule:
         self._names = list(shapes)
         for key, shape in shapes.items():
             self.unit.names.append(f"{name}.{key}")
-            self.unit.params.append(nn.Parameter(torch.zeros(shape, device=device), requires_grad=False))
+            zeros = torch.zeros(shape, dtype=torch.float32, device=device)
+            self.unit.params.append(nn.Parameter(zeros, requires_grad=False))
         self.unit.before_round, self.unit.after_landing = self._refresh, self._offer
         self._total = 0
         """Training steps of all ranks of the node that were brought to rounds."""

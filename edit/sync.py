@@ -35,6 +35,7 @@ from aedit.edit.units import SyncUnit, find_units, fragment
 from aedit.edit.waiting import Waiter
 from aedit.edit.warmup import GradientMean
 from aedit.types import Round, checked
+from aedit.weights import refuse_meta_default
 
 _NEW_EXCHANGE = (
     "make a new one for each LayerSync (several MeanExchange may share a transport; a node of a hub calls "
@@ -70,6 +71,7 @@ class LayerSync(Waiter):
         config: EditConfig,
         weight_states: Sequence[str] | None = None,
     ) -> None:
+        refuse_meta_default()
         _check_values(model)
         check_new(exchange, _NEW_EXCHANGE)
         check_new(schedule, f"make a new {type(schedule).__name__} for each LayerSync")
@@ -189,6 +191,7 @@ class LayerSync(Waiter):
     # -- attach and detach
 
     def __enter__(self) -> "LayerSync":
+        refuse_meta_default()
         if self._conflict():
             gc.collect()  # a block may be one of a trainer that has failed, whose model is in no use any more
             if conflict := self._conflict():
@@ -273,12 +276,13 @@ class LayerSync(Waiter):
 
         Raises:
             ValueError: Called outside `with`, or parameters or optimizers are others than those of `of`, or
-                other parameters are frozen.
+                other parameters are frozen, or parameters were cast, or adapters are merged.
             RuntimeError: The gradients of a step of the warm-up were not averaged, or what has landed was
                 overwritten with older values.
         """
         if not self._hooks:
             raise ValueError("sync.step() outside the block: wrap the training loop in `with sync:`")
+        refuse_meta_default()
         self.optimizers.check_unchanged()
         if self.optimizers.idle:
             return
@@ -331,6 +335,8 @@ class LayerSync(Waiter):
         """
         if not self._hooks:
             raise ValueError("sync.land() outside the block: wrap the training loop in `with sync:`")
+        if self.in_flight:
+            self.optimizers.check_forms()
         return self._rounds.land()
 
     def update_engine(self, engine: PolicyEngine | None, policy: nn.Module | None = None) -> int:
@@ -363,7 +369,13 @@ class LayerSync(Waiter):
         return self._engine_weights.update(engine, getattr(trained, "_orig_mod", trained), self.steps)
 
     def finish(self) -> None:
-        """Wait for everything that is under way and land it. Call it before a checkpoint or an evaluation."""
+        """Wait for everything that is under way and land it. Call it before a checkpoint or an evaluation.
+
+        Raises:
+            ValueError: Parameters were cast or moved, or adapters are merged into the weights.
+        """
+        if self.in_flight:
+            self.optimizers.check_forms()
         self._rounds.finish()
 
     def abandon(self) -> list[Round]:

@@ -189,6 +189,25 @@ def test_every_arm_gives_the_tokens_of_transformers_processors(world, arms, rows
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_of_a_program_changes_no_token(world, dtype):
+    """Counts above 256 need more bits than bf16 has; a tree adds fp32 numbers to them."""
+    policy, prompts, plain = world
+    torch.set_default_dtype(dtype)
+    try:
+        engine = engine_with(policy, 33, texts_of(prompts, plain), *FLIPS)
+        assert [rollout.tokens for rollout in rollouts_of(engine, prompts)] == plain
+        sampling = Sampling(frequency_penalty=0.5, temperature=0.0)
+        rollout = Rollout(Prompt(tokens=(1,), rollout=0, sample=0, sampling=sampling), [7] * 300)
+        made = LogitAdjustments.of([rollout], VOCABULARY, "cpu")
+        made.apply(torch.zeros(1, 1, VOCABULARY, dtype=torch.float32), None)
+        rollout.tokens.append(7)
+        logits = made.apply(torch.zeros(1, 1, VOCABULARY, dtype=torch.float32), None)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert logits[0, 0, 7].item() == -0.5 * 301
+
+
 def test_a_draft_layer_with_trees_gives_the_same_tokens(world):
     policy, prompts, plain = world
     target = Target.of(policy, rows=4, max_tokens=48, nodes=12)

@@ -347,6 +347,11 @@ def configuration_of_other_sizes(path):
     (path / "config.json").write_text(json.dumps(edited))
 
 
+def huge(**sizes):
+    """Return damage by sizes whose tensors would take terabytes, or years to make."""
+    return lambda path: changed(path / "config.json", **sizes)
+
+
 def weights_in_eight_bits(path):
     tensors = {
         name: each.to(torch.float8_e4m3fn) for name, each in load_file(path / "model.safetensors").items()
@@ -420,6 +425,11 @@ def vocabulary_elsewhere(path):
         (configuration_of_other_types, "for field 'hidden_size': TypeError: Field 'hidden_size' expected"),
         (an_activation_that_is_none, "no usable model there (KeyError: 'x')"),
         (configuration_of_other_sizes, "no usable model there"),
+        (huge(intermediate_size=2**40), "mlp.gate_proj.weight with shape (48, 32), expected (1099511627776"),
+        (huge(vocab_size=2**40), "model.embed_tokens.weight with shape (257, 32), expected (1099511627776"),
+        (huge(head_dim=2**38), "self_attn.q_proj.weight with shape (32, 32), expected ("),
+        (huge(num_hidden_layers=10**9), "has num_hidden_layers = 1000000000, and its files have 20 tensors"),
+        (huge(num_hidden_layers=-3), "has num_hidden_layers = -3, and its files have 20 tensors"),
         (weights_in_eight_bits, ""),
         (weights_with_nan, "its logits are NaN"),
         (tokenizer_cut_short, "no tokenizer there"),

@@ -190,6 +190,16 @@ def test_a_pretrained_model_with_weights_elsewhere_is_refused(tmp_path):
         build(pretrained=str(tmp_path / "model"))
 
 
+def test_a_pretrained_model_with_sizes_beyond_its_files_is_refused_before_memory_is_taken(tmp_path):
+    build().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    sizes = json.loads(path.read_text())
+    for name in ("intermediate_size", "num_hidden_layers"):
+        path.write_text(json.dumps(sizes | {name: 2**40}))
+        with pytest.raises(UserError, match=r"no usable model there \(.*1099511627776"):
+            build(pretrained=str(tmp_path))
+
+
 def test_a_pretrained_model_that_is_too_small_for_the_data_is_refused(tmp_path):
     build().save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"data\.tokenizer: has 300 tokens, model\.pretrained only 257"):

@@ -603,6 +603,18 @@ def test_parameters_without_values_are_refused(make, message):
         of(model, torch.optim.SGD(model.parameters()))
 
 
+def test_the_default_device_meta_is_refused_at_each_entry():
+    model = tower()
+    sync, inner = node(model, alone())
+    message = r"the default device of torch is meta.*call torch\.set_default_device\(None\)"
+    with torch.device("meta"), pytest.raises(ValueError, match=message):
+        of(model, inner)
+    with torch.device("meta"), pytest.raises(ValueError, match=message):
+        sync.__enter__()
+    with sync, torch.device("meta"), pytest.raises(ValueError, match=message):
+        sync.step()
+
+
 @pytest.mark.parametrize(
     ("exchange", "got"), [(MeanExchange, "MeanExchange itself: call it"), (None, "NoneType")]
 )
@@ -808,6 +820,46 @@ def test_objects_replaced_inside_the_block_are_named_at_the_next_step_or_at_its_
 
     with pytest.raises(ValueError, match=message):  # at the end of the block too, which would push the rest
         enter()
+
+
+@pytest.mark.parametrize(
+    ("cast", "now"),
+    [
+        (lambda model: model.double(), r"torch\.float64 of shape \(3,\) on cpu"),
+        (lambda model: model.half(), r"torch\.float16 of shape \(3,\) on cpu"),
+        (lambda model: setattr(model.scale, "data", torch.ones(1)), r"torch\.float32 of shape \(1,\) on cpu"),
+    ],
+    ids=["double", "half", "shape"],
+)
+def test_parameters_that_are_cast_in_the_block_are_named_wherever_something_would_land(cast, now):
+    message = rf"parameter scale was torch\.float32 of shape \(3,\) on cpu at LayerSync.of and is {now} now"
+    for act in (LayerSync.step, LayerSync.finish, LayerSync.land, lambda sync: sync.update_engine(None)):
+        model = tower()
+        sync, inner = node(model, alone(), every=1)
+
+        def enter(sync=sync, inner=inner, act=act):
+            with sync:
+                one_step(sync.model, inner, batches(0, 1)[0])
+                sync.step()
+                cast(sync.model)
+                with pytest.raises(ValueError, match=message):
+                    act(sync)
+
+        with pytest.raises(ValueError, match=message):  # and at the end
+            enter()
+
+
+def test_a_cast_that_is_undone_before_the_step_is_accepted():
+    model, data = tower(), batches(0, 6)
+    sync, inner = node(model, alone(), every=2)
+    with sync:
+        for batch in data:
+            model.double()(batch.double())
+            model.float()
+            one_step(model, inner, batch)
+            sync.step()
+    expected = plain_training(tower(), lambda model: torch.optim.SGD(model.parameters(), lr=0.1), data)
+    assert furthest(parameters(model), expected) <= 1e-6
 
 
 def test_a_parameter_that_is_frozen_later_is_named_and_until_then_moves_in_one_landing_only():

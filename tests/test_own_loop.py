@@ -6,7 +6,7 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.distributed as dist
-from kit.deferred import round_numbers
+from kit.deferred import Slow, round_numbers
 from kit.hubs import Hub, HubLink, anchors_of, hub_node
 from kit.local_sgd import furthest, local_sgd, trainable
 from kit.nodes import batches, in_threads, loss, tower
@@ -260,6 +260,79 @@ def test_a_frozen_layer_stays_while_adapters_are_merged_into_it_for_an_evaluatio
         for i in (0, 2):
             assert (model[i].base.weight - start[i].base.weight).abs().max() < 1e-6
     assert furthest(dict(models[0].named_parameters()), dict(models[1].named_parameters())) < 1e-6
+
+
+class Lora(nn.Linear):
+    """A frozen layer with an adapter that is merged into it in evaluation, as loralib has it."""
+
+    def __init__(self):
+        super().__init__(5, 5)
+        self.weight.requires_grad_(False)
+        self.lora_A, self.lora_B = (nn.Parameter(0.3 * torch.randn(shape)) for shape in ((2, 5), (5, 2)))
+        self.merged = False
+
+    def forward(self, x):
+        return super().forward(x) if self.merged else super().forward(x) + x @ (self.lora_B @ self.lora_A).T
+
+    def train(self, mode=True):
+        if mode == self.merged:
+            self.weight.data += (-1 if mode else 1) * self.lora_B.data @ self.lora_A.data
+            self.merged = not mode
+        return super().train(mode)
+
+
+@pytest.mark.parametrize("landing", ["forward", "arrival"])
+def test_nothing_lands_in_adapters_while_they_are_merged_into_their_layer(landing):
+    """Otherwise what is subtracted again is not what was added."""
+    torch.manual_seed(0)
+    start, data = nn.Sequential(Lora(), nn.Tanh(), nn.Linear(5, 1)), [batches(i, 9) for i in (0, 1)]
+    message = r"^0 has adapters that are merged into its weights.*model\.unmerge_adapter\(\)"
+
+    def merged(model, batch):
+        with torch.no_grad():
+            model.eval()(batch)
+        model.train()
+
+    models = [deepcopy(start) for _ in data]
+    in_threads(2, lambda t, i: train(t, models[i], data[i], merged, every=3, landing=landing))
+    for model in models:
+        assert (model[0].weight - start[0].weight).abs().max() < 1e-6
+    for act in (LayerSync.step, LayerSync.finish, LayerSync.land, lambda sync: sync.update_engine(None)):
+        model = deepcopy(start)
+        inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        exchange = MeanExchange(MemoryWorld(1).node(0), outer=Average(), penalty=PLAIN)
+        sync = LayerSync.of(model, inner, exchange=exchange, config=EditConfig(every=1, landing=landing))
+
+        def enter(sync=sync, act=act):
+            with sync:
+                plain_step(sync.model, sync.inner, data[0][0])
+                sync.step()
+                sync.model.eval()
+                with pytest.raises(ValueError, match=message):
+                    act(sync)
+
+        with pytest.raises(ValueError, match=message):  # and at the end
+            enter()
+
+
+def test_older_values_that_are_put_back_after_a_landing_between_steps_are_an_error():
+    """The case is a copy from before `finish`, put back after it; nothing was ready at the last step."""
+    model = tower()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    exchange = MeanExchange(Slow(MemoryWorld(1).node(0)), outer=Average(0.5), penalty=PLAIN)
+    config = EditConfig(every=6, landing="arrival")
+    sync = LayerSync.of(model, inner, exchange=exchange, config=config)
+    message = r"unit rest, first, middle, last has landed .* call sync\.finish\(\)"
+    with sync:
+        for batch in batches(0, 6):
+            plain_step(model, inner, batch)
+            sync.step()
+        kept = [p.detach().clone() for p in model.parameters()]
+        sync.finish()
+        for p, value in zip(model.parameters(), kept, strict=True):
+            p.data.copy_(value)
+        with pytest.raises(RuntimeError, match=message):
+            sync.step()
 
 
 def test_older_values_in_place_of_what_has_landed_are_an_error():

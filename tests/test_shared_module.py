@@ -170,3 +170,13 @@ def test_over_a_hub_a_node_that_never_trained_gets_what_another_one_has_trained(
         third = hub_member(hub, late)
         with third:
             assert all(late.own[name].allclose(value, atol=1e-6) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_of_a_program_changes_no_bit_of_the_module(dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        shared = SharedModule(DRAFTER, SHAPES)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {p.dtype for p in shared.unit.params} == {torch.float32}

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from kit.eagle3 import SIZES, SOME, layer_for, policy
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from aedit.spec_rollout.choose import Fixed
-from aedit.spec_rollout.drafters import Eagle3Layer, LayerDrafter, read_speculator
+from aedit.spec_rollout.drafters import DraftLayer, Eagle3Layer, LayerDrafter, read_speculator
 from aedit.spec_rollout.drafters.speculators import VERSION, write_speculator
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.model import Target
@@ -171,6 +172,21 @@ WRONG = {
     "transformer_layer_config must have intermediate_size of 1 or more, got 0": lambda f: with_config(
         f, transformer_layer_config__intermediate_size=0
     ),
+    "must be of shape (32, 1099511627776), got (32, 64)": lambda f: with_config(
+        f, transformer_layer_config__intermediate_size=2**40
+    ),
+    "transformer_layer_config: empty(): argument 'size'": lambda f: with_config(
+        f, transformer_layer_config__intermediate_size=2**62
+    ),
+    "must be of shape (8796093022208, 64), got (16, 64)": lambda f: with_config(
+        f, transformer_layer_config__num_key_value_heads=2**40
+    ),
+    "has 4 heads of 1099511627776, and layers.0.self_attn.o_proj.weight is of shape (32, 32)": lambda f: (
+        with_config(f, transformer_layer_config__head_dim=2**40)
+    ),
+    "shapes (1099511627776,) and (48,), got (12,) and (48,)": lambda f: with_config(
+        f, draft_vocab_size=2**40
+    ),
     "draft_vocab_size must be an integer, got [12]": lambda f: with_config(f, draft_vocab_size=[12]),
     "ascending numbers from 1 to 4, got ['1', 2, 4]": lambda f: with_config(
         f, eagle_aux_hidden_state_layer_ids=["1", 2, 4]
@@ -197,6 +213,18 @@ def test_what_does_not_belong_there_is_refused_by_name(written):
         with pytest.raises(ValueError) as error:  # noqa: PT011
             read_speculator(copy, model)
         assert message in str(error.value)
+
+
+def test_a_saved_layer_with_sizes_beyond_its_tensors_is_refused_before_memory_is_taken(written, tmp_path):
+    _, layer, model = written
+    layer.save(path := tmp_path / "layer.safetensors")
+    with safe_open(path, "pt") as file:
+        sizes = json.loads(file.metadata()["aedit.draft_shape"])
+    for name in ("intermediate_size", "num_heads", "num_kv_heads", "head_size"):
+        about = {"aedit.draft_shape": json.dumps(sizes | {name: 2**40})}
+        save_file(load_file(path), tmp_path / "huge.safetensors", about)
+        with pytest.raises(ValueError, match=r"must be of shape \(.*\d{13,}.*\), got"):
+            DraftLayer.load(tmp_path / "huge.safetensors", model)
 
 
 def test_published_files_have_older_names_half_precision_and_the_policys_embedding(written):

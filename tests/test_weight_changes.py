@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from aedit.spec_rollout.choose import Fixed
 from aedit.spec_rollout.drafters import LayerDrafter
 from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.model import GraphCache, Target
+from aedit.spec_rollout.model import GraphCache, Target, make_target
 from aedit.weights import WeightWatch
 
 ASKED = prompts_of(3, max_new_tokens=10, temperature=1.0)
@@ -328,3 +328,55 @@ def test_a_drafter_that_reads_the_policy_s_embedding_reads_the_new_one(way):
     fresh = Engine(other, drafters=drafters, chooser=Fixed.of("layer:4"))
     theirs = sorted(fresh.generate(again), key=lambda rollout: rollout.prompt.rollout)
     assert [rollout.passes for rollout in made] == [rollout.passes for rollout in theirs]
+
+
+class Adapter(nn.Module):
+    """A layer with two adapters, with the attributes by which layers of PEFT choose among them."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer, self.adapters = base_layer, nn.ModuleDict()
+        for seed, name in enumerate(("one", "two")):
+            generator = torch.Generator().manual_seed(seed)
+            self.adapters[name] = nn.Linear(32, 32, bias=False, dtype=torch.float64)
+            nn.init.normal_(self.adapters[name].weight, 0, 0.3, generator=generator)
+        self._active_adapter, self._disable_adapters = ["one"], False
+        self.merged_adapters, self.scaling = [], {"one": 1.0, "two": 0.5}
+
+    def forward(self, x):
+        used = [] if self._disable_adapters else self._active_adapter
+        return self.base_layer(x) + sum(self.scaling[name] * self.adapters[name](x) for name in used)
+
+
+def other_adapter(layer):
+    layer._active_adapter = ["two"]
+
+
+def both_adapters(layer):
+    layer._active_adapter.append("two")
+
+
+def no_adapter(layer):
+    layer._disable_adapters = True
+
+
+def other_scale(layer):
+    layer.scaling["one"] = -2.0
+
+
+@pytest.mark.parametrize("switch", [other_adapter, both_adapters, no_adapter, other_scale])
+def test_another_choice_of_adapters_is_another_version(switch):
+    """No tensor changes, and all tokens do."""
+    policy = tiny_policy(seed=1)
+    layer = policy.model.layers[1].self_attn.o_proj = Adapter(policy.model.layers[1].self_attn.o_proj)
+    engine = Engine(make_target(policy, rows=3, max_tokens=64, path="generic"))
+    before = sorted(engine.generate(ASKED), key=lambda rollout: rollout.prompt.rollout)
+    assert [rollout.tokens for rollout in before] == decode_plainly(policy, ASKED)
+    switch(layer)
+    message = r"the choice of adapters of model\.layers\.1\.self_attn\.o_proj has changed, .* version 0"
+    with pytest.raises(RuntimeError, match=message):
+        list(engine.generate(ASKED))
+    engine.update_weights(None, 1)
+    made = sorted(engine.generate([]), key=lambda rollout: rollout.prompt.rollout)
+    assert [rollout.tokens for rollout in made] == decode_plainly(policy, ASKED)
+    assert [rollout.tokens for rollout in made] != [rollout.tokens for rollout in before]

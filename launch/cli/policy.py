@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from aedit.launch.cli.arguments import policy_folder
 from aedit.launch.cli.export import load_run_model
-from aedit.launch.node import stop_tokens
+from aedit.launch.node import check_shapes, stop_tokens
 from aedit.spec_rollout.sampling import TextTokens
 from aedit.system import check_folder
 from aedit.types import UserError, first_line
@@ -88,6 +88,7 @@ def read_model(source: str, path: Path) -> Any:
     level = _logging.get_verbosity()
     _logging.set_verbosity_error()  # the report of the loader would come before the line of this command
     try:
+        check_shapes(path)
         model, found = _model.from_pretrained(
             path,
             dtype="auto",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from aedit.launch.node.model import (
         blocks,
         build_model,
+        check_shapes,
         held_out_loss,
         loss,
         num_parameters,
@@ -54,6 +55,7 @@ __all__ = [
     "agent_plan",
     "blocks",
     "build_model",
+    "check_shapes",
     "check_text_drafter",
     "choose_among",
     "chosen_device",

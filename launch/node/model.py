@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
@@ -16,7 +18,7 @@ from aedit.edit import Shards
 from aedit.launch.config import ModelConfig, RunConfig, check_memory
 from aedit.launch.data import Corpus, CorpusTokenizer, batch, evaluation_indices
 from aedit.launch.node.world import World
-from aedit.system import check_folder
+from aedit.system import check_folder, read_index
 from aedit.types import UserError, first_line
 
 _auto: Any = AutoModelForCausalLM  # its methods carry no types
@@ -175,8 +177,9 @@ def _pretrained(name: str, vocab_size: int, seq_len: int) -> PreTrainedModel:
     try:
         if Path(name).is_dir():
             check_folder(Path(name))
+            check_shapes(Path(name))
         model: PreTrainedModel = _auto.from_pretrained(name, dtype=torch.float32, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # files are read by several libraries, each with exceptions of its own
         raise UserError(
             f"model.pretrained = {name!r}: no usable model there ({first_line(error)})"
         ) from error
@@ -192,6 +195,37 @@ def _pretrained(name: str, vocab_size: int, seq_len: int) -> PreTrainedModel:
             f"data.seq_len = {seq_len}: model.pretrained has only {positions} positions; lower data.seq_len"
         )
     return model
+
+
+def check_shapes(folder: Path) -> None:
+    """Check that the configuration in a folder asks for no larger tensors than its files have.
+
+    A loader takes memory for all tensors of the configuration before it reads a file. Files of PyTorch's own
+    format have no list of shapes, and quantized weights have others: neither is compared.
+
+    Raises:
+        ValueError: It does; the message has key or tensor, and both sizes.
+        Exception: `transformers` cannot make the model, by an error of any class.
+    """
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if not (whole.exists() or index.exists()) or getattr(config, "quantization_config", None) is not None:
+        return
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in [whole] if whole.exists() else read_index(index):
+        with safe_open(path, "pt") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if isinstance(layers, int) and not 1 <= layers <= max(1, len(shapes)):
+        raise ValueError(
+            f"config.json has num_hidden_layers = {layers}, and its files have {len(shapes)} tensors"
+        )
+    with torch.device("meta"):
+        model: PreTrainedModel = _auto.from_config(config)
+    for name, tensor in model.state_dict().items():
+        given = shapes.get(name, shapes.get(name.removeprefix(f"{model.base_model_prefix}.")))
+        if given is not None and tensor.numel() > prod(given):
+            raise ValueError(f"its files have {name} with shape {given}, expected {tuple(tensor.shape)}")
 
 
 def _checkpoint_activations(model: PreTrainedModel) -> None:

@@ -32,7 +32,7 @@ from transformers import PretrainedConfig
 
 from aedit.spec_rollout.model import whole
 from aedit.types import check, first_line
-from aedit.weights import save_tensors
+from aedit.weights import refuse_meta_default, save_tensors
 
 SHARED = ("embed", "lm_head", "head", "wte")
 """Substrings of the names of tensors that belong to the policy."""
@@ -153,24 +153,33 @@ class DraftLayer(nn.Module):
     def __init__(self, shape: DraftShape, *, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.shape = shape
-        self.gain = nn.Parameter(torch.ones(shape.hidden_size))
+        self.gain = nn.Parameter(_ones(shape.hidden_size))
         """Scale of the embedding, so that tokens have the size of features."""
         self._add_inputs()
         m, d, (q, _) = shape.intermediate_size, shape.hidden_size, shape.split
-        self.qk_norm = nn.Parameter(torch.ones(2, shape.head_size)) if shape.has_qk_norm else None
-        self.attended = nn.Linear(q, d, bias=False)
-        self.middle_norm = nn.Parameter(torch.ones(d))
-        self.gate_up = nn.Linear(d, 2 * m, bias=False)
-        self.down = nn.Linear(m, d, bias=False)
-        self.final_norm = nn.Parameter(torch.ones(d))
+        self.qk_norm = nn.Parameter(_ones(2, shape.head_size)) if shape.has_qk_norm else None
+        self.attended = _linear(q, d, bias=False)
+        self.middle_norm = nn.Parameter(_ones(d))
+        self.gate_up = _linear(d, 2 * m, bias=False)
+        self.down = _linear(m, d, bias=False)
+        self.final_norm = nn.Parameter(_ones(d))
         self._draw(generator)
 
     def _add_inputs(self) -> None:
         d, (q, k) = self.shape.hidden_size, self.shape.split
-        self.reduce = nn.Linear(self.shape.feature_size, d, bias=False) if self.shape.taps else None
-        self.fuse = nn.Linear(2 * d, d, bias=False)
-        self.input_norm = nn.Parameter(torch.ones(d))
-        self.qkv = nn.Linear(d, q + 2 * k, bias=self.shape.has_qkv_bias)
+        self.reduce = _linear(self.shape.feature_size, d, bias=False) if self.shape.taps else None
+        self.fuse = _linear(2 * d, d, bias=False)
+        self.input_norm = nn.Parameter(_ones(d))
+        self.qkv = _linear(d, q + 2 * k, bias=self.shape.has_qkv_bias)
+
+    @classmethod
+    def outline(cls, shape: DraftShape) -> Self:
+        """Return a layer without memory for its weights, to which those of a file are assigned.
+
+        The sizes may be those of a damaged file: its tensors are compared with them before memory is taken.
+        """
+        with torch.device("meta"):
+            return cls(shape)
 
     @classmethod
     def of(cls, model: Any, *, taps: int = 0, generator: torch.Generator | None = None) -> Self:
@@ -186,6 +195,7 @@ class DraftLayer(nn.Module):
         Returns:
             A layer in float32, or float64 for a float64 model.
         """
+        refuse_meta_default()
         config = getattr(model, "config", model)
         layer = cls(DraftShape.of(config, taps=taps), generator=generator)
         if config is model:
@@ -326,7 +336,8 @@ class DraftLayer(nn.Module):
         if others := [f"{k} {saved.get(k)}, not {wanted[k]}" for k in wanted if saved.get(k) != wanted[k]]:
             raise ValueError(f"{path}: saved for a policy of other sizes: {'; '.join(others)}")
         try:
-            layer = layer_of(shape_from(saved))
+            shape = shape_from(saved)
+            layer = (Eagle3Layer if isinstance(shape, Eagle3Shape) else DraftLayer).outline(shape)
         except (TypeError, ArithmeticError, RuntimeError) as error:
             raise ValueError(f"{damaged}: {first_line(error)}") from error
         layer.load_state_dict(checked_weights(state, path), assign=True)
@@ -399,13 +410,14 @@ class Eagle3Layer(DraftLayer):
 
     def _add_inputs(self) -> None:
         d, (q, k) = self.shape.hidden_size, self.shape.split
-        self.reduce = nn.Linear(3 * d, d, bias=False)
-        self.feature_norm = nn.Parameter(torch.ones(d))
-        self.qkv = nn.Linear(2 * d, q + 2 * k, bias=False)
-        self.output = nn.Linear(d, self.shape.num_draft_tokens, bias=False)
+        self.reduce = _linear(3 * d, d, bias=False)
+        self.feature_norm = nn.Parameter(_ones(d))
+        self.qkv = _linear(2 * d, q + 2 * k, bias=False)
+        self.output = _linear(d, self.shape.num_draft_tokens, bias=False)
         tokens = self.shape.draft_tokens
         self._draft_tokens: Tensor | None
-        self.register_buffer("_draft_tokens", torch.tensor(tokens) if tokens else None, persistent=False)
+        made = torch.tensor(tokens, device="cpu") if tokens else None  # also in `outline`
+        self.register_buffer("_draft_tokens", made, persistent=False)
 
     def _attention_inputs(self, fused_NPd: Tensor) -> Tensor:
         return fused_NPd[..., : 2 * self.shape.hidden_size]
@@ -452,6 +464,14 @@ class DraftForm:
         ends = [ends] if isinstance(ends, int) else ends or []
         ends = [end for end in ends if self.vocabulary <= end < config.vocab_size][: self.vocabulary]
         return (*range(self.vocabulary - len(ends)), *ends)
+
+
+def _ones(*sizes: int) -> Tensor:
+    return torch.ones(sizes, dtype=torch.float32)  # whatever dtype the program has set as its default
+
+
+def _linear(num_in: int, num_out: int, *, bias: bool) -> nn.Linear:
+    return nn.Linear(num_in, num_out, bias=bias, dtype=torch.float32)
 
 
 def trained_steps(path: Path) -> int:

@@ -141,7 +141,7 @@ class _TreeBuilder:
         self._sees_BFn = self._past_B1C.new_full((rows, 1, num_slots), -torch.inf)
         steps = torch.arange(1, num_slots + 1, device=device)
         self._own_Bn = inputs.last_B[:, None] + steps
-        self._scores_BF = torch.zeros(rows, 1, device=device)
+        self._scores_BF = torch.zeros(rows, 1, dtype=torch.float32, device=device)
         self._frontier_BF = torch.full((rows, 1), -1, device=device)
         self._num_looked_at, self._num_grown = 0, 0
         self._tokens: list[Tensor] = []

@@ -142,7 +142,7 @@ def write_speculator(
             "verifier": {"name_or_path": verifier, "architectures": policy.architectures or []},
         },
     }
-    if _shape(config, policy, layer.draft_tokens, folder) != layer.shape:
+    if _shape(config, policy, layer.draft_tokens, layer.attended.weight, folder) != layer.shape:
         raise ValueError(f"{folder}: the drafter has other rotary positions or sizes than this policy")
     save_tensors(exported_tensors(layer), folder / WEIGHTS, {"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -171,9 +171,12 @@ def read_speculator(folder: Path, model: Any) -> Eagle3Layer:
     tokens = _draft_tokens(tensors, config["draft_vocab_size"] or vocabulary, vocabulary, where)
     tensors = checked_weights({name: t for name, t in tensors.items() if name not in _VOCABULARY}, where)
     _check_embedding(tensors.pop(_EMBEDDING, None), model, where)
-    shape = _shape(config, policy, tokens, folder / CONFIG)
-    layer = Eagle3Layer(shape)
-    wanted = exported_tensors(layer)
+    shape = _shape(config, policy, tokens, tensors.get(_NAMES["attended.weight"]), folder / CONFIG)
+    try:
+        layer = Eagle3Layer.outline(shape)
+        wanted = exported_tensors(layer)
+    except (RuntimeError, TypeError) as error:  # such as a size beyond 64 bits
+        raise ValueError(f"{folder / CONFIG}: transformer_layer_config: {first_line(error)}") from error
     for name in sorted({*wanted, *tensors}.difference(_VOCABULARY)):
         if name not in wanted:
             raise ValueError(f"{where}: tensor {name!r} is unknown")
@@ -205,8 +208,12 @@ def _layer_config(shape: Eagle3Shape, policy: Any) -> dict[str, Any]:
     return fields | {"model_type": "llama", "hidden_act": "silu", "vocab_size": shape.vocabulary}
 
 
-def _shape(config: Mapping[str, Any], policy: Any, tokens: Tensor | None, where: Path) -> Eagle3Shape:
+def _shape(
+    config: Mapping[str, Any], policy: Any, tokens: Tensor | None, attended: Tensor | None, where: Path
+) -> Eagle3Shape:
     """Return the shape of a drafter with this configuration.
+
+    attended: Its output projection of attention, of which each column is a dimension of a head.
 
     Raises:
         ValueError: It is not of this policy, or has parts that the layer lacks.
@@ -218,7 +225,6 @@ def _shape(config: Mapping[str, Any], policy: Any, tokens: Tensor | None, where:
         )
     try:
         layer: Any = LlamaConfig(**fields)
-        sizes = asdict(DraftShape.of(layer, taps=3))
     except Exception as error:  # transformers refuses values by errors of many classes
         raise ValueError(f"{where}: transformer_layer_config: {first_line(error)}") from error
     for name, wanted in (
@@ -231,6 +237,17 @@ def _shape(config: Mapping[str, Any], policy: Any, tokens: Tensor | None, where:
     ):
         if (value := getattr(layer, name)) != wanted:
             raise ValueError(f"{where}: transformer_layer_config.{name} must be {wanted}, got {value}")
+    heads, head_size = layer.num_attention_heads, layer.head_dim
+    if attended is not None and heads * head_size != attended.shape[-1]:  # before a table of frequencies
+        name = _NAMES["attended.weight"]
+        raise ValueError(
+            f"{where}: transformer_layer_config has {heads} heads of {head_size}, and {name} is of shape"
+            f" {tuple(attended.shape)}"
+        )
+    try:
+        sizes = asdict(DraftShape.of(layer, taps=3))
+    except Exception as error:
+        raise ValueError(f"{where}: transformer_layer_config: {first_line(error)}") from error
     num_layers = policy.num_hidden_layers
     ids = config.get("eagle_aux_hidden_state_layer_ids") or [2, num_layers // 2, num_layers - 3]
     are_ids = isinstance(ids, list) and len(ids) == 3 and all(type(each) is int for each in ids)
@@ -313,7 +330,7 @@ def _check_embedding(embedding: Tensor | None, model: Any, where: Path) -> None:
 
 
 def exported_tensors(layer: Eagle3Layer) -> dict[str, Tensor]:
-    """Return copies of a layer's tensors by the names of the format."""
+    """Return copies of a layer's tensors by the names of the format; of `outline`, only their shapes."""
     shape, state = layer.shape, layer.state_dict()
     q, k = shape.split
     queries, keys, values = state["qkv.weight"].split([q, k, k])
@@ -325,7 +342,8 @@ def exported_tensors(layer: Eagle3Layer) -> dict[str, Tensor]:
         tokens = layer.draft_tokens.cpu()
         tensors["d2t"] = tokens - torch.arange(len(tokens))
         tensors["t2d"] = torch.zeros(shape.vocabulary, dtype=torch.bool).index_fill_(0, tokens, True)
-    return {name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()}
+    values = {name: value.detach() for name, value in tensors.items()}
+    return {n: v if v.is_meta else v.cpu().clone().contiguous() for n, v in values.items()}
 
 
 def _imported(tensors: Mapping[str, Tensor], shape: Eagle3Shape) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ from aedit.spec_rollout.engine.verification import (
 from aedit.spec_rollout.model import TargetModel, generating, make_target
 from aedit.spec_rollout.sampling import Prompt, Rollout, RowNoise, TokenDecoder
 from aedit.types import checked
-from aedit.weights import take_part
+from aedit.weights import refuse_meta_default, take_part
 
 if TYPE_CHECKING:
     from aedit.spec_rollout.engine.weight_swap import WeightSwap
@@ -273,7 +273,9 @@ class Engine:
             RuntimeError: The weights have changed without `update_weights`. Nothing has been generated; the
                 step can be repeated after it.
             KVMemoryError: The memory for keys and values does not suffice for one sample.
+            ValueError: The default device of torch is meta.
         """
+        refuse_meta_default()
         if self._rows.running or self._rows.waiting:
             self.target.check_weights(thorough=not self._rows.running)
         with generating(self.target.device):

@@ -27,6 +27,7 @@ from aedit.spec_rollout.model.slot_store import SlotStore, TextStore
 from aedit.spec_rollout.model.target import Target
 from aedit.spec_rollout.model.target_model import TargetModel
 from aedit.spec_rollout.model.weight_update import PolicyWeights
+from aedit.weights import refuse_meta_default
 
 PREFILL_TOKENS = 1024
 """Upper limit of the tokens of one forward pass of a prefill."""
@@ -437,6 +438,7 @@ def make_target(
     Raises:
         ValueError: A size is too small, a tap does not exist, or the model is not supported.
     """
+    refuse_meta_default()
     model = unwrapped(model)
     if path not in get_args(Path):
         raise ValueError(f"path must be one of {', '.join(get_args(Path))}, got {path!r}")

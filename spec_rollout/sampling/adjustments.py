@@ -60,7 +60,7 @@ class LogitAdjustments:
             bias_B1V.to(where) if has_bias else None,
             None,
             torch.zeros(shape, dtype=torch.bool, device=where),
-            torch.zeros(shape, device=where),
+            torch.zeros(shape, dtype=torch.float32, device=where),
             has_constraints,
             [0] * len(rollouts),
         )
@@ -107,7 +107,7 @@ class LogitAdjustments:
             return counts_BqV
         guesses_BN = draft.tokens_BN
         if draft.parents_BN is None:
-            is_before_BqN = torch.ones(q, q - 1, device=guesses_BN.device).tril(-1)[None]
+            is_before_BqN = torch.ones(q, q - 1, dtype=torch.float32, device=guesses_BN.device).tril(-1)[None]
         else:
             is_before_BqN = ancestors(draft.parents_BN)[:, :, 1:].float()
         index_BqN = guesses_BN[:, None].expand(-1, q, -1)
@@ -123,7 +123,7 @@ class LogitAdjustments:
         if not pairs:
             return
         rows, tokens = to_device(pairs, self.counts_BV.device, torch.int64).unbind(1)
-        self.counts_BV.index_put_((rows, tokens), torch.ones((), device=rows.device), accumulate=True)
+        self.counts_BV.index_put_((rows, tokens), self.counts_BV.new_ones(()), accumulate=True)
         self.num_counted = [len(each.tokens) for each in self.rollouts]
 
     def _forbidden(self, draft: Draft | None, x_BqV: Tensor) -> Tensor:

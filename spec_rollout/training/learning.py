@@ -467,7 +467,8 @@ class DraftTrainer:
         self._optimizer = self._fresh()
         for name, value in parameters.items():
             moments = {part: state[f"{part}.{name}"].to(value, copy=True) for part in MOMENTS}
-            self._optimizer.state[value] = {"step": torch.tensor(float(self.num_steps)), **moments}
+            steps = torch.tensor(self.num_steps, dtype=torch.float32)
+            self._optimizer.state[value] = {"step": steps, **moments}
 
     def restart(self, tensors: Mapping[str, Tensor], *, is_trained: bool = True) -> None:
         """Train these weights from now on, with new moments, a new average and a new warm-up."""

@@ -225,7 +225,8 @@ def _coupled_drafts(sample: Callable[..., Any]) -> Callable[..., Any]:
         tokens = logits.argmax(-1)
         if rows:
             at = torch.tensor(rows, device=logits.device)
-            divisor = torch.tensor([each.temperature for each in requests], device=logits.device)[:, None]
+            temperatures = [each.temperature for each in requests]
+            divisor = torch.tensor(temperatures, dtype=torch.float32, device=logits.device)[:, None]
             pairs = zip(rows, requests, strict=True)
             keys = [(each.rollout, each.sample, positions[row]) for row, each in pairs]
             tokens[at] = keyed_draw(divide(logits[at], divisor), keys).to(tokens)

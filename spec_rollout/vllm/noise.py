@@ -66,7 +66,7 @@ def keyed_gumbel(keys: Sequence[NoiseKey], vocabulary: int, device: torch.device
     """Return the noise of every token at the position of each key, (N, V) float32."""
     blocks = torch.arange(-(-vocabulary // 4), device=device)
     most = len(keys) if torch.device(device).type != "cpu" else max(1, AT_ONCE // (4 * len(blocks)))
-    found = torch.empty(len(keys), vocabulary, device=device)
+    found = torch.empty(len(keys), vocabulary, dtype=torch.float32, device=device)
     for first in range(0, len(keys), most):
         some_N3 = torch.tensor(keys[first : first + most], dtype=torch.int64).to(device)
         words_NV = torch.stack(_words(blocks, some_N3), dim=-1).flatten(-2)[:, :vocabulary]

@@ -66,7 +66,7 @@ class _Probe(NamedTuple):
 
 
 class WeightWatch:
-    """Compare parameters and persistent buffers of `module` with what they were at the last look.
+    """Compare parameters, persistent buffers and adapters of `module` with what they were at the last look.
 
     Values that are written past PyTorch's count of changes are noticed if one of 128 elements per tensor has
     changed, which holds for optimizer steps and not for a change of single elements.
@@ -82,6 +82,7 @@ class WeightWatch:
         self._children = [
             (m._modules, key, child) for m in self._module.modules() for key, child in m._modules.items()
         ]
+        self._switched = [(name, _switches(m), m) for name, m in self._module.named_modules() if _switches(m)]
         self._shards = [
             (slot, _part(slot.tensor)) for slot in self._slots if isinstance(slot.tensor, DTensor)
         ]
@@ -104,7 +105,8 @@ class WeightWatch:
         Args:
             thorough: Compare elements of all tensors; otherwise of two matrices, others in each call.
         """
-        return self.replaced() or self._written() or (self._differing() if thorough else self._probed())
+        written = self.replaced() or self._written() or self._reswitched()
+        return written or (self._differing() if thorough else self._probed())
 
     def replaced(self) -> str | None:
         """Return the name of a tensor that is another tensor or elsewhere in memory, or None."""
@@ -121,6 +123,11 @@ class WeightWatch:
             if modules.get(key) is not child:
                 return key
         return None
+
+    def _reswitched(self) -> str | None:
+        """Return the name of a layer of which other adapters are active, or another scale of theirs."""
+        changed = (name for name, before, module in self._switched if _switches(module) != before)
+        return next((f"the choice of adapters of {name}" for name in changed), None)
 
     def _written(self) -> str | None:
         for name, tensor, version, _ in self._counted:
@@ -150,6 +157,16 @@ class WeightWatch:
     def _sampled(self) -> Tensor:
         parts = [_elements(probe) for probe in self._probes]
         return torch.cat([part.to(parts[0].device) for part in parts]) if parts else torch.empty(0)
+
+
+_SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
+"""Attributes by which layers of PEFT choose the adapters with which they compute."""
+
+
+def _switches(module: nn.Module) -> str:
+    """Return the choice of adapters of a layer; empty if it has none."""
+    found = vars(module)
+    return " ".join(repr(found[name]) for name in _SWITCHES if name in found)
 
 
 def _slots(module: nn.Module) -> list[_Slot]:
@@ -200,6 +217,15 @@ def _spaced(shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
 def _elements(probe: _Probe) -> Tensor:
     """Return the probed elements as bytes, so that NaN is equal to itself."""
     return probe.mark.tensor[probe.at].reshape(-1).view(torch.uint8)
+
+
+def refuse_meta_default() -> None:
+    """Raise ValueError if new tensors are made on the meta device, where they have no values."""
+    if torch.empty(0).is_meta:
+        raise ValueError(
+            "the default device of torch is meta, on which tensors have no values: call"
+            " torch.set_default_device(None), or leave `with torch.device('meta')`, first"
+        )
 
 
 def sharded(weights: Mapping[str, Tensor]) -> list[DTensor]:
