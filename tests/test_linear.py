@@ -6,9 +6,17 @@ import torch
 import torch.nn.functional as F
 
 from aedit.spec_rollout.model import linear
-from aedit.spec_rollout.model.layers import EXACT_ROWS, SMALL_WEIGHTS, padded_rows
+from aedit.spec_rollout.model.layers import (
+    EXACT_ROWS,
+    NARROW_INPUTS,
+    SMALL_WEIGHTS,
+    Linear,
+    _packed_dtypes,
+    padded_rows,
+)
 
-SHAPES = [(8, 12), (700, 200), (200, 700), (1030, 130)]  # the first is small, the others are not
+SHAPES = [(8, 12), (700, 200), (200, 700), (1030, 130), (130, 1300), (1400, 1300)]
+"""The first is small, and the last two have wide inputs."""
 
 
 def tensors(rows, shape, dtype, seed=0):
@@ -69,7 +77,21 @@ def test_the_kernels_of_all_numbers_of_rows_need_little_memory(dtype):
 
 
 def test_the_shapes_are_on_both_sides_of_the_rule():
-    assert [out * size < SMALL_WEIGHTS for out, size in SHAPES] == [True, False, False, False]
+    assert [out * size < SMALL_WEIGHTS for out, size in SHAPES] == [True] + 5 * [False]
+    assert [size <= NARROW_INPUTS for _, size in SHAPES] == 4 * [True] + 2 * [False]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_copy_gives_the_product_of_any_number_of_rows(dtype, shape):
+    if dtype not in _packed_dtypes():
+        pytest.skip("this CPU does not gain by it")
+    for rows in (1, 2, 3, 4, 5, 32, 33):
+        x, weight, bias = tensors(rows, shape, dtype)
+        for one in (Linear(weight), Linear(weight, bias)):
+            one.pack()
+            with torch.inference_mode():
+                check(one(x), x, weight, one.bias_o)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -45,14 +45,20 @@ def test_every_family_computes_the_same_with_packed_weights(name):
     torch.testing.assert_close(found, plain, rtol=2e-5, atol=2e-5)
 
 
-def test_the_packed_copy_is_what_is_multiplied_for_several_tokens_and_not_for_one():
+@pytest.mark.parametrize(("narrow", "fewest"), [(1 << 20, 3), (0, 2)])
+def test_the_packed_copy_is_what_is_multiplied_for_several_tokens_and_not_for_one(
+    narrow, fewest, monkeypatch
+):
+    """Two tokens of narrow inputs are faster without it."""
+    monkeypatch.setattr(layers, "NARROW_INPUTS", narrow)
     target = Target.of(tiny_policy().float(), rows=2, max_tokens=16)
-    features = torch.randn(2, target.hidden_size, generator=torch.Generator().manual_seed(0))
+    features = torch.randn(4, target.hidden_size, generator=torch.Generator().manual_seed(0))
     before = target.logits(features)
     target.pack(ALL)
     target.head.data.mul_(2)  # not counted by `Tensor._version`
-    assert torch.allclose(target.logits(features), before)
-    assert torch.allclose(target.logits(features[:1]), 2 * before[:1], rtol=1e-4)
+    for rows in range(1, 5):
+        found, factor = target.logits(features[:rows]), 1 if rows >= fewest else 2
+        torch.testing.assert_close(found, factor * before[:rows], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
@@ -76,15 +82,17 @@ def test_weights_of_one_input_are_one_product_with_their_copy_and_several_withou
     target = Target.of(tiny_policy().float(), rows=2, max_tokens=16)
     joined = [each for each in target.weights.projections if isinstance(each, layers.JoinedLinear)]
     assert [len(each.parts) for each in joined] == [3, 2] * target.num_layers
-    x = torch.randn(2, target.hidden_size, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(3, target.hidden_size, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert joined[0].joined(x) is None
         plain = joined[0](x)
         target.pack(ALL)
         found = joined[0].joined(x)
         torch.testing.assert_close(found, torch.cat(plain, -1))
-        assert joined[0].joined(x[:1]) is None, "one row in fp32 reads the weights once in any layout"
+        assert joined[0].joined(x[:2]) is None, "two rows in fp32 are faster with the weights as they are"
         torch.testing.assert_close(joined[0](x), plain)
+        joined[0]._copy.zero_()
+        torch.testing.assert_close(joined[0](x[:2]), tuple(part[:2] for part in plain))
     assert joined[0].joined(x) is None, "a copy has no gradient"
 
 

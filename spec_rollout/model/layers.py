@@ -234,7 +234,13 @@ SMALL_WEIGHTS = 1 << 17
 """Weights of fewer numbers stay in the cache, where the overhead of oneDNN is not worth it for few rows."""
 
 HUGE_WEIGHTS = 1 << 24
-"""Weights of at least as many numbers are in no cache: packing gains nothing for the fewest rows."""
+"""Weights of at least as many numbers are in no cache: packing gains nothing for one row in bf16."""
+
+NARROW_INPUTS = 1280
+"""Inputs up to which one or two rows in fp32 are faster as W x': W is read at twice the speed on one core."""
+
+PACKED_ROWS = 4
+"""Rows that a product with a packed copy computes at least: two alone take longer, by a tenth to a half."""
 
 WIDE_INPUTS = 768
 """Inputs from which on one row in bf16 is faster without packing: by a twentieth to a third on one core."""
@@ -323,6 +329,8 @@ class JoinedLinear:
         rows = x_Ti.numel() // x_Ti.shape[-1]
         if rows < _least_packed_rows(self.parts[0].weight_oi, self._copy.numel()):
             return None
+        if rows <= EXACT_ROWS:
+            return _with_packed(x_Ti, rows, self._copy, self._bias_o)
         return _with_added_rows(x_Ti, rows, self._copy, self._bias_o, self._copy)
 
     @property
@@ -378,11 +386,11 @@ def _least_packed_rows(weight_oi: Tensor, size: int) -> int:
     weight_oi: The weight, or one of those that are joined.
     size: Numbers of the copy.
     """
-    is_huge = size >= HUGE_WEIGHTS
+    inputs = weight_oi.shape[1]
     if weight_oi.dtype == torch.bfloat16:
-        is_wide = weight_oi.shape[1] >= WIDE_INPUTS and weight_oi.is_contiguous()
-        return 2 if is_huge or is_wide else 1
-    return 4 if is_huge else 2
+        is_wide = inputs >= WIDE_INPUTS and weight_oi.is_contiguous()
+        return 2 if size >= HUGE_WEIGHTS or is_wide else 1
+    return 3 if inputs <= NARROW_INPUTS and weight_oi.is_contiguous() else 2
 
 
 def linear(
@@ -427,7 +435,7 @@ def _product(
 ) -> Tensor:
     """Return `F.linear` by the kernel that the rule selects."""
     if packed is not None and rows >= _least_packed_rows(weight_oi, weight_oi.numel()):
-        return _onednn(x_Ti, packed, bias_o)
+        return _with_packed(x_Ti, rows, packed, bias_o)
     if not weight_oi.is_contiguous():
         # A weight that is stored transposed (GPT-2): oneDNN is faster for several rows.
         is_slow = weight_oi.dtype == torch.float32 and rows > 1 and weight_oi.numel() >= SMALL_WEIGHTS
@@ -440,9 +448,25 @@ def _product(
     if weight_oi.dtype != torch.float32 or is_small or not rows:
         return F.linear(x_Ti, weight_oi, bias_o)
     out, size = weight_oi.shape
-    if 2 <= rows <= 4 and out >= size and x_Ti.dim() == 2 and bias_o is None:
-        return torch.mm(weight_oi, x_Ti.t()).t().contiguous()
+    if x_Ti.dim() == 2 and (
+        size <= NARROW_INPUTS if rows <= 2 else rows <= 4 and out >= size and bias_o is None
+    ):
+        return _from_left(x_Ti, rows, weight_oi, bias_o)
     return _onednn(x_Ti, weight_oi, bias_o)
+
+
+def _from_left(x_Ti: Tensor, rows: int, weight_oi: Tensor, bias_o: Tensor | None) -> Tensor:
+    """Return `F.linear` as the transpose of W x'. One row is computed as two, for which there is a kernel."""
+    x_iT = (x_Ti if rows > 1 else torch.cat((x_Ti, x_Ti))).t()
+    y_oT = torch.mm(weight_oi, x_iT) if bias_o is None else torch.addmm(bias_o[:, None], weight_oi, x_iT)
+    return y_oT.t()[:rows].contiguous()
+
+
+def _with_packed(x_Ti: Tensor, rows: int, packed: Tensor, bias_o: Tensor | None) -> Tensor:
+    """Return `F.linear` with a packed weight; two rows are computed as `PACKED_ROWS`."""
+    if rows != 2 or x_Ti.dim() != 2:
+        return _onednn(x_Ti, packed, bias_o)
+    return _onednn(F.pad(x_Ti, (0, 0, 0, PACKED_ROWS - 2)), packed, bias_o)[:2]
 
 
 def _onednn(x_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None) -> Tensor:
