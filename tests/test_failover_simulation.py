@@ -35,7 +35,7 @@ LINE_S = 60.0
 OLDER, FULL = (2537, 5749, 8290, 35295, 34800), (12363, 29622, 23858, 37663, 62886, 10922)
 """Histories in which an older folder led or was elected; in which a full hub put out or held up the rest, or
 lost a thread."""
-SHOWN, OF_THE_TEST = (10781,), (14293, 41580)
+SHOWN, OF_THE_TEST = (10781,), (14293, 41580, 80273)
 """A node was shown a version that was not on disk; a paused node took an old answer, a second disk went."""
 TWINS = (2142, 3814, 8907, 17949, 20765, 22129, 1735, 20728)
 """Of two processes of one folder both led one term, or each left the votes to the other."""

@@ -568,7 +568,8 @@ class SimHub(Process):
     def check_term(self, leading):
         """Let the accounts check a term that this process leads; one that was overtaken is elected anew."""
         term, replica = leading.ledger.hub.state.term, leading.leadership._replica
-        if term != self.led and not leading.leadership.only_sends:
+        is_written = term == replica.term  # else a full disk has no room for it yet
+        if is_written and term != self.led and not leading.leadership.only_sends:
             self.led = term
             self.accounts.leads(self, leading, ELECTED[self.identity, replica._process, term])
 
