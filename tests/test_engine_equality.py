@@ -3,11 +3,11 @@
 The reference makes each token by a full forward pass of transformers' own model, with the same noise.
 """
 
-import multiprocessing
 from collections import Counter
 
 import pytest
 import torch
+from kit.distributed import FORKS
 from kit.own_draws import Judge
 from kit.rollouts import (
     FLIPS,
@@ -211,8 +211,8 @@ def test_who_is_not_here_cannot_be_taken_out(policy, mixed):
         engine.remove(rollout)
 
 
-@pytest.mark.timeout(400)  # importing torch is slow on a busy machine
 def test_a_sample_goes_on_in_another_process(mixed, plain, texts):
+    """It has nothing of this process: it is forked from a server that has only imported modules."""
     seed = 0
     engine = engine_of(tiny_policy(seed), 4, Insider(texts), *FLIPS)
     made = [engine.add(prompt) for prompt in mixed[:4]]
@@ -220,9 +220,8 @@ def test_a_sample_goes_on_in_another_process(mixed, plain, texts):
         engine.step()
     prompts = [engine.remove(rollout) for rollout in made if not rollout.finish_reason]
     assert any(prompt.partial.tokens for prompt in prompts)
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=go_on_elsewhere, args=(theirs, seed), daemon=True)
+    ours, theirs = FORKS.Pipe()
+    process = FORKS.Process(target=go_on_elsewhere, args=(theirs, seed), daemon=True)
     process.start()
     try:
         ours.send(prompts)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from kit.places import LIMIT_S, Place, ends_well, steps_in
 from kit.waiting import until
+from test_traces import collector
 from transformers import AutoModelForCausalLM
 
 from aedit.launch.cli import main
@@ -47,6 +48,7 @@ quorum = 1
 heartbeat_s = 0.1
 expire_s = {expire_s}
 lease_samples = 64
+{more}
 """
 
 
@@ -56,8 +58,8 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def configure(place, steps, *, address="127.0.0.1:0", expire_s=3.0):
-    place.configure(TOML, steps=steps, address=address, expire_s=expire_s)
+def configure(place, steps, *, address="127.0.0.1:0", expire_s=3.0, more=""):
+    place.configure(TOML, steps=steps, address=address, expire_s=expire_s, more=more)
 
 
 @contextlib.contextmanager
@@ -82,10 +84,11 @@ def test_a_local_run_ends_with_a_report_and_a_node_that_starts_late_is_told_so_a
 
     Nodes that train beside each other: `test_examples.py`, `test_hub_nodes.py` and the slow tests below.
     """
-    configure(place, 24)
-    run = place.aedit("run", place.toml, "--local", 2, f"--dir={place.directory}/runs")
-    place.hold_until_the_others_are_done("local-1", [0])
-    out = ends_well(run, place)
+    with collector() as found:
+        configure(place, 24, more=f'[traces]\nendpoint = "{found.url}"')
+        run = place.aedit("run", place.toml, "--local", 2, f"--dir={place.directory}/runs")
+        place.hold_until_the_others_are_done("local-1", [0])
+        out = ends_well(run, place)
     assert "run x: 2 nodes" in out
     assert "held-out loss" in out
     assert [place.events(node)[-1]["reason"] for node in range(2)] == ["done"] * 2
@@ -98,6 +101,11 @@ def test_a_local_run_ends_with_a_report_and_a_node_that_starts_late_is_told_so_a
     assert pushed[0] >= 24
     assert pushed[1] == 0
     assert len(anchors_of(hub)) == 3
+    for push in (pushes := found.named("push")):
+        (sent,) = found.below(push).values()
+        services = [span.process["service.name"] for span in (push, sent, found.below(sent)["hub: push"])]
+        assert services == ["aedit-node", "aedit-agent", "aedit-hub"]
+    assert pushes
     assert place.processes() == []
     assert not list(place.temporary.glob("torchelastic_*")), "folders that nobody deletes"
     assert main(["export", str(place.directory / "runs" / "x"), str(place.directory / "out")]) == 0

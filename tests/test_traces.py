@@ -138,35 +138,19 @@ def off_again():
 
 # -- a push through all processes
 
+
+def train(address, found, count):
+    """Take steps in a loop of one's own, as a node of the hub whose spans go to the collector `found`."""
+    model = Net(1)
+    exchange = HubExchange.join(address, model, name="a", tokens_per_step=7, traces=found.url)
+    sync = LayerSync.of(model, torch.optim.SGD(model.parameters(), lr=0.1), exchange=exchange)
+    with sync:
+        steps(sync, torch.Generator().manual_seed(1), count)
+    assert not traces.is_on(), "they end with the exchange"
+
+
 ROOT = Path(__file__).parent.parent
 PARTS = ("async_sgd", "edit", "launch", "proto", "spec_rollout")
-
-RUN = """
-name = "x"
-dir = "{dir}"
-device = "cpu"
-[model]
-sizes = {{ hidden_size = 32, intermediate_size = 64, num_hidden_layers = 1, num_attention_heads = 2 }}
-[data]
-source = "{dir}/text.txt"
-seq_len = 32
-held_out = 0.3
-[train]
-steps = 12
-batch_size = 2
-eval_every = 0
-[edit]
-every = 4
-landing = "arrival"
-[hub]
-address = "127.0.0.1:0"
-standby = "127.0.0.1:0"
-quorum = 1
-heartbeat_s = 0.1
-expire_s = 60.0
-[traces]
-endpoint = "{more}"
-"""
 
 OF_A_HUB = {
     "hub: receive",
@@ -177,22 +161,19 @@ OF_A_HUB = {
 }
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:buffers of this model change")
 def test_a_push_is_one_trace_over_trainer_agent_hub_and_standby(tmp_path):
-    place = Place(tmp_path)
+    """The trainer is this process; `test_hub_runs.py` has the spans of one that `aedit run` starts."""
     with collector() as found, ending():
-        toml = write_run(tmp_path, found.url, template=RUN)
-        hub = HubProcess(toml, tmp_path / "run" / "hub")
-        standby = HubProcess(toml, tmp_path / "run" / "standby", "--standby")
+        text = HUB.replace('"127.0.0.1:0"', '"127.0.0.1:0"\nstandby = "127.0.0.1:0"')
+        toml = tmp_path / "run.toml"
+        toml.write_text(f'dir = "{tmp_path}"\n{text}[traces]\nendpoint = "{found.url}"\n')
+        hub = HubProcess(toml, tmp_path / "test" / "hub")
+        standby = HubProcess(toml, tmp_path / "test" / "standby", "--standby")
         until(lambda: status(standby.address)["follows"] == hub.address, "the standby")
         assert "secret-path" not in hello(hub.address).config
-        try:
-            flags = f"--traces.endpoint={found.url}", f"--dir={tmp_path}/node", "--device=cpu"
-            joined = place.aedit("join", hub.address, *flags)
-            assert joined.wait(LIMIT_S) == 0, joined.communicate()
-        finally:
-            place.end()
-        accepted = {(push.unit, push.seq) for push in pushes_of(tmp_path / "run" / "hub") if push.base}
+        train(hub.address, found, 12)
+        accepted = {(push.unit, push.seq) for push in pushes_of(tmp_path / "test" / "hub") if push.base}
         assert accepted
         until(lambda: len(found.named("standby: mirror")) >= len(accepted), "the standby's spans")
         hub.stop()
@@ -588,12 +569,7 @@ def test_wrong_traces_of_a_served_model_are_one_line(model_folder, monkeypatch, 
 @pytest.mark.filterwarnings("ignore:buffers of this model change")
 def test_a_loop_of_ones_own_gives_the_trace_of_each_push(tmp_path):
     with collector() as found, real_hub(tmp_path, f'{HUB}[traces]\nendpoint = "{found.url}"\n') as hub:
-        model = Net(1)
-        exchange = HubExchange.join(hub.address, model, name="a", tokens_per_step=7, traces=found.url)
-        sync = LayerSync.of(model, torch.optim.SGD(model.parameters(), lr=0.1), exchange=exchange)
-        with sync:
-            steps(sync, torch.Generator().manual_seed(1), 7)
-        assert not traces.is_on(), "they end with the exchange"
+        train(hub.address, found, 7)
         accepted = {(push.unit, push.seq) for push in pushes_of(tmp_path / "hub") if push.base}
         until(lambda: len(found.named("hub: push")) >= len(accepted), "the spans of the hub", LIMIT_S)
     traced = set()
