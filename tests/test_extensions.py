@@ -39,6 +39,7 @@ from aedit.spec_rollout import (
 )
 from aedit.spec_rollout.drafters import OFF
 from aedit.spec_rollout.model import make_target
+from aedit.spec_rollout.server.worker_engine import Worker
 from aedit.types import UserError
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
@@ -447,22 +448,23 @@ def test_an_import_and_a_first_call_have_a_deadline(my_rules, tmp_path, monkeypa
         check_imports(RunConfig(rl=RLConfig(loss="my_rules:slow")), node=True)
 
 
-def test_the_command_ends_though_the_extension_still_hangs(model_folder):
-    (model_folder / "mine.py").write_text("import time\ntime.sleep(300)\n")
+def test_the_command_ends_though_the_extension_still_hangs(tmp_path):
+    (tmp_path / "mine.py").write_text("import time\ntime.sleep(300)\n")
+    (tmp_path / "run.toml").write_text('[outer]\nkind = "mine:X"\n[hub]\naddress = "127.0.0.1:0"\n')
     code = (
         "import sys\nfrom aedit.launch.config import checks\nchecks.LOAD_S = 1.0\n"
         "from aedit.launch.cli import main\nsys.exit(main(sys.argv[1:]))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, "generate", ".", "--prompt", "a", "--arm", "mine:X"],
-        cwd=model_folder,
-        env={**os.environ, "PYTHONPATH": f"{model_folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+        [sys.executable, "-c", code, "hub", "run.toml"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True,
         text=True,
         timeout=100,
     )
     assert done.returncode == 2, done.stderr
-    assert "--arm: mine:X cannot be imported: TimeoutError: did not return within 1 s" in done.stderr
+    assert "outer.kind: mine:X cannot be imported: TimeoutError: did not return within 1 s" in done.stderr
 
 
 MAKERS = """
@@ -482,19 +484,13 @@ class Unsure:
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("nothing", "WorkerConfig: make: makers:nothing, called with EngineSpec: returned NoneType"),
-        ("small", r"makers:small, .* an engine for \(1, 64\) rows and tokens, expected at least \(3, 64\)"),
-    ],
-)
-def test_a_worker_whose_function_returns_no_engine_for_it_says_so(tmp_path, monkeypatch, name, said):
+def test_a_worker_whose_function_returns_no_engine_says_so(tmp_path, monkeypatch):
     (tmp_path / "makers.py").write_text(MAKERS)
     monkeypatch.syspath_prepend(str(tmp_path))
     once = Restarts(limit=0, pause_s=0.0)
-    config = WorkerConfig(rows=3, max_tokens=64, make=f"makers:{name}", restarts=once)
+    config = WorkerConfig(rows=3, max_tokens=64, make="makers:nothing", restarts=once)
     source = WorkerSource(policy(), config)
+    said = "WorkerConfig: make: makers:nothing, called with EngineSpec: returned NoneType"
     try:
         source.update_weights(policy().state_dict(keep_vars=True), 1)
         source.add([Prompt(tokens=(1, 2), rollout=0, sampling=Sampling(max_new_tokens=2))])
@@ -502,6 +498,16 @@ def test_a_worker_whose_function_returns_no_engine_for_it_says_so(tmp_path, monk
             until(lambda: source.step(), "the refusal", limit_s=100)
     finally:
         source.close()
+
+
+def test_an_engine_for_fewer_rows_than_those_of_its_worker_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "makers.py").write_text(MAKERS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spec = {"model": policy().config.to_dict(), "dtype": "float32", "device": "cpu", "arms": ["off"]}
+    begin = {"make": "makers:small", "engine": {**spec, "rows": 3, "max_tokens": 64, "options": {}}}
+    said = r"makers:small, .* an engine for \(1, 64\) rows and tokens, expected at least \(3, 64\)"
+    with pytest.raises(ValueError, match=said):
+        Worker(begin, channel=None)
 
 
 def test_an_auditor_that_cannot_judge_ends_the_generation(tmp_path, monkeypatch):
