@@ -24,8 +24,9 @@ def models():
     return {1: tiny_policy(1), 2: tiny_policy(2)}
 
 
-@pytest.fixture
-def host(models):
+@pytest.fixture(scope="module")
+def opened(models):
+    """Return a host with the process of one engine, which loads torch once for all tests."""
     config = WorkerConfig(
         rows=2,
         max_tokens=256,
@@ -47,6 +48,17 @@ def host(models):
     made.close()
 
 
+@pytest.fixture
+def host(opened, models):
+    """Return the host with the first model as its newest version."""
+    opened.swap("line", models[1].state_dict, version_of(opened) + 1).result(LIMIT_S)
+    return opened
+
+
+def version_of(host):
+    return host.status()["lines"]["line"]["version"]
+
+
 def submitted(host, prompts, priority=Priority.PUBLIC):
     kept = [Kept() for _ in prompts]
     for prompt, receiver in zip(prompts, kept, strict=True):
@@ -59,31 +71,31 @@ def tokens_of(kept):
 
 
 def test_samples_weights_and_refusals_are_those_of_an_engine(host, models):
-    prompts = prompts_of(5, max_new_tokens=40)
+    prompts, now = prompts_of(5, max_new_tokens=40), version_of(host)
     first = submitted(host, prompts)
     wanted = decode_plainly(models[1], prompts)
     assert tokens_of(first) == wanted
-    assert {version for each in first for version in each.rollout.versions} == {1}
+    assert {version for each in first for version in each.rollout.versions} == {now}
     with pytest.raises(ValueError, match="top_k is not served"):
         host.submit("line", replace(prompts[0], sampling=Sampling(top_k=3, max_new_tokens=4)), Kept())
     harm = {name: tensor.clone() for name, tensor in models[2].state_dict().items()}
     harm["model.norm.weight"][0] = torch.inf
     with pytest.raises(ValueError, match=r"model\.norm\.weight has values that are not finite"):
-        host.swap("line", lambda: harm, 2).result(LIMIT_S)
+        host.swap("line", lambda: harm, now + 1).result(LIMIT_S)
     short = {name: tensor for name, tensor in harm.items() if name != "model.norm.weight"}
     with pytest.raises(ValueError, match="norm"):
-        host.swap("line", lambda: short, 2).result(LIMIT_S)
+        host.swap("line", lambda: short, now + 1).result(LIMIT_S)
     with pytest.raises(ValueError, match="one version at a time"):
-        host.swap("line", models[2].state_dict, 2, "finish").result(LIMIT_S)
+        host.swap("line", models[2].state_dict, now + 1, "finish").result(LIMIT_S)
     with pytest.raises(ValueError, match="with each new version only"):
         host.call("line", lambda engine: engine.clear_prefix_cache()).result(LIMIT_S)
     again = submitted(host, prompts)
     assert tokens_of(again) == wanted
-    assert {version for each in again for version in each.rollout.versions} == {1}
-    host.swap("line", models[2].state_dict, 2).result(LIMIT_S)
+    assert {version for each in again for version in each.rollout.versions} == {now}
+    host.swap("line", models[2].state_dict, now + 1).result(LIMIT_S)
     later = submitted(host, prompts)
     assert tokens_of(later) == decode_plainly(models[2], prompts)
-    assert {version for each in later for version in each.rollout.versions} == {2}
+    assert {version for each in later for version in each.rollout.versions} == {now + 1}
 
 
 def test_evicted_and_cancelled_samples_and_a_killed_process_cost_time_only(host, models):

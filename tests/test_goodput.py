@@ -73,7 +73,7 @@ def test_it_soon_does_as_well_as_the_best_fixed_arm_in_hindsight(agree, rows, go
     assert best > 1.2 * then(Fixed.of("off"))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("rows", [4, 8, 16])
 def test_what_the_first_pass_of_a_size_takes_once_is_not_what_its_arm_costs(rows, seed):
     """oneDNN prepares products of each number of tokens: in a model of 0.3 M, nine steps for one arm."""
