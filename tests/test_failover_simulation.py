@@ -32,12 +32,12 @@ FAST, PARTS, SLOW, MOST = 175, 3, 18_000, 300
 """Histories of one part of `make test`, number of parts, histories in `make test-slow`, and until a mistake
 must be found."""
 LINE_S = 60.0
-OLDER, FULL = (2537, 5749, 8290, 35295, 34800), (12363, 29622, 23858, 37663, 62886, 10922)
-"""Histories in which an older folder led or was elected; in which a full hub put out or held up the rest, or
-lost a thread."""
+OLDER, FULL = (2537, 5749, 8290, 35295, 34800), (12363, 29622, 23858, 37663, 62886, 10922, 46155, 54581)
+"""Histories in which an older folder led or was elected; in which a full hub put out or held up the rest,
+lost a thread, or gave way before a standby had all that it had."""
 SHOWN, OF_THE_TEST = (10781,), (14293, 41580, 80273)
 """A node was shown a version that was not on disk; a paused node took an old answer, a second disk went."""
-TWINS = (2142, 3814, 8907, 17949, 20765, 22129, 1735, 20728)
+TWINS = (2142, 3814, 8907, 17949, 20765, 22129, 1735, 20728, 81338)
 """Of two processes of one folder both led one term, or each left the votes to the other."""
 NODES = (68552, 72336)
 """A node that started again before its first vote was another voter."""

@@ -139,12 +139,12 @@ def test_a_full_leader_whose_standby_has_promised_a_higher_term_gives_way_and_as
     made.confirm(STANDBY, ledger.journal.position)
     made.count(VoteReply(STANDBY, made.identity, made.asks().ballot, True, 1))
     clock.now += 10.0
-    assert not made.has_successor()
+    assert not made.has_successor(ledger.journal.complete)
     made.note_promise(VoteReply(STANDBY, 0, (0, 0), False, 5))
     extent = (ledger.hub.state.term, *ledger.journal.position)
     made.tick((NODE,), ledger.journal.complete, extent, is_full=True)
     assert made.asks() is None
-    assert made.has_successor()
+    assert made.has_successor(ledger.journal.complete)
 
 
 def test_a_hub_without_others_writes_no_configuration(tmp_path):
@@ -318,9 +318,12 @@ def test_a_leader_has_a_successor_before_its_newest_configuration_is_agreed(tmp_
     made.confirm(STANDBY, ledger.journal.position)
     tick(made, ledger)
     made.confirm(STANDBY, ledger.journal.position)
-    assert not made.has_successor(), "the standby is in the newest configuration, and not in the one before"
+    complete = ledger.journal.complete
+    assert not made.has_successor(complete), "the standby is in the newest configuration alone"
     made.count(VoteReply(STANDBY, made.identity, made.asks().ballot, True, 1))
     made.confirm(STANDBY, ledger.journal.position)
     tick(made, ledger, live=(NODE, NODE + 1))
     assert len(made._replica.configs) == 2
-    assert made.has_successor()
+    assert not made.has_successor(ledger.journal.complete), "it lacks the end of the journal"
+    made.confirm(STANDBY, ledger.journal.complete)
+    assert made.has_successor(ledger.journal.complete)

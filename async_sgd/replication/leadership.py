@@ -446,20 +446,24 @@ class Leadership:
         with self._change:
             return not self.has_others or self._replica.holds_lease(self._clock())
 
-    def has_successor(self) -> bool:
+    def has_successor(self, complete: Position) -> bool:
         """Return whether this hub leads, and another can be elected, as far as it knows.
 
         That is a standby in sync which has confirmed lately; or voters that it needs support another hub,
         and it must be elected again itself. A leader that cannot write may not see the agreement on its
         newest configuration. The standby must be in every configuration that counts.
+
+        complete: End of the journal. The standby must have all before it: what only a hub has that cannot
+            lead would keep the others from leading.
         """
         with self._change:
             replica, since_s = self._replica, self._clock() - SILENT_S
             if not replica.term or not replica.configs:
                 return False
             in_all = set(replica.configs[0].replicas).intersection(*(one.replicas for one in replica.configs))
-            confirmed = any(replica.has_confirmed(one, since_s) for one in in_all - {self.identity})
-            return confirmed or replica.is_overtaken
+            recent = [one for one in in_all - {self.identity} if replica.has_confirmed(one, since_s)]
+            has_all = any(replica.confirmed(one) >= complete for one in recent)
+            return has_all or replica.is_overtaken
 
     def in_sync(self) -> tuple[int, int]:
         """Return how many standbys the voters agreed to wait for, and how many nodes break ties."""

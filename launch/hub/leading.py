@@ -404,7 +404,7 @@ class LeadingHub:
             self.engine.fail(error)
         if not self.leadership.holds_lease():
             self.guard.ask_the_others()  # it may have been replaced while it could not be reached
-        if (self.engine.full_s or 0.0) >= LEASE_S and self.leadership.has_successor():
+        if (self.engine.full_s or 0.0) >= LEASE_S and self.leadership.has_successor(ledger.journal.complete):
             self._resign(f"the disk of {self._endpoint.directory} is full: a standby may lead")
         elif has_room_again:
             self._resign(f"there is room on the disk of {self._endpoint.directory}: this hub can be elected")

@@ -154,7 +154,11 @@ class Accounts:
     # --- ends and losses
 
     def lacks(self, number, reason):
-        if not self.is_excused:
+        """A hub ends as it lacks what was acknowledged: only where that is so, or a copy of it has the rest.
+
+        Nobody else may have that yet, and it cannot reach what is at its own address.
+        """
+        if not (self.is_excused or self.hubs[number].identity == self.forgiven):
             raise Violation(f"hub {number}: {reason}")
 
     def refuses_folder(self, number, reason):
