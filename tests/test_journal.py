@@ -5,6 +5,7 @@ import os
 import shutil
 import threading
 import zlib
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from aedit.async_sgd.journal import (
     Payload,
     Store,
     batches,
+    check_payloads,
     frames,
     segment_numbers,
     segment_path,
@@ -26,12 +28,14 @@ from aedit.async_sgd.journal import (
 )
 from aedit.async_sgd.journal.encoding import decode_records, encode_records
 from aedit.async_sgd.journal.snapshot import read_snapshot
+from aedit.async_sgd.replication import Mirror
 from aedit.async_sgd.rules import HubConfig, MergePart, OuterConfig, Push, records
 from aedit.edit import EditConfig
 from aedit.launch.config import RunConfig
 from aedit.launch.hub import folder
 from aedit.launch.hub.folder import make_hub
 from aedit.proto.codecs import codec
+from aedit.proto.rpc import hub_pb2 as pb
 from aedit.types import Layout, TensorLayout, UnitLayout, UserError
 
 NUMELS = (3000, 50)
@@ -246,6 +250,57 @@ def test_damage_behind_what_was_acknowledged_is_cut_off(tmp_path):
     segment_path(tmp_path, 1).write_bytes(data)
     hub = reopened(tmp_path)
     assert hub.state.term == 1
+
+
+@pytest.mark.parametrize("is_torn", [False, True])
+def test_a_follower_does_not_go_on_behind_a_payload_that_its_disk_has_lost(tmp_path, is_torn):
+    """Found in simulation: it confirmed the push, and its next version was computed from other values."""
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    book = Book(tmp_path / "a").join("a")
+    book.push(0, 0)
+    file = File(segment_path(tmp_path / "a", 1))
+    end = max(frame.end for frame, _ in frames.frames(file) if frame.kind == frames.PAYLOAD)
+
+    def sent(mirror, upto):
+        start = mirror.position[1]
+        data = file.read(start, upto - start)
+        mirror.take(pb.TailChunk(segment=1, offset=start, data=data, crc=zlib.crc32(data)))
+        while mirror.apply():
+            pass
+
+    def make():
+        return make_hub(config(), (0, 1))
+
+    first = Mirror(Store(tmp_path / "b"), make)
+    sent(first, end)
+    first.sync()
+    if is_torn:  # pages behind others are on disk, and these are not
+        with segment_path(tmp_path / "b", 1).open("r+b") as copy:
+            copy.seek(end - 100)
+            copy.write(bytes(100))
+    again = Mirror(Store(tmp_path / "b"), make)
+    assert again.position == (1, end)
+    if is_torn:
+        with pytest.raises(Damaged, match="an accepted push is damaged"):
+            sent(again, file.num_bytes)
+    else:
+        sent(again, file.num_bytes)
+        same(book.hub, again.hub)
+
+
+def test_values_of_a_parent_hub_are_compared_with_their_checksum_as_those_of_pushes_are(tmp_path):
+    """A machine without power may have the record, and not all of the values."""
+    path = tmp_path / "payloads"
+    path.write_bytes(b"0123456789abcdef")
+    for crc, is_whole in ((zlib.crc32(b"456789ab"), True), (7, False)):
+        values = Payload("fp32", 2, crc, File(path), 4, 8)
+        push = Push(node=3, unit=1, seq=9, base=4, steps=5, tokens=60, values=values, norms=(1.5,))
+        for record in (records.Accepted(push), records.Mixed(1, 6, values, 0.25)):
+            check_payloads([record], before=4)
+            with nullcontext() if is_whole else pytest.raises(Damaged):
+                check_payloads([record], before=5)
+            with nullcontext() if is_whole else pytest.raises(Damaged):
+                check_payloads([record])
 
 
 def test_a_missing_or_shortened_segment_is_refused(tmp_path):

@@ -32,7 +32,7 @@ from aedit.async_sgd.journal.frames import (
 )
 from aedit.async_sgd.journal.journal import NOTE, Journal, Position, segment_path
 from aedit.async_sgd.journal.snapshot import read_snapshot, write_snapshot
-from aedit.async_sgd.rules import Accepted, Led, Record
+from aedit.async_sgd.rules import Accepted, Led, Mixed, Record
 from aedit.system import sync_directory
 from aedit.types import UserError
 
@@ -265,11 +265,16 @@ def check_noted(directory: Path) -> int:
     return number
 
 
-def check_payloads(batch: list[Record]) -> None:
-    """Raise Damaged if an accepted push of the batch is not what it was."""
+def check_payloads(batch: list[Record], before: int | None = None) -> None:
+    """Raise Damaged if values that a record of the batch refers to are not what they were.
+
+    before: Only those that begin before this byte.
+    """
     for record in batch:
-        if isinstance(record, Accepted) and isinstance(record.push.values, Payload):
-            record.push.values.check()
+        values = record.push.values if isinstance(record, Accepted) else None
+        values = record.values if isinstance(record, Mixed) else values
+        if isinstance(values, Payload) and (before is None or values.offset < before):
+            values.check()
 
 
 _ASIDE = "set_aside"

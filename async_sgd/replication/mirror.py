@@ -24,6 +24,7 @@ from aedit.async_sgd.journal import (
     Position,
     Store,
     chain_of,
+    check_payloads,
     decode_records,
     delete_after,
     frame_at,
@@ -86,6 +87,9 @@ class Mirror:
         self._reading: File = journal.file
         self.position: Position = journal.position
         """Everything before it is written, here."""
+        self._found: Position = journal.position
+        """Everything before it was in the folder already. A machine without power may have lost a part of a
+        payload that no record refers to yet."""
         self._applied: Position = journal.position
         self._chain: Chain | None = journal.chain
         """Of the segment that is being applied, up to there; None: it is to be read."""
@@ -103,7 +107,7 @@ class Mirror:
         """
         with self.lock:
             self._remove(keep=keep)
-            self.hub, self.position, self._applied = self._make(), (1, 0), (1, 0)
+            self.hub, self.position, self._applied, self._found = self._make(), (1, 0), (1, 0), (1, 0)
 
     def trim(self) -> tuple[Position, bytes]:
         """Cut off an incomplete end, and return the end of the rest and the chain up to there.
@@ -204,7 +208,10 @@ class Mirror:
                 return self._turn_over(segment + 1)
             if frame.kind == RECORDS:
                 body = frame.read()
-                for record in decode_records(body, frame.file):
+                batch = decode_records(body, frame.file)
+                if segment == self._found[0]:
+                    check_payloads(batch, self._found[1])
+                for record in batch:
                     self.hub.apply(record)
                 self._known_chain().add(frame.header + body, frame.end)
             self._applied = segment, frame.end

@@ -59,9 +59,9 @@ class Accounts:
         configs: of its journal when it was elected.
         """
         term, identity = leading.ledger.hub.state.term, leading.leadership.identity
-        proposer = identity, leading.leadership._replica.voter.process
+        proposer = identity, leading.leadership._replica._process
         self.supports(host, identity, proposer, term)
-        self.elected_by[host.number, term] = self.supporters[term, proposer]
+        self.elected_by[host.number, term] = self._supporters_of(leading)
         if configs and not is_quorum(configs[-1], self.supporters[term, proposer]):
             raise Violation(f"hub {host.number} leads term {term} without a quorum of {configs[-1]}")
         first = self.elected.setdefault(term, (host.number, proposer))
@@ -75,17 +75,23 @@ class Accounts:
     def check_leader(self, host, leading, by=None):
         """A leader has everything that was acknowledged, the last push by the hub `by`.
 
-        But for what one of two processes has confirmed, if the other one has elected it.
+        But for what one of two processes has confirmed or agreed to, if the other one has elected it.
         """
         try:
             self._check_leader(host, leading)
         except Violation:
-            elected_by = self.elected_by[host.number, leading.ledger.hub.state.term]
+            elected_by = self.elected_by.get((host.number, leading.ledger.hub.state.term), ())
             twins = [hub for hub in self.hubs if hub is not host and hub.identity == self.forgiven]
-            is_of_twin = self.forgiven in elected_by and (by in twins or any(map(self._holds, twins)))
+            has_agreed = by is not None and self.forgiven in self._supporters_of(by.process._leading)
+            has_all = by in twins or any(map(self._holds, twins))
+            is_of_twin = self.forgiven in elected_by and (has_all or has_agreed)
             if not (is_of_twin or (self.forgiven and self.is_excused)):
                 raise
             self.excuse(always=True)
+
+    def _supporters_of(self, leading):
+        identity, process = leading.leadership.identity, leading.leadership._replica._process
+        return self.supporters[leading.ledger.hub.state.term, (identity, process)]
 
     def _check_leader(self, host, leading):
         state = leading.ledger.hub.state
@@ -112,6 +118,7 @@ class Accounts:
         newest = max(self.leaders)
         for other in self.hubs:
             if other.process and (later := other.process._leading) and later.ledger.hub.state.term >= newest:
+                other.check_term(later)
                 self.check_leader(other, later, host)
         if term < newest:
             return  # what it had confirmed by a majority before it was paused, say, has the later leader
