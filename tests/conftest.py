@@ -40,6 +40,16 @@ def pytest_collection():
         gc.enable()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Put the files that use `world` first, so that one of several test processes runs them all.
+
+    The server that forks its workers imports torch and transformers, once in each test process that uses it.
+    """
+    first = {item.path for item in items if "world" in item.fixturenames}
+    items.sort(key=lambda item: item.path not in first)
+
+
 def pytest_sessionfinish(session):
     """Fail the session when a process it started still runs, even one that has lost its parent."""
     commands.close()
