@@ -113,6 +113,9 @@ class Accounts:
         first = self.leaders.setdefault(term, host.number)
         if first != host.number and not self.is_excused:
             raise Violation(f"hubs {first} and {host.number} have both acknowledged under term {term}")
+        others = (self.hubs[number] for number in {*self.leaders.values()} - {host.number})
+        if host.identity == self.forgiven and any(other.identity == self.forgiven for other in others):
+            self.excuse(always=True)  # two processes of one voter lead, each with a journal of its own
         self.pushes[name] = max(head.seq, self.pushes.get(name, 0))
         self.count += 1
         newest = max(self.leaders)
