@@ -37,7 +37,7 @@ OLDER, FULL = (2537, 5749, 8290, 35295, 34800), (12363, 29622, 23858, 37663, 628
 lost a thread, or gave way before a standby had all that it had."""
 SHOWN, OF_THE_TEST = (10781,), (14293, 41580, 80273)
 """A node was shown a version that was not on disk; a paused node took an old answer, a second disk went."""
-TWINS = (2142, 3814, 8907, 17949, 20765, 22129, 1735, 20728, 81338, 33268, 30694, 65740)
+TWINS = (2142, 3814, 8907, 17949, 20765, 22129, 1735, 20728, 81338, 33268, 30694, 65740, 70210)
 """Of two processes of one folder both led one term, or each left the votes to the other."""
 NODES, TORN = (68552, 72336), (24154,)
 """A node that started again before its first vote was another voter; a follower kept torn values."""

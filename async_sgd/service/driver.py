@@ -192,7 +192,7 @@ class Driver:
             here = printable(request.address) or "this process"
             raise Refusal(grpc.StatusCode.ALREADY_EXISTS, twin_text(here, printable(other)))
         stand = self._guard.leadership.confirm(request.replica, position, request.address)
-        return pb.ConfirmReply(stand=stand)
+        return pb.ConfirmReply(stand=stand, counts=True)
 
     def _used(self, member: Member, consumed: Sequence[pb.Consumed]) -> list[Record]:
         return self._hub.use(member.node, [(block.start, block.upto) for block in consumed])

@@ -686,7 +686,8 @@ class Confirmer:
     def answered(self, answer: pb.ConfirmReply | HubRefused | HubUnreachable) -> bool:
         """Take the answer to a confirmation; return whether the leader wants this replica in its place."""
         if isinstance(answer, pb.ConfirmReply):
-            self.twin = self.twin_at = ""
+            if answer.counts:
+                self.twin = self.twin_at = ""
             return answer.stand
         is_twin = isinstance(answer, HubRefused) and answer.code is grpc.StatusCode.ALREADY_EXISTS
         self.twin_at = "" if is_twin else self.twin_at

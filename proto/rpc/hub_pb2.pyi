@@ -578,7 +578,9 @@ class ProposeRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., part: _Optional[int] = ..., public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class ConfirmReply(_message.Message):
-    __slots__ = ("stand",)
+    __slots__ = ("stand", "counts")
     STAND_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
     stand: bool
-    def __init__(self, stand: _Optional[bool] = ...) -> None: ...
+    counts: bool
+    def __init__(self, stand: _Optional[bool] = ..., counts: _Optional[bool] = ...) -> None: ...
