@@ -11,7 +11,8 @@ node's own.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -83,9 +84,29 @@ class OpenRounds:
         """True once the program has put other values in place of the parameters, or has written to them."""
         self._lands_in_step = False
         """True if units land in `sync.step()`: all ranks of the node have agreed on it."""
+        self._cut_short = ""
+        """What an exception has cut short; "" if nothing."""
 
     def __bool__(self) -> bool:
         return bool(self._open)
+
+    @contextmanager
+    def whole(self, what: str) -> Iterator[None]:
+        """Note that an exception in this block, such as KeyboardInterrupt, leaves `what` half done.
+
+        Waits stay outside: one that is interrupted can go on later.
+        """
+        before, self._cut_short = self._cut_short, self._cut_short or what
+        yield
+        self._cut_short = before
+
+    def check_whole(self) -> None:
+        """Raise RuntimeError if an exception has cut something short that cannot be repeated."""
+        if self._cut_short:
+            raise RuntimeError(
+                f"an exception has cut {self._cut_short} short, so other nodes have other values than this"
+                " one: leave the `with` block, and resume all nodes from a checkpoint"
+            )
 
     def movable(self, units: tuple[int, ...]) -> tuple[int, ...]:
         """Return those of `units` that the next round may move; () if it must be put off.
@@ -105,9 +126,8 @@ class OpenRounds:
 
     # -- what the training loop calls
 
-    def open(self, round: Round, units: tuple[int, ...], *, leaving: bool) -> OpenRound:
-        """Open `round` for `units` and return it without waiting for its answers."""
-        node = self._node
+    def make_room(self, units: tuple[int, ...]) -> None:
+        """Land or send what older rounds have of `units`, so that another round may move them."""
         for opened in list(self._open):
             if self._free and not self._forward:
                 for i in opened.units:
@@ -117,19 +137,26 @@ class OpenRounds:
                 self._finish(opened)
             else:  # one order of messages on all nodes: this round's follow those of older rounds
                 self._send_all(opened)
+
+    def open(self, round: Round, units: tuple[int, ...], *, leaving: bool) -> OpenRound:
+        """Open `round` for `units` and return it without waiting for its answers."""
+        node = self._node
+        self.check_whole()
+        self.make_room(units)
         node.optimizers.look([p for unit in node.units for p in unit.params])
         for i in units:
             node.units[i].before_round()
         if not self._forward:
             for i in units:
                 node.units[i].sent = node.units[i].flat()
-        opening = node.exchange.open(round, units, leaving=leaving)
-        opened = OpenRound(round, units, opening, deque(units), node.local_steps, node.optimizers.modes)
+        with self.whole(f"the opening of round {round.id}"):
+            opening = node.exchange.open(round, units, leaving=leaving)
+            opened = OpenRound(round, units, opening, deque(units), node.local_steps, node.optimizers.modes)
+            if not self._free:
+                opened.buffers = self._buffers.open(str(round.id), stepped=round.steps > 0)
+            self._open.append(opened)
         if self._free:
             self._buffers.warn_if_changed()
-        else:
-            opened.buffers = self._buffers.open(str(round.id), stepped=round.steps > 0)
-        self._open.append(opened)
         node.on_open(opening.result() if self._free and opening.done() else RoundOutcome(round, units))
         if self._free:
             self._send_all(opened)
@@ -218,6 +245,7 @@ class OpenRounds:
 
     def finish(self) -> None:
         """Wait for all rounds under way and land them."""
+        self.check_whole()
         for opened in list(self._open):
             self._finish(opened)
 
@@ -285,11 +313,13 @@ class OpenRounds:
 
     def _send(self, opened: OpenRound, landing: int | None = None) -> None:
         """Send the next unit; if it is not `landing`, inner steps may come before its answer."""
-        i = opened.unsent.popleft()
+        i = opened.unsent[0]
         unit = self._node.units[i]
         if unit.sent is None and i != landing:
             unit.sent = unit.flat()
-        opened.sent[i] = self._node.exchange.start(i)
+        with self.whole(f"the sending of unit {unit.name} in round {opened.round.id}"):
+            opened.unsent.popleft()
+            opened.sent[i] = self._node.exchange.start(i)
 
     def _send_all(self, opened: OpenRound) -> None:
         self._outcome(opened)
@@ -299,12 +329,13 @@ class OpenRounds:
     def _outcome(self, opened: OpenRound) -> RoundOutcome:
         node = self._node
         if opened.outcome is None:
-            opened.outcome = node.wait(opened.opening, opened, needed=node.position)
-            node.total_steps = opened.outcome.total_steps
-            if opened.buffers:
-                rows = node.wait(opened.buffers.rows, opened)
-                wait = partial(node.wait, opened=opened)
-                opened.buffers.send(rows, wait, trusted=opened.outcome.trusts_node)
+            outcome = node.wait(opened.opening, opened, needed=node.position)
+            rows = node.wait(opened.buffers.rows, opened) if opened.buffers else None
+            with self.whole(f"the sending of buffers in round {opened.round.id}"):
+                if opened.buffers and rows is not None:
+                    wait = partial(node.wait, opened=opened)
+                    opened.buffers.send(rows, wait, trusted=outcome.trusts_node)
+                opened.outcome, node.total_steps = outcome, outcome.total_steps
         return opened.outcome
 
     def _finish(self, opened: OpenRound) -> None:
@@ -322,6 +353,7 @@ class OpenRounds:
     @values_only
     def _land(self, opened: OpenRound, i: int) -> None:
         """Land unit `i` once: a recomputed or repeated forward pass finds nothing left to do."""
+        self.check_whole()
         node, outcome = self._node, self._outcome(opened)
         place = opened.units.index(i)
         while opened.unsent and opened.units.index(opened.unsent[0]) <= place + node.config.prefetch:
@@ -329,13 +361,15 @@ class OpenRounds:
         if i not in opened.sent:
             return
         anchor = self._answer(opened, i)
-        outcome = opened.outcome = node.exchange.conclude(i, outcome)
         if self._forward:
             node.optimizers.check_modes(opened.modes, opened.round.id)
-        self.own_values.landing(i)
-        land_unit(node.units[i], anchor, node.optimizers, node.shards, adopt=i in outcome.distrusted)
-        self.own_values.landed(i)
-        opened.ready.pop(i, None)
+        with self.whole(f"the landing of unit {node.units[i].name} in round {opened.round.id}"):
+            outcome = opened.outcome = node.exchange.conclude(i, outcome)
+            self.own_values.landing(i)
+            land_unit(node.units[i], anchor, node.optimizers, node.shards, adopt=i in outcome.distrusted)
+            self.own_values.landed(i)
+            del opened.sent[i]
+            opened.ready.pop(i, None)
         self._conclude(opened)
 
     def _answer(self, opened: OpenRound, i: int) -> Tensor:
@@ -351,7 +385,6 @@ class OpenRounds:
             anchor = node.wait_together(opened.sent[i], what, opened=opened, position=node.position)
         else:
             anchor = node.wait(opened.sent[i], opened)
-        del opened.sent[i]
         return anchor
 
     def _conclude(self, opened: OpenRound) -> None:

@@ -13,6 +13,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -277,12 +278,13 @@ class LayerSync(Waiter):
         Raises:
             ValueError: Called outside `with`, or parameters or optimizers are others than those of `of`, or
                 other parameters are frozen, or parameters were cast, or adapters are merged.
-            RuntimeError: The gradients of a step of the warm-up were not averaged, or what has landed was
-                overwritten with older values.
+            RuntimeError: The gradients of a step of the warm-up were not averaged, what has landed was
+                overwritten with older values, or an exception has cut an exchange short.
         """
         if not self._hooks:
             raise ValueError("sync.step() outside the block: wrap the training loop in `with sync:`")
         refuse_meta_default()
+        self._rounds.check_whole()
         self.optimizers.check_unchanged()
         if self.optimizers.idle:
             return
@@ -295,15 +297,22 @@ class LayerSync(Waiter):
         self.steps += 1
         self.exchange.note_step(self.steps, self.waited_s)
         if warmed_up and not self.warming_up:
-            self._gradients.detach()
-            self._buffers.exchange(f"warmup/{self.steps}", self.wait)
-            self.anchor()
+            with self._rounds.whole("the end of the warm-up"):
+                self._gradients.detach()
+                self._buffers.exchange(f"warmup/{self.steps}", self.wait)
+                self.anchor()
         elif not warmed_up:
             self._rounds.note_answers()
             self._rounds.hold_back()
             self._rounds.land_in_step()
             units = self._rounds.movable(self._fragment(self.schedule.last_id + 1))
+            before = self.schedule.last_id, self.schedule.last_step
             if round := self._due() if units else None:
+                try:
+                    self._rounds.make_room(units)
+                except BaseException:  # an interrupted wait: the round is still due
+                    self.schedule.last_id, self.schedule.last_step = before
+                    raise
                 self._rounds.open_in_step(round, units)
         self._rounds.note_parameters()
 
@@ -314,6 +323,7 @@ class LayerSync(Waiter):
         and before a GradScaler checks the gradients. A node whose gradient of a unit has a NaN or Inf is left
         out of the mean of that unit.
         """
+        self._rounds.check_whole()
         if self.warming_up:
             self._gradients.average()
 
@@ -397,9 +407,12 @@ class LayerSync(Waiter):
         """
         try:
             self.optimizers.check_unchanged()
-        except ValueError:
+            self._leave()
+        except BaseException:
             self.exchange.withdraw()
             raise
+
+    def _leave(self) -> None:
         self.finish()
         if self.warming_up:
             self._gradients.leave()
@@ -417,6 +430,11 @@ class LayerSync(Waiter):
         self.exchange.leave()
 
     # -- rounds
+
+    def whole_step(self) -> AbstractContextManager[None]:
+        """Return the block that averages the gradients of a step of the warm-up."""
+        self._rounds.check_whole()
+        return self._rounds.whole(f"the mean of the gradients of step {self.steps + 1}")
 
     def compare(self) -> None:
         """Compare model and settings with those of the other nodes; only the first call does anything.

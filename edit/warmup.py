@@ -116,6 +116,10 @@ class GradientMean:
         """
         if self._averaged and not self._fresh:
             return
+        with self._node.whole_step():
+            self._average()
+
+    def _average(self) -> None:
         name = f"warmup/{self._node.steps}"
         gradients = [unit.gradient() for unit in self._units]
         finite = torch.stack([self._shards.sum((~g.isfinite()).sum()) == 0 for g in gradients]).float()

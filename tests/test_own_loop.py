@@ -471,3 +471,98 @@ def group(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+class Interrupting:
+    """Transport that raises KeyboardInterrupt once, at its call or answer of this number."""
+
+    def __init__(self, transport, at):
+        self.transport, self.left = transport, at
+
+    def count(self):
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+    def channel(self, name=None):
+        self.transport = self.transport.channel(name)
+        return self
+
+    def gather(self, key, row):
+        self.count()
+        return InterruptingAnswer(self, self.transport.gather(key, row))
+
+    def weighted_mean(self, key, value, weight):
+        self.count()
+        return InterruptingAnswer(self, self.transport.weighted_mean(key, value, weight))
+
+    def __getattr__(self, name):
+        return getattr(self.transport, name)
+
+
+class InterruptingAnswer:
+    def __init__(self, transport, pending):
+        self.transport, self.pending = transport, pending
+
+    def done(self):
+        return self.pending.done()
+
+    def result(self):
+        self.transport.count()
+        return self.pending.result()
+
+
+def train_on(transport, model, data, seen, warmup_steps):
+    """Train as a notebook does that catches Ctrl-C: finish, look at the state, and go on."""
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    exchange = MeanExchange(transport, outer=Average(), penalty=PLAIN)
+    config = EditConfig(every=2, warmup_steps=warmup_steps)
+    with LayerSync.of(model, inner, exchange=exchange, config=config) as sync:
+        seen.append("began")
+        for batch in data:
+            while True:
+                try:
+                    plain_step(model, inner, batch)
+                    break
+                except KeyboardInterrupt:
+                    seen.append("pass")
+                    sync.finish()
+                    sync.state_dict()
+            try:
+                sync.step()
+            except KeyboardInterrupt:
+                seen.append("step")
+        seen.append("ended")
+    return {name: p.detach().clone() for name, p in trainable(model)}
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 2])
+def test_after_an_interrupt_a_run_goes_on_with_no_bit_changed_or_says_that_it_cannot(warmup_steps):
+    """At each message and at each answer of one node. Waits can go on; what was half sent cannot."""
+    data, results = [batches(i, 4 + warmup_steps) for i in range(2)], {"same": set(), "refused": set()}
+
+    def job(transport, i):
+        transport = Interrupting(transport, at if i == 0 else 0)
+        return train_on(transport, models[i], data[i], seen if i == 0 else [], warmup_steps)
+
+    def run():
+        return in_threads(2, job, timeout_s=5)
+
+    at, seen, models = 0, [], [Normed() for _ in data]
+    expected = run()[0]
+    if not warmup_steps:
+        assert furthest(expected, local_sgd(Normed(), data, loss, every=2)) < 1e-6
+    while "ended" not in results["same"]:
+        at, seen, models = at + 1, [], [Normed() for _ in data]
+        try:
+            found = run()
+        except KeyboardInterrupt:
+            assert seen in ([], ["began", "ended"]), "it enters the block, or leaves it"
+        except RuntimeError as error:
+            if "an exception has cut" not in str(error):
+                raise
+            results["refused"].add(seen[1])
+        else:
+            assert max(furthest(each, expected) for each in found) == 0, (at, seen)
+            results["same"].update(seen[1:2])
+    assert results == {"same": {"pass", "ended"}, "refused": {"pass", "step"}}
