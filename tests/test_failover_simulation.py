@@ -19,6 +19,7 @@ from kit.failover.histories import (
     failure,
     first_failure,
     history,
+    losing_power,
     shortest,
     twin,
 )
@@ -26,6 +27,7 @@ from kit.failover.hub import simulated
 from kit.failover.mutants import MUTANTS
 from kit.failover.world import Fault, Process, World
 
+from aedit.async_sgd.replication import mirror
 from aedit.system import write_atomically
 
 FAST, PARTS, SLOW, MOST = 175, 3, 18_000, 300
@@ -119,6 +121,14 @@ def test_a_copy_of_the_leaders_folder_at_another_address_leads_no_term_of_the_le
     """Found so: it led the term on while the leader was paused or gone, and that one led on as well."""
     for seed in (seed for seed in range(500) if RECIPES[seed % len(RECIPES)] is twin):
         assert not failure(copying_the_leader(history(seed))), seed
+
+
+def test_values_that_a_follower_had_before_it_lost_power_are_compared():
+    """Found so: what was torn was confirmed, and merged."""
+    histories = [losing_power(history(seed)) for seed in range(20)]
+    assert not any(map(failure, histories))
+    uncompared = [(mirror, "check_payloads", lambda *_: None)]
+    assert any(failure(one, uncompared) for one in histories)
 
 
 def test_a_full_hub_that_starts_again_sends_its_journal_and_leads_on():

@@ -211,6 +211,16 @@ def copying_the_leader(what):
     return replace(what, faults=tuple(faults))
 
 
+def losing_power(what):
+    """Return a history in which followers lose power again and again in the middle of small pieces."""
+    chance, num_hubs = random.Random(what.seed), min(3, what.num_hubs)
+    faults = []
+    for turn in range(6):
+        who = chance.choice((-2, -3)) if num_hubs > 2 else -2
+        faults.append(Fault(1.8 + 0.9 * turn + 0.5 * chance.random(), "lose", who, 0, 0.15))
+    return replace(what, faults=tuple(faults), num_hubs=num_hubs, chunk_bytes=16, gap_s=0.0)
+
+
 class Simulation:
     """One history as it happens."""
 
