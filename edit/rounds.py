@@ -91,13 +91,21 @@ class OpenRounds:
         return bool(self._open)
 
     @contextmanager
-    def whole(self, what: str) -> Iterator[None]:
+    def whole(self, what: str, *, waits: bool = False) -> Iterator[None]:
         """Note that an exception in this block, such as KeyboardInterrupt, leaves `what` half done.
 
-        Waits stay outside: one that is interrupted can go on later.
+        Other waits stay outside: one that is interrupted can go on later.
+
+        waits: The block waits for other nodes. An error of a wait, such as that they have left, is no
+            interrupt: this node can leave, too.
         """
         before, self._cut_short = self._cut_short, self._cut_short or what
-        yield
+        try:
+            yield
+        except Exception:
+            if waits:
+                self._cut_short = before
+            raise
         self._cut_short = before
 
     def check_whole(self) -> None:
@@ -331,7 +339,7 @@ class OpenRounds:
         if opened.outcome is None:
             outcome = node.wait(opened.opening, opened, needed=node.position)
             rows = node.wait(opened.buffers.rows, opened) if opened.buffers else None
-            with self.whole(f"the sending of buffers in round {opened.round.id}"):
+            with self.whole(f"the sending of buffers in round {opened.round.id}", waits=True):
                 if opened.buffers and rows is not None:
                     wait = partial(node.wait, opened=opened)
                     opened.buffers.send(rows, wait, trusted=outcome.trusts_node)

@@ -297,7 +297,7 @@ class LayerSync(Waiter):
         self.steps += 1
         self.exchange.note_step(self.steps, self.waited_s)
         if warmed_up and not self.warming_up:
-            with self._rounds.whole("the end of the warm-up"):
+            with self._rounds.whole("the end of the warm-up", waits=True):
                 self._gradients.detach()
                 self._buffers.exchange(f"warmup/{self.steps}", self.wait)
                 self.anchor()
@@ -434,7 +434,7 @@ class LayerSync(Waiter):
     def whole_step(self) -> AbstractContextManager[None]:
         """Return the block that averages the gradients of a step of the warm-up."""
         self._rounds.check_whole()
-        return self._rounds.whole(f"the mean of the gradients of step {self.steps + 1}")
+        return self._rounds.whole(f"the mean of the gradients of step {self.steps + 1}", waits=True)
 
     def compare(self) -> None:
         """Compare model and settings with those of the other nodes; only the first call does anything.
