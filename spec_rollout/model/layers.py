@@ -329,8 +329,6 @@ class JoinedLinear:
         rows = x_Ti.numel() // x_Ti.shape[-1]
         if rows < _least_packed_rows(self.parts[0].weight_oi, self._copy.numel()):
             return None
-        if rows <= EXACT_ROWS:
-            return _with_packed(x_Ti, rows, self._copy, self._bias_o)
         return _with_added_rows(x_Ti, rows, self._copy, self._bias_o, self._copy)
 
     @property
