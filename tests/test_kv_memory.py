@@ -1,6 +1,7 @@
 """Tests that the memory of keys and values follows the tokens in use: pages of rows, and blocks of a pool."""
 
 import mmap
+import random
 import re
 import resource
 import sys
@@ -11,26 +12,28 @@ import torch
 from kit.rollouts import Flips, prefilled, tiny_policy
 from test_draft_layer import layer_for
 from test_target import close, drawn, made, own
+from test_weight_packing import can_move
 
 from aedit.spec_rollout.drafters import LayerDrafter
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.engine.rows import EngineLimits
-from aedit.spec_rollout.model import KVMemory, KVMemoryError, Target, make_target
+from aedit.spec_rollout.model import KVMemory, KVMemoryError, Target, kv_storage, make_target
 from aedit.spec_rollout.model import cache as cache_module
 from aedit.spec_rollout.model.kv_storage import KVBlocks, KVRows, KVSizes
 from aedit.spec_rollout.sampling import Prompt, Sampling
+from aedit.system import HUGE_PAGE_BYTES
 
 CPU = torch.device("cpu")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
 
 
-def committed(tensor):
+def committed(tensor, kind="Anonymous"):
     """Return the bytes that the operating system has committed for the mapping of a tensor."""
     at, found = tensor.data_ptr(), False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
             found = int(bounds[1], 16) <= at < int(bounds[2], 16)
-        elif found and line.startswith("Anonymous:"):
+        elif found and line.startswith(f"{kind}:"):
             return int(line.split()[1]) * 1024
     raise AssertionError("the tensor has no mapping")
 
@@ -67,6 +70,39 @@ def test_sixteen_rows_of_32_k_tokens_of_a_7b_shape_take_what_was_written():
     storage.write(7, 0, torch.ones(32, 2, 32, 20, 128, dtype=torch.bfloat16))
     assert storage.kv_bytes == 32 * 2 * 32 * 2 * mmap.PAGESIZE == 16 << 20
     assert committed(storage.tensor) - start == storage.kv_bytes
+
+
+@linux
+@pytest.mark.parametrize(("heads", "has_any"), [(1, True), (40, True), (3, False)])
+def test_memory_of_which_a_quarter_is_in_use_moves_to_huge_pages(heads, has_any, monkeypatch):
+    """The oracles are a copy of all rows and what the system has committed, after each of many changes."""
+    if not has_any:
+        monkeypatch.setattr(kv_storage, "use_huge_pages", lambda address, num_bytes: False)
+    elif not can_move():
+        pytest.skip("this system has no huge pages")
+    monkeypatch.setattr(kv_storage, "LOOK_BYTES", 100_000)
+    sizes = KVSizes(layers=2, rows=4, heads=heads, slots=9_000 // heads, head_dim=60)
+    storage = KVRows(sizes, torch.float32, CPU)
+    copy = torch.zeros(2, 2, 4, heads, sizes.slots, 60)
+    start, ends, draw, huge = committed(storage.tensor), [0] * 4, random.Random(heads), []
+    for _ in range(40):
+        row = draw.randrange(4)
+        if draw.random() < 0.2:
+            storage.release(row)
+            copy[:, :, row] = ends[row] = 0
+        else:
+            count = min(sizes.slots - ends[row], 1 + int(sizes.slots * draw.random() ** 3))
+            kv = torch.full((2, 2, heads, count, 60), draw.choice([1.0, 2.0, torch.nan]))
+            storage.write(row, ends[row], kv)
+            copy[:, :, row, :, ends[row] : ends[row] + count] = kv
+            ends[row] += count
+        assert torch.equal(storage.rows.view(torch.int32), copy.view(torch.int32))
+        assert committed(storage.tensor) - start == storage.kv_bytes
+        huge.append(committed(storage.tensor, "AnonHugePages"))
+    assert max(huge) >= 4 * HUGE_PAGE_BYTES if has_any else not any(huge)
+    for row in range(4):
+        storage.release(row)
+    assert committed(storage.tensor) - start == storage.kv_bytes == 0
 
 
 @pytest.mark.parametrize("layout", ["rows", "blocks"])
@@ -123,8 +159,10 @@ def test_elsewhere_than_on_linux_a_row_takes_all_memory_at_once_and_works(monkey
     target = Target.of(model, rows=2, max_tokens=40)
     assert target.kv_bytes == target.kv_bytes_reserved
     close(prefilled(target, text, 1), own(model, text)[1])
+    target.write_kv(1, torch.full_like(target.read_kv(1, 30), torch.nan))
     target.release_row(1)
     assert target.kv_bytes == target.kv_bytes_reserved
+    assert not target.read_kv(1, 30).any()
 
 
 def test_a_released_row_leaves_nothing_that_another_could_read():

@@ -1,6 +1,7 @@
 """Tests that packed weights give the model's own results, are really used, and never outlive the weights."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from aedit.spec_rollout.engine import engine as engine_module
 from aedit.spec_rollout.engine.engine import PACK_AFTER
 from aedit.spec_rollout.model import Segment, Target, layers
 from aedit.spec_rollout.sampling import Prompt, Sampling
+from aedit.system import use_huge_pages
 
 pytestmark = pytest.mark.skipif(not layers._HAS_ONEDNN, reason="this PyTorch has no oneDNN")
 ALL = 1 << 30
@@ -190,6 +192,65 @@ def test_an_engine_packs_weights_that_are_in_use_for_long_and_makes_the_same_tok
     engine.add(prompts(1, 101)[0])
     engine.step()
     assert all(packed(engine.target.weights)), "weights before were used for long"
+
+
+def test_an_engine_moves_packed_weights_to_huge_pages_once_for_each_version(monkeypatch):
+    moved = []
+    monkeypatch.setattr(layers, "use_huge_pages", lambda address, num_bytes: moved.append(address))
+    monkeypatch.setattr(engine_module, "HUGE_AFTER", 40)
+    model = tiny_policy().float()
+    engine = Engine.of(model, rows=4, max_tokens=64)
+    for prompt in prompts(8):
+        engine.add(prompt)
+    steps = 0
+    while engine.running or engine.waiting:
+        copies = sum(packed(engine.target.weights))
+        assert len(set(moved)) == len(moved) == (copies if steps >= 40 else 0)
+        engine.step()
+        steps += 1
+    assert steps > 2 * 40
+    engine.update_weights(None, 1)
+    assert len(list(engine.generate(prompts(8, 100)))) == 8
+    assert len(moved) == 2 * copies > 0
+    Target.of(copy.deepcopy(model), rows=1, max_tokens=8).use_huge_pages()
+    assert len(moved) == 2 * copies, "nothing is packed"
+
+
+def test_a_packed_copy_in_huge_pages_has_the_same_products():
+    """What the system has done is read from its own account of the process's memory."""
+    draw = torch.Generator().manual_seed(0)
+    weights = [torch.randn(4096, 1024, generator=draw) for _ in range(2)]
+    one, joined = layers.Linear(weights[0]), layers.JoinedLinear(tuple(map(layers.Linear, weights)))
+    x_Ti = torch.randn(4, 1024, generator=draw)
+    with torch.no_grad():
+        for each in (one, joined):
+            each.use_huge_pages()  # there is no copy
+            each.pack()
+            before = product(each, x_Ti)
+            in_huge_pages = huge_bytes() if can_move() else None
+            each.use_huge_pages()
+            assert torch.equal(product(each, x_Ti), before)
+            if in_huge_pages is not None:
+                assert huge_bytes() >= in_huge_pages + each.nbytes - (4 << 20)
+
+
+def product(linear, x_Ti):
+    found = linear(x_Ti)
+    return torch.cat(found, -1) if isinstance(found, tuple) else found
+
+
+def can_move():
+    """Return whether this system can move memory to huge pages: Linux from 6.1 on."""
+    tensor = torch.zeros(8 << 20, dtype=torch.uint8)
+    return use_huge_pages(tensor.data_ptr(), tensor.nbytes)
+
+
+def huge_bytes():
+    """Return the bytes of this process in huge pages."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("AnonHugePages:"):
+            return int(line.split()[1]) << 10
+    return 0
 
 
 @pytest.mark.parametrize("length", [33, 20])

@@ -471,10 +471,15 @@ PACK_AFTER, PACK_TOKENS = 16, 32
 """Passes with the same weights after which they are packed, and tokens beyond which one counts as several:
 each pass then saves a tenth to a half, and the copy takes as long as five to ten, or 500 tokens of a prompt.
 """
+HUGE_AFTER = 256
+"""Passes after which packed weights move to huge pages: each then saves a twentieth, and moving takes ten."""
 
 
 class WeightPacking:
-    """Packs the policy's weights where they are used for long enough; see `TargetModel.pack`."""
+    """Packs the policy's weights, then moves them to huge pages, where they are used for long enough.
+
+    See `TargetModel.pack` and `use_huge_pages`.
+    """
 
     def __init__(self, target: TargetModel, most_bytes: int) -> None:
         self._target, self._most_bytes = target, most_bytes
@@ -494,6 +499,8 @@ class WeightPacking:
         self._num_passes += num_passes
         if before < self._after <= self._num_passes:
             self._target.pack(self._most_bytes)
+        if before < HUGE_AFTER <= self._num_passes:
+            self._target.use_huge_pages()
 
     def weights_changed(self) -> None:
         """Begin anew: at once if the last weights were used for long."""

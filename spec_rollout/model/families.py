@@ -164,6 +164,11 @@ class ModelWeights:
             for each in found:
                 each.pack()
 
+    def use_huge_pages(self) -> None:
+        """Move packed copies to memory in which they are read faster."""
+        for each in (*self.projections, self.to_logits):
+            each.use_huge_pages()
+
     def embed(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
         """Return the input of the first layer, (T, d)."""
         x_Td = F.embedding(tokens_T, self.embedding)

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from aedit.system import use_huge_pages
+
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(queries_THh, keys_TKh, values_TKh), with RoPE applied -> attention output, (T, H * h)."""
 LayerAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -300,6 +302,10 @@ class Linear:
         self._version = self.weight._version
         self._packed = _packed_copy(self.weight_oi.detach())
 
+    def use_huge_pages(self) -> None:
+        """Move the packed copy, if there is one, to memory in which it is read faster."""
+        _move_to_huge_pages(self._packed)
+
 
 @dataclass(slots=True, eq=False)
 class JoinedLinear:
@@ -355,6 +361,10 @@ class JoinedLinear:
         biases = [part.bias_o for part in self.parts if part.bias_o is not None]
         self._bias_o = torch.cat([bias_o.detach() for bias_o in biases]) if biases else None
 
+    def use_huge_pages(self) -> None:
+        """Move the packed copy, if there is one, to memory in which it is read faster."""
+        _move_to_huge_pages(self._copy)
+
     def _tensors(self) -> list[Tensor]:
         """Return all weights and biases."""
         return [each for part in self.parts for each in (part.weight, part.bias_o) if each is not None]
@@ -367,6 +377,12 @@ def _can_be_packed(weight: Tensor) -> bool:
 def _packed_copy(weight_oi: Tensor) -> Tensor:
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_oi.contiguous(), None)
     return packed
+
+
+def _move_to_huge_pages(packed: Tensor | None) -> None:
+    if packed is not None:
+        size = packed.numel() * packed.element_size()  # without padding, of which there may be some
+        use_huge_pages(torch.ops.mkldnn.data_ptr(packed), size)
 
 
 @cache

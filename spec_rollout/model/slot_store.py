@@ -128,10 +128,7 @@ class SlotStore:
     def clear(self) -> None:
         """Overwrite all keys and values by zeros: a value that is not finite would spread even if masked."""
         for memory in self._memories:
-            if memory.is_sparse:
-                memory.discard(0, memory.tensor.nbytes)
-            else:
-                memory.tensor.zero_()
+            memory.discard(0, memory.tensor.nbytes)
 
     def read_kv(self, row: int, length: int, start: int = 0) -> Tensor:
         """Return a copy of slots start .. length - 1 of a row, (1, 1, 1, length - start, bytes of a token).

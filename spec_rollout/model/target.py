@@ -230,6 +230,10 @@ class Target(TargetModel):
         """Copy weights into the layout in which products of several rows are fastest; see `TargetModel`."""
         self.weights.pack(most_bytes)
 
+    def use_huge_pages(self) -> None:
+        """Move packed copies to huge pages; see `TargetModel`."""
+        self.weights.use_huge_pages()
+
     def update_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
         """Make `weights` the policy's weights, all or none; see `TargetModel.update_weights`."""
         moved = self._policy.update(weights, version)

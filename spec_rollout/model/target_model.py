@@ -173,6 +173,12 @@ class TargetModel(Protocol):
         or if the copies would take more than `most_bytes`.
         """
 
+    def use_huge_pages(self) -> None:
+        """Move the copies of `pack` to huge pages, where passes of several rows take a twentieth less time.
+
+        It takes as long as ten passes. Nothing is done if there is no copy, or the system cannot do it.
+        """
+
     @property
     def version(self) -> int:
         """Return the version of the policy that the weights are, 0 until `update_weights`."""

@@ -307,6 +307,24 @@ def memory_fence() -> None:
             pass
 
 
+HUGE_PAGE_BYTES = 2 << 20
+"""Size of a huge page of Linux on x86, and on ARM with pages of 4 KiB."""
+_MADV_COLLAPSE = 25
+
+
+def use_huge_pages(address: int, num_bytes: int) -> bool:
+    """Move memory of this process to huge pages, where it is read faster, and return whether that was done.
+
+    Each huge page takes a millisecond. Those that would hold other memory too are left as they are. Does
+    nothing on systems other than Linux 6.1 or later, or if there are not enough huge pages.
+    """
+    first = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    size = (address + num_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES - first
+    if _LIBC is None or size <= 0:
+        return False
+    return not _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _MADV_COLLAPSE)
+
+
 def anonymous_memory(name: str, num_bytes: int) -> int:
     """Return a file descriptor of `num_bytes` zeros that have no name in the file system.
 
