@@ -1,10 +1,14 @@
 """Tests the layer of EAGLE-3's form: against its definition, in drafts, in its training and in files."""
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
 from kit.eagle3 import SIZES, SOME, layer_for, policy
 from kit.tiny_policies import ends
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -215,6 +219,30 @@ def test_a_file_keeps_form_and_values_and_is_not_of_another_policy(tmp_path):
     narrow = LlamaConfig(**SIZES | {"hidden_size": 16})
     with pytest.raises(ValueError, match="other sizes: hidden_size 32, not 16"):
         DraftLayer.load(tmp_path / "drafter.safetensors", narrow)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tap_layers", [0, 1, 9]), ("tap_layers", [1, 0, 2]), ("tap_layers", [0, 1]),
+        ("tap_layers", [0, 1, "2"]),
+        ("draft_tokens", [3, 3, 5]), ("draft_tokens", [-1]), ("draft_tokens", [0, 48]), ("draft_tokens", 7),
+        ("frequencies", [1.0]), ("frequencies", [1.0, 0.1, 0.01, float("nan")]), ("frequencies", None),
+        ("norm_epsilon", -1e-6), ("norm_epsilon", "small"),
+        ("rope_scale", float("inf")), ("rope_scale", None),
+        ("num_heads", 0), ("head_size", 8.5), ("residual_after_norm", "no"),
+    ],
+)  # fmt: skip
+def test_a_file_with_a_damaged_shape_is_refused_by_the_field(tmp_path, name, value):
+    """Such a layer would draft in vain, or fail in a pass."""
+    model, path = policy(), tmp_path / "drafter.safetensors"
+    layer_for(model, SOME).save(path)
+    with safe_open(path, "pt") as file:
+        sizes = json.loads(file.metadata()["aedit.draft_shape"])
+    assert len(sizes["frequencies"]) == 4
+    save_file(load_file(path), path, {"aedit.draft_shape": json.dumps(sizes | {name: value})})
+    with pytest.raises(ValueError, match=r"its metadata is damaged: .*\b(" + name + "|int|NoneType)"):
+        DraftLayer.load(path, model)
 
 
 def test_the_layers_it_reads_and_the_tokens_it_drafts():

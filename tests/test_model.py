@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from aedit.launch.config import ModelConfig
 from aedit.launch.node import blocks, build_model, loss, num_parameters
-from aedit.launch.node.model import compile_blocks
+from aedit.launch.node.model import compile_blocks, outline
 from aedit.types import UserError
 
 LLAMA = {
@@ -199,6 +200,9 @@ def test_a_pretrained_model_with_sizes_beyond_its_files_is_refused_before_memory
         path.write_text(json.dumps(sizes | {name: 2**40}))
         with pytest.raises(UserError, match=r"no usable model there \(.*1099511627776"):
             build(pretrained=str(tmp_path))
+        run = SimpleNamespace(model=ModelConfig(pretrained=str(tmp_path)))
+        with pytest.raises(UserError, match=r"no model there \(.*1099511627776"):
+            outline(run, None)  # `aedit run --dry-run` took minutes for each million layers
 
 
 def test_a_pretrained_model_that_is_too_small_for_the_data_is_refused(tmp_path):

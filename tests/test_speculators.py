@@ -223,7 +223,9 @@ def test_a_saved_layer_with_sizes_beyond_its_tensors_is_refused_before_memory_is
     for name in ("intermediate_size", "num_heads", "num_kv_heads", "head_size"):
         about = {"aedit.draft_shape": json.dumps(sizes | {name: 2**40})}
         save_file(load_file(path), tmp_path / "huge.safetensors", about)
-        with pytest.raises(ValueError, match=r"must be of shape \(.*\d{13,}.*\), got"):
+        with pytest.raises(
+            ValueError, match=r"must be of shape \(.*\d{13,}.*\), got|frequencies must be \d{12}"
+        ):
             DraftLayer.load(tmp_path / "huge.safetensors", model)
 
 

@@ -57,12 +57,14 @@ def outline(config: RunConfig, tokenizer: CorpusTokenizer) -> nn.Module:
         if not config.model.pretrained:
             seq_len = config.data.seq_len
             return build_model(config.model, tokenizer.vocab_size, seq_len, config.seed, tokenizer.eos_id)
+        name = config.model.pretrained
         try:
-            shape = AutoConfig.from_pretrained(config.model.pretrained, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            name = config.model.pretrained
+            shape = AutoConfig.from_pretrained(name, trust_remote_code=False)
+            if Path(name).is_dir():
+                check_shapes(Path(name))
+            model: nn.Module = _auto.from_config(shape)
+        except Exception as error:  # `transformers` has an error of its own for many a key
             raise UserError(f"model.pretrained = {name!r}: no model there ({first_line(error)})") from None
-        model: nn.Module = _auto.from_config(shape)
         return model
 
 

@@ -19,6 +19,7 @@ key/value heads, e head size, V vocabulary, D draft vocabulary.
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -133,6 +134,28 @@ class Eagle3Shape(DraftShape):
         check(known, "draft tokens", rule, tokens[-1:])
         layers = eagle3_taps(config.num_hidden_layers)
         return cls(**sizes, tap_layers=layers, draft_tokens=tokens, residual_after_norm=True)
+
+    def check(self, num_layers: int) -> None:
+        """Raise ValueError if a field cannot be that of a layer for a policy with `num_layers`.
+
+        A layer of EAGLE-3 need not have the sizes of its policy, so that they cannot be compared.
+        """
+        for name in ("intermediate_size", "num_heads", "num_kv_heads", "head_size"):
+            value = getattr(self, name)
+            check(type(value) is int and value > 0, name, "must be an integer above 0", value)
+        pairs, last = self.head_size // 2, self.vocabulary - 1
+        check(
+            len(self.frequencies) == pairs, "frequencies", f"must be {pairs} numbers", len(self.frequencies)
+        )
+        for value in (self.norm_epsilon, self.rope_scale, *self.frequencies):
+            fits = type(value) in (int, float) and 0 < value < math.inf
+            check(fits, "norm_epsilon, rope_scale and frequencies", "must be finite and above 0", value)
+        is_known = len(self.tap_layers) == self.taps and _ascend(self.tap_layers, num_layers)
+        rule = f"must be {self.taps} ascending layers of {num_layers}"
+        check(is_known, "tap_layers", rule, self.tap_layers)
+        check(_ascend(self.draft_tokens, last + 1), "draft_tokens", f"must ascend from 0 to {last}", "others")
+        is_bool = type(self.residual_after_norm) is bool
+        check(is_bool, "residual_after_norm", "must be true or false", self.residual_after_norm)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -337,8 +360,10 @@ class DraftLayer(nn.Module):
             raise ValueError(f"{path}: saved for a policy of other sizes: {'; '.join(others)}")
         try:
             shape = shape_from(saved)
+            if isinstance(shape, Eagle3Shape):
+                shape.check(config.num_hidden_layers)
             layer = (Eagle3Layer if isinstance(shape, Eagle3Shape) else DraftLayer).outline(shape)
-        except (TypeError, ArithmeticError, RuntimeError) as error:
+        except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise ValueError(f"{damaged}: {first_line(error)}") from error
         layer.load_state_dict(checked_weights(state, path), assign=True)
         return layer if isinstance(model, PretrainedConfig) else layer.to(model.device)
@@ -464,6 +489,16 @@ class DraftForm:
         ends = [ends] if isinstance(ends, int) else ends or []
         ends = [end for end in ends if self.vocabulary <= end < config.vocab_size][: self.vocabulary]
         return (*range(self.vocabulary - len(ends)), *ends)
+
+
+def _ascend(values: Iterable[Any], end: int) -> bool:
+    """Return whether these are integers from 0 to end - 1, each above the one before."""
+    last = -1
+    for value in values:
+        if type(value) is not int or not last < value < end:
+            return False
+        last = value
+    return True
 
 
 def _ones(*sizes: int) -> Tensor:
