@@ -241,7 +241,9 @@ def test_a_file_with_a_damaged_shape_is_refused_by_the_field(tmp_path, name, val
         sizes = json.loads(file.metadata()["aedit.draft_shape"])
     assert len(sizes["frequencies"]) == 4
     save_file(load_file(path), path, {"aedit.draft_shape": json.dumps(sizes | {name: value})})
-    with pytest.raises(ValueError, match=r"its metadata is damaged: .*\b(" + name + "|int|NoneType)"):
+    with pytest.raises(
+        ValueError, match=rf"its metadata is damaged: (.*\b{name}\b|.*'(int|NoneType)' object|.*has no len)"
+    ):
         DraftLayer.load(path, model)
 
 

@@ -135,7 +135,7 @@ class Eagle3Shape(DraftShape):
         layers = eagle3_taps(config.num_hidden_layers)
         return cls(**sizes, tap_layers=layers, draft_tokens=tokens, residual_after_norm=True)
 
-    def check(self, num_layers: int) -> None:
+    def validate(self, num_layers: int) -> None:
         """Raise ValueError if a field cannot be that of a layer for a policy with `num_layers`.
 
         A layer of EAGLE-3 need not have the sizes of its policy, so that they cannot be compared.
@@ -143,17 +143,17 @@ class Eagle3Shape(DraftShape):
         for name in ("intermediate_size", "num_heads", "num_kv_heads", "head_size"):
             value = getattr(self, name)
             check(type(value) is int and value > 0, name, "must be an integer above 0", value)
-        pairs, last = self.head_size // 2, self.vocabulary - 1
-        check(
-            len(self.frequencies) == pairs, "frequencies", f"must be {pairs} numbers", len(self.frequencies)
-        )
-        for value in (self.norm_epsilon, self.rope_scale, *self.frequencies):
+        pairs, given = self.head_size // 2, len(self.frequencies)
+        check(given == pairs, "frequencies", f"must be {pairs} numbers", given)
+        numbers = [("norm_epsilon", self.norm_epsilon), ("rope_scale", self.rope_scale)]
+        for name, value in numbers + [("frequencies", each) for each in self.frequencies]:
             fits = type(value) in (int, float) and 0 < value < math.inf
-            check(fits, "norm_epsilon, rope_scale and frequencies", "must be finite and above 0", value)
+            check(fits, name, "must be finite and above 0", value)
         is_known = len(self.tap_layers) == self.taps and _ascend(self.tap_layers, num_layers)
         rule = f"must be {self.taps} ascending layers of {num_layers}"
         check(is_known, "tap_layers", rule, self.tap_layers)
-        check(_ascend(self.draft_tokens, last + 1), "draft_tokens", f"must ascend from 0 to {last}", "others")
+        rule = f"must be ascending tokens from 0 to {self.vocabulary - 1}"
+        check(_ascend(self.draft_tokens, self.vocabulary), "draft_tokens", rule, self.draft_tokens[:8])
         is_bool = type(self.residual_after_norm) is bool
         check(is_bool, "residual_after_norm", "must be true or false", self.residual_after_norm)
 
@@ -361,7 +361,7 @@ class DraftLayer(nn.Module):
         try:
             shape = shape_from(saved)
             if isinstance(shape, Eagle3Shape):
-                shape.check(config.num_hidden_layers)
+                shape.validate(config.num_hidden_layers)
             layer = (Eagle3Layer if isinstance(shape, Eagle3Shape) else DraftLayer).outline(shape)
         except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise ValueError(f"{damaged}: {first_line(error)}") from error

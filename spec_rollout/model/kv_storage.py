@@ -127,7 +127,7 @@ class KVRows:
         self._heads = self.tensor.flatten(2, 3)  # (layers, 2, rows * K, slots, h)
         self._ends = [0] * sizes.rows
         self._grown_bytes = 0
-        """Bytes that rows have grown by since `_use_huge_pages`."""
+        """Bytes that rows have grown by since the last look; see `LOOK_BYTES`."""
         self._token_bytes = 2 * sizes.layers * sizes.heads * slot_bytes
 
     @property
