@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from aedit.spec_rollout.choose.arms import real_nodes
 from aedit.spec_rollout.drafters import Draft
 from aedit.spec_rollout.engine.verification import _to_host, verified_nodes
+from aedit.spec_rollout.sampling.noise import _words_on_cpu
 from aedit.spec_rollout.sampling.verify import _argmax as largest
 from aedit.weights import WeightWatch
 
@@ -70,12 +71,12 @@ def watch(monkeypatch):
     monkeypatch.setattr(WeightWatch, "changed", unseen)
     verdict = (_to_host.__module__, _to_host.__name__)
     counts = (verified_nodes.__module__, verified_nodes.__name__)  # reads nothing on a device
-    argmax = (largest.__module__, largest.__name__)  # on a CPU alone
-    allowed = {"tolist": {verdict, counts}, "numpy": {argmax}}
+    on_cpu = {(each.__module__, each.__name__) for each in (largest, _words_on_cpu)}
+    allowed = {"tolist": {verdict, counts}, "numpy": on_cpu}
     for name in ("tolist", "numpy", "cpu", "item"):
         note(torch.Tensor, name, allowed.get(name, set()))
     for name in ("tensor", "as_tensor", "from_numpy"):
-        note(torch, name, {(SENDING, "to_device"), argmax})
+        note(torch, name, {(SENDING, "to_device"), *on_cpu})
     return mode
 
 

@@ -247,7 +247,7 @@ PACKED_ROWS = 4
 WIDE_INPUTS = 768
 """Inputs from which on one row in bf16 is faster without packing: by a twentieth to a third on one core."""
 
-MANY_ROWS = 32
+MANY_ROWS = 256
 """Number of rows from which on oneDNN is faster with small weights, too."""
 
 EXACT_ROWS = 32
