@@ -217,6 +217,14 @@ def test_however_many_blocks_are_made_at_once_they_are_the_same(at_once, monkeyp
             assert torch.equal(got, direct(row, start, 7))
 
 
+def test_rows_that_lack_different_amounts_all_get_what_they_lack(monkeypatch):
+    monkeypatch.setattr(module, "_AT_ONCE", 1)
+    noise = begun()
+    noise.at([0], [0], 4)
+    for got, row in zip(noise.at([1, 0], [0, 0], 5), (1, 0), strict=True):
+        assert torch.equal(got, direct(row, 0, 5))
+
+
 def test_the_uniforms_of_rows_are_those_of_their_samples():
     noise = begun()
     for first, count in [(300, 4), (126, 6), (0, 1), (5, 200)]:
