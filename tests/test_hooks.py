@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -77,6 +78,13 @@ def test_a_copy_of_an_attached_model_is_a_plain_model(copied):
         model(x)
         assert not sync.in_flight
         sync.schedule.last_id = 1
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_what_has_connections_is_not_copied_and_says_what_to_copy(copied):
+    sync, _ = node(Tower(), alone())
+    with pytest.raises(TypeError, match="copy the model, and save state_dict"):
+        copied(sync)
 
 
 class Skips(Tower):

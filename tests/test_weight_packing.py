@@ -13,7 +13,7 @@ from aedit.spec_rollout.engine import engine as engine_module
 from aedit.spec_rollout.engine.engine import PACK_AFTER
 from aedit.spec_rollout.model import Segment, Target, layers
 from aedit.spec_rollout.sampling import Prompt, Sampling
-from aedit.system import use_huge_pages
+from aedit.system import HUGE_PAGE_BYTES, use_huge_pages
 
 pytestmark = pytest.mark.skipif(not layers._HAS_ONEDNN, reason="this PyTorch has no oneDNN")
 ALL = 1 << 30
@@ -205,36 +205,43 @@ def test_an_engine_moves_packed_weights_to_huge_pages_once_for_each_version(monk
     steps = 0
     while engine.running or engine.waiting:
         copies = sum(packed(engine.target.weights))
-        assert len(set(moved)) == len(moved) == (copies if steps >= 40 else 0)
+        assert len(set(moved)) == len(moved) == min(copies, max(0, steps - 39)), "one with each step"
         engine.step()
         steps += 1
     assert steps > 2 * 40
     engine.update_weights(None, 1)
     assert len(list(engine.generate(prompts(8, 100)))) == 8
     assert len(moved) == 2 * copies > 0
-    Target.of(copy.deepcopy(model), rows=1, max_tokens=8).use_huge_pages()
+    assert not list(Target.of(copy.deepcopy(model), rows=1, max_tokens=8).moves_to_huge_pages())
     assert len(moved) == 2 * copies, "nothing is packed"
 
 
 def test_a_packed_copy_in_huge_pages_has_the_same_products(monkeypatch):
     """What the system has done is read from its own account of the process's memory."""
     moved = []
-    monkeypatch.setattr(layers, "use_huge_pages", lambda *memory: moved.append(use_huge_pages(*memory)))
+
+    def move(address, num_bytes):
+        moved.append((address, address + num_bytes, use_huge_pages(address, num_bytes)))
+
+    monkeypatch.setattr(layers, "use_huge_pages", move)
     draw = torch.Generator().manual_seed(0)
     weights = [torch.randn(4096, 1024, generator=draw) for _ in range(2)]
     one, joined = layers.Linear(weights[0]), layers.JoinedLinear(tuple(map(layers.Linear, weights)))
     x_Ti = torch.randn(4, 1024, generator=draw)
     with torch.no_grad():
         for each in (one, joined):
-            each.use_huge_pages()  # there is no copy
+            assert not list(each.moves_to_huge_pages()), "there is no copy"
             each.pack()
             before = product(each, x_Ti)
             in_huge_pages = huge_bytes()
-            each.use_huge_pages()
+            assert len(list(each.moves_to_huge_pages())) == len(moved)
             assert torch.equal(product(each, x_Ti), before)
-            if moved[-1]:  # Linux from 6.1 on, if it has room for huge pages
-                assert huge_bytes() >= in_huge_pages + each.nbytes - (4 << 20)
-    assert len(moved) == 2
+            first, end = moved[0][0], moved[-1][1]
+            assert end - first == each.nbytes >= 8 << 20
+            if all(is_done for *_, is_done in moved):  # Linux from 6.1 on, if it has room for huge pages
+                whole = end // HUGE_PAGE_BYTES - -(-first // HUGE_PAGE_BYTES)
+                assert huge_bytes() >= in_huge_pages + whole * HUGE_PAGE_BYTES
+            moved.clear()
 
 
 def product(linear, x_Ti):

@@ -236,7 +236,7 @@ class HubConfig:
 
     max_steps_ahead: PositiveInt = 1024
     """Steps a node trains on without an answer from the hub before it waits. Its leases of data may end
-    before: they last for `2 * expire_s`, or twice as long as the hub was away of late."""
+    before: they last for `4 * expire_s`, or twice as long as the hub was away of late."""
 
     codec: Codec | ImportPath = "bf16"
     """How pseudo-gradients travel up: `e3m0` is 4 bits, `ternary` 1.7, `topk` keeps 192 of every 4096 in 2

@@ -14,7 +14,7 @@ from pathlib import Path
 from aedit import traces
 from aedit.proto.agent.connections import Connections, Donor
 from aedit.proto.agent.joining import InitialSync
-from aedit.proto.agent.leases import Speed, Stock, Watchdog
+from aedit.proto.agent.leases import STOCK, Speed, Stock, Watchdog
 from aedit.proto.agent.mailbox import AgentState, Mailbox, WakeReceiver, Wants, remove
 from aedit.proto.agent.membership import Membership
 from aedit.proto.agent.plan import AgentPlan
@@ -121,7 +121,7 @@ class Agent:
         self._plan, self._box, self._wakeups, self._connections = plan, box, wakeups, connections
         self._traffic = Traffic()
         self._stock = Stock(
-            samples_per_step=plan.samples_per_step, lasts_s=2 * plan.expire_s, most_steps=plan.steps_ahead
+            samples_per_step=plan.samples_per_step, lasts_s=STOCK * plan.expire_s, most_steps=plan.steps_ahead
         )
         self._lease_lock = threading.Condition()
         """Notified when the first hub has received what is used."""
@@ -331,7 +331,7 @@ class Agent:
                 self._stock.settle(known)
                 self._known_used = max(self._known_used, known)
                 self._lease_lock.notify_all()
-                self._stock.lasts_s = 2 * self._memberships[0].expire_s
+                self._stock.lasts_s = STOCK * self._memberships[0].expire_s
                 self._stock.hub_answered(time.monotonic())
             self._lease()
 

@@ -11,6 +11,8 @@ from aedit.proto.agent.link import Progress
 
 Block = tuple[int, int]
 
+STOCK = 4
+"""A stock lasts for this many times `hub.expire_s`. Leases of a silent node go to others after 20 times."""
 _STEPS = 4
 """Steps for which samples are leased while nothing is known of the node's speed, and at least."""
 _BLOCK = 3

@@ -472,18 +472,20 @@ PACK_AFTER, PACK_TOKENS = 16, 32
 each pass then saves a tenth to a half, and the copy takes as long as five to ten, or 500 tokens of a prompt.
 """
 HUGE_AFTER = 256
-"""Passes after which packed weights move to huge pages: each then saves a twentieth, and moving takes ten."""
+"""Passes after which packed weights move to huge pages, a part with each pass: a pass then takes a twentieth
+less time, and moving takes as long as ten, or more where memory is in pieces."""
 
 
 class WeightPacking:
     """Packs the policy's weights, then moves them to huge pages, where they are used for long enough.
 
-    See `TargetModel.pack` and `use_huge_pages`.
+    See `TargetModel.pack` and `moves_to_huge_pages`.
     """
 
     def __init__(self, target: TargetModel, most_bytes: int) -> None:
         self._target, self._most_bytes = target, most_bytes
         self._after, self._num_passes = PACK_AFTER, 0
+        self._moves: Iterator[None] = iter(())
 
     def passed(self, num_tokens: int) -> None:
         """Count a pass over so many tokens; in fp32 one over a single token gains nothing."""
@@ -500,12 +502,13 @@ class WeightPacking:
         if before < self._after <= self._num_passes:
             self._target.pack(self._most_bytes)
         if before < HUGE_AFTER <= self._num_passes:
-            self._target.use_huge_pages()
+            self._moves = self._target.moves_to_huge_pages()
+        next(self._moves, None)
 
     def weights_changed(self) -> None:
         """Begin anew: at once if the last weights were used for long."""
         self._after = 1 if self._num_passes >= 4 * PACK_AFTER else PACK_AFTER
-        self._num_passes = 0
+        self._num_passes, self._moves = 0, iter(())
 
 
 class SampleKeys:

@@ -164,10 +164,10 @@ class ModelWeights:
             for each in found:
                 each.pack()
 
-    def use_huge_pages(self) -> None:
-        """Move packed copies to memory in which they are read faster."""
+    def moves_to_huge_pages(self) -> Iterator[None]:
+        """Move packed copies to memory in which they are read faster, a part at a time."""
         for each in (*self.projections, self.to_logits):
-            each.use_huge_pages()
+            yield from each.moves_to_huge_pages()
 
     def embed(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
         """Return the input of the first layer, (T, d)."""

@@ -26,13 +26,14 @@ import torch
 from torch import Tensor
 
 from aedit.spec_rollout.model.model_support import to_device
-from aedit.system import HUGE_PAGE_BYTES, use_huge_pages
+from aedit.system import HUGE_PAGE_BYTES, HUGE_PAGES_AT_ONCE, use_huge_pages
 
 PAGE_BYTES = mmap.PAGESIZE
 # The constant has a name since Python 3.12; its value depends on the processor.
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if platform.machine() in ("x86_64", "aarch64") else 0)
 LOOK_BYTES = 16 << 20
-"""Bytes by which the rows of `KVRows` grow until it looks which memory should be in huge pages."""
+"""Bytes by which the rows of `KVRows` grow until it looks which memory should be in huge pages. It then moves
+as much at most, so that no pass waits for long."""
 BLOCK = 16
 """Tokens of one block."""
 POOL_SHARE = 0.8
@@ -246,11 +247,12 @@ class PagedTensor:
         return self._map is not None
 
     def use_huge_pages(self, used_bytes: np.ndarray) -> None:
-        """Use huge pages where at least a quarter of one is in use.
+        """Use some more huge pages where at least a quarter of one is in use.
 
         used_bytes: int64, bytes in use between each two `edges`.
         """
-        for i in np.flatnonzero(~self.is_huge & (4 * used_bytes >= HUGE_PAGE_BYTES)):
+        found = np.flatnonzero(~self.is_huge & (4 * used_bytes >= HUGE_PAGE_BYTES))
+        for i in found[:HUGE_PAGES_AT_ONCE]:
             self.is_huge[i] = self._moved_to_huge_page(int(self.edges[i]))
             if not self.is_huge[i]:
                 return  # the system has none, or no more

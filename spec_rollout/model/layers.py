@@ -7,7 +7,7 @@ Shapes: T tokens (of any rows), d hidden size, H heads, K key/value heads, J = H
 supplies attention: `attend` receives queries, keys and values and returns the attention output.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from aedit.system import use_huge_pages
+from aedit.system import HUGE_PAGE_BYTES, HUGE_PAGES_AT_ONCE, use_huge_pages
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(queries_THh, keys_TKh, values_TKh), with RoPE applied -> attention output, (T, H * h)."""
@@ -302,9 +302,9 @@ class Linear:
         self._version = self.weight._version
         self._packed = _packed_copy(self.weight_oi.detach())
 
-    def use_huge_pages(self) -> None:
-        """Move the packed copy, if there is one, to memory in which it is read faster."""
-        _move_to_huge_pages(self._packed)
+    def moves_to_huge_pages(self) -> Iterator[None]:
+        """Move the packed copy, if there is one, to memory in which it is read faster, a part at a time."""
+        return _moves_to_huge_pages(self._packed)
 
 
 @dataclass(slots=True, eq=False)
@@ -361,9 +361,9 @@ class JoinedLinear:
         biases = [part.bias_o for part in self.parts if part.bias_o is not None]
         self._bias_o = torch.cat([bias_o.detach() for bias_o in biases]) if biases else None
 
-    def use_huge_pages(self) -> None:
-        """Move the packed copy, if there is one, to memory in which it is read faster."""
-        _move_to_huge_pages(self._copy)
+    def moves_to_huge_pages(self) -> Iterator[None]:
+        """Move the packed copy, if there is one, to memory in which it is read faster, a part at a time."""
+        return _moves_to_huge_pages(self._copy)
 
     def _tensors(self) -> list[Tensor]:
         """Return all weights and biases."""
@@ -379,10 +379,16 @@ def _packed_copy(weight_oi: Tensor) -> Tensor:
     return packed
 
 
-def _move_to_huge_pages(packed: Tensor | None) -> None:
-    if packed is not None:
-        size = packed.numel() * packed.element_size()  # without padding, of which there may be some
-        use_huge_pages(torch.ops.mkldnn.data_ptr(packed), size)
+def _moves_to_huge_pages(packed: Tensor | None) -> Iterator[None]:
+    if packed is None:
+        return
+    first = torch.ops.mkldnn.data_ptr(packed)
+    end = first + packed.numel() * packed.element_size()  # without padding, of which there may be some
+    while first < end:
+        upto = min(end, (first // HUGE_PAGE_BYTES + HUGE_PAGES_AT_ONCE) * HUGE_PAGE_BYTES)
+        use_huge_pages(first, upto - first)
+        first = upto
+        yield
 
 
 @cache

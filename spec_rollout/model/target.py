@@ -4,7 +4,7 @@ Shapes: B running rows, q new tokens per row, T tokens of one row, V vocabulary,
 (d, and d more for each tapped layer).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -230,9 +230,9 @@ class Target(TargetModel):
         """Copy weights into the layout in which products of several rows are fastest; see `TargetModel`."""
         self.weights.pack(most_bytes)
 
-    def use_huge_pages(self) -> None:
-        """Move packed copies to huge pages; see `TargetModel`."""
-        self.weights.use_huge_pages()
+    def moves_to_huge_pages(self) -> Iterator[None]:
+        """Move packed copies to huge pages, a part at a time; see `TargetModel`."""
+        return self.weights.moves_to_huge_pages()
 
     def update_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
         """Make `weights` the policy's weights, all or none; see `TargetModel.update_weights`."""

@@ -4,7 +4,7 @@ Shapes: B running rows, q new tokens per row, T tokens of one row, V vocabulary,
 size.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -173,10 +173,11 @@ class TargetModel(Protocol):
         or if the copies would take more than `most_bytes`.
         """
 
-    def use_huge_pages(self) -> None:
+    def moves_to_huge_pages(self) -> Iterator[None]:
         """Move the copies of `pack` to huge pages, where passes of several rows take a twentieth less time.
 
-        It takes as long as ten passes. Nothing is done if there is no copy, or the system cannot do it.
+        Each step of the iterator moves a part, in a fraction of a pass; all together take as long as ten.
+        There is none if there is no copy. End it before the next `update_weights`.
         """
 
     @property
