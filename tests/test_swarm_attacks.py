@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 import grpc
 import pytest
 from kit.full_disk import full_disk
-from kit.hub_processes import Client, HubRefused, HubUnreachable, confirmation
+from kit.hub_processes import CALL_S, Client, HubRefused, HubUnreachable, confirmation
 from kit.swarm import key_of
 from kit.waiting import until
 
@@ -18,6 +18,7 @@ from aedit.launch.swarm import peer_service
 from aedit.proto.rpc import (
     MOST_TERM,
     PROTOCOL,
+    HubClient,
     Proposal,
     SigningKey,
     VoteReply,
@@ -276,7 +277,7 @@ def test_an_owner_that_starts_again_signs_the_same_values_under_its_new_term(tmp
 # -- votes
 
 
-def asked(process, key=None, part=1, forged=False):
+def asked(process, key=None, part=1, forged=False, call_s=CALL_S):
     """Return the answer of a replica of part 0 to a candidate with this key, or the status of its refusal."""
     voter = key_of(9)
     proposal = proposal_out(Proposal(7, 0, identity_of(voter.public), (1, 2), (1, 1, 100)), voter)
@@ -285,7 +286,7 @@ def asked(process, key=None, part=1, forged=False):
         sign(request, key)
     request.part -= forged
     try:
-        return Client(address(process)).hub.propose(request)
+        return HubClient(address(process), call_timeout_s=call_s).propose(request)
     except HubRefused as error:
         return error.code
 
@@ -361,7 +362,7 @@ def test_a_vote_that_could_not_be_written_is_not_given_at_the_second_ask(tmp_pat
         with full_disk(tmp_path / "one"):
             for _ in range(2):
                 with pytest.raises(HubUnreachable, match="no space"):
-                    asked(process, key_of(12))
+                    asked(process, key_of(12), call_s=5.0)
             assert process._leadership.promised == 0
         assert asked(process, key_of(12)).granted
         assert json.loads((tmp_path / "one" / "votes.json").read_text())["term"] == 7

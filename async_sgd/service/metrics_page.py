@@ -93,6 +93,8 @@ class _Server(ThreadingMixIn, WSGIServer):
     """A thread per connection, at most `MOST_CONNECTIONS`: the oldest one is ended for a new one."""
 
     daemon_threads = True
+    request_queue_size = 512
+    """Connections that wait to be accepted; beyond, a client tries again after a second."""
 
     def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
         self._open: dict[socket.socket, None] = {}

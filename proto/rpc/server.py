@@ -252,7 +252,7 @@ class Server:
             task = asyncio.current_task()
             assert task is not None
             seen = CallContext(context, task)
-            peer, refusal = seen.peer(), None
+            peer, refusal, is_writing = seen.peer(), None, False
             end = partial(seen.end, _LATER, _SILENT)
 
             def received(num_bytes: int) -> None:
@@ -262,21 +262,16 @@ class Server:
             messages = _Messages(context, received)
 
             async def write(answer: Any) -> None:
-                """Send an answer; gRPC returns when the peer has room for it.
-
-                Of a call that is ended meanwhile, gRPC would hold what was not read until the peer reads it,
-                or its connection ends.
-                """
+                """Send an answer; gRPC returns when the peer has room for it."""
+                nonlocal is_writing
                 self._unread.enter(peer, seen, partial(seen.end, _LATER, _UNREAD))
                 self._cost.message()
+                is_writing = True
                 try:
                     await context.write(answer)
-                except asyncio.CancelledError:
-                    if seen.ended is not None:
-                        event_loop().run_in_executor(None, self.connections.end, self.port, peer)
-                    raise
                 finally:
                     self._unread.leave(peer, seen)
+                is_writing = False
 
             try:
                 if replies_once:  # what it sends may wait to be read; a call without a token is none of these
@@ -294,6 +289,10 @@ class Server:
                 _clear_frames(error)
                 if refusal is None:  # the peer has ended the call
                     raise
+                # gRPC would hold what was not read until the peer reads it, or its connection ends. A call
+                # that was to make room may have got on in between.
+                if refusal is seen.ended and (is_writing or refusal.text == _UNREAD):
+                    event_loop().run_in_executor(None, self.connections.end, self.port, peer)
             finally:
                 messages.on_first()
                 messages.after_first()
