@@ -217,6 +217,18 @@ def test_however_many_blocks_are_made_at_once_they_are_the_same(at_once, monkeyp
             assert torch.equal(got, direct(row, start, 7))
 
 
+def test_a_draft_that_is_accepted_whole_has_its_noise_computed_once(monkeypatch):
+    monkeypatch.setattr(module, "_AT_ONCE", 1)
+    noise, made = begun(), []
+    ring = noise._gumbel
+    make = ring._make
+    ring._make = lambda *ids: made.append(ids[2].numel()) or make(*ids)
+    for length in (3, 8, 13):  # drafts of four tokens and the one after them
+        assert torch.equal(noise.at([0], [length + 1], 4)[0], direct(0, length + 1, 4))
+        assert torch.equal(noise.at([0], [length], 5)[0], direct(0, length, 5))
+    assert sum(made) == 4 + 5 + 5 + 5, "but for the first position, at which the verification begins"
+
+
 def test_rows_that_lack_different_amounts_all_get_what_they_lack(monkeypatch):
     monkeypatch.setattr(module, "_AT_ONCE", 1)
     noise = begun()

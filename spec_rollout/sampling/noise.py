@@ -288,7 +288,7 @@ class RowNoise:
     def at(self, rows: Sequence[int], first: Sequence[int], count: int) -> Tensor:
         """Return the Gumbel noise of `count` positions of each row, (len(rows), count, V).
 
-        Row rows[i] starts at the absolute position first[i].
+        Row rows[i] starts at the absolute position first[i]. No row may be given twice.
         """
         return self._gumbel.at(rows, first, count)
 
@@ -298,7 +298,7 @@ class RowNoise:
 
 
 class _NoiseRing:
-    """Ring of consecutive positions for each row; a request takes at most half of it at once."""
+    """Ring of consecutive positions for each row; a request takes less than half of it at once."""
 
     def __init__(
         self, make: _Make, shape: tuple[int, int, int], device: torch.device | str, dtype: torch.dtype
@@ -345,7 +345,7 @@ class _NoiseRing:
         self._kept[self._ring_index[row]] = range(0)
 
     def at(self, rows: Sequence[int], first: Sequence[int], count: int) -> Tensor:
-        half = self._ring // 2
+        half = self._ring // 2 - 1
         if count > half:
             starts = range(0, count, half)
             parts = [self.at(rows, [f + s for f in first], min(half, count - s)).clone() for s in starts]
@@ -370,7 +370,7 @@ class _NoiseRing:
         for row, start in zip(rows, first, strict=True):
             index = self._ring_index[row]
             kept = self._kept[index]
-            if not kept.start <= start <= kept.stop:
+            if not kept.start <= start <= kept.stop + 1:  # a drafter begins one position later than its step
                 kept = self._kept[index] = range(start, start)
             if kept.stop < start + count:
                 self.ids(row)
