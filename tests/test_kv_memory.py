@@ -83,6 +83,7 @@ def test_memory_of_which_a_quarter_is_in_use_moves_to_huge_pages(heads, has_any,
 
     monkeypatch.setattr(kv_storage, "use_huge_pages", move)
     monkeypatch.setattr(kv_storage, "LOOK_BYTES", 100_000)
+    monkeypatch.setattr(kv_storage, "HUGE_PAGES_AT_ONCE", 2)
     sizes = KVSizes(layers=2, rows=4, heads=heads, slots=9_000 // heads, head_dim=60)
     storage = KVRows(sizes, torch.float32, CPU)
     copy = torch.zeros(2, 2, 4, heads, sizes.slots, 60)
@@ -95,7 +96,9 @@ def test_memory_of_which_a_quarter_is_in_use_moves_to_huge_pages(heads, has_any,
         else:
             count = min(sizes.slots - ends[row], 1 + int(sizes.slots * draw.random() ** 3))
             kv = torch.full((2, 2, heads, count, 60), draw.choice([1.0, 2.0, torch.nan]))
+            num_before = len(moved)
             storage.write(row, ends[row], kv)
+            assert len(moved) <= num_before + 2, "a few with each pass"
             copy[:, :, row, :, ends[row] : ends[row] + count] = kv
             ends[row] += count
         assert torch.equal(storage.rows.view(torch.int32), copy.view(torch.int32))

@@ -104,8 +104,7 @@ def test_more_open_calls_than_a_server_keeps_are_ended_and_members_go_on(served,
     assert push(client)
     ended = [call for call in opened if call.done()]
     assert len(ended) >= 4300 - Limits().silent_calls
-    # On a busy machine some are ended before the server has begun them.
-    assert {call.code() for call in ended} <= {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED}
+    assert {call.code() for call in ended} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
 def test_the_oldest_silent_call_of_the_peer_with_most_of_them_makes_room():
