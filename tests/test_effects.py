@@ -52,6 +52,8 @@ USELESS = {
     "prompts.split": '[prompts]\nsource = "a.jsonl"\nsplit = "test"\n',
     "rl.clip_low": '[prompts]\nsource = "a.jsonl"\n[rl]\nloss = "cispo"\nclip_low = 0.1\n',
     "rl.importance_cap": '[prompts]\nsource = "a.jsonl"\n[rl]\nimportance_cap = 4.0\n',
+    "rl.old_logprobs": '[prompts]\nsource = "a.jsonl"\n[rl]\nimportance = "token"\n'
+    'old_logprobs = "trainer"\n',
     "rl.supervised_lr": '[prompts]\nsource = "a.jsonl"\n[rl]\nsupervised_lr = 1e-2\n',
     "rl.server_silent_s": '[prompts]\nsource = "a.jsonl"\n[rl]\nserver_silent_s = 2.0\n',
     "rl.server_stalled_s": '[prompts]\nsource = "a.jsonl"\n[rl]\nserver_stalled_s = 9.0\n',

@@ -15,6 +15,11 @@ HEAD = f'[prompts]\nsource = "{SUMS}"\n'
     ("text", "message"),
     [
         ("[rl]\ngroup_size = 1", "rl.group_size must be at least 2: advantages compare the rollouts"),
+        (
+            '[rl]\nold_logprobs = "trainer"\nmax_staleness = 1',
+            'rl.old_logprobs must be "engine" with rl.max_staleness above 0, or rl.importance "token" or '
+            '"sequence", got trainer',
+        ),
         ("[rl]\noverlong = 129", "rl.overlong must be at most rl.sampling.max_new_tokens = 128, got 129"),
         ('[rl.sampling]\nstop = ["a", ""]', "rl.sampling.stop must not have an empty text, got ['a', '']"),
         ('[reward]\nfunctions = ["exact", "exact"]', "reward.functions must name each function once"),

@@ -13,6 +13,7 @@ from aedit.edit import Shards
 from aedit.launch.config import ModelConfig, PromptConfig, RLConfig, RunConfig, TrainConfig
 from aedit.launch.node import build_model
 from aedit.launch.node.rl_policy import PolicyGradient
+from aedit.spec_rollout.rl import LOSSES
 from aedit.types import ImportPath
 
 SPY = {"rl__loss": ImportPath("kit.rl_losses:spy"), "drafter__kind": "off"}
@@ -45,8 +46,9 @@ def test_micro_batches_change_no_weight_beyond_rounding(tmp_path):
         torch.testing.assert_close(weights(four)[name], value, rtol=0, atol=1e-5)
 
 
-def test_importance_weights_are_relative_to_the_policy_before_the_first_step_on_the_batch(tmp_path, seen):
-    keys = {"rl__importance": "token", "rl__epochs": 2, "train__batch_size": 12, "train__steps": 4}
+@pytest.mark.parametrize("setting", [{"rl__importance": "token"}, {"rl__old_logprobs": "trainer"}])
+def test_ratios_can_be_relative_to_the_policy_before_the_first_step_on_the_batch(tmp_path, seen, setting):
+    keys = {**setting, "rl__epochs": 2, "train__batch_size": 12, "train__steps": 4}
     run(config_of(tmp_path, **keys, **SPY))
     first, second, third, fourth = seen
     for before, after in ((first, second), (third, fourth)):
@@ -93,6 +95,33 @@ def test_answers_end_with_the_end_tokens_of_a_pretrained_model_too(tmp_path):
     assert not any(token in ends for answer in answers for token in answer[:-1])
 
 
+def gradient_of(samples, **rl):
+    """Return gradients, backward passes and metrics of an inner step on `samples`, two at a time."""
+    config = RunConfig(
+        prompts=PromptConfig(source="a.jsonl"),
+        model=ModelConfig(),
+        rl=RLConfig(**rl),
+        train=TrainConfig(batch_size=2),
+    )
+    model = tiny_policies.policy(dtype=torch.float32, loudness=1.0)
+    made = PolicyGradient(
+        config=config,
+        model=model,
+        reference=tiny_policies.policy(dtype=torch.float32, loudness=0.5) if config.rl.kl else None,
+        shards=Shards(),
+        device=torch.device("cpu"),
+    )
+    calls = []
+    next(model.parameters()).register_post_accumulate_grad_hook(calls.append)
+    made.accumulate(samples, lambda loss: None)
+    return {n: p.grad for n, p in model.named_parameters()}, len(calls), made.means()
+
+
+def samples_with(advantages):
+    samples = generate(tiny_policies.policy(dtype=torch.float32, loudness=1.0), len(advantages))
+    return [replace(each, advantage=a) for each, a in zip(samples, advantages, strict=True)]
+
+
 @pytest.mark.parametrize(("advantages", "rl", "passes"), [
     ((0.0, 1.0, None, 0.0, -1.0, 0.0), {}, 1),
     ((0.0, 1.0, -1.0, 0.5, 0.0, 0.0), {}, 2),
@@ -102,35 +131,23 @@ def test_answers_end_with_the_end_tokens_of_a_pretrained_model_too(tmp_path):
 ])  # fmt: skip
 def test_micro_batches_without_a_gradient_have_no_backward_pass(advantages, rl, passes, seen):
     """The oracle is a loss of one's own that is the same: of it nothing is known, so all are passed back."""
-    samples = generate(tiny_policies.policy(dtype=torch.float32, loudness=1.0), 6)
-    samples = [replace(each, advantage=a) for each, a in zip(samples, advantages, strict=True)]
-
-    def gradient(**more):
-        config = RunConfig(
-            prompts=PromptConfig(source="a.jsonl"),
-            model=ModelConfig(),
-            rl=RLConfig(**rl | more),
-            train=TrainConfig(batch_size=2),
-        )
-        model = tiny_policies.policy(dtype=torch.float32, loudness=1.0)
-        made = PolicyGradient(
-            config=config,
-            model=model,
-            reference=tiny_policies.policy(dtype=torch.float32, loudness=0.5) if config.rl.kl else None,
-            shards=Shards(),
-            device=torch.device("cpu"),
-        )
-        calls = []
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(calls.append)
-            break
-        made.accumulate(samples, lambda loss: None)
-        return {n: p.grad for n, p in model.named_parameters()}, len(calls), made.means()
-
-    found, num_calls, metrics = gradient()
-    whole, all_calls, all_metrics = gradient(loss=SPY["rl__loss"])
+    samples = samples_with(advantages)
+    found, num_calls, metrics = gradient_of(samples, **rl)
+    whole, all_calls, all_metrics = gradient_of(samples, **rl | {"loss": SPY["rl__loss"]})
     assert (num_calls, all_calls) == (passes, 3)
     assert metrics == pytest.approx(all_metrics)
     for name, value in whole.items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-8)
     assert any(value.any() for value in whole.values()) == any(advantages)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_with_the_trainers_log_probabilities_those_of_the_engine_have_no_influence(loss):
+    samples = samples_with((0.0, 1.0, -1.0, 0.5, 0.0, -0.5))
+    rounded = [replace(each, logprobs=[p - 1e-3 for p in each.logprobs]) for each in samples]
+    for whose in ("trainer", "engine"):
+        one, other = (gradient_of(each, loss=loss, old_logprobs=whose)[0] for each in (samples, rounded))
+        equal = all(torch.equal(one[name], other[name]) for name in one)
+        assert equal == (whose == "trainer")
+        for name, value in one.items():
+            torch.testing.assert_close(other[name], value, rtol=1e-2, atol=1e-3)

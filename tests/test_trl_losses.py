@@ -51,7 +51,7 @@ def trl_loss(name, c, s, weights_BT=None):
         _get_per_token_logps_and_entropies=lambda *args, **more: (logp, torch.zeros_like(logp), None),
     )
     ids = torch.zeros(c.logp.shape, dtype=torch.long)
-    base = c.behaviour if weights_BT is None else c.proximal
+    base = c.behaviour if c.proximal is None else c.proximal
     inputs = {
         "prompt_ids": ids[:, :1],
         "prompt_mask": ids[:, :1],
@@ -83,6 +83,19 @@ def test_value_and_gradient_are_trls(name, kl):
         if name in ("grpo", "dapo", "dr-grpo"):
             ours = mean_metrics(loss_metrics(inputs, out))
             assert ours["clip_share"] == pytest.approx(found["clip_ratio/region_mean"])
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_ratios_relative_to_the_trainers_own_policy_are_trls_without_vllm(name):
+    """trl computes the probabilities of the policy before the first step on a batch itself, as verl does."""
+    for seed in range(4):
+        c = case(seed, proximal=True)
+        inputs = c.inputs()
+        out = find_loss(name)(inputs, LossSettings(old_logprobs="trainer"))
+        out.loss.backward()
+        loss, grad, _ = trl_loss(name, c, LossSettings())
+        assert out.loss.item() == pytest.approx(loss, rel=1e-12)
+        assert torch.allclose(inputs.logp_BT.grad, grad, rtol=1e-10, atol=1e-14)
 
 
 @pytest.mark.parametrize("importance", ["token", "sequence"])

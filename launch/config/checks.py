@@ -173,6 +173,7 @@ RULES: tuple[EffectRule, ...] = (
     ),
     ("rl.clip_low", "rl.loss", lambda v, _: v == "cispo", "another loss"),
     ("rl.importance_cap", "rl.importance", lambda v, _: v == "off", '"token" or "sequence"'),
+    ("rl.old_logprobs", "rl.importance", lambda v, _: v != "off", '"off"'),
     ("rl.supervised_batch rl.supervised_lr", "rl.supervised_steps", lambda v, _: v == 0, "1 or more"),
     (
         f"{LEARNED} drafter.share drafter.train",

@@ -149,9 +149,9 @@ seed model.family model.sizes. data.seq_len data.held_out train.optimizer train.
 train.lr_warmup train.lr_final train.weight_decay train.betas train.grad_clip edit.schedule edit.every
 edit.warmup_steps edit.units edit.landing edit.fragments edit.penalty. outer. hub.merge hub.merge_cut
 hub.weights hub.codec hub.codec_down reward.functions reward.weights reward.options. rl.group_size
-rl.loss rl.advantage rl.clip_low rl.clip_high rl.importance rl.importance_cap rl.kl rl.max_staleness
-rl.epochs rl.batches rl.dynamic_sampling rl.overlong rl.supervised_steps rl.supervised_lr rl.sampling.
-drafter.form drafter.kind drafter.share drafter.vocabulary
+rl.loss rl.advantage rl.clip_low rl.clip_high rl.importance rl.importance_cap rl.old_logprobs rl.kl
+rl.max_staleness rl.epochs rl.batches rl.dynamic_sampling rl.overlong rl.supervised_steps
+rl.supervised_lr rl.sampling. drafter.form drafter.kind drafter.share drafter.vocabulary
 """
 """Keys, and tables that end in a dot.
 

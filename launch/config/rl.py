@@ -150,6 +150,10 @@ class RLConfig:
     importance_cap: PositiveFloat = 2.0
     """Upper limit of an importance weight."""
 
+    old_logprobs: Literal["engine", "trainer"] = "engine"
+    """Log-probabilities that ratios are relative to: those of the engine, or, with `max_staleness = 0`, those
+    of the trainer before the first step on a batch, so that the engine's rounding has no influence."""
+
     kl: float = 0.0
     """Weight of the KL divergence to the configured model as it is before any step; above 0 costs memory for
     a second copy of the weights. It excludes `rl.supervised_steps`: export the model after a warm-up, and
@@ -256,6 +260,9 @@ class RLConfig:
         most = self.sampling.max_new_tokens
         rule = f"must be at most rl.sampling.max_new_tokens = {most}"
         check(self.overlong <= most, "rl.overlong", rule, self.overlong)
+        moved = self.old_logprobs == "trainer" and self.importance == "off" and self.max_staleness > 0
+        rule = 'must be "engine" with rl.max_staleness above 0, or rl.importance "token" or "sequence"'
+        check(not moved, "rl.old_logprobs", rule, self.old_logprobs)
         warmed = bool(self.kl and self.supervised_steps)
         check(not warmed, "rl.kl", "must be 0 in a run with rl.supervised_steps", self.kl)
 

@@ -140,9 +140,9 @@ class PolicyGradient:
     def before_steps(self, parts: Sequence[Sequence[Rollout]], version: int) -> None:
         """Run the forward passes that the inner steps on `parts` of a batch need before the first of them.
 
-        They fill `proximal`, unless no loss will need it: without importance weights, and for a single step
-        on the batch. Samples of servers in later parts are checked here: their own steps come when the
-        weights have moved.
+        They fill `proximal`, unless no loss will need it (`LossSettings.needs_proximal`), or there is a
+        single step on the batch. Samples of servers in later parts are checked here: their own steps come
+        when the weights have moved.
 
         Args:
             parts: This rank's samples of each inner step.
@@ -150,7 +150,7 @@ class PolicyGradient:
         """
         rl = self.config.rl
         self.proximal = {}
-        is_proximal = rl.importance != "off" and rl.epochs * rl.batches > 1
+        is_proximal = self._settings.needs_proximal and rl.epochs * rl.batches > 1
         samples: Sequence[Rollout] = [
             sample for part in (parts if is_proximal else parts[1:]) for sample in part
         ]

@@ -29,6 +29,7 @@ from aedit.types import (
 )
 
 Importance = Literal["off", "token", "sequence"]
+OldLogprobs = Literal["engine", "trainer"]
 MAX_LOG_RATIO = 20.0
 MEANS = {
     "mismatch_kl": "tokens",
@@ -60,8 +61,8 @@ class LossInputs:
     reference_BT: Tensor | None = None
     """Log-probabilities under a fixed policy, for `LossSettings.kl`."""
     proximal_BT: Tensor | None = None
-    """Log-probabilities under the trained policy before the first inner step on this batch, for
-    `LossSettings.importance`. None: those of now, which is right at the first step on a batch."""
+    """Log-probabilities under the trained policy before the first inner step on this batch, where
+    `LossSettings.needs_proximal`. None: those of now, which is right at the first step on a batch."""
     num_tokens: PositiveInt
     """True mask elements of the whole batch, over ranks and micro-batches."""
     num_sequences: PositiveInt
@@ -93,6 +94,8 @@ class LossSettings:
     importance: Importance = "off"
     """Truncated importance weights per token or per sequence; see `weights`."""
     importance_cap: PositiveFloat = 2.0
+    old_logprobs: OldLogprobs = "engine"
+    """Without importance weights: whose log-probabilities of a token ratios are relative to."""
     kl: NonNegativeFloat = 0.0
     """Weight of the divergence to the reference policy."""
 
@@ -100,6 +103,11 @@ class LossSettings:
     def of(cls, rl: object) -> "LossSettings":
         """Return the settings of `[rl]`, which has fields of the same names."""
         return cls(**{field.name: getattr(rl, field.name) for field in fields(cls)})
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Return whether ratios are relative to the trained policy before the first step on the batch."""
+        return self.importance != "off" or self.old_logprobs == "trainer"
 
 
 @checked()
@@ -145,9 +153,10 @@ def proximal_of(inputs: LossInputs, settings: LossSettings) -> Tensor:
 
     Those of the behaviour policy without importance weights. With them, the ratio is relative to the policy
     before the first inner step on the batch, and the weight accounts for the rest (decoupled PPO,
-    arXiv:2110.00641, as AReaL uses it, arXiv:2505.24298).
+    arXiv:2110.00641, as AReaL uses it, arXiv:2505.24298). With `old_logprobs = "trainer"` nothing does: right
+    where the same weights have generated, as then the rest is rounding.
     """
-    if settings.importance == "off":
+    if not settings.needs_proximal:
         return inputs.behaviour_BT.detach()
     return (inputs.logp_BT if inputs.proximal_BT is None else inputs.proximal_BT).detach()
 
@@ -302,7 +311,9 @@ def dppo_tv(inputs: LossInputs, settings: LossSettings) -> LossOutput:
     """
     (r_BT, w_BT), mask_BT = ratios(inputs, settings), inputs.mask_BT
     A_B1 = inputs.advantages_B[:, None]
-    p_BT, mu_BT = (x.detach().to(r_BT.dtype).exp() for x in (inputs.logp_BT, inputs.behaviour_BT))
+    is_engine = settings.old_logprobs == "engine" or settings.importance != "off"
+    old_BT = inputs.behaviour_BT if is_engine else proximal_of(inputs, settings)
+    p_BT, mu_BT = (x.detach().to(r_BT.dtype).exp() for x in (inputs.logp_BT, old_BT))
     moved_BT = p_BT - mu_BT
     masked_BT = (A_B1 > 0) & (moved_BT > settings.clip_high) | (A_B1 < 0) & (moved_BT < -settings.clip_low)
     terms_BT = (-r_BT * A_B1).where(~masked_BT, 0.0)

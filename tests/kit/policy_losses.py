@@ -77,9 +77,10 @@ def oracle(name, x, c, s):
         if not at:
             continue
         start = c.logp if c.proximal is None else c.proximal
-        A, base = c.advantages[i], c.behaviour if s.importance == "off" else start
+        off = s.importance == "off"
+        A, base = c.advantages[i], c.behaviour if off and s.old_logprobs == "engine" else start
         jump = {t: start[i, t] - c.behaviour[i, t] for t in at}
-        if s.importance == "off":
+        if off:
             w = dict.fromkeys(at, 1.0)
         elif s.importance == "token":
             w = {t: min(exp(jump[t]), s.importance_cap) for t in at}
@@ -95,7 +96,7 @@ def oracle(name, x, c, s):
             elif name == "cispo":
                 term = -min(exp(c.logp[i, t] - base[i, t]), 1 + s.clip_high) * A * x[i, t]
             else:
-                moved = np.exp(c.logp[i, t]) - np.exp(c.behaviour[i, t])
+                moved = np.exp(c.logp[i, t]) - np.exp((base if off else c.behaviour)[i, t])
                 out = (A > 0 and moved > s.clip_high) or (A < 0 and moved < -s.clip_low)
                 term = 0.0 if out else -r * A
             d = c.reference[i, t] - x[i, t]
@@ -123,5 +124,6 @@ SETTINGS = {
     "token": LossSettings(importance="token", importance_cap=1.3),
     "sequence": LossSettings(importance="sequence", importance_cap=1.7),
     "reference": LossSettings(kl=0.3),
+    "trainer": LossSettings(old_logprobs="trainer", kl=0.1),
     "all": LossSettings(clip_low=0.15, clip_high=0.3, importance="token", importance_cap=1.5, kl=0.2),
 }
